@@ -40,7 +40,8 @@ def command(
         typer.Option(
             metavar="NAME",
             help="Launcher of the workers on other hosts: accelerate, deepspeed, lockstep, mpirun, openrlhf, ray, "
-            "slurm, ssh, torchrun, verl, vllm. Reports which variables of this shell it does not forward. Default: ray if "
+            "slurm, ssh, torchrun, verl, vllm. Reports which variables of this shell it does not forward. Default: "
+            "ray if "
             "RAY_ADDRESS is set.",
         ),
     ] = None,

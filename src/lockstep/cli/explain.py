@@ -118,8 +118,8 @@ def _show_environment_findings(paths: list[str]) -> None:
     """Prints the findings about the environment variables of the newest given incident."""
     from rich.console import Console
 
+    from lockstep.base.text import terminal_safe
     from lockstep.doctor.environment.incident_environment import incident_finding_lines, newest_incident
-    from lockstep.doctor.output.explanation import terminal_safe
 
     folder = newest_incident(paths)
     console = Console(soft_wrap=False)

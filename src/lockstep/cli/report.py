@@ -18,7 +18,8 @@ def command(run: Annotated[Path, typer.Argument(help="The run's folder; the run 
     try:
         with Ledger.reader(run) as ledger:
             for each in incidents_of(ledger.events()):
-                typer.echo(f"incident: {each.who} ({each.what}), {each.told}  {each.folder}".rstrip(), err=True)
+                line = f"incident: {each.workers} ({each.what}), {each.outcome_text}  {each.folder}"
+                typer.echo(line.rstrip(), err=True)
             typer.echo(write_report(ledger))
     except (LedgerError, OSError) as error:
         show_refusal(error)

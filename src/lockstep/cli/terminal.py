@@ -39,6 +39,6 @@ def _shown(text: str) -> str:
     """Escapes rich markup and terminal control sequences: some texts come from other hosts."""
     from rich.markup import escape
 
-    from lockstep.doctor.output.explanation import terminal_safe
+    from lockstep.base.text import terminal_safe
 
     return escape(terminal_safe(text))

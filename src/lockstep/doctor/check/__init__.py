@@ -1,4 +1,1 @@
-"""The ladder of `lockstep check`: what is gathered on a host, and what is said about it.
-
-Gathering has effects and a bound; what it finds is data that travels between hosts; judging is pure.
-"""
+"""`lockstep check`: gathers facts about hosts, within time limits, and judges them with pure functions."""

@@ -24,9 +24,9 @@ from lockstep.doctor.check.rules.network_rules import judge_names, judge_network
 from lockstep.doctor.output.findings import Finding
 
 GATHER_TIMEOUT_S = 5.0
-"""The whole look at a host."""
+"""Time limit for gathering all facts of a host."""
 _RESERVE_S = 0.4
-"""Of it, left for what comes after the looks."""
+"""Part of the limit that is reserved for the work after gathering."""
 
 _TIMED_OUT = "it did not answer within"
 
@@ -34,14 +34,14 @@ Gatherer = Callable[[], Any]
 
 
 def gather_host(system: HostSystem, needs: HostRequirements, bound_s: float = GATHER_TIMEOUT_S) -> HostFacts:
-    """Looks at this host, all parts side by side; what does not answer in time is `unchecked`."""
+    """Gathers all facts of this host in parallel; facts that are late are listed in `unchecked`."""
     return run_gatherers(host_gatherers(system, needs, bound_s), bound_s)
 
 
 def host_gatherers(
     system: HostSystem, needs: HostRequirements, bound_s: float = GATHER_TIMEOUT_S
 ) -> dict[str, Gatherer]:
-    """By the part of HostFacts, how it is found out."""
+    """By part of HostFacts, the function that gathers it."""
     return {
         "versions": lambda: gather_versions(system),
         "gpus": lambda: nvidia_smi.gather_gpus(system, bound_s - 2 * _RESERVE_S),
@@ -60,14 +60,14 @@ def host_gatherers(
 
 
 def run_gatherers(parts: Mapping[str, Gatherer], bound_s: float) -> HostFacts:
-    """Each in a thread of its own, which is left behind where it hangs."""
+    """Runs each gatherer in its own thread; a thread that hangs is abandoned."""
     found: dict[str, Any] = {}
     unchecked: dict[str, str] = {}
     faults: dict[str, str] = {}
     seconds: dict[str, float] = {}
     begun = time.monotonic()
 
-    def look(part: str) -> None:
+    def gather(part: str) -> None:
         start = time.monotonic()
         try:
             value = parts[part]()
@@ -79,7 +79,7 @@ def run_gatherers(parts: Mapping[str, Gatherer], bound_s: float) -> HostFacts:
             found[part] = value
         seconds[part] = round(time.monotonic() - start, 3)
 
-    threads = {part: threading.Thread(target=look, args=(part,), name=f"check-{part}", daemon=True) for part in parts}
+    threads = {part: threading.Thread(target=gather, args=(part,), name=f"check-{part}", daemon=True) for part in parts}
     for thread in threads.values():
         thread.start()
     until = begun + bound_s - _RESERVE_S
@@ -98,7 +98,9 @@ def run_gatherers(parts: Mapping[str, Gatherer], bound_s: float) -> HostFacts:
 
 def _join_gatherer(thread: threading.Thread, part: str, left_s: float) -> None:
     try:
-        waits.join(thread, waits_for=part, why="a look at this host", timeout_s=max(left_s, 0.01), notice_after_s=None)
+        waits.join(
+            thread, waits_for=part, why="facts about this host", timeout_s=max(left_s, 0.01), notice_after_s=None
+        )
     except TimeoutError:
         return
 
@@ -110,7 +112,7 @@ HOST_SECTIONS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "limits": ("Limits", ("limits", "disks", "clock")),
     "network": ("Network of this host", ("network", "names", "ports", "ray_token")),
 }
-"""By rung, its title and the parts of the facts that it judges."""
+"""By section, its title and the facts that it judges."""
 
 _PART_NAMES = {
     "versions": "versions", "limits": "limits", "disks": "disks", "clock": "the clock", "names": "name resolution",
@@ -121,21 +123,21 @@ _PART_NAMES = {
 
 
 def judge_host(facts: HostFacts, needs: HostRequirements) -> dict[str, list[Finding]]:
-    """By rung, what is said about a host."""
-    said = {
+    """Findings about a host, by section."""
+    findings = {
         "versions": list(_judge_versions(facts, needs)),
         "gpus": list(judge_gpus(facts, needs)),
         "links": list(_judge_links(facts)),
         "limits": list(_judge_limits(facts, needs)),
         "network": list(_judge_network(facts, needs)),
     }
-    for rung, (_, parts) in HOST_SECTIONS.items():
+    for section, (_, parts) in HOST_SECTIONS.items():
         for part in parts:
             why = facts.unchecked.get(part) or (facts.faults.get(part) if part != "gpus" else None)
             if why is not None:
                 seen = f"{_PART_NAMES[part]} could not be checked: {why}"
-                said[rung].append(Finding(part, "unchecked", facts.host, seen))
-    return said
+                findings[section].append(Finding(part, "unchecked", facts.host, seen))
+    return findings
 
 
 def _judge_versions(facts: HostFacts, needs: HostRequirements) -> Iterator[Finding]:
@@ -171,9 +173,10 @@ def _judge_network(facts: HostFacts, needs: HostRequirements) -> Iterator[Findin
         yield from judge_network(facts.host, facts.network, facts.names, needs)
     silent = facts.unchecked.get("names", "")
     if _TIMED_OUT in silent:
-        why = "every connection of every rank waits so long; often the first DNS server does not answer"
+        why = "every connection of every rank waits that long; often the first DNS server does not answer"
         fix = "resolvectl status, cat /etc/resolv.conf; or write the hosts' names into /etc/hosts"
-        yield Finding("resolver", "warning", facts.host, f"looking up the own name: {silent}", why, fix)
+        seen = f"looking up the name of this host: {silent}"
+        yield Finding("resolver", "warning", facts.host, seen, why, fix)
     if facts.names is not None:
         yield from judge_names(facts.host, facts.names, facts.network, needs)
     if facts.ports is not None:

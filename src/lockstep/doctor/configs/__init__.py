@@ -1,1 +1,2 @@
-"""Configs of other frameworks: OpenRLHF, verl, TRL, accelerate and DeepSpeed read, not run, and what will hurt said."""
+"""Configs of other frameworks: reads OpenRLHF, verl, TRL, accelerate and DeepSpeed without running them, and reports
+what will go wrong."""

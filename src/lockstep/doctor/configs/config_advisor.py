@@ -40,7 +40,7 @@ from lockstep.doctor.output.findings import CheckReport
 def judge_verl_command(
     advice: ConfigFindings, job: TrainingCommand, folder: Path, gpu_gib: float | None, installed: str | None
 ) -> None:
-    """Overrides of a command line."""
+    """Judges a verl command line."""
     raw = ConfigSettings()
     loose = add_overrides(raw, job.words)
     config = next((word.text for word in loose if word.text.startswith("--config-name")), "")
@@ -56,8 +56,8 @@ def judge_verl_command(
         if not ours:
             advice.error(
                 "option-unknown",
-                f"'{word.text}' is no override",
-                "Hydra takes key=value; is a backslash missing before it?",
+                f"'{word.text}' is not an override",
+                "Hydra expects key=value; is a backslash missing before it?",
                 "",
                 at=word.place,
             )
@@ -80,7 +80,7 @@ def judge_verl_command(
 def judge_verl_file(
     advice: ConfigFindings, document: ConfigDocument, folder: Path, gpu_gib: float | None, installed: str | None
 ) -> None:
-    """A YAML file."""
+    """Judges a verl YAML file."""
     raw = ConfigSettings()
     for name, value in leaves(document.tree or {}):
         if name.split(".")[0] in ("defaults", "hydra") or name.endswith("_target_"):
@@ -98,7 +98,7 @@ PACKAGES = ("openrlhf", "verl", "trl", "transformers")
 
 @dataclass(slots=True)
 class GivenConfigs:
-    """The files, by what they are."""
+    """The given files, by kind."""
 
     jobs: list[tuple[TrainingCommand, ConfigDocument]] = field(default_factory=list)
     verl: list[ConfigDocument] = field(default_factory=list)
@@ -108,7 +108,7 @@ class GivenConfigs:
 
 
 def installed_frameworks() -> dict[str, str]:
-    """Versions of the frameworks in this environment; by these options are judged."""
+    """Versions of the frameworks in this environment, which determine the known options."""
     found = {}
     for package in PACKAGES:
         try:
@@ -125,15 +125,14 @@ def installed_frameworks() -> dict[str, str]:
 def advise_configs(
     paths: Sequence[Path], gpu_gib: float | None = None, versions: Mapping[str, str] | None = None
 ) -> CheckReport:
-    """Findings about the config files at `split_into_paths`, taken together.
+    """Findings about these config files, judged together.
 
     Args:
-        gpu_gib: memory of a GPU in GiB; without it, what fits is said for GPUs that are sold.
-        versions: of the frameworks (`config_advisor`, `config_advisor`, `config_advisor`,
-        `judge_transformers_timeout`); else those installed here.
+        gpu_gib: memory of a GPU in GiB; without it, findings list which common GPUs are large enough.
+        versions: of the frameworks (`openrlhf`, `verl`, `trl`, `transformers`); by default the installed ones.
 
     Raises:
-        NotReadableError: a file is none of the kinds that are known, or broken.
+        ConfigNotReadable: a file is broken or of an unknown kind.
     """
     known = dict(versions if versions is not None else installed_frameworks())
     given = GivenConfigs()
@@ -157,14 +156,14 @@ def _add_section(report: CheckReport, name: str, title: str, advice: ConfigFindi
 
 
 def _sort(given: GivenConfigs, document: ConfigDocument) -> None:
-    """What a document is, by what stands in it."""
+    """Assigns a document to its kind by its content."""
     if document.tree is None:
         found = find_training_commands(document.commands)
         if not found:
             raise ConfigNotReadable(
                 document.file,
                 0,
-                "no training is started here: none of OpenRLHF, verl, TRL, accelerate or a DeepSpeed config",
+                "this script starts no training: found none of OpenRLHF, verl, TRL, accelerate and DeepSpeed",
             )
         given.jobs.extend((job, document) for job in found)
         return
@@ -175,7 +174,7 @@ def _sort(given: GivenConfigs, document: ConfigDocument) -> None:
 
 
 def document_kind(document: ConfigDocument) -> Literal["verl", "trl", "accelerate", "deepspeed"]:
-    """Of a tree; by the keys that one of the frameworks knows, misspelt ones aside."""
+    """The framework of a YAML or JSON tree, by its correctly spelled keys."""
     tree = document.tree or {}
     keys = set(tree)
     if "actor_rollout_ref" in keys or len(keys & {"data", "trainer", "algorithm", "critic"}) > 1:
@@ -195,7 +194,7 @@ def document_kind(document: ConfigDocument) -> Literal["verl", "trl", "accelerat
     }
     best = max(scores, key=lambda kind: (scores[kind], kind == "trl"))
     if scores[best] == 0:
-        raise ConfigNotReadable(document.file, 1, "settings of none of OpenRLHF, verl, TRL, accelerate and DeepSpeed")
+        raise ConfigNotReadable(document.file, 1, "no settings of OpenRLHF, verl, TRL, accelerate or DeepSpeed")
     return best  # type: ignore[return-value]
 
 
@@ -227,7 +226,7 @@ def _judge_commands(
     gpu_gib: float | None,
     versions: dict[str, str],
 ) -> tuple[int | None, bool]:
-    """Findings of all trainings; the processes of the last one, and whether a Trainer reads the DeepSpeed file."""
+    """Judges all trainings; returns the processes of the last one, and whether a Trainer reads the DeepSpeed file."""
     world, trainer = None, bool(given.trl)
     taken: set[str] = set()
     for job, document in given.jobs:
@@ -273,7 +272,7 @@ def _judge_commands(
 
 
 def _document_settings(document: ConfigDocument) -> ConfigSettings:
-    """Top-level keys, as TrlParser takes them."""
+    """Top-level keys, as read by TrlParser."""
     settings = ConfigSettings()
     for name, value in (document.tree or {}).items():
         settings.add(ConfigSetting(name, value, document.places.get(name, ConfigLocation(document.file, 0))))
@@ -300,7 +299,7 @@ def _trl_config(
     taken: set[str],
     advice: ConfigFindings,
 ) -> TRLConfig:
-    """A command's options over those of the YAML that it names with --config."""
+    """A command's options, and those of the YAML that it names with --config."""
     line = ConfigSettings()
     program = trl_program(job.program, line)
     add_arguments(line, job.words, trl_options(program))
@@ -318,20 +317,22 @@ def _trl_config(
         if not named:
             advice.unchecked(
                 "file-missing",
-                f"--config {config} is not among the files",
-                f"give it too: --config {config}",
+                f"--config {config} is not among the given files",
+                f"also give --config {config}",
                 line.place("config"),
             )
     for setting in line:
         both.add(setting)
     for name, documents in (("deepspeed", given.deepspeed), ("config_file", given.accelerate)):
-        place, said = (
+        place, file = (
             (line.place(name), line.text(name))
             if name == "deepspeed"
             else (job.launcher.options.place(name), job.launcher.options.text(name))
         )
-        if said and not documents and re.search(r"\.(json|ya?ml)$", said):
-            advice.unchecked("file-missing", f"{said} is not among the files", f"give it too: --config {said}", place)
+        if file and not documents and re.search(r"\.(json|ya?ml)$", file):
+            advice.unchecked(
+                "file-missing", f"{file} is not among the given files", f"also give --config {file}", place
+            )
     own = job.program.endswith(".py") and job.program.removesuffix(".py") not in (
         "grpo",
         "sft",

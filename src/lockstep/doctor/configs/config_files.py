@@ -19,7 +19,7 @@ MAX_DEPTH = 60
 
 @dataclass(slots=True)
 class ConfigDocument:
-    """A file that was read: `commands` of a script, else `tree` with the places of its keys by dotted path."""
+    """A parsed file: the `commands` of a script, or a `tree` with the location of each key by dotted path."""
 
     file: str
     text: str
@@ -27,35 +27,35 @@ class ConfigDocument:
     tree: dict[str, Any] | None = None
     places: dict[str, ConfigLocation] = field(default_factory=dict)
     doubled: list[tuple[str, ConfigLocation]] = field(default_factory=list)
-    """Keys that a JSON file has twice in the same place."""
+    """Duplicate keys of a JSON file."""
 
 
 def read_config(path: Path) -> ConfigDocument:
-    """The file at `user_frames`; NotReadableError names file and line where it is no config."""
+    """Reads the file at `path`; ConfigNotReadable names file and line of an error."""
     file = str(path)
     try:
         if not path.is_file():
-            raise ConfigNotReadable(file, 0, "there is no such file" if not path.exists() else "this is no file")
+            raise ConfigNotReadable(file, 0, "no such file" if not path.exists() else "not a file")
         with path.open("rb") as stream:
             data = stream.read(MAX_BYTES + 1)
     except OSError as error:
         raise ConfigNotReadable(file, 0, error.strerror or str(error)) from error
     if len(data) > MAX_BYTES:
-        raise ConfigNotReadable(file, 0, f"larger than {MAX_BYTES >> 20} MiB; this is no config")
+        raise ConfigNotReadable(file, 0, f"larger than {MAX_BYTES >> 20} MiB, so not a config")
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = data[: error.start].count(b"\n") + 1
-        raise ConfigNotReadable(file, line, "not a text in UTF-8") from error
+        raise ConfigNotReadable(file, line, "not UTF-8 text") from error
     if "\0" in text:
-        raise ConfigNotReadable(file, text[: text.index("\0")].count("\n") + 1, "not a text: it has a NUL byte")
+        raise ConfigNotReadable(file, text[: text.index("\0")].count("\n") + 1, "not text: it contains a NUL byte")
     if not text.strip():
         raise ConfigNotReadable(file, 0, "the file is empty")
     return parse_config(text, file)
 
 
 def parse_config(text: str, file: str) -> ConfigDocument:
-    """`text` as what its name or its look says that it is."""
+    """Parses text by the suffix of its file or by its content."""
     suffix = Path(file).suffix.lower()
     if suffix == ".json" or (suffix not in (".sh", ".bash", ".yaml", ".yml") and text.lstrip()[:1] == "{"):
         return _parse_json(text, file)
@@ -70,9 +70,6 @@ def _looks_like_a_script(text: str) -> bool:
     return text.startswith("#!") or bool(re.search(r"(?m)^[^#\n]*(\s-m\s|--\w|\btrl\s|\\$)", text))
 
 
-# ---------------------------------------------------------------- YAML
-
-
 def _parse_yaml(text: str, file: str) -> ConfigDocument:
     try:
         node = yaml.compose(text, yaml.SafeLoader)
@@ -81,18 +78,18 @@ def _parse_yaml(text: str, file: str) -> ConfigDocument:
         raise ConfigNotReadable(file, mark.line + 1 if mark else 0, f"not YAML: {error.problem or error}") from error
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise ConfigNotReadable(
-            file, 0, "not YAML: it is nested too deeply or has characters that YAML forbids"
+            file, 0, "not YAML: nested too deeply, or it contains characters that YAML forbids"
         ) from error
     document = ConfigDocument(file, text)
     if not isinstance(node, yaml.MappingNode):
-        raise ConfigNotReadable(file, 1, "neither a shell script nor settings: no `key: value` at its top")
+        raise ConfigNotReadable(file, 1, "neither a shell script nor settings: no `key: value` at the top level")
     builder = _YamlTree(document)
     document.tree = builder.build(node, "", 0)
     return document
 
 
 class _YamlTree:
-    """Plain values out of YAML nodes; aliases are followed as far as the bound on nodes goes."""
+    """Builds plain values from YAML nodes; follows aliases within the limit on nodes."""
 
     def __init__(self, document: ConfigDocument) -> None:
         self.document, self.nodes = document, 0
@@ -102,7 +99,7 @@ class _YamlTree:
         self.nodes += 1
         line = node.start_mark.line + 1
         if self.nodes > MAX_NODES or depth > MAX_DEPTH:
-            raise ConfigNotReadable(self.document.file, line, "too many values or too deep for a config")
+            raise ConfigNotReadable(self.document.file, line, "too many values or too deeply nested for a config")
         if isinstance(node, yaml.MappingNode):
             return self._mapping(node, path, depth)
         if isinstance(node, yaml.SequenceNode):
@@ -113,14 +110,14 @@ class _YamlTree:
             return self.loader.construct_object(node)
         except (yaml.YAMLError, ValueError, OverflowError) as error:
             raise ConfigNotReadable(
-                self.document.file, line, f"a value of an unknown kind: {node.value!r:.60}"
+                self.document.file, line, f"a value with an unknown tag: {node.value!r:.60}"
             ) from error
 
     def _mapping(self, node: yaml.MappingNode, path: str, depth: int) -> dict[str, Any]:
         result: dict[str, Any] = {}
         for key, value in node.value:
             if not isinstance(key, yaml.ScalarNode):
-                raise ConfigNotReadable(self.document.file, key.start_mark.line + 1, "a key that is not a word")
+                raise ConfigNotReadable(self.document.file, key.start_mark.line + 1, "a key that is not a string")
             name = f"{path}.{key.value}" if path else str(key.value)
             place = ConfigLocation(self.document.file, key.start_mark.line + 1)
             if key.tag == "tag:yaml.org,2002:merge":
@@ -135,8 +132,6 @@ class _YamlTree:
         return result
 
 
-# ---------------------------------------------------------------- JSON
-
 _JSON_TOKEN = re.compile(r'"(?:[^"\\\n]|\\.)*"|[{}\[\],:]|[^\s{}\[\],:"]+')
 
 
@@ -146,9 +141,9 @@ def _parse_json(text: str, file: str) -> ConfigDocument:
     except json.JSONDecodeError as error:
         raise ConfigNotReadable(file, error.lineno, f"not JSON: {error.msg}") from error
     except (RecursionError, ValueError) as error:
-        raise ConfigNotReadable(file, 0, "not JSON: nested too deeply, or a number that is too long") from error
+        raise ConfigNotReadable(file, 0, "not JSON: nested too deeply, or a number is too long") from error
     if not isinstance(tree, dict):
-        raise ConfigNotReadable(file, 1, "no `{...}` at its top")
+        raise ConfigNotReadable(file, 1, "no `{...}` at the top level")
     document = ConfigDocument(file, text, tree=tree)
     for name, line in _json_keys(text):
         place = ConfigLocation(file, line)
@@ -161,7 +156,7 @@ def _parse_json(text: str, file: str) -> ConfigDocument:
 
 
 def _json_keys(text: str) -> Iterator[tuple[str, int]]:
-    """Dotted path and line of every key of a JSON text that is known to be right."""
+    """Dotted path and line of every key of a valid JSON text."""
     stack: list[str | None] = []
     line, at, last = 1, 0, ""
     for match in _JSON_TOKEN.finditer(text):
@@ -181,7 +176,7 @@ def _json_keys(text: str) -> Iterator[tuple[str, int]]:
 
 
 def leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted name, value) of everything in `tree` that is no mapping, and of empty mappings."""
+    """(dotted name, value) of every leaf of `tree`, including empty mappings."""
     for key, value in tree.items():
         name = f"{prefix}.{key}" if prefix else str(key)
         if isinstance(value, dict) and value:

@@ -8,7 +8,7 @@ from lockstep.doctor.output.findings import Finding, Severity
 
 
 class ConfigNotReadable(ValueError):
-    """A file that cannot be read as a config; says where."""
+    """A file cannot be read as a config."""
 
     def __init__(self, file: str, line: int, problem: str) -> None:
         self.file, self.line, self.problem = file, line, problem
@@ -28,7 +28,7 @@ class ConfigLocation:
 
 NO_LOCATION = ConfigLocation("", 0)
 UNKNOWN_VALUE: Any = type("Unknown", (), {"__repr__": lambda self: "?", "__bool__": lambda self: False})()
-"""A value that stands in the file but that nothing here tells: of a variable that is set elsewhere, of a command."""
+"""A value that is set but not known, such as a variable of another shell or the output of a command."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +50,13 @@ _TRUE, _FALSE = ("true", "yes", "1", "on", "y", "t"), ("false", "no", "0", "off"
 
 @dataclass(slots=True)
 class ConfigSettings:
-    """What was set, later ones over earlier ones, and the defaults of what was not."""
+    """Settings, of which later ones replace earlier ones, and defaults."""
 
     given: dict[str, ConfigSetting] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
     def add(self, setting: ConfigSetting) -> None:
-        """A later one replaces an earlier one of its name."""
+        """Adds a setting, which replaces an earlier one of the same name."""
         self.given.pop(setting.name, None)
         self.given[setting.name] = setting
 
@@ -67,24 +67,24 @@ class ConfigSettings:
         return name in self.given
 
     def place(self, *names: str) -> ConfigLocation:
-        """Of the first of `names` that was set."""
+        """Location of the first of `names` that is set."""
         return next((self.given[name].place for name in names if name in self.given), NO_LOCATION)
 
     def get(self, name: str) -> Any:
-        """The value as it was set or its default; None without either."""
+        """The set value or the default; None without either."""
         return self.given[name].value if name in self.given else self.defaults.get(name)
 
     def set(self, name: str) -> bool:
-        """Whether there is a known value other than null."""
+        """Whether there is a known, non-null value."""
         return self.get(name) not in (None, UNKNOWN_VALUE, "null", "None", "")
 
     def whole(self, name: str) -> int | None:
-        """None where it is not set, not known or no integer."""
+        """None if not set, not known or not an integer."""
         value = self.number(name)
         return int(value) if value is not None and value == int(value) else None
 
     def number(self, name: str) -> float | None:
-        """None where it is not set, not known or no number."""
+        """None if not set, not known or not a number."""
         value = self.get(name)
         if isinstance(value, bool) or value is UNKNOWN_VALUE or isinstance(value, list | dict) or value is None:
             return None
@@ -95,7 +95,7 @@ class ConfigSettings:
         return number if abs(number) < 1e18 else None
 
     def flag(self, name: str) -> bool | None:
-        """None where it is not known."""
+        """None if not known."""
         value = self.get(name)
         if value is UNKNOWN_VALUE:
             return None
@@ -103,7 +103,7 @@ class ConfigSettings:
         return True if text in _TRUE else False if text in _FALSE or value in (None, "") else None
 
     def text(self, name: str) -> str | None:
-        """None where it is not set or not known."""
+        """None if not set or not known."""
         value = self.get(name)
         return (
             str(value)
@@ -114,7 +114,7 @@ class ConfigSettings:
 
 @dataclass(slots=True)
 class ConfigFindings:
-    """Findings as they are made, each beginning with the place in the file that it is about."""
+    """Collects findings, each with the location that it is about."""
 
     findings: list[Finding] = field(default_factory=list)
 
@@ -128,30 +128,30 @@ class ConfigFindings:
         source: str = "",
         at: ConfigLocation | None = None,
     ) -> None:
-        """One more."""
+        """Adds a finding."""
         place = f"{at}: " if at is not None and at.file else ""
         self.findings.append(Finding(id, severity, "", f"{place}{seen}", why, fix, source))
 
     def error(
         self, id: str, seen: str, why: str = "", fix: str = "", source: str = "", at: ConfigLocation | None = None
     ) -> None:
-        """The run will not start, will fail or will hang."""
+        """Adds an error: the run will not start, will fail or will hang."""
         self.say(id, "error", seen, why, fix, source, at)
 
     def warn(
         self, id: str, seen: str, why: str = "", fix: str = "", source: str = "", at: ConfigLocation | None = None
     ) -> None:
-        """It may, or does something else than it looks."""
+        """Adds a warning: the run may fail, or a setting has an unexpected effect."""
         self.say(id, "warning", seen, why, fix, source, at)
 
     def note(
         self, id: str, seen: str, why: str = "", fix: str = "", source: str = "", at: ConfigLocation | None = None
     ) -> None:
-        """Good to know."""
+        """Adds a note."""
         self.say(id, "note", seen, why, fix, source, at)
 
     def unchecked(self, id: str, seen: str, fix: str = "", at: ConfigLocation | None = None) -> None:
-        """Something that what was given does not tell."""
+        """Adds a finding about something that cannot be judged from the given files."""
         self.say(id, "unchecked", seen, fix=fix, at=at)
 
     def divides(
@@ -165,7 +165,7 @@ class ConfigFindings:
         source: str,
         at: ConfigLocation,
     ) -> bool:
-        """An error unless `part` divides `whole`, or one of them is not known."""
+        """Adds an error unless `part` divides `whole` or one of them is not known."""
         if whole is None or part is None or part <= 0 or whole % part == 0:
             return True
         self.error(id, seen, why, fix, source, at)
@@ -173,5 +173,5 @@ class ConfigFindings:
 
 
 def first_location(settings: ConfigSettings, *names: str) -> ConfigLocation:
-    """Where the first of `names` that is set stands."""
+    """Location of the first of `names` that is set."""
     return settings.place(*names)

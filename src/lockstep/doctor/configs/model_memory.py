@@ -1,4 +1,11 @@
-"""How large a model is: by its config.json, by its name among those that are known, or by the `7B` in its name."""
+"""The size of a model, by its config.json, its known name, or the `7B` in its name; and the memory that a GPU needs for
+it.
+
+Weights, gradients and Adam's states in mixed precision: 2 + 2 + 12 bytes per parameter, divided by ZeRO as in its paper
+(Rajbhandari et al. 2020, arXiv:1910.02054, section 3 and figure 1). Activations with full recomputation: 2 bytes x
+tokens x hidden x layers (Korthikanti et al. 2022, arXiv:2205.05198, section 5). Logits: tokens x vocabulary in
+bfloat16, and their gradient. An engine: its weights and its cache within its share of the GPU. All are lower bounds.
+"""
 
 import json
 import re
@@ -15,7 +22,7 @@ MAX_CONFIG_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """Of a dense decoder; what is not known is 0."""
+    """Sizes of a dense decoder; 0 if not known."""
 
     name: str
     parameters: float
@@ -26,30 +33,31 @@ class ModelSize:
     head_size: int = 0
     vocabulary: int = 0
     longest: int = 0
-    """Positions that its config allows; 0: not known."""
+    """Maximum positions according to its config; 0 if not known."""
     source: str = ""
 
     @property
     def size(self) -> str:
-        """Parameters as people write them."""
+        """Parameters in billions: `7.62B`."""
         return f"{self.parameters / 1e9:.3g}B"
 
     def cache_bytes(self, width: int = 2) -> int:
-        """Keys and values of one token, in bytes."""
+        """Bytes of one token's keys and values."""
         return 2 * self.layers * self.kv_heads * self.head_size * width
 
 
 def decoder_parameters(
     layers: int, hidden: int, heads: int, kv_heads: int, head_size: int, inner: int, vocabulary: int, tied: bool
 ) -> int:
-    """Weights of a gated decoder: attention and MLP matrices of each layer, embeddings and head; norms and biases (a
-    thousandth of it) left out."""
+    """Weights of a gated decoder: attention and MLP matrices of each layer, embeddings and head. Ignores norms and
+    biases,
+    about a thousandth."""
     attention = hidden * head_size * (2 * heads + 2 * kv_heads)
     return layers * (attention + 3 * hidden * inner) + vocabulary * hidden * (1 if tied else 2)
 
 
 def find_model(name: str | None, folder: Path) -> ModelSize | None:
-    """The model that `name` says, a hub's name or a folder (relative to `folder`). None: nothing tells its size."""
+    """The model called `name`, on the hub or in a folder (relative to `folder`). None if its size is not known."""
     if not name:
         return None
     local = Path(name).expanduser()
@@ -72,7 +80,7 @@ def _local_model(path: Path, name: str) -> ModelSize | None:
 
 
 def model_size_from_config(raw: dict[str, Any], name: str, source: str = "") -> ModelSize | None:
-    """The shape that a config.json tells; None where it lacks what is needed, or is a mixture of experts."""
+    """Reads a config.json; None if fields are missing or it is a mixture of experts."""
 
     def number(key: str, otherwise: int = 0) -> int:
         value = raw.get(key)
@@ -95,7 +103,7 @@ def model_size_from_config(raw: dict[str, Any], name: str, source: str = "") -> 
 
 def _known_model(name: str) -> ModelSize | None:
     plain = name.rstrip("/").rpartition("/")[2].lower().replace("meta-llama", "llama").removesuffix("-hf")
-    plain = re.sub(r"^(qwen[\d.]+)-(?:math|coder)-", r"\1-", plain)  # of the same shape as the model they are made of
+    plain = re.sub(r"^(qwen[\d.]+)-(?:math|coder)-", r"\1-", plain)  # same shape as their base model
     content = read_option_data("models")
     found = [key for key in content["models"] if re.fullmatch(re.escape(key) + r"(?:-(?!\d+(?:\.\d+)?b).*)?", plain)]
     if not found:
@@ -119,7 +127,7 @@ def _size_from_name(name: str) -> ModelSize | None:
 
 GIB = 1 << 30
 GPU_SIZES_GIB = (24, 40, 48, 80, 96, 141, 192, 288)
-"""GiB of GPUs that are sold, nearly."""
+"""Common GPU memory sizes in GiB."""
 ZERO_SOURCE = "https://arxiv.org/abs/1910.02054"
 ACTIVATIONS_SOURCE = "https://arxiv.org/abs/2205.05198"
 UTILIZATION_SOURCE = "https://docs.vllm.ai/en/latest/configuration/conserving_memory.html"
@@ -127,22 +135,22 @@ UTILIZATION_SOURCE = "https://docs.vllm.ai/en/latest/configuration/conserving_me
 
 @dataclass(frozen=True, slots=True)
 class TrainingStates:
-    """How the states of a trained model are kept."""
+    """How the states of a trained model are stored."""
 
     shape: ModelSize
     ranks: int | None
-    """Over which states are divided."""
+    """Number of ranks that share the states."""
     stage: int = 3
     optimizer_on_cpu: bool = False
     parameters_on_cpu: bool = False
     trainable: float = 1.0
-    """Share of the parameters that is trained: small with an adapter."""
+    """Trained share of the parameters: small with an adapter."""
     weight_bytes: int = 2
     gradient_bytes: int = 2
     optimizer_bytes: int = 12
 
     def state_bytes(self) -> float | None:
-        """On each GPU while training; None where the number of ranks is not known and matters."""
+        """Bytes on each GPU while training; None if the number of ranks matters but is not known."""
         ranks = self.ranks
         if ranks is None and self.stage > 0:
             return None
@@ -159,68 +167,68 @@ class TrainingStates:
 
 @dataclass(frozen=True, slots=True)
 class EngineShare:
-    """A generation engine's share of its GPUs."""
+    """A generation engine and its share of the GPUs."""
 
     shape: ModelSize
     tensor_parallel: int
     utilization: float
     shares_gpus: bool = False
-    """With the trainer."""
+    """Whether it shares them with the trainer."""
     sleeps: bool = False
-    """Gives its memory back while the trainer works."""
+    """Whether it releases its memory while the trainer works."""
     longest: int | None = None
     """Tokens of a prompt with its completion."""
     place: ConfigLocation = NO_LOCATION
     option: str = "gpu_memory_utilization"
 
     def weight_bytes(self) -> float:
-        """On each of its GPUs."""
+        """Bytes of weights on each of its GPUs."""
         return 2 * self.shape.parameters / self.tensor_parallel
 
 
 @dataclass(frozen=True, slots=True)
 class BatchTokens:
-    """What one forward and backward of a GPU goes over."""
+    """Tokens of one forward and backward pass on a GPU."""
 
     tokens: int | None
     fused_head: bool = False
-    """Logits are never whole in memory: fused or chunked cross-entropy."""
+    """Whether cross-entropy is fused or chunked, so that logits are never whole in memory."""
 
 
 def format_gib(value: float) -> str:
-    """Bytes as people read them."""
+    """Formats bytes as GiB."""
     return f"{value / GIB:.3g} GiB"
 
 
 def activation_bytes(shape: ModelSize, batch: BatchTokens) -> float:
-    """At least, 0 where nothing tells."""
+    """Lower bound of activations; 0 if not known."""
     if batch.tokens is None:
         return 0.0
     return 2 * batch.tokens * shape.hidden * shape.layers
 
 
 def logit_bytes(shape: ModelSize, batch: BatchTokens) -> float:
-    """Logits and their gradient in bfloat16, where they are whole in memory."""
+    """Logits and their gradient in bfloat16, if they are whole in memory."""
     return 4 * batch.tokens * shape.vocabulary if batch.tokens is not None and not batch.fused_head else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingMemory:
-    """Bytes of one GPU while training."""
+    """Bytes on one GPU while training."""
 
     state: float
     kept: float
-    """Activations."""
+    """Activations kept for the backward pass."""
     logits: float
 
     @property
     def certain(self) -> float:
-        """What cannot be avoided."""
+        """Unavoidable bytes."""
         return self.state + self.kept
 
     @property
     def likely(self) -> float:
-        """With logits."""
+        """Bytes including logits."""
         return self.certain + self.logits
 
 
@@ -234,14 +242,16 @@ def judge_gpu_memory(
     offloaded_while_generating: bool = False,
     what: str = "training",
 ) -> None:
-    """Whether states, activations and engine fit a GPU of `gpu_gib`; without it, which GPUs are large enough."""
+    """Judges whether states, activations and engine fit a GPU of `gpu_gib`; without it, which GPUs are large enough."""
     state = training.state_bytes() if training is not None else None
     need = None
     if training is not None and state is not None:
         need = TrainingMemory(state, activation_bytes(training.shape, batch), logit_bytes(training.shape, batch))
         _judge_training(advice, training, need, batch, gpu_gib, at, what)
     elif training is not None:
-        advice.unchecked("memory-training", "memory of training: how many ranks share its states is not told here")
+        advice.unchecked(
+            "memory-training", "memory of training: the number of ranks that share the states is not known"
+        )
     if engine is not None:
         _judge_engine(advice, engine, gpu_gib)
         if engine.shares_gpus and need is not None:
@@ -255,7 +265,7 @@ def _memory_text(training: TrainingStates, need: TrainingMemory, batch: BatchTok
         parts += f", {format_gib(need.kept)} of activations"
     if need.logits:
         parts += f", {format_gib(need.logits)} of logits" + (f" for {batch.tokens:,} tokens" if batch.tokens else "")
-    ways = f"ZeRO stage {training.stage}" if training.stage else "no division of states"
+    ways = f"ZeRO stage {training.stage}" if training.stage else "states not sharded"
     ways += f" over {training.ranks} ranks" if training.ranks else ""
     ways += ", the optimizer on the host" if training.optimizer_on_cpu else ""
     return (
@@ -275,19 +285,21 @@ def _judge_training(
     seen, fix = _memory_text(training, need, batch, what), _smaller_settings(training, need)
     open_end = not training.shape.layers or batch.tokens is None
     if open_end:
-        unknown = "the model's shape" if not training.shape.layers else "how many tokens a micro-batch has"
-        seen += f", and more for activations and logits ({unknown} is not known here)"
+        unknown = "the model's shape" if not training.shape.layers else "the number of tokens in a micro-batch"
+        seen += f", plus activations and logits ({unknown} is not known)"
     room = gpu_gib if gpu_gib is not None else GPU_SIZES_GIB[-1]
     if need.certain > room * GIB:
         has = f"a GPU has {gpu_gib:g} GiB" if gpu_gib is not None else "no GPU has that much"
-        advice.error("memory-training", f"{seen}; {has}", "The run ends in CUDA out of memory.", fix, ZERO_SOURCE, at)
+        advice.error(
+            "memory-training", f"{seen}; {has}", "The run fails with CUDA out of memory.", fix, ZERO_SOURCE, at
+        )
     elif gpu_gib is None:
         enough = next(size for size in GPU_SIZES_GIB if need.likely <= size * GIB * 0.92 or size == GPU_SIZES_GIB[-1])
         say = advice.warn if enough > 80 else advice.note
-        room_is = f"GPUs below {enough} GiB have no room" if open_end else f"GPUs from {enough} GiB have room"
+        room_is = f"GPUs below {enough} GiB are too small" if open_end else f"GPUs from {enough} GiB are large enough"
         say("memory-training", f"{seen}; {room_is}", "", fix if enough > 80 else "", ZERO_SOURCE, at)
     elif need.likely > 0.92 * gpu_gib * GIB:
-        tight = f"{seen}, of {gpu_gib:g} GiB: buffers and fragments do not fit beside it"
+        tight = f"{seen}, of {gpu_gib:g} GiB: too little is left for buffers and fragmentation"
         advice.warn("memory-training", tight, "", fix, ZERO_SOURCE, at)
     else:
         severity: Severity = "note" if open_end else "ok"
@@ -302,7 +314,7 @@ def _smaller_settings(training: TrainingStates, need: TrainingMemory) -> str:
         ways.append("the optimizer on the host (adam_offload, offload_optimizer, optimizer_offload)")
     if need.kept + need.logits > need.state:
         ways.insert(0, "fewer tokens per micro-batch")
-    ways.append("more GPUs" if training.stage else "dividing states over ranks")
+    ways.append("more GPUs" if training.stage else "sharding states over ranks")
     return ", or ".join(ways)
 
 
@@ -312,13 +324,13 @@ def _judge_engine(advice: ConfigFindings, engine: EngineShare, gpu_gib: float | 
     fitting = [room for room in rooms if weights < room * GIB * engine.utilization]
     seen = (
         f"the engine's weights ({shape.name}, {shape.size}, tensor parallel {engine.tensor_parallel}) are"
-        f" {format_gib(weights)} on each GPU, {engine.option} {engine.utilization:g} of it is all that the engine may take"
+        f" {format_gib(weights)} on each GPU, but {engine.option} {engine.utilization:g} of it is all that it may use"
     )
     if not fitting:
         advice.error(
             "memory-engine",
             seen + (f": {format_gib(gpu_gib * GIB * engine.utilization)}" if gpu_gib else ""),
-            "vLLM ends at its start: no memory is left for the cache.",
+            "vLLM fails to start: no memory is left for the cache.",
             f"a larger tensor parallel size, or a larger {engine.option}",
             UTILIZATION_SOURCE,
             engine.place,
@@ -327,7 +339,7 @@ def _judge_engine(advice: ConfigFindings, engine: EngineShare, gpu_gib: float | 
     if gpu_gib is None and fitting[0] > 80:
         advice.warn(
             "memory-engine",
-            f"{seen}: GPUs from {fitting[0]} GiB have room",
+            f"{seen}: GPUs from {fitting[0]} GiB are large enough",
             "",
             "a larger tensor parallel size",
             UTILIZATION_SOURCE,
@@ -339,9 +351,10 @@ def _judge_engine(advice: ConfigFindings, engine: EngineShare, gpu_gib: float | 
         if one > left:
             advice.error(
                 "memory-cache",
-                f"the cache of one sequence of {engine.longest:,} tokens is {format_gib(one)}, {format_gib(left)} are left beside the"
+                f"the cache of one sequence of {engine.longest:,} tokens is {format_gib(one)}, {format_gib(left)} "
+                "are left beside the"
                 " weights",
-                "vLLM refuses to start when its longest sequence does not fit.",
+                "vLLM refuses to start if its longest sequence does not fit.",
                 f"a larger {engine.option} or tensor parallel size, or shorter sequences",
                 UTILIZATION_SOURCE,
                 engine.place,
@@ -355,7 +368,8 @@ def _judge_together(
         room = gpu_gib if gpu_gib is not None else 80
         if engine.utilization * room * GIB + need.certain > room * GIB:
             seen = (
-                f"the engine keeps {engine.utilization:.0%} of each GPU while training needs {format_gib(need.certain)} of the"
+                f"the engine keeps {engine.utilization:.0%} of each GPU while training needs "
+                f"{format_gib(need.certain)} of the"
                 " same GPU" + ("" if gpu_gib is not None else ": together more than 80 GiB")
             )
             say = advice.error if gpu_gib is not None or engine.utilization > 0.85 else advice.warn
@@ -370,9 +384,9 @@ def _judge_together(
     elif not offloaded and gpu_gib is not None and engine.utilization * gpu_gib * GIB + need.state > gpu_gib * GIB:
         advice.warn(
             "memory-together",
-            f"the trainer's states ({format_gib(need.state)}) stay on the GPU while the engine wakes to"
+            f"the trainer's states ({format_gib(need.state)}) stay on the GPU while the engine wakes up and takes"
             f" {engine.utilization:.0%} of it",
-            "The engine's share is of the whole GPU; what others hold is not subtracted once it sleeps and wakes.",
+            "The engine's share is of the whole GPU; memory of other processes is not subtracted after sleep and wake.",
             f"offload the trainer while engines generate, or a smaller {engine.option}",
             UTILIZATION_SOURCE,
             engine.place,

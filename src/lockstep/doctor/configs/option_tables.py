@@ -16,29 +16,29 @@ _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 @dataclass(frozen=True, slots=True)
 class OptionSpec:
-    """An option as the newest release that has it declares it."""
+    """An option as declared by the newest release that has it."""
 
     name: str
     type: str = "str"
     default: Any = None
     since: str | None = None
-    """The first of the releases compared that has it; None: the first one compared."""
+    """First compared release that has it; None: the first one."""
     until: str | None = None
-    """The last one; None: the newest."""
+    """Last compared release that has it; None: the newest."""
     nargs: str | int | None = None
     choices: tuple[Any, ...] = ()
     only: tuple[str, ...] = ()
-    """The model engines whose config has it."""
+    """Model engines whose config has it."""
 
 
 @dataclass(frozen=True, slots=True)
 class RenamedOption:
-    """What took an option's place."""
+    """Replacement of an option."""
 
     to: tuple[str, ...]
     note: str = ""
     refused: bool = False
-    """The program ends with an error that names it."""
+    """Whether the program refuses the old option with an error that names it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class OptionTable:
     renamed: Mapping[str, RenamedOption] = field(default_factory=dict)
 
     def at(self, version: str) -> dict[str, OptionSpec]:
-        """What `version_numbers`, one of those compared, knows."""
+        """The options of `version`, one of the compared releases."""
         index = self.versions.index(version)
         return {name: option for name, option in self.options.items() if self._within(option, index)}
 
@@ -62,7 +62,7 @@ class OptionTable:
         return first <= index <= last
 
     def version_for(self, names: Iterable[str], installed: str | None = None) -> str:
-        """The release to judge by: the one that is installed, else the newest of those that know most of `names`."""
+        """The release to judge by: the installed one, else the newest of those with most of `names`."""
         if installed is not None:
             older = [version for version in self.versions if _version_key(version) <= _version_key(installed)]
             return older[-1] if older else self.versions[0]
@@ -72,7 +72,7 @@ class OptionTable:
         )
 
     def nearest(self, name: str, version: str) -> list[str]:
-        """Options of `version_numbers` that are spelled like `name`, the nearest first; else one of another version."""
+        """Options of `version` with a similar name, nearest first; else one of another version."""
         known = list(self.at(version))
         leaf = name.rpartition(".")[2]
         close = difflib.get_close_matches(name, known, n=2, cutoff=0.82)
@@ -97,46 +97,45 @@ def _version_key(version: str) -> tuple[int, ...]:
 
 @cache
 def read_option_data(name: str) -> Any:
-    """One of the data files beside this module."""
+    """Reads one of the data files beside this module."""
     text = resources.files("lockstep.doctor.configs").joinpath("options", f"{name}.yaml").read_text(encoding="utf-8")
     return yaml.load(text, _Loader)
 
 
 @cache
 def option_table(framework: str, *programs: str) -> OptionTable:
-    """Of `framework`; several `option_programs` (dataclasses) are taken together. KeyError: there is no list of such
-    a one."""
+    """The table of `framework`; several `programs` (dataclasses) are combined. Raises KeyError if there is none."""
     content = read_option_data(framework)
     options: dict[str, OptionSpec] = {}
     for program in programs:
-        for name, said in content["programs"][program]["options"].items():
-            choices, only = tuple(said.get("choices", ())), tuple(said.get("only", ()))
-            options[name] = OptionSpec(**{"name": name, **said, "choices": choices, "only": only})
+        for name, entry in content["programs"][program]["options"].items():
+            choices, only = tuple(entry.get("choices", ())), tuple(entry.get("only", ()))
+            options[name] = OptionSpec(**{"name": name, **entry, "choices": choices, "only": only})
     renames = read_option_data("renames")[framework]["options"]
     renamed = {
-        name: RenamedOption(tuple(said["to"]), said.get("note", ""), said.get("refused", False))
-        for name, said in renames.items()
+        name: RenamedOption(tuple(entry["to"]), entry.get("note", ""), entry.get("refused", False))
+        for name, entry in renames.items()
     }
     source = content["programs"][programs[0]]["source"]
     return OptionTable(framework, tuple(content["versions"]), source, options, renamed)
 
 
 def option_programs(framework: str) -> tuple[str, ...]:
-    """Of which there is a list."""
+    """Programs of `framework` that have a table."""
     return tuple(read_option_data(framework)["programs"])
 
 
 @dataclass(frozen=True, slots=True)
 class OptionSyntax:
-    """How a program takes its options."""
+    """How a program parses its options."""
 
     dashes: str = "--"
-    """What stands before a name."""
-    consequence: str = "The program ends with an error at its start."
+    """Prefix of a name."""
+    consequence: str = "The program exits with an error at startup."
     guessed: bool = False
-    """Whether nothing but its options tells the version: one that newer versions do not have is worth a warning."""
+    """Whether the version is guessed from the options: then those that newer versions removed deserve a warning."""
     fatal: bool = True
-    """Whether a name that it does not know ends it."""
+    """Whether the program refuses unknown names."""
 
 
 def judge_options(
@@ -147,7 +146,8 @@ def judge_options(
     spelling: OptionSyntax,
     strict: bool = True,
 ) -> None:
-    """Findings on names and values. `strict` false: it may have options of its own, only near misses are told."""
+    """Judges names and values. Without `strict` the program may have options of its own, so that only near misses are
+    reported."""
     known, newest = table.at(version), table.versions[-1]
     later = table.at(newest)
     leaving: list[ConfigSetting] = []
@@ -166,22 +166,24 @@ def judge_options(
 def _judge_leaving(
     advice: ConfigFindings, table: OptionTable, leaving: list[ConfigSetting], spelling: OptionSyntax
 ) -> None:
-    """What a newer version than the one judged by does not have, in one finding."""
+    """Reports all options that newer versions removed in one finding."""
     if not leaving:
         return
     newest = table.versions[-1]
-    told = "; ".join(f"{spelling.dashes}{each.name}{_replacement_text(table, each.name, newest)}" for each in leaving)
+    leaving_text = "; ".join(
+        f"{spelling.dashes}{each.name}{_replacement_text(table, each.name, newest)}" for each in leaving
+    )
     say = advice.warn if spelling.guessed else advice.note
     say(
         "option-gone-later",
-        f"gone in {table.framework} {newest}: {told}",
+        f"removed in {table.framework} {newest}: {leaving_text}",
         source=table.source,
         at=leaving[0].place,
     )
 
 
 def _is_nested(name: str, known: dict[str, OptionSpec]) -> bool:
-    """Whether it is within an open mapping, or the mapping around options."""
+    """Whether it is inside an open mapping, or is the mapping around options."""
     parts = name.split(".")
     for index in range(1, len(parts)):
         around = known.get(".".join(parts[:index]))
@@ -197,7 +199,7 @@ def _replacement_text(table: OptionTable, name: str, version: str) -> str:
     known = table.at(version)
     to = [each for each in renamed.to if each in known]
     note = f" ({renamed.note})" if renamed.note else ""
-    return f", now {' and '.join(to)}{note}" if to else f", nothing took its place{note}"
+    return f", now {' and '.join(to)}{note}" if to else f", without replacement{note}"
 
 
 def _judge_unknown(
@@ -221,20 +223,20 @@ def _judge_unknown(
 def _judge_removed(
     advice: ConfigFindings, table: OptionTable, setting: ConfigSetting, version: str, spelling: OptionSyntax
 ) -> None:
-    """An option of another version."""
+    """Reports an option of another version."""
     name, framework = setting.name, table.framework
     option, renamed = table.options.get(name), table.renamed.get(name)
     fatal, became = spelling.fatal or (renamed is not None and renamed.refused), _replacement_text(table, name, version)
     if option is not None and option.until is not None and _older(table, option.until, version):
-        when = f"is gone since {framework} {option.until}"
+        when = f"was removed after {framework} {option.until}"
     elif option is not None and option.since is not None:
         following = table.versions[table.versions.index(version) + 1]
         fatal, became = fatal and option.since != following, ""
-        when = f"came with {framework} {option.since} or shortly before, later than {version}, which has the others"
+        when = f"was added in {framework} {option.since} or shortly before, later than {version}, which has the others"
     else:
-        when = f"is gone in {framework} {version}"
+        when = f"was removed in {framework} {version}"
     if setting.forced:
-        fatal, when = False, f"{when}; with + it is taken, and read by nothing"
+        fatal, when = False, f"{when}; with + it is accepted, but nothing reads it"
     say = advice.error if fatal else advice.warn
     seen, fix = f"{spelling.dashes}{name} {when}{became}", _fix(table, name, version)
     say("option-gone", seen, spelling.consequence if fatal else "", fix, table.source, setting.place)
@@ -248,19 +250,19 @@ def _judge_misspelt(
     spelling: OptionSyntax,
     strict: bool,
 ) -> None:
-    """An option of no version."""
+    """Reports an option of no version."""
     name, shown = setting.name, f"{spelling.dashes}{setting.name}"
     near = table.nearest(name, version)
     certain = bool(near) and _very_near(near[0], name)
     if setting.forced:
         if certain and near[0].count(".") == name.count("."):
-            seen = f"+{name} is read by nothing; {near[0]} is"
+            seen = f"nothing reads +{name}. Did you mean {near[0]}?"
             advice.warn("option-misspelt", seen, "", f"{near[0]}=...", table.source, setting.place)
         return
     if not strict and not certain:
         advice.note(
             "option-unknown",
-            f"{shown}: {table.framework} has none of this name; of the script's own?",
+            f"{shown}: unknown to {table.framework}; is it an option of the script itself?",
             at=setting.place,
         )
         return
@@ -291,7 +293,7 @@ def _fix(table: OptionTable, name: str, version: str) -> str:
 def _judge_value(
     advice: ConfigFindings, table: OptionTable, option: OptionSpec, setting: ConfigSetting, spelling: OptionSyntax
 ) -> None:
-    """A value of the wrong kind."""
+    """Reports an invalid value."""
     value, shown = setting.value, f"{spelling.dashes}{setting.name}"
     if value is UNKNOWN_VALUE or value is None or isinstance(value, list | dict):
         return
@@ -300,7 +302,7 @@ def _judge_value(
         choices = ", ".join(str(each) for each in option.choices)
         advice.error(
             "option-value",
-            f"{shown} {text} is none of {choices}",
+            f"{shown} {text} is not one of {choices}",
             spelling.consequence,
             source=table.source,
             at=setting.place,
@@ -310,7 +312,7 @@ def _judge_value(
     ):
         advice.error(
             "option-value",
-            f"{shown} {text} is no {'whole number' if option.type == 'int' else 'number'}",
+            f"{shown} {text} is not a {'whole number' if option.type == 'int' else 'number'}",
             spelling.consequence,
             source=table.source,
             at=setting.place,

@@ -21,14 +21,14 @@ def judge_heads(
     at: ConfigLocation,
     source: str = VLLM_CONFIG_SOURCE,
 ) -> None:
-    """Heads must divide over tensor-parallel ranks."""
+    """The number of heads must be divisible by the tensor-parallel size."""
     if shape.heads and parallel > 1 and shape.heads % parallel:
         fitting = [size for size in (1, 2, 4, 8, 16) if shape.heads % size == 0]
         advice.error(
             "parallel-heads",
-            f"{option} {parallel}: {shape.name} has {shape.heads} attention heads, which do not divide by it",
+            f"{option} {parallel}: {shape.name} has {shape.heads} attention heads, which is not divisible by it",
             "vLLM refuses to start.",
-            f"one of {', '.join(map(str, fitting))}",
+            f"use one of {', '.join(map(str, fitting))}",
             source,
             at,
         )
@@ -37,13 +37,13 @@ def judge_heads(
 def judge_positions(
     advice: ConfigFindings, shape: ModelSize, longest: int | None, what: str, at: ConfigLocation
 ) -> None:
-    """Longer than the model's positions."""
+    """Sequences must not be longer than the model's positions."""
     if shape.longest and longest and longest > shape.longest:
         advice.error(
             "length-model",
             f"{what} of {longest} tokens: {shape.name} has {shape.longest} positions",
-            "vLLM refuses a longest sequence that is beyond the model's.",
-            f"at most {shape.longest}",
+            "vLLM refuses a maximum length above the model's.",
+            f"use at most {shape.longest}",
             VLLM_CONFIG_SOURCE,
             at,
         )
@@ -57,28 +57,28 @@ VERL_TIMEOUT_SOURCE = "https://github.com/verl-project/verl/blob/v0.9.1/verl/uti
 VERL_READS_SOURCE = "https://github.com/verl-project/verl/blob/v0.6.1/verl/workers/fsdp_workers.py"
 TRANSFORMERS_SOURCE = "https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/training_args.py"
 SUBGROUPS = (
-    "Groups that are made later (device meshes, ZeRO's and tensor-parallel groups) ask PyTorch for a time-out of their"
-    " own and get its default, 10 minutes for NCCL; the channel to vLLM has none of these."
+    "Groups created later (device meshes, ZeRO's and tensor-parallel groups) get PyTorch's default timeout, 10 minutes"
+    " for NCCL; the channel to vLLM has no timeout at all."
 )
 DEFAULT_TIMEOUT_S = 600
-"""Of PyTorch for NCCL, and of `nccl_timeout`: whoever left it there asked for nothing else."""
+"""Default of PyTorch for NCCL and of `nccl_timeout`, so this value expresses no wish."""
 UNREAD_VARIABLES = {
     "NCCL_TIMEOUT": "neither NCCL nor PyTorch reads it",
-    "TORCH_NCCL_TIMEOUT": "PyTorch reads no such variable",
-    "TORCH_DISTRIBUTED_TIMEOUT": "PyTorch reads no such variable",
+    "TORCH_NCCL_TIMEOUT": "PyTorch does not read it",
+    "TORCH_DISTRIBUTED_TIMEOUT": "PyTorch does not read it",
     "DIST_TIMEOUT": "neither NCCL nor PyTorch reads it",
     "NCCL_COMM_TIMEOUT": "neither NCCL nor PyTorch reads it",
 }
-"""Variables that posts recommend as time-outs."""
+"""Variables that are recommended on the web as timeouts."""
 
 
 def judge_timeout_variables(advice: ConfigFindings, variables: dict[str, ShellWord], settable: str) -> None:
-    """`variables`: what the job is started with. `settable`: the setting that reaches a communicator here."""
+    """`variables`: of the job. `settable`: the setting that does change a timeout."""
     for name, why in UNREAD_VARIABLES.items():
         if name in variables:
             advice.warn(
                 "timeout-unread",
-                f"{name}={_word_text(variables[name])}: {why}; no communicator gets this time-out",
+                f"{name}={_word_text(variables[name])}: {why}; it changes no communicator's timeout",
                 SUBGROUPS,
                 settable,
                 NCCL_ENV_SOURCE,
@@ -89,7 +89,7 @@ def judge_timeout_variables(advice: ConfigFindings, variables: dict[str, ShellWo
         advice.warn(
             "timeout-blocking-wait",
             "blocking wait is on: the CPU waits for each collective",
-            "It slows every collective down, and its time-out is the communicator's own all the same.",
+            "It slows down every collective, and the timeout is still the communicator's own.",
             "remove it",
             TORCH_SOURCE,
             word.place,
@@ -101,17 +101,17 @@ def _word_text(word: ShellWord) -> str:
 
 
 def judge_openrlhf_timeout(advice: ConfigFindings, variables: dict[str, ShellWord]) -> None:
-    """Its time-out is written in its source."""
+    """Reports OpenRLHF's timeout, which is hard-coded."""
     judge_timeout_variables(
         advice,
         variables,
-        "in OpenRLHF it is the timeout of setup_distributed in utils/deepspeed/deepspeed.py: 60 minutes, no option"
-        " sets it",
+        "in OpenRLHF it is the timeout in setup_distributed of utils/deepspeed/deepspeed.py: 60 minutes, and no option"
+        " changes it",
     )
     if "DEEPSPEED_TIMEOUT" in variables:
         advice.warn(
             "timeout-unread",
-            f"DEEPSPEED_TIMEOUT={_word_text(variables['DEEPSPEED_TIMEOUT'])} is overruled: OpenRLHF hands DeepSpeed 60"
+            f"DEEPSPEED_TIMEOUT={_word_text(variables['DEEPSPEED_TIMEOUT'])} is overridden: OpenRLHF gives DeepSpeed 60"
             " minutes",
             SUBGROUPS,
             "change setup_distributed in utils/deepspeed/deepspeed.py",
@@ -123,7 +123,7 @@ def judge_openrlhf_timeout(advice: ConfigFindings, variables: dict[str, ShellWor
 def judge_verl_timeout(
     advice: ConfigFindings, settings: ConfigSettings, variables: dict[str, ShellWord], version: str, engine: str
 ) -> None:
-    """`nccl_timeout` and who reads it."""
+    """Reports which communicators `nccl_timeout` reaches."""
     name = "actor_rollout_ref.nccl_timeout"
     numbers = tuple(int(part) for part in version.split(".")[:2])
     unread = numbers >= (0, 8)
@@ -139,7 +139,7 @@ def judge_verl_timeout(
     if unread:
         advice.warn(
             "timeout-unread",
-            f"{seen} reaches no communicator: the workers of verl {version} start theirs without a time-out, which is"
+            f"{seen} reaches no communicator: the workers of verl {version} start theirs without a timeout, which is"
             " PyTorch's 10 minutes",
             SUBGROUPS,
             fix,
@@ -151,14 +151,14 @@ def judge_verl_timeout(
             "timeout-unread",
             f"{seen}: in verl {version} only Megatron's workers read it",
             SUBGROUPS,
-            "a newer verl",
+            "use a newer verl",
             VERL_READS_SOURCE,
             at,
         )
     else:
         advice.note(
             "timeout-default-group",
-            f"{seen} reaches the default group of the workers only",
+            f"{seen} reaches only the default group of the workers",
             SUBGROUPS,
             source=VERL_READS_SOURCE,
             at=at,
@@ -172,14 +172,14 @@ def judge_transformers_timeout(
     deepspeed: bool,
     longest_s: float | None = None,
 ) -> None:
-    """`ddp_timeout` and `DEEPSPEED_TIMEOUT`."""
+    """Reports which communicators `ddp_timeout` and `DEEPSPEED_TIMEOUT` reach."""
     judge_timeout_variables(advice, variables, "ddp_timeout: SECONDS")
     seconds = settings.number("ddp_timeout")
     if "ddp_timeout" in settings and seconds is not None:
         at = settings.place("ddp_timeout")
         advice.note(
             "timeout-default-group",
-            f"ddp_timeout={seconds:g} s reaches the default group only"
+            f"ddp_timeout={seconds:g} s reaches only the default group"
             + (" (through deepspeed.init_distributed)" if deepspeed else ""),
             SUBGROUPS,
             source=TRANSFORMERS_SOURCE,
@@ -188,18 +188,18 @@ def judge_transformers_timeout(
         if 0 < seconds < 60:
             advice.warn(
                 "timeout-short",
-                f"ddp_timeout={seconds:g} is in seconds: less than a checkpoint or the first batch takes",
-                "The slowest legal stage between two collectives must fit.",
+                f"ddp_timeout={seconds:g} is in seconds: shorter than a checkpoint or the first batch",
+                "It must cover the slowest legal stage between two collectives.",
                 "ddp_timeout: 1800 or more",
                 TRANSFORMERS_SOURCE,
                 at,
             )
         if settings.flag("use_cpu"):
-            advice.warn("timeout-unread", "ddp_timeout is dropped with use_cpu", "", "", TRANSFORMERS_SOURCE, at)
+            advice.warn("timeout-unread", "ddp_timeout is ignored with use_cpu", "", "", TRANSFORMERS_SOURCE, at)
     if "DEEPSPEED_TIMEOUT" in variables and "ddp_timeout" in settings:
         advice.note(
             "timeout-default-group",
-            "DEEPSPEED_TIMEOUT (in minutes) is overruled by ddp_timeout",
+            "DEEPSPEED_TIMEOUT (in minutes) is overridden by ddp_timeout",
             "",
             source=DEEPSPEED_TIMEOUT_SOURCE,
             at=variables["DEEPSPEED_TIMEOUT"].place,
@@ -207,7 +207,7 @@ def judge_transformers_timeout(
 
 
 def setting_location(settings: ConfigSettings, name: str) -> ConfigLocation:
-    """Where it is set, if it is."""
+    """Location of a setting, if it is set."""
     return settings.place(name) if name in settings else NO_LOCATION
 
 
@@ -215,7 +215,7 @@ RAY_ENVIRONMENT_SOURCE = "https://docs.ray.io/en/latest/ray-core/handling-depend
 
 
 def judge_script_variables(advice: ConfigFindings, variables: Mapping[str, ShellWord]) -> None:
-    """Errors and warnings of the lint, at the lines that set the variables; time-outs are told by `shared_rules`."""
+    """Errors and warnings of the environment lint, at the lines that set the variables; timeouts are judged above."""
     given = {name: word.text for name, word in variables.items() if word.known and name not in UNREAD_VARIABLES}
     for found in lint_environments([ProcessEnvironment("", given)]) if given else []:
         if found.severity in ("error", "warning"):

@@ -27,13 +27,13 @@ class ShellWord:
 
     @property
     def known(self) -> bool:
-        """Whether nothing of it is left open."""
+        """Whether all of it is known."""
         return UNSET not in self.text
 
 
 @dataclass(frozen=True, slots=True)
 class ShellCommand:
-    """A simple command: its words, and the variables that it is started with."""
+    """A simple command: its words, and the variables set for it."""
 
     words: tuple[ShellWord, ...]
     environment: dict[str, ShellWord] = field(default_factory=dict)
@@ -68,7 +68,7 @@ _KEYWORDS = {
 
 
 class ShellScript(WordReader):
-    """A script and what its variables are at the place that is being read."""
+    """Parser of a script, with the variables at the current position."""
 
     def __init__(self, text: str, file: str) -> None:
         super().__init__(text, file)
@@ -77,14 +77,14 @@ class ShellScript(WordReader):
         self.bodies: list[list[WordPiece]] = []
         self.words_read = 0
         self.depth = 0
-        """Of `if`, `case` and loops around the command that is read."""
+        """Number of `if`, `case` and loops around the current command."""
         self.pending: str | None = None
-        """An operator that was read too early."""
+        """An operator that was read ahead."""
         self.nested = 0
-        """How many `bash -c` are around it."""
+        """Number of enclosing `bash -c`."""
 
     def commands(self) -> Iterator[ShellCommand]:
-        """All simple commands in their order, whatever conditions and loops stand around them."""
+        """All simple commands in order, including those inside conditions and loops."""
         words: list[list[list[WordPiece]]] = []
         chosen = False
         while True:
@@ -118,7 +118,7 @@ class ShellScript(WordReader):
         return self._token()
 
     def _command(self, words: list[list[list[WordPiece]]], chosen: bool) -> Iterator[ShellCommand]:
-        """`words`: of each word as it is written what it expands to; `chosen`: run or not by what comes before it."""
+        """`words`: the expansions of each written word; `chosen`: whether an earlier command decides if it runs."""
         flat = [each for expanded in words for each in expanded]
         while flat and (keyword := word_text(flat[0])) in _KEYWORDS:
             self.depth = max(0, self.depth + (keyword in _OPENING) - (keyword in _CLOSING))
@@ -156,14 +156,14 @@ class ShellScript(WordReader):
             )
 
     def _assign(self, name: str, value: list[list[WordPiece]], chosen: bool) -> None:
-        """What is set where it may not be reached does not replace what was set before it for sure."""
+        """An assignment that may not be reached does not replace an earlier one that certainly was."""
         if not (chosen or self.depth) or name not in self.variables:
             self.variables[name] = value
 
     def _inner(self, pieces: list[WordPiece]) -> Iterator[ShellCommand]:
         """The commands of `bash -c '...'`."""
         if self.nested >= MAX_NESTED:
-            raise self._fail("shells within shells, too deep")
+            raise self._fail("shells are nested too deeply")
         inner = ShellScript(raw_word_text(pieces).replace(CONTINUED, "\\\n"), self.file)
         inner.line, inner.nested = pieces[0].line if pieces else self.line, self.nested + 1
         inner.variables = {name: self.variables[name] for name in self.exported if name in self.variables}
@@ -184,7 +184,7 @@ class ShellScript(WordReader):
                 self.exported.add(text)
 
     def _array(self, words: list[list[list[WordPiece]]], chosen: bool) -> bool:
-        """`NAME=(a b c)`: read up to the bracket that closes it."""
+        """`NAME=(a b c)`: reads up to the closing bracket."""
         last = words[-1]
         match = _ASSIGNMENT.fullmatch(word_text(last[0])) if len(last) == 1 else None
         if match is None:
@@ -212,11 +212,11 @@ class ShellScript(WordReader):
             else:
                 delimiter += char
         if not delimiter:
-            raise self._fail("a here-document without the word that ends it", began)
+            raise self._fail("a here-document without its end word", began)
         self.heredocs.append((delimiter, dash, quoted, began))
 
     def _read_heredocs(self) -> None:
-        """Their bodies, which begin behind the line that names them."""
+        """Reads the bodies of here-documents, which begin on the next line."""
         for delimiter, dash, quoted, began in self.heredocs:
             body: list[WordPiece] = []
             while True:
@@ -239,7 +239,7 @@ class ShellScript(WordReader):
         self.heredocs = []
 
     def _token(self, newlines: bool = True) -> str | list[list[WordPiece]]:
-        """An operator, "\\n", "" at the end, or a word: what it expands to, several words or none."""
+        """Reads an operator, "\\n", "" at the end, or a word, which expands to any number of words."""
         while True:
             char = self._peek()
             if char == "":
@@ -274,7 +274,7 @@ class ShellScript(WordReader):
 
 
 def _skip_characters(pieces: list[WordPiece], many: int) -> list[WordPiece]:
-    """Without the first `many` characters."""
+    """Drops the first `many` characters."""
     rest = []
     for piece in pieces:
         if many < len(piece.text):
@@ -284,7 +284,7 @@ def _skip_characters(pieces: list[WordPiece], many: int) -> list[WordPiece]:
 
 
 def _script_within(words: list[list[WordPiece]]) -> list[WordPiece] | None:
-    """What `bash -c` is given, whatever starts that shell on whichever host."""
+    """The script given to `bash -c`, whatever starts that shell on whichever host."""
     for index in range(len(words) - 2):
         name, option = word_text(words[index]).rpartition("/")[2], word_text(words[index + 1])
         if name in ("bash", "sh") and option.startswith("-") and not option.startswith("--") and "c" in option:

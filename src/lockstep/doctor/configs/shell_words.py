@@ -20,7 +20,7 @@ _LARGEST = 1 << 62
 
 
 def evaluate_arithmetic(text: str) -> int | None:
-    """None where there is more than numbers, brackets and + - * / %, or no number comes out."""
+    """None unless the text consists of numbers, brackets and + - * / % and evaluates to an integer."""
     try:
         return _node_value(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
@@ -36,13 +36,13 @@ def _node_value(node: ast.expr) -> int:
         value = _OPERATORS[type(node.op)](_node_value(node.left), _node_value(node.right))
         if abs(value) < _LARGEST:
             return value
-    raise ValueError("not arithmetic of whole numbers")
+    raise ValueError("not integer arithmetic")
 
 
 UNSET = "\ue000"
-"""Stands in a word for what only running the script would tell."""
+"""Placeholder in a word for text that only running the script would reveal."""
 CONTINUED = "\ue001"
-"""Stands in a word where a line was continued within quotes: for those who read the word as a script."""
+"""Placeholder in a word for a line continuation within quotes, for words that are scripts themselves."""
 MAX_WORD = 1 << 20
 MAX_WORDS = 200_000
 MAX_PARTS = 1 << 14
@@ -61,7 +61,7 @@ _PLAIN = re.compile(r"[^\s;|&<>()\\'\"$`]+")
 
 
 class WordReader:
-    """A text, where it is being read, and what variables are there."""
+    """Reader of a text with its position and the current variables."""
 
     def __init__(self, text: str, file: str) -> None:
         self.text, self.file = text.replace("\r\n", "\n"), file
@@ -81,7 +81,7 @@ class WordReader:
         return ConfigNotReadable(self.file, self.line if line is None else line, problem)
 
     def _read_word(self) -> list[list[WordPiece]]:
-        """From here to the next blank or operator; split where an unquoted variable holds blanks."""
+        """Reads up to the next blank or operator; splits at blanks in unquoted variables."""
         done: list[list[WordPiece]] = []
         current: list[WordPiece] | None = None
         parts_read = 0
@@ -130,11 +130,11 @@ class WordReader:
                 add(self._take(len(run[0]) if run else 1), line, False)
             parts_read += 1
             if parts_read > MAX_PARTS or len(done) > MAX_WORDS:
-                raise self._fail("a word that is too long")
+                raise self._fail("a word is too long")
         return [*done, *([current] if current is not None else [])]
 
     def _until(self, closing: str, began: int) -> str:
-        """From an opening quote to its end."""
+        """Reads from an opening quote to its end."""
         self._take()
         end = self.text.find(closing, self.at)
         if end < 0:
@@ -144,7 +144,7 @@ class WordReader:
         return text
 
     def _double_quoted(self, began: int) -> list[list[WordPiece]]:
-        """What stands in double quotes: one word, or as many as `"${NAME[@]}"` has."""
+        """Reads double-quoted text: one word, or as many as `"${NAME[@]}"` has."""
         words: list[list[WordPiece]] = [[]]
         whole = True
         while (char := self._peek()) != '"':
@@ -179,7 +179,7 @@ class WordReader:
         return words if whole else []
 
     def _dollar(self) -> list[list[WordPiece]]:
-        """What stands behind `$` or in backquotes: words, more than one of an array only."""
+        """Reads what follows `$` or a backquote; only an array gives more than one word."""
         line = self.line
         if self._peek() == "`":
             self._until("`", line)
@@ -232,7 +232,7 @@ class WordReader:
         return [[WordPiece(UNSET if value is None else str(value), line)]]
 
     def _braces(self, inside: str, line: int) -> list[list[WordPiece]]:
-        """`${NAME}`, with `:-default` and its like, `[@]`, `#`; what else there is, is left open."""
+        """Expands `${NAME}`, `:-default` and similar, `[@]` and `#`; other forms remain unknown."""
         match = NAME.match(inside)
         if match is None:
             return [[WordPiece(UNSET, line)]]
@@ -265,7 +265,7 @@ class WordReader:
         return [list(held[0])] if held else []
 
     def _expanded(self, text: str, line: int) -> list[WordPiece]:
-        """Variables in a text that is not split into words, such as a here-document's line."""
+        """Expands variables in a text that is not split into words, such as a line of a here-document."""
         if "$" not in text and "`" not in text:
             return [WordPiece(text, line)]
         if len(text) > 65536 or text.count("${") > 64:
@@ -288,7 +288,7 @@ class WordReader:
         return self._bounded(pieces)
 
     def _split(self, words: list[list[WordPiece]]) -> list[list[WordPiece]]:
-        """As the shell does with an unquoted variable: at blanks."""
+        """Splits at blanks, as the shell does with an unquoted variable."""
         result: list[list[WordPiece]] = []
         for word in words:
             fresh = True
@@ -307,7 +307,7 @@ class WordReader:
 
     def _bounded(self, pieces: list[WordPiece]) -> list[WordPiece]:
         if sum(len(piece.text) for piece in pieces) > MAX_WORD or len(pieces) > MAX_WORD:
-            raise self._fail("a variable grows beyond a megabyte")
+            raise self._fail("a variable grows beyond one megabyte")
         return pieces
 
 
@@ -317,7 +317,7 @@ def word_text(pieces: list[WordPiece]) -> str:
 
 
 def raw_word_text(pieces: list[WordPiece]) -> str:
-    """With the places where lines were continued within quotes."""
+    """The characters of a word, with placeholders for line continuations within quotes."""
     return "".join(piece.text for piece in pieces)
 
 

@@ -26,10 +26,10 @@ from lockstep.doctor.configs.shell_words import UNSET
 def add_arguments(
     settings: ConfigSettings, words: Sequence[ShellWord], options: Mapping[str, OptionSpec], hyphens: bool = True
 ) -> list[ShellWord]:
-    """`--name value`, `--name=value`, `--flag` into `settings`; returns what stands there by itself.
+    """Adds `--name value`, `--name=value`, `--flag` to `settings`; returns positional arguments.
 
-    `options` tells flags and options of several values; of a name that it does not have, the next word is the value
-    unless that begins with `--`. `hyphens`: `--a-b` means `a_b`.
+    `options` defines flags and options with several values; for an unknown name, the next word is the value unless it
+    begins with `--`. `hyphens`: `--a-b` means `a_b`.
     """
     loose: list[ShellWord] = []
     rest = list(words)
@@ -44,7 +44,7 @@ def add_arguments(
         name = complete_option(name, options) or name
         option = options.get(name)
         many = option is not None and (option.nargs is not None or option.type == "list")
-        said: Any = _argument_value(value, word.known)
+        argument: Any = _argument_value(value, word.known)
         if not equals:
             taken: list[ShellWord] = []
             while (
@@ -52,8 +52,8 @@ def add_arguments(
             ):
                 taken.append(rest.pop(0))
             values = [_argument_value(each.text, each.known) for each in taken]
-            said = values if many else values[0] if values else True
-        settings.add(ConfigSetting(name, said, word.place))
+            argument = values if many else values[0] if values else True
+        settings.add(ConfigSetting(name, argument, word.place))
     return loose
 
 
@@ -62,7 +62,7 @@ def _is_option(text: str) -> bool:
 
 
 def complete_option(name: str, options: Mapping[str, OptionSpec]) -> str | None:
-    """What argparse makes of a name: itself, or the only option that begins with it."""
+    """Resolves an abbreviated name like argparse: itself, or the only option that begins with it."""
     if name in options:
         return name
     longer = [each for each in options if each.startswith(name)]
@@ -73,11 +73,8 @@ def _argument_value(text: str, known: bool) -> Any:
     return text if known else UNKNOWN_VALUE
 
 
-# ---------------------------------------------------------------- Hydra
-
-
 def add_overrides(settings: ConfigSettings, words: Sequence[ShellWord]) -> list[ShellWord]:
-    """`a.b=c`, `+a.b=c`, `++a.b=c`, `~a.b` into `settings`; returns the rest."""
+    """Adds `a.b=c`, `+a.b=c`, `++a.b=c`, `~a.b` to `settings`; returns the rest."""
     loose: list[ShellWord] = []
     for word in words:
         text = word.text
@@ -89,17 +86,17 @@ def add_overrides(settings: ConfigSettings, words: Sequence[ShellWord]) -> list[
         if not equals or text.startswith("-") or not name or UNSET in name:
             loose.append(word)
             continue
-        said = parse_hydra_value(value) if word.known else UNKNOWN_VALUE
-        if isinstance(said, dict) and said:
-            for leaf, each in leaves(said, name):
+        parsed = parse_hydra_value(value) if word.known else UNKNOWN_VALUE
+        if isinstance(parsed, dict) and parsed:
+            for leaf, each in leaves(parsed, name):
                 settings.add(ConfigSetting(leaf, each, word.place, forced))
         else:
-            settings.add(ConfigSetting(name, said, word.place, forced))
+            settings.add(ConfigSetting(name, parsed, word.place, forced))
     return loose
 
 
 def parse_hydra_value(text: str) -> Any:
-    """A value as Hydra reads it, near enough: null, booleans, numbers, quoted text, lists and mappings."""
+    """Parses a value approximately like Hydra: null, booleans, numbers, quoted text, lists and mappings."""
     stripped = text.strip()
     if stripped.lower() in ("null", "none", ""):
         return None
@@ -120,18 +117,18 @@ Framework = Literal["openrlhf", "verl", "trl", "accelerate", "deepspeed", "vllm-
 
 @dataclass(slots=True)
 class LaunchCommand:
-    """What stands in front of the program."""
+    """The launcher in front of a training program."""
 
     name: str = ""
     processes_per_node: int | None = None
     nodes: int | None = None
     processes: int | None = None
-    """Of all nodes, where it is told so."""
+    """Processes on all nodes, if given."""
     options: ConfigSettings = field(default_factory=ConfigSettings)
 
     @property
     def world(self) -> int | None:
-        """How many processes it starts, if that is told."""
+        """Number of processes that it starts, if given."""
         if self.processes is not None:
             return self.processes
         return self.processes_per_node * (self.nodes or 1) if self.processes_per_node is not None else None
@@ -139,7 +136,7 @@ class LaunchCommand:
 
 @dataclass(slots=True)
 class TrainingCommand:
-    """A training program with its arguments as they stand."""
+    """A training program with its unparsed arguments."""
 
     framework: Framework
     program: str
@@ -149,7 +146,7 @@ class TrainingCommand:
     place: ConfigLocation
     launcher: LaunchCommand = field(default_factory=LaunchCommand)
     shell: dict[str, ShellWord] = field(default_factory=dict)
-    """Variables that the shell exports to it."""
+    """Variables exported by the shell."""
     workers: dict[str, ShellWord] = field(default_factory=dict)
     """Variables of Ray's runtime environment."""
     through_ray: bool = False
@@ -167,7 +164,7 @@ _TRAINING_FLAG = re.compile(
 
 
 def find_training_commands(commands: Sequence[ShellCommand]) -> list[TrainingCommand]:
-    """The trainings that `commands` start."""
+    """The training programs started by `commands`."""
     return [job for command in commands if (job := _training_command(command)) is not None]
 
 
@@ -195,7 +192,7 @@ def _training_command(command: ShellCommand) -> TrainingCommand | None:
 
 
 def _package_path(path: str, pattern: re.Pattern[str]) -> str:
-    """The end of a path that begins with the package's name."""
+    """The part of a path that begins with the package's name."""
     match = re.search(r"(?:^|/)((?:openrlhf|verl|recipe|trl)/.*)$", path)
     return match[1] if match else path
 
@@ -218,7 +215,7 @@ def _make_command(
 
 
 def _runtime_environment(job: TrainingCommand, before: Sequence[ShellWord]) -> None:
-    """`--runtime-env-json`: the variables that Ray gives the job's driver and its workers."""
+    """`--runtime-env-json`: variables for the job's driver and its workers."""
     for index, word in enumerate(before):
         name, equals, value = word.text.partition("=")
         if name != "--runtime-env-json":
@@ -229,9 +226,9 @@ def _runtime_environment(job: TrainingCommand, before: Sequence[ShellWord]) -> N
         try:
             tree = json.loads(text)
         except (ValueError, RecursionError) as error:
-            said = getattr(error, "msg", "nested too deeply")
+            problem = getattr(error, "msg", "nested too deeply")
             raise ConfigNotReadable(
-                word.place.file, word.place.line, f"--runtime-env-json is not JSON: {said}"
+                word.place.file, word.place.line, f"--runtime-env-json is not JSON: {problem}"
             ) from error
         variables = tree.get("env_vars") if isinstance(tree, dict) else None
         if isinstance(variables, dict):
@@ -267,7 +264,7 @@ def _known_text(text: str) -> str:
 
 
 def _accelerate_options(job: TrainingCommand) -> None:
-    """`trl grpo` hands these to accelerate's launcher."""
+    """`trl grpo` passes these to accelerate's launcher."""
     kept: list[ShellWord] = []
     rest = list(job.words)
     job.launcher.name = "accelerate"
@@ -275,11 +272,11 @@ def _accelerate_options(job: TrainingCommand) -> None:
         word = rest.pop(0)
         name, equals, value = word.text.partition("=")
         if name in ("--num_processes", "--num_machines", "--accelerate_config", "--config_file", "--main_process_port"):
-            said = value if equals else rest.pop(0).text if rest else ""
+            argument = value if equals else rest.pop(0).text if rest else ""
             if name == "--num_processes":
-                job.launcher.processes = _to_int(said)
+                job.launcher.processes = _to_int(argument)
             elif name == "--num_machines":
-                job.launcher.nodes = _to_int(said)
+                job.launcher.nodes = _to_int(argument)
             continue
         kept.append(word)
     job.words = tuple(kept)

@@ -1,1 +1,1 @@
-"""What the variables in an environment really do: a table that is data, and the findings that follow from it."""
+"""What environment variables really do: a table as data files, and findings derived from it."""

@@ -21,22 +21,22 @@ from lockstep.doctor.environment.variable_values import edit_distance, nearest_n
 from lockstep.doctor.output.findings import Finding, Severity
 
 SHELL_ROLE = "shell"
-"""The role of the environment that a job is started from."""
+"""Role of the environment in which a job is started."""
 _LONGEST = 60
-"""Characters of a value that are shown."""
+"""Maximum number of characters of a value that are shown."""
 _LONGEST_NAME = 120
-"""Nobody reads a longer one."""
+"""Maximum length of a judged name."""
 _NAMED = 4
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessEnvironment:
-    """An environment."""
+    """Environment variables of a process."""
 
     host: str
     variables: Mapping[str, str]
     role: str = ""
-    """`shell` for where the job is started; else whose it is."""
+    """`shell` for the environment in which the job is started, else the process's role."""
 
     @property
     def who(self) -> str:
@@ -45,26 +45,26 @@ class ProcessEnvironment:
 
 @dataclass(frozen=True, slots=True)
 class JobTraits:
-    """What is known of the job that has these environments."""
+    """What is known of the job with these environments."""
 
     several: bool | None = None
-    """Whether it has more than one host; None where that is not known."""
+    """Whether it has several hosts; None if not known."""
     cuda: bool = False
-    """Whether it is to use GPUs."""
+    """Whether it will use GPUs."""
     gpus: tuple[str, ...] = ()
-    """Names of the GPUs of its host, as far as they are known."""
+    """Names of its host's GPUs, as far as known."""
 
 
 @dataclass(frozen=True)
 class LintRequest:
-    """What is looked at, and with what knowledge."""
+    """Environments to judge, with the knowledge to judge them by."""
 
     places: Sequence[ProcessEnvironment]
     versions: Mapping[str, str] = field(default_factory=dict)
-    """Of libraries, as the data files name them: `nccl_choice`, `torch`, `vllm_choice`. Without one nothing is said
-    of versions."""
+    """Versions of libraries by their name in the data files: `nccl`, `torch`, `vllm`. Without a version, no finding
+    depends on it."""
     launcher: str | None = None
-    """How workers on other hosts are started, see `launchers.yaml`."""
+    """Launcher of workers on other hosts, see `launchers.yaml`."""
     table: VariableTable = field(default_factory=load_variables)
     job: JobTraits = JobTraits()
 
@@ -76,37 +76,34 @@ def lint_environments(
     table: VariableTable | None = None,
     job: JobTraits | None = None,
 ) -> list[Finding]:
-    """What is wrong, or worth to know, with these environments; one `ok` where nothing is.
+    """Findings about these environments; one `ok` if nothing is wrong.
 
     Raises:
-        ValueError: For a launcher that is not known.
+        ValueError: the launcher is unknown.
     """
     asked = LintRequest(tuple(places), versions or {}, launcher, table or load_variables(), job or JobTraits())
     if launcher or len({place.host for place in asked.places if place.host}) > 1:
         asked = replace(asked, job=replace(asked.job, several=True))
     if launcher is not None and launcher not in asked.table.launchers:
-        raise ValueError(f"launcher {launcher!r} is not known, only {', '.join(sorted(asked.table.launchers))}")
+        raise ValueError(f"unknown launcher {launcher!r}: expected one of {', '.join(sorted(asked.table.launchers))}")
     found = [*_merge_equal(_judge_environments(asked)), *_judge_between_hosts(asked), *_judge_not_forwarded(asked)]
     if not any(each.severity in ("error", "warning") for each in found):
         count = len({name for place in asked.places for name in place.variables if name in asked.table.names})
-        text = f"{count} variables that libraries read are set, and nothing is wrong with them"
+        text = f"{count} variables that libraries read are set, without a problem"
         found.append(Finding("env-fine", "ok", "", text))
     return found
 
 
 def format_assignment(name: str, value: str, table: VariableTable) -> str:
-    """`NAME=value`; the value is hidden where the variable is not known, or where it is or looks like a secret."""
+    """`NAME=value`; the value is hidden if the variable is unknown, or if it is or looks like a secret."""
     known = table.known.get(name)
     hide = known is None or known.variable.secret or is_secret_name(name) or secret_kind(value) is not None
     text = HIDDEN if hide and value else value
     return f"{name}={text if len(text) <= _LONGEST else text[:_LONGEST] + '...'}"
 
 
-# ---------------------------------------------------------------- in one environment
-
-
 def _judge_environments(asked: LintRequest) -> Iterator[tuple[Finding, str]]:
-    """Each finding with whose it is. Places that have the same values of what matters are looked at once."""
+    """Each finding with the environment it is about. Environments with equal relevant values are judged once."""
     known = asked.table.known
     names = {name for place in asked.places for name in place.variables}
     unknown = {name: tuple(_judge_unknown(name, asked)) for name in names if name not in known}
@@ -126,10 +123,10 @@ def _judge_known(known: KnownVariable, value: str, place: ProcessEnvironment, as
     installed = asked.versions.get(known.library.library)
     harms = [harm for harm in variable.left_on if _applies(harm, value, installed, asked.job)]
     unread = any(each.id in ("env-unread", "env-gone") for each in dead)
-    if unread or not harms:  # one finding for a variable that is better unset: its new name would be so, too
+    if unread or not harms:  # one finding per variable: one that should be unset needs no hint to its new name
         yield from dead
     if unread:
-        return  # what nobody reads contradicts nothing, and no value of it is bad
+        return  # a variable that nothing reads has neither conflicts nor bad values
     if problem := value_problem(variable, value):
         why = variable.bad or _value_problem_text(variable, problem)
         seen = f"{format_assignment(variable.name, value, asked.table)} is not {problem}"
@@ -143,13 +140,13 @@ def _judge_known(known: KnownVariable, value: str, place: ProcessEnvironment, as
 
 
 def _judge_unread(known: KnownVariable, value: str, asked: LintRequest) -> Iterator[Finding]:
-    """Unread, renamed, not yet or not any more."""
+    """Reports variables that are unread, renamed, not read yet, or no longer read."""
     variable, library = known.variable, known.library
     installed = asked.versions.get(library.library)
     seen = format_assignment(variable.name, value, asked.table)
     if not variable.readers:
         fix = f"set {variable.renamed}" if variable.renamed else variable.instead
-        yield _finding("env-unread", "warning", f"{seen} is read by nobody", variable.does, fix, variable)
+        yield _finding("env-unread", "warning", f"nothing reads {seen}", variable.does, fix, variable)
         return
     gone = version_reached(installed, variable.until)
     if gone or (gone is None and variable.until is not None):
@@ -160,30 +157,30 @@ def _judge_unread(known: KnownVariable, value: str, asked: LintRequest) -> Itera
         text = f"{seen}: the name is now {variable.renamed}{since}"
         yield _finding("env-renamed", "note", text, variable.does, f"set {variable.renamed} instead", variable)
     elif version_reached(installed, variable.since) is False:
-        text = f"{seen}: read since {library.title} {variable.since}, and {installed} is installed"
+        text = f"{seen}: read since {library.title} {variable.since}, but {installed} is installed"
         yield _finding("env-unread", "warning", text, variable.does, f"unset {variable.name}", variable)
 
 
 def _removed_finding(variable: EnvironmentVariable, title: str, seen: str, installed: str | None) -> Finding:
     fix = f"set {variable.renamed} instead" if variable.renamed else variable.instead or f"unset {variable.name}"
     if installed is None:
-        text = f"{seen}: not read since {title} {variable.until}"
+        text = f"{seen}: no longer read since {title} {variable.until}"
         return _finding("env-gone", "warning", text, variable.does, fix, variable)
-    text = f"{seen}: not read since {title} {variable.until}, and {installed} is installed"
+    text = f"{seen}: no longer read since {title} {variable.until}, and {installed} is installed"
     return _finding("env-gone", "warning", text, variable.does, fix, variable)
 
 
 def _judge_long_removed(name: str, library: LibraryVariables, asked: LintRequest) -> Iterator[Finding]:
     installed, until = asked.versions.get(library.library), library.gone[name]
     if version_reached(installed, until) is not False:
-        told = "" if installed is None else f", and {installed} is installed"
-        seen = f"{name}: not read since {library.title} {until}{told}"
-        why = "What it settled is settled otherwise today, or not at all."
+        version_text = "" if installed is None else f", and {installed} is installed"
+        seen = f"{name}: no longer read since {library.title} {until}{version_text}"
+        why = "Its purpose is served otherwise today, or not at all."
         yield Finding("env-gone", "warning", "", seen, why, f"unset {name}", library.names_source or "")
 
 
 def _judge_unknown(name: str, asked: LintRequest) -> Iterator[Finding]:
-    """A slip in a name, within the names that belong to a library: users' own are left alone."""
+    """Reports misspelt names that belong to a library by their prefix; other names are the user's."""
     table = asked.table
     if len(name) > _LONGEST_NAME:
         return
@@ -197,31 +194,31 @@ def _judge_unknown(name: str, asked: LintRequest) -> Iterator[Finding]:
         near = nearest_name(name, mates, len(table.prefix_of(name)))
         source = library.names_source or ""
         if near is not None:
-            seen = f"{name} is read by nobody: {near} is meant?"
-            why = f"{library.title} has no variable of this name, so what is set has no effect."
+            seen = f"nothing reads {name}. Did you mean {near}?"
+            why = f"{library.title} has no variable of this name, so it has no effect."
             source = _source(table, near) or source
             yield Finding("env-misspelt", "error", "", seen, why, f"rename it to {near}", source)
             return
         if library.shared:
             return
-        seen = f"{name} is in no list of {library.title}'s variables"
-        why = f"Names that begin so are {library.title}'s; those of {library.read} were looked through."
+        seen = f"{name} is not in any list of {library.title}'s variables"
+        why = f"Names with this prefix belong to {library.title}; its variables were listed from {library.read}."
         yield Finding("env-unknown", "note", "", seen, why, f"unset {name}, unless a plug-in reads it", source)
     elif (near := _prefix_slip(name, table)) is not None:
-        seen = f"{name} is read by nobody: {near} is meant?"
-        why = "A variable with a slip in its first letters has no effect."
+        seen = f"nothing reads {name}. Did you mean {near}?"
+        why = "A variable with a misspelt prefix has no effect."
         yield Finding("env-misspelt", "error", "", seen, why, f"rename it to {near}", _source(table, near))
 
 
 def _prefix_slip(name: str, table: VariableTable) -> str | None:
-    """`NCLL_DEBUG`, `nccl_debug`: a known name but for one or two letters swapped or another case."""
+    """`NCLL_DEBUG`, `nccl_debug`: a known name except for one or two swapped letters or its case."""
     upper = name.upper()
     if upper != name and (found := next((each for each in table.names if each.upper() == upper), None)) is not None:
         return found if table.library_of(found) is not None else None
     begin, _, rest = name.partition("_")
     if len(begin) < 4 or not rest:
         return None
-    # Of the same letters: HCCL and RCCL have variables of their own.
+    # Only the same letters: HCCL and RCCL have variables of their own.
     begins = {prefix.partition("_")[0] for library in table.libraries for prefix in library.prefixes}
     near = (each for each in begins if set(each) == set(begin) and edit_distance(each, begin, 1) == 1)
     return next((f"{each}_{rest}" for each in near if f"{each}_{rest}" in table.names), None)
@@ -242,14 +239,14 @@ def _harm_finding(known: KnownVariable, value: str, harm: HarmfulValue, renamed:
     if renamed:
         since = f"since {known.library.title} {variable.renamed_since} " if variable.renamed_since else "today "
         seen += f" ({since}{variable.renamed})"
-    fix = harm.fix or f"unset {variable.name} when the fault is found"
+    fix = harm.fix or f"unset {variable.name} when debugging is done"
     severity = _harm_severity(harm, asked.job)
     fits = severity == "note" and harm.severity != "note" and harm.where == "several"
     return _finding("env-left-on", severity, seen, harm.why, "" if fits else fix, variable)
 
 
 def _harm_severity(harm: HarmfulValue, job: JobTraits) -> Severity:
-    """What is right on one host, or where no GPU is to be used, is a note there; a warning where that is not known."""
+    """A value that is fine on one host, or without GPUs, is a note there; a warning if that is not known."""
     holds = {None: True, "several": job.several, "cuda": job.cuda}[harm.where]
     if holds is None and harm.severity == "error":
         return "warning"
@@ -259,7 +256,10 @@ def _harm_severity(harm: HarmfulValue, job: JobTraits) -> Severity:
 def _conflict_finding(
     variable: EnvironmentVariable, value: str, other: str, conflict: VariableConflict, asked: LintRequest
 ) -> Finding:
-    seen = f"{format_assignment(variable.name, value, asked.table)} with {format_assignment(conflict.other, other, asked.table)}"
+    seen = (
+        f"{format_assignment(variable.name, value, asked.table)} with "
+        f"{format_assignment(conflict.other, other, asked.table)}"
+    )
     fix = conflict.fix or f"unset one of {variable.name} and {conflict.other}"
     return _finding("env-conflict", conflict.severity, seen, conflict.why, fix, variable)
 
@@ -270,8 +270,8 @@ def _finding(id: str, severity: Severity, seen: str, why: str, fix: str, variabl
 
 def _value_problem_text(variable: EnvironmentVariable, problem: str) -> str:
     if variable.kind == "flag":
-        return "It is read as a number: a word such as `true` counts as 0."
-    return f"{_readers(variable)} takes {problem}."
+        return "It is parsed as a number: a word such as `true` counts as 0."
+    return f"{_readers(variable)} expects {problem}."
 
 
 def _readers(variable: EnvironmentVariable) -> str:
@@ -283,10 +283,10 @@ def _source(table: VariableTable, name: str) -> str:
     return known.variable.sources[0] if known is not None else ""
 
 
-def _merge_equal(told: Iterable[tuple[Finding, str]]) -> Iterator[Finding]:
-    """Equal findings of several places as one."""
+def _merge_equal(findings: Iterable[tuple[Finding, str]]) -> Iterator[Finding]:
+    """Merges equal findings of several environments."""
     places: dict[Finding, list[str]] = {}
-    for finding, who in told:
+    for finding, who in findings:
         places.setdefault(finding, []).append(who)
     for finding, who_all in places.items():
         yield replace(finding, host=_names_text([each for each in who_all if each]))
@@ -296,11 +296,8 @@ def _names_text(who: Sequence[str]) -> str:
     return summarize_list(list(dict.fromkeys(who)), _NAMED)
 
 
-# ---------------------------------------------------------------- between environments
-
-
 def _judge_between_hosts(asked: LintRequest) -> Iterator[Finding]:
-    """Variables that differ between hosts and are known to belong together."""
+    """Reports variables that must agree between hosts and differ."""
     by_role: dict[str, list[ProcessEnvironment]] = {}
     for place in asked.places:
         by_role.setdefault(place.role, []).append(place)
@@ -319,7 +316,7 @@ def _differing_values(places: Sequence[ProcessEnvironment], asked: LintRequest) 
             values.setdefault(place.variables.get(name), []).append(place.who)
         if len(values) > 1:
             parts = [_value_on(name, value, who, asked.table) for value, who in values.items()]
-            fix = f"set {name} to the same on all hosts"
+            fix = f"set {name} to the same value on all hosts"
             seen = f"{name} differs: {'; '.join(parts)}"
             yield Finding(
                 "env-differs", known.variable.differs, _names_text([place.who for place in places]), seen,
@@ -332,7 +329,7 @@ def _value_on(name: str, value: str | None, who: Sequence[str], table: VariableT
 
 
 def _judge_not_forwarded(asked: LintRequest) -> Iterator[Finding]:
-    """What is set where the job is started, and does not arrive where it is read."""
+    """Reports variables that are set where the job is started, but do not reach their readers."""
     shells = [place for place in asked.places if place.role == SHELL_ROLE]
     workers = [place for place in asked.places if place.role != SHELL_ROLE]
     for shell in shells:
@@ -348,9 +345,12 @@ def _missing_on_workers(
     for name, known in _variables_for_workers(shell, asked.table):
         lacking = [place.who for place in workers if name not in place.variables]
         if lacking:
-            seen = f"{format_assignment(name, shell.variables[name], asked.table)} of the shell is not set on {_names_text(lacking)}"
+            seen = (
+                f"{format_assignment(name, shell.variables[name], asked.table)} of the shell is not set on "
+                f"{_names_text(lacking)}"
+            )
             launcher = asked.table.launchers.get(asked.launcher or "")
-            fix = launcher.fix if launcher else f"set {name} on every host, or have the launcher pass it on"
+            fix = launcher.fix if launcher else f"set {name} on every host, or make the launcher forward it"
             yield Finding(
                 "env-not-seen", "warning", _names_text(lacking), seen, known.variable.does, fix.format(name=name),
                 known.variable.sources[0],
@@ -360,7 +360,11 @@ def _missing_on_workers(
 def _not_forwarded(shell: ProcessEnvironment, launcher: LauncherForwarding, table: VariableTable) -> Iterator[Finding]:
     names = [name for name, _ in _variables_for_workers(shell, table) if not _matches(name, launcher.forwards)]
     if names:
-        seen = f"{summarize_list(names, _NAMED)} {'is' if len(names) == 1 else 'are'} set in this shell and will not reach workers"
+        seen = (
+            f"{summarize_list(names, _NAMED)} {'is' if len(names) == 1 else 'are'} set in this shell but will not "
+            "reach "
+            "workers"
+        )
         yield Finding(
             "env-not-seen", "warning", shell.host, f"{seen} on other hosts ({launcher.title})", launcher.why,
             launcher.fix.format(name=names[0]), launcher.sources[0],
@@ -368,7 +372,7 @@ def _not_forwarded(shell: ProcessEnvironment, launcher: LauncherForwarding, tabl
 
 
 def _variables_for_workers(shell: ProcessEnvironment, table: VariableTable) -> Iterator[tuple[str, KnownVariable]]:
-    """Variables of a shell that workers read and that are alike on all hosts."""
+    """Variables of a shell that workers read and that should be equal on all hosts."""
     for name in sorted(shell.variables):
         known = table.known.get(name)
         if known is not None and known.variable.readers and known.variable.differs != "expected":

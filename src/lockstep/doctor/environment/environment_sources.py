@@ -19,7 +19,7 @@ from lockstep.doctor.environment.environment_lint import SHELL_ROLE, ProcessEnvi
 from lockstep.doctor.environment.variable_table import load_variables
 
 MAX_ENVIRONMENT_BYTES = 4 << 20
-"""Of a block; more is no environment."""
+"""Maximum size of a text; a larger one is no environment."""
 _NAME = r"[A-Za-z_][A-Za-z0-9_]*"
 _VALUE = r"""(?:"(?:\\.|[^"\\])*"|'[^']*'|\$'[^']*'|\\.|[^\s"'\\;&|<>()])*"""
 _ASSIGNED = re.compile(rf"(?<![\w$.{{/:-])(?P<name>{_NAME})=(?P<value>{_VALUE})")
@@ -34,17 +34,17 @@ _HOST = re.compile(rf"^\s*(?P<host>[A-Za-z0-9][A-Za-z0-9.-]*):\s+(?=(?:export\s+
 _COMMENT = re.compile(r"(?:^|\s)#.*$")
 _ENVIRONMENTS = ("env", "environment", "env_vars", "envs", "Env", "variables")
 _MAX_LINE = 1 << 16
-"""Characters of a line; the rest of a longer one is passed over."""
+"""Maximum characters of a line; the rest is ignored."""
 _MAX_DOCUMENT = 1 << 20
-"""Characters of YAML, which is slow to read."""
+"""Maximum characters of YAML, which is slow to parse."""
 _MAX_NODES = 100_000
-"""Of a document that are looked at: a few lines of YAML with aliases can be billions."""
+"""Maximum nodes of a document: a few lines of YAML with aliases can expand to billions."""
 _LOADER: Any = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
 
 
 def read_assignments(text: str) -> dict[str, dict[str, str]]:
-    """By host, the variables; the host is empty where the text names none. Whatever the text is, something is returned:
-    what is no assignment is passed over."""
+    """Variables by host; the host is empty if the text names none. Accepts any text: what is not an assignment is
+    ignored."""
     text = text[:MAX_ENVIRONMENT_BYTES]
     structured = _parse_structured(text)
     if structured is not None:
@@ -65,7 +65,7 @@ def _whole_assignment(part: str) -> tuple[str, str] | None:
 
 
 def _logical_lines(text: str) -> Iterator[str]:
-    """Lines, those that end in a backslash joined with the next."""
+    """Lines, with continuation lines joined."""
     yield from (line[:_MAX_LINE] for line in re.sub(r"\\\r?\n", " ", text).splitlines())
 
 
@@ -82,15 +82,15 @@ def _parse_line(line: str, values: dict[str, str]) -> None:
     if (python := _PYTHON.search(line)) is not None:
         values[python["name"] or python["set"]] = _unquoted(python["value"])
         return
-    if (said := _SET.match(line)) is not None and "=" not in said["name"]:
-        values[said["name"]] = _unquoted(_COMMENT.sub("", said["value"]).strip())
+    if (assigned := _SET.match(line)) is not None and "=" not in assigned["name"]:
+        values[assigned["name"]] = _unquoted(_COMMENT.sub("", assigned["value"]).strip())
         return
     for assigned in _ASSIGNED.finditer(_without_comment(line)):
         values[assigned["name"]] = _unquoted(assigned["value"])
 
 
 def _without_comment(line: str) -> str:
-    """Up to a `#` after a blank, unless it stands in quotes."""
+    """The line up to a `#` after a blank outside of quotes."""
     for match in re.finditer(r"\s#", line):
         before = line[: match.start()]
         if before.count('"') % 2 == 0 and before.count("'") % 2 == 0:
@@ -99,7 +99,7 @@ def _without_comment(line: str) -> str:
 
 
 def _unquoted(value: str) -> str:
-    """As a shell takes it; single quotes keep everything."""
+    """Unquotes like a shell; single quotes keep everything."""
     parts = []
     for part in re.finditer(r"""\$?'([^']*)'|"((?:\\.|[^"\\])*)"|\\(.)|([^"'\\]+)|.""", value, re.DOTALL):
         single, double, escaped, plain = part.groups()
@@ -110,11 +110,8 @@ def _unquoted(value: str) -> str:
     return "".join(parts).strip().rstrip(",")
 
 
-# ---------------------------------------------------------------- JSON and YAML
-
-
 def _parse_structured(text: str) -> dict[str, dict[str, str]] | None:
-    """The environments in a JSON or YAML document, None where it is none or holds none."""
+    """The environments in a JSON or YAML document, None if it has none."""
     document = _load_document(text)
     if not isinstance(document, Mapping | list):
         return None
@@ -140,7 +137,7 @@ def _load_document(text: str) -> Any:
 
 
 def _by_host(document: Any) -> dict[str, dict[str, str]] | None:
-    """`{"host": {"NAME": "value"}}`, as incidents have it."""
+    """`{"host": {"NAME": "value"}}`, as in incidents."""
     if not isinstance(document, Mapping) or not document or set(document) & set(_ENVIRONMENTS):
         return None
     hosts = {str(host): _flat_mapping(values) for host, values in document.items() if isinstance(values, Mapping)}
@@ -149,7 +146,7 @@ def _by_host(document: Any) -> dict[str, dict[str, str]] | None:
 
 
 def _flat_mapping(values: Mapping[Any, Any]) -> dict[str, str] | None:
-    """Names and plain values, None where something else is in it."""
+    """Names and plain values; None if other values are among them."""
     found = {}
     for name, value in values.items():
         if not isinstance(name, str) or not re.fullmatch(_NAME, name) or isinstance(value, Mapping | list):
@@ -163,7 +160,7 @@ def _plain_value(value: Any) -> str:
 
 
 def _nested_environments(document: Any) -> Iterator[dict[str, str]]:
-    """Environments anywhere in it: mappings and lists below the usual keys, lists of `name` and `value`, of
+    """Environments anywhere in a document: mappings and lists below the usual keys, lists of `name` and `value`, and of
     `NAME=value`."""
     flat = _flat_mapping(document) if isinstance(document, Mapping) else None
     if flat is not None:
@@ -212,11 +209,11 @@ LIBRARY_PACKAGES: Mapping[str, tuple[str, ...]] = {
     "openrlhf": ("openrlhf",),
     "lockstep": ("lockstep-rl",),
 }
-"""Library as the data files name it -> packages that bring it."""
+"""Packages by the library that they contain, named as in the data files."""
 
 
 def library_versions() -> dict[str, str]:
-    """Of the libraries that are installed here; none of them is imported."""
+    """Versions of installed libraries, without importing them."""
     found = {}
     for library, packages in LIBRARY_PACKAGES.items():
         for package in packages:
@@ -229,7 +226,7 @@ def library_versions() -> dict[str, str]:
 
 
 def gpu_names(proc: Path = Path("/proc")) -> tuple[str, ...]:
-    """Names of the GPUs of this host, as NVIDIA's driver writes them; nothing is asked of it."""
+    """Names of this host's GPUs as reported by NVIDIA's driver in /proc."""
     found = []
     for file in sorted(proc.glob("driver/nvidia/gpus/*/information")):
         try:
@@ -243,7 +240,8 @@ def gpu_names(proc: Path = Path("/proc")) -> tuple[str, ...]:
 def current_environment(
     environment: Mapping[str, str] | None = None, home: Path | None = None, system: Path = Path("/etc/nccl.conf")
 ) -> ProcessEnvironment:
-    """The environment of this process, with what NCCL adds to it from its files, which the environment goes before."""
+    """The environment of this process, and the variables that NCCL adds from its files; the environment takes
+    precedence."""
     given = dict(os.environ if environment is None else environment)
     own = Path(given["NCCL_CONF_FILE"]) if given.get("NCCL_CONF_FILE") else (home or Path.home()) / ".nccl.conf"
     return ProcessEnvironment("", {**_nccl_conf(system), **_nccl_conf(own), **given}, SHELL_ROLE)
@@ -259,8 +257,8 @@ def _nccl_conf(file: Path) -> dict[str, str]:
 
 
 def shareable_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """What of an environment another host may be told, to compare: what is known and holds no secret; of names that
-    begin as a library's do, that they are there."""
+    """The part of an environment that may be shown to another host for comparison: known variables without secrets; for
+    other names with a library's prefix, only that they are set."""
     table = load_variables()
     found = {}
     for name, value in environment.items():
@@ -274,18 +272,18 @@ def shareable_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def environments_from_files(names: Sequence[str]) -> list[ProcessEnvironment]:
-    """The environments in files, `-` being standard input; each host, else each file, is a place.
+    """The environments in files, `-` being standard input; one per host, else per file.
 
     Raises:
-        OSError: For one that cannot be read.
-        ValueError: For one in which no variable is set.
+        OSError: a file cannot be read.
+        ValueError: a file sets no variable.
     """
     places = []
     for name in names:
         raw = sys.stdin.buffer.read(MAX_ENVIRONMENT_BYTES) if name == "-" else _read_bytes(Path(name))
         found = read_assignments(raw.decode("utf-8", errors="replace"))
         if not any(found.values()):
-            raise ValueError(f"{name}: no variable is set there")
+            raise ValueError(f"{name}: sets no variable")
         stem = Path(name).stem if len(names) > 1 else ""
         places += [ProcessEnvironment(host or stem, values) for host, values in found.items() if values]
     return places

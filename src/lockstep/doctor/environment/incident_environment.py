@@ -18,11 +18,11 @@ _REPORTED = ("error", "warning", "note")
 
 
 def incident_findings(folder: Path) -> list[Finding]:
-    """From its `environment.json`, by host, and the versions in its `run.json`; empty where there is no environment.
+    """Findings from its `environment.json`, by host, and the versions in its `run.json`; empty without an environment.
 
     Raises:
-        OSError: A file cannot be read.
-        ValueError: A file is no JSON.
+        OSError: a file cannot be read.
+        ValueError: a file is not JSON.
     """
     environments = _as_mapping(json.loads((folder / "environment.json").read_text(encoding="utf-8", errors="replace")))
     run = folder / "run.json"
@@ -37,20 +37,21 @@ def incident_findings(folder: Path) -> list[Finding]:
 
 
 def write_incident_findings(folder: Path) -> list[Finding]:
-    """Writes them beside it and returns them. That this is impossible is told in the log only: an incident is worth
-    more than what is said of it."""
+    """Writes the findings into the incident and returns them. A failure is only logged: the incident matters more than
+    its
+    findings."""
     try:
         found = incident_findings(folder)
         text = json.dumps({"environment": [asdict(each) for each in found]}, indent=1)
         (folder / FINDINGS_FILE).write_text(text + "\n", encoding="utf-8")
     except (OSError, ValueError) as error:
-        log.warning("the environment of %s could not be looked at: %s", folder.name, error)
+        log.warning("the environment of %s could not be judged: %s", folder.name, error)
         return []
     return found
 
 
 def newest_incident(paths: Iterable[str]) -> Path | None:
-    """Of the incidents that are given, or that lie in a folder that is given, the one that was written last."""
+    """The newest of the given incidents, or of those in given folders."""
     found = [
         file.parent
         for each in paths
@@ -62,7 +63,7 @@ def newest_incident(paths: Iterable[str]) -> Path | None:
 
 
 def incident_finding_lines(folder: Path) -> list[str]:
-    """A line for each thing that is wrong with its environment, the worst first; empty where it cannot be read."""
+    """One line per problem with its environment, worst first; empty if it cannot be read."""
     try:
         found = incident_findings(folder)
     except (OSError, ValueError):
@@ -72,7 +73,7 @@ def incident_finding_lines(folder: Path) -> list[str]:
 
 
 def findings_sentence(found: Sequence[Finding]) -> str:
-    """One line of what is wrong, empty where nothing is."""
+    """Problems in one line; empty if there is none."""
     wrong = [each for each in found if each.severity in ("error", "warning")]
     if not wrong:
         return ""

@@ -18,41 +18,39 @@ from lockstep.doctor.environment.variable_table import (
 _INTRODUCTION = """\
 # Variables, and what they really do
 
-Much advice sets variables that nothing reads, that were renamed, that contradict each other, or that were meant for an
-hour of debugging and slow every run since. `lockstep check --env` looks at the environment of the shell (and at NCCL's
-own files, `/etc/nccl.conf` and `~/.nccl.conf`) and says so, with what to do and who says that. It is part of
-`lockstep check`, and of every incident: `findings.json` in its folder, the report of the run, and `lockstep explain`
-of the incident say what was odd about the environment of the processes.
+Much advice on the web sets variables that nothing reads, that were renamed, that contradict each other, or that were
+meant for an hour of debugging and slow down every run since. `lockstep check --env` judges the environment of the shell
+(and NCCL's own files, `/etc/nccl.conf` and `~/.nccl.conf`), and shows fixes and sources. The same findings are part of
+`lockstep check` and of every incident: in `findings.json` in its folder, in the report of the run, and in `lockstep
+explain`.
 
-`lockstep check --env-file FILE` looks at a text in place of the shell: `export_handle` lines, the output of `env`,
-`docker run
+`lockstep check --env-file FILE` judges a text instead of the shell: `export` lines, the output of `env`, `docker run
 -e`, a Dockerfile, `#SBATCH --export`, `mpirun -x`, Python's `os.environ[...] = ...`, the `env` blocks of Kubernetes and
 compose files, `docker inspect`, a Ray runtime environment, `/proc/PID/environ`, an incident's `environment.json`; `-`
-is standard input. Several files are several hosts, which are then compared. `lockstep check --env --launcher ray` says
-what of this shell workers on other hosts will not see. With `--hosts`, the variables that probes have on their hosts
-are looked at and compared.
+is standard input. Several files are compared as several hosts. `lockstep check --env --launcher ray` shows which
+variables of this shell do not reach workers on other hosts. With `--hosts`, the variables of all probes are judged and
+compared.
 
 | finding | means |
 |---|---|
-| `env-unread` | nobody reads it, or not yet in the version that is installed |
-| `env-gone` | it was read once, and is not any more |
-| `env-renamed` | it is read, and has another name today |
-| `env-misspelt` | nobody reads it, and a name beside it is read; only among names that begin as a library's do |
-| `env-unknown` | it begins as a library's variables do and is in no list of them |
-| `env-value` | its reader refuses the value, or takes it for something else |
+| `env-unread` | nothing reads it, or not yet in the installed version |
+| `env-gone` | it is no longer read |
+| `env-renamed` | it has a new name |
+| `env-misspelt` | nothing reads it, but a similar name is read; only for names with a library's prefix |
+| `env-unknown` | it has a library's prefix, but is in none of its lists |
+| `env-value` | its reader refuses or misinterprets the value |
 | `env-conflict` | two variables contradict each other |
-| `env-left-on` | it slows, weakens or endangers a run while it is set |
+| `env-left-on` | it slows down, weakens or endangers a run |
 | `env-differs` | hosts have different values |
-| `env-not-seen` | it is set where the job is started and does not reach the workers |
-| `env-fine` | nothing of this |
+| `env-not-seen` | it is set where the job is started, but does not reach the workers |
+| `env-fine` | no problem |
 
-The exit code of `lockstep check` is 1 where a finding is an error, 0 otherwise, 2 where the file cannot be read or no
-variable is set in it; with `--json` findings are printed as JSON. Values of variables that are not listed below, and of
-those that hold secrets, are never printed. Users' own variables are left alone.
+The exit code of `lockstep check` is 1 if a finding is an error, 0 otherwise, and 2 if the file cannot be read or sets
+no variable; `--json` prints the findings as JSON. Values of variables that are not listed below, and secrets, are never
+printed. Users' own variables are not judged.
 
-What follows is made from data files (`python -m lockstep.doctor.environment.variable_reference`); each statement
-names the documentation or the source that it was checked against. A variable that is not here may still be known by
-name.
+The rest is generated from data files (`python -m lockstep.doctor.environment.variable_reference`); each statement names
+the documentation or source that it was checked against. Variables that are not listed here may still be known by name.
 """
 
 
@@ -68,33 +66,33 @@ def reference_page(table: VariableTable | None = None) -> str:
 
 
 def _launchers(table: VariableTable) -> Iterator[str]:
-    yield "What of the shell's environment `--launcher` says that workers on other hosts get, and how to pass more on:"
+    yield "The shell's variables that each `--launcher` forwards to workers on other hosts, and how to add more:"
     for each in table.launchers.values():
         passes = ", ".join(f"`{name}`" for name in each.forwards) or "nothing"
         yield ""
-        yield from _wrapped(f"**`{each.name}`** passes on {passes}. {each.why} To pass a variable on: "
+        yield from _wrapped(f"**`{each.name}`** forwards {passes}. {each.why} To forward a variable: "
                             f"{each.fix.format(name='NAME')}. {_links(each.sources)}")  # fmt: skip
 
 
 def _library_section(library: LibraryVariables) -> Iterator[str]:
     more = f", and {len(library.names)} more by name" if library.names else ""
-    yield from _wrapped(f"Looked through: {library.read}. {len(library.variables)} variables{more}.")
+    yield from _wrapped(f"Source of the lists: {library.read}. {len(library.variables)} variables{more}.")
     if unread := [each.name for each in library.variables if not each.readers]:
         yield ""
-        yield from _wrapped(f"Read by nobody: {_code(unread)}.")
+        yield from _wrapped(f"Nothing reads: {_code(unread)}.")
     if library.gone:
         gone = ", ".join(f"`{name}` ({until})" for name, until in library.gone.items())
         yield ""
-        yield from _wrapped(f"Not read any more since the version in brackets: {gone}.")
+        yield from _wrapped(f"No longer read since the version in brackets: {gone}.")
 
 
 def _variable_lines(variable: EnvironmentVariable) -> Iterator[str]:
-    """What is known of one variable: what it does, then its values, versions and what hurts, a line each."""
+    """One variable: what it does, then its values, versions and harmful values, one line each."""
     if variable.readers:
         yield from _wrapped(variable.does)
     else:
         meant = f"`{variable.renamed}`" if variable.renamed else variable.instead
-        yield from _wrapped(f"**Read by nobody.** {variable.does} Instead: {meant}.")
+        yield from _wrapped(f"**Nothing reads it.** {variable.does} Instead: {meant}.")
     items = [
         ("use", variable.use), ("values", _values(variable)), ("versions", _versions(variable)),
         ("hurts", variable.hurts), *((_harm_text(each), each.why) for each in variable.left_on),

@@ -12,17 +12,18 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 SourceUrl = Annotated[str, Field(pattern=r"^(https://\S+|docs/[\w-]+\.md)$")]
-"""Of Lockstep itself, the page."""
+"""A URL, or for Lockstep itself a page."""
 VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 VersionText = Annotated[str, Field(pattern=r"^\d+(\.\d+)*$")]
 Gravity = Literal["error", "warning", "note"]
 ValueCondition = Annotated[str, Field(min_length=1)] | tuple[str, ...]
-"""Which values are meant: `set` (any), `empty`, `place_bundle`, `off`, `>N`, `<N`, `~REGEX` for the whole value, a
-value as it is written, or several of these."""
+"""Condition on a value: `set` (any), `empty`, `on`, `off`, `>N`, `<N`, `~REGEX` for the whole value, a literal value,
+or
+several of these."""
 ValueKind = Literal[
     "boolean", "flag", "integer", "number", "choice", "choices", "interface", "address", "port", "path", "text"
 ]
-"""flag: 0 or 1, and a word counts as 0; choices: several of `values`, by commas."""
+"""flag: 0 or 1, a word counts as 0; choices: several of `values`, separated by commas."""
 
 
 class _Model(BaseModel):
@@ -30,17 +31,17 @@ class _Model(BaseModel):
 
 
 class HarmfulValue(_Model):
-    """What a value does to a run when nobody looks for a fault any more, or anywhere."""
+    """A value that is harmful outside of debugging, or anywhere."""
 
     when: ValueCondition = "on"
     since: VersionText | None = None
-    """Nothing is said where an older version is installed."""
+    """First version with this effect."""
     where: Literal["several", "cuda"] | None = None
-    """It is so where the job has several hosts, or is to use GPUs; a note elsewhere."""
+    """Only applies to jobs with several hosts or with GPUs; a note elsewhere."""
     gpus: str | None = None
-    """Said only where a GPU of the host has such a name; regular expression."""
+    """Only applies if a GPU of the host has such a name; regular expression."""
     not_gpus: str | None = None
-    """Not said there."""
+    """Does not apply to such GPUs."""
     severity: Gravity = "warning"
     why: str
     fix: str = ""
@@ -66,32 +67,32 @@ class VariableConflict(_Model):
 class EnvironmentVariable(_Model):
     name: VariableName
     readers: tuple[str, ...]
-    """Who reads it. Nobody where it is empty: then `instead` says what is meant, or that there is no such thing."""
+    """Readers. If empty, nothing reads it, and `instead` names the right setting or says that there is none."""
     does: str
     """What it really does."""
     use: str = ""
     hurts: str = ""
     kind: ValueKind = "text"
     values: tuple[str, ...] = ()
-    """Of choices; of other kinds: what is allowed besides."""
+    """Allowed choices; for other kinds, additional allowed values."""
     ignore_case: bool = False
     range: tuple[float | None, float | None] | None = None
     pattern: str | None = None
-    """Regular expression that the whole value has to match."""
+    """Regular expression that the whole value must match."""
     bad: str = ""
-    """What happens with another value."""
+    """Severity of another value."""
     bad_severity: Gravity = "error"
     default: str = ""
     since: VersionText | None = None
     until: VersionText | None = None
-    """The first version that does not read it any more."""
+    """First version that no longer reads it."""
     renamed: VariableName | None = None
     renamed_since: VersionText | None = None
     instead: str = ""
     left_on: tuple[HarmfulValue, ...] = ()
     conflicts: tuple[VariableConflict, ...] = ()
     differs: Gravity | Literal["expected"] = "note"
-    """What it means where hosts have other values; expected: each has its own."""
+    """Severity of different values between hosts; expected: each host has its own."""
     secret: bool = False
     sources: tuple[SourceUrl, ...] = Field(min_length=1)
 
@@ -109,33 +110,33 @@ class EnvironmentVariable(_Model):
         if self.range is not None and self.kind not in ("integer", "number", "port"):
             raise ValueError(f"range: not for kind {self.kind}")
         if not self.readers and not (self.instead or self.renamed):
-            raise ValueError("instead: nobody reads it, so say what is meant")
+            raise ValueError("instead: nothing reads it, so name the right setting")
         if self.renamed_since is not None and self.renamed is None:
-            raise ValueError("renamed: missing, renamed_since is there")
+            raise ValueError("renamed: missing, but renamed_since is set")
         return self
 
 
 class LibraryVariables(_Model):
-    """One file."""
+    """A data file: one library with its variables."""
 
     library: Annotated[str, Field(pattern=r"^[a-z0-9_]+$")]
-    """As versions are given by."""
+    """Name by which versions are given."""
     title: str
     read: str
-    """Which version the lists were read from."""
+    """Version from which the lists were read."""
     prefixes: tuple[str, ...] = ()
-    """Names that begin so belong to this library: one that is not listed is a slip, or read by nobody."""
+    """Prefixes of its names: an unlisted name with such a prefix is misspelt, or nothing reads it."""
     shared: bool = False
-    """Others have names of these beginnings too: only slips are told, not every name that is not listed."""
+    """Whether others also use these prefixes: then only misspelt names are reported, not every unlisted one."""
     open: tuple[str, ...] = ()
-    """Beginnings within `prefixes` that others may continue freely."""
+    """Prefixes within `prefixes` that users may extend freely."""
     links: tuple[SourceUrl, ...] = ()
-    """Sources that several variables share."""
+    """Sources shared by several variables."""
     names_source: SourceUrl | None = None
     names: tuple[VariableName, ...] = ()
-    """Further names that it reads, or that images and builds set, of which nothing is said here."""
+    """Further names that it reads, or that images and builds set."""
     gone: dict[VariableName, VersionText] = {}
-    """Names that it read once, of which nothing else is said here: the first version that does not any more."""
+    """Names that it no longer reads, with the first version that does not."""
     variables: tuple[EnvironmentVariable, ...]
 
     @model_validator(mode="after")
@@ -150,12 +151,12 @@ class LibraryVariables(_Model):
 
 
 class LauncherForwarding(_Model):
-    """How variables of the shell that starts a job reach its workers on other hosts."""
+    """How a launcher forwards variables of the shell to workers on other hosts."""
 
     name: Annotated[str, Field(pattern=r"^[a-z]+$")]
     title: str
     forwards: tuple[str, ...] = ()
-    """Names, or beginnings with `*`."""
+    """Names, or prefixes with `*`."""
     why: str
     fix: str
     sources: tuple[SourceUrl, ...] = Field(min_length=1)
@@ -172,12 +173,12 @@ _Shape = TypeVar("_Shape", bound=BaseModel)
 
 
 class BadVariableData(ValueError):
-    """A data file that is not of the schema.
+    """A data file violates the schema.
 
     Attributes:
-        file: Which one.
-        key: The key, dotted; variables by their names.
-        why: What is wrong with it.
+        file: the file.
+        key: the dotted key, with variables by name.
+        why: the problem.
     """
 
     def __init__(self, file: Path, key: str, why: str) -> None:
@@ -187,7 +188,7 @@ class BadVariableData(ValueError):
 
 @dataclass(frozen=True)
 class KnownVariable:
-    """A variable with the library whose file it stands in."""
+    """A variable with its library."""
 
     variable: EnvironmentVariable
     library: LibraryVariables
@@ -195,26 +196,26 @@ class KnownVariable:
 
 @dataclass(frozen=True)
 class VariableTable:
-    """All that is known."""
+    """All libraries, variables and launchers."""
 
     libraries: tuple[LibraryVariables, ...]
     known: Mapping[str, KnownVariable]
     names: frozenset[str]
-    """All names that somebody reads or of which it is known that nobody does."""
+    """All known names, including those that nothing reads."""
     launchers: Mapping[str, LauncherForwarding]
 
     def library_of(self, name: str) -> LibraryVariables | None:
-        """The library to which a name belongs by its beginning, the longest that fits."""
+        """The library with the longest matching prefix."""
         prefix = self.prefix_of(name)
         return next((each for each in self.libraries if prefix in each.prefixes), None) if prefix else None
 
     def prefix_of(self, name: str) -> str:
-        """The beginning by which it belongs there; empty where it belongs to none."""
+        """The longest matching prefix; empty without one."""
         fits = (each for library in self.libraries for each in library.prefixes if name.startswith(each))
         return max(fits, key=len, default="")
 
     def free(self, name: str) -> bool:
-        """Whether users may make up names of this beginning."""
+        """Whether users may choose names with this prefix."""
         return any(fnmatchcase(name, f"{begin}*") for library in self.libraries for begin in library.open)
 
 
@@ -223,7 +224,7 @@ def load_variables(home: Path = DATA_FOLDER) -> VariableTable:
     """Reads a folder of data files.
 
     Raises:
-        BadData: naming file, key and what is wrong.
+        BadVariableData: with file, key and problem.
     """
     libraries = [
         _read_file(file, LibraryVariables) for file in sorted(home.glob("*.yaml")) if file.name != LAUNCHERS_FILE
@@ -245,14 +246,14 @@ def _read_file(file: Path, shape: type[_Shape]) -> _Shape:
         values = yaml.load(file.read_text(encoding="utf-8"), Loader=_LOADER)
         return shape.model_validate(values)
     except yaml.YAMLError as error:
-        raise BadVariableData(file, "", f"no YAML: {error}") from error
+        raise BadVariableData(file, "", f"not YAML: {error}") from error
     except ValidationError as error:
         first = error.errors()[0]
         raise BadVariableData(file, _dotted_key(values, first["loc"]), first["msg"]) from error
 
 
 def _dotted_key(values: Any, location: tuple[int | str, ...]) -> str:
-    """The dotted key, with names in place of numbers."""
+    """The dotted key, with names instead of indices."""
     parts = []
     for part in location:
         try:
@@ -265,13 +266,13 @@ def _dotted_key(values: Any, location: tuple[int | str, ...]) -> str:
 
 
 def version_numbers(text: str) -> tuple[int, ...]:
-    """`(2, 27, 3)` for `2.27.3+cuda12.2`; what comes after the numbers does not count, empty where there are none."""
+    """`(2, 27, 3)` for `2.27.3+cuda12.2`; only the leading numbers count, empty without any."""
     found = re.match(r"\D{0,3}(\d+(?:\.\d+)*)", text)
     return tuple(int(part) for part in found[1].split(".")) if found else ()
 
 
 def version_reached(installed: str | None, wanted: str | None) -> bool | None:
-    """Whether the installed version is at least the wanted one; None where one of them is not known."""
+    """Whether `installed` is at least `wanted`; None if one of them is not known."""
     if installed is None or wanted is None or not version_numbers(installed):
         return None
     have, want = version_numbers(installed), version_numbers(wanted)

@@ -10,18 +10,18 @@ OFF = ("0", "false", "no", "off", "n", "f", "", "disable", "disabled")
 _BOOLEAN = ("0", "1", "true", "false", "yes", "no", "y", "n", "t", "f")
 _INTEGER = re.compile(r"[+-]?(0[xX][0-9a-fA-F]+|\d{1,30})")
 _LONGEST = 4096
-"""Characters of a value that is looked at; paths of folders are the longest there are."""
+"""Maximum characters of a judged value; the longest are paths of folders."""
 _NUMBERED = re.compile(r"_?\d+$")
 _NUMBER = re.compile(r"[+-]?(\d{1,30}\.?\d{0,30}|\.\d{1,30})([eE][+-]?\d{1,3})?")
 
 
 def is_literal(value: str) -> bool:
-    """Whether it is the value itself, not a reference to another variable or a command's output."""
+    """Whether it is a literal, not a reference to a variable or a command's output."""
     return value != HIDDEN and not any(sign in value for sign in ("$", "`", "{{"))
 
 
 def value_matches(value: str, when: ValueCondition) -> bool:
-    """Whether a value is one of those."""
+    """Whether a value satisfies a condition."""
     if not isinstance(when, str):
         return any(value_matches(value, each) for each in when)
     plain = value.strip().lower()
@@ -43,7 +43,7 @@ def value_matches(value: str, when: ValueCondition) -> bool:
 
 
 def parse_number(text: str) -> float | None:
-    """As its readers take it: decimal, hexadecimal, fractions."""
+    """Parses decimal, hexadecimal and fractional numbers."""
     text = text.strip()
     if _INTEGER.fullmatch(text):
         return float(int(text, 16) if "x" in text.lower() else int(text))
@@ -51,7 +51,7 @@ def parse_number(text: str) -> float | None:
 
 
 def value_problem(variable: EnvironmentVariable, value: str) -> str:
-    """What is wrong with the value, empty where nothing is."""
+    """What the value should be; empty if it is valid."""
     plain = value.strip()
     if (
         not is_literal(value)
@@ -62,7 +62,7 @@ def value_problem(variable: EnvironmentVariable, value: str) -> str:
     if len(value) > _LONGEST:
         return f"shorter than {_LONGEST} characters"
     if variable.pattern is not None and re.fullmatch(variable.pattern, plain) is None:
-        return "of the form that it has to have"
+        return "a value of the required form"
     match variable.kind:
         case "boolean":
             return "" if plain.lower() in _BOOLEAN else "0, 1, true or false"
@@ -108,8 +108,9 @@ def _range_text(low: float | None, high: float | None) -> str:
 
 
 def edit_distance(one: str, other: str, limit: int) -> int:
-    """Damerau-Levenshtein (optimal string alignment): insertions, deletions, replacements, swaps of neighbours; more
-    than the limit where it is more."""
+    """Damerau-Levenshtein distance (optimal string alignment): insertions, deletions, replacements, swaps of
+    neighbours;
+    a larger number than `limit` if it exceeds the limit."""
     if abs(len(one) - len(other)) > limit:
         return limit + 1
     before: list[int] = []
@@ -128,8 +129,9 @@ def edit_distance(one: str, other: str, limit: int) -> int:
 
 
 def nearest_name(name: str, names: frozenset[str], begin: int = 0) -> str | None:
-    """The name that was meant: one slip away, two or three where what follows the first `begin` letters is long; None
-    where none is near, or where a name is numbered on purpose."""
+    """The known name that was probably meant: one edit away, two or three if the part after the first `begin` letters
+    is
+    long; None if none is near, or if the name is numbered."""
     if _NUMBERED.sub("", name) in names:
         return None
     length = len(name) - begin

@@ -37,8 +37,9 @@ def test_a_full_tmpfs_and_a_read_only_one(tmp_path: Path) -> None:
         f"mount -t tmpfs -o size=1m tmpfs {tmp_path}/a && mount -t tmpfs -o ro tmpfs {tmp_path}/b && "
         f"dd if=/dev/zero of={tmp_path}/a/x bs=64k count=16 status=none; exec {sys.executable} -c '"
         "import json; from pathlib import Path; from dataclasses import asdict; "
-        "from lockstep.doctor.check.facts.host_resources import gather_disk; from lockstep.doctor.check.facts.host_system import HostSystem; "
-        f'print(json.dumps([asdict(gather_disk(System(), Path("{tmp_path}") / name, "x")) for name in "ab"]))\''
+        "from lockstep.doctor.check.facts.host_resources import gather_disk; from "
+        "lockstep.doctor.check.facts.host_system import HostSystem; "
+        f'print(json.dumps([asdict(gather_disk(HostSystem(), Path("{tmp_path}") / name, "x")) for name in "ab"]))\''
     )
     if shutil.which("unshare") is None:
         pytest.skip("there is no unshare here")

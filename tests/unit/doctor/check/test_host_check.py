@@ -90,7 +90,7 @@ def test_a_fault_is_not_the_same_as_nothing(tmp_path: Path) -> None:
 
 
 def test_commands_that_are_not_there_and_that_hang() -> None:
-    with pytest.raises(SourceUnavailable, match="no lockstep-nothing here"):
+    with pytest.raises(SourceUnavailable, match="lockstep-nothing is not installed"):
         run_command(["lockstep-nothing"], 1.0)
     with pytest.raises(TimeoutError):
         run_command(["sleep", "30"], 0.2)

@@ -107,8 +107,9 @@ def test_a_real_tmpfs_of_docker_size(tmp_path: Path) -> None:
         f"truncate -s 2m {tmp_path}/dev/shm/nccl-AbCdEf && "
         f"dd if=/dev/zero of={tmp_path}/dev/shm/nccl-x bs=1M count=2 status=none && exec {sys.executable} -c '"
         "import json, sys; from pathlib import Path; from dataclasses import asdict; "
-        "from lockstep.doctor.check.facts.host_resources import gather_shm; from lockstep.doctor.check.facts.host_system import HostSystem; "
-        f'print(json.dumps(asdict(gather_shm(System(dev=Path("{tmp_path}/dev"))))))\''
+        "from lockstep.doctor.check.facts.host_resources import gather_shm; from "
+        "lockstep.doctor.check.facts.host_system import HostSystem; "
+        f'print(json.dumps(asdict(gather_shm(HostSystem(dev=Path("{tmp_path}/dev"))))))\''
     )
     if shutil.which("unshare") is None:
         pytest.skip("there is no unshare here")

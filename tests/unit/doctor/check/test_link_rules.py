@@ -96,14 +96,14 @@ def test_a_good_bus(tmp_path: Path) -> None:
 
 def test_an_idle_gpus_speed_is_nothing_and_a_network_cards_is_something(tmp_path: Path) -> None:
     said = [each.seen for each in _pci(tmp_path, acs=0).values() if each.id == "pcie-speed"]
-    assert said == ["network card 0000:03:00.0 runs at PCIe generation 4; it and its slot can do 5"]
+    assert said == ["network card 0000:03:00.0 runs at PCIe generation 4; it and its slot support 5"]
 
 
 def test_fewer_lanes_than_card_and_slot_can_do(tmp_path: Path) -> None:
     pci = gather_pci(_host(tmp_path, current_link_width="4"))
     widths = [each for each in judge_pci("a", pci, 2) if each.id == "pcie-width"]
     assert [each.seen.split(" runs")[0] for each in widths] == ["GPU 0000:01:00.0", "network card 0000:03:00.0"]
-    assert "4 PCIe lanes; it and its slot can do 16" in widths[0].seen
+    assert "4 PCIe lanes; it and its slot support 16" in widths[0].seen
 
 
 def test_a_slot_that_has_fewer_lanes_is_a_note(tmp_path: Path) -> None:
@@ -270,7 +270,7 @@ def test_a_flood_of_events_is_told_in_part_the_worst_first() -> None:
             "a", KernelLog(list(kernel_events([*lines, "NVRM: Xid (PCI:0000:ff:00): 79, pid=1"])), "dmesg")
         )
     )
-    assert len(found) == 9 and found[0].severity == "error" and found[-1].seen.startswith("13 more of this kind")
+    assert len(found) == 9 and found[0].severity == "error" and found[-1].seen.startswith("the kernel log has 13 more")
 
 
 def test_the_journal_is_read_where_dmesg_is_forbidden(tmp_path: Path) -> None:

@@ -160,7 +160,7 @@ def test_a_card_without_a_driver() -> None:
 
 
 def test_output_that_is_no_xml_is_told() -> None:
-    with pytest.raises(ValueError, match="does not print XML"):
+    with pytest.raises(ValueError, match="printed invalid XML"):
         parse_gpus("Unable to determine the device handle", set())
 
 

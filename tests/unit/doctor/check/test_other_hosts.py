@@ -72,7 +72,7 @@ def test_every_host_is_asked_at_once_and_answers_with_its_facts() -> None:
         launcher.stop()
     assert sorted(facts) == ["a", "b"] and [known.host for known in facts.values()] == ["a", "b"]
     assert all(known.limits and known.versions and known.disks for known in facts.values())
-    assert "not understood" in lost["c"]
+    assert "its answer is invalid" in lost["c"]
     said = {finding.id: finding for finding in judge_other_hosts(facts, lost, needs, lambda name: name == "a")}
     assert said["host"].host == "c" and said["host"].severity == "unchecked"
     assert not [finding for finding in said.values() if finding.severity == "ok" and "a" in finding.host.split(",")]

@@ -180,17 +180,17 @@ def test_an_order_that_cannot_be_carried_out_is_answered_and_the_probe_goes_on()
 
 def test_whoever_started_a_probe_hears_what_becomes_of_it() -> None:
     done = Playing({"do": "leave"})
-    assert "joined the check" in done.said[0] and "has what it needs" in done.said[1]
+    assert "joined the check" in done.said[0] and "is complete" in done.said[1]
     (_, sent_away) = Playing({"do": "leave", "why": "nobody expects it"}).said
     assert "nobody expects it" in sent_away
     (_, gone) = Playing().said
-    assert "gone" in gone
+    assert "lost the connection" in gone
     said: list[str] = []
     with socket.socket() as unused:
         unused.bind((HOME, 0))
         with pytest.raises(ProbeNotJoined):
             serve_probe(HOME, unused.getsockname()[1], TOKEN, "a", bound_s=0.5, say=said.append)
-    assert len(said) == 1 and "refused" in said[0].lower() and "tried for 0 s more" in said[0]
+    assert len(said) == 1 and "refused" in said[0].lower() and "trying for 0 s more" in said[0]
 
 
 # ---------------------------------------------------------------- what a head may have a probe do
@@ -265,7 +265,7 @@ def test_ranks_of_other_hosts_are_not_spoken_for() -> None:
     read = probe_protocol.await_ranks_answer_reader({"a": [0], "b": [1]}, 2)
     assert read("a", {"lines": [{"port": 4}, {"rank": 0, "at": "done"}]}).lines[0].at == "done"
     for line in ({"rank": 1, "at": "done"}, {"rank": 0, "pair": [0, 7]}):
-        with pytest.raises(ValueError, match="none of this host's"):
+        with pytest.raises(ValueError, match="does not belong to this host"):
             read("a", {"lines": [line]})
 
 

@@ -109,23 +109,23 @@ def errors(findings: list[Finding]) -> list[Finding]:
 def test_a_host_that_nobody_reaches_is_said_once() -> None:
     dead = {(f"n{k}", "n3") for k in range(6) if k != 3}
     (error,) = errors(host_pairs.judge_pairs(found_pairs(6, dead)))
-    assert error.host == "n3" and "nobody reaches it, and it reaches others" in error.seen
+    assert error.host == "n3" and "no host reaches it, but it reaches others" in error.seen
 
 
 def test_a_host_cut_off_both_ways_is_said_once() -> None:
     dead = {pair for k in range(6) if k != 3 for pair in ((f"n{k}", "n3"), ("n3", f"n{k}"))}
     (error,) = errors(host_pairs.judge_pairs(found_pairs(6, dead)))
-    assert error.host == "n3" and "reaches nobody and nobody reaches it" in error.seen
+    assert error.host == "n3" and "reaches no host and no host reaches it" in error.seen
 
 
 def test_one_closed_direction_names_both_and_says_that_the_other_is_open() -> None:
     (error,) = errors(host_pairs.judge_pairs(found_pairs(4, {("n0", "n2")})))
-    assert error.host == "n0, n2" and "n0 does not reach n2" in error.seen and "the other way is open" in error.seen
+    assert error.host == "n0, n2" and "n0 cannot reach n2" in error.seen and "the other direction is open" in error.seen
 
 
 def test_a_closed_port_is_told_from_a_closed_host() -> None:
     (error,) = errors(host_pairs.judge_pairs(found_pairs(4, p29500={("n0", "n2"), ("n1", "n2")})))
-    assert error.host == "n2" and "port 29500 of n2 is not reached from n0, n1" in error.seen
+    assert error.host == "n2" and "n0, n1 cannot reach port 29500 of n2" in error.seen
 
 
 def test_a_slow_link_and_a_far_host_are_warned_of() -> None:
@@ -134,8 +134,8 @@ def test_a_slow_link_and_a_far_host_are_warned_of() -> None:
     for other in ("n0", "n1", "n2"):
         found.reached["n3", other] = 30.0
     slow, far = (each for each in host_pairs.judge_pairs(found) if each.severity == "warning")
-    assert slow.host == "n1, n2" and "90 MB/s where the median is 1,000" in slow.seen
-    assert "n3 is in all of them" in far.seen
+    assert slow.host == "n1, n2" and "90 MB/s, the median is 1,000" in slow.seen
+    assert "n3 is part of all of them" in far.seen
 
 
 def test_above_64_hosts_pairs_take_turns_at_the_ports_of_the_kernels_range() -> None:
@@ -245,9 +245,9 @@ def test_whoever_is_missing_is_named_with_what_is_known_of_it() -> None:
     )
     found = {each.host: each for each in errors(judged(missing=missing))}
     assert set(found) == {"w", "x", "y", "z"}
-    assert "does not resolve" in found["x"].seen and "does not answer" in found["y"].seen
-    assert "up and answers" in found["z"].seen and "lockstep check --join 10.0.0.1:4000 --name z" in found["z"].fix
-    assert "does not lead there from w" in found["w"].fix
+    assert "does not resolve" in found["x"].seen and "does not respond" in found["y"].seen
+    assert "up and responds" in found["z"].seen and "lockstep check --join 10.0.0.1:4000 --name z" in found["z"].fix
+    assert "w cannot reach the head at this address" in found["w"].fix
     assert all("10.0.0.1:4000" in each.seen and "joined: b" in each.seen for each in found.values())
 
 

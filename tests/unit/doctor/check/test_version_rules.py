@@ -55,7 +55,7 @@ def test_a_row_without_a_source_is_refused() -> None:
         "fix": "",
         "checked": "2026-11-22",
     }
-    with pytest.raises(ValidationError, match="no URL"):
+    with pytest.raises(ValidationError, match="not a URL"):
         BadCombination.model_validate(row | {"source": "somebody said"})
     with pytest.raises(ValidationError, match="Invalid specifier"):
         BadCombination.model_validate(row | {"source": "https://x", "when": {"torch": "two"}})
@@ -65,7 +65,7 @@ def test_a_good_host() -> None:
     found = _judged()
     assert set(found) == {"versions"} and found["versions"].severity == "ok"
     assert "torch 2.13.0+cu126, CUDA 12.6, NCCL 2.30.7" in found["versions"].seen
-    assert found["versions"].seen.endswith("without deepspeed")
+    assert found["versions"].seen.endswith("not installed: deepspeed")
 
 
 @pytest.mark.parametrize(

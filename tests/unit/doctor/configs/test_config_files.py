@@ -34,18 +34,18 @@ from tests.unit.doctor.configs.sample_configs import (
     [
         ("a.json", "", 0, "empty"),
         ("a.json", '{"a": 1,\n "b": }', 2, "not JSON"),
-        ("a.json", "[1]", 1, "at its top"),
+        ("a.json", "[1]", 1, "at the top level"),
         ("a.json", "[" * 100_000, 0, "JSON"),
         ("a.yaml", "a: [1, 2\nb: 3", 2, "not YAML"),
         ("a.yaml", "a:\n  - b\n c: 3", 3, "not YAML"),
         ("a.yaml", "- 1", 1, "no `key: value`"),
         ("a.yaml", "a: " + "[" * 50_000, 0, "YAML"),
-        ("a.yaml", "a: !!python/object/apply:os.system [x]", 1, "none of"),
-        ("a.yaml", "learning_rate: !!python/name:os.system", 1, "unknown kind"),
-        ("a.yaml", "frob: 1", 1, "settings of none of"),
+        ("a.yaml", "a: !!python/object/apply:os.system [x]", 1, "no settings of"),
+        ("a.yaml", "learning_rate: !!python/name:os.system", 1, "unknown tag"),
+        ("a.yaml", "frob: 1", 1, "no settings of OpenRLHF"),
         ("a.yaml", "a: &a [*a, *a]\nlearning_rate: 1", 1, "too deep"),
         ("a.sh", "echo 'hello", 1, "never closed"),
-        ("a.sh", "echo hello", 0, "no training is started"),
+        ("a.sh", "echo hello", 0, "starts no training"),
         ("a.sh", "a\n\0", 2, "NUL"),
         (
             "a.sh",
@@ -75,11 +75,11 @@ def test_bombs_are_refused(desk: Desk) -> None:
 def test_what_is_no_file_or_no_text(desk: Desk) -> None:
     with pytest.raises(ConfigNotReadable, match="no such file"):
         advise_configs([desk.folder / "none.yaml"], versions={})
-    with pytest.raises(ConfigNotReadable, match="no file"):
+    with pytest.raises(ConfigNotReadable, match="not a file"):
         advise_configs([desk.folder], versions={})
     path = desk.folder / "latin.sh"
     path.write_bytes("a\nb\n# é".encode("latin-1"))
-    with pytest.raises(ConfigNotReadable, match=r"latin.sh:3: not a text"):
+    with pytest.raises(ConfigNotReadable, match=r"latin.sh:3: not UTF-8 text"):
         advise_configs([path], versions={})
 
 

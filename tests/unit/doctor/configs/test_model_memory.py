@@ -47,14 +47,14 @@ def test_no_gpu_is_said_to_have_room_where_the_shape_is_not_known() -> None:
     unknown = find_model("somebody/their-own-7B", Path())
     assert unknown is not None and not unknown.layers
     severity, seen = _said(unknown, 100_000, None)
-    assert severity == "note" and "have room" not in seen and "GPUs below 24 GiB have no room" in seen
+    assert severity == "note" and "are large enough" not in seen and "GPUs below 24 GiB are too small" in seen
     assert "the model's shape is not known" in seen
     severity, seen = _said(unknown, 100_000, 80.0)
-    assert severity == "note" and "more for activations and logits" in seen
+    assert severity == "note" and "plus activations and logits" in seen
     known = find_model("Qwen/Qwen2-7B", Path())
     assert known is not None
     assert "how many tokens" in _said(known, None, 80.0)[1]
-    assert _said(known, 1000, 80.0)[0] == "ok" and "have room" in _said(known, 1000, None)[1]
+    assert _said(known, 1000, 80.0)[0] == "ok" and "are large enough" in _said(known, 1000, None)[1]
 
 
 def test_logits_of_verls_own_example_model_are_counted() -> None:

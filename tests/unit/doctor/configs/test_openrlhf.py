@@ -133,7 +133,7 @@ def test_an_engine_whose_weights_do_not_fit(desk: Desk) -> None:
 
 def test_without_a_gpu_memory_the_size_that_is_needed_is_said(desk: Desk) -> None:
     found = [each for each in desk.findings(run_sh=openrlhf(OPENRLHF)) if each.id == "memory-training"]
-    assert [each.severity for each in found] == ["note"] and "GPUs from 24 GiB have room" in found[0].seen
+    assert [each.severity for each in found] == ["note"] and "GPUs from 24 GiB are large enough" in found[0].seen
 
 
 # ---------------------------------------------------------------- other programs

@@ -216,7 +216,7 @@ def test_rules_of_deepspeed(desk: Desk, changes: dict[str, Any], id: str, severi
 def test_a_key_that_stands_twice(desk: Desk) -> None:
     text = '{"train_batch_size": 8,\n "zero_optimization": {"stage": 1,\n "stage": 2}}'
     (found,) = [each for each in desk.findings(ds_json=text) if each.id == "deepspeed-doubled"]
-    assert "ds.json:3: zero_optimization.stage stands twice" in found.seen
+    assert "ds.json:3: duplicate key zero_optimization.stage" in found.seen
 
 
 @pytest.mark.parametrize(

@@ -151,7 +151,7 @@ def test_what_workers_do_not_see() -> None:
         in next(e for e in lint_environments([shell], launcher="openrlhf") if e.id == "env-not-seen").seen
     )
     assert not [each for each in lint_environments([shell], launcher="slurm") if each.id == "env-not-seen"]
-    with pytest.raises(ValueError, match="launcher 'x' is not known, only accelerate"):
+    with pytest.raises(ValueError, match="unknown launcher 'x': expected one of accelerate"):
         lint_environments([shell], launcher="x")
 
 

@@ -19,7 +19,7 @@ def test_the_page_is_up_to_date() -> None:
 def test_every_variable_and_launcher_is_on_it() -> None:
     text, table = reference_page(), load_variables()
     assert all(f"\n### `{name}`\n" in text for name in table.known)
-    assert all(f"\n**`{name}`** passes on " in text for name in table.launchers)
+    assert all(f"\n**`{name}`** forwards " in text for name in table.launchers)
 
 
 def test_it_reads_as_a_page() -> None:

@@ -110,7 +110,7 @@ def test_every_source_is_named_and_nobody_is_named_twice() -> None:
         ),
         (
             "library: x\ntitle: X\nread: x\nvariables: [{name: A, readers: [], does: d, sources: [https://a]}]",
-            "variables.A: Value error, instead: nobody reads it",
+            "variables.A: Value error, instead: nothing reads it",
         ),
         (
             "library: x\ntitle: X\nread: x\n"
@@ -118,7 +118,7 @@ def test_every_source_is_named_and_nobody_is_named_twice() -> None:
             "variables.A: Value error, values: missing",
         ),
         ("library: x\ntitle: X\nread: x\nvariables: [{name: A, readers: [x], does: d, sources: [no]}]", "sources"),
-        ("{", "x.yaml: no YAML"),
+        ("{", "x.yaml: not YAML"),
     ],
 )
 def test_a_file_that_is_not_of_the_schema_is_refused_by_name(text: str, place: str, tmp_path: Path) -> None:

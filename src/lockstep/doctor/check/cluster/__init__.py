@@ -1,0 +1,1 @@
+"""Checks of several hosts together, run from the head."""

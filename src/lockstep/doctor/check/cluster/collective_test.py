@@ -1,5 +1,5 @@
-"""The collective self-test as run from the head: the communicators that a config will create, the test on all hosts at
-once, and what its results mean.
+"""The collective self-test as run by the head: the communicators that a config will create, the test on all hosts at
+once, and findings about its results.
 """
 
 import statistics
@@ -22,7 +22,7 @@ OPERATIONS: tuple[CollectiveOperation, ...] = ("all_reduce", "all_gather", "redu
 
 @dataclass(frozen=True, slots=True)
 class PlannedCommunicator:
-    """Disjoint groups of processes that all have the same one of the same name."""
+    """Disjoint groups of processes, each with a communicator of this name."""
 
     name: str
     backend: CollectiveBackend
@@ -30,20 +30,19 @@ class PlannedCommunicator:
     """Names of processes, in the order of their ranks."""
     operations: tuple[CollectiveOperation, ...]
     does: str
-    """What it is for, in a few words."""
+    """Its purpose, in a few words."""
 
     def json(self, ranks: Sequence[str]) -> dict[str, Any]:
-        """For the ranks of the self-test: members as numbers."""
+        """For the ranks of the self-test: members as ranks."""
         return {**asdict(self), "members": [ranks.index(each) for each in self.members]}
 
 
 def planned_communicators(config: RunConfig, device: Literal["cpu", "cuda"]) -> list[PlannedCommunicator]:
-    """Those of a run with this config, as the trainer and the weight sync make them.
+    """Communicators of a run with this config, as the trainer and the weight sync create them.
 
-    The trainer's default one carries FSDP2's gathers and scatters; with copies (HSDP) these are on one per copy, and
-    gradients are summed on one per shard. Checkpoints have theirs on gloo. Weights go to engines on a communicator of
-    trainer and engines (NCCL), or by pairs (gloo), where they do not go through memory that both see.
-    """
+    The trainer's default communicator carries FSDP2's gathers and scatters; with replicas (HSDP) there is one per
+    replica, and gradients are summed on one per shard. Checkpoints use gloo. Weights are sent to engines on a
+    communicator of trainer and engines (NCCL) or in pairs (gloo), unless both share memory."""
     trainer = config.trainer
     policy = tuple(f"policy-{rank}" for rank in range(trainer.ranks))
     fast: CollectiveBackend = "nccl" if device == "cuda" else "gloo"
@@ -86,45 +85,45 @@ def _weight_sync_communicators(config: RunConfig, policy: Sequence[str], device:
 
 
 def communicator_processes(found: Iterable[PlannedCommunicator]) -> list[str]:
-    """All that are in one, trainer ranks first, each once."""
+    """All members of communicators, trainer ranks first, each once."""
     return list(dict.fromkeys(name for each in found for name in each.members))
 
 
 def on_gloo(found: Iterable[PlannedCommunicator]) -> list[PlannedCommunicator]:
-    """The same on the other backend."""
+    """The same communicators on gloo."""
     return [replace(each, backend="gloo") for each in found]
 
 
 SELF_TEST_TIMEOUT_S = 30.0
 SELF_TEST_START_S = 8.0
-"""Of the bound, for importing torch and telling the port of the store."""
+"""Part of the time limit for importing torch and starting the store."""
 TEST_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
-"""Of one collective: large enough to be limited by bandwidth."""
+"""Bytes of one collective: large enough to be limited by bandwidth."""
 _SLOW = 0.5
 _BUS_BANDWIDTH_SOURCE = "https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md"
 
 
 @dataclass(slots=True)
 class SelfTestResult:
-    """What the ranks of one self-test said."""
+    """Results of the ranks of one self-test."""
 
     communicators: tuple[PlannedCommunicator, ...]
     ranks: tuple[str, ...]
-    """Names of processes; a rank is a place in here."""
+    """Names of processes; a rank is an index of this tuple."""
     hosts: Mapping[str, str]
-    """Of processes."""
+    """Host of each process."""
     device: Literal["cpu", "cuda"]
     at: dict[str, str] = field(default_factory=dict)
-    """By process, what it was last about to do; `done` where it has finished."""
+    """By process, the last operation it began; `done` if it finished."""
     failed: dict[str, str] = field(default_factory=dict)
-    """By process, what it failed with."""
+    """By process, its error."""
     rates: dict[tuple[str, str], list[float]] = field(default_factory=dict)
     """By communicator and operation, the bus bandwidth in MB/s on each rank."""
     latency_ms: dict[tuple[str, str], list[float]] = field(default_factory=dict)
     pairs: dict[tuple[str, str, str], float] = field(default_factory=dict)
-    """By communicator and two processes, MB/s each way while both send."""
+    """By communicator and two processes, MB/s in each direction while both send."""
     lost: dict[str, str] = field(default_factory=dict)
-    """Hosts whose probe did not answer, or whose ranks could not be started, and why."""
+    """Hosts of which the probe did not answer or the ranks did not start, with the reason."""
     took_s: float = 0.0
 
     @property
@@ -134,7 +133,7 @@ class SelfTestResult:
 
     @property
     def untold(self) -> list[str]:
-        """Operations of which no rank said anything, though all ended."""
+        """Operations without a result, although all ranks ended."""
         return [
             f"{operation} on {each.name}"
             for each in self.communicators
@@ -144,14 +143,14 @@ class SelfTestResult:
 
     @property
     def why_not(self) -> str:
-        """The first reasons, each once; empty where it passed."""
+        """The first reasons of a failure, without repetition; empty if the test passed."""
         if self.passed:
             return ""
         reasons = [*self.failed.values(), *self.lost.values()]
         reasons.sort(key=lambda why: why.startswith(("WaitTimeout", "did not end", "DistNetworkError")))
         stuck = [f"{name} did not finish (at: {at})" for name, at in self.at.items() if at != "done"]
-        untold = [f"no rank told the result of {each}" for each in self.untold]
-        return "; ".join(list(dict.fromkeys([*reasons, *stuck, *untold]))[:2]) or "no rank said anything"
+        untold = [f"no rank reported the result of {each}" for each in self.untold]
+        return "; ".join(list(dict.fromkeys([*reasons, *stuck, *untold]))[:2]) or "no rank reported anything"
 
 
 def run_self_test(
@@ -163,11 +162,11 @@ def run_self_test(
     bound_s: float = SELF_TEST_TIMEOUT_S,
     environment: Mapping[str, str] | None = None,
 ) -> SelfTestResult:
-    """Has the hosts of the processes run all communicators' collectives.
+    """Makes the hosts of the processes run the collectives of all communicators.
 
     Args:
-        hosts: of every process that is in a communicator.
-        environment: variables of the ranks beside those of the probes, those of `orders.VARIABLES`.
+        hosts: of every member of a communicator.
+        environment: additional variables of the ranks, those allowed by `RankVariable`.
     """
     began = time.monotonic()
     ranks = tuple(communicator_processes(communicators))
@@ -181,7 +180,8 @@ def run_self_test(
     for rank, name in enumerate(ranks):
         on_host.setdefault(hosts[name], []).append(rank)
     spec: dict[str, Any] = {
-        "world": len(ranks), "device": device, "bound_s": max(5.0, bound_s - SELF_TEST_START_S), "bytes": TEST_BYTES[device],
+        "world": len(ranks), "device": device, "bound_s": max(5.0, bound_s - SELF_TEST_START_S),
+        "bytes": TEST_BYTES[device],
         "communicators": [each.json(ranks) for each in communicators], "host": cards[first].address, "port": 0,
     }  # fmt: skip
 
@@ -195,7 +195,10 @@ def run_self_test(
     port = begun.get(first, StartRanksAnswer(-1)).port
     if port <= 0:
         results, gone = head.ask(
-            _await_order(head, [first], 1.0), 5.0, "why", probe_protocol.await_ranks_answer_reader(on_host, len(ranks))
+            _await_order(head, [first], 1.0),
+            5.0,
+            "the reason",
+            probe_protocol.await_ranks_answer_reader(on_host, len(ranks)),
         )
         last = results.get(first, AwaitRanksAnswer()).last
         found.lost = {first: (lost | gone).get(first) or f"its ranks could not be started: {last}"}
@@ -219,11 +222,11 @@ def _await_order(head: CheckHead, hosts: Iterable[str], bound_s: float) -> dict[
     return {host: order for host in hosts if host in head.members}
 
 
-def _interface_variables(card: ProbeInfo, several: bool) -> dict[str, str]:
-    """Of gloo and NCCL, as Lockstep sets it for its workers: the one that has the host's address."""
-    if not card.interface:
+def _interface_variables(info: ProbeInfo, several: bool) -> dict[str, str]:
+    """Makes gloo use the interface with the host's address, as Lockstep does for its workers."""
+    if not info.interface:
         return {}
-    return {"GLOO_SOCKET_IFNAME": card.interface}
+    return {"GLOO_SOCKET_IFNAME": info.interface}
 
 
 def _record_answer(found: SelfTestResult, host: str, answer: AwaitRanksAnswer) -> None:
@@ -242,13 +245,13 @@ def _record_answer(found: SelfTestResult, host: str, answer: AwaitRanksAnswer) -
     if not answer.lines:
         code = answer.ended
         how = "in time: the host may be too busy to import torch" if code is None else f"and ended with {code}"
-        found.lost[host] = f"its ranks said nothing {how}{': ' if answer.last else ''}{answer.last}"
+        found.lost[host] = f"its ranks reported nothing {how}{': ' if answer.last else ''}{answer.last}"
 
 
 def judge_collectives(tested: SelfTestResult) -> list[Finding]:
-    """One finding per communicator that is right, the failure where one is not, and the slowest pair."""
+    """One finding per correct communicator, or the failure; and the slowest pair."""
     if not tested.communicators:
-        what = "the config makes no communicator of two processes (one rank, weights through memory that both see)"
+        what = "the config creates no communicator of two processes (one rank, weights through shared memory)"
         return [Finding("collectives", "ok", "", what)]
     if not tested.passed:
         return [_failure(tested)]
@@ -262,7 +265,7 @@ def judge_collectives(tested: SelfTestResult) -> list[Finding]:
         found.append(
             Finding(
                 "collectives", "ok", "",
-                f"{each.name} ({len(each.members)} ranks on {each.backend}: {each.does}): all sums right; "
+                f"{each.name} ({len(each.members)} ranks on {each.backend}: {each.does}): all sums correct; "
                 + "; ".join(rows), source=_BUS_BANDWIDTH_SOURCE,
             )
         )  # fmt: skip
@@ -283,8 +286,9 @@ def _slowest(tested: SelfTestResult) -> list[Finding]:
         found.append(
             Finding(
                 "slowest-pair", "warning" if slow else "note", "" if a == b else f"{a}, {b}",
-                f"slowest pair of {communicator.name}: {one} and {other} ({where}) with {rate:,.0f} MB/s each way, the "
-                f"median is {middle:,.0f}",
+                f"slowest pair of {communicator.name}: {one} and {other} ({where}) with {rate:,.0f} MB/s in each "
+                "direction, "
+                f"the median is {middle:,.0f}",
                 "a collective is as fast as its slowest link" if slow else "",
                 "compare the link's speed and errors on both hosts (`ethtool`, `ip -s link`, `ibstat`)" if slow else "",
             )
@@ -293,7 +297,7 @@ def _slowest(tested: SelfTestResult) -> list[Finding]:
 
 
 def _failure(tested: SelfTestResult) -> Finding:
-    """Who is to blame: who says what is wrong, else who is behind the others."""
+    """Reports the ranks with an error of their own, else the ranks that are behind."""
     lost = "; ".join(f"{host}: {why}" for host, why in tested.lost.items())
     said = {
         name: why for name, why in tested.failed.items() if not why.startswith(("WaitTimeout", "did not end"))
@@ -309,7 +313,7 @@ def _failure(tested: SelfTestResult) -> Finding:
     if behind and len(behind) < len(tested.ranks):
         rows.append(f"{_names_with_hosts(behind, tested)} did not reach the store")
     if not rows and not lost:
-        rows = [f"no rank told the result of {each}" for each in tested.untold[:3]]
+        rows = [f"no rank reported the result of {each}" for each in tested.untold[:3]]
     stages = {tested.at.get(name, "") for name in said} - {"done", ""}
     where = f" (at: {', '.join(sorted(stages))})" if stages else ""
     backends = " and ".join(sorted({each.backend for each in tested.communicators}))
@@ -324,15 +328,16 @@ def _failure(tested: SelfTestResult) -> Finding:
 
 _ADVICE = (
     ("checksum", "data is corrupted between these ranks: on GPUs try NCCL_P2P_DISABLE=1 (see the isolation below) and "
-     "read the kernel log for Xid and PCIe errors"),
+     "check the kernel log for Xid and PCIe errors"),
     ("Duplicate GPU", "two ranks share a GPU, which NCCL refuses: use as many GPUs as ranks"),
     ("no socket interface", "the interface in NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME is not on every host: unset it "
      "or name one that is"),
-    ("nable to find address for", "the interface in GLOO_SOCKET_IFNAME is not there, or has no address: name one that "
+    ("nable to find address "
+     "for", "the interface in GLOO_SOCKET_IFNAME does not exist, or has no address: name one that "
      "has"),
-    ("nable to resolve", "gloo looks for this host's own name: set GLOO_SOCKET_IFNAME, or put the name into the hosts "
+    ("nable to resolve", "gloo resolves this host's name: set GLOO_SOCKET_IFNAME, or add the name to the hosts "
      "file"),
-    ("CUDA", "see the checks of the GPUs and versions on the hosts named"),
+    ("CUDA", "see the findings about GPUs and versions of these hosts"),
     ("did not reach the store", "the port of the store is closed from there: see the pairs above"),
 )  # fmt: skip
 
@@ -343,7 +348,7 @@ def _advice(seen: str, tested: SelfTestResult) -> str:
             return advice
     nccl = any(each.backend == "nccl" for each in tested.communicators)
     more = "NCCL_DEBUG=INFO with NCCL_DEBUG_SUBSYS=INIT,NET" if nccl else "TORCH_DISTRIBUTED_DEBUG=DETAIL"
-    return f"look at the pairs and interfaces above for the hosts named; {more} says more"
+    return f"check the pairs and interfaces above for these hosts; {more} shows more"
 
 
 def _names_with_hosts(names: Sequence[str], tested: SelfTestResult) -> str:

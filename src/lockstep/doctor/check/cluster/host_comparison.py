@@ -26,7 +26,7 @@ from lockstep.doctor.output.findings import Finding
 
 
 def compare_hosts(facts: Sequence[HostFacts]) -> list[Finding]:
-    """All of it; one finding for a thing, with who has which. Nothing where there is one host."""
+    """Reports all differences, one finding each with the hosts per value; nothing for a single host."""
     if len(facts) < 2:
         return []
     return [
@@ -41,13 +41,13 @@ def compare_hosts(facts: Sequence[HostFacts]) -> list[Finding]:
 def _same_name(facts: Sequence[HostFacts]) -> Iterator[Finding]:
     names = [each.host for each in facts]
     for name in sorted({name for name in names if names.count(name) > 1}):
-        said = f"{names.count(name)} hosts call themselves {name}"
-        why = "NCCL takes hosts of one name and boot id for one, and what is keyed by name is overwritten"
-        yield Finding("same-name", "warning", name, said, why, "hostnamectl set-hostname (or export NCCL_HOSTID)")
+        seen = f"{names.count(name)} hosts have the host name {name}"
+        why = "NCCL treats hosts with equal name and boot id as one, and data keyed by host name is overwritten"
+        yield Finding("same-name", "warning", name, seen, why, "hostnamectl set-hostname (or export NCCL_HOSTID)")
 
 
 def _by_value(values: Mapping[str, str]) -> tuple[str, str, str]:
-    """What is said, the odd hosts, and what most have."""
+    """Text, deviating hosts, and the most common value."""
     hosts: dict[str, list[str]] = {}
     for host, value in values.items():
         hosts.setdefault(value, []).append(host)
@@ -60,8 +60,8 @@ def _differing(
     id: str, what: str, values: Mapping[str, str], why: str, fix: str = "", note: bool = False
 ) -> Iterator[Finding]:
     if len(set(values.values())) > 1:
-        said, odd, _ = _by_value(values)
-        yield Finding(id, "note" if note else "warning", odd, f"{what}: {said}", why, fix)
+        seen, odd, _ = _by_value(values)
+        yield Finding(id, "note" if note else "warning", odd, f"{what}: {seen}", why, fix)
 
 
 def _compare_hardware(facts: Sequence[HostFacts]) -> Iterator[Finding]:
@@ -75,7 +75,7 @@ def _compare_hardware(facts: Sequence[HostFacts]) -> Iterator[Finding]:
         for each in facts
         if each.rdma is not None
     }
-    why = "collectives go at the pace of the slowest host; a host without a rail hangs where others use it"
+    why = "collectives are as slow as the slowest host; a host without a rail hangs if others use it"
     yield from _differing("differs-rdma", "InfiniBand and RoCE differ", rates, why, "ibstat on those hosts")
     shm = {each.host: "none" for each in facts if each.limits is not None and each.limits.shm is None}
     if shm and len(shm) < len(facts):
@@ -95,9 +95,9 @@ def _compare_clocks(facts: Sequence[HostFacts]) -> Iterator[Finding]:
     first, last = min(known, key=lambda host: known[host]), max(known, key=lambda host: known[host])
     apart = known[last] - known[first]
     if apart > 0.5:
-        said = f"clocks of {first} and {last} are {apart:.2f} s apart"
-        why = "logs cannot be put in order, and tokens and leases expire early or late"
-        yield Finding("clock-skew", "warning", f"{first},{last}", said, why, "chronyc makestep on both")
+        seen = f"clocks of {first} and {last} are {apart:.2f} s apart"
+        why = "logs cannot be ordered, and tokens and leases expire early or late"
+        yield Finding("clock-skew", "warning", f"{first},{last}", seen, why, "chronyc makestep on both")
 
 
 def _compare_networks(facts: Sequence[HostFacts]) -> Iterator[Finding]:
@@ -121,10 +121,10 @@ def _same_address(who: str, chosen: Mapping[str, InterfaceChoice]) -> Iterator[F
         owners.setdefault(choice.picks[0][1], []).append(host)
     for address, hosts in owners.items():
         if len(hosts) > 1:
-            said = f"{who} of {summarize_list(hosts, 4)} would use the same address, {address}"
-            why = "a peer that is told it reaches one of them, or itself"
-            fix = "set the interface or address for each host (see the findings of each)"
-            yield Finding(f"same-address-{who.lower()}", "error", ",".join(hosts), said, why, fix)
+            seen = f"{who} of {summarize_list(hosts, 4)} would use the same address, {address}"
+            why = "a peer that gets it reaches one of them, or itself"
+            fix = "set the interface or address of each host (see the findings of each)"
+            yield Finding(f"same-address-{who.lower()}", "error", ",".join(hosts), seen, why, fix)
 
 
 def _subnet_of(network: HostNetwork, address: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network | None:
@@ -138,7 +138,7 @@ def _subnet_of(network: HostNetwork, address: str) -> ipaddress.IPv4Network | ip
 def _compare_subnets(
     who: str, chosen: Mapping[str, InterfaceChoice], networks: Mapping[str, HostNetwork]
 ) -> Iterator[Finding]:
-    """Different subnets may be routed; that they hide a common one is worth a word."""
+    """Reports different subnets, which may be routed, and a common subnet if there is one."""
     subnets: dict[str, str] = {}
     for host, choice in chosen.items():
         address = choice.picks[0][1]
@@ -148,28 +148,29 @@ def _compare_subnets(
     if len(set(subnets.values())) < 2:
         return
     common = _common_subnet(networks)
-    said, odd, _ = _by_value(subnets)
-    why = "peers reach each other only where a router between these subnets lets every port through"
-    fix = f"all of them are in {common}: set {who}'s interface to the one of it" if common else ""
+    seen, odd, _ = _by_value(subnets)
+    why = "peers reach each other only if a router between these subnets passes every port"
+    fix = f"all of them are in {common}: set {who}'s interface to the one in it" if common else ""
     yield Finding(
         f"subnets-{who.lower()}",
         "warning" if common else "note",
         odd,
-        f"{who} is on different subnets: {said}",
+        f"{who} is on different subnets: {seen}",
         why,
         fix,
     )
 
 
 def _common_subnet(networks: Mapping[str, HostNetwork]) -> str | None:
-    """A subnet that every host is in, with an address by which peers reach it."""
+    """A subnet of all hosts, with an address by which peers can reach each."""
     sets = []
     for network in networks.values():
         sets.append({
             str(ipaddress.ip_interface(own).network)
             for each in network.interfaces
             for own in each.addresses
-            if each.running and judge_address(own.partition("/")[0], network.interfaces, each.name).reach in ("fine", "public")
+            if each.running
+            and judge_address(own.partition("/")[0], network.interfaces, each.name).reach in ("fine", "public")
         })  # fmt: skip
     shared = set.intersection(*sets) if sets else set()
     return min(shared, key=lambda subnet: (":" in subnet, subnet), default=None)
@@ -178,7 +179,8 @@ def _common_subnet(networks: Mapping[str, HostNetwork]) -> str | None:
 def _compare_mtu(
     who: str, chosen: Mapping[str, InterfaceChoice], networks: Mapping[str, HostNetwork]
 ) -> Iterator[Finding]:
-    """Packets of the larger size vanish where a path does not take them: connections open and then hang."""
+    """Reports different MTUs: a path that does not carry large packets drops them, so connections open and then
+    hang."""
     if who != "NCCL":
         return
     sizes = {}
@@ -188,21 +190,21 @@ def _compare_mtu(
                 sizes[host] = each.mtu
     for first, second in combinations(sorted(set(sizes.values())), 2):
         hosts = [host for host, mtu in sizes.items() if mtu == first]
-        said = f"interfaces of NCCL have MTU {first} on {summarize_list(hosts, 4)} and {second} on others"
-        why = "small messages pass, large ones vanish where the network does not divide them: a collective hangs"
-        yield Finding("mtu", "warning", ",".join(hosts), said, why, "ip link set DEVICE mtu N, the same on all")
+        seen = f"interfaces of NCCL have MTU {first} on {summarize_list(hosts, 4)} and {second} on others"
+        why = "small messages pass, but large ones are lost if the network does not fragment them: a collective hangs"
+        yield Finding("mtu", "warning", ",".join(hosts), seen, why, "ip link set DEVICE mtu N, the same on all")
         return
 
 
 ENVIRONMENT_S = 5.0
 _SERIOUS = ("error", "warning")
 _JUDGE_ERRORS = ValueError, LookupError, TypeError, ArithmeticError, OSError
-"""What judging may raise where facts are of the right types and their values are not what any host has."""
+"""Errors that judging may raise when facts have the right types but impossible values."""
 
 
 @dataclass(frozen=True, slots=True)
 class LookOrder:
-    """Look at the host, for a run with these needs."""
+    """Order to gather the facts of a host for a run with these requirements."""
 
     needs: HostRequirements
     bound_s: Annotated[float, Field(gt=0, le=60)]
@@ -210,7 +212,7 @@ class LookOrder:
 
 @dataclass(frozen=True, slots=True)
 class VariablesAnswer:
-    """Of a host, those that may be shown."""
+    """The variables of a host that may be shown."""
 
     variables: dict[str, str]
 
@@ -219,7 +221,7 @@ _parse_look_order, _parse_variables = parser_of(LookOrder), parser_of(VariablesA
 
 
 def answer_look(order: Mapping[str, Any]) -> ProbeMessage:
-    """The probe's side: what is known about its host, or its variables."""
+    """Carries out the order in the probe: returns the facts of its host, or its variables."""
     if order.get("what") == "environment":
         return {"variables": shareable_variables(os.environ)}
     asked = _parse_look_order(dict(order))
@@ -229,12 +231,10 @@ def answer_look(order: Mapping[str, Any]) -> ProbeMessage:
 def gather_from_hosts(
     head: CheckHead, names: Sequence[str], needs: HostRequirements
 ) -> tuple[dict[str, HostFacts], dict[str, str]]:
-    """By host, what is known about it, all asked at once; and of those that did not say, why."""
+    """Facts by host, requested from all in parallel, and the reasons of missing answers."""
     folders = {str(Path(path).absolute()): purpose for path, purpose in needs.folders.items()}
     order = {"do": "look", "needs": asdict(replace(needs, folders=folders)), "bound_s": GATHER_TIMEOUT_S}
-    facts, lost = head.ask(
-        dict.fromkeys(names, order), GATHER_TIMEOUT_S + 3.0, "what they find on their hosts", _read_facts
-    )
+    facts, lost = head.ask(dict.fromkeys(names, order), GATHER_TIMEOUT_S + 3.0, "the facts of their hosts", _read_facts)
     return dict(sorted(facts.items())), lost
 
 
@@ -243,10 +243,10 @@ def _read_facts(name: str, answer: ProbeMessage) -> HostFacts:
 
 
 def compare_environments(head: CheckHead, names: Sequence[str]) -> list[Finding]:
-    """What is wrong with the variables that probes have on their hosts, and what differs between them. A warning at
-    most where they differ: how a job is started there is not known."""
+    """Judges the environment variables of the probes' hosts, and their differences. A difference is at most a warning,
+    because it is not known how a job is started there."""
     order = {"do": "look", "what": "environment"}
-    why = "which variables their hosts have"
+    why = "the variables of their hosts"
     told, lost = head.ask(
         dict.fromkeys(names, order), ENVIRONMENT_S, why, lambda name, answer: _parse_variables(answer)
     )
@@ -256,7 +256,7 @@ def compare_environments(head: CheckHead, names: Sequence[str]) -> list[Finding]
         for each in lint_environments(places, job=JobTraits(several=True))
     ]
     return [
-        *found, *(Finding("env-fine", "unchecked", name, f"{name} did not say its variables: {why}")
+        *found, *(Finding("env-fine", "unchecked", name, f"{name} did not report its variables: {why}")
                   for name, why in lost.items()),
     ]  # fmt: skip
 
@@ -264,26 +264,26 @@ def compare_environments(head: CheckHead, names: Sequence[str]) -> list[Finding]
 def judge_other_hosts(
     facts: Mapping[str, HostFacts], lost: Mapping[str, str], needs: HostRequirements, here: Callable[[str], bool]
 ) -> list[Finding]:
-    """What is wrong on hosts other than this one, the same on several said once, and what differs between all of them.
+    """Judges the other hosts, merges equal findings, and reports differences between all hosts.
 
     Args:
-        here: whether a name is of this host, which has been told about already.
+        here: whether a name means this host, which is already judged.
     """
     others = {name: known for name, known in facts.items() if not here(name)}
-    said: list[Finding] = []
+    seen: list[Finding] = []
     odd: dict[str, str] = {}
     for name, known in others.items():
         try:
-            said += [finding for rung in judge_host(known, needs).values() for finding in rung]
+            seen += [finding for rung in judge_host(known, needs).values() for finding in rung]
         except _JUDGE_ERRORS as error:
-            odd[name] = f"what it says cannot be judged: {type(error).__name__}: {error}"[:MAX_TEXT]
-    wrong = merge_findings([finding for finding in said if finding.severity != "ok"])
+            odd[name] = f"its facts cannot be judged: {type(error).__name__}: {error}"[:MAX_TEXT]
+    wrong = merge_findings([finding for finding in seen if finding.severity != "ok"])
     unknown = [
-        Finding("host", "unchecked", name, f"{name} did not say what it finds: {why}")
+        Finding("host", "unchecked", name, f"{name} did not report its facts: {why}")
         for name, why in {**lost, **odd}.items()
     ]
     differing = _compare_guarded([known for name, known in facts.items() if name not in odd])
-    named = {name for each in [*said, *differing] if each.severity in _SERIOUS for name in each.host.split(",")}
+    named = {name for each in [*seen, *differing] if each.severity in _SERIOUS for name in each.host.split(",")}
     clean = sorted(set(others) - named - set(odd))
     fine = [Finding("hosts", "ok", ",".join(clean), f"nothing is wrong on {summarize_list(clean, 8)}")] if clean else []
     return [*differing, *wrong, *unknown, *fine]
@@ -293,12 +293,12 @@ def _compare_guarded(facts: Sequence[HostFacts]) -> list[Finding]:
     try:
         return compare_hosts(facts)
     except _JUDGE_ERRORS as error:
-        said = f"what differs between hosts cannot be told: {type(error).__name__}: {error}"[:MAX_TEXT]
-        return [Finding("hosts", "unchecked", "", said)]
+        seen = f"hosts cannot be compared: {type(error).__name__}: {error}"[:MAX_TEXT]
+        return [Finding("hosts", "unchecked", "", seen)]
 
 
 def merge_findings(findings: Sequence[Finding]) -> list[Finding]:
-    """One finding where several hosts say the same."""
+    """Merges equal findings of several hosts."""
     hosts: dict[Finding, list[str]] = {}
     for finding in findings:
         hosts.setdefault(replace(finding, host=""), []).append(finding.host)

@@ -22,45 +22,45 @@ from lockstep.doctor.output.findings import Finding
 PAIRS_TIMEOUT_S = 10.0
 _SHOWN = 6
 _SLOW = 0.5
-"""Of the median bandwidth: what is below is named."""
+"""Pairs below this share of the median bandwidth are reported."""
 _FAR = 5.0
-"""Times the median round trip: what is above is named, from `_FAR_MS` on."""
+"""Pairs above this multiple of the median round trip are reported, if above `_FAR_MS`."""
 _FAR_MS = 2.0
 _MIN_SAMPLES = 6
-"""Measurements from which on a median means something."""
+"""Minimum number of measurements for a meaningful median."""
 
 
 @dataclass(slots=True)
 class PairResults:
-    """What was found between hosts. A pair is (who dials, who listens)."""
+    """Results between hosts. A pair is (dialling host, listening host)."""
 
     hosts: tuple[str, ...]
     budget: PairTestBudget
     reached: dict[tuple[str, str], float] = field(default_factory=dict)
-    """Round trip in ms, over the kernel's port or the first that worked."""
+    """Round trip in ms, over the kernel's port or the first one that worked."""
     blocked: dict[tuple[str, str], list[DialResult]] = field(default_factory=dict)
     """Ports that were not reached."""
     mb_per_s: dict[tuple[str, str], float] = field(default_factory=dict)
     lost: dict[str, str] = field(default_factory=dict)
-    """Hosts that did not answer the head any more, and why."""
+    """Hosts that stopped answering the head, with the reason."""
     took_s: float = 0.0
 
 
 def test_host_pairs(head: CheckHead, cards: Mapping[str, ProbeInfo], bound_s: float = PAIRS_TIMEOUT_S) -> PairResults:
-    """Has all members dial each other, then measure in the rounds for which there is time."""
+    """Makes all members dial each other, then measures bandwidth for as many rounds as time allows."""
     began = time.monotonic()
     hosts = tuple(name for name in sorted(cards) if name in head.members)
     plan = pair_test_budget(len(hosts), _ports_of_a_pair(len(hosts), cards), bound_s)
     found = PairResults(hosts, plan)
     if len(hosts) < 2:
         return found
-    # The same for all: a table of a thousand hosts is written once, and each finds its own row in it.
+    # One table for all: a table of a thousand hosts is serialised once, and each host finds its own row.
     table = [(name, cards[name].address, cards[name].ports) for name in hosts]
     order = {
         "do": "reach", "hosts": table,
         "dial_s": plan.dial_s, "bound_s": plan.reach_s, "lanes": LANES,
     }  # fmt: skip
-    why = "whom they reach"
+    why = "which peers they reach"
     reached, lost = head.ask(
         dict.fromkeys(hosts, order), plan.reach_s + 1.0, why, probe_protocol.reach_answer_reader(hosts)
     )
@@ -79,18 +79,18 @@ def test_host_pairs(head: CheckHead, cards: Mapping[str, ProbeInfo], bound_s: fl
 
 
 def _ports_of_a_pair(many: int, cards: Mapping[str, ProbeInfo]) -> int:
-    """How many ports a host dials of another, at most."""
+    """Maximum number of ports that a host dials on another host."""
     named = max(
-        (sum(not label.startswith(KERNEL_PORT_PREFIX) for label in card.ports) for card in cards.values()), default=0
+        (sum(not label.startswith(KERNEL_PORT_PREFIX) for label in info.ports) for info in cards.values()), default=0
     )
-    all_of_one = max((len(card.ports) for card in cards.values()), default=1)
+    all_of_one = max((len(info.ports) for info in cards.values()), default=1)
     return all_of_one if many <= ALL_PORTS_UP_TO else named + 1
 
 
 def _measure(
     head: CheckHead, cards: Mapping[str, ProbeInfo], found: PairResults, pairs: Sequence[tuple[str, str]]
 ) -> None:
-    """One round in one direction."""
+    """Measures one round in one direction."""
     orders = {}
     listeners = dict(pairs)
     for dialler, listener in pairs:
@@ -103,7 +103,7 @@ def _measure(
                 "do": "rate", "target": target, "seconds": found.budget.slot_s, "dial_s": found.budget.dial_s,
             }  # fmt: skip
     bound_s = found.budget.slot_s + 2 * found.budget.dial_s + 1.0
-    rated, lost = head.ask(orders, bound_s, "how fast they are", probe_protocol.read_rate_answer)
+    rated, lost = head.ask(orders, bound_s, "their bandwidth", probe_protocol.read_rate_answer)
     found.lost |= lost
     for name, answer in rated.items():
         if answer.mb_per_s is not None:
@@ -111,14 +111,14 @@ def _measure(
 
 
 def judge_pairs(pairs: PairResults) -> list[Finding]:
-    """Blocked hosts, directions and ports, each once and by name; then what is far or slow beside the others."""
+    """Reports blocked hosts, directions and ports, each once; then distant and slow pairs."""
     many = len(pairs.hosts)
     if many < 2:
-        return [Finding("pairs", "unchecked", "", "one host has no pair: name others with --hosts to try the network")]
+        return [Finding("pairs", "unchecked", "", "one host has no pair: list others with --hosts to test the network")]
     found = [
         Finding(
-            "pair-lost", "error", name, f"its probe fell silent while hosts tried each other: {why}",
-            "traffic between hosts may take its link down", "look at its log, and at the kernel's (`dmesg`)",
+            "pair-lost", "error", name, f"its probe stopped answering while hosts dialled each other: {why}",
+            "traffic between hosts may take its link down", "check its log and its kernel log (`dmesg`)",
         )
         for name, why in pairs.lost.items()
     ]  # fmt: skip
@@ -145,7 +145,7 @@ def _spread(values: Iterable[float], unit: str, digits: int) -> str:
 
 
 def _blocked(pairs: PairResults) -> list[Finding]:
-    """Grouped: whom nobody reaches, who reaches nobody, then directions and ports."""
+    """Groups blocked pairs: hosts that no other reaches or that reach no other, then single directions and ports."""
     whole = {pair for pair in pairs.blocked if pair not in pairs.reached}
     many = len(pairs.hosts) - 1
     into, out = defaultdict(set), defaultdict(set)
@@ -157,24 +157,28 @@ def _blocked(pairs: PairResults) -> list[Finding]:
     found = []
     for name in sorted(deaf | mute):
         kind = _failure_kinds([one for pair in whole if name in pair for one in pairs.blocked[pair]])
-        both = "reaches nobody and nobody reaches it" if name in deaf & mute else (
-            "nobody reaches it, and it reaches others" if name in deaf else "it reaches nobody, and others reach it"
+        both = "reaches no host and no host reaches it" if name in deaf & mute else (
+            "no host reaches it, but it reaches others" if name in deaf else "it reaches no host, but others reach it"
         )  # fmt: skip
         found.append(_blocked_finding(name, f"{name}: {both} ({kind})", kind))
     for dialler, listener in sorted(whole):
         if listener in deaf or dialler in mute:
             continue
         ones = pairs.blocked[dialler, listener]
-        back = "the other way is open" if (listener, dialler) in pairs.reached else "neither does the other way"
+        back = (
+            "the other direction is open"
+            if (listener, dialler) in pairs.reached
+            else "the other direction is blocked too"
+        )
         kind = _failure_kinds(ones)
         tried = ", ".join(str(one.port) for one in ones[:_SHOWN])
-        seen = f"{dialler} does not reach {listener} (ports {tried}: {kind}); {back}"
+        seen = f"{dialler} cannot reach {listener} (ports {tried}: {kind}); {back}"
         found.append(_blocked_finding(f"{dialler}, {listener}", seen, kind))
     return found + _closed_ports(pairs, whole)
 
 
 def _closed_ports(pairs: PairResults, whole: set[tuple[str, str]]) -> list[Finding]:
-    """Ports that are closed between hosts which reach each other on others."""
+    """Reports closed ports between hosts that reach each other on other ports."""
     by_port: dict[tuple[str, str], list[tuple[str, str, DialResult]]] = defaultdict(list)
     for (dialler, listener), ones in pairs.blocked.items():
         if (dialler, listener) not in whole:
@@ -186,9 +190,9 @@ def _closed_ports(pairs: PairResults, whole: set[tuple[str, str]]) -> list[Findi
         kind = _failure_kinds([one for _, _, one in closed])
         who = ", ".join(dialler for dialler, _, _ in closed[:_SHOWN]) + (" and more" if len(closed) > _SHOWN else "")
         what = f"port {port}" + (
-            " (of the range that the kernel gives out)" if label.startswith(KERNEL_PORT_PREFIX) else ""
+            " (of the range that the kernel assigns)" if label.startswith(KERNEL_PORT_PREFIX) else ""
         )
-        seen = f"{what} of {listener} is not reached from {who}, though other ports are ({kind})"
+        seen = f"{who} cannot reach {what} of {listener}, although other ports are open ({kind})"
         found.append(_blocked_finding(listener, seen, kind, port=port, kernels=label.startswith(KERNEL_PORT_PREFIX)))
     return found
 
@@ -201,16 +205,17 @@ def _blocked_finding(host: str, seen: str, kind: str, port: int | None = None, k
         fix = f"end what listens on that port of the host (`ss -ltnp`), or choose another port than {port}"
     else:
         fix = (
-            f"open {ports} between the hosts of the run (firewall, security group, network policy), both ways; NCCL, "
-            "gloo and Ray's workers take ports of the kernel's range unless they are told others"
+            f"open {ports} between the hosts of the run (firewall, security group, network policy), in both "
+            "directions; "
+            "NCCL, gloo and Ray's workers use ports of the kernel's range unless configured otherwise"
         )
-    why = "collectives connect every rank with others in both directions, and wait for a dropped packet in silence"
+    why = "collectives connect ranks in both directions, and wait silently for dropped packets"
     return Finding("pair-blocked", "error", host, seen, why, fix)
 
 
 def _failure_kinds(ones: Sequence[DialResult]) -> str:
     words = {
-        "refused": "refused: a firewall says no, or nothing listens",
+        "refused": "refused: a firewall rejects it, or nothing listens",
         "silent": "no answer: packets are dropped",
         "no_route": "no route",
         "stranger": "something else listens there",
@@ -227,11 +232,11 @@ def _uneven(pairs: PairResults) -> list[Finding]:
         slow = sorted((rate, pair) for pair, rate in pairs.mb_per_s.items() if rate < _SLOW * middle)
         if slow:
             rate, (one, other) = slow[0]
-            rest = f", and {len(slow) - 1} directions more" if len(slow) > 1 else ""
+            rest = f", and {len(slow) - 1} more directions" if len(slow) > 1 else ""
             found.append(
                 Finding(
                     "pair-slow", "warning", f"{one}, {other}",
-                    f"{one} to {other} carries {rate:,.0f} MB/s where the median is {middle:,.0f}{rest}"
+                    f"{one} to {other} reaches {rate:,.0f} MB/s, the median is {middle:,.0f}{rest}"
                     + _common_host(slow),
                     "a collective is as fast as its slowest link",
                     "compare the link's speed and errors on both (`ethtool`, `ip -s link`) and the interface in use",
@@ -242,20 +247,20 @@ def _uneven(pairs: PairResults) -> list[Finding]:
         far = sorted((-trip, pair) for pair, trip in pairs.reached.items() if trip > max(_FAR_MS, _FAR * middle))
         if far:
             trip, (one, other) = far[0]
-            rest = f", and {len(far) - 1} directions more" if len(far) > 1 else ""
+            rest = f", and {len(far) - 1} more directions" if len(far) > 1 else ""
             found.append(
                 Finding(
                     "pair-far", "warning", f"{one}, {other}",
-                    f"{one} to {other} and back takes {-trip:.2f} ms where the median is {middle:.2f}{rest}"
+                    f"the round trip from {one} to {other} takes {-trip:.2f} ms, the median is {middle:.2f}{rest}"
                     + _common_host(far),
-                    "small collectives take a round trip each",
-                    "look for a VPN, another site or zone, or a busy host between them",
+                    "each small collective takes a round trip",
+                    "check for a VPN, another site or zone, or a busy host between them",
                 )
             )  # fmt: skip
     return found
 
 
 def _common_host(worst: Sequence[tuple[float, tuple[str, str]]]) -> str:
-    """The one host that all of several bad directions share."""
+    """The one host that several bad directions have in common."""
     shared = set.intersection(*(set(pair) for _, pair in worst)) if len(worst) > 2 else set()
-    return f"; {shared.pop()} is in all of them" if len(shared) == 1 else ""
+    return f"; {shared.pop()} is part of all of them" if len(shared) == 1 else ""

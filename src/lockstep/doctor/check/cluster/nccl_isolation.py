@@ -17,35 +17,36 @@ class IsolationVariant:
     name: str
     environment: Mapping[str, str]
     layer: str
-    """What is at fault where this helps and the test as it is fails."""
+    """The layer at fault if this variant passes and the unchanged test fails."""
     fix: str
     source: str
 
 
 def isolation_variants(interface: str) -> tuple[IsolationVariant, ...]:
-    """The five, the first as it is.
+    """All variants, the unchanged test first.
 
     Args:
-        interface: that has the hosts' addresses; of the first host, where they differ. Empty where none is known.
+        interface: with the hosts' addresses, as named on the first host; empty if not known.
     """
     return (
         IsolationVariant("as is", {}, "", "", ""),
         IsolationVariant(
             "InfiniBand off", {"NCCL_IB_DISABLE": "1"}, "InfiniBand or RoCE (ports, GID index, GPUDirect RDMA, fabric)",
-            "look at the InfiniBand checks of the hosts: port state, NCCL_IB_HCA, NCCL_IB_GID_INDEX. NCCL_IB_DISABLE=1 "
-            "goes on over TCP meanwhile, several times slower",
+            "check the InfiniBand findings of the hosts: port state, NCCL_IB_HCA, NCCL_IB_GID_INDEX. Workaround: "
+            "NCCL_IB_DISABLE=1 uses TCP, which is several times slower",
             f"{_ENV}#nccl-ib-disable",
         ),
         IsolationVariant(
             "interface set", {"NCCL_SOCKET_IFNAME": f"={interface}"} if interface else {},
-            "the choice of the network interface: NCCL takes one that the others do not reach",
-            f"set NCCL_SOCKET_IFNAME={interface or 'the interface that hosts reach each other by'} on every host",
+            "the choice of the network interface: NCCL picks one that the others cannot reach",
+            f"set NCCL_SOCKET_IFNAME={interface or 'the interface by which hosts reach each other'} on every host",
             f"{_ENV}#nccl-socket-ifname",
         ),
         IsolationVariant(
             "P2P off", {"NCCL_P2P_DISABLE": "1"}, "the direct path between GPUs over PCIe or NVLink",
-            "turn ACS off on the PCIe bridges and the IOMMU off (or to passthrough) in the BIOS or kernel; on virtual "
-            "machines ask for a topology with working peer access. NCCL_P2P_DISABLE=1 goes on through host memory",
+            "disable ACS on the PCIe bridges and the IOMMU (or set it to passthrough) in the BIOS or kernel; for "
+            "virtual "
+            "machines, request a topology with peer access. Workaround: NCCL_P2P_DISABLE=1 uses host memory",
             f"{_ENV}#nccl-p2p-disable",
         ),
         IsolationVariant(
@@ -59,7 +60,7 @@ def isolation_variants(interface: str) -> tuple[IsolationVariant, ...]:
 def run_isolation(
     first: SelfTestResult, again: Callable[[Mapping[str, str]], SelfTestResult], interface: str
 ) -> dict[str, str]:
-    """By variant, why it failed, empty where it passed. `first` is the test as it is, and failed."""
+    """By variant, why it failed; empty if it passed. `first` is the failed test without changes."""
     outcome = {"as is": first.why_not}
     for each in isolation_variants(interface)[1:]:
         if each.environment:
@@ -68,11 +69,11 @@ def run_isolation(
 
 
 def judge_isolation(outcome: Mapping[str, str], gloo: SelfTestResult | None, interface: str) -> list[Finding]:
-    """Which layer it is.
+    """Reports the layer at fault.
 
     Args:
         outcome: of `run_isolation`.
-        gloo: the same communicators on gloo; None where that was not tried.
+        gloo: the same communicators on gloo; None if not tried.
     """
     helped = [each for each in isolation_variants(interface)[1:] if outcome.get(each.name) == ""]
     row = ", ".join(f"{name} {'fails' if why else 'passes'}" for name, why in outcome.items())
@@ -81,18 +82,20 @@ def judge_isolation(outcome: Mapping[str, str], gloo: SelfTestResult | None, int
     if len(helped) == 1:
         one = helped[0]
         return [
-            Finding("nccl-layer", "error", "", f"NCCL: {row}", f"at fault is {one.layer}", one.fix + cost, one.source)
+            Finding(
+                "nccl-layer", "error", "", f"NCCL: {row}", f"the fault is in {one.layer}", one.fix + cost, one.source
+            )
         ]
     if helped:
         names = " and ".join(each.name for each in helped)
         layers = "; or ".join(each.layer for each in helped)
-        why = f"it passes with {names}, each by itself: {layers}. It may also come and go: repeat the check"
+        why = f"it passes with {names}, each on its own: {layers}. The fault may also be intermittent: repeat the check"
         return [Finding("nccl-layer", "error", "", f"NCCL: {row}", why, helped[0].fix + cost, _ENV)]
     if gloo is not None and gloo.passed:
-        why = "at fault is none of the four layers but NCCL itself, the driver, a GPU, or a version: hosts talk well"
-        fix = "compare the versions of driver, CUDA and NCCL above, and read the kernel log for Xid"
+        why = "none of the four layers is at fault, but NCCL itself, the driver, a GPU, or a version: the network works"
+        fix = "compare the versions of driver, CUDA and NCCL above, and check the kernel log for Xid"
         return [Finding("nccl-layer", "error", "", f"NCCL: {row}", why, fix + cost, _ENV)]
-    why = "gloo fails as well, so it is not NCCL: the network between the hosts, or their ranks"
+    why = "gloo fails as well, so NCCL is not at fault: check the network between the hosts, or their ranks"
     return [Finding("nccl-layer", "error", "", f"NCCL: {row}", why, "see the pairs and the rendezvous above")]
 
 
@@ -101,6 +104,6 @@ def _cost(gloo: SelfTestResult) -> str:
     if not rates:
         return ""
     return (
-        f". Meanwhile communication.fallback=gloo runs the trainer's collectives on gloo, which carries "
+        f". Workaround: communication.fallback=gloo runs the trainer's collectives on gloo, which carries "
         f"{min(rates):,.0f} MB/s here"
     )

@@ -33,17 +33,17 @@ from lockstep.doctor.check.probe.probe_protocol import send_message as tell_prob
 
 
 def join_command(head: str, port: int, name: str) -> str:
-    """What starts a probe on a host; the token comes from the environment, or is asked for."""
+    """The command that starts a probe on a host; the token comes from the environment or a prompt."""
     where = f"[{head}]:{port}" if ":" in head else f"{head}:{port}"
     return f"lockstep check --join {where} --name {name}"
 
 
 class PrintedLauncher:
-    """Has people start the probes.
+    """Asks people to start the probes.
 
     Args:
-        say: shows a line to whoever started the check.
-        show_token: whether the token is said as well (not where it came from the environment).
+        say: shows a line to the person who started the check.
+        show_token: whether to show the token (not if it came from the environment).
     """
 
     def __init__(self, hosts: Sequence[str], say: Callable[[str], None], show_token: bool) -> None:
@@ -59,9 +59,9 @@ class PrintedLauncher:
 
     def start(self, head: str, port: int, token: str) -> None:
         for name in self._hosts:
-            self._say(f"on {name} run: {join_command(head, port, name)}")
+            self._say(f"on {name}, run: {join_command(head, port, name)}")
         if self._hosts and self._show_token:
-            self._say(f"it asks for this token (or finds it in {TOKEN_VARIABLE}): {token}")
+            self._say(f"it prompts for this token (or reads it from {TOKEN_VARIABLE}): {token}")
 
     def failed(self) -> Mapping[str, str]:
         return {}
@@ -71,7 +71,7 @@ class PrintedLauncher:
 
 
 class CombinedLauncher:
-    """Launchers of different kinds as one."""
+    """Combines launchers of different kinds."""
 
     def __init__(self, launchers: Sequence[ProbeLauncher]) -> None:
         self.parts = tuple(launchers)
@@ -99,9 +99,9 @@ class CombinedLauncher:
 T = TypeVar("T")
 
 NAMED_HOSTS_S = 5.0
-"""Who has not joined is named after so long, with all that can be found out about them by then."""
+"""Interval at which missing hosts are reported, with all that is known about them."""
 HOST_LOOKUP_S = 1.5
-"""Who has not joined by then is looked for, which takes up to 3.4 s: 2 s for the name, 0.7 s for each of two ports."""
+"""Delay before missing hosts are looked up, which takes up to 3.4 s: 2 s for the name, 0.7 s for each of two ports."""
 GREETING_S = 3.0
 PROBE_INFO_S = 6.0
 DIAL_BACK_S = 2.0
@@ -110,49 +110,49 @@ _parse_protocol_version = parser_of(ProtocolVersion)
 
 @dataclass(frozen=True, slots=True)
 class MissingHost:
-    """A host whose probe did not join."""
+    """A host of which the probe did not join."""
 
     name: str
     given: str
-    """The head's address that it was given."""
+    """The head's address that its probe was given."""
     failed: str = ""
-    """What the launcher knows of its probe."""
+    """Failure of its probe, according to the launcher."""
     resolves_to: tuple[str, ...] = ()
     there: str = ""
-    """Whether a host answers at its address: `probe_protocol`, `silent`, or an error; empty where it has no address."""
+    """How its address responds: `answers`, `silent`, or an error; empty without an address."""
     sought: bool = True
-    """Whether these two are known by now."""
+    """Whether name and response are known."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeRendezvous:
-    """Who came, who did not, and how they reach each other's first address."""
+    """Which hosts joined, which are missing, and whether the head can reach them."""
 
     head: str
-    """Its address, as it was given to all."""
+    """Address of the head that all probes were given."""
     port: int
     joined: dict[str, ProbeInfo]
     missing: tuple[MissingHost, ...]
     back: dict[str, str]
-    """By host, why the head could not dial the address that its probe has; empty where it could."""
+    """By host, why the head could not dial the address of its probe; empty if it could."""
     lost: dict[str, str]
-    """Hosts that joined and then did not answer, and why."""
+    """Hosts that joined and then did not answer, with the reason."""
     twice: tuple[str, ...]
-    """Names under which more than one probe came; the first counts."""
+    """Names under which several probes joined; the first one counts."""
     strangers: tuple[str, ...]
-    """Names under which probes came that nobody expects."""
+    """Names of unexpected probes."""
     took_s: float
     other: Mapping[str, str] = field(default_factory=dict)
-    """By host, why its probe was not taken: it speaks another protocol than this head."""
+    """By host, why its probe was refused: it has another protocol version."""
 
 
 class CheckHead:
-    """Listens for probes, on `address` alone.
+    """Listens for probes, on `address` only.
 
-    The port is bound when this is made and given to the probes afterwards, so that nobody else can take it in between.
+    The port is bound first and then announced, so that no other process can take it in between.
 
     Raises:
-        OSError: this host does not have `address`, or the port is taken.
+        OSError: this host does not have `address`, or no port is free.
     """
 
     def __init__(self, token: str, address: str, port: int = 0) -> None:
@@ -173,24 +173,24 @@ class CheckHead:
         bound_s: float = NAMED_HOSTS_S,
         ports: Sequence[int] = (),
         kernels: int = 3,
-        tell: Callable[[Sequence[MissingHost]], None] | None = None,
+        report: Callable[[Sequence[MissingHost]], None] | None = None,
         given: str | None = None,
     ) -> ProbeRendezvous:
-        """Starts the probes, and waits until all have joined or the bound.
+        """Starts the probes, and waits until all have joined or the time limit is reached.
 
         Args:
-            bound_s: how long to wait for all; more than the usual where people start the probes.
-            ports: that the run will use, which every probe binds.
-            kernels: how many ports of the kernel's own range every probe binds as well.
-            tell: is given those that are missing, after `NAMED_HOSTS_S` and every `NAMED_HOSTS_S` from then on.
-            given: the address that probes are given for the head, where it is another than the one it listens on.
+            bound_s: time limit for all to join; longer if people start the probes.
+            ports: of the run, which every probe binds.
+            kernels: number of ports from the kernel's range that every probe also binds.
+            report: called with the missing hosts after `NAMED_HOSTS_S`, and again after each further `NAMED_HOSTS_S`.
+            given: the head's address for the probes, if it is not the listening address.
         """
         began = time.monotonic()
         given = given or self.address
         launcher.start(given, self.port, self.token)
         expected = list(dict.fromkeys(launcher.hosts))
         search: MissingHostSearch | None = None
-        told = began
+        reported = began
         while (now := time.monotonic()) - began < bound_s:
             absent = self._absent(expected)
             if set(absent) <= set(launcher.failed()):
@@ -198,9 +198,9 @@ class CheckHead:
             self._take(0.1, expected)
             if search is None and now - began >= HOST_LOOKUP_S:
                 search = MissingHostSearch(absent, f"{given}:{self.port}", launcher.addresses)
-            if tell is not None and search is not None and now - told >= NAMED_HOSTS_S:
-                told = now
-                tell(search.found(self._absent(expected), launcher.failed()))
+            if report is not None and search is not None and now - reported >= NAMED_HOSTS_S:
+                reported = now
+                report(search.found(self._absent(expected), launcher.failed()))
         named_s = time.monotonic() - began
         absent = self._absent(expected)
         search = search or MissingHostSearch(absent, f"{given}:{self.port}", launcher.addresses)
@@ -219,14 +219,14 @@ class CheckHead:
         why: str,
         read: Callable[[str, ProbeMessage], T],
     ) -> tuple[dict[str, T], dict[str, str]]:
-        """What those probes answer, and why others did not; they are members no longer."""
+        """Answers of these probes, and reasons for missing answers; a probe without an answer is no longer a member."""
         answered, lost = request_all(self.members, orders, bound_s, why, read)
         for name in lost:
             _dismiss(self.members.pop(name), lost[name])
         return answered, lost
 
     def close(self) -> None:
-        """Has the probes leave."""
+        """Dismisses the probes."""
         for connection in [*self.members.values(), *(connection for connection, _ in self._entering)]:
             _dismiss(connection)
         self.members.clear()
@@ -245,7 +245,7 @@ class CheckHead:
         return [name for name in expected if name not in self.members and name not in self._other]
 
     def _take(self, seconds: float, expected: Sequence[str]) -> None:
-        """Whoever has proved to know the token says which protocol it speaks, and then is a member."""
+        """Accepts authenticated probes of the same protocol version as members."""
         connection = self._listener.accept(seconds)
         if connection is not None:
             self._entering.append((connection, time.monotonic() + GREETING_S))
@@ -258,7 +258,7 @@ class CheckHead:
                     continue
                 theirs = _parse_protocol_version(greeting or {})
             except WireError:
-                continue  # it has gone; who expects it finds it missing
+                continue  # disconnected; it is reported as missing
             except ValueError:
                 theirs = ProtocolVersion(0, "unknown")
             self._enter(connection, theirs, expected)
@@ -267,13 +267,13 @@ class CheckHead:
         name, why = connection.peer.name, ""
         if name not in expected:
             self._strangers.append(name)
-            why = f"this check expects no host {name}"
+            why = f"this check does not expect host {name}"
         elif name in self.members:
             self._twice.append(name)
-            why = f"a probe of {name} has joined before"
+            why = f"another probe of {name} has already joined"
         elif theirs.protocol != own_protocol_version().protocol:
-            self._other[name] = f"its probe is of {theirs}, and the head of {own_protocol_version()}"
-            why = f"the head is of {own_protocol_version()}, and this one of {theirs}"
+            self._other[name] = f"its probe runs {theirs}, the head runs {own_protocol_version()}"
+            why = f"the head runs {own_protocol_version()}, this probe runs {theirs}"
         if why:
             _dismiss(connection, why)
             return
@@ -284,17 +284,20 @@ class CheckHead:
     def _cards(self, ports: Sequence[int], kernels: int) -> tuple[dict[str, ProbeInfo], dict[str, str]]:
         order = {"do": "card", "ports": list(ports), "kernels": kernels}
         cards, lost = self.ask(
-            dict.fromkeys(self.members, order), PROBE_INFO_S, "what they see", probe_protocol.read_probe_info
+            dict.fromkeys(self.members, order),
+            PROBE_INFO_S,
+            "information about each host",
+            probe_protocol.read_probe_info,
         )
         return {name: replace(cards[name], came_from=self._came_from[name]) for name in sorted(cards)}, lost
 
     def _back(self, joined: Mapping[str, ProbeInfo]) -> dict[str, str]:
-        """Whether the address that each probe has can be dialled from here."""
+        """Checks whether the head can dial the address of each probe."""
         targets = []
-        for name, card in joined.items():
-            label, port = next(iter(card.ports.items()), ("", 0))
+        for name, info in joined.items():
+            label, port = next(iter(info.ports.items()), ("", 0))
             if port:
-                targets.append(peer_connections.PeerPort(name, card.address, port, label))
+                targets.append(peer_connections.PeerPort(name, info.address, port, label))
         found = (
             peer_connections.dial_all(targets, self.token, "head", DIAL_BACK_S, 2 * DIAL_BACK_S, 64) if targets else []
         )
@@ -302,11 +305,11 @@ class CheckHead:
 
 
 class MissingHostSearch:
-    """Looks for hosts that have not come, all at once and beside whatever else is done.
+    """Looks up missing hosts, all in parallel and in the background.
 
     Args:
         given: the head's address that they were given.
-        known: addresses of hosts whose names may lead nowhere.
+        known: addresses of hosts with names that may not resolve.
     """
 
     def __init__(self, absent: Sequence[str], given: str, known: Mapping[str, str]) -> None:
@@ -317,16 +320,18 @@ class MissingHostSearch:
             thread.start()
 
     def await_all(self) -> None:
-        """Until everything is known, within its bound."""
+        """Waits until all lookups are done, within a time limit."""
         for thread in self._threads:
             with contextlib.suppress(WaitTimeout, WireError):
-                waits.join(thread, waits_for="a missing host", why="is it there", timeout_s=4.0, notice_after_s=None)
+                waits.join(
+                    thread, waits_for="a missing host", why="whether it responds", timeout_s=4.0, notice_after_s=None
+                )
 
     def found(self, absent: Sequence[str], failed: Mapping[str, str]) -> tuple[MissingHost, ...]:
-        """What is known by now.
+        """The results so far.
 
         Args:
-            failed: what the launcher knows of their probes.
+            failed: failures of their probes, according to the launcher.
         """
         known = dict(self._found)
         return tuple(

@@ -16,25 +16,26 @@ _RAY_DOC = "https://docs.ray.io/en/latest/cluster/cli.html#ray-start"
 _UNUSABLE: Mapping[Reachability, tuple[Severity, str, str]] = {
     "unspecified": (
         "error",
-        "0.0.0.0 and :: mean every interface of the one who listens; who dials them reaches itself, so that every host "
-        "waits for a head that it takes itself to be",
+        "0.0.0.0 and :: stand for every interface of the listening host; a host that dials them reaches itself, so "
+        "that "
+        "every host waits for itself as the head",
         _RAY_DOC,
     ),
-    "loopback": ("error", "loopback never leaves a host: every other host dials itself and finds nobody there", ""),
-    "link-local": ("error", "a link-local address is not forwarded by any router, and needs a scope to be dialled", ""),
+    "loopback": ("error", "loopback never leaves a host: every other host dials itself and reaches nothing", ""),
+    "link-local": ("error", "routers do not forward a link-local address, and dialling it requires a scope", ""),
     "bridge": (
         "error", "it belongs to a bridge for the containers of that host, which no other host can reach", _BRIDGE_DOC,
     ),
-    "strange": ("warning", "no interface of that host has it: only what is translated on the way gets there", ""),
-    "doubtful": ("warning", "its interface joins containers and no card of that host, so others may not reach it", ""),
+    "strange": ("warning", "no interface of that host has it: it is only reachable if it is translated on the way", ""),
+    "doubtful": ("warning", "its interface connects containers and belongs to no card, so others may not reach it", ""),
     "container": (
         "warning",
-        "docker gives it to containers on its default network, and every host has the same: others reach a container "
-        "of their own, or nobody (--network=host gives a container its host's addresses)",
+        "docker assigns it on its default network, and every host has the same: others reach a container of their own "
+        "host, or none (--network=host gives a container its host's addresses)",
         _BRIDGE_DOC,
     ),
 }  # fmt: skip
-"""How bad an address is for others, why, and who says so."""
+"""Severity, reason and source for each kind of unusable address."""
 
 
 def judge_advertised_address(
@@ -46,30 +47,28 @@ def judge_advertised_address(
     interfaces: Sequence[HostInterface] = (),
     reached: bool = False,
 ) -> list[Finding]:
-    """Whether others can use an address that a head gives them.
+    """Judges whether others can use the address that a head announces.
 
     Args:
-        of: what it is the address of: `the head of the check`, `MASTER_ADDR`, `the Ray head`.
-        fix: the setting that gives another one.
-        interfaces: of the host; none where they are not known.
-        reached: another host has got there by it: then there is no doubt of it.
+        of: whose address it is: `the head of the check`, `MASTER_ADDR`, `the Ray head`.
+        fix: the setting that changes it.
+        interfaces: of the host; empty if not known.
+        reached: whether another host has reached it, which proves that it works.
     """
     reach = judge_address(address, interfaces).reach
     name = interface_with_address(interfaces, address)
-    seen = f"{of} is given to others as {address}" + (f" ({name})" if name else "")
+    seen = f"{of} is announced as {address}" + (f" ({name})" if name else "")
     severity, why, source = _UNUSABLE.get(reach, ("note", "", ""))
     if reached and severity == "warning":
         return []
     if reach == "unspecified" or (several and reach in _UNUSABLE):
         return [Finding("head-address", severity, host, seen, why, fix, source)]
     if not several or reach != "public":
-        return []  # a name: what it resolves to is looked at elsewhere
+        return []  # a name: its addresses are judged elsewhere
     private = next(
         (f"{own} on {which}" for which, own in reachable_addresses(interfaces) if not is_public_address(own)), ""
     )
-    why = (
-        "traffic to a public address may go through a gateway or be dropped by it, and a run's ports have no encryption"
-    )
+    why = "traffic to a public address may pass a gateway or be dropped by it, and a run's ports are not encrypted"
     return [
         Finding(
             "head-address", "warning" if private else "note", host, f"{seen}, which is a public address", why,
@@ -78,65 +77,66 @@ def judge_advertised_address(
     ]  # fmt: skip
 
 
-def judge_rendezvous(meeting: ProbeRendezvous) -> list[Finding]:
-    """All that a rendezvous showed, those that are missing first."""
-    many = len(meeting.joined) + len(meeting.missing) + len(meeting.lost) + len(meeting.other)
-    found = [_missing_finding(each, meeting, many) for each in meeting.missing]
+def judge_rendezvous(rendezvous: ProbeRendezvous) -> list[Finding]:
+    """Findings of a rendezvous, missing hosts first."""
+    many = len(rendezvous.joined) + len(rendezvous.missing) + len(rendezvous.lost) + len(rendezvous.other)
+    found = [_missing_finding(each, rendezvous, many) for each in rendezvous.missing]
     found += [
         Finding(
-            "rendezvous-version", "error", name, f"{name} was not taken: {why}",
-            "two versions of lockstep do not understand each other, neither in a check nor in a run",
+            "rendezvous-version", "error", name, f"{name} was refused: {why}",
+            "different versions of lockstep cannot work together, neither in a check nor in a run",
             "install the same version of lockstep on every host, then start its probe again",
         )
-        for name, why in meeting.other.items()
+        for name, why in rendezvous.other.items()
     ]  # fmt: skip
     found += [
         Finding(
             "rendezvous-lost", "error", name, f"its probe joined and was then lost: {why}",
-            "a host that is lost between joining and the first collective stops everybody",
-            "look for the end of the probe on that host (out of memory, a time limit), and at the link",
+            "a host that is lost between joining and the first collective blocks all others",
+            "check why the probe ended on that host (out of memory, a time limit), and the link",
         )
-        for name, why in meeting.lost.items()
+        for name, why in rendezvous.lost.items()
     ]  # fmt: skip
-    for name, card in meeting.joined.items():
-        found += _probe_findings(name, card, meeting, many > 1)
+    for name, info in rendezvous.joined.items():
+        found += _probe_findings(name, info, rendezvous, many > 1)
     found += [
         Finding(
-            "rendezvous-twice", "error", name, "more than one probe came under this name",
-            "two hosts with one name have one rank's place twice; of two launches, one is left over",
-            "give every host a name of its own, and end what is left of an earlier launch",
+            "rendezvous-twice", "error", name, "several probes joined under this name",
+            "two hosts with one name share a rank, or a probe of an earlier launch is still running",
+            "give every host its own name, and end leftover probes",
         )
-        for name in meeting.twice
+        for name in rendezvous.twice
     ]  # fmt: skip
     found += [
         Finding(
-            "rendezvous-stranger", "warning", name, "a probe came that was not asked for",
-            "it knows this check's token: a host too many was started", "name it with --hosts, or do not start it",
+            "rendezvous-stranger", "warning", name, "an unexpected probe joined",
+            "it has this check's token: one host too many was started", "add it to --hosts, or do not start it",
         )
-        for name in meeting.strangers
+        for name in rendezvous.strangers
     ]  # fmt: skip
-    found += judge_same_addresses(meeting.joined)
+    found += judge_same_addresses(rendezvous.joined)
     if not any(each.severity == "error" for each in found):
-        rows = ", ".join(f"{name} ({card.address})" for name, card in meeting.joined.items())
-        seen = f"{len(meeting.joined)} of {many} hosts joined within {meeting.took_s:.1f} s: {rows}"
+        rows = ", ".join(f"{name} ({info.address})" for name, info in rendezvous.joined.items())
+        seen = f"{len(rendezvous.joined)} of {many} hosts joined within {rendezvous.took_s:.1f} s: {rows}"
         found.insert(0, Finding("rendezvous", "ok", "", seen))
     return found
 
 
-def reached_from_outside(meeting: ProbeRendezvous) -> bool:
-    """Whether a host that is not the head's own has come by the address that it was given for the head."""
-    return any(card.came_from not in ("", meeting.head) for card in meeting.joined.values())
+def reached_from_outside(rendezvous: ProbeRendezvous) -> bool:
+    """Whether another host has joined through the announced address of the head."""
+    return any(info.came_from not in ("", rendezvous.head) for info in rendezvous.joined.values())
 
 
 def judge_same_addresses(joined: Mapping[str, ProbeInfo]) -> list[Finding]:
-    """Hosts that have the same address for others."""
+    """Reports hosts that announce the same address."""
     owners: dict[str, list[str]] = {}
-    for name, card in joined.items():
-        owners.setdefault(card.address, []).append(name)
+    for name, info in joined.items():
+        owners.setdefault(info.address, []).append(name)
     return [
         Finding(
             "rendezvous-address", "error", ", ".join(names), f"{' and '.join(names)} both have the address {address}",
-            "who dials it reaches only one of them", "give each the address by which the others reach it (--address)",
+            "a host that dials it reaches only one of "
+            "them", "give each an address that the others can reach (--address)",
         )
         for address, names in owners.items()
         if len(names) > 1 and len({joined[name].hostname for name in names}) > 1
@@ -144,118 +144,123 @@ def judge_same_addresses(joined: Mapping[str, ProbeInfo]) -> list[Finding]:
 
 
 def describe_missing(missing: MissingHost) -> str:
-    """Of a host that is not there yet, in one line: which address it was given, and what is known of the way there."""
+    """One line about a missing host: the head's address it was given, and whether the host responds."""
     where = ", ".join(missing.resolves_to[:2])
     if missing.failed:
         known = missing.failed
     elif not missing.sought:
-        known = "whether it is up is not known yet"
+        known = "cannot tell yet whether it is up"
     elif not missing.resolves_to:
         known = "its name does not resolve to an address here"
     elif missing.there == "answers":
-        known = f"{where} is up and answers from here, so its probe is not started, or its way to the head is closed"
+        known = f"{where} is up and responds, so its probe was not started or cannot reach the head"
     else:
-        known = f"{where} does not answer from here ({missing.there})"
-    return f"{missing.name} is not here yet. It was given {missing.given} for the head; {known}"
+        known = f"{where} does not respond ({missing.there})"
+    return f"{missing.name} has not joined yet. Head address: {missing.given}; {known}"
 
 
-def _missing_finding(missing: MissingHost, meeting: ProbeRendezvous, many: int) -> Finding:
-    joined = ", ".join(meeting.joined) or "nobody"
-    given = f"It was given {missing.given} for the head; joined: {joined}"
-    seen = f"{missing.name} did not join within {meeting.took_s:.1f} s ({len(meeting.joined)} of {many} did)"
+def _missing_finding(missing: MissingHost, rendezvous: ProbeRendezvous, many: int) -> Finding:
+    joined = ", ".join(rendezvous.joined) or "none"
+    given = f"Head address: {missing.given}; joined: {joined}"
+    seen = f"{missing.name} did not join within {rendezvous.took_s:.1f} s ({len(rendezvous.joined)} of {many} did)"
     if missing.failed:
         return Finding(
             "rendezvous-missing", "error", missing.name, f"{seen}: {missing.failed}. {given}",
-            "a rendezvous waits for everybody", _missing_fix(missing.failed, missing),
+            "a rendezvous waits for all hosts", _missing_fix(missing.failed, missing),
         )  # fmt: skip
     if not missing.resolves_to:
         return Finding(
             "rendezvous-missing", "error", missing.name,
             f"{seen}, and its name does not resolve to an address here. {given}",
-            "a host that cannot be found cannot be started or dialled",
-            f"check the name, add it to DNS or to the hosts file of every host, or start the probe on it by hand with "
+            "a host without an address cannot be started or dialled",
+            f"check the name, add it to DNS or to the hosts file of every host, or start its probe by hand with "
             f"`lockstep check --join {missing.given} --name {missing.name}`",
         )  # fmt: skip
     address = ", ".join(missing.resolves_to[:2])
     if missing.there == "answers":
         return Finding(
             "rendezvous-missing", "error", missing.name,
-            f"{seen}. The host itself ({address}) is up and answers from here; its probe does not. {given}",
-            "the probe was not started, or its way back to the head is closed",
-            f"on {missing.name} run `lockstep check --join {missing.given} --name {missing.name}`: it says within "
-            f"seconds whether it reaches the head. If not, open the head's port or give --address another address",
+            f"{seen}. The host itself ({address}) is up and responds; its probe does not. {given}",
+            "the probe was not started, or it cannot reach the head",
+            f"on {missing.name} run `lockstep check --join {missing.given} --name {missing.name}`: it reports within "
+            "seconds whether it reaches the head. If not, open the head's port or choose another address with "
+            "--address",
         )  # fmt: skip
     return Finding(
         "rendezvous-missing", "error", missing.name,
-        f"{seen}. Its address {address} does not answer from here either ({missing.there or 'not tried'}). {given}",
-        "the host is down, or nothing passes between it and this one",
-        f"check that {missing.name} is up, and the route and firewall between {meeting.head} and {address}",
+        f"{seen}. Its address {address} does not respond either ({missing.there or 'not tried'}). {given}",
+        "the host is down, or the network between it and this host is blocked",
+        f"check that {missing.name} is up, and the route and firewall between {rendezvous.head} and {address}",
     )  # fmt: skip
 
 
 def _missing_fix(failed: str, missing: MissingHost) -> str:
     if "cannot be reached" in failed:
         return (
-            f"the address given for the head does not lead there from {missing.name}: choose one that does with "
+            f"{missing.name} cannot reach the head at this address: choose another one with "
             "--address, or open its port in the firewall"
         )
     if "refuses" in failed:
         return "use the same token and the same version of lockstep on every host"
-    return f"mend what its probe said, then start it again on {missing.name}"
+    return f"fix the error that its probe reported, then start it again on {missing.name}"
 
 
-def _probe_findings(name: str, card: ProbeInfo, meeting: ProbeRendezvous, several: bool) -> list[Finding]:
+def _probe_findings(name: str, info: ProbeInfo, rendezvous: ProbeRendezvous, several: bool) -> list[Finding]:
     found = judge_advertised_address(
-        name, card.address, f"{name}", f"start its probe with --address and an address of {name} that others can "
-        "reach, and set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME there to that interface", several, card.interfaces,
-        reached_from_outside(meeting) if card.address == meeting.head else bool(card.ports) and name not in meeting.back,
+        name, info.address, f"{name}", f"start its probe with --address and an address of {name} that others can "
+        "reach, and set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME there to that interface", several, info.interfaces,
+        reached_from_outside(rendezvous) if info.address == rendezvous.head
+        else bool(info.ports) and name not in rendezvous.back,
     )  # fmt: skip
-    why = meeting.back.get(name, "")
+    why = rendezvous.back.get(name, "")
     if why:
         found.append(
             Finding(
                 "rendezvous-back", "error", name,
-                f"{name} ({card.address}) reached the head at {card.dialled}:{meeting.port}, and the head cannot "
+                f"{name} ({info.address}) reached the head at {info.dialled}:{rendezvous.port}, but the head cannot "
                 f"reach {name} back: {why}",
-                "store and collectives dial in both directions: this host joins, and then everybody waits for it",
-                f"open the ports of {name} for the other hosts, or give it the address that they reach (--address)",
+                "store and collectives dial in both directions: this host joins, and then all ranks wait for it",
+                f"open the ports of {name} for the other hosts, or set an address that they can reach (--address)",
             )
         )  # fmt: skip
-    if card.came_from and card.came_from != card.address and not _is_loopback(card.came_from):
+    if info.came_from and info.came_from != info.address and not _is_loopback(info.came_from):
         found.append(
             Finding(
                 "rendezvous-translated", "warning", name,
-                f"{name} knows itself as {card.address} and arrives as {card.came_from}",
-                "an address is translated or routed in between: peers that are told the one it knows cannot dial it",
-                "take a network on which hosts see each other's own addresses (for containers: host networking)",
+                f"{name} announces {info.address} but connects from {info.came_from}",
+                "an address is translated on the way: peers cannot dial the announced one",
+                "use a network in which hosts see each other's own addresses (for containers: host networking)",
             )
         )  # fmt: skip
-    loops = [each for each in card.resolves_to if _is_loopback(each)]
+    loops = [each for each in info.resolves_to if _is_loopback(each)]
     if loops and several:
         found.append(
             Finding(
                 "name-loopback", "warning", name,
-                f"its own name {card.hostname} resolves to {', '.join(loops)} there",
-                "what finds its own address by its name (gloo without GLOO_SOCKET_IFNAME, torchrun's rendezvous) tells "
-                "the others to dial themselves",
+                f"its own name {info.hostname} resolves to {', '.join(loops)} there",
+                "software that looks up its address by name (gloo without GLOO_SOCKET_IFNAME, torchrun's "
+                "rendezvous) makes "
+                "the others dial themselves",
                 f"remove the name from the 127.0.1.1 line of the hosts file on {name}, or set GLOO_SOCKET_IFNAME"
-                + (f"={card.interface}" if card.interface else ""),
+                + (f"={info.interface}" if info.interface else ""),
                 "https://docs.pytorch.org/docs/stable/distributed.html#choosing-the-network-interface-to-use",
             )
         )  # fmt: skip
-    for port, why_not in card.taken.items():
+    for port, why_not in info.taken.items():
         found.append(port_taken_finding(name, int(port), why_not))
     return found
 
 
 def port_taken_finding(host: str, port: int, why: str) -> Finding:
-    """A named port that could not be bound."""
+    """The finding for a named port that could not be bound."""
     return Finding(
         "port-taken", "error", host, f"port {port} cannot be bound on {host}: {why}",
-        "a rendezvous or server that is told to use it fails there, or two jobs meet in one store",
-        f"end what listens on it (`ss -ltnp 'sport = :{port}'`), or choose another; best is port 0, where the process "
-        "that listens takes a free one and tells it: a port that is looked for first and bound later can be lost in "
-        "between",
+        "a rendezvous or server on this port fails to start, or two jobs meet in one store",
+        f"end the process that listens on it (`ss -ltnp 'sport = :{port}'`), or choose another port; best is port "
+        "0: the "
+        "listening process then gets a free port and announces it, whereas a free port that is found first can be "
+        "taken "
+        "before it is bound",
     )  # fmt: skip
 
 
@@ -267,5 +272,5 @@ def _is_loopback(address: str) -> bool:
 
 
 def missing_names(found: Sequence[Finding]) -> list[str]:
-    """Hosts that are missing, for summaries."""
+    """Names of missing hosts."""
     return [each.host for each in found if each.id == "rendezvous-missing"]

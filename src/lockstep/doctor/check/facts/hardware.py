@@ -26,10 +26,10 @@ _KERNEL_EVENTS: tuple[tuple[str, re.Pattern[str]], ...] = (
 
 
 def gather_kernel_log(system: HostSystem, bound_s: float = KERNEL_LOG_TIMEOUT_S) -> KernelLog:
-    """Of the current start of this host: `dmesg`, else the journal.
+    """Events since boot, from `dmesg`, else from the journal.
 
     Raises:
-        Unavailable: neither may be read.
+        SourceUnavailable: neither is readable.
     """
     silent = []
     for command in (["dmesg"], ["journalctl", "--dmesg", "--boot", "--no-pager", "--quiet", "--output=short-iso"]):
@@ -40,12 +40,12 @@ def gather_kernel_log(system: HostSystem, bound_s: float = KERNEL_LOG_TIMEOUT_S)
             continue
         if ran.code == 0 and ran.out.strip():
             return KernelLog(list(kernel_events(ran.out.splitlines()[-MAX_KERNEL_LOG_LINES:])), command[0])
-        silent.append(f"{command[0]}: {(ran.err or ran.out or 'says nothing').strip().splitlines()[0][:120]}")
-    raise SourceUnavailable(f"{'; '.join(silent)} (as root it can be read, or with kernel.dmesg_restrict=0)")
+        silent.append(f"{command[0]}: {(ran.err or ran.out or 'no output').strip().splitlines()[0][:120]}")
+    raise SourceUnavailable(f"{'; '.join(silent)} (readable as root, or with kernel.dmesg_restrict=0)")
 
 
 def kernel_events(lines: Iterable[str]) -> Iterator[KernelEvent]:
-    """Those that matter, the same kind on the same device once, with how often and the last line."""
+    """Relevant events, one per kind and device, with their count and last line."""
     counts: Counter[tuple[str, int | None, str]] = Counter()
     last: dict[tuple[str, int | None, str], str] = {}
     for line in lines:
@@ -75,7 +75,7 @@ def gather_pci(system: HostSystem) -> PciBus:
     """GPUs, fast network cards and the bridges above them.
 
     Raises:
-        Unavailable: there is no PCI bus in sysfs.
+        SourceUnavailable: sysfs has no PCI bus.
     """
     folder = system.sys / "bus/pci/devices"
     if not folder.is_dir():
@@ -97,7 +97,7 @@ def gather_pci(system: HostSystem) -> PciBus:
 
 
 def pci_device_kind(code: int, vendor: int) -> str | None:
-    """`gpu`, `nic` or None, of the class code and the vendor."""
+    """`gpu`, `nic` or None, from class code and vendor."""
     if code >> 16 == _DISPLAY and vendor == NVIDIA:
         return "gpu"
     return "nic" if code >> 8 == _INFINIBAND or code >> 16 == _NETWORK else None
@@ -122,13 +122,13 @@ def _pci_device(path: Path, kind: str) -> PciDevice:
 
 
 def _link_width(path: Path) -> int | None:
-    """Lanes; 0 and 255 are written where there is no link."""
+    """Lanes; 0 and 255 mean no link."""
     lanes = read_int(path)
     return lanes if lanes is not None and 0 < lanes < 255 else None
 
 
 def _link_speed(path: Path) -> float | None:
-    """Of `16.0 GT/s PCIe`."""
+    """Parses `16.0 GT/s PCIe`."""
     words = (read_text(path) or "").split()
     try:
         return float(words[0]) if words else None
@@ -137,14 +137,14 @@ def _link_speed(path: Path) -> float | None:
 
 
 def pci_generation(speed_gts: float | None) -> int | None:
-    """The PCIe generation of a speed: 16 GT/s are the fourth."""
+    """PCIe generation of a speed: 16 GT/s is generation 4."""
     if speed_gts is None:
         return None
     return {2.5: 1, 5.0: 2, 8.0: 3, 16.0: 4, 32.0: 5, 64.0: 6}.get(speed_gts)
 
 
 def _config_space(path: Path) -> bytes:
-    """The configuration space: 4096 bytes for root, 64 for others."""
+    """The configuration space: 4096 bytes as root, else 64."""
     try:
         return (path / "config").read_bytes()
     except OSError:
@@ -152,7 +152,7 @@ def _config_space(path: Path) -> bytes:
 
 
 def acs_control(config: bytes) -> int | None:
-    """The ACS control register; None where the device has none, or the extended part could not be read."""
+    """The ACS control register; None if the device has none or the extended space is not readable."""
     for at, capability in _extended_capabilities(config):
         if capability == _ACS and at + 8 <= len(config):
             return int(struct.unpack_from("<H", config, at + 6)[0])
@@ -160,7 +160,7 @@ def acs_control(config: bytes) -> int | None:
 
 
 def _extended_capabilities(config: bytes) -> Iterator[tuple[int, int]]:
-    """Offset and id of each extended capability; a chain that goes in circles ends."""
+    """Offset and id of each extended capability; stops at a cycle."""
     at, seen = 0x100, set()
     while 0x100 <= at <= len(config) - 4 and at not in seen:
         seen.add(at)
@@ -175,16 +175,16 @@ PORT_COUNTERS = (
     "symbol_error", "link_error_recovery", "link_downed", "port_rcv_errors", "port_xmit_discards",
     "local_link_integrity_errors", "excessive_buffer_overrun_errors", "port_rcv_constraint_errors", "VL15_dropped",
 )  # fmt: skip
-"""Of a port: the link. Names of Documentation/ABI/stable/sysfs-class-infiniband of the kernel."""
+"""Counters of a port's link, as named in the kernel's Documentation/ABI/stable/sysfs-class-infiniband."""
 HARDWARE_COUNTERS = (
     "packet_seq_err", "local_ack_timeout_err", "rnr_nak_retry_err", "out_of_buffer", "implied_nak_seq_err",
     "req_cqe_error", "resp_cqe_error", "duplicate_request",
 )  # fmt: skip
-"""Of an mlx5 port: transport."""
+"""Transport counters of an mlx5 port."""
 
 
 def gather_rdma(system: HostSystem) -> RdmaAdapters:
-    """All ports of all adapters; none where there are none."""
+    """All ports of all adapters."""
     ports = [
         _rdma_port(device.name, port)
         for device in list_folder(system.sys / "class/infiniband")
@@ -219,7 +219,7 @@ def _rdma_port(device: str, folder: Path) -> RdmaPort:
 
 
 def _sysfs_state(path: Path) -> str:
-    """`ACTIVE` of `4: ACTIVE`."""
+    """Parses `4: ACTIVE`."""
     return (read_text(path) or "").rpartition(":")[2].strip()
 
 

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 T = TypeVar("T")
 
 MAX_TEXT = 400
-"""Letters of what somebody else says, at most, where it is shown."""
+"""Maximum number of characters of another host's text that are shown."""
 
 
 def _numeric(address: str) -> str:
@@ -18,7 +18,7 @@ def _numeric(address: str) -> str:
 
 
 NumericAddress = Annotated[str, AfterValidator(_numeric)]
-"""A number and no name, so that dialling it asks no name server."""
+"""A numeric address, so that dialling needs no name server."""
 PortNumber = Annotated[int, Field(gt=0, lt=1 << 16)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 ShortText = Annotated[str, Field(max_length=256)]
@@ -26,9 +26,9 @@ PortText = Annotated[str, Field(pattern=r"^[0-9]{1,5}$")]
 
 
 def parser_of(kind: type[T]) -> Callable[[Any], T]:
-    """What makes one of that type of data.
+    """Returns a function that parses data into this type and ignores unknown fields.
 
-    The function raises ValueError, with the first thing that is not as it should be.
+    The function raises ValueError with the first invalid field.
     """
     adapter = TypeAdapter(kind)
 
@@ -50,37 +50,36 @@ def _check_address(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class HostVersions:
-    """What is installed; None where it is not."""
+    """Installed versions; None if not installed."""
 
     packages: dict[str, str | None] = field(default_factory=dict)
     """By distribution: torch, transformers, vllm, ray, deepspeed, lockstep-rl and others; `python`, `cuda` (that torch
-    was built for), `nccl_choice` (the wheel's, else that of the system), `driver`, `driver_cuda` (newest CUDA of the
-    driver),
+    was built for), `nccl` (of the wheel, else of the system), `driver`, `driver_cuda` (newest CUDA of the driver),
     `kernel`."""
     unmet: list[str] = field(default_factory=list)
-    """Requirements of installed packages that what is installed does not meet: `vllm 0.20 needs torch==2.11, ...`."""
+    """Unmet requirements of installed packages: `vllm 0.20 needs torch==2.11, ...`."""
     twice: list[str] = field(default_factory=list)
-    """Of distributions that carry the same library, those that are there together."""
+    """Installed distributions that contain the same library."""
     compat: str = ""
-    """Folder of the library of CUDA's forward compatibility; empty where there is none."""
+    """Folder of CUDA's forward compatibility library; empty without one."""
     compat_asked: bool = False
-    """Whether LD_LIBRARY_PATH has that folder."""
+    """Whether LD_LIBRARY_PATH contains that folder."""
 
 
 @dataclass(frozen=True, slots=True)
 class GpuProcess:
-    """Somebody who holds memory of a GPU."""
+    """A process that uses memory of a GPU."""
 
     pid: int
     name: str
     memory_mib: int | None
     ours: bool = False
-    """Whether it is this process or one that started it."""
+    """Whether it is this process or one of its ancestors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One GPU as the driver tells it. Memory in MiB, temperatures in degrees Celsius."""
+    """One GPU as reported by the driver. Memory in MiB, temperatures in degrees Celsius."""
 
     index: int
     bus: str
@@ -95,16 +94,16 @@ class Gpu:
     persistence: bool | None = None
     temperature_c: int | None = None
     slowdown_c: int | None = None
-    """From which the GPU slows down."""
+    """Slowdown threshold."""
     throttled: list[str] = field(default_factory=list)
-    """Reasons that slow it down now, without idleness and the settings of its user."""
+    """Active reasons for reduced clocks, except idleness and user settings."""
     ecc: bool | None = None
     uncorrected: int = 0
     """Uncorrected errors since the driver was loaded."""
     remap_pending: bool = False
     remap_failed: bool = False
     fabric: str = ""
-    """State of its registration with the NVSwitch fabric; empty where there is none."""
+    """State of its registration with the NVSwitch fabric; empty without a fabric."""
     pcie_width: int | None = None
     pcie_width_max: int | None = None
     pcie_gen: int | None = None
@@ -112,22 +111,22 @@ class Gpu:
     replays: int | None = None
     links_up: int | None = None
     links_down: int | None = None
-    """NVLinks; None where it has none or they were not asked for."""
+    """NVLinks; None if it has none or they were not queried."""
     processes: list[GpuProcess] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class GpuTopology:
-    """How devices reach each other."""
+    """How devices are connected."""
 
     names: list[str] = field(default_factory=list)
     """GPU0, GPU1, ..., then NICs."""
     paths: list[list[str]] = field(default_factory=list)
-    """For each, to each: X, NV4, PIX, PXB, PHB, NODE, SYS."""
+    """Path type from each to each: X, NV4, PIX, PXB, PHB, NODE, SYS."""
     numa: dict[str, str] = field(default_factory=dict)
-    """By GPU, its NUMA node."""
+    """NUMA node by GPU."""
     nics: dict[str, str] = field(default_factory=dict)
-    """By NIC0, NIC1, ... the device's name, such as mlx5_0."""
+    """Device name, such as mlx5_0, by NIC0, NIC1, ..."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,11 +141,11 @@ class PciDevice:
     speed_gts: float | None = None
     speed_max_gts: float | None = None
     slot_width: int | None = None
-    """The most that the port above it can do; None where there is none."""
+    """Maximum of the port above it; None without one."""
     slot_speed_gts: float | None = None
     numa: int | None = None
     iommu: str = ""
-    """Type of its IOMMU group: `identity`, `DMA`, `DMA-FQ`; empty where there is none."""
+    """Type of its IOMMU group: `identity`, `DMA`, `DMA-FQ`; empty without one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,9 +154,9 @@ class PciBus:
 
     devices: list[PciDevice] = field(default_factory=list)
     redirecting: list[str] = field(default_factory=list)
-    """Bridges whose access control (ACS) sends peer-to-peer traffic up to the root complex."""
+    """Bridges whose access control (ACS) redirects peer-to-peer traffic to the root complex."""
     acs_known: bool = False
-    """Whether their configuration could be read; that takes root."""
+    """Whether the bridges' configuration was readable; that requires root."""
     iommu: bool = False
     virtual: bool = False
     """Whether this is a virtual machine."""
@@ -174,35 +173,35 @@ class RdmaPort:
     layer: str
     rate_gbps: float | None = None
     errors: dict[str, int] = field(default_factory=dict)
-    """Counters that are not 0."""
+    """Non-zero counters."""
     netdev: str = ""
     board: str = ""
-    """Which kind of card it is of: its board id; empty where the driver tells none."""
+    """Board id, which identifies the model of the card; empty if the driver does not report it."""
     routable_gid: bool | None = None
-    """Of RoCE, whether a RoCE v2 GID with an IPv4 or global IPv6 address is there."""
+    """For RoCE: whether it has a RoCE v2 GID with an IPv4 or global IPv6 address."""
 
 
 @dataclass(frozen=True, slots=True)
 class RdmaAdapters:
-    """Remote direct memory access."""
+    """InfiniBand and RoCE adapters."""
 
     ports: list[RdmaPort] = field(default_factory=list)
     peer_memory: bool = False
     """Whether nvidia_peermem (or nv_peer_mem) is loaded."""
     open_driver: bool = False
-    """Whether NVIDIA's driver is of the open kind, which registers GPU memory by dma-buf."""
+    """Whether NVIDIA's open kernel module is loaded, which registers GPU memory by dma-buf."""
     device_files: bool = False
-    """Whether /dev/infiniband is there: in a container it has to be given."""
+    """Whether /dev/infiniband exists; a container must be given it."""
     hca: str = ""
-    """NCCL_IB_HCA, which says what of it NCCL takes."""
+    """Value of NCCL_IB_HCA, which selects the ports that NCCL uses."""
 
 
 @dataclass(frozen=True, slots=True)
 class KernelEvent:
-    """A line of the kernel's log that matters."""
+    """A relevant line of the kernel log."""
 
     kind: str
-    """`xid`, `sxid`, `host_memory`, `pcie`, `oom`, `nic`, `hung`."""
+    """`xid`, `sxid`, `bus`, `driver`, `oom`, `memory`, `pcie`, `nic`, `hung`."""
     text: str
     code: int | None = None
     device: str = ""
@@ -211,7 +210,7 @@ class KernelEvent:
 
 @dataclass(frozen=True, slots=True)
 class KernelLog:
-    """What the kernel's log says since the host started."""
+    """Relevant lines of the kernel log since boot."""
 
     events: list[KernelEvent] = field(default_factory=list)
     said_by: str = ""
@@ -219,20 +218,20 @@ class KernelLog:
 
 @dataclass(frozen=True, slots=True)
 class ShmSpace:
-    """/dev/shm. Bytes."""
+    """Space in /dev/shm, in bytes."""
 
     total: int
     free: int
     kind: str = "tmpfs"
     noexec: bool = False
     stale: int = 0
-    """Bytes of segments of NCCL, torch, vLLM and Ray that no process has open."""
+    """Bytes in segments of NCCL, torch, vLLM and Ray that no process has open."""
     stale_names: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class ResourceLimits:
-    """What the kernel allows this process. None is no limit."""
+    """Resource limits of this process. None means unlimited."""
 
     shm: ShmSpace | None = None
     memlock: int | None = None
@@ -244,20 +243,20 @@ class ResourceLimits:
     pids_used: int | None = None
     memory_limit: int | None = None
     memory_used: int | None = None
-    """Of the control group, without what the page cache could give back."""
+    """Memory used by the control group, without reclaimable page cache."""
     memory_host: int = 0
     swap: int = 0
     map_count: int | None = None
     cgroup: str = ""
-    """`v1`, `v2` or nothing."""
+    """`v1`, `v2` or empty."""
     cpus: float | None = None
-    """How many CPUs' time it may use."""
+    """CPU time limit, in CPUs."""
     cpus_host: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class DiskSpace:
-    """A folder that a run writes to. Bytes, seconds."""
+    """Space and write speed of a folder that a run writes to, in bytes and seconds."""
 
     path: str
     purpose: str
@@ -269,30 +268,30 @@ class DiskSpace:
     written: int = 0
     took_s: float = 0.0
     problem: str = ""
-    """Why nothing could be written."""
+    """Why writing failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClockSync:
-    """This host's time."""
+    """Clock synchronisation of this host."""
 
     synchronised: bool | None = None
     offset_s: float | None = None
-    """Against its time servers."""
+    """Offset to its time servers."""
     said_by: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class NameResolution:
-    """Name resolution, both ways."""
+    """Forward and reverse name resolution."""
 
     host: str
     addresses: list[str] = field(default_factory=list)
-    """Of the own name, in the resolver's order."""
+    """Addresses of the host's own name, in the resolver's order."""
     names: dict[str, str] = field(default_factory=dict)
-    """By address, the name that it has; empty where it has none."""
+    """Name by address; empty if it has none."""
     asked: dict[str, list[str]] = field(default_factory=dict)
-    """Addresses of other names that the run uses; none where a name is unknown."""
+    """Addresses of other names that the run uses; empty if a name is unknown."""
     seconds: float = 0.0
     problem: str = ""
 
@@ -303,65 +302,65 @@ class HostInterface:
 
     name: str
     addresses: list[Annotated[str, AfterValidator(_check_address)]] = field(default_factory=list)
-    """IPv4 before IPv6, as `getifaddrs` gives them, each with its prefix length: `10.0.0.5/24`."""
+    """IPv4 before IPv6, in the order of `getifaddrs`, with prefix length: `10.0.0.5/24`."""
     up: bool = True
     running: bool = True
-    """Up, and with a carrier."""
+    """Up, with a carrier."""
     kind: str = "physical"
-    """`loopback`, `bridge`, `virtual` (on no card of this host), `wireless`, `infiniband`, `physical`."""
+    """`loopback`, `bridge`, `virtual` (not backed by a card), `wireless`, `infiniband`, `physical`."""
     carries_host: bool = True
-    """Whether it is a card of the host or stands on one: a bridge with one among its ports, a bond, a VLAN. Then its
-    address is the host's own."""
+    """Whether it is a card of the host or backed by one (a bridge with a card among its ports, a bond, a VLAN), so
+    that its address belongs to the host."""
     mtu: int = 0
     speed_mbps: int = 0
 
     @property
     def plain(self) -> list[str]:
-        """Its addresses without their prefix lengths."""
+        """Its addresses without prefix lengths."""
         return [address.partition("/")[0] for address in self.addresses]
 
 
 @dataclass(frozen=True, slots=True)
 class HostNetwork:
-    """By which addresses this host could be known."""
+    """Interfaces and routes of this host."""
 
     interfaces: list[HostInterface] = field(default_factory=list)
     route_v4: str = ""
-    """Own address on the way to the internet; empty where there is no way."""
+    """Own address on the route to the internet; empty without a route."""
     route_v6: str = ""
     environ: dict[str, str] = field(default_factory=dict)
-    """The variables that choose an interface or address."""
+    """Variables that select an interface or address."""
 
 
 @dataclass(frozen=True, slots=True)
 class RayToken:
-    """What Ray would go by to decide whether its cluster asks for a token."""
+    """What decides whether a Ray cluster started here requires a token."""
 
     mode: str = ""
     """RAY_AUTH_MODE."""
     where: str = ""
-    """What holds a token: the name of a variable or file; empty where nothing does."""
+    """Name of the variable or file with a token; empty without one."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedPort:
-    """A port that something of the run would listen on here."""
+    """A port on this host that a part of the run will listen on."""
 
     port: int
     purpose: str
     taken_by: str | None = None
-    """`python3 (pid 4711)`, or `a process that cannot be seen from here`; None where it is free."""
+    """`python3 (pid 4711)`, or `a process that cannot be seen from here`; None if the port is free."""
     fleeting: bool = False
-    """Whether the kernel hands it out to connections (net.ipv4.ip_local_port_range)."""
+    """Whether the kernel may assign it to a connection (net.ipv4.ip_local_port_range)."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostFacts:
-    """Everything; None where it could not be found out, and then `unchecked` says why."""
+    """All facts about a host; a fact that could not be gathered is None, with the reason in `unchecked`."""
 
     host: str
     at: float = 0.0
-    """When, in seconds since 1970 by the host's own clock."""
+    """Time of gathering, in seconds since 1970 by the host's clock."""
     versions: HostVersions | None = None
     gpus: list[Gpu] | None = None
     topology: GpuTopology | None = None
@@ -376,13 +375,13 @@ class HostFacts:
     ports: list[PlannedPort] | None = None
     ray_token: RayToken | None = None
     unchecked: dict[str, str] = field(default_factory=dict)
-    """By the name of the part, why it is not known."""
+    """By part, why it is not known."""
     faults: dict[str, str] = field(default_factory=dict)
-    """By the name of the part, what says itself that it is not well."""
+    """By part, the error that it reports about itself."""
     seconds: dict[str, float] = field(default_factory=dict)
 
     def json(self) -> dict[str, Any]:
-        """As plain data."""
+        """Returns plain data."""
         return asdict(self)
 
 
@@ -390,24 +389,25 @@ _parse_facts = parser_of(HostFacts)
 
 
 def host_facts_from_json(data: object) -> HostFacts:
-    """What `json()` gave, perhaps on another host and by another version: what is not known is left out.
+    """Parses the output of `json()`, perhaps from another host and version: unknown fields are ignored.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: the data is invalid.
     """
     return _parse_facts(data)
 
 
 def interface_addresses(interfaces: Sequence[HostInterface]) -> Iterator[tuple[str, str]]:
+    """Name and address of every address of every interface."""
     for each in interfaces:
         for address in each.addresses:
             yield each.name, str(ipaddress.ip_interface(address).ip)
 
 
 def interface_with_address(interfaces: Sequence[HostInterface], address: str) -> str:
-    """The interface that has the address; empty where none has it, or it is none."""
+    """Name of the interface that has this address; empty if none has it or it is invalid."""
     try:
-        wanted = ipaddress.ip_address(address)
+        parsed = ipaddress.ip_address(address)
     except ValueError:
         return ""
-    return next((name for name, own in interface_addresses(interfaces) if ipaddress.ip_address(own) == wanted), "")
+    return next((name for name, own in interface_addresses(interfaces) if ipaddress.ip_address(own) == parsed), "")

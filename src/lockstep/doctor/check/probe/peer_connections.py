@@ -24,9 +24,9 @@ from lockstep.doctor.check.probe.round_robin import peers_in_order, ports_of_pai
 
 PINGS = 3
 KERNEL_PORT_PREFIX = "kernel-"
-"""Beginning of the labels of ports that are of the kernel's range."""
+"""Label prefix of ports in the kernel's range."""
 CHUNK_BYTES = 1 << 20
-"""Bytes of a frame while bandwidth is measured."""
+"""Bytes of a frame in bandwidth measurements."""
 _ANSWER_S = 30.0
 _PORT_RANGE_FILE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _DEFAULT_PORT_RANGE = 32768, 60999
@@ -35,7 +35,7 @@ _ATTEMPTS = 16
 
 @dataclass(frozen=True, slots=True)
 class PeerPort:
-    """One port of a peer."""
+    """A port of a peer."""
 
     peer: str
     address: str
@@ -46,11 +46,11 @@ class PeerPort:
 class PeerListener:
     """Listens on ports of one address for peers of the same check, and answers them in threads.
 
-    The sockets are bound here and stay bound: a port that was seen free and is bound later can be lost in between.
+    The sockets are bound once and stay bound: a port that is found free first could be taken before it is bound.
 
     Args:
         named: ports that a run will use.
-        kernels: how many more, spread over the range from which the kernel gives ports to whoever asks for any.
+        kernels: number of additional ports, spread over the kernel's range for ephemeral ports.
     """
 
     def __init__(self, token: str, name: str, address: str, named: Sequence[int], kernels: int) -> None:
@@ -103,7 +103,7 @@ class PeerListener:
 
 
 def port_range() -> tuple[int, int]:
-    """From which this host's kernel takes ports for those that ask for any."""
+    """The range from which this host's kernel assigns ephemeral ports."""
     try:
         low, high = (int(word) for word in _PORT_RANGE_FILE.read_text().split())
     except (OSError, ValueError):
@@ -112,7 +112,7 @@ def port_range() -> tuple[int, int]:
 
 
 def _answer_peer(connection: Connection) -> None:
-    """Small frames go back as they are, large ones are counted; `end` is answered by the count."""
+    """Echoes small frames and counts large ones; answers `end` with the count."""
     received = 0
     with connection, contextlib.suppress(WireError):
         while (frame := connection.recv(_ANSWER_S)) is not None:
@@ -125,7 +125,7 @@ def _answer_peer(connection: Connection) -> None:
 
 
 def dial(target: PeerPort, token: str, name: str, dial_s: float) -> DialResult:
-    """Connects, proves both sides, and sends some small frames there and back."""
+    """Connects, authenticates both sides, and exchanges some small frames."""
     try:
         with _connect(target, token, name, dial_s) as connection:
             best = min(_ping(connection, dial_s) for _ in range(PINGS))
@@ -167,8 +167,8 @@ def _dial_failure(error: OSError) -> tuple[str, str]:
 def dial_all(
     targets: Sequence[PeerPort], token: str, name: str, dial_s: float, bound_s: float, lanes: int
 ) -> list[DialResult]:
-    """Dials all, in their order, `lanes` of them at once, so that one that hangs delays no other. Those that hung are
-    tried once more in the time that is left. What is not known at the bound is said to be so."""
+    """Dials all targets in order, `lanes` of them at once, so that one that hangs does not delay the others. Dials that
+    hung are repeated in the remaining time; those without a result at the time limit are reported as such."""
     until = time.monotonic() + bound_s
     pool = ThreadPoolExecutor(lanes, thread_name_prefix="dial")
     try:
@@ -197,7 +197,7 @@ def _finished_dials(pending: Sequence[tuple[PeerPort, "Future[DialResult]"]], un
 
 
 def measure_rate(target: PeerPort, token: str, name: str, seconds: float, dial_s: float) -> dict[str, object]:
-    """Megabytes per second (1e6 bytes) that the peer received on one connection; `why` where it could not be told."""
+    """Megabytes per second (1e6 bytes) that the peer received on one connection; `why` if it is not known."""
     payload = bytes(CHUNK_BYTES)
     try:
         with _connect(target, token, name, dial_s) as connection:
@@ -215,12 +215,13 @@ def measure_rate(target: PeerPort, token: str, name: str, seconds: float, dial_s
     except ValueError:
         received = -1
     if received < 0:
-        return {"why": "the peer did not say what it received"}
+        return {"why": "the peer did not report what it received"}
     return {"mb_per_s": round(received / took / 1e6, 1)}
 
 
 def dial_results_json(found: Sequence[DialResult], names: Sequence[str]) -> dict[str, object]:
-    """For the head, short: `ms`, the round trip to each host in the order of `names` (0: not reached), and `failed`."""
+    """Compact form for the head: `ms`, the round trip to each host in the order of `names` (0: not reached), and
+    `failed`."""
     best: dict[str, float] = {}
     for one in found:
         if not one.why:
@@ -229,11 +230,11 @@ def dial_results_json(found: Sequence[DialResult], names: Sequence[str]) -> dict
 
 
 def ports_to_dial_on(hosts: Sequence[tuple[str, str, Mapping[str, int]]], number: int) -> list[PeerPort]:
-    """What a host dials, in the order of the tournament.
+    """The ports that a host dials, in the order of the schedule.
 
     Args:
-        hosts: name, address and ports by label of all.
-        number: of the one that dials.
+        hosts: name, address and ports by label of all hosts.
+        number: index of the dialling host.
     """
     found = []
     for other in peers_in_order(len(hosts), number):
@@ -246,28 +247,30 @@ def ports_to_dial_on(hosts: Sequence[tuple[str, str, Mapping[str, int]]], number
 
 
 def host_responds(address: str, ports: Sequence[int] = (22, 1), bound_s: float = 1.0) -> str:
-    """Whether a host without a probe is there at all: `answers` (it accepts or refuses), `silent`, or the error."""
-    said = "silent"
+    """Whether a host without a probe responds: `answers` (it accepts or refuses), `silent`, or the error."""
+    result = "silent"
     for port in ports:
         try:
             code = _connect_errno(address, port, bound_s)
         except (OSError, WaitTimeout) as error:
-            said = "silent" if isinstance(error, TimeoutError) else error.strerror or str(error)
+            result = "silent" if isinstance(error, TimeoutError) else error.strerror or str(error)
             continue
         if code in (0, errno.ECONNREFUSED):
             return "answers"
         if code in (errno.EHOSTUNREACH, errno.ENETUNREACH):
-            said = "no route to it"
-    return said
+            result = "no route to it"
+    return result
 
 
 def _connect_errno(address: str, port: int, bound_s: float) -> int:
-    """The error code of a connect, 0 where something listens there."""
+    """The error code of a connect, 0 if something listens there."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with contextlib.closing(socket.socket(family, socket.SOCK_STREAM)) as trial:
         trial.setblocking(False)
         code = trial.connect_ex((address, port))
         if code != errno.EINPROGRESS:
             return code
-        waits.writable(trial, waits_for=address, why="is there a host", timeout_s=bound_s, notice_after_s=None)
+        waits.writable(
+            trial, waits_for=address, why="whether the host responds", timeout_s=bound_s, notice_after_s=None
+        )
         return trial.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)

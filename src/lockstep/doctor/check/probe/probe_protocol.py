@@ -31,98 +31,98 @@ from lockstep.doctor.check.facts.host_facts import (
 )
 
 TOKEN_VARIABLE = "LOCKSTEP_CHECK_TOKEN"
-"""Where a probe finds the token: never in its arguments, which every user of its host can read."""
+"""Variable with a probe's token: its arguments would be visible to every user of its host."""
 CHECK_RUN = "check"
 PROTOCOL_VERSION = 1
-"""One more with every change of what is said after the greeting."""
+"""Incremented with every change of the messages after the greeting."""
 MAX_MESSAGE_BYTES = 16 << 20
-"""Bytes of a message: a table of a thousand hosts has some hundred kilobytes."""
+"""Maximum bytes of a message: a table of a thousand hosts has some hundred kilobytes."""
 
 ProbeMessage = dict[str, Any]
 T = TypeVar("T")
 
 
 class ProbeLauncher(Protocol):
-    """Starts one probe per host, where the check itself is not."""
+    """Starts one probe per host."""
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """Names of all hosts that are to have one."""
+        """Names of all hosts that get a probe."""
 
     @property
     def addresses(self) -> Mapping[str, str]:
-        """Of hosts, where the launcher knows them and their names may lead nowhere."""
+        """Known addresses of hosts with names that may not resolve."""
 
     def start(self, head: str, port: int, token: str) -> None:
-        """Has every host start `lockstep check --join HEAD:PORT --name HOST`, with the token in its environment.
+        """Makes every host start `lockstep check --join HEAD:PORT --name HOST`, with the token in its environment.
         Returns at once."""
 
     def failed(self) -> Mapping[str, str]:
-        """By host, why its probe could not be started or has ended, in the probe's own last words where it has any."""
+        """By host, why its probe could not be started or has ended, in the probe's own words if available."""
 
     def stop(self) -> None:
-        """Ends what is left of them. Idempotent."""
+        """Ends the remaining probes. Idempotent."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeInfo:
-    """What a probe says of its host when it joins."""
+    """What a probe reports about its host when it joins."""
 
     name: ShortText
-    """As the launcher or the person who started it calls the host."""
+    """Name of the host according to the launcher or the person who started the probe."""
     hostname: ShortText
     address: NumericAddress
-    """Of its end of the connection with the head, or the one it was told to use: by this, others are to reach it."""
+    """Its address in the connection with the head, or a given one: by this address others reach it."""
     came_from: ShortText = ""
-    """Of the same end as the head sees it; another one where something between translates addresses."""
+    """Its address in the same connection as seen by the head; different if an address is translated on the way."""
     dialled: ShortText = ""
-    """The head's address as it was given to the probe."""
+    """The head's address as given to the probe."""
     interfaces: tuple[HostInterface, ...] = ()
     resolves_to: tuple[ShortText, ...] = ()
-    """What its own name resolves to there."""
+    """Addresses to which the host's own name resolves there."""
     ports: Mapping[ShortText, PortNumber] = field(default_factory=dict)
-    """On which it listens for its peers, by what was asked for: `29500`, or `kernel-0`, .. of the kernel's range."""
+    """Ports on which it listens for peers, by label: `29500`, or `kernel-0`, .. for ports of the kernel's range."""
     taken: Mapping[PortText, str] = field(default_factory=dict)
-    """Of the named ports, those that it could not have, and why."""
+    """Named ports that it could not bind, with the reason."""
 
     @property
     def interface(self) -> str:
-        """Name of the interface that has its address, empty where none has."""
+        """Name of the interface with its address; empty if none has it."""
         return interface_with_address(self.interfaces, self.address)
 
 
 @dataclass(frozen=True, slots=True)
 class ProtocolVersion:
-    """What a probe says of itself before anything else."""
+    """First message of a probe."""
 
     protocol: int
     lockstep: str
-    """The version of the package."""
+    """Version of the package."""
 
     def __str__(self) -> str:
         return f"lockstep {self.lockstep[:40]} (protocol {str(self.protocol)[:20]})"
 
 
 def own_protocol_version() -> ProtocolVersion:
-    """Of this process."""
+    """The protocol version of this process."""
     return ProtocolVersion(PROTOCOL_VERSION, __version__)
 
 
 def new_token() -> str:
-    """Some words' worth of randomness, short enough to be typed."""
+    """A random token, short enough to be typed."""
     return secrets.token_hex(16)
 
 
 def send_message(connection: Connection, message: Mapping[str, Any], timeout_s: float = 5.0) -> None:
-    """Raises WireError."""
+    """Sends a message. Raises WireError."""
     connection.send(json.dumps(message).encode(), timeout_s=timeout_s)
 
 
 def receive_message(connection: Connection, timeout_s: float) -> ProbeMessage | None:
-    """The next message, None where there is none in time.
+    """The next message; None if none arrives in time.
 
     Raises:
-        WireError: the connection is gone, or what came is no message.
+        WireError: the connection is lost, or the message is invalid.
     """
     frame = connection.recv(timeout_s)
     if frame is None:
@@ -134,7 +134,7 @@ def receive_message(connection: Connection, timeout_s: float) -> ProbeMessage | 
     if isinstance(message, dict):
         return message
     connection.close()
-    raise WireError(connection.peer.name, "it sent what is no message")
+    raise WireError(connection.peer.name, "it sent an invalid message")
 
 
 def request_all(
@@ -144,10 +144,10 @@ def request_all(
     why: str,
     read: Callable[[str, ProbeMessage], T],
 ) -> tuple[dict[str, T], dict[str, str]]:
-    """Sends each its order and waits for all answers at once: those that came, and why others did not.
+    """Sends an order to each connection and waits for all answers in parallel; returns answers and reasons of failures.
 
     Args:
-        read: what an answer of that name is, or ValueError. An answer with `error` says why there is none.
+        read: parses the answer of a name or raises ValueError. An answer with `error` reports a failure.
     """
     answers: dict[str, T] = {}
     lost: dict[str, str] = {}
@@ -185,57 +185,57 @@ def request_all(
 def _parse_answer(name: str, answer: ProbeMessage, read: Callable[[str, ProbeMessage], T]) -> T:
     unable = answer.get("error")
     if isinstance(unable, str):
-        raise ValueError(f"it could not: {unable[:MAX_TEXT]}")
+        raise ValueError(f"it failed: {unable[:MAX_TEXT]}")
     try:
         return read(name, answer)
     except ValueError as error:
-        raise ValueError(f"what it says is not understood: {error}") from None
+        raise ValueError(f"its answer is invalid: {error}") from None
 
 
 @dataclass(frozen=True, slots=True)
 class DialResult:
-    """What became of one dial."""
+    """Result of one dial."""
 
     peer: str
     label: str
     port: int
     rtt_ms: float = 0.0
-    """The shortest of some small frames there and back; 0 where it was not reached."""
+    """Shortest round trip of some small frames; 0 if not reached."""
     why: str = ""
-    """Empty where it was reached."""
+    """Empty if reached."""
     kind: str = ""
-    """`refused`, `silent`, `no_route`, `stranger` (something else listens there) or `broke`; empty where reached."""
+    """`refused`, `silent`, `no_route`, `stranger` (something else listens there) or `broke`; empty if reached."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReachAnswer:
-    """Whom a host reaches."""
+    """Answer to `reach`: the peers that a host reaches."""
 
     ms: list[NonNegative]
-    """The round trip to each host of the table; 0 where it is not reached."""
+    """Round trip to each host of the table; 0 if not reached."""
     failed: list[DialResult]
 
 
 @dataclass(frozen=True, slots=True)
 class RateAnswer:
-    """How much goes to one peer."""
+    """Answer to `rate`: bandwidth to one peer."""
 
     mb_per_s: NonNegative | None = None
     why: str = ""
-    """Where that is not known."""
+    """Reason for a missing result."""
 
 
 @dataclass(frozen=True, slots=True)
 class StartRanksAnswer:
-    """Ranks of the self-test."""
+    """Answer to `ranks`, `start`."""
 
     port: Annotated[int, Field(ge=-1, lt=1 << 16)] = 0
-    """Of the store, where the host serves it; -1 where it could not."""
+    """Port of the store if the host serves it; -1 if it failed to start."""
 
 
 @dataclass(frozen=True, slots=True)
 class SelfTestLine:
-    """Something that a rank of the self-test says: where it is, why it failed, or a measurement."""
+    """A line of a self-test rank: its progress, its error, or a measurement."""
 
     rank: int = -1
     at: str | None = None
@@ -250,7 +250,7 @@ class SelfTestLine:
 
 @dataclass(frozen=True, slots=True)
 class AwaitRanksAnswer:
-    """What the ranks of a host said."""
+    """Answer to `ranks`, `results`: the lines of all ranks of a host."""
 
     lines: list[SelfTestLine] = field(default_factory=list)
     ended: int | None = None
@@ -258,22 +258,23 @@ class AwaitRanksAnswer:
 
     @property
     def last(self) -> str:
-        """The last line of what was printed besides."""
+        """The last line of the other output."""
         return next(reversed(self.errors.strip().splitlines()), "")[:MAX_TEXT]
 
 
 _parse_probe_info, _parse_reach_answer, _parse_rate_answer, _parse_start_ranks_answer, _parse_await_ranks_answer = (
-    parser_of(ProbeInfo), parser_of(ReachAnswer), parser_of(RateAnswer), parser_of(StartRanksAnswer), parser_of(AwaitRanksAnswer),
+    parser_of(ProbeInfo), parser_of(ReachAnswer), parser_of(RateAnswer), parser_of(StartRanksAnswer),
+    parser_of(AwaitRanksAnswer),
 )  # fmt: skip
 
 
 def read_probe_info(name: str, answer: ProbeMessage) -> ProbeInfo:
-    """Of `read_probe_info`."""
+    """Parses the answer to `card`."""
     return replace(_parse_probe_info(answer), name=name)
 
 
 def reach_answer_reader(hosts: Sequence[str]) -> Callable[[str, ProbeMessage], ReachAnswer]:
-    """Of `dial_all`, for a table of these hosts."""
+    """Returns a parser of answers to `reach` for a table of these hosts."""
     known = set(hosts)
 
     def read(name: str, answer: ProbeMessage) -> ReachAnswer:
@@ -281,29 +282,29 @@ def reach_answer_reader(hosts: Sequence[str]) -> Callable[[str, ProbeMessage], R
         if len(found.ms) != len(hosts):
             raise ValueError(f"ms: {len(found.ms)} round trips for {len(hosts)} hosts")
         if strange := next((one.peer for one in found.failed if one.peer not in known), None):
-            raise ValueError(f"failed: there is no host {strange[:80]}")
+            raise ValueError(f"failed: unknown host {strange[:80]}")
         return replace(found, failed=[replace(one, why=one.why[:MAX_TEXT]) for one in found.failed])
 
     return read
 
 
 def read_rate_answer(name: str, answer: ProbeMessage) -> RateAnswer:
-    """Of `measure_rate`."""
+    """Parses the answer to `rate`."""
     return _parse_rate_answer(answer)
 
 
 def read_start_ranks_answer(name: str, answer: ProbeMessage) -> StartRanksAnswer:
-    """Of `ranks`, when they start."""
+    """Parses the answer to `ranks`, `start`."""
     return _parse_start_ranks_answer(answer)
 
 
 def await_ranks_answer_reader(
     ranks: Mapping[str, Collection[int]], world: int
 ) -> Callable[[str, ProbeMessage], AwaitRanksAnswer]:
-    """Of `ranks`, for their results.
+    """Returns a parser of answers to `ranks`, `results`.
 
     Args:
-        ranks: by host, those that are there, of so many altogether.
+        ranks: of each host, out of `world` ranks.
     """
 
     def read(name: str, answer: ProbeMessage) -> AwaitRanksAnswer:
@@ -311,7 +312,7 @@ def await_ranks_answer_reader(
         lines = [line for line in found.lines if line.rank >= 0]
         for line in lines:
             if line.rank not in ranks[name] or any(not 0 <= rank < world for rank in line.pair or ()):
-                raise ValueError(f"lines: rank {line.rank} (with {line.pair}) is none of this host's")
+                raise ValueError(f"lines: rank {line.rank} (with {line.pair}) does not belong to this host")
         return replace(found, lines=lines)
 
     return read
@@ -320,12 +321,12 @@ def await_ranks_answer_reader(
 RankVariable = Literal[
     "GLOO_SOCKET_IFNAME", "NCCL_IB_DISABLE", "NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_SOCKET_IFNAME",
 ]  # fmt: skip
-"""All that a head may set for ranks: what `collectives` and `isolation` do. Others of NCCL name libraries that it loads
-and files that it writes."""
+"""Variables that a head may set for ranks, as used by the self-test and its isolation. Other variables of NCCL name
+libraries to load and files to write."""
 MAX_TEST_BYTES = 256 << 20
-"""Of one collective."""
+"""Maximum bytes of one collective."""
 MAX_TEST_RANKS = 256
-"""On one host."""
+"""Maximum ranks on one host."""
 MAX_ORDER_SECONDS = 600.0
 
 OrderSeconds = Annotated[float, Field(ge=0, le=MAX_ORDER_SECONDS)]
@@ -334,7 +335,7 @@ ShortSeconds = Annotated[float, Field(ge=0, le=60)]
 
 @dataclass(frozen=True, slots=True)
 class CardOrder:
-    """What it sees of itself, with ports that it is to bind."""
+    """Order `card`: report facts about the host and bind ports."""
 
     ports: Annotated[list[PortNumber], Field(max_length=4096)]
     kernels: Annotated[int, Field(ge=0, le=64)] = 3
@@ -342,7 +343,7 @@ class CardOrder:
 
 @dataclass(frozen=True, slots=True)
 class ReachOrder:
-    """Whom it reaches: peers are dialled, shown that it knows the token, and sent some small frames."""
+    """Order `reach`: dial peers, authenticate, and exchange some small frames."""
 
     hosts: list[tuple[ShortText, NumericAddress, Mapping[ShortText, PortNumber]]]
     dial_s: ShortSeconds
@@ -352,7 +353,7 @@ class ReachOrder:
 
 @dataclass(frozen=True, slots=True)
 class RateOrder:
-    """How much goes to one peer on one connection."""
+    """Order `rate`: measure the bandwidth to one peer on one connection."""
 
     target: tuple[ShortText, NumericAddress, PortNumber, ShortText]
     seconds: Annotated[float, Field(gt=0, le=10)]
@@ -361,7 +362,7 @@ class RateOrder:
 
 @dataclass(frozen=True, slots=True)
 class TaskCommunicator:
-    """A communicator of the self-test, its members as ranks."""
+    """A communicator of the self-test, with members as ranks."""
 
     name: ShortText
     backend: Literal["nccl", "gloo"]
@@ -371,7 +372,7 @@ class TaskCommunicator:
 
 @dataclass(frozen=True, slots=True)
 class SelfTestTask:
-    """What the ranks of a host do in a self-test; see `selftest`."""
+    """Task of the self-test's ranks on one host; see `selftest`."""
 
     world: Annotated[int, Field(gt=0)]
     ranks: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, max_length=MAX_TEST_RANKS)]
@@ -385,13 +386,13 @@ class SelfTestTask:
     serve: bool = False
 
     def json(self) -> dict[str, Any]:
-        """As plain data."""
+        """Returns plain data."""
         return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
 class StartRanksOrder:
-    """Start the ranks of the self-test."""
+    """Order `ranks`, `start`."""
 
     spec: SelfTestTask
     environment: Mapping[RankVariable, ShortText]
@@ -399,7 +400,7 @@ class StartRanksOrder:
 
 @dataclass(frozen=True, slots=True)
 class AwaitRanksOrder:
-    """Their results."""
+    """Order `ranks`, `results`."""
 
     bound_s: OrderSeconds
 

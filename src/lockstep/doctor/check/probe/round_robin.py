@@ -4,22 +4,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 DIAL_S = 2.0
-"""A peer that does not answer a dial for so long is not reached: two repeats of a lost SYN (RFC 6298: after 1 s)."""
+"""Time limit of one dial: two repeats of a lost SYN (RFC 6298: after 1 s)."""
 LANES = 64
-"""Dials that a host has under way at once, where earlier ones hang."""
+"""Maximum concurrent dials of a host, if earlier ones hang."""
 ALL_PORTS_UP_TO = 64
-"""Hosts above which every pair tries one of the kernel's ports, in turn, beside those that were named."""
+"""With more hosts, every pair tries only one port of the kernel's range, in turn, besides the named ports."""
 SLOT_S = 0.25
-"""A measurement of bandwidth in one direction."""
+"""Duration of a bandwidth measurement in one direction."""
 SHORTEST_SLOT_S = 0.05
 REACH_SHARE, MEASURE_SHARE = 0.45, 0.4
-"""Of the bound, for reaching each other and for bandwidth; what is left is for joining and judging."""
+"""Shares of the time limit for reachability and for bandwidth; the rest is for joining and judging."""
 HEAD_S_PER_PAIR = 2e-6
-"""Of the head, for the row of one host about another."""
+"""Time of the head per host and peer."""
 
 
 def round_robin_rounds(many: int) -> Iterator[list[tuple[int, int]]]:
-    """Pairs of 0..many-1 by round (circle method: one stays, the others move on by one)."""
+    """Pairs of 0..many-1 by round (circle method: one stays, the others rotate)."""
     size = many + many % 2
     ring = list(range(1, size))
     for _ in range(size - 1 if many > 1 else 0):
@@ -30,14 +30,14 @@ def round_robin_rounds(many: int) -> Iterator[list[tuple[int, int]]]:
 
 
 def peers_in_order(many: int, who: int) -> list[int]:
-    """Whom `who` meets, round by round; a round without a peer is left out."""
+    """The peers of `who` in the order of rounds; a round without a peer is left out."""
     size = many + many % 2
     last = size - 1
     if many < 2:
         return []
     found = []
     for number in range(last):
-        # The ring at this round: place p (1..last) holds 1 + (p - 1 - number) mod last.
+        # The ring at this round: position p (1..last) holds 1 + (p - 1 - number) mod last.
         if who == 0:
             other = 1 + (last - 1 - number) % last
         else:
@@ -51,23 +51,23 @@ def peers_in_order(many: int, who: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class PairTestBudget:
-    """How a bound is spent on so many hosts."""
+    """How the time limit is divided for a number of hosts."""
 
     dial_s: float
-    """Of one dial."""
+    """Time limit of one dial."""
     reach_s: float
-    """Of all dials of a host."""
+    """Time limit of all dials of a host."""
     slots: int
-    """Rounds in which bandwidth is measured, both ways one after the other."""
+    """Rounds in which bandwidth is measured, one direction after the other."""
     slot_s: float
-    """Of one direction."""
+    """Duration of one direction."""
 
 
 def pair_test_budget(many: int, ports: int, bound_s: float) -> PairTestBudget:
-    """Nearly half of the bound for reaching each other, as much less the head's own work for bandwidth.
+    """Nearly half of the time limit for reachability, the same for bandwidth, less the head's own work.
 
-    With 64 lanes all dials end within their part even where every one of them hangs. Above some tens of hosts not every
-    round is measured; those that are, are spread over the tournament, so that every host has many different peers.
+    With 64 lanes all dials end within their part even if every one hangs. Above some tens of hosts only some rounds are
+    measured; they are spread over the schedule, so that every host has many different peers.
     """
     reach_s = bound_s * REACH_SHARE
     dials = max(1, (many - 1) * ports)
@@ -75,7 +75,7 @@ def pair_test_budget(many: int, ports: int, bound_s: float) -> PairTestBudget:
     dial_s = min(DIAL_S, 0.8 * reach_s / waves)
     room = max(0.0, (REACH_SHARE + MEASURE_SHARE) * bound_s - reach_s - HEAD_S_PER_PAIR * many**2)
     all_rounds = many - 1 + many % 2 if many > 1 else 0
-    # An order and its answer at every host beside the measurement itself.
+    # An order and its answer on every host, besides the measurement itself.
     overhead = 0.01 + 1e-4 * many
     slot_s = min(SLOT_S, max(SHORTEST_SLOT_S, room / (2 * max(all_rounds, 1)) - overhead))
     slots = min(all_rounds, int(room / (2 * (slot_s + overhead))))
@@ -83,7 +83,7 @@ def pair_test_budget(many: int, ports: int, bound_s: float) -> PairTestBudget:
 
 
 def measurement_rounds(many: int, slots: int) -> list[list[tuple[int, int]]]:
-    """The rounds in which bandwidth is measured: all, or so many evenly spread ones."""
+    """The rounds in which bandwidth is measured: all, or evenly spread ones."""
     every = list(round_robin_rounds(many)) if slots else []
     if slots >= len(every):
         return every
@@ -91,7 +91,7 @@ def measurement_rounds(many: int, slots: int) -> list[list[tuple[int, int]]]:
 
 
 def ports_of_pair(dialler: int, listener: int, hosts: int, named: int, kernels: int) -> list[int]:
-    """Which of a listener's ports are tried, as numbers: first the named ones, then those of the kernel's range."""
+    """Indices of the listener's ports to dial: first the named ones, then those of the kernel's range."""
     own = list(range(named, named + kernels))
     if hosts > ALL_PORTS_UP_TO and own:
         own = [own[(dialler + listener) % len(own)]]

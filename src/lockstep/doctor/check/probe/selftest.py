@@ -1,13 +1,14 @@
-"""The ranks of a collective self-test on one host: `python -m lockstep.doctor.check.probe.selftest`, its task on
-standard input (its first line; when that ends, so do they), what each rank does and finds on standard output, one
-JSON object a line.
+"""The ranks of a collective self-test on one host: `python -m lockstep.doctor.check.probe.selftest`. Reads its task
+from
+the first line of standard input and ends when standard input is closed; writes progress and results to standard
+output, one JSON object per line.
 
-This one module of the room uses torch, and runs in a process of its own. Torch is imported once and the ranks are
-forked, since on a few cores importing it takes longer than all the collectives.
+Only this module of `doctor` imports torch, in a process of its own. Torch is imported once and the ranks are forked,
+because on a few cores the import takes longer than all the collectives.
 
 Task: `{"world", "ranks": [this host's], "host": of the store, "port": of it, "serve": true on one host, "address",
 "device", "communicators": [...], "bound_s", "bytes", "names": [of all ranks]}`. A line is `{"rank", "at"}` when a rank
-begins with something, `{"rank", "communicator", "operation", "ok", ...}`, `{"rank", "pair", "mb_per_s"}` or
+begins an operation, `{"rank", "communicator", "operation", "ok", ...}`, `{"rank", "pair", "mb_per_s"}` or
 `{"rank", "failed"}`.
 """
 
@@ -40,20 +41,20 @@ SMALL = 1024
 REPEATS = 3
 PAIR_BYTES = 1 << 20
 _PERIOD = 1021
-"""A prime: a chunk that is out of place or torn does not look right."""
+"""A prime, so that misplaced or torn chunks give wrong values."""
 
 TaskDict = dict[str, Any]
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-"""Newer torch warns of the older names."""
+"""Newer torch deprecates the older names."""
 
 
 def main() -> int:
-    """0 where all ranks of this host have said all they had to say."""
+    """Returns 0 if all ranks of this host reported everything."""
     task: TaskDict = json.loads(sys.stdin.buffer.readline())
     listening: socket.socket | None = None
     if task.get("serve"):
-        # Bound before its port is told, and handed on as it is: nobody can take the port in between.
+        # Bound before its port is announced and kept open: no other process can take the port in between.
         listening = listen(task["address"], backlog=4096)
         task["host"], task["port"] = task["address"], listening.getsockname()[1]
         _write_line({"port": task["port"]})
@@ -75,15 +76,15 @@ def main() -> int:
 
 
 def _end_with_probe() -> None:
-    """Kills this process and its ranks, which are one group, when whoever started them is gone, however it ended."""
-    while os.read(0, 1):  # not through sys.stdin, whose lock the end of the interpreter wants
+    """Kills the process group of this process and its ranks when the parent is gone, however it ended."""
+    while os.read(0, 1):  # not through sys.stdin: the interpreter needs its lock at exit
         continue
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
 
 
 def _await_ranks(children: "dict[int, ForkProcess]", bound_s: float) -> bool:
-    """Whether all ended well; says of each how it ended where it did not."""
+    """Whether all ranks ended well; reports how each of the others ended."""
     left = dict(children)
 
     def ended() -> bool | None:
@@ -91,12 +92,12 @@ def _await_ranks(children: "dict[int, ForkProcess]", bound_s: float) -> bool:
             if child.exitcode is not None:
                 del left[rank]
                 if child.exitcode < 0:
-                    _write_line({"rank": rank, "failed": f"ended by signal {-child.exitcode}"})
+                    _write_line({"rank": rank, "failed": f"killed by signal {-child.exitcode}"})
         return None if left else True
 
     try:
         waits.poll(
-            ended, kind="process", waits_for="ranks of the self-test", why="they end", timeout_s=bound_s,
+            ended, kind="process", waits_for="ranks of the self-test", why="their end", timeout_s=bound_s,
             notice_after_s=None,
         )  # fmt: skip
     except WaitTimeout:
@@ -111,22 +112,22 @@ def _run_rank_and_exit(task: TaskDict, rank: int) -> None:
     try:
         SelfTestRank(task, rank).run()
         code = 0
-    except Exception as error:  # noqa: BLE001 - whatever it is, the head is to know it
+    except Exception as error:  # noqa: BLE001 - every error is reported to the head
         first = next((line for line in str(error).splitlines() if line.strip()), "")
         _write_line({"rank": rank, "failed": f"{type(error).__name__}: {first[:400]}"})
     finally:
         sys.stdout.flush()
-        # Not through the interpreter's end: torch's threads of a communicator that failed may hold it up.
+        # Skips the interpreter's exit, which torch's threads of a failed communicator may block.
         os._exit(code)
 
 
 def _write_line(line: dict[str, Any]) -> None:
-    """One write, so that lines of several ranks do not mix."""
+    """Writes in one call, so that lines of several ranks do not mix."""
     os.write(1, (json.dumps(line) + "\n").encode())
 
 
 class SelfTestRank:
-    """One rank: joins, then goes through all communicators in the one order that all have."""
+    """One rank: joins, then runs the collectives of all communicators in the same order on all ranks."""
 
     def __init__(self, task: TaskDict, rank: int) -> None:
         self._task, self._rank = task, rank
@@ -137,7 +138,7 @@ class SelfTestRank:
         self._device = torch.device("cuda", local % max(torch.cuda.device_count(), 1)) if cuda else torch.device("cpu")
 
     def run(self) -> None:
-        """Raises what torch, NCCL or gloo raise."""
+        """Raises the errors of torch, NCCL or gloo."""
         self._at("rendezvous")
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
@@ -163,7 +164,7 @@ class SelfTestRank:
         keys = [f"joined/{rank}" for rank in range(self._task["world"])]
         waits.poll(
             lambda: True if store.check(keys) else None, kind="rendezvous", waits_for=f"{len(keys)} ranks",
-            why="all are there", timeout_s=self._bound_s, notice_after_s=None,
+            why="all ranks to join", timeout_s=self._bound_s, notice_after_s=None,
         )  # fmt: skip
 
     def _at(self, what: str) -> None:
@@ -193,7 +194,8 @@ class SelfTestRank:
         self, operation: str, name: str, group: dist.ProcessGroup, members: Sequence[int], size: int,
         device: torch.device, check: bool = True,
     ) -> float:  # fmt: skip
-        """One collective of about so many int64; its seconds. Raises ValueError where the result is not right."""
+        """Runs one collective of about `size` int64 values and returns its seconds. Raises ValueError for a wrong
+        result."""
         case = _CASES[operation](list(members), self._rank, size, device)
         self._synchronise(device)
         began = time.monotonic()
@@ -218,7 +220,7 @@ class SelfTestRank:
                 notice_after_s=None,
             )  # fmt: skip
             return
-        # gloo completes the others only within `wait`, so a thread is in it; where that hangs, the process leaves it.
+        # gloo completes other operations only within `wait`, so a thread runs it; a thread that hangs is abandoned.
         done = self._waiter.submit(work.wait)
         waits.future(done, waits_for=name, why=f"{operation}: self-test", timeout_s=self._bound_s, notice_after_s=None)
 
@@ -227,7 +229,7 @@ class SelfTestRank:
             torch.cuda.synchronize(device)
 
     def _pairs(self, name: str, group: dist.ProcessGroup, members: Sequence[int], device: torch.device) -> None:
-        """Every pair of the communicator, in rounds, both ways at once."""
+        """Measures every pair of the communicator, in rounds, in both directions at once."""
         if len(members) < 2:
             return
         self._at(f"pairs of {name}")
@@ -257,7 +259,7 @@ def bus_rate(operation: str, size: int, seconds: float, members: Sequence[int]) 
     of nccl-tests (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md).
 
     Args:
-        size: bytes of the whole: of the input (all_reduce, broadcast, reduce_scatter), of the output (all_gather).
+        size: total bytes: of the input (all_reduce, broadcast, reduce_scatter) or of the output (all_gather).
     """
     many = len(members)
     factor = {"all_reduce": 2 * (many - 1) / many, "broadcast": 1.0}.get(operation, (many - 1) / many)
@@ -265,7 +267,7 @@ def bus_rate(operation: str, size: int, seconds: float, members: Sequence[int]) 
 
 
 class CollectiveCase:
-    """One collective with its input, where its result comes to, and what it must be. All integers, so sums are exact.
+    """A collective with its input, its output tensor and the expected result. All integers, so sums are exact.
 
     Value i of member m's input is `(m + 1) * (i mod 1021 + 1)`.
     """

@@ -1,0 +1,1 @@
+"""Pure functions that judge facts and configs and return findings."""

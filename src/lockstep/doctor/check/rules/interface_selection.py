@@ -26,25 +26,25 @@ VLLM_SOURCE = (
 )
 
 NCCL_MAX_INTERFACES = 16
-"""Interfaces that NCCL keeps (MAX_IFS)."""
+"""Maximum number of interfaces that NCCL uses (MAX_IFS)."""
 
 
 @dataclass(frozen=True, slots=True)
 class InterfaceChoice:
-    """What one library will use on this host."""
+    """Which interface a library picks on this host."""
 
     who: str
     picks: list[tuple[str, str]] = field(default_factory=list)
-    """Interface and address, the first of which is where it listens for its peers; the name is empty where no
-    interface has the address."""
+    """Interfaces and addresses; the library listens for peers on the first. The name is empty if no interface has the
+    address."""
     because: str = ""
     problem: str = ""
-    """Why it will not start, where it picks nothing."""
+    """Why it refuses to start, if it picks nothing."""
     source: str = ""
 
 
 def interface_choices(network: HostNetwork, names: NameResolution | None) -> list[InterfaceChoice]:
-    """Of all four."""
+    """The choices of NCCL, Gloo, Ray and vLLM."""
     resolved = names.addresses if names is not None else None
     return [
         nccl_choice(network.interfaces, network.environ),
@@ -55,9 +55,10 @@ def interface_choices(network: HostNetwork, names: NameResolution | None) -> lis
 
 
 def nccl_choice(interfaces: Sequence[HostInterface], environ: Mapping[str, str]) -> InterfaceChoice:
-    """`NCCL_SOCKET_IFNAME`: a list of prefixes; `=` in front makes them whole names, `^` those not to be used. Without
-    it, or with a single character: names that begin with ib, then the subnet of NCCL_COMM_ID, then anything but
-    docker, lo and virbr, then docker, lo, virbr."""
+    """`NCCL_SOCKET_IFNAME` is a list of prefixes; a leading `=` requires whole names, a leading `^` excludes. Without
+    it,
+    or with a single character: names that begin with ib, then the subnet of NCCL_COMM_ID, then anything but docker, lo
+    and virbr, then docker, lo, virbr."""
     family = {"AF_INET": 4, "AF_INET6": 6}.get(environ.get("NCCL_SOCKET_FAMILY", ""))
     wanted = environ.get("NCCL_SOCKET_IFNAME", "")
     if len(wanted) > 1:
@@ -65,12 +66,12 @@ def nccl_choice(interfaces: Sequence[HostInterface], environ: Mapping[str, str])
         if picks:
             return InterfaceChoice("NCCL", picks, f"NCCL_SOCKET_IFNAME={wanted}", source=NCCL_SOURCE)
         there = ", ".join(each.name for each in interfaces if each.running and each.addresses) or "none"
-        problem = f"NCCL_SOCKET_IFNAME={wanted} matches no running interface that has an address (there are: {there})"
+        problem = f"NCCL_SOCKET_IFNAME={wanted} matches no running interface with an address (available: {there})"
         return InterfaceChoice("NCCL", [], "", problem, NCCL_SOURCE)
     for why, find in _nccl_order(interfaces, environ, family):
         if picks := find():
             return InterfaceChoice("NCCL", picks, why, source=NCCL_SOURCE)
-    return InterfaceChoice("NCCL", [], "", "no interface is running and has an address", NCCL_SOURCE)
+    return InterfaceChoice("NCCL", [], "", "no running interface has an address", NCCL_SOURCE)
 
 
 def _nccl_order(
@@ -79,17 +80,17 @@ def _nccl_order(
     def matching(pattern: str) -> Callable[[], list[tuple[str, str]]]:
         return lambda: nccl_matches(interfaces, pattern, family)
 
-    yield "names that begin with ib come first", matching("ib")
+    yield "interfaces whose names begin with ib come first", matching("ib")
     if len(peer := environ.get("NCCL_COMM_ID", "")) > 1:
         yield f"it is in the subnet of NCCL_COMM_ID={peer}", lambda: _in_subnet(interfaces, peer)
-    yield "the first that is not docker, lo or virbr", matching("^docker,lo,virbr")
-    yield "there is nothing but docker's bridge", matching("docker")
-    yield "there is nothing but loopback", matching("lo")
-    yield "there is nothing but a bridge of virtual machines", matching("virbr")
+    yield "the first interface other than docker, lo or virbr", matching("^docker,lo,virbr")
+    yield "only docker's bridge is available", matching("docker")
+    yield "only loopback is available", matching("lo")
+    yield "only a bridge of virtual machines is available", matching("virbr")
 
 
 def nccl_matches(interfaces: Sequence[HostInterface], pattern: str, family: int | None = None) -> list[tuple[str, str]]:
-    """Running interfaces that a value of NCCL_SOCKET_IFNAME means, each with its first address."""
+    """Running interfaces selected by a value of NCCL_SOCKET_IFNAME, each with its first address."""
     inverted = pattern.startswith("^")
     rest = pattern.removeprefix("^")
     exact = rest.startswith("=")
@@ -109,7 +110,7 @@ _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 def _by_family(interfaces: Sequence[HostInterface]) -> list[tuple[str, _Address]]:
-    """Addresses of running interfaces as `getifaddrs` tells them on Linux: IPv4 of all, then IPv6 of all."""
+    """Addresses of running interfaces in the order of `getifaddrs` on Linux: IPv4 of all, then IPv6 of all."""
     pairs = [
         (each.name, ipaddress.ip_interface(address).ip)
         for each in interfaces
@@ -124,7 +125,7 @@ def _is_ipv6_loopback(address: _Address) -> bool:
 
 
 def _in_subnet(interfaces: Sequence[HostInterface], peer: str) -> list[tuple[str, str]]:
-    """The first whose subnet the address of `ADDRESS:PORT` or `[ADDRESS]:PORT` is in; a name is not looked up."""
+    """The first interface in the subnet of `ADDRESS:PORT` or `[ADDRESS]:PORT`; names are not resolved."""
     text = peer[1:].partition("]")[0] if peer.startswith("[") else peer.rpartition(":")[0]
     try:
         wanted = ipaddress.ip_address(text)
@@ -141,11 +142,11 @@ def _in_subnet(interfaces: Sequence[HostInterface], peer: str) -> list[tuple[str
 def gloo_choice(
     interfaces: Sequence[HostInterface], environ: Mapping[str, str], resolved: Sequence[str] | None
 ) -> InterfaceChoice:
-    """`GLOO_SOCKET_IFNAME`: whole names, joined by commas. Without it, or with a single character: the first address of
-    the host's name that can be bound, else loopback.
+    """`GLOO_SOCKET_IFNAME` is a comma-separated list of whole names. Without it, or with a single character: the first
+    address of the host's name that can be bound, else loopback.
 
     Args:
-        resolved: addresses of the host's name; None where that is not known.
+        resolved: addresses of the host's name; None if not known.
     """
     wanted = environ.get("GLOO_SOCKET_IFNAME", "")
     if len(wanted) > 1:
@@ -154,25 +155,25 @@ def gloo_choice(
             first = next((address for each, address in interface_addresses(interfaces) if each == name), None)
             if first is None:
                 there = ", ".join(each.name for each in interfaces if each.addresses)
-                problem = f"GLOO_SOCKET_IFNAME={wanted}: no interface {name!r} with an address (there are: {there})"
+                problem = f"GLOO_SOCKET_IFNAME={wanted}: no interface {name!r} with an address (available: {there})"
                 return InterfaceChoice("Gloo", [], "", problem, GLOO_SOURCE)
             picks.append((name, first))
         return InterfaceChoice("Gloo", picks, f"GLOO_SOCKET_IFNAME={wanted}", source=GLOO_SOURCE)
     if resolved is None:
-        return InterfaceChoice("Gloo", [], "the host's own name was not looked up", source=GLOO_SOURCE)
+        return InterfaceChoice("Gloo", [], "the host's name was not resolved", source=GLOO_SOURCE)
     for address in resolved:
         name = interface_with_address(interfaces, address)
         if name or ipaddress.ip_address(address).is_loopback:
             return InterfaceChoice(
-                "Gloo", [(name or "lo", address)], "the host's own name has this address", source=GLOO_SOURCE
+                "Gloo", [(name or "lo", address)], "the host's name resolves to this address", source=GLOO_SOURCE
             )
-    why = "the host's own name has no address of this host, and then Gloo takes loopback"
+    why = "the host's name resolves to no address of this host, so Gloo falls back to loopback"
     return InterfaceChoice("Gloo", [("lo", "127.0.0.1")], why, source=GLOO_SOURCE)
 
 
 def ray_choice(network: HostNetwork, resolved: Sequence[str] | None) -> InterfaceChoice:
-    """The address of the route to 8.8.8.8, else of that to 2001:4860:4860::8888, else the first IPv4 (then IPv6)
-    address of the host's name, else 127.0.0.1; `ray start --node-ip-address` goes before, and is not seen here."""
+    """The address on the route to 8.8.8.8, else to 2001:4860:4860::8888, else the first IPv4 (then IPv6) address of the
+    host's name, else 127.0.0.1. `ray start --node-ip-address` takes precedence, but is not visible here."""
     route = network.route_v4 or network.route_v6
     if route:
         why = f"it is on the route to {'8.8.8.8' if network.route_v4 else '2001:4860:4860::8888'}"
@@ -181,16 +182,16 @@ def ray_choice(network: HostNetwork, resolved: Sequence[str] | None) -> Interfac
         )
     known = sorted(resolved or (), key=lambda address: ipaddress.ip_address(address).version)
     if known:
-        why = "there is no route to the internet, and the host's own name has this address"
+        why = "there is no route to the internet, and the host's name resolves to this address"
         return InterfaceChoice(
             "Ray", [(interface_with_address(network.interfaces, known[0]), known[0])], why, source=RAY_SOURCE
         )
-    why = "there is no route to the internet, and the host's own name has no address"
+    why = "there is no route to the internet, and the host's name does not resolve"
     return InterfaceChoice("Ray", [("lo", "127.0.0.1")], why, source=RAY_SOURCE)
 
 
 def vllm_choice(network: HostNetwork) -> InterfaceChoice:
-    """`VLLM_HOST_IP`, else the address of the route to 8.8.8.8, else of that to 2001:4860:4860::8888, else 0.0.0.0."""
+    """`VLLM_HOST_IP`, else the address on the route to 8.8.8.8, else to 2001:4860:4860::8888, else 0.0.0.0."""
     wanted = network.environ.get("VLLM_HOST_IP", "")
     if wanted:
         return InterfaceChoice(
@@ -215,47 +216,47 @@ Reachability = Literal[
 _RUNTIME_BRIDGES = re.compile(
     r"docker\d|podman\d|cni\d|cni-podman\d|nerdctl\d|virbr\d|lxcbr\d|lxdbr\d|incusbr\d|br-[0-9a-f]{12}$"
 )
-"""Names that runtimes of containers and virtual machines give to their own bridges."""
+"""Names that container and virtual machine runtimes give to their bridges."""
 _OVERLAY_PREFIXES = ("veth", "cali", "cilium", "flannel", "vxlan", "weave")
-"""Beginnings of names of what joins containers across hosts, or one of them to its host."""
+"""Name prefixes of overlay interfaces, which connect containers across hosts or to their host."""
 _DOCKER_NETWORK = ipaddress.ip_network("172.17.0.0/16")
-"""Of docker's default network, unless somebody has changed it; the bridge itself has the first address."""
+"""Docker's default network unless reconfigured; the bridge has its first address."""
 
 
 @dataclass(frozen=True, slots=True)
 class AddressVerdict:
-    """Whether an address is one by which peers reach its host."""
+    """Whether peers can reach a host by an address."""
 
     reach: Reachability
-    said: str
-    """`127.0.0.1 on lo, which other hosts do not reach`."""
+    text: str
+    """`127.0.0.1 on lo, which other hosts cannot reach`."""
 
     @property
     def hopeless(self) -> bool:
-        """Whether no other host can reach it, whatever the network."""
+        """Whether no other host can reach it in any network."""
         return self.reach in ("unspecified", "loopback", "link-local", "bridge", "strange")
 
 
 _REACHABILITY_TEXT: dict[Reachability, str] = {
-    "unspecified": "which means every interface, and reaches none: peers that are told it dial themselves",
-    "loopback": "which other hosts do not reach: peers that are told it dial themselves",
-    "link-local": "which is link-local: no router forwards it, and hosts often have the same",
-    "bridge": "a bridge for the containers of that host alone",
-    "strange": "which is no address of this host",
-    "doubtful": "which joins containers, and no card of this host: other hosts may not reach it",
-    "container": "which docker's default network gives: containers of other hosts do not reach it",
-    "public": "which is a public address: clouds and firewalls mostly close its ports between hosts",
+    "unspecified": "which means every interface and is not reachable: peers that get it dial themselves",
+    "loopback": "which other hosts cannot reach: peers that get it dial themselves",
+    "link-local": "which is link-local: routers do not forward it, and hosts often share it",
+    "bridge": "a bridge for the containers of that host only",
+    "strange": "which is not an address of this host",
+    "doubtful": "which connects containers and belongs to no card of this host: other hosts may not reach it",
+    "container": "which belongs to docker's default network: containers of other hosts cannot reach it",
+    "public": "which is a public address: clouds and firewalls usually close its ports between hosts",
     "name": "which is a name",
     "fine": "",
 }
 
 
 def judge_address(address: str, interfaces: Sequence[HostInterface], interface: str = "") -> AddressVerdict:
-    """An address that this host would give to its peers.
+    """Judges an address that this host would announce to its peers.
 
     Args:
-        interfaces: of the host; none where they are not known.
-        interface: the one that has it, where that is known.
+        interfaces: of the host; empty if not known.
+        interface: the one that has the address, if known.
     """
     try:
         parsed = ipaddress.ip_address(address)
@@ -268,7 +269,7 @@ def judge_address(address: str, interfaces: Sequence[HostInterface], interface: 
 
 
 def reachable_addresses(interfaces: Sequence[HostInterface]) -> list[tuple[str, str]]:
-    """Interfaces and addresses by which other hosts probably reach this one, those of private networks first."""
+    """Interfaces and addresses by which other hosts probably reach this one, private networks first."""
     found = [
         (each.name, address)
         for each in interfaces
@@ -280,7 +281,7 @@ def reachable_addresses(interfaces: Sequence[HostInterface]) -> list[tuple[str, 
 
 
 def is_public_address(address: str) -> bool:
-    """Of the internet, in either family."""
+    """Whether an IPv4 or IPv6 address belongs to the internet."""
     return ipaddress.ip_address(address).is_global
 
 
@@ -305,5 +306,5 @@ def _reachability(
             return "doubtful"
         if address in _DOCKER_NETWORK:
             return "container"
-    # A global IPv6 address is what every host of an IPv6 network has.
+    # In an IPv6 network every host has a global address.
     return "public" if address.version == 4 and address.is_global else "fine"

@@ -39,18 +39,18 @@ PATHS: Mapping[str, str] = {
     "NODE": "through the CPU, between its host bridges",
     "SYS": "through the link between CPU sockets",
     "SOC": "through the link between CPU sockets",
-    "?": "in a way that is not known",
+    "?": "over an unknown path",
 }
-"""What the words of `nvidia-smi topo -m` mean, best first."""
+"""Meaning of the path types of `nvidia-smi topo -m`, best first."""
 _PATHS_BEST_FIRST = list(PATHS)
 _MAX_FINDINGS = 8
-"""Events of one kind that are told one by one."""
+"""Maximum number of events of one kind that are listed individually."""
 _MAX_MATRIX = 20
-"""Devices of a matrix that fits a terminal."""
+"""Maximum number of devices in a matrix, so that it fits a terminal."""
 
 
 def judge_topology(host: str, topology: GpuTopology) -> Iterator[Finding]:
-    """How GPUs reach each other, and each its network card."""
+    """Judges the paths between GPUs, and from each GPU to its nearest network card."""
     gpus = [at for at, name in enumerate(topology.names) if name.startswith("GPU")]
     nics = [at for at in range(len(topology.names)) if at not in gpus]
     pairs = {(a, b): _kind(topology.paths[a][b]) for a in gpus for b in gpus if a < b}
@@ -60,27 +60,27 @@ def judge_topology(host: str, topology: GpuTopology) -> Iterator[Finding]:
             f"{count} {'pairs' if count > 1 else 'pair'} {PATHS[kind]} ({kind})" for kind, count in _best_first(counts)
         ]
         worst = max(pairs, key=lambda pair: _PATHS_BEST_FIRST.index(pairs[pair]))
-        said = f"GPUs reach each other: {'; '.join(parts)}"
+        seen = f"paths between GPUs: {'; '.join(parts)}"
         if len(counts) > 1:
-            said += f"; the slowest is {topology.names[worst[0]]} with {topology.names[worst[1]]}"
+            seen += f"; the slowest is {topology.names[worst[0]]} with {topology.names[worst[1]]}"
         if len(topology.names) <= _MAX_MATRIX:
-            said += f"\n{topology_matrix(topology)}"
+            seen += f"\n{topology_matrix(topology)}"
         why = ""
         if "NV" in counts and len(counts) > 1:
-            why = "a ring goes at the pace of its slowest pair: keep tensor parallelism within those that share NVLink"
-        yield Finding("topology", "note" if why else "ok", host, said, why, source=TOPO_SOURCE)
+            why = "a ring is as slow as its slowest pair: keep tensor parallelism among GPUs that share NVLink"
+        yield Finding("topology", "note" if why else "ok", host, seen, why, source=TOPO_SOURCE)
     for at in gpus if nics else ():
         best = min(nics, key=lambda nic: _PATHS_BEST_FIRST.index(_kind(topology.paths[at][nic])))
         kind, nic = _kind(topology.paths[at][best]), topology.names[best]
         if kind in ("SYS", "SOC", "NODE", "PHB"):
             card = topology.nics.get(nic, nic)
-            said = f"{topology.names[at]} reaches its nearest network card, {card}, {PATHS[kind]} ({kind})"
-            why = "GPUDirect RDMA is not used or slow that far: data goes by way of the host's memory"
-            yield Finding("gpu-nic", "note", host, said, why, source=TOPO_SOURCE)
+            seen = f"{topology.names[at]} reaches its nearest network card, {card}, {PATHS[kind]} ({kind})"
+            why = "GPUDirect RDMA is slow or not used over that path: data takes a detour through host memory"
+            yield Finding("gpu-nic", "note", host, seen, why, source=TOPO_SOURCE)
 
 
 def topology_matrix(topology: GpuTopology) -> str:
-    """As `nvidia-smi topo -m` prints it, cards by the names of their devices."""
+    """The matrix of `nvidia-smi topo -m`, with the network cards' device names."""
     names = [topology.nics.get(name, name) for name in topology.names]
     width = max(len(word) for word in (*names, *(path for row in topology.paths for path in row)))
     rows = [["", *names], *([name, *row] for name, row in zip(names, topology.paths, strict=True))]
@@ -96,10 +96,10 @@ def _best_first(counts: Counter[str]) -> list[tuple[str, int]]:
 
 
 def judge_pci(host: str, pci: PciBus, gpus: int) -> Iterator[Finding]:
-    """Links against slots, access control, IOMMU.
+    """Judges link widths and speeds, access control (ACS) and the IOMMU.
 
     Args:
-        gpus: how many the host has.
+        gpus: number of GPUs of the host.
     """
     for device in pci.devices:
         yield from _device(host, device)
@@ -108,46 +108,46 @@ def judge_pci(host: str, pci: PciBus, gpus: int) -> Iterator[Finding]:
         return
     if pci.redirecting:
         few = summarize_list(pci.redirecting, 4)
-        said = f"access control (ACS) sends traffic between PCIe devices up to the CPU, at {few}"
-        why = "GPUs talk to each other slowly or not at all: the first collective hangs with all GPUs at 100%"
-        fix = "switch ACS off in the BIOS, or at each start setpci -s BRIDGE ECAP_ACS+0x6.w=0000"
+        seen = f"access control (ACS) redirects traffic between PCIe devices to the CPU, at {few}"
+        why = "traffic between GPUs is slow or blocked: the first collective hangs with all GPUs at 100%"
+        fix = "disable ACS in the BIOS, or after each boot: setpci -s BRIDGE ECAP_ACS+0x6.w=0000"
         severity: Severity = "note" if pci.virtual else "warning"
-        yield Finding("acs", severity, host, said, why, fix, ACS_SOURCE)
+        yield Finding("acs", severity, host, seen, why, fix, ACS_SOURCE)
     elif pci.acs_known:
         yield Finding("acs", "ok", host, "no PCIe bridge redirects traffic between devices (ACS)")
     else:
-        said = "whether PCIe bridges redirect traffic between GPUs (ACS) is for root to read"
-        yield Finding("acs", "unchecked", host, said, fix="sudo lspci -vvv | grep ACSCtl", source=ACS_SOURCE)
+        seen = "only root can read whether PCIe bridges redirect traffic between GPUs (ACS)"
+        yield Finding("acs", "unchecked", host, seen, fix="sudo lspci -vvv | grep ACSCtl", source=ACS_SOURCE)
     translated = [card.bus for card in cards if card.iommu.startswith("DMA")]
     if translated and not pci.virtual:
-        said = f"the IOMMU translates addresses of {len(translated)} GPUs ({', '.join(translated[:4])})"
-        why = "traffic between GPUs goes up to the CPU, and on some boards hangs or comes out wrong"
-        fix = "boot with iommu=pt, or switch the IOMMU off in the BIOS (NCCL_P2P_DISABLE=1 to go on)"
-        yield Finding("iommu", "warning", host, said, why, fix, ACS_SOURCE)
+        seen = f"the IOMMU translates addresses of {len(translated)} GPUs ({', '.join(translated[:4])})"
+        why = "traffic between GPUs passes through the CPU, and on some boards hangs or is corrupted"
+        fix = "boot with iommu=pt, or disable the IOMMU in the BIOS (workaround: NCCL_P2P_DISABLE=1)"
+        yield Finding("iommu", "warning", host, seen, why, fix, ACS_SOURCE)
 
 
 def _device(host: str, device: PciDevice) -> Iterator[Finding]:
     what = f"{'GPU' if device.kind == 'gpu' else 'network card'} {device.bus}"
     most = min(device.width_max or 0, device.slot_width or device.width_max or 0)
-    fix = "reseat the card or its riser; look into the BIOS"
+    fix = "reseat the card or its riser; check the BIOS settings"
     if device.width and most and device.width < most:
-        said = f"{what} runs with {device.width} PCIe lanes; it and its slot can do {most}"
-        yield Finding("pcie-width", "warning", host, said, "it moves less data by as much", fix)
+        seen = f"{what} runs with {device.width} PCIe lanes; it and its slot support {most}"
+        yield Finding("pcie-width", "warning", host, seen, "its bandwidth is reduced proportionally", fix)
     if device.slot_width and device.width_max and device.slot_width < device.width_max:
-        said = f"{what} could use {device.width_max} PCIe lanes, and its slot has {device.slot_width}"
-        yield Finding("pcie-slot", "note", host, said, "another slot may have more")
-    # The speed of an idle GPU's link says nothing: it goes down to save power. A network card's does not.
+        seen = f"{what} supports {device.width_max} PCIe lanes, but its slot has {device.slot_width}"
+        yield Finding("pcie-slot", "note", host, seen, "another slot may have more lanes")
+    # The link of an idle GPU slows down to save power, so its speed means nothing. A network card's link does not.
     top = min(device.speed_max_gts or 0, device.slot_speed_gts or device.speed_max_gts or 0)
     if device.kind == "nic" and device.speed_gts and device.speed_gts < top:
-        said = (
+        seen = (
             f"{what} runs at PCIe generation {pci_generation(device.speed_gts) or device.speed_gts}; "
-            f"it and its slot can do {pci_generation(top) or top}"
+            f"it and its slot support {pci_generation(top) or top}"
         )
-        yield Finding("pcie-speed", "warning", host, said, "it moves half as much for each generation", fix)
+        yield Finding("pcie-speed", "warning", host, seen, "each lower generation halves its bandwidth", fix)
 
 
 def judge_rdma(host: str, rdma: RdmaAdapters, gpus: int) -> Iterator[Finding]:
-    """Ports, their errors, and whether GPUs can be reached directly."""
+    """Judges ports, their error counters, and GPUDirect RDMA."""
     if not rdma.ports:
         yield Finding("rdma", "ok", host, "no InfiniBand or RoCE adapter; NCCL uses TCP between hosts")
         return
@@ -158,39 +158,39 @@ def judge_rdma(host: str, rdma: RdmaAdapters, gpus: int) -> Iterator[Finding]:
         yield from _port(host, port, bool(active), bool(rdma.hca) or not active or port.board == main)
     if not taken:
         names = ", ".join(dict.fromkeys(port.device for port in rdma.ports))
-        said = f"NCCL_IB_HCA={rdma.hca} means none of this host's adapters ({names})"
-        yield Finding("rdma", "warning", host, said, "NCCL falls back to TCP", "name one, or unset it", HCA_SOURCE)
+        seen = f"NCCL_IB_HCA={rdma.hca} matches none of this host's adapters ({names})"
+        yield Finding("rdma", "warning", host, seen, "NCCL falls back to TCP", "list one, or unset it", HCA_SOURCE)
     if active:
-        said = f"{len(active)} of {len(rdma.ports)} ports are active: " + ", ".join(
+        seen = f"{len(active)} of {len(rdma.ports)} ports are active: " + ", ".join(
             f"{port.device} {port.rate_gbps or 0:g} Gb/s {port.layer}" for port in active[:8]
         )
-        yield Finding("rdma", "ok", host, said)
+        yield Finding("rdma", "ok", host, seen)
         yield from _rates(host, active)
     if not rdma.device_files:
-        said = "there are adapters and no /dev/infiniband"
+        seen = "the host has adapters, but /dev/infiniband is missing"
         why = "programs in this container cannot use them, and NCCL falls back to TCP"
         fix = "docker run --device=/dev/infiniband --cap-add=IPC_LOCK --ulimit memlock=-1"
-        yield Finding("rdma-devices", "error", host, said, why, fix)
+        yield Finding("rdma-devices", "error", host, seen, why, fix)
     if gpus:
         yield _gpudirect(host, rdma)
 
 
 def _rates(host: str, active: Sequence[RdmaPort]) -> Iterator[Finding]:
-    """Cards of one kind should have come up alike; another kind is often for storage."""
-    why = "NCCL uses them side by side, at the pace of the slowest"
+    """Ports of the same card model should have equal rates; other models are often for storage."""
+    why = "NCCL uses them in parallel, at the rate of the slowest"
     boards = {port.board: [each for each in active if each.board == port.board] for port in active}
     for ports in boards.values():
         if len({port.rate_gbps for port in ports}) > 1:
-            said = "active ports of the same kind of card have different rates: " + _ports_by_rate(ports)
+            seen = "active ports of the same card model have different rates: " + _ports_by_rate(ports)
             fix = "ibstat; reseat the cable of the slower one"
-            yield Finding("rdma-rate", "warning", host, said, f"{why}; a cable or port may have come up slower", fix)
+            yield Finding("rdma-rate", "warning", host, seen, f"{why}; a cable or port may have negotiated less", fix)
             return
     if len({port.rate_gbps for port in active}) > 1:
-        said = f"active ports have different rates: {_ports_by_rate(active)}"
+        seen = f"active ports have different rates: {_ports_by_rate(active)}"
         fast = max(port.rate_gbps or 0 for port in active)
         names = ",".join(port.device for port in active if port.rate_gbps == fast)
-        fix = f"export NCCL_IB_HCA=={names} where the others are for storage"
-        yield Finding("rdma-rate", "note", host, said, why, fix, HCA_SOURCE)
+        fix = f"export NCCL_IB_HCA=={names} if the others are for storage"
+        yield Finding("rdma-rate", "note", host, seen, why, fix, HCA_SOURCE)
 
 
 def _ports_by_rate(ports: Sequence[RdmaPort]) -> str:
@@ -198,8 +198,8 @@ def _ports_by_rate(ports: Sequence[RdmaPort]) -> str:
 
 
 def hca_matches(wanted: str, port: RdmaPort) -> bool:
-    """Whether `NCCL_IB_HCA` means a port: beginnings of names by commas, each with `:PORT` or without; `=` in front
-    makes them whole names, `^` those not to take."""
+    """Whether `NCCL_IB_HCA` selects a port. Its value is a comma-separated list of name prefixes, each optionally with
+    `:PORT`; a leading `=` requires whole names, a leading `^` excludes."""
     rest = wanted.removeprefix("^")
     exact = rest.startswith("=")
     listed = [part.partition(":") for part in rest.removeprefix("=").split(",") if part]
@@ -212,68 +212,68 @@ def hca_matches(wanted: str, port: RdmaPort) -> bool:
 
 def _gpudirect(host: str, rdma: RdmaAdapters) -> Finding:
     if rdma.peer_memory:
-        return Finding("gpudirect", "ok", host, "network cards reach GPU memory directly (nvidia_peermem is loaded)")
+        return Finding("gpudirect", "ok", host, "network cards access GPU memory directly (nvidia_peermem is loaded)")
     if rdma.open_driver:
-        said = "nvidia_peermem is not loaded; the open driver lets network cards reach GPU memory by dma-buf"
-        return Finding("gpudirect", "ok", host, said)
-    why = "data between hosts goes by way of host memory, at a fraction of the speed"
+        seen = "nvidia_peermem is not loaded; with the open driver, network cards access GPU memory by dma-buf"
+        return Finding("gpudirect", "ok", host, seen)
+    why = "data between hosts passes through host memory, at a fraction of the speed"
     return Finding(
         "gpudirect", "warning", host, "nvidia_peermem is not loaded", why, "modprobe nvidia-peermem", GDR_SOURCE
     )
 
 
 def _port(host: str, port: RdmaPort, others: bool, used: bool) -> Iterator[Finding]:
-    """One port.
+    """Judges one port.
 
     Args:
-        others: another one is active.
-        used: it is of the kind of card that most active ones are of, or asked for by name.
+        others: whether another port is active.
+        used: whether its card model is that of most active ports, or it is selected by name.
     """
     who = f"{port.device} port {port.port}"
     wrong: Severity = "warning" if used else "note"
     if port.state == "INIT":
-        why = "a cable is in, but no subnet manager has set the port up"
+        why = "a cable is connected, but no subnet manager has configured the port"
         yield Finding(
             "rdma-port", wrong if others else "error", host, f"{who} is INIT", why,
-            "start opensm, or see to the switch's subnet manager",
+            "start opensm, or check the switch's subnet manager",
         )  # fmt: skip
     elif port.state == "DOWN" and port.physical != "Disabled":
-        said = f"{who} is down ({port.physical or 'no link'})"
-        why = "where other hosts use this rail, they wait for it" if others else "no adapter of this host is connected"
+        seen = f"{who} is down ({port.physical or 'no link'})"
+        why = "if other hosts use this rail, they wait for it" if others else "no adapter of this host is connected"
         yield Finding(
-            "rdma-port", wrong if others else "error", host, said, why,
-            f"look at the cable and the switch; NCCL_IB_HCA=^{port.device} to go on",
+            "rdma-port", wrong if others else "error", host, seen, why,
+            f"check the cable and the switch; workaround: NCCL_IB_HCA=^{port.device}",
         )  # fmt: skip
     if port.errors:
-        said = f"{who} counts " + ", ".join(f"{name} {count}" for name, count in port.errors.items())
-        why = "packets were lost or sent again since the counters were cleared: a cable, a connector or a full switch"
+        seen = f"{who} has error counts: " + ", ".join(f"{name} {count}" for name, count in port.errors.items())
+        why = "packets were lost or resent since the counters were cleared: check cable, connectors and switch load"
         yield Finding(
-            "rdma-errors", wrong, host, said, why,
+            "rdma-errors", wrong, host, seen, why,
             f"perfquery -x; cat /sys/class/infiniband/{port.device}/ports/{port.port}/counters/*",
         )  # fmt: skip
     if port.routable_gid is False and port.state == "ACTIVE":
-        said = f"{who} ({port.netdev or port.layer}) has no RoCE v2 address that is routed"
-        why = "NCCL takes a link-local GID, and queue pairs time out between hosts"
+        seen = f"{who} ({port.netdev or port.layer}) has no routable RoCE v2 address"
+        why = "NCCL picks a link-local GID, and queue pairs between hosts time out"
         fix = f"give {port.netdev or 'its interface'} an IP address, or set NCCL_IB_GID_INDEX to one of show_gids"
-        yield Finding("rdma-gid", wrong, host, said, why, fix)
+        yield Finding("rdma-gid", wrong, host, seen, why, fix)
 
 
 def judge_kernel_log(host: str, kernel: KernelLog) -> Iterator[Finding]:
-    """Faults that the kernel has told since the host started."""
+    """Judges faults in the kernel log since boot."""
     kinds = Counter(event.kind for event in kernel.events)
     for kind, count in kinds.items():
-        said = [_event(host, event) for event in kernel.events if event.kind == kind]
-        said.sort(key=lambda each: SEVERITIES.index(each.severity))
-        yield from said[:_MAX_FINDINGS]
+        seen = [_event(host, event) for event in kernel.events if event.kind == kind]
+        seen.sort(key=lambda each: SEVERITIES.index(each.severity))
+        yield from seen[:_MAX_FINDINGS]
         if count > _MAX_FINDINGS:
-            more = f"{count - _MAX_FINDINGS} more of this kind ({kind}) are in the kernel's log"
+            more = f"the kernel log has {count - _MAX_FINDINGS} more events of this kind ({kind})"
             yield Finding(f"kernel-{kind}", "note", host, more, "", kernel.said_by)
     if not kernel.events:
         yield Finding(
             "kernel-log",
             "ok",
             host,
-            f"the kernel's log ({kernel.said_by}) tells of no fault of GPUs, memory or PCI bus",
+            f"the kernel log ({kernel.said_by}) reports no fault of GPUs, memory or PCI bus",
         )
 
 
@@ -294,10 +294,10 @@ def _event(host: str, event: KernelEvent) -> Finding:
 
 def _xid(host: str, event: KernelEvent, code: int, times: str) -> Finding:
     table = xid_table()
-    said, source = f"{event.text}{times}", str(table["source"])
+    seen, source = f"{event.text}{times}", str(table["source"])
     group = next((each for each in table["groups"].values() if code in each["codes"]), None)
     if group is None:
-        return Finding("xid", "note", host, said, f"Xid {code}: see the catalogue", "", source)
+        return Finding("xid", "note", host, seen, f"Xid {code}: see the catalogue", "", source)
     severity: Severity = group["severity"]
     if "fatal" in group and re.search(r"\bFatal\b", event.text):
         severity = group["fatal"]
@@ -305,30 +305,30 @@ def _xid(host: str, event: KernelEvent, code: int, times: str) -> Finding:
         severity = group["without"]
     device = event.device if "." in event.device else f"{event.device}.0"
     fix = str(group["fix"]).format(device=device) if severity != "note" else ""
-    return Finding("xid", severity, host, said, f"Xid {code}: {group['codes'][code]}", fix, source)
+    return Finding("xid", severity, host, seen, f"Xid {code}: {group['codes'][code]}", fix, source)
 
 
 _EVENT_FINDINGS: Mapping[str, tuple[Severity, str, str]] = {
-    "sxid": ("warning", "a fault of NVSwitch or of its links", "nvidia-smi nvlink -e; restart nvidia-fabricmanager"),
-    "bus": ("error", "the GPU is gone until the host restarts", "restart the host; look at power and risers"),
-    "driver": ("error", "driver and libraries do not fit, or a GPU does not start", "restart the host"),
+    "sxid": ("warning", "a fault of NVSwitch or its links", "nvidia-smi nvlink -e; restart nvidia-fabricmanager"),
+    "bus": ("error", "the GPU is gone until the host reboots", "reboot the host; check power and risers"),
+    "driver": ("error", "driver and libraries do not match, or a GPU does not start", "reboot the host"),
     "oom": (
         "note",
-        "memory of the host or control group was short, and a process was killed",
-        "free -g; fewer workers",
+        "the host or control group ran out of memory, and a process was killed",
+        "free -g; use fewer workers",
     ),
-    "memory": ("error", "a memory module or a CPU is broken", "have it replaced; ras-mc-ctl --errors"),
-    "pcie": ("error", "a PCIe device or slot has lost data", "reseat the card or its riser"),
-    "nic": ("warning", "a network card has lost its link or its health", "ethtool; mlxlink"),
+    "memory": ("error", "a memory module or a CPU is defective", "replace it; ras-mc-ctl --errors"),
+    "pcie": ("error", "a PCIe device or slot lost data", "reseat the card or its riser"),
+    "nic": ("warning", "a network card lost its link or reported a failure", "ethtool; mlxlink"),
     "hung": (
         "warning",
-        "a task waited for more than two minutes in the kernel: a disk, NFS or the driver",
+        "a task was blocked in the kernel for more than two minutes: by a disk, NFS or the driver",
         "cat /proc/PID/stack",
     ),
 }
 
 
 def gpu_count(facts: HostFacts) -> int:
-    """As far as is known."""
+    """Number of GPUs, as far as known."""
     cards = sum(device.kind == "gpu" for device in facts.pci.devices) if facts.pci is not None else 0
     return max(len(facts.gpus or ()), cards)

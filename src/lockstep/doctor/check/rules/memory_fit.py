@@ -13,29 +13,29 @@ Config = GRPOConfig | SFTConfig
 ZERO = "https://arxiv.org/abs/1910.02054"
 """Rajbhandari et al. 2020, section 3.1: weights, gradients and Adam's two moments, and how they are sharded."""
 ACTIVATIONS = "https://arxiv.org/abs/2205.05198"
-"""Korthikanti et al. 2022, eq. 2: 34 bytes per token, hidden unit and layer in 16 bit, without attention's scores; and
-one tensor a layer where layers are recomputed."""
+"""Korthikanti et al. 2022, eq. 2: 34 bytes per token, hidden unit and layer in 16 bit, without attention scores; with
+recomputation, one tensor per layer."""
 PAGED = "https://arxiv.org/abs/2309.06180"
-"""Kwon et al. 2023: keys and values, and what is left for them beside the weights."""
+"""Kwon et al. 2023: keys and values, and the memory that the weights leave for them."""
 RESERVE = 0.08
-"""Of a GPU, for the CUDA context, NCCL's buffers and fragments."""
+"""Share of a GPU that is reserved for the CUDA context, NCCL's buffers and fragmentation."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessMemory:
-    """What a process has."""
+    """Memory available to one process."""
 
     device: Literal["cpu", "cuda"]
     bytes: int
-    """Of one GPU, or of the host; 0 where it is not known."""
+    """Of one GPU, or of the host; 0 if not known."""
     name: str = ""
-    """Of the GPU."""
+    """Name of the GPU."""
 
 
 def trainer_memory_parts(config: Config, shape: ModelShape) -> dict[str, int]:
-    """Bytes of one trainer rank by part: fp32 weights, gradients and moments of its shard; of what FSDP2 gathers, the
-    root and two layers at once, in compute precision; activations of one packed row; logits of one chunk, three times
-    (value, gradient, softmax)."""
+    """Bytes of one trainer rank by part: fp32 weights, gradients and moments of its shard; the root and two layers as
+    gathered by FSDP2 in compute precision; activations of one packed row; logits of one chunk, three times (value,
+    gradient, softmax)."""
     trainer = config.trainer
     width = DTYPE_BYTES[compute_dtype(config, shape)]
     trained = shape.parameters if config.model.adapter is None else adapter_parameters(config, shape)
@@ -60,8 +60,8 @@ def trainer_memory_parts(config: Config, shape: ModelShape) -> dict[str, int]:
 
 
 def engine_memory_parts(config: Config, shape: ModelShape) -> dict[str, int]:
-    """Bytes of one engine (vLLM: of one of its GPUs) by part: weights, and keys and values. vLLM on a GPU takes the
-    rest of its share for these; here is what its sequences need at most."""
+    """Bytes of one engine (vLLM: of one of its GPUs) by part: weights, and keys and values. These are the maximum that
+    its sequences need; vLLM on a GPU uses the rest of its share."""
     engine = config.rollout.engine
     own = shape.dtype if engine.dtype == "auto" else engine.dtype
     width = DTYPE_BYTES[own if engine.dtype != "auto" else compute_dtype(config, shape)]
@@ -74,40 +74,41 @@ def engine_memory_parts(config: Config, shape: ModelShape) -> dict[str, int]:
 
 
 def max_sequence_tokens(config: Config, shape: ModelShape) -> int:
-    """Tokens of a sequence, at most: prompt and completion."""
+    """Maximum tokens of a sequence, prompt and completion."""
     context = shape.context or config.model.max_length or 2 * config.rollout.sampling.max_tokens
     limit = min(config.model.max_length or context, context)
     return min(limit, 2 * config.rollout.sampling.max_tokens)
 
 
 def compute_dtype(config: Config, shape: ModelShape, device: str = "cuda") -> str:
-    """Precision of the trainer's computation."""
+    """Precision in which the trainer computes."""
     if config.model.dtype != "auto":
         return config.model.dtype
     return "float32" if device == "cpu" or config.cluster.device == "cpu" else "bfloat16"
 
 
 def adapter_parameters(config: Config, shape: ModelShape) -> int:
-    """Of LoRA on all linear layers, `r (in + out)` each (Hu et al. 2021, section 4.1). An upper bound where it is on
-    some of them only."""
+    """Parameters of LoRA on all linear layers, `r (in + out)` each (Hu et al. 2021, section 4.1). An upper bound if it
+    is
+    only on some of them."""
     adapter = config.model.adapter
     assert adapter is not None
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     attention = 2 * (shape.hidden + queries) + 2 * (shape.hidden + keys)
     linear = max(0, max(shape.per_layer, default=0) - shape.hidden * (2 * queries + 2 * keys)) // max(shape.hidden, 1)
-    # A gated feed-forward part has three matrices hidden x inner; `linear` is 3 inner.
+    # A gated feed-forward part has three hidden x inner matrices; `linear` is 3 inner.
     return adapter.r * shape.layers * (attention + 3 * shape.hidden + linear)
 
 
 def judge_memory(config: Config, shape: ModelShape, room: ProcessMemory) -> list[Finding]:
-    """What each role needs and whether one GPU (or this host) has it."""
+    """Judges what each role needs and whether one GPU (or this host) has it."""
     device = room.device
     trainer, engine = trainer_memory_parts(config, shape), engine_memory_parts(config, shape)
     engines = config.recipe == "grpo" or config.evaluation is not None
     if room.bytes == 0:
         where = f"a GPU ({room.name})" if room.name else "a GPU" if device == "cuda" else "this host"
         text = f"a policy rank needs {_table(trainer)}" + (f"; an engine {_table(engine)}" if engines else "")
-        return [Finding("memory", "unchecked", "", f"{text}; how much {where} has is not known here", source=ZERO)]
+        return [Finding("memory", "unchecked", "", f"{text}; the memory of {where} is not known", source=ZERO)]
     if device == "cpu":
         return _on_host(config, trainer, engine if engines else {}, room)
     return _on_gpu(config, shape, trainer, engine if engines else {}, room)
@@ -127,7 +128,7 @@ def _on_host(
         return [Finding("memory", "ok", "", seen, source=ZERO)]
     return [
         Finding(
-            "memory", "error", "", seen, "the kernel ends a process that gets no memory, and the others wait for it",
+            "memory", "error", "", seen, "the kernel kills a process when memory runs out, and the others wait for it",
             "lower token_budget or rollout.engine.max_rows, or set trainer.activation_checkpointing=true", ZERO,
         )
     ]  # fmt: skip
@@ -146,7 +147,7 @@ def _on_gpu(
         found.append(
             Finding(
                 "memory-policy", "error", "", f"a policy rank needs {_table(trainer)}, of {of}",
-                f"it runs out of memory in its first steps: {_size(usable)} can be used",
+                f"it runs out of memory in its first steps: {_size(usable)} are usable",
                 settings_that_fit(config, shape, usable),
                 ACTIVATIONS if max(trainer, key=lambda part: trainer[part]) == "activations" else ZERO,
             )
@@ -168,8 +169,8 @@ def _engine_on_gpu(
     if rows < 1:
         split = next((n for n in (2, 4, 8, 16) if share * room.bytes > 1.1 * shape.parameters * 2 / n), 0)
         wider = f"set rollout.engine.kind=vllm and rollout.engine.tensor_parallel_size={split}"
-        fix = wider if split else "take a smaller model, or GPUs with more memory"
-        why = "nothing is left for keys and values: the engine does not start"
+        fix = wider if split else "use a smaller model, or GPUs with more memory"
+        why = "nothing is left for keys and values: the engine cannot start"
         return [Finding("memory-engine", "error", "", seen, why, fix, PAGED)]
     sequences = f"{seen}, which leaves room for {rows:,} sequences of {max_sequence_tokens(config, shape):,} tokens"
     found = [Finding("memory-engine", "ok", "", sequences, source=PAGED)]
@@ -196,7 +197,7 @@ def _engine_on_gpu(
 
 
 def settings_that_fit(config: Config, shape: ModelShape, usable: int) -> str:
-    """Settings with which a policy rank has room, the gentlest first."""
+    """Settings that make a policy rank fit, least intrusive first."""
     found = []
 
     def fits(**changes: object) -> bool:
@@ -220,7 +221,7 @@ def settings_that_fit(config: Config, shape: ModelShape, usable: int) -> str:
         budget //= 2
     if config.model.adapter is None:
         found.append("model.adapter (LoRA)")
-    return "set " + ", or ".join(found) if found else "take a smaller model, or GPUs with more memory"
+    return "set " + ", or ".join(found) if found else "use a smaller model, or GPUs with more memory"
 
 
 def _table(parts: Mapping[str, int]) -> str:

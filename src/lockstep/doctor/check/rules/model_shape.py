@@ -1,8 +1,8 @@
-"""A model's size from its `config.json` alone: parameters by part, keys and values per token. No torch, no download of
-weights. Pure.
+"""A model's size from its `config.json` alone: parameters by part, keys and values per token. Needs neither torch nor
+the weights. Pure.
 
-The families are those whose layers are written down here; of any other nothing is estimated, rather than something
-wrong. Counted as transformers builds them (`src/transformers/models/<family>/modeling_<family>.py`,
+Only listed families are estimated, with the layers that transformers builds for them
+(`src/transformers/models/<family>/modeling_<family>.py`,
 https://github.com/huggingface/transformers/tree/main/src/transformers/models).
 """
 
@@ -14,12 +14,12 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class UnknownModelShape(ValueError):
-    """A model of which the number of parameters is not known from its config; says why."""
+    """The number of parameters cannot be derived from the model's config."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What memory and time depend on."""
+    """The sizes that determine memory and time."""
 
     family: str
     layers: int
@@ -32,14 +32,14 @@ class ModelShape:
     embedding: int
     """Parameters of the embedding."""
     head: int
-    """Of the output layer; 0 where it is tied to the embedding."""
+    """Parameters of the output layer; 0 if it is tied to the embedding."""
     per_layer: tuple[int, ...]
     """Parameters of each decoder layer."""
     active_per_layer: tuple[int, ...]
-    """Of each, those that one token uses: with experts, the router's choice."""
+    """Parameters of each layer that one token uses: with experts, those that the router selects."""
     last_norm: int
     dtype: str
-    """Of the weights on disk."""
+    """Data type of the weights on disk."""
 
     @property
     def parameters(self) -> int:
@@ -47,39 +47,39 @@ class ModelShape:
 
     @property
     def active(self) -> int:
-        """Parameters that multiply a token's activations: those of the layers it uses, and the head."""
+        """Parameters applied to each token: those of the layers it uses, and the head."""
         return sum(self.active_per_layer) + (self.head or self.embedding)
 
     @property
     def largest_unit(self) -> int:
-        """Parameters that FSDP2 gathers at once, at most: a layer, or the root with embedding, head and last norm."""
+        """Maximum number of parameters that FSDP2 gathers at once: a layer, or embedding, head and last norm."""
         return max([*self.per_layer, self.embedding + self.head + self.last_norm])
 
     def kv_bytes(self, width: int) -> int:
-        """Of one token's keys and values (Kwon et al. 2023, section 3: 2 x layers x key-value width)."""
+        """Bytes of one token's keys and values (Kwon et al. 2023, section 3: 2 x layers x key-value width)."""
         return 2 * self.layers * self.kv_heads * self.head_dim * width
 
 
 def model_shape_of(config: Mapping[str, Any]) -> ModelShape:
-    """Of a `config.json`.
+    """Reads a `config.json`.
 
     Raises:
-        UnknownShape: the family is not known here, or a field is missing.
+        UnknownModelShape: the family is not supported, or a field is missing.
     """
     family = str(config.get("model_type", ""))
     if family not in _FAMILIES:
         known = ", ".join(sorted(_FAMILIES))
-        raise UnknownModelShape(f"model_type {family or 'is not given'}: sizes are known of {known}")
+        raise UnknownModelShape(f"model_type {family or 'is missing'}: supported families are {known}")
     try:
         return _shape(family, config)
     except (KeyError, TypeError) as error:
-        raise UnknownModelShape(f"config.json of a {family} model: {error} is missing or no number") from error
+        raise UnknownModelShape(f"config.json of a {family} model: {error} is missing or not a number") from error
 
 
 _GATED = {"llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "gemma", "gemma2", "phi3", "olmo2"}
 _FAMILIES = _GATED | {"gpt2"}
 _TIED = {"gemma", "gemma2", "gpt2"}
-"""Families that tie head and embedding unless the config says otherwise."""
+"""Families that tie head and embedding by default."""
 _NO_BIAS: frozenset[str] = frozenset()
 
 
@@ -107,7 +107,7 @@ def _shape(family: str, config: Mapping[str, Any]) -> ModelShape:
 
 
 def _default_head_dim(family: str, hidden: int, heads: int) -> int:
-    # Where these are not in the file, transformers' own default holds and not the quotient.
+    # These families have a fixed default in transformers, not the quotient.
     return {"qwen3": 128, "qwen3_moe": hidden // heads, "gemma": 256, "gemma2": 256}.get(family, hidden // heads)
 
 
@@ -128,7 +128,7 @@ def _attention(
 
 
 def _mlp(family: str, config: Mapping[str, Any], hidden: int, layer: int) -> tuple[int, int]:
-    """Parameters of a layer's feed-forward part, and those that a token uses."""
+    """Parameters of a layer's feed-forward part, and those that one token uses."""
     experts = int(config.get("num_experts") or config.get("num_local_experts") or 0)
     dense = layer in (config.get("mlp_only_layers") or ())
     step = int(config.get("decoder_sparse_step") or 1)
@@ -163,5 +163,5 @@ def _gpt2(config: Mapping[str, Any]) -> ModelShape:
 
 
 def _dtype(config: Mapping[str, Any]) -> str:
-    said = str(config.get("dtype") or config.get("torch_dtype") or "float32")
-    return said if said in DTYPE_BYTES else "float32"
+    seen = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    return seen if seen in DTYPE_BYTES else "float32"

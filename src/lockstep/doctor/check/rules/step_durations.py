@@ -15,23 +15,23 @@ PEAKS_SOURCE = (
     "https://github.com/pytorch/torchtitan/blob/8fb285ca4a6b2945e81e105b5433ea25f613e100/torchtitan/tools/utils.py"
 )
 COMPUTE_EFFICIENCY = 0.35
-"""Of a GPU's peak that training reaches; what is slower than this by far is worth a look."""
+"""Share of a GPU's peak that training reaches; much less is worth investigating."""
 MEMORY_EFFICIENCY = 0.5
-"""Of a GPU's memory bandwidth that decoding reaches."""
+"""Share of a GPU's memory bandwidth that decoding reaches."""
 DISK_RATE = 500e6
-"""Bytes per second of a checkpoint or of loading, where nobody has measured."""
+"""Assumed bytes per second of writing a checkpoint and of loading."""
 LINK_RATE = 1e9
-"""Bytes per second between hosts, where nobody has measured: 10 Gbit/s."""
+"""Assumed bytes per second between hosts: 10 Gbit/s."""
 
 
 @dataclass(frozen=True, slots=True)
 class GpuSpeed:
-    """Of one GPU."""
+    """Peak rates of one GPU."""
 
     flops: float
-    """Dense bfloat16 operations per second, peak."""
+    """Dense bfloat16 operations per second."""
     bandwidth: float
-    """Bytes per second of its memory."""
+    """Memory bandwidth in bytes per second."""
     source: str
 
 
@@ -41,34 +41,34 @@ GPU_SPEEDS: Mapping[str, GpuSpeed] = {
     "H100 80GB HBM3": GpuSpeed(989e12, 3.35e12, "https://www.nvidia.com/en-us/data-center/h100/"),
     "H200": GpuSpeed(989e12, 4.8e12, "https://www.nvidia.com/en-us/data-center/h200/"),
 }
-"""By a part of the name that nvidia-smi prints. operations as in PEAKS. Looked up 2026-11."""
+"""By a part of the name that nvidia-smi prints. Operations as in PEAKS_SOURCE. Looked up 2026-11."""
 
 
 def gpu_speed(name: str) -> GpuSpeed | None:
-    """Of a GPU by the name that nvidia-smi prints; None where its rates are not written down here."""
+    """Rates of a GPU with this nvidia-smi name; None if not listed."""
     return next((speed for part, speed in GPU_SPEEDS.items() if part in name), None)
 
 
 @dataclass(frozen=True, slots=True)
 class StepDurations:
-    """Seconds, at most."""
+    """Maximum duration of each stage, in seconds."""
 
     rollout: float
-    """All completions of a step, each of full length."""
+    """All completions of a step, each at full length."""
     train: float
     """All updates of a step."""
     update: float
-    """One optimizer step: so long a rank that has less to do waits in a collective for one that has more."""
+    """One optimizer step: a rank with little work waits that long in a collective."""
     publish: float
-    """Weights to engines of other hosts."""
+    """Transfer of the weights to engines on other hosts."""
     bucket: float
-    """One bucket of them."""
+    """Transfer of one bucket."""
     checkpoint: float
-    """Weights and optimizer state to disk."""
+    """Writing weights and optimizer state to disk."""
     load: float
-    """An engine reads the weights from disk."""
+    """Loading the weights of an engine from disk."""
     prefill: float
-    """One engine step over all prompts that it takes at once."""
+    """One engine step over all prompts that it accepts at once."""
     collective: float
     """The largest collective, between hosts."""
 
@@ -76,11 +76,11 @@ class StepDurations:
 def step_durations(
     config: Config, shape: ModelShape, speed: GpuSpeed, link: float = LINK_RATE, disk: float = DISK_RATE
 ) -> StepDurations:
-    """Of a step with sequences of full length.
+    """Durations of a step with sequences of full length.
 
     Args:
         link: measured bytes per second between hosts.
-        disk: of the run's folder.
+        disk: bytes per second of the run's folder.
     """
     width = DTYPE_BYTES[compute_dtype(config, shape)]
     length = max_sequence_tokens(config, shape)
@@ -112,7 +112,7 @@ def _sequences_per_step(config: Config) -> int:
 def _rollout_seconds(
     config: Config, shape: ModelShape, speed: GpuSpeed, width: int, sequences: int, length: int
 ) -> float:
-    """Decoding reads the active weights and the batch's keys and values once per token, or computes, if that takes
+    """Per token, decoding reads the active weights and the batch's keys and values, or computes if that takes
     longer."""
     engine = config.rollout.engine
     split = engine.tensor_parallel_size if engine.kind == "vllm" else 1
@@ -130,30 +130,30 @@ def _rollout_seconds(
 
 @dataclass(frozen=True, slots=True)
 class ConfiguredTimeout:
-    """A time-out that somebody has set."""
+    """A timeout that is set explicitly."""
 
     name: str
     seconds: float
     stage: str
-    """Field of `StepDurations` that it must outlast."""
+    """Field of `StepDurations` that must be shorter."""
     what: str
     source: str = ""
 
 
 TIMEOUT_VARIABLES: Mapping[str, tuple[str, str, str]] = {
     "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": (
-        "prefill", "one step of an engine, its prompts at once",
+        "prefill", "one step of an engine processes all its prompts",
         "https://github.com/vllm-project/vllm/blob/main/vllm/envs.py",
     ),
     "VLLM_ENGINE_READY_TIMEOUT_S": (
-        "load", "an engine that loads its weights", "https://github.com/vllm-project/vllm/blob/main/vllm/envs.py",
+        "load", "an engine loads its weights", "https://github.com/vllm-project/vllm/blob/main/vllm/envs.py",
     ),
 }  # fmt: skip
-"""Variables that bound a stage of a Lockstep run: which, in seconds."""
+"""Variables that limit a stage of a Lockstep run, in seconds."""
 
 
 def configured_timeouts(config: Config, environment: Mapping[str, str]) -> list[ConfiguredTimeout]:
-    """Those that are set explicitly, in the config or the environment; defaults are not somebody's choice."""
+    """Timeouts that are set explicitly in the config or the environment; defaults are not judged."""
     found = []
     trainer, cluster, weights = config.trainer, config.cluster, config.weights
     if "collective_timeout_s" in trainer.model_fields_set:
@@ -167,7 +167,7 @@ def configured_timeouts(config: Config, environment: Mapping[str, str]) -> list[
         what = "an engine shows no progress while it loads its weights"
         found.append(ConfiguredTimeout("cluster.stall_limit_s", cluster.stall_limit_s, "load", what))
     if "receiver_limit_s" in weights.model_fields_set:
-        what = "a receiver shows no progress while a bucket of weights is on its way"
+        what = "a receiver shows no progress while a bucket of weights is transferred"
         found.append(ConfiguredTimeout("weights.receiver_limit_s", weights.receiver_limit_s, "bucket", what))
     for name, (stage, what, source) in TIMEOUT_VARIABLES.items():
         try:
@@ -180,11 +180,11 @@ def configured_timeouts(config: Config, environment: Mapping[str, str]) -> list[
 def judge_durations(
     config: Config, shape: ModelShape, gpu: str, environment: Mapping[str, str], link: float = LINK_RATE
 ) -> list[Finding]:
-    """Durations, and time-outs that are shorter.
+    """Reports durations, and timeouts that are too short.
 
     Args:
-        gpu: its name, empty where there is none.
-        link: bytes per second between hosts, the slowest that was measured.
+        gpu: its name; empty without a GPU.
+        link: slowest measured bytes per second between hosts.
     """
     width = DTYPE_BYTES[compute_dtype(config, shape)]
     largest = Finding(
@@ -196,9 +196,9 @@ def judge_durations(
     speed = gpu_speed(gpu)
     set_bounds = configured_timeouts(config, environment)
     if speed is None:
-        what = f"how fast {gpu} is is not written down here" if gpu else "there is no GPU, whose speed would be known"
+        what = f"the speed of {gpu} is not known" if gpu else "there is no GPU"
         named = ", ".join(dict.fromkeys(f"{each.name}={each.seconds:g} s" for each in set_bounds))
-        against = f", so {named} was not held against them" if named else ""
+        against = f"; {named} was not compared with them" if named else ""
         return [*found, Finding("durations", "unchecked", "", f"stages were not estimated: {what}{against}")]
     took = step_durations(config, shape, speed, link)
     stages = ("rollout", "train", "publish", "checkpoint")
@@ -214,8 +214,8 @@ def judge_durations(
             Finding(
                 "timeout-short", "error" if short else "warning", "",
                 f"{bound.name} is {bound.seconds:g} s, and {bound.what}: about {_seconds(needed)}",
-                "it ends a run that is healthy" if short else "on a busy host it ends a run that is healthy",
-                f"leave {bound.name} out (a stall is told by missing progress, not by time), or set it to "
+                "it would end a healthy run" if short else "on a busy host it would end a healthy run",
+                f"remove {bound.name} (stalls are detected by missing progress, not by time), or set it to "
                 f"{max(60, round(4 * needed)):d} or more",
                 bound.source,
             )

@@ -23,18 +23,18 @@ class _SupportRow(BaseModel):
     source: str
     """URL."""
     checked: datetime.date
-    """When the source was read."""
+    """Date when the source was read."""
 
     @field_validator("source")
     @classmethod
     def _is_url(cls, value: str) -> str:
         if not value.startswith("https://"):
-            raise ValueError(f"source {value!r} is no URL")
+            raise ValueError(f"source {value!r} is not a URL")
         return value
 
 
 class MinimumVersion(_SupportRow):
-    """The oldest version that this package works with."""
+    """The oldest supported version of a package."""
 
     name: str
     least: str
@@ -49,14 +49,14 @@ class DriverRequirement(_SupportRow):
 
 
 class BadCombination(_SupportRow):
-    """A combination that is known to fail."""
+    """A combination of versions that is known to fail."""
 
     id: str
     when: dict[str, str]
-    """By name, the versions (PEP 440)."""
+    """Version specifiers (PEP 440) by package."""
     severity: Literal["error", "warning", "note"]
     seen: str
-    """With {name} for the installed version."""
+    """Text with {name} for the installed version of a package."""
     why: str
     fix: str
 
@@ -68,12 +68,12 @@ class BadCombination(_SupportRow):
         return value
 
     def holds(self, installed: dict[str, str | None]) -> bool:
-        """Whether this is what is installed."""
+        """Whether the installed versions match."""
         return all(_version_within(installed.get(name), SpecifierSet(text)) for name, text in self.when.items())
 
 
 class SupportTable(BaseModel):
-    """The whole table."""
+    """The table of supported and bad versions."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -84,7 +84,7 @@ class SupportTable(BaseModel):
 
 @cache
 def support_table() -> SupportTable:
-    """As it comes with this package."""
+    """The table that comes with this package."""
     text = resources.files(__package__).joinpath("support.yaml").read_text(encoding="utf-8")
     return SupportTable.model_validate(yaml.safe_load(text))
 
@@ -104,11 +104,11 @@ def judge_versions(
     needed: Collection[str],
     table: SupportTable | None = None,
 ) -> Iterator[Finding]:
-    """What is missing, too old, or known to fail.
+    """Judges missing, old and bad versions.
 
     Args:
-        gpus: of the host; None where nothing is known of them.
-        needed: packages without which the run does not start.
+        gpus: of the host; None if not known.
+        needed: packages that the run needs to start.
     """
     table = table or support_table()
     packages = dict(versions.packages)
@@ -117,24 +117,24 @@ def judge_versions(
         installed = parse_version(packages.get(least.name))
         if packages.get(least.name) is None and least.name in needed:
             extra = f"pip install 'lockstep-rl[{least.name}]'" if least.name in ("ray", "vllm", "deepspeed") else ""
-            said = f"{least.name} is not installed, and the run needs it"
-            yield Finding(f"missing-{least.name}", "error", host, said, "", extra or f"pip install {least.name}")
+            seen = f"{least.name} is not installed, but the run needs it"
+            yield Finding(f"missing-{least.name}", "error", host, seen, "", extra or f"pip install {least.name}")
         old = parse_version(least.least)
         if installed is not None and old is not None and installed < old:
-            said = f"{least.name} {packages[least.name]} is older than {least.least}, {least.why}"
+            seen = f"{least.name} {packages[least.name]} is older than {least.least}, {least.why}"
             fix = f"pip install '{least.name}>={least.least}'"
             severity: Literal["error", "warning"] = "error" if least.name in needed else "warning"
-            yield Finding(f"old-{least.name}", severity, host, said, "", fix, least.source)
+            yield Finding(f"old-{least.name}", severity, host, seen, "", fix, least.source)
     yield from _judge_driver(host, versions, gpus, table)
     for bad in table.bad:
         if bad.holds(packages):
             seen = bad.seen.format_map({name: value or "none" for name, value in packages.items()})
             yield Finding(bad.id, bad.severity, host, seen, bad.why, bad.fix, bad.source)
     for unmet in versions.unmet:
-        why = "it was built and tested with what it asks for; compiled parts fail at import or later"
-        yield Finding("unmet-requirement", "warning", host, unmet, why, "pip check; install what fits together")
+        why = "it was built and tested with the versions it requires; compiled parts fail at import or later"
+        yield Finding("unmet-requirement", "warning", host, unmet, why, "pip check; install versions that match")
     for twice in versions.twice:
-        why = "they bring the same library, and which of them is loaded depends on the order of imports"
+        why = "they contain the same library, and the order of imports decides which one is loaded"
         yield Finding(
             "installed-twice", "warning", host, f"{twice} are installed together", why, "uninstall all but one"
         )
@@ -157,7 +157,7 @@ def _versions_text(packages: Mapping[str, str | None]) -> str:
     names = {"lockstep-rl": "lockstep", "cuda": "CUDA", "nccl": "NCCL"}
     there = [f"{names.get(name, name)} {packages[name]}" for name in shown if packages.get(name)]
     without = [names.get(name, name) for name in shown if name in packages and not packages[name]]
-    return ", ".join(there) + (f"; without {', '.join(without)}" if without else "")
+    return ", ".join(there) + (f"; not installed: {', '.join(without)}" if without else "")
 
 
 def _judge_driver(
@@ -166,57 +166,55 @@ def _judge_driver(
     packages = versions.packages
     cuda, driver = packages.get("cuda"), parse_version(packages.get("driver"))
     if gpus and cuda is None and packages.get("torch") is not None:
-        said = f"this host has {len(gpus)} GPUs, and torch {packages['torch']} is built without CUDA"
+        seen = f"this host has {len(gpus)} GPUs, but torch {packages['torch']} is built without CUDA"
         why = "the run would use CPUs"
         yield Finding(
-            "torch-without-cuda", "error", host, said, why, "install torch from https://pytorch.org/get-started"
+            "torch-without-cuda", "error", host, seen, why, "install torch from https://pytorch.org/get-started"
         )
     row = next((row for row in table.drivers if cuda is not None and cuda.split(".")[0] == row.cuda), None)
     least = parse_version(row.least) if row is not None else None
     if row is not None and driver is not None and least is not None and driver < least:
-        said = f"driver {packages['driver']} is too old for CUDA {cuda}, which torch is built for"
+        seen = f"driver {packages['driver']} is too old for CUDA {cuda}, for which torch is built"
         fix = f"install driver {row.least} or newer, or a torch built for an older CUDA"
         if not versions.compat:
-            yield Finding("driver-old", "error", host, said, "CUDA does not start", fix, row.source)
+            yield Finding("driver-old", "error", host, seen, "CUDA cannot start", fix, row.source)
             return
-        said += f"; the driver's library of a newer release is in {versions.compat}"
-        why = (
-            "CUDA starts with it on GPUs for data centres, on drivers that it is made for, if the loader finds it first"
-        )
+        seen += f"; the driver library of a newer release is in {versions.compat}"
+        why = "CUDA starts with it on data centre GPUs with a supported driver, if the loader finds it first"
         if not versions.compat_asked:
-            fix = f"export LD_LIBRARY_PATH={versions.compat} (unless the image's entry point has done so); or {fix}"
-        yield Finding("driver-old", "warning", host, said, why, fix, COMPAT_SOURCE)
+            fix = f"export LD_LIBRARY_PATH={versions.compat} (unless the image's entry point does so); or {fix}"
+        yield Finding("driver-old", "warning", host, seen, why, fix, COMPAT_SOURCE)
 
 
 @dataclass(frozen=True, slots=True)
 class VersionPolicy:
-    """How alike versions must be on all hosts."""
+    """How similar versions must be on all hosts."""
 
     parts: int
-    """Leading numbers that must be equal; 0 is all of it."""
+    """How many leading numbers must be equal; 0 means all."""
     otherwise: Literal["error", "warning", "note"]
     why: str
     where_installed: bool = False
-    """Hosts that have none are left out."""
+    """Whether hosts without the package are ignored."""
 
 
 VERSION_POLICIES: Mapping[str, VersionPolicy] = {
     "python": VersionPolicy(2, "error", "Ray, and packages with compiled parts, need the same minor version"),
-    "lockstep-rl": VersionPolicy(0, "error", "processes of one run speak one protocol"),
+    "lockstep-rl": VersionPolicy(0, "error", "all processes of a run must use the same protocol"),
     "torch": VersionPolicy(3, "error", "ranks of one communicator need the same collectives"),
-    "cuda": VersionPolicy(1, "error", "kernels and NCCL come with it"),
-    "nccl": VersionPolicy(0, "error", "NCCL of two versions forms no communicator", True),
+    "cuda": VersionPolicy(1, "error", "it determines kernels and NCCL"),
+    "nccl": VersionPolicy(0, "error", "different versions of NCCL cannot form a communicator", True),
     "driver": VersionPolicy(1, "warning", "features that peers negotiate (NVLS, cuMem) depend on it", True),
-    "transformers": VersionPolicy(2, "warning", "a model's code and the names of its weights may differ", True),
-    "vllm": VersionPolicy(2, "error", "engines of one run take weights in the same way", True),
-    "ray": VersionPolicy(0, "error", "Ray's nodes do not talk to other versions of it", True),
+    "transformers": VersionPolicy(2, "warning", "model code and weight names may differ", True),
+    "vllm": VersionPolicy(2, "error", "all engines of a run must load weights in the same way", True),
+    "ray": VersionPolicy(0, "error", "Ray nodes refuse other versions", True),
     "deepspeed": VersionPolicy(3, "error", "ranks of one engine need the same collectives", True),
-    "kernel": VersionPolicy(2, "note", "faults of one kernel are then seen on some hosts only", True),
+    "kernel": VersionPolicy(2, "note", "a kernel fault then affects only some hosts", True),
 }
 
 
 def compare_versions(by_host: Mapping[str, HostVersions]) -> Iterator[Finding]:
-    """What differs between hosts, one finding for each name, with who has which."""
+    """Findings about versions that differ between hosts, one per package."""
     for name, alike in VERSION_POLICIES.items():
         values = {host: versions.packages.get(name) for host, versions in by_host.items()}
         if alike.where_installed:
@@ -227,10 +225,10 @@ def compare_versions(by_host: Mapping[str, HostVersions]) -> Iterator[Finding]:
         for host, value in values.items():
             hosts.setdefault(value or "none", []).append(host)
         most = max(hosts, key=lambda value: len(hosts[value]))
-        said = ", ".join(f"{value} on {summarize_list(which, 4)}" for value, which in hosts.items())
+        seen = ", ".join(f"{value} on {summarize_list(which, 4)}" for value, which in hosts.items())
         odd = ",".join(host for value, which in hosts.items() if value != most for host in which)
         fix = f"install {most} on all" if most != "none" else ""
-        yield Finding(f"differs-{name}", alike.otherwise, odd, f"{name} differs: {said}", alike.why, fix)
+        yield Finding(f"differs-{name}", alike.otherwise, odd, f"{name} differs: {seen}", alike.why, fix)
 
 
 def _leading_parts(version: str | None, parts: int) -> object:

@@ -20,7 +20,7 @@ _WITH_FILE = (
     "offload_optimizer_nvme_path",
     "zero3_save_16bit_model",
 )
-"""Of deepspeed_config, refused beside deepspeed_config_file."""
+"""Settings of deepspeed_config that are refused together with deepspeed_config_file."""
 _TYPES = (
     "NO",
     "MULTI_CPU",
@@ -40,7 +40,7 @@ _TYPES = (
 
 
 def judge_accelerate(advice: ConfigFindings, document: ConfigDocument) -> ConfigSettings:
-    """Findings; returns the settings."""
+    """Judges the file and returns its settings."""
     settings, options = load_deepspeed(document), option_table("accelerate", "config")
     top = [each for each in settings if "." not in each.name]
     within = [each for each in settings if "." in each.name]
@@ -53,7 +53,7 @@ def judge_accelerate(advice: ConfigFindings, document: ConfigDocument) -> Config
         options,
         within,
         version,
-        option_tables.OptionSyntax("", "The launcher reads past it: the setting has no effect.", fatal=False),
+        option_tables.OptionSyntax("", "The launcher ignores it: the setting has no effect.", fatal=False),
     )
     _processes(advice, settings, document)
     _deepspeed(advice, settings)
@@ -62,7 +62,7 @@ def judge_accelerate(advice: ConfigFindings, document: ConfigDocument) -> Config
 
 
 def accelerate_zero_stage(settings: ConfigSettings) -> int | None:
-    """The ZeRO stage that the YAML itself says; FSDP's full sharding counts as 3, its gradients only as 2."""
+    """The equivalent ZeRO stage of the YAML; FSDP's full sharding counts as 3, gradients only as 2."""
     kind = settings.text("distributed_type")
     if kind == "DEEPSPEED":
         return (
@@ -95,7 +95,7 @@ def _processes(advice: ConfigFindings, settings: ConfigSettings, document: Confi
     if "distributed_type" not in settings:
         advice.error(
             "accelerate-type",
-            "there is no distributed_type",
+            "distributed_type is missing",
             "accelerate refuses such a file.",
             "distributed_type: MULTI_GPU",
             CONFIG_SOURCE,
@@ -104,7 +104,7 @@ def _processes(advice: ConfigFindings, settings: ConfigSettings, document: Confi
     elif kind is not None and kind.upper() not in _TYPES:
         advice.error(
             "accelerate-type",
-            f"distributed_type {kind} is none of {', '.join(_TYPES)}",
+            f"distributed_type {kind} is not one of {', '.join(_TYPES)}",
             "",
             "",
             CONFIG_SOURCE,
@@ -114,8 +114,8 @@ def _processes(advice: ConfigFindings, settings: ConfigSettings, document: Confi
     if processes and processes > 0 and machines > 0 and processes % machines:
         advice.error(
             "accelerate-processes",
-            f"num_processes {processes} is no multiple of num_machines {machines}",
-            "num_processes counts those of all machines; each gets the same number.",
+            f"num_processes {processes} is not a multiple of num_machines {machines}",
+            "num_processes is the total of all machines; each gets the same number.",
             f"num_processes: {machines * max(1, round(processes / machines))}",
             LAUNCH_SOURCE,
             settings.place("num_processes"),
@@ -124,7 +124,7 @@ def _processes(advice: ConfigFindings, settings: ConfigSettings, document: Confi
         advice.warn(
             "accelerate-type",
             f"{processes} processes with distributed_type NO",
-            "One process is started.",
+            "Only one process is started.",
             "distributed_type: MULTI_GPU",
             LAUNCH_SOURCE,
             settings.place("distributed_type"),
@@ -144,7 +144,7 @@ def _processes(advice: ConfigFindings, settings: ConfigSettings, document: Confi
 
 
 def _machines(advice: ConfigFindings, settings: ConfigSettings, machines: int) -> None:
-    """Where the first machine is."""
+    """Judges the address of the first machine."""
     if machines > 1:
         address = settings.text("main_process_ip")
         if not address:
@@ -160,7 +160,7 @@ def _machines(advice: ConfigFindings, settings: ConfigSettings, machines: int) -
             advice.error(
                 "accelerate-address",
                 f"main_process_ip {address} with {machines} machines",
-                "On each machine that is the machine itself: they wait for each other.",
+                "On each machine it means that machine itself: they wait for each other.",
                 "the first machine's address",
                 LAUNCH_SOURCE,
                 settings.place("main_process_ip"),
@@ -176,7 +176,7 @@ def _deepspeed(advice: ConfigFindings, settings: ConfigSettings) -> None:
     if given and settings.text("distributed_type") not in ("DEEPSPEED", None):
         advice.warn(
             "accelerate-section",
-            f"deepspeed_config with distributed_type {settings.text('distributed_type')} is not used",
+            f"deepspeed_config is ignored with distributed_type {settings.text('distributed_type')}",
             "",
             "distributed_type: DEEPSPEED",
             LAUNCH_SOURCE,
@@ -187,18 +187,18 @@ def _deepspeed(advice: ConfigFindings, settings: ConfigSettings) -> None:
         if both:
             advice.error(
                 "accelerate-deepspeed-file",
-                f"{', '.join(both)} beside deepspeed_config_file",
-                "accelerate refuses it: those belong into the DeepSpeed file.",
-                f"drop {', '.join(both)}",
+                f"{', '.join(both)} together with deepspeed_config_file",
+                "accelerate refuses it: they belong in the DeepSpeed file.",
+                f"remove {', '.join(both)}",
                 PLUGIN_SOURCE,
                 settings.place(f"{DEEPSPEED_SECTION}.{both[0]}"),
             )
         if settings.set("mixed_precision") and settings.text("mixed_precision") not in ("no", "auto"):
             advice.error(
                 "accelerate-deepspeed-file",
-                "mixed_precision beside deepspeed_config_file",
-                "accelerate refuses it: precision is said in the DeepSpeed file.",
-                "drop mixed_precision",
+                "mixed_precision together with deepspeed_config_file",
+                "accelerate refuses it: the DeepSpeed file sets the precision.",
+                "remove mixed_precision",
                 PLUGIN_SOURCE,
                 settings.place("mixed_precision"),
             )
@@ -214,7 +214,7 @@ def _zero(advice: ConfigFindings, settings: ConfigSettings) -> None:
                 advice.warn(
                     "accelerate-zero3",
                     f"{name} with zero_stage {zero}",
-                    "It is of stage 3.",
+                    "It only applies to stage 3.",
                     f"{name}: false",
                     PLUGIN_SOURCE,
                     settings.place(f"{DEEPSPEED_SECTION}.{name}"),
@@ -222,8 +222,8 @@ def _zero(advice: ConfigFindings, settings: ConfigSettings) -> None:
         if settings.text(f"{DEEPSPEED_SECTION}.offload_param_device") in ("cpu", "nvme"):
             advice.warn(
                 "deepspeed-offload",
-                f"offload_param_device with zero_stage {zero} does nothing",
-                "Parameters are offloaded by stage 3 only.",
+                f"offload_param_device has no effect with zero_stage {zero}",
+                "Only stage 3 offloads parameters.",
                 "offload_param_device: none",
                 PLUGIN_SOURCE,
                 settings.place(f"{DEEPSPEED_SECTION}.offload_param_device"),
@@ -232,7 +232,7 @@ def _zero(advice: ConfigFindings, settings: ConfigSettings) -> None:
         advice.warn(
             "zero3-save",
             "zero_stage 3 without zero3_save_16bit_model",
-            "save_model writes no weights that can be loaded, only shards for zero_to_fp32.py.",
+            "save_model writes no loadable weights, only shards for zero_to_fp32.py.",
             "zero3_save_16bit_model: true",
             PLUGIN_SOURCE,
             settings.place(f"{DEEPSPEED_SECTION}.zero_stage"),
@@ -244,7 +244,7 @@ def _fsdp(advice: ConfigFindings, settings: ConfigSettings) -> None:
     if given and settings.text("distributed_type") not in ("FSDP", None):
         advice.warn(
             "accelerate-section",
-            f"fsdp_config with distributed_type {settings.text('distributed_type')} is not used",
+            f"fsdp_config is ignored with distributed_type {settings.text('distributed_type')}",
             "",
             "distributed_type: FSDP",
             LAUNCH_SOURCE,
@@ -258,7 +258,7 @@ def _fsdp(advice: ConfigFindings, settings: ConfigSettings) -> None:
         advice.error(
             "accelerate-fsdp",
             "fsdp_cpu_ram_efficient_loading without fsdp_sync_module_states",
-            "Only rank 0 loads weights, and nothing sends them to the others.",
+            "Only rank 0 loads weights, and they are not sent to the others.",
             "fsdp_sync_module_states: true",
             LAUNCH_SOURCE,
             settings.place("fsdp_config.fsdp_sync_module_states"),
@@ -279,7 +279,7 @@ def _fsdp(advice: ConfigFindings, settings: ConfigSettings) -> None:
         advice.note(
             "accelerate-fsdp",
             "FULL_STATE_DICT gathers all weights on rank 0 at each checkpoint while the others wait",
-            "That wait must fit into the time-out.",
+            "The timeout must be longer than that wait.",
             "fsdp_state_dict_type: SHARDED_STATE_DICT",
             LAUNCH_SOURCE,
             settings.place("fsdp_config.fsdp_state_dict_type"),

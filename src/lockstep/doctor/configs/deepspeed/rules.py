@@ -31,13 +31,13 @@ _AUTO_FILLED = {
     f"{ZERO_SECTION}.stage3_prefetch_bucket_size",
     f"{ZERO_SECTION}.stage3_param_persistence_threshold",
 }
-"""Keys whose "auto" the Trainer replaces."""
+"""Keys for which the Trainer replaces "auto"."""
 _IGNORED_SECTIONS = (f"{ZERO_SECTION}.", "fp16.", "bf16.")
-"""Where DeepSpeed itself takes "auto" for its default."""
+"""Keys for which DeepSpeed itself treats "auto" as the default."""
 
 
 def load_deepspeed(document: ConfigDocument) -> ConfigSettings:
-    """Leaves by their dotted names."""
+    """The leaves of the file by dotted name."""
     settings = ConfigSettings()
     for name, value in leaves(document.tree or {}):
         settings.add(ConfigSetting(name, value, document.places.get(name, ConfigLocation(document.file, 0))))
@@ -47,13 +47,13 @@ def load_deepspeed(document: ConfigDocument) -> ConfigSettings:
 def judge_deepspeed(
     advice: ConfigFindings, document: ConfigDocument, settings: ConfigSettings, world: int | None, trainer: bool
 ) -> None:
-    """`trainer`: transformers' Trainer reads it, which fills in "auto"."""
+    """`trainer`: transformers' Trainer reads the file and fills in "auto"."""
     for name, place in document.doubled:
         advice.error(
             "deepspeed-doubled",
-            f"{name} stands twice in the same section",
+            f"duplicate key {name} in one section",
             "DeepSpeed refuses such a file.",
-            "keep one",
+            "keep one of them",
             STRICT_SOURCE,
             place,
         )
@@ -66,7 +66,7 @@ def judge_deepspeed(
         options,
         fatal,
         options.versions[-1],
-        option_tables.OptionSyntax("", "DeepSpeed refuses keys that a section does not have."),
+        option_tables.OptionSyntax("", "DeepSpeed refuses unknown keys in this section."),
     )
     others = [each for each in settings if each not in fatal]
     option_tables.judge_options(
@@ -74,9 +74,7 @@ def judge_deepspeed(
         options,
         others,
         options.versions[-1],
-        option_tables.OptionSyntax(
-            "", "DeepSpeed reads past keys that it does not know: the setting has no effect.", fatal=False
-        ),
+        option_tables.OptionSyntax("", "DeepSpeed ignores unknown keys: the setting has no effect.", fatal=False),
     )
     _automatic(advice, settings, trainer)
     _batch(advice, settings, world, trainer)
@@ -85,13 +83,13 @@ def judge_deepspeed(
 
 
 def _removed(advice: ConfigFindings, options: OptionTable, settings: ConfigSettings) -> set[str]:
-    """Sections and keys that DeepSpeed refuses by name; returns what stands in them."""
+    """Reports sections and keys that DeepSpeed refuses by name; returns the settings inside them."""
     taken: set[str] = set()
     for name, renamed in options.renamed.items():
         within = [each.name for each in settings if each.name == name or each.name.startswith(f"{name}.")]
         if not renamed.refused or not within:
             continue
-        instead = f"; {' and '.join(renamed.to)} in its place" if renamed.to else ""
+        instead = f"; use {' and '.join(renamed.to)} instead" if renamed.to else ""
         seen = f"{name} was removed from DeepSpeed{instead}"
         advice.error(
             "option-gone",
@@ -114,7 +112,7 @@ def _automatic(advice: ConfigFindings, settings: ConfigSettings, trainer: bool) 
                 advice.warn(
                     "deepspeed-auto",
                     f'{setting.name} is "auto"',
-                    'Only transformers\' Trainer and accelerate fill in "auto"; DeepSpeed itself takes the text as the'
+                    'Only transformers\' Trainer and accelerate fill in "auto"; DeepSpeed itself uses the text as the'
                     " value and fails.",
                     "a number, unless a Trainer reads this file",
                     FILL_SOURCE,
@@ -124,7 +122,7 @@ def _automatic(advice: ConfigFindings, settings: ConfigSettings, trainer: bool) 
             advice.error(
                 "deepspeed-auto",
                 f'{setting.name} is "auto"',
-                "Neither the Trainer nor DeepSpeed replaces this one.",
+                "Neither the Trainer nor DeepSpeed replaces it.",
                 "a value",
                 FILL_SOURCE,
                 setting.place,
@@ -140,7 +138,7 @@ def _batch(advice: ConfigFindings, settings: ConfigSettings, world: int | None, 
             advice.error(
                 "deepspeed-batch",
                 "neither train_batch_size nor train_micro_batch_size_per_gpu is set",
-                "DeepSpeed needs one of both.",
+                "DeepSpeed needs one of them.",
                 '"train_micro_batch_size_per_gpu": 1',
                 CONFIG_SOURCE,
                 at,
@@ -148,20 +146,20 @@ def _batch(advice: ConfigFindings, settings: ConfigSettings, world: int | None, 
         return
     if train and world and (micro or accumulation) and train % (world * (micro or 1) * (accumulation or 1)):
         advice.error(
-            "deepspeed-batch",
-            f"train_batch_size {train} is no multiple of micro-batch {micro or 1} x accumulation {accumulation or 1} x"
+            f"train_batch_size {train} is not a multiple of micro-batch {micro or 1}"
+            f" x accumulation {accumulation or 1} x {world} ranks",
             f" {world} ranks",
             "DeepSpeed asserts that they are equal.",
-            "drop one of the three; it follows from the others",
+            "remove one of the three; it follows from the others",
             CONFIG_SOURCE,
             at,
         )
     elif train and micro and accumulation and train % (micro * accumulation):
         advice.error(
             "deepspeed-batch",
-            f"train_batch_size {train} is no multiple of micro-batch {micro} x accumulation {accumulation}",
+            f"train_batch_size {train} is not a multiple of micro-batch {micro} x accumulation {accumulation}",
             "No number of ranks makes them equal.",
-            "drop one of the three; it follows from the others",
+            "remove one of the three; it follows from the others",
             CONFIG_SOURCE,
             at,
         )
@@ -172,16 +170,16 @@ def _batch(advice: ConfigFindings, settings: ConfigSettings, world: int | None, 
                 "deepspeed-batch",
                 f"train_batch_size {train} = {micro} x {accumulation} x {ranks} ranks, but there are {world}",
                 "DeepSpeed asserts that they are equal.",
-                "drop train_batch_size",
+                "remove train_batch_size",
                 CONFIG_SOURCE,
                 at,
             )
         elif not world:
             advice.note(
                 "deepspeed-batch",
-                f"train_batch_size {train} = {micro} x {accumulation} x {ranks}: this runs on {ranks} ranks only",
+                f"train_batch_size {train} = {micro} x {accumulation} x {ranks}: this only runs on {ranks} ranks",
                 "",
-                "drop train_batch_size",
+                "remove train_batch_size",
                 CONFIG_SOURCE,
                 at,
             )
@@ -193,17 +191,17 @@ def _precision(advice: ConfigFindings, settings: ConfigSettings) -> None:
         advice.error(
             "deepspeed-precision",
             "fp16 and bf16 are both on",
-            "DeepSpeed asserts against it.",
+            "DeepSpeed asserts that only one is on.",
             '"fp16": {"enabled": false}',
             CONFIG_SOURCE,
             settings.place("fp16.enabled"),
         )
     if brain and settings.whole("fp16.loss_scale"):
-        advice.note("deepspeed-precision", "a loss scale is not used with bf16", at=settings.place("fp16.loss_scale"))
+        advice.note("deepspeed-precision", "the loss scale is ignored with bf16", at=settings.place("fp16.loss_scale"))
     if settings.set("gradient_clipping") is False and settings.number("optimizer.params.max_grad_norm"):
         advice.warn(
             "deepspeed-clipping",
-            "optimizer.params.max_grad_norm is read by nothing",
+            "nothing reads optimizer.params.max_grad_norm",
             "",
             '"gradient_clipping": 1.0',
             CONFIG_SOURCE,
@@ -229,9 +227,9 @@ def _zero(advice: ConfigFindings, settings: ConfigSettings) -> None:
         if param in ("cpu", "nvme"):
             advice.warn(
                 "deepspeed-offload",
-                f"offload_param with stage {lower} does nothing",
-                "Parameters are offloaded by stage 3 only.",
-                f'"stage": 3, or drop {ZERO_SECTION}.offload_param',
+                f"offload_param has no effect with stage {lower}",
+                "Only stage 3 offloads parameters.",
+                f'"stage": 3, or remove {ZERO_SECTION}.offload_param',
                 MODELS_SOURCE,
                 settings.place(f"{ZERO_SECTION}.offload_param.device"),
             )
@@ -239,7 +237,7 @@ def _zero(advice: ConfigFindings, settings: ConfigSettings) -> None:
         if idle and stage is not None:
             advice.note(
                 "deepspeed-stage",
-                f"{', '.join(each.partition('.')[2] for each in idle)}: of stage 3, unused with stage {lower}",
+                f"{', '.join(each.partition('.')[2] for each in idle)}: only used by stage 3, but stage is {lower}",
                 source=MODELS_SOURCE,
                 at=settings.place(*idle),
             )
@@ -261,9 +259,9 @@ def _zero(advice: ConfigFindings, settings: ConfigSettings) -> None:
         advice.warn(
             "zero3-save",
             "stage 3 without stage3_gather_16bit_weights_on_model_save",
-            "save_model writes no weights that can be loaded, only shards for zero_to_fp32.py.",
-            f'"stage3_gather_16bit_weights_on_model_save": true in {ZERO_SECTION}; saving then gathers, which needs a time-out'
-            " that is long enough",
+            "save_model writes no loadable weights, only shards for zero_to_fp32.py.",
+            f'"stage3_gather_16bit_weights_on_model_save": true in {ZERO_SECTION}; saving gathers the weights, which'
+            " requires a long enough timeout",
             SAVE_SOURCE,
             settings.place(f"{ZERO_SECTION}.stage"),
         )
@@ -279,7 +277,7 @@ def _zero(advice: ConfigFindings, settings: ConfigSettings) -> None:
 
 
 def _offload_devices(advice: ConfigFindings, settings: ConfigSettings, stage: int) -> None:
-    """Where offloaded states go."""
+    """Judges the devices of offloaded states."""
     param, optimizer = (settings.text(f"{ZERO_SECTION}.offload_{what}.device") for what in ("param", "optimizer"))
     for what, device in (("param", param), ("optimizer", optimizer)):
         if device == "nvme" and not settings.set(f"{ZERO_SECTION}.offload_{what}.nvme_path"):
@@ -294,7 +292,7 @@ def _offload_devices(advice: ConfigFindings, settings: ConfigSettings, stage: in
         if device is not None and device not in ("cpu", "nvme", "none", "auto"):
             advice.error(
                 "deepspeed-offload",
-                f"{ZERO_SECTION}.offload_{what}.device {device} is none of none, cpu, nvme",
+                f"{ZERO_SECTION}.offload_{what}.device {device} is not one of none, cpu, nvme",
                 "",
                 "",
                 MODELS_SOURCE,
@@ -303,7 +301,7 @@ def _offload_devices(advice: ConfigFindings, settings: ConfigSettings, stage: in
     if stage == 0 and optimizer in ("cpu", "nvme"):
         advice.warn(
             "deepspeed-offload",
-            "offload_optimizer without ZeRO does nothing",
+            "offload_optimizer has no effect without ZeRO",
             "",
             '"stage": 1 or more',
             MODELS_SOURCE,

@@ -1,0 +1,1 @@
+"""OpenRLHF's command lines."""

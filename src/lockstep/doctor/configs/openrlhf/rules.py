@@ -30,8 +30,8 @@ def _placement(advice: ConfigFindings, run: OpenRLHFConfig, job: TrainingCommand
     if all_together and not asynchronous and actor and engines and engines * parallel != actor:
         advice.error(
             "placement-colocate",
-            f"{run.shown('train.colocate_all')}: engines take {engines} x {parallel} GPUs, the actor has {actor}",
-            "They are asserted to be equal.",
+            f"{run.shown('train.colocate_all')}: engines use {engines} x {parallel} GPUs, the actor has {actor}",
+            "OpenRLHF asserts that they are equal.",
             f"{run.shown('vllm.num_engines')} {max(1, actor // parallel)}",
             PARSER_SOURCE,
             run.at("vllm.num_engines", "train.colocate_all", job=job),
@@ -40,7 +40,7 @@ def _placement(advice: ConfigFindings, run: OpenRLHFConfig, job: TrainingCommand
         advice.error(
             "placement-colocate",
             f"actor and reference share GPUs but have {actor} and {ref}",
-            "They are asserted to be equal.",
+            "OpenRLHF asserts that they are equal.",
             "the same nodes and GPUs for both",
             PARSER_SOURCE,
             run.at("ref.num_gpus_per_node", "actor.num_gpus_per_node", job=job),
@@ -50,7 +50,7 @@ def _placement(advice: ConfigFindings, run: OpenRLHFConfig, job: TrainingCommand
         advice.error(
             "placement-colocate",
             f"critic and reward model share GPUs but have {critic} and {reward}",
-            "They are asserted to be equal.",
+            "OpenRLHF asserts that they are equal.",
             "the same nodes and GPUs for both",
             PARSER_SOURCE,
             run.at("critic.num_gpus_per_node", job=job),
@@ -61,7 +61,7 @@ def _placement(advice: ConfigFindings, run: OpenRLHFConfig, job: TrainingCommand
         advice.error(
             "parallel-sizes",
             f"{actor} GPUs of the actor are not a multiple of ring attention {ring} x tensor parallel {tensor}",
-            "The device mesh cannot be made.",
+            "The device mesh cannot be created.",
             "sizes whose product divides the GPUs",
             BATCH_SOURCE,
             run.at("ds.ring_attn_size", "ds.tensor_parallel_size", job=job),
@@ -69,7 +69,7 @@ def _placement(advice: ConfigFindings, run: OpenRLHFConfig, job: TrainingCommand
 
 
 def _asynchronous(advice: ConfigFindings, run: OpenRLHFConfig, job: TrainingCommand) -> None:
-    """What shares GPUs when generation runs ahead."""
+    """Judges shared GPUs when generation runs asynchronously."""
     all_together, asynchronous = run.on("train.colocate_all"), run.on("train.async_enable")
     engines, parallel = run.whole("vllm.num_engines"), run.whole("vllm.tensor_parallel_size") or 1
     if all_together and asynchronous:
@@ -77,15 +77,15 @@ def _asynchronous(advice: ConfigFindings, run: OpenRLHFConfig, job: TrainingComm
             "placement-async",
             f"{run.shown('train.colocate_all')} with {run.shown('train.async_enable')} does not colocate the engines:"
             f" they need {(engines or 0) * parallel} GPUs of their own",
-            "Ray waits for GPUs that are not there without an end.",
-            "count them in the cluster's GPUs",
+            "Ray waits forever for GPUs that do not exist.",
+            "include them in the cluster's GPUs",
             PARSER_SOURCE,
             run.at("train.async_enable", job=job),
         )
     if run.on("vllm.enable_sleep") and not all_together:
         advice.note(
             "engine-sleep",
-            f"{run.shown('vllm.enable_sleep')} is dropped without {run.shown('train.colocate_all')}",
+            f"{run.shown('vllm.enable_sleep')} is ignored without {run.shown('train.colocate_all')}",
             source=PARSER_SOURCE,
             at=run.at("vllm.enable_sleep", job=job),
         )
@@ -93,7 +93,7 @@ def _asynchronous(advice: ConfigFindings, run: OpenRLHFConfig, job: TrainingComm
         advice.error(
             "engine-sleep",
             f"{run.shown('vllm.enable_sleep')} with {run.shown('train.async_enable')}",
-            "It is asserted against.",
+            "OpenRLHF asserts that they are not combined.",
             f"drop {run.shown('vllm.enable_sleep')}",
             PARSER_SOURCE,
             run.at("vllm.enable_sleep", job=job),
@@ -116,7 +116,8 @@ def _batches(advice: ConfigFindings, run: OpenRLHFConfig, job: TrainingCommand) 
     if ranks and train and micro and not dynamic and train % (micro * ranks):
         advice.error(
             "batch-accumulation",
-            f"{run.shown('train.batch_size')} {train} is no multiple of {run.shown('train.micro_batch_size')} {micro} x"
+            f"{run.shown('train.batch_size')} {train} is not a multiple of {run.shown('train.micro_batch_size')} "
+            f"{micro} x"
             f" {ranks} data-parallel ranks",
             "DeepSpeed asserts train batch = micro batch x accumulation x ranks.",
             f"a multiple of {micro * ranks}",
@@ -127,7 +128,7 @@ def _batches(advice: ConfigFindings, run: OpenRLHFConfig, job: TrainingCommand) 
 
 
 def _rollout_batches(advice: ConfigFindings, run: OpenRLHFConfig, job: TrainingCommand) -> None:
-    """Samples of a step against ranks and optimizer batches."""
+    """Compares the samples of a step with ranks and optimizer batches."""
     ranks, train = _data_parallel(run), run.whole("train.batch_size")
     prompts, samples = run.whole("rollout.batch_size"), run.whole("rollout.n_samples_per_prompt")
     rollout_micro, dynamic = run.whole("rollout.micro_batch_size"), run.on("train.dynamic_batch_enable")
@@ -138,7 +139,7 @@ def _rollout_batches(advice: ConfigFindings, run: OpenRLHFConfig, job: TrainingC
         advice.error(
             "batch-ranks",
             f"{rollout} samples in micro-batches of {rollout_micro} are fewer than {ranks} ranks",
-            "It is asserted: each rank needs one.",
+            "OpenRLHF asserts that each rank gets one.",
             f"a larger {run.shown('rollout.batch_size')} or a smaller {run.shown('rollout.micro_batch_size')}",
             PARSER_SOURCE,
             run.at("rollout.batch_size", "rollout.micro_batch_size", job=job),
@@ -146,9 +147,8 @@ def _rollout_batches(advice: ConfigFindings, run: OpenRLHFConfig, job: TrainingC
     if ranks and rollout % ranks:
         advice.warn(
             "batch-uneven",
-            f"{prompts} prompts x {samples} samples = {rollout} do not divide over {ranks} ranks",
-            "Ranks get different numbers of samples; those that have none left wait in a collective, or samples are"
-            " dropped.",
+            f"{prompts} prompts x {samples} samples = {rollout} are not divisible by {ranks} ranks",
+            "Ranks get different numbers of samples; those that run out wait in a collective, or samples are dropped.",
             f"{run.shown('rollout.batch_size')} so that {rollout} is a multiple of {ranks}",
             BATCH_SOURCE,
             run.at("rollout.batch_size", "rollout.n_samples_per_prompt", job=job),
@@ -156,8 +156,8 @@ def _rollout_batches(advice: ConfigFindings, run: OpenRLHFConfig, job: TrainingC
     if train and rollout < train:
         advice.warn(
             "batch-train",
-            f"a step makes {rollout} samples, {run.shown('train.batch_size')} is {train}",
-            "No optimizer step fits into a step: gradients are gathered over several rollouts.",
+            f"a step generates {rollout} samples, but {run.shown('train.batch_size')} is {train}",
+            "A step has not enough samples for an optimizer step: gradients accumulate over several rollouts.",
             f"{run.shown('train.batch_size')} of at most {rollout}",
             BATCH_SOURCE,
             run.at("train.batch_size", job=job),
@@ -165,8 +165,8 @@ def _rollout_batches(advice: ConfigFindings, run: OpenRLHFConfig, job: TrainingC
     elif train and rollout % train and not dynamic:
         advice.warn(
             "batch-train",
-            f"{rollout} samples of a step are no multiple of {run.shown('train.batch_size')} {train}",
-            "What is left is dropped, or its gradients go into the next step's.",
+            f"{rollout} samples of a step are not a multiple of {run.shown('train.batch_size')} {train}",
+            "The remainder is dropped, or its gradients go into the next step.",
             f"{run.shown('train.batch_size')} that divides {rollout}",
             BATCH_SOURCE,
             run.at("train.batch_size", job=job),
@@ -177,7 +177,7 @@ def _rollout_batches(advice: ConfigFindings, run: OpenRLHFConfig, job: TrainingC
             "batch-oversampling",
             f"{run.shown('rollout.vllm_generate_batch_size')} {at_once} is more than {run.shown('rollout.batch_size')}"
             f" {prompts}",
-            "That needs the queue of asynchronous training.",
+            "That requires the queue of asynchronous training.",
             run.shown("train.async_enable"),
             PARSER_SOURCE,
             run.at("rollout.vllm_generate_batch_size", job=job),
@@ -203,7 +203,7 @@ def _algorithm(advice: ConfigFindings, run: OpenRLHFConfig, job: TrainingCommand
     if not (remote or agent or unknown_source or run.name("reward.model_name_or_path") in run.settings):
         advice.error(
             "algorithm-reward",
-            "there is no reward: no reward model, no remote one, no agent",
+            "there is no reward: neither a reward model, nor a remote one, nor an agent",
             "",
             f"{run.shown('reward.model_name_or_path')}, {run.shown('reward.remote_url')} or"
             f" {run.shown('train.agent_func_path')}",
@@ -214,7 +214,7 @@ def _algorithm(advice: ConfigFindings, run: OpenRLHFConfig, job: TrainingCommand
         advice.error(
             "algorithm-async",
             f"{run.shown('train.partial_rollout_enable')} without {run.shown('train.async_enable')}",
-            "It is asserted.",
+            "OpenRLHF asserts this.",
             run.shown("train.async_enable"),
             PARSER_SOURCE,
             run.at("train.partial_rollout_enable", job=job),
@@ -224,7 +224,7 @@ def _algorithm(advice: ConfigFindings, run: OpenRLHFConfig, job: TrainingCommand
         advice.error(
             "algorithm-reward",
             f"{run.shown('eval.dataset')} needs a remote reward or an agent",
-            "It is asserted.",
+            "OpenRLHF asserts this.",
             run.shown("reward.remote_url"),
             PARSER_SOURCE,
             run.at("eval.dataset", job=job),
@@ -232,14 +232,14 @@ def _algorithm(advice: ConfigFindings, run: OpenRLHFConfig, job: TrainingCommand
 
 
 def _filtering(advice: ConfigFindings, run: OpenRLHFConfig, job: TrainingCommand, rewarded: bool) -> None:
-    """DAPO's dynamic filtering."""
+    """Judges DAPO's dynamic filtering."""
     samples = run.whole("rollout.n_samples_per_prompt")
     if run.on("algo.dynamic_filtering_enable"):
         if samples == 1:
             advice.error(
                 "algorithm-group",
                 "dynamic filtering with one sample per prompt",
-                "It is asserted: groups are filtered by their rewards.",
+                "OpenRLHF asserts this: groups are filtered by their rewards.",
                 f"{run.shown('rollout.n_samples_per_prompt')} 8",
                 PARSER_SOURCE,
                 run.at("algo.dynamic_filtering_enable", job=job),
@@ -248,7 +248,7 @@ def _filtering(advice: ConfigFindings, run: OpenRLHFConfig, job: TrainingCommand
             advice.error(
                 "algorithm-reward",
                 "dynamic filtering needs a remote reward or an agent",
-                "It is asserted.",
+                "OpenRLHF asserts this.",
                 f"{run.shown('reward.remote_url')} or {run.shown('train.agent_func_path')}",
                 PARSER_SOURCE,
                 run.at("algo.dynamic_filtering_enable", job=job),
@@ -263,7 +263,7 @@ def _engines(advice: ConfigFindings, run: OpenRLHFConfig, job: TrainingCommand) 
         advice.error(
             "engine-missing",
             f"{run.shown('ds.packing_samples')} needs vLLM engines",
-            "It is asserted.",
+            "OpenRLHF asserts this.",
             f"{run.shown('vllm.num_engines')} 1 or more",
             PARSER_SOURCE,
             run.at("ds.packing_samples", job=job),
@@ -272,7 +272,7 @@ def _engines(advice: ConfigFindings, run: OpenRLHFConfig, job: TrainingCommand) 
         advice.warn(
             "zero3-generation",
             "ZeRO-3 without vLLM engines: each generated token gathers all weights on every rank",
-            "It is slow, and ranks whose sequences end early must go on gathering with the others, else the job hangs.",
+            "It is slow, and ranks that finish early must keep gathering with the others, else the job hangs.",
             f"{run.shown('vllm.num_engines')}",
             PARSER_SOURCE,
             run.at("ds.zero_stage", job=job),
@@ -281,7 +281,7 @@ def _engines(advice: ConfigFindings, run: OpenRLHFConfig, job: TrainingCommand) 
     if utilization is not None and not 0 < utilization <= 1:
         advice.error(
             "engine-memory",
-            f"{run.shown('vllm.gpu_memory_utilization')} {utilization:g} is no share of a GPU",
+            f"{run.shown('vllm.gpu_memory_utilization')} {utilization:g} is not a share of a GPU",
             "",
             "a number between 0 and 1",
             model_memory.UTILIZATION_SOURCE,
@@ -311,7 +311,7 @@ def _lengths(advice: ConfigFindings, run: OpenRLHFConfig, job: TrainingCommand) 
         advice.error(
             "length-engine",
             f"completions of {new} tokens leave no room for a prompt in {run.shown('data.max_len')} {longest}",
-            "The engine's longest sequence counts prompt and completion.",
+            "The engine's maximum length includes prompt and completion.",
             f"{run.shown('data.max_len')} of more than {new} and the longest prompt",
             PARSER_SOURCE,
             at,
@@ -321,7 +321,7 @@ def _lengths(advice: ConfigFindings, run: OpenRLHFConfig, job: TrainingCommand) 
             "length-engine",
             f"prompts of {prompt} and completions of {new} tokens are longer than {run.shown('data.max_len')}"
             f" {longest}",
-            "vLLM refuses or cuts what is longer.",
+            "vLLM refuses or truncates longer sequences.",
             f"{run.shown('data.max_len')} {prompt + new}",
             PARSER_SOURCE,
             at,
@@ -332,7 +332,7 @@ def _lengths(advice: ConfigFindings, run: OpenRLHFConfig, job: TrainingCommand) 
         advice.warn(
             "length-budget",
             f"{run.shown('train.max_tokens_per_gpu')} {tokens} is less than a sequence of {longest} tokens",
-            "A longer one becomes a micro-batch of its own, beyond the budget that was to bound memory.",
+            "A longer sequence becomes a micro-batch of its own, above the budget that limits memory.",
             f"{run.shown('train.max_tokens_per_gpu')} {longest} or more",
             PARSER_SOURCE,
             run.at("train.max_tokens_per_gpu", job=job),
@@ -345,9 +345,9 @@ OPENRLHF_RULES = (_placement, _batches, _algorithm, _engines, _lengths)
 def judge_openrlhf(
     advice: ConfigFindings, job: TrainingCommand, folder: Path, gpu_gib: float | None, installed: str | None
 ) -> None:
-    """All that is known of this program's options."""
+    """Judges the options of an OpenRLHF program."""
     if job.program not in option_programs("openrlhf"):
-        advice.unchecked("program-unknown", f"{job.program}: there is no list of its options here", at=job.place)
+        advice.unchecked("program-unknown", f"{job.program}: its options are not known", at=job.place)
         return
     options = option_table("openrlhf", job.program)
     raw = ConfigSettings()

@@ -60,39 +60,39 @@ FLAT_NAMES = {
 
 @dataclass(slots=True)
 class OpenRLHFConfig:
-    """A command line with the names of one version."""
+    """A command line with the option names of one version."""
 
     settings: ConfigSettings
     version: str
     nested: bool
 
     def name(self, today: str) -> str:
-        """The spelling of this version."""
+        """The name in this version."""
         return today if self.nested else FLAT_NAMES.get(today, today)
 
     def whole(self, today: str) -> int | None:
-        """See `Settings.whole`."""
+        """See `ConfigSettings.whole`."""
         return self.settings.whole(self.name(today))
 
     def on(self, today: str) -> bool:
-        """Of a flag."""
+        """Whether a flag is on."""
         return self.settings.flag(self.name(today)) is True
 
     def text(self, today: str) -> str | None:
-        """See `Settings.text`."""
+        """See `ConfigSettings.text`."""
         return self.settings.text(self.name(today))
 
     def shown(self, today: str) -> str:
-        """As it is written on the command line."""
+        """The name as written on the command line."""
         return f"--{self.name(today)}"
 
     def at(self, *today: str, job: TrainingCommand) -> ConfigLocation:
-        """Where the first of them is set, else the program."""
+        """Location of the first of these that is set, else of the program."""
         place = self.settings.place(*(self.name(each) for each in today))
         return place if place.file else job.place
 
     def gpus(self, role: str) -> int | None:
-        """Of `actor`, `ref`, `critic` or `check_reward`."""
+        """GPUs of `actor`, `ref`, `critic` or `reward`."""
         nodes, each = self.whole(f"{role}.num_nodes"), self.whole(f"{role}.num_gpus_per_node")
         return nodes * each if nodes and each else None
 
@@ -124,7 +124,7 @@ _REACHES_WORKERS = (
     "DS_",
 )
 
-"""Today's names -> those of 0.9 and before."""
+"""Current names by the names of 0.9 and before."""
 
 
 def judge_openrlhf_version(
@@ -135,36 +135,21 @@ def judge_openrlhf_version(
     installed: str | None,
     job: TrainingCommand,
 ) -> None:
-    how = f"{installed} is installed" if installed else "the version that knows most of its options"
+    how = f"{installed} is installed" if installed else "the version with most of its options"
     newest = options.versions[-1]
     old = [setting.name for setting in settings if setting.name not in options.at(newest)]
     if version != newest and old:
         advice.warn(
             "version-old",
-            f"this command line is of OpenRLHF {version} or near it ({how}): {newest} refuses {len(old)} of its"
+            f"this command line is for OpenRLHF {version} or similar ({how}): {newest} refuses {len(old)} of its"
             " options",
             "Names became nested after 0.10.0: --actor.num_nodes for --actor_num_nodes.",
-            f"pip install 'openrlhf=={version}', or the new names below",
+            f"pip install 'openrlhf=={version}', or use the new names below",
             options.source,
             job.place,
         )
     else:
         advice.say("version", "ok", f"options judged by OpenRLHF {version} ({how})", at=job.place)
-
-
-# ---------------------------------------------------------------- where models are placed
-
-
-# ---------------------------------------------------------------- batches
-
-
-# ---------------------------------------------------------------- algorithm
-
-
-# ---------------------------------------------------------------- engines and lengths
-
-
-# ---------------------------------------------------------------- memory
 
 
 def judge_openrlhf_memory(
@@ -174,8 +159,8 @@ def judge_openrlhf_memory(
     if shape is None:
         advice.unchecked(
             "memory-model",
-            "memory: the model's size is not known here",
-            "give a folder with its config.json, or a name that tells its size",
+            "memory: the model's size is not known",
+            "give a folder with its config.json, or a name that contains its size",
             run.at("actor.model_name_or_path", job=job),
         )
         return
@@ -227,7 +212,7 @@ def judge_openrlhf_memory(
 def judge_supervised_memory(
     advice: ConfigFindings, settings: ConfigSettings, job: TrainingCommand, folder: Path, gpu_gib: float | None
 ) -> None:
-    """train_sft, train_dpo, train_rm."""
+    """Judges train_sft, train_dpo and train_rm."""
     world = job.launcher.world
     names = {
         "batch": ("train.batch_size", "train_batch_size"),
@@ -239,7 +224,7 @@ def judge_supervised_memory(
     if world and batch and micro and batch % (micro * world):
         advice.error(
             "batch-accumulation",
-            f"a batch of {batch} is no multiple of micro-batch {micro} x {world} ranks",
+            f"a batch of {batch} is not a multiple of micro-batch {micro} x {world} ranks",
             "DeepSpeed asserts train batch = micro batch x accumulation x ranks.",
             f"a multiple of {micro * world}",
             BATCH_SOURCE,
@@ -261,7 +246,7 @@ def judge_supervised_memory(
 
 
 def judge_openrlhf_environment(advice: ConfigFindings, job: TrainingCommand) -> None:
-    """Variables that the submitting shell exports do not reach a Ray cluster's workers."""
+    """Reports exported variables of the submitting shell, which do not reach a Ray cluster's workers."""
     if not job.through_ray:
         return
     lost = [
@@ -277,7 +262,7 @@ def judge_openrlhf_environment(advice: ConfigFindings, job: TrainingCommand) -> 
         )
         advice.warn(
             "environment-driver-only",
-            f"{', '.join(sorted(lost))}: set in the shell that submits the job, which Ray's workers do not see",
+            f"{', '.join(sorted(lost))}: set in the submitting shell, but not visible to Ray's workers",
             "ray job submit starts the driver on the cluster; workers get the raylets' environment and runtime_env.",
             f"--runtime-env-json='{{\"env_vars\": {{{listed}}}}}'",
             RAY_ENVIRONMENT_SOURCE,

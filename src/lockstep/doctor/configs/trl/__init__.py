@@ -1,0 +1,1 @@
+"""TRL's trainers and other scripts on transformers' Trainer."""

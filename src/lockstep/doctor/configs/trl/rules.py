@@ -34,7 +34,7 @@ def judge_groups(advice: ConfigFindings, run: TRLConfig) -> None:
         advice.error(
             "algorithm-group",
             f"num_generations {group}",
-            "Completions of one prompt are compared; TRL wants 2 at least.",
+            "Completions of one prompt are compared; TRL requires at least 2.",
             "num_generations: 8",
             GRPO_SOURCE,
             at,
@@ -55,7 +55,7 @@ def judge_groups(advice: ConfigFindings, run: TRLConfig) -> None:
     elif whole is not None and each and run.world and whole % (each * run.world):
         advice.error(
             "batch-generation",
-            f"generation_batch_size {whole} is no multiple of per_device_train_batch_size {each} x {run.world}"
+            f"generation_batch_size {whole} is not a multiple of per_device_train_batch_size {each} x {run.world}"
             " processes",
             "TRL refuses it.",
             f"a multiple of {each * run.world}",
@@ -65,7 +65,7 @@ def judge_groups(advice: ConfigFindings, run: TRLConfig) -> None:
     if whole is not None and group and whole % group:
         advice.error(
             "batch-groups",
-            f"{whole} completions of a generation are no multiple of num_generations {group}",
+            f"{whole} completions of a generation are not a multiple of num_generations {group}",
             "TRL refuses it: groups must be whole. A generation is per_device_train_batch_size x processes x"
             " steps_per_generation (gradient_accumulation_steps without it).",
             f"num_generations that divides {whole}",
@@ -75,22 +75,23 @@ def judge_groups(advice: ConfigFindings, run: TRLConfig) -> None:
     elif whole is None and group:
         advice.unchecked(
             "batch-groups",
-            f"whether num_generations {group} divides the generation batch: the number of processes is not told here",
-            "give accelerate's YAML or the launch command too",
+            f"cannot tell whether num_generations {group} divides the generation batch: the number of processes is "
+            "not known",
+            "also give accelerate's YAML or the launch command",
             at,
         )
     _around_groups(advice, run, group)
 
 
 def _around_groups(advice: ConfigFindings, run: TRLConfig, group: int | None) -> None:
-    """Evaluation, and what does not go with groups."""
+    """Judges evaluation, and options that cannot be combined with groups."""
     s = run.settings
     evaluates = s.text("eval_strategy") not in (None, "no", "False", "None")
     per_eval, of_eval = s.whole("per_device_eval_batch_size"), s.whole("num_generations_eval") or group
     if evaluates and per_eval and run.world and of_eval and per_eval * run.world % of_eval:
         advice.error(
             "batch-groups",
-            f"per_device_eval_batch_size {per_eval} x {run.world} processes is no multiple of {of_eval} generations",
+            f"per_device_eval_batch_size {per_eval} x {run.world} processes is not a multiple of {of_eval} generations",
             "TRL refuses it.",
             "per_device_eval_batch_size so that it is",
             GRPO_SOURCE,
@@ -100,7 +101,7 @@ def _around_groups(advice: ConfigFindings, run: TRLConfig, group: int | None) ->
         advice.error(
             "batch-groups",
             "auto_find_batch_size with groups of completions",
-            "TRL refuses it: half a batch would cut groups.",
+            "TRL refuses it: halving a batch would split groups.",
             "auto_find_batch_size: false",
             GRPO_SOURCE,
             run.place("auto_find_batch_size"),
@@ -109,7 +110,7 @@ def _around_groups(advice: ConfigFindings, run: TRLConfig, group: int | None) ->
         advice.error(
             "algorithm-kl",
             "sync_ref_model with beta 0",
-            "There is no reference model then; TRL refuses it.",
+            "Then there is no reference model; TRL refuses it.",
             "beta: 0.04, or sync_ref_model: false",
             GRPO_SOURCE,
             run.place("sync_ref_model"),
@@ -156,7 +157,7 @@ def judge_engine(advice: ConfigFindings, run: TRLConfig) -> None:
 
 
 def _without_engine(advice: ConfigFindings, run: TRLConfig) -> None:
-    """transformers generates."""
+    """Judges generation by transformers."""
     s = run.settings
     unused = [each.name for each in s if each.name.startswith("vllm_")]
     if unused and s.get("use_vllm") is not None and "use_vllm" not in s:
@@ -172,8 +173,8 @@ def _without_engine(advice: ConfigFindings, run: TRLConfig) -> None:
         advice.warn(
             "zero3-generation",
             "ZeRO-3 generates without vLLM: weights are gathered on every GPU, or layer by layer for each token",
-            "It is slow, needs the whole model on each GPU (ds3_gather_for_generation), and ranks that end early"
-            " must go on with the others.",
+            "It is slow, needs the whole model on each GPU (ds3_gather_for_generation), and ranks that finish early"
+            " must keep taking part.",
             "use_vllm: true",
             GRPO_SOURCE,
             run.place("use_vllm"),
@@ -181,7 +182,7 @@ def _without_engine(advice: ConfigFindings, run: TRLConfig) -> None:
 
 
 def _engine_server(advice: ConfigFindings, run: TRLConfig) -> None:
-    """An engine in a server of its own."""
+    """Judges an engine in a separate server."""
     s = run.settings
     here = [
         name
@@ -212,7 +213,7 @@ def _engine_server(advice: ConfigFindings, run: TRLConfig) -> None:
         advice.warn(
             "engine-address",
             f"vllm_server_host is {host or '0.0.0.0, its default'} with {machines} machines",
-            "Only rank 0 asks the server: it must be on rank 0's machine, and its channel for weights too.",
+            "Only rank 0 calls the server: it must be on rank 0's machine, and so must its channel for weights.",
             "vllm_server_host: the server's address",
             GRPO_SOURCE,
             run.place("vllm_server_host"),
@@ -228,7 +229,7 @@ def _engine_lengths(advice: ConfigFindings, run: TRLConfig) -> None:
             "length-engine",
             f"vllm_max_model_length {longest} is less than a prompt{f' of {prompt}' if prompt else ''} with"
             f" max_completion_length {completion}",
-            "vLLM refuses such prompts, or completions end early.",
+            "vLLM refuses such prompts, or completions are truncated.",
             f"vllm_max_model_length: {completion + (prompt or 1024)}",
             GRPO_SOURCE,
             run.place("vllm_max_model_length", "max_completion_length"),
@@ -242,7 +243,7 @@ def judge_trainer(advice: ConfigFindings, run: TRLConfig) -> None:
             "trainer-precision",
             "fp16 and bf16 are both on",
             "The Trainer refuses it.",
-            "bf16: true alone",
+            "bf16: true only",
             TRAINER_SOURCE,
             run.place("fp16"),
         )
@@ -266,7 +267,7 @@ def judge_trainer(advice: ConfigFindings, run: TRLConfig) -> None:
             if save and every and save % every:
                 advice.error(
                     "trainer-best",
-                    f"save_steps {save} is no multiple of eval_steps {every} with load_best_model_at_end",
+                    f"save_steps {save} is not a multiple of eval_steps {every} with load_best_model_at_end",
                     "The Trainer refuses it.",
                     f"save_steps: {every * max(1, save // every)}",
                     TRAINER_SOURCE,
@@ -281,7 +282,7 @@ def judge_trainer(advice: ConfigFindings, run: TRLConfig) -> None:
         advice.warn(
             "trainer-packing",
             f"packing with attn_implementation {s.text('attn_implementation')}",
-            "Samples of a packed row see each other.",
+            "Samples in a packed row attend to each other.",
             "attn_implementation: flash_attention_2",
             "https://github.com/huggingface/trl/blob/v1.16.0/trl/trainer/sft_trainer.py",
             run.place("packing"),
@@ -289,7 +290,7 @@ def judge_trainer(advice: ConfigFindings, run: TRLConfig) -> None:
 
 
 def _uneven_batches(advice: ConfigFindings, run: TRLConfig) -> None:
-    """Ranks that get different numbers of batches."""
+    """Judges whether ranks get different numbers of batches."""
     s = run.settings
     config = s.get("accelerator_config")
     even = config.get("even_batches") if isinstance(config, dict) else None
@@ -297,7 +298,7 @@ def _uneven_batches(advice: ConfigFindings, run: TRLConfig) -> None:
         advice.warn(
             "batch-uneven",
             "accelerator_config.even_batches is false without dataloader_drop_last",
-            "The last batches are not shared evenly: ranks that have none left do not join the others' collectives.",
+            "The last batches are distributed unevenly: ranks that run out do not join the others' collectives.",
             "dataloader_drop_last: true, or even_batches: true",
             TRAINER_SOURCE,
             run.place("accelerator_config"),
@@ -305,7 +306,7 @@ def _uneven_batches(advice: ConfigFindings, run: TRLConfig) -> None:
 
 
 def judge_deepspeed_match(advice: ConfigFindings, run: TRLConfig, json: ConfigSettings) -> None:
-    """What stands in the DeepSpeed file must be what the Trainer was told, or "auto"."""
+    """Values in the DeepSpeed file must equal the Trainer's, or be "auto"."""
     s = run.settings
     each, accumulation = s.whole("per_device_train_batch_size"), s.whole("gradient_accumulation_steps")
     whole = each * accumulation * run.world if each and accumulation and run.world else None
@@ -325,7 +326,7 @@ def judge_deepspeed_match(advice: ConfigFindings, run: TRLConfig, json: ConfigSe
             advice.error(
                 "deepspeed-mismatch",
                 f"{theirs} is {said:g}, the Trainer's {ours} is {told:g}{default}",
-                "The Trainer refuses values that differ.",
+                "The Trainer refuses different values.",
                 f'"{theirs.rpartition(".")[2]}": "auto"',
                 FILL_SOURCE,
                 json.place(theirs),
@@ -336,7 +337,7 @@ def judge_deepspeed_match(advice: ConfigFindings, run: TRLConfig, json: ConfigSe
             advice.error(
                 "deepspeed-mismatch",
                 f"{kind}.enabled is {said_kind}, {kind} is {s.flag(kind)}",
-                "The Trainer refuses values that differ.",
+                "The Trainer refuses different values.",
                 '"enabled": "auto"',
                 FILL_SOURCE,
                 json.place(f"{kind}.enabled"),
@@ -350,7 +351,7 @@ def judge_accelerate_match(advice: ConfigFindings, run: TRLConfig, accelerate: C
         advice.warn(
             "deepspeed-mismatch",
             f"gradient_accumulation_steps is {said} here and {told} for the Trainer",
-            "The Trainer's counts for its steps, the other one for DeepSpeed's.",
+            "The Trainer's value determines its steps, the other one DeepSpeed's.",
             f"gradient_accumulation_steps: {told}",
             FILL_SOURCE,
             accelerate.place(name),
@@ -360,7 +361,7 @@ def judge_accelerate_match(advice: ConfigFindings, run: TRLConfig, accelerate: C
 def judge_trl(
     advice: ConfigFindings, run: TRLConfig, folder: Path, gpu_gib: float | None, installed: dict[str, str]
 ) -> None:
-    """All that is known of its options."""
+    """Judges the options of a TRL training."""
     names = [setting.name for setting in run.settings]
     trl = option_table("trl", run.program or "sft", "script")
     trainer = option_table("transformers", "TrainingArguments")
@@ -369,7 +370,7 @@ def judge_trl(
     known = {**trainer.at(trainer_version), **(trl.at(run.version) if run.program else {})}
     run.settings.defaults = {name: option.default for name, option in known.items()}
     judge_option_names(advice, run, trl, trainer, trainer_version, installed)
-    how = "installed" if installed.get("trl") else "the versions that know most of its options"
+    how = "installed" if installed.get("trl") else "the versions with most of its options"
     what = f"TRL {run.version} and " if run.program else ""
     advice.say("version", "ok", f"options judged by {what}transformers {trainer_version} ({how})", at=run.at)
     if run.program in ONLINE:

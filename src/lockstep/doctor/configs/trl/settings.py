@@ -15,10 +15,10 @@ ONLINE = ("grpo", "rloo")
 
 @dataclass(slots=True)
 class TRLConfig:
-    """A training: its settings with what it is launched with."""
+    """A training: its settings and how it is launched."""
 
     program: str
-    """grpo, rloo, sft, dpo, kto, reward, or "" where nothing tells."""
+    """grpo, rloo, sft, dpo, kto, reward, or "" if not known."""
     settings: ConfigSettings
     at: ConfigLocation
     world: int | None = None
@@ -26,17 +26,17 @@ class TRLConfig:
     accelerate: ConfigSettings | None = None
     deepspeed: ConfigSettings | None = None
     own_script: bool = False
-    """A script that may have options of its own."""
+    """Whether it is a custom script, which may have options of its own."""
     version: str = ""
 
     def place(self, *names: str) -> ConfigLocation:
-        """Where the first of them is set, else the program."""
+        """Location of the first of these that is set, else of the program."""
         place = self.settings.place(*names)
         return place if place.file else self.at
 
 
 def vllm_mode(run: TRLConfig) -> str | None:
-    """Where the engine is; None before there was a choice: it had a GPU of its own."""
+    """Mode of the engine; None for versions without the option, in which it had a GPU of its own."""
     if "vllm_mode" in run.settings:
         return run.settings.text("vllm_mode")
     if "vllm_mode" not in run.settings.defaults:
@@ -54,7 +54,7 @@ TRL_PARSER_SOURCE = "https://github.com/huggingface/trl/blob/v1.16.0/trl/scripts
 
 
 def trl_program(name: str, settings: ConfigSettings) -> str:
-    """Which trainer: by the script's name, or by options that only one has."""
+    """Determines the trainer by the script's name, or by options that only one has."""
     stem = name.removesuffix(".py").rpartition(".")[2].lower()
     for program in ("grpo", "rloo", "sft", "dpo", "kto", "reward"):
         if program in stem.replace("-", "_").split("_") or stem == program:
@@ -65,7 +65,7 @@ def trl_program(name: str, settings: ConfigSettings) -> str:
 
 
 def trl_options(program: str) -> dict[str, OptionSpec]:
-    """All options of a program, TrainingArguments' under those of TRL."""
+    """All options of a program: TRL's override those of TrainingArguments."""
     trainer = option_table("transformers", "TrainingArguments").options
     if not program:
         return dict(trainer)
@@ -80,7 +80,7 @@ def judge_option_names(
     trainer_version: str,
     installed: dict[str, str],
 ) -> None:
-    """An option is known when either knows it; what neither does is judged by the table that is nearer to it."""
+    """Judges option names: known to TRL or transformers; an unknown name is judged by the more similar table."""
     in_trl, in_trainer = (trl.at(run.version) if run.program else {}), trainer.at(trainer_version)
     mine: list[ConfigSetting] = []
     theirs: list[ConfigSetting] = []
@@ -98,24 +98,12 @@ def judge_option_names(
         else:
             theirs.append(setting)
     strict = not run.own_script
-    consequence = "The parser ends with an error" + (
+    consequence = "The parser exits with an error" + (
         "." if strict else ", unless the script has an option of this name."
     )
     for known, settings, version in ((trl, mine, run.version), (trainer, theirs, trainer_version)):
         form = option_tables.OptionSyntax("", consequence, known.framework not in installed, strict)
         option_tables.judge_options(advice, known, settings, version, form, strict)
-
-
-# ---------------------------------------------------------------- groups of completions
-
-
-# ---------------------------------------------------------------- generation
-
-
-# ---------------------------------------------------------------- Trainer
-
-
-# ---------------------------------------------------------------- memory
 
 
 def judge_trl_memory(advice: ConfigFindings, run: TRLConfig, folder: Path, gpu_gib: float | None) -> None:
@@ -127,8 +115,8 @@ def judge_trl_memory(advice: ConfigFindings, run: TRLConfig, folder: Path, gpu_g
     if shape is None:
         advice.unchecked(
             "memory-model",
-            "memory: the model's size is not known here",
-            "give a folder with its config.json, or a name that tells its size",
+            "memory: the model's size is not known",
+            "give a folder with its config.json, or a name that contains its size",
             at,
         )
         return
@@ -148,7 +136,7 @@ def judge_trl_memory(advice: ConfigFindings, run: TRLConfig, folder: Path, gpu_g
 def _engine_share(
     advice: ConfigFindings, run: TRLConfig, shape: model_memory.ModelSize, longest: int
 ) -> model_memory.EngineShare | None:
-    """Of an engine on the trainer's GPUs."""
+    """An engine on the trainer's GPUs."""
     s = run.settings
     if run.program not in ONLINE or not s.flag("use_vllm") or vllm_mode(run) != "colocate":
         return None

@@ -59,9 +59,9 @@ def _batches(advice: ConfigFindings, run: VerlConfig) -> None:
     if gpus and gpus % same:
         advice.error(
             "parallel-sizes",
-            f"{gpus} GPUs are no multiple of the {same} that share samples (sequence, tensor, pipeline and context"
+            f"{gpus} GPUs are not a multiple of the {same} that share samples (sequence, tensor, pipeline and context"
             " parallel)",
-            "The device mesh cannot be made.",
+            "The device mesh cannot be created.",
             "sizes whose product divides the GPUs",
             VALIDATION_SOURCE,
             run.at(
@@ -81,9 +81,9 @@ def _batches(advice: ConfigFindings, run: VerlConfig) -> None:
         if train * samples % least:
             advice.error(
                 "batch-ranks",
-                f"{train} prompts x {samples} samples = {train * samples} are no multiple of {least}, the smallest"
+                f"{train} prompts x {samples} samples = {train * samples} are not a multiple of {least}, the smallest"
                 f" batch of {gpus} GPUs",
-                "verl asserts it before it starts.",
+                "verl asserts this at startup.",
                 f"data.train_batch_size so that times {samples} it is a multiple of {least}",
                 VALIDATION_SOURCE,
                 run.at("data.train_batch_size", f"{ROLLOUT}.n", "trainer.n_gpus_per_node"),
@@ -100,8 +100,8 @@ def _batches(advice: ConfigFindings, run: VerlConfig) -> None:
     elif train and mini and train % mini:
         advice.warn(
             "batch-mini",
-            f"data.train_batch_size {train} is no multiple of ppo_mini_batch_size {mini}",
-            "The last optimizer step of each batch is smaller than the others, is filled up, or fails.",
+            f"data.train_batch_size {train} is not a multiple of ppo_mini_batch_size {mini}",
+            "The last optimizer step of each batch is smaller than the others, is padded, or fails.",
             f"{ACTOR}.ppo_mini_batch_size that divides {train}",
             ACTOR_SOURCE,
             run.at(f"{ACTOR}.ppo_mini_batch_size", "data.train_batch_size"),
@@ -110,15 +110,15 @@ def _batches(advice: ConfigFindings, run: VerlConfig) -> None:
 
 
 def _mini_batches(advice: ConfigFindings, run: VerlConfig, ranks: int | None) -> None:
-    """What each rank gets of a mini-batch."""
+    """Judges each rank's share of a mini-batch."""
     mini, samples = run.whole(f"{ACTOR}.ppo_mini_batch_size"), run.whole(f"{ROLLOUT}.n") or 1
     dynamic = run.on(f"{ACTOR}.use_dynamic_bsz")
     if mini and ranks and mini * samples % ranks:
         advice.error(
             "batch-mini-ranks",
-            f"ppo_mini_batch_size {mini} x {samples} samples = {mini * samples} do not divide over {ranks}"
+            f"ppo_mini_batch_size {mini} x {samples} samples = {mini * samples} are not divisible by {ranks}"
             " data-parallel ranks",
-            "Workers assert that each rank gets as much.",
+            "Workers assert that each rank gets the same number.",
             f"{ACTOR}.ppo_mini_batch_size so that times {samples} it is a multiple of {ranks}",
             WORKERS_SOURCE,
             run.at(f"{ACTOR}.ppo_mini_batch_size", f"{ROLLOUT}.n"),
@@ -128,9 +128,9 @@ def _mini_batches(advice: ConfigFindings, run: VerlConfig, ranks: int | None) ->
     if mini and ranks and micro and not dynamic and mini * samples // ranks % micro:
         advice.error(
             "batch-micro",
-            f"each rank's {mini * samples // ranks} samples of a mini-batch are no multiple of"
+            f"each rank's {mini * samples // ranks} samples of a mini-batch are not a multiple of"
             f" ppo_micro_batch_size_per_gpu {micro}",
-            "Workers assert it.",
+            "Workers assert this.",
             f"{ACTOR}.ppo_micro_batch_size_per_gpu that divides {mini * samples // ranks}",
             WORKERS_SOURCE,
             run.at(f"{ACTOR}.ppo_micro_batch_size_per_gpu", f"{ACTOR}.ppo_mini_batch_size"),
@@ -152,7 +152,7 @@ def _micro_batches(advice: ConfigFindings, run: VerlConfig) -> None:
                 "batch-micro-both",
                 f"{name} and {name}_per_gpu are both set in {group}",
                 "verl refuses it; the first one is deprecated.",
-                f"drop {old}",
+                f"remove {old}",
                 VALIDATION_SOURCE,
                 run.at(old),
             )
@@ -161,7 +161,7 @@ def _micro_batches(advice: ConfigFindings, run: VerlConfig) -> None:
                 "batch-micro-missing",
                 f"neither {name} nor {name}_per_gpu is set in {group}",
                 "verl refuses it unless use_dynamic_bsz is on.",
-                f"{new}=1 and upwards",
+                f"{new}=1 or more",
                 VALIDATION_SOURCE,
                 run.at_start,
             )
@@ -202,7 +202,7 @@ def _algorithm(advice: ConfigFindings, run: VerlConfig) -> None:
         advice.warn(
             "algorithm-group",
             f"algorithm.adv_estimator={estimator} with {ROLLOUT}.n=1",
-            "It compares samples of one prompt; of a single one the reward itself is the advantage, without a"
+            "It compares samples of one prompt; with a single sample the reward itself is the advantage, without a"
             " baseline.",
             f"{ROLLOUT}.n=8",
             ADVANTAGE_SOURCE,
@@ -223,7 +223,7 @@ def _algorithm(advice: ConfigFindings, run: VerlConfig) -> None:
         advice.warn(
             "algorithm-kl",
             "KL is in the reward and in the loss",
-            "verl takes both.",
+            "verl applies both.",
             f"{ACTOR}.use_kl_loss=False or algorithm.use_kl_in_reward=False",
             VALIDATION_SOURCE,
             run.at(f"{ACTOR}.use_kl_loss"),
@@ -246,7 +246,7 @@ def _rollout(advice: ConfigFindings, run: VerlConfig) -> None:
         advice.error(
             "rollout-name",
             f"{ROLLOUT}.name has no default in verl {run.version}",
-            "Hydra ends with: missing mandatory value.",
+            "Hydra fails with: missing mandatory value.",
             f"{ROLLOUT}.name=vllm",
             ROLLOUT_SOURCE,
             run.at_start,
@@ -255,7 +255,7 @@ def _rollout(advice: ConfigFindings, run: VerlConfig) -> None:
         advice.error(
             "rollout-sampling",
             f"{ROLLOUT}.val_kwargs.do_sample with temperature 0",
-            "It is asserted.",
+            "verl asserts that the temperature is positive.",
             f"{ROLLOUT}.temperature=1.0",
             VALIDATION_SOURCE,
             run.at(f"{ROLLOUT}.temperature"),
@@ -271,9 +271,9 @@ def _parallel(advice: ConfigFindings, run: VerlConfig) -> None:
     if gpus and gpus % engine and not standalone:
         advice.error(
             "parallel-engine",
-            f"{gpus} GPUs are no multiple of the engine's tensor {tensor} x data {data} x pipeline {pipeline}"
+            f"{gpus} GPUs are not a multiple of the engine's tensor {tensor} x data {data} x pipeline {pipeline}"
             + ("" if f"{ROLLOUT}.tensor_model_parallel_size" in run.settings else " (2 is verl's default)"),
-            "Workers assert it.",
+            "Workers assert this.",
             f"{ROLLOUT}.tensor_model_parallel_size that divides {gpus}",
             WORKERS_SOURCE,
             run.at(f"{ROLLOUT}.tensor_model_parallel_size", "trainer.n_gpus_per_node"),
@@ -281,7 +281,7 @@ def _parallel(advice: ConfigFindings, run: VerlConfig) -> None:
     if pipeline > 1:
         advice.error(
             "parallel-engine",
-            f"{ROLLOUT}.pipeline_model_parallel_size={pipeline}: engines of verl do not do it",
+            f"{ROLLOUT}.pipeline_model_parallel_size={pipeline}: verl's engines do not support it",
             "It raises NotImplementedError.",
             f"{ROLLOUT}.pipeline_model_parallel_size=1",
             ROLLOUT_SOURCE,
@@ -292,7 +292,7 @@ def _parallel(advice: ConfigFindings, run: VerlConfig) -> None:
         advice.error(
             "parallel-engine",
             f"{ROLLOUT}.expert_parallel_size {expert} is not tensor {tensor} x data {data}",
-            "It is asserted.",
+            "verl asserts that they are equal.",
             f"{ROLLOUT}.expert_parallel_size={tensor * data}",
             ROLLOUT_SOURCE,
             run.at(f"{ROLLOUT}.expert_parallel_size"),
@@ -312,7 +312,7 @@ def _parallel(advice: ConfigFindings, run: VerlConfig) -> None:
         advice.error(
             "parallel-sizes",
             f"{ACTOR}.fsdp_config.fsdp_size={size} does not divide {gpus} GPUs",
-            "The device mesh cannot be made.",
+            "The device mesh cannot be created.",
             "a divisor, or -1",
             WORKERS_SOURCE,
             run.at(f"{ACTOR}.fsdp_config.fsdp_size"),
@@ -326,7 +326,7 @@ def _lengths(advice: ConfigFindings, run: VerlConfig) -> None:
             "length-engine",
             f"{ROLLOUT}.max_model_len {model} is less than prompt {run.whole('data.max_prompt_length')} + response"
             f" {run.whole('data.max_response_length')} = {longest}",
-            "Responses end early, or prompts are refused, without a word of the reward's side.",
+            "Responses are truncated, or prompts refused, without any message.",
             f"{ROLLOUT}.max_model_len={longest}",
             SERVER_SOURCE,
             run.at(f"{ROLLOUT}.max_model_len"),
@@ -363,7 +363,7 @@ def judge_verl(
     if program != VERL_PROGRAM and "main_ppo" not in program:
         advice.unchecked(
             "program-unknown",
-            f"{program}: there is no list of its options here; only what main_ppo has too was looked at",
+            f"{program}: its options are not known; only those that it shares with main_ppo were checked",
             at=at,
         )
         other = True
@@ -380,11 +380,11 @@ def judge_verl(
         options,
         groups,
         version,
-        option_tables.OptionSyntax("", "Hydra ends with: key is not in struct.", not installed, not other),
+        option_tables.OptionSyntax("", "Hydra fails with: key is not in struct.", not installed, not other),
         strict=not other,
     )
     judge_engine_options(advice, run, known)
-    how = f"{installed} is installed" if installed else "the version that knows most of its options"
+    how = f"{installed} is installed" if installed else "the version with most of its options"
     advice.say("version", "ok", f"options judged by verl {version} ({how})", at=at)
     for rule in VERL_RULES:
         rule(advice, run)

@@ -24,16 +24,16 @@ _SELECT = re.compile(r"\$\{(?:oc\.select:)?([A-Za-z_][\w.]*)(?:,([^}]*))?\}")
 
 @dataclass(slots=True)
 class VerlConfig:
-    """Settings of one version, interpolations followed."""
+    """Settings of one version, with interpolations resolved."""
 
     settings: ConfigSettings
     version: str
     engine: str
-    """dp (FSDP), megatron, veomni, torchtitan."""
+    """Model engine: dp (FSDP), megatron, veomni, torchtitan."""
     at_start: ConfigLocation = NO_LOCATION
 
     def get(self, name: str, depth: int = 0) -> Any:
-        """The value, or what it is taken from."""
+        """The value after interpolation."""
         value = self.settings.get(name)
         match = _SELECT.fullmatch(value) if isinstance(value, str) else None
         if match is None or depth > 8:
@@ -45,33 +45,33 @@ class VerlConfig:
         return ConfigSettings({name: ConfigSetting(name, self.get(name), NO_LOCATION)})
 
     def whole(self, name: str) -> int | None:
-        """See `Settings.whole`."""
+        """See `ConfigSettings.whole`."""
         return self._plain(name).whole(name)
 
     def number(self, name: str) -> float | None:
-        """See `Settings.number`."""
+        """See `ConfigSettings.number`."""
         return self._plain(name).number(name)
 
     def on(self, name: str) -> bool:
-        """Of a boolean."""
+        """Whether a boolean is true."""
         return self._plain(name).flag(name) is True
 
     def text(self, name: str) -> str | None:
-        """See `Settings.text`."""
+        """See `ConfigSettings.text`."""
         return self._plain(name).text(name)
 
     def set(self, name: str) -> bool:
-        """Whether it is not null; what nobody knows counts as set."""
+        """Whether it is not null; an unknown value counts as set."""
         return (name in self.settings and self.settings.get(name) is not None) or self.get(name) not in (None, "null")
 
     def at(self, *names: str) -> ConfigLocation:
-        """Where the first of them is set, else the program."""
+        """Location of the first of these that is set, else of the program."""
         place = self.settings.place(*names)
         return place if place.file else self.at_start
 
     @property
     def gpus(self) -> int | None:
-        """Of the trainer."""
+        """GPUs of the trainer."""
         nodes, each = self.whole("trainer.nnodes"), self.whole("trainer.n_gpus_per_node")
         return nodes * each if nodes and each else None
 
@@ -80,7 +80,7 @@ VALIDATION_SOURCE = "https://github.com/verl-project/verl/blob/v0.9.1/verl/utils
 
 
 def model_parallel_ranks(run: VerlConfig) -> int:
-    """Ranks that see the same samples."""
+    """Number of ranks that process the same samples."""
     if run.engine == "megatron":
         sizes = [
             run.whole(f"{ACTOR}.megatron.{each}_parallel_size") or 1
@@ -111,7 +111,7 @@ def verl_engine(raw: ConfigSettings, config: str) -> str:
 
 
 def judge_engine_options(advice: ConfigFindings, run: VerlConfig, known: dict[str, Any]) -> None:
-    """Options that only another model engine's config has."""
+    """Reports options of another model engine's config."""
     for setting in run.settings:
         option = known.get(setting.name)
         if option is not None and option.only and run.engine not in option.only and not setting.forced:
@@ -119,24 +119,12 @@ def judge_engine_options(advice: ConfigFindings, run: VerlConfig, known: dict[st
             say = advice.error if run.engine == "dp" and f"{ACTOR}.strategy" not in run.settings else advice.warn
             say(
                 "option-other-engine",
-                f"{setting.name} is in the config of {where} only",
-                "Hydra ends with: key is not in struct.",
+                f"{setting.name} exists only in the config of {where}",
+                "Hydra fails with: key is not in struct.",
                 f"model_engine={option.only[0]} or --config-name=ppo_{option.only[0]}_trainer",
                 VALIDATION_SOURCE,
                 setting.place,
             )
-
-
-# ---------------------------------------------------------------- batches
-
-
-# ---------------------------------------------------------------- algorithm
-
-
-# ---------------------------------------------------------------- parallel sizes, lengths
-
-
-# ---------------------------------------------------------------- memory
 
 
 def judge_verl_memory(advice: ConfigFindings, run: VerlConfig, folder: Path, gpu_gib: float | None) -> None:
@@ -145,8 +133,8 @@ def judge_verl_memory(advice: ConfigFindings, run: VerlConfig, folder: Path, gpu
     if shape is None:
         advice.unchecked(
             "memory-model",
-            "memory: the model's size is not known here",
-            "give a folder with its config.json, or a name that tells its size",
+            "memory: the model's size is not known",
+            "give a folder with its config.json, or a name that contains its size",
             run.at(path),
         )
         return
@@ -187,7 +175,7 @@ def _engine_share(
     name = f"{ROLLOUT}.gpu_memory_utilization"
     share = run.number(name)
     if share is not None and not 0 < share <= 1:
-        seen = f"{name}={share:g} is no share of a GPU"
+        seen = f"{name}={share:g} is not a share of a GPU"
         advice.error(
             "engine-memory", seen, "", "a number between 0 and 1", model_memory.UTILIZATION_SOURCE, run.at(name)
         )
@@ -209,7 +197,7 @@ def _micro_batch_tokens(run: VerlConfig, longest: int | None) -> int | None:
 
 
 def _training_states(run: VerlConfig, shape: model_memory.ModelSize) -> model_memory.TrainingStates | None:
-    """FSDP keeps master weights, gradients and Adam's states in `model_dtype`, float32 unless told otherwise."""
+    """FSDP keeps master weights, gradients and Adam's states in `model_dtype`, float32 by default."""
     if run.engine != "dp":
         return None
     size = run.whole(f"{ACTOR}.fsdp_config.fsdp_size") or -1
@@ -221,7 +209,7 @@ def _training_states(run: VerlConfig, shape: model_memory.ModelSize) -> model_me
 
 
 def judge_verl_environment(advice: ConfigFindings, job: TrainingCommand, raw: ConfigSettings) -> None:
-    """Exports reach the driver; a Ray cluster's other nodes have their own environment."""
+    """Reports exported variables, which reach the driver but not a Ray cluster's other nodes."""
     from lockstep.doctor.configs.shared_rules import RAY_ENVIRONMENT_SOURCE
 
     given = {setting.name.rpartition(".")[2] for setting in raw if ".runtime_env.env_vars." in setting.name} | set(
@@ -237,7 +225,7 @@ def judge_verl_environment(advice: ConfigFindings, job: TrainingCommand, raw: Co
         place = "+ray_kwargs.ray_init.runtime_env.env_vars"
         advice.warn(
             "environment-driver-only",
-            f"{', '.join(lost)}: set in the shell that starts the driver, which workers on other nodes do not see",
+            f"{', '.join(lost)}: set in the driver's shell, but not visible to workers on other nodes",
             "They get the environment in which their node's raylet was started.",
             " ".join(f"{place}.{name}='{job.shell[name].text if job.shell[name].known else '...'}'" for name in lost),
             RAY_ENVIRONMENT_SOURCE,
