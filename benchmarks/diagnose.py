@@ -75,7 +75,7 @@ def healthy(ranks: int) -> Evidence:
     process = np.concatenate(members)
     rows = len(process)
     processes = ProcessTable(
-        who=[ProcessInfo(f"policy-{i}", "policy", i, f"host{i // PER_HOST}", 1000 + i) for i in range(ranks)],
+        info=[ProcessInfo(f"policy-{i}", "policy", i, f"host{i // PER_HOST}", 1000 + i) for i in range(ranks)],
         life=np.zeros(ranks, dtype=np.int8),
         exit_code=np.full(ranks, NO_EXIT_CODE, dtype=np.int32),
         ended_at=np.full(ranks, np.nan),
@@ -107,7 +107,7 @@ def healthy(ranks: int) -> Evidence:
 def stalled(evidence: Evidence, culprit: int, waits_s: float = 60.0, everybody: bool = False) -> Evidence:
     """All wait since `waits_s`: the culprit's tensor and pipeline mates for it, theirs of other data parallel groups
     for those, the rest in the world's collective. With `everybody` the culprit is inside as well."""
-    members, ranks = evidence.communicators, len(evidence.processes.who)
+    members, ranks = evidence.communicators, len(evidence.processes.info)
     entered = np.full(len(members.process), SEQ)
     free = np.ones(ranks, dtype=np.bool_)
     free[culprit] = everybody
@@ -150,7 +150,7 @@ def with_life(evidence: Evidence, process: int, life: Liveness, code: int = NO_E
 
 def in_world(evidence: Evidence, completed: int) -> Evidence:
     """Everybody inside of the world's collective, which the first `completed` members have completed."""
-    members, ranks = evidence.communicators, len(evidence.processes.who)
+    members, ranks = evidence.communicators, len(evidence.processes.info)
     entered = np.full(len(members.process), SEQ)
     entered[:ranks] += 1
     done = np.full(len(members.process), SEQ)
@@ -215,20 +215,20 @@ def messages(evidence: Evidence) -> tuple[list[bytes], list[bytes]]:
     """Rosters and states of all hosts, as they come out of their sockets."""
     members, processes = evidence.communicators, evidence.processes
     order = np.argsort(members.process, kind="stable")
-    first = np.searchsorted(members.process[order], np.arange(len(processes.who) + 1))
+    first = np.searchsorted(members.process[order], np.arange(len(processes.info) + 1))
     place = np.arange(len(members.process)) - np.repeat(members.starts[:-1], np.diff(members.starts))
     communicator = np.repeat(np.arange(len(members.about)), np.diff(members.starts))
     sizes = np.diff(members.starts)
     seqs, signatures = evidence.calls.seq.reshape(-1, 2), evidence.calls.signature.reshape(-1, 2)
     rosters, states = [], []
-    for begin in range(0, len(processes.who), PER_HOST):
-        own = range(begin, min(begin + PER_HOST, len(processes.who)))
+    for begin in range(0, len(processes.info), PER_HOST):
+        own = range(begin, min(begin + PER_HOST, len(processes.info)))
         rows = order[first[begin] : first[own[-1] + 1]]
         known = sorted(set(communicator[rows].tolist()))
-        host = processes.who[begin].host
+        host = processes.info[begin].host
         rosters.append(
             Roster(
-                host, 1, tuple(processes.who[i] for i in own),
+                host, 1, tuple(processes.info[i] for i in own),
                 tuple(RosterCommunicator(members.about[c].name, members.about[c], int(sizes[c])) for c in known),
                 tuple(
                     RosterMember(int(members.process[r]) - begin, known.index(c), int(place[r]), int(sizes[c]))

@@ -17,43 +17,43 @@ from lockstep.watch.diagnosis.wait_graph import WaitGraph, find_cycles_and_knots
 
 OUTLIER_CONFIDENCE, SYMMETRIC_CONFIDENCE = 0.75, 0.7
 _MAX_TRIED = 64
-"""Nodes of a cycle up to which is tried without whom there were none."""
+"""Cycles up to this many nodes are searched for a process without which there is no deadlock."""
 
 
-def find_deadlocks(case: DiagnosisContext, graph: WaitGraph) -> list[Hypothesis]:
-    """A finding for each cycle or knot in which everybody waits for longer than the notice: less may be a snapshot
-    taken at different moments. Waits outside of collectives are named after processes, and another thread of the one
-    named may be about to answer, so a cycle with such a wait is proven by stillness only."""
+def find_deadlocks(context: DiagnosisContext, graph: WaitGraph) -> list[Hypothesis]:
+    """A hypothesis for each cycle or knot in which all waits last longer than the notice: shorter ones may come from
+    observations at different moments. Waits outside collectives name processes, and another thread of that process may
+    be about to answer, so only inactivity proves a cycle with such a wait."""
     found = []
     for core in find_cycles_and_knots(graph):
         if graph.stalled[core].all():
-            found.append(_deadlock_hypothesis(case, graph, core))
+            found.append(_deadlock_hypothesis(context, graph, core))
     return found
 
 
-def _deadlock_hypothesis(case: DiagnosisContext, graph: WaitGraph, core: IntArray) -> Hypothesis:
+def _deadlock_hypothesis(context: DiagnosisContext, graph: WaitGraph, core: IntArray) -> Hypothesis:
     sides = [_participants(graph, core, node) for node in core.tolist()]
-    everybody = sorted(set().union(*sides))
-    counted = _outliers_by_count(case, graph, core, sides)
+    involved = sorted(set().union(*sides))
+    counted = _outliers_by_count(context, graph, core, sides)
     odd = [] if counted else _outliers(graph, core, sides)
-    crowds = np.bincount(graph.wait_node, minlength=len(graph.seq))
-    node = max(core.tolist(), key=lambda each: (crowds[each], -graph.since[each]))
+    waiters = np.bincount(graph.wait_node, minlength=len(graph.seq))
+    node = max(core.tolist(), key=lambda each: (waiters[each], -graph.since[each]))
     collectives = bool((graph.edge[core] < 0).all())
     since = float(np.max(graph.since[core]))
-    text = "waits in another order than the others" if odd else "wait for each other"
+    text = "waits in a different order than the others" if odd else "wait for each other"
     if counted is not None:
         odd, text = counted
-    proven = all_proven_inactive(case, everybody, since)
-    if collectives and not proven:  # a collective may be under way behind somebody's back, who comes in the end
+    proven = all_proven_inactive(context, involved, since)
+    if collectives and not proven:  # an asynchronous collective may still complete
         proven = not any(
-            measure_inactivity(case, each).counts(case.patience.notice_s) for each in everybody[:_MAX_TRIED]
+            measure_inactivity(context, each).counts(context.patience.notice_s) for each in involved[:_MAX_TRIED]
         )
     return Hypothesis(
         VerdictKind.CYCLE,
         VerdictLevel.CONFIRMED if proven else VerdictLevel.NOTICE,
         OUTLIER_CONFIDENCE if odd else SYMMETRIC_CONFIDENCE,
         text,
-        tuple(odd or everybody),
+        tuple(odd or involved),
         node=node,
         since=since,
         cause="unknown",
@@ -61,14 +61,16 @@ def _deadlock_hypothesis(case: DiagnosisContext, graph: WaitGraph, core: IntArra
             Alternative("rank_divergent_branch", 0.6 if collectives else 0.3),
             Alternative("framework_bug", 0.3),
         ),
-        facts=tuple(_wait_fact(case, graph, each, side) for each, side in zip(core[:16].tolist(), sides, strict=False)),
+        facts=tuple(
+            _wait_fact(context, graph, each, side) for each, side in zip(core[:16].tolist(), sides, strict=False)
+        ),
         structural=True,
-        others=tuple(everybody),
+        others=tuple(involved),
     )
 
 
 def _participants(graph: WaitGraph, core: IntArray, node: int) -> set[int]:
-    """Who waits in a node and keeps others of the core waiting."""
+    """Processes that wait in a node and hold up others of the core."""
     blocks = np.zeros(graph.processes, dtype=np.bool_)
     blocks[graph.block_process[np.isin(graph.block_node, core)]] = True
     waiters = graph.wait_process[graph.wait_node == node]
@@ -76,7 +78,7 @@ def _participants(graph: WaitGraph, core: IntArray, node: int) -> set[int]:
 
 
 def _outliers(graph: WaitGraph, core: IntArray, sides: Sequence[set[int]]) -> list[int]:
-    """Those without whom there were no deadlock, if they are fewer than the others; empty when that does not tell."""
+    """The processes without which there were no deadlock, if they are fewer than the others; else empty."""
     if len(core) == 2:
         small, large = sorted(sides, key=len)
         return sorted(small) if len(small) < len(large) else []
@@ -85,41 +87,43 @@ def _outliers(graph: WaitGraph, core: IntArray, sides: Sequence[set[int]]) -> li
 
 
 def _outliers_by_count(
-    case: DiagnosisContext, graph: WaitGraph, core: IntArray, sides: Sequence[set[int]]
+    context: DiagnosisContext, graph: WaitGraph, core: IntArray, sides: Sequence[set[int]]
 ) -> tuple[list[int], str] | None:
-    """Who has entered one collective more or fewer than its peers had when they came to where the cycle is."""
-    everybody = set().union(*sides)
+    """Processes that have entered more or fewer collectives than their peers had when those reached the cycle."""
+    involved = set().union(*sides)
     for x in core.tolist():
         for y, side in zip(core.tolist(), sides, strict=True):
             if x == y or graph.edge[x] >= 0 or graph.edge[y] >= 0:
                 continue
-            usual, unusual = _typical_count(case, graph, x, y)
-            odd = sorted(unusual & everybody)
+            usual, unusual = _typical_count(context, graph, x, y)
+            odd = sorted(unusual & involved)
             if not odd and usual is not None and graph.seq[y] > usual:
                 odd = sorted(side)
-            if odd and len(odd) < len(everybody):
+            if odd and len(odd) < len(involved):
                 there = int(graph.communicator[y])
-                rows = case.members(there)
-                own = case.evidence.communicators.entered[rows][case.evidence.communicators.process[rows] == odd[0]]
-                name = case.evidence.communicators.about[there].name
+                rows = context.members(there)
+                own = context.evidence.communicators.entered[rows][
+                    context.evidence.communicators.process[rows] == odd[0]
+                ]
+                name = context.evidence.communicators.about[there].name
                 return odd, f"has entered {int(own[0])} collectives of '{name}' where its peers have entered {usual}"
     return None
 
 
-def _typical_count(case: DiagnosisContext, graph: WaitGraph, x: int, y: int) -> tuple[int | None, set[int]]:
-    """How many collectives of y's sister communicators (equal description and size) most of those have entered that
-    came to x, and who of them has not entered so many; None where that does not tell."""
-    members = case.evidence.communicators
+def _typical_count(context: DiagnosisContext, graph: WaitGraph, x: int, y: int) -> tuple[int | None, set[int]]:
+    """Of the processes that reached x: how many collectives of y's sister communicators (equal description and size)
+    most have entered, and which have entered a different number; None if there is no majority."""
+    members = context.evidence.communicators
     here, there = int(graph.communicator[x]), int(graph.communicator[y])
     if not members.about[there].description or here == there:
         return None, set()
-    family = [each for each in (there, *case.sisters(there)) if each != here]
-    rows = case.members(here)
+    family = [each for each in (there, *context.sisters(there)) if each != here]
+    rows = context.members(here)
     came = np.zeros(graph.processes, dtype=np.bool_)
     came[members.process[rows][members.entered[rows] >= graph.seq[x]]] = True
     inside = np.zeros(len(members.about), dtype=np.bool_)
     inside[family] = True
-    of = np.flatnonzero(inside[case.inside.communicator] & came[members.process])
+    of = np.flatnonzero(inside[context.inside.communicator] & came[members.process])
     counts = members.entered[of]
     if len(counts) < 3 or (counts < 0).any():
         return None, set()
@@ -131,7 +135,7 @@ def _typical_count(case: DiagnosisContext, graph: WaitGraph, x: int, y: int) -> 
 
 
 def _resolves(graph: WaitGraph, core: IntArray, process: int) -> bool:
-    """Whether nobody would be held if this one waited for nothing."""
+    """Whether there were no deadlock if this process did not wait."""
     if len(core) > _MAX_TRIED:
         return False
     within = np.isin(graph.block_node, core)
@@ -148,30 +152,30 @@ def _resolves(graph: WaitGraph, core: IntArray, process: int) -> bool:
     return True
 
 
-def _wait_fact(case: DiagnosisContext, graph: WaitGraph, node: int, side: set[int]) -> Fact:
-    names = case.evidence.processes.who
-    who = summarize_list(sorted(side), 4, lambda each: names[each].name)
+def _wait_fact(context: DiagnosisContext, graph: WaitGraph, node: int, side: set[int]) -> Fact:
+    names = context.evidence.processes.info
+    waiting = summarize_list(sorted(side), 4, lambda each: names[each].name)
     blockers = graph.blockers(node)
     waits_for = summarize_list(blockers, 4, lambda each: names[each].name)
     if graph.edge[node] >= 0:
-        edge = case.evidence.edges[int(graph.edge[node])]
-        return Fact(f"{who} waits for {waits_for} ({edge.kind}): {edge.why}", "waits")
+        edge = context.evidence.edges[int(graph.edge[node])]
+        return Fact(f"{waiting} waits for {waits_for} ({edge.kind}): {edge.why}", "waits")
     communicator, seq = int(graph.communicator[node]), int(graph.seq[node])
-    call, site = case.call(communicator, seq)
-    name = case.evidence.communicators.about[communicator].name
+    call, site = context.call(communicator, seq)
+    name = context.evidence.communicators.about[communicator].name
     operation = call.operation if call else "collective"
     at = f" at {site}" if site else ""
-    return Fact(f"{who} in {operation} #{seq} on '{name}'{at}, which {waits_for} has not entered", "waits")
+    return Fact(f"{waiting} in {operation} #{seq} on '{name}'{at}, which {waits_for} has not entered", "waits")
 
 
-def find_out_of_order(case: DiagnosisContext, nodes: Sequence[tuple[int, int]]) -> list[int]:
-    """Of collectives that all their members have entered and none completes: who entered two of them in another order
-    than the others did (kernels of two communicators wait for each other on the device)."""
-    members = case.evidence.communicators
+def find_out_of_order(context: DiagnosisContext, nodes: Sequence[tuple[int, int]]) -> list[int]:
+    """Of collectives that all members have entered and none completes: the processes that entered two of them in a
+    different order than the others (kernels of two communicators wait for each other on the device)."""
+    members = context.evidence.communicators
     votes: dict[int, int] = {}
     for i, (first, _) in enumerate(nodes):
         for second, _ in nodes[i + 1 :]:
-            a, b = case.members(first), case.members(second)
+            a, b = context.members(first), context.members(second)
             common, ia, ib = np.intersect1d(members.process[a], members.process[b], return_indices=True)
             lead = members.entered_at[b][ib] - members.entered_at[a][ia]
             before, after = common[lead > 0], common[lead < 0]

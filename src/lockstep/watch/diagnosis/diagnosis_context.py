@@ -18,18 +18,19 @@ from lockstep.watch.diagnosis.verdict import Alternative, Fact, StallThresholds,
 from lockstep.watch.diagnosis.wait_graph import BoolArray, PendingCollectives, WaitGraph
 
 MAX_NOTICE_CONFIDENCE = 0.6
-"""The confidence of a notice: it accuses nobody."""
+"""The highest confidence of a notice."""
 MAX_INACTIVITY_CONFIDENCE = 0.78
-"""Of a verdict by stillness: what is waited for may lie outside of what is seen. Only structure proves more."""
+"""The highest confidence of a verdict by inactivity: the cause may lie outside the evidence. Only structure proves
+more."""
 
 _NO_NOTE = ProcessNote()
 _MAX_SITES = 64
-"""Members at most that are asked for the line of a call."""
+"""The most members that are searched for the call site of a call."""
 
 
 @dataclass(frozen=True)
 class DiagnosisContext:
-    """A snapshot, its graph (None when nobody waits), and how patient to be."""
+    """A snapshot, its wait graph (None without waits), and the thresholds."""
 
     evidence: Evidence
     patience: StallThresholds
@@ -43,7 +44,7 @@ class DiagnosisContext:
         return self.evidence.at
 
     def now(self, process: int) -> float:
-        """Until when something is known of a process."""
+        """The time up to which a process is known."""
         seen = self.evidence.processes.seen_at
         return self.at if seen is None or not seen[process] < self.at else float(seen[process])
 
@@ -54,17 +55,17 @@ class DiagnosisContext:
         return Liveness(int(self.evidence.processes.life[process]))
 
     def role(self, process: int) -> str:
-        return self.evidence.processes.who[process].role
+        return self.evidence.processes.info[process].role
 
     @cached_property
     def last_moved(self) -> FloatArray:
-        """`[processes]`: when a counter, the CPU, a disk, ... moved for the last time; NaN if not known."""
+        """`[processes]`: the last activity of a counter, the CPU, a disk, ...; NaN if unknown."""
         processes = self.evidence.processes
         return np.fmax(processes.moved_at, processes.active_at)
 
     def moved(self, process: int) -> float:
-        """When anything of a process moved for the last time, its collectives among it; NaN if nobody looks at it: that
-        it entered no collective does not say that it is still."""
+        """The last activity of a process, including its collectives; NaN if it is not observed: entering no collective
+        does not prove inactivity."""
         last = float(self.last_moved[process])
         if np.isnan(last):
             return last
@@ -73,26 +74,26 @@ class DiagnosisContext:
         return float(np.fmax.reduce([last, *members.entered_at[rows], *members.completed_at[rows]]))
 
     def limit(self, process: int) -> float:
-        """How long it may be still before that is proof."""
+        """The inactivity, in seconds, that proves a stall."""
         expected = self.note(process).expected_s
         floor = self.patience.still_s
         return floor if np.isnan(expected) else max(floor, self.patience.history_factor * expected)
 
     def unhurried(self, process: int) -> float:
-        """How long one that uses CPU or moves bytes may go without a counter before that is worth telling."""
+        """How many seconds a process that uses CPU or moves bytes may go without counter progress before a notice."""
         floor, expected = self.patience.busy_factor * self.patience.notice_s, self.note(process).expected_s
         return floor if np.isnan(expected) else max(floor, expected)
 
     @cached_property
     def idle(self) -> Mapping[int, WaitEdge]:
-        """Processes that wait for their next order."""
+        """Processes that wait for their next request."""
         return {edge.process: edge for edge in self.evidence.edges if edge.idle and edge.main}
 
     @cached_property
     def unclear(self) -> BoolArray:
-        """`[processes]`: there is a communicator of which is not known how far it is, so it may wait unseen."""
+        """`[processes]`: its progress in some communicator is unknown, so it may wait there."""
         members = self.evidence.communicators
-        mask = np.zeros(len(self.evidence.processes.who), dtype=np.bool_)
+        mask = np.zeros(len(self.evidence.processes.info), dtype=np.bool_)
         mask[members.process[members.entered < 0]] = True
         if members.blind is not None:
             mask[members.process[members.blind]] = True
@@ -100,11 +101,11 @@ class DiagnosisContext:
 
     @cached_property
     def ranked(self) -> BoolArray:
-        """`[processes]`: members of a communicator or of a meeting, who are best known by their rank."""
-        mask = np.zeros(len(self.evidence.processes.who), dtype=np.bool_)
+        """`[processes]`: members of a communicator or of a rendezvous, which are named by rank."""
+        mask = np.zeros(len(self.evidence.processes.info), dtype=np.bool_)
         mask[self.evidence.communicators.process] = True
         for edge in self.evidence.edges:
-            if edge.meeting:
+            if edge.rendezvous:
                 mask[[edge.process, *edge.on]] = True
         return mask
 
@@ -118,7 +119,7 @@ class DiagnosisContext:
         return found
 
     def sisters(self, communicator: int) -> list[int]:
-        """The other communicators of its description and size: what its members do, theirs should do."""
+        """The other communicators of the same description and size; their members should make the same calls."""
         members = self.evidence.communicators
         rows = self.members(communicator)
         key = (members.about[communicator].description, rows.stop - rows.start)
@@ -126,9 +127,9 @@ class DiagnosisContext:
 
     @cached_property
     def incident_of(self) -> IntArray:
-        """`[processes]`: equal for processes that communicators or waits connect, however indirectly."""
+        """`[processes]`: a label, equal for processes that communicators or waits connect, directly or indirectly."""
         members = self.evidence.communicators
-        label = np.arange(len(self.evidence.processes.who))
+        label = np.arange(len(self.evidence.processes.info))
         starts = members.starts[:-1][np.diff(members.starts) > 0]
         sizes = np.diff(members.starts)
         sizes = sizes[sizes > 0]
@@ -155,7 +156,7 @@ class DiagnosisContext:
         return self._communicators[process]
 
     def call(self, communicator: int, seq: int) -> tuple[CollectiveCall | None, str]:
-        """What was called most often under that number, and from which line."""
+        """The most frequent call at that number, and its call site."""
         if (communicator, seq) not in self._called:
             self._called[communicator, seq] = self._call(communicator, seq)
         return self._called[communicator, seq]
@@ -178,7 +179,7 @@ class DiagnosisContext:
 
 @dataclass(frozen=True, slots=True)
 class Hypothesis:
-    """One thing that is wrong. `text` says of the culprits what they do or did: `has not entered {collective}`."""
+    """A possible cause. `text` is a verb phrase about the culprits: `has not entered {collective}`."""
 
     kind: VerdictKind
     level: VerdictLevel
@@ -187,11 +188,11 @@ class Hypothesis:
     culprits: tuple[int, ...] = ()
     outside: str = ""
     node: int | None = None
-    """Of the graph: what the others wait in."""
+    """The node of the graph that the others wait in."""
     collective: tuple[int, int] | None = None
-    """(communicator, sequence number), where it is not the node's."""
+    """(communicator, sequence number), if it is not the node's."""
     since: float = float("nan")
-    """When it began, as far as known."""
+    """When it began, NaN if unknown."""
     cause: str = "unknown"
     alternatives: tuple[Alternative, ...] = ()
     facts: tuple[Fact, ...] = ()
@@ -199,12 +200,12 @@ class Hypothesis:
     more: str = ""
     """Further sentences."""
     structural: bool = False
-    """Proven by what is, not by how long it lasts."""
+    """Proven by structure, not by duration."""
     others: tuple[int, ...] = field(default=())
-    """Processes of the incident that are not accused; they tell which findings belong together."""
+    """Processes of the incident that are not accused; they connect hypotheses about one incident."""
 
     def capped(self) -> "Hypothesis":
-        """With a confidence that its level allows."""
+        """The hypothesis with its confidence limited by its level."""
         if self.level is VerdictLevel.NOTICE:
             return replace(self, confidence=min(self.confidence, MAX_NOTICE_CONFIDENCE))
         return self
@@ -212,78 +213,78 @@ class Hypothesis:
 
 @dataclass(frozen=True, slots=True)
 class Inactivity:
-    """For how many seconds something of a process has not moved, until it was last seen; NaN if nobody looks at it."""
+    """How many seconds a process has been inactive, up to its last observation; NaN if it is not observed."""
 
     all_s: float
-    """Nothing at all moved."""
+    """No activity of any kind."""
     counters_s: float
     activity_s: float
-    """No CPU, disk, network or GPU was used."""
+    """No use of CPU, disk, network or GPU."""
     stack_s: float
-    """Every stack was the same."""
+    """All sampled stacks equal."""
 
     def moves(self, within_s: float) -> bool:
         return self.all_s < within_s
 
     def counts(self, within_s: float) -> bool:
-        """A counter moved: work is done, not only CPU used."""
+        """Whether a counter advanced: it does work and does not only use CPU."""
         return self.counters_s < within_s
 
     def unproductive_s(self, waited_s: float) -> float:
-        """Since when no counter moved; where nothing counts, since when somebody waits."""
+        """Seconds without counter progress; without counters, the seconds that another process has waited."""
         return waited_s if math.isnan(self.counters_s) else self.counters_s
 
     def burns(self, within_s: float) -> bool:
-        """It uses CPU in one place, and no counter moves."""
+        """Whether it uses CPU in one place without counter progress."""
         return self.moves(within_s) and self.stack_s >= within_s and not self.counters_s < self.stack_s
 
 
-def measure_inactivity(case: DiagnosisContext, process: int) -> Inactivity:
-    processes, now = case.evidence.processes, case.now(process)
+def measure_inactivity(context: DiagnosisContext, process: int) -> Inactivity:
+    processes, now = context.evidence.processes, context.now(process)
     return Inactivity(
-        now - case.moved(process),
+        now - context.moved(process),
         now - float(processes.moved_at[process]),
         now - float(processes.active_at[process]),
         now - float(processes.same_stack_since[process]),
     )
 
 
-def proven_inactive(case: DiagnosisContext, process: int, since: float) -> bool:
-    """Nothing of it moved for longer than its limit, all of it while somebody waits (`since`); or it burned CPU in one
-    place for many times that."""
-    found, limit, waited = measure_inactivity(case, process), case.limit(process), case.at - since
-    if case.evidence.source == "dumps" and math.isnan(found.all_s):
-        return waited >= limit  # nobody could look at it; that it wrote no entry for so long is what is left
+def proven_inactive(context: DiagnosisContext, process: int, since: float) -> bool:
+    """Whether it was inactive for longer than its limit while another process waited (`since`), or used CPU in one
+    place for many times as long."""
+    found, limit, waited = measure_inactivity(context, process), context.limit(process), context.at - since
+    if context.evidence.source == "dumps" and math.isnan(found.all_s):
+        return waited >= limit  # dumps hold no activity: that it wrote no entry for so long is the only evidence
     if found.all_s >= limit and waited >= limit and not found.stack_s < limit:
         return True
-    limit *= case.patience.busy_factor
+    limit *= context.patience.busy_factor
     return found.stack_s >= limit and waited >= limit and not found.counters_s < limit
 
 
-def all_proven_inactive(case: DiagnosisContext, processes: Sequence[int], since: float) -> bool:
-    """The same of several that are inside of a collective since then."""
+def all_proven_inactive(context: DiagnosisContext, processes: Sequence[int], since: float) -> bool:
+    """The same for several processes that have been inside a collective since then."""
     rows = np.array(processes, dtype=np.int64)
-    seen = case.evidence.processes.seen_at
-    now = case.at if seen is None else np.fmin(seen[rows], case.at)
-    notes = case.evidence.processes.notes
-    limit = np.full(len(rows), case.patience.still_s)
+    seen = context.evidence.processes.seen_at
+    now = context.at if seen is None else np.fmin(seen[rows], context.at)
+    notes = context.evidence.processes.notes
+    limit = np.full(len(rows), context.patience.still_s)
     if notes:
-        limit[:] = [case.limit(each) for each in processes]
-    still = now - case.last_moved[rows] >= limit
-    same = ~(now - case.evidence.processes.same_stack_since[rows] < limit)
-    return bool((still & same & (case.at - since >= limit)).all())
+        limit[:] = [context.limit(each) for each in processes]
+    still = now - context.last_moved[rows] >= limit
+    same = ~(now - context.evidence.processes.same_stack_since[rows] < limit)
+    return bool((still & same & (context.at - since >= limit)).all())
 
 
-def inactivity_facts(case: DiagnosisContext, process: int) -> tuple[Fact, ...]:
-    """What is known of its movement."""
-    found, name = measure_inactivity(case, process), case.evidence.processes.who[process].name
+def inactivity_facts(context: DiagnosisContext, process: int) -> tuple[Fact, ...]:
+    """The known facts about its inactivity."""
+    found, name = measure_inactivity(context, process), context.evidence.processes.info[process].name
     told = (
-        ("no counter moved", found.counters_s),
-        ("no CPU, disk, network or GPU used", found.activity_s),
+        ("no counter progress", found.counters_s),
+        ("no use of CPU, disk, network or GPU", found.activity_s),
         ("equal stacks", found.stack_s),
     )
     return tuple(
         Fact(f"{name}: {what} for {seconds:.0f} s", "agent")
         for what, seconds in told
-        if seconds >= case.patience.notice_s
+        if seconds >= context.patience.notice_s
     )

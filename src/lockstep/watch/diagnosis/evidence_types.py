@@ -4,13 +4,13 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 NO_EXIT_CODE = -(2**31)
-"""The exit code of a process that has not ended, or of which nobody knows it."""
+"""The exit code of a process that has not ended, or whose code is unknown."""
 UNKNOWN = -1
-"""A sequence number of which there is no evidence; 0 means that nothing was entered yet, for certain."""
+"""A sequence number without evidence. 0 means that certainly nothing was entered yet."""
 
 
 class Liveness(IntEnum):
-    """How a process is, as its parent or its host says."""
+    """The state of a process according to its parent or its host."""
 
     RUNNING = 0
     STOPPED = 1
@@ -20,14 +20,14 @@ class Liveness(IntEnum):
     LEFT = 3
     """Ended with exit code 0."""
     UNSEEN = 4
-    """It should be there and was never heard of."""
+    """Expected, but never reported by any host."""
     LOST = 5
-    """Its host is not heard of any more."""
+    """Its host no longer reports."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessInfo:
-    """Who a process is. Ranks are unique within a role."""
+    """The identity of a process. Ranks are unique within a role."""
 
     name: str
     role: str
@@ -38,18 +38,18 @@ class ProcessInfo:
 
 @dataclass(frozen=True, slots=True)
 class ProcessNote:
-    """What is known of few processes only."""
+    """What is known of a few processes only."""
 
     where: str = ""
     """The innermost line of the user's code: `score() at reward.py:31`."""
     error: str = ""
     """The exception that it raised, as printed."""
     cause: str = ""
-    """A class of FAILURES.md that its end proves (`host_oom`, `storage_fault`), empty without proof."""
+    """The failure class (FAILURES.md) that its exit proves (`host_oom`, `storage_fault`); empty without proof."""
     ours: bool = False
-    """It was ended or stopped by an action of ours: an effect, never a cause."""
+    """We ended or stopped it: an effect, never a cause."""
     expected_s: float = float("nan")
-    """How long the stage it is in has taken at most in this job."""
+    """The longest duration so far, in this job, of the stage it is in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,20 +61,20 @@ class CommunicatorInfo:
 
 @dataclass(frozen=True, slots=True)
 class CollectiveCall:
-    """What a collective was called with."""
+    """The arguments of a collective that are recorded."""
 
     operation: str
     shapes: str = ""
     dtype: str = ""
     root: int | None = None
     site: str = ""
-    """`file.py:31 in function`; not part of what must agree between ranks."""
+    """`file.py:31 in function`; it need not agree between ranks."""
 
 
 class WaitCondition(IntEnum):
     """What ends a wait."""
 
     ALL = 0
-    """Every one of those waited for."""
+    """Every process waited for."""
     ANY = 1
-    """One of them: a queue fed by many, a receive from anybody."""
+    """Any of them: a queue fed by many, a receive from any source."""

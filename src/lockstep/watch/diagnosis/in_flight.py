@@ -13,15 +13,15 @@ from lockstep.watch.diagnosis.verdict import Alternative, Fact, VerdictKind, Ver
 from lockstep.watch.diagnosis.wait_graph import BoolArray, WaitGraph
 
 MAX_COMPARED = 32
-"""Collectives in flight that are compared with each other at most."""
+"""The most collectives in flight that are compared with each other."""
 _MAX_WAITERS = 256
-"""Members at most that are asked whether anything of them moves."""
+"""The most waiting processes whose activity is checked."""
 
 
 def find_in_flight(
-    case: DiagnosisContext, graph: WaitGraph, reached: BoolArray, explained: Collection[int] = ()
+    context: DiagnosisContext, graph: WaitGraph, reached: BoolArray, explained: Collection[int] = ()
 ) -> list[Hypothesis]:
-    """Findings about stalled collectives that nobody is known to block, those of `explained` communicators excepted."""
+    """Hypotheses about stalled collectives without a known blocker, except those of `explained` communicators."""
     blocked = np.zeros(len(graph.seq), dtype=np.bool_)
     blocked[graph.block_node] = True
     doubtful = np.zeros(len(graph.seq), dtype=np.bool_)
@@ -29,22 +29,22 @@ def find_in_flight(
     open_ = reached & graph.stalled & (graph.communicator >= 0) & ~blocked
     nodes = [node for node in np.flatnonzero(open_).tolist() if int(graph.communicator[node]) not in explained]
     complete = [node for node in nodes if not doubtful[node]]
-    found = [_insufficient_evidence(case, graph, node) for node in nodes if doubtful[node]]
-    lagging = [each for node in complete if (each := _lagging_members(case, graph, node)) is not None]
+    found = [_insufficient_evidence(context, graph, node) for node in nodes if doubtful[node]]
+    lagging = [each for node in complete if (each := _lagging_members(context, graph, node)) is not None]
     if lagging:
         return found + lagging
-    return found + _none_completes(case, graph, complete)
+    return found + _none_completes(context, graph, complete)
 
 
-def _lagging_members(case: DiagnosisContext, graph: WaitGraph, node: int) -> Hypothesis | None:
-    """Most members have completed it, some have not."""
+def _lagging_members(context: DiagnosisContext, graph: WaitGraph, node: int) -> Hypothesis | None:
+    """Members that have not completed a collective that most others have."""
     waiters = graph.waiters(node) if graph.few_wait(node, _MAX_WAITERS) else []
-    members = case.evidence.communicators
-    rows = case.members(int(graph.communicator[node]))
+    members = context.evidence.communicators
+    rows = context.members(int(graph.communicator[node]))
     done = int((members.completed[rows] >= graph.seq[node]).sum())
     if not waiters or len(waiters) >= done:
         return None
-    proven = all_proven_inactive(case, waiters[:_MAX_WAITERS], float(graph.since[node]))
+    proven = all_proven_inactive(context, waiters[:_MAX_WAITERS], float(graph.since[node]))
     return Hypothesis(
         VerdictKind.DEVICE_LAG,
         VerdictLevel.CONFIRMED if proven else VerdictLevel.NOTICE,
@@ -58,28 +58,28 @@ def _lagging_members(case: DiagnosisContext, graph: WaitGraph, node: int) -> Hyp
     )
 
 
-def _none_completes(case: DiagnosisContext, graph: WaitGraph, nodes: list[int]) -> list[Hypothesis]:
+def _none_completes(context: DiagnosisContext, graph: WaitGraph, nodes: list[int]) -> list[Hypothesis]:
     if not nodes:
         return []
     nodes = sorted(nodes, key=lambda each: (graph.since[each], each))
     collectives = [(int(graph.communicator[each]), int(graph.seq[each])) for each in nodes[:MAX_COMPARED]]
-    odd = find_out_of_order(case, collectives) if len(nodes) > 1 else []
+    odd = find_out_of_order(context, collectives) if len(nodes) > 1 else []
     waits = np.zeros(len(graph.seq), dtype=np.bool_)
     waits[nodes] = True
     waiters = graph.wait_process[waits[graph.wait_node]][:_MAX_WAITERS].tolist()
     since = float(graph.since[nodes[0]])
-    if _any_active(case, waiters) and case.at - since < case.patience.busy_factor * case.patience.notice_s:
+    if _any_active(context, waiters) and context.at - since < context.patience.busy_factor * context.patience.notice_s:
         return []  # bytes are under way
-    proven = all_proven_inactive(case, waiters, since)
+    proven = all_proven_inactive(context, waiters, since)
     if odd:
         return [
             Hypothesis(
                 VerdictKind.CYCLE, VerdictLevel.CONFIRMED if proven else VerdictLevel.NOTICE, 0.65 if proven else 0.5,
-                "entered its collectives in another order than the others", tuple(odd), node=nodes[0], since=since,
+                "entered its collectives in a different order than the others", tuple(odd), node=nodes[0], since=since,
                 alternatives=(Alternative("rank_divergent_branch", 0.5),), others=tuple(waiters),
             )
         ]  # fmt: skip
-    culprits, hosts = _common_host(case, graph, nodes)
+    culprits, hosts = _common_host(context, graph, nodes)
     several = len(hosts) > 1
     links = summarize_list(sorted(hosts), 4)
     return [
@@ -101,19 +101,19 @@ def _none_completes(case: DiagnosisContext, graph: WaitGraph, nodes: list[int]) 
     ]
 
 
-def _any_active(case: DiagnosisContext, processes: list[int]) -> bool:
-    """Whether any of them uses CPU, a network or a GPU."""
+def _any_active(context: DiagnosisContext, processes: list[int]) -> bool:
+    """Whether any of the processes uses CPU, a network or a GPU."""
     rows = np.array(processes, dtype=np.int64)
-    return bool((case.at - case.evidence.processes.active_at[rows] < case.patience.notice_s).any())
+    return bool((context.at - context.evidence.processes.active_at[rows] < context.patience.notice_s).any())
 
 
-def _common_host(case: DiagnosisContext, graph: WaitGraph, nodes: list[int]) -> tuple[list[int], set[str]]:
-    """The processes of the one host that all collectives in flight have in common, if they have no other; all hosts."""
-    who = case.evidence.processes.who
+def _common_host(context: DiagnosisContext, graph: WaitGraph, nodes: list[int]) -> tuple[list[int], set[str]]:
+    """The waiting processes of the only host that all collectives in flight share, if there is one; and all hosts."""
+    who = context.evidence.processes.info
     spans: list[set[str]] = []
     for node in nodes[:MAX_COMPARED]:
-        rows = case.members(int(graph.communicator[node]))
-        processes = map(who.__getitem__, case.evidence.communicators.process[rows].tolist())
+        rows = context.members(int(graph.communicator[node]))
+        processes = map(who.__getitem__, context.evidence.communicators.process[rows].tolist())
         spans.append(set(map(attrgetter("host"), processes)))
     hosts, common = set().union(*spans), set.intersection(*spans)
     if len(common) != 1 or all(span == hosts for span in spans):
@@ -122,22 +122,22 @@ def _common_host(case: DiagnosisContext, graph: WaitGraph, nodes: list[int]) -> 
     return [each for each in waiting if who[each].host in common], hosts
 
 
-def _insufficient_evidence(case: DiagnosisContext, graph: WaitGraph, node: int) -> Hypothesis:
-    """Everybody of whom is known how far it is has entered; the one that has not is among the rest, or nobody."""
+def _insufficient_evidence(context: DiagnosisContext, graph: WaitGraph, node: int) -> Hypothesis:
+    """All members whose progress is known have entered; a late one can only be among the others."""
     suspects = graph.suspects(node)
-    who = case.evidence.processes.who
+    who = context.evidence.processes.info
     names = summarize_list(suspects, 4, lambda each: who[each].name)
-    unseen = [each for each in suspects if case.life(each) is Liveness.UNSEEN]
+    unseen = [each for each in suspects if context.life(each) is Liveness.UNSEEN]
     what = "a beacon, a dump or the log" if unseen else "the stack and the counts"
     return Hypothesis(
         VerdictKind.UNKNOWN,
         VerdictLevel.NOTICE,
         0.4,
-        "nobody is known to be late for {collective}",
+        "cannot tell which rank is late for {collective}",
         node=node,
         since=float(graph.since[node]),
         alternatives=(Alternative("absent", 0.5), Alternative("in_flight", 0.2)),
         collect=(f"{what} of {names}",),
-        more=f"Nothing is known of {names}, which may be late or not.",
+        more=f"Nothing is known of {names}.",
         others=tuple(suspects),
     )

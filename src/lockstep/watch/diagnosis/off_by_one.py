@@ -12,42 +12,42 @@ from lockstep.watch.diagnosis.verdict import Alternative, Fact, VerdictKind, Ver
 
 OFF_BY_ONE_CONFIDENCE = 0.75
 MAX_SITES = 20_000
-"""Lines up to which this is looked for: it goes through all of them."""
+"""The most call sites that are searched; the search visits all of them."""
 
 SitesByMember = Mapping[int, Mapping[int, str]]
 """By member and sequence number."""
 
 
-def find_off_by_one(case: DiagnosisContext, communicators: Collection[int]) -> list[Hypothesis]:
-    """Findings about some communicators, those in which somebody waits."""
-    sites = case.evidence.calls.sites
+def find_off_by_one(context: DiagnosisContext, communicators: Collection[int]) -> list[Hypothesis]:
+    """Hypotheses about the given communicators."""
+    sites = context.evidence.calls.sites
     if not sites or len(sites) > MAX_SITES or not communicators:
         return []
     lines: dict[int, dict[int, dict[int, str]]] = {}
-    of = case.inside.communicator
+    of = context.inside.communicator
     for (member, seq), site in sites.items():
         lines.setdefault(int(of[member]), {}).setdefault(member, {})[seq] = site
     found = []
     for communicator in sorted(communicators):
         own = lines.get(communicator)
         if own:
-            usual = _majority_sites(case, communicator, own, lines)
+            usual = _majority_sites(context, communicator, own, lines)
             found += [
                 each
                 for member in sorted(own)
-                if (each := _detect_shift(case, communicator, member, own[member], usual))
+                if (each := _detect_shift(context, communicator, member, own[member], usual))
             ]
     return found
 
 
 def _majority_sites(
-    case: DiagnosisContext, communicator: int, own: SitesByMember, lines: Mapping[int, SitesByMember]
+    context: DiagnosisContext, communicator: int, own: SitesByMember, lines: Mapping[int, SitesByMember]
 ) -> dict[int, str]:
-    """The line from which most members make a call; of pairs, most members of all sister communicators."""
-    rows = case.members(communicator)
+    """The line from which most members issue a call; for pairs, most members of all sister communicators."""
+    rows = context.members(communicator)
     voters, size = list(own.values()), rows.stop - rows.start
     if size < 3:
-        sisters = case.sisters(communicator)
+        sisters = context.sisters(communicator)
         voters += [each for sister in sisters for each in lines.get(sister, {}).values()]
         size += size * len(sisters)
     if size < 3:
@@ -61,7 +61,7 @@ def _majority_sites(
 
 
 def _detect_shift(
-    case: DiagnosisContext, communicator: int, member: int, own: Mapping[int, str], usual: Mapping[int, str]
+    context: DiagnosisContext, communicator: int, member: int, own: Mapping[int, str], usual: Mapping[int, str]
 ) -> Hypothesis | None:
     parted = next((seq for seq in sorted(own) if seq in usual and own[seq] != usual[seq]), None)
     if parted is None:
@@ -72,7 +72,7 @@ def _detect_shift(
     if len(skipped) >= 2 and all(skipped):
         text = f"skipped the call at {usual[parted]} before {{collective}}"
     elif len(extra) >= 2 and all(extra):
-        text = f"made one call too many at {own[parted]}, as {{collective}}"
+        text = f"made an extra call at {own[parted]}, as {{collective}}"
     else:
         return None
     return Hypothesis(
@@ -80,11 +80,11 @@ def _detect_shift(
         VerdictLevel.CONFIRMED,
         OFF_BY_ONE_CONFIDENCE,
         text,
-        (int(case.evidence.communicators.process[member]),),
+        (int(context.evidence.communicators.process[member]),),
         collective=(communicator, parted),
         cause="unknown",
         alternatives=(Alternative("rank_divergent_branch", 0.6), Alternative("uneven_data", 0.3)),
         facts=(Fact(f"#{parted} came from {own[parted]}, the others' from {usual[parted]}", "calls"),),
-        more="Operations and shapes fitted, so the backend paired the wrong calls in silence.",
+        more="Operations and shapes matched, so the backend silently paired the wrong calls.",
         structural=True,
     )

@@ -6,43 +6,44 @@ from enum import StrEnum
 from typing import Any
 
 MIN_ACTION_CONFIDENCE = 0.75
-"""Of confirmed verdicts: nobody is ended on less. Proof by structure has more, and stillness with equal stacks too."""
+"""Confirmed verdicts with less confidence end no process. Proof by structure has more, as has inactivity with equal
+stacks."""
 
 
 class VerdictKind(StrEnum):
-    """What the wait graph says, structurally."""
+    """The structure of the stall in the wait graph."""
 
     DEAD = "dead"
-    """The process has ended while it was needed, by a signal, with an error, or with exit code 0 before its time."""
+    """The process ended while others needed it: by a signal, with an error, or with exit code 0 too early."""
     MISMATCH = "mismatch"
-    """Members of a communicator called different things under one number: operation, shape, dtype, root, one too many
-    or too few; or made it with different lists of members."""
+    """Members of a communicator made different calls at one sequence number (operation, shape, dtype, root, an extra or
+    a missing call), or created it with different member lists."""
     ABSENT = "absent"
-    """Others wait for it and it does not come: it has not entered their collective, or does not answer. A process that
-    is stopped by a signal is absent, wherever it was stopped; so is one that never joined, and a service outside."""
+    """Others wait for it: it has not entered their collective, or does not answer. Also a process stopped by a signal,
+    one that never joined, and a service outside the job."""
     DEVICE_LAG = "device_lag"
-    """It entered, peers completed, it did not."""
+    """It entered a collective that its peers have completed and it has not."""
     IN_FLIGHT = "in_flight"
-    """All entered, none completes: the link or the kernel."""
+    """All members entered, none completes: the link or the kernel."""
     CYCLE = "cycle"
-    """They wait for each other."""
+    """Processes wait for each other."""
     STARVED = "starved"
-    """Somebody waits and nobody is about to give: a queue is empty, all who could fill it are idle or have left."""
+    """A process waits on an empty queue, and all processes that could fill it are idle or have exited."""
     SLOW = "slow"
-    """It goes on, far behind its peers. Never more than a notice."""
+    """It progresses, but far behind its peers. Never more than a notice."""
     UNKNOWN = "unknown"
-    """What is known does not decide; `collect` says what would."""
+    """The evidence does not decide; `collect` names what would."""
 
 
 class VerdictLevel(StrEnum):
-    """How much a verdict claims."""
+    """How certain a verdict is."""
 
     NOTICE = "notice"
-    """Who waits for whom; accuses and does nothing."""
+    """Which process waits for which; no action follows."""
     CONFIRMED = "confirmed"
-    """Proven by structure, or by stillness for long enough."""
+    """Proven by structure, or by long inactivity."""
     ACT = "act"
-    """Confirmed, and something was done about it."""
+    """Confirmed and acted upon."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +53,13 @@ class Culprit:
     host: str = ""
     pid: int | None = None
     where: str = ""
-    """The line that it is in: `score() at reward.py:31`."""
+    """Its current line: `score() at reward.py:31`."""
     name: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class StalledCollective:
-    """The call that everybody waits in."""
+    """The collective that the others wait in."""
 
     communicator: str
     seq: int
@@ -68,7 +69,7 @@ class StalledCollective:
 
 @dataclass(frozen=True, slots=True)
 class WaitLink:
-    """One link of the wait chain in words, the longest wait first."""
+    """One link of the wait chain, as text. The longest wait comes first."""
 
     who: str
     on: str
@@ -78,7 +79,7 @@ class WaitLink:
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """A piece of evidence: a line of a file, or what a source said."""
+    """A piece of evidence: a line of a file, or a statement of a source."""
 
     text: str
     source: str = ""
@@ -95,7 +96,7 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What `diagnose` and `explain` answer."""
+    """The result of `diagnose` and `explain`."""
 
     kind: VerdictKind
     level: VerdictLevel
@@ -110,11 +111,11 @@ class Verdict:
     explanation: str = ""
     fix: str = ""
     collect: tuple[str, ...] = ()
-    """What would tell more."""
+    """Further evidence worth collecting."""
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def json(self) -> dict[str, Any]:
-        """The form of `--json` and `verdict.json`, the same for live verdicts and for files."""
+        """The JSON form of `--json` and `verdict.json`, for live verdicts and for files."""
         collective = self.collective
         return {
             "kind": str(self.kind),
@@ -146,27 +147,27 @@ class Verdict:
         }
 
 
-def parse_verdict(said: Mapping[str, Any]) -> Verdict:
-    """The verdict of `Verdict.json`'s form, as stored in `verdict.json`; fields that are missing are empty.
+def parse_verdict(data: Mapping[str, Any]) -> Verdict:
+    """Parses the form of `Verdict.json`, as stored in `verdict.json`; missing fields become empty.
 
     Raises:
         ValueError: It is not of that form.
     """
     try:
-        collective = said.get("collective")
+        collective = data.get("collective")
         return Verdict(
-            kind=VerdictKind(said["kind"]),
-            level=VerdictLevel(said["level"]),
-            culprits=tuple(Culprit(**each) for each in said.get("culprits", ())),
-            cause=said.get("class", "unknown"),
+            kind=VerdictKind(data["kind"]),
+            level=VerdictLevel(data["level"]),
+            culprits=tuple(Culprit(**each) for each in data.get("culprits", ())),
+            cause=data.get("class", "unknown"),
             collective=None if collective is None else _parse_collective(collective),
-            waiting=tuple(WaitLink(**each) for each in said.get("waiting", ())),
-            confidence=float(said.get("confidence", 0.0)),
-            alternatives=tuple(Alternative(each["class"], each["confidence"]) for each in said.get("alternatives", ())),
-            evidence=tuple(Fact(**each) for each in said.get("evidence", ())),
-            explanation=said.get("explanation", ""),
-            fix=said.get("fix", ""),
-            collect=tuple(said.get("collect", ())),
+            waiting=tuple(WaitLink(**each) for each in data.get("waiting", ())),
+            confidence=float(data.get("confidence", 0.0)),
+            alternatives=tuple(Alternative(each["class"], each["confidence"]) for each in data.get("alternatives", ())),
+            evidence=tuple(Fact(**each) for each in data.get("evidence", ())),
+            explanation=data.get("explanation", ""),
+            fix=data.get("fix", ""),
+            collect=tuple(data.get("collect", ())),
         )
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"not a verdict: {error}") from error
@@ -174,27 +175,27 @@ def parse_verdict(said: Mapping[str, Any]) -> Verdict:
 
 @dataclass(frozen=True, slots=True)
 class StallThresholds:
-    """How long what may last before it counts. Seconds."""
+    """How long a wait or inactivity may last before it counts. Seconds."""
 
     notice_s: float = 3.0
-    """A wait in which nothing moved for so long is told."""
+    """A wait without progress for this long becomes a notice."""
     still_s: float = 40.0
-    """`--confirm-after`: without CPU, I/O, counter or GPU movement and with equal stacks for so long, an alive process
-    that others wait for is confirmed; where there is history, `history_factor` times the longest so far if that is
-    more."""
+    """`--confirm-after`: a living process that others wait for is confirmed after this long without CPU, I/O, counter
+    or GPU activity and with equal stacks; with history, after `history_factor` times the longest duration so far, if
+    that is more."""
     history_factor: float = 3.0
     busy_factor: float = 10.0
-    """One that burns CPU with equal stacks and without any counter moving is confirmed after so many times as long as
-    one that does nothing: a long computation looks the same. One that works is told after so many times the notice
-    without a counter moving."""
+    """A process that uses CPU with equal stacks and no counter progress is confirmed after this many times as long,
+    because a long computation looks the same. A working process without counter progress becomes a notice after this
+    many times `notice_s`."""
     slow_factor: float = 3.0
-    """A rank that needs so many times what its peers need is slow."""
+    """A rank that needs this many times as long as its peers is slow."""
     host_s: float = 5.0
-    """A host that is silent for so long is lost."""
+    """A host without reports for this long is lost."""
 
 
-def _parse_collective(said: Mapping[str, Any]) -> StalledCollective:
-    return StalledCollective(**{name: value for name, value in said.items() if name != "op"})
+def _parse_collective(data: Mapping[str, Any]) -> StalledCollective:
+    return StalledCollective(**{name: value for name, value in data.items() if name != "op"})
 
 
 def _fact_json(fact: Fact) -> dict[str, Any]:
@@ -204,18 +205,18 @@ def _fact_json(fact: Fact) -> dict[str, Any]:
 
 
 def first_verdict(verdicts: Sequence[Verdict]) -> Verdict | None:
-    """The one that explains the others: `diagnose` puts it first."""
+    """The verdict that explains the others; `diagnose` puts it first."""
     return verdicts[0] if verdicts else None
 
 
 def labeled_rows(name: str, texts: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """The name stands beside the first of the texts only."""
+    """Rows of texts; only the first carries the name."""
     for at, text in enumerate(texts):
         yield name if at == 0 else "", text
 
 
 def advice_rows(verdict: Verdict) -> Iterator[tuple[str, str]]:
-    """What else it may have been, what helps, and what would tell more."""
-    yield from labeled_rows("or else", [f"{each.what} ({each.confidence:.2f})" for each in verdict.alternatives])
-    yield from labeled_rows("what helps", [verdict.fix] if verdict.fix else [])
-    yield from labeled_rows("to know more", verdict.collect)
+    """A verdict's alternatives, fix and next steps."""
+    yield from labeled_rows("alternatives", [f"{each.what} ({each.confidence:.2f})" for each in verdict.alternatives])
+    yield from labeled_rows("fix", [verdict.fix] if verdict.fix else [])
+    yield from labeled_rows("next steps", verdict.collect)

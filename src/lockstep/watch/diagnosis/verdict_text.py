@@ -11,78 +11,78 @@ from lockstep.watch.diagnosis.verdict import Culprit, StalledCollective, Verdict
 from lockstep.watch.diagnosis.wait_graph import BoolArray, WaitGraph
 
 MAX_LINKS = 6
-"""Links of a wait chain that are told."""
+"""The longest wait chain in a verdict, in links."""
 MAX_NAMED = 4
-"""Processes that a sentence names one by one."""
+"""The most processes that a sentence names individually."""
 
 _PLURALS = (("has ", "have "), ("is ", "are "), ("was ", "were "), ("waits ", "wait "), ("does ", "do "))
 _KIND_FIXES = {
     VerdictKind.CYCLE: "Enter the collectives of different communicators in one order on every rank.",
-    VerdictKind.STARVED: "Look at who fills the queue: it believes that it has nothing to do.",
-    VerdictKind.DEVICE_LAG: "Look at the device of the rank that lags: its kernel runs on, or its link is down.",
+    VerdictKind.STARVED: "Check the process that fills the queue: it is idle.",
+    VerdictKind.DEVICE_LAG: "Check the device of the lagging rank: its kernel still runs, or its link is down.",
     VerdictKind.IN_FLIGHT: "Test the links between the members (bandwidth probe), then the transport's settings.",
 }
 
 
-def to_verdict(case: DiagnosisContext, finding: Hypothesis) -> Verdict:
-    """The finding for users and for JSON."""
-    who = case.evidence.processes.who
+def to_verdict(context: DiagnosisContext, hypothesis: Hypothesis) -> Verdict:
+    """The verdict on a hypothesis, for users and for JSON."""
+    who = context.evidence.processes.info
     culprits = tuple(
         Culprit(
             who[p].rank if who[p].rank >= 0 else None, who[p].role, who[p].host, who[p].pid or None,
-            case.note(p).where, who[p].name,
+            context.note(p).where, who[p].name,
         )
-        for p in finding.culprits
+        for p in hypothesis.culprits
     )  # fmt: skip
-    if finding.outside:
-        culprits = (Culprit(None, "outside", name=finding.outside),)
-    chain, nodes = _wait_chain(case, finding)
+    if hypothesis.outside:
+        culprits = (Culprit(None, "outside", name=hypothesis.outside),)
+    chain, nodes = _wait_chain(context, hypothesis)
     return Verdict(
-        kind=finding.kind,
-        level=finding.level,
+        kind=hypothesis.kind,
+        level=hypothesis.level,
         culprits=culprits,
-        cause=finding.cause,
-        collective=_stalled_collective(case, finding, nodes),
+        cause=hypothesis.cause,
+        collective=_stalled_collective(context, hypothesis, nodes),
         waiting=chain,
-        confidence=finding.confidence,
-        alternatives=finding.alternatives,
-        evidence=finding.facts,
-        explanation=_explanation(case, finding, chain),
-        fix=CLASS_FIXES.get(finding.cause) or _KIND_FIXES.get(finding.kind, ""),
-        collect=finding.collect,
+        confidence=hypothesis.confidence,
+        alternatives=hypothesis.alternatives,
+        evidence=hypothesis.facts,
+        explanation=_explanation(context, hypothesis, chain),
+        fix=CLASS_FIXES.get(hypothesis.cause) or _KIND_FIXES.get(hypothesis.kind, ""),
+        collect=hypothesis.collect,
     )
 
 
-def process_label(case: DiagnosisContext, process: int) -> str:
-    """`rank 1 (policy, host b)`, or `scorer-0 (host b)` for who is no member of a communicator."""
-    each = case.evidence.processes.who[process]
+def process_label(context: DiagnosisContext, process: int) -> str:
+    """`rank 1 (policy, host b)`, or `scorer-0 (host b)` for a process in no communicator."""
+    each = context.evidence.processes.info[process]
     host = f"host {each.host}" if each.host else ""
-    if each.rank >= 0 and case.ranked[process]:
+    if each.rank >= 0 and context.ranked[process]:
         about = ", ".join(part for part in (_role_text(each.role), host) if part)
         return f"rank {each.rank} ({about})" if about else f"rank {each.rank}"
     return f"{each.name} ({host})" if host else each.name
 
 
-def short_label(case: DiagnosisContext, process: int) -> str:
-    each = case.evidence.processes.who[process]
-    return f"rank {each.rank}" if each.rank >= 0 and case.ranked[process] else each.name
+def short_label(context: DiagnosisContext, process: int) -> str:
+    each = context.evidence.processes.info[process]
+    return f"rank {each.rank}" if each.rank >= 0 and context.ranked[process] else each.name
 
 
-def join_labels(case: DiagnosisContext, processes: tuple[int, ...]) -> str:
+def join_labels(context: DiagnosisContext, processes: tuple[int, ...]) -> str:
     """`rank 1 (policy, host b)`, `ranks 1 and 3 (policy)`, `rank 1 (policy) and scorer-0`."""
     if len(processes) == 1:
-        return process_label(case, processes[0])
-    who = case.evidence.processes.who
+        return process_label(context, processes[0])
+    who = context.evidence.processes.info
     roles = {who[p].role for p in processes}
-    if len(roles) == 1 and all(who[p].rank >= 0 and case.ranked[p] for p in processes):
+    if len(roles) == 1 and all(who[p].rank >= 0 and context.ranked[p] for p in processes):
         numbers = [str(who[p].rank) for p in sorted(processes, key=lambda p: who[p].rank)]
         role = _role_text(roles.pop())
         return f"ranks {_join_words(numbers)}" + (f" ({role})" if role else "")
-    return _join_words([process_label(case, p) for p in processes])
+    return _join_words([process_label(context, p) for p in processes])
 
 
 def _role_text(role: str) -> str:
-    """Not of those that are nothing but ranks."""
+    """The role, empty in jobs without roles."""
     return "" if role == "rank" else role
 
 
@@ -92,56 +92,58 @@ def _join_words(words: list[str]) -> str:
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
 
 
-def _collective_key(case: DiagnosisContext, finding: Hypothesis) -> tuple[int, int] | None:
+def _collective_key(context: DiagnosisContext, hypothesis: Hypothesis) -> tuple[int, int] | None:
     """Communicator and sequence number."""
-    if finding.collective is not None:
-        return finding.collective
-    if finding.node is None or case.graph is None or case.graph.communicator[finding.node] < 0:
+    if hypothesis.collective is not None:
+        return hypothesis.collective
+    if hypothesis.node is None or context.graph is None or context.graph.communicator[hypothesis.node] < 0:
         return None
-    return int(case.graph.communicator[finding.node]), int(case.graph.seq[finding.node])
+    return int(context.graph.communicator[hypothesis.node]), int(context.graph.seq[hypothesis.node])
 
 
-def _stalled_collective(case: DiagnosisContext, finding: Hypothesis, nodes: list[int]) -> StalledCollective | None:
-    """The collective of the finding; of a wait outside of collectives, the one that is held up by it."""
-    place, graph = _collective_key(case, finding), case.graph
+def _stalled_collective(
+    context: DiagnosisContext, hypothesis: Hypothesis, nodes: list[int]
+) -> StalledCollective | None:
+    """The collective of the hypothesis; for a wait outside collectives, the collective that it holds up."""
+    place, graph = _collective_key(context, hypothesis), context.graph
     if place is None and graph is not None:
         behind = [node for node in nodes if graph.communicator[node] >= 0]
         place = (int(graph.communicator[behind[0]]), int(graph.seq[behind[0]])) if behind else None
     if place is None:
         return None
-    call, site = case.call(*place)
-    name = case.evidence.communicators.about[place[0]].name
+    call, site = context.call(*place)
+    name = context.evidence.communicators.about[place[0]].name
     return StalledCollective(name, place[1], call.operation if call else "", site)
 
 
-def collective_text(case: DiagnosisContext, communicator: int, seq: int) -> str:
+def collective_text(context: DiagnosisContext, communicator: int, seq: int) -> str:
     """`all_reduce #412 on 'fsdp'`"""
-    call, _ = case.call(communicator, seq)
-    name = case.evidence.communicators.about[communicator].name
+    call, _ = context.call(communicator, seq)
+    name = context.evidence.communicators.about[communicator].name
     return f"{call.operation if call else 'collective'} #{seq} on '{name}'"
 
 
-def _node_text(case: DiagnosisContext, node: int) -> str:
-    """What a node's waiters wait in."""
-    graph = case.graph
+def _node_text(context: DiagnosisContext, node: int) -> str:
+    """What the processes of a node wait in."""
+    graph = context.graph
     assert graph is not None
     if graph.edge[node] < 0:
-        return collective_text(case, int(graph.communicator[node]), int(graph.seq[node]))
-    edge = case.evidence.edges[int(graph.edge[node])]
+        return collective_text(context, int(graph.communicator[node]), int(graph.seq[node]))
+    edge = context.evidence.edges[int(graph.edge[node])]
     return f"{edge.kind}: {edge.why}" if edge.kind and edge.why else edge.why or edge.kind or "a wait"
 
 
-def _wait_chain(case: DiagnosisContext, finding: Hypothesis) -> tuple[tuple[WaitLink, ...], list[int]]:
-    """From somebody far behind to the culprit, link by link, and the nodes of the links; collectives are told rather
-    than other waits."""
-    graph, node = case.graph, finding.node
+def _wait_chain(context: DiagnosisContext, hypothesis: Hypothesis) -> tuple[tuple[WaitLink, ...], list[int]]:
+    """The chain of waits that ends at the culprit, and the nodes of its links; collectives are preferred to other
+    waits."""
+    graph, node = context.graph, hypothesis.node
     if graph is None or node is None:
         return (), []
     links: list[WaitLink] = []
     nodes: list[int] = []
-    on = finding.outside or (short_label(case, finding.culprits[0]) if finding.culprits else "")
+    on = hypothesis.outside or (short_label(context, hypothesis.culprits[0]) if hypothesis.culprits else "")
     seen = np.zeros(graph.processes, dtype=np.bool_)
-    seen[list(finding.culprits)] = True
+    seen[list(hypothesis.culprits)] = True
     while node is not None and len(links) < MAX_LINKS:
         waiters = np.zeros(graph.processes, dtype=np.bool_)
         waiters[graph.wait_process[graph.wait_node == node]] = True
@@ -150,19 +152,22 @@ def _wait_chain(case: DiagnosisContext, finding: Hypothesis) -> tuple[tuple[Wait
             break
         seen[fresh] = True
         waiter, behind = _next_link(graph, seen, fresh)
-        since = case.at - float(graph.since[node])
+        since = context.at - float(graph.since[node])
         links.append(
             WaitLink(
-                short_label(case, waiter), on, _node_text(case, node), round(since, 1) if np.isfinite(since) else None
+                short_label(context, waiter),
+                on,
+                _node_text(context, node),
+                round(since, 1) if np.isfinite(since) else None,
             )
         )
         nodes.append(node)
-        on, node = short_label(case, waiter), behind
+        on, node = short_label(context, waiter), behind
     return tuple(reversed(links)), nodes
 
 
 def _next_link(graph: WaitGraph, seen: BoolArray, waiters: IntArray) -> tuple[int, int | None]:
-    """Of those who wait, one that in turn keeps somebody else waiting, and in what; else the first."""
+    """Of the waiting processes, one that in turn holds up another, and the node of that wait; else the first."""
     candidates = np.zeros(graph.processes, dtype=np.bool_)
     candidates[waiters] = True
     blocks = candidates[graph.block_process]
@@ -178,61 +183,69 @@ def _next_link(graph: WaitGraph, seen: BoolArray, waiters: IntArray) -> tuple[in
     return waiter, int(behind[np.lexsort((behind, graph.since[behind], graph.edge[behind] >= 0))[0]])
 
 
-def _explanation(case: DiagnosisContext, finding: Hypothesis, chain: tuple[WaitLink, ...]) -> str:
-    place = _collective_key(case, finding)
-    text = finding.text
+def _explanation(context: DiagnosisContext, hypothesis: Hypothesis, chain: tuple[WaitLink, ...]) -> str:
+    place = _collective_key(context, hypothesis)
+    text = hypothesis.text
     if place is not None:
-        text = text.replace("{collective}", collective_text(case, *place))
-        text = text.replace("{communicator}", f"'{case.evidence.communicators.about[place[0]].name}'")
-    text = text.replace("{collective}", "what the others wait in").replace("{communicator}", "the communicator")
-    subject = finding.outside or (join_labels(case, finding.culprits) if finding.culprits else "")
-    if not subject and finding.kind is VerdictKind.STARVED and finding.others:
-        subject = process_label(case, finding.others[0])
-    if len(finding.culprits) > 1:
+        text = text.replace("{collective}", collective_text(context, *place))
+        text = text.replace("{communicator}", f"'{context.evidence.communicators.about[place[0]].name}'")
+    text = text.replace("{collective}", "the collective that the others wait in").replace(
+        "{communicator}", "the communicator"
+    )
+    subject = hypothesis.outside or (join_labels(context, hypothesis.culprits) if hypothesis.culprits else "")
+    if not subject and hypothesis.kind is VerdictKind.STARVED and hypothesis.others:
+        subject = process_label(context, hypothesis.others[0])
+    if len(hypothesis.culprits) > 1:
         text = next((more + text[len(one) :] for one, more in _PLURALS if text.startswith(one)), text)
-    sentences = [f"{subject} {text}{_locations_text(case, finding)}." if subject else f"{text[:1].upper()}{text[1:]}."]
+    sentences = [
+        f"{subject} {text}{_locations_text(context, hypothesis)}." if subject else f"{text[:1].upper()}{text[1:]}."
+    ]
     if chain:
-        sentences.append(_chain_text(case, finding, chain))
-    if finding.more:
-        sentences.append(finding.more)
+        sentences.append(_chain_text(context, hypothesis, chain))
+    if hypothesis.more:
+        sentences.append(hypothesis.more)
     return " ".join(sentences)
 
 
-def _locations_text(case: DiagnosisContext, finding: Hypothesis) -> str:
-    """`; it is in score() at reward.py:31 since 41 s`, of several culprits each in turn."""
-    if finding.kind in (VerdictKind.MISMATCH, VerdictKind.CYCLE) or len(finding.culprits) > MAX_NAMED:
+def _locations_text(context: DiagnosisContext, hypothesis: Hypothesis) -> str:
+    """`; it has been in score() at reward.py:31 for 41 s`, one clause per culprit."""
+    if hypothesis.kind in (VerdictKind.MISMATCH, VerdictKind.CYCLE) or len(hypothesis.culprits) > MAX_NAMED:
         return ""
-    one = len(finding.culprits) == 1
-    found = [(process, _location_text(case, process)) for process in finding.culprits]
-    return "".join(f"; {'it' if one else short_label(case, p)} {where}" for p, where in found if where)
+    one = len(hypothesis.culprits) == 1
+    found = [(process, _location_text(context, process)) for process in hypothesis.culprits]
+    return "".join(f"; {'it' if one else short_label(context, p)} {where}" for p, where in found if where)
 
 
-def _location_text(case: DiagnosisContext, process: int) -> str:
-    if case.life(process) not in (Liveness.RUNNING, Liveness.STOPPED):
+def _location_text(context: DiagnosisContext, process: int) -> str:
+    if context.life(process) not in (Liveness.RUNNING, Liveness.STOPPED):
         return ""
-    if process in case.idle and not case.note(process).where:
-        return f"waits for its next order{_duration_text(case.at - case.idle[process].since)}"
-    stage = case.evidence.processes.stage[process] if case.evidence.processes.stage else ""
-    where = case.note(process).where or (f"stage {stage!r}" if stage else "")
-    since = case.now(process) - float(np.fmin(case.evidence.processes.same_stack_since[process], case.moved(process)))
-    return f"is in {where}{_duration_text(since)}" if where else ""
-
-
-def _duration_text(seconds: float) -> str:
-    return f" since {seconds:.0f} s" if np.isfinite(seconds) else ""
-
-
-def _chain_text(case: DiagnosisContext, finding: Hypothesis, chain: tuple[WaitLink, ...]) -> str:
-    """`rank 2 waits in all_reduce #5 on 'fsdp' for rank 1, which waits for scorer-0 (future: scores of step 7).`"""
-    graph = case.graph
-    assert graph is not None
-    assert finding.node is not None
-    words = (
-        f"{chain[0].who} waits for {chain[0].on} ({chain[0].what}){_duration_text(chain[0].since_s or float('nan'))}"
+    if process in context.idle and not context.note(process).where:
+        waited = context.at - context.idle[process].since
+        return (
+            f"has waited {waited:.0f} s for its next request" if np.isfinite(waited) else "waits for its next request"
+        )
+    stage = context.evidence.processes.stage[process] if context.evidence.processes.stage else ""
+    where = context.note(process).where or (f"stage {stage!r}" if stage else "")
+    since = context.now(process) - float(
+        np.fmin(context.evidence.processes.same_stack_since[process], context.moved(process))
     )
+    if not where:
+        return ""
+    return f"has been in {where} for {since:.0f} s" if np.isfinite(since) else f"is in {where}"
+
+
+def _chain_text(context: DiagnosisContext, hypothesis: Hypothesis, chain: tuple[WaitLink, ...]) -> str:
+    """`rank 2 has waited 41 s for rank 1 (all_reduce #5 on 'fsdp'), which waits for scorer-0 (future: scores of step
+    7).`"""
+    graph = context.graph
+    assert graph is not None
+    assert hypothesis.node is not None
+    first = chain[0]
+    waits = f"has waited {first.since_s:.0f} s" if first.since_s else "waits"
+    words = f"{first.who} {waits} for {first.on} ({first.what})"
     words += "".join(f", which waits for {link.on} ({link.what})" for link in chain[1:])
-    waiters = graph.wait_process[graph.wait_node == finding.node]
-    others = len(waiters) - int(np.isin(finding.culprits, waiters).sum()) - 1
+    waiters = graph.wait_process[graph.wait_node == hypothesis.node]
+    others = len(waiters) - int(np.isin(hypothesis.culprits, waiters).sum()) - 1
     if others > 0:
         words += f"; {others} other{'s' if others > 1 else ''} wait{'s' if others == 1 else ''} in the last of these"
     return f"{words[:1].upper()}{words[1:]}."

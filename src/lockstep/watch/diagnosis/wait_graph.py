@@ -20,14 +20,13 @@ from lockstep.watch.diagnosis.evidence_types import Liveness, WaitCondition
 BoolArray = NDArray[np.bool_]
 
 LEVELS = 8
-"""Different sequence numbers at which members of one communicator wait and that are told apart; those who wait behind
-the eighth wait for what it waits for."""
+"""Distinct sequence numbers at which members of one communicator wait; waits beyond the eighth count as the eighth."""
 _TABLE = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
 class WaitGraph:
-    """Nodes of collectives first, by communicator and sequence number, then those of edges."""
+    """Nodes of collectives, by communicator and sequence number, followed by nodes of edges."""
 
     at: float
     processes: int
@@ -38,23 +37,23 @@ class WaitGraph:
     edge: IntArray
     """`[nodes]`: index in the evidence's edges, -1 for a collective."""
     any_of: BoolArray
-    """`[nodes]`: one of the blockers is enough."""
+    """`[nodes]`: any one of the blockers ends the wait."""
     since: FloatArray
-    """`[nodes]`: since when the first of its waiters waits."""
+    """`[nodes]`: the start of its longest wait."""
     stalled: BoolArray
-    """`[nodes]`: somebody waits in it for longer than the notice."""
+    """`[nodes]`: a wait in it is longer than the notice."""
     wait_process: IntArray
-    """Who waits ..."""
+    """Process of each (process, node) wait."""
     wait_node: IntArray
-    """... in what."""
+    """Node of each (process, node) wait."""
     block_process: IntArray
     block_node: IntArray
     suspect_process: IntArray
-    """Who might block what, for all that is known."""
+    """Processes that may block a node: their progress is unknown."""
     suspect_node: IntArray
 
     def waiting(self) -> BoolArray:
-        """`[processes]`: waits for something."""
+        """`[processes]`: waits in some node."""
         mask = np.zeros(self.processes, dtype=np.bool_)
         mask[self.wait_process] = True
         return mask
@@ -72,24 +71,24 @@ class WaitGraph:
         return sorted(set(self.suspect_process[self.suspect_node == node].tolist()))
 
     def blocks(self, process: int) -> list[int]:
-        """The nodes that it keeps waiting."""
+        """The nodes that a process blocks."""
         return sorted(set(self.block_node[self.block_process == process].tolist()))
 
 
 @dataclass(frozen=True, slots=True)
 class PendingCollectives:
-    """Memberships that are inside of a collective. `[memberships]`"""
+    """Memberships that are inside a collective. `[memberships]`"""
 
     communicator: IntArray
     waits: BoolArray
     seq: IntArray
-    """The first one that it has not completed."""
+    """The first collective that it has not completed."""
     since: FloatArray
-    """Since when it neither entered nor completed anything there; NaN if not known."""
+    """When it last entered or completed a collective there; NaN if unknown."""
 
 
 def find_pending(evidence: Evidence) -> PendingCollectives:
-    """Who is inside of a collective. Of members with no word of completion, the last one entered counts."""
+    """The memberships inside a collective. Without evidence of completion, the last one entered counts."""
     members = evidence.communicators
     sizes = np.diff(members.starts)
     communicator = np.repeat(np.arange(len(sizes)), sizes)
@@ -106,7 +105,7 @@ def find_pending(evidence: Evidence) -> PendingCollectives:
 def build_wait_graph(
     evidence: Evidence, inside: PendingCollectives, notice_s: float, always: bool = False
 ) -> WaitGraph | None:
-    """The graph; None when nobody waits for longer than `notice_s`, or, with `always`, nobody waits at all."""
+    """The graph; None if no wait is longer than `notice_s` or, with `always`, if there is no wait."""
     rows = np.flatnonzero(inside.waits)
     since = inside.since[rows]
     late = ~(_known_until(evidence, evidence.communicators.process[rows]) - since < notice_s)
@@ -131,7 +130,7 @@ def build_wait_graph(
     none = np.full(len(edges), -1, dtype=np.int64)
     return WaitGraph(
         at=evidence.at,
-        processes=len(evidence.processes.who),
+        processes=len(evidence.processes.info),
         communicator=np.concatenate([communicator, none]),
         seq=np.concatenate([seq, none]),
         edge=np.concatenate([np.full(collectives, -1), np.array([index for index, _, _ in edges], dtype=np.int64)]),
@@ -152,13 +151,13 @@ def build_wait_graph(
 
 
 def _known_until(evidence: Evidence, process: IntArray | int) -> FloatArray | float:
-    """Until when something is known of processes: a wait of which nobody has heard since may be over."""
+    """The time up to which processes are known: a wait may have ended since then."""
     seen = evidence.processes.seen_at
     return evidence.at if seen is None else np.asarray(np.fmin(seen[process], evidence.at))
 
 
 def _collective_nodes(inside: PendingCollectives, rows: IntArray) -> tuple[IntArray, IntArray, IntArray]:
-    """Communicator and sequence number of each node, and the node of each row; without sorting where it can be."""
+    """Communicator and sequence number of each node, and the node of each row; avoids sorting where possible."""
     if not len(rows):
         none = np.zeros(0, dtype=np.int64)
         return none, none, none
@@ -168,7 +167,7 @@ def _collective_nodes(inside: PendingCollectives, rows: IntArray) -> tuple[IntAr
     low[communicator[starts]] = np.minimum.reduceat(seq, starts)
     offset = seq - low[communicator]
     width = int(offset.max()) + 1
-    if width * len(low) > _TABLE:  # somebody is far ahead: ranks of the offsets instead of the offsets
+    if width * len(low) > _TABLE:  # a member is far ahead: use ranks of the offsets instead of the offsets
         keys, dense = np.unique(np.stack([communicator, offset]), axis=1, return_inverse=True)
         first = np.searchsorted(keys[0], keys[0])
         offset = (np.arange(keys.shape[1]) - first)[dense.reshape(-1)]
@@ -194,7 +193,7 @@ def _collective_nodes(inside: PendingCollectives, rows: IntArray) -> tuple[IntAr
 def _blockers(
     evidence: Evidence, inside: PendingCollectives, communicator: IntArray, seq: IntArray, since: FloatArray
 ) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-    """(blocker, node) and (suspect, node) rows of the nodes of collectives."""
+    """(blocker, node) and (suspect, node) rows of collective nodes."""
     members, life = evidence.communicators, evidence.processes.life[evidence.communicators.process]
     gone = (life != Liveness.RUNNING) & (life != Liveness.UNSEEN)
     firm = (members.entered >= 0) & (life != Liveness.UNSEEN)
@@ -205,17 +204,17 @@ def _blockers(
     found: list[tuple[IntArray, IntArray, IntArray, IntArray]] = []
     first = np.searchsorted(communicator, communicator)
     level = np.arange(len(communicator)) - first
-    everybody = np.arange(len(members.process))
+    all_rows = np.arange(len(members.process))
     for depth in range(int(level.max()) + 1 if len(level) else 0):
         nodes = np.flatnonzero(level == depth)
         node_of = np.full(len(members.about), -1, dtype=np.int64)
         node_of[communicator[nodes]] = nodes
-        rows = everybody if len(nodes) == len(members.about) else _membership_rows(members, communicator[nodes])
+        rows = all_rows if len(nodes) == len(members.about) else _membership_rows(members, communicator[nodes])
         node = node_of[inside.communicator[rows]]
         late = members.entered[rows] < seq[node]
         out = gone[rows] & (members.completed[rows] < seq[node])
         sure = firm[rows]
-        if seen is not None:  # what was so before they waited proves nothing
+        if seen is not None:  # a state from before the wait proves nothing
             sure = sure & (seen[rows] >= since[node])
         blocks, may = out | (late & sure), late & ~sure & ~gone[rows]
         found.append((members.process[rows[blocks]], node[blocks], members.process[rows[may]], node[may]))
@@ -235,19 +234,19 @@ def _membership_rows(members: MembershipTable, of: IntArray) -> IntArray:
 
 
 def _blocking_edges(evidence: Evidence) -> list[tuple[int, WaitEdge, tuple[int, ...]]]:
-    """The edges that hold somebody up, by index, and whom they wait for indeed: of a meeting those who are not in it,
-    and never those who have answered and are idle, unless all of them are."""
+    """The edges that hold up a process, by index, and their actual targets: in a rendezvous the processes that have not
+    joined, and no idle processes, unless all targets are idle."""
     life = evidence.processes.life
     idle = {edge.process for edge in evidence.edges if edge.idle and edge.main}
     there: dict[str, set[int]] = {}
     for edge in evidence.edges:
-        if edge.meeting:
-            there.setdefault(edge.meeting, set()).add(edge.process)
+        if edge.rendezvous:
+            there.setdefault(edge.rendezvous, set()).add(edge.process)
     found = []
     for index, edge in enumerate(evidence.edges):
         if not edge.main or edge.idle or life[edge.process] != Liveness.RUNNING:
             continue
-        on = tuple(each for each in edge.on if each not in there[edge.meeting]) if edge.meeting else edge.on
+        on = tuple(each for each in edge.on if each not in there[edge.rendezvous]) if edge.rendezvous else edge.on
         if edge.needs is WaitCondition.ALL and idle:
             on = tuple(each for each in on if each not in idle)
         found.append((index, edge, on))
@@ -285,7 +284,7 @@ def find_permanently_blocked(graph: WaitGraph) -> tuple[BoolArray, BoolArray]:
 
 
 def node_dependencies(graph: WaitGraph, process: BoolArray, node: BoolArray) -> tuple[IntArray, IntArray]:
-    """Among the given: node X waits for node Y, since a blocker of X waits in Y. Every pair once."""
+    """Pairs of the given nodes: X waits for Y because a blocker of X waits in Y. Each pair once."""
     blocks = node[graph.block_node] & process[graph.block_process]
     waits = node[graph.wait_node] & process[graph.wait_process]
     owner, where = graph.wait_process[waits], graph.wait_node[waits]
@@ -303,7 +302,7 @@ def node_dependencies(graph: WaitGraph, process: BoolArray, node: BoolArray) -> 
 
 
 def find_cycles_and_knots(graph: WaitGraph) -> list[IntArray]:
-    """The cycles and knots: sets of nodes that wait for each other and for nobody who could end it."""
+    """The cycles and knots: sets of nodes that wait for each other and for no process that could end the wait."""
     held_process, held_node = find_permanently_blocked(graph)
     if not held_node.any():
         return []
@@ -361,7 +360,7 @@ def strongly_connected_components(following: dict[int, list[int]]) -> list[list[
 
 
 def reachable_from_stalled(graph: WaitGraph) -> BoolArray:
-    """`[nodes]`: the stalled ones and all that they wait for in turn."""
+    """`[nodes]`: the stalled nodes and all that they wait for, directly or indirectly."""
     mask = graph.stalled.copy()
     process = np.zeros(graph.processes, dtype=np.bool_)
     while True:

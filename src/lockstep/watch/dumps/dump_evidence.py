@@ -162,7 +162,7 @@ def _process_table(
                 newest[rank] = _left_behind_at(communicator, rank)
     seen = np.array([by_rank[rank].taken_at if rank in by_rank else math.nan for rank in ranks])
     return ProcessTable(
-        who=[ProcessInfo(f"rank {rank}", "", rank) for rank in ranks],
+        info=[ProcessInfo(f"rank {rank}", "", rank) for rank in ranks],
         life=np.full(len(ranks), Liveness.RUNNING, np.int8),
         exit_code=np.full(len(ranks), NO_EXIT_CODE, np.int32),
         ended_at=nothing, moved_at=np.array([newest.get(rank, math.nan) for rank in ranks]),

@@ -245,7 +245,7 @@ def no_stall_verdict(evidence: Evidence) -> Verdict:
     of_all = "Every collective that was entered was completed by its members" if not missing else (
         "No collective is in flight on the ranks whose dumps could be read"
     )  # fmt: skip
-    ranks = len(evidence.processes.who)
+    ranks = len(evidence.processes.info)
     return Verdict(
         VerdictKind.UNKNOWN,
         VerdictLevel.NOTICE,
@@ -280,7 +280,7 @@ def _gap_facts(evidence: Evidence) -> tuple[Fact, ...]:
 def _last_entries(verdict: Verdict, evidence: Evidence) -> Iterator[Fact]:
     """The newest entry of each culprit, on the verdict's communicator if it has one there."""
     wanted = verdict.collective.communicator if verdict.collective else ""
-    members, who = evidence.communicators, evidence.processes.who
+    members, who = evidence.communicators, evidence.processes.info
     of_rank = {each.rank: at for at, each in enumerate(who)}
     names = [about.name for about in members.about]
     communicator = np.repeat(np.arange(len(names)), np.diff(members.starts))

@@ -156,7 +156,7 @@ def test_a_rank_of_this_host_that_nobody_has_seen() -> None:
         "rendezvous_incomplete",
     )
     assert [each.rank for each in verdict.culprits] == [3]
-    assert "rank 3 has not joined the rendezvous; no such process is known here" in verdict.explanation
+    assert "rank 3 has not joined the rendezvous; no such process is known" in verdict.explanation
 
 
 def test_several_at_once() -> None:
@@ -193,7 +193,7 @@ def test_ranks_of_hosts_that_nobody_watches_are_not_accused() -> None:
     (verdict,) = diagnose(evidence_of([0, 1], [0, 1], ExpectedRanks(0, 1, 4)).evidence(100.0))
     assert (verdict.kind, verdict.level, verdict.culprits) == (VerdictKind.UNKNOWN, VerdictLevel.NOTICE, ())
     assert verdict.explanation.startswith(
-        "All who are known here have come to the rendezvous; of 2 of its ranks nothing is known"
+        "All watched ranks have joined the rendezvous; 2 of its ranks are on hosts that are not watched"
     )
 
 
@@ -281,11 +281,14 @@ def test_processes_of_other_runs_are_none(started: Started) -> None:
 
 def test_who_was_taken_for_another_is_not_seen_twice(started: Started, tmp_path: Path) -> None:
     """Two were in the place of one; then each of them says who it is."""
-    eyes = ProcessMonitor(started.run)
+    monitor = ProcessMonitor(started.run)
     first, second = started.start(), started.start()
     for pid in (first, second):
-        eyes._place("rank", UNKNOWN_RANK, pid)
-    assert [(each.rank, each.pid) for each in eyes.seen.values()] == [(-1, first), (-1, second)]
-    eyes._place("rank", 1, second)
-    eyes._read(BeaconState(tmp_path, started.run, "rank-2", "rank", 2, second, 0, 1, 0.0, 0, "", 1))
-    assert {(each.name, each.pid) for each in eyes.seen.values()} == {(f"process {first}", first), ("rank-2", second)}
+        monitor._place("rank", UNKNOWN_RANK, pid)
+    assert [(each.rank, each.pid) for each in monitor.seen.values()] == [(-1, first), (-1, second)]
+    monitor._place("rank", 1, second)
+    monitor._read(BeaconState(tmp_path, started.run, "rank-2", "rank", 2, second, 0, 1, 0.0, 0, "", 1))
+    assert {(each.name, each.pid) for each in monitor.seen.values()} == {
+        (f"process {first}", first),
+        ("rank-2", second),
+    }

@@ -67,7 +67,7 @@ def test_the_culprits_are_named_and_nobody_else(case: Case, tmp_path: Path) -> N
             [2],
             "rank 2 called all_gather([[4, 2]] -> [[3, 4, 2]], Float) where the others called",
         ),
-        ("recv", "unknown", [], "Nobody is known to be late for all_reduce #8"),
+        ("recv", "unknown", [], "Cannot tell which rank is late for all_reduce #8"),
         ("healthy", "unknown", [], "Every collective that was entered was completed"),
     ],
 )
@@ -149,7 +149,7 @@ def test_an_incident_prints_its_verdict(tmp_path: Path) -> None:
         assert json.loads(explain(path, "--json")) == VERDICT.json()
     text = explain(made)
     for part in ("rank 1 has not come.", "rank 1 (policy, host b, pid 77) in score() at reward.py:31", "0.90",
-                 "all_reduce #412 on fsdp, called at fsdp.py:9 in step", "rank 0 waits for rank 1 since 41s",
+                 "all_reduce #412 on fsdp, called at fsdp.py:9 in step", "rank 0 has waited for rank 1 for 41s",
                  "it sleeps  [stack]", "x  [a.log:3]", "slow_rank_preprocess (0.30)", "Wake it."):  # fmt: skip
         assert part in text, text
     second = write_incident(made.parent, IncidentContents(VERDICT, wall=1_790_000_100.0, at_ns=0))

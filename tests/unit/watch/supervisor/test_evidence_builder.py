@@ -70,7 +70,7 @@ def test_a_frame_is_read_whatever_is_in_it() -> None:
     odd = parse_report(b'{"m": "state", "stages": [NaN]}')
     assert odd["m"] == "state" and math.isnan(odd["stages"][0])
     for broken in (b'{"m": "state", "processes": 3}', b'{"m": "state", "processes": "!"}', b'{"m": "state"}'):
-        with pytest.raises(ValueError, match="no message of an agent"):
+        with pytest.raises(ValueError, match="no report of an agent"):
             decode_report(parse_report(broken))
     with pytest.raises(ValueError, match="Expecting"):
         parse_report(b"{")
