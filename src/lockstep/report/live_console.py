@@ -62,9 +62,9 @@ class LiveConsole:
         self._metrics: dict[str, float] = {}
         self._rewards: deque[float] = deque(maxlen=40)
         self._evaluated: list[tuple[int, float]] = []
-        self._told = StageActivity()
-        self._awaited = ""
-        self._tell_after_s = REPORT_AFTER_S
+        self._reported = StageActivity()
+        self._wait = ""
+        self._report_after_s = REPORT_AFTER_S
         self._began_steps = False
 
     def __enter__(self) -> "LiveConsole":
@@ -86,27 +86,27 @@ class LiveConsole:
 
     def stage(self, name: str) -> None:
         """Begins a stage of the step; "" between stages."""
-        self._stage, self._stage_began, self._told = name, time.monotonic(), StageActivity()
-        self._awaited, self._tell_after_s = "", REPORT_AFTER_S
+        self._stage, self._stage_began, self._reported = name, time.monotonic(), StageActivity()
+        self._wait, self._report_after_s = "", REPORT_AFTER_S
 
-    def awaits(self, text: str) -> None:
+    def show_wait(self, text: str) -> None:
         """Shows what the run waits for, "" if nothing: one refreshed line on a terminal, rare lines elsewhere.
 
         Thread-safe; may be called before `start`.
         """
-        self._awaited = text
+        self._wait = text
         since_s = time.monotonic() - self._stage_began
         if self._quiet or not text:
             return
         if self._rich.is_terminal:
             self._open()
-        elif since_s >= self._tell_after_s:
-            self._tell_after_s = 2 * since_s
+        elif since_s >= self._report_after_s:
+            self._report_after_s = 2 * since_s
             self._print(f"[dim]{escape(self._stage)} waits for {escape(text)}[/]")
 
     def progress(self, done: int, total: int | None = None, unit: str = "", waiting: str = "") -> None:
         """Progress within the stage, if there is no `activity` callback."""
-        self._told = StageActivity(done, total, unit, waiting)
+        self._reported = StageActivity(done, total, unit, waiting)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Ends a step (counted from 0)."""
@@ -143,12 +143,13 @@ class LiveConsole:
         if self._evaluated:
             first = f"{format_number(self._evaluated[0][1])} → " if len(self._evaluated) > 1 else ""
             exact = f", exact match {first}{format_number(self._evaluated[-1][1])}"
-        told = f", {incidents}" if incidents else ""
+        incident_text = f", {incidents}" if incidents else ""
         colour = {"finished": "green", "failed": "red"}.get(reason, "yellow")
         where = f", report: {report}" if report is not None else ""
         self._print(
             f"[bold {colour}]{escape(reason)}[/] after {self._done} of {self._steps} steps in "
-            f"{format_duration(time.monotonic() - self._began)}{exact}{told}; run: {escape(str(self._folder))}{escape(where)}"
+            f"{format_duration(time.monotonic() - self._began)}{exact}{incident_text}; "
+            f"run: {escape(str(self._folder))}{escape(where)}"
         )
 
     def close(self) -> None:
@@ -170,7 +171,7 @@ class LiveConsole:
 
     def render(self) -> RenderableType:
         """The live block."""
-        activity = self._activity() if self._activity is not None else self._told
+        activity = self._activity() if self._activity is not None else self._reported
         head = Table.grid(padding=(0, 1), expand=False)
         head.add_row(
             Text(f"step {self._done}/{self._steps}", style="bold"),
@@ -182,7 +183,7 @@ class LiveConsole:
             lines.append(self._numbers())
         if self._stage:
             lines.append(self._stage_line(activity))
-        waiting = self._awaited or activity.waiting
+        waiting = self._wait or activity.waiting
         if waiting:
             lines.append(Text(f"waits: {waiting}", style="yellow", overflow="ellipsis", no_wrap=True))
         return Group(*lines)

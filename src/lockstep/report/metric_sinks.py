@@ -177,7 +177,7 @@ class BackgroundSink:
         self._waiting: deque[_QueuedRow | _QueuedClose] = deque()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._told = self._ended = self._broken = False
+        self._logged = self._ended = self._broken = False
         self._lost = 0
         with self._lock:
             self._wake()
@@ -204,10 +204,10 @@ class BackgroundSink:
                 waits.join(thread, waits_for=self.name, why="its last metrics", timeout_s=CLOSE_S)
             except WaitTimeout:
                 self._lost += sum(isinstance(each, _QueuedRow) for each in tuple(self._waiting))
-                log.warning("%s did not take the last metrics within %g s", self.name, CLOSE_S)
+                log.warning("%s did not accept the last metrics within %g s", self.name, CLOSE_S)
         lost, self._lost = self._lost, 0
         if lost:
-            log.warning("%s has not got %d rows of metrics; metrics.jsonl has them all", self.name, lost)
+            log.warning("%s is missing %d rows of metrics; metrics.jsonl has all rows", self.name, lost)
 
     def _wake(self) -> None:
         if self._thread is None:
@@ -230,22 +230,22 @@ class BackgroundSink:
                     sink.close(item.reason)
                 else:
                     sink.write(item.step, item.values, item.at)
-            except Exception as error:  # noqa: BLE001 - whatever a tracker raises, the run goes on
+            except Exception as error:  # noqa: BLE001 - an exception of a tracker must not stop the run
                 self._lost += isinstance(item, _QueuedRow)
-                self._tell("failed", error)
+                self._log_error("failed", error)
 
     def _open(self) -> MetricSink | None:
         if self._sink is None and not self._broken:
             try:
                 self._sink = self._opened()
-            except Exception as error:  # noqa: BLE001 - whatever a tracker raises, the run goes on
+            except Exception as error:  # noqa: BLE001 - an exception of a tracker must not stop the run
                 self._broken = True
-                self._tell("cannot be used", error)
+                self._log_error("cannot be used", error)
         return self._sink
 
-    def _tell(self, what: str, error: Exception) -> None:
-        if self._told:
+    def _log_error(self, what: str, error: Exception) -> None:
+        if self._logged:
             return
-        self._told = True
+        self._logged = True
         why = redact_text(f"{type(error).__name__}: {error}", self._known)
-        log.warning("%s %s (%s); the run goes on, its metrics are in metrics.jsonl", self.name, what, why)
+        log.warning("%s %s (%s); the run continues, its metrics are in metrics.jsonl", self.name, what, why)

@@ -44,8 +44,8 @@ def render_processes(rows: Sequence[ProcessRow], run: str = "", verdicts: Sequen
             *((_collectives(row, rows),) if collective else ()),
             _wait_text(row),
         )
-    told = [_verdict_line(verdict) for verdict in verdicts]
-    return Group(*told, *([Text("")] if told else []), table, Text(""), _conclusion(rows))
+    lines = [_verdict_line(verdict) for verdict in verdicts]
+    return Group(*lines, *([Text("")] if lines else []), table, Text(""), _conclusion(rows))
 
 
 def follow_processes(run: str, console: Console, every_s: float = 1.0, turns: int | None = None) -> None:
@@ -146,11 +146,11 @@ def _conclusion(rows: Sequence[ProcessRow]) -> Text:
         text.append(f"gone: {', '.join(dead)}. ", style="bold red")
     awaited = {waits_for for _, waits_for, _ in edges}
     for name in sorted(awaited):
-        waiters = [who for who, waits_for, _ in edges if waits_for == name]
+        waiters = [waiter for waiter, waits_for, _ in edges if waits_for == name]
         longest = max(since for _, waits_for, since in edges if waits_for == name)
         text.append(f"{', '.join(sorted(set(waiters)))} wait{'s' if len(set(waiters)) == 1 else ''} for ")
         text.append(name, style="bold")
         text.append(f" ({format_duration(longest)}). ", style="dim")
     if not text:
-        text.append("nobody waits", style="dim")
+        text.append("no process waits", style="dim")
     return text

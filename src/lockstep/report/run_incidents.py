@@ -44,7 +44,7 @@ class IncidentMoment:
 class Incident:
     """A failure, or a confirmed stall."""
 
-    who: str
+    workers: str
     what: str
     """Kind of the verdict; without one, how the process failed."""
     began: float
@@ -63,17 +63,17 @@ class Incident:
         return self.outcome in ("healed", "passed")
 
     @property
-    def told(self) -> str:
+    def outcome_text(self) -> str:
         """How it ended: `healed after 5.2s`."""
         if self.ended is None:
-            return {"open": "not over", "gave up": "the run gave up"}.get(self.outcome, self.outcome)
+            return {"open": "unresolved", "gave up": "the run gave up"}.get(self.outcome, self.outcome)
         return f"{self.outcome} after {format_duration(self.ended - self.began)}"
 
     def json(self) -> dict[str, Any]:
         """For `summary.json`; times in seconds since the incident began, which is `at` (UTC)."""
         return {
             "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self.began)),
-            "who": self.who,
+            "who": self.workers,
             "what": self.what,
             "outcome": self.outcome,
             "seconds": None if self.ended is None else round(self.ended - self.began, 3),
@@ -87,33 +87,33 @@ class _Stall:
     """The supervisor's reports about one stall."""
 
     generation: int
-    said: list[Mapping[str, Any]] = field(default_factory=list)
+    reports: list[Mapping[str, Any]] = field(default_factory=list)
 
     @property
-    def who(self) -> list[str]:
-        return list(dict.fromkeys(name for each in self.said for name in each["who"]))
+    def workers(self) -> list[str]:
+        return list(dict.fromkeys(name for each in self.reports for name in each["who"]))
 
     @property
     def began(self) -> float:
-        first = self.said[0]
+        first = self.reports[0]
         return float(first["said_at"]) - min(float(first.get("waited_s", 0.0)), _STALL_NOTICE_S)
 
     @property
-    def told(self) -> float:
-        return float(self.said[0]["said_at"])
+    def reported_at(self) -> float:
+        return float(self.reports[0]["said_at"])
 
     @property
     def ended(self) -> float | None:
-        last = self.said[-1]
+        last = self.reports[-1]
         return float(last["said_at"]) if last["change"] == "withdrawn" else None
 
     @property
     def confirmed(self) -> bool:
-        return any(each["level"] != "notice" for each in self.said)
+        return any(each["level"] != "notice" for each in self.reports)
 
     def moments(self) -> list[IncidentMoment]:
         found: list[IncidentMoment] = []
-        for each in self.said:
+        for each in self.reports:
             what, text = str(each["level"]), str(each.get("done") or each["text"])
             if each["change"] != "withdrawn" and (not found or (found[-1].what, found[-1].text) != (what, text)):
                 found.append(IncidentMoment(float(each["said_at"]), what, text))
@@ -129,7 +129,7 @@ class _Repair:
     done: list[Mapping[str, Any]] = field(default_factory=list)
 
     @property
-    def who(self) -> list[str]:
+    def workers(self) -> list[str]:
         return str(self.done[0]["worker"]).split(", ")
 
     @property
@@ -152,15 +152,15 @@ class _Repair:
 def incidents_of(events: Sequence[EventRow]) -> list[Incident]:
     """Incidents of all attempts, oldest first. A stall that passed as a mere notice is not an incident."""
     repairs = _repairs(events)
-    heard: dict[int, list[_Stall]] = {index: [] for index in range(len(repairs))}
+    stalls_of_repair: dict[int, list[_Stall]] = {index: [] for index in range(len(repairs))}
     alone = []
     for stall in _stalls(events):
         index = _repair_of(stall, repairs)
         if index is not None:
-            heard[index].append(stall)
+            stalls_of_repair[index].append(stall)
         elif stall.confirmed:
             alone.append(stall)
-    found = [_incident_of_repair(repair, heard[index]) for index, repair in enumerate(repairs)]
+    found = [_incident_of_repair(repair, stalls_of_repair[index]) for index, repair in enumerate(repairs)]
     return sorted([*found, *map(_incident_of_stall, alone)], key=lambda each: each.began)
 
 
@@ -181,7 +181,7 @@ def _stalls(events: Sequence[EventRow]) -> list[_Stall]:
     for event in events:
         if event.kind == STALL_EVENT:
             key = event.generation, int(event.fields["number"])
-            found.setdefault(key, _Stall(event.generation)).said.append(event.fields)
+            found.setdefault(key, _Stall(event.generation)).reports.append(event.fields)
     return list(found.values())
 
 
@@ -212,9 +212,9 @@ def _restart_unit(worker: str) -> str:
 
 def _repair_of(stall: _Stall, repairs: Sequence[_Repair]) -> int | None:
     """The repair of the same workers during the stall, preferably the one that names them."""
-    keys, who = {_restart_unit(name) for name in stall.who}, set(stall.who)
+    keys, workers = {_restart_unit(name) for name in stall.workers}, set(stall.workers)
     near = [
-        (bool(who & set(repair.who)), -abs(repair.began - stall.told), index)
+        (bool(workers & set(repair.workers)), -abs(repair.began - stall.reported_at), index)
         for index, repair in enumerate(repairs)
         if repair.generation == stall.generation
         and repair.key in keys
@@ -225,20 +225,22 @@ def _repair_of(stall: _Stall, repairs: Sequence[_Repair]) -> int | None:
 
 
 def _incident_of_repair(repair: _Repair, stalls: Sequence[_Stall]) -> Incident:
-    said = [moment for stall in stalls for moment in stall.moments()]
+    reported = [moment for stall in stalls for moment in stall.moments()]
     done = repair.moments()
-    if any(each.what != "notice" and each.at <= done[0].at for each in said):  # then that is what it was ended for
+    if any(
+        each.what != "notice" and each.at <= done[0].at for each in reported
+    ):  # the stalled process was ended for the stall
         done = [each for each in done if each.what != "failed"] or done
     blamed = [stall for stall in stalls if stall.confirmed] or list(stalls)
     closing = repair.closing
     outcome: Outcome = "open" if closing is None else "gave up" if closing["action"] == "gave up" else "healed"
     return Incident(
-        who=", ".join(dict.fromkeys([*repair.who, *(name for stall in blamed for name in stall.who)])),
-        what=str(blamed[0].said[-1]["verdict"]) if blamed else str(repair.done[0].get("what", "failed")),
+        workers=", ".join(dict.fromkeys([*repair.workers, *(name for stall in blamed for name in stall.workers)])),
+        what=str(blamed[0].reports[-1]["verdict"]) if blamed else str(repair.done[0].get("what", "failed")),
         began=min([repair.began, *(stall.began for stall in stalls)]),
         ended=repair.ended if outcome == "healed" else None,
         outcome=outcome,
-        moments=tuple(sorted([*said, *done], key=lambda each: each.at)),
+        moments=tuple(sorted([*reported, *done], key=lambda each: each.at)),
         folder=_incident_folder(stalls),
     )
 
@@ -246,10 +248,10 @@ def _incident_of_repair(repair: _Repair, stalls: Sequence[_Stall]) -> Incident:
 def _incident_of_stall(stall: _Stall) -> Incident:
     moments = stall.moments()
     if stall.ended is not None:
-        moments.append(IncidentMoment(stall.ended, "over", "nobody waits for it any more"))
+        moments.append(IncidentMoment(stall.ended, "over", "no process waits for it any more"))
     return Incident(
-        ", ".join(stall.who) or "nobody",
-        str(stall.said[-1]["verdict"]),
+        ", ".join(stall.workers) or "unknown",
+        str(stall.reports[-1]["verdict"]),
         stall.began,
         stall.ended,
         "open" if stall.ended is None else "passed",
@@ -262,16 +264,16 @@ def environment_findings(folder: Path) -> list[str]:
     """Findings in an incident's `findings.json` about environment variables, worst first; empty if there is no such
     file."""
     try:
-        said = json.loads((folder / "findings.json").read_text(encoding="utf-8"))["environment"]
-        told = [(_SEVERITIES.index(each["severity"]), f"{each['seen']}. {each['why']}") for each in said]
+        entries = json.loads((folder / "findings.json").read_text(encoding="utf-8"))["environment"]
+        found = [(_SEVERITIES.index(each["severity"]), f"{each['seen']}. {each['why']}") for each in entries]
     except (OSError, ValueError, LookupError, TypeError):
         return []
-    return [text for _, text in sorted(told, key=lambda entry: entry[0])]
+    return [text for _, text in sorted(found, key=lambda entry: entry[0])]
 
 
 def _incident_folder(stalls: Sequence[_Stall]) -> str:
     """Relative to the run's folder, which may have been moved since."""
-    written = [each["incident"] for stall in stalls for each in stall.said if each["incident"]]
+    written = [each["incident"] for stall in stalls for each in stall.reports if each["incident"]]
     return f"incidents/{Path(written[0]).name}" if written else ""
 
 
@@ -283,7 +285,7 @@ def _action_text(fields: Mapping[str, Any]) -> str:
         case "gave up":
             return str(fields.get("reason") or fields.get("what", ""))
         case "fewer ranks":
-            return f"training goes on with ranks={fields['ranks']}"
+            return f"training continues with ranks={fields['ranks']}"
     details = [f"in {float(fields.get('seconds', 0.0)):.1f} s"]
     if fields.get("requests"):
         details.append(f"{fields['requests']} requests re-issued")

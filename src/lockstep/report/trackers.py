@@ -50,7 +50,9 @@ class PrometheusExporter:
         try:
             self._server, self._thread = start_http_server(cfg.port, cfg.host, registry)
         except OSError as error:
-            log.warning("prometheus cannot listen on %s:%d (%s); the run goes on", cfg.host, cfg.port, error)
+            log.warning(
+                "prometheus cannot listen on %s:%d (%s); the run continues without it", cfg.host, cfg.port, error
+            )
             return
         self.port = int(self._server.server_port)
         log.info("prometheus: http://%s:%d/metrics", cfg.host, self.port)
@@ -119,7 +121,7 @@ def check_trackers(trackers: Sequence[TrackerConfig], environment: Mapping[str, 
             raise TrackingError(tracker.kind, f"needs the package {package}", "pip install 'lockstep-rl[tracking]'")
         if isinstance(tracker, WandBConfig) and tracker.mode == "online" and not _has_wandb_key(environment):
             remedy = "export WANDB_API_KEY, run `wandb login`, or set mode: offline"
-            raise TrackingError("wandb", "there is no key", remedy)
+            raise TrackingError("wandb", "no API key found", remedy)
         if isinstance(tracker, MLflowConfig):
             _check_uri(tracker.uri or environment.get("MLFLOW_TRACKING_URI"))
 
@@ -176,7 +178,7 @@ class WandBSink:
             if cfg.mode == "offline":
                 raise
             why = redact_text(str(error), secret_values(os.environ))
-            log.warning("wandb cannot be reached (%s): the run writes to %s, for `wandb sync`", why, folder / "wandb")
+            log.warning("cannot reach the wandb server (%s); writing to %s for `wandb sync`", why, folder / "wandb")
             own = secrets.token_hex(6)  # the service of this process holds on to the other id
             if not resumed:
                 _store_id(folder, "wandb", own)

@@ -134,7 +134,7 @@ def test_incidents_are_listed_and_marked_on_the_charts(tmp_path):
     text = " ".join(" ".join(Page(page).text).split())
     for expected in (
         "environment: 1 remark", "NCCL_TIMEOUT=<1> is read by nobody. It is not there.",
-        "2 of them not healed", "Steps done over the time the run was up", "policy-1 absent, in step 3", "not over",
+        "2 of them not healed", "Steps done over the time the run was up", "policy-1 absent, in step 3", "unresolved",
         "+0.0 s confirmed policy-1 is in score() at <reward.py>:31", "engine-0 died (SIGKILL)", "the run gave up",
         "gave up 5 are spent",
     ):  # fmt: skip

@@ -81,8 +81,8 @@ def test_who_is_awaited_is_told_seldom_where_lines_stay(monkeypatch):
     console.stage("start")
     for tick in range(40):
         now[0] = tick / 2
-        console.awaits(f"engine-0 (start) for {tick / 2:g}s")
-    console.awaits("")
+        console.show_wait(f"engine-0 (start) for {tick / 2:g}s")
+    console.show_wait("")
     console.stage("")
     assert [line.rpartition(" ")[2] for line in stream.getvalue().splitlines()] == ["2s", "4s", "8s", "16s"]
     assert stream.getvalue().startswith("start waits for engine-0 (start) for 2s")
@@ -91,7 +91,7 @@ def test_who_is_awaited_is_told_seldom_where_lines_stay(monkeypatch):
 def test_who_is_awaited_before_the_first_step():
     console = LiveConsole("sort", Path("runs/sort"), 20, terminal=True, stream=io.StringIO())
     console.stage("start")
-    console.awaits("policy-0 (load the model) for 3s: policy-0 is in stage setup")
+    console.show_wait("policy-0 (load the model) for 3s: policy-0 is in stage setup")
     text = shown(console.render())
     assert "start" in text and "waits: policy-0 (load the model) for 3s: policy-0 is in stage setup" in text
     assert "step" not in text
@@ -100,7 +100,7 @@ def test_who_is_awaited_before_the_first_step():
     console.close()
     quiet = io.StringIO()
     console = LiveConsole("sort", Path("runs/sort"), 20, terminal=True, stream=quiet, quiet=True)
-    console.awaits("policy-0 (load the model) for 3s")
+    console.show_wait("policy-0 (load the model) for 3s")
     console.close()
     assert quiet.getvalue() == ""
 
@@ -164,7 +164,7 @@ def test_top():
     assert "tokens 512/4,096 230/s" in text
     assert "engine-0 12s (future): completions of step 7 [at most 48s more]" in text
     assert "gone: policy-1. controller waits for engine-0 (12s)." in text
-    assert "nobody waits" in shown(render_processes([row("policy-0")]))
+    assert "no process waits" in shown(render_processes([row("policy-0")]))
     assert "no process of sort has a beacon" in shown(render_processes([], "sort"))
 
 

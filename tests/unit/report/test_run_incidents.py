@@ -47,13 +47,13 @@ def test_a_frozen_rank_is_told_of_and_healed() -> None:
         did(106.5, "restarted", "policy-1", seconds=1.4, restored=3, again=1, **DIED),
         said(107, "confirmed", "policy-1", change="withdrawn", **told),
     ])  # fmt: skip
-    assert (found.who, found.what, found.outcome, found.folder) == (
+    assert (found.workers, found.what, found.outcome, found.folder) == (
         "policy-1",
         "absent",
         "healed",
         "incidents/20261121-x",
     )
-    assert (found.began, found.ended, found.told) == (100.0, 106.5, "healed after 6.5s")
+    assert (found.began, found.ended, found.outcome_text) == (100.0, 106.5, "healed after 6.5s")
     assert moments(found) == [
         (3.0, "notice", "policy-1 stands"),
         (5.0, "confirmed", "policy-1 stands"),
@@ -70,7 +70,7 @@ def test_a_death_is_seen_by_the_run_before_the_supervisor_tells() -> None:
         did(10.6, "restarted", "engine-0", seconds=0.6, requests=7, **DIED),
         said(26, "confirmed", "engine-0", verdict="dead", change="withdrawn"),
     ])  # fmt: skip
-    assert (found.what, found.told) == ("dead", "healed after 0.6s")
+    assert (found.what, found.outcome_text) == ("dead", "healed after 0.6s")
     assert moments(found) == [
         (0.0, "failed", "engine-0 died (SIGKILL)"),
         (0.6, "restarted", "in 0.6 s, 7 requests re-issued"),
@@ -95,16 +95,16 @@ def test_without_a_supervisor() -> None:
         did(100, "gave up", "policy-0.2", reason="5 restarts are spent", **DIED),
         did(101, "failed", "engine-0.1", **DIED),
     ])  # fmt: skip
-    assert [(each.who, each.what, each.told) for each in found] == [
+    assert [(each.workers, each.what, each.outcome_text) for each in found] == [
         ("engine-0", "died (SIGKILL)", "healed after 2.0s"),
         ("policy-1", "died (SIGKILL)", "healed after 10s"),
         ("policy-0.2", "died (SIGKILL)", "the run gave up"),
-        ("engine-0.1", "died (SIGKILL)", "not over"),
+        ("engine-0.1", "died (SIGKILL)", "unresolved"),
     ]
     assert moments(found[1]) == [
         (0.0, "failed", "policy-1 died (SIGKILL)"),
         (5.0, "failed", "policy-0.1 died (exit code 1)"),
-        (6.0, "fewer ranks", "training goes on with ranks=1"),
+        (6.0, "fewer ranks", "training continues with ranks=1"),
         (10.0, "restarted", "in 10.0 s, state of 2 steps"),
     ]
     assert incidents_summary(found) == "4 incidents, 2 of them not healed"
@@ -120,7 +120,7 @@ def test_two_faults_one_after_the_other_are_two() -> None:
         did(11.9, "failed", "engine-0.1", **DIED),
         did(12.5, "restarted", "engine-0.1", seconds=0.6, **DIED),
     ])  # fmt: skip
-    assert [(each.who, [m.what for m in each.moments]) for each in found] == [
+    assert [(each.workers, [m.what for m in each.moments]) for each in found] == [
         (who, ["failed", "confirmed", "restarted"]) for who in ("engine-0", "engine-0.1")
     ]
 
@@ -132,7 +132,7 @@ def test_the_rank_that_failed_and_the_one_that_is_blamed_are_one_incident() -> N
         said(50.2, "confirmed", "policy-1", verdict="dead"),
         did(52, "restarted", "policy-0", seconds=2.0, restored=1, again=0, what="raised RuntimeError: ..."),
     ])  # fmt: skip
-    assert (found.who, found.what) == ("policy-0, policy-1", "dead")
+    assert (found.workers, found.what) == ("policy-0, policy-1", "dead")
 
 
 @pytest.mark.parametrize("healed_before", [True, False])
@@ -142,8 +142,8 @@ def test_what_passed_by_itself_is_not_healed(healed_before: bool) -> None:
         events += [did(100, "failed", "policy-1", **DIED), did(101, "restarted", "policy-1", seconds=1.0, **DIED)]
     *before, found = incidents_of(events)
     assert len(before) == healed_before
-    assert (found.outcome, found.told) == ("passed", "passed after 40s")
-    assert moments(found)[-1] == (40.0, "over", "nobody waits for it any more")
+    assert (found.outcome, found.outcome_text) == ("passed", "passed after 40s")
+    assert moments(found)[-1] == (40.0, "over", "no process waits for it any more")
 
 
 def test_an_attempt_does_not_heal_another() -> None:
@@ -151,7 +151,7 @@ def test_an_attempt_does_not_heal_another() -> None:
         did(10, "failed", "policy-1", **DIED),
         did(500, "restarted", "policy-1", generation=2, seconds=1.0, **DIED),
     ])  # fmt: skip
-    assert [each.told for each in found] == ["not over", "healed after 1.0s"]
+    assert [each.outcome_text for each in found] == ["unresolved", "healed after 1.0s"]
 
 
 def test_the_summary_has_them(tmp_path: Path) -> None:

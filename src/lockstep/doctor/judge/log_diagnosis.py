@@ -122,7 +122,7 @@ def _verdict(judgement: Judgement, history: JobHistory, rules: KnowledgeBase, ga
         evidence=_evidence(best, history),
         explanation=fill_fields(explanation or "", fields),
         fix=fill_fields(fix or "", fields),
-        collect=(*collect, *(f"what could not be read: {gap}" for gap in gaps[:4])),
+        collect=(*collect, *(f"a readable copy of {gap}" for gap in gaps[:4])),
     )
 
 

@@ -69,7 +69,7 @@ def take_prior_verdicts(
             dumps += explain_dumps(top, ranks=ranks, world_size=world_size)
             taken |= {each.path for each in files}
     if ranks is not None and not dumps:
-        raise ValueError(f"--ranks {ranks!r} fits no file of {', '.join(paths)}")
+        raise ValueError(f"--ranks {ranks!r} matches no file in {', '.join(paths)}")
     folders = {each.parent for each in taken if each.name == "verdict.json"}
     found.sources = [each for each in found.sources
                      if each.path is None or not (each.path in taken or folders & set(each.path.parents))]  # fmt: skip
@@ -94,7 +94,7 @@ def _read_object(file: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{file} is not JSON: {error}") from error
     if not isinstance(said, dict):
-        raise ValueError(f"{file} holds no verdict")
+        raise ValueError(f"{file} is not a verdict")
     return said
 
 

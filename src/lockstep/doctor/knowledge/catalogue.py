@@ -26,9 +26,9 @@ def render_catalogue(rules: KnowledgeBase | None = None) -> str:
     lines = [
         "# Known failures",
         "",
-        "What `lockstep explain` recognises, by class. A class names the cause, not the symptom: a watchdog's timeout is",
-        "not a class. The lines are examples as programs print them; words in *italics* stand for captured values. This",
-        "page is generated from the [knowledge base](knowledge.md) by `python -m lockstep.doctor.knowledge.catalogue`.",
+        "What `lockstep explain` recognises, by class. A class names the cause, not the symptom: a watchdog's timeout",
+        "is not a class. The lines are examples as programs print them; words in *italics* stand for captured values.",
+        "This page is generated from the [knowledge](knowledge.md): `python -m lockstep.doctor.knowledge.catalogue`.",
         "",
         "| class | what it is | rules |",
         "|---|---|---|",

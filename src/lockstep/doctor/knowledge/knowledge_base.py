@@ -117,12 +117,12 @@ def load_knowledge(*folders: Path) -> KnowledgeBase:
     found: dict[str, FailureRule] = {}
     for folder in (KNOWLEDGE_FOLDER, *folders):
         if not folder.is_dir():
-            raise NotADirectoryError(f"{folder} is no folder of rules")
+            raise NotADirectoryError(f"{folder} is not a folder of rules")
         here: dict[str, Path] = {}
         for file in sorted((*folder.glob("*.yaml"), *folder.glob("*.yml"))):
             for rule in _read_rules(file):
                 if rule.id in here:
-                    raise InvalidRule(file, rule.id, "id", f"is used in {here[rule.id]} as well")
+                    raise InvalidRule(file, rule.id, "id", f"is also used in {here[rule.id]}")
                 here[rule.id] = file
                 found[rule.id] = rule
     rules = KnowledgeBase(tuple(found.values()))
@@ -136,7 +136,7 @@ def _read_rules(file: Path) -> Iterable[FailureRule]:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise InvalidRule(file, "", "", f"is not YAML: {error}") from error
     if not isinstance(said, dict):
-        raise InvalidRule(file, "", "", "holds no mapping")
+        raise InvalidRule(file, "", "", "is not a mapping")
     try:
         about = KnowledgeFile.model_validate(said)
     except ValidationError as error:
@@ -168,7 +168,7 @@ def _invalid_rule(file: Path, said: dict[str, Any], error: ValidationError) -> I
         entry = said["signatures"][int(place[1])]
         rule = str(entry.get("id", f"number {int(place[1]) + 1}")) if isinstance(entry, dict) else ""
         place = place[2:]
-    why = "is no known key" if first["type"] == "extra_forbidden" else first["msg"].removeprefix("Value error, ")
+    why = "is not a known key" if first["type"] == "extra_forbidden" else first["msg"].removeprefix("Value error, ")
     return InvalidRule(file, rule, ".".join(place), why)
 
 

@@ -148,7 +148,7 @@ class NoSuchPath(ValueError):
 
     def __init__(self, path: str) -> None:
         self.path = path
-        super().__init__(f"{path}: there is no such file or folder, and nothing matches it as a pattern")
+        super().__init__(f"{path}: no such file or folder, and nothing matches it as a pattern")
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +248,7 @@ def _add_file(path: Path, name: str, found: CollectedSources) -> None:
         about = path.stat()
         if not stat.S_ISREG(about.st_mode):
             if not stat.S_ISFIFO(about.st_mode):
-                found.gaps.append(f"{name}: no regular file")
+                found.gaps.append(f"{name}: not a regular file")
                 return
         elif archive_kind(path.name):
             with path.open("rb") as raw:

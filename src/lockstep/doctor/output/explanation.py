@@ -1,16 +1,14 @@
 """Renders explanations and verdicts: in the terminal, and as a self-contained HTML page."""
 
-import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from jinja2 import Environment, select_autoescape
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.base.text import format_duration
+from lockstep.base.text import format_duration, terminal_safe
 from lockstep.watch.diagnosis.verdict import (
     Culprit,
     Fact,
@@ -23,13 +21,6 @@ from lockstep.watch.diagnosis.verdict import (
 
 if TYPE_CHECKING:
     from lockstep.doctor.judge.log_diagnosis import Explanation
-
-_CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
-
-
-def terminal_safe(text: str) -> str:
-    """The text without control characters: log lines may come from anybody."""
-    return _CONTROL_CHARACTERS.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def render_explanation(explained: "Explanation") -> RenderableType:
@@ -50,7 +41,7 @@ def render_explanation(explained: "Explanation") -> RenderableType:
 def explanation_title(explained: "Explanation") -> str:
     """The title of the failure class."""
     about = explained.rules.about.get(explained.verdict.cause)
-    return about.title if about else "The logs do not tell"
+    return about.title if about else "The logs do not show the cause"
 
 
 def explanation_rows(verdict: Verdict) -> Iterator[tuple[str, str]]:
@@ -66,21 +57,18 @@ def explanation_rows(verdict: Verdict) -> Iterator[tuple[str, str]]:
     yield from advice_rows(verdict)
 
 
-def culprit_text(who: Culprit) -> str:
+def culprit_text(culprit: Culprit) -> str:
     """`rank 3 (host a) in step() at train.py:7`."""
-    name = who.name or (who.role if who.rank is None else f"rank {who.rank}") or who.host
-    host = f" (host {who.host})" if who.host and who.host != name else ""
-    return f"{name}{host}{f' in {who.where}' if who.where else ''}"
+    name = culprit.name or (culprit.role if culprit.rank is None else f"rank {culprit.rank}") or culprit.host
+    host = f" (host {culprit.host})" if culprit.host and culprit.host != name else ""
+    return f"{name}{host}{f' in {culprit.where}' if culprit.where else ''}"
 
 
-def fact_text(said: Fact) -> str:
+def fact_text(fact: Fact) -> str:
     """The line and its place."""
-    place = f"{said.file}:{said.line}" if said.line is not None else said.file or said.source
-    return f"{said.text}  [{place}]" if place else said.text
+    place = f"{fact.file}:{fact.line}" if fact.line is not None else fact.file or fact.source
+    return f"{fact.text}  [{place}]" if place else fact.text
 
-
-if TYPE_CHECKING:
-    from lockstep.doctor.judge.log_diagnosis import Explanation
 
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{{ title }}</title>
@@ -102,6 +90,8 @@ code { color: #666; }
 
 def explanation_page(explained: "Explanation") -> str:
     """The whole page; log text is escaped."""
+    from jinja2 import Environment, select_autoescape  # only `--html` needs it
+
     verdict = explained.verdict
     environment = Environment(autoescape=select_autoescape(default_for_string=True, default=True))
     return environment.from_string(_PAGE).render(
@@ -139,10 +129,13 @@ def _verdict_rows(verdict: Verdict) -> Iterator[tuple[str, str]]:
         yield "collective", f"{each.operation or 'collective'} #{each.seq} on {each.communicator}{site}"
     waiting = []
     for link in verdict.waiting:
-        since = "" if link.since_s is None else f" since {format_duration(link.since_s)}"
-        waiting.append(f"{link.who} waits{f' for {link.on}' if link.on else ''}{since}: {link.what}")
+        awaited = f" for {link.on}" if link.on else ""
+        if link.since_s is None:
+            waiting.append(f"{link.who} waits{awaited}: {link.what}")
+        else:
+            waiting.append(f"{link.who} has waited{awaited} for {format_duration(link.since_s)}: {link.what}")
     yield from labeled_rows("waiting", waiting)
-    shown = [_verdict_fact(fact) for fact in verdict.evidence[:_MAX_EVIDENCE]]
+    shown = [fact_text(fact) for fact in verdict.evidence[:_MAX_EVIDENCE]]
     if len(verdict.evidence) > _MAX_EVIDENCE:
         shown.append(f"and {len(verdict.evidence) - _MAX_EVIDENCE} more")
     yield from labeled_rows("evidence", shown)
@@ -150,13 +143,8 @@ def _verdict_rows(verdict: Verdict) -> Iterator[tuple[str, str]]:
 
 
 def _verdict_culprit(culprit: Culprit) -> str:
-    who = culprit.name or (culprit.role if culprit.rank is None else f"rank {culprit.rank}")
+    name = culprit.name or (culprit.role if culprit.rank is None else f"rank {culprit.rank}")
     about = [culprit.role if culprit.rank is not None else "", f"host {culprit.host}" if culprit.host else "",
              f"pid {culprit.pid}" if culprit.pid else ""]  # fmt: skip
     known = ", ".join(part for part in about if part)
-    return f"{who}{f' ({known})' if known else ''}{f' in {culprit.where}' if culprit.where else ''}"
-
-
-def _verdict_fact(fact: Fact) -> str:
-    place = f"{fact.file}:{fact.line}" if fact.line is not None else fact.file or fact.source
-    return f"{fact.text}  [{place}]" if place else fact.text
+    return f"{name}{f' ({known})' if known else ''}{f' in {culprit.where}' if culprit.where else ''}"

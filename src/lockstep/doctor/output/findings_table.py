@@ -6,8 +6,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.base.text import summarize_list
-from lockstep.doctor.output.explanation import terminal_safe
+from lockstep.base.text import summarize_list, terminal_safe
 from lockstep.doctor.output.findings import CheckReport, CheckSection, Finding, Severity
 
 _SEVERITY_STYLES: dict[Severity, tuple[str, str]] = {
@@ -39,7 +38,7 @@ def report_summary(report: CheckReport) -> Text:
     elif counts["warning"]:
         said = Text(f"no errors, {_counted_noun(counts['warning'], 'warning')}", "yellow")
     else:
-        said = Text("nothing is wrong", "bold green")
+        said = Text("no problems found", "bold green")
     others = [_counted_noun(counts["warning"], "warning")] if counts["warning"] and not report.passed else []
     others += [f"{counts['ok']} ok"] if counts["ok"] else []
     if counts["unchecked"]:

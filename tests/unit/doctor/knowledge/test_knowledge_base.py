@@ -49,7 +49,7 @@ def test_every_class_has_a_file_with_words_and_a_cause() -> None:
         (
             "class: benign\ntitle: a\nexplanation: b\nsignatures: [{id: x, patern: abcd}]",
             "rule 'x': patern",
-            "no known",
+            "not a known",
         ),
         ("class: benign\ntitle: a\nexplanation: b\nsignatures: [{id: x, pattern: 'ab(c'}]", "rule 'x'", "unterminated"),
         ("class: benign\ntitle: a\nexplanation: b\nsignatures: [{id: x, pattern: 'a.c'}]", "rule 'x'", "no text of 4"),
@@ -77,7 +77,7 @@ def test_an_id_may_be_used_once_in_a_folder_and_replaced_from_another(tmp_path: 
     assert load_knowledge(tmp_path).by_id["address-in-use"].match("other words")
     assert RULES.by_id["address-in-use"].match("Address already in use")
     (tmp_path / "b.yaml").write_text(f"class: port_in_use\ntitle: a\nexplanation: b\n{rule}")
-    with pytest.raises(InvalidRule, match="is used in"):
+    with pytest.raises(InvalidRule, match="is also used in"):
         load_knowledge(tmp_path)
 
 

@@ -55,7 +55,7 @@ def test_worst_first_with_the_fix_and_hosts_only_where_there_are_several() -> No
 def test_nothing_wrong_says_what_was_not_looked_at() -> None:
     report = CheckReport()
     report.add("gpus", "GPUs", [Finding("gpus", "unchecked", "a", "no nvidia-smi")])
-    assert "nothing is wrong  (1 could not be checked here)" in _shown(report)
+    assert "no problems found  (1 could not be checked here)" in _shown(report)
 
 
 def test_warnings_are_not_called_nothing() -> None:

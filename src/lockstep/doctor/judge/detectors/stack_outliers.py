@@ -49,7 +49,7 @@ def stack_candidates(history: JobHistory) -> Iterator[Candidate]:
     facts = [Fact(each.stack.text, file=each.stack.file, line=each.stack.number) for each in others[:3]]
     stuck = [each for each in others if each.stack.state == UNREADABLE or _in_kernel(history, each.stack)]
     culprits = tuple(_culprit(each.stack, history) for each in stuck or others)
-    where = others[0].caller or "a place that could not be looked at"
+    where = others[0].caller or "a place that could not be inspected"
     text = f"{many} processes wait in {waited}; {len(others)} {'is' if len(others) == 1 else 'are'} in {where}."
     cls, weight = _classify_outliers(found, stuck, others)
     yield Candidate(cls, weight, [], culprits, waited, text, facts)

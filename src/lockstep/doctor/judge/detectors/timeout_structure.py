@@ -133,7 +133,7 @@ def _left_early(waiting: WaitingRanks) -> Iterator[Candidate]:
     gone = [each for each in first_failed(waiting.history) if each.rank is not None and each.rank not in waiting.waits]
     ranks = tuple(each.rank for each in gone if each.rank is not None)
     if ranks and not ended_by_signal(waiting.history):
-        text = f"{_rank_list(ranks)} ended first, without a word; the others lost the connection to it."
+        text = f"{_rank_list(ranks)} ended first, without a message; the others lost the connection."
         yield Candidate(
             "rank_exception_masked", 0.5, [], tuple(gone), lost[0].operation, text, _wait_facts(waiting, ())
         )
@@ -249,7 +249,7 @@ def _absent_ranks(waiting: WaitingRanks) -> Iterator[Candidate]:
     """Known ranks that reported nothing: their activity in the meantime explains the delay."""
     absent = waiting.absent
     first = waiting.timed_out[0]
-    text = f"{_rank_list(absent)} did not come to the {first.operation or 'collective'} in which the others timed out."
+    text = f"{_rank_list(absent)} did not enter the {first.operation or 'collective'} in which the others timed out."
     facts = _wait_facts(waiting, absent) + [
         _last_line_fact(waiting, rank) for rank in absent[:3] if _last_lines(waiting.history, rank)
     ]
@@ -308,7 +308,7 @@ def _all_in_one_place(waiting: WaitingRanks) -> Iterator[Candidate]:
     facts = _wait_facts(waiting, [each.rank for each in waiting.timed_out[:3] if each.rank is not None])
     traits = waiting.history.traits
     where = f" ({first.where})" if first.where else ""
-    text = f"All ranks waited in the same {first.operation or 'collective'}{where}, and none got through."
+    text = f"All ranks waited in the same {first.operation or 'collective'}{where}, and it completed on none."
     if first.operation in ("recv", "send"):
         text = f"All ranks waited in {first.operation} for each other{where}."
         yield _wait_candidate("rank_divergent_branch", 0.6, (), first, text, facts)
@@ -338,7 +338,7 @@ def _last_begun(waiting: WaitingRanks) -> Iterator[Candidate]:
     if not found:
         return
     _, cls, each = max(found, key=lambda one: one[0])
-    text = "The last thing that was begun before the time-out: " + each.text[:120]
+    text = "The last activity begun before the timeout: " + each.text[:120]
     if cls:
         alone = _sole_actor(waiting, [one.text for _, of, one in found if of == cls])
         yield _wait_candidate(cls, 0.4, alone, first, text, [Fact(each.text, file=each.file, line=each.line)])

@@ -50,7 +50,7 @@ def _late_stage(
         return
     cls = class_of_activity(after[0].text)
     ranks = tuple(sorted({rank for each in after if (rank := history.rank(each)) is not None}))
-    text = f"Rank {ranks[0]} was done after {_seconds(after[0]):.0f} s, the others had given up after {limit:.0f} s."
+    text = f"Rank {ranks[0]} finished after {_seconds(after[0]):.0f} s; the others had given up after {limit:.0f} s."
     yield Candidate(
         cls if cls in _STAGE_CLASSES else "slow_collective_timeout",
         0.65,
@@ -81,7 +81,7 @@ def _climbing_collective(
         or rises < _NEAR_TIMEOUT * (len(took) - 1)
     ):
         return
-    text = f"The {operation} took {took[0]:.0f} s at first and {took[-1]:.0f} s at last, of {limit:.0f} s that it may."
+    text = f"The {operation} took {took[0]:.0f} s at first and {took[-1]:.0f} s at last; its timeout is {limit:.0f} s."
     yield Candidate("slow_collective_timeout", 0.7, [], (), operation, text,
                     [_match_fact(each) for each in (same[0], same[-1], first)])  # fmt: skip
 
@@ -102,5 +102,5 @@ def _persistent_nan(history: JobHistory) -> Iterator[Candidate]:
     lasting = [each for each in rows.values() if len(each) >= _MIN_ROWS and not history.survived(each[-1])]
     if lasting:
         first = min(lasting, key=lambda each: each[0].line)
-        text = "The loss or the norm of the gradients became NaN and stayed so until the last row."
+        text = "The loss or the gradient norm became NaN and stayed NaN until the last row."
         yield Candidate("nan_or_inf", 0.5, [first[0], first[-1]], (), "", text, persists=True)
