@@ -113,7 +113,7 @@ class World:
             rollouts = self.buffer.take(step, size.prompts)
             waits.join(generating, waits_for="generation", why="its end", timeout_s=60.0)
         with account.part("progress"):
-            self.fleet.progress()
+            self.fleet.counters()
         loss = PolicyLoss(kind="grpo", old_logprobs="engine")
         with account.part("pack"):
             batch = self._packed(rollouts)

@@ -262,7 +262,7 @@ def test_an_engine_that_stands_still_does_not_hold_the_step(home: Path, tmp_path
     finally:
         os.kill(state.pid, signal.SIGCONT)
     assert launched.finish() == 0, launched.text()
-    assert "engine-1 is left out until it answers" in launched.text() and "engine-1 is back after" in launched.text()
+    assert "engine-1 is excluded until it answers" in launched.text() and "engine-1 rejoined after" in launched.text()
     assert sorted(check(run, 0)) == [0, 1, 2, 3]
     with Ledger.reader(run) as ledger:
         assert not [event for event in ledger.events() if event.kind == "recovery"]

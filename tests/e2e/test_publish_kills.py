@@ -64,7 +64,7 @@ def test_an_engine_that_hangs_in_its_copy_is_ended_and_not_the_trainer(reference
     launched = Launched.start(tmp_path / "runs" / "grpo", str(file), hold={"midway": str(folder)})
     pid, _ = midway(launched, "engine-1", folder)
     assert launched.finish() == 0, launched.text()
-    assert f"pid {pid} reads weights of an older version" in launched.said()
+    assert f"pid {pid} has been reading weights of an older version" in launched.said()
     assert [each["worker"] for each in restarted(launched)] == ["engine-1"], "nobody else has failed"
 
 
@@ -82,7 +82,7 @@ def test_an_engine_that_takes_long_for_its_weights_is_not_left_out(reference: Re
     (folder / f"slow-{pid}").touch()
     hold.unlink()
     assert launched.finish() == 0, launched.text()
-    assert "is left out" not in launched.said() and restarted(launched) == []
+    assert "is excluded" not in launched.said() and restarted(launched) == []
     with Ledger.reader(launched.folder) as ledger:
         took = [row.values["time/publish_s"] for row in ledger.metrics_rows()]
     assert max(took) > 3.5, took

@@ -18,7 +18,7 @@ _CHECKPOINT_NAME = re.compile(r"\d{8,}")
 
 
 class CheckpointSaver(Protocol):
-    """What writes: the policy."""
+    """The part of the policy that writes checkpoints."""
 
     def save(self, folder: Path) -> None: ...
 
@@ -26,17 +26,17 @@ class CheckpointSaver(Protocol):
 
 
 class CheckpointLoader(Protocol):
-    """What reads: the policy."""
+    """The part of the policy that reads checkpoints."""
 
     def load(self, folder: Path) -> None: ...
 
 
 def restore_checkpoint(loader: CheckpointLoader, ledger: Ledger) -> int:
-    """Loads the newest checkpoint, or the one before where that is damaged (the step files since then are kept for
-    this); the number of steps behind it, 0 where there is none yet.
+    """Loads the newest checkpoint, or the one before if that is damaged (step files are kept as long). Returns the
+    number of steps in it, 0 if there is no checkpoint.
 
     Raises:
-        RemoteError: neither can be loaded; about the newest.
+        RemoteError: neither can be loaded; the error of the newest.
     """
     newest = ledger.checkpoints()[-2:][::-1]
     damage: list[RemoteError] = []
@@ -50,7 +50,7 @@ def restore_checkpoint(loader: CheckpointLoader, ledger: Ledger) -> int:
             damage.append(error)
             continue
         for damaged in newest[: len(damage)]:
-            log.warning("going on from %s instead; what came after it is done again", row.path)
+            log.warning("resuming from %s instead; later steps are repeated", row.path)
             ledger.forget_checkpoint(damaged.step)
         return row.step + 1
     if damage:
@@ -59,8 +59,8 @@ def restore_checkpoint(loader: CheckpointLoader, ledger: Ledger) -> int:
 
 
 class CheckpointManager:
-    """Writes checkpoints beside training. One counts only when the ledger names it, and the ledger names it only
-    when it is complete on disk."""
+    """Writes checkpoints in the background. A checkpoint counts once it is in the ledger, which happens when it is
+    complete on disk."""
 
     def __init__(self, config: CheckpointConfig, folder: Path, ledger: Ledger, saver: CheckpointSaver) -> None:
         self.config, self.folder, self.ledger, self.saver = config, folder, ledger, saver
@@ -79,14 +79,14 @@ class CheckpointManager:
         return None if newest is None else newest.step + 1
 
     def begin(self, version: int, metric: float | None) -> None:
-        """Copies the weights and lets them be written in the background; an earlier one is finished first."""
+        """Starts to write a checkpoint in the background, after an earlier one is finished."""
         self.finish()
         path = self.folder / f"{version:08d}"  # as _NAME has it
         self.saver.save(path)
         self._pending = (version, path, metric)
 
     def poll(self) -> None:
-        """Enters a checkpoint that has become complete into the ledger and removes what is no longer kept."""
+        """Enters a completed checkpoint into the ledger and deletes those that are no longer kept."""
         if self._pending is None or not self.saver.saved():
             return
         (version, path, metric), self._pending = self._pending, None
@@ -94,7 +94,7 @@ class CheckpointManager:
         self._prune()
 
     def finish(self) -> None:
-        """Waits for the checkpoint under way, as long as it makes progress."""
+        """Waits for the checkpoint that is being written, as long as it makes progress."""
 
         def complete() -> bool | None:
             self.poll()
@@ -111,9 +111,9 @@ class CheckpointManager:
         )
 
     def writer_lost(self) -> None:
-        """The ranks that write are gone: what they had completed counts, the rest is cleared away."""
+        """The ranks that write are lost: a completed checkpoint counts, an incomplete one is deleted."""
         pending, self._pending = self._pending, None
-        if pending is not None and pending[1].is_dir():  # only what is complete has this name
+        if pending is not None and pending[1].is_dir():  # only a complete checkpoint has this name
             version, path, metric = pending
             self.ledger.checkpoint(version - 1, path, metric)
             self._prune()
@@ -130,8 +130,8 @@ class CheckpointManager:
         self.ledger.retain()
 
     def _clear(self) -> None:
-        """Deletes what a killed run left: saves that were cut, and complete ones that the ledger was not told of.
-        What has another name was put there by somebody else, and stays."""
+        """Deletes what a killed run has left: incomplete checkpoints, and complete ones that are not in the ledger.
+        Folders with other names are not ours, and stay."""
         if not self.folder.is_dir():
             return
         self.ledger.fence()

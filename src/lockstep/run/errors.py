@@ -4,19 +4,19 @@ from pathlib import Path
 
 
 class RunRefused(Exception):
-    """The run cannot start as asked; nothing was started and nothing on disk was touched."""
+    """The run cannot start as requested. Nothing was started, and nothing on disk was touched."""
 
 
 class Interrupted(Exception):
-    """The user asked to stop (Ctrl-C); what is finished is durable and the run can be resumed."""
+    """The user stopped the run (Ctrl-C). Finished work is durable, and the run can be resumed."""
 
 
 class NotStarted(RuntimeError):
-    """A new run whose roles could not start; nothing was trained. Its `__cause__` is why.
+    """The roles of a new run could not start; nothing was trained. `__cause__` is the reason.
 
     Args:
-        folder: whose name is free again.
-        kept: where the folder with the logs is now; None where it could not be moved.
+        folder: the run's folder; its name is free again.
+        kept: the folder with the logs under its new name; None if it could not be moved.
     """
 
     def __init__(self, folder: Path, kept: Path | None) -> None:
@@ -26,15 +26,15 @@ class NotStarted(RuntimeError):
 
 
 class RunFinished(Exception):
-    """The run that was to go on has come to its end already; nothing was started and nothing on disk was touched."""
+    """The run to resume is finished already. Nothing was started, and nothing on disk was touched."""
 
 
 class GaveUp(RuntimeError):
-    """A failure that recovery does not heal (any more). Its `__cause__` is the failure itself.
+    """A failure without a (further) restart. `__cause__` is the failure itself.
 
     Args:
-        worker: what failed.
-        what: how, after its name.
+        worker: the worker that failed.
+        what: how it failed, for a sentence that begins with its name.
         reason: why it was not restarted.
     """
 

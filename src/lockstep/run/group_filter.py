@@ -10,26 +10,26 @@ from lockstep.data.samples import Group, Rollouts
 
 
 class NoSignal(RuntimeError):
-    """Round after round, too few groups had completions of different reward."""
+    """In too many rounds, too few groups had completions with different rewards."""
 
     def __init__(self, step: int, rounds: int, found: int, wanted: int, metric: str) -> None:
         super().__init__(
             f"step {step}: after {rounds} rounds of prompts, {found} of {wanted} groups have different values of "
             f"{metric}. The data may be too easy or too hard for the model, or the reward always the same: look at "
-            "reward/*. filter_groups.at_limit=fill goes on with groups without signal"
+            "reward/*. filter_groups.at_limit=fill continues with groups without a signal"
         )
         self.step, self.rounds, self.found, self.wanted = step, rounds, found, wanted
 
 
 class GroupFilter:
-    """Collects a step's scored groups until it has as many as it wants.
+    """Collects the scored groups of a step.
 
-    Yu et al. 2025, "DAPO", section 3.2: groups whose completions are all alike in reward have no gradient; with
-    `filter_groups` fresh prompts take their place, for a bounded number of rounds.
+    Yu et al. 2025, "DAPO", section 3.2: a group whose completions all have the same reward has no gradient; with
+    `filter_groups` new prompts replace it, for a bounded number of rounds.
 
     Args:
-        wanted: groups of the step.
-        stored: the step's rollouts, where they are durable already, and what was stored with them.
+        wanted: the number of groups of the step.
+        stored: the step's rollouts, if they are durable already, and what was stored with them.
     """
 
     def __init__(
@@ -49,14 +49,14 @@ class GroupFilter:
 
     @property
     def missing(self) -> int:
-        """Groups that are still wanted; 0 when the step is complete."""
+        """The number of missing groups; 0 when the step is complete."""
         return 0 if self.stored is not None else max(0, self.wanted - len(self._groups))
 
     def add(self, rollouts: Rollouts) -> None:
-        """Takes the groups of a round.
+        """Adds the groups of a round.
 
         Raises:
-            NoSignal: the last round is over, and the config says that this is an error.
+            NoSignal: groups are missing after the last round, and by the config that is an error.
         """
         self._version = rollouts.version if self.rounds == 0 else self._version
         self.rounds += 1
@@ -76,17 +76,17 @@ class GroupFilter:
         if self.stored is not None:
             return self.stored
         if self.missing:
-            raise ValueError(f"{self.missing} of {self.wanted} groups of step {self.step} are not there yet")
+            raise ValueError(f"{self.missing} of {self.wanted} groups of step {self.step} are missing")
         return Rollouts(self.step, self._version, self._groups)
 
     @property
     def discarded(self) -> list[str]:
-        """Uids of the prompts that were sampled and not learned from."""
+        """Uids of the prompts that were sampled and not trained on."""
         return self._stored_discarded or [group.prompt.uid for group in self._discarded]
 
     @property
     def extra(self) -> dict[str, Any]:
-        """What is stored beside the rollouts."""
+        """What is stored with the rollouts."""
         return {"rounds": self.rounds, "discarded": self.discarded} if self.config.enable else {}
 
     def metrics(self) -> dict[str, float]:

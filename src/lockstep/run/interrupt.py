@@ -1,7 +1,7 @@
-"""Ctrl-C: the first ends the run cleanly after the step, the second at once. Both leave a run that resumes.
+"""Ctrl-C: the first ends the run cleanly after the current step, the second at once. Either way it can be resumed.
 
-Where there is no step to finish, as the run starts or waits for a worker in place of one that failed, the first ends it
-at once: such a wait may take as long as others have the machines.
+While no step is running, as at the start or during a recovery, the first one ends the run at once: the wait for a free
+node may take very long.
 """
 
 import logging
@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 class InterruptHandler:
-    """Whether the user (or a scheduler's SIGTERM) asked to stop."""
+    """Whether the user, or a scheduler with SIGTERM, has asked the run to stop."""
 
     def __init__(self) -> None:
         self.requested = False
@@ -22,8 +22,8 @@ class InterruptHandler:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Takes SIGINT and SIGTERM over; the second of either raises KeyboardInterrupt where the controller is, and
-        outside of steps the first."""
+        """Handles SIGINT and SIGTERM. The second of either raises KeyboardInterrupt in the controller; outside of steps
+        the first one does."""
         previous = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield
@@ -32,12 +32,12 @@ class InterruptHandler:
                 signal.signal(number, handler)
 
     def steps_begin(self) -> None:
-        """From now on there is a step to finish."""
+        """From now on the first signal lets the current step finish."""
         self._steps = True
 
     @contextmanager
     def recovering(self) -> Iterator[None]:
-        """No step goes on within."""
+        """Around a recovery, in which no step is running."""
         before, self._steps = self._steps, False
         try:
             yield
@@ -50,4 +50,4 @@ class InterruptHandler:
         if now:
             log.warning("%s: stopping at once", name)
             raise KeyboardInterrupt
-        log.warning("%s: finishing this step; once more stops at once", name)
+        log.warning("%s: finishing this step; repeat to stop at once", name)

@@ -11,7 +11,7 @@ class PolicyAPI(TrainerAPI):
 
     @abstractmethod
     def open_weights(self, folder: str) -> None:
-        """Opens the weight store that the controller made."""
+        """Opens the weight store in this folder."""
 
     @abstractmethod
     def write_weights(self, version: int) -> None:
@@ -19,5 +19,5 @@ class PolicyAPI(TrainerAPI):
 
     @abstractmethod
     def stream_weights(self, channel: StreamChannel, version: int) -> str:
-        """Takes part in gathering the weights, bucket by bucket, and in sending them to the channel's engines. Why that
-        failed, empty where it did not."""
+        """Gathers the weights with the other ranks, bucket by bucket, and sends them to the channel's engines. Returns
+        why that failed, "" if it did not."""

@@ -18,8 +18,7 @@ class PolicyService(TrainerService, PolicyAPI):
     """A trainer rank of the policy."""
 
     def __init__(self, run_id: str, **arguments: Any) -> None:
-        """`read_run_id`: as it is in the run's folder, by which a rank knows that it sees that folder. Raises
-        FolderNotShared where it does not."""
+        """`run_id` is that of the run's folder. Raises FolderNotShared if this host does not see that folder."""
         super().__init__(**arguments)
         check_folder_shared(self.run_folder, run_id)
         self._weights: WeightStore | None = None
@@ -38,7 +37,7 @@ class PolicyService(TrainerService, PolicyAPI):
 
     def stream_weights(self, channel: StreamChannel, version: int) -> str:
         if self._weights is None:
-            raise RuntimeError("no weight store is open, whose plan this goes by; call open_weights() first")
+            raise RuntimeError("no weight store is open, which has the plan; call open_weights() first")
         recorder.raise_if_stalled()
         current_beacon().stage("publish")
         if self._sender is None:

@@ -1,4 +1,4 @@
-"""From rewards to advantages, as the config asks. Pure."""
+"""From rewards to advantages, as the config says. Pure."""
 
 import numpy as np
 import torch
@@ -12,8 +12,8 @@ from lockstep.data.packing import TrainingBatch
 def compute_advantages(rewards: np.ndarray, batch: TrainingBatch, config: Advantage, kl: KLPenalty) -> np.ndarray:
     """The advantage of every target of the batch, float32 `[targets]`.
 
-    Where the config puts the KL penalty into the reward, advantages of groups see each completion's reward less its
-    whole penalty (Ouyang et al. 2022, eq. 2), those of REINFORCE++ take it off token by token.
+    If the config puts the KL penalty into the reward, group advantages use each completion's reward minus its total
+    penalty (Ouyang et al. 2022, eq. 2); REINFORCE++ subtracts it token by token.
 
     Args:
         rewards: float `[groups, group size]`; completion k of group g is the batch's sequence `g * group size + k`.
@@ -43,8 +43,8 @@ def compute_advantages(rewards: np.ndarray, batch: TrainingBatch, config: Advant
 
 
 def kl_penalties(batch: TrainingBatch, kl: KLPenalty) -> np.ndarray | None:
-    """`coefficient` times each token's estimated KL to the reference, float32 `[targets]`, where it is taken off the
-    reward; None otherwise."""
+    """`coefficient` times each token's estimated KL to the reference, float32 `[targets]`; None unless it is subtracted
+    from the reward."""
     if kl.where != "reward" or kl.coefficient == 0:
         return None
     policy = torch.from_numpy(batch.fields.get("old_logprob", batch.fields["engine_logprob"]))

@@ -19,7 +19,7 @@ from lockstep.train.trainer_protocol import EvaluateOutput
 
 
 def set_up_ranks(workers: Sequence[Worker]) -> list[TrainerInfo]:
-    """Has trainer ranks meet and load the model."""
+    """Makes trainer ranks connect to each other and load the model."""
     names = [worker_and_node(worker) for worker in workers]
     return gather_results([worker.submit(PolicyAPI.setup, names) for worker in workers], why="load the model")
 
@@ -34,10 +34,10 @@ class TrainerGroup:
         self.use(workers, infos)
 
     def use(self, workers: Sequence[Worker], infos: Sequence[TrainerInfo]) -> None:
-        """Takes other ranks, which are set up."""
+        """Replaces the ranks by others, which are set up."""
         self.workers = list(workers)
         self.info = infos[0]
-        self._away = False
+        self._offloaded = False
 
     @property
     def ranks(self) -> int:
@@ -55,17 +55,17 @@ class TrainerGroup:
         )
 
     def offload(self) -> None:
-        """Moves what the config says to host memory while engines generate; what needs it brings it back."""
-        if self._offload.anything and not self._away:
+        """Moves state to host memory while engines generate, as the config says; methods that need it bring it back."""
+        if self._offload.anything and not self._offloaded:
             moved = self._offload.parameters, self._offload.optimizer
             gather_identical([worker.submit(PolicyAPI.offload, *moved) for worker in self.workers], why="offload")
-            self._away = True
+            self._offloaded = True
 
     def onload(self) -> None:
-        """Brings back what is away."""
-        if self._away:
+        """Brings offloaded state back."""
+        if self._offloaded:
             gather_identical([worker.submit(PolicyAPI.onload) for worker in self.workers], why="onload")
-            self._away = False
+            self._offloaded = False
 
     def annotate(self, batch: TrainingBatch, loss: PolicyLoss) -> None:
         """Adds to the batch's targets what the loss needs from the trainer before the first update: old

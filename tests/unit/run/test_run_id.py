@@ -14,7 +14,7 @@ def test_a_rank_knows_the_folder_of_its_run(tmp_path: Path) -> None:
     run = claim_run_id(ours, "small")
     check_folder_shared(ours, run)
     assert read_run_id(ours) == run
-    with pytest.raises(FolderNotShared, match=r"does not see the run's folder .*theirs: set folder"):
+    with pytest.raises(FolderNotShared, match=r"cannot see the run's folder .*theirs: set folder"):
         check_folder_shared(theirs, run)
     theirs.mkdir()
     claim_run_id(theirs, "small")  # an image that has such a folder, of another run

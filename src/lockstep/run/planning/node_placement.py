@@ -15,12 +15,12 @@ from lockstep.run.planning.run_plan import RunPlan
 
 
 def uses_existing_cluster(cluster: RayClusterConfig) -> bool:
-    """Whether the run goes to a Ray that runs already, and not to one of its own."""
+    """Whether the run uses an existing Ray cluster, instead of starting its own."""
     return bool(cluster.address or os.environ.get("RAY_ADDRESS"))
 
 
 def list_cluster_nodes(cluster: RayClusterConfig) -> list[NodeResources]:
-    """The nodes of a running Ray cluster. ConnectionError where it cannot be reached."""
+    """The nodes of an existing Ray cluster. ConnectionError if it cannot be reached."""
     if find_spec("ray") is None:
         raise ConnectionError("cluster.kind ray needs Ray, which is not installed here: pip install 'lockstep-rl[ray]'")
     from lockstep.cluster.ray import ray_nodes  # imports ray
@@ -30,13 +30,13 @@ def list_cluster_nodes(cluster: RayClusterConfig) -> list[NodeResources]:
 
 
 def local_node(wanted: Sequence[ProcessRequest], host: HostResources) -> NodeResources:
-    """This host as the only node of a Ray that is started for the run: processes share its cores as without Ray."""
+    """This host as the only node of the run's own Ray: its processes share the cores as without Ray."""
     name, cpus = socket.gethostname(), float(max(host.cores, sum(each.cpus for each in wanted)))
     return NodeResources(name, name, "127.0.0.1", cpus, host.gpus, cpus, host.gpus, host.memory, head=True)
 
 
 def assign_nodes(plan: RunPlan, placement: PlacementConfig, nodes: Sequence[NodeResources] | None) -> RunPlan:
-    """The plan with a place for every process, as far as the nodes are known.
+    """The plan with a node for every process, if the nodes are known.
 
     Raises:
         PlacementError: the placement contradicts itself or the config.
@@ -52,11 +52,8 @@ def assign_nodes(plan: RunPlan, placement: PlacementConfig, nodes: Sequence[Node
 
 
 def placement_notes(config: SFTConfig | GRPOConfig) -> list[str]:
-    """What a placement does not do on one host."""
+    """Notes on placement settings that have no effect on one host."""
     others = config.placement.model_copy(update={"colocate": ()})
     if config.cluster.kind == "ray" or others == PlacementConfig():
         return []
-    return [
-        "of placement, all but colocate is for cluster.kind ray: on this host, processes take the GPUs in turn, as "
-        "many as there are"
-    ]
+    return ["of placement, only `colocate` applies outside Ray: on this host, processes take the GPUs in turn"]

@@ -40,7 +40,7 @@ from lockstep.run.planning.run_plan import RunPlan, make_plan, needs_engine
 from lockstep.run.run_id import release_shared_memory
 
 START_EVENT = "start"
-"""The ledger's event of every start of a run, with the number of rows it uses."""
+"""The ledger event of every start of a run, with the number of rows in use."""
 
 
 @dataclass(slots=True)
@@ -57,13 +57,13 @@ class PreparedRun:
     documents: DocumentSource | None
     held_out: list[Prompt]
     turns: TurnTokenizer | None
-    """Of conversations with an environment."""
+    """For conversations with an environment."""
     notes: list[str]
     """What the user should know before it starts."""
 
     @property
     def rows(self) -> int:
-        """Of the data, those that are used: their number decides the order of all of them."""
+        """The number of rows in use, which determines their order."""
         source = self.prompts if self.prompts is not None else self.documents
         return 0 if source is None else len(source)
 
@@ -73,21 +73,21 @@ def prepare_run(
     resume: Path | None,
     overrides: Sequence[str] = (),
     host: HostResources | None = None,
-    look: Callable[[RayClusterConfig], list[NodeResources] | None] = list_cluster_nodes,
+    list_nodes: Callable[[RayClusterConfig], list[NodeResources] | None] = list_cluster_nodes,
 ) -> PreparedRun:
-    """Checks a run whole.
+    """Checks a whole run.
 
     Args:
-        config: of the file; None where a run goes on with its own.
-        resume: folder of the run to go on with.
-        overrides: applied to the run's own config, where there is no file.
+        config: of the file; None to resume a run with its own config.
+        resume: folder of the run to resume.
+        overrides: applied to the run's own config, if there is no file.
         host: to plan for, instead of this one.
-        look: how the nodes of a running Ray cluster are found; None where they are not known.
+        list_nodes: gives the nodes of an existing Ray cluster; None if they are unknown.
 
     Raises:
-        Refused, ConfigError, LedgerError, DataError, ModelError, InfeasibleError, PlacementError,
+        RunRefused, ConfigError, LedgerError, DataError, ModelError, InfeasibleError, PlacementError,
             VllmUnsupported, ConnectionError: what is wrong and what to do.
-        Finished: there is nothing left to do.
+        RunFinished: there is nothing left to do.
     """
     notes: list[str] = []
     if config is not None:
@@ -102,7 +102,7 @@ def prepare_run(
     nodes = None
     if host is None:
         if config.cluster.kind == "ray" and uses_existing_cluster(config.cluster):
-            nodes = look(config.cluster)
+            nodes = list_nodes(config.cluster)
         host = host_resources(config.cluster, nodes)
         check_quantization(config.model, host.device)
         if needs_engine(config) and config.rollout.engine.kind == "vllm" and config.cluster.kind == "local":
@@ -118,7 +118,7 @@ def prepare_run(
         check_terms(config.reward.terms)
         _check_filter_metric(config)
     if config.tracking:
-        from lockstep.report.trackers import check_trackers  # brings what few runs need
+        from lockstep.report.trackers import check_trackers  # imports libraries that few runs need
 
         check_trackers(config.tracking)
     prepared = PreparedRun(config, folder, resume is not None, plan, model, host, *_sources(config, model), notes)
@@ -128,7 +128,7 @@ def prepare_run(
 
 
 def resolve_run_adapter(config: SFTConfig | GRPOConfig) -> SFTConfig | GRPOConfig:
-    """With the settings of the adapter that it begins from, if any. Raises ModelError where they contradict."""
+    """The config with the settings of the adapter that it starts from, if any. Raises ModelError if they contradict."""
     if config.model.adapter is None:
         return config
     model = config.model.model_copy(update={"adapter": resolve_adapter(config.model.adapter)})
@@ -136,12 +136,12 @@ def resolve_run_adapter(config: SFTConfig | GRPOConfig) -> SFTConfig | GRPOConfi
 
 
 def _check_filter_metric(config: SFTConfig | GRPOConfig) -> None:
-    """Raises Refused where groups are to be filtered by a reward term that there is not."""
+    """Raises RunRefused if groups are filtered by a reward term that does not exist."""
     if config.recipe != "grpo" or not config.filter_groups.enable:
         return
     known = ["reward", *term_names(config.reward.terms)]
     if config.filter_groups.metric not in known:
-        raise RunRefused(f"filter_groups.metric {config.filter_groups.metric!r} is none of {', '.join(known)}")
+        raise RunRefused(f"filter_groups.metric {config.filter_groups.metric!r} is not one of {', '.join(known)}")
 
 
 def _sources(
@@ -180,7 +180,7 @@ def _sources(
 def _check_tools_reach_model(turns: TurnTokenizer, prompt: Prompt, tools: Sequence[dict[str, Any]]) -> None:
     if tools and not turns.is_chat(prompt):
         raise RunRefused(
-            "the model is told of rollout.environment.tools by the chat template, but the prompts are plain text: set "
+            "the chat template tells the model about rollout.environment.tools, but the prompts are plain text: set "
             "data.chat=true, or describe the tools in data.template and set rollout.environment.parser=regex"
         )
 
@@ -188,7 +188,7 @@ def _check_tools_reach_model(turns: TurnTokenizer, prompt: Prompt, tools: Sequen
 def _resumed_config(
     config: SFTConfig | GRPOConfig | None, folder: Path, overrides: Sequence[str]
 ) -> tuple[SFTConfig | GRPOConfig, list[str]]:
-    """The config a run goes on with, and what is to be said about it; refuses what would change its result."""
+    """The config of a resumed run, and notes on changes; refuses changes that would change its result."""
     with Ledger.reader(folder) as ledger:
         old: dict[str, Any] = ledger.config()
         if config is None:
@@ -197,7 +197,7 @@ def _resumed_config(
         refused = [str(change) for change in changes if change.changes_result]
         if refused:
             raise RunRefused(
-                f"{folder} cannot go on with these changes, they would change its result: {'; '.join(refused)}. "
+                f"{folder} cannot resume with these changes, they would change its result: {'; '.join(refused)}. "
                 "Start a new run for them (name=...)"
             )
         _check_not_finished(config, ledger)
@@ -205,18 +205,18 @@ def _resumed_config(
 
 
 def _check_same_data(prepared: PreparedRun) -> None:
-    """Raises Refused where rows came or went since the run began: it would use some twice, and others never."""
+    """Raises RunRefused if the number of rows has changed since the run began: it would repeat some and skip others."""
     with Ledger.reader(prepared.folder) as ledger:
         begun = [int(event.fields["rows"]) for event in ledger.events() if event.kind == START_EVENT]
     if begun and begun[0] != prepared.rows:
         raise RunRefused(
             f"{prepared.config.data.path} had {begun[0]} rows to use when {prepared.folder} began, and has "
-            f"{prepared.rows} now, which come in another order: restore the data, or start a new run (name=...)"
+            f"{prepared.rows} now, in another order: restore the data, or start a new run (name=...)"
         )
 
 
 def _check_not_finished(config: SFTConfig | GRPOConfig, ledger: Ledger) -> None:
-    """Raises Finished where the newest attempt came to its end and wrote its summary, the last thing it does."""
+    """Raises RunFinished if the newest attempt is finished and wrote its summary, the last file it writes."""
     try:
         summary = json.loads((ledger.folder / "summary.json").read_text())
         attempt, reason, done = summary["generation"], summary["exit_reason"], summary["steps"]["done"]
@@ -235,47 +235,46 @@ def _change_notes(changes: Sequence[ConfigChange]) -> list[str]:
     if not bits:
         return []
     return [
-        f"{'; '.join(bits)}: the order of additions changes, so the result will not be bitwise that of the unchanged "
-        "run, but the same to about 1e-5"
+        f"{'; '.join(bits)}: the order of additions changes, so the result will match that of the unchanged run to "
+        "about 1e-5, not bitwise"
     ]
 
 
 @dataclass(frozen=True, slots=True)
 class DryRun:
-    """A plan, and what it does not know."""
+    """A plan for `--dry-run`, with notes on what is unknown."""
 
     config: SFTConfig | GRPOConfig
     plan: RunPlan
     model: ModelFacts | None
-    """None where the model could not be looked up."""
+    """None if the model could not be looked up."""
     notes: list[str]
 
 
 def dry_run(
     config: SFTConfig | GRPOConfig | None, resume: Path | None, overrides: Sequence[str] = (), gpus: int | None = None
 ) -> DryRun:
-    """Prepares a run without starting it. A Ray cluster that cannot be reached is no error here either.
-
-    A model or data set of the hub that is neither on this machine nor can be asked for now is no error here: the plan
-    says what it does not know because of it. Everything that is wrong is refused as by `prepare_run`.
+    """Prepares a run without starting it. A Ray cluster that cannot be reached is no error here, nor is a model or data
+    set that is neither on this machine nor reachable on the hub: notes say what is unknown then. Other problems are
+    refused as in `prepare_run`.
 
     Args:
-        gpus: plan for a host with so many, instead of this one.
+        gpus: plan for a host with that many GPUs, instead of this one.
     """
     host = None if gpus is None else _host_with(gpus)
     notes = []
     if gpus is not None:
-        notes.append(f"planned for a host with {gpus} GPUs: what memory and how many cores it has is not known here")
+        notes.append(f"planned for a host with {gpus} GPUs, whose memory and cores are unknown")
 
-    def look(cluster: RayClusterConfig) -> list[NodeResources] | None:
+    def list_nodes(cluster: RayClusterConfig) -> list[NodeResources] | None:
         try:
             return list_cluster_nodes(cluster)
         except ConnectionError as error:
-            notes.append(f"nodes are not known: {error}")
+            notes.append(f"nodes are unknown: {error}")
             return None
 
     try:
-        prepared = prepare_run(config, resume, overrides, host, look)
+        prepared = prepare_run(config, resume, overrides, host, list_nodes)
     except (HubUnreachable, HubDataUnreachable):
         if config is None:
             raise
@@ -289,7 +288,7 @@ def _plan_without_hub(config: SFTConfig | GRPOConfig, host: HostResources, notes
         config = resolve_run_adapter(config)
         model = model_facts(config.model, host.device)
     except HubUnreachable as error:
-        notes.append(f"not looked up: {error}. Memory and collectives are not known, and no prompt was measured")
+        notes.append(f"not looked up: {error}. Memory and collectives are unknown, and no prompt was measured")
     plan = assign_nodes(make_plan(config, model, host), config.placement, None)
     if config.reward is not None:
         check_terms(config.reward.terms)

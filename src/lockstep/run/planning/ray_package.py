@@ -13,28 +13,28 @@ from lockstep.run.errors import RunRefused
 
 CONFIG_FILE = "run.yaml"
 MAX_PACKAGE_BYTES = 100 * 2**20
-"""Of all files together; Ray takes 512 MiB, and copies them to every node."""
+"""Of all files together. Ray accepts 512 MiB, and copies them to every node."""
 _FILE_FIELDS = ("path", "chat_template", "tools")
-"""Fields that name files; a name on the hub is none that is there."""
+"""Config fields that may name files (or models on the hub)."""
 
 
 @dataclass(slots=True)
 class RayPackage:
-    """A folder with everything."""
+    """A folder with the config and the files that it names."""
 
     folder: Path
     files: list[str] = field(default_factory=list)
-    """Relative; with their folders for Python files, whose neighbours they may import."""
+    """Relative paths. Python files come with the others of their folder, which they may import."""
     elsewhere: list[str] = field(default_factory=list)
-    """Absolute paths that the file names: they must be the same on the cluster's nodes."""
+    """Absolute paths in the config: they must exist on the cluster's nodes as well."""
 
 
 def build_ray_package(config: SFTConfig | GRPOConfig, folder: Path) -> RayPackage:
-    """Writes the resolved config to `folder/run.yaml`, and beside it every file of the working directory that it names
-    by a relative path.
+    """Writes the resolved config to `folder/run.yaml`, and copies every file of the working directory that it names by
+    a relative path.
 
     Raises:
-        Refused: the run's folder would lie in what is thrown away, a file is outside of the working directory, or all
+        RunRefused: the run's folder would be deleted with the job, a file is outside of the working directory, or all
             together are too large to be sent.
     """
     if not Path(config.folder).is_absolute():
@@ -52,14 +52,14 @@ def build_ray_package(config: SFTConfig | GRPOConfig, folder: Path) -> RayPackag
         largest = max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
         raise RunRefused(
             f"the files that the run names are {size / 2**20:.0f} MiB, more than the "
-            f"{MAX_PACKAGE_BYTES / 2**20:.0f} MiB that can be sent; the largest is {largest.relative_to(folder)}: put it "
-            "on a file system that the cluster's nodes share, and name it by its absolute path"
+            f"{MAX_PACKAGE_BYTES / 2**20:.0f} MiB that can be sent; the largest is {largest.relative_to(folder)}: "
+            "put it on a file system that the cluster's nodes share, and name it by its absolute path"
         )
     return staged
 
 
 def _named_files(values: Any, key: str = "") -> Iterator[str]:
-    """Texts in the fields that name files, without what stands behind a colon (`FILE.py:NAME`)."""
+    """The values of fields that name files, without the object of `FILE.py:NAME`."""
     if isinstance(values, dict):
         for name, value in values.items():
             yield from _named_files(value, str(name))
@@ -80,7 +80,7 @@ def _copy_file(path: Path, staged: RayPackage) -> None:
         return
     here = Path.cwd()
     if not path.resolve().is_relative_to(here.resolve()):
-        raise RunRefused(f"{path} is outside of the working directory {here}: name it by its absolute path")
+        raise RunRefused(f"{path} is outside of the working directory {here}: use its absolute path")
     neighbours = sorted(path.parent.glob("*.py")) if path.suffix == ".py" else [path]
     for source in neighbours:
         target = staged.folder / source

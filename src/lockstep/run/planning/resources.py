@@ -29,17 +29,17 @@ UNLIMITED = 1 << 60
 
 @dataclass(frozen=True, slots=True)
 class AdapterFacts:
-    """What the plan must know of an adapter."""
+    """The size of an adapter."""
 
     parameters: int
     units: int
-    """Decoder layers that have a part of it, and the root where weights outside of the layers are trained."""
+    """Decoder layers with a part of it, plus the root if weights outside of the layers are trained."""
     first: int
-    """The first layer that needs a backward."""
+    """The first layer that needs a backward pass."""
     saved: int = 0
-    """Of the model's own parameters, those that are trained whole beside it."""
+    """Parameters of the model itself that are trained in full as well."""
     begins_elsewhere: bool = False
-    """Whether the model without it is not what the run began with, which then is the reference of a KL penalty."""
+    """Whether the initial policy, the reference of a KL penalty, differs from the model without the adapter."""
 
     @property
     def trained(self) -> int:
@@ -49,10 +49,10 @@ class AdapterFacts:
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What the plan must know of a model."""
+    """The size of a model."""
 
     parameters: int
-    """Without an adapter's."""
+    """Without those of an adapter."""
     layers: int
     hidden: int
     vocabulary: int
@@ -66,11 +66,11 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True)
 class HostResources:
-    """What the plan must know of the machine."""
+    """The resources of a machine."""
 
     cores: int
     memory: int
-    """Bytes that can still be used."""
+    """Available bytes."""
     shared_memory: int
     """Free bytes of /dev/shm."""
     device: str
@@ -79,11 +79,11 @@ class HostResources:
 
 
 def model_facts(cfg: ModelConfig, device: str) -> ModelFacts:
-    """Builds the model without weights and counts. ModelError where it cannot be built, where a local folder has no
-    weights that fit it, or where the adapter does not."""
+    """Builds the model without weights and measures it. ModelError if it cannot be built, or if the weights in a local
+    folder or the adapter do not fit it."""
     policy = load_policy(cfg, "cpu", meta=True)
     folder = Path(cfg.path).expanduser()
-    if folder.is_dir():  # a hub name's weights are not here yet
+    if folder.is_dir():  # weights of a hub name may not be downloaded yet
         check_weights(policy, folder)
     config: Any = policy.config.get_text_config()
     heads = getattr(config, "num_attention_heads", 0)  # a state-space model has none
@@ -119,7 +119,7 @@ def _adapter_facts(policy: PolicyModel, cfg: AdapterConfig) -> AdapterFacts:
 
 
 def _context_length(cfg: ModelConfig, config: Any) -> int:
-    """The smaller of the user's limit and the model's own, which a state-space model need not have."""
+    """The smaller of the user's limit and the model's, which a state-space model may lack."""
     if cfg.max_length is None:
         return context_length(config)
     try:
@@ -131,8 +131,8 @@ def _context_length(cfg: ModelConfig, config: Any) -> int:
 def host_resources(
     cfg: LocalClusterConfig | RayClusterConfig, nodes: Sequence[NodeResources] | None = None
 ) -> HostResources:
-    """Cores, memory (the container's where it is less) and shared memory of this host; GPUs of the nodes, where they
-    are known."""
+    """Cores, memory (the container's limit if that is less) and shared memory of this host; the GPUs of the nodes, if
+    these are known."""
     gpus = 0
     if cfg.device != "cpu":
         gpus = torch.cuda.device_count() if nodes is None else int(sum(node.gpus for node in nodes))
@@ -146,7 +146,7 @@ def host_resources(
 
 
 def _cgroup_memory() -> int:
-    """Bytes that the container still allows; a huge number where it sets no limit."""
+    """Available bytes within the container's limit; `UNLIMITED` without one."""
     root = Path("/sys/fs/cgroup")
     for limit, used in (
         ("memory.max", "memory.current"),

@@ -12,7 +12,7 @@ from lockstep.weights.weight_transport import DevicePlacement, transport_refusal
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 METRICS_BYTES = 8 * 21
-"""Of the one vector per optimizer step: `2 + len(lockstep.train.objective.METRIC_NAMES)` float64."""
+"""Of the metrics vector of an optimizer step: `2 + len(lockstep.train.objective.METRIC_NAMES)` float64."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class PlannedProcess:
     device: str
     threads: int
     memory: int
-    """Estimated bytes of weights, optimizer state, caches and activations, without the runtime itself."""
+    """Estimated bytes of weights, optimizer state, caches and activations, without the libraries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +45,13 @@ class RunPlan:
     shared_memory: int
     """Bytes of /dev/shm for the published weights."""
     memory_copy: int = 0
-    """Bytes of /dev/shm for copies of the trainer's state; 0 where none are kept."""
+    """Bytes of /dev/shm for in-memory checkpoints; 0 if there are none."""
     wanted: list[ProcessRequest] = field(default_factory=list)
-    """What the processes need of nodes, where there are several; empty for those of one host."""
+    """What the processes need on the nodes of a cluster; empty on one host."""
     assignment: Assignment | None = None
-    """Who is to be where; None where the nodes are not known, or others use them now."""
+    """The node of every process; None if the nodes are unknown or in use."""
     busy: str = ""
-    """Who is waited for with what, where others use the nodes now."""
+    """What the run waits for, if the nodes are in use."""
 
     @property
     def memory(self) -> int:
@@ -59,18 +59,17 @@ class RunPlan:
 
 
 class InfeasibleError(ValueError):
-    """The plan does not fit this machine: which part does not, and what would."""
+    """The plan does not fit this machine: which part does not, and what would fit."""
 
 
 def needs_engine(config: SFTConfig | GRPOConfig) -> bool:
-    """GRPO always generates; SFT only for its evaluation."""
+    """Whether the run generates: GRPO always, SFT only for its evaluation."""
     return config.recipe == "grpo" or config.evaluation is not None
 
 
 def make_plan(config: SFTConfig | GRPOConfig, model: ModelFacts | None, host: HostResources) -> RunPlan:
-    """The processes of the run and what they need. Without a model, what does not depend on it: no sizes, no
-    collectives. Those of a Ray cluster are not held against this host: `lockstep.run.planning.node_placement` has a
-    place for each.
+    """The processes of the run and what they need. Without a model, only what does not depend on it: no sizes, no
+    collectives. Processes on Ray need not fit this host: `lockstep.run.planning.node_placement` assigns their nodes.
 
     Raises:
         InfeasibleError: a context without room for prompts, more ranks than GPUs, too little memory or shared memory.
@@ -123,7 +122,7 @@ def make_plan(config: SFTConfig | GRPOConfig, model: ModelFacts | None, host: Ho
 
 
 def engine_dtype(config: SFTConfig | GRPOConfig, model: ModelFacts) -> str:
-    """Precision of the engine's weights: its own setting, else the model's."""
+    """The precision of the engine's weights: its own setting, else the model's."""
     chosen = config.rollout.engine.dtype
     return model.dtype if chosen == "auto" else chosen
 
@@ -138,9 +137,11 @@ def trainer_memory(config: SFTConfig | GRPOConfig, model: ModelFacts) -> int:
     width, adapter = DTYPE_BYTES[model.dtype], model.adapter
     if adapter is None:
         states = 16 * model.parameters // config.trainer.shards
-    else:  # merging needs the whole of it
+    else:  # merging needs the whole adapter
         frozen = config.model.quantization
-        bits = 8 * width if frozen is None else {"nf4": 4.5, "int8": 8.0}[frozen.kind]  # with the blocks' constants
+        bits = (
+            8 * width if frozen is None else {"nf4": 4.5, "int8": 8.0}[frozen.kind]
+        )  # including the constants of the blocks
         sharded = int(bits * (model.parameters - adapter.saved) / 8) + 16 * adapter.trained
         states = sharded // config.trainer.shards + 4 * adapter.parameters
     per_layer = (2 if config.trainer.activation_checkpointing else 34) * config.token_budget * model.hidden
@@ -153,7 +154,7 @@ def trainer_memory(config: SFTConfig | GRPOConfig, model: ModelFacts) -> int:
 
 
 def engine_memory(config: SFTConfig | GRPOConfig, model: ModelFacts) -> int:
-    """Bytes of one engine: weights and its preallocated K/V cache."""
+    """Bytes of one engine: weights and preallocated KV cache."""
     engine = config.rollout.engine
     width = DTYPE_BYTES[engine_dtype(config, model)]
     if engine.kind == "vllm":
@@ -164,7 +165,7 @@ def engine_memory(config: SFTConfig | GRPOConfig, model: ModelFacts) -> int:
 
 
 def memory_checkpoint_bytes(config: SFTConfig | GRPOConfig, model: ModelFacts) -> int:
-    """Bytes of two copies of what is trained, on all ranks: fp32 weights and two Adam moments."""
+    """Bytes of two copies of the trained state on all ranks: fp32 weights and two Adam moments."""
     trained = model.parameters if model.adapter is None else model.adapter.parameters
     return 2 * 12 * trained * config.trainer.replicas
 
@@ -172,8 +173,8 @@ def memory_checkpoint_bytes(config: SFTConfig | GRPOConfig, model: ModelFacts) -
 def _reserved_checkpoint_bytes(
     config: SFTConfig | GRPOConfig, model: ModelFacts, plan: RunPlan, host: HostResources
 ) -> int:
-    """Bytes for copies of the trainer's state, 0 where they are not wanted or (auto) do not fit: they count as memory
-    of this container like any other."""
+    """Bytes for in-memory checkpoints; 0 if they are off, or on auto do not fit. They count as memory of the
+    container."""
     kept = config.recovery.memory_copy
     if not kept or not config.recovery.enable:
         return 0
@@ -182,7 +183,7 @@ def _reserved_checkpoint_bytes(
             return 0
         raise InfeasibleError(
             "recovery.memory_copy is in the shared memory of one host, and with cluster.kind ray the trainer's ranks "
-            "may come back on another: set it to auto, or to false"
+            "may restart on another host: set it to auto or false"
         )
     size = memory_checkpoint_bytes(config, model)
     memory = host.memory - plan.shared_memory - (plan.memory if host.device == "cpu" else 0)
@@ -193,17 +194,17 @@ def _reserved_checkpoint_bytes(
         return 0
     raise InfeasibleError(
         f"recovery.memory_copy needs {size / 2**20:.0f} MiB of shared memory for two copies of the trainer's state and "
-        f"{max(free, 0) / 2**20:.0f} MiB are free beside the rest: set it to false, or to auto"
+        f"{max(free, 0) / 2**20:.0f} MiB are free beside the rest: set it to auto or false"
     )
 
 
 def trainer_collectives(config: SFTConfig | GRPOConfig, model: ModelFacts) -> list[PlannedCollective]:
-    """The collectives every rank enters in a step; none of it depends on the data of a rank (rule 3)."""
+    """The collectives that every rank enters in a step. They do not depend on the data of a rank."""
     if config.trainer.ranks == 1:
         return []
     layers, units, updates, models = model.layers, model.layers + 1, 1, 0
     adapter = model.adapter
-    # FSDP2 gathers one layer ahead of the backward that comes next, also where none comes.
+    # FSDP2 gathers one layer ahead of the next backward, even if there is none.
     backward = layers if adapter is None else layers - max(adapter.first - 1, 0)
     reduced = units if adapter is None else adapter.units
     if config.recipe == "grpo":
@@ -242,7 +243,7 @@ def trainer_collectives(config: SFTConfig | GRPOConfig, model: ModelFacts) -> li
 
 
 def _replica_collectives(config: SFTConfig | GRPOConfig, times: int, size: int) -> list[PlannedCollective]:
-    """What HSDP adds: a copy's part of the gradients is summed with that of the other copies."""
+    """The collectives that HSDP adds: gradients are summed across replicas."""
     trainer = config.trainer
     if trainer.replicas == 1:
         return []
@@ -250,8 +251,8 @@ def _replica_collectives(config: SFTConfig | GRPOConfig, times: int, size: int) 
 
 
 def resource_requests(config: SFTConfig | GRPOConfig, processes: Sequence[PlannedProcess]) -> list[ProcessRequest]:
-    """What each process needs of a node: a rank one GPU, an engine those of its tensor-parallel group, the others a
-    core. On CPUs, memory as well."""
+    """What each process needs of a node: a rank one GPU, an engine the GPUs of its tensor-parallel group, others a
+    core. On CPUs also memory."""
     width, found = _gpus_per_engine(config), []
     for process in processes:
         many = width if process.role == "rollout" else 1
@@ -264,22 +265,22 @@ def resource_requests(config: SFTConfig | GRPOConfig, processes: Sequence[Planne
 
 
 def _device(config: SFTConfig | GRPOConfig, host: HostResources, index: int) -> str:
-    """One GPU per process; where there are fewer, processes share them in turn (colocation). On a Ray cluster each
-    process sees its own ones only."""
+    """One GPU per process; with fewer GPUs, processes share them in turn. On a Ray cluster each process sees only its
+    own GPUs."""
     if host.device == "cpu":
         return "cpu"
     return "cuda:0" if config.cluster.kind == "ray" else f"cuda:{index % max(host.gpus, 1)}"
 
 
 def _engine_device(config: SFTConfig | GRPOConfig, host: HostResources, rank: int) -> str:
-    """The first of an engine's GPUs: after those of the ranks, or from the first on where it shares theirs."""
+    """The first GPU of an engine: after those of the ranks, or among them if they are shared."""
     width, ranks = _gpus_per_engine(config), config.trainer.ranks
     first = rank * width % ranks if config.placement.shared else ranks + rank * width
     return _device(config, host, min(first % max(host.gpus, 1), max(host.gpus - width, 0)))
 
 
 def _gpus_per_engine(config: SFTConfig | GRPOConfig) -> int:
-    """GPUs, or processes, of one engine."""
+    """The number of GPUs, or of processes, of one engine."""
     engine = config.rollout.engine
     return engine.tensor_parallel_size if engine.kind == "vllm" else 1
 
@@ -287,10 +288,10 @@ def _gpus_per_engine(config: SFTConfig | GRPOConfig) -> int:
 def weight_devices(
     config: SFTConfig | GRPOConfig, processes: Sequence[PlannedProcess], slower: str = ""
 ) -> DevicePlacement:
-    """What trainer ranks and engines compute on, as far as weights between them are concerned.
+    """The devices of trainer ranks and engines, for the choice of a weight transport.
 
     Args:
-        slower: why the trainer's collectives do not run on NCCL, where they should.
+        slower: why the trainer's collectives do not run on NCCL although they should.
     """
     ranks = {process.device for process in processes if process.role == "policy"}
     firsts = [process.device for process in processes if process.role == "rollout"]
@@ -309,14 +310,14 @@ def weight_devices(
 
 
 def _threads(config: SFTConfig | GRPOConfig, host: HostResources, role: Literal["policy", "rollout"], many: int) -> int:
-    """Of a process, where the config leaves it open: its share of this host's cores, or the cores that it reserves."""
+    """Threads of a process by default: its share of this host's cores, or on Ray the cores that it reserves."""
     if config.cluster.kind == "ray":
         return max(1, int(getattr(config.placement, role).cpus))
     return max(1, host.cores // many)
 
 
 def _check_context_room(config: SFTConfig | GRPOConfig, model: ModelFacts) -> None:
-    """A prompt has one token at least, and stands with its completion in the context."""
+    """Checks that the context has room for a completion and a prompt of at least one token."""
     limits = [("rollout.sampling.max_tokens", config.rollout.sampling)] if needs_engine(config) else []
     if config.evaluation is not None and config.evaluation.sampling is not None:
         limits.append(("evaluation.sampling.max_tokens", config.evaluation.sampling))

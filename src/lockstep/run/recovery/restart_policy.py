@@ -19,24 +19,24 @@ not match. All its other errors say what is wrong with data, config or code, so 
 
 @dataclass(frozen=True, slots=True)
 class RestartRole:
-    """The worker (of the trainer: all ranks) is replaced."""
+    """Replace the worker; of the trainer all ranks."""
 
     number: int
-    """Which restart within the window this is, from 1."""
+    """Number of this restart within the window, from 1."""
     budget: RestartBudget
 
 
 @dataclass(frozen=True, slots=True)
 class StopRun:
-    """The run ends; it can be resumed."""
+    """End the run. It can be resumed."""
 
     reason: str
-    """Why it was not healed; empty where the error says all there is to say."""
+    """Why there is no restart; "" if the error needs no further explanation."""
 
 
 @dataclass(frozen=True, slots=True)
 class FewerRanks:
-    """The trainer goes on with so many ranks: no replacement can be had."""
+    """Continue training with fewer ranks: no replacement is available."""
 
     ranks: int
 
@@ -44,7 +44,7 @@ class FewerRanks:
 RecoveryAction = RestartRole | FewerRanks | StopRun
 
 MAX_FAILED_STARTS = 2
-"""Starts of trainer ranks that fail in a row before fewer are tried."""
+"""Failed starts of trainer ranks in a row, after which fewer ranks are started."""
 
 
 def decide_recovery(
@@ -53,8 +53,8 @@ def decide_recovery(
     """What to do about a failure.
 
     Args:
-        history: what was restarted for, oldest first.
-        fewer: the next smaller number of trainer ranks that would do; None where there is none.
+        history: failures that were followed by a restart, oldest first.
+        fewer: the next smaller possible number of trainer ranks; None if there is none.
     """
     if not config.enable:
         return StopRun("")
@@ -69,14 +69,14 @@ def decide_recovery(
     spent = sum(_in_same_budget(failure, earlier, budget) for earlier in history)
     if spent >= budget.max_restarts:
         return StopRun(
-            f"{spent} restarts within {budget.window_s:g} s are spent (recovery.{failure.role}.max_restarts "
+            f"{spent} restarts within {budget.window_s:g} s are used up (recovery.{failure.role}.max_restarts "
             f"{budget.max_restarts}, window_s {budget.window_s:g})"
         )
     return RestartRole(spent + 1, budget)
 
 
 def _in_same_budget(failure: WorkerFailure, earlier: WorkerFailure, budget: RestartBudget) -> bool:
-    """Whether an earlier restart is of the same budget: the trainer's ranks share one, every engine has its own."""
+    """Whether an earlier restart is in the same budget: all trainer ranks share one, each engine has its own."""
     same = earlier.role == failure.role and (failure.role == "policy" or earlier.rank == failure.rank)
     return same and failure.at - earlier.at <= budget.window_s
 
@@ -88,7 +88,7 @@ def _failed_starts(failures: Sequence[WorkerFailure]) -> int:
 
 
 def next_smaller_ranks(config: TrainerConfig, ranks: int) -> int | None:
-    """The largest smaller number of ranks over which parameters can be sharded with as many copies."""
+    """The largest smaller number of ranks that allows the same number of replicas."""
     for count in range(ranks - 1, 0, -1):
         shards, rest = divmod(count, config.replicas)
         if not rest and (config.replicas == 1 or shards > 1):

@@ -15,18 +15,18 @@ log = logging.getLogger(__name__)
 
 
 class _LogFile(logging.FileHandler):
-    """A log that cannot be written (a full disk, say) must not end the run, nor hide why it ends."""
+    """A log that cannot be written, as on a full disk, must neither end the run nor hide why it ended."""
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
         pass
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # it writes what is left, or tries to
+        with contextlib.suppress(OSError):  # closing flushes
             super().close()
 
 
 class _RedactingFormatter(logging.Formatter):
-    """Without what looks like a secret, or is one: an error may have it from anywhere."""
+    """Redacts secrets, and what looks like one: an error message may contain any."""
 
     def __init__(self, known: tuple[str, ...]) -> None:
         super().__init__("%(asctime)s controller %(levelname).1s %(name)s: %(message)s")
@@ -42,13 +42,13 @@ class _ConsoleHandler(logging.Handler):
         self._console, self._known = console, known
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.exc_info is None:  # tracebacks are for the file; whoever ends the run says briefly what happened
+        if record.exc_info is None:  # tracebacks go to the file; the command prints a short message
             self._console.warning(redact_text(record.getMessage(), self._known))
 
 
 @contextmanager
 def controller_logging(file: Path, console: LiveConsole) -> Iterator[None]:
-    """Sends what Lockstep logs in this process to both, and what the run fails with to the file, traceback and all."""
+    """Sends the log of this process to the file and its warnings to the console; the file also gets the final error."""
     file.parent.mkdir(exist_ok=True)
     to_file = _LogFile(file, delay=True, encoding="utf-8")
     known = secret_values(os.environ)

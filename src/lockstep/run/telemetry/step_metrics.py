@@ -9,11 +9,11 @@ from lockstep.rewards.reward_metrics import reward_metrics
 
 
 def rollout_metrics(rollouts: Rollouts) -> dict[str, float]:
-    """Rewards and lengths under the names the field uses.
+    """Rewards, lengths and staleness under their usual names.
 
-    Staleness is that of each token: the version that is trained, which is the number of the step, less the one that
-    made it. `rollout/groups_without_signal` is the share of groups whose completions all have the same reward: they
-    teach nothing. `reward/std` is over all completions, as in TRL and verl.
+    The staleness of a token is the trained version, which is the number of the step, minus the version that made the
+    token. `rollout/groups_without_signal` is the share of groups whose completions all have the same reward, which have
+    no gradient. `reward/std` is over all completions, as in TRL and verl.
     """
     completions = [completion for group in rollouts.groups for completion in group.completions]
     lengths = np.array([completion.generated for completion in completions], dtype=np.float64)
@@ -35,7 +35,7 @@ def rollout_metrics(rollouts: Rollouts) -> dict[str, float]:
 
 
 def _episode_metrics(completions: Sequence[Completion]) -> dict[str, float]:
-    """Of conversations: turns of the model, tokens of the environment, how they ended, what it counted."""
+    """Metrics of conversations: turns of the model, tokens of the environment, ends, the environment's own metrics."""
     episodes = [each.episode for each in completions if each.episode is not None]
     if not episodes:
         return {}
@@ -55,7 +55,7 @@ def _episode_metrics(completions: Sequence[Completion]) -> dict[str, float]:
 
 
 def update_metrics(stats: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """One row from the optimizer steps of a step: means; of counts the sum, of what ends in `_max` the maximum."""
+    """The metrics of all optimizer steps of a step: sums of counts, maxima of names that end in `_max`, else means."""
 
     def joined(name: str) -> float:
         values = [each[name] for each in stats]

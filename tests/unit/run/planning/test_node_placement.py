@@ -94,7 +94,7 @@ def test_copies_in_memory_are_of_one_host() -> None:
 
 def test_a_placement_says_nothing_to_one_host() -> None:
     local = config(cluster="local", placement={"strategy": "spread", "colocate": "all"})
-    assert "all but colocate is for cluster.kind ray" in placement_notes(local)[0]
+    assert "only `colocate` applies outside Ray" in placement_notes(local)[0]
     for said in (config(cluster="local"), config(placement={"strategy": "spread"})):
         assert placement_notes(said) == []
     assert placement_notes(config(cluster="local", placement={"colocate": "all"})) == [], "engines sleep here as well"
@@ -134,14 +134,14 @@ def test_a_dry_run_shows_who_is_where(file: Path) -> None:
     args = ["train", str(file), "cluster=ray", "cluster.device=cpu", "cluster.address=127.0.0.1:1", "--dry-run"]
     unknown = CliRunner().invoke(app, [*args, "placement.colocate=all"])
     assert unknown.exit_code == 0, unknown.output
-    assert "nodes are not known" in unknown.stderr and "bundles, each on one node" in unknown.stdout
+    assert "nodes are unknown" in unknown.stderr and "bundles, each on one node" in unknown.stdout
     assert "policy-0, engine-0, policy-1, engine-1" in unknown.stdout and "2 CPUs" in unknown.stdout
 
 
 def test_the_nodes_are_asked_for_before_the_run(file: Path) -> None:
     values = {"cluster": {"kind": "ray", "address": "auto"}}
     asked = check_config(yaml.safe_load(file.read_text()) | values, "test")
-    prepared = prepare_run(asked, None, look=lambda cluster: [node(0, 8, 4)])
+    prepared = prepare_run(asked, None, list_nodes=lambda cluster: [node(0, 8, 4)])
     assert prepared.host.device == "cuda" and prepared.plan.assignment is not None
     with pytest.raises(DoesNotFit):
-        prepare_run(asked, None, look=lambda cluster: [node(0, 8, 2)])
+        prepare_run(asked, None, list_nodes=lambda cluster: [node(0, 8, 2)])

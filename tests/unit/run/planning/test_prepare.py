@@ -54,5 +54,5 @@ def test_groups_are_filtered_by_a_term_that_there_is(tmp_path: Path) -> None:
     for metric in ("reward", "right"):
         prepare_run(check_config(values | {"filter_groups": {"enable": True, "metric": metric}}, "test"), None)
     wrong = values | {"filter_groups": {"enable": True, "metric": "exact_match"}}
-    with pytest.raises(RunRefused, match=r"filter_groups.metric 'exact_match' is none of reward, right"):
+    with pytest.raises(RunRefused, match=r"filter_groups.metric 'exact_match' is not one of reward, right"):
         prepare_run(check_config(wrong, "test"), None)

@@ -118,7 +118,7 @@ def test_engines_share_the_gpus_of_ranks_where_they_are_to() -> None:
 
 
 def test_weights_from_gpu_to_gpu_are_refused_where_there_are_none() -> None:
-    with pytest.raises(InfeasibleError, match=r"weights\.transport nccl goes from GPU to GPU"):
+    with pytest.raises(InfeasibleError, match=r"weights\.transport nccl copies from GPU to GPU"):
         make_plan(config(weights={"transport": "nccl"}), MODEL, HOST)
     gpus = replace(HOST, device="cuda", gpus=2)
     with pytest.raises(InfeasibleError, match=r"weights\.transport nccl needs a GPU of its own"):

@@ -65,7 +65,7 @@ def test_trainer_ranks_share_a_budget_and_engines_have_one_each() -> None:
     assert decide_recovery(died("policy", 1, 50), [died("policy", 0, 10)], CONFIG) == RestartRole(2, CONFIG.policy)
     stop = decide_recovery(died("policy", 1, 50), [died("policy", 0, 10), died("policy", 1, 20)], CONFIG)
     assert isinstance(stop, StopRun)
-    assert stop.reason == ("2 restarts within 100 s are spent (recovery.policy.max_restarts 2, window_s 100)")
+    assert stop.reason == ("2 restarts within 100 s are used up (recovery.policy.max_restarts 2, window_s 100)")
     assert decide_recovery(died("rollout", 1, 5), [died("rollout", 0, 1)], CONFIG) == RestartRole(1, CONFIG.rollout)
     assert isinstance(decide_recovery(died("rollout", 0, 5), [died("rollout", 0, 1)], CONFIG), StopRun)
     assert decide_recovery(died("rollout", 0, 12), [died("rollout", 0, 1)], CONFIG) == RestartRole(1, CONFIG.rollout), (
