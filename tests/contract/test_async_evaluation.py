@@ -28,7 +28,7 @@ class Answer:
     def __init__(self, later: DeferredResult[CompletionBatch]) -> None:
         self.outcome: list[Any] = []
         self.callbacks: list[Callable[[], None]] = []
-        later.when_over(self._over)
+        later.on_settled(self._over)
 
     def _over(self, value: Any, error: Any) -> None:
         self.outcome.append(value)

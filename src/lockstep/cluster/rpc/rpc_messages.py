@@ -26,8 +26,8 @@ MANIFEST_VARIABLE = "LOCKSTEP_WORKER"
 """The variable that names a worker's manifest file."""
 
 _SESSION_VARIABLES = (
-    "_", "SHLVL", "PWD", "OLDPWD", "TERM", "COLUMNS", "LINES", "WINDOWID", "TMUX", "TMUX_PANE", "STY", "WINDOW", "DISPLAY",
-    "XAUTHORITY", "PS1", "LS_COLORS", "HISTFILE",
+    "_", "SHLVL", "PWD", "OLDPWD", "TERM", "COLUMNS", "LINES", "WINDOWID", "TMUX", "TMUX_PANE", "STY", "WINDOW",
+    "DISPLAY", "XAUTHORITY", "PS1", "LS_COLORS", "HISTFILE",
 )  # fmt: skip
 _SESSION_PREFIXES = ("SSH_", "XDG_", "DBUS_", "TERM_", "VSCODE_", "VTE_", "GPG_")
 """Variables of a terminal session: a run may be resumed from another terminal."""
