@@ -53,7 +53,7 @@ class CollectiveRefused(PicklableError, RuntimeError):
 class CollectiveStalled(PicklableError, RuntimeError):
     """A collective ended because the observer of the job gave a verdict and freed those who waited.
 
-    `to_verdict` is its JSON form (see `watch.verdict`), empty when only a text was given; `was` what the backend
+    `verdict` is its JSON form (see `watch.verdict`), empty when only a text was given; `was` what the backend
     said."""
 
     error_code = "collective_stalled"

@@ -16,7 +16,7 @@ _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 
 def new_run_id(name: str) -> str:
-    """A run id nobody else on this host has: `name-` and six hex digits, made fit for a folder's name."""
+    """A run id unique on this host: `name-` and six hex digits, with characters that folder names allow."""
     cleaned = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-._")[:48] or "run"
     return f"{cleaned}-{secrets.token_hex(3)}"
 
@@ -40,7 +40,8 @@ def run_shm_dir(run: str) -> Path:
 
 @contextlib.contextmanager
 def file_lock(descriptor: int, seconds: float = 2.0) -> Iterator[None]:
-    """Holds the lock of an open file. Raises TimeoutError when somebody (who may be stopped) keeps it too long."""
+    """Holds the lock of an open file. Raises TimeoutError when another process, perhaps a stopped one, keeps it too
+    long."""
     until = time.monotonic() + seconds
     while True:
         try:
@@ -48,7 +49,7 @@ def file_lock(descriptor: int, seconds: float = 2.0) -> Iterator[None]:
             break
         except BlockingIOError:
             if time.monotonic() >= until:
-                raise TimeoutError(f"the lock of a shared file is not to be had within {seconds:g} s") from None
+                raise TimeoutError(f"cannot lock a shared file within {seconds:g} s") from None
             time.sleep(1e-3)
     try:
         yield
@@ -57,14 +58,14 @@ def file_lock(descriptor: int, seconds: float = 2.0) -> Iterator[None]:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Others see the file with all of `read_option_data`, or as it was before."""
+    """Readers see the file with all of `data`, or as it was before."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     draft.write_bytes(data)
     draft.rename(path)
 
 
 def make_run_shm_dir(run: str) -> Path:
-    """Creates the run's folder with mode 0700. Raises PermissionError when somebody else owns it."""
+    """Creates the run's folder with mode 0700. Raises PermissionError when another user owns it."""
     folder = run_shm_dir(run)
     base = folder.parent
     if not base.is_dir():
@@ -75,8 +76,8 @@ def make_run_shm_dir(run: str) -> Path:
 
 
 def make_private_dir(folder: Path, remedy: str) -> Path:
-    """Creates it, in one that others may write to, for this user alone (mode 0700). Raises PermissionError where
-    somebody else has put something there."""
+    """Creates a folder for this user alone (mode 0700) inside one that others may write to. Raises PermissionError when
+    another user has put something in its place."""
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     facts = folder.lstat()

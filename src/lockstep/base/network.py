@@ -1,4 +1,4 @@
-"""What the kernel says of this host's network: interfaces that stand on a card, the address on the way to a peer."""
+"""This host's network: physical interfaces, the address used to reach a peer, ports to listen on and to dial."""
 
 import errno
 import socket
@@ -12,11 +12,11 @@ SYS_CLASS_NET = Path("/sys/class/net")
 
 
 def is_physical_interface(interface: Path, depth: int = 4) -> bool:
-    """Whether a device of the host is this interface, or below it: a port of a bridge, of a bond, what a VLAN is on.
+    """Whether the interface is a network card or stands on one: as a bridge or bond of ports, or as a VLAN.
 
     Args:
         interface: its folder in `SYS_CLASS_NET`.
-        depth: how many such steps down are taken.
+        depth: the most steps down.
     """
     if (interface / "device").exists():
         return True
@@ -33,7 +33,7 @@ def _list_dir(folder: Path) -> list[Path]:
 
 
 def route_source_address(peer: str, names: bool = False) -> str:
-    """The address of this host that its kernel would use to reach the peer; nothing is sent, and nobody asked.
+    """The address of this host that its kernel would use to reach the peer; sends nothing.
 
     Args:
         names: whether the peer may be a name, which is looked up then.
@@ -68,7 +68,7 @@ def listen(host: str, ports: PortRange | None = None, backlog: int = 1024) -> so
 
     Raises:
         NoPort: none is free.
-        OSError: the address is none of this host's, or the port is not ours to use.
+        OSError: the address is none of this host's, or this user may not use the port.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     first, last = (0, 0) if ports is None else ports
@@ -82,10 +82,10 @@ def listen(host: str, ports: PortRange | None = None, backlog: int = 1024) -> so
 
 
 def check_reachable(host: str, port: int, why: str, timeout_s: float) -> None:
-    """Whether somebody listens there, at one of the addresses of that name; the bound is that of each.
+    """Checks that a process listens there, at one of the addresses of that name; the bound applies to each address.
 
     Raises:
-        OSError: nobody does, or nothing comes back within that time.
+        OSError: none does, or no reply comes within that time.
     """
     refused: OSError | None = None
     with track_wait("connect", f"{host}:{port}", why, timeout_s):

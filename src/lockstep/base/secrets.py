@@ -28,9 +28,9 @@ _SECRET_NAME = re.compile(
 )
 _SPECIAL_TOKEN_NAME = re.compile(r"(?:^|_)(?:eos|bos|pad|unk|sep|cls|mask|stop|image|video)_token$", re.I)
 _MIN_DIGITS = 3
-"""In something drawn; names that people give have one or two."""
+"""In a random text; names that people give have one or two."""
 _MIN_VALUE_LENGTH = 8
-"""Of a variable: hiding shorter ones would black out ordinary words."""
+"""Of a variable: hiding shorter values would hide ordinary words."""
 
 
 def is_secret_name(name: str) -> bool:
@@ -39,13 +39,13 @@ def is_secret_name(name: str) -> bool:
 
 
 def secret_kind(text: str) -> str | None:
-    """What secret the text holds by its form (`a Hugging Face token`), None where it holds none."""
+    """The kind of secret that the text contains, by its form (`a Hugging Face token`); None if it contains none."""
     return next((kind for kind, pattern in _COMPILED_PATTERNS.items() if pattern.search(text)), None)
 
 
 def find_secrets(values: Any, path: str = "") -> Iterator[tuple[str, str]]:
     """(dotted path, kind) of every text in nested mappings and lists that is a secret by its form, or by the name of
-    its key and by looking like drawn characters."""
+    its key and by looking random."""
     if isinstance(values, Mapping):
         for key, value in values.items():
             yield from find_secrets(value, f"{path}.{key}" if path else str(key))
@@ -61,7 +61,7 @@ def find_secrets(values: Any, path: str = "") -> Iterator[tuple[str, str]]:
 
 
 def secret_values(environment: Mapping[str, str]) -> tuple[str, ...]:
-    """The values of variables whose name says that they are secrets; longest first, for `redact_text`."""
+    """The values of variables with names of secrets; longest first, for `redact_text`."""
     values = {value.strip() for name, value in environment.items() if is_secret_name(name)}
     return tuple(sorted((value for value in values if len(value) >= _MIN_VALUE_LENGTH), key=len, reverse=True))
 
@@ -85,7 +85,7 @@ def redact(values: Any, known: Collection[str] = (), name: str = "") -> Any:
 
 
 def _looks_random(text: str) -> bool:
-    """Whether it looks drawn at random: long, of the characters that keys have, letters and several digits, above 3
+    """Whether it looks random: long, of the characters that keys have, letters and several digits, above 3
     bits a character (Shannon, of its own frequencies)."""
     if not re.fullmatch(r"[A-Za-z0-9._~+/=-]{16,}", text) or not re.search(r"[A-Za-z]", text):
         return False

@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 def run_in_thread(call: Callable[[], T], name: str) -> "Future[T]":
-    """The call under way; `waits.future` waits for it as long as it may take."""
+    """Starts the call; `waits.future` waits for the result within the caller's bound."""
     answer: Future[T] = Future()
 
     def make() -> None:

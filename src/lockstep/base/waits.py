@@ -39,8 +39,8 @@ def poll(
     wake: threading.Event | None = None,
     **bounds: Unpack[WaitBounds],
 ) -> T:
-    """Calls `check` every `every_s` until it returns something else than None, and returns that. `wake` is set by
-    whoever knows that it is worth a look now; it is cleared before each."""
+    """Calls `check` every `every_s` until it returns something other than None, and returns that. Setting `wake` makes
+    the next call happen at once; it is cleared before each call."""
 
     def attempt(seconds: float) -> T | NotReady:
         if wake is not None:
@@ -274,7 +274,7 @@ class _Store(Protocol):
 def store_get(
     store: _Store, key: str, *, waits_for: str, why: str, every_s: float = 0.02, **bounds: Unpack[WaitBounds]
 ) -> bytes:
-    """The value of a key of a torch Store, once somebody has set it."""
+    """The value of a key of a torch Store, once it is set."""
 
     def attempt(seconds: float) -> bytes | NotReady:
         if store.check([key]):

@@ -1,0 +1,1 @@
+"""Framed, authenticated connections between the processes of a run."""

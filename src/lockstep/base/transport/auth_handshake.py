@@ -1,9 +1,9 @@
 """Framed, authenticated sockets between the processes of a run.
 
 A frame is an 8-byte length and as many bytes. When a connection opens, both sides prove by HMAC-SHA256 over two
-nonces that they know the run's token, which itself never travels; the dialling side says who it is (run,
+nonces that they know the run's token, which itself never travels; the dialling side identifies itself (run,
 generation, name) and is refused, with a reason, when its token, run or generation is wrong. Whatever else talks to
-the port (scanners, garbage, peers that say nothing) loses its own connection and disturbs nobody.
+the port (scanners, garbage, silent peers) loses its own connection and disturbs no other.
 
 The peers are authenticated, the bytes are not encrypted: bind to loopback or to a trusted network.
 """
@@ -56,8 +56,8 @@ class Listener:
     """Accepts authenticated connections of one run. One thread accepts.
 
     `highest` is the highest generation seen, its own included; a peer of a smaller one is refused. Handshakes run
-    interleaved inside `accept`, so a silent peer delays nobody. `fileno` is readable when `accept(0)` has work.
-    """
+    interleaved inside `accept`, so a silent peer does not delay the others. `fileno` is readable when `accept(0)` has
+    work."""
 
     def __init__(
         self,
@@ -94,10 +94,10 @@ class Listener:
             soonest = min([deadline, *(peer.deadline for peer in self._half_open.values())])
             for key, _ in self._selector.select(max(0.0, soonest - time.monotonic())):
                 if key.data is None:
-                    self._welcome()
+                    self._greet()
                 elif (connection := self._advance(key.data)) is not None:
                     return connection
-            self._drop_late()
+            self._drop_expired()
             if time.monotonic() >= deadline:
                 return None
         return None
@@ -108,7 +108,7 @@ class Listener:
             return
         self._closed = True
         for peer in list(self._half_open.values()):
-            self._forget(peer, close=True)
+            self._discard(peer, close=True)
         self._selector.close()
         self._socket.close()
 
@@ -120,18 +120,18 @@ class Listener:
     ) -> None:
         self.close()
 
-    def _welcome(self) -> None:
+    def _greet(self) -> None:
         try:
             sock, _ = self._socket.accept()
         except OSError:
             return
         sock.setblocking(False)
         if len(self._half_open) >= _HALF_OPEN_LIMIT:
-            self._forget(min(self._half_open.values(), key=lambda peer: peer.deadline), close=True)
+            self._discard(min(self._half_open.values(), key=lambda peer: peer.deadline), close=True)
         peer = _HalfOpen(sock, secrets.token_bytes(_NONCE), time.monotonic() + self._handshake_s, bytearray())
         self._half_open[sock.fileno()] = peer
         self._selector.register(sock, selectors.EVENT_READ, peer)
-        self._say(peer, _MAGIC + peer.nonce)
+        self._send(peer, _MAGIC + peer.nonce)
 
     def _advance(self, peer: _HalfOpen) -> Connection | None:
         """Reads what the peer sent; a connection when its hello is complete and good."""
@@ -145,58 +145,58 @@ class Listener:
         start = len(_MAGIC) + _LENGTH.size
         garbage = not _MAGIC.startswith(peer.data[: len(_MAGIC)])
         if not data or garbage or len(peer.data) > _HELLO_LIMIT:
-            self._forget(peer, close=True)
+            self._discard(peer, close=True)
             return None
         if len(peer.data) < start:
             return None
         (size,) = _LENGTH.unpack_from(peer.data, len(_MAGIC))
         if not _NONCE + _MAC < size <= _HELLO_LIMIT - start or len(peer.data) > start + size:
-            self._forget(peer, close=True)
+            self._discard(peer, close=True)
             return None
-        return self._judge(peer, bytes(peer.data[start:])) if len(peer.data) == start + size else None
+        return self._verify(peer, bytes(peer.data[start:])) if len(peer.data) == start + size else None
 
-    def _judge(self, peer: _HalfOpen, payload: bytes) -> Connection | None:
+    def _verify(self, peer: _HalfOpen, payload: bytes) -> Connection | None:
         nonce, proof, hello = payload[:_NONCE], payload[_NONCE : _NONCE + _MAC], payload[_NONCE + _MAC :]
         seed = peer.nonce + nonce + hello
         known = hmac.compare_digest(proof, _mac(self._token, b"dials", seed))
-        who = _parse_identity(hello) if known else None
-        code, why = ("token", "the token is not this run's") if not known else self._objection(who)
+        identity = _parse_identity(hello) if known else None
+        code, why = ("token", "the token is not this run's") if not known else self._check_identity(identity)
         reply = json.dumps(
             {"code": code, "why": why, "run": self._me.run, "generation": self.highest, "name": self._me.name}
             if known
             else {"code": code, "why": why}
         ).encode()
         mac = _mac(self._token, b"listens", seed + reply) if known else bytes(_MAC)
-        said = self._say(peer, _LENGTH.pack(_MAC + len(reply)) + mac + reply)
-        self._forget(peer, close=code is not None or not said)
-        if code is not None or who is None or not said:
+        sent = self._send(peer, _LENGTH.pack(_MAC + len(reply)) + mac + reply)
+        self._discard(peer, close=code is not None or not sent)
+        if code is not None or identity is None or not sent:
             return None
-        self.highest = max(self.highest, who.generation)
+        self.highest = max(self.highest, identity.generation)
         _set_tcp_options(peer.socket)
-        return Connection(peer.socket, who, self._max_frame)
+        return Connection(peer.socket, identity, self._max_frame)
 
-    def _objection(self, who: PeerIdentity | None) -> tuple[RefusalCode | None, str]:
-        if who is None:
-            return "protocol", "the hello cannot be read"
-        if who.run != self._me.run:
-            return "run", f"this is run {self._me.run!r}, not {who.run!r}"
-        if who.generation < self.highest:
-            return "generation", f"generation {who.generation} is stale, {self.highest} has been seen"
+    def _check_identity(self, identity: PeerIdentity | None) -> tuple[RefusalCode | None, str]:
+        if identity is None:
+            return "protocol", "the hello is unreadable"
+        if identity.run != self._me.run:
+            return "run", f"this is run {self._me.run!r}, not {identity.run!r}"
+        if identity.generation < self.highest:
+            return "generation", f"generation {identity.generation} is stale, {self.highest} has been seen"
         return None, ""
 
-    def _say(self, peer: _HalfOpen, data: bytes) -> bool:
+    def _send(self, peer: _HalfOpen, data: bytes) -> bool:
         """A few hundred bytes into an empty socket buffer: all or the peer is dropped by its deadline."""
         try:
             return peer.socket.send(data) == len(data)
         except OSError:
             return False
 
-    def _drop_late(self) -> None:
+    def _drop_expired(self) -> None:
         now = time.monotonic()
         for peer in [peer for peer in self._half_open.values() if peer.deadline <= now]:
-            self._forget(peer, close=True)
+            self._discard(peer, close=True)
 
-    def _forget(self, peer: _HalfOpen, close: bool) -> None:
+    def _discard(self, peer: _HalfOpen, close: bool) -> None:
         if self._half_open.pop(peer.socket.fileno(), None) is not None:
             self._selector.unregister(peer.socket)
         if close:
@@ -217,8 +217,8 @@ def connect(
     """Dials a `Listener` and proves both sides, within `timeout_s` altogether.
 
     Raises:
-        Refused: wrong token (of either side), other run, stale generation, or no listener of ours at that port.
-        ConnectionClosed: nobody listens, or it closed during the handshake.
+        HandshakeRefused: wrong token (of either side), other run, stale generation, or another program at that port.
+        ConnectionClosed: nothing listens there, or it closed during the handshake.
     """
     deadline = time.monotonic() + timeout_s
     where = f"{host}:{port}"
@@ -240,7 +240,9 @@ def connect(
 def _prove_identity(sock: socket.socket, where: str, token: bytes, me: PeerIdentity, deadline: float) -> PeerIdentity:
     greeting = _recv_exactly(sock, len(_MAGIC) + _NONCE, where, deadline)
     if greeting[: len(_MAGIC)] != _MAGIC:
-        raise HandshakeRefused(where, "protocol", "what listens there is not a process of a run (of this version)")
+        raise HandshakeRefused(
+            where, "protocol", "what listens there is no process of a run, or one of another version"
+        )
     nonce = secrets.token_bytes(_NONCE)
     hello = json.dumps({"run": me.run, "generation": me.generation, "name": me.name}).encode()
     seed = greeting[len(_MAGIC) :] + nonce + hello
@@ -253,7 +255,7 @@ def _prove_identity(sock: socket.socket, where: str, token: bytes, me: PeerIdent
     reply = _recv_exactly(sock, size, where, deadline)
     answer = _parse_object(reply[_MAC:])
     if answer is None:
-        raise HandshakeRefused(where, "protocol", "the answer to the hello cannot be read")
+        raise HandshakeRefused(where, "protocol", "the answer to the hello is unreadable")
     if answer.get("code") is not None:
         raise HandshakeRefused(where, answer["code"], str(answer.get("why")))
     if not hmac.compare_digest(reply[:_MAC], _mac(token, b"listens", seed + reply[_MAC:])):

@@ -17,12 +17,12 @@ from typing import Literal
 from lockstep.base.errors import PicklableError
 
 MAX_FRAME = 4 << 30
-"""Bytes of a frame, at most, unless told otherwise."""
+"""The default limit of a frame, in bytes."""
 BULK_BYTES = 64 << 10
 """Frames above this many bytes count into `Connection.bulk` as they move."""
 
 READ_AHEAD = 4096
-"""Bytes that are asked for at a time where fewer are wanted."""
+"""Bytes read at a time when fewer are needed."""
 
 _LENGTH = struct.Struct(">Q")
 
@@ -31,7 +31,7 @@ RefusalCode = Literal["token", "run", "generation", "protocol"]
 
 
 class WireError(PicklableError, ConnectionError):
-    """A connection that cannot be used (any more): who is at its other end, and why."""
+    """A connection that cannot be used (any more). Fields: the peer, and why."""
 
     error_code = "connection"
 
@@ -53,7 +53,7 @@ class FrameTooLarge(WireError):
 
 
 class HandshakeRefused(WireError):
-    """The handshake failed. `code` says at what: `token`, `run`, `pci_generation` (stale) or `protocol`."""
+    """The handshake failed. `code` is the check that failed: `token`, `run`, `generation` (stale) or `protocol`."""
 
     def __init__(self, peer: str, code: RefusalCode, why: str) -> None:
         super().__init__(peer, f"refused, {why}")
@@ -62,7 +62,7 @@ class HandshakeRefused(WireError):
 
 @dataclass(frozen=True, slots=True)
 class PeerIdentity:
-    """Who is at the other end of a connection."""
+    """The process at the other end of a connection."""
 
     run: str
     generation: int
@@ -86,9 +86,9 @@ class Connection:
         self._body: bytearray | None = None
         self._filled = 0
         self._ahead = memoryview(b"")
-        """What has been read of the socket and not been taken."""
+        """Bytes read from the socket and not consumed yet."""
         self._drained = False
-        """Whether the last read took all that there was."""
+        """Whether the last read emptied the socket."""
 
     @property
     def closed(self) -> bool:
@@ -99,7 +99,7 @@ class Connection:
         return self._socket.fileno()
 
     def queue(self, *parts: Buffer) -> None:
-        """Adds a frame, the concatenation of `rewritten_parts`, to what `flush` writes. The buffers must not change
+        """Adds a frame, the concatenation of `parts`, to what `flush` writes. The buffers must not change
         until they are written.
 
         Raises:
@@ -111,7 +111,7 @@ class Connection:
         if size > self.max_frame:
             raise FrameTooLarge(self.peer.name, f"a frame of {size} bytes is above the limit of {self.max_frame}")
         if self._closed:
-            raise ConnectionClosed(self.peer.name, "is closed")
+            raise ConnectionClosed(self.peer.name, "the connection is closed")
         header = memoryview(_LENGTH.pack(size))
         self._outbox.extend((memoryview(b"".join((header, *views))),) if size < 4096 else (header, *views))
 
@@ -165,7 +165,7 @@ class Connection:
                 return None
 
     def frames(self) -> Iterator[bytearray]:
-        """Those that are here already; what comes meanwhile may be left. Raises what `recv` raises."""
+        """Frames that have arrived; later ones may be left for the next call. Raises what `recv` raises."""
         self._drained = False
         while (frame := self._read()) is not None:
             yield frame
@@ -173,7 +173,7 @@ class Connection:
                 return
 
     def close(self) -> None:
-        """Closes both directions; wakes whoever waits on it. Idempotent."""
+        """Closes both directions; wakes threads that wait on it. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -211,7 +211,7 @@ class Connection:
         return True
 
     def _read(self) -> bytearray | None:
-        """Goes on with the frame under way; returns it when it is complete."""
+        """Continues the frame in progress; returns it when it is complete."""
         if self._body is None:
             if not self._fill(self._header):
                 return None
@@ -240,7 +240,8 @@ class Connection:
         return True
 
     def _receive(self, rest: memoryview) -> bool:
-        """Reads into `rest` where that is long, else a small frame and what follows it at a time; whether anything."""
+        """Reads into `rest` when that is long, else a small frame together with what follows it; whether anything
+        came."""
         try:
             if len(rest) >= READ_AHEAD:
                 got = self._socket.recv_into(rest)
@@ -262,7 +263,7 @@ class Connection:
 
 
 def _ready(sock: socket.socket, event: int, timeout_s: float) -> bool:
-    """Whether the socket can go on within the time (errors count: the next call reports them)."""
+    """Whether the socket becomes ready within the time (errors count: the next call reports them)."""
     if sock.fileno() < 0:
         return True
     poller = select.poll()

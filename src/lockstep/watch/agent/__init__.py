@@ -1,0 +1,1 @@
+"""The node agent: parent of the workers of its node, monitor of the run's processes there."""

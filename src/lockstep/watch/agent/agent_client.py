@@ -70,7 +70,7 @@ class WorkerFacts:
     started_wall: float
     ended_wall: float | None
     note: str | None
-    """What its starter noted of it."""
+    """The note given when it was started."""
 
 
 class AgentClient:
@@ -79,7 +79,7 @@ class AgentClient:
 
     `on_exit` is called in the client's thread for every worker that ends, once per worker, in order; it must be
     quick. It may be set later. `after` is the number of the last event known already. With `lost_after_s` the agent
-    is on another host, of which nothing but the connection tells: silent for so long, it counts as ended."""
+    is on another host, of which only the connection shows signs: silent for so long, it counts as ended."""
 
     def __init__(
         self, address: ServiceAddress, token: str, *, generation: int | None = None, name: str = "controller",
@@ -89,7 +89,7 @@ class AgentClient:
         self.address = address
         self.generation = address.generation if generation is None else generation
         self._token, self._name, self.on_exit, self._timeout_s = token, name, on_exit, timeout_s
-        self._silence = None if lost_after_s is None else PeerHeartbeat(lost_after_s)
+        self._heartbeat = None if lost_after_s is None else PeerHeartbeat(lost_after_s)
         self._lock = threading.Lock()
         self._prefix, self._count = secrets.token_hex(6), 0
         self._requests: dict[str, tuple[bytes, str, Future[dict[str, Any]]]] = {}
@@ -98,7 +98,7 @@ class AgentClient:
         self.used_s = 0.0
         """Of an agent on another host: CPU time of its workers, as of its last answer."""
         self._closed = self.superseded = False
-        """The latter where the agent has refused this controller for a later one."""
+        """The latter: the agent has refused this controller because a later one has the run."""
         self._gone: AgentGone | None = None
         self._connection = self._dial(timeout_s)
         self._thread = threading.Thread(target=self._listen, name="agent-client", daemon=True)
@@ -116,11 +116,11 @@ class AgentClient:
         self, name: str, argv: Sequence[str], *, log_path: Path, env: Mapping[str, str] | None = None,
         cwd: Path | None = None, preload: Sequence[str] = (), note: str | None = None, trusted: bool = False,
     ) -> "Future[int]":  # fmt: skip
-        """Asks for a worker. `env` is its whole environment (None: this process's), and for one that is `trusted` the
+        """Requests a worker. `env` is its whole environment (None: this process's), and for one that is `trusted` the
         run's token, which the agent adds: it is not sent. With `preload`, a command
         `[sys.executable, "-m", module, ...]` is forked from a template process that has imported those modules;
         where that is impossible it starts plainly. The name must not be that of a living worker.
-        `write_incident_findings` is put into the agent's folder as `NAME.json`."""
+        `note` is put into the agent's folder as `NAME.json`."""
         pid: Future[int] = Future()
         asked = self._submit(
             "spawn", name=name, argv=list(argv), env=dict(os.environ if env is None else env), token=trusted,
@@ -138,17 +138,17 @@ class AgentClient:
         return pid
 
     def take_over(self, orphan_grace_s: float) -> None:
-        """Says that this controller goes on with the workers of the one before, and how long they are to outlive it.
-        Raises AgentError: the agent is leaving, as the grace is over."""
-        self._ask("take_over", orphan_grace_s=orphan_grace_s)
+        """Takes over the workers of the previous controller; they outlive this one by `orphan_grace_s`.
+        Raises AgentError when the agent is leaving, as the grace is over."""
+        self._call("take_over", orphan_grace_s=orphan_grace_s)
 
     def lead(self, leader: Leader) -> None:
-        """Has the workers of that host find their controller. Raises AgentError: a later one has the run."""
-        self._ask("lead", leader=asdict(leader))
+        """Publishes the controller to the workers of that host. Raises AgentError when a later one has the run."""
+        self._call("lead", leader=asdict(leader))
 
     def list(self) -> "builtins.list[WorkerFacts]":
         """All workers of the run on this node, those that ended included."""
-        found = [WorkerFacts(**facts) for facts in self._ask("list")["workers"]]
+        found = [WorkerFacts(**facts) for facts in self._call("list")["workers"]]
         with self._lock:  # an earlier generation's worker may have ended under the name of one that lives
             for facts in found:
                 known = self._exits.get(facts.name)
@@ -158,10 +158,10 @@ class AgentClient:
 
     def kill(self, name: str, number: int = signal.SIGKILL) -> bool:
         """Sends a signal to a worker; whether it was alive. Raises AgentError for an unknown name."""
-        return bool(self._ask("kill", name=name, signal=int(number))["alive"])
+        return bool(self._call("kill", name=name, signal=int(number))["alive"])
 
     def forget(self, name: str) -> None:
-        """Somebody else has the place of a worker that ended: what it left explains nothing any more. Returns at once.
+        """A worker that ended was replaced: its remains explain nothing any more. Returns at once.
         Raises AgentGone."""
         self._submit("forget", name=name)
 
@@ -190,7 +190,7 @@ class AgentClient:
         except AgentGone:
             remaining = []
         self.close()
-        if self._silence is None:
+        if self._heartbeat is None:
             waits.poll(
                 lambda: None if processes.is_alive(self.address.pid, self.address.start_ticks) else True,
                 kind="process", waits_for="agent", why="its end", timeout_s=10.0,
@@ -198,7 +198,7 @@ class AgentClient:
         return remaining
 
     def close(self) -> None:
-        """Lets go of the agent without ending it: a successor may attach. Idempotent."""
+        """Disconnects without ending the agent: a successor may attach. Idempotent."""
         self._closed = True
         self._connection.close()
         if threading.current_thread() is not self._thread:
@@ -210,18 +210,18 @@ class AgentClient:
 
     @property
     def why_gone(self) -> str | None:
-        """Of an agent that has ended, or of which nothing is heard any more; None while it is there."""
+        """Why the agent counts as ended: it exited, or has been silent too long; None while it is there."""
         return self._gone.why if self._gone is not None else self._why_gone()
 
     def _why_gone(self) -> str | None:
-        if self._silence is not None:
-            return f"nothing is heard of it for {self._silence.limit_s:g} s" if self._silence.too_long else None
+        if self._heartbeat is not None:
+            return f"it has been silent for {self._heartbeat.limit_s:g} s" if self._heartbeat.too_long else None
         there = processes.is_alive(self.address.pid, self.address.start_ticks)
         return None if there else f"the agent (pid {self.address.pid}) has ended"
 
     # --- the wire
 
-    def _ask(self, operation: str, **arguments: Any) -> dict[str, Any]:
+    def _call(self, operation: str, **arguments: Any) -> dict[str, Any]:
         pending = self._submit(operation, **arguments)
         return waits.future(pending, waits_for="agent", why=operation, timeout_s=self._timeout_s)
 
@@ -250,8 +250,8 @@ class AgentClient:
         attach = {
             "id": f"{self._prefix}-attach-{secrets.token_hex(4)}", "op": "attach", "pid": pid,
             "start": processes.start_ticks(pid),
-            "place": processes.pid_namespace() if self._silence is None else "elsewhere",
-            "patience_s": 0.0 if self._silence is None else self._silence.limit_s, "after": self._seen,
+            "place": processes.pid_namespace() if self._heartbeat is None else "elsewhere",
+            "patience_s": 0.0 if self._heartbeat is None else self._heartbeat.limit_s, "after": self._seen,
         }  # fmt: skip
         connection.send(json.dumps(attach).encode())
         return connection
@@ -259,7 +259,7 @@ class AgentClient:
     def _listen(self) -> None:
         while not self._closed:
             try:
-                if self._silence is not None and self._silence.ask():
+                if self._heartbeat is not None and self._heartbeat.tick():
                     ping = {"id": f"{self._prefix}-ping-{secrets.token_hex(4)}", "op": "ping"}
                     self._connection.send(json.dumps(ping).encode(), timeout_s=1.0)
                 frame = self._connection.recv(1.0)
@@ -268,17 +268,17 @@ class AgentClient:
                     break
                 continue
             if frame is not None:
-                if self._silence is not None:
-                    self._silence.broken()
-                self._hear(json.loads(frame))
-            elif self._silence is not None and self._silence.too_long:
+                if self._heartbeat is not None:
+                    self._heartbeat.received()
+                self._handle_message(json.loads(frame))
+            elif self._heartbeat is not None and self._heartbeat.too_long:
                 self._gone = AgentGone("request", self._why_gone() or "")
                 break
         self._fail(self._gone or AgentGone("request", "the client was closed"))
 
-    def _hear(self, message: dict[str, Any]) -> None:
+    def _handle_message(self, message: dict[str, Any]) -> None:
         if "event" in message:
-            self._happened(message)
+            self._handle_event(message)
             return
         self.used_s = message.get("used_s", self.used_s)
         with self._lock:
@@ -290,7 +290,7 @@ class AgentClient:
         else:
             answer.set_result(message)
 
-    def _happened(self, message: dict[str, Any]) -> None:
+    def _handle_event(self, message: dict[str, Any]) -> None:
         if message["event"] <= self._seen:
             return
         done = WorkerExit(
@@ -306,13 +306,13 @@ class AgentClient:
     def _reconnect(self, why: str) -> bool:
         """Dials again while the agent lives; repeats what is unanswered. Whether it worked."""
         while not self._closed:
-            if self._silence is not None:
-                self._silence.ask()
+            if self._heartbeat is not None:
+                self._heartbeat.tick()
             if (gone := self._why_gone()) is not None:
                 self._gone = AgentGone("request", gone)
                 return False
             try:
-                connection = self._dial(5.0 if self._silence is None else 1.0)
+                connection = self._dial(5.0 if self._heartbeat is None else 1.0)
             except HandshakeRefused as error:
                 self.superseded = error.code == "generation"
                 self._gone = AgentGone("request", str(error))
@@ -320,7 +320,7 @@ class AgentClient:
             except WireError:
                 time.sleep(0.1)
                 continue
-            log.info("connected with the agent again (%s)", why)
+            log.info("reconnected to the agent (%s)", why)
             with self._lock:
                 self._connection = connection
                 frames = [frame for frame, _, _ in self._requests.values()]
@@ -361,7 +361,7 @@ def start_agent(
             stderr=output, start_new_session=True,
         )  # fmt: skip
 
-    # its own thread waits for it, so that it never stays behind as a zombie
+    # a thread waits for it, so that it never remains as a zombie
     threading.Thread(target=popen.wait, name="agent-reaper", daemon=True).start()
 
     def up() -> ServiceAddress | None:

@@ -1,13 +1,13 @@
-"""Warm start: a process that imports what workers need once, and forks them in milliseconds.
+"""The fork server: a process that imports the modules of workers once, and forks workers in milliseconds.
 
-Importing torch and transformers costs 5 to 7 CPU seconds per process. The agent keeps one template per set of
-modules (and of the variables that matter while importing). The template imports them, says so, and then forks a
-worker per request. It forks twice: the one in the middle ends at once, so that the worker becomes a child of the
-agent (a PR_SET_CHILD_SUBREAPER), which alone can wait for it and learns its true exit status.
+Importing torch and transformers costs 5 to 7 CPU seconds per process. The agent keeps one fork server per set of
+modules (and of the variables that matter while importing). It imports them, reports that it is ready, and then forks a
+worker per request. It forks twice: the process in the middle ends at once, so that the worker becomes a child of the
+agent (a PR_SET_CHILD_SUBREAPER), which alone can wait for it and gets its true exit status.
 
 The worker is like a fresh process: own session, stdout and stderr in its log, nothing on stdin, its environment,
-arguments, working directory and `sys.path[0]`, default signal handling, new random state, none of the template's
-sockets. SIGINT is ignored: Ctrl-C is the controller's to handle. When the agent dies, the kernel kills it.
+arguments, working directory and `sys.path[0]`, default signal handling, new random state, none of the fork server's
+sockets. SIGINT is ignored: the controller handles Ctrl-C. When the agent dies, the kernel kills it.
 
 Talks over one socket pair, a JSON object per line: in {"name", "argv", "env", "log", "cwd", "warm"}, out
 {"ready": true}, {"failed": why}, and per request {"pid": n} or {"error": why}.
@@ -49,7 +49,7 @@ def _prctl(option: int, value: Any) -> None:
 
 
 def become_subreaper() -> None:
-    """Makes this process the parent of descendants whose parent ends."""
+    """Makes this process the new parent of descendants when their parent ends."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -59,7 +59,7 @@ def die_with_parent() -> None:
 
 
 def can_fork(argv: Sequence[str]) -> bool:
-    """Whether a command is one of this interpreter's that a template can run: `python -m module ...` or
+    """Whether a fork server can run this command of the interpreter: `python -m module ...` or
     `python file.py ...`."""
     same = len(argv) >= 2 and argv[0] in (sys.executable, "python", "python3")
     return same and ((argv[1] == "-m" and len(argv) >= 3) or argv[1].endswith(".py"))
@@ -78,13 +78,13 @@ def main() -> None:
     control = socket.socket(fileno=chosen.socket)
     control.set_inheritable(False)
     request = _serve_requests(control, chosen.agent, [name for name in chosen.preload.split(",") if name])
-    if request is not None:  # this is a worker now, with nothing of the template on its stack
+    if request is not None:  # now a worker, with nothing of the fork server on its stack
         control.close()
         run_as_worker(request, chosen.agent)
 
 
 def _serve_requests(control: socket.socket, agent: int, preload: list[str]) -> dict[str, Any] | None:
-    """The template's life. Returns None at its end, and the request in every worker."""
+    """Serves requests. Returns None at the end, and the request in every worker."""
     try:
         for name in preload:
             importlib.import_module(name)
@@ -92,7 +92,7 @@ def _serve_requests(control: socket.socket, agent: int, preload: list[str]) -> d
         _send_message(control, {"failed": "".join(traceback.format_exception(error))})
         return None
     gc.collect()
-    gc.freeze()  # the workers' collectors leave the shared pages alone
+    gc.freeze()  # the workers' garbage collectors leave the shared pages alone
     _send_message(control, {"ready": True})
     with control.makefile("r", encoding="utf-8") as requests:
         for line in requests:
@@ -113,13 +113,13 @@ def _serve_requests(control: socket.socket, agent: int, preload: list[str]) -> d
 
 
 def _send_message(control: socket.socket, message: Mapping[str, object]) -> None:
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the agent is gone, and so are we soon
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the agent is gone, and this process ends soon
         control.sendall(json.dumps(message).encode() + b"\n")
 
 
 def _double_fork() -> int:
-    """The pid of the grandchild; 0 in the grandchild. When it returns in the template, the one in the middle has
-    ended, hence the grandchild is the agent's."""
+    """The pid of the grandchild; 0 in the grandchild. When it returns in the fork server, the
+    process in the middle has ended, so the grandchild belongs to the agent."""
     reading, writing = os.pipe()
     middle = os.fork()
     if middle == 0:
@@ -145,7 +145,7 @@ def _double_fork() -> int:
 
 
 def run_as_worker(request: Mapping[str, Any], agent: int) -> None:
-    """Turns a process just forked into the worker of the request, and runs it to its end."""
+    """Turns the forked process into the requested worker, and runs it to its end."""
     os.setsid()
     _redirect_output(Path(request["log"]))
     _bind_to_agent(agent)
@@ -156,7 +156,7 @@ def run_as_worker(request: Mapping[str, Any], agent: int) -> None:
     env: dict[str, str] = request["env"]
     if not request["warm"]:
         _close_above_stderr()
-        if argv[0] == sys.executable:  # a worker that is killed leaves all it printed, and where it crashed
+        if argv[0] == sys.executable:  # a killed worker leaves all its output, and where it crashed
             env = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", **env}
         _exec(argv, env)
     _close_inherited()
@@ -182,15 +182,15 @@ def _redirect_output(log: Path) -> None:
 def _bind_to_agent(agent: int) -> None:
     """Ties this process's life to the agent's, once the agent is its parent.
 
-    Not before: the end of the process in the middle would count as the parent's death, and kill this one.
+    Not earlier: the end of the process in the middle would count as the parent's death, and kill this one.
     """
     for _ in range(10_000):
         if os.getppid() == agent:
             die_with_parent()
             break
         time.sleep(0.001)
-    with contextlib.suppress(OSError):  # no Yama here: nothing forbids it
-        _prctl(_PR_SET_PTRACER, agent)  # the agent's py-spy may read our stacks
+    with contextlib.suppress(OSError):  # no Yama: nothing forbids it
+        _prctl(_PR_SET_PTRACER, agent)  # the agent's py-spy may read this process's stacks
     if os.getppid() != agent:  # it never was, or ended before the kernel knew
         sys.exit("the agent ended while this worker started")
 
@@ -210,7 +210,7 @@ def _close_above_stderr() -> None:
 
 
 def _close_inherited() -> None:
-    """Closes sockets and pipes; files that preloaded modules keep open stay theirs."""
+    """Closes sockets and pipes; files that preloaded modules keep open stay open."""
     for entry in list(Path("/proc/self/fd").iterdir()):
         descriptor = int(entry.name)
         if descriptor > 2:
@@ -231,7 +231,7 @@ def _exec(argv: list[str], env: dict[str, str]) -> None:
 
 
 def _reseed() -> None:
-    """As after the imports in a process of its own: all generators start from the system's entropy."""
+    """Reseeds all random generators from the system's entropy, as in a new process."""
     random.seed()
     numpy = sys.modules.get("numpy")
     if numpy is not None:
@@ -245,7 +245,7 @@ def _reseed() -> None:
 
 
 def _run_python(words: list[str]) -> None:
-    """Runs `-m module ...` or `file.py ...` as the interpreter does; exceptions and SystemExit are its business."""
+    """Runs `-m module ...` or `file.py ...` as the interpreter does; exceptions and SystemExit pass through."""
     sys.orig_argv = [sys.executable, *words]
     if words[0] == "-m":
         sys.argv = words[1:]

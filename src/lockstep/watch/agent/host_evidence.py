@@ -16,22 +16,23 @@ from lockstep.watch.beacon.reader import read_beacon
 from lockstep.watch.procfs import exit_causes
 
 DUMP_BYTES = 4 << 20
-"""Of a host's flight recorders together."""
+"""The limit for all flight-recorder dumps of a host."""
 _WAIT_KEYS = {"waits_for": "whom"}
 """Fields of a wait that `beacons.json` calls otherwise."""
 MAX_PROCESSES = 32
-"""Processes of a host, at most: with more, those that were not named first are like the others."""
+"""Processes of a host, at most: with more, the rest are like those."""
 
 
 def collect_host_evidence(chosen: Iterable[ProcessState], lines: int) -> dict[str, Any]:
-    """Everything of these processes, JSON-able. Times of beacons are of the host's monotonic clock; `now` says what it
-    and the wall clock read."""
+    """All evidence about these processes, JSON-able. Times of beacons are of the host's monotonic clock; `now` says
+    what it and the wall clock read."""
     some = list(chosen)[:MAX_PROCESSES]
     environment = _first_environment(some)
     known = {value for each in (environment, os.environ) for value in secret_values(each)}
     found = {
         "now": {"monotonic_ns": time.monotonic_ns(), "wall": time.time()},
-        "beacons": {seen.name: beacon_to_json(state) for seen in some if (state := _read_current_beacon(seen)) is not None},
+
+               "beacons": {seen.name: beacon_to_json(state) for seen in some if (state := _read_current_beacon(seen)) is not None},
         "logs": {seen.name: _last_lines(seen.log, lines) for seen in some if seen.log is not None},
         "processes": [_process_to_json(seen) for seen in some],
         "environment": environment,
@@ -45,7 +46,7 @@ def collect_host_evidence(chosen: Iterable[ProcessState], lines: int) -> dict[st
 
 
 def read_dumps(folder: Path) -> dict[str, str]:
-    """The flight-recorder dumps in a folder, by file name, as text; those that are whole and not too large."""
+    """The flight-recorder dumps in a folder, by file name, as text; those that are complete and not too large."""
     found: dict[str, str] = {}
     left = DUMP_BYTES
     try:
@@ -94,7 +95,7 @@ def _process_to_json(seen: ProcessState) -> dict[str, Any]:
 
 
 def _first_environment(some: Iterable[ProcessState]) -> dict[str, str]:
-    """Of the first of them that still has one, else the agent's own."""
+    """The environment of the first of them that still has one, else the agent's own."""
     for seen in some:
         try:
             raw = Path(f"/proc/{seen.pid}/environ").read_bytes()
@@ -107,7 +108,7 @@ def _first_environment(some: Iterable[ProcessState]) -> dict[str, str]:
 
 
 def host_memory() -> dict[str, int]:
-    """Of the host, in bytes."""
+    """Memory of the host, in bytes."""
     found = {}
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():

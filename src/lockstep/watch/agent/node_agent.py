@@ -1,27 +1,27 @@
 """The node agent: a process per node that is the parent of the workers (`python -m lockstep.watch.agent.node_agent`).
 
-It spawns and kills workers, reports their ends, and outlives whatever they do. It watches the controller by pid,
-start time and connection (`watch.presence`); `orphan_grace_s` after the controller is gone it ends all workers
-(SIGTERM, then SIGKILL), removes the run's beacons, and leaves. Should the agent itself be killed, the kernel kills the
-workers.
+It spawns and kills workers, reports their ends, and outlives whatever they do. It watches the controller by pid, start
+time and connection (`service_discovery.ControllerLiveness`); `orphan_grace_s` after the controller is gone it ends all
+workers (SIGTERM, then SIGKILL), removes the run's beacons, and exits. If the agent itself is killed, the kernel kills
+the workers.
 
-One thread, one selector. JSON frames over `watch.wire`:
+One thread, one selector. JSON frames over `base.transport`:
 
     {"id", "op": "attach", "pid", "start", "place", "patience_s", "after"}   a controller; events after number `after`
                                              are repeated, and it may be disconnected for `patience_s`
     {"id", "op": "spawn", "name", "argv", "env", "token", "log", "cwd", "preload", "note"} -> {"pid", ...}
-    {"id", "op": "take_over", "orphan_grace_s"} -> {}   a later controller means to go on with these workers
-    {"id", "op": "lead", "leader"} -> {}     publishes who the run's controller is, on another host, for the workers
+    {"id", "op": "take_over", "orphan_grace_s"} -> {}   a later controller takes these workers over
+    {"id", "op": "lead", "leader"} -> {}     publishes the run's controller, which is on another host, for the workers
     {"id", "op": "list"} -> {"workers": [...]}     {"id", "op": "kill", "name", "signal"} -> {"alive"}
-    {"id", "op": "ping"} -> {"used_s"}     CPU time of its workers; for who is elsewhere and sees nothing of them
+    {"id", "op": "ping"} -> {"used_s"}     CPU time of its workers, for controllers on other hosts
     {"id", "op": "leave", "grace_s"} -> {}, when all workers have ended
     <- {"reply": id, ...} or {"reply": id, "error": why}
     <- {"event": n, "kind": "exit", "name", "pid", "exit_code", "at", "said"}   "said": the end of its log
 
-A `write_incident_findings` is its starter's: it is in the agent's folder as `NAME.json` before the worker begins, and
-`list` repeats it.
+A `note` is opaque to the agent: it is written to the agent's folder as `NAME.json` before the worker starts, and `list`
+returns it.
 
-What it sees of the processes goes to supervisors; `watch.watching` says how.
+What it observes of the processes goes to supervisors: see `monitoring_service`.
 
 A request that is repeated with the same id after a reconnect is carried out once.
 """
@@ -58,9 +58,9 @@ log = logging.getLogger("lockstep.watch.agent.node_agent")
 
 TICK_S = 0.2
 REAP_S = 5.0
-"""How long a SIGKILLed worker may take to disappear (a driver may hold it) before the agent leaves without it."""
+"""How long a SIGKILLed worker may take to disappear (a driver may hold it) before the agent exits without it."""
 REMEMBERED_REPLIES = 4096
-"""Replies kept for requests that are repeated."""
+"""Replies kept for repeated requests."""
 
 
 @dataclass
@@ -71,12 +71,12 @@ class AgentSettings:
     folder: Path
     """Where `agent.json`, the agent's address, is written."""
     controller: int | None
-    """Its pid, where it is on this host."""
+    """Its pid if it is on this host."""
     orphan_grace_s: float
     kill_grace_s: float
     host: str = "127.0.0.1"
     node: str = field(default_factory=platform.node)
-    """What this host is called in verdicts."""
+    """The name of this host in verdicts."""
     ports: PortRange | None = None
 
 
@@ -95,14 +95,14 @@ class NodeAgent:
     def __init__(self, settings: AgentSettings) -> None:
         self.settings = settings
         self._selector = selectors.DefaultSelector()
-        self._nursery = WorkerSpawner(self._selector, self._exited)
+        self._spawner = WorkerSpawner(self._selector, self._exited)
         place = settings.host, settings.ports
         self._listener = Listener(settings.token, settings.run, settings.generation, "agent", *place, 64 << 20)
         self._connections: dict[Connection, bool] = {}
-        """Open connections; whether events go to it (it has attached)."""
+        """Open connections; whether each receives events (it has attached)."""
         self._events: list[dict[str, Any]] = []
         self._replies: OrderedDict[str, dict[str, Any] | None] = OrderedDict()
-        self._askers: dict[str, Connection] = {}
+        self._requesters: dict[str, Connection] = {}
         self._controller = ControllerLiveness.expected(settings.controller)
         self._leaving: _Shutdown | None = None
         self._selector.register(self._listener, selectors.EVENT_READ, lambda mask: self._accept())
@@ -111,13 +111,13 @@ class NodeAgent:
         wake_end.setblocking(False)
         self._wake_end = wake_end
         self._selector.register(self._wake, selectors.EVENT_READ, lambda mask: self._woken())
-        self._told_to_leave: str | None = None
-        self._watching = MonitoringService(
-            settings.run, settings.node, self._selector, self._nursery.children, self._send, self._reply
+        self._leave_reason: str | None = None
+        self._monitoring = MonitoringService(
+            settings.run, settings.node, self._selector, self._spawner.children, self._send, self._reply
         )
 
     def run(self) -> None:
-        """Serves until everything has ended."""
+        """Serves until all workers have ended."""
         become_subreaper()
         self._handle_signals()
         own = open_beacon(self.settings.run, "agent", "agent", 0)
@@ -129,14 +129,14 @@ class NodeAgent:
             while not self._finished():
                 for key, mask in self._selector.select(TICK_S):
                     key.data(mask)
-                self._nursery.reap()
+                self._spawner.reap()
                 self._tick()
-                self._watching.tick()
+                self._monitoring.tick()
                 own.beat()
-                own.progress("workers", len(self._nursery.living()))
+                own.progress("workers", len(self._spawner.living()))
         finally:
-            self._watching.close()
-            self._nursery.kill_all()
+            self._monitoring.close()
+            self._spawner.kill_all()
             self._clean_up()
 
     def _handle_signals(self) -> None:
@@ -147,7 +147,7 @@ class NodeAgent:
         signal.signal(signal.SIGTERM, self._on_term)
 
     def _on_term(self, number: int, frame: object) -> None:
-        self._told_to_leave = "SIGTERM"
+        self._leave_reason = "SIGTERM"
 
     def _clean_up(self) -> None:
         for connection in list(self._connections):
@@ -159,7 +159,7 @@ class NodeAgent:
         shutil.rmtree(run_shm_dir(self.settings.run), ignore_errors=True)
         ServiceAddress.withdraw(self.settings.folder / "agent.json")
 
-    # --- what happens
+    # --- events
 
     def _woken(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -184,14 +184,14 @@ class NodeAgent:
             except ConnectionClosed:
                 self._drop(connection)
             except (WireError, ValueError, KeyError, TypeError) as error:
-                log.warning("%s sent what cannot be served: %r", connection.peer.name, error, exc_info=True)
+                log.warning("%s sent an invalid request: %r", connection.peer.name, error, exc_info=True)
                 self._drop(connection)
 
         return serve
 
     def _drop(self, connection: Connection) -> None:
         if self._connections.pop(connection, None) is not None:
-            self._watching.dropped(connection)
+            self._monitoring.disconnected(connection)
             with contextlib.suppress(KeyError, ValueError, OSError):
                 self._selector.unregister(connection)
             connection.close()
@@ -205,7 +205,8 @@ class NodeAgent:
                 self._drop(connection)
 
     def _flush(self, connection: Connection) -> None:
-        """Writes what goes now; the selector tells when the rest may go. A peer that does not read delays nobody."""
+        """Writes what the socket takes; the selector signals when the rest can follow. A peer that does not read delays
+        no other."""
         done = connection.flush()
         mask = selectors.EVENT_READ if done else selectors.EVENT_READ | selectors.EVENT_WRITE
         key = self._selector.get_key(connection)
@@ -219,7 +220,7 @@ class NodeAgent:
         }  # fmt: skip
         self._events.append(event)
         current_beacon().event("exit", f"{child.name} {child.exit_code}")
-        self._watching.exited()
+        self._monitoring.worker_exited()
         for connection, attached in list(self._connections.items()):
             if attached:
                 self._send(connection, event)
@@ -229,7 +230,7 @@ class NodeAgent:
     def _request(self, connection: Connection, frame: bytes) -> None:
         message = json.loads(frame)
         number = str(message["id"])
-        self._askers[number] = connection
+        self._requesters[number] = connection
         if number in self._replies:  # repeated after a reconnect
             known = self._replies[number]
             if known is not None:
@@ -238,9 +239,9 @@ class NodeAgent:
         self._replies[number] = None
         while len(self._replies) > REMEMBERED_REPLIES:
             oldest, _ = self._replies.popitem(last=False)
-            self._askers.pop(oldest, None)
+            self._requesters.pop(oldest, None)
         name = str(message["op"])
-        operation = getattr(self, f"_op_{name}", None) or self._watching.operations.get(name)
+        operation = getattr(self, f"_op_{name}", None) or self._monitoring.operations.get(name)
         if operation is None:
             self._reply(number, {"error": f"unknown operation {name!r}"})
         else:
@@ -249,9 +250,9 @@ class NodeAgent:
     def _reply(self, number: str, content: dict[str, Any]) -> None:
         reply = {"reply": number, **content}
         self._replies[number] = reply
-        asker = self._askers.pop(number, None)
-        if asker is not None:
-            self._send(asker, reply)
+        requester = self._requesters.pop(number, None)
+        if requester is not None:
+            self._send(requester, reply)
 
     def _op_attach(self, connection: Connection, number: str, message: dict[str, Any]) -> None:
         here = message["place"] == processes.pid_namespace()
@@ -266,9 +267,9 @@ class NodeAgent:
         if self._leaving is not None:
             self._reply(number, {"error": "the agent is leaving"})
             return
-        log.info("generation %d has taken over", connection.peer.generation)
+        log.info("generation %d has taken the workers over", connection.peer.generation)
         self.settings.orphan_grace_s = float(message["orphan_grace_s"])
-        self._nursery.withdraw(f"generation {connection.peer.generation} has taken over")
+        self._spawner.withdraw(f"generation {connection.peer.generation} has taken over")
         self._reply(number, {})
 
     def _op_lead(self, connection: Connection, number: str, message: dict[str, Any]) -> None:
@@ -288,8 +289,8 @@ class NodeAgent:
             return
         if message["note"] is not None:
             write_atomically(self.settings.folder / f"{message['name']}.json", str(message["note"]).encode())
-        token = {"LOCKSTEP_TOKEN": self.settings.token} if message["token"] else {}  # which never travels
-        self._nursery.spawn(SpawnRequest(
+        token = {"LOCKSTEP_TOKEN": self.settings.token} if message["token"] else {}  # never sent over the network
+        self._spawner.spawn(SpawnRequest(
             name=str(message["name"]), argv=[str(word) for word in message["argv"]], env={**message["env"], **token},
             log=str(message["log"]), cwd=str(message["cwd"]), preload=tuple(message["preload"]), note=message["note"],
             started=lambda child: self._reply(number, child.facts()),
@@ -297,18 +298,18 @@ class NodeAgent:
         ))  # fmt: skip
 
     def _op_list(self, connection: Connection, number: str, message: dict[str, Any]) -> None:
-        self._reply(number, {"workers": [child.facts() for child in self._nursery.children.values()]})
+        self._reply(number, {"workers": [child.facts() for child in self._spawner.children.values()]})
 
     def _op_kill(self, connection: Connection, number: str, message: dict[str, Any]) -> None:
         name = message["name"]
-        if name not in self._nursery.children:
+        if name not in self._spawner.children:
             self._reply(number, {"error": f"no worker is named {name!r}"})
             return
-        self._watching.meant(name)
-        self._reply(number, {"alive": self._nursery.kill(name, int(message["signal"]))})
+        self._monitoring.expect_end(name)
+        self._reply(number, {"alive": self._spawner.kill(name, int(message["signal"]))})
 
     def _op_leave(self, connection: Connection, number: str, message: dict[str, Any]) -> None:
-        self._leave(f"{connection.peer.name} asked", float(message["grace_s"]))
+        self._leave(f"requested by {connection.peer.name}", float(message["grace_s"]))
         if self._leaving is not None:
             self._leaving.requests.append((connection, number))
 
@@ -316,10 +317,10 @@ class NodeAgent:
 
     def _tick(self) -> None:
         if self._leaving is not None:
-            self._go_on_leaving(self._leaving)
+            self._continue_leaving(self._leaving)
             return
-        if self._told_to_leave is not None:
-            self._leave(self._told_to_leave, self.settings.kill_grace_s)
+        if self._leave_reason is not None:
+            self._leave(self._leave_reason, self.settings.kill_grace_s)
             return
         controller = self._controller
         was_there, grace_s = controller.gone_since is None, controller.grace_s(self.settings.orphan_grace_s)
@@ -327,7 +328,7 @@ class NodeAgent:
         if missing_s is None:
             return
         if was_there:
-            log.warning("%s is gone; its orphans have %.1f s", controller, grace_s)
+            log.warning("%s is gone: terminating its workers in %.1f s", controller, grace_s)
         if missing_s >= grace_s:
             self._leave(f"{controller} is gone", self.settings.kill_grace_s)
 
@@ -337,29 +338,29 @@ class NodeAgent:
             return
         log.info("leaving: %s", reason)
         current_beacon().stage("leaving")
-        self._watching.leaving(reason)
+        self._monitoring.leaving(reason)
         kill_at = time.monotonic() + grace_s
         self._leaving = _Shutdown(reason, kill_at, kill_at + REAP_S)
-        self._nursery.terminate()
+        self._spawner.terminate()
 
-    def _go_on_leaving(self, leaving: _Shutdown) -> None:
+    def _continue_leaving(self, leaving: _Shutdown) -> None:
         if not leaving.killed and time.monotonic() >= leaving.kill_at:
             leaving.killed = True
-            left = [child.name for child in self._nursery.living()]
+            left = [child.name for child in self._spawner.living()]
             if left:
-                log.warning("killing %s, which did not leave when asked", ", ".join(left))
-            self._nursery.kill_all()
+                log.warning("killing %s, which did not exit on SIGTERM", ", ".join(left))
+            self._spawner.kill_all()
 
     def _finished(self) -> bool:
         leaving = self._leaving
-        if leaving is None or (self._nursery.living() and time.monotonic() < leaving.end_at):
+        if leaving is None or (self._spawner.living() and time.monotonic() < leaving.end_at):
             return False
-        self._nursery.kill_all()
-        remaining = [child.name for child in self._nursery.living()]
+        self._spawner.kill_all()
+        remaining = [child.name for child in self._spawner.living()]
         if remaining:
-            log.error("leaving although %s did not disappear after SIGKILL", ", ".join(remaining))
+            log.error("leaving although %s survived SIGKILL", ", ".join(remaining))
         for connection, number in leaving.requests:
-            self._askers[number] = connection
+            self._requesters[number] = connection
             self._reply(number, {"remaining": remaining})
         return True
 
@@ -369,11 +370,11 @@ def main() -> None:
     parser.add_argument("--run", required=True)
     parser.add_argument("--generation", type=int, default=1)
     parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--controller", type=int, help="the controller's pid, where it is on this host")
+    parser.add_argument("--controller", type=int, help="the controller's pid if it is on this host")
     parser.add_argument("--orphan-grace", type=float, default=0.0)
     parser.add_argument("--kill-grace", type=float, default=2.0, help="between SIGTERM and SIGKILL")
     parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--node", default=platform.node(), help="what this host is called in verdicts")
+    parser.add_argument("--node", default=platform.node(), help="the name of this host in verdicts")
     parser.add_argument("--ports", type=int, nargs=2, help="the first and the last to choose from")
     chosen = parser.parse_args()
     token = os.environ.pop("LOCKSTEP_TOKEN", "")

@@ -29,29 +29,30 @@ class StageDurations:
     longest: dict[tuple[str, str], float] = field(default_factory=dict)
 
     def stage_ended(self, role: str, stage: str, since_ns: int, until_ns: int) -> None:
-        """A stage was left. Who looks twice a second may have missed others in between: then it seems longer than it
-        was, which accuses nobody."""
+        """A stage has ended. Samples twice a second may have missed others in between: then it seems longer than it
+        was, which makes later verdicts more careful."""
         if stage and until_ns > since_ns > 0:
             key = (role, stage)
             self.longest[key] = max(self.longest.get(key, 0.0), (until_ns - since_ns) / 1e9)
 
     def expected_s(self, role: str, stage: str) -> float:
-        """The longest so far, NaN for a stage that nobody of the role has finished yet."""
+        """The longest so far, NaN for a stage that no process of the role has finished yet."""
         return self.longest.get((role, stage), float("nan"))
 
 
 MONITORING_ROLES = ("agent", "supervisor")
-"""Roles of processes that watch and do not take part."""
+"""Roles of monitoring processes, which take no part in the job."""
 CALM_S = 1.0
-"""Who has moved within this time moves."""
+"""A process that made progress within this time is making progress."""
 ENDED_S = 10.0
-"""Who waits for somebody who has ended does so within this time, or others do not go on."""
+"""A process that waits for one that ended starts to wait within this time, or others stop making progress."""
 UNKNOWN_RANK = -1
-"""The rank of who may be one that is waited for, nobody knows which."""
+"""The rank of a process that may be one of the missing ranks, unknown which."""
 RANK_SEARCH_S = 1.0
-"""Between two searches for those whom a meeting still lacks."""
+"""Between two searches for ranks that a rendezvous still lacks."""
 LATE_SAMPLE_S = 3.0
-"""Who looks after so long was stopped or starved itself, and says of nobody that it did nothing meanwhile."""
+"""A sample that comes so late means that the monitor itself was stopped or starved: it then counts no process as
+inactive."""
 _NAME_WITH_RANK = re.compile(r"(.+?)-(\d+)")
 
 
@@ -69,13 +70,13 @@ class ProcessState:
     life: Liveness = Liveness.RUNNING
     exit_code: int = NO_EXIT_CODE
     ended_ns: int = 0
-    """When it ended; of one that is stopped, since when every look has found it so and it has not run in between."""
+    """When it ended; for a stopped one, since when every sample found it stopped and it did not run in between."""
     moved_ns: int = 0
     """When a counter, its stage or a collective last changed."""
     active_ns: int = 0
-    """When it last used the CPU or moved bytes worth speaking of, its children included."""
+    """When it, or a child, last used noticeable CPU time or moved a noticeable number of bytes."""
     same_stack_ns: int = 0
-    """Since when every stack taken of its main thread was the same."""
+    """Since when all stacks taken of its main thread have been equal."""
     threads: tuple[py_spy.SampledThread, ...] = ()
     """Its latest stacks."""
     stack_ns: int = 0
@@ -94,12 +95,12 @@ class ProcessState:
 
     @property
     def idle(self) -> bool:
-        """Whether its main thread waits for work, as those do that nobody has asked for anything."""
+        """Whether its main thread waits for work."""
         waits = self.beacon.waits if self.beacon is not None else ()
         return any(wait.why == WAITING_FOR_WORK and wait.thread == self.pid for wait in waits)
 
-    def let_go(self) -> None:
-        """Closes what watches for its end. Idempotent."""
+    def stop_watching(self) -> None:
+        """Stops watching for its end. Idempotent."""
         if self.end is not None:
             self.end.close()
             self.end = None
@@ -122,11 +123,11 @@ class ProcessMonitor:
     """All processes of a run on this host."""
 
     run: str
-    ours: set[str] = field(default_factory=set)
-    """Names of processes whose end was asked for: an effect, whatever their exit code says."""
+    intended_ends: set[str] = field(default_factory=set)
+    """Names of processes ended on purpose: their ends are effects, whatever the exit code."""
     seen: dict[str, ProcessState] = field(default_factory=dict)
     replaced: dict[str, int] = field(default_factory=dict)
-    """Those whose place others have taken, and when nobody is to hear of them any more (monotonic ns)."""
+    """Replaced processes, and when they are dropped from the reports (monotonic ns)."""
     history: StageDurations = field(default_factory=StageDurations)
 
     def __post_init__(self) -> None:
@@ -135,11 +136,11 @@ class ProcessMonitor:
         self._searched_ns = 0
         self._host, self._looked_ns, self._late = HostCounters(), 0, False
 
-    def look(self, children: Mapping[str, WorkerProcess], held: int | None = None) -> list[ProcessState]:
-        """Looks at everybody once; returns those that were found to have ended since the last look.
+    def sample(self, children: Mapping[str, WorkerProcess], held: int | None = None) -> list[ProcessState]:
+        """Samples every process once; returns those that were found to have ended since the last sample.
 
         Args:
-            held: the pid of a process that is stopped for its native stack: our doing, and over in a moment.
+            held: the pid of a process that py-spy stops for a moment to take its native stack.
         """
         now = time.monotonic_ns()
         self._late, self._looked_ns = now - self._looked_ns > LATE_SAMPLE_S * 1e9, now
@@ -152,12 +153,12 @@ class ProcessMonitor:
         }
         for each in children.values():
             if each.name not in gone:
-                self._meet(each, beacons.get(each.name))
+                self._add_worker(each, beacons.get(each.name))
         for state in beacons.values():
             child = children.get(state.name)
             if child is None or child.pid == state.pid:
                 self._read(state)
-        self._meet_newcomers(now)
+        self._add_missing_ranks(now)
         ended = []
         for seen in self.seen.values():
             if seen.living and not self._observe(seen, children.get(seen.name), held, now):
@@ -165,32 +166,32 @@ class ProcessMonitor:
         return ended
 
     def forget(self, name: str, after_s: float) -> None:
-        """Somebody else has the place of one that ended: it explains nothing any more. Later, as what it left is still
-        to be collected."""
+        """A process that ended was replaced: it explains nothing any more. Takes effect after `after_s`, as its remains
+        are still to be collected."""
         self.replaced[name] = time.monotonic_ns() + int(after_s * 1e9)
 
     def _gone(self, children: Mapping[str, WorkerProcess], now: int) -> set[str]:
-        """Names that nobody is to hear of now."""
+        """Names that are dropped from the reports now."""
         gone = set()
         for name, due in list(self.replaced.items()):
             child = children.get(name)
-            if child is not None and child.exit_code is None:  # the name is somebody's again
+            if child is not None and child.exit_code is None:  # the name is in use again
                 del self.replaced[name]
             elif now >= due:
                 gone.add(name)
                 seen = self.seen.pop(name, None)
                 if seen is not None:
-                    seen.let_go()
+                    seen.stop_watching()
         return gone
 
-    def calm(self) -> bool:
-        """Whether all either move or have nothing to do, and nobody has ended just now."""
+    def is_calm(self) -> bool:
+        """Whether every process makes progress or has nothing to do, and none has just ended."""
         now = time.monotonic_ns()
         return all(_is_calm(seen, now) for seen in self.seen.values())
 
     def suspects(self, after_s: float) -> Iterable[ProcessState]:
-        """Those whose stacks are worth a look now: alive, nothing moved for so long, and no wait of theirs says why.
-        The longer it lasts, the rarer the looks."""
+        """Processes whose stacks should be taken now: alive, without progress for so long, and not waiting for work.
+        The longer it lasts, the rarer."""
         now = time.monotonic_ns()
         for seen in self.seen.values():
             if not seen.living or seen.idle or now - max(seen.moved_ns, 1) < after_s * 1e9:
@@ -199,7 +200,7 @@ class ProcessMonitor:
             if now - seen.stack_ns >= min(10.0, max(after_s / 2, since_s / 4)) * 1e9:
                 yield seen
 
-    def _meet(self, child: WorkerProcess, state: BeaconState | None) -> None:
+    def _add_worker(self, child: WorkerProcess, state: BeaconState | None) -> None:
         """A worker that the agent started, with or without a beacon yet."""
         known = self.seen.get(child.name)
         if known is not None and known.pid == child.pid:
@@ -210,8 +211,8 @@ class ProcessMonitor:
             role, rank = state.role, state.rank
         self._begin(ProcessState(child.name, role, rank, child.pid, child.start_ticks, Path(child.log)))
 
-    def _meet_newcomers(self, now: int) -> None:
-        """Those whom others wait for in a rendezvous and who have no beacon yet, as far as they exist."""
+    def _add_missing_ranks(self, now: int) -> None:
+        """Finds processes that others wait for in a rendezvous and that have no beacon yet."""
         if now - self._searched_ns < RANK_SEARCH_S * 1e9:
             return
         there: dict[tuple[str, int], dict[int, int]] = {}
@@ -240,15 +241,15 @@ class ProcessMonitor:
             self._begin(ProcessState(name, role, rank, pid, processes.start_ticks(pid) or 0))
 
     def _displace(self, pid: int) -> None:
-        """It was taken for another."""
+        """Removes the entries of a pid that was taken for another process."""
         for name in [name for name, each in self.seen.items() if each.pid == pid and each.beacon is None]:
-            self.seen.pop(name).let_go()
+            self.seen.pop(name).stop_watching()
 
     def _begin(self, seen: ProcessState) -> None:
         before = self.seen.get(seen.name)
         if before is not None:
-            before.let_go()
-        self.ours.discard(seen.name)
+            before.stop_watching()
+        self.intended_ends.discard(seen.name)
         seen.moved_ns = seen.active_ns = time.monotonic_ns()
         self.seen[seen.name] = seen
 
@@ -268,7 +269,7 @@ class ProcessMonitor:
         seen.beacon = state
 
     def _observe(self, seen: ProcessState, child: WorkerProcess | None, held: int | None, now: int) -> bool:
-        """Its state and what it used; False when it has ended."""
+        """Updates its state and usage; False when it has ended."""
         mine = child is not None and child.pid == seen.pid
         if mine and child is not None and child.exit_code is not None:
             self._ended(seen, child.exit_code, now)
@@ -276,7 +277,7 @@ class ProcessMonitor:
         still = now - seen.moved_ns > CALM_S * 1e9
         usage = processes.process_usage(seen.pid, seen.start_ticks or None, moved=still)
         if usage is None or usage.state in "ZX":
-            if mine:  # the agent collects it in a moment, and then knows how it ended
+            if mine:  # the agent reaps it in a moment and then knows its exit code
                 return True
             code = seen.end.exit_code() if seen.end is not None else None
             self._ended(seen, NO_EXIT_CODE if code is None else code, now)
@@ -298,7 +299,7 @@ class ProcessMonitor:
         return True
 
     def _stopped(self, seen: ProcessState, usage: ProcessUsage, held: int | None, now: int) -> None:
-        """Two looks that find it stopped may have found two moments: then it has run in between."""
+        """Two samples that find it stopped may be two stops: then it has run in between."""
         if usage.state not in "Tt":
             seen.life, seen.ended_ns = Liveness.RUNNING, 0
             return
@@ -311,13 +312,13 @@ class ProcessMonitor:
     def _ended(self, seen: ProcessState, code: int, now: int) -> None:
         seen.life = Liveness.LEFT if code == 0 else Liveness.DEAD
         seen.exit_code, seen.ended_ns = code, now
-        seen.ours = seen.name in self.ours
+        seen.ours = seen.name in self.intended_ends
         known = None if code == NO_EXIT_CODE else code
         end = exit_causes.explain_exit(
             known, exit_causes.read_tail(seen.log) if seen.log is not None else "", self._oom(seen, known), seen.ours
         )
         seen.cause, seen.error = end.cause, end.error
-        seen.let_go()
+        seen.stop_watching()
 
     def _oom(self, seen: ProcessState, code: int | None) -> bool | None:
         """Whether the kernel killed it for memory, as its counter and its log say."""

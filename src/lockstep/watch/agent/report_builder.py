@@ -29,45 +29,45 @@ from lockstep.watch.diagnosis.evidence_types import (
 )
 
 QUIET_S = 1.0
-"""Of those that moved within this time nothing is said but that."""
+"""Of processes that made progress within this time, the reports hold no details."""
 CALLS_REPORTED = 8
-"""Newest calls of a member that waits in one; of the others one is enough."""
+"""Newest calls reported of a member that waits in one; of the others one is enough."""
 
 
 @dataclass
 class ReportBuilder:
-    """Makes messages of looks; a roster when who is there has changed, a state always."""
+    """Builds a state report from each sample, and a roster when the set of processes or communicators has changed."""
 
     host: str
     roster: Roster = field(default_factory=lambda: Roster("", 0))
-    _told: set[int] = field(default_factory=set)
-    """Signatures that every listener has heard of."""
+    _explained: set[int] = field(default_factory=set)
+    """Signatures that all observers have received."""
 
     def forget(self) -> None:
-        """Somebody new listens: what signatures mean is told again."""
-        self._told.clear()
+        """A new observer: signatures are explained again."""
+        self._explained.clear()
 
-    def tell(self, eyes: ProcessMonitor, gaps: Sequence[str] = ()) -> tuple[Roster, StateReport]:
-        """The messages about what the eyes have seen. The roster's number has grown when it is another."""
-        everybody = sorted(eyes.seen.values(), key=lambda seen: (seen.role, seen.rank, seen.name))
+    def build(self, monitor: ProcessMonitor, gaps: Sequence[str] = ()) -> tuple[Roster, StateReport]:
+        """The reports of the last sample. The roster has a higher number when it has changed."""
+        states = sorted(monitor.seen.values(), key=lambda seen: (seen.role, seen.rank, seen.name))
         memberships = [
             (index, record)
-            for index, seen in enumerate(everybody)
+            for index, seen in enumerate(states)
             if seen.beacon is not None
             for record in seen.beacon.communicators
             if not record.closed
         ]
-        self._enrol(everybody, memberships)
+        self._update_roster(states, memberships)
         now = time.monotonic_ns()
-        calls = [_newest_calls(everybody[index], record, now) for index, record in memberships]
+        calls = [_newest_calls(states[index], record, now) for index, record in memberships]
         state = StateReport(
             self.host,
             self.roster.number,
-            processes=b"".join(_pack_process_state(each, now) for each in everybody),
+            processes=b"".join(_pack_process_state(each, now) for each in states),
             members=b"".join(_pack_membership(record, now) for _, record in memberships),
-            stages=tuple(each.beacon.stage if each.beacon is not None else "" for each in everybody),
-            notes={i: note for i, each in enumerate(everybody) if (note := _process_note(each, eyes, now)) is not None},
-            waits=tuple(_wait_reports(everybody, now)),
+            stages=tuple(each.beacon.stage if each.beacon is not None else "" for each in states),
+            notes={i: note for i, each in enumerate(states) if (note := _process_note(each, monitor, now)) is not None},
+            waits=tuple(_wait_reports(states, now)),
             calls=pack_calls((i, call.seq, call.signature) for i, some in enumerate(calls) for call in some),
             about=self._about(calls),
             sites=tuple((i, call.seq, call.where) for i, some in enumerate(calls) for call in some if call.site),
@@ -75,9 +75,11 @@ class ReportBuilder:
         )
         return self.roster, state
 
-    def _enrol(self, everybody: Sequence[ProcessState], memberships: Sequence[tuple[int, CommunicatorRecord]]) -> None:
-        """Gives the roster a new number when who is there has changed."""
-        processes = tuple(ProcessInfo(each.name, each.role, each.rank, self.host, each.pid) for each in everybody)
+    def _update_roster(
+        self, states: Sequence[ProcessState], memberships: Sequence[tuple[int, CommunicatorRecord]]
+    ) -> None:
+        """Gives the roster a new number when it has changed."""
+        processes = tuple(ProcessInfo(each.name, each.role, each.rank, self.host, each.pid) for each in states)
         named: dict[int, RosterCommunicator] = {}
         for _, each in memberships:
             about = CommunicatorInfo(each.label, each.description, each.backend)
@@ -95,11 +97,11 @@ class ReportBuilder:
             call.signature: CollectiveCall(call.operation, call.shapes, call.dtype, call.root, call.where)
             for some in calls
             for call in some
-            if call.signature not in self._told and call.operation
+            if call.signature not in self._explained and call.operation
         }
-        if len(self._told) > 2048:  # ever new shapes: the listener forgets the oldest too
-            self._told.clear()
-        self._told.update(about)
+        if len(self._explained) > 2048:  # ever new shapes: observers drop the oldest, too
+            self._explained.clear()
+        self._explained.update(about)
         return about
 
 
@@ -121,7 +123,7 @@ def _pack_membership(record: CommunicatorRecord, now: int) -> bytes:
 
 
 def _newest_calls(seen: ProcessState, record: CommunicatorRecord, now: int) -> Sequence[CallRecord]:
-    """The newest collectives of a member: more of one that stands, where what came before tells what went wrong."""
+    """The newest collectives of a member: more if it has stopped, as earlier calls show what went wrong."""
     newest = record.newest
     if newest is None or seen.beacon is None:
         return ()
@@ -132,18 +134,18 @@ def _newest_calls(seen: ProcessState, record: CommunicatorRecord, now: int) -> S
     return [call for call in found if not call.p2p and call.seq != UNKNOWN]
 
 
-def _process_note(seen: ProcessState, eyes: ProcessMonitor, now: int) -> ProcessNote | None:
-    """What is to be said of a process that ended, or has not moved for a while."""
+def _process_note(seen: ProcessState, monitor: ProcessMonitor, now: int) -> ProcessNote | None:
+    """Details of a process that ended, or has made no progress for a while."""
     if seen.living and now - seen.moved_ns < QUIET_S * 1e9:
         return None
     stage = seen.beacon.stage if seen.beacon is not None else ""
-    # A stack that is older than the last move is of another place.
+    # A stack older than the last progress shows another place.
     where = seen.where if seen.stack_ns >= seen.moved_ns else ""
-    return ProcessNote(where, seen.error, seen.cause, seen.ours, eyes.history.expected_s(seen.role, stage))
+    return ProcessNote(where, seen.error, seen.cause, seen.ours, monitor.history.expected_s(seen.role, stage))
 
 
-def _wait_reports(everybody: Iterable[ProcessState], now: int) -> Iterable[WaitReport]:
-    for index, seen in enumerate(everybody):
+def _wait_reports(states: Iterable[ProcessState], now: int) -> Iterable[WaitReport]:
+    for index, seen in enumerate(states):
         if not seen.living or seen.beacon is None:
             continue
         for record in seen.beacon.waits:

@@ -1,10 +1,10 @@
-"""What an agent tells the supervisor of its host's processes. Imports the standard library only.
+"""What an agent reports to the supervisor about its host's processes.
 
-Two kinds of messages, both JSON-able. A *roster* says who is there; it is sent at first, and again with the next
-number whenever a process or a communicator was added or has gone. A *state* says how they are; it is sent at every
-tick and names the roster that its indices mean. A state of an unknown roster is dropped, so a roster goes first after
-every reconnect. What is said of times is said as *ages*, seconds before the message was made (`ages` below), NaN if
-not known: clocks of hosts need not agree.
+Two kinds of messages, both JSON-able. A *roster* lists processes and communicators; it is sent first, and again with
+the next number whenever one of them was added or removed. A *state* describes them; it is sent at every tick and names
+the roster that its indices refer to. A state of an unknown roster is dropped, so a roster goes first after every
+reconnect. Times are sent as *ages*, seconds before the message was built, NaN if unknown: the clocks of hosts need not
+agree.
 
     {"m": "roster", "host": "b", "number": 7,
      "processes": [[name, role, rank, pid], ...],
@@ -13,26 +13,25 @@ not known: clocks of hosts need not agree.
 
 - `key` names a communicator uniquely in the job: `policy/fsdp`; torch's own names ("0", "1") need the role or the
   world before them, because the worlds of two roles both have a "0".
-- `size` is how many members it should have, 0 if not known. `ranks` are their ranks within the role of the members,
-  in the order of the communicator; null where it is not known, or longer than is worth sending (64).
-- *made with* is a number that stands for the list of members (see `Communicators.ranks`), -1 if not known.
+- `size` is how many members it should have, 0 if unknown. `ranks` are their ranks within the role of the members,
+  in the order of the communicator; null if unknown or longer than 64.
+- *made with* is a number that stands for the list of members (see `Communicators.ranks`), -1 if unknown.
 
     {"m": "state", "host": "b", "number": 7,
      "processes": base64 of PROCESS records, one for each of the roster's processes
      "members": base64 of MEMBER records, one for each of the roster's members
      "stages": [text, ...] of each process; may be empty
-     "notes": {process: {"where", "error", "cause", "ours", "expected_s"}}, each field only if it says something
-     "waits": [{"process", "whom", "kind", "why", "since", "moved", ...}, ...]: see Waiter, as ages
+     "notes": {process: {"where", "error", "cause", "ours", "expected_s"}}, each field only if it is set
+     "waits": [{"process", "whom", "kind", "why", "since", "moved", ...}, ...]: see WaitReport, as ages
      "calls": base64 of CALL records, "about": {signature: [operation, shapes, dtype, root, site]},
      "sites": [[member, seq, site], ...], "gaps": [text, ...]}
 
-- CALL records hold the newest calls of members, at most a few each (eight are plenty). `about` need only hold
-  signatures that were not told since the agent's last connect: the supervisor keeps what it heard.
-- `rendezvous_target` of a wait is a process's name, several with commas, a role (`policy`), an alias that the
-supervisor was given
-  (`the scorers`), or, when it is none of these, somebody outside of the job (`judge.example:8000`); in a *meeting*,
-  when it is none of these, everybody of the role of the waiter.
-- "expected" of a wait in a meeting: first and last rank that should be on the waiter's host, and how many there are.
+- CALL records hold the newest calls of members, at most a few each (eight are plenty). `about` need only explain
+  signatures that were not sent since the agent's last connect: the supervisor keeps them.
+- `whom`, the target of a wait, is a process's name, several with commas, a role (`policy`), an alias from the
+  supervisor's settings (`the scorers`), or else a service outside the job (`judge.example:8000`). In a rendezvous
+  ("meeting") any other text means all processes of the waiter's role.
+- "expected" of a wait in a rendezvous: first and last rank that should be on the waiter's host, and the world size.
 """
 
 import math
@@ -65,7 +64,7 @@ CALL_RECORD = struct.Struct("<IqQ")
 """member, sequence number, signature."""
 
 WAITING_FOR_WORK = "the next call"
-"""Why a service waits when it waits for work and owes nobody anything."""
+"""The reason of a service's wait when it waits for work and has nothing to answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +87,7 @@ class RosterMember:
 
 @dataclass(frozen=True, slots=True)
 class Roster:
-    """Who is on a host. Indices of members and of the state's records are places in these."""
+    """The processes and communicators of a host. Members and the state's records refer to them by index."""
 
     host: str
     number: int
@@ -108,21 +107,21 @@ class WaitReport:
     since: float = NAN
     moved: float = NAN
     needs: WaitCondition | None = None
-    """None: as the alias says, else all."""
+    """None: as the alias defines it, else all."""
     main: bool = True
     idle: bool = False
     meeting: str = ""
     members: str = ""
-    """Whom the waiter takes for the members of what is made in the meeting, where it says that."""
+    """The members, as the waiter knows them, of the communicator created in the rendezvous, if it gives them."""
     expected: ExpectedRanks | None = None
-    """Who should come to the meeting, where the waiter says that."""
+    """The ranks that should come to the rendezvous, if the waiter gives them."""
     left: float = NAN
-    """Seconds until the waiter gives up by itself, as things stand."""
+    """Seconds until the waiter reaches its bound if nothing moves."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateReport:
-    """How the processes of a roster are. `communicator_processes`, `archive_members` and `plan_attention_calls` are
+    """The state of a roster's processes. `processes`, `members` and `calls` are
     packed records."""
 
     host: str
@@ -146,7 +145,7 @@ def pack_process(
     active: float = NAN,
     same_stack: float = NAN,
 ) -> bytes:
-    """How a process is; ages."""
+    """The record of a process; times as ages."""
     return PROCESS_RECORD.pack(life, NO_EXIT_CODE if exit_code is None else exit_code, ended, moved, active, same_stack)
 
 
@@ -172,25 +171,25 @@ def pack_calls(calls: Iterable[tuple[int, int, int]]) -> bytes:
 def wait_report(process: int, record: WaitRecord, now_ns: int, main: bool = True) -> WaitReport:
     """A wait that a beacon shows. `now_ns` is the same monotonic clock."""
     since, moved = (now_ns - record.since_ns) / 1e9, (now_ns - record.moved_ns) / 1e9
-    told = parse_rendezvous(record.kind, record.waits_for, record.why)
+    rendezvous = parse_rendezvous(record.kind, record.waits_for, record.why)
     left = NAN if record.deadline_ns is None else (record.deadline_ns - now_ns) / 1e9
     return WaitReport(
         process, record.waits_for, record.kind, record.why, since, moved, main=main,
         idle=record.why == WAITING_FOR_WORK,
-        meeting=told.name, members=told.members, expected=told.expected, left=left,
+        meeting=rendezvous.name, members=rendezvous.members, expected=rendezvous.expected, left=left,
     )  # fmt: skip
 
 
-def encode_report(said: Roster | StateReport) -> dict[str, Any]:
-    """The message, to be given to `json.dumps`."""
-    return _encode_roster(said) if isinstance(said, Roster) else _encode_state(said)
+def encode_report(report: Roster | StateReport) -> dict[str, Any]:
+    """The message, for `json.dumps`."""
+    return _encode_roster(report) if isinstance(report, Roster) else _encode_state(report)
 
 
 def decode_report(message: Mapping[str, Any]) -> Roster | StateReport:
-    """The other way.
+    """The report in a message.
 
     Raises:
-        ValueError: it is neither of the two, or not as above.
+        ValueError: it is no valid report.
     """
     try:
         if message["m"] == "roster":
@@ -198,8 +197,8 @@ def decode_report(message: Mapping[str, Any]) -> Roster | StateReport:
         if message["m"] == "state":
             return _decode_state(message)
     except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise ValueError(f"no message of an agent: {error!r}") from error
-    raise ValueError(f"no message of an agent: m={message['m']!r}, expected 'roster' or 'state'")
+        raise ValueError(f"no report of an agent: {error!r}") from error
+    raise ValueError(f"no report of an agent: m={message['m']!r}, expected 'roster' or 'state'")
 
 
 def _encode_roster(roster: Roster) -> dict[str, Any]:
@@ -279,39 +278,39 @@ def _to_base64(records: bytes) -> str:
     return b2a_base64(records, newline=False).decode()
 
 
-def _from_base64(said: str | bytes) -> bytes:
-    """`hearing` has made bytes of the text already."""
-    return said if isinstance(said, bytes) else a2b_base64(said)
+def _from_base64(records: str | bytes) -> bytes:
+    """`agent_connections.parse_report` has decoded the text already."""
+    return records if isinstance(records, bytes) else a2b_base64(records)
 
 
 def _encode_note(note: ProcessNote) -> dict[str, Any]:
-    said = {"where": note.where, "error": note.error, "cause": note.cause, "ours": note.ours}
-    said = {name: value for name, value in said.items() if value}
-    return said if math.isnan(note.expected_s) else {**said, "expected_s": note.expected_s}
+    fields = {"where": note.where, "error": note.error, "cause": note.cause, "ours": note.ours}
+    fields = {name: value for name, value in fields.items() if value}
+    return fields if math.isnan(note.expected_s) else {**fields, "expected_s": note.expected_s}
 
 
 def _encode_wait(wait: WaitReport) -> dict[str, Any]:
-    said: dict[str, Any] = {"process": wait.process, "whom": wait.waits_for, "kind": wait.kind, "why": wait.why}
+    fields: dict[str, Any] = {"process": wait.process, "whom": wait.waits_for, "kind": wait.kind, "why": wait.why}
     for name, age in (("since", wait.since), ("moved", wait.moved), ("left", wait.left)):
         if not math.isnan(age):
-            said[name] = round(age, 4)
+            fields[name] = round(age, 4)
     if wait.needs is not None:
-        said["needs"] = int(wait.needs)
+        fields["needs"] = int(wait.needs)
     if not wait.main:
-        said["main"] = False
+        fields["main"] = False
     if wait.idle:
-        said["idle"] = True
+        fields["idle"] = True
     if wait.meeting:
-        said["meeting"] = wait.meeting
+        fields["meeting"] = wait.meeting
     if wait.members:
-        said["members"] = wait.members
+        fields["members"] = wait.members
     if wait.expected is not None:
-        said["expected"] = [wait.expected.first, wait.expected.last, wait.expected.size]
-    return said
+        fields["expected"] = [wait.expected.first, wait.expected.last, wait.expected.size]
+    return fields
 
 
-def _decode_wait(said: Mapping[str, Any]) -> WaitReport:
-    fields = dict(said)
+def _decode_wait(wait: Mapping[str, Any]) -> WaitReport:
+    fields = dict(wait)
     if "needs" in fields:
         fields["needs"] = WaitCondition(fields["needs"])
     if "expected" in fields:

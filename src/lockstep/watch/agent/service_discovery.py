@@ -37,14 +37,14 @@ class Leader:
     host: str
     port: int
     pid: int | None
-    """On this host; None where the controller is elsewhere."""
+    """None if the controller is on another host."""
     start_ticks: int | None
     orphan_grace_s: float
     reconnect_s: float = 30.0
-    """A controller that lives (or is elsewhere) and does not take a connection back for this long is gone too."""
+    """A controller that is alive (or on another host) and accepts no reconnection for this long is gone, too."""
 
     def publish(self, run: str) -> None:
-        """Makes it the run's. Raises Superseded where a later one is."""
+        """Makes it the run's leader. Raises Superseded when there is a later one."""
         path = make_run_shm_dir(run) / LEADER_FILE
         descriptor = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -58,7 +58,7 @@ class Leader:
 
     @staticmethod
     def read(run: str) -> "Leader | None":
-        """The run's newest; None where there was none, or nothing of the run is left."""
+        """The run's newest leader; None when there is none."""
         try:
             return Leader(**json.loads(_leader_path(run).read_text()))
         except (OSError, ValueError, TypeError):
@@ -77,46 +77,46 @@ def _leader_path(run: str) -> Path:
 
 PING_S = 1.0
 FROZEN_S = 2.5
-"""Who looks is due once a second. When it comes this late, this process itself was stopped or starved, and the other
-side may well have spoken meanwhile."""
+"""`tick` is due once a second. When it comes this late, this process itself was stopped or starved, and the peer may
+well have sent messages meanwhile."""
 
 
 class PeerHeartbeat:
-    """Of a peer that answers when it is asked. One thread looks and hears; any may ask whether it is too long.
+    """The heartbeat of a peer that answers pings. One thread calls `tick` and `received`; any may read `too_long`.
 
     Args:
-        limit_s: so long it may last.
+        limit_s: the longest silence allowed.
     """
 
     def __init__(self, limit_s: float) -> None:
         self.limit_s = limit_s
-        self._heard_at = self._looked_at = time.monotonic()
-        self._asked_at = 0.0
+        self._received_at = self._ticked_at = time.monotonic()
+        self._pinged_at = 0.0
 
-    def ask(self) -> bool:
-        """A look; whether the peer should be asked something now."""
+    def tick(self) -> bool:
+        """To be called about once a second; whether the peer should be pinged now."""
         now = time.monotonic()
-        if now - self._looked_at > FROZEN_S:
-            self._heard_at += now - self._looked_at
-        self._looked_at = now
-        if now - self._asked_at < min(PING_S, self.limit_s / 3):
+        if now - self._ticked_at > FROZEN_S:
+            self._received_at += now - self._ticked_at
+        self._ticked_at = now
+        if now - self._pinged_at < min(PING_S, self.limit_s / 3):
             return False
-        self._asked_at = now
+        self._pinged_at = now
         return True
 
-    def broken(self) -> None:
-        """Something is heard."""
-        self._heard_at = time.monotonic()
+    def received(self) -> None:
+        """A message of the peer has arrived."""
+        self._received_at = time.monotonic()
 
     @property
     def too_long(self) -> bool:
-        """As of the last look."""
-        return self._looked_at - self._heard_at > self.limit_s
+        """As of the last `tick`."""
+        return self._ticked_at - self._received_at > self.limit_s
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceAddress:
-    """Where an agent listens, as its `agent.json` says."""
+    """Where an agent or supervisor listens, as in its `agent.json` or `supervisor.json`."""
 
     run: str
     generation: int
@@ -126,12 +126,12 @@ class ServiceAddress:
     start_ticks: int = field(default_factory=lambda: processes.start_ticks(os.getpid()) or 0)
 
     def publish(self, path: Path) -> None:
-        """Writes it where others look for it, whole."""
+        """Writes the file atomically."""
         write_atomically(path, json.dumps(asdict(self)).encode())
 
     @staticmethod
     def withdraw(path: Path) -> None:
-        """Removes what this process has published there; a later one may have put its own in its place."""
+        """Removes the file if this process wrote it; a later one may have replaced it."""
         with contextlib.suppress(OSError, ValueError):
             if json.loads(path.read_text())["pid"] == os.getpid():
                 path.unlink()
@@ -143,24 +143,24 @@ class ServiceAddress:
 
 
 FIRST_ATTACH_S = 60.0
-"""A controller on another host, whose coming nothing but its connection tells, attaches within this."""
+"""A controller on another host, known by its connection only, attaches within this."""
 
 
 @dataclass
 class ControllerLiveness:
-    """The one whose death ends the run: on this host a process, elsewhere a connection."""
+    """Whether the controller, whose death ends the run, is there: on this host its process, else its connection."""
 
     pid: int | None
-    """None where it is on another host."""
+    """None if it is on another host."""
     start: int | None
     patience_s: float = 0.0
-    """It is not gone before it has been missing for so long, even where its orphans have no grace: a connection may
-    break and be made again."""
+    """It may be missing for so long, even if orphans have no grace: a connection may break and be made
+    again."""
     gone_since: float | None = None
 
     @staticmethod
     def expected(pid: int | None) -> "ControllerLiveness":
-        """One that has not attached yet."""
+        """A controller that has not attached yet."""
         return ControllerLiveness(
             pid, None if pid is None else processes.start_ticks(pid), FIRST_ATTACH_S if pid is None else 0.0
         )
@@ -169,7 +169,7 @@ class ControllerLiveness:
         return "the controller, on another host," if self.pid is None else f"the controller (pid {self.pid})"
 
     def missing_s(self, connected: bool) -> float | None:
-        """For how long it has been gone, as of this look; None where it is there."""
+        """For how long it has been missing; None while it is there."""
         if connected if self.pid is None else processes.is_alive(self.pid, self.start):
             self.gone_since = None
             return None
@@ -179,5 +179,5 @@ class ControllerLiveness:
         return now - self.gone_since
 
     def grace_s(self, orphan_grace_s: float) -> float:
-        """For how long it may be gone."""
+        """For how long it may be missing."""
         return max(orphan_grace_s, self.patience_s)

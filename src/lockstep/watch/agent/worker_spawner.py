@@ -1,4 +1,4 @@
-"""The agent's children: templates that fork workers, and the workers themselves.
+"""The agent's children: fork servers, and the workers they fork.
 
 Knows nothing of sockets to clients. `WorkerSpawner` is driven by the agent's loop: it registers what it wants to hear
 with the loop's selector, and reports through callbacks.
@@ -27,16 +27,17 @@ from lockstep.watch.procfs.processes import start_ticks
 
 log = logging.getLogger(__name__)
 
-_IMPORT_TIME_PREFIXES = ("OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "MALLOC_", "LD_", "PYTHON", "TORCH", "PYTORCH", "HF_",
+_IMPORT_TIME_PREFIXES = ("OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "MALLOC_", "LD_", "PYTHON", "TORCH", "PYTORCH",
+"HF_",
                 "TRANSFORMERS_", "TOKENIZERS_", "VLLM_", "CUDA_", "NCCL_", "LOCKSTEP_BEACONS")  # fmt: skip
-"""Variables read while modules are imported: workers that differ in them do not share a template."""
+"""Variables read while modules are imported: workers that differ in them do not share a fork server."""
 _MAX_DEATHS = 3
-"""A template that died this often is given up; its workers are started plainly."""
+"""A fork server that died this often is given up; its workers start without one."""
 
 
 @dataclass
 class SpawnRequest:
-    """A worker that is wanted, and whom to tell."""
+    """A request for a worker, with callbacks for the outcome."""
 
     name: str
     argv: list[str]
@@ -45,7 +46,7 @@ class SpawnRequest:
     cwd: str
     preload: tuple[str, ...]
     note: str | None
-    """The starter's own; given back with the worker's facts."""
+    """Opaque to the agent; returned with the worker's facts."""
     started: Callable[["WorkerProcess"], None]
     refused: Callable[[str], None]
 
@@ -74,7 +75,7 @@ class WorkerProcess:
         }  # fmt: skip
 
     def said(self) -> str:
-        """The end of its log, for those on other hosts."""
+        """The end of its log, for controllers on other hosts."""
         return log_tail(Path(self.log))
 
 
@@ -91,7 +92,7 @@ class _ForkServer:
 
 
 class WorkerSpawner:
-    """Starts, watches and kills workers. `exited` is told of each worker's end."""
+    """Starts, watches and kills workers. `exited` is called at each worker's end."""
 
     def __init__(self, selector: selectors.BaseSelector, exited: Callable[[WorkerProcess], None]) -> None:
         self.children: dict[str, WorkerProcess] = {}
@@ -99,8 +100,8 @@ class WorkerSpawner:
         self._exited = exited
         self._templates: dict[tuple[Any, ...], _ForkServer] = {}
         self._deaths: dict[tuple[Any, ...], int] = {}
-        self._strays: dict[int, int] = {}
-        """Exit codes of children nobody has named yet: a worker may end before its template reports its pid."""
+        self._unnamed_exits: dict[int, int] = {}
+        """Exit codes of children without a name yet: a worker may end before its fork server reports its pid."""
 
     def living(self) -> list[WorkerProcess]:
         return [child for child in self.children.values() if child.exit_code is None]
@@ -128,7 +129,7 @@ class WorkerSpawner:
             try:
                 template = self._start_template(key, preload, order)
             except OSError as error:
-                order.refused(f"cannot start a template process: {error}")
+                order.refused(f"cannot start a fork server: {error}")
                 return
         template.waiting.append(order)
         self._next(template)
@@ -138,32 +139,32 @@ class WorkerSpawner:
         return ((name, env[name]) for name in sorted(env) if name.startswith(_IMPORT_TIME_PREFIXES))
 
     def _start_template(self, key: tuple[Any, ...], preload: tuple[str, ...], order: SpawnRequest) -> _ForkServer:
-        ours, theirs = socket.socketpair()
+        own_end, its_end = socket.socketpair()
         argv = [
-            sys.executable, "-m", "lockstep.watch.agent.fork_server", "--socket", str(theirs.fileno()),
+            sys.executable, "-m", "lockstep.watch.agent.fork_server", "--socket", str(its_end.fileno()),
             "--agent", str(os.getpid()), "--preload", ",".join(preload),
         ]  # fmt: skip
         # What a process starts with stays readable in its /proc/PID/environ, and in that of all it forks. The token
-        # reaches a worker with its order: a user's function then finds it neither there nor in `os.environ`.
+        # reaches a worker with its request: a user's function then finds it neither there nor in `os.environ`.
         env = {name: value for name, value in order.env.items() if name != "LOCKSTEP_TOKEN"} if preload else None
         try:
             popen = subprocess.Popen(
                 argv, env=env, cwd=order.cwd if preload else None,
-                stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True,
+                stdin=subprocess.DEVNULL, pass_fds=[its_end.fileno()], start_new_session=True,
             )  # fmt: skip
         except OSError:
-            ours.close()
+            own_end.close()
             raise
         finally:
-            theirs.close()
-        ours.setblocking(False)
-        template = self._templates[key] = _ForkServer(key, preload, popen, ours)
-        self._selector.register(ours, selectors.EVENT_READ, lambda mask: self._hear(template))
-        log.info("template %d for %s", popen.pid, ", ".join(preload) or "plain starts")
+            its_end.close()
+        own_end.setblocking(False)
+        template = self._templates[key] = _ForkServer(key, preload, popen, own_end)
+        self._selector.register(own_end, selectors.EVENT_READ, lambda mask: self._receive(template))
+        log.info("fork server %d for %s", popen.pid, ", ".join(preload) or "workers without preloads")
         return template
 
     def _next(self, template: _ForkServer) -> None:
-        """Hands the template its next order; one at a time, so that a message fits its socket's buffer."""
+        """Sends the fork server its next request; one at a time, so that a message fits its socket's buffer."""
         if not template.ready or template.forking is not None or not template.waiting:
             return
         order = template.forking = template.waiting.popleft()
@@ -177,9 +178,9 @@ class WorkerSpawner:
             template.socket.sendall(data)
             template.socket.setblocking(False)
         except OSError:
-            self._bury(template)
+            self._discard(template)
 
-    def _hear(self, template: _ForkServer) -> None:
+    def _receive(self, template: _ForkServer) -> None:
         try:
             data = template.socket.recv(1 << 16)
         except BlockingIOError:
@@ -187,44 +188,47 @@ class WorkerSpawner:
         except OSError:
             data = b""
         if not data:
-            self._bury(template)
+            self._discard(template)
             return
         template.received += data
         while b"\n" in template.received and self._templates.get(template.key) is template:
             line, template.received = template.received.split(b"\n", 1)
-            self._understand(template, json.loads(line))
+            self._handle_message(template, json.loads(line))
 
-    def _understand(self, template: _ForkServer, message: dict[str, Any]) -> None:
+    def _handle_message(self, template: _ForkServer, message: dict[str, Any]) -> None:
         if "failed" in message:
-            log.warning("cannot preload %s; its workers start plainly:\n%s", template.preload, message["failed"])
+            log.warning(
+                "cannot preload %s; its workers start without a fork server:\n%s", template.preload, message["failed"]
+            )
             self._deaths[template.key] = _MAX_DEATHS
-            self._bury(template)
+            self._discard(template)
             return
         if "ready" in message:
             template.ready = True
         order, template.forking = template.forking, None
         if order is not None and "pid" in message:
-            self._welcome(order, message["pid"], warm=bool(template.preload))
+            self._register(order, message["pid"], warm=bool(template.preload))
         elif order is not None and template.preload:
-            log.warning("%s starts plainly: %s", order.name, message["error"])
+            log.warning("%s starts without a fork server: %s", order.name, message["error"])
             self._dispatch(order, ())
         elif order is not None:
             order.refused(message["error"])
         if not self.busy():
-            self._strays.clear()
+            self._unnamed_exits.clear()
         self._next(template)
 
-    def _welcome(self, order: SpawnRequest, pid: int, warm: bool) -> None:
+    def _register(self, order: SpawnRequest, pid: int, warm: bool) -> None:
         child = WorkerProcess(
             order.name, pid, start_ticks(pid) or 0, order.argv, order.log, warm, time.time(), note=order.note
         )
         self.children[order.name] = child
         order.started(child)
-        if pid in self._strays:
-            self._end(child, self._strays.pop(pid))
+        if pid in self._unnamed_exits:
+            self._end(child, self._unnamed_exits.pop(pid))
 
-    def _bury(self, template: _ForkServer) -> None:
-        """A template is gone (or is to go): its orders are given to a new one, or to a plain start."""
+    def _discard(self, template: _ForkServer) -> None:
+        """Discards a fork server that ended or must end: a new one gets its requests, or the workers start without
+        one."""
         if self._templates.get(template.key) is not template:
             return
         del self._templates[template.key]
@@ -242,17 +246,17 @@ class WorkerSpawner:
             elif self._deaths[template.key] < _MAX_DEATHS:
                 self._dispatch(order, ())
             else:
-                order.refused("the process that starts workers died again and again; see the agent's log")
+                order.refused("the process that starts workers died repeatedly; see the agent's log")
 
     def _kill_unreported(self, template: _ForkServer, order: SpawnRequest) -> None:
-        """The template may have died between forking a worker and saying so: that worker must not run twice."""
+        """The fork server may have died between forking a worker and reporting it: that worker must not run twice."""
         known = {child.pid for child in self.living()} | {t.popen.pid for t in (template, *self._templates.values())}
         for process in psutil.Process().children():
             try:
-                ours = process.pid not in known and process.cmdline() in (template.popen.args, order.argv)
+                is_worker = process.pid not in known and process.cmdline() in (template.popen.args, order.argv)
             except psutil.Error:
                 continue
-            if ours:
+            if is_worker:
                 process.kill()
 
     def reap(self) -> None:
@@ -266,7 +270,7 @@ class WorkerSpawner:
                 return
             pid = ended.si_pid
             child = next((child for child in self.living() if child.pid == pid), None)
-            if child is not None:  # while the zombie keeps the group's number taken: no straggler survives its worker
+            if child is not None:  # while the zombie keeps the group's number taken: no descendant survives its worker
                 _signal_group(pid, signal.SIGKILL)
             code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
             template = next((t for t in self._templates.values() if t.popen.pid == pid), None)
@@ -274,11 +278,11 @@ class WorkerSpawner:
                 self._end(child, code)
             elif template is not None:
                 template.popen.returncode = code
-                log.warning("template %d ended with %d", pid, code)
-                self._hear(template)  # what it said last counts
-                self._bury(template)
+                log.warning("fork server %d ended with %d", pid, code)
+                self._receive(template)  # its last messages count
+                self._discard(template)
             elif self.busy():
-                self._strays[pid] = code
+                self._unnamed_exits[pid] = code
 
     def _end(self, child: WorkerProcess, code: int) -> None:
         child.exit_code, child.ended_wall = code, time.time()
@@ -290,30 +294,30 @@ class WorkerSpawner:
         child = self.children.get(name)
         if child is None or child.exit_code is not None:
             return False
-        os.kill(child.pid, number)  # it is our child and not reaped: the pid is still its own
+        os.kill(child.pid, number)  # a child that is not reaped keeps its pid
         return True
 
     def withdraw(self, why: str) -> None:
-        """Orders that are not carried out yet are not wanted any more."""
+        """Cancels all pending requests."""
         for template in list(self._templates.values()):
             orders = [order for order in (template.forking, *template.waiting) if order is not None]
             template.waiting.clear()
-            if template.forking is not None:  # its worker is nobody's: it may not take the name of another
+            if template.forking is not None:  # its worker would have no owner, and must not take a name
                 template.forking = None
-                self._bury(template)
+                self._discard(template)
             for order in orders:
                 order.refused(why)
 
     def terminate(self) -> None:
-        """Asks all workers to leave and starts no more."""
+        """Asks all workers to exit and starts no more."""
         self.withdraw("the agent is leaving")
         for template in list(self._templates.values()):
-            self._bury(template)
+            self._discard(template)
         for child in self.living():
             _signal_group(child.pid, signal.SIGTERM)
 
     def kill_all(self) -> int:
-        """SIGKILL to every descendant, whatever it made of itself; how many there were."""
+        """Sends SIGKILL to every descendant; returns how many there were."""
         descendants = psutil.Process().children(recursive=True)
         for process in descendants:
             try:

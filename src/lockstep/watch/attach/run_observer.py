@@ -48,9 +48,9 @@ class RunObserver:
 
     def look(self) -> list[Verdict]:
         """The current verdicts, the one that explains the others first."""
-        self._monitor.look({})
+        self._monitor.sample({})
         self._dump()
-        for report in self._reports.tell(self._monitor):
+        for report in self._reports.build(self._monitor):
             self._messages.receive(encode_report(report), time.monotonic())
         return diagnose(drop_uninformative(self._messages.evidence(time.monotonic())), self.patience)
 

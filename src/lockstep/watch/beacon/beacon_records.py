@@ -1,4 +1,4 @@
-"""What a beacon says, as read: counters, waits, events, calls, communicators."""
+"""The contents of a beacon, as read: counters, waits, events, calls, communicators."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,7 +35,7 @@ class CallRecord:
     issued: int
     """How many collectives this member has issued from Python on it, this one included: members are compared by it."""
     signature: int
-    """64-bit digest of operation, shapes, dtype and root: equal where members fit together."""
+    """64-bit digest of operation, shapes, dtype and root: equal on members that match."""
     operation: str
     """Empty when it is no longer known; the signature remains."""
     shapes: str
@@ -55,7 +55,7 @@ class CallRecord:
     failed: bool = False
     """It ended with an exception of the backend."""
     refused: bool = False
-    """It did not fit what a peer had entered, and never reached the backend."""
+    """It did not match what a peer had entered, and never reached the backend."""
     peer: int | None = None
     """Of a point-to-point call, the other's rank in the communicator; None for a receive from any source."""
 
@@ -71,7 +71,7 @@ class CallRecord:
 
 @dataclass(frozen=True, slots=True)
 class CommunicatorRecord:
-    """What a process says of a communicator that it is a member of.
+    """A communicator as one of its members reports it.
 
     Two sources are merged: the calls issued from Python, exact and at once, and c10d's own counts, which see the
     collectives of C++ callers too and are some 50 ms old. -1 is "not known"; 0 that nothing was entered, for certain.
@@ -91,9 +91,9 @@ class CommunicatorRecord:
     """Digest of the members' global ranks."""
     created_ns: int
     loop_thread: int
-    """Native id of gloo's thread for this communicator, 0 if not known; see `watch.freeing`."""
+    """Native id of gloo's thread for this communicator, 0 if not known; see `watch.recorder.abort`."""
     closed: bool
-    """It was destroyed (or the process was told so)."""
+    """It was destroyed."""
     blind: bool
     """Point-to-point calls were made on it: counts may miss part of what it does, absence proves nothing."""
     counted: bool
@@ -117,7 +117,7 @@ class CommunicatorRecord:
 
 @dataclass(frozen=True, slots=True)
 class BeaconState:
-    """What a beacon said when it was read."""
+    """A beacon as it was read."""
 
     path: Path
     run: str

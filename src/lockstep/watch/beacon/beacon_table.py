@@ -17,7 +17,7 @@ _STATE_NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class BeaconSnapshot:
-    """The beacons of a run at one moment, and how their processes were then."""
+    """The beacons of a run at one moment, and the states of their processes then."""
 
     at_ns: int
     """Monotonic clock of the host."""
@@ -35,7 +35,7 @@ class CounterRow:
     total: int | None
     rate: float | None
     still_s: float
-    """Since when it has not moved."""
+    """For how long it has not moved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class CommunicatorRow:
     entered: int
     completed: int
     operation: str
-    """Of the call that it is in, empty when it is in none."""
+    """Of the current call, empty when there is none."""
     inside_s: float
 
 
@@ -176,13 +176,13 @@ def describe_counter(counter: CounterRow) -> str:
 
 
 def wait_edges(rows_: Iterable[ProcessRow]) -> list[tuple[str, str, float]]:
-    """Who waits for whom and since how many seconds, the longest first: the edges of a wait graph."""
+    """Waiting process, target and seconds, the longest first: the edges of a wait graph."""
     edges = [(row.name, wait.waits_for, wait.since_s) for row in rows_ for wait in row.waits]
     return sorted(edges, key=lambda edge: -edge[2])
 
 
 def idle_processes(now: Sequence[ProcessRow], for_s: float) -> list[ProcessRow]:
-    """Living processes none of whose counters moved for that long and which wait for nobody."""
+    """Living processes without a wait whose counters have not moved for that long."""
     return [
         row
         for row in now

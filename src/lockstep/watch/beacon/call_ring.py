@@ -47,21 +47,21 @@ from lockstep.watch.beacon.file_format import (
 )
 
 FRESH_TEXTS = MAX_TEXTS // 2
-"""A text that is older by so many is written anew when it is asked for."""
+"""A text that is older by this many texts is written again when it is needed."""
 TEXT_TURNOVER = MAX_TEXTS // 4
-"""After so many new texts, whoever keeps numbers of texts forgets them. So a text stays until at least so many newer
-ones have been written after the last call that refers to it."""
+"""After this many new texts, caches of text numbers are cleared. So a text stays until at least this many newer ones
+have been written after the last call that refers to it."""
 NEWEST_CALLS = 16
-"""Calls that are looked at when a beacon is read; more are behind `decode_calls`."""
+"""Calls decoded whenever a beacon is read; `decode_calls` reads more."""
 
 
 def pack_text_numbers(label: int, site: int) -> int:
-    """The texts of a call as they lie in its record."""
+    """The text numbers of a call as its record stores them."""
     return label | site << 32
 
 
 class CallRings:
-    """The writing end, of one process. `slots_at` and `tape_at` say where the two parts lie in the beacon."""
+    """The writing side, of one process. `slots_at` and `tape_at` are the offsets of its two parts in the beacon."""
 
     def __init__(self, memory: MappedMemory, slots_at: int, tape_at: int) -> None:
         self.memory = memory
@@ -71,19 +71,19 @@ class CallRings:
         self.rings_at = tape_at + MAX_TEXTS * TEXT_STRUCT.size
         self.lines: list[CommunicatorSlot | None] = [None] * MAX_COMMUNICATORS
         self.calls = 0
-        """Of closed communicators whose slot was used again."""
+        """Calls on closed communicators whose slots were reused."""
         self._lock = threading.Lock()
         self._texts: dict[str, int] = {}
         self.newest_text = 0
         """The number of the newest text."""
         self.on_turn: list[Callable[[], None]] = []
-        """Of those who keep numbers of texts: see TURN."""
+        """Callbacks of objects that cache text numbers: see TEXT_TURNOVER."""
         self._stage = ""
         self.where: int | None = None
-        """The stage as it lies in a record; None: `find_where` says it."""
+        """The stage as it is stored in a record; None: `find_where` computes it."""
 
     def text(self, value: str) -> int:
-        """The number of a text, for `Line.enter`. To be kept no longer than to the next turn."""
+        """The number of a text, for `CommunicatorSlot.enter`. Do not keep it beyond the next turnover."""
         with self._lock:
             known = self._texts.get(value)
             if known is not None and self.fresh(known):
@@ -102,11 +102,11 @@ class CallRings:
         return number
 
     def stage(self, name: str) -> None:
-        """The stage that calls are issued in from now on."""
+        """Sets the stage of the calls that follow."""
         self._stage, self.where = name, None
 
     def find_where(self) -> int:
-        """The present stage as it lies in a record."""
+        """The current stage as a record stores it."""
         stage = self._stage
         found = self.where = self.text(stage) << 32 if stage else 0
         if stage is not self._stage:
@@ -114,7 +114,7 @@ class CallRings:
         return found
 
     def fresh(self, number: int) -> bool:
-        """Whether the text of that number will stay for a while."""
+        """Whether the text of that number stays for a while."""
         return self.newest_text - number < FRESH_TEXTS
 
     def open_line(
@@ -154,7 +154,7 @@ class CallRings:
         return oldest.slot
 
     def close(self) -> None:
-        """Lets go of the mapping; lines may not be written any more."""
+        """Releases the mapping; slots may not be written any more."""
         self.words.release()
 
 
@@ -185,7 +185,7 @@ class CommunicatorSlot:
         self._about.write(*self.about)
 
     def loop_thread(self, native_id: int) -> None:
-        """Says which of gloo's threads moves this communicator's bytes."""
+        """Sets the gloo thread that moves this communicator's bytes."""
         self.about = (*self.about[:5], native_id, *self.about[6:])
         self.write_about()
 
@@ -193,7 +193,7 @@ class CommunicatorSlot:
         self, seq: int, issued: int, signature: int, texts: int = 0, where: int = 0, flags: int = 0,
         peer: int = NO_PEER,
     ) -> int:  # fmt: skip
-        """Notes that a call begins; returns the word that says when it left."""
+        """Notes that a call begins; returns the index of the word for the time it leaves."""
         words, calls = self.words, self.calls
         at = self.ring + calls % CALLS_PER_RING * CALL_WORDS
         self.calls = calls = calls + 1
@@ -210,7 +210,7 @@ class CommunicatorSlot:
         return at + LEFT_WORD
 
     def leave(self, left: int, flag: int = 0) -> None:
-        """`left` is what `enter` returned; `flag` says how it ended: ASYNC, FAILED or REFUSED."""
+        """`left` is what `enter` returned; `flag`: how it ended, FLAG_ASYNC, FLAG_FAILED or FLAG_REFUSED."""
         if flag:
             self.words[left + WHERE_WORD - LEFT_WORD] |= flag
         self.words[left] = time.monotonic_ns()
@@ -220,11 +220,11 @@ class CommunicatorSlot:
         return self.ring + (number - 1) % CALLS_PER_RING * CALL_WORDS
 
     def counted(self) -> None:
-        """Says that c10d's counts are read for this communicator."""
+        """Marks that c10d's counts are read for this communicator."""
         self.words[(self._at + FLAGS_AT) >> 3] |= FLAG_COUNTED
 
     def counts(self, entered: int, completed: int, entered_ns: int, completed_ns: int) -> None:
-        """c10d's numbers, and when they changed, as far as was seen."""
+        """Sets c10d's numbers, and when they were seen to change."""
         self._counts.write(entered, completed, entered_ns, completed_ns)
 
     def blind(self) -> None:
@@ -300,7 +300,8 @@ def _decode_call(number: int, fields: tuple[Any, ...], texts: _TextTable) -> Cal
     root = int(root_text) if root_text.isascii() and root_text.isdigit() else None
     return CallRecord(
         number, seq, issued, signature, operation, shapes, dtype, root, texts[site],
-        texts[context], module, entered, left, bool(flags & FLAG_P2P), bool(flags & FLAG_ASYNC), bool(flags & FLAG_FAILED),
+        texts[context], module, entered, left, bool(flags & FLAG_P2P), bool(flags & FLAG_ASYNC),
+        bool(flags & FLAG_FAILED),
         bool(flags & FLAG_REFUSED), (flags >> PEER_SHIFT) - 1 if flags >> PEER_SHIFT else None,
     )  # fmt: skip
 

@@ -49,7 +49,7 @@ class RecordSlot:
 
 
 class RecordReader:
-    """Two copies of a part of a file that begins at `run_training`, and the means to copy a record again that changed
+    """Two copies of a part of a file that begins at `start`, and the means to copy a record again that changed
     between them."""
 
     def __init__(self, descriptor: int, start: int, size: int) -> None:

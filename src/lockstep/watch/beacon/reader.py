@@ -1,4 +1,4 @@
-"""Reads beacons: one, all of a run, or a run's again and again. The writer's help is not needed."""
+"""Reads beacons, of one process or of a run, once or repeatedly. Needs no help from the writers."""
 
 import contextlib
 import os
@@ -69,7 +69,7 @@ def read_calls(path: Path, slot: int, newest: int = CALLS_PER_RING) -> tuple[Cal
 
 
 class BeaconReader:
-    """Reads the beacons of a run again and again, without their events. One that nobody has written to since costs a
+    """Reads the beacons of a run again and again, without their events. An unchanged beacon costs a
     comparison."""
 
     def __init__(self, run: str) -> None:

@@ -49,7 +49,7 @@ _BEACON_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,94}")
 
 
 class Beacon:
-    """The writing end; all methods may be called from any thread and cost about a microsecond."""
+    """The writer of a beacon; all methods may be called from any thread and cost about a microsecond."""
 
     def __init__(self, path: Path, memory: mmap.mmap) -> None:
         self.path = path
@@ -64,7 +64,7 @@ class Beacon:
         self._events = 0
         self._moves = 0
         self.stage_name = ""
-        """What `stage` was told last."""
+        """The current stage."""
         self._tape: call_ring.CallRings | None = None
         self._open = True
 
@@ -91,7 +91,7 @@ class Beacon:
                 self._stage.write(time.monotonic_ns(), encode_text(name, 96))
 
     def progress(self, counter: str, value: int, total: int | None = None) -> None:
-        """Sets a counter. Counters beyond the 24th are counted in `compaction_moves` only."""
+        """Sets a counter. Counters beyond the 24th are counted in `moves` only."""
         with self._lock:
             known = self._counters.get(counter)
             if known is not None and known[1] == value and known[2] == total:
@@ -118,7 +118,7 @@ class Beacon:
                 self.progress(counter, known[1] + n, known[2])
 
     def beat(self) -> None:
-        """A sign of life by a background thread: tells a frozen process from one that is busy elsewhere."""
+        """A heartbeat from a background thread: distinguishes a frozen process from one that is busy elsewhere."""
         with self._lock:
             if self._open:
                 UINT64.pack_into(self._memory, BEAT_AT, time.monotonic_ns())
@@ -135,13 +135,13 @@ class Beacon:
                 )
 
     def take_wait_slot(self) -> int | None:
-        """A free wait slot, None when 16 threads wait already. For `watch.waits`."""
+        """A free wait slot, None when 16 threads wait already. For `base.waits`."""
         with self._lock:
             return self._free.pop() if self._free and self._open else None
 
     def waiting(self, thread: int) -> WaitRecord | None:
-        """The innermost wait that a thread (native id) of this process is in. Reads no file: who moves bytes beside a
-        thread that is stuck looks as if it did something."""
+        """The innermost wait that a thread (native id) of this process is in. Reads no file: bytes
+        moved beside a stuck thread would make the process look active."""
         with self._lock:
             found = [wait for wait in self._waiting.values() if wait.thread == thread]
         return max(found, key=lambda wait: wait.since_ns, default=None)
@@ -164,7 +164,7 @@ class Beacon:
             self._free.append(slot)
 
     def close(self, remove: bool = False) -> None:
-        """Unmaps the file; the file stays as evidence unless `remove_store`. Later writes do nothing."""
+        """Unmaps the file; the file stays as evidence unless `remove`. Later writes do nothing."""
         with self._lock:
             if self._open:
                 self._open = False
@@ -174,11 +174,11 @@ class Beacon:
                 self._memory.close()
             if remove and self._is_ours():
                 self.path.unlink(missing_ok=True)
-                with contextlib.suppress(OSError):  # whoever is late, and the last, takes the run's folder along
+                with contextlib.suppress(OSError):  # the last process also removes the run's folder
                     self.path.parent.rmdir()
 
     def _is_ours(self) -> bool:
-        """Whether the file is still this one: a successor of the same name puts its own in its place."""
+        """Whether the file is still this one: a successor of the same name replaces it."""
         try:
             return self.path.stat().st_ino == self._inode
         except OSError:
@@ -186,7 +186,7 @@ class Beacon:
 
 
 class _NullBeacon(Beacon):
-    """Before `open_beacon`: counts moves, writes nowhere."""
+    """Stands in before `open_beacon`: counts moves, writes nowhere."""
 
     def __init__(self) -> None:
         super().__init__(Path(os.devnull), mmap.mmap(-1, mmap.PAGESIZE))
@@ -200,12 +200,13 @@ _current: Beacon = _NullBeacon()
 
 
 def current_beacon() -> Beacon:
-    """The process's beacon; one that writes nowhere before `open_beacon`."""
+    """This process's beacon; before `open_beacon` one that writes nowhere."""
     return _current
 
 
 def open_beacon(run: str, name: str, role: str, rank: int) -> Beacon:
-    """Creates this process's beacon; from here on `current()` is it. An older file of that name is replaced."""
+    """Creates this process's beacon; from here on `current_beacon()` returns it. An older file of that name is
+    replaced."""
     global _current
     if not _BEACON_NAME.fullmatch(name):
         raise ValueError(f"beacon name {name!r}: expected up to 95 letters, digits, '.', '_' or '-'")
@@ -213,7 +214,7 @@ def open_beacon(run: str, name: str, role: str, rank: int) -> Beacon:
     path, draft = folder / f"{name}.beacon", folder / f".{name}.{os.getpid()}.{secrets.token_hex(3)}"
     descriptor = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        os.ftruncate(descriptor, FILE_SIZE)  # sparse: what is never written costs nothing
+        os.ftruncate(descriptor, FILE_SIZE)  # sparse: unwritten parts cost nothing
         memory = mmap.mmap(descriptor, FILE_SIZE)
     finally:
         os.close(descriptor)
@@ -243,7 +244,7 @@ def _clear_records(memory: mmap.mmap) -> None:
 
 
 def close_beacon(remove: bool = False) -> None:
-    """Closes the process's beacon; `current()` is one that writes nowhere again."""
+    """Closes the process's beacon; `current_beacon()` returns one that writes nowhere again."""
     global _current
     previous, _current = _current, _NullBeacon()
     previous.close(remove)

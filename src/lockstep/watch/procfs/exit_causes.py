@@ -27,11 +27,11 @@ class ExitCause:
 
     cause: str = ""
     error: str = ""
-    """Its last exception, or what is known of the signal."""
+    """Its last exception, or a description of the signal."""
 
 
 def oom_kill_count(pid: int | str = "self") -> int | None:
-    """How often the kernel has killed for memory in the cgroup of a process; None where nothing counts it."""
+    """How often the kernel has killed for memory in the cgroup of a process; None if nothing counts it."""
     try:
         lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
     except OSError:
@@ -50,7 +50,7 @@ def oom_kill_count(pid: int | str = "self") -> int | None:
 
 
 def _cgroup_folder(root: Path, path: str) -> Path:
-    """Where a cgroup is mounted: in a container its own may be the root of what it sees."""
+    """The folder of a cgroup: in a container its own may be the root of what is mounted."""
     inside = root / path.lstrip("/")
     return inside if inside.is_dir() else root
 
@@ -77,7 +77,7 @@ def was_oom_killed(pid: int) -> bool | None:
                 record = os.read(descriptor, 8192)
             except BlockingIOError:
                 break
-            except BrokenPipeError:  # overwritten while we read: go on with the next
+            except BrokenPipeError:  # overwritten during the read: continue with the next
                 continue
             match = _OOM_KILL.search(record)
             found = found or (match is not None and int(match[1]) == pid)
@@ -89,7 +89,7 @@ def was_oom_killed(pid: int) -> bool | None:
 
 
 def read_tail(log: Path, limit: int = TAIL_BYTES) -> str:
-    """The end of a log, "" where there is none."""
+    """The end of a log, "" if there is none."""
     try:
         with log.open("rb") as file:
             file.seek(0, os.SEEK_END)
@@ -100,7 +100,7 @@ def read_tail(log: Path, limit: int = TAIL_BYTES) -> str:
 
 
 def last_exception(text: str) -> str:
-    """The last exception of a log: the line after the last traceback's frames, "" where there is no traceback."""
+    """The last exception of a log: the line after the last traceback's frames, "" if there is no traceback."""
     lines = text.splitlines()
     starts = [i for i, line in enumerate(lines) if line.strip().endswith("Traceback (most recent call last):")]
     if not starts:
@@ -116,9 +116,9 @@ def explain_exit(code: int | None, log_text: str, oom: bool | None, ours: bool) 
     """Why a process ended with this code.
 
     Args:
-        code: minus the signal's number, None where nobody knows.
+        code: minus the signal's number; None if unknown.
         oom: whether the kernel killed for memory (its counter rose, or its log names the process); None: unknown.
-        ours: whether we had it killed.
+        ours: whether Lockstep killed it.
     """
     if code == 0:
         return ExitCause()

@@ -35,8 +35,8 @@ _BYTES_AT = 120
 
 
 def tcp_bytes_by_inode() -> dict[int, int]:
-    """Bytes that were taken from each established TCP socket of this network, or sent over it and acknowledged, by
-    inode. What has come and nobody has read is somebody else's doing."""
+    """Bytes read from each established TCP socket of this network namespace, or sent over it and acknowledged, by
+    inode. Received but unread bytes are the peer's activity and do not count."""
     found: dict[int, int] = {}
     try:
         with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_SOCK_DIAG) as asked:
@@ -55,7 +55,7 @@ def tcp_bytes_by_inode() -> dict[int, int]:
 
 
 def _parse_datagram(data: bytes, found: dict[int, int]) -> bool:
-    """Takes one datagram of answers; whether more are to come."""
+    """Parses one datagram of the reply; whether more follow."""
     at = 0
     while at + _NETLINK_HEADER.size <= len(data):
         length, kind, _, _, _ = _NETLINK_HEADER.unpack_from(data, at)
@@ -84,7 +84,7 @@ def socket_inodes(pids: Iterable[int]) -> set[int]:
                         facts = each.stat()
                         if stat.S_ISSOCK(facts.st_mode):
                             found.add(facts.st_ino)
-        except OSError:  # it has ended, or is somebody else's
+        except OSError:  # it has ended, or belongs to another user
             continue
     return found
 
@@ -92,25 +92,25 @@ def socket_inodes(pids: Iterable[int]) -> set[int]:
 T = TypeVar("T")
 
 BUSY_CPU_SHARE = 0.06
-"""A process that uses more of a core than this does something; what polls and beats beside a stuck thread uses less."""
+"""A process that uses more of a core than this is active; polling and heartbeats beside a stuck thread use less."""
 MOVED_BYTES = 32 << 10
-"""Read and written in a second: less is a line in a log, or a watcher's own."""
+"""Read and written in a second: less is a line in a log, or monitoring."""
 SENT_BYTES = 1 << 10
-"""Taken from one TCP socket, or sent over it, in a second: less is a heartbeat; an answer that is streamed is more."""
+"""Read from one TCP socket, or sent over it, in a second: less is a heartbeat; a streamed answer is more."""
 RUNNABLE_SAMPLES = 4
-"""Looks in a row at which some thread wants a core. What polls is caught at it now and then, and not so often."""
+"""Consecutive samples in which some thread is runnable. Polling threads are runnable in fewer."""
 RUNNABLE_SHARE = 0.3
-"""Of the time between two looks, what one thread ran or waited for a core: then it had work. What polls ten times a
-second on a core with five busy loops comes to 0.2."""
+"""A thread that ran or waited for a core for more than this share of the time between two samples had work. Polling ten
+times a second on a core with five busy loops comes to 0.2."""
 SAMPLE_S = 0.5
-"""Between two looks as a rule: who looks later was held up itself, and short work in between counts all the same."""
+"""The usual time between two samples: when a sample is late, short work in between still counts as activity."""
 DISK_WAIT_SAMPLES = 2
-"""The same of uninterruptible waits."""
+"""Consecutive samples with a thread in an uninterruptible wait."""
 
 
 @dataclass(slots=True)
 class HostCounters:
-    """What concerns all processes of the host, read at most once per look and only when somebody asks."""
+    """Counters of the whole host, read at most once per sample and only when needed."""
 
     _disks: int | None = None
     _sockets: dict[int, int] | None = None
@@ -130,7 +130,7 @@ class HostCounters:
 
 @dataclass(slots=True)
 class ProcessActivity:
-    """One process; the counters as of the last look at which each was read."""
+    """The activity of one process; each counter as of the last sample in which it was read."""
 
     pid: int
     _own: ProcessUsage | None = None
@@ -140,17 +140,17 @@ class ProcessActivity:
     _wanted: dict[int, int] = field(default_factory=dict)
     _disks: int = 0
     _deep_ns: int = 0
-    """When it and all below it were looked at for the last time; 0 where that is too long ago to compare with."""
+    """When it and its descendants were sampled last; 0 if that is too long ago to compare with."""
     _runnable: int = 0
     _in_disk: int = 0
 
     def rest(self, usage: ProcessUsage, now: int) -> None:
-        """It moves by what it says of itself; nobody needs to look any closer."""
+        """Notes a process whose own counters move: no closer look is needed."""
         self._own, self._own_ns, self._deep_ns = usage, now, 0
 
     def seen(self, usage: ProcessUsage, now: int, host: HostCounters, closer: bool = True) -> bool:
-        """Whether it has done anything since the last look; the first look at somebody says yes. Without `closer`,
-        what costs a look at others and at single threads is left out."""
+        """Whether it was active since the last sample; True in its first. Without `closer`, the checks of descendants
+        and of single threads are skipped."""
         before, since, self._own, self._own_ns = self._own, self._own_ns, usage, now
         works = before is None or _is_busy(before, usage, (now - since) / 1e9)
         if works or not closer:
@@ -159,7 +159,7 @@ class ProcessActivity:
         return self._deep(now, host)
 
     def _deep(self, now: int, host: HostCounters) -> bool:
-        """All checks, as each keeps what the next look is compared with."""
+        """Runs all checks, as each keeps what the next sample is compared with."""
         below = {
             pid: used
             for pid in processes.descendant_pids(self.pid)
@@ -198,13 +198,13 @@ def _is_busy(before: ProcessUsage, now: ProcessUsage, seconds: float) -> bool:
 
 
 def _increases(before: dict[int, T], now: dict[int, T], value: Callable[[T], float]) -> list[float]:
-    """By how much each has become more; those that are new count whole, those that have gone do not."""
+    """By how much each has grown; new ones count in full, vanished ones do not count."""
     return [value(each) - (value(before[key]) if key in before else 0.0) for key, each in now.items()]
 
 
 def _thread_states(pids: list[int]) -> tuple[bool, bool]:
-    """Whether some thread of these wants a core, and whether one is in an uninterruptible wait. A frozen process (a
-    paused container) looks as if it were, and waits for nothing."""
+    """Whether some thread of these is runnable, and whether one is in an uninterruptible wait. A frozen process (a
+    paused container) looks like one and waits for nothing."""
     runnable = in_disk = False
     for pid in pids:
         letters = {processes.thread_state(pid, tid) for tid in processes.thread_ids(pid)}

@@ -14,7 +14,7 @@ _EXIT_CODE_AT = 60
 
 
 class PidfdHandle:
-    """A process that is watched for its end. `fileno` becomes readable when it has ended."""
+    """Watches a process for its end: `fileno` becomes readable then."""
 
     def __init__(self, pid: int) -> None:
         """Raises OSError when there is no such process, or no pidfd (Linux before 5.3)."""
@@ -25,8 +25,8 @@ class PidfdHandle:
         return self._descriptor
 
     def exit_code(self) -> int | None:
-        """Minus the number of the signal that ended it, or its exit code; None while nobody knows (kernels before
-        6.15 tell its parent only)."""
+        """Minus the number of the signal that ended it, or its exit code; None while unknown (kernels before 6.15
+        report it to the parent only)."""
         info = bytearray(struct.pack("<Q", _PIDFD_INFO_EXIT) + bytes(56))
         try:
             fcntl.ioctl(self._descriptor, _PIDFD_GET_INFO, info)
@@ -55,8 +55,8 @@ class PidfdHandle:
 
 
 def start_ticks(pid: int) -> int | None:
-    """The start time of a process in clock ticks since boot, None when there is no such process. With the pid it
-    identifies a process for good."""
+    """The start time of a process in clock ticks since boot, None when there is no such process. Together
+    with the pid it identifies a process uniquely."""
     facts = _proc_stat(pid)
     return None if facts is None else int(facts[19])
 
@@ -86,7 +86,8 @@ def _proc_stat(pid: int) -> list[str] | None:
 
 
 def _read_proc(path: str, most: int = 8192) -> str | None:
-    """A file of /proc, None when its process is gone. Many times a second: pathlib takes five times as long."""
+    """A file of /proc, None when its process is gone. Called many times a second; pathlib would take five times as
+    long."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -98,7 +99,7 @@ def _read_proc(path: str, most: int = 8192) -> str | None:
 
 
 def pid_namespace() -> str:
-    """Names the set of processes that see each other's pids: this boot of this host, and the pid namespace."""
+    """Identifies the set of processes that see each other's pids: this boot of this host, and the pid namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
 
@@ -115,16 +116,17 @@ class ProcessUsage:
     cpu_s: float
     """User and system time of all its threads, and of the children that it has collected."""
     read: int | None = None
-    """Bytes read from anywhere, page cache and pipes included; None where nobody asked or the kernel does not say."""
+    """Bytes read from anywhere, page cache and pipes included; None when not requested or not reported by the
+    kernel."""
     written: int | None = None
     stored: int | None = None
-    """Bytes that storage had to fetch or is to keep: page faults on a mapped file are here and nowhere else."""
+    """Bytes read from or written to storage: page faults on a mapped file count here and nowhere else."""
     ran_ns: int = 0
-    """CPU time of its main thread, to the nanosecond; 0 where the kernel does not say."""
+    """CPU time of its main thread, to the nanosecond; 0 if the kernel does not report it."""
 
     @property
     def moved(self) -> int | None:
-        """All bytes, some of them twice."""
+        """All bytes, some counted twice."""
         if self.read is None or self.written is None:
             return None
         return self.read + self.written + (self.stored or 0)
@@ -156,12 +158,12 @@ def thread_state(pid: int, tid: str) -> str | None:
 
 
 def runnable_ns(pid: int, tid: str) -> int:
-    """How long a thread has run or waited for a core so far; 0 where the kernel does not say."""
+    """How long a thread has run or waited for a core so far; 0 if the kernel does not report it."""
     return sum(_schedstat(f"/proc/{pid}/task/{tid}"))
 
 
 def is_frozen(pid: int) -> bool:
-    """Whether the freezer of its cgroup (version 1 or 2) holds it; False where that cannot be read."""
+    """Whether the freezer of its cgroup (version 1 or 2) has frozen it; False if that cannot be read."""
     for line in (_read_proc(f"/proc/{pid}/cgroup") or "").splitlines():
         number, controllers, path = line.split(":", 2)
         if (
@@ -209,7 +211,7 @@ def _cpu_s(facts: list[str]) -> float:
 
 
 def _schedstat(folder: str) -> tuple[int, int]:
-    """Nanoseconds that a thread ran, and waited for a core; 0 where the kernel does not say."""
+    """Nanoseconds that a thread ran, and waited for a core; 0 if the kernel does not report it."""
     words = (_read_proc(f"{folder}/schedstat") or "").split()
     return (int(words[0]), int(words[1])) if words else (0, 0)
 

@@ -55,8 +55,8 @@ class SampledThread:
 
 
 def py_spy_command(pid: int, native: bool = False) -> list[str] | None:
-    """What to run for the stacks of a process as JSON; None where py-spy is not installed. Native frames need a
-    process that can be stopped for a moment: not one that is stopped already."""
+    """The command that prints the stacks of a process as JSON; None if py-spy is not installed. Native frames need
+    a process that can be stopped for a moment, so not one that is stopped already."""
     beside = Path(sys.executable).with_name("py-spy")
     found = str(beside) if beside.exists() else shutil.which("py-spy")
     if found is None:
@@ -65,28 +65,32 @@ def py_spy_command(pid: int, native: bool = False) -> list[str] | None:
 
 
 def parse_stacks(output: bytes) -> tuple[SampledThread, ...]:
-    """The threads of py-spy's JSON; empty for what is none."""
+    """The threads in py-spy's JSON output; empty when the output is invalid."""
     try:
-        told = json.loads(output)
-        return tuple(_parse_thread(each) for each in told)
+        threads = json.loads(output)
+        return tuple(_parse_thread(each) for each in threads)
     except (ValueError, TypeError, KeyError, AttributeError):
         return ()
 
 
-def _parse_thread(told: dict[str, Any]) -> SampledThread:
-    frames = tuple(StackFrame(str(each["name"]), str(each["filename"]), int(each["line"])) for each in told["frames"])
+def _parse_thread(thread: dict[str, Any]) -> SampledThread:
+    frames = tuple(StackFrame(str(each["name"]), str(each["filename"]), int(each["line"])) for each in thread["frames"])
     return SampledThread(
-        int(told["os_thread_id"] or 0), told["thread_name"] or "", frames, bool(told["active"]), bool(told["owns_gil"])
+        int(thread["os_thread_id"] or 0),
+        thread["thread_name"] or "",
+        frames,
+        bool(thread["active"]),
+        bool(thread["owns_gil"]),
     )
 
 
 def main_thread(threads: Sequence[SampledThread], pid: int) -> SampledThread | None:
-    """The thread whose id is the process's; the one with frames where none is."""
+    """The thread whose id is the process's; else the first."""
     return next((each for each in threads if each.native_id == pid), threads[0] if threads else None)
 
 
 def user_code_line(frames: Iterable[StackFrame]) -> str:
-    """The innermost line of the user's own code, in words; where there is none, of Lockstep's, then of anybody's."""
+    """The innermost line of the user's own code as text; if there is none, of Lockstep's, else of any code."""
     known = [frame for frame in frames if not frame.file.startswith("<")]
     for wanted in (0, 1, 2):
         found = next((frame for frame in known if _distance(frame.file) == wanted), None)
@@ -96,8 +100,8 @@ def user_code_line(frames: Iterable[StackFrame]) -> str:
 
 
 def _distance(file: str) -> int:
-    """0 for the user's code, 1 for Lockstep's, 2 for libraries, the interpreter's own and what only looks on: the
-    recorder's frames stand around every collective, those of waits around every wait."""
+    """0 for the user's code, 1 for Lockstep's, 2 for libraries, the interpreter and monitoring: the recorder's
+    frames surround every collective, those of waits every wait."""
     if file.startswith(_PACKAGE):
         return 2 if file.startswith(_WATCH_ROOMS) else 1
     parts = PurePath(file).parts
@@ -106,7 +110,7 @@ def _distance(file: str) -> int:
 
 
 def _in_stdlib(parts: Sequence[str]) -> bool:
-    """Of another interpreter than ours: `.../lib/python3.12/threading.py`."""
+    """Whether it belongs to another interpreter's standard library: `.../lib/python3.12/threading.py`."""
     return any(
         before == "lib" and after.startswith("python3") for before, after in itertools.pairwise(parts)
     )  # fmt: skip
@@ -135,14 +139,14 @@ def stacks_to_json(threads: Sequence[SampledThread]) -> list[dict[str, Any]]:
 log = logging.getLogger(__name__)
 
 StacksCallback = Callable[[tuple[SampledThread, ...]], None]
-"""Takes the stacks; none where there are none to be had."""
+"""Receives the stacks; an empty tuple when none could be taken."""
 
 
 @dataclass
 class _Dump:
     pid: int
     native: bool
-    told: StacksCallback
+    callback: StacksCallback
     child: "subprocess.Popen[bytes] | None" = None
     pidfd: int = -1
     deadline: float = 0.0
@@ -150,7 +154,7 @@ class _Dump:
 
 
 class StackSampler:
-    """Takes stacks of processes. `told` is called from the agent's loop, exactly once per order."""
+    """Samples stacks of processes. `callback` is called from the agent's loop, exactly once per request."""
 
     def __init__(self, selector: selectors.BaseSelector) -> None:
         self._selector = selector
@@ -163,13 +167,13 @@ class StackSampler:
         return self._now is not None or bool(self._waiting)
 
     @property
-    def holds(self) -> int | None:
+    def stopped_pid(self) -> int | None:
         """The process that is stopped, or about to be, for its native stack."""
         return self._now.pid if self._now is not None and self._now.native else None
 
-    def order(self, pid: int, told: StacksCallback, native: bool = False, first: bool = False) -> None:
-        """Has stacks taken of a process, `first` before those that wait already."""
-        dump = _Dump(pid, native, told)
+    def request(self, pid: int, callback: StacksCallback, native: bool = False, first: bool = False) -> None:
+        """Requests the stacks of a process; `first` puts the request before all pending ones."""
+        dump = _Dump(pid, native, callback)
         if first:
             self._waiting.appendleft(dump)
         else:
@@ -184,10 +188,10 @@ class StackSampler:
             self._finish(dump, whole=False)
 
     def close(self) -> None:
-        """Ends what is under way; nobody is told. Idempotent."""
+        """Ends the dump in progress without a callback. Idempotent."""
         self._waiting.clear()
         if self._now is not None:
-            self._now.told = lambda threads: None
+            self._now.callback = lambda threads: None
             self._finish(self._now, whole=False)
 
     def _next(self) -> None:
@@ -201,7 +205,7 @@ class StackSampler:
                     argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
                 )
             except OSError:
-                dump.told(())
+                dump.callback(())
                 continue
             assert child.stdout is not None
             dump.child, dump.deadline = child, time.monotonic() + DUMP_LIMIT_S
@@ -225,12 +229,12 @@ class StackSampler:
         assert dump.child is not None and dump.child.stdout is not None
         self._selector.unregister(dump.child.stdout)
         dump.child.stdout.close()
-        if dump.pidfd >= 0:  # the agent's loop may have collected it already: its pid may be somebody else's
+        if dump.pidfd >= 0:  # the agent's loop may have collected it already: its pid may have been reused
             if not whole:
                 with contextlib.suppress(ProcessLookupError):
                     signal.pidfd_send_signal(dump.pidfd, signal.SIGKILL)
             os.close(dump.pidfd)
         dump.child.returncode = dump.child.returncode or 0  # the agent's loop collects it
         self._now = None
-        dump.told(parse_stacks(dump.output) if whole else ())
+        dump.callback(parse_stacks(dump.output) if whole else ())
         self._next()

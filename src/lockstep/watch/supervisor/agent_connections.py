@@ -137,7 +137,7 @@ class AgentConnection:
             self._wanted.set()
 
     def ask(self, operation: str, answered: ReplyHandler, timeout_s: float, **arguments: Any) -> None:
-        """Sends a request; `answered` is called once, from `receive_message`, `tick` or here."""
+        """Sends a request; `answered` is called once, from `hear`, `tick` or here."""
         if self.connection is None:
             answered(None)
             return

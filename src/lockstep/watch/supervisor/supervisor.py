@@ -2,7 +2,7 @@
 (`python -m lockstep.watch.supervisor.supervisor`, its settings as JSON on stdin).
 
 It is neither the controller nor an agent: it outlives the one, and the others restart without it. It leaves when the
-run has ended (controller and agents are gone, or somebody says `stop_agents`) or is another controller's. JSON frames:
+run has ended (controller and agents are gone, or somebody says `leave`) or is another controller's. JSON frames:
 
     {"id", "op": "subscribe", "pid", "start", "place", "after"} -> {"pid"}; told frames after number `after` follow
     {"id", "op": "agents", "agents": [address, ...]} -> {}     who is to be heard from now on
@@ -10,7 +10,7 @@ run has ended (controller and agents are gone, or somebody says `stop_agents`) o
     {"id", "op": "leave"} -> {}
     <- {"told": n, "number", "change", "level", "verdict", "since_s", "wall", "incident", "headline", "who", "done"}
 
-`number` is the same for all that is said of one stall; `change` is told, updated or withdrawn; `to_verdict` the one
+`number` is the same for all that is said of one stall; `change` is told, updated or withdrawn; `verdict` the one
 form of verdicts; `done` what was done about it, at the level `act`. A confirmed verdict is told when its incident is on
 disk, a second later at most; who waits for its culprits in collectives is freed right after that.
 """

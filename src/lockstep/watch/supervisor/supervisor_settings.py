@@ -44,7 +44,7 @@ class SupervisorSettings:
 
     @staticmethod
     def read(text: str) -> "SupervisorSettings":
-        """From JSON, as `encode_episode` writes it."""
+        """From JSON, as `dumped` writes it."""
         told = json.loads(text)
         told["folder"] = Path(told["folder"])
         told["incidents"] = None if told["incidents"] is None else Path(told["incidents"])

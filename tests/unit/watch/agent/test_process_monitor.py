@@ -44,16 +44,16 @@ def until(check: object, seconds: float = 20.0) -> None:
 
 
 def test_a_look_says_who_is_there_and_moves(run: str) -> None:
-    eyes, teller = ProcessMonitor(run), ReportBuilder("here")
-    eyes.look({})
-    roster, state = teller.tell(eyes)
+    monitor, builder = ProcessMonitor(run), ReportBuilder("here")
+    monitor.sample({})
+    roster, state = builder.build(monitor)
     (who,) = roster.processes
     assert (who.name, who.role, who.rank, who.pid, who.host) == ("policy-0", "policy", 0, os.getpid(), "here")
     life, _, ended, moved, _, same = PROCESS_RECORD.unpack(state.processes)
     assert life == Liveness.RUNNING and moved < 5 and ended != ended and same != same and state.stages == ("train",)
     current_beacon().progress("steps", 1)
-    eyes.look({})
-    again, state = teller.tell(eyes)
+    monitor.sample({})
+    again, state = builder.build(monitor)
     assert again is roster and PROCESS_RECORD.unpack(state.processes)[3] < moved + 5
     assert decode_report(encode_report(roster)) == roster and decode_report(encode_report(state)) == state
 
@@ -61,9 +61,9 @@ def test_a_look_says_who_is_there_and_moves(run: str) -> None:
 def test_a_wait_is_told_with_its_age(run: str) -> None:
 
     with track_wait("future", "reward-0", "scores of step 7"):
-        eyes = ProcessMonitor(run)
-        eyes.look({})
-        _, state = ReportBuilder("here").tell(eyes)
+        monitor = ProcessMonitor(run)
+        monitor.sample({})
+        _, state = ReportBuilder("here").build(monitor)
     (wait,) = state.waits
     assert (wait.process, wait.waits_for, wait.kind, wait.main, wait.idle) == (0, "reward-0", "future", True, False)
 
@@ -117,45 +117,45 @@ def child(run: str) -> Iterator["subprocess.Popen[str]"]:
 
 
 def test_a_stopped_process_is_seen_as_stopped(run: str, child: "subprocess.Popen[str]") -> None:
-    eyes = ProcessMonitor(run)
-    eyes.look({})
-    assert eyes.seen["policy-1"].life is Liveness.RUNNING
+    monitor = ProcessMonitor(run)
+    monitor.sample({})
+    assert monitor.seen["policy-1"].life is Liveness.RUNNING
     os.kill(child.pid, signal.SIGSTOP)
     until(lambda: processes.process_state(child.pid) == "T")
-    eyes.look({}, held=child.pid)  # for a stack of ours
-    assert eyes.seen["policy-1"].life is Liveness.RUNNING
-    eyes.look({})
-    seen = eyes.seen["policy-1"]
+    monitor.sample({}, held=child.pid)  # for a stack of ours
+    assert monitor.seen["policy-1"].life is Liveness.RUNNING
+    monitor.sample({})
+    seen = monitor.seen["policy-1"]
     assert seen.life is Liveness.STOPPED
     stopped = seen.ended_ns
     assert 0 < stopped <= time.monotonic_ns()
-    eyes.look({})
+    monitor.sample({})
     assert seen.ended_ns == stopped
     child.kill()
     child.wait()
-    (ended,) = eyes.look({})
+    (ended,) = monitor.sample({})
     assert ended.name == "policy-1" and ended.life is Liveness.DEAD and ended.exit_code in (-9, -(2**31))
-    assert eyes.look({}) == []
+    assert monitor.sample({}) == []
 
 
 def test_two_moments_of_a_stop_are_not_one_long_one(run: str, child: "subprocess.Popen[str]") -> None:
-    eyes = ProcessMonitor(run)
-    eyes.look({})
-    seen = eyes.seen["policy-1"]
+    monitor = ProcessMonitor(run)
+    monitor.sample({})
+    seen = monitor.seen["policy-1"]
     os.kill(child.pid, signal.SIGSTOP)
     until(lambda: processes.process_state(child.pid) == "T")
-    eyes.look({})
+    monitor.sample({})
     first = seen.ended_ns
-    eyes.look({})
+    monitor.sample({})
     assert seen.life is Liveness.STOPPED and seen.ended_ns == first > seen.moved_ns
-    _, state = ReportBuilder("here").tell(eyes)
+    _, state = ReportBuilder("here").build(monitor)
     ended = [PROCESS_RECORD.unpack_from(state.processes, at)[2] for at in (0, PROCESS_RECORD.size)]
     assert ended[0] != ended[0] and 0 <= ended[1] < 5, "since when it is stopped, not since when nothing moved"
     os.kill(child.pid, signal.SIGCONT)
     until(lambda: processes.process_state(child.pid) == "S")
     os.kill(child.pid, signal.SIGSTOP)
     until(lambda: processes.process_state(child.pid) == "T")
-    eyes.look({})
+    monitor.sample({})
     assert seen.life is Liveness.STOPPED and seen.ended_ns > first
 
 
@@ -166,15 +166,15 @@ def test_who_looks_late_says_of_nobody_that_it_did_nothing(
 
     monkeypatch.setattr(module, "CALM_S", 0.0)
     until(lambda: processes.process_state(child.pid) == "S")
-    eyes = ProcessMonitor(run)
+    monitor = ProcessMonitor(run)
     for _ in range(3):
-        eyes.look({})
-    seen = eyes.seen["policy-1"]
+        monitor.sample({})
+    seen = monitor.seen["policy-1"]
     before = seen.active_ns
-    eyes.look({})
+    monitor.sample({})
     assert seen.active_ns == before
     monkeypatch.setattr(module, "LATE_SAMPLE_S", 0.0)
-    eyes.look({})
+    monitor.sample({})
     assert seen.active_ns > before
 
 
@@ -192,17 +192,17 @@ def test_work_counts_as_activity_and_waiting_does_not(run: str) -> None:
     try:
         assert child.stdin is not None and child.stdout is not None and child.stdout.readline() == "up\n"
         until(lambda: processes.process_state(child.pid) == "S")
-        eyes = ProcessMonitor(run)
-        eyes.look({})
-        seen = eyes.seen["policy-1"]
+        monitor = ProcessMonitor(run)
+        monitor.sample({})
+        seen = monitor.seen["policy-1"]
         began = seen.active_ns
         time.sleep(0.2)
-        eyes.look({})
+        monitor.sample({})
         assert seen.active_ns == began
         child.stdin.write("\n")
         child.stdin.flush()
         assert child.stdout.readline() == "done\n"
-        eyes.look({})
+        monitor.sample({})
         assert seen.active_ns > began
     finally:
         child.kill()
@@ -213,35 +213,35 @@ def test_it_is_calm_while_everybody_moves_or_has_nothing_to_do(run: str, monkeyp
     from lockstep.watch.agent import process_monitor as module
     from lockstep.watch.agent.report_messages import WAITING_FOR_WORK
 
-    eyes = ProcessMonitor(run)
-    eyes.look({})
-    assert eyes.calm()
+    monitor = ProcessMonitor(run)
+    monitor.sample({})
+    assert monitor.is_calm()
     monkeypatch.setattr(module, "CALM_S", 0.0)
-    assert not eyes.calm()
+    assert not monitor.is_calm()
     with track_wait("condition", "controller", WAITING_FOR_WORK):
-        eyes.look({})
-        assert eyes.calm()
+        monitor.sample({})
+        assert monitor.is_calm()
 
 
 def test_suspects_are_those_that_stand_still_and_are_not_idle(run: str) -> None:
     from lockstep.watch.agent.report_messages import WAITING_FOR_WORK
 
-    eyes = ProcessMonitor(run)
-    eyes.look({})
-    assert list(eyes.suspects(60.0)) == []
-    assert [seen.name for seen in eyes.suspects(0.0)] == ["policy-0"]
+    monitor = ProcessMonitor(run)
+    monitor.sample({})
+    assert list(monitor.suspects(60.0)) == []
+    assert [seen.name for seen in monitor.suspects(0.0)] == ["policy-0"]
     with track_wait("condition", "controller", WAITING_FOR_WORK):
-        eyes.look({})
-        assert list(eyes.suspects(0.0)) == []
+        monitor.sample({})
+        assert list(monitor.suspects(0.0)) == []
 
 
 def test_stages_that_ended_are_what_others_are_held_against(run: str) -> None:
-    eyes = ProcessMonitor(run)
-    eyes.look({})
+    monitor = ProcessMonitor(run)
+    monitor.sample({})
     current_beacon().stage("save")
-    eyes.look({})
-    assert 0 < eyes.history.expected_s("policy", "train") < 60
-    assert eyes.history.expected_s("policy", "save") != eyes.history.expected_s("policy", "save")
+    monitor.sample({})
+    assert 0 < monitor.history.expected_s("policy", "train") < 60
+    assert monitor.history.expected_s("policy", "save") != monitor.history.expected_s("policy", "save")
 
 
 def test_the_longest_of_a_stage_counts() -> None:
@@ -266,26 +266,26 @@ def test_the_quickest_answer_sets_the_clock() -> None:
 
 
 def test_one_that_ended_and_was_replaced_explains_nothing_any_more(run: str) -> None:
-    eyes, teller = ProcessMonitor(run), ReportBuilder("here")
+    monitor, builder = ProcessMonitor(run), ReportBuilder("here")
     child = subprocess.Popen([sys.executable, "-c", CHILD], stdin=subprocess.PIPE)
     before = WorkerProcess("engine-0", child.pid, processes.start_ticks(child.pid) or 0, [], "log", False, time.time())
-    eyes.look({"engine-0": before})
+    monitor.sample({"engine-0": before})
     child.kill()
     before.exit_code = child.wait(10)
-    eyes.look({"engine-0": before})
-    assert eyes.seen["engine-0"].life == Liveness.DEAD
-    eyes.forget("engine-0", 60.0)
-    eyes.look({"engine-0": before})
-    assert "engine-0" in eyes.seen, "what it left can be collected for a while"
-    eyes.forget("engine-0", 0.0)
-    eyes.forget("policy-0", 0.0)
-    eyes.look({"engine-0": before})
-    assert eyes.seen == {} and teller.tell(eyes)[0].processes == (), "nor does its beacon bring it back"
+    monitor.sample({"engine-0": before})
+    assert monitor.seen["engine-0"].life == Liveness.DEAD
+    monitor.forget("engine-0", 60.0)
+    monitor.sample({"engine-0": before})
+    assert "engine-0" in monitor.seen, "what it left can be collected for a while"
+    monitor.forget("engine-0", 0.0)
+    monitor.forget("policy-0", 0.0)
+    monitor.sample({"engine-0": before})
+    assert monitor.seen == {} and builder.build(monitor)[0].processes == (), "nor does its beacon bring it back"
     again = WorkerProcess(
         "engine-0", os.getpid(), processes.start_ticks(os.getpid()) or 0, [], "log", False, time.time()
     )
-    eyes.look({"engine-0": again})
-    assert eyes.seen["engine-0"].living, "the name is somebody's again"
+    monitor.sample({"engine-0": again})
+    assert monitor.seen["engine-0"].living, "the name is somebody's again"
 
 
 WAITS = """

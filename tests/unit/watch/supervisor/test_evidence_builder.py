@@ -179,7 +179,7 @@ def test_a_state_needs_its_roster() -> None:
     assert not inbox.receive(wired(state("a", [0, 1], number=1)), 1.0)
     with pytest.raises(ValueError, match="expected 2 and 2 records"):
         inbox.receive(wired(state("a", [0], number=2)), 1.0)
-    with pytest.raises(ValueError, match="no message"):
+    with pytest.raises(ValueError, match="no report"):
         inbox.receive({"m": "hello"}, 1.0)
     assert np.isnan(inbox.evidence(2.0).processes.moved_at).all()
 
