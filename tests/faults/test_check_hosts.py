@@ -147,7 +147,7 @@ def test_a_host_that_never_joins_is_named_within_five_seconds_and_a_bit(cable: C
             told: list[float] = []
             began = time.monotonic()
             meeting = head.gather(
-                launcher, bound_s=5.0, kernels=1, tell=lambda absent: told.append(time.monotonic() - began)
+                launcher, bound_s=5.0, kernels=1, report=lambda absent: told.append(time.monotonic() - began)
             )
             assert meeting.took_s < 5.2
             missing = {each.host: each for each in errors(rendezvous_rules.judge_rendezvous(meeting))}
@@ -347,7 +347,7 @@ def test_a_probe_that_a_program_starts_says_in_seconds_that_it_does_not_reach_th
             told: list[str] = []
             meeting = head.gather(
                 launcher, bound_s=25.0, kernels=1, given=cable.there,
-                tell=lambda missing: told.extend(rendezvous_rules.describe_missing(each) for each in missing),
+                report=lambda missing: told.extend(rendezvous_rules.describe_missing(each) for each in missing),
             )  # fmt: skip
         assert meeting.took_s < 15, "it does not wait for what has ended"
         missing = {

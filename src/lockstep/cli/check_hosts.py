@@ -141,7 +141,7 @@ def _run_rendezvous(
     by_hand = any(isinstance(each, PrintedLauncher) and each.hosts for each in getattr(launcher, "parts", (launcher,)))
     began = time.monotonic()
     rendezvous = head.gather(
-        launcher, beyond.wait_s if by_hand else LOCAL_START_S, beyond.ports, tell=MissingHostNotes(say)
+        launcher, beyond.wait_s if by_hand else LOCAL_START_S, beyond.ports, report=MissingHostNotes(say)
     )
     several = len(launcher.hosts) > 1
     if several or before or set(rendezvous.joined) != set(launcher.hosts):

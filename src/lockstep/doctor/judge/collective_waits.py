@@ -163,9 +163,9 @@ def _add_watchdog_reports(history: JobHistory, found: dict[int, CollectiveWait])
         rank = timeout.origin.rank
         if rank is None:
             continue
-        known, seen = found.get(rank), timeout.match
+        known, match = found.get(rank), timeout.match
         ran = timeout.ran_ms if timeout.ran_ms is not None else timeout.timeout_ms
-        started = None if seen.when is None or ran is None else seen.when - ran / 1000
+        started = None if match.when is None or ran is None else match.when - ran / 1000
         if known is None:
             named = "" if timeout.seq is None and timeout.operation in ("send", "recv") else timeout.operation
             found[rank] = CollectiveWait(
@@ -178,10 +178,10 @@ def _add_watchdog_reports(history: JobHistory, found: dict[int, CollectiveWait])
                 timeout.seq,
                 timeout.numel,
                 started,
-                seen.when,
-                seen.file,
-                seen.line,
-                seen.text,
+                match.when,
+                match.file,
+                match.line,
+                match.text,
             )
         else:
             found[rank] = replace(
@@ -230,9 +230,9 @@ def count_collectives(history: JobHistory) -> Counter[str]:
     return Counter(name for name in names if name)
 
 
-def normalize_collective(said: str) -> str:
+def normalize_collective(text: str) -> str:
     """`_ALLGATHER_BASE`, `all_reduce` -> `allgather`, `allreduce`."""
-    low = said.lower().strip("_")
+    low = text.lower().strip("_")
     for name, pattern in _COLLECTIVE_NAMES[:11]:
         if pattern.search(low):
             return name

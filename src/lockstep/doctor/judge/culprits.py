@@ -83,12 +83,12 @@ def find_culprits(candidate: Candidate, history: JobHistory) -> tuple[Culprit, .
 def _expand_named(guessed: list[Culprit], history: JobHistory) -> list[Culprit]:
     """Replaces guessed culprits by the longer list in a message, if one contains them all."""
     ranks = {each.rank for each in guessed}
-    told = (
+    listed = (
         list(_culprits_of_match(each, history))
         for each in history.matches
         if _captures_culprit(each) and _names_all(each)
     )
-    return next((named for named in told if ranks < {each.rank for each in named}), guessed)
+    return next((named for named in listed if ranks < {each.rank for each in named}), guessed)
 
 
 def _as_culprit(origin: int | str | Culprit, history: JobHistory) -> Culprit:
@@ -129,8 +129,8 @@ def _culprits_of_rule(rule: str, matches: Sequence[RuleMatch], history: JobHisto
     if same[0].rule.signature.culprit == "others":
         return _missing_participants(same, history)
     found: dict[object, Culprit] = {}
-    for telling in ([each for each in same if _captures_culprit(each)], _prefer_raising(same, history), same):
-        for each in (each for seen in telling for each in _culprits_of_match(seen, history)):
+    for group in ([each for each in same if _captures_culprit(each)], _prefer_raising(same, history), same):
+        for each in (each for match in group for each in _culprits_of_match(match, history)):
             found.setdefault((each.rank, each.host if each.rank is None else "", each.name), each)
         if found:
             break
@@ -150,11 +150,11 @@ def _missing_participants(same: Sequence[RuleMatch], history: JobHistory) -> lis
     """The known ranks without such a line, if their number fits; else the hosts with files of their own. Ranks that
     lost the store had joined."""
     came = [*same, *history.facts("store_lost")]
-    said = {history.rank(each) for each in came}
-    missing = [rank for rank in sorted(history.ranks) if rank not in said]
+    reporting = {history.rank(each) for each in came}
+    missing = [rank for rank in sorted(history.ranks) if rank not in reporting]
     counts = {int(each.fields["size"]) - int(each.fields["joined"]) for each in same
               if {"size", "joined"} <= each.fields.keys()}  # fmt: skip
-    if missing and None not in said and counts <= {len(missing)}:
+    if missing and None not in reporting and counts <= {len(missing)}:
         return [culprit_of_rank(rank, history) for rank in missing]
     files = {each.source for each in came}
     hosts = {log.origin.host for log in history.logs if log.origin.host and log.source not in files}
@@ -175,29 +175,31 @@ def _origin_key(origin: LineOrigin) -> object:
 
 
 def _names_all(match: RuleMatch) -> bool:
-    said = match.rule.signature.culprit
-    return not isinstance(said, str) and said.all
+    selector = match.rule.signature.culprit
+    return not isinstance(selector, str) and selector.all
 
 
 def _captures_culprit(match: RuleMatch) -> bool:
     """Whether a match names a culprit; otherwise only its origin is known."""
-    said = match.rule.signature.culprit
-    if isinstance(said, str) or said.facts:
+    selector = match.rule.signature.culprit
+    if isinstance(selector, str) or selector.facts:
         return False
-    return any(match.fields.get(group) for group in ((said.group,) if isinstance(said.group, str) else said.group))
+    return any(
+        match.fields.get(group) for group in ((selector.group,) if isinstance(selector.group, str) else selector.group)
+    )
 
 
 def _culprits_of_match(match: RuleMatch, history: JobHistory) -> Iterator[Culprit]:
-    said = match.rule.signature.culprit
-    if said == "none":
+    selector = match.rule.signature.culprit
+    if selector == "none":
         return
-    if isinstance(said, str):
+    if isinstance(selector, str):
         yield from culprit_of_origin(match, history)
         return
-    groups = (said.group,) if isinstance(said.group, str) else said.group
-    if said.facts:
-        seen_first = next((facts for name in said.facts if (facts := history.facts(name))), [])
-        for each in seen_first:
+    groups = (selector.group,) if isinstance(selector.group, str) else selector.group
+    if selector.facts:
+        fact_matches = next((facts for name in selector.facts if (facts := history.facts(name))), [])
+        for each in fact_matches:
             for group in groups:
                 if each.fields.get(group):
                     yield from _culprits_of_group(group, each.fields[group], each, history)
@@ -206,7 +208,7 @@ def _culprits_of_match(match: RuleMatch, history: JobHistory) -> Iterator[Culpri
         value = match.fields.get(group)
         if value:
             yield from _culprits_of_group(group, value, match, history)
-            if not said.all:
+            if not selector.all:
                 return
     if not any(match.fields.get(group) for group in groups):
         yield from culprit_of_origin(match, history)

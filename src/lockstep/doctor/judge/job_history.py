@@ -132,8 +132,8 @@ class JobHistory:
         found |= {log.origin.rank for log in self.logs}
         found |= {tick.origin.rank for tick in self.ticks}
         found |= {each.origin.rank for each in self.matches}
-        said = [*self.facts("world"), *self.facts("placed")]
-        size = max((int(each.fields["size"]) for each in said if "size" in each.fields), default=0)
+        reports = [*self.facts("world"), *self.facts("placed")]
+        size = max((int(each.fields["size"]) for each in reports if "size" in each.fields), default=0)
         if size <= _MAX_RANKS:
             found |= set(range(size))
         return frozenset(each for each in found if each is not None)
@@ -193,9 +193,9 @@ class JobHistory:
 
     @cached_property
     def rank_of_pid(self) -> Mapping[int, int]:
-        said = [each.fields for each in self.facts("placed") + self.facts("exit")]
+        reports = [each.fields for each in self.facts("placed") + self.facts("exit")]
         origins = [origin for log in self.logs for origin in log.origins] + [each.origin for each in self.matches]
-        return ranks_by_pid(said, origins, one_host=len(self.nodes) <= 1 and len(self.ranks) <= _RANKS_PER_HOST)
+        return ranks_by_pid(reports, origins, one_host=len(self.nodes) <= 1 and len(self.ranks) <= _RANKS_PER_HOST)
 
     def rank(self, match: RuleMatch) -> int | None:
         """The rank that a match is about: the rank it names, the line's origin, or the rank of its process."""
@@ -215,17 +215,17 @@ class JobHistory:
     def timeouts(self) -> list[CollectiveTimeout]:
         found = []
         for each in self.facts("collective_timeout"):
-            said = each.fields
-            numbers = {key: float(said[key]) if said.get(key) else None for key in ("ran_ms", "timeout_ms")}
+            fields = each.fields
+            numbers = {key: float(fields[key]) if fields.get(key) else None for key in ("ran_ms", "timeout_ms")}
             found.append(
                 CollectiveTimeout(
                     LineOrigin(self.reporting_rank(each), each.origin.host, each.origin.role, each.origin.pid),
-                    said.get("op", "").lower(),
-                    int(said["seq"]) if said.get("seq") else None,
-                    _element_count(said),
+                    fields.get("op", "").lower(),
+                    int(fields["seq"]) if fields.get("seq") else None,
+                    _element_count(fields),
                     numbers["ran_ms"],
                     numbers["timeout_ms"],
-                    said.get("pg", ""),
+                    fields.get("pg", ""),
                     each,
                 )
             )
@@ -287,11 +287,11 @@ class JobHistory:
     def _raises_after(self, source: int, line: int) -> bool:
         """Whether the last lines of a file name an exception without a traceback; tracebacks have rules of their
         own."""
-        said = [
+        texts = [
             each.text for of_rank in self.by_source[source].tail_lines.values() for each in of_rank if each.line > line
         ]
-        return not any(TRACEBACK_START in each for each in said) and any(
-            _EXCEPTION_LINE.match(each, line_origin.parse_prefixes(each, TimestampParser()).at) for each in said
+        return not any(TRACEBACK_START in each for each in texts) and any(
+            _EXCEPTION_LINE.match(each, line_origin.parse_prefixes(each, TimestampParser()).at) for each in texts
         )
 
     def _ended_process(self, match: RuleMatch) -> bool:
@@ -302,10 +302,10 @@ class JobHistory:
         """Whether the last lines of some file, after its last counter, report any trouble."""
         for log in self.logs:
             lines = sorted(
-                (said for of_rank in log.tail_lines.values() for said in of_rank), key=lambda said: said.line
+                (tail for of_rank in log.tail_lines.values() for tail in of_rank), key=lambda tail: tail.line
             )
             after = max((tick.line for tick in log.ticks), default=0)
-            last = [said.text for said in lines[-_TAIL_LINES:] if said.line > after]
+            last = [tail.text for tail in lines[-_TAIL_LINES:] if tail.line > after]
             if log.source not in self.old_sources and any(_TROUBLE_WORDS.search(each) for each in last):
                 return True
         return False
@@ -360,10 +360,10 @@ def match_order(match: RuleMatch) -> tuple[float, int, int]:
     return match.when if match.when is not None else float("inf"), match.source, match.line
 
 
-def _element_count(said: Mapping[str, str]) -> int | None:
-    if said.get("numel"):
-        return int(said["numel"])
-    sizes = re.findall(r"\d+", said.get("shape", ""))
+def _element_count(fields: Mapping[str, str]) -> int | None:
+    if fields.get("numel"):
+        return int(fields["numel"])
+    sizes = re.findall(r"\d+", fields.get("shape", ""))
     return prod(map(int, sizes)) if sizes else None
 
 

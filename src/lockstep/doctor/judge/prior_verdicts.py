@@ -90,12 +90,12 @@ def _incident_files(top: Path) -> list[Path]:
 
 def _read_object(file: Path) -> dict[str, Any]:
     try:
-        said = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{file} is not JSON: {error}") from error
-    if not isinstance(said, dict):
+    if not isinstance(content, dict):
         raise ValueError(f"{file} is not a verdict")
-    return said
+    return content
 
 
 def standing_verdicts(logs: Verdict, left: PriorVerdicts, *, logs_read: bool) -> Sequence[Verdict]:

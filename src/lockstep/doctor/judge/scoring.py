@@ -76,10 +76,10 @@ class Judgement:
 
 def rank_candidates(history: JobHistory, structural: Iterable[Candidate] = ()) -> Judgement:
     """Ranks the possible causes and computes the confidence of the best."""
-    seen = MatchIndex(history)
-    telling = [each for each in history.matches if each.rule.cls and each.rule.signature.role != "context"]
-    held = [each for each in telling if seen.allows(each)]
-    causes = _drop_explained(history, [each for each in held if each.rule.signature.role in ("cause", "sign")])
+    index = MatchIndex(history)
+    classified = [each for each in history.matches if each.rule.cls and each.rule.signature.role != "context"]
+    holding = [each for each in classified if index.allows(each)]
+    causes = _drop_explained(history, [each for each in holding if each.rule.signature.role in ("cause", "sign")])
     causes = _drop_short_counts(history, causes)
     candidates = _by_class(history, causes)
     structural = list(structural)
@@ -90,11 +90,11 @@ def rank_candidates(history: JobHistory, structural: Iterable[Candidate] = ()) -
         known = candidates.get(each.cls)
         candidates[each.cls] = each if known is None else _combined(known, each)
     if all(each.weight < MIN_NAMED_WEIGHT for each in candidates.values()):
-        _add_victims(history, [each for each in held if each.rule.signature.role == "victim"], candidates)
+        _add_victims(history, [each for each in holding if each.rule.signature.role == "victim"], candidates)
     _discount_generic_exception(candidates)
     _discount_later_causes(candidates)
     _discount_final_kill(history, candidates)
-    _add_benign(history, [each for each in held if each.rule.signature.role == "healthy"], candidates)
+    _add_benign(history, [each for each in holding if each.rule.signature.role == "healthy"], candidates)
     ranked = sorted(candidates.values(), key=lambda each: (-each.weight, each.first))
     if not ranked or ranked[0].weight < MIN_NAMED_WEIGHT:
         unknown = replace(silent, matches=ranked[0].matches if ranked else [])
@@ -193,7 +193,7 @@ def _discount_generic_exception(candidates: Mapping[str, Candidate]) -> None:
         return
     exception_sites = {(fact.file, fact.line) for fact in general.facts} | {(e.file, e.line) for e in general.matches}
     for each in candidates.values():
-        if each is not general and any((seen.file, seen.line) in exception_sites for seen in each.matches):
+        if each is not general and any((match.file, match.line) in exception_sites for match in each.matches):
             general.weight *= LATER_FACTOR
             return
 
@@ -214,16 +214,16 @@ def _discount_final_kill(history: JobHistory, candidates: Mapping[str, Candidate
     end = candidates.get(_EXTERNAL_KILL)
     if end is None or not end.matches:
         return
-    before = [seen for each in candidates.values() if each is not end and each.weight >= STRONG_WEIGHT
-              for seen in each.matches]  # fmt: skip
-    if any(_long_before(seen, end.matches[0]) and not history.survived(seen) for seen in before):
+    before = [match for each in candidates.values() if each is not end and each.weight >= STRONG_WEIGHT
+              for match in each.matches]  # fmt: skip
+    if any(_long_before(match, end.matches[0]) and not history.survived(match) for match in before):
         end.weight *= FINAL_KILL_FACTOR
 
 
 def _ends_with_trouble(history: JobHistory, candidates: Mapping[str, Candidate]) -> bool:
     """Whether some match was not followed by further steps."""
     return history.ends_with_trouble or any(
-        not history.survived(seen) for each in candidates.values() for seen in each.matches
+        not history.survived(match) for each in candidates.values() for match in each.matches
     )
 
 

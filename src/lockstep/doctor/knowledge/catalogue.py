@@ -58,10 +58,10 @@ def _section(name: str, about: KnowledgeFile, rules: Iterable[FailureRule]) -> I
 def _entry(rule: FailureRule) -> Iterator[str]:
     signature = rule.signature
     yield f"- {_inline_code(signature.examples[0])}<br>"
-    said = [f"{_ROLES[signature.role]} ({signature.strength:g})"]
-    said += [_prose(each) for each in (signature.explanation, signature.fix) if each]
+    sentences = [f"{_ROLES[signature.role]} ({signature.strength:g})"]
+    sentences += [_prose(each) for each in (signature.explanation, signature.fix) if each]
     where = " ".join(f"<{each}>" for each in signature.sources[:1])
-    yield f"  {'. '.join(each.rstrip('.') for each in said)}. {where}".rstrip()
+    yield f"  {'. '.join(each.rstrip('.') for each in sentences)}. {where}".rstrip()
 
 
 def _inline_code(line: str) -> str:

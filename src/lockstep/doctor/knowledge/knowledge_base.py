@@ -132,15 +132,15 @@ def load_knowledge(*folders: Path) -> KnowledgeBase:
 
 def _read_rules(file: Path) -> Iterable[FailureRule]:
     try:
-        said = yaml.load(file.read_text(encoding="utf-8"), Loader=_YAML_LOADER)
+        content = yaml.load(file.read_text(encoding="utf-8"), Loader=_YAML_LOADER)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise InvalidRule(file, "", "", f"is not YAML: {error}") from error
-    if not isinstance(said, dict):
+    if not isinstance(content, dict):
         raise InvalidRule(file, "", "", "is not a mapping")
     try:
-        about = KnowledgeFile.model_validate(said)
+        about = KnowledgeFile.model_validate(content)
     except ValidationError as error:
-        raise _invalid_rule(file, said, error) from error
+        raise _invalid_rule(file, content, error) from error
     rules = [FailureRule(each, about) for each in about.signatures]
     for rule in rules:
         if rule.signature.match == "line":
@@ -159,13 +159,13 @@ def _rule_literals(rule: FailureRule) -> tuple[str, ...]:
     return tuple(dict.fromkeys(text for each in rule.signature.all_patterns for text in required_literals(each)))
 
 
-def _invalid_rule(file: Path, said: dict[str, Any], error: ValidationError) -> InvalidRule:
+def _invalid_rule(file: Path, content: dict[str, Any], error: ValidationError) -> InvalidRule:
     """The first error, with the id of its rule."""
     first = error.errors()[0]
     place = [str(each) for each in first["loc"]]
     rule = ""
     if len(place) > 1 and place[0] == "signatures" and place[1].isdigit():
-        entry = said["signatures"][int(place[1])]
+        entry = content["signatures"][int(place[1])]
         rule = str(entry.get("id", f"number {int(place[1]) + 1}")) if isinstance(entry, dict) else ""
         place = place[2:]
     why = "is not a known key" if first["type"] == "extra_forbidden" else first["msg"].removeprefix("Value error, ")

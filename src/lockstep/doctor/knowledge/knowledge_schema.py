@@ -127,8 +127,8 @@ class FailureSignature(_KnowledgeModel):
             raise ValueError("pattern: missing")
         groups = {name for each in self.all_patterns for name in parse_pattern(each).state.groupdict}
         if isinstance(self.culprit, CulpritSelector):
-            wanted = (self.culprit.group,) if isinstance(self.culprit.group, str) else self.culprit.group
-            for each in wanted if self.culprit.fact is None else ():
+            required = (self.culprit.group,) if isinstance(self.culprit.group, str) else self.culprit.group
+            for each in required if self.culprit.fact is None else ():
                 if each not in groups:
                     raise ValueError(f"culprit: the pattern has no group {each!r}, only {sorted(groups)}")
         if self.frames is not None and self.match != "exception":

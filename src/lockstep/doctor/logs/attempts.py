@@ -138,11 +138,11 @@ def _span_end(log: ParsedLog) -> float:
     """When a log ended; infinite if counters without timestamps follow the last timestamp, or if the log ends with
     older lines."""
     assert log.first is not None and log.last is not None
-    said = log.dated_lines[1]
+    last_dated = log.dated_lines[1]
     late = (
-        log.lines - said <= _EDGE_LINES
+        log.lines - last_dated <= _EDGE_LINES
         and log.last >= log.first
-        and not any(tick.line > said for tick in log.ticks[-_EDGE_LINES:])
+        and not any(tick.line > last_dated for tick in log.ticks[-_EDGE_LINES:])
     )
     return log.last if late else float("inf")
 

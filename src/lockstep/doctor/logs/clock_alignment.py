@@ -66,12 +66,12 @@ def align_clocks(logs: Sequence[ParsedLog]) -> dict[Hashable, float]:
     """
     files: dict[Hashable, list[ParsedLog]] = defaultdict(list)
     for each in logs:
-        speaker = each.origin.rank, each.origin.host, each.node
-        if any(part not in (None, "") for part in speaker):
-            files[speaker].append(each)
-    found = clock_offsets({speaker: events for speaker, own in files.items() if (events := _shared_events(own))})
-    for whose, seconds in found.items():
-        for each in files[whose]:
+        owner = each.origin.rank, each.origin.host, each.node
+        if any(part not in (None, "") for part in owner):
+            files[owner].append(each)
+    found = clock_offsets({owner: events for owner, own in files.items() if (events := _shared_events(own))})
+    for clock, seconds in found.items():
+        for each in files[clock]:
             shift_times(each, partial(_subtract, seconds))
     return found
 
@@ -86,10 +86,10 @@ def _shared_events(logs: Sequence[ParsedLog]) -> EventTimes:
     for tick in (tick for each in logs for tick in each.ticks):
         if tick.when is not None and len(found) < _MAX_EVENTS:
             found.setdefault((tick.epoch, tick.step, tick.of), tick.when)
-    for seen in (seen for each in logs for seen in each.matches):
-        said = seen.fields
-        if seen.rule.signature.fact == "collective_timeout" and seen.when is not None and said.get("seq"):
-            found.setdefault((said.get("op"), said["seq"], said.get("numel")), seen.when)
+    for match in (match for each in logs for match in each.matches):
+        fields = match.fields
+        if match.rule.signature.fact == "collective_timeout" and match.when is not None and fields.get("seq"):
+            found.setdefault((fields.get("op"), fields["seq"], fields.get("numel")), match.when)
     return found
 
 
@@ -110,8 +110,8 @@ def shift_times(log: ParsedLog, move: Callable[[float], float]) -> None:
         return None if at is None else move(at)
 
     log.first, log.last = moved(log.first), moved(log.last)
-    log.matches = [replace(seen, when=moved(seen.when)) for seen in log.matches]
+    log.matches = [replace(match, when=moved(match.when)) for match in log.matches]
     log.ticks = [replace(tick, when=moved(tick.when)) for tick in log.ticks]
     log.tracebacks = [(origin, moved(when), traceback) for origin, when, traceback in log.tracebacks]
-    log.tail_lines = {rank: [replace(said, when=moved(said.when)) for said in lines]
+    log.tail_lines = {rank: [replace(tail, when=moved(tail.when)) for tail in lines]
                     for rank, lines in log.tail_lines.items()}  # fmt: skip

@@ -142,12 +142,12 @@ def _decode_to_utf8(blocks: Iterable[bytes]) -> Iterator[bytes]:
 
 def clean_text(raw: bytes) -> str:
     """Decodes a line, or a part of one, and removes escape sequences and control characters."""
-    said = raw[: MAX_LINE_CHARS * 2].decode("utf-8", "replace")[:MAX_LINE_CHARS]
-    if "\x1b" in said:
-        said = _ESCAPES.sub("", said)
-    if not said.isprintable():
-        said = _CONTROLS.sub("", said)
-    return said
+    text = raw[: MAX_LINE_CHARS * 2].decode("utf-8", "replace")[:MAX_LINE_CHARS]
+    if "\x1b" in text:
+        text = _ESCAPES.sub("", text)
+    if not text.isprintable():
+        text = _CONTROLS.sub("", text)
+    return text
 
 
 def rewritten_parts(raw: bytes) -> Sequence[bytes]:
@@ -191,12 +191,12 @@ def unwrap_page(page: Page, width: int) -> Page:
     return replace(page, data=b"\n".join([*whole, *[b""] * left]))
 
 
-def excerpt(said: str, at: int = 0, most: int = 400) -> str:
+def excerpt(text: str, at: int = 0, most: int = 400) -> str:
     """The part of a line that evidence quotes: at most `most` characters, around `at` if that is far to the right."""
-    if len(said) > most:
+    if len(text) > most:
         begin = 0 if at < most * 3 // 4 else at - most // 4
-        said = said[begin : begin + most]
-    return said.strip()
+        text = text[begin : begin + most]
+    return text.strip()
 
 
 def numbered_lines(page: Page, most: int | None = None) -> Iterator[tuple[int, bytes]]:

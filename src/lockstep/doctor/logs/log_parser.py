@@ -98,10 +98,10 @@ class LogParser:
         found.matches += [each for each in self._latest.values() if id(each) not in kept]
         found.matches.sort(key=lambda each: each.line)
         found.has_year = bool(self._clock.year)
-        told = [
+        reported = [
             rank_resolver.with_exit_rank(each.origin, each.rule.signature.fact, each.fields) for each in found.matches
         ]
-        self._resolve_labels(rank_resolver.label_resolver(rank_resolver.ranks_by_label([*found.origins, *told])))
+        self._resolve_labels(rank_resolver.label_resolver(rank_resolver.ranks_by_label([*found.origins, *reported])))
         return found
 
     def _resolve_labels(self, resolve: Callable[[LineOrigin], LineOrigin]) -> None:
@@ -112,8 +112,8 @@ class LogParser:
         found.ticks = [replace(each, origin=resolve(each.origin)) for each in found.ticks]
         found.tracebacks = [(resolve(origin), when, traceback) for origin, when, traceback in found.tracebacks]
         for origin, lines in self._tail_lines.items():
-            said = found.tail_lines.setdefault(resolve(origin).rank, [])
-            said += [TailLine(number, when, self._excerpt(line)) for number, when, line in lines]
+            tail = found.tail_lines.setdefault(resolve(origin).rank, [])
+            tail += [TailLine(number, when, self._excerpt(line)) for number, when, line in lines]
         found.tail_lines = {
             rank: sorted(lines, key=lambda each: each.line)[-LAST_LINES:] for rank, lines in found.tail_lines.items()
         }
@@ -165,18 +165,18 @@ class LogParser:
 
     def _examine_line(self, number: int, line: str) -> tuple[LineOrigin, float | None]:
         """The line's origin and timestamp."""
-        said = line_origin.parse_prefixes(line, self._clock)
+        prefix = line_origin.parse_prefixes(line, self._clock)
         found = self.log
-        if said.when is not None:
-            found.first = said.when if found.first is None else found.first
-            found.last = said.when
+        if prefix.when is not None:
+            found.first = prefix.when if found.first is None else found.first
+            found.last = prefix.when
             found.dated_lines = found.dated_lines[0] or number, number
-            self._stamp = number, said.when
-        origin = said.origin
+            self._stamp = number, prefix.when
+        origin = prefix.origin
         if origin:
             found.origins[origin] = number
-        when = said.when if said.when is not None else self._stamp[1] if self._stamp else None
-        tick = None if line.startswith(_SOURCE_INDENT, said.at) else step_progress.parse_step(line)
+        when = prefix.when if prefix.when is not None else self._stamp[1] if self._stamp else None
+        tick = None if line.startswith(_SOURCE_INDENT, prefix.at) else step_progress.parse_step(line)
         if tick is not None:
             rank = origin if origin.rank is not None else _with_rank(origin, line_origin.mentioned_rank(line))
             found.ticks.append(ProgressTick(rank.with_defaults(found.origin), number, when, *tick))
@@ -185,30 +185,30 @@ class LogParser:
     def _examine_candidate(self, page: Page, number: int, start: int, end: int) -> None:
         line = clean_text(page.data[start:end])
         texts = self._filter.texts(line)
-        said = _parse_line_end(line, self._clock)
-        origin = said.origin.with_defaults(self.log.origin)
+        prefix = _parse_line_end(line, self._clock)
+        origin = prefix.origin.with_defaults(self.log.origin)
         rules = {rule.id: rule for each in texts for rule in self._rules.by_literal.get(each, ())}
-        when: float | None = said.when
+        when: float | None = prefix.when
         for rule in rules.values():
             if self.log.counts[rule.id] < MATCHES_PER_RULE or self._match_counts[rule.id, origin] < MATCHES_PER_ORIGIN:
-                self._match(rule, page, number, start, line, said.at, origin, when)
+                self._match(rule, page, number, start, line, prefix.at, origin, when)
         at = next((at for each in stack_traces.TRACEBACK_STARTS if (at := line.find(each)) >= 0), None)
-        if at is not None and not self._is_quoted(page, start, line, at, said.at):
+        if at is not None and not self._is_quoted(page, start, line, at, prefix.at):
             self._add_traceback(page, number, start, line, origin, when)
         elif number not in self._exception_lines and any(each in texts for each in stack_traces.EXCEPTION_MARKS):
-            found = stack_traces.parse_lone_exception(number, line[said.at :])
-            telling = found is not None and (said.origin.rank is not None or stack_traces.is_primary(found))
-            if found is not None and telling and not self._is_quoted(page, start, line, said.at, said.at):
+            found = stack_traces.parse_lone_exception(number, line[prefix.at :])
+            is_failure = found is not None and (prefix.origin.rank is not None or stack_traces.is_primary(found))
+            if found is not None and is_failure and not self._is_quoted(page, start, line, prefix.at, prefix.at):
                 self._add_exception(found, origin, self._time_before(page, start) if when is None else when)
 
     def _match(self, rule: FailureRule, page: Page, number: int, start: int, line: str, begin: int, origin: LineOrigin,
                when: float | None) -> None:  # fmt: skip
-        wanted = rule.signature.kinds
-        if wanted and log_lines.kind_of_line(self.log.kind, line) not in wanted:
+        kinds = rule.signature.kinds
+        if kinds and log_lines.kind_of_line(self.log.kind, line) not in kinds:
             return
         whole = line
         if rule.signature.lines > 1:
-            whole = "\n".join(said for _, said in self._lines_of_origin(page, number, start, rule.signature.lines))
+            whole = "\n".join(text for _, text in self._lines_of_origin(page, number, start, rule.signature.lines))
         found = rule.match(whole)
         if found is None:
             return
@@ -221,9 +221,9 @@ class LogParser:
             page, start, line, at if at > begin else min(found.end(), len(line)), begin
         ):
             return
-        seen = RuleMatch(rule, origin, when, self.log.name, self.log.source, number, self._excerpt(line, at),
+        match = RuleMatch(rule, origin, when, self.log.name, self.log.source, number, self._excerpt(line, at),
                         rule.fields(found))  # fmt: skip
-        self._add_match(seen)
+        self._add_match(match)
 
     def _is_quoted(self, page: Page, start: int, line: str, at: int, begin: int) -> bool:
         """Whether a text is part of a printed sample."""
@@ -280,15 +280,15 @@ class LogParser:
 
     def _lines_of_origin(self, page: Page, number: int, start: int, most: int) -> list[tuple[int, str]]:
         """The line at `start` and the following lines of the same origin, without their prefixes."""
-        said: list[tuple[int, str]] = []
+        collected: list[tuple[int, str]] = []
         own = None
         misses = 0
         data, at = page.lookahead(start), 0
-        while at < len(data) and len(said) < most and misses < 400:
+        while at < len(data) and len(collected) < most and misses < 400:
             end = data.find(b"\n", at)
             end = len(data) if end < 0 else end
-            seen = rewritten_parts(data[at:end])
-            line = clean_text(seen[0] if own is None else seen[-1])
+            pieces = rewritten_parts(data[at:end])
+            line = clean_text(pieces[0] if own is None else pieces[-1])
             part = (
                 _parse_line_end(line, TimestampParser())
                 if own is None
@@ -297,11 +297,11 @@ class LogParser:
             if own is None:
                 own = part.origin
             if part.origin == own or (not misses and _has_no_origin(part.origin, own)):
-                said.append((number, line[part.at :] if part.origin or not own else line))
+                collected.append((number, line[part.at :] if part.origin or not own else line))
             else:
                 misses += 1
             at, number = end + 1, number + 1
-        return said
+        return collected
 
     def _time_before(self, page: Page, start: int) -> float | None:
         """The nearest timestamp before a line."""

@@ -298,8 +298,8 @@ def _add_members(raw: Any, file: str, about: LogSource, found: CollectedSources,
 
 def _member_name(member: str) -> str:
     """A member's name as evidence cites it; names in archives may hold any bytes."""
-    said = member.encode("utf-8", "replace").decode()
-    return str(PurePosixPath("/" + said.lstrip("/")).relative_to("/"))
+    text = member.encode("utf-8", "replace").decode()
+    return str(PurePosixPath("/" + text.lstrip("/")).relative_to("/"))
 
 
 def open_streams(sources: Sequence[LogSource], gaps: list[str]) -> Iterator[tuple[LogSource, Iterator[bytes]]]:
@@ -338,13 +338,13 @@ def _read_archive(
 ) -> Iterator[tuple[LogSource, Iterator[bytes]]]:
     """The sources inside an archive, in its order, `depth` archives deep."""
     groups = ((name, list(same)) for name, same in groupby(sources, key=lambda each: each.inside[depth]))
-    wanted = next(groups, None)
+    next_group = next(groups, None)
     for member, _, opened in archive_members(raw, file):
-        if wanted is None:
+        if next_group is None:
             return
-        if member != wanted[0]:
+        if member != next_group[0]:
             continue
-        same, wanted = wanted[1], next(groups, None)
+        same, next_group = next_group[1], next(groups, None)
         try:
             with closing(opened()) as stream:
                 if len(same[0].inside) == depth + 1:

@@ -47,15 +47,17 @@ def label_resolver(known: Mapping[int, set[int]]) -> Callable[[LineOrigin], Line
     return resolve
 
 
-def ranks_by_pid(said: Iterable[Mapping[str, str]], origins: Iterable[LineOrigin], *, one_host: bool) -> dict[int, int]:
+def ranks_by_pid(
+    reports: Iterable[Mapping[str, str]], origins: Iterable[LineOrigin], *, one_host: bool
+) -> dict[int, int]:
     """Ranks by process number.
 
     Args:
-        said: Fields of lines that name pid and rank, or pid and local rank.
+        reports: Fields of lines that name pid and rank, or pid and local rank.
         origins: Origins, some with both pid and rank; a pid that several ranks share, on different hosts, is ignored.
         one_host: The local rank is the rank.
     """
-    fields = [each for each in said if each.get("pid")]
+    fields = [each for each in reports if each.get("pid")]
     found = {int(each["pid"]): int(each["rank"]) for each in fields if each.get("rank")}
     spoken: dict[int, set[int]] = defaultdict(set)
     for origin in origins:

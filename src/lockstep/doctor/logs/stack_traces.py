@@ -120,32 +120,34 @@ def is_secondary(message: str) -> bool:
     )
 
 
-def parse_lone_exception(number: int, said: str) -> Traceback | None:
+def parse_lone_exception(number: int, text: str) -> Traceback | None:
     """Parses the last line of a traceback whose other lines are missing; None if the line is not one."""
-    found = _LONE_EXCEPTION.match(said)
+    found = _LONE_EXCEPTION.match(text)
     if found is None:
         return None
     kind = found["type"] or found["uncaught"]
-    return Traceback(kind, found["message"].rstrip(), (), number, number, said.strip())
+    return Traceback(kind, found["message"].rstrip(), (), number, number, text.strip())
 
 
-def parse_traceback(said: Sequence[tuple[int, str]]) -> Traceback | None:
+def parse_traceback(numbered: Sequence[tuple[int, str]]) -> Traceback | None:
     """Parses the lines of one origin, the first of which is one of `TRACEBACK_STARTS`; None if no exception follows.
 
     Args:
-        said: Line numbers and texts without prefixes.
+        numbered: Line numbers and texts without prefixes.
     """
     frames: list[TraceFrame] = []
     held: Traceback | None = None
-    task = _RAY_TASK.search(said[0][1])
-    lines = iter(range(1, min(len(said), _MAX_LINES)))
-    indent = len(said[0][1]) - len(said[0][1].lstrip())
+    task = _RAY_TASK.search(numbered[0][1])
+    lines = iter(range(1, min(len(numbered), _MAX_LINES)))
+    indent = len(numbered[0][1]) - len(numbered[0][1].lstrip())
     for at in lines:
-        number, line = said[at]
+        number, line = numbered[at]
         found = _TRACEBACK_FRAME.match(line)
         if found:
             source = (
-                said[at + 1][1].strip() if at + 1 < len(said) and not _TRACEBACK_FRAME.match(said[at + 1][1]) else ""
+                numbered[at + 1][1].strip()
+                if at + 1 < len(numbered) and not _TRACEBACK_FRAME.match(numbered[at + 1][1])
+                else ""
             )
             frames.append(TraceFrame(found["file"], int(found["line"]), found["function"], source))
             continue
@@ -157,23 +159,25 @@ def parse_traceback(said: Sequence[tuple[int, str]]) -> Traceback | None:
             if frames:
                 return held
             continue
-        message = _message(error["message"] or "", said, at + 1, indent)
+        message = _message(error["message"] or "", numbered, at + 1, indent)
         remote = _RAY_ERROR.match(body)
         if remote:
             frames.clear()
             address = (remote["ip"] or "").rstrip(",")
-            held = Traceback(error["type"], error["message"] or "", (), number, said[0][0], line.strip(), ip=address)
+            held = Traceback(
+                error["type"], error["message"] or "", (), number, numbered[0][0], line.strip(), ip=address
+            )
             continue
-        chained = any(_CHAIN.search(each) for _, each in said[at + 1 : at + 4])
+        chained = any(_CHAIN.search(each) for _, each in numbered[at + 1 : at + 4])
         address = held.ip if held else (task["ip"] or "").rstrip(",") if task else ""
-        return Traceback(error["type"], message, tuple(frames), number, said[0][0], line.strip(), chained, address)
+        return Traceback(error["type"], message, tuple(frames), number, numbered[0][0], line.strip(), chained, address)
     return held
 
 
-def _message(first: str, said: Sequence[tuple[int, str]], at: int, indent: int) -> str:
+def _message(first: str, numbered: Sequence[tuple[int, str]], at: int, indent: int) -> str:
     """The message, which ends at an empty line, another traceback or a chained exception."""
     lines = [first]
-    for _, line in said[at : at + _MESSAGE_LINES]:
+    for _, line in numbered[at : at + _MESSAGE_LINES]:
         if not line.strip() or TRACEBACK_START in line or _CHAIN.search(line) or _TRACEBACK_FRAME.match(line):
             break
         lines.append(line[indent:].rstrip())

@@ -81,5 +81,5 @@ def guarded_findings(id: str, host: str, what: str, look: Callable[[], Iterable[
     try:
         return list(look())
     except (OSError, ValueError, LookupError) as error:
-        said = str(error) or type(error).__name__
-        return [Finding(id, "unchecked", host, f"{what} could not be checked: {said}")]
+        message = str(error) or type(error).__name__
+        return [Finding(id, "unchecked", host, f"{what} could not be checked: {message}")]

@@ -34,16 +34,16 @@ def report_summary(report: CheckReport) -> Text:
     """Whether anything is wrong, and what was not checked."""
     counts = report.counts()
     if not report.passed:
-        said = Text(_counted_noun(counts["error"], "error"), "bold red")
+        summary = Text(_counted_noun(counts["error"], "error"), "bold red")
     elif counts["warning"]:
-        said = Text(f"no errors, {_counted_noun(counts['warning'], 'warning')}", "yellow")
+        summary = Text(f"no errors, {_counted_noun(counts['warning'], 'warning')}", "yellow")
     else:
-        said = Text("no problems found", "bold green")
+        summary = Text("no problems found", "bold green")
     others = [_counted_noun(counts["warning"], "warning")] if counts["warning"] and not report.passed else []
     others += [f"{counts['ok']} ok"] if counts["ok"] else []
     if counts["unchecked"]:
         others.append(f"{counts['unchecked']} could not be checked here")
-    return Text.assemble(said, (f"  ({', '.join(others)})" if others else "", "dim"))
+    return Text.assemble(summary, (f"  ({', '.join(others)})" if others else "", "dim"))
 
 
 def _counted_noun(many: int, noun: str) -> str:

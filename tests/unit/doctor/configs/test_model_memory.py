@@ -53,7 +53,7 @@ def test_no_gpu_is_said_to_have_room_where_the_shape_is_not_known() -> None:
     assert severity == "note" and "plus activations and logits" in seen
     known = find_model("Qwen/Qwen2-7B", Path())
     assert known is not None
-    assert "how many tokens" in _said(known, None, 80.0)[1]
+    assert "number of tokens" in _said(known, None, 80.0)[1]
     assert _said(known, 1000, 80.0)[0] == "ok" and "are large enough" in _said(known, 1000, None)[1]
 
 

@@ -25,29 +25,31 @@ def difference_candidates(history: JobHistory) -> Iterator[Candidate]:
 def _different_operations(history: JobHistory) -> Iterator[Candidate]:
     """Ranks called different collectives under one sequence number; the same operation with other shapes is uneven
     data."""
-    said = [each for each in history.facts("mismatch") if not history.survived(each)]
-    if not said:
+    mismatches = [each for each in history.facts("mismatch") if not history.survived(each)]
+    if not mismatches:
         return
-    operations = {each.fields[key] for each in said for key in ("op", "peer_op") if key in each.fields}
-    first = [each for each in said if each.fields.get("peer_seq", each.fields.get("seq")) == each.fields.get("seq")]
-    told = [(int(its["rank"]), int(its["peer"]) if its.get("peer") else None, (its.get("op"), its.get("shape")))
-            for its in (each.fields for each in first or said) if its.get("rank")]  # fmt: skip
-    ranks = minority_ranks(told) or tuple(sorted({rank for rank, _, _ in told}))
-    operation = said[0].fields.get("op", "").lower()
+    operations = {each.fields[key] for each in mismatches for key in ("op", "peer_op") if key in each.fields}
+    first = [
+        each for each in mismatches if each.fields.get("peer_seq", each.fields.get("seq")) == each.fields.get("seq")
+    ]
+    reports = [(int(each["rank"]), int(each["peer"]) if each.get("peer") else None, (each.get("op"), each.get("shape")))
+            for each in (match.fields for match in first or mismatches) if each.get("rank")]  # fmt: skip
+    ranks = minority_ranks(reports) or tuple(sorted({rank for rank, _, _ in reports}))
+    operation = mismatches[0].fields.get("op", "").lower()
     if len(operations) == 1:
-        yield Candidate("uneven_data", 0.7, list(said), ranks, operation)
+        yield Candidate("uneven_data", 0.7, list(mismatches), ranks, operation)
     else:
-        yield Candidate("rank_divergent_branch", 0.8, list(said), ranks, operation)
+        yield Candidate("rank_divergent_branch", 0.8, list(mismatches), ranks, operation)
 
 
-def minority_ranks(told: Iterable[tuple[int, int | None, Hashable]]) -> tuple[int, ...]:
+def minority_ranks(reports: Iterable[tuple[int, int | None, Hashable]]) -> tuple[int, ...]:
     """The minority among ranks that each report the first peer that differs from them.
 
     A rank compares itself with all others in rank order, so it agrees with those before the reported peer
     (`ProcessGroupWrapper.cpp`). Empty if no side is larger.
 
     Args:
-        told: The reporting rank, the peer that it names, and the reporting rank's own fingerprint.
+        reports: The reporting rank, the peer that it names, and the reporting rank's own fingerprint.
     """
     group: dict[int, int] = {}
     same: dict[Hashable, int] = {}
@@ -57,7 +59,7 @@ def minority_ranks(told: Iterable[tuple[int, int | None, Hashable]]) -> tuple[in
             rank = group[rank]
         return rank
 
-    for rank, peer, called in told:
+    for rank, peer, called in reports:
         group[root(rank)] = root(same.setdefault(called, rank))
         if peer is not None:
             root(peer)
@@ -101,9 +103,9 @@ def _last_tick_facts(history: JobHistory, ranks: Iterable[int]) -> Iterator[Fact
     for rank in ranks:
         tick = next(each for each in reversed(history.ticks) if each.origin.rank == rank and each.of)
         for log in history.logs:
-            said = next((each for each in log.tail_lines.get(rank, ()) if each.line == tick.line), None)
-            if said is not None and any(each is tick for each in log.ticks):
-                yield Fact(said.text, file=log.name, line=said.line)
+            tail = next((each for each in log.tail_lines.get(rank, ()) if each.line == tick.line), None)
+            if tail is not None and any(each is tick for each in log.ticks):
+                yield Fact(tail.text, file=log.name, line=tail.line)
 
 
 def _different_versions(history: JobHistory) -> Iterator[Candidate]:

@@ -64,25 +64,27 @@ class WaitingRanks:
 def find_waiting_ranks(history: JobHistory) -> WaitingRanks:
     """The waiting ranks, and the known ranks that do not wait."""
     found = waits_by_rank(history)
-    heard = set()
+    writing = set()
     for log in history.logs:
         if log.source not in history.old_sources:
-            heard |= {rank for rank in log.tail_lines if rank is not None}
-            heard |= {tick.origin.rank for tick in log.ticks if tick.origin.rank is not None}
+            writing |= {rank for rank in log.tail_lines if rank is not None}
+            writing |= {tick.origin.rank for tick in log.ticks if tick.origin.rank is not None}
     raised = {history.rank(each) for each in history.exceptions}
     named = {int(rank) for each in history.facts("absent") for rank in re.findall(r"\d+", each.fields.get("peer", ""))}
     return WaitingRanks(
-        history, found, tuple(sorted(named or heard - set(found) - raised or _silent_ranks(history, {*found, *raised})))
+        history,
+        found,
+        tuple(sorted(named or writing - set(found) - raised or _silent_ranks(history, {*found, *raised}))),
     )
 
 
-def _silent_ranks(history: JobHistory, told: set[int | None]) -> set[int]:
+def _silent_ranks(history: JobHistory, reporting: set[int | None]) -> set[int]:
     """Missing rank numbers, if many others reported how they ended: those ranks exist and are silent."""
-    numbers = {rank for rank in told if rank is not None} | history.ranks
-    missing = set(range(max(numbers, default=0) + 1)) - told
+    numbers = {rank for rank in reporting if rank is not None} | history.ranks
+    missing = set(range(max(numbers, default=0) + 1)) - reporting
     return (
         {rank for rank in missing if rank is not None}
-        if _REPORTS_PER_SILENT_RANK * len(missing) <= len(told)
+        if _REPORTS_PER_SILENT_RANK * len(missing) <= len(reporting)
         else set()
     )
 
@@ -113,15 +115,15 @@ def _first_exception(history: JobHistory) -> Iterator[Candidate]:
              for origin, when, traceback, log in history.tracebacks if is_primary(traceback)]  # fmt: skip
     if not found:
         return
-    _, _, _, said, traceback, log = min(found, key=lambda each: each[:3])
+    _, _, _, raiser, traceback, log = min(found, key=lambda each: each[:3])
     fact = Fact(traceback.text, file=log.name, line=traceback.number)
-    text = f"{f'Rank {said.rank}' if said.rank is not None else 'A process'} raised {traceback.type}"
+    text = f"{f'Rank {raiser.rank}' if raiser.rank is not None else 'A process'} raised {traceback.type}"
     text += f" in {traceback.where}." if traceback.where else "."
-    culprits = None if said.rank is None else (said.rank,)
-    if _VLLM.search(said.role) or (traceback.frames and "/vllm/" in traceback.frames[-1].file):
+    culprits = None if raiser.rank is None else (raiser.rank,)
+    if _VLLM.search(raiser.role) or (traceback.frames and "/vllm/" in traceback.frames[-1].file):
         yield Candidate("vllm_engine_failure", 0.5, [], culprits, "", text, [fact])
         return
-    victims = bool(history.facts("peer_lost") or history.timeouts) and said.rank is not None
+    victims = bool(history.facts("peer_lost") or history.timeouts) and raiser.rank is not None
     yield Candidate("rank_exception_masked", 0.6 if victims else 0.45, [], culprits, "", text, [fact])
 
 
@@ -149,8 +151,8 @@ def _left_early(waiting: WaitingRanks) -> Iterator[Candidate]:
 
 def _ranks_behind(waiting: WaitingRanks) -> tuple[int, ...]:
     """Ranks whose last enqueued work precedes the timed-out collective, in the same group."""
-    wanted = max((each.seq for each in waiting.timed_out if each.seq is not None), default=None)
-    if wanted is None:
+    timed_out_seq = max((each.seq for each in waiting.timed_out if each.seq is not None), default=None)
+    if timed_out_seq is None:
         return ()
     last: dict[int, int] = {}
     states = waiting.history.facts("work_state")
@@ -159,7 +161,7 @@ def _ranks_behind(waiting: WaitingRanks) -> tuple[int, ...]:
         rank = waiting.history.reporting_rank(each)
         if rank is not None and (not groups or each.fields.get("pg") in groups):
             last[rank] = max(last.get(rank, -1), int(each.fields["enqueued"]))
-    late = tuple(sorted(rank for rank, number in last.items() if 0 <= number < wanted))
+    late = tuple(sorted(rank for rank, number in last.items() if 0 <= number < timed_out_seq))
     return late if len(late) < len(last) else ()
 
 
@@ -298,8 +300,8 @@ def _in_another_call(waiting: WaitingRanks, call: str) -> bool:
 
 def _all_out_of_data(waiting: WaitingRanks) -> bool:
     """Whether the waiting ranks report that they have no data left either."""
-    said = (each.text for rank in waiting.waits for each in _last_lines(waiting.history, rank))
-    return any(class_of_activity(text) == "uneven_data" for text in said)
+    texts = (each.text for rank in waiting.waits for each in _last_lines(waiting.history, rank))
+    return any(class_of_activity(text) == "uneven_data" for text in texts)
 
 
 def _all_in_one_place(waiting: WaitingRanks) -> Iterator[Candidate]:
