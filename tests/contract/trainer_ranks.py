@@ -293,7 +293,7 @@ def _rank(folder: Path, rank: int, world: int, port: int, names: list[str], modu
             result.extra["seconds"] = time.monotonic() - started
             torch.save(result, folder / f"{name}-{rank}.pt")
         found = recorder.current()
-        assert world == 1 or (found is not None and found.troubles == 0)
+        assert world == 1 or (found is not None and found.failures == 0)
         ranks.leave()
     except BaseException:
         (folder / f"error-{rank}.txt").write_text(f"rank {rank}, {name if names else ''}\n{traceback.format_exc()}")
@@ -427,7 +427,7 @@ def service(folder: Path, ranks: ParallelContext, port: int) -> Result:
     info = served.setup()
     batch = batch_of(cfg, ranks.world)
     minibatch = minibatch_of(served.trainer, batch)
-    mine = list(minibatch.rows.hands())[ranks.rank]
+    mine = list(minibatch.encode())[ranks.rank]
     result.metrics = [served.step(mine, cfg.loss.model_dump(mode="json")).values]
     served.offload()
     served.onload()

@@ -56,7 +56,7 @@ def test_the_merge_of_variable_length_parts_is_exact() -> None:
     weights = torch.randn_like(q)
     found = [x.bfloat16().requires_grad_() for x in (q, k, v)]
     assert CUDA_KERNELS.fits(found[0], found[2])
-    out = merged_attention(*found, QuerySubset.everything(layout), 0.125, CUDA_KERNELS)
+    out = merged_attention(*found, QuerySubset.all_of(layout), 0.125, CUDA_KERNELS)
     (out * weights).sum().backward()
     plain = [x.detach().float().requires_grad_() for x in found]
     wide = [plain[0], *(x.repeat_interleave(2, 1) for x in plain[1:])]

@@ -157,7 +157,7 @@ TASK_COLUMN = "reasoning_gym"
 
 
 class TaskRows(DatasetRows):
-    """Rows `question` and `ray_get` of a task.
+    """Rows `question` and `answer` of a task.
 
     Raises:
         DataError: reasoning-gym is not installed, or there is no such task or argument.

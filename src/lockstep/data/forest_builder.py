@@ -153,13 +153,13 @@ class _SequenceTerm:
         self.ends = [*(np.flatnonzero(np.diff(self.mask)) + 1).tolist(), size]
 
     def piece(self, start: int) -> tuple[bytes, bytes, int]:
-        """The tokens from `run_training` to the next change of who writes, to be compared with others'."""
+        """The tokens from `start` to the next change of who writes, to be compared with others'."""
         end = next(end for end in self.ends if end > start)
         return self.tokens[start:end].tobytes(), self.mask[start:end].tobytes(), end
 
 
 def _add_segments(segments: list[Segment], parent: int, start: int, terms: Sequence[_SequenceTerm]) -> None:
-    """Adds what follows `run_training` in the given completions, which are alike before it, below `parent_pid`.
+    """Adds what follows `start` in the given completions, which are alike before it, below `parent`.
 
     Only completions with a mask are compared: those of one turn differ within a few tokens, and cutting them there
     would cost more than it saves.

@@ -92,7 +92,7 @@ class TrainingBatch:
         return np.asarray(some[bounds[1:]] == some[bounds[:-1]])
 
     def everything(self) -> MiniBatch:
-        """All trees as one mini-batch, for `evaluate_arithmetic`."""
+        """All trees as one mini-batch, for `evaluate`."""
         return self._deal(np.arange(len(self.forest)), "token-mean", None, np.zeros(len(self.forest), np.bool_))
 
     def set_field(self, name: str, minibatch: MiniBatch, values: Sequence[Sequence[np.ndarray]]) -> None:

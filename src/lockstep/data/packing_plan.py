@@ -140,7 +140,7 @@ def _smaller_limits(pieces: PackingPlan, ranks: int, budget: int) -> list[int]:
 
 
 def fill_rows(pieces: PackingPlan, ranks: int, budget: int) -> np.ndarray:
-    """Rows of at most `pair_test_budget` tokens, few and of about equal cost: int64 `[pieces]`, the row of each."""
+    """Rows of at most `budget` tokens, few and of about equal cost: int64 `[pieces]`, the row of each."""
     order = np.argsort(-pieces.cost, kind="stable")
     tokens, cost = pieces.tokens[order], pieces.cost[order]
     rounds = max(1, math.ceil(int(tokens.sum()) / (ranks * budget)))

@@ -27,7 +27,7 @@ class RowLayout:
         ValueError: empty row, a length below 1, or a parent that does not precede its child.
     """
 
-    __slots__ = ("_kept", "lengths", "parents", "starts", "tokens")
+    __slots__ = ("_cache", "lengths", "parents", "starts", "tokens")
 
     def __init__(self, lengths: list[int], parents: list[int]) -> None:
         if not lengths or len(lengths) != len(parents):
@@ -44,13 +44,13 @@ class RowLayout:
             self.starts.append(position)
             position += length
         self.tokens = position
-        self._kept: dict[Hashable, Any] = {}
+        self._cache: dict[Hashable, Any] = {}
 
-    def kept(self, name: Hashable, make: Callable[["RowLayout"], Cached]) -> Cached:
+    def cached(self, name: Hashable, make: Callable[["RowLayout"], Cached]) -> Cached:
         """What `make` makes of this layout, made at the first call of that name only: once per row, not per layer."""
-        if name not in self._kept:
-            self._kept[name] = make(self)
-        made: Cached = self._kept[name]
+        if name not in self._cache:
+            self._cache[name] = make(self)
+        made: Cached = self._cache[name]
         return made
 
     def ancestors(self, segment: int) -> list[int]:
@@ -99,7 +99,7 @@ class RowLayout:
         Args:
             window: sliding window: also hide keys `window` or more tokens before the query on its path.
         """
-        return self.kept(("mask", torch.device(device), window), lambda layout: layout._mask(window).to(device))
+        return self.cached(("mask", torch.device(device), window), lambda layout: layout._mask(window).to(device))
 
     def _mask(self, window: int | None) -> Tensor:
         mask = torch.zeros(self.tokens, self.tokens, dtype=torch.bool)
@@ -119,7 +119,7 @@ class RowLayout:
         pairs; a larger tree is a piece of its own. Kept after the first call.
         """
         bounds = self._piece_bounds
-        return self.kept(("parts", tokens), lambda layout: [layout._slice(*piece) for piece in bounds(tokens)])
+        return self.cached(("parts", tokens), lambda layout: [layout._slice(*piece) for piece in bounds(tokens)])
 
     def _piece_bounds(self, tokens: int) -> list[tuple[int, int]]:
         """Segment ranges of the pieces: a range can begin where no later segment has an earlier parent."""

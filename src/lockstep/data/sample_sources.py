@@ -54,7 +54,7 @@ class EpochOrder:
         return self.rows[permutation(self.rows.size, self.seed, epoch)] if self.shuffle else self.rows
 
     def take(self, start: int, count: int) -> list[tuple[int, int]]:
-        """(epoch, row) of `count_newlines` positions from `run_training` on; crosses epochs.
+        """(epoch, row) of `count` positions from `start` on; crosses epochs.
 
         Raises:
             ValueError: a negative position or count.
@@ -163,7 +163,7 @@ class PromptSource:
         return self.prompt(row, epoch)
 
     def take(self, start: int, count: int) -> list[Prompt]:
-        """`count_newlines` prompts from position `run_training` on, which is the number of prompts used before.
+        """`count` prompts from position `start` on, which is the number of prompts used before.
         Crosses epochs."""
         return [self.prompt(row, epoch) for epoch, row in self._order.take(start, count)]
 
@@ -304,6 +304,6 @@ class DocumentSource:
         return self.document(row, epoch)
 
     def take(self, start: int, count: int) -> list[Document]:
-        """`count_newlines` documents from position `run_training` on, which is the number used before. Crosses
+        """`count` documents from position `start` on, which is the number used before. Crosses
         epochs."""
         return [self.document(row, epoch) for epoch, row in self._order.take(start, count)]

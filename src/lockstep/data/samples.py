@@ -45,7 +45,7 @@ class Episode:
     """What the environment gave for each of the model's turns it answered."""
     ended: EpisodeEnd
     metrics: dict[str, float] = field(default_factory=dict)
-    """Counts of what happened, such as `plan_attention_calls` of tools and their `errors`."""
+    """Counts of what happened, such as `calls` of tools and their `errors`."""
 
     @property
     def turns(self) -> int:

@@ -22,7 +22,7 @@ _IGNORED_SETTINGS = {
     *("peft_version", "qalora_group_size", "revision", "runtime_config", "target_modules", "task_type", "use_dora"),
     "use_rslora",
 }
-"""Of peft's `LoraConfig`: what is read here, and what says nothing about an adapter that has been trained."""
+"""Keys of peft's `LoraConfig` that are read here, or have no meaning for an adapter that has been trained."""
 _BASE_CHANGING_INITS = ("pissa", "olora", "loftq", "corda", "lora_ga")
 """Initialisations after which the adapter stands on other weights than the model's own."""
 
@@ -43,7 +43,7 @@ def resolve_adapter(cfg: AdapterConfig) -> AdapterConfig:
         if name == "lora_dropout" or name not in given or _same_setting(given[name], value):
             continue
         problem = f"the adapter in {cfg.path} has {_as_list(value)!r}"
-        raise ModelError(f"model.adapter.{name}", _as_list(given[name]), problem, "leave it out: the adapter says it")
+        raise ModelError(f"model.adapter.{name}", _as_list(given[name]), problem, "leave it out: the adapter has it")
     return AdapterConfig.model_validate(found | given)
 
 
@@ -133,7 +133,7 @@ def _read_config(path: str, folder: Path) -> dict[str, Any]:
     kind = content.get("peft_type") if isinstance(content, dict) else None
     if kind != "LORA":
         raise ModelError(
-            ADAPTER_FIELD, path, f"its adapter_config.json says peft_type {kind!r}", "only LORA is trained here"
+            ADAPTER_FIELD, path, f"its adapter_config.json has peft_type {kind!r}", "only LORA is trained here"
         )
     return dict(content)
 

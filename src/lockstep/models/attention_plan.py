@@ -22,35 +22,38 @@ Cached = TypeVar("Cached")
 
 
 class QuerySubset:
-    """Of each segment one span of tokens, perhaps empty; `RowLayout` says why this is an opaque class.
+    """The tokens of a row for which a layer computes its output: one span of each segment, possibly empty.
+
+    The last layer computes only tokens that predict a target: all others, such as a prompt's tokens but the last, give
+    it their keys and values and nothing else. An opaque class, for the reason given in `RowLayout`.
 
     Args:
         layout: of the whole row.
-        spans: (start, stop) in the row, by segment; start equals stop where nobody asks.
+        spans: (start, stop) in the row, by segment; start equals stop where the span is empty.
     """
 
-    __slots__ = ("_kept", "index", "layout", "places", "spans", "tokens")
+    __slots__ = ("_cache", "index", "layout", "places", "spans", "tokens")
 
     def __init__(self, layout: RowLayout, spans: Sequence[tuple[int, int]]) -> None:
         self.layout, self.spans = layout, spans
         self.places: list[int] = []
-        """Where each span begins among the asked tokens, which stand one behind the other."""
+        """Where each span begins in the subset, which is the spans' concatenation."""
         self.tokens = 0
-        """How many are asked for."""
+        """Number of tokens in the subset."""
         for start, stop in spans:
             self.places.append(self.tokens)
             self.tokens += stop - start
         self.index = torch.cat([torch.arange(start, stop) for start, stop in spans])
-        """int64 `[asked]`: their places in the row."""
-        self._kept: dict[Hashable, Any] = {}
+        """int64 `[subset]`: their places in the row."""
+        self._cache: dict[Hashable, Any] = {}
 
     @classmethod
-    def everything(cls, layout: RowLayout) -> Self:
+    def all_of(cls, layout: RowLayout) -> Self:
         """The whole row; made once."""
-        return layout.kept("everything", lambda row: cls(row, [(start, stop) for start, stop, _ in row.segments()]))
+        return layout.cached("all", lambda row: cls(row, [(start, stop) for start, stop, _ in row.segments()]))
 
     @classmethod
-    def by(cls, layout: RowLayout, sources: Tensor) -> Self:
+    def of_sources(cls, layout: RowLayout, sources: Tensor) -> Self:
         """Of each segment its first to its last source; `sources` are int64 places in the row."""
         starts = torch.tensor(layout.starts)
         segments = torch.bucketize(sources.contiguous(), starts, right=True) - 1
@@ -59,22 +62,22 @@ class QuerySubset:
         spans = zip(layout.starts, first.tolist(), last.tolist(), strict=True)
         return cls(layout, [(low, high + 1) if high >= 0 else (start, start) for start, low, high in spans])
 
-    def among(self, sources: Tensor) -> Tensor:
-        """int64 places in the row to places among the asked tokens."""
+    def places_of(self, sources: Tensor) -> Tensor:
+        """int64 places in the row to places in the subset."""
         places = torch.zeros(self.layout.tokens, dtype=torch.int64)
         places[self.index] = torch.arange(self.tokens)
         return places.index_select(0, sources)
 
-    def of(self, segment: int) -> range:
-        """The places of a segment's span among the asked tokens."""
+    def range_of(self, segment: int) -> range:
+        """The places of a segment's span in the subset."""
         start, stop = self.spans[segment]
         return range(self.places[segment], self.places[segment] + stop - start)
 
-    def kept(self, name: Hashable, make: Callable[[Self], Cached]) -> Cached:
-        """What `make` makes of this, made at the first call of that name only."""
-        if name not in self._kept:
-            self._kept[name] = make(self)
-        made: Cached = self._kept[name]
+    def cached(self, name: Hashable, make: Callable[[Self], Cached]) -> Cached:
+        """The result of `make` for this subset, computed at the first call of that name only."""
+        if name not in self._cache:
+            self._cache[name] = make(self)
+        made: Cached = self._cache[name]
         return made
 
 
@@ -122,7 +125,7 @@ class GatheredTokens:
     hidden: Tensor | None
     """float32 `[count, 1, length]`: infinite at padding; None without padding."""
     real: Tensor | None
-    """int64: the places in `index_tensor` that are no padding."""
+    """int64: the places in `index` that are no padding."""
     tokens: Tensor
     """int64: the tokens at those places."""
 
@@ -155,9 +158,9 @@ class AttentionCall:
     """One dense attention: queries of some tokens over keys of some tokens, row by row of the two."""
 
     queries: TokenSelection
-    """Among the asked tokens."""
+    """Places in the subset."""
     keys: TokenSelection
-    """In the whole row."""
+    """Places in the row."""
     own: bool
     """Segments over themselves, causally, the queries being the last of the keys; otherwise wholly over what is before
     them."""
@@ -182,19 +185,19 @@ def _causal_mask(queries: int, keys: int, dtype: torch.dtype) -> Tensor:
     return torch.zeros(1, 1, queries, keys, dtype=dtype).masked_fill_(later, float("-inf"))
 
 
-def plan_attention_calls(asked: QuerySubset) -> list[AttentionCall]:
-    """Every (query, key) pair of a row whose query is asked for, in exactly one call; those of segments over
+def plan_attention_calls(subset: QuerySubset) -> list[AttentionCall]:
+    """Every (query, key) pair of a row whose query is in the subset, in exactly one call; those of segments over
     themselves come first, and no token is twice among the queries of a call."""
-    return asked.kept("calls", lambda row: [*_self_calls(row), *_ancestor_calls(row)])
+    return subset.cached("calls", lambda row: [*_self_calls(row), *_ancestor_calls(row)])
 
 
-def _self_calls(asked: QuerySubset) -> Iterator[AttentionCall]:
+def _self_calls(subset: QuerySubset) -> Iterator[AttentionCall]:
     small: list[QueriesAndKeys] = []
-    for run in _equal_runs(asked):
-        (start, stop), place, distance = asked.spans[run[0]], asked.places[run[0]], asked.layout.lengths[run[0]]
+    for run in _equal_runs(subset):
+        (start, stop), place, distance = subset.spans[run[0]], subset.places[run[0]], subset.layout.lengths[run[0]]
         length = stop - start
         if len(run) * length < MIN_VIEW_QUERIES:
-            small += [(asked.of(segment), range(*asked.spans[segment])) for segment in run if length]
+            small += [(subset.range_of(segment), range(*subset.spans[segment])) for segment in run if length]
             continue
         share = max(1, MAX_CALL_QUERIES // length)
         for first in range(0, len(run), share):
@@ -207,12 +210,12 @@ def _self_calls(asked: QuerySubset) -> Iterator[AttentionCall]:
         )
 
 
-def _equal_runs(asked: QuerySubset) -> Iterator[range]:
-    """Segments of equal length, asked for alike, one behind the other."""
-    row = asked.layout
+def _equal_runs(subset: QuerySubset) -> Iterator[range]:
+    """Consecutive segments of equal length with equal spans."""
+    row = subset.layout
     shapes = [
         (length, first - start, last - first)
-        for start, length, (first, last) in zip(row.starts, row.lengths, asked.spans, strict=True)
+        for start, length, (first, last) in zip(row.starts, row.lengths, subset.spans, strict=True)
     ]
     edges = [i for i in range(1, len(shapes)) if shapes[i] != shapes[i - 1]]
     for first, last in pairwise([0, *edges, len(shapes)]):
@@ -220,7 +223,7 @@ def _equal_runs(asked: QuerySubset) -> Iterator[range]:
 
 
 def _causal_calls(queries: TokenBlock, keys: TokenBlock) -> Iterator[AttentionCall]:
-    """The kernel computes the half that nobody sees too: long segments go step by step, each over the keys up to it."""
+    """The kernel also computes the masked half: long segments go in steps, each over the keys up to it."""
     if queries.length < LONG_SEGMENT:
         yield AttentionCall(queries, keys, True)
         return
@@ -230,8 +233,8 @@ def _causal_calls(queries: TokenBlock, keys: TokenBlock) -> Iterator[AttentionCa
         yield AttentionCall(part, TokenBlock(keys.start, keys.count, upto, keys.stride), True)
 
 
-def _ancestor_calls(asked: QuerySubset) -> Iterator[AttentionCall]:
-    for level in ancestor_levels(asked):
+def _ancestor_calls(subset: QuerySubset) -> Iterator[AttentionCall]:
+    for level in ancestor_levels(subset):
         small: list[QueriesAndKeys] = []
         for keys, queries in level:
             if isinstance(queries, range) and len(queries) >= MIN_VIEW_QUERIES:
@@ -244,30 +247,30 @@ def _ancestor_calls(asked: QuerySubset) -> Iterator[AttentionCall]:
             )
 
 
-def ancestor_levels(asked: QuerySubset) -> list[list[tuple[range, Sequence[int]]]]:
-    """By depth: each ancestor's tokens, and what is asked for of its descendants; what nobody asks for at the beginning
-    of a segment is an ancestor of the rest. Those of one depth have none in common."""
-    layout = asked.layout
+def ancestor_levels(subset: QuerySubset) -> list[list[tuple[range, Sequence[int]]]]:
+    """By depth: each ancestor's tokens, and its descendants' tokens in the subset. Tokens outside the subset at the
+    beginning of a segment is an ancestor of the rest. Those of one depth have none in common."""
+    layout = subset.layout
     depth: list[int] = []
     below: dict[int, list[int]] = {}
     for segment, parent in enumerate(layout.parents):
         depth.append(0 if parent < 0 else depth[parent] + 1)
-        for above in layout.ancestors(segment) if asked.of(segment) else ():
+        for above in layout.ancestors(segment) if subset.range_of(segment) else ():
             below.setdefault(above, []).append(segment)
     levels: list[list[tuple[range, Sequence[int]]]] = [[] for _ in range(max(depth) + 1)]
     for segment, start in enumerate(layout.starts):
         if segment in below:
             levels[depth[segment]].append(
-                (range(start, start + layout.lengths[segment]), _query_tokens(asked, below[segment]))
+                (range(start, start + layout.lengths[segment]), _query_tokens(subset, below[segment]))
             )
-        if asked.of(segment) and asked.spans[segment][0] > start:
-            levels[depth[segment]].append((range(start, asked.spans[segment][0]), asked.of(segment)))
+        if subset.range_of(segment) and subset.spans[segment][0] > start:
+            levels[depth[segment]].append((range(start, subset.spans[segment][0]), subset.range_of(segment)))
     return [level for level in levels if level]
 
 
-def _query_tokens(asked: QuerySubset, segments: Sequence[int]) -> Sequence[int]:
-    """The segments' asked tokens: a range where they lie one behind the other."""
-    spans = [asked.of(segment) for segment in segments]
+def _query_tokens(subset: QuerySubset, segments: Sequence[int]) -> Sequence[int]:
+    """The segments' tokens in the subset: a range where they are consecutive."""
+    spans = [subset.range_of(segment) for segment in segments]
     if all(one.stop == next_.start for one, next_ in pairwise(spans)):
         return range(spans[0].start, spans[-1].stop)
     return [token for span in spans for token in span]

@@ -35,45 +35,45 @@ _cpu_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 class AttentionKernels(Protocol):
     """How a kind of device computes a row. Tensors are `[tokens, heads, head size]`."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, asked: QuerySubset, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, subset: QuerySubset, scale: float) -> tuple[Tensor, Tensor]:
         """(output, log-sum-exps in a form of its own)."""
 
     def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, asked: QuerySubset, scale: float
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, subset: QuerySubset, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of q, k and v."""
 
 
 def merged_attention(
-    q: Tensor, k: Tensor, v: Tensor, asked: QuerySubset, scale: float, parts: AttentionKernels
+    q: Tensor, k: Tensor, v: Tensor, subset: QuerySubset, scale: float, parts: AttentionKernels
 ) -> Tensor:
     """Each segment over itself and its ancestors.
 
     Args:
-        q: `[asked tokens, heads, head size]`; k and v `[tokens, key/value heads, head size]`.
+        q: `[subset tokens, heads, head size]`; k and v `[tokens, key/value heads, head size]`.
 
     Returns:
-        `[asked tokens, heads, head size]`, contiguous.
+        `[subset tokens, heads, head size]`, contiguous.
     """
-    out: Tensor = _MergedAttention.apply(q, k, v, asked, scale, parts)  # type: ignore[no-untyped-call]
+    out: Tensor = _MergedAttention.apply(q, k, v, subset, scale, parts)  # type: ignore[no-untyped-call]
     return out
 
 
 class _MergedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, asked: QuerySubset, scale: float, parts: AttentionKernels
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, subset: QuerySubset, scale: float, parts: AttentionKernels
     ) -> Tensor:
-        out, lse = parts.forward(q, k, v, asked, scale)
+        out, lse = parts.forward(q, k, v, subset, scale)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.settings = (asked, scale, parts)
+        ctx.settings = (subset, scale, parts)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        asked, scale, parts = ctx.settings
-        return *parts.backward(grad, *ctx.saved_tensors, asked, scale), None, None, None
+        subset, scale, parts = ctx.settings
+        return *parts.backward(grad, *ctx.saved_tensors, subset, scale), None, None, None
 
 
 class CpuKernels:
@@ -83,10 +83,10 @@ class CpuKernels:
     def fits(q: Tensor, v: Tensor) -> bool:
         return q.device.type == "cpu" and q.shape[-1] == v.shape[-1]
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, asked: QuerySubset, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, subset: QuerySubset, scale: float) -> tuple[Tensor, Tensor]:
         out = q.new_empty(q.shape)
         lse = q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
-        for call in plan_attention_calls(asked):
+        for call in plan_attention_calls(subset):
             where = call.queries
             part, part_lse = _cpu_flash_forward(
                 where.of(q),
@@ -106,10 +106,10 @@ class CpuKernels:
         return out, lse
 
     def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, asked: QuerySubset, scale: float
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, subset: QuerySubset, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         dq, dk, dv = q.new_empty(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
-        for call in plan_attention_calls(asked):
+        for call in plan_attention_calls(subset):
             where, keys = call.queries, call.keys
             part_lse = where.of(lse)
             if isinstance(where, GatheredTokens) and where.hidden is not None:
@@ -174,7 +174,7 @@ def cascade_levels(layout: RowLayout, device: torch.device) -> list[CascadeLevel
     def make(row: RowLayout) -> list[CascadeLevel]:
         own = _token_spans([range(start, stop) for start, stop, _ in row.segments()], device, whole=True)
         made = [CascadeLevel(own, own, True)]
-        for family in ancestor_levels(QuerySubset.everything(row)):
+        for family in ancestor_levels(QuerySubset.all_of(row)):
             queries = [list(below) for _, below in family]
             made.append(
                 CascadeLevel(
@@ -183,7 +183,7 @@ def cascade_levels(layout: RowLayout, device: torch.device) -> list[CascadeLevel
             )
         return made
 
-    return layout.kept(("levels", device), make)
+    return layout.cached(("levels", device), make)
 
 
 def _token_spans(pieces: list[range] | list[list[int]], device: torch.device, whole: bool = False) -> TokenSpans:
@@ -201,9 +201,9 @@ class CudaKernels:
         half = q.dtype in (torch.float16, torch.bfloat16)
         return q.device.type == "cuda" and half and q.shape[-1] == v.shape[-1] <= 256 and q.shape[-1] % 8 == 0
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, asked: QuerySubset, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, subset: QuerySubset, scale: float) -> tuple[Tensor, Tensor]:
         out, lse = q, q  # replaced by the first level, which is the causal one
-        for level in cascade_levels(asked.layout, q.device):
+        for level in cascade_levels(subset.layout, q.device):
             a, b = level.queries, level.keys
             part, part_lse, *_ = _cuda_flash_forward(
                 a.of(q), b.of(k), b.of(v), a.ends, b.ends, a.longest, b.longest, 0.0, level.causal, False, scale=scale
@@ -218,11 +218,11 @@ class CudaKernels:
         return out, lse
 
     def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, asked: QuerySubset, scale: float
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, subset: QuerySubset, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         sums = [torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v)]
         seed, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
-        for level in cascade_levels(asked.layout, q.device):
+        for level in cascade_levels(subset.layout, q.device):
             a, b = level.queries, level.keys
             part_lse = lse if a.index is None else lse[:, a.index].contiguous()
             parts = _cuda_flash_backward(

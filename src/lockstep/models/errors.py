@@ -1,16 +1,16 @@
-"""What can be wrong with a model, as errors with fields."""
+"""Errors about models, tokenizers and checkpoints."""
 
 from lockstep.base.errors import PicklableError
 
 
 class ModelError(PicklableError, ValueError):
-    """A model, tokenizer or checkpoint that cannot be used as asked.
+    """A model, tokenizer or checkpoint that cannot be used as configured.
 
     Attributes:
         field: of the config, such as `model.path`.
         value: what it was.
         problem: what is wrong with it.
-        remedy: what would help.
+        remedy: what to do.
     """
 
     def __init__(self, field: str, value: object, problem: str, remedy: str) -> None:
@@ -19,4 +19,4 @@ class ModelError(PicklableError, ValueError):
 
 
 class HubUnreachable(ModelError):
-    """A hub model that is not on this machine, and cannot be asked for now: whether it exists is not known."""
+    """A hub model that is not on this machine while the hub cannot be reached: whether it exists is unknown."""

@@ -27,7 +27,8 @@ _in_forest: ContextVar[bool] = ContextVar("lockstep_in_forest", default=False)
 
 @contextmanager
 def without_model_mask() -> Iterator[None]:
-    """Inside, transformers builds no `[tokens, tokens]` mask of its own: the layout says who sees whom."""
+    """Inside, transformers builds no `[tokens, tokens]` mask of its own: the layout defines which tokens attend to
+    which."""
     token = _in_forest.set(True)
     try:
         yield
@@ -62,7 +63,7 @@ def forest_attention(
     dropout: float = 0.0,
     scaling: float | None = None,
     layout: RowLayout | None = None,
-    asked: QuerySubset | None = None,
+    subset: QuerySubset | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention in which each segment sees itself causally and its ancestors wholly.
@@ -72,7 +73,7 @@ def forest_attention(
         key: `[1, key/value heads, tokens, head size]`; value alike.
         attention_mask: with a layout, what `forest_mask` made.
         layout: of the packed row, or None for ordinary attention.
-        asked: whose queries these are, where no `effective_window` hides anything; None for all tokens.
+        subset: the tokens of the queries, where no `effective_window` hides anything; None for all tokens.
         kwargs: `effective_window`, `softcap` and `s_aux` (attention sinks) are respected.
 
     Returns:
@@ -91,13 +92,13 @@ def forest_attention(
     if layout is None:
         key, value = _repeat_kv_heads(query, key, value)
         return _explicit_attention(query, key, value, attention_mask, dropout, scale, softcap, sinks), None
-    asked = QuerySubset.everything(layout) if asked is None else asked
-    _check_call(module, query, key, asked, kwargs)
+    subset = QuerySubset.all_of(layout) if subset is None else subset
+    _check_call(module, query, key, subset, kwargs)
     window = effective_window(module, attention_mask, kwargs, layout)
     parts = next((each for each in (CPU_KERNELS, CUDA_KERNELS) if each.fits(query, value)), None)
     if parts is not None and window is None and softcap is None and sinks is None and not dropout:
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-        return merged_attention(q, k, v, asked, scale, parts)[None], None
+        return merged_attention(q, k, v, subset, scale, parts)[None], None
     return _masked_attention(query, key, value, layout, window, dropout, scale, softcap, sinks), None
 
 
@@ -138,8 +139,8 @@ def _masked_attention(
 
 
 def effective_window(module: nn.Module, marker: Tensor | None, kwargs: dict[str, Any], layout: RowLayout) -> int | None:
-    """The layer's sliding window in tokens: told by the mask, passed by the layer, or kept on it; None where it hides
-    nothing of this row."""
+    """The layer's sliding window in tokens: given by the mask, passed by the layer, or an attribute of it; None where
+    it hides nothing of this row."""
     if marker is not None and marker.dim() == 2 and marker.shape[0] == 0:
         window: Any = marker.shape[1]
     else:
@@ -175,12 +176,12 @@ def _explicit_attention(
     return (weights @ value).transpose(1, 2).contiguous()
 
 
-def _check_call(module: nn.Module, query: Tensor, key: Tensor, asked: QuerySubset, kwargs: dict[str, Any]) -> None:
+def _check_call(module: nn.Module, query: Tensor, key: Tensor, subset: QuerySubset, kwargs: dict[str, Any]) -> None:
     rows, _, tokens, _ = query.shape
-    name, expected = type(module).__name__, asked.layout.tokens
-    if rows != 1 or tokens != asked.tokens or key.shape[2] != expected:
+    name, expected = type(module).__name__, subset.layout.tokens
+    if rows != 1 or tokens != subset.tokens or key.shape[2] != expected:
         raise ValueError(
-            f"{name}: a layout of {expected} tokens needs one row of {asked.tokens} queries and as many "
+            f"{name}: a layout of {expected} tokens needs one row of {subset.tokens} queries and as many "
             f"keys as tokens, got {rows} rows of {tokens} queries and {key.shape[2]} keys"
         )
     causal = kwargs.get("is_causal")

@@ -159,26 +159,26 @@ class FusedDecoder:
     def __init__(self, layers: list[nn.Module], norm: Any) -> None:
         for layer in layers:
             _check_supported(layer, norm)
-        self.on = True
+        self.enabled = True
         """Otherwise transformers' own forward is used."""
         for layer in layers:
             layer.forward = self._replaced(layer, layer.forward, layer is layers[-1])
         plain = norm.forward
-        norm.forward = lambda x: rms_norm(x, norm.weight, norm.variance_epsilon) if self.on else plain(x)
+        norm.forward = lambda x: rms_norm(x, norm.weight, norm.variance_epsilon) if self.enabled else plain(x)
 
     def _replaced(self, layer: Any, plain: Callable[..., Tensor], last: bool) -> Callable[..., Tensor]:
         def forward(
             hidden_states: Tensor,
             *args: Any,
             layout: RowLayout | None = None,
-            asked: QuerySubset | None = None,
+            subset: QuerySubset | None = None,
             **kwargs: Any,
         ) -> Tensor:
-            # A compiler makes of the model's own what it makes of ours, and once for all layers.
-            compiled = torch.compiler.is_compiling() and (asked is None or not last)
-            if layout is None or not self.on or compiled:
+            # A compiler optimizes the model's own forward as well as ours, and once for all layers.
+            compiled = torch.compiler.is_compiling() and (subset is None or not last)
+            if layout is None or not self.enabled or compiled:
                 return plain(hidden_states, *args, layout=layout, **kwargs)
-            return _layer_forward(layer, hidden_states[0], layout, asked if last else None, **kwargs)[None]
+            return _layer_forward(layer, hidden_states[0], layout, subset if last else None, **kwargs)[None]
 
         return forward
 
@@ -190,7 +190,7 @@ class UnsupportedLayers(ValueError):
 def _check_supported(layer: Any, norm: nn.Module) -> None:
     family = type(layer).__name__.removesuffix("DecoderLayer")
     if family not in FUSED_FAMILIES:
-        raise UnsupportedLayers(f"there is no forward of ours for {type(layer).__name__}")
+        raise UnsupportedLayers(f"there is no fused forward for {type(layer).__name__}")
     parts = {
         "DecoderLayer": [layer],
         "Attention": [layer.self_attn],
@@ -210,16 +210,16 @@ def _layer_forward(
     layer: Any,
     x: Tensor,
     layout: RowLayout,
-    asked: QuerySubset | None,
+    subset: QuerySubset | None,
     attention_mask: Tensor | None,
     position_embeddings: tuple[Tensor, Tensor],
     **_: Any,
 ) -> Tensor:
-    """`x [tokens, hidden]` to `[asked tokens, hidden]`."""
+    """`x [tokens, hidden]` to `[subset tokens, hidden]`."""
     heads, mlp = layer.self_attn, layer.mlp
     normed = _apply_norm(layer.input_layernorm, x)
-    mixed = _layer_attention(heads, normed, layout, asked, attention_mask, position_embeddings)
-    x = add_linear(x if asked is None else x.index_select(0, asked.index), heads.o_proj, mixed)
+    mixed = _layer_attention(heads, normed, layout, subset, attention_mask, position_embeddings)
+    x = add_linear(x if subset is None else x.index_select(0, subset.index), heads.o_proj, mixed)
     gate, up = linear_projections([mlp.gate_proj, mlp.up_proj], _apply_norm(layer.post_attention_layernorm, x))
     return add_linear(x, mlp.down_proj, swiglu(gate, up))
 
@@ -228,17 +228,17 @@ def _layer_attention(
     heads: Any,
     x: Tensor,
     layout: RowLayout,
-    asked: QuerySubset | None,
+    subset: QuerySubset | None,
     mask: Tensor | None,
     position_embeddings: tuple[Tensor, Tensor],
 ) -> Tensor:
-    """Everything before the output's projection: `[tokens, hidden]` to `[asked tokens, heads * size]`."""
+    """Everything before the output's projection: `[tokens, hidden]` to `[subset tokens, heads * size]`."""
     cos, sin = (table[0].unsqueeze(1) for table in position_embeddings)
     # Qwen's layers know their window; Mistral's is one for all.
     own = heads if hasattr(heads, "sliding_window") else heads.config
     window = getattr(own, "sliding_window", None)
     hides = forest_attention.effective_window(heads, mask, {"sliding_window": window}, layout) is not None
-    few = None if hides else asked
+    few = None if hides else subset
     if few is None:
         q, k, v = linear_projections([heads.q_proj, heads.k_proj, heads.v_proj], x)
         q_cos, q_sin = cos, sin
@@ -256,11 +256,11 @@ def _layer_attention(
         mask,
         scaling=heads.scaling,
         layout=layout,
-        asked=few,
+        subset=few,
         sliding_window=window,
     )
     every: Tensor = mixed[0].flatten(1)
-    return every if asked is None or few is not None else every.index_select(0, asked.index)
+    return every if subset is None or few is not None else every.index_select(0, subset.index)
 
 
 def _apply_norm(module: Any, x: Tensor) -> Tensor:

@@ -77,7 +77,7 @@ class SafetensorsCheckpoint:
         return tuple(self._files[self._where[name]].get_slice(name).get_shape())
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Rows `run_training` to `stop` of a tensor, and no other byte of it."""
+        """Rows `start` to `stop` of a tensor, and no other byte of it."""
         found: Tensor = self._files[self._where[name]].get_slice(name)[start:stop]
         return found
 
@@ -86,7 +86,7 @@ class SafetensorsCheckpoint:
         return found
 
     def part(self, name: str, start: int, stop: int) -> Tensor:
-        """`rows`, or in one piece what is asked for whole, which scalars need."""
+        """`rows`, or the whole tensor in one read where all rows are requested, which scalars need."""
         whole = start == 0 and self.shape(name)[:1] in ((), (stop,))
         return self.read(name) if whole else self.rows(name, start, stop)
 
@@ -135,10 +135,10 @@ def named_state(policy: PolicyModel) -> Iterator[tuple[str, Tensor]]:
 
 def compare_names(policy: PolicyModel, checkpoint: SafetensorsCheckpoint) -> NameReport:
     """Which names are on one side only; a name of a tied weight counts as its first place's."""
-    wanted = dict(named_state(policy))
+    expected = dict(named_state(policy))
     aliases = tied_names(policy)
-    missing = [name for name in wanted if not any(alias in checkpoint for alias in aliases.get(name, [name]))]
-    known = {alias for name in wanted for alias in aliases.get(name, [name])}
+    missing = [name for name in expected if not any(alias in checkpoint for alias in aliases.get(name, [name]))]
+    known = {alias for name in expected for alias in aliases.get(name, [name])}
     return NameReport(sorted(missing), [name for name in checkpoint.names if name not in known])
 
 
@@ -252,11 +252,11 @@ def _match_names(policy: PolicyModel, checkpoint: SafetensorsCheckpoint) -> tupl
             + (f" (it has {', '.join(report.unexpected[:3])})" if report.unexpected else ""),
             "save it again with this version of transformers (`from_pretrained`, then `save_pretrained`)",
         )
-    for name, wanted in named_state(policy):
+    for name, tensor in named_state(policy):
         found = checkpoint.shape(sources[name])
-        if found != tuple(wanted.shape):
+        if found != tuple(tensor.shape):
             raise ModelError(
-                "model.path", folder, f"{name} has shape {found}, expected {tuple(wanted.shape)}", "use its own config"
+                "model.path", folder, f"{name} has shape {found}, expected {tuple(tensor.shape)}", "use its own config"
             )
     return report, sources
 

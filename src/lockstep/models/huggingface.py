@@ -61,7 +61,7 @@ def download_model(name: str, revision: str | None, *, field: str, weights: bool
     if isinstance(found := outcome[0], Path):
         return found
     problem = f"there is no such folder, and the hub does not give it ({type(found).__name__}: {first_line(found)})"
-    silent = isinstance(found, LocalEntryNotFoundError | ConnectionError)  # and not: the hub has said no
+    silent = isinstance(found, LocalEntryNotFoundError | ConnectionError)  # as opposed to a refusal by the hub
     refusal = HubUnreachable if silent else ModelError
     raise refusal(field, name, problem, "give an existing folder or a hub name `owner/name`") from found
 
@@ -85,7 +85,7 @@ def quiet_transformers() -> Iterator[None]:
     """Without transformers' progress bars (a log is no terminal) and without its advice, which is about code that the
     user did not write. `TRANSFORMERS_VERBOSITY` in the environment brings the advice back. Also a decorator.
 
-    Not around downloads: their bars are progress that somebody waits for.
+    Not for downloads: their bars show progress.
     """
     bars, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()

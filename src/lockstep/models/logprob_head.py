@@ -182,7 +182,7 @@ def split_head(lm: Any) -> tuple[str, LogitTransform]:
         try:
             hidden, small, reference = _logits_of_small_head(lm, name)
         except (TypeError, AttributeError, RuntimeError, LookupError, NotImplementedError) as error:
-            problem = f"its head cannot be told from its backbone {name!r} ({error})"
+            problem = f"its head cannot be separated from its backbone {name!r} ({error})"
             continue
         scores = linear(hidden, small.weight, small.bias).float()
         for candidate in _candidate_transforms(lm):

@@ -86,7 +86,7 @@ def find_modules_to_save(policy: PolicyModel, cfg: AdapterConfig) -> list[str]:
     """The full names of the modules that are trained whole, in the model's order, with those that share a tied weight
     with them. Raises ModelError."""
     modules = dict(_base_modules(policy))
-    found = {name for wanted in cfg.modules_to_save for name in _modules_with_weights(wanted, modules)}
+    found = {name for target in cfg.modules_to_save for name in _modules_with_weights(target, modules)}
     trained = {id(parameter) for name in found for parameter in modules[name].parameters()}
     for name, module in modules.items():
         mine = [id(parameter) for parameter in module.parameters(recurse=False)]
@@ -160,7 +160,7 @@ def peft_name(name: str) -> str:
 
 
 def fill_adapter(policy: PolicyModel, cfg: AdapterConfig, seed: int, device: torch.device | str) -> None:
-    """Initialises an adapter whose base is filled: with the one that it begins from, or A at random, the same whatever
+    """Initialises an adapter whose base is filled: from the configured adapter, or with a random A, the same whatever
     the number of ranks; B with zeros; DoRA's magnitude with the norms of the base's rows (section 4.1 of the paper).
 
     Raises:
@@ -306,7 +306,7 @@ def _leaf_names(names: Iterable[str]) -> list[str]:
 
 
 def _did_you_mean(name: str, ends: list[str]) -> str:
-    """A question with the nearest of `connection_addresses`; empty where none is near."""
+    """A question with the nearest of `ends`; empty where none is near."""
     nearest = difflib.get_close_matches(name.rpartition(".")[2], ends, n=3, cutoff=0.4)
     return f"did you mean {' or '.join(nearest)}?" if nearest else ""
 
@@ -316,13 +316,13 @@ def _is_within(name: str, modules: set[str]) -> bool:
     return f"{name}.".startswith(tuple(f"{other}." for other in modules))
 
 
-def _modules_with_weights(wanted: str, modules: dict[str, nn.Module]) -> list[str]:
+def _modules_with_weights(target: str, modules: dict[str, nn.Module]) -> list[str]:
     """The modules of a name, or with that end, that hold weights. Raises ModelError where there is none."""
-    matching = [name for name in modules if _name_matches(name, wanted)]
+    matching = [name for name in modules if _name_matches(name, target)]
     if not any(True for name in matching for _ in modules[name].parameters()):
         ends = _leaf_names(modules)
-        remedy = _did_you_mean(wanted, ends) or f"it has {', '.join(ends[:20])}"
-        raise ModelError(_MODULES_TO_SAVE_FIELD, wanted, "the model has no weights in a module of that name", remedy)
+        remedy = _did_you_mean(target, ends) or f"it has {', '.join(ends[:20])}"
+        raise ModelError(_MODULES_TO_SAVE_FIELD, target, "the model has no weights in a module of that name", remedy)
     return matching
 
 

@@ -29,7 +29,7 @@ _MIN_CAPABILITY = {"nf4": (6, 0), "int8": (7, 5)}
 
 
 def check_quantization(cfg: ModelConfig, device: str) -> None:
-    """Raises ModelError where the quantization that is asked for cannot run on a device (`cpu`, `cuda`)."""
+    """Raises ModelError where the configured quantization cannot run on a device (`cpu`, `cuda`)."""
     if cfg.quantization is None:
         return
     kind = cfg.quantization.kind
@@ -39,7 +39,7 @@ def check_quantization(cfg: ModelConfig, device: str) -> None:
         raise ModelError(_QUANTIZATION_FIELD, kind, "bitsandbytes is not installed", remedy)
     if torch.device(device).type != "cuda":
         raise ModelError(_QUANTIZATION_FIELD, kind, f"it is made for GPUs here, the trainer is on {device}", without)
-    if not torch.cuda.is_available():  # this host only starts the run, whose GPUs are elsewhere
+    if not torch.cuda.is_available():  # this host only starts the run; the GPUs are on other hosts
         return
     found = torch.cuda.get_device_capability(device)
     if found < _MIN_CAPABILITY[kind]:

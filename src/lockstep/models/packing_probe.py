@@ -74,20 +74,20 @@ def probe_packing(policy: PolicyModel, compute_dtype: torch.dtype | None = None)
 
 @torch.no_grad()
 def probe_fused_decoder(policy: PolicyModel) -> str:
-    """What came of `Policy.fuse_layers`: keeps the fused forward where it agrees with the model's own on a tree, of
-    which only the branches are asked for, and takes it back where it does not. Under FSDP every rank calls it."""
-    layers = policy.known_layers
+    """Keeps the fused forward of `PolicyModel.fuse_layers` where it agrees with the model's own on a tree with targets
+    in its branches, and disables it elsewhere; returns a description. Under FSDP every rank calls it."""
+    layers = policy.fused_decoder
     if layers is None:
         return "the model's own forward"
     tokens = _random_tokens(policy, next(policy.parameters()).device)
     pairs = _next_token_pairs(_SEGMENT_LENGTH - 1, 2 * _SEGMENT_LENGTH)
     fused = _logprobs(policy, tokens.flatten(), [-1, 0, 0], pairs)
-    layers.on = False
+    layers.enabled = False
     own = _logprobs(policy, tokens.flatten(), [-1, 0, 0], pairs)
     noise = _max_difference(own, _logprobs(policy, tokens[:2].flatten(), [-1], pairs))
     error = _max_difference(fused, own)
-    layers.on = error <= max(4 * noise, 1e-5)
-    if layers.on:
+    layers.enabled = error <= max(4 * noise, 1e-5)
+    if layers.enabled:
         return f"a fused forward, which agrees with the model's own to {error:.1e}"
     return f"the model's own forward, as the fused one disagrees with it by {error:.1e}"
 

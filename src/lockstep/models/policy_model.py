@@ -19,8 +19,8 @@ _LM_PREFIX = "lm."
 class PolicyModel(nn.Module):
     """Any causal language model of transformers, over packed rows, with a chunked head.
 
-    It is our own root module on purpose: FSDP2's root must be the module whose forward uses the head, because
-    outside of it the head's weight is a DTensor.
+    It is a root module of its own on purpose: the root of FSDP2 must be the module that uses the head in its forward,
+    because outside of it the head's weight is a DTensor.
 
     Args:
         lm: an `AutoModelForCausalLM` (on the meta device, too).
@@ -35,7 +35,7 @@ class PolicyModel(nn.Module):
         self._backbone_name, self.transform = split_head(lm)
         self.layout_refusal = _layout_refusal(lm, self.backbone)
         """Why rows of several segments cannot be given to this model at all; None where `probe_packing` decides."""
-        self.known_layers: FusedDecoder | None = None
+        self.fused_decoder: FusedDecoder | None = None
         """Where the layers have our own forward (`fuse_layers`)."""
 
     @property
@@ -63,12 +63,12 @@ class PolicyModel(nn.Module):
         raise ModelError("model.path", type(self.lm).__name__, f"no list of {count} layers found", "use another model")
 
     def fuse_layers(self) -> str | None:
-        """Gives the decoder layers the forward of `lockstep.models.fused_decoder`; says why not where it cannot.
+        """Gives the decoder layers the forward of `lockstep.models.fused_decoder`; returns why where it cannot.
         Before they are compiled, recomputed or sharded."""
         if self.layout_refusal is not None:
             return self.layout_refusal
         try:
-            self.known_layers = FusedDecoder(self.layers, getattr(self.backbone, "norm", None))
+            self.fused_decoder = FusedDecoder(self.layers, getattr(self.backbone, "norm", None))
         except UnsupportedLayers as error:
             return str(error)
         return None
@@ -92,7 +92,7 @@ class PolicyModel(nn.Module):
             targets: int64 `[targets]`: token ids.
             temperature: logits are divided by it.
             chunk: targets whose logits are computed at once.
-            entropy: whether entropies are wanted.
+            entropy: whether to compute entropies.
 
         Returns:
             (log-probabilities `[targets]`, entropies `[targets]` in nats or None), float32.
@@ -105,10 +105,10 @@ class PolicyModel(nn.Module):
             raise ValueError(f"temperature and chunk must be positive, got {temperature} and {chunk}")
         if tokens.shape != (layout.tokens,):
             raise ValueError(f"tokens {list(tokens.shape)} do not fit a layout of {layout.tokens} tokens")
-        asked = self._asked(layout, sources)
-        hidden = self._hidden(tokens, layout, asked)
-        if asked is not None:
-            sources = asked.among(sources)
+        subset = self._query_subset(layout, sources)
+        hidden = self._hidden(tokens, layout, subset)
+        if subset is not None:
+            sources = subset.places_of(sources)
         # Both gather; on CUDA only indexing has a deterministic backward, on CPU only index_select has a fast one.
         chosen = hidden.index_select(0, sources) if hidden.device.type == "cpu" else hidden[sources]
         head = self.head
@@ -116,15 +116,15 @@ class PolicyModel(nn.Module):
             chosen.to(head.weight.dtype), head.weight, head.bias, targets, self.transform, temperature, chunk, entropy
         )
 
-    def _asked(self, layout: RowLayout, sources: Tensor) -> QuerySubset | None:
+    def _query_subset(self, layout: RowLayout, sources: Tensor) -> QuerySubset | None:
         """The tokens for which the last layer does all of its work; None for all of them, where little is saved."""
-        if self.known_layers is None or not self.known_layers.on or not len(sources):
+        if self.fused_decoder is None or not self.fused_decoder.enabled or not len(sources):
             return None
-        asked = QuerySubset.by(layout, sources)
-        return asked if asked.tokens * 16 <= layout.tokens * 15 else None
+        subset = QuerySubset.of_sources(layout, sources)
+        return subset if subset.tokens * 16 <= layout.tokens * 15 else None
 
-    def _hidden(self, tokens: Tensor, layout: RowLayout, asked: QuerySubset | None) -> Tensor:
-        """Last hidden states `[asked tokens, hidden]`."""
+    def _hidden(self, tokens: Tensor, layout: RowLayout, subset: QuerySubset | None) -> Tensor:
+        """Last hidden states `[subset tokens, hidden]`."""
         several = len(layout.lengths) > 1
         if several and self.layout_refusal is not None:
             raise ValueError(f"a row of {len(layout.lengths)} segments was given, but {self.layout_refusal}")
@@ -132,7 +132,7 @@ class PolicyModel(nn.Module):
             hidden: Tensor = self.backbone(input_ids=tokens[None], use_cache=False).last_hidden_state
             return hidden[0]
         positions = layout.positions().to(tokens.device)
-        more = {} if asked is None else {"asked": asked}
+        more = {} if subset is None else {"subset": subset}
         with forest_attention.without_model_mask():
             hidden = self.backbone(
                 input_ids=tokens[None], position_ids=positions[None], layout=layout, use_cache=False, **more
@@ -149,7 +149,9 @@ def hf_name(policy_name: str) -> str:
     for wrapper in _WRAPPERS:
         policy_name = policy_name.replace(wrapper, "")
     if not policy_name.startswith(_LM_PREFIX):
-        raise ValueError(f"{policy_name!r} is not a parameter of a Policy, whose names begin with {_LM_PREFIX!r}")
+        raise ValueError(
+            f"{policy_name!r} is not a parameter of a PolicyModel: its name must begin with {_LM_PREFIX!r}"
+        )
     return policy_name.removeprefix(_LM_PREFIX)
 
 

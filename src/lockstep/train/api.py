@@ -1,27 +1,29 @@
-"""The trainer as the controller sees it: typed remote calls without tensors of the model. The service behind it is
-`lockstep.train:TrainerService`, one per rank. Every call but `saved` goes to all ranks in the same
-order, because the ranks meet in collectives inside.
+"""The trainer as the controller sees it: typed remote calls without tensors of the model.
+
+The service behind it is `lockstep.train.trainer_service:TrainerService`, one per rank. Every call but `saved` goes to
+all ranks in the same order, because the ranks enter collectives inside.
 """
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from lockstep.data.micro_batch import EncodedMicroBatches
+from lockstep.data.packing_plan import PackingMode
 from lockstep.train.trainer_protocol import EvaluateOutput, ParameterInfo, StepStats
 
 TRAINER_SERVICE = "lockstep.train.trainer_service:TrainerService"
-"""What a `WorkerSpec.service` names."""
+"""The value of `WorkerSpec.service`."""
 
 TRAINER_PRELOAD = ("torch", "transformers", "lockstep.train.trainer_service")
-"""What a template process imports before it forks trainer ranks."""
+"""Modules that the fork server imports before it forks trainer ranks."""
 
 
 @dataclass(slots=True)
 class TrainerInfo:
-    """What a rank is, once it is set up."""
+    """A rank after its setup."""
 
     rank: int
     world: int
@@ -29,7 +31,7 @@ class TrainerInfo:
     compute_dtype: str
     """Precision of forward and backward, e.g. `bfloat16`; the engine serves this one."""
     parameters: list[ParameterInfo]
-    packing: Literal["forest", "block", "single"]
+    packing: PackingMode
     packing_reason: str
     context_length: int
     reference: bool
@@ -37,7 +39,7 @@ class TrainerInfo:
     optimizer_step: int
     """Optimizer steps behind the weights: 0, or a loaded checkpoint's."""
     slower: str = ""
-    """Why its collectives run on gloo where NCCL was due, and what they cost; empty where they do not."""
+    """Why the collectives run on gloo although NCCL was expected, and what they cost; else empty."""
 
 
 class TrainerAPI(ABC):
@@ -45,12 +47,12 @@ class TrainerAPI(ABC):
 
     @abstractmethod
     def setup(self, names: list[str] | None = None) -> TrainerInfo:
-        """Joins the communicator and loads the model; `names` of all ranks, with their nodes, are told of who does not
-        come. Raises ModelError-like ValueErrors for what cannot be loaded."""
+        """Joins the communicator and loads the model. `names` of all ranks with their nodes identify ranks that do not
+        come. Raises ValueErrors such as ModelError for what cannot be loaded."""
 
     @abstractmethod
     def info(self) -> TrainerInfo:
-        """The same again, without work."""
+        """What `setup` returned, with the current optimizer step."""
 
     @abstractmethod
     def evaluate(self, microbatches: EncodedMicroBatches, outputs: list[EvaluateOutput]) -> list[dict[str, np.ndarray]]:
@@ -64,7 +66,7 @@ class TrainerAPI(ABC):
     @abstractmethod
     def save(self, folder: str) -> None:
         """Begins a checkpoint that appears under `folder` when it is complete; returns once the weights are copied,
-        so that training may go on. Waits for an earlier save to end first. Raises CheckpointError."""
+        so that training can continue. Waits first for an earlier save to end. Raises CheckpointError."""
 
     @abstractmethod
     def saved(self) -> bool:
@@ -73,16 +75,17 @@ class TrainerAPI(ABC):
 
     @abstractmethod
     def load(self, folder: str) -> int:
-        """Loads a complete checkpoint, also of another number of ranks; the optimizer step behind it.
-        Raises CheckpointError for a torn one or one of another model."""
+        """Loads a complete checkpoint of any number of ranks; returns the optimizer step behind it. Raises
+        CheckpointError for an incomplete one or one of another model."""
 
     @abstractmethod
     def save_to_memory(self, folder: str, version: int) -> None:
-        """Copies what a checkpoint would have into shared memory in `folder`. Raises NoRoomForCopy."""
+        """Copies what a checkpoint holds into shared memory in `folder`. Raises SharedMemoryFull."""
 
     @abstractmethod
     def load_from_memory(self, folder: str, version: int) -> int:
-        """Loads a copy that as many ranks have left there; the optimizer step behind it. Raises NoCopy."""
+        """Loads a memory checkpoint of as many ranks; returns the optimizer step behind it. Raises
+        MemoryCheckpointMissing."""
 
     @abstractmethod
     def export(self, folder: str) -> None:

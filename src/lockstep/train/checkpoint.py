@@ -2,8 +2,8 @@
 
 A save copies the state to host memory and returns; a thread writes it into `<name>.tmp-...`, with its own gloo
 communicator, so that its collectives never mix with those of training. When every rank's files are on disk (fsync),
-rank 0 writes the manifest, syncs the folder, renames it, and tells the others. What has the final name and a manifest
-that fits is complete; everything else is refused.
+rank 0 writes the manifest, syncs the folder, renames it, and tells the other ranks. A folder with the final name and a
+manifest that fits is complete; everything else is refused.
 """
 
 import errno
@@ -93,7 +93,7 @@ class CheckpointWriter:
             facts: JSON-like, for the manifest; the same on all ranks.
 
         Raises:
-            CheckpointError: what the earlier save raised, if nobody asked `saved` about it.
+            CheckpointError: the earlier save failed, and `saved` has not reported it yet.
         """
         self.finish()
         self._count += 1
@@ -156,7 +156,7 @@ class CheckpointWriter:
                 self._complete(temporary, folder, metadata, facts)
             except OSError as problem:
                 error = problem
-        if not self.ranks.agree(error is None, why=f"{folder.name} is complete"):
+        if not self.ranks.broadcast_flag(error is None, why=f"{folder.name} is complete"):
             raise error or OSError(f"rank 0 could not complete {temporary}; see its log")
 
     def _complete(self, temporary: Path, folder: Path, metadata: Metadata, facts: dict[str, Any]) -> None:
@@ -337,7 +337,7 @@ def remove_checkpoint(folder: Path) -> None:
 
 
 def remove_leftovers(parent: Path) -> list[Path]:
-    """Deletes what cut saves and deletions have left in `parent_pid`; call it when no trainer runs. What it deleted."""
+    """Deletes what cut saves and deletions have left in `parent`; call it when no trainer runs. What it deleted."""
     leftovers = sorted(path for path in parent.glob("*.tmp-*") if path.is_dir())
     for path in leftovers:
         shutil.rmtree(path)
@@ -345,7 +345,7 @@ def remove_leftovers(parent: Path) -> list[Path]:
 
 
 def checkpoint_bytes(parent: Path) -> int:
-    """Bytes of all checkpoints in `parent_pid`, unfinished ones included: moves while a save makes progress."""
+    """Bytes of all checkpoints in `parent`, unfinished ones included: moves while a save makes progress."""
     total = 0
     for folder, _, files in os.walk(parent):  # unlike rglob, it passes over folders that are renamed meanwhile
         for name in files:

@@ -51,7 +51,7 @@ NCCL_ADVICE = (
 
 @dataclass(frozen=True, slots=True)
 class NcclTrialResult:
-    """What a rank says of its trial."""
+    """The result of one rank's trial."""
 
     rank: int
     host: str
@@ -84,17 +84,17 @@ class NcclUnusable(RuntimeError):
 
 
 def explain_nccl_failure(words: Sequence[NcclTrialResult]) -> str:
-    """One sentence or two on who failed, of what, and what to do about it. Those who only waited for others, while
-    those said what is wrong, are not named."""
+    """Which ranks failed, why, and what to do about it. Ranks that only waited for others are left out where another
+    rank gives a cause."""
     failed = [word for word in words if word.error]
     causes = [word for word in failed if "did not come up" not in word.error] or failed
     shown = "; ".join(f"rank {word.rank} ({word.host}): {word.error}" for word in causes[:3])
     more = f"; and {len(causes) - 3} more" if len(causes) > 3 else ""
-    advice = next((told for sign, told in NCCL_ADVICE if any(sign in word.error for word in causes)), "")
+    advice = next((fix for sign, fix in NCCL_ADVICE if any(sign in word.error for word in causes)), "")
     return (
         f"NCCL could not be brought up by {len(failed)} of {len(words)} ranks: {shown}{more}. "
         f"{f'{advice[0].upper()}{advice[1:]}. ' if advice else ''}"
-        "NCCL_DEBUG=INFO with NCCL_DEBUG_SUBSYS=INIT,NET says more, in the ranks' logs"
+        "NCCL_DEBUG=INFO with NCCL_DEBUG_SUBSYS=INIT,NET writes more into the ranks' logs"
     )
 
 
@@ -106,7 +106,7 @@ def choose_backend(
     fallback: BackendFallback,
     trial_s: float = NCCL_TRIAL_S,
 ) -> tuple[CollectiveBackend, str]:
-    """What all ranks go on with, the same on each, and the finding where that is not NCCL.
+    """The backend of all ranks, the same on each, and the reason where it is not NCCL.
 
     Args:
         store: of this purpose and this life of the role alone.
@@ -116,7 +116,7 @@ def choose_backend(
 
     Raises:
         NcclUnusable: on every rank, where it failed on one and there is no fallback.
-        WaitTimeout: rank 0 said nothing.
+        WaitTimeout: rank 0 did not answer.
     """
     error = _run_trial(trial, lambda: bool(store.check([_FAILED_KEY])), trial_s)
     if error:
@@ -181,7 +181,7 @@ def nccl_trial(store: Store, rank: int, world: int, device: torch.device, bound_
         raise RuntimeError("this torch has no NCCL")
     torch.cuda.set_device(device)  # of this thread
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timedelta(seconds=2 * bound_s)  # its watchdog ends the process, so ours must be first
+    options._timeout = timedelta(seconds=2 * bound_s)  # its watchdog ends the process, so our own bound must come first
     group = dist.ProcessGroupNCCL(PrefixStore("nccl", store), rank, world, options)
     try:
         ones = torch.ones(LATENCY_ELEMENTS, device=device)

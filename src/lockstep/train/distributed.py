@@ -1,8 +1,14 @@
-"""Before ranks make their communicators, each writes that it is there; who is missing is told meanwhile.
+"""A rank among its peers: the rendezvous of all trainer ranks, their communicators, and the collectives that the
+trainer issues itself.
 
-A communicator's own rendezvous says only that somebody did not come. Here rank 0 looks at one key for each rank in the
-store, tells every second whose are not there, and writes one word for all: that they are complete, or who is missing.
-Its wait names them as well, which the controller, who waits for it, shows to people.
+Rendezvous: each rank writes a key into the store. Rank 0 polls these keys, logs the missing ranks every second, and
+writes one result for all: complete, or which ranks are missing. Its wait names the missing ranks too, so the controller
+shows them.
+
+There are five collectives: `gather` of one fixed vector per step, `gather_flat` of an adapter before weights leave,
+`gather_bucket` of some weights on their way from device to device, `gather_rows` of one parameter during an export, and
+`broadcast_flag` at the end of a checkpoint. All others are FSDP2's and, on a communicator of their own, torch's
+checkpoint writer's.
 """
 
 import json
@@ -30,29 +36,29 @@ log = logging.getLogger(__name__)
 MISSING_LOG_EVERY_S = 1.0
 STORE_POLL_EVERY_S = 0.05
 RESULT_MARGIN_S = 10.0
-"""So much later than rank 0, the others stop waiting for its word."""
+"""The other ranks wait this much longer than rank 0 for its result."""
 _MAX_NAMES = 8
 _MAX_BEACON_NAMES = 4
-"""So many names fit a beacon."""
+"""As many names fit in a beacon."""
 
 
 class RanksMissing(RuntimeError):
-    """Ranks that did not come to the rendezvous: which, of how many."""
+    """Some ranks did not come to the rendezvous."""
 
     def __init__(self, missing: Sequence[str], world: int, after_s: float) -> None:
         super().__init__(
-            f"{summarize_list(missing, _MAX_NAMES)} of {world} ranks did not come to the rendezvous within {after_s:g} s: "
-            "look at the end of their logs, and check that their nodes reach the store"
+            f"{summarize_list(missing, _MAX_NAMES)} of {world} ranks did not come to the rendezvous within "
+            f"{after_s:g} s: look at the end of their logs, and check that their nodes reach the store"
         )
         self.missing, self.world, self.after_s = tuple(missing), world, after_s
 
 
 def wait_for_ranks(store: Store, rank: int, world: int, names: Sequence[str], bound_s: float) -> None:
-    """Returns when all ranks are there.
+    """Returns when all ranks have come.
 
     Args:
-        store: of this meeting alone; rank r's key in it is `joined/r`, with its host.
-        names: of all ranks, for people: `policy-3 on node-b`.
+        store: of this rendezvous alone; rank r writes its host to `joined/r`.
+        names: of all ranks, for messages: `policy-3 on node-b`.
 
     Raises:
         RanksMissing: on every rank that came, with the same names.
@@ -62,11 +68,11 @@ def wait_for_ranks(store: Store, rank: int, world: int, names: Sequence[str], bo
         _collect_ranks(store, world, names, bound_s)
         return
     try:
-        word = waits.store_get(
+        result = waits.store_get(
             store, "over", waits_for=_without_nodes(names[:1]), why="all ranks are there", every_s=STORE_POLL_EVERY_S,
             timeout_s=bound_s + RESULT_MARGIN_S,
         )  # fmt: skip
-        missing = json.loads(word)
+        missing = json.loads(result)
     except WaitTimeout:
         missing = _missing_ranks(store, range(world))  # rank 0 is one of them, or has ended
     if missing:
@@ -74,15 +80,15 @@ def wait_for_ranks(store: Store, rank: int, world: int, names: Sequence[str], bo
 
 
 def _collect_ranks(store: Store, world: int, names: Sequence[str], bound_s: float) -> None:
-    """What rank 0 does."""
-    missing, told = list(range(world)), time.monotonic()
+    """The part of rank 0: polls all keys and writes the result."""
+    missing, logged = list(range(world)), time.monotonic()
 
     def complete() -> bool | None:
-        nonlocal missing, told
+        nonlocal missing, logged
         missing = [] if store.check([f"joined/{each}" for each in missing]) else _missing_ranks(store, missing)
         narrow_wait(_without_nodes(_names_of(names, missing)))
-        if missing and time.monotonic() - told >= MISSING_LOG_EVERY_S:
-            told = time.monotonic()
+        if missing and time.monotonic() - logged >= MISSING_LOG_EVERY_S:
+            logged = time.monotonic()
             log.warning(
                 "%d of %d ranks are there, missing: %s",
                 world - len(missing),
@@ -94,8 +100,7 @@ def _collect_ranks(store: Store, world: int, names: Sequence[str], bound_s: floa
     try:
         waits.poll(
             complete, kind="rendezvous", waits_for=_without_nodes(names), why="all ranks are there",
-            every_s=STORE_POLL_EVERY_S,
-            timeout_s=bound_s,
+            every_s=STORE_POLL_EVERY_S, timeout_s=bound_s,
         )  # fmt: skip
     except WaitTimeout as error:
         store.set("over", json.dumps(missing))
@@ -112,7 +117,7 @@ def _names_of(names: Sequence[str], ranks: Sequence[int]) -> list[str]:
 
 
 def _without_nodes(names: Sequence[str]) -> str:
-    """As waits name processes: without their nodes, by which who watches knows them."""
+    """The names as waits spell them: without the nodes."""
     return summarize_list(names, _MAX_BEACON_NAMES, lambda name: name.partition(" on ")[0])
 
 
@@ -124,7 +129,7 @@ def shard_rows(rank: int, world: int, rows: int) -> tuple[int, int]:
 
 
 RENDEZVOUS_S = 600.0
-"""Bound of the meeting of all ranks: torch's import alone can take a minute on a loaded host."""
+"""Bound of the rendezvous of all ranks: torch's import alone can take a minute on a loaded host."""
 
 
 @dataclass(slots=True)
@@ -137,7 +142,7 @@ class ParallelContext:
     timeout_s: float = 1800.0
     """Bound of one collective."""
     group: dist.ProcessGroup | None = None
-    """Parameters, gradients, metrics; None where one rank on a CPU needs none."""
+    """Parameters, gradients, metrics; None for a single rank on a CPU."""
     storage: dist.ProcessGroup | None = None
     """gloo, for the checkpoint writer's thread alone, so that its collectives have an order of their own."""
     replicas: int = 1
@@ -149,7 +154,7 @@ class ParallelContext:
     copy_storage: dist.ProcessGroup | None = None
     """The ranks of `copy` by gloo, for the places of tensors in checkpoints."""
     slower: str = ""
-    """Why its collectives run on gloo where NCCL was due, and what they cost; empty where they do not."""
+    """Why the collectives run on gloo although NCCL was expected, and what they cost; else empty."""
 
     @property
     def shards(self) -> int:
@@ -158,21 +163,21 @@ class ParallelContext:
 
     @property
     def replica(self) -> int:
-        """Which copy this rank holds a part of."""
+        """The copy of which this rank holds a part."""
         return self.rank // self.shards
 
     def rows(self, count: int) -> tuple[int, int]:
-        """First and last (exclusive) row that this rank holds of a parameter of so many rows."""
+        """First and last (exclusive) row that this rank holds of a parameter with `count` rows."""
         return shard_rows(self.rank % self.shards, self.shards, count)
 
     def mesh(self) -> DeviceMesh:
-        """Of FSDP2: `[ranks]`, with several copies `[copies, ranks of one]`."""
+        """FSDP2's device mesh: `[ranks]`, with several copies `[copies, ranks of one]`."""
         if self.group is None:
             raise RuntimeError("one rank on a CPU has no communicator")
         if self.replicas == 1:
             return DeviceMesh.from_group(self.group, self.device.type, mesh_dim_names=("fsdp",))
         if self.copy is None or self.across is None:
-            raise RuntimeError(f"rank {self.rank} has no communicators of its copy; it must come from join()")
+            raise RuntimeError(f"rank {self.rank} has no communicators of its copy; create it with join_ranks()")
         places = torch.arange(self.world).view(self.replicas, self.shards)
         names = ("replicas", "fsdp")
         return DeviceMesh.from_group([self.across, self.copy], self.device.type, mesh=places, mesh_dim_names=names)
@@ -219,16 +224,16 @@ class ParallelContext:
         self._finish(work, "gather", why)
         return None if parts is None else torch.cat([part.cpu() for part in parts])[:rows]
 
-    def agree(self, good: bool, why: str) -> bool:
-        """What rank 0 thinks, on all ranks; on the storage communicator, for the checkpoint writer's thread."""
+    def broadcast_flag(self, value: bool, why: str) -> bool:
+        """Rank 0's value, on all ranks; on the storage communicator, for the checkpoint writer's thread."""
         if self.world == 1:
-            return good
-        flag = torch.tensor([int(good)])
+            return value
+        flag = torch.tensor([int(value)])
         self._finish(dist.broadcast(flag, 0, group=self.storage, async_op=True), "broadcast", why)
         return bool(flag.item())
 
     def leave(self) -> None:
-        """Ends the communicators; what is in flight on them is lost."""
+        """Destroys the communicators; collectives in flight are lost."""
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -249,29 +254,29 @@ def join_ranks(
     fallback: BackendFallback = "none",
     names: Sequence[str] = (),
 ) -> ParallelContext:
-    """Meets the other ranks at the store that the controller hosts.
+    """Waits for the other ranks at the store that the controller hosts, and creates the communicators.
 
-    From here on what this process does on communicators is recorded, and a collective that does not fit what a peer on
-    this host has entered is refused (CollectiveRefused).
+    From here on this process's collectives are recorded, and a collective that does not match what a peer on this host
+    has entered is refused (CollectiveRefused).
 
     Args:
         store: host and port of a TCPStore that lives outside the ranks; needed from two ranks on.
-        prefix: of all keys in it, unique per role and generation, so that a restarted role never meets its past.
+        prefix: of all keys in it, unique per role and generation, so that a restarted role never reads its old keys.
         timeout_s: bound of one collective, on every communicator (`new_group` inherits none).
         replicas: copies of the sharded parameters.
-        fallback: what ranks on GPUs go on with where NCCL cannot be brought up by all of them.
-        names: of all ranks, with their nodes, for who is told that some are missing.
+        fallback: the backend of ranks on GPUs where NCCL does not work for all of them.
+        names: of all ranks with their nodes, to report which are missing.
 
     Raises:
         ValueError: two or more ranks and no store.
-        NcclUnusable: and there is no fallback.
-        RanksMissing: others did not come; which.
+        NcclUnusable: NCCL does not work and there is no fallback.
+        RanksMissing: other ranks did not come.
         torch.distributed.DistStoreError: the store cannot be reached.
     """
     if world == 1 and device.type == "cpu":
         return ParallelContext(device=device, timeout_s=timeout_s)
     if world > 1 and store is None:
-        raise ValueError(f"{world} trainer ranks need a store to meet at; give store_host and store_port")
+        raise ValueError(f"{world} trainer ranks need a store for their rendezvous; give store_host and store_port")
     recorder.install(refuse=True, links=True, scope=prefix)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -298,8 +303,7 @@ def join_ranks(
 def _select_backend(
     table: Store, rank: int, world: int, device: torch.device, fallback: BackendFallback
 ) -> tuple[str, str]:
-    """Of the ranks' communicators, and why its collectives are slower than they should be, empty where they are not.
-    Every rank gets the same."""
+    """The backend of the communicators, and why it is slower than NCCL where it is. Every rank gets the same."""
     if device.type != "cuda":
         return "gloo", ""
     own: Store = table.clone()  # type: ignore[attr-defined]  # a trial that hangs holds its client's lock

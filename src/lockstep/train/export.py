@@ -55,7 +55,7 @@ def export_model(
     for file, names in files.items():
         tensors: dict[str, Tensor] = {} if done else {name: buffer.cpu() for name, buffer in buffers.items()}
         for name in names:
-            # A rank that has failed to write goes on gathering: its peers count on it.
+            # A rank that failed to write continues to gather, because its peers wait for it.
             rows = weights[name].rows().to(dtype)
             whole = ranks.gather_rows(rows, weights[name].shape[0], why=f"export {name}")
             if whole is not None and error is None:
@@ -116,7 +116,7 @@ def _finish_export(
 
 @contextmanager
 def _commit_or_discard(temporary: Path, folder: Path, what: str) -> Iterator[None]:
-    """Makes what the block writes durable and gives it its name, or leaves nothing of it."""
+    """Makes what the block writes durable and renames it to its final name, or deletes it."""
     try:
         yield
         for path in temporary.iterdir():

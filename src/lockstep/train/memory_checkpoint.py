@@ -46,9 +46,9 @@ class MemoryCheckpoints:
             if tensor.numel():
                 target = torch.frombuffer(memory, dtype=getattr(torch, dtype), count=tensor.numel(), offset=offset)
                 target.view(shape).copy_(tensor.detach())
-        told = {"version": version, "world": self.world, "layout": layout, "facts": dict(facts)}
+        content = {"version": version, "world": self.world, "layout": layout, "facts": dict(facts)}
         draft = description.with_suffix(".new")
-        draft.write_text(json.dumps(told))
+        draft.write_text(json.dumps(content))
         draft.rename(description)
 
     def read(self, version: int, tensors: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -1,5 +1,5 @@
 """The weights that leave the trainer for engines and exports: adapters merged, gathered from the ranks' rows bucket by
-bucket, so that nobody holds a second copy of the model.
+bucket, so that no rank holds a second copy of the model.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,10 +27,10 @@ from lockstep.train.trainer_protocol import BucketWeights, GatheredRows
 
 @dataclass(frozen=True, slots=True)
 class LazyWeight:
-    """A weight under its checkpoint name, of which this rank makes its rows when they are asked for."""
+    """A weight of which this rank computes its rows on demand."""
 
     shape: tuple[int, ...]
-    """Of the whole."""
+    """Of the whole weight."""
     rows: Callable[[], Tensor]
     """This rank's rows; a view of the trainer's memory where nothing is merged."""
     constant: bool = False
@@ -49,7 +49,7 @@ class _AdaptedLayer:
 
 
 class MergedWeights:
-    """Knows a policy's parameters, taken while none of its layers is gathered."""
+    """A policy's weights as they leave the trainer. Created while none of its layers is gathered."""
 
     def __init__(self, policy: PolicyModel, ranks: ParallelContext) -> None:
         self.ranks = ranks
@@ -79,7 +79,7 @@ class MergedWeights:
         return self.adapter | self.saved or self.weights
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of a weight as it leaves, whatever it is kept as."""
+        """The shape of a weight as it leaves, also where it is kept quantized."""
         parameter = self.weights[name]
         module = self._packed.get(name)
         return tuple(parameter.shape) if module is None else dequantized_shape(module, parameter)
@@ -87,7 +87,7 @@ class MergedWeights:
     def merged(self) -> dict[str, LazyWeight]:
         """Every weight of the model, merged with its adapter where it has one.
 
-        All ranks call it together: an adapter is gathered whole by each of them, as a row of `B A` needs all of A.
+        All ranks call it: each gathers the whole adapter, as a row of `B A` needs all of A.
         """
         whole, saved = self.gather_adapter(), {id(parameter) for parameter in self.saved.values()}
         found = {}

@@ -42,10 +42,10 @@ METRIC_NAMES = (*TOTAL_METRICS, *MEAN_METRICS, *MAX_METRICS)
 
 @dataclass(slots=True)
 class LossOutput:
-    """The loss of one micro-batch, a scalar with gradient, and what is told of it, by the names above."""
+    """The loss of one micro-batch, a scalar with gradient, and its metrics by the names above."""
 
     loss: Tensor
-    told: dict[str, Tensor] = field(default_factory=dict)
+    metrics: dict[str, Tensor] = field(default_factory=dict)
 
 
 def required_fields(loss: PolicyLoss | CrossEntropy) -> tuple[str, ...]:
@@ -102,15 +102,15 @@ def compute_loss(
     """
     weights = fields["weight"]
     live = weights != 0
-    told = {"tokens": live.sum(), "logprob": _masked_sum(logprobs, live)}
+    metrics = {"tokens": live.sum(), "logprob": _masked_sum(logprobs, live)}
     if isinstance(loss, CrossEntropy):
         total = sum_weighted_losses(cross_entropy(logprobs), weights)
-        return LossOutput(total, told | {"loss": total.detach()})
+        return LossOutput(total, metrics | {"loss": total.detach()})
     if entropies is None:
         raise ValueError("a policy loss needs entropies, got None")
     if sequences is None and needs_sequences(loss):
         raise ValueError(f"the loss {loss.kind} needs the sequences of the targets as it is configured, got None")
-    return _policy_loss_output(loss, fields, logprobs, entropies, sequences, told)
+    return _policy_loss_output(loss, fields, logprobs, entropies, sequences, metrics)
 
 
 def _policy_loss_output(
@@ -119,7 +119,7 @@ def _policy_loss_output(
     logprobs: Tensor,
     entropies: Tensor,
     sequences: Tensor | None,
-    told: dict[str, Tensor],
+    metrics: dict[str, Tensor],
 ) -> LossOutput:
     weights, engine = fields["weight"], fields["engine_logprob"]
     live = weights != 0
@@ -128,25 +128,27 @@ def _policy_loss_output(
     correction = _importance_correction(loss, fields, sequences, live)
     if correction is not None:
         per_token = per_token * correction.weights
-        told["importance_weight"] = _masked_sum(correction.weights, live)
-        told["importance_cut"] = _masked_sum(correction.cut, live)
-        told["importance_weight_max"] = torch.where(live, correction.raw, torch.zeros_like(correction.raw)).amax()
+        metrics["importance_weight"] = _masked_sum(correction.weights, live)
+        metrics["importance_cut"] = _masked_sum(correction.cut, live)
+        metrics["importance_weight_max"] = torch.where(live, correction.raw, torch.zeros_like(correction.raw)).amax()
     total = parts = sum_weighted_losses(per_token, weights)
-    told["policy_loss"] = parts.detach()
+    metrics["policy_loss"] = parts.detach()
     if "reference_logprob" in fields and loss.kl.coefficient > 0:
         divergence = kl_divergence(logprobs, fields["reference_logprob"], loss.kl.estimator)
-        told["kl"] = _masked_sum(divergence, live)
+        metrics["kl"] = _masked_sum(divergence, live)
         if has_kl_loss(loss):
             parts = loss.kl.coefficient * sum_weighted_losses(divergence, weights)
-            total, told["kl_loss"] = total + parts, parts.detach()
+            total, metrics["kl_loss"] = total + parts, parts.detach()
     if loss.entropy_coefficient:
         parts = sum_weighted_losses(entropy_loss(entropies, loss.entropy_coefficient), weights)
-        total, told["entropy_loss"] = total + parts, parts.detach()
+        total, metrics["entropy_loss"] = total + parts, parts.detach()
     # Where the trainer's own old log-probabilities are known, updates since then are no part of the gap.
-    told["engine_gap_mean"], told["engine_gap_max"] = logprob_gap(fields.get("old_logprob", logprobs), engine, weights)
-    told |= {"loss": total.detach(), "entropy": _masked_sum(entropies, live)}
-    told |= dict(zip(policy_loss.POLICY_STATS, terms.sums(weights).unbind(), strict=True))
-    return LossOutput(total, told)
+    metrics["engine_gap_mean"], metrics["engine_gap_max"] = logprob_gap(
+        fields.get("old_logprob", logprobs), engine, weights
+    )
+    metrics |= {"loss": total.detach(), "entropy": _masked_sum(entropies, live)}
+    metrics |= dict(zip(policy_loss.POLICY_STATS, terms.sums(weights).unbind(), strict=True))
+    return LossOutput(total, metrics)
 
 
 def _policy_terms(
@@ -182,7 +184,7 @@ def _importance_correction(
 
 
 class MetricAccumulator:
-    """Adds up one rank's micro-batches on the device; nothing is read back before the step's one vector."""
+    """Sums one rank's micro-batches on the device; nothing is read back before the step's one vector."""
 
     def __init__(self, device: torch.device) -> None:
         self._values = torch.zeros(len(METRIC_NAMES), dtype=torch.float64, device=device)
@@ -195,7 +197,7 @@ class MetricAccumulator:
         """Adds a micro-batch."""
         self._seen += 1
         zero = torch.zeros((), dtype=torch.float64, device=self._values.device)
-        values = torch.stack([outcome.told.get(name, zero).detach().double() for name in METRIC_NAMES])
+        values = torch.stack([outcome.metrics.get(name, zero).detach().double() for name in METRIC_NAMES])
         summed = len(METRIC_NAMES) - len(MAX_METRICS)
         self._values[:summed] += values[:summed]
         self._values[summed:] = torch.maximum(self._values[summed:], values[summed:])
@@ -203,7 +205,7 @@ class MetricAccumulator:
         self._first_bad = torch.where(bad & (self._first_bad == 0), float(self._seen), self._first_bad)
 
     def vector(self, square_norm: Tensor) -> Tensor:
-        """float64 `[2 + len(NAMES)]`: what every rank tells the others, once per step."""
+        """float64 `[2 + len(METRIC_NAMES)]`: what the ranks exchange once per step."""
         head = torch.stack([square_norm.to(self._values.device, torch.float64), self._first_bad])
         return torch.cat([head, self._values])
 
@@ -212,7 +214,7 @@ class ReducedMetrics:
     """The vectors of all ranks, read the same way by each of them.
 
     Args:
-        everyone: float64 `[ranks, 2 + len(NAMES)]`.
+        everyone: float64 `[ranks, 2 + len(METRIC_NAMES)]`.
     """
 
     def __init__(self, everyone: Tensor) -> None:
@@ -227,7 +229,7 @@ class ReducedMetrics:
         self._values = dict(zip(METRIC_NAMES, reduced.tolist(), strict=True))
 
     def metrics(self, loss: PolicyLoss | CrossEntropy) -> dict[str, float]:
-        """What the loss has to tell, by name: losses as aggregated, everything else per token."""
+        """The metrics of this loss by name: losses as aggregated, everything else per token."""
         values = {name: self._values[name] for name in (*TOTAL_METRICS, *MAX_METRICS)}
         tokens = max(values["tokens"], 1.0)
         values |= {name: self._values[name] / tokens for name in MEAN_METRICS}
@@ -238,7 +240,7 @@ class ReducedMetrics:
 
 
 def _unused_metrics(loss: PolicyLoss) -> set[str]:
-    """Metrics that a config leaves at zero."""
+    """Metrics that are always zero under this config."""
     silent = set()
     if loss.kl.coefficient == 0:
         silent |= {"kl"}

@@ -34,7 +34,7 @@ class ShardedAdamW:
 
     Args:
         parameters: this rank's rows by name; updated in place.
-        norms: names that are not decayed, beside those that `is_decayed` tells.
+        norms: names that are not decayed, beside those that `is_decayed` excludes.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], config: AdamWConfig, norms: Collection[str] = ()) -> None:

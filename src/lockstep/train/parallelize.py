@@ -26,6 +26,8 @@ from lockstep.models.packing_probe import probe_fused_decoder
 from lockstep.models.policy_model import PolicyModel
 from lockstep.train.distributed import ParallelContext
 
+log = logging.getLogger(__name__)
+
 
 def shard_policy(
     policy: PolicyModel, ranks: ParallelContext, reshard_after_forward: bool, compute: torch.dtype
@@ -49,7 +51,7 @@ def shard_policy(
     )
     for layer in policy.layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=precision)
-    # The root's own parameters (embedding, last norm, head) are what backward needs first: freeing them is no gain.
+    # Backward needs the root's own parameters (embedding, last norm, head) first: freeing them gains nothing.
     fully_shard(policy, mesh=mesh, reshard_after_forward=False, mp_policy=precision)
     for module in sharded_modules(policy):
         module.set_gradient_divide_factor(1.0)
@@ -81,8 +83,8 @@ def sharded_modules(module: nn.Module) -> list[FSDPModule]:
 
 
 def begin_microbatch(policy: nn.Module, last: bool, reshard_after_forward: bool) -> None:
-    """Whether the next backward reduces gradients over the ranks (the last micro-batch of a step) or only adds them
-    up locally (all others): a constant of the step, whatever the data.
+    """Sets whether the next backward reduces gradients over the ranks (the last micro-batch of a step) or only sums
+    them locally (all others): a constant of the step, independent of the data.
 
     Where layers stay gathered after forward (ZeRO-2), they stay so for the whole step: one gather, whatever the
     number of micro-batches.
@@ -105,7 +107,7 @@ def local_shard(tensor: Tensor) -> Tensor:
 
 
 class CompilerMissing(ValueError):
-    """Layers are to be compiled for the CPU, and there is no C++ compiler."""
+    """Layers shall be compiled for the CPU, and there is no C++ compiler."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -121,11 +123,11 @@ def compile_layers(policy: PolicyModel, device: torch.device) -> None:
     (of one token, which the compiler takes for a constant) run as before, so that they cost no compilation.
 
     Raises:
-        NoCompiler: on a CPU without one.
+        CompilerMissing: on a CPU without a C++ compiler.
     """
     if device.type == "cpu":
         require_compiler()
-    torch._inductor.config.compile_threads = 1  # its pool would be processes that nobody watches
+    torch._inductor.config.compile_threads = 1  # its pool would be processes without monitoring
     hide_from_compiler()
 
     def faster(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -142,12 +144,9 @@ def compile_layers(policy: PolicyModel, device: torch.device) -> None:
 
 
 def require_compiler() -> None:
-    """Raises NoCompiler where torch would find none for C++."""
+    """Raises CompilerMissing where torch would find no C++ compiler."""
     if not any(shutil.which(name) for name in (os.environ.get("CXX", ""), "g++", "clang++") if name):
         raise CompilerMissing
-
-
-log = logging.getLogger(__name__)
 
 
 def load_sharded_policy(
@@ -157,8 +156,8 @@ def load_sharded_policy(
     kept: torch.dtype,
     adapter: AdapterConfig | None = None,
 ) -> PolicyModel:
-    """A policy with its parameters in `checkpoints_to_keep` that computes in `compute_loss`, an adapter in float32,
-    each rank reading its own rows.
+    """A policy with parameters in `kept` that computes in `compute`, with an adapter in float32. Each rank reads its
+    own rows.
 
     Raises:
         ModelError: the model cannot be used, or its checkpoint does not fit it.
@@ -170,7 +169,7 @@ def load_sharded_policy(
         policy = load_policy(config.model, ranks.device, meta=True, dtype=kept)
     if adapter is not None:
         add_adapter(policy, adapter)
-    apart = _fuse_layers(policy, ranks.device, compute)
+    unfused = _fuse_layers(policy, ranks.device, compute)
     if trainer.compile == "layers":
         compile_layers(policy, ranks.device)
     if trainer.activation_checkpointing:
@@ -180,14 +179,14 @@ def load_sharded_policy(
         fill_policy(policy, _model_folder(config.model), ranks.device)
     if adapter is not None:
         fill_adapter(policy, adapter, config.seed, ranks.device)
-    log.info("rank %d computes decoder layers by %s", ranks.rank, apart or probe_fused_decoder(policy))
+    log.info("rank %d computes decoder layers by %s", ranks.rank, unfused or probe_fused_decoder(policy))
     free_gathered(policy)
     return policy
 
 
 def parameter_dtype(model: ModelConfig, ranks: ParallelContext, compute: torch.dtype) -> torch.dtype:
-    """Of the parameters. What an adapter freezes needs no master weights; but a plain module, without FSDP2's mixed
-    precision, cannot mix it with weights that are trained whole."""
+    """Precision of the parameters. Weights frozen by an adapter need no master weights; but a plain module, without
+    FSDP2's mixed precision, cannot mix them with weights that are trained whole."""
     if model.adapter is None:
         return torch.float32
     mixes = bool(model.adapter.modules_to_save) and ranks.group is None
@@ -195,7 +194,7 @@ def parameter_dtype(model: ModelConfig, ranks: ParallelContext, compute: torch.d
 
 
 def base_digests(model: ModelConfig) -> dict[str, str]:
-    """What a checkpoint of an adapter stands on; empty without one."""
+    """Digests of the model that an adapter was trained on, for its checkpoints; empty without an adapter."""
     if model.adapter is None:
         return {}
     begun = model.adapter.path
@@ -204,7 +203,7 @@ def base_digests(model: ModelConfig) -> dict[str, str]:
 
 
 def _fuse_layers(policy: PolicyModel, device: torch.device, compute: torch.dtype) -> str | None:
-    """Layers with fewer passes over memory, where that is what takes time; says why not."""
+    """Fuses the layers where memory bandwidth limits them, in float32 on a CPU; returns why not elsewhere."""
     if device.type != "cpu" or compute != torch.float32:
         return "the model's own forward: there is no other for this device and precision"
     refusal = policy.fuse_layers()

@@ -101,7 +101,8 @@ class Trainer(Protocol):
         """This rank's rows of every weight, merged with the adapter. All ranks call it."""
 
     def gather_weights(self, buckets: Sequence[BucketWeights], everyone: bool) -> Iterator[GatheredRows | None]:
-        """Every weight, merged with the adapter, bucket by bucket: on each rank, or on the first alone (None elsewhere).
+        """Every weight, merged with the adapter, bucket by bucket: on each rank, or on the first alone (None
+        elsewhere).
 
         All ranks call it and consume all buckets.
         """

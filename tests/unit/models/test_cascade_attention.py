@@ -45,11 +45,15 @@ def places(where: TokenSelection) -> list[list[int]]:
 def questions(draw: st.DrawFn) -> QuerySubset:
     layout = draw(layouts())
     every = st.lists(st.integers(0, layout.tokens - 1), min_size=1, max_size=2 * layout.tokens)
-    return QuerySubset.by(layout, torch.tensor(draw(every))) if draw(st.booleans()) else QuerySubset.everything(layout)
+    return (
+        QuerySubset.of_sources(layout, torch.tensor(draw(every))) if draw(st.booleans()) else QuerySubset.all_of(layout)
+    )
 
 
 def limit(patch: pytest.MonkeyPatch, limits: tuple[int, int, int, int]) -> None:
-    for name, value in zip(("ALONE", "TOGETHER", "LONG", "STEP"), limits, strict=True):
+    for name, value in zip(
+        ("MIN_VIEW_QUERIES", "MAX_CALL_QUERIES", "LONG_SEGMENT", "CAUSAL_STEP"), limits, strict=True
+    ):
         patch.setattr(calls_module, name, value)
 
 
@@ -58,11 +62,11 @@ LIMITS = {"views": (1, 1, 99, 9), "both": (6, 12, 5, 2), "gathered": (128, 1024,
 
 @settings(deadline=None)
 @given(questions(), st.sampled_from([*LIMITS.values()]))
-def test_every_pair_is_in_one_call(asked: QuerySubset, limits: tuple[int, int, int, int]) -> None:
-    seen = torch.zeros(asked.tokens, asked.layout.tokens, dtype=torch.int64)
+def test_every_pair_is_in_one_call(subset: QuerySubset, limits: tuple[int, int, int, int]) -> None:
+    seen = torch.zeros(subset.tokens, subset.layout.tokens, dtype=torch.int64)
     with pytest.MonkeyPatch.context() as patch:
         limit(patch, limits)
-        found = plan_attention_calls(asked)
+        found = plan_attention_calls(subset)
     for call in found:
         together: list[int] = []
         for queries, keys in zip(places(call.queries), places(call.keys), strict=True):
@@ -72,7 +76,7 @@ def test_every_pair_is_in_one_call(asked: QuerySubset, limits: tuple[int, int, i
                     if q >= 0 and k >= 0:
                         seen[q, k] += 1
         assert len(set(together)) == len(together)
-    assert torch.equal(seen, asked.layout.mask()[asked.index].long())
+    assert torch.equal(seen, subset.layout.mask()[subset.index].long())
     own = [call.own for call in found]
     assert own == sorted(own, reverse=True)
 
@@ -81,13 +85,13 @@ def test_every_pair_is_in_one_call(asked: QuerySubset, limits: tuple[int, int, i
 @given(layouts(), st.data())
 def test_asked_for_is_from_the_first_to_the_last_source_of_a_segment(layout: RowLayout, data: st.DataObject) -> None:
     sources = data.draw(st.lists(st.integers(0, layout.tokens - 1), min_size=1))
-    asked = QuerySubset.by(layout, torch.tensor(sources))
+    subset = QuerySubset.of_sources(layout, torch.tensor(sources))
     expected = []
     for start, stop, _ in layout.segments():
         mine = [source for source in sources if start <= source < stop]
         expected += range(min(mine), max(mine) + 1) if mine else ()
-    assert asked.index.tolist() == expected and asked.tokens == len(expected)
-    assert asked.index[asked.among(torch.tensor(sources))].tolist() == sources
+    assert subset.index.tolist() == expected and subset.tokens == len(expected)
+    assert subset.index[subset.places_of(torch.tensor(sources))].tolist() == sources
 
 
 @settings(deadline=None)
@@ -129,7 +133,7 @@ def test_the_cascade_equals_attention_with_a_mask(name: str, heads: tuple[int, i
     """In float64, against torch's attention with the layout's mask."""
     limit(monkeypatch, limits)
     layout = RowLayout(FORESTS[name].lengths, FORESTS[name].parents)
-    asked = QuerySubset.everything(layout)
+    subset = QuerySubset.all_of(layout)
     q, k, v = (x.double() for x in row_of(layout, *heads))
     weights = torch.randn(layout.tokens, heads[0], 8, generator=torch.Generator().manual_seed(1)).double()
 
@@ -140,23 +144,23 @@ def test_the_cascade_equals_attention_with_a_mask(name: str, heads: tuple[int, i
         return scaled_dot_product_attention(q, k, v, attn_mask=layout.mask(), scale=0.3)[0].transpose(0, 1)
 
     expected = with_gradients(masked, q, k, v, weights)
-    for one, other in zip(with_gradients(attending(asked), q, k, v, weights), expected, strict=True):
+    for one, other in zip(with_gradients(attending(subset), q, k, v, weights), expected, strict=True):
         torch.testing.assert_close(one, other)
-    # The same where every third token, and in some segments none, is asked for.
-    asked = QuerySubset.by(layout, torch.arange(0, layout.tokens, 3))
-    weights[[token not in asked.index for token in range(layout.tokens)]] = 0
-    few = with_gradients(attending(asked), q[asked.index], k, v, weights[asked.index])
+    # The same where every third token, and in some segments none, is subset for.
+    subset = QuerySubset.of_sources(layout, torch.arange(0, layout.tokens, 3))
+    weights[[token not in subset.index for token in range(layout.tokens)]] = 0
+    few = with_gradients(attending(subset), q[subset.index], k, v, weights[subset.index])
     for one, other in zip(few, with_gradients(masked, q, k, v, weights), strict=True):
-        torch.testing.assert_close(one, other[asked.index] if len(one) == asked.tokens != layout.tokens else other)
+        torch.testing.assert_close(one, other[subset.index] if len(one) == subset.tokens != layout.tokens else other)
 
 
-def attending(asked: QuerySubset) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    return lambda q, k, v: merged_attention(q, k, v, asked, 0.3, CPU_KERNELS)
+def attending(subset: QuerySubset) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    return lambda q, k, v: merged_attention(q, k, v, subset, 0.3, CPU_KERNELS)
 
 
 def test_calls_are_made_once_per_row() -> None:
     layout = FORESTS["turns"]
-    assert plan_attention_calls(QuerySubset.everything(layout)) is plan_attention_calls(QuerySubset.everything(layout))
+    assert plan_attention_calls(QuerySubset.all_of(layout)) is plan_attention_calls(QuerySubset.all_of(layout))
     device = torch.device("cpu")
     assert cascade_levels(layout, device) is cascade_levels(layout, device)
 
@@ -164,12 +168,12 @@ def test_calls_are_made_once_per_row() -> None:
 def test_long_runs_are_views_and_short_segments_are_gathered_together() -> None:
     """16 prompts of 32 tokens, each with eight completions of 64: no gathering at all."""
     layout = RowLayout([32, *[64] * 8] * 16, [p for g in range(16) for p in (-1, *[9 * g] * 8)])
-    fixed = plan_attention_calls(QuerySubset.everything(layout))
+    fixed = plan_attention_calls(QuerySubset.all_of(layout))
     causal = [call for call in fixed if call.own]
     blocks = [call.queries for call in causal if isinstance(call.queries, TokenBlock)]
     assert sum(block.count * block.length for block in blocks) == 16 * 8 * 64
     assert all(isinstance(call.queries, TokenBlock) for call in fixed if not call.own)
-    short = plan_attention_calls(QuerySubset.everything(RowLayout([6] * 3 + [7] * 3, [-1] * 6)))
+    short = plan_attention_calls(QuerySubset.all_of(RowLayout([6] * 3 + [7] * 3, [-1] * 6)))
     assert len(short) == 1 and isinstance(short[0].queries, GatheredTokens)
 
 

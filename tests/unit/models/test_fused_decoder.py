@@ -49,21 +49,21 @@ def outcome(
     """Hidden states of the sources, and the gradient of their weighted sum by parameter."""
     policy.zero_grad()
     tokens = torch.arange(layout.tokens) * 7 % 90 + 2
-    asked = policy._asked(layout, sources)
-    hidden = policy._hidden(tokens, layout, asked)
-    hidden = hidden[sources if asked is None else asked.among(sources)]
+    subset = policy._query_subset(layout, sources)
+    hidden = policy._hidden(tokens, layout, subset)
+    hidden = hidden[sources if subset is None else subset.places_of(sources)]
     (hidden * torch.linspace(-1, 2, hidden.numel()).view_as(hidden)).sum().backward()
     return hidden.detach(), {name: p.grad.clone() for name, p in policy.named_parameters() if p.grad is not None}
 
 
 def assert_equal(policy: PolicyModel) -> None:
-    """In float64; with all tokens asked for, and with few."""
-    assert policy.fuse_layers() is None and policy.known_layers is not None
+    """In float64; with all tokens subset for, and with few."""
+    assert policy.fuse_layers() is None and policy.fused_decoder is not None
     for sources in (torch.arange(LAYOUT.tokens), SOURCES):
-        policy.known_layers.on = True
-        assert (policy._asked(LAYOUT, sources) is None) == (sources is not SOURCES)
+        policy.fused_decoder.enabled = True
+        assert (policy._query_subset(LAYOUT, sources) is None) == (sources is not SOURCES)
         hidden, gradients = outcome(policy, sources=sources)
-        policy.known_layers.on = False
+        policy.fused_decoder.enabled = False
         expected, expected_gradients = outcome(policy, sources=sources)
         torch.testing.assert_close(hidden, expected)
         assert gradients.keys() == expected_gradients.keys() and gradients
@@ -97,18 +97,18 @@ def test_an_adapter_keeps_its_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all("lora" in name for name in outcome(policy)[1])
 
 
-def test_only_what_is_asked_for_is_computed_in_the_last_layer() -> None:
+def test_the_last_layer_computes_only_the_subset() -> None:
     policy = build(KNOWN["llama, biases"], torch.float32)
     policy.fuse_layers()
     layout = RowLayout([64, 4, 4], [-1, 0, 0])
-    asked = policy._asked(layout, torch.tensor([63, 64, 65, 63, 68]))
-    assert asked is not None and asked.index.tolist() == [63, 64, 65, 68]
-    assert policy._hidden(torch.arange(72), layout, asked).shape[0] == 4
+    subset = policy._query_subset(layout, torch.tensor([63, 64, 65, 63, 68]))
+    assert subset is not None and subset.index.tolist() == [63, 64, 65, 68]
+    assert policy._hidden(torch.arange(72), layout, subset).shape[0] == 4
 
 
 def test_what_is_not_known_keeps_its_own() -> None:
     gemma = build(Gemma2Config(**SIZES, head_dim=8), torch.float32)
-    assert "Gemma2DecoderLayer" in (gemma.fuse_layers() or "") and gemma.known_layers is None
+    assert "Gemma2DecoderLayer" in (gemma.fuse_layers() or "") and gemma.fused_decoder is None
     assert probe_fused_decoder(gemma) == "the model's own forward"
     gelu = build(LlamaConfig(**SIZES, hidden_act="gelu"), torch.float32)
     assert "gelu" in (gelu.fuse_layers() or "")
@@ -124,12 +124,12 @@ def test_what_is_not_known_keeps_its_own() -> None:
 def test_the_probe_takes_back_what_disagrees() -> None:
     policy = build(KNOWN["qwen2"], torch.float32)
     policy.fuse_layers()
-    assert "agrees" in probe_fused_decoder(policy) and policy.known_layers.on
+    assert "agrees" in probe_fused_decoder(policy) and policy.fused_decoder.enabled
     with torch.no_grad():
         policy.layers[1].self_attn.scaling *= 1.5  # both forwards read it
     assert "agrees" in probe_fused_decoder(policy)
     policy.layers[1].mlp.forward = lambda x: 2 * x  # only the model's own calls it
-    assert "disagrees" in probe_fused_decoder(policy) and not policy.known_layers.on
+    assert "disagrees" in probe_fused_decoder(policy) and not policy.fused_decoder.enabled
 
 
 @pytest.mark.parametrize("shape", [(7, 6), (5, 3, 4)], ids=["rows", "heads"])

@@ -86,8 +86,8 @@ def test_segments_kept_apart_but_not_branches_is_block(policy, monkeypatch) -> N
 
     monkeypatch.setattr(RowLayout, "mask", leaky)
     monkeypatch.setattr(
-        "lockstep.models.cascade_attention.CPU_KERNELS", CUDA_KERNELS
-    )  # its kernels do not fit here: masks do the work
+        "lockstep.models.forest_attention.CPU_KERNELS", CUDA_KERNELS
+    )  # they do not fit on a CPU, so masks are used
     result = probe_packing(policy)
     assert result.mode == "block" and "branches" in result.reason
 

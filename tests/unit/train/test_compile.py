@@ -57,10 +57,10 @@ def test_compiled_layers_compute_the_same(folder: Path) -> None:
         torch.testing.assert_close(weight, plain[name], rtol=1e-5, atol=2e-6, msg=name)
 
 
-def test_known_layers_are_fused(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_fused_decoder_are_fused(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", "lockstep"):
         trainer = FSDP2Trainer(config(folder), ParallelContext())
-    assert trainer.policy.known_layers is not None and trainer.policy.known_layers.on
+    assert trainer.policy.fused_decoder is not None and trainer.policy.fused_decoder.enabled
     assert "a fused forward, which agrees with the model's own" in caplog.text
 
 
