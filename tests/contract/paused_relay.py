@@ -1,4 +1,4 @@
-"""A courier that stops in mid-transfer where a test wants it: the moment is made and not waited for."""
+"""A relay that stops in mid-transfer where a test wants it: the moment is made and not waited for."""
 
 import ctypes
 import os
@@ -11,7 +11,7 @@ from lockstep.weights.relay.weight_relay import WeightRelay
 
 
 class HeldCourier(WeightRelay):
-    """Stops after the first parcel while `<hold>/<node>` exists, and says so with `<hold>/<node>.<pid>`. Where the file
+    """Stops after the first chunk while `<hold>/<node>` exists, and says so with `<hold>/<node>.<pid>`. Where the file
     says `receive`, it stops in what it receives only."""
 
     def __init__(self, hold: str, space: str | None = None, **arguments: Any) -> None:

@@ -59,18 +59,18 @@ class FileMemory:
         self.gpu, self.folder, self.made = gpu, folder, 0
         self.paths: dict[int, str] = {}
 
-    def known_as(self, device: torch.device) -> str:
+    def device_key(self, device: torch.device) -> str:
         return self.gpu
 
-    def shelf(self, size: int, device: torch.device) -> Tensor:
+    def allocate(self, size: int, device: torch.device) -> Tensor:
         self.made += 1
         path = f"{self.folder}/{self.gpu}-{os.getpid()}-{self.made}"
-        shelf = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
-        self.paths[shelf.data_ptr()] = path
-        return shelf
+        buffer = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
+        self.paths[buffer.data_ptr()] = path
+        return buffer
 
-    def export(self, shelf: Tensor) -> dict[str, Any]:
-        return {"path": self.paths[shelf.data_ptr()], "size": shelf.numel()}
+    def export(self, buffer: Tensor) -> dict[str, Any]:
+        return {"path": self.paths[buffer.data_ptr()], "size": buffer.numel()}
 
     def open(self, handle: Mapping[str, Any], device: torch.device) -> Tensor:
         return torch.from_file(handle["path"], shared=True, size=handle["size"], dtype=torch.uint8)
@@ -105,7 +105,9 @@ class TrainerEnd:
             name: LazyWeight(tuple(each.shape), lambda each=each: local_shard(each))
             for name, each in self.parameters.items()
         }
-        buckets = [[(e.name, e.torch_dtype) for e in lot.entries] for lot in cut_buckets(plan(), channel.bucket_bytes)]
+        buckets = [
+            [(e.name, e.torch_dtype) for e in bucket.entries] for bucket in cut_buckets(plan(), channel.bucket_bytes)
+        ]
         coming = gather_buckets(weights, buckets, self.ranks, everyone=channel.way == "cuda_ipc")
         return self.sender.send(channel, plan(), version, coming)
 
@@ -165,10 +167,10 @@ class Feeder:
         )
 
         def pieces() -> Iterator[dict[str, list[Tensor]]]:
-            for lot in cut_buckets(whole, channel.bucket_bytes):
-                if lot.number == until:
+            for bucket in cut_buckets(whole, channel.bucket_bytes):
+                if bucket.number == until:
                     return
-                yield {e.name: [given[e.name].contiguous().view(-1).view(torch.uint8)] for e in lot.entries}
+                yield {e.name: [given[e.name].contiguous().view(-1).view(torch.uint8)] for e in bucket.entries}
 
         def send() -> None:
             with contextlib.suppress(ValueError):  # fewer than there should be
@@ -197,5 +199,7 @@ class ModelEnd:
     def stream_weights(self, channel: StreamChannel, version: int) -> str:
         whole = WeightPlan.from_json(self.plan())
         raw = {name: each.contiguous().view(-1).view(torch.uint8) for name, each in self.given.items()}
-        pieces = ({e.name: [raw[e.name]] for e in lot.entries} for lot in cut_buckets(whole, channel.bucket_bytes))
+        pieces = (
+            {e.name: [raw[e.name]] for e in bucket.entries} for bucket in cut_buckets(whole, channel.bucket_bytes)
+        )
         return self.sender.send(channel, whole, version, pieces)

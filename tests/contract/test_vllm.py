@@ -258,7 +258,7 @@ def test_an_engine_with_half_a_version_serves_nothing(start, folder):
     with pytest.raises(OSError, match="the memory is gone"):
         engine.load_weights(Path("shelf"), 1)
     assert engine.version == 0
-    with pytest.raises(TornEngine, match="in the middle of taking weights version 1: it must be replaced"):
+    with pytest.raises(TornEngine, match="while loading weights version 1: it must be replaced"):
         engine.step()
     with pytest.raises(TornEngine):  # a later version does not make it whole
         engine.load_weights(Path("shelf"), 2)
@@ -280,7 +280,7 @@ def test_buckets_that_stop_coming_fence_the_engine_until_it_has_a_whole_version(
     requests = ask()
     engine.submit(requests)
     engine.step()
-    with pytest.raises(InterruptedUpdate, match="weights version 1 did not come whole"):
+    with pytest.raises(InterruptedUpdate, match="weights version 1 did not arrive completely"):
         Feeder(tmp_path, limit_s=2.0).give(engine, new, 1, until=3)
     assert (engine.version, engine.progress().paused, engine.step()) == (0, True, [])
     engine.load_weights(publish(new, tmp_path / "store", 1), 1)
@@ -411,7 +411,7 @@ def test_two_tensor_parallel_workers_take_weights_themselves(start, folder, tmp_
     assert error(AutoModelForCausalLM.from_pretrained(folder).eval(), requests, run(engine, requests)) < 1e-5
     new = changed(folder)
     store = publish(new, tmp_path / "store", 4)
-    with pytest.raises(StaleVersion, match="version 3 of the weights was wanted, the store has version 4"):
+    with pytest.raises(StaleVersion, match="version 3 of the weights was requested, the store has version 4"):
         engine.load_weights(store, 3)
     assert engine.version == 0 and run(engine, ask(name="still"))
     moves = current_beacon().moves

@@ -48,13 +48,13 @@ def receives(where: dict[str, Any], device: str, versions: list[int], answers: A
 
 
 def test_another_process_opens_what_is_exported() -> None:
-    shelf = CudaIpcMemory().shelf(1000, torch.device("cuda:0"))
-    shelf.copy_(torch.arange(1000).to(torch.uint8))
+    buffer = CudaIpcMemory().buffer(1000, torch.device("cuda:0"))
+    buffer.copy_(torch.arange(1000).to(torch.uint8))
     torch.cuda.synchronize()
     answers = SPAWN.Queue()
-    other = SPAWN.Process(target=opens, args=(CudaIpcMemory().export(shelf), answers), daemon=True)
+    other = SPAWN.Process(target=opens, args=(CudaIpcMemory().export(buffer), answers), daemon=True)
     other.start()
-    assert answers.get(timeout=120) == shelf.cpu().tolist()
+    assert answers.get(timeout=120) == buffer.cpu().tolist()
     other.join(60)
 
 
@@ -73,8 +73,8 @@ def test_versions_arrive_as_they_were_sent(way: Any, device: str) -> None:
     sender = StreamSender(0, torch.device("cuda:0"))
     for version in versions:
         given = {name: each.cuda(0).view(-1).view(torch.uint8) for name, each in tensors(version).items()}
-        lots = cut_buckets(plan(), channel.bucket_bytes)
-        pieces = ({entry.name: [given[entry.name]] for entry in lot.entries} for lot in lots)
+        buckets = cut_buckets(plan(), channel.bucket_bytes)
+        pieces = ({entry.name: [given[entry.name]] for entry in bucket.entries} for bucket in buckets)
         assert sender.send(channel, plan(), version, pieces) == ""
         assert answers.get(timeout=120)
     sender.close()

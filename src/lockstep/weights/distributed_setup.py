@@ -16,7 +16,7 @@ from lockstep.weights.errors import LinkFailed
 
 
 def init_default_group(scope: str) -> None:
-    """Once in a process: its communicators are recorded from here on. Torch wants a default one before any other."""
+    """Starts recording this process's communicators, and makes the default process group that torch requires."""
     recorder.install(links=True, scope=scope)
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
@@ -28,8 +28,8 @@ log = logging.getLogger(__name__)
 
 
 def use_gloo_interface(address: str) -> None:
-    """Has gloo use the interface with this address: the one by which the cluster says that other nodes reach this one.
-    Where none has it (a translated address), what the variable says stays."""
+    """Makes gloo use the interface with this address, by which other nodes reach this one. If no interface has it (a
+    translated address), the variable stays as it is."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(each.address == address for each in addresses):
             os.environ[GLOO_INTERFACE_VARIABLE] = name
@@ -37,17 +37,17 @@ def use_gloo_interface(address: str) -> None:
     log.warning(
         "no interface has the address %s; gloo uses %s",
         address,
-        os.environ.get(GLOO_INTERFACE_VARIABLE, "its own choice"),
+        os.environ.get(GLOO_INTERFACE_VARIABLE, "its default"),
     )
 
 
 STORE_CONNECT_S = 60.0
 STORE_POLL_S = 0.002
-"""How often it is looked at what a peer says."""
+"""How often a key of the store is polled."""
 
 
 def connect_store(host: str, port: int, prefix: str) -> Store:
-    """The run's store. Raises torch.distributed.DistStoreError."""
+    """Connects to the run's store. Raises torch.distributed.DistStoreError."""
     with track_wait("store", f"{host}:{port}", "rendezvous store of the run", STORE_CONNECT_S):
         return PrefixStore(prefix, TCPStore(host, port, is_master=False, timeout=timedelta(seconds=STORE_CONNECT_S)))
 
@@ -55,8 +55,8 @@ def connect_store(host: str, port: int, prefix: str) -> Store:
 def wait_for_key(
     store: Store, key: str, link: str, peer: str, waits_for: str | None = None, **bounds: Unpack[WaitBounds]
 ) -> bytes:
-    """What a peer says under that key; `whom` is the process that is to say it, where that has another
-    name. Raises LinkFailed where it does not within the bounds."""
+    """The value that `peer` sets under that key. `waits_for` names the process if that differs from the peer. Raises
+    LinkFailed if the key does not appear within the bounds."""
     try:
         return waits.store_get(store, key, waits_for=waits_for or peer, why=link, every_s=STORE_POLL_S, **bounds)
     except WaitTimeout as error:

@@ -1,4 +1,4 @@
-"""What can go wrong between trainer and engines, as errors with fields."""
+"""Errors of weight sync between trainer and engines."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,14 +11,15 @@ class WeightsError(PicklableError, RuntimeError):
 
 
 class PlanMismatch(WeightsError):
-    """Two sides that do not mean the same tensors: the first `difference`, digests where two plans were compared."""
+    """Two sides expect different tensors: `difference` is the first one; digests are given where plans were
+    compared."""
 
     error_code = "plan_mismatch"
 
     def __init__(self, difference: str, expected: str | None = None, found: str | None = None) -> None:
         digests = f" (expected digest {expected[:12]}, found {found[:12]})" if expected and found else ""
         super().__init__(
-            f"the plan of the weights does not fit: {difference}{digests}; trainer and engine must load the same "
+            f"the weight plans of trainer and engine differ: {difference}{digests}; both must load the same "
             f"architecture in the same precision"
         )
         self.difference, self.expected, self.found = difference, expected, found
@@ -35,33 +36,32 @@ class IncompleteWeights(WeightsError):
 
 
 class TornWeights(WeightsError):
-    """Bytes that are not those that were written: a bucket's checksum differs."""
+    """Bytes differ from those that were written: a checksum does not match."""
 
     error_code = "torn_weights"
 
     def __init__(self, version: int, tensor: str, start: int, length: int) -> None:
         super().__init__(
-            f"version {version} of the weights is torn: {tensor}, bytes {start} to {start + length}, has another "
-            f"checksum than when it was written; publish again"
+            f"version {version} of the weights is torn: the checksum of {tensor}, bytes {start} to {start + length}, "
+            f"differs from the one it was written with; publish again"
         )
         self.version, self.tensor, self.start, self.length = version, tensor, start, length
 
 
 class StaleVersion(WeightsError):
-    """Another version than the one that was asked for (any: None); `found` is None where nothing was
-    published."""
+    """The store has another version than the requested one (None: any); `found` is None if nothing was published."""
 
     error_code = "stale_version"
 
     def __init__(self, wanted: int | None, found: int | None) -> None:
         have = "nothing was published yet" if found is None else f"the store has version {found}"
         which = "a version" if wanted is None else f"version {wanted}"
-        super().__init__(f"{which} of the weights was wanted, {have}")
+        super().__init__(f"{which} of the weights was requested, {have}")
         self.wanted, self.found = wanted, found
 
 
 class StaleWriter(WeightsError):
-    """A write or commit by a process of an older generation of the run."""
+    """A process of an older generation of the run tried to write or commit."""
 
     error_code = "stale_weights_generation"
 
@@ -84,7 +84,7 @@ class NoRoom(WeightsError):
 
 
 class NoStore(WeightsError):
-    """A folder that holds no store of weights, or one that cannot be read: `problem` says which."""
+    """A folder holds no weight store, or one that cannot be read: `problem` says which."""
 
     def __init__(self, folder: Path, problem: str) -> None:
         super().__init__(f"{folder}: {problem}")
@@ -92,30 +92,30 @@ class NoStore(WeightsError):
 
 
 class LinkFailed(WeightsError):
-    """Weights that did not get from one node to another: over which `link`, and which `peer` was waited for."""
+    """A transfer of weights failed on `link`, while waiting for `peer`."""
 
     error_code = "weight_link_failed"
 
     def __init__(self, link: str, peer: str, problem: str) -> None:
-        super().__init__(f"{link}: nothing more to or from {peer}: {problem}")
+        super().__init__(f"{link}: the connection to {peer} failed: {problem}")
         self.link, self.peer, self.problem = link, peer, problem
 
 
 class BufferHeld(WeightsError):
-    """Memory that a version needs, and that a reader of an older one has not let go of for so long. By `node` and
-    `readers`, pids of each reader with those of its parents."""
+    """A reader of an older version holds memory that a version needs for too long. `readers` holds the pid of each
+    reader, followed by those of its parents."""
 
     def __init__(self, folder: Path, node: str, readers: tuple[tuple[int, ...], ...], limit_s: float) -> None:
         pids = ", ".join(str(each[0]) for each in readers) or "unknown"
         super().__init__(
-            f"{folder} on {node}: pid {pids} reads weights of an older version for {limit_s:g} s "
-            f"(weights.receiver_limit_s), and the next one needs that memory; end that process"
+            f"{folder} on {node}: pid {pids} has been reading weights of an older version for {limit_s:g} s "
+            f"(weights.receiver_limit_s), and the next version needs that memory; end that process"
         )
         self.folder, self.node, self.readers, self.limit_s = folder, node, readers, limit_s
 
 
 class FolderFailed(WeightsError):
-    """The folder through which nodes exchange files cannot be written by who sends."""
+    """The sender cannot write to the folder through which nodes exchange files."""
 
     def __init__(self, path: Path, problem: str) -> None:
         super().__init__(

@@ -31,7 +31,7 @@ from lockstep.weights.write_records import (
 
 
 class StoreReader:
-    """Opens versions for an engine: `with reader(folder, version) as tensors: ...`. Keeps stores mapped."""
+    """Opens versions for an engine: `with reader(folder, version) as tensors: ...`. Stores stay mapped."""
 
     def __init__(self, check: ChecksumMode = "sampled") -> None:
         self.check: ChecksumMode = check
@@ -39,7 +39,7 @@ class StoreReader:
 
     @contextmanager
     def __call__(self, folder: Path, version: int) -> Generator[Mapping[str, Tensor]]:
-        """The tensors of that version by name. Raises as `SharedWeights.reading`."""
+        """The tensors of that version by name. Raises as `WeightStore.reading`."""
         with self._store(folder).reading(version, self.check) as weights:
             yield weights.tensors
 
@@ -53,17 +53,17 @@ class StoreReader:
 
 
 def complete_store_reader() -> StoreReader:
-    """One that looks at every byte."""
+    """A reader that verifies every byte."""
     return StoreReader("complete")
 
 
 ProcessLineage = tuple[int, ...]
-"""Pid of a process and those of its parents: an engine may read by processes of its own."""
+"""Pid of a process, then those of its parents: an engine may read in child processes."""
 
 
 def spare_buffer_readers(store: WeightStore) -> list[ProcessLineage]:
-    """Who holds the buffer of a store that is not current, but for this process. Nobody begins to: engines read what is
-    current, and couriers send what is marked. Does not wait."""
+    """Processes, other than this one, that hold a lease on the store's spare buffer. No new ones start to: engines read
+    the current buffer, and relays send only versions that are recorded as written. Does not wait."""
     newest = store.control.newest()
     path = store.folder / f"buffer-{0 if newest is None else 1 - newest.buffer}"
     lease = BufferLease.take(path, exclusive=True)
@@ -81,23 +81,23 @@ def process_lineage(pid: int) -> ProcessLineage:
 
 
 class SharedMemoryTransport:
-    """Implements `lockstep.weights.weight_transport.WeightTransport`. No process of its own, nothing is sent.
+    """Implements `lockstep.weights.weight_transport.WeightTransport`within one host: no extra process, nothing is sent.
 
     Args:
-        folder: of the store, in shared memory.
-        generation: of the run.
-        limit_s: how long a reader may keep memory that a version needs.
+        folder: the store's, in shared memory.
+        generation: the run's.
+        limit_s: how long a reader may hold memory that a version needs.
     """
 
     def __init__(self, folder: Path, plan: WeightPlan, generation: int, limit_s: float = 60.0) -> None:
         self._folder, self._plan, self._generation, self._limit_s = folder, plan, generation, limit_s
         self._store: WeightStore | None = None
         self._former: WeightStore | None = None
-        """What engines serve from until the next publish, where the number of ranks has changed."""
+        """The store that engines still read after the number of ranks has changed, until the next publish."""
 
     @property
     def store(self) -> WeightStore:
-        """The one that the next version goes to."""
+        """The store that the next version goes to."""
         if self._store is None:
             raise RuntimeError("no store is open; call lay_out() first")
         return self._store
@@ -117,7 +117,7 @@ class SharedMemoryTransport:
         try:
             waits.poll(
                 lambda: not spare_buffer_readers(self.store) or None, kind="lease", waits_for="engines",
-                why="they let go of the weights before the last", timeout_s=self._limit_s,
+                why="release the weights of an older version", timeout_s=self._limit_s,
             )  # fmt: skip
         except WaitTimeout as error:
             held = tuple(spare_buffer_readers(self.store))

@@ -36,7 +36,7 @@ _GENERATION_AT, _RECORDS_AT, _SIZE = 128, (192, 256), 4096
 
 @dataclass(frozen=True, slots=True)
 class CommittedVersion:
-    """A version that can be read."""
+    """A version that readers may open."""
 
     sequence: int
     generation: int
@@ -49,23 +49,23 @@ class ControlBlock:
     """The mapped control file of a store."""
 
     def __init__(self, path: Path, writable: bool) -> None:
-        """Raises NoStore where there is none."""
+        """Raises NoStore if there is none."""
         self.path = path
         try:
             with path.open("r+b" if writable else "rb") as file:
                 access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
                 self._memory = mmap.mmap(file.fileno(), _SIZE, access=access)
         except (FileNotFoundError, ValueError) as error:
-            raise NoStore(path.parent, f"no store of weights here ({error})") from error
+            raise NoStore(path.parent, f"there is no weight store here ({error})") from error
         header = self._read(0, _HEADER)
         if header is None or header[0].rstrip(b"\0") != _MAGIC:
-            raise NoStore(path.parent, "its control block is damaged or of another version of Lockstep")
+            raise NoStore(path.parent, "its control block is damaged, or another version of Lockstep wrote it")
         self.digest = header[1].decode("ascii")
         self.writers = int(header[2])
 
     @staticmethod
     def create(path: Path, digest: str, writers: int) -> None:
-        """Writes a fresh control file, visible only when whole."""
+        """Writes a new control file, atomically."""
         block = bytearray(_SIZE)
         body = _HEADER.pack(_MAGIC, digest.encode("ascii"), writers)
         block[: len(body) + _CRC.size] = body + _CRC.pack(zlib.crc32(body))
@@ -75,7 +75,7 @@ class ControlBlock:
 
     @property
     def generation(self) -> int:
-        """The one in charge, 0 before the first."""
+        """The generation that owns the store, 0 before the first."""
         found = self._read(_GENERATION_AT, _GENERATION)
         return int(found[0]) if found else 0
 
@@ -83,7 +83,7 @@ class ControlBlock:
         self._write(_GENERATION_AT, _GENERATION.pack(generation))
 
     def newest(self) -> CommittedVersion | None:
-        """The version that is current."""
+        """The current version."""
         found = [CommittedVersion(*map(int, record)) for at in _RECORDS_AT if (record := self._read(at, _RECORD))]
         return max(found, key=lambda commit: commit.sequence, default=None)
 
@@ -93,7 +93,7 @@ class ControlBlock:
         self._write(_RECORDS_AT[sequence % 2], _RECORD.pack(sequence, generation, version, buffer))
 
     def _read(self, at: int, layout: struct.Struct) -> tuple[bytes, ...] | None:
-        """The record at that place, None where it is empty or half-written."""
+        """The record at that offset, None if it is empty or half-written."""
         raw = self._memory[at : at + layout.size + _CRC.size]
         body = raw[: layout.size]
         if not any(raw) or _CRC.unpack(raw[layout.size :])[0] != zlib.crc32(body):
@@ -108,7 +108,7 @@ class ControlBlock:
 
 
 def remove_store(folder: Path) -> None:
-    """Deletes a store's files; what is mapped stays readable to who has mapped it."""
+    """Deletes a store's files; processes that have mapped them can still read them."""
     for path in [folder / "control", folder / "plan.json", *folder.glob("buffer-*")]:
         path.unlink(missing_ok=True)
 
@@ -133,9 +133,9 @@ def create_store_files(folder: Path, plan: WeightPlan, writers: int) -> None:
 
 
 def tensor_views(memory: mmap.mmap, plan: WeightPlan) -> dict[str, Tensor]:
-    """All tensors of a buffer by name. They share one storage, so that neighbours can be looked at as one."""
+    """All tensors of a buffer by name. They share one storage, so neighbours can be viewed as one tensor."""
     with warnings.catch_warnings():
-        # torch warns that the memory is read-only: that is the point of it.
+        # torch warns that the memory is read-only, which is intended.
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
         whole = torch.frombuffer(memory, dtype=torch.uint8)
     return {entry.name: _tensor_view(whole, entry) for entry in plan.entries}
@@ -150,18 +150,18 @@ def _tensor_view(whole: Tensor, entry: PlanEntry) -> Tensor:
 T = TypeVar("T")
 
 FENCE_TIMEOUT_S = 300.0
-"""How long a writer waits for readers of the buffer it wants: an engine reads for as long as a copy takes."""
+"""How long a writer waits for readers of the spare buffer: an engine reads for as long as a copy takes."""
 
 
 class BufferLease:
-    """A shared (reader) or exclusive (nobody reads) lock on a file."""
+    """A shared (reader) or exclusive (writer) lock on a file."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
 
     @classmethod
     def take(cls, path: Path, exclusive: bool = False) -> "BufferLease | None":
-        """None where somebody holds one that excludes ours. Never waits."""
+        """None if another process holds a conflicting lease. Never waits."""
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             fcntl.flock(descriptor, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
@@ -178,13 +178,13 @@ class BufferLease:
 
 
 def lease_holders(path: Path) -> list[int]:
-    """Pids of this host that hold a lease on the file, as far as /proc tells."""
+    """Pids on this host that hold a lease on the file, as far as /proc shows."""
     try:
         status = path.stat()
         lines = Path("/proc/locks").read_text().splitlines()
     except OSError:
         return []
-    # Numbers of inodes alone say nothing: in each tmpfs they count from one on.
+    # Inode numbers alone are ambiguous: every tmpfs counts from one.
     file = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
     found = set()
     for line in lines:
@@ -196,7 +196,7 @@ def lease_holders(path: Path) -> list[int]:
 
 
 def acquire_exclusive(path: Path, waits_for: str, why: str) -> BufferLease:
-    """Waits for an exclusive lease, naming who holds one."""
+    """Waits for an exclusive lease; the wait names the processes that hold one."""
     lease = BufferLease.take(path, exclusive=True)
     if lease is not None:
         return lease
@@ -205,5 +205,5 @@ def acquire_exclusive(path: Path, waits_for: str, why: str) -> BufferLease:
 
 
 def poll_lease(attempt: Callable[[], T | None], waits_for: str, why: str) -> T:
-    """The first answer of `attempt` that is not None; raises WaitTimeout."""
+    """The first result of `attempt` that is not None. Raises WaitTimeout."""
     return waits.poll(attempt, kind="lease", waits_for=waits_for, why=why, timeout_s=FENCE_TIMEOUT_S, every_s=0.002)

@@ -18,12 +18,12 @@ _FUSED_ORDER = {"q_proj": "qkv_0", "k_proj": "qkv_1", "v_proj": "qkv_2"}
 
 @dataclass(frozen=True, slots=True)
 class PlanEntry:
-    """One tensor and its place in the buffer."""
+    """One tensor and its offset in the buffer."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
-    """As torch names it: `float32`, `bfloat16`."""
+    """Torch's name: `float32`, `bfloat16`."""
     offset: int
     """Bytes."""
 
@@ -48,13 +48,13 @@ class PlanEntry:
 
 @dataclass(frozen=True)
 class WeightPlan:
-    """All tensors back to back, aligned, those side by side that engines fuse. Equal plans have equal digests."""
+    """All tensors of a buffer, aligned; tensors that engines fuse are neighbours. Equal plans have equal digests."""
 
     entries: tuple[PlanEntry, ...]
 
     @classmethod
     def of(cls, tensors: Iterable[tuple[str, Sequence[int], torch.dtype | str]]) -> "WeightPlan":
-        """From (name, shape, dtype), in any order. Tied weights are given once.
+        """Makes a plan from (name, shape, dtype) in any order. Tied weights appear once.
 
         Raises:
             ValueError: a name given twice, an empty name, an unknown dtype, a negative size.
@@ -85,7 +85,7 @@ class WeightPlan:
 
     @cached_property
     def digest(self) -> str:
-        """sha256, hexadecimal, of names, shapes, types and places."""
+        """sha256, hexadecimal, of names, shapes, dtypes and offsets."""
         return hashlib.sha256(self._body().encode()).hexdigest()
 
     def _body(self) -> str:
@@ -100,14 +100,14 @@ class WeightPlan:
         """Raises ValueError for what `to_json` did not write, or that was changed since."""
         found = json.loads(text)
         if not isinstance(found, dict) or found.get("format") != 1:
-            raise ValueError("no plan of weights, or of another format than 1")
+            raise ValueError("not a weight plan of format 1")
         try:
             plan = cls(tuple(PlanEntry(name, tuple(shape), dtype, at) for name, shape, dtype, at in found["tensors"]))
             digest = found["digest"]
         except (KeyError, TypeError) as error:
-            raise ValueError(f"no plan of weights: {error}") from error
+            raise ValueError(f"not a weight plan: {error}") from error
         if plan.digest != digest:
-            raise ValueError(f"the plan of weights was changed: digest {plan.digest[:12]}, expected {digest[:12]}")
+            raise ValueError(f"the weight plan was altered: digest {plan.digest[:12]}, expected {digest[:12]}")
         return plan
 
     def check(self, other: "WeightPlan") -> None:
@@ -117,7 +117,7 @@ class WeightPlan:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """ValueError for a name that is no dtype of torch."""
+    """The dtype of that name. Raises ValueError for an unknown one."""
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
         raise ValueError(f"dtype {name!r} is unknown, expected one of torch's, such as 'float32'")
@@ -125,9 +125,9 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def _sort_key(name: str) -> tuple[str, ...]:
-    """Where a tensor comes in a plan: with those of the same kind (weight, bias) of the layers beside its own, in the
-    order of their names, but queries before keys before values. So what an engine fuses (these three, gate and up) is
-    one piece of memory, wherever sizes are multiples of the alignment."""
+    """Orders tensors so that those that an engine fuses (query, key, value; gate, up) are contiguous wherever their
+    sizes are multiples of the alignment: tensors of one kind (weight, bias) in sibling layers come together, sorted by
+    name, with queries before keys before values."""
     owner, _, kind = name.rpartition(".")
     above, _, layer = owner.rpartition(".")
     return above, kind, _FUSED_ORDER.get(layer, layer), name
@@ -142,4 +142,4 @@ def _difference(expected: WeightPlan, found: WeightPlan) -> str:
     for mine, theirs in zip(expected.entries, found.entries, strict=True):
         if mine != theirs:
             return f"{mine.name} is {theirs.dtype}{list(theirs.shape)}, expected {mine.dtype}{list(mine.shape)}"
-    return "the same tensors in another layout"
+    return "the tensors are the same, their offsets differ"

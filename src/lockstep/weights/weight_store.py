@@ -1,11 +1,12 @@
-"""Weights from trainer ranks to engines of the same host, through two buffers in shared memory.
+"""The weight store of a host: trainer ranks write, engines read, through two buffers in shared memory.
 
-Every rank writes its rows straight into the buffer that is not current, then marks itself done; the controller's
-commit, possible only when all have, makes that buffer the current one. Readers hold a lease on the buffer they
-read, and no rank writes before the leases on the other buffer are gone. So a reader sees one version, whole.
+Every rank writes its rows straight into the spare buffer, then records that it is done; the controller's commit, which
+needs the records of all ranks, makes that buffer the current one. Readers hold a lease on the buffer they read, and no
+rank writes to a buffer with leases. So a reader always sees one version, whole.
 
-A node's courier writes in the place of ranks, and commits. So whoever writes a rank's part holds a lock of it, and
-commits hold those of all: which buffer is current is looked at with the lock, and stays so until it is released.
+On other nodes than the trainer's, a relay writes in place of the ranks, and commits. Therefore every writer of a rank's
+part locks that part, and a commit locks all parts: the current buffer is determined under the lock and cannot change
+until it is released.
 """
 
 import logging
@@ -45,24 +46,25 @@ log = logging.getLogger(__name__)
 
 
 class WeightStore:
-    """A store of weights in a folder, normally `/dev/shm/lockstep/<run>/weights`."""
+    """A weight store in a folder, normally `/dev/shm/lockstep/<run>/weights`."""
 
     def __init__(self, folder: Path, plan: WeightPlan, control: ControlBlock, generation: int | None) -> None:
         self.folder, self.plan, self.control = folder, plan, control
         self.generation = generation
-        """Of the run this process belongs to; None for readers."""
+        """The generation of the run that this process belongs to; None for readers."""
         self._memory: dict[tuple[int, bool], mmap.mmap] = {}
 
     @classmethod
     def create(cls, folder: Path, plan: WeightPlan, writers: int, generation: int = 1) -> "WeightStore":
-        """The controller's side. What an earlier generation left with the same plan stays readable.
+        """Opens the store for the controller, or creates it. A version of an earlier generation with the same plan
+        stays readable.
 
         Args:
-            writers: how many ranks write.
+            writers: number of ranks that write.
 
         Raises:
             NoRoom: two buffers do not fit.
-            StaleGeneration: a later generation has claimed the store.
+            StaleWriter: a later generation has claimed the store.
         """
         folder.mkdir(parents=True, exist_ok=True)
         try:
@@ -80,10 +82,10 @@ class WeightStore:
 
     @classmethod
     def open(cls, folder: Path, plan: WeightPlan | None = None, generation: int | None = None) -> "WeightStore":
-        """A rank's (with its generation) or a reader's side.
+        """Opens the store for a rank (with its generation) or a reader.
 
         Raises:
-            NoStore: nothing there.
+            NoStore: there is none.
             PlanMismatch: the store's plan is not `plan`.
         """
         control = ControlBlock(folder / "control", writable=generation is not None)
@@ -103,54 +105,54 @@ class WeightStore:
         return None if newest is None else newest.version
 
     def write_shards(self, rank: int, version: int, shards: Iterable[WeightShard], complete: bool = False) -> None:
-        """Writes this rank's rows into the buffer that is not current and marks the rank done. Does nothing where
-        the version is committed already. A constant shard that the same generation has written into this buffer
-        before, two versions ago, is there still: it is neither copied nor summed up again.
+        """Writes this rank's rows into the spare buffer and records that the rank is done. Does nothing if the version
+        is committed already. A constant shard that the same generation wrote into this buffer two versions ago is
+        still there: it is neither copied nor checksummed again.
 
         Args:
             rank: 0 <= rank < writers.
             shards: cast to the plan's types.
-            complete: whether complete checksums are made beside the sampled ones.
+            complete: whether to make complete checksums beside the sampled ones.
 
         Raises:
-            StaleGeneration, StaleVersion: somebody newer is in charge; a newer version is current.
-            PlanMismatch: a shard that is not in the plan.
-            WaitTimeout: a reader holds the buffer, naming its pid.
+            StaleWriter, StaleVersion: a newer generation owns the store; a newer version is current.
+            PlanMismatch: a shard is not in the plan.
+            WaitTimeout: a reader, named by its pid, holds the buffer.
         """
         if not 0 <= rank < self.control.writers:
             raise ValueError(f"rank: {rank}, expected 0 to {self.control.writers - 1}")
-        with self._locked(version, [rank]) as buffer:
+        with self._lock_parts(version, [rank]) as buffer:
             if buffer is None:
                 return
-            before = self._begin(buffer, version, [rank])
+            before = self._clear_parts(buffer, version, [rank])
             memory = memoryview(self._mapped(buffer, writable=True))
-            written = [bucket for shard in shards for bucket in self._write(memory, shard, complete, before)]
-            mark = WriteRecord(rank, version, self._mine, self.plan.digest, tuple(written))
-            mark.write(self._mark(buffer, rank))
+            written = [block for shard in shards for block in self._write(memory, shard, complete, before)]
+            record = WriteRecord(rank, version, self._mine, self.plan.digest, tuple(written))
+            record.write(self._record_path(buffer, rank))
 
     def commit(self, version: int) -> None:
-        """Makes the version current, if every rank has written all of its part. Idempotent.
+        """Makes the version current if every rank has written all of its part. Idempotent.
 
         Raises:
             IncompleteWeights: names the ranks that are not done, or the tensors with gaps.
-            StaleGeneration, StaleVersion: as `write_shards`.
+            StaleWriter, StaleVersion: as `write_shards`.
         """
-        newest = self._in_charge(version)
-        if not self._is(newest, version):
-            self._complete(_spare_buffer(newest), version)  # no lock is waited for where a rank is not done
-        with self._locked(version, range(self.control.writers)) as buffer:
+        newest = self._check_generation(version)
+        if not self._is_committed(newest, version):
+            self._check_complete(_spare_buffer(newest), version)  # fails before it waits for locks
+        with self._lock_parts(version, range(self.control.writers)) as buffer:
             if buffer is not None:
                 self._commit(buffer, version)
 
     @contextmanager
     def sending(self, version: int, ranks: Sequence[int]) -> Generator[OutgoingVersion]:
-        """Holds what these ranks wrote of `version_numbers`, committed or not, for as long as the context lasts.
+        """Leases what these ranks wrote of `version`, committed or not, during the context.
 
         Raises:
-            StaleVersion: they have not written it, or a later one since.
+            StaleVersion: they have not written it, or have written a later one since.
         """
         why = f"send version {version} of the weights"
-        held, lease = poll_lease(lambda: self._held(version, ranks), "trainer ranks", why)
+        held, lease = poll_lease(lambda: self._lease_written(version, ranks), "trainer ranks", why)
         try:
             yield held
         finally:
@@ -158,27 +160,27 @@ class WeightStore:
 
     @contextmanager
     def filling(self, version: int, ranks: Sequence[int]) -> Generator[IncomingVersion]:
-        """The buffer that is not current, in place of these ranks. They count as done once `keep` was called;
-        where they are all ranks, the version is committed with that.
+        """The spare buffer, to be written in place of these ranks. `keep` records them as done and, if they are all
+        ranks, commits the version.
 
         Raises:
-            StaleGeneration, StaleVersion, WaitTimeout: as `write_shards`; StaleVersion as well where the version is
-                current already, or these are all ranks and one of them has written a later version here.
+            StaleWriter, StaleVersion, WaitTimeout: as `write_shards`; StaleVersion also if the version is current
+                already, or if these are all ranks and one of them has written a later version here.
         """
-        with self._locked(version, ranks) as buffer:
+        with self._lock_parts(version, ranks) as buffer:
             if buffer is None:
                 raise StaleVersion(version, version)
             whole = len(ranks) == self.control.writers
             if whole:
-                self._spare(buffer, version)
-            self._begin(buffer, version, ranks)
+                self._check_not_newer(buffer, version)
+            self._clear_parts(buffer, version, ranks)
             memory = memoryview(self._mapped(buffer, writable=True))
 
-            def keep(marks: Sequence[WriteRecord], check: ChecksumMode) -> None:
-                for mark in marks:
-                    verify_record(self.plan, mark, memory, check)
-                for mark in marks:
-                    mark.write(self._mark(buffer, mark.rank))
+            def keep(records: Sequence[WriteRecord], check: ChecksumMode) -> None:
+                for record in records:
+                    verify_record(self.plan, record, memory, check)
+                for record in records:
+                    record.write(self._record_path(buffer, record.rank))
                 if whole:
                     self._commit(buffer, version)
 
@@ -186,7 +188,7 @@ class WeightStore:
 
     @contextmanager
     def current(self) -> Generator[memoryview]:
-        """All bytes of the current version, unchecked. Raises StaleVersion where there is none."""
+        """All bytes of the current version, unchecked. Raises StaleVersion if there is none."""
         commit, lease = self._lease(None)
         try:
             yield memoryview(self._mapped(commit.buffer, writable=False))
@@ -195,15 +197,15 @@ class WeightStore:
 
     @contextmanager
     def reading(self, version: int | None = None, check: ChecksumMode = "sampled") -> Generator[VersionView]:
-        """Holds the current version for as long as the context lasts.
+        """Leases the current version during the context.
 
         Args:
-            version: the one that must be current; any when None.
-            check: of the bytes against the checksums of their writers.
+            version: the one that must be current; None for any.
+            check: how the bytes are verified against their writers' checksums.
 
         Raises:
             StaleVersion: another version is current, or none.
-            TornWeights: bytes that are not what was written.
+            TornWeights: the bytes are not what was written.
         """
         commit, lease = self._lease(version)
         try:
@@ -214,17 +216,17 @@ class WeightStore:
             lease.release()
 
     def close(self) -> None:
-        """Unmaps what no tensor looks at any more."""
+        """Unmaps the buffers that no tensor uses any more."""
         for key in list(self._memory):
             try:
                 self._memory[key].close()
             except BufferError:
-                log.debug("%s: buffer %s is still looked at", self.folder, key)
+                log.debug("%s: buffer %s is still in use", self.folder, key)
             del self._memory[key]
         self.control.close()
 
-    def _in_charge(self, version: int) -> CommittedVersion | None:
-        """The current commit, where we may follow it with `version_numbers`."""
+    def _check_generation(self, version: int) -> CommittedVersion | None:
+        """The current commit, if this process may follow it with `version`. Raises StaleWriter, StaleVersion."""
         if self.generation is None:
             raise ValueError("generation: the store was opened for reading; give open() the run's generation")
         current = self.control.generation
@@ -235,61 +237,61 @@ class WeightStore:
             raise StaleVersion(version, newest.version)
         return newest
 
-    def _is(self, commit: CommittedVersion | None, version: int) -> bool:
-        """Whether that is the version as this generation of the run has made it."""
+    def _is_committed(self, commit: CommittedVersion | None, version: int) -> bool:
+        """Whether that commit is this version, made by this generation of the run."""
         return commit is not None and (commit.generation, commit.version) == (self._mine, version)
 
     @contextmanager
-    def _locked(self, version: int, ranks: Sequence[int]) -> Generator[int | None]:
-        """The buffer that is not current, which stays so, with the parts of these ranks locked: one process at a time
-        writes a part, not an older generation's beside ours, and nobody commits meanwhile. None where the version is
-        current already. Raises StaleGeneration, StaleVersion, WaitTimeout."""
+    def _lock_parts(self, version: int, ranks: Sequence[int]) -> Generator[int | None]:
+        """Locks the parts of these ranks and yields the spare buffer, which stays spare: one process at a time writes a
+        part, whatever its generation, and none commits meanwhile. Yields None if the version is current already.
+        Raises StaleWriter, StaleVersion, WaitTimeout."""
         while True:
-            newest = self._in_charge(version)
-            if self._is(newest, version):
+            newest = self._check_generation(version)
+            if self._is_committed(newest, version):
                 yield None
                 return
             buffer = _spare_buffer(newest)
             with ExitStack() as locks:
-                for rank in sorted(ranks):  # in one order: nobody waits for each other
+                for rank in sorted(ranks):  # one order for all processes: no deadlock
                     path = self.folder / f"buffer-{buffer}.rank-{rank}.lock"
                     path.touch()
                     locks.callback(acquire_exclusive(path, f"another writer of rank {rank}", "write weights").release)
-                if self._in_charge(version) == newest:
+                if self._check_generation(version) == newest:
                     yield buffer
                     return
 
-    def _begin(self, buffer: int, version: int, ranks: Sequence[int]) -> dict[int, list[ChecksumBlock]]:
-        """Makes locked parts ready to be written: not marked, and read by nobody. What this generation wrote of them
-        before, by entry of the plan."""
+    def _clear_parts(self, buffer: int, version: int, ranks: Sequence[int]) -> dict[int, list[ChecksumBlock]]:
+        """Makes locked parts ready to be written: deletes their records and waits for readers. Returns what this
+        generation wrote of them before, by entry of the plan."""
         before = dict[int, list[ChecksumBlock]]()
         for rank in ranks:
-            mark = WriteRecord.read(self._mark(buffer, rank))
-            self._mark(buffer, rank).unlink(missing_ok=True)
-            if mark is not None and (mark.generation, mark.digest) == (self.generation, self.plan.digest):
-                for bucket in mark.buckets:
-                    before.setdefault(bucket.entry, []).append(bucket)
-        # Nobody begins to: engines read only the current buffer, and couriers send only what is marked.
+            record = WriteRecord.read(self._record_path(buffer, rank))
+            self._record_path(buffer, rank).unlink(missing_ok=True)
+            if record is not None and (record.generation, record.digest) == (self.generation, self.plan.digest):
+                for block in record.blocks:
+                    before.setdefault(block.entry, []).append(block)
+        # No new reader appears: engines read only the current buffer, and relays send only what is recorded.
         why = f"write version {version} of the weights"
         acquire_exclusive(self._buffer(buffer), "readers of an older version", why).release()
         return before
 
-    def _spare(self, buffer: int, version: int) -> None:
-        """A version that comes from elsewhere does not take the place of a later one that ranks write here."""
+    def _check_not_newer(self, buffer: int, version: int) -> None:
+        """Raises StaleVersion if ranks have written a later version here, which one from elsewhere must not replace."""
         for rank in range(self.control.writers):
-            mark = WriteRecord.read(self._mark(buffer, rank))
-            if mark is not None and mark.generation == self.generation and mark.version > version:
-                raise StaleVersion(version, mark.version)
+            record = WriteRecord.read(self._record_path(buffer, rank))
+            if record is not None and record.generation == self.generation and record.version > version:
+                raise StaleVersion(version, record.version)
 
     def _commit(self, buffer: int, version: int) -> None:
-        """Needs the locks of all ranks."""
-        self._complete(buffer, version)
+        """The caller holds the locks of all ranks."""
+        self._check_complete(buffer, version)
         self.control.commit(self._mine, version, buffer)
 
-    def _complete(self, buffer: int, version: int) -> None:
-        """Raises IncompleteWeights where not all was written."""
-        marks = {rank: WriteRecord.read(self._mark(buffer, rank)) for rank in range(self.control.writers)}
-        problems = find_unwritten(self.plan, marks, self._mine, version)
+    def _check_complete(self, buffer: int, version: int) -> None:
+        """Raises IncompleteWeights unless every byte was written."""
+        records = {rank: WriteRecord.read(self._record_path(buffer, rank)) for rank in range(self.control.writers)}
+        problems = find_unwritten(self.plan, records, self._mine, version)
         if problems:
             raise IncompleteWeights(version, problems)
 
@@ -298,19 +300,19 @@ class WeightStore:
     ) -> Iterable[ChecksumBlock]:
         position = self.plan.index.get(shard.name)
         if position is None:
-            raise PlanMismatch(f"{shard.name} is not in it")
+            raise PlanMismatch(f"{shard.name} is not in the plan")
         entry = self.plan.entries[position]
         source = shard.tensor.detach()
         rows = source.shape[0] if entry.shape else 1
         if tuple(source.shape[1:]) != entry.shape[1:] or shard.offset < 0 or shard.offset + rows > entry.rows:
             found = f"rows {shard.offset} to {shard.offset + rows} of {list(source.shape)}"
-            raise PlanMismatch(f"{shard.name} is {list(entry.shape)} in it, a rank has {found}")
+            raise PlanMismatch(f"{shard.name} is {list(entry.shape)} in the plan, a rank has {found}")
         if not source.numel():
             return []
         start = shard.offset * entry.row_bytes
         if shard.constant and (known := before.get(position)) and known[0].start == start:
-            summed_up = all(bucket.complete is not None for bucket in known) or not complete
-            if summed_up and sum(bucket.length for bucket in known) == rows * entry.row_bytes:
+            summed_up = all(block.complete is not None for block in known) or not complete
+            if summed_up and sum(block.length for block in known) == rows * entry.row_bytes:
                 return known
         piece = memory[entry.offset + start : entry.offset + start + rows * entry.row_bytes]
         torch.frombuffer(piece, dtype=entry.torch_dtype).view(source.shape).copy_(source)
@@ -324,7 +326,7 @@ class WeightStore:
             lease = BufferLease.take(self._buffer(commit.buffer))
             if lease is not None and self.control.newest() == commit:
                 return commit, lease
-            # It was replaced between the two looks, or a rank is just looking whether somebody reads.
+            # The commit was replaced meanwhile, or a rank is just checking for readers.
             if lease is not None:
                 lease.release()
             return None
@@ -334,21 +336,25 @@ class WeightStore:
 
     def _verify(self, commit: CommittedVersion, memory: memoryview, check: ChecksumMode) -> None:
         for rank in range(self.control.writers):
-            mark = WriteRecord.read(self._mark(commit.buffer, rank))
-            if mark is None or (mark.generation, mark.version) != (commit.generation, commit.version):
+            record = WriteRecord.read(self._record_path(commit.buffer, rank))
+            if record is None or (record.generation, record.version) != (commit.generation, commit.version):
                 raise TornWeights(commit.version, f"the part of rank {rank}", 0, 0)
-            verify_record(self.plan, mark, memory, check)
+            verify_record(self.plan, record, memory, check)
 
-    def _held(self, version: int, ranks: Sequence[int]) -> tuple[OutgoingVersion, BufferLease] | None:
-        """None where that has to be looked at again."""
+    def _lease_written(self, version: int, ranks: Sequence[int]) -> tuple[OutgoingVersion, BufferLease] | None:
+        """None if the caller must try again."""
         newest = self.control.newest()
-        buffer = newest.buffer if newest is not None and self._is(newest, version) else _spare_buffer(newest)
+        buffer = newest.buffer if newest is not None and self._is_committed(newest, version) else _spare_buffer(newest)
         lease = BufferLease.take(self._buffer(buffer))
-        if lease is None:  # a rank is just looking whether somebody reads
+        if lease is None:  # a rank is just checking for readers
             return None
-        marks = [WriteRecord.read(self._mark(buffer, rank)) for rank in ranks]
-        done = [mark for mark in marks if mark is not None and (mark.version, mark.generation) == (version, self._mine)]
-        if len(done) == len(marks) and self.control.newest() == newest:
+        records = [WriteRecord.read(self._record_path(buffer, rank)) for rank in ranks]
+        done = [
+            record
+            for record in records
+            if record is not None and (record.version, record.generation) == (version, self._mine)
+        ]
+        if len(done) == len(records) and self.control.newest() == newest:
             return OutgoingVersion(memoryview(self._mapped(buffer, writable=False)), tuple(done)), lease
         lease.release()
         if self.control.newest() == newest:
@@ -370,10 +376,10 @@ class WeightStore:
     def _buffer(self, buffer: int) -> Path:
         return self.folder / f"buffer-{buffer}"
 
-    def _mark(self, buffer: int, rank: int) -> Path:
+    def _record_path(self, buffer: int, rank: int) -> Path:
         return self.folder / f"buffer-{buffer}.rank-{rank}.json"
 
 
 def _spare_buffer(newest: CommittedVersion | None) -> int:
-    """The buffer that is not current."""
+    """The buffer that is not current, 0 or 1."""
     return 0 if newest is None else 1 - newest.buffer

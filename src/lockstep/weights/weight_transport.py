@@ -26,7 +26,7 @@ class HostTransportChoice:
 
 @dataclass(frozen=True, slots=True)
 class DeviceTransportChoice:
-    """What carries weights from device to device, None where nothing does, and why."""
+    """What carries weights from device to device (None: nothing does), and why."""
 
     way: DeviceTransport | None
     reason: str
@@ -34,15 +34,15 @@ class DeviceTransportChoice:
 
 @dataclass(frozen=True, slots=True)
 class DevicePlacement:
-    """What trainer ranks and engines compute on."""
+    """The devices of trainer ranks and engines."""
 
     cuda: bool
     shared: Literal["none", "some", "all"]
-    """How many of the engines' GPUs are those of trainer ranks."""
+    """How many of the engines' GPUs trainer ranks use, too."""
     crowded: bool = False
-    """Whether two engines have the same GPU."""
+    """Whether two engines share a GPU."""
     slower: str = ""
-    """Why the trainer's collectives do not run on NCCL, where they should."""
+    """Why the trainer's collectives do not run on NCCL although they should; empty otherwise."""
 
 
 def select_host_transport(
@@ -52,14 +52,14 @@ def select_host_transport(
     here: str,
     nodes: int = 1,
 ) -> HostTransportChoice:
-    """Of the ways through host memory. Where weights go from device to device, this is how engines get them that were
-    not there.
+    """Selects the transport through host memory. Where weights go from device to device, engines that missed a version
+    get it this way.
 
     Args:
         wanted: `weights.transport`.
-        trainers, engines: names of the nodes that they are on.
-        here: the controller's.
-        nodes: how many the cluster has.
+        trainers, engines: names of their nodes.
+        here: name of the controller's node.
+        nodes: number of nodes in the cluster.
 
     Raises:
         ValueError: `weights.transport` cannot serve this placement.
@@ -70,16 +70,16 @@ def select_host_transport(
     alone = nodes == 1 and everywhere == [here]
     if wanted == "shared" and not alone:
         raise ValueError(
-            f"weights.transport shared reaches one node, and this run has {max(nodes, len(everywhere))} "
+            f"weights.transport shared works on one node only, and this run has {max(nodes, len(everywhere))} "
             f"({', '.join(everywhere)}): set it to auto, gloo or files"
         )
     if alone:
-        asked = "" if wanted in ("auto", "shared") else f" (weights.transport is {wanted}: there is no other node)"
+        asked = "" if wanted in ("auto", "shared") else f" (weights.transport is {wanted}, but there is only one node)"
         return HostTransportChoice("shared", f"engines and trainer are on one node, {here}{asked}")
     if wanted == "files":
-        return HostTransportChoice("files", "weights.transport says so")
+        return HostTransportChoice("files", "weights.transport requests it")
     spread = f"the cluster has {nodes} nodes" if len(everywhere) == 1 else f"the run is on {', '.join(everywhere)}"
-    return HostTransportChoice("gloo", "weights.transport says so" if wanted == "gloo" else spread)
+    return HostTransportChoice("gloo", "weights.transport requests it" if wanted == "gloo" else spread)
 
 
 def select_device_transport(
@@ -88,10 +88,10 @@ def select_device_transport(
     trainers: Collection[str],
     engines: Collection[str],
 ) -> DeviceTransportChoice:
-    """Whether weights go from device to device, and how.
+    """Selects how weights go from device to device, if they do.
 
     Raises:
-        ValueError: `weights.transport` asks for what these devices do not have.
+        ValueError: these devices do not support `weights.transport`.
     """
     if wanted in ("shared", "gloo", "files"):
         return DeviceTransportChoice(None, f"weights.transport is {wanted}")
@@ -102,9 +102,9 @@ def select_device_transport(
         return DeviceTransportChoice(None, "trainer and engines are not on GPUs")
     if devices.slower:
         return DeviceTransportChoice(None, f"the trainer's collectives do not run on NCCL: {devices.slower}")
-    asked = "weights.transport says so" if wanted != "auto" else ""
+    asked = "weights.transport requests it" if wanted != "auto" else ""
     if devices.shared == "none" and not devices.crowded:
-        return DeviceTransportChoice("nccl", asked or "trainer and engines have GPUs of their own")
+        return DeviceTransportChoice("nccl", asked or "trainer and engines use different GPUs")
     if devices.shared != "all":
         return DeviceTransportChoice(None, "some engines share their GPUs and others do not")
     apart = sorted(set(engines) - set(trainers))
@@ -119,12 +119,12 @@ def select_device_transport(
 
 
 def transport_refusal(wanted: HostTransport | DeviceTransport | Literal["auto"], devices: DevicePlacement) -> str:
-    """Why these devices cannot have that transport, with a remedy; empty where they can."""
+    """Why these devices do not support that transport, with a fix; empty where they do."""
     if wanted not in ("nccl", "cuda_ipc"):
         return ""
     if not devices.cuda:
         return (
-            f"weights.transport {wanted} goes from GPU to GPU, and this run is on CPUs (cluster.device): set "
+            f"weights.transport {wanted} copies from GPU to GPU, and this run is on CPUs (cluster.device): set "
             "weights.transport=auto"
         )
     if wanted == "nccl" and (devices.shared != "none" or devices.crowded):
@@ -141,41 +141,41 @@ def transport_refusal(wanted: HostTransport | DeviceTransport | Literal["auto"],
 
 
 WriteVersion = Callable[[], Sequence[Worker]]
-"""Has the trainer's ranks write their rows of a version; the engines that are to find it on their nodes then."""
+"""Makes the trainer's ranks write their rows of a version; returns the engines whose nodes need the version."""
 
 
 class WeightTransport(Protocol):
-    """From trainer ranks to the nodes of all engines."""
+    """Brings weights from the trainer's ranks to the nodes of all engines."""
 
     def where(self, worker: Worker, version: int) -> str | None:
-        """The folder of its node's store; None where that does not have the version (yet). From any thread."""
+        """The folder of the store on the worker's node; None if that store lacks the version. Thread-safe."""
 
     def fetch(self, worker: Worker, version: int) -> None:
-        """Brings the version to the worker's node, which was left behind or is new. From any thread; takes as long as
-        bytes move. Raises Stalled, WorkerDied, RemoteError."""
+        """Brings the version to the worker's node, which was left behind or is new. Thread-safe; may take as long as
+        bytes keep moving. Raises Stalled, WorkerDied, RemoteError."""
 
     def moves(self) -> object:
-        """Changes as long as bytes of some transfer do."""
+        """A value that changes while any transfer makes progress."""
 
     def lay_out(self, ranks: Sequence[Worker]) -> list[str]:
-        """Stores for these trainer ranks; the folder of each. Idempotent."""
+        """Prepares a store for each of these trainer ranks; returns its folder, by rank. Idempotent."""
 
     def publish(self, version: int, write: WriteVersion) -> None:
-        """Makes what `write` has the ranks write the version of every node with engines. From before it is
-        written until it is committed nobody else brings weights to the ranks' nodes. A node that fails or makes no
-        progress is left behind: `where` is None for its engines then.
+        """Writes a version by `write` and brings it to every node with engines. No other transfer to the ranks' nodes
+        runs until it is committed. A node that fails or makes no progress is left behind: `where` is then None for its
+        engines.
 
         Raises:
-            BufferHeld: a reader does not let go of the memory that the version needs; nothing was written.
-            IncompleteWeights, PlanMismatch: it cannot be committed.
+            BufferHeld: a reader holds the memory that the version needs; nothing was written.
+            IncompleteWeights, PlanMismatch: the version cannot be committed.
         """
 
     def hanging(self) -> list[BufferHeld]:
-        """Readers that have kept a node without trainer ranks from getting a version, and still do. Asked before a
-        publish, which does without them."""
+        """Readers that keep a node without trainer ranks from getting a version. Called before a publish, which leaves
+        their engines out."""
 
     def reads(self, engine: Worker, held: BufferHeld) -> bool:
-        """Whether it is this engine that a version could not be written for."""
+        """Whether this engine is the reader that holds the buffer."""
 
     def served(self) -> None:
-        """Engines have the version that was published last: what there was before is not needed any more."""
+        """All engines have the latest version: older stores may be deleted."""

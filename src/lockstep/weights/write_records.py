@@ -21,7 +21,7 @@ _SAMPLE_BYTES = 4 << 10  # bytes of each sample
 
 @dataclass(frozen=True, slots=True)
 class ChecksumBlock:
-    """Some bytes of one tensor."""
+    """Some bytes of one tensor, with their checksums."""
 
     entry: int
     """Position in the plan."""
@@ -30,22 +30,22 @@ class ChecksumBlock:
     length: int
     sampled: int
     complete: int | None
-    """None where the writer sampled only."""
+    """None if the writer made only the sampled checksum."""
 
 
 @dataclass(frozen=True, slots=True)
 class WriteRecord:
-    """A rank's word that it has written its part of a version."""
+    """A rank's record that it has written its part of a version. Its JSON names the blocks `buckets`."""
 
     rank: int
     version: int
     generation: int
     digest: str
-    buckets: tuple[ChecksumBlock, ...]
+    blocks: tuple[ChecksumBlock, ...]
 
     def write(self, path: Path) -> None:
-        """Visible whole or not at all."""
-        rows = [[b.entry, b.start, b.length, b.sampled, b.complete] for b in self.buckets]
+        """Writes the record atomically."""
+        rows = [[b.entry, b.start, b.length, b.sampled, b.complete] for b in self.blocks]
         fields = {"rank": self.rank, "version": self.version, "generation": self.generation, "digest": self.digest}
         scratch = path.with_name(path.name + ".new")
         scratch.write_text(json.dumps({**fields, "buckets": rows}))
@@ -53,17 +53,17 @@ class WriteRecord:
 
     @classmethod
     def read(cls, path: Path) -> "WriteRecord | None":
-        """None where the rank has not marked (or is not done)."""
+        """None if the rank is not done."""
         try:
             found = json.loads(path.read_text())
         except (FileNotFoundError, ValueError):
             return None
         rows = found.pop("buckets")
-        return cls(**found, buckets=tuple(ChecksumBlock(*row) for row in rows))
+        return cls(**found, blocks=tuple(ChecksumBlock(*row) for row in rows))
 
 
 def checksum_blocks(memory: memoryview, entry: int, start: int, complete: bool) -> Iterator[ChecksumBlock]:
-    """Cuts what was written (`memory`, from byte `start` of the tensor) into buckets and sums them up."""
+    """Cuts what was written (`memory`, from byte `start` of the tensor) into blocks with checksums."""
     for at in range(0, len(memory), _BLOCK_BYTES):
         piece = memory[at : at + _BLOCK_BYTES]
         whole = zlib.crc32(piece) if complete else None
@@ -71,7 +71,7 @@ def checksum_blocks(memory: memoryview, entry: int, start: int, complete: bool) 
 
 
 def sample_ranges(size: int) -> list[tuple[int, int]]:
-    """First and last (exclusive) byte of every sample of so many bytes: beginning, middle and end of each bucket."""
+    """First and last (exclusive) byte of every sample of `size` bytes: beginning, middle and end of each block."""
     found = []
     for at in range(0, size, _BLOCK_BYTES):
         length = min(_BLOCK_BYTES, size - at)
@@ -83,29 +83,29 @@ def sample_ranges(size: int) -> list[tuple[int, int]]:
     return found
 
 
-def _sampled_checksum(bucket: memoryview) -> int:
+def _sampled_checksum(block: memoryview) -> int:
     checksum = 0
-    for start, end in sample_ranges(len(bucket)):
-        checksum = zlib.crc32(bucket[start:end], checksum)
+    for start, end in sample_ranges(len(block)):
+        checksum = zlib.crc32(block[start:end], checksum)
     return checksum
 
 
-def matches_checksum(bucket: ChecksumBlock, memory: memoryview, check: ChecksumMode) -> bool:
-    """Whether `memory` still is what was written. A complete check falls back to the sampled one where the writer
-    made no complete checksum."""
+def matches_checksum(block: ChecksumBlock, memory: memoryview, check: ChecksumMode) -> bool:
+    """Whether `memory` still is what was written. A complete check falls back to the sampled one if the writer made no
+    complete checksum."""
     if check == "none":
         return True
-    if check == "complete" and bucket.complete is not None:
-        return zlib.crc32(memory) == bucket.complete
-    return _sampled_checksum(memory) == bucket.sampled
+    if check == "complete" and block.complete is not None:
+        return zlib.crc32(memory) == block.complete
+    return _sampled_checksum(memory) == block.sampled
 
 
-def find_gaps(plan: WeightPlan, marks: Iterable[WriteRecord]) -> dict[str, str]:
-    """Tensors whose bytes were not written exactly once, and what is wrong."""
+def find_gaps(plan: WeightPlan, records: Iterable[WriteRecord]) -> dict[str, str]:
+    """Tensors whose bytes were not written exactly once, with the problem of each."""
     pieces: list[list[tuple[int, int]]] = [[] for _ in plan.entries]
-    for mark in marks:
-        for bucket in mark.buckets:
-            pieces[bucket.entry].append((bucket.start, bucket.length))
+    for record in records:
+        for block in record.blocks:
+            pieces[block.entry].append((block.start, block.length))
     wrong = {}
     for entry, parts in zip(plan.entries, pieces, strict=True):
         problem = _tiling_problem(sorted(parts), entry.nbytes)
@@ -114,29 +114,29 @@ def find_gaps(plan: WeightPlan, marks: Iterable[WriteRecord]) -> dict[str, str]:
     return wrong
 
 
-def verify_record(plan: WeightPlan, mark: WriteRecord, memory: memoryview, check: ChecksumMode) -> None:
-    """Raises TornWeights where the buffer's `memory` is not what the writer of `mark` has summed up. Each bucket
-    counts as progress."""
+def verify_record(plan: WeightPlan, record: WriteRecord, memory: memoryview, check: ChecksumMode) -> None:
+    """Raises TornWeights if the buffer's `memory` does not match the record's checksums. Each block counts as
+    progress."""
     here = current_beacon()
-    for bucket in mark.buckets:
-        entry = plan.entries[bucket.entry]
-        start = entry.offset + bucket.start
-        if not matches_checksum(bucket, memory[start : start + bucket.length], check):
-            raise TornWeights(mark.version, entry.name, bucket.start, bucket.length)
+    for block in record.blocks:
+        entry = plan.entries[block.entry]
+        start = entry.offset + block.start
+        if not matches_checksum(block, memory[start : start + block.length], check):
+            raise TornWeights(record.version, entry.name, block.start, block.length)
         here.add("buckets")
 
 
 def find_unwritten(
-    plan: WeightPlan, marks: Mapping[int, WriteRecord | None], generation: int, version: int
+    plan: WeightPlan, records: Mapping[int, WriteRecord | None], generation: int, version: int
 ) -> dict[str, str]:
-    """What keeps a version from being whole, by rank or tensor; `marks` by rank."""
+    """What is missing of a version, by rank or tensor. `records` are by rank."""
     problems: dict[str, str] = {}
-    for rank, mark in marks.items():
-        if mark is None:
+    for rank, record in records.items():
+        if record is None:
             problems[f"rank {rank}"] = "has not finished writing"
-        elif (mark.generation, mark.version) != (generation, version):
-            problems[f"rank {rank}"] = f"wrote version {mark.version} of generation {mark.generation}"
-    return problems or find_gaps(plan, [mark for mark in marks.values() if mark is not None])
+        elif (record.generation, record.version) != (generation, version):
+            problems[f"rank {rank}"] = f"wrote version {record.version} of generation {record.generation}"
+    return problems or find_gaps(plan, [record for record in records.values() if record is not None])
 
 
 def _tiling_problem(parts: Sequence[tuple[int, int]], size: int) -> str | None:
@@ -163,23 +163,23 @@ class WeightShard(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class OutgoingVersion:
-    """A version's bytes on the way to another node."""
+    """A version's bytes, to be sent to another node."""
 
     memory: memoryview
-    marks: tuple[WriteRecord, ...]
+    records: tuple[WriteRecord, ...]
 
 
 class IncomingVersion:
-    """A buffer that is being filled with what ranks of another node wrote."""
+    """A buffer to be filled with what ranks of another node wrote."""
 
     def __init__(self, memory: memoryview, keep: Callable[[Sequence[WriteRecord], ChecksumMode], None]) -> None:
         self.memory, self.keep = memory, keep
-        """`keep(marks, check)` holds the bytes against the checksums of their writers, and marks the ranks done."""
+        """`keep(records, check)` verifies the bytes against their writers' checksums and stores the records."""
 
 
 @dataclass(frozen=True, slots=True)
 class VersionView:
-    """A version that is being read; the tensors are views of shared memory, valid while the lease is held."""
+    """A version being read; its tensors are views of shared memory, valid while the lease is held."""
 
     version: int
     generation: int

@@ -20,7 +20,7 @@ def test_one_host_shares_memory() -> None:
 def test_several_nodes_use_gloo(trainers: set[str], engines: set[str], here: str, nodes: int) -> None:
     assert select_host_transport("auto", trainers, engines, here, nodes).transport == "gloo"
     assert select_host_transport("files", trainers, engines, here, nodes).transport == "files"
-    with pytest.raises(ValueError, match=r"weights\.transport shared reaches one node"):
+    with pytest.raises(ValueError, match=r"weights\.transport shared works on one node only"):
         select_host_transport("shared", trainers, engines, here, nodes)
 
 
@@ -56,8 +56,13 @@ def test_gpus_are_reached_without_host_memory(devices: DevicePlacement, engines:
 @pytest.mark.parametrize(
     ("wanted", "devices", "engines", "problem"),
     [
-        ("nccl", DevicePlacement(False, "none"), {"a"}, r"nccl goes from GPU to GPU.*cluster\.device.*transport=auto"),
-        ("cuda_ipc", DevicePlacement(False, "all"), {"a"}, "cuda_ipc goes from GPU to GPU"),
+        (
+            "nccl",
+            DevicePlacement(False, "none"),
+            {"a"},
+            r"nccl copies from GPU to GPU.*cluster\.device.*transport=auto",
+        ),
+        ("cuda_ipc", DevicePlacement(False, "all"), {"a"}, "cuda_ipc copies from GPU to GPU"),
         ("nccl", DevicePlacement(True, "all"), {"a"}, "nccl needs a GPU of its own.*cuda_ipc or auto"),
         (
             "cuda_ipc",

@@ -71,9 +71,9 @@ def test_nonsense_is_refused():
         WeightPlan.of([("a", (2,), "float33")])
     text = json.loads(WeightPlan.of([("a", (2,), "float32")]).to_json())
     text["tensors"][0][1] = [3]
-    with pytest.raises(ValueError, match="was changed"):
+    with pytest.raises(ValueError, match="was altered"):
         WeightPlan.from_json(json.dumps(text))
-    with pytest.raises(ValueError, match="no plan"):
+    with pytest.raises(ValueError, match="not a weight plan"):
         WeightPlan.from_json("[]")
 
 

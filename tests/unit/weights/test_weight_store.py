@@ -182,9 +182,9 @@ def test_another_plan_is_refused(tmp_path):
     with pytest.raises(PlanMismatch):
         WeightStore.open(tmp_path, other)
     store = WeightStore.open(tmp_path, PLAN, generation=1)
-    with pytest.raises(PlanMismatch, match="other is not in it"):
+    with pytest.raises(PlanMismatch, match="other is not in the plan"):
         store.write_shards(0, 1, [Shard("other", 0, torch.zeros(2))])
-    with pytest.raises(PlanMismatch, match=r"embed is \[11, 5\] in it, a rank has rows 8 to 12"):
+    with pytest.raises(PlanMismatch, match=r"embed is \[11, 5\] in the plan, a rank has rows 8 to 12"):
         store.write_shards(0, 1, [Shard("embed", 8, torch.zeros(4, 5))])
     with pytest.raises(ValueError, match="rank: 2"):
         store.write_shards(2, 1, [])
@@ -247,7 +247,7 @@ def test_no_room_is_said_before_anything_is_made(tmp_path, monkeypatch):
 
 
 def test_a_folder_without_a_store(tmp_path):
-    with pytest.raises(NoStore, match="no store"):
+    with pytest.raises(NoStore, match="no weight store"):
         WeightStore.open(tmp_path)
     (tmp_path / "control").write_bytes(b"x" * 4096)
     with pytest.raises(NoStore, match="damaged"):

@@ -1,4 +1,4 @@
-"""A node's ranks and its courier write into one store: whoever comes second writes where nobody reads."""
+"""A node's ranks and its relay write into one store: whoever comes second writes where nobody reads."""
 
 import threading
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ def write(store: WeightStore, version: int) -> None:
 
 
 def fill(filling: IncomingVersion, version: int, generation: int = 1) -> None:
-    """What a courier does with bytes that have come."""
+    """What a relay does with bytes that have come."""
     piece = filling.memory[: 4 * SIZE]
     piece[:] = memoryview(torch.full((SIZE,), float(version)).numpy()).cast("B")
     filling.keep(
@@ -61,9 +61,9 @@ def waits_for(path: Path, thread: threading.Thread) -> None:
 
 def test_a_rank_does_not_write_over_what_a_courier_has_just_committed(home: WeightStore) -> None:
     rank = WeightStore.open(home.folder, PLAN, 1)
-    courier = WeightStore.open(home.folder, PLAN, 1)
+    relay = WeightStore.open(home.folder, PLAN, 1)
     writer = threading.Thread(target=write, args=(rank, 3), daemon=True)
-    with courier.filling(2, [0]) as filling:
+    with relay.filling(2, [0]) as filling:
         writer.start()
         waits_for(home.folder / "buffer-1.rank-0.lock", writer)
         fill(filling, 2)
@@ -75,7 +75,7 @@ def test_a_rank_does_not_write_over_what_a_courier_has_just_committed(home: Weig
     assert not writer.is_alive()
     served(reader, 2)
     with rank.sending(3, [0]) as held:
-        assert held.marks[0].version == 3
+        assert held.records[0].version == 3
     home.commit(3)
     served(reader, 3)
 
@@ -103,14 +103,14 @@ def test_a_commit_waits_for_a_writer_and_believes_only_what_it_left(home: Weight
 
 def test_an_older_version_from_elsewhere_does_not_displace_a_later_one(home: WeightStore) -> None:
     write(home, 3)
-    courier = WeightStore.open(home.folder, PLAN, 1)
-    with pytest.raises(StaleVersion, match=r"version 2 .* has version 3"), courier.filling(2, [0]):
+    relay = WeightStore.open(home.folder, PLAN, 1)
+    with pytest.raises(StaleVersion, match=r"version 2 .* has version 3"), relay.filling(2, [0]):
         pass
     with home.sending(3, [0]) as held:
-        assert held.marks[0].version == 3
+        assert held.records[0].version == 3
     home.commit(3)
     served(home, 3)
-    with pytest.raises(StaleVersion), courier.filling(3, [0]):
+    with pytest.raises(StaleVersion), relay.filling(3, [0]):
         pass
 
 
@@ -118,7 +118,7 @@ def test_a_version_that_an_older_generation_published_is_written_and_sent_again(
     later = WeightStore.create(home.folder, PLAN, 1, 2)
     write(later, 1)
     with later.sending(1, [0]) as held:
-        assert held.marks[0].generation == 2
+        assert held.records[0].generation == 2
     later.commit(1)
     served(later, 1)
     later.close()

@@ -10,78 +10,78 @@ from typing import Protocol
 from lockstep.cluster.protocol import concurrent
 
 RELAY_SERVICE = "lockstep.weights.relay.weight_relay:WeightRelay"
-"""What a `WorkerSpec.service` names."""
+"""The `WorkerSpec.service` of relays."""
 
 RELAY_PRELOAD = ("torch", "lockstep.weights.relay.weight_relay")
-"""What a template process imports before it forks couriers."""
+"""What the fork server imports before it forks relays."""
 
 
 @dataclass(frozen=True, slots=True)
 class RelayLink:
-    """One way, once: from the courier of a node to that of another."""
+    """One transfer, from the relay of a node to that of another."""
 
     number: int
-    """Unique in a generation of the run: keys, communicators and files are named by it."""
+    """Unique in a generation of the run; names keys, communicators and files."""
     sender: str
     receiver: str
 
     @property
     def name(self) -> str:
-        """For messages and communicators."""
+        """Its name in messages and communicators."""
         return f"weights {self.number}: {self.sender} to {self.receiver}"
 
 
 @dataclass(frozen=True, slots=True)
 class SendProgress:
-    """How far a sender is."""
+    """A sender's progress."""
 
     bytes: int = 0
     outcome: str | None = None
-    """How it ended: empty where well; None while it is under way."""
+    """None while it runs, empty after success, else the error."""
     summed: int = 0
-    """Bytes that were looked at to find out what has changed."""
+    """Bytes digested so far, to find out what has changed."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReceiveResult:
-    """What one transfer took."""
+    """Size and duration of one transfer."""
 
     sent: int
-    """Bytes that travelled."""
+    """Bytes sent."""
     total: int
-    """Bytes of what was asked for; more than `sent` where parcels had not changed."""
+    """Bytes of the requested part; more than `sent` if some chunks had not changed."""
     seconds: float
     whole: bool
-    """Whether these were all ranks, and the version is committed."""
+    """Whether it covered all ranks, so that the version is committed."""
 
 
 class RelayAPI(Protocol):
-    """Calls to a `lockstep.weights.relay.weight_relay:WeightRelay` worker. They run one after the other; what it
-    sends, it sends in threads, one to each receiver, so that none waits for another."""
+    """Calls to a `lockstep.weights.relay.weight_relay:WeightRelay` worker, which run one after the other. It
+    sends in threads, one for each receiver, so that no receiver waits for another."""
 
     def create(self, folder: str, plan: str, writers: int) -> int | None:
-        """Makes (or opens) this node's store; the version that it has. Raises NoRoom, StaleGeneration."""
+        """Creates or opens this node's store; returns its version. Raises NoRoom, StaleWriter."""
 
     def commit(self, version: int) -> None:
-        """Makes a version the current one of this node. Raises IncompleteWeights, StaleGeneration, StaleVersion."""
+        """Makes a version this node's current one. Raises IncompleteWeights, StaleWriter, StaleVersion."""
 
     def version(self) -> int | None:
         """The committed version."""
 
     def discard(self, folder: str) -> None:
-        """Deletes a store that nobody uses any more."""
+        """Deletes a store that is no longer used."""
 
     def send(self, version: int, ranks: list[int], link: RelayLink) -> None:
-        """Begins to send what these ranks wrote of a version. `sent` tells how far it is."""
+        """Starts to send what these ranks wrote of a version; `sent` returns the progress."""
 
     def receive(self, version: int, ranks: list[int], link: RelayLink) -> ReceiveResult:
-        """Takes what these ranks wrote of a version into the buffer that is not current. Where these are all ranks,
-        the version is committed. Raises LinkFailed, PlanMismatch, TornWeights, StaleVersion."""
+        """Receives what these ranks wrote of a version into the spare buffer; commits the version if these are all
+        ranks. Raises LinkFailed, PlanMismatch, TornWeights, StaleVersion."""
 
     @concurrent
     def readers(self) -> list[tuple[int, ...]]:
-        """Who reads the buffer that the next version goes to: pids, each with those of its parents."""
+        """Processes that read the buffer that the next version needs: pids, each followed by those of its parents."""
 
     @concurrent
     def sent(self, number: int) -> SendProgress:
-        """How far the sender of that link is; answers at any time."""
+        """Progress of the sender of that link; answers at any time."""

@@ -24,21 +24,21 @@ from lockstep.weights.write_records import WriteRecord
 
 @dataclass(frozen=True, slots=True)
 class RelayReceiverInfo:
-    """What a receiver tells of itself."""
+    """What a receiver announces."""
 
     digest: str
-    """Of its plan."""
+    """Digest of its plan."""
     generation: int = 0
-    """Of the version it has."""
+    """Generation of the version it has."""
     version: int | None = None
-    """None where it has none that a transfer could build upon."""
+    """None if it has no version that a transfer could build upon."""
     host: str = field(default_factory=socket.gethostname)
     pid: int = field(default_factory=os.getpid)
 
 
 def handshake_with_receiver(store: Store, link: RelayLink, plan: WeightPlan, limit_s: float) -> RelayReceiverInfo:
-    """The sender's part: who receives. Raises PlanMismatch, and LinkFailed where nobody came."""
-    waits_for = f"courier of {link.receiver}"
+    """The sender's side: waits for the receiver. Raises PlanMismatch, and LinkFailed if no receiver came."""
+    waits_for = f"relay of {link.receiver}"
     raw = wait_for_key(
         store, f"{link.number}/receiver/{link.receiver}", link.name, link.receiver, waits_for, stall_s=limit_s
     )
@@ -47,32 +47,32 @@ def handshake_with_receiver(store: Store, link: RelayLink, plan: WeightPlan, lim
         store.set(f"{link.number}/sender/{link.sender}", json.dumps({"digest": plan.digest}))
         return card
     store.set(f"{link.number}/sender/{link.sender}", json.dumps({"digest": plan.digest, "plan": plan.to_json()}))
-    raise PlanMismatch(f"the courier of {link.receiver} has another one", plan.digest, card.digest)
+    raise PlanMismatch(f"the relay of {link.receiver} has another plan", plan.digest, card.digest)
 
 
 def refuse_transfer(store: Store, link: RelayLink, why: str) -> None:
-    """The sender cannot send: tells the receiver, whether they have met or not, so that it does not wait."""
+    """Tells the receiver that the sender cannot send, before or after the handshake, so that it does not wait."""
     store.set(f"{link.number}/refused", why)
     store.compare_set(f"{link.number}/sender/{link.sender}", "", json.dumps({"refused": why}))
 
 
 def refusal_reason(store: Store, link: RelayLink) -> str:
-    """Why the sender does not go on; empty where it does."""
+    """Why the sender refuses; empty if it does not."""
     return (_read_sender_key(store, link, "refused") or b"").decode()
 
 
 def report_preparing(store: Store, link: RelayLink, count: int) -> None:
-    """The sender comes, and has got so far with what it does before."""
+    """Reports the sender's progress in what it does before the handshake."""
     store.set(f"{link.number}/busy", str(count))
 
 
 def handshake_with_sender(
     store: Store, link: RelayLink, plan: WeightPlan, card: RelayReceiverInfo, limit_s: float
 ) -> None:
-    """The receiver's part. Raises PlanMismatch, naming the first tensor that differs, and LinkFailed."""
+    """The receiver's side. Raises PlanMismatch, which names the first tensor that differs, and LinkFailed."""
     store.set(f"{link.number}/receiver/{link.receiver}", json.dumps(asdict(card)))
     raw = wait_for_key(
-        store, f"{link.number}/sender/{link.sender}", link.name, link.sender, f"courier of {link.sender}",
+        store, f"{link.number}/sender/{link.sender}", link.name, link.sender, f"relay of {link.sender}",
         stall_s=limit_s, progress=lambda: _read_sender_key(store, link, "busy"),
     )  # fmt: skip
     answer = json.loads(raw)
@@ -83,14 +83,14 @@ def handshake_with_sender(
 
 
 def delete_link_keys(store: Store, link: RelayLink) -> None:
-    """Removes the link's keys, and those by which gloo's two ends found each other."""
+    """Deletes the link's keys, including those of its gloo rendezvous."""
     for key in store.list_keys():
         if key.startswith(f"{link.number}/"):
             store.delete_key(key)
 
 
 def _read_sender_key(store: Store, link: RelayLink, what: str) -> bytes | None:
-    """What the sender has said already, if it has."""
+    """The value of a key of the sender, if it is set."""
     key = f"{link.number}/{what}"
     if not store.check([key]):
         return None
@@ -98,12 +98,12 @@ def _read_sender_key(store: Store, link: RelayLink, what: str) -> bytes | None:
 
 
 SMALL_RANGE_BYTES = 256 << 10
-"""Bytes. Runs shorter than this travel together in one parcel."""
+"""Bytes. Shorter ranges are sent together in one chunk."""
 
 
 @dataclass(frozen=True, slots=True)
 class ByteRange:
-    """Neighbouring bytes of a buffer."""
+    """Contiguous bytes of a buffer."""
 
     start: int
     length: int
@@ -114,64 +114,64 @@ class ByteRange:
 
 
 Chunk = tuple[ByteRange, ...]
-"""What is sent at once: one run as it lies in memory, or several that are copied together first."""
+"""What is sent at once: one range, directly from memory, or several, copied together first."""
 
 
-def cut_chunks(plan: WeightPlan, marks: Sequence[WriteRecord], limit: int) -> list[Chunk]:
-    """Everything that the writers of `marks` wrote, in the order of the buffer, cut into parcels of `limit` bytes at
-    most. Bytes between two tensors that only align the second go along."""
+def cut_chunks(plan: WeightPlan, records: Sequence[WriteRecord], limit: int) -> list[Chunk]:
+    """Everything that the writers of `records` wrote, in the order of the buffer, cut into chunks of `limit` bytes at
+    most. Padding between tensors is included."""
     pieces = []
-    for mark in marks:
-        for bucket in mark.buckets:
-            entry = plan.entries[bucket.entry]
-            end = bucket.start + bucket.length
-            # Beyond the end of a tensor is padding; beyond the end of a rank's rows are those of another.
+    for record in records:
+        for block in record.blocks:
+            entry = plan.entries[block.entry]
+            end = block.start + block.length
+            # After the end of a tensor comes padding; after the end of a rank's rows come those of another rank.
             padded = entry.offset + (-(-end // ALIGNMENT) * ALIGNMENT if end == entry.nbytes else end)
-            pieces.append((entry.offset + bucket.start, bucket.length, padded))
+            pieces.append((entry.offset + block.start, block.length, padded))
     return list(_group_ranges(_split_ranges(_merge_ranges(sorted(pieces)), limit), limit))
 
 
-def chunk_bytes(parcel: Chunk) -> int:
+def chunk_bytes(chunk: Chunk) -> int:
     """Bytes."""
-    return sum(run.length for run in parcel)
+    return sum(run.length for run in chunk)
 
 
-def pack_chunk(parcel: Chunk, memory: memoryview, staging: memoryview) -> memoryview:
-    """The parcel's bytes in one piece: those of `memory` itself, or copied into `staging`."""
-    if len(parcel) == 1:
-        return memory[parcel[0].start : parcel[0].end]
+def pack_chunk(chunk: Chunk, memory: memoryview, staging: memoryview) -> memoryview:
+    """The chunk's bytes in one piece: those of `memory` itself, or copied into `staging`."""
+    if len(chunk) == 1:
+        return memory[chunk[0].start : chunk[0].end]
     at = 0
-    for run in parcel:
+    for run in chunk:
         staging[at : at + run.length] = memory[run.start : run.end]
         at += run.length
     return staging[:at]
 
 
-def unpack_chunk(parcel: Chunk, piece: memoryview, memory: memoryview) -> None:
-    """Puts what was received into its places, where it was not received there already (a parcel of one run is)."""
+def unpack_chunk(chunk: Chunk, piece: memoryview, memory: memoryview) -> None:
+    """Copies a received chunk to its ranges. A chunk of one range was received in place already."""
     at = 0
-    for run in parcel if len(parcel) > 1 else ():
+    for run in chunk if len(chunk) > 1 else ():
         memory[run.start : run.end] = piece[at : at + run.length]
         at += run.length
 
 
-def chunk_digest(parcel: Chunk, memory: memoryview) -> bytes:
-    """sha256. Parcels with equal ones have equal bytes: a checksum of 32 bits would not do for that."""
+def chunk_digest(chunk: Chunk, memory: memoryview) -> bytes:
+    """sha256 of a chunk. It decides whether bytes are sent at all, so 32 bits would not do."""
     whole = hashlib.sha256()
-    for run in parcel:
+    for run in chunk:
         whole.update(memory[run.start : run.end])
     return whole.digest()
 
 
 def changed_chunks(before: Sequence[bytes] | None, now: Sequence[bytes]) -> list[int]:
-    """Positions of the parcels to send to a receiver that has those of `before`; all where it has nothing like them."""
+    """Positions of the chunks that differ from `before`, the receiver's; all if the two cannot be compared."""
     if before is None or len(before) != len(now):
         return list(range(len(now)))
     return [position for position, (old, new) in enumerate(zip(before, now, strict=True)) if old != new]
 
 
 def _merge_ranges(pieces: Iterable[tuple[int, int, int]]) -> Iterator[ByteRange]:
-    """Of (start, length, end with padding)."""
+    """Merges contiguous pieces, each (start, length, end with padding)."""
     start = end = reach = -1
     for at, length, padded in pieces:
         if at != reach and start >= 0:

@@ -29,14 +29,14 @@ from lockstep.weights.relay.api import RelayLink
 from lockstep.weights.relay.link_protocol import Chunk, chunk_bytes, pack_chunk, unpack_chunk
 
 OnBytesMoved = Callable[[int], None]
-"""Told of bytes that have moved; may raise to end the transfer."""
+"""Called with the number of bytes moved; may raise to end the transfer."""
 
 
 class LinkSender(Protocol):
     """The sender's end."""
 
     def send(self, header: bytes, cut: Sequence[Chunk], memory: memoryview, moved: OnBytesMoved) -> None:
-        """Sends the header and then the parcels, in their order. Raises LinkFailed."""
+        """Sends the header and then the chunks, in their order. Raises LinkFailed."""
 
     def close(self) -> None: ...
 
@@ -45,20 +45,20 @@ class LinkReceiver(Protocol):
     """The receiver's end."""
 
     def header(self) -> bytes:
-        """What the sender sent first. Raises LinkFailed."""
+        """The header, which the sender sends first. Raises LinkFailed."""
 
     def receive(self, cut: Sequence[Chunk], memory: memoryview, moved: OnBytesMoved) -> None:
-        """Puts the parcels into their places in `memory`. Raises LinkFailed."""
+        """Receives the chunks into their ranges of `memory`. Raises LinkFailed."""
 
     def close(self) -> None: ...
 
 
 _LENGTH_BYTES = 8
-"""Bytes of the header's length, in front of it."""
+"""Size of the length field in front of the header."""
 
 
 class FileLinkSender:
-    """Writes a file named by generation, link and receiver; visible once it is whole and on the disk."""
+    """Writes a file named by generation, link and receiver, visible once it is complete and on the disk."""
 
     def __init__(self, folder: Path, generation: int, link: RelayLink) -> None:
         self._path = _transfer_path(folder, generation, link)
@@ -72,30 +72,30 @@ class FileLinkSender:
                 for piece in (len(header).to_bytes(_LENGTH_BYTES, "little"), header):
                     total.update(piece)
                     file.write(piece)
-                for parcel in cut:
-                    for run in parcel:
+                for chunk in cut:
+                    for run in chunk:
                         total.update(memory[run.start : run.end])
                         file.write(memory[run.start : run.end])
-                    moved(chunk_bytes(parcel))
+                    moved(chunk_bytes(chunk))
                 file.write(total.digest())
                 file.flush()
                 os.fsync(file.fileno())
             scratch.replace(self._path)
 
     def close(self) -> None:
-        """What was not finished is of no use."""
+        """Deletes an unfinished file."""
         with contextlib.suppress(OSError):
             self._path.with_name(self._path.name + ".new").unlink(missing_ok=True)
 
 
 class FileLinkReceiver:
-    """Reads it, and deletes it; what came to this receiver before and was not read as well.
+    """Reads the file and deletes it, along with older files to this receiver that were never read.
 
     Args:
-        refused: why the sender does not go on; empty where it does.
+        refused: returns why the sender refuses; empty if it does not.
 
     Raises:
-        LinkFailed: it does not come, and does not grow for `limit_s`.
+        LinkFailed: the file does not appear, and does not grow for `limit_s`.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class FileLinkReceiver:
 
         try:
             waits.poll(
-                there, kind="file", waits_for=f"courier of {link.sender}", why=link.name, stall_s=limit_s,
+                there, kind="file", waits_for=f"relay of {link.sender}", why=link.name, stall_s=limit_s,
                 progress=lambda: _current_size(scratch),
             )  # fmt: skip
         except WaitTimeout as error:
@@ -129,13 +129,13 @@ class FileLinkReceiver:
 
     def receive(self, cut: Sequence[Chunk], memory: memoryview, moved: OnBytesMoved) -> None:
         with _file_errors(self._link, self._path):
-            for parcel in cut:
-                for run in parcel:
+            for chunk in cut:
+                for run in chunk:
                     piece = memory[run.start : run.end]
                     if self._file.readinto(piece) != run.length:
                         raise LinkFailed(self._link.name, self._link.sender, f"{self._path} ends too early")
                     self._total.update(piece)
-                moved(chunk_bytes(parcel))
+                moved(chunk_bytes(chunk))
             if self._file.read() != self._total.digest():
                 raise LinkFailed(
                     self._link.name, self._link.sender, f"{self._path} has another digest than was written"
@@ -152,13 +152,13 @@ class FileLinkReceiver:
 
 
 def delete_stale_files(folder: Path, generation: int, receiver: str, before: int | None = None) -> None:
-    """Deletes what nobody reads any more: the files of earlier generations, and those of this one to the receiver, all
-    of them or those of links before that number."""
-    with contextlib.suppress(OSError):  # it is not there, or another one does the same
+    """Deletes files that will not be read any more: those of earlier generations, and this generation's files to the
+    receiver: all, or those of links before that number."""
+    with contextlib.suppress(OSError):  # it is gone, or another process deletes it
         for path in folder.glob("weights-*-*-*"):
             _, made_by, number, to = path.name.removesuffix(".new").split("-", 3)
             if not (made_by.isdecimal() and number.isdecimal()):
-                continue  # nothing of ours
+                continue  # not a transfer's file
             mine = int(made_by) == generation and to == quote(receiver, safe="")
             if int(made_by) < generation or (mine and (before is None or int(number) < before)):
                 path.unlink(missing_ok=True)
@@ -177,7 +177,7 @@ def _current_size(path: Path) -> int:
 
 @contextlib.contextmanager
 def _folder_errors(path: Path) -> Iterator[None]:
-    """What the file system raises where the sender writes is nobody's fault but that folder's."""
+    """Turns the file system's errors while the sender writes into FolderFailed."""
     try:
         yield
     except OSError as error:
@@ -186,7 +186,7 @@ def _folder_errors(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _file_errors(link: RelayLink, path: Path) -> Iterator[None]:
-    """What the file system raises, as an error that names the folder."""
+    """Turns the file system's errors into LinkFailed that names the folder."""
     try:
         yield
     except OSError as error:
@@ -194,15 +194,15 @@ def _file_errors(link: RelayLink, path: Path) -> Iterator[None]:
 
 
 MAX_CHUNKS_IN_FLIGHT = 3
-"""Parcels on their way at once: while one is checked or copied, the next travels."""
+"""Chunks in flight: while one is checked or copied, the next is sent."""
 
 
 class GlooLink:
     """Either end of a link; implements `LinkSender` and `LinkReceiver`.
 
     Args:
-        limit_s: bound of one broadcast. To come together the ends get half of it, so that who waits in vain for one
-            that was lost has time left for another.
+        limit_s: bound of one broadcast. Connecting may take half of it, which leaves time for another peer if this one
+            is lost.
 
     Raises:
         LinkFailed: the peer did not come.
@@ -213,7 +213,7 @@ class GlooLink:
         self._peer = link.receiver if sender else link.sender
         meeting = PrefixStore(f"{link.number}/gloo", store)
         with (
-            track_wait("rendezvous", f"courier of {self._peer}", link.name, limit_s / 2),
+            track_wait("rendezvous", f"relay of {self._peer}", link.name, limit_s / 2),
             _gloo_errors(link, self._peer),
         ):
             self._group, _ = c10d._new_process_group_helper(
@@ -230,10 +230,10 @@ class GlooLink:
             self._finish(self._issue(_byte_tensor(memoryview(header))), "header")
             staging = self._staging(cut)
             under_way: deque[tuple[dist.Work | None, int]] = deque()
-            for number, parcel in enumerate(cut):
+            for number, chunk in enumerate(cut):
                 if len(under_way) == MAX_CHUNKS_IN_FLIGHT:
                     self._done(*under_way.popleft(), moved)
-                piece = pack_chunk(parcel, memory, staging[number % len(staging)])
+                piece = pack_chunk(chunk, memory, staging[number % len(staging)])
                 under_way.append((self._issue(_byte_tensor(piece)), len(piece)))
             while under_way:
                 self._done(*under_way.popleft(), moved)
@@ -250,16 +250,16 @@ class GlooLink:
         with _gloo_errors(self._link, self._peer):
             staging = self._staging(cut)
             under_way: deque[tuple[dist.Work | None, Chunk, memoryview]] = deque()
-            for number, parcel in enumerate(cut):
+            for number, chunk in enumerate(cut):
                 if len(under_way) == MAX_CHUNKS_IN_FLIGHT:
                     self._placed(*under_way.popleft(), memory, moved)
-                piece = _receive_buffer(parcel, memory, staging[number % len(staging)])
-                under_way.append((self._issue(_byte_tensor(piece)), parcel, piece))
+                piece = _receive_buffer(chunk, memory, staging[number % len(staging)])
+                under_way.append((self._issue(_byte_tensor(piece)), chunk, piece))
             while under_way:
                 self._placed(*under_way.popleft(), memory, moved)
 
     def close(self) -> None:
-        """Ends the communicator; what is on its way is lost."""
+        """Ends the communicator; chunks in flight are lost."""
         dist.destroy_process_group(self._group)
 
     def _issue(self, tensor: Tensor) -> dist.Work | None:
@@ -267,7 +267,7 @@ class GlooLink:
         return work
 
     def _finish(self, work: dist.Work | None, what: str) -> None:
-        # The communicator's own bound comes first, and leaves no broadcast behind in gloo's threads.
+        # The communicator's own bound comes first, so no broadcast stays behind in gloo's threads.
         waits.work(
             work, communicator=self._link.name, operation="broadcast", why=what, timeout_s=self._limit_s + 5,
             notice_after_s=None,
@@ -278,33 +278,33 @@ class GlooLink:
         moved(count)
 
     def _placed(
-        self, work: dist.Work | None, parcel: Chunk, piece: memoryview, memory: memoryview, moved: OnBytesMoved
+        self, work: dist.Work | None, chunk: Chunk, piece: memoryview, memory: memoryview, moved: OnBytesMoved
     ) -> None:
         self._finish(work, "weights")
-        unpack_chunk(parcel, piece, memory)
-        moved(chunk_bytes(parcel))
+        unpack_chunk(chunk, piece, memory)
+        moved(chunk_bytes(chunk))
 
     def _staging(self, cut: Sequence[Chunk]) -> list[memoryview]:
-        """Room for what is copied together, as long as it is under way."""
-        largest = max((chunk_bytes(parcel) for parcel in cut if len(parcel) > 1), default=0)
+        """Memory for ranges that are copied together, one for each chunk in flight."""
+        largest = max((chunk_bytes(chunk) for chunk in cut if len(chunk) > 1), default=0)
         return [memoryview(bytearray(largest)) for _ in range(MAX_CHUNKS_IN_FLIGHT + 1)]
 
 
-def _receive_buffer(parcel: Chunk, memory: memoryview, staging: memoryview) -> memoryview:
-    """Where a parcel is received: where it belongs, or in one piece beside it."""
-    return memory[parcel[0].start : parcel[0].end] if len(parcel) == 1 else staging[: chunk_bytes(parcel)]
+def _receive_buffer(chunk: Chunk, memory: memoryview, staging: memoryview) -> memoryview:
+    """Where a chunk is received: in place if it is one range, else in the staging memory."""
+    return memory[chunk[0].start : chunk[0].end] if len(chunk) == 1 else staging[: chunk_bytes(chunk)]
 
 
 def _byte_tensor(piece: memoryview) -> Tensor:
     with warnings.catch_warnings():
-        # torch warns that the memory is read-only: nobody writes what is sent.
+        # torch warns that the memory is read-only; what is sent is never written to.
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
         return torch.frombuffer(piece, dtype=torch.uint8)
 
 
 @contextlib.contextmanager
 def _gloo_errors(link: RelayLink, peer: str) -> Iterator[None]:
-    """What torch raises, as an error that names the peer."""
+    """Turns torch's errors into LinkFailed that names the peer."""
     try:
         yield
     except (WaitTimeout, dist.DistError) as error:

@@ -16,7 +16,7 @@ from lockstep.weights.weight_plan import WeightPlan
 
 @dataclass(slots=True)
 class PendingRelay:
-    """A node's relay on its way."""
+    """A node's relay that is being started."""
 
     finished: threading.Event = field(default_factory=threading.Event)
     error: Exception | None = None
@@ -29,21 +29,21 @@ class RelayNode:
     info: NodeInfo
     relay: Worker | None = None
     folder: str = ""
-    """Of the store that its relay has open."""
+    """Folder of the store that its relay has open."""
     served: tuple[str, int] | None = None
-    """The folder of the store with its newest version, and which."""
+    """Folder of the store with the node's newest version, and that version."""
     claim: object | None = None
-    """Whose it is to bring it weights, now."""
+    """Token of the thread that brings weights to the node."""
     urgent: bool = False
-    """The trainer wants to write there: what else is under way ends."""
+    """The trainer needs to write there: other transfers to the node end."""
     pending: PendingRelay | None = None
     behind: bool = False
-    """Whether it was left behind when it was brought weights last."""
+    """Whether the latest transfer left it behind."""
     stuck: bool = False
-    """Its relay owes an answer that nobody waits for any more."""
+    """Its relay has an unanswered call that was given up."""
 
     def require_relay(self) -> Worker:
-        """Its relay. Raises LinkFailed where there is none, as it is being replaced."""
+        """Its relay. Raises LinkFailed if there is none, as it is being replaced."""
         relay = self.relay
         if relay is None:
             raise LinkFailed(f"weights to {self.info.name}", self.info.name, "no relay runs there now")
@@ -51,7 +51,7 @@ class RelayNode:
 
     @property
     def usable(self) -> bool:
-        """Whether nothing is known against its relay; one that was never started is fit."""
+        """Whether its relay has no known problem; true if none was started yet."""
         return self.relay is None or (self.relay.alive() and not self.stuck)
 
     @property
@@ -62,19 +62,19 @@ class RelayNode:
 log = logging.getLogger(__name__)
 
 RELAY_START_S = 600.0
-"""What a node's relay may take to come up where the run cannot go on without; the cluster gives up earlier."""
+"""Bound for the start of a relay that the run cannot do without; the cluster gives up earlier."""
 RELAY_POLL_S = 0.02
 
 
 class ClusterNodes(Protocol):
-    """Of a `Cluster`, what is needed here."""
+    """The part of `Cluster` that relays need."""
 
     def nodes(self) -> list[NodeInfo]: ...
     def node_of(self, worker: Worker) -> NodeInfo: ...
 
 
 class RelayManager:
-    """Where relays are, or are to be.
+    """Starts the relays of nodes, and replaces failed ones.
 
     Args:
         limit_s: how long a relay may take to open its store without progress.
@@ -86,9 +86,9 @@ class RelayManager:
     ) -> None:
         self._cluster, self._launcher, self._plan, self._limit_s = cluster, launcher, plan, limit_s
         self.name, self.writers = name, 0
-        """Of the stores: where, and for how many ranks."""
+        """Name of the stores' folder, and the number of ranks that write."""
         self._lock = threading.Lock()
-        """Of who is being hired; nothing is waited for with it."""
+        """Guards the pending starts; never held during a wait."""
 
     def folder(self, node: RelayNode) -> str:
         return str(node.info.shared / self.name)
@@ -97,11 +97,11 @@ class RelayManager:
         return any(each.name == node.info.name for each in self._cluster.nodes())
 
     def ready(self, node: RelayNode) -> bool:
-        """Whether a node has a relay that answers, with its store open; where not, that is begun. Does not wait.
+        """Whether a node has a responsive relay with its store open; if not, starts one. Does not wait.
 
         Raises:
             LinkFailed: the node is lost.
-            Exception: what the last attempt ended with; to one caller, the next one begins another attempt.
+            Exception: the error of the last attempt, raised to one caller; the next call starts another attempt.
         """
         with self._lock:
             pending = node.pending
@@ -119,14 +119,14 @@ class RelayManager:
         return True
 
     def wait(self, node: RelayNode, why: str) -> None:
-        """Until it is ready. Raises as `ready`, and WaitTimeout."""
+        """Waits until the node is ready. Raises like `ready`, and WaitTimeout."""
         waits.poll(
             lambda: self.ready(node) or None, kind="call", waits_for=f"relay of {node.info.name}", why=why,
             timeout_s=RELAY_START_S, every_s=RELAY_POLL_S,
         )  # fmt: skip
 
     def discard(self, node: RelayNode, name: str) -> None:
-        """A store that nobody uses any more is deleted, some time."""
+        """Deletes a store that is no longer used, without waiting."""
         folder = str(node.info.shared / name)
         if node.relay is not None:
             asked = node.relay.submit(RelayAPI.discard, folder)
@@ -135,7 +135,7 @@ class RelayManager:
     def _start_in_thread(self, node: RelayNode, pending: PendingRelay) -> None:
         try:
             self._start_relay(node)
-        except Exception as error:  # noqa: BLE001 - raised by whoever asks next
+        except Exception as error:  # noqa: BLE001 - raised to the next caller
             pending.error = error
         pending.finished.set()
 
@@ -149,7 +149,7 @@ class RelayManager:
             try:
                 (node.relay,) = self._launcher.launch("weights", node=node.info)
                 node.folder, node.stuck = "", False
-            except ValueError as error:  # the cluster has no such node any more
+            except ValueError as error:  # the cluster has lost the node
                 raise LinkFailed(f"weights to {node.info.name}", node.info.name, str(error)) from error
         folder = self.folder(node)
         if node.folder != folder:
@@ -166,4 +166,4 @@ def _log_failed_discard(asked: PendingResult[None], folder: str) -> None:
     try:
         asked.result(why="delete a store")
     except (RemoteError, WorkerDied) as error:
-        log.warning("%s is not deleted before the run ends: %s", folder, error)
+        log.warning("%s stays until the run ends: %s", folder, error)

@@ -34,14 +34,14 @@ from lockstep.weights.weight_transport import WriteVersion
 log = logging.getLogger(__name__)
 
 MAX_PUBLISH_TRIES = 5
-"""How often in one publish the trainer's nodes are asked for a version, each time with relays that live."""
+"""Attempts to collect a version from the trainer's nodes in one publish, each with working relays."""
 
 
 class RelayTransport:
     """Implements `lockstep.weights.weight_transport.WeightTransport`.
 
     Args:
-        name: of the stores' folder in every node's shared memory.
+        name: the stores' folder in every node's shared memory.
         limit_s: how long a node may make no progress.
     """
 
@@ -52,22 +52,22 @@ class RelayTransport:
         self._posts = RelayManager(cluster, launcher, plan, limit_s, name)
         self._base = name
         self._former: list[str] = []
-        """Stores that engines may have versions from until the next publish."""
+        """Stores that engines may still read until the next publish."""
         self._nodes: dict[str, RelayNode] = {}
         self._ranks: dict[str, list[int]] = {}
-        """Of the trainer, by node; the first node collects."""
+        """The trainer's ranks by node; the first node collects the version."""
         self._writers: list[str] = []
         """Names of the trainer's ranks."""
         self._numbers = itertools.count(1)
         self._lock = threading.RLock()
-        """Of what is known of nodes; nothing is waited for with it."""
+        """Guards the state of nodes; never held during a wait."""
         self._changed = threading.Condition(self._lock)
         self._published: int | None = None
         self._publishing = False
         self.received: dict[str, ReceiveResult] = {}
-        """By node: what its last transfer took."""
+        """By node: result of its latest transfer."""
         self._moves = 0
-        """Grows whenever bytes have moved."""
+        """Grows whenever bytes move."""
 
     def lay_out(self, ranks: Sequence[Worker]) -> list[str]:
         homes = [self._node(worker) for worker in ranks]
@@ -101,17 +101,15 @@ class RelayTransport:
     def hanging(self) -> list[BufferHeld]:
         with self._lock:
             behind = [(node, node.relay) for node in self._nodes.values() if node.behind]
-        # A relay that waits for a reader is stuck, and says so all the same.
+        # A relay that waits for a reader is stuck, but still answers this call.
         asked = [
-            (node, relay.submit(RelayAPI.readers))
-            for node, relay in behind
-            if relay is not None and relay.alive()
+            (node, relay.submit(RelayAPI.readers)) for node, relay in behind if relay is not None and relay.alive()
         ]
         answers = gather_outcomes([pending for _, pending in asked], "who reads weights", SENDER_ANSWER_S)
         found = []
         for (node, _), readers in zip(asked, answers, strict=True):
             if not isinstance(readers, list):
-                node.behind = False  # it says nothing, and would take as long over it the next time
+                node.behind = False  # it does not answer, and would cost as long the next time
             elif readers:
                 found.append(self._held(node, readers))
         return found
@@ -163,17 +161,17 @@ class RelayTransport:
 
     @property
     def _trainer_nodes(self) -> list[RelayNode]:
-        """Where trainer ranks are; the first collects."""
+        """The nodes of trainer ranks; the first collects the version."""
         return [self._nodes[name] for name in self._ranks]
 
     def _claim(self, node: RelayNode, claim: object, urgent: bool = False) -> None:
-        """Waits until nobody else brings the node weights. To the trainer everybody else gives way."""
+        """Waits for the exclusive right to bring weights to the node. The trainer has priority."""
 
         def free() -> bool:
             return node.claim is None and (urgent or not node.urgent)
 
         def moves() -> object:
-            # What the trainer does has bounds of its own.
+            # A publish has bounds of its own.
             return self.moves(), time.monotonic() if self._publishing and not urgent else None
 
         with self._changed:
@@ -194,11 +192,11 @@ class RelayTransport:
             self._changed.notify_all()
 
     def _claim_missing(self, version: int, wanted: dict[str, RelayNode], claim: object) -> list[RelayNode]:
-        """The version is there: whoever misses it is claimed now, and the trainer's other nodes are free."""
+        """The version is committed: claims the nodes that lack it and frees the trainer's other nodes."""
         with self._changed:
             self._published = version
             free = [node for node in wanted.values() if node.claim in (None, claim)]
-            # A relay that has failed is replaced by who needs it there: that may take longer than the run can wait.
+            # Whichever engine needs a failed relay replaces it: that may take longer than the run can wait.
             missing = [node for node in free if node.version != version and node.usable]
             self._release(claim)
             for node in missing:
@@ -206,10 +204,10 @@ class RelayTransport:
         return missing
 
     def _check_spare_buffers(self) -> None:
-        """Sees to it that ranks can write: no relay that has failed holds what they want, and no reader.
+        """Makes sure that ranks can write: no failed relay and no reader holds their spare buffers.
 
         Raises:
-            BufferHeld: one does.
+            BufferHeld: a reader does.
         """
         for node in self._trainer_nodes:
             try:
@@ -217,7 +215,9 @@ class RelayTransport:
                 readers = self._readers(node)
             except RELAY_ERRORS as error:
                 node.stuck = node.stuck or isinstance(error, Stalled)
-                log.warning("%s: no relay: %s", node.info.name, error)  # collecting tries again
+                log.warning(
+                    "%s: its relay is not available: %s", node.info.name, error
+                )  # collecting the version retries
                 continue
             if readers:
                 raise self._held(node, readers)
@@ -226,24 +226,24 @@ class RelayTransport:
         return BufferHeld(Path(self._posts.folder(node)), node.info.name, tuple(map(tuple, readers)), self._limit_s)
 
     def _readers(self, node: RelayNode) -> list[ProcessLineage]:
-        """Who has not let go of the node's spare buffer within the limit."""
+        """Processes that still read the node's spare buffer after the limit."""
         end = time.monotonic() + self._limit_s
         while True:
             asked = node.require_relay().submit(RelayAPI.readers)
             (found,) = gather_results([asked], why="who reads weights", stall_s=self._limit_s)
             if not found or time.monotonic() > end:
                 return found
-            waits.sleep(RELAY_POLL_S, f"readers of the weights on {node.info.name} come to their end")
+            waits.sleep(RELAY_POLL_S, f"readers of the weights on {node.info.name} finish")
 
     # --- transfers
 
     def _collect_and_commit(self, version: int) -> None:
-        """The first trainer node has the whole version, and commits it. What fails is tried again, with other relays
-        where those have failed.
+        """Collects the whole version on the first trainer node and commits it. Failures are retried, with new relays if
+        relays failed.
 
         Raises:
-            Stalled: it did not get there; names the ranks whose part it was, as they have to make it again.
-            RemoteError: what no other try would mend.
+            Stalled: it did not arrive; names the ranks whose part is missing, which have to write it again.
+            RemoteError: a permanent error.
         """
         began = time.monotonic()
         home, *missing = self._trainer_nodes
@@ -263,7 +263,7 @@ class RelayTransport:
                 if is_permanent(error):
                     raise
                 log.warning("version %d, try %d of %d: %s", version, attempt + 1, MAX_PUBLISH_TRIES, error)
-                if isinstance(error, RemoteError):  # the commit: something is not there
+                if isinstance(error, RemoteError):  # the commit failed: some part is missing
                     missing = self._trainer_nodes[1:]
                 last = error
         waits_for = ", ".join(self._writers[rank] for rank in self._ranks[node.info.name])
@@ -282,7 +282,7 @@ class RelayTransport:
             home.served = home.folder, version
 
     def _spread(self, version: int, missing: Sequence[RelayNode]) -> BroadcastTree:
-        """From the nodes that have it to those that have not; who fails is left behind."""
+        """Sends the version from the nodes that have it to those that lack it; nodes that fail are left behind."""
         with self._lock:
             having = [node for node in self._nodes.values() if node.version == version and node.usable]
             holders = [node for node in having if self._posts.has_node(node)] or self._trainer_nodes[:1]
@@ -291,13 +291,13 @@ class RelayTransport:
         for node in missing:
             node.behind = node in carried.behind
         for node in carried.behind:
-            log.warning("%s has no version %d of the weights; it is brought up to date later", node.info.name, version)
+            log.warning("%s did not get version %d of the weights; it will be updated later", node.info.name, version)
         return carried
 
     def _run_tree(
         self, version: int, missing: Sequence[RelayNode], holders: Sequence[RelayNode], ranks: list[int]
     ) -> BroadcastTree:
-        """A round from its beginning to its end."""
+        """Runs one broadcast to its end."""
         tree = BroadcastTree(
             version, missing, holders, ranks, self._posts.ready, self._begin, self._arrived, self._limit_s
         )  # fmt: skip
@@ -311,7 +311,7 @@ class RelayTransport:
                 tree.give_up("the trainer writes a later version there")
             return tree.poll()
 
-        # The round has its own bound, which is reached before this one.
+        # The broadcast has its own bound, which comes first.
         waits.poll(
             look, kind="transfer", waits_for=", ".join(node.info.name for node in missing) or "nobody",
             why=f"weights of version {version}", every_s=RELAY_POLL_S, progress=tree.progress,

@@ -48,27 +48,27 @@ from lockstep.weights.write_records import ChecksumBlock, ChecksumMode, Outgoing
 log = logging.getLogger(__name__)
 
 KEPT_DIGESTS = 4
-"""Versions whose digests a sender remembers."""
+"""Versions whose digests a sender keeps."""
 
 KEPT_OUTCOMES = 1000
-"""Links whose outcome a sender remembers."""
+"""Links whose outcome a sender keeps."""
 
 LinkBackend = Literal["gloo", "files"]
 
 
 @dataclass(frozen=True, slots=True)
 class TransferHeader:
-    """What comes before the chunks."""
+    """The header of a transfer, sent before the chunks."""
 
     version: int
     generation: int
     limit: int
-    """Bytes of a chunk, at most: receiver and sender cut alike."""
+    """Largest chunk in bytes; receiver and sender cut alike."""
     which: list[int]
-    """Positions of the chunks that follow; the receiver has the others."""
+    """Positions of the chunks that follow; the receiver has the others already."""
     kept: list[str]
-    """Digests of the others, in their order."""
-    marks: list[WriteRecord]
+    """Digests of the other chunks, in their order."""
+    records: list[WriteRecord]
 
     def encode(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -76,25 +76,25 @@ class TransferHeader:
     @classmethod
     def decode(cls, body: bytes) -> "TransferHeader":
         found = json.loads(body)
-        marks = [
-            WriteRecord(**{**mark, "buckets": tuple(ChecksumBlock(**each) for each in mark["buckets"])})
-            for mark in found.pop("marks")
+        records = [
+            WriteRecord(**{**record, "blocks": tuple(ChecksumBlock(**each) for each in record["blocks"])})
+            for record in found.pop("records")
         ]
-        return cls(**found, marks=marks)
+        return cls(**found, records=records)
 
 
 class WeightRelay(RelayAPI):
-    """One per node.
+    """Keeps a node's weight store, sends versions to other nodes and receives them.
 
     Args:
-        node: its name.
+        node: the node's name.
         address: where other nodes reach it.
-        generation: of the run.
+        generation: the run's.
         way: `gloo`, or `files` in `folder`, which all nodes see.
-        store_host, store_port: of the run's rendezvous store.
-        bucket_bytes: of a chunk, at most.
-        check: of what was received, against the checksums of those who wrote it.
-        delta: whether only chunks travel that have changed.
+        store_host, store_port: the run's rendezvous store.
+        bucket_bytes: largest chunk.
+        check: how received bytes are verified against their writers' checksums.
+        delta: whether to send only chunks that have changed.
         limit_s: how long a peer may make no progress.
     """
 
@@ -115,17 +115,17 @@ class WeightRelay(RelayAPI):
         self.node, self.generation, self._way, self._limit_s = node, generation, way, limit_s
         self._bucket_bytes, self._check, self._delta = bucket_bytes, check, delta
         self._folder = None if folder is None else Path(folder)
-        self._meeting: Store = connect_store(store_host, store_port, f"gen{generation}/weights")
+        self._keys: Store = connect_store(store_host, store_port, f"gen{generation}/weights")
         self._opened: WeightStore | None = None
         self._sent: dict[int, SendProgress] = {}
         self._digests: dict[tuple[int, int, tuple[int, ...]], list[bytes]] = {}
         self._summing: set[tuple[int, int, tuple[int, ...]]] = set()
-        """Whose digests somebody is at."""
+        """Versions whose digests a thread is computing."""
         self._summed = 0
-        self._doubted = False
-        """Whether what this node has is not what the sender has, though it should be."""
+        self._base_differs = False
+        """Whether this node's version differs from the sender's although it should not."""
         self._lock = threading.Lock()
-        """Of digests; nothing is waited for with it."""
+        """Guards the digests; never held during a wait."""
         if way == "gloo":
             use_gloo_interface(address)
             init_default_group(f"gen{generation}/weights")
@@ -159,31 +159,31 @@ class WeightRelay(RelayAPI):
         return self._sent.get(number, SendProgress())
 
     def receive(self, version: int, ranks: list[int], link: RelayLink) -> ReceiveResult:
-        if current_beacon().stage_name != "receive":  # a stage that is told again would pass for progress
+        if current_beacon().stage_name != "receive":  # setting a stage again would count as progress
             current_beacon().stage("receive")
         began, store = time.monotonic(), self._store
         whole = len(ranks) == store.control.writers
         newest = store.control.newest()
-        base = newest if self._delta and whole and not self._doubted else None
+        base = newest if self._delta and whole and not self._base_differs else None
         card = (
             RelayReceiverInfo(store.plan.digest)
             if base is None
             else RelayReceiverInfo(store.plan.digest, base.generation, base.version)
         )
         with store.filling(version, ranks) as filling:
-            link_protocol.handshake_with_sender(self._meeting, link, store.plan, card, self._limit_s / 2)
+            link_protocol.handshake_with_sender(self._keys, link, store.plan, card, self._limit_s / 2)
             inlet = self._inlet(link)
             try:
-                header = self._expected(TransferHeader.decode(inlet.header()), version, ranks, link)
-                cut = cut_chunks(store.plan, header.marks, header.limit)
+                header = self._check_header(TransferHeader.decode(inlet.header()), version, ranks, link)
+                cut = cut_chunks(store.plan, header.records, header.limit)
                 wanted = [cut[position] for position in header.which]
-                self._keep(store, cut, header, filling.memory)
+                self._copy_unsent(store, cut, header, filling.memory)
                 inlet.receive(wanted, filling.memory, self._count)
             finally:
                 inlet.close()
-            filling.keep(header.marks, self._check)
-        self._doubted = False
-        link_protocol.delete_link_keys(self._meeting, link)
+            filling.keep(header.records, self._check)
+        self._base_differs = False
+        link_protocol.delete_link_keys(self._keys, link)
         sent, total = sum(map(chunk_bytes, wanted)), sum(map(chunk_bytes, cut))
         return ReceiveResult(sent, total, time.monotonic() - began, whole)
 
@@ -193,7 +193,7 @@ class WeightRelay(RelayAPI):
             self._opened = None
             if self._way == "files":
                 delete_stale_files(self._shared_folder, self.generation, self.node)
-                with contextlib.suppress(OSError):  # others have files there
+                with contextlib.suppress(OSError):  # other nodes have files there
                     self._shared_folder.rmdir()
 
     @property
@@ -203,39 +203,41 @@ class WeightRelay(RelayAPI):
         return self._opened
 
     def _send(self, store: WeightStore, version: int, ranks: list[int], link: RelayLink) -> None:
-        """In a thread of its own."""
+        """Runs in a thread of its own."""
         try:
             with store.sending(version, ranks) as held:
-                self._hand_over(store, held, version, ranks, link)
-        except Exception as error:  # noqa: BLE001 - the controller asks for it
+                self._send_version(store, held, version, ranks, link)
+        except Exception as error:  # noqa: BLE001 - the controller polls the outcome
             log.warning("%s: %s", link.name, error)
             outcome = f"{type(error).__name__}: {error}"
-            self._ended(link, outcome)
-            link_protocol.refuse_transfer(self._meeting, link, outcome)
+            self._record_outcome(link, outcome)
+            link_protocol.refuse_transfer(self._keys, link, outcome)
         else:
-            self._ended(link, "")
+            self._record_outcome(link, "")
 
-    def _ended(self, link: RelayLink, outcome: str) -> None:
+    def _record_outcome(self, link: RelayLink, outcome: str) -> None:
         for number in [each for each in list(self._sent) if each < link.number - KEPT_OUTCOMES]:
             self._sent.pop(number, None)
         self._sent[link.number] = replace(self.sent(link.number), outcome=outcome)
 
-    def _hand_over(
+    def _send_version(
         self, store: WeightStore, held: OutgoingVersion, version: int, ranks: Sequence[int], link: RelayLink
     ) -> None:
-        cut = cut_chunks(store.plan, held.marks, self._bucket_bytes)
+        cut = cut_chunks(store.plan, held.records, self._bucket_bytes)
 
         def look() -> None:
             newest = store.control.newest()
             if newest is not None and newest.generation == self.generation and newest.version > version:
-                raise StaleVersion(version, newest.version)  # the trainer wants this buffer
+                raise StaleVersion(version, newest.version)  # the trainer needs this buffer
 
-        now = self._sum_up(cut, held, (self.generation, version, tuple(ranks)), link, look) if self._delta else []
-        card = link_protocol.handshake_with_receiver(self._meeting, link, store.plan, self._limit_s)
+        now = (
+            self._chunk_digests(cut, held, (self.generation, version, tuple(ranks)), link, look) if self._delta else []
+        )
+        card = link_protocol.handshake_with_receiver(self._keys, link, store.plan, self._limit_s)
         before = self._digests.get((card.generation, -1 if card.version is None else card.version, tuple(ranks)))
         which = changed_chunks(before, now) if self._delta else list(range(len(cut)))
         kept = [each.hex() for position, each in enumerate(now) if position not in set(which)]
-        header = TransferHeader(version, self.generation, self._bucket_bytes, which, kept, list(held.marks))
+        header = TransferHeader(version, self.generation, self._bucket_bytes, which, kept, list(held.records))
         outlet = self._outlet(link)
 
         def moved(count: int) -> None:
@@ -249,15 +251,15 @@ class WeightRelay(RelayAPI):
         finally:
             outlet.close()
 
-    def _sum_up(
+    def _chunk_digests(
         self, cut: Sequence[Chunk], held: OutgoingVersion, key: tuple[int, int, tuple[int, ...]], link: RelayLink,
         look: Callable[[], None],
     ) -> list[bytes]:  # fmt: skip
-        """Digests of all chunks, made once for all receivers; they are told that it goes on."""
+        """Digests of all chunks, computed once for all receivers; progress is reported to each."""
 
-        def going_on() -> object:
+        def report_progress() -> object:
             self._sent[link.number] = replace(self.sent(link.number), summed=self._summed)
-            link_protocol.report_preparing(self._meeting, link, self._summed)
+            link_protocol.report_preparing(self._keys, link, self._summed)
             return self._summed
 
         def made() -> bool | None:
@@ -270,14 +272,14 @@ class WeightRelay(RelayAPI):
         waits.poll(
             made, kind="event", waits_for=f"relay of {self.node}", why="digests of the version",
             stall_s=self._limit_s,
-            progress=going_on,
+            progress=report_progress,
         )  # fmt: skip
         try:
             found = list(self._digests.get(key, []))
             for chunk in cut[len(found) :]:
                 found.append(chunk_digest(chunk, held.memory))
                 self._summed += chunk_bytes(chunk)
-                going_on()
+                report_progress()
                 look()
         finally:
             self._summing.discard(key)
@@ -287,19 +289,23 @@ class WeightRelay(RelayAPI):
                 del self._digests[next(iter(self._digests))]
         return found
 
-    def _expected(self, header: TransferHeader, version: int, ranks: Sequence[int], link: RelayLink) -> TransferHeader:
-        """Raises LinkFailed where something else comes than was asked for."""
+    def _check_header(
+        self, header: TransferHeader, version: int, ranks: Sequence[int], link: RelayLink
+    ) -> TransferHeader:
+        """Raises LinkFailed if the header announces something else than was requested."""
         wanted = version, self.generation, list(ranks)
-        found = header.version, header.generation, [mark.rank for mark in header.marks]
+        found = header.version, header.generation, [record.rank for record in header.records]
         if found != wanted:
             what = "version {} of generation {} by ranks {}"
-            problem = f"{what.format(*found)} comes, {what.format(*wanted)} was asked for"
+            problem = f"the sender offers {what.format(*found)}, {what.format(*wanted)} was requested"
             raise LinkFailed(link.name, link.sender, problem)
         return header
 
-    def _keep(self, store: WeightStore, cut: Sequence[Chunk], header: TransferHeader, memory: memoryview) -> None:
-        """Copies from the current version what does not come. Raises TornWeights where that is not what the sender has:
-        then the next transfer brings everything."""
+    def _copy_unsent(
+        self, store: WeightStore, cut: Sequence[Chunk], header: TransferHeader, memory: memoryview
+    ) -> None:
+        """Copies unsent chunks from the current version. Raises TornWeights if they differ from the sender's; the next
+        transfer then brings everything."""
         coming = set(header.which)
         kept = [chunk for position, chunk in enumerate(cut) if position not in coming]
         if not kept:
@@ -310,31 +316,31 @@ class WeightRelay(RelayAPI):
                     memory[run.start : run.end] = current[run.start : run.end]
                     self._count(run.length)
                 if chunk_digest(chunk, memory).hex() != expected:
-                    self._doubted = True
+                    self._base_differs = True
                     start, length = chunk[0].start, chunk_bytes(chunk)
                     name = next(each.name for each in reversed(store.plan.entries) if each.offset <= start)
                     raise TornWeights(header.version, f"{name}, which was not sent", start, length)
 
     def _outlet(self, link: RelayLink) -> LinkSender:
         if self._way == "gloo":
-            return GlooLink(self._meeting, link, True, self._limit_s)
+            return GlooLink(self._keys, link, True, self._limit_s)
         return FileLinkSender(self._shared_folder, self.generation, link)
 
     def _inlet(self, link: RelayLink) -> LinkReceiver:
         if self._way == "gloo":
-            return GlooLink(self._meeting, link, False, self._limit_s)
+            return GlooLink(self._keys, link, False, self._limit_s)
         return FileLinkReceiver(
             self._shared_folder,
             self.generation,
             link,
             self._limit_s / 2,
-            lambda: link_protocol.refusal_reason(self._meeting, link),
+            lambda: link_protocol.refusal_reason(self._keys, link),
         )
 
     @property
     def _shared_folder(self) -> Path:
         if self._folder is None:
-            raise ValueError("weights.folder: the transport files needs a folder that all nodes see")
+            raise ValueError("weights.folder: the files transport needs a folder that all nodes share")
         return self._folder
 
     def _count(self, count: int) -> None:

@@ -25,19 +25,19 @@ from lockstep.weights.stream.channel import StreamChannel
 from lockstep.weights.stream.tensor_buckets import TensorBucket, bytes_with_trailer
 
 MAX_BUCKETS_IN_FLIGHT = 2
-"""Lots on their way at once: while one travels, the next is gathered, or the one before is loaded."""
+"""Buckets in flight: while one is sent, the next is gathered, or the one before is loaded."""
 WATCHDOG_FACTOR = 10
-"""NCCL's own watchdog ends the process: its bound is so many times ours, which comes first."""
+"""NCCL's watchdog ends the process, so its bound is this many times ours, which comes first."""
 
 
 class BroadcastGroup:
-    """This process in the communicator of a channel.
+    """This process's end of a channel's communicator.
 
     Args:
         rank: 0 sends.
 
     Raises:
-        LinkFailed: it could not be formed within the channel's limit.
+        LinkFailed: the communicator could not be formed within the channel's limit.
     """
 
     def __init__(self, store: Store, channel: StreamChannel, rank: int, device: torch.device) -> None:
@@ -49,7 +49,7 @@ class BroadcastGroup:
             init_default_group(channel.scope)
         with broadcast_errors(channel, self._peer):
             if self._nccl:
-                # Bringing NCCL up blocks without a bound where a peer is lost meanwhile; so it blocks somebody else.
+                # Forming an NCCL communicator blocks without a bound if a peer is lost, so another thread does it.
                 forming = run_in_thread(lambda: self._form(store, rank), f"forms {channel.name}")
                 self._group = waits.future(
                     forming,
@@ -62,14 +62,13 @@ class BroadcastGroup:
                 with track_wait("rendezvous", self._peer, channel.name, channel.limit_s):
                     self._group = self._form(store, rank)
 
-    def free(self, lot: TensorBucket, version: int) -> Tensor:
-        """Memory for a lot of any version."""
-        return torch.empty(bytes_with_trailer(lot), dtype=torch.uint8, device=self._device)
+    def acquire(self, bucket: TensorBucket, version: int) -> Tensor:
+        """Memory for a bucket."""
+        return torch.empty(bytes_with_trailer(bucket), dtype=torch.uint8, device=self._device)
 
-    def put(self, lot: TensorBucket, buffer: Tensor) -> None:
-        """Sends a lot from its memory, which must not change before as many as `MAX_BUCKETS_IN_FLIGHT` further ones
-        were put, or
-        `flush` returned."""
+    def put(self, bucket: TensorBucket, buffer: Tensor) -> None:
+        """Sends a bucket from its memory, which must not change until `MAX_BUCKETS_IN_FLIGHT` more were put or `flush`
+        returned."""
         while len(self._under_way) >= MAX_BUCKETS_IN_FLIGHT:
             self._finish()
         self._issue(buffer)
@@ -79,17 +78,17 @@ class BroadcastGroup:
         while self._under_way:
             self._finish()
 
-    def lots(self, lots: Sequence[TensorBucket], version: int) -> Iterator[Tensor]:
-        """What the sender puts, each in memory of its own: some are on their way while one is looked at."""
-        for lot in lots:
+    def buckets(self, buckets: Sequence[TensorBucket], version: int) -> Iterator[Tensor]:
+        """The buckets that the sender puts, each in memory of its own; later ones arrive while one is processed."""
+        for bucket in buckets:
             if len(self._under_way) == MAX_BUCKETS_IN_FLIGHT:
                 yield self._finish()
-            self._issue(self.free(lot, version))
+            self._issue(self.acquire(bucket, version))
         while self._under_way:
             yield self._finish()
 
     def close(self) -> None:
-        """Ends the communicator; what is on its way is lost."""
+        """Ends the communicator; buckets in flight are lost."""
         self._under_way.clear()
         if self._nccl:
             c10d._abort_process_group(self._group)
@@ -99,7 +98,7 @@ class BroadcastGroup:
     def _form(self, store: Store, rank: int) -> dist.ProcessGroup:
         channel = self._channel
         if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # of this thread
+            torch.cuda.set_device(self._device)  # the device is per thread
         bound = timedelta(seconds=channel.limit_s * (WATCHDOG_FACTOR if self._nccl else 1))
         found = c10d._new_process_group_helper(
             1 + len(channel.members), rank, [], channel.backend, PrefixStore(f"{channel.number}/group", store),
@@ -107,7 +106,7 @@ class BroadcastGroup:
         )  # fmt: skip
         group: dist.ProcessGroup = found[0]
         c10d._world.pg_group_ranks[group] = {k: k for k in range(1 + len(channel.members))}
-        # NCCL connects with the first broadcast, and the first real one is not to wait for that.
+        # NCCL connects at the first broadcast; this one keeps that out of the first bucket's time.
         hello = torch.zeros(1, dtype=torch.uint8, device=self._device)
         self._wait(dist.broadcast(hello, group=group, group_src=0, async_op=True), "hello")
         return group
@@ -124,7 +123,7 @@ class BroadcastGroup:
         return buffer
 
     def _wait(self, work: dist.Work | None, what: str) -> None:
-        # gloo's own bound comes first, and leaves no broadcast behind in its threads; NCCL's is ours.
+        # gloo's own bound comes first, so no broadcast stays behind in its threads; NCCL relies on this bound.
         limit_s = self._channel.limit_s + (0 if self._nccl else 5)
         waits.work(
             work, communicator=self._channel.name, operation="broadcast", why=what, timeout_s=limit_s,
@@ -134,7 +133,7 @@ class BroadcastGroup:
 
 @contextlib.contextmanager
 def broadcast_errors(channel: StreamChannel, peer: str) -> Iterator[None]:
-    """What torch raises, as LinkFailed."""
+    """Turns torch's errors into LinkFailed."""
     try:
         yield
     except WeightsError:

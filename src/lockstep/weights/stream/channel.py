@@ -1,4 +1,8 @@
-"""Who sends to whom over a device transport, and how: the same on all sides, without torch."""
+"""A channel between the trainer and engines for device transports: its members and the handshake before bytes move.
+
+Every receiver announces under its name the digest of what it expects. The sender waits for all of them and reports
+which are missing or expect something else; only then does any process enter a communicator.
+"""
 
 import json
 import os
@@ -14,28 +18,28 @@ from lockstep.weights.distributed_setup import wait_for_key
 from lockstep.weights.errors import LinkFailed, PlanMismatch
 
 STREAM_RECEIVER = "lockstep.weights.stream.receiver:StreamReceiver"
-"""What an engine takes a stream by."""
+"""The class by which an engine receives a stream."""
 
 StreamTransport = Literal["nccl", "cuda_ipc"]
 
 
 @dataclass(frozen=True, slots=True)
 class StreamChannel:
-    """One sender role and some engines. It serves version after version until one of its members is lost; then another
-    one, with another number, is formed without it."""
+    """One sender role and some engines. It serves version after version until a member is lost; a channel with another
+    number then replaces it, without that member."""
 
     number: int
-    """Unique in a generation of the run: keys and communicators are named by it."""
+    """Unique in a generation of the run; names keys and communicators."""
     way: StreamTransport
     backend: str
-    """Of torch's process group: `nccl`; `gloo` carries the same stream between CPUs."""
+    """Backend of torch's process group: `nccl`, or `gloo`, which carries the same stream between CPUs."""
     store: tuple[str, int]
     """Host and port of the run's rendezvous store."""
     scope: str
-    """Prefix of all keys in it: generation of the run."""
+    """Prefix of all keys in the store: the run's generation."""
     engines: tuple[str, ...]
     width: int = 1
-    """Workers of each engine (tensor parallel); every one is a member."""
+    """Workers of each engine (tensor parallel); each is a member."""
     bucket_bytes: int = 64 << 20
     check: Literal["none", "sampled", "complete"] = "sampled"
     limit_s: float = 60.0
@@ -43,59 +47,59 @@ class StreamChannel:
 
     @property
     def members(self) -> list[str]:
-        """Names of the receivers, in the order of their ranks, which begin at 1: the sender is 0."""
+        """Names of the receivers, in the order of their ranks, which start at 1; the sender is rank 0."""
         return [member_name(engine, worker, self.width) for engine in self.engines for worker in range(self.width)]
 
     @property
     def name(self) -> str:
-        """For messages and communicators."""
+        """Its name in messages and communicators."""
         return f"weights stream {self.number}"
 
     def where(self, engine: str, plan: str) -> dict[str, Any]:
-        """What one of the engines is told.
+        """What an engine needs to join.
 
         Args:
-            plan: of the weights, as JSON: what this engine is to expect.
+            plan: the weight plan that this engine expects, as JSON.
         """
         return {"receiver": STREAM_RECEIVER, "channel": asdict(self), "engine": engine, "plan": plan}
 
     @classmethod
     def of(cls, found: Mapping[str, Any]) -> "StreamChannel":
-        """As it arrives at an engine."""
+        """The channel from the fields that an engine received."""
         host, port = found["store"]
         engines: Sequence[str] = found["engines"]
         return cls(**{**found, "store": (str(host), int(port)), "engines": tuple(engines)})
 
 
 def member_name(engine: str, worker: int, width: int) -> str:
-    """Of one of an engine's workers."""
+    """Name of one of an engine's workers."""
     return engine if width == 1 else f"{engine}/{worker}"
 
 
 @dataclass(frozen=True, slots=True)
 class StreamReceiverInfo:
-    """What a receiver tells of itself."""
+    """What a receiver announces."""
 
     agreement: str
     device: str
-    """What its device is known by on the whole host, such as a GPU's UUID."""
+    """A host-wide name of its device, such as a GPU's UUID."""
     host: str = field(default_factory=socket.gethostname)
     pid: int = field(default_factory=os.getpid)
 
 
 def announce_receiver(store: Store, channel: StreamChannel, name: str, card: StreamReceiverInfo) -> None:
-    """A receiver's part: shows its card, and waits until the sender has those of all.
+    """A receiver's side: announces it, and waits until the sender has seen all receivers.
 
     Raises:
-        PlanMismatch: they do not mean the same.
-        LinkFailed: the sender did not come, or refuses; names who is missing.
+        PlanMismatch: sender and receiver expect different tensors.
+        LinkFailed: the sender did not come, or refuses; names the missing receivers.
     """
     store.set(f"{channel.number}/card/{name}", json.dumps(asdict(card)))
     answer = json.loads(
         wait_for_key(store, f"{channel.number}/answer", channel.name, "the trainer", timeout_s=2 * channel.limit_s)
     )
     if answer["agreement"] != card.agreement:
-        raise PlanMismatch("the trainer has another plan, or other buckets", answer["agreement"], card.agreement)
+        raise PlanMismatch("the trainer has another plan or other buckets", answer["agreement"], card.agreement)
     if answer["problem"]:
         raise LinkFailed(channel.name, "the trainer", answer["problem"])
 
@@ -103,13 +107,13 @@ def announce_receiver(store: Store, channel: StreamChannel, name: str, card: Str
 def gather_receivers(
     store: Store, channel: StreamChannel, agreement: str, answers: bool
 ) -> dict[str, StreamReceiverInfo]:
-    """The sender's part: the cards of all receivers, by name.
+    """The sender's side: waits for all receivers; returns their announcements by name.
 
     Args:
-        answers: whether this rank tells the receivers (one of the trainer's ranks does).
+        answers: whether this rank answers the receivers (exactly one of the trainer's ranks does).
 
     Raises:
-        LinkFailed: some did not come, or expect something else.
+        LinkFailed: some receivers did not come, or expect something else.
     """
     cards: dict[str, StreamReceiverInfo] = {}
     until = time.monotonic() + channel.limit_s
@@ -121,12 +125,14 @@ def gather_receivers(
             cards[name] = StreamReceiverInfo(**json.loads(raw))
         except LinkFailed:
             missing.append(name)
-    problem = f"no word of {', '.join(missing)} within {channel.limit_s:g} s" if missing else ""
+    problem = f"{', '.join(missing)} did not join within {channel.limit_s:g} s" if missing else ""
     others = [name for name, card in cards.items() if card.agreement != agreement]
     if others and not problem:
-        problem = f"{', '.join(others)} expect other tensors, types or buckets"
+        problem = f"{', '.join(others)} expect other tensors, dtypes or buckets"
     if answers:
-        delete_old_channels(store, channel.number - 1)  # who was late for the last one is to find its answer
+        delete_old_channels(
+            store, channel.number - 1
+        )  # members that are late for the last channel still find its answer
         store.set(f"{channel.number}/answer", json.dumps({"agreement": agreement, "problem": problem}))
     if problem:
         raise LinkFailed(channel.name, ", ".join(missing or others), problem)
@@ -134,7 +140,7 @@ def gather_receivers(
 
 
 def delete_old_channels(store: Store, below: int) -> None:
-    """Removes all keys of channels of lower numbers."""
+    """Deletes all keys of channels with lower numbers."""
     for key in store.list_keys():
         number = key.partition("/")[0]
         if number.isdigit() and int(number) < below:
@@ -142,6 +148,6 @@ def delete_old_channels(store: Store, below: int) -> None:
 
 
 def receivers_on_device(cards: Mapping[str, StreamReceiverInfo], device: str) -> list[str]:
-    """Names of those on this device of this host."""
+    """Names of the receivers on this device of this host."""
     here = socket.gethostname()
     return [name for name, card in cards.items() if (card.host, card.device) == (here, device)]

@@ -23,40 +23,40 @@ _OFFSET_FIELDS = ("storage_bytes", "storage_offset", "ref_counter_offset")
 
 
 class IpcMemory(Protocol):
-    """Of one kind of device."""
+    """Memory of a device that other processes on the host can open."""
 
-    def known_as(self, device: torch.device) -> str:
-        """What all processes of the host call the device, whatever number it has in each."""
+    def device_key(self, device: torch.device) -> str:
+        """A host-wide name of the device, whatever its index in each process."""
 
-    def shelf(self, size: int, device: torch.device) -> Tensor:
+    def allocate(self, size: int, device: torch.device) -> Tensor:
         """New memory, uint8 `[size]`."""
 
-    def export(self, shelf: Tensor) -> dict[str, Any]:
-        """What one other process opens it by (JSON); another process needs one of its own."""
+    def export(self, buffer: Tensor) -> dict[str, Any]:
+        """A handle (JSON) by which one other process opens the memory; every process needs its own."""
 
     def open(self, handle: Mapping[str, Any], device: torch.device) -> Tensor:
-        """The memory of another process, uint8 `[size]`. It is that process's: it must outlive this view."""
+        """The memory of another process, uint8 `[size]`, which owns it and must outlive this view."""
 
 
 class CudaIpcMemory:
-    """CUDA IPC, by the functions that torch's own queues of tensors use."""
+    """CUDA IPC, by the functions that torch's multiprocessing queues use."""
 
-    def known_as(self, device: torch.device) -> str:
+    def device_key(self, device: torch.device) -> str:
         return str(torch.cuda.get_device_properties(device).uuid)
 
-    def shelf(self, size: int, device: torch.device) -> Tensor:
+    def allocate(self, size: int, device: torch.device) -> Tensor:
         return torch.empty(size, dtype=torch.uint8, device=device)
 
-    def export(self, shelf: Tensor) -> dict[str, Any]:
-        return export_handle(shelf)
+    def export(self, buffer: Tensor) -> dict[str, Any]:
+        return export_handle(buffer)
 
     def open(self, handle: Mapping[str, Any], device: torch.device) -> Tensor:
         return open_handle(handle, device)
 
 
 def export_handle(tensor: Tensor) -> dict[str, Any]:
-    """What another process on this GPU opens a contiguous tensor by, once: torch counts, in memory that belongs to this
-    one export, whether that process still has it."""
+    """A handle by which another process on this GPU opens a contiguous tensor, once: torch counts references in memory
+    that belongs to this one export."""
     from torch.multiprocessing.reductions import reduce_tensor
 
     _, found = reduce_tensor(tensor)  # type: ignore[no-untyped-call]
@@ -74,8 +74,7 @@ def export_handle(tensor: Tensor) -> dict[str, Any]:
 
 
 def open_handle(found: Mapping[str, Any], device: torch.device) -> Tensor:
-    """The tensor behind `export_handle`, uint8 `[size]`, in the process that opens it; `device` is this process's
-    number of that GPU."""
+    """Opens the tensor of `export_handle`, uint8 `[size]`; `device` is this process's index of that GPU."""
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
     handle, counter, event = (base64.b64decode(found[name]) for name in _HANDLE_FIELDS)
@@ -95,49 +94,50 @@ class IpcBufferWriter:
     """A trainer rank's end.
 
     Args:
-        lots: all of a version; the largest one decides the size.
+        buckets: all buckets of a version; the largest determines the buffers' size.
         readers: names of the workers on this device.
     """
 
     def __init__(
-        self, store: Store, channel: StreamChannel, lots: Sequence[TensorBucket], readers: Sequence[str], memory: IpcMemory,
-        device: torch.device,
+        self, store: Store, channel: StreamChannel, buckets: Sequence[TensorBucket], readers: Sequence[str],
+        memory: IpcMemory, device: torch.device,
     ) -> None:  # fmt: skip
         self._store, self._channel, self._readers, self._device = store, channel, list(readers), device
-        size = max(map(bytes_with_trailer, lots))
-        self._memory = [memory.shelf(size, device) for _ in range(BUFFER_COUNT)]
+        size = max(map(bytes_with_trailer, buckets))
+        self._memory = [memory.allocate(size, device) for _ in range(BUFFER_COUNT)]
         for reader in readers:
-            handles = [memory.export(shelf) for shelf in self._memory]
-            store.set(f"{channel.number}/shelves/{reader}", json.dumps(handles))
+            handles = [memory.export(buffer) for buffer in self._memory]
+            store.set(f"{channel.number}/buffers/{reader}", json.dumps(handles))
         self._put = 0
         self._version = 0
-        self._key = memory.known_as(device)
+        self._key = memory.device_key(device)
 
-    def free(self, lot: TensorBucket, version: int) -> Tensor:
-        """Memory for a lot, once all readers have what was in it. Raises LinkFailed, naming who has not."""
+    def acquire(self, bucket: TensorBucket, version: int) -> Tensor:
+        """Memory for a bucket, once all readers have copied its previous content. Raises LinkFailed, which names a
+        reader that has not."""
         self._version = version
-        if lot.number >= BUFFER_COUNT:
-            self._taken(lot.number - BUFFER_COUNT)
-        return self._memory[lot.number % BUFFER_COUNT][: bytes_with_trailer(lot)]
+        if bucket.number >= BUFFER_COUNT:
+            self._wait_until_taken(bucket.number - BUFFER_COUNT)
+        return self._memory[bucket.number % BUFFER_COUNT][: bytes_with_trailer(bucket)]
 
-    def put(self, lot: TensorBucket, buffer: Tensor) -> None:
-        """The lot is in its memory: tells the readers."""
+    def put(self, bucket: TensorBucket, buffer: Tensor) -> None:
+        """Announces to the readers that the bucket is in its memory."""
         _synchronize(self._device)
-        self._store.set(self._name(f"there/{self._key}", lot.number), "1")
-        self._put = lot.number + 1
+        self._store.set(self._name(f"there/{self._key}", bucket.number), "1")
+        self._put = bucket.number + 1
 
     def flush(self) -> None:
-        """Waits until the readers have everything."""
+        """Waits until the readers have copied everything."""
         for number in range(max(0, self._put - BUFFER_COUNT), self._put):
-            self._taken(number)
+            self._wait_until_taken(number)
 
     def close(self) -> None:
-        """Gives the memory back once no reader has it open."""
+        """Frees the memory once no reader has it open."""
         self._memory.clear()
         if self._device.type == "cuda":
             torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
 
-    def _taken(self, number: int) -> None:
+    def _wait_until_taken(self, number: int) -> None:
         for reader in self._readers:
             key = self._name(f"taken/{reader}", number)
             wait_for_key(
@@ -151,40 +151,40 @@ class IpcBufferWriter:
 
 
 class IpcBufferReader:
-    """An engine worker's end. Raises LinkFailed where no trainer rank is on its device."""
+    """An engine worker's end. Raises LinkFailed if no trainer rank is on its device."""
 
     def __init__(
         self, store: Store, channel: StreamChannel, name: str, memory: IpcMemory, device: torch.device
     ) -> None:
         self._store, self._channel, self._me, self._device = store, channel, name, device
-        self._key = memory.known_as(device)
+        self._key = memory.device_key(device)
         raw = wait_for_key(
-            store, f"{channel.number}/shelves/{name}", channel.name, f"a trainer rank on GPU {self._key}",
+            store, f"{channel.number}/buffers/{name}", channel.name, f"a trainer rank on GPU {self._key}",
             timeout_s=channel.limit_s, notice_after_s=None,
         )  # fmt: skip
         handles: list[dict[str, Any]] = json.loads(raw)
         self._memory = [memory.open(handle, device) for handle in handles]
 
-    def lots(self, lots: Sequence[TensorBucket], version: int) -> Iterator[Tensor]:
-        """Each in memory of its own."""
+    def buckets(self, buckets: Sequence[TensorBucket], version: int) -> Iterator[Tensor]:
+        """The buckets in order, each in memory of its own."""
         start = f"{self._channel.number}/{version}"
-        for lot in lots:
-            there = f"{start}/there/{self._key}/{lot.number}"
+        for bucket in buckets:
+            there = f"{start}/there/{self._key}/{bucket.number}"
             wait_for_key(
                 self._store, there, self._channel.name, "the trainer rank on this GPU",
                 timeout_s=self._channel.limit_s, notice_after_s=None,
             )  # fmt: skip
-            own = self._memory[lot.number % BUFFER_COUNT][: bytes_with_trailer(lot)].clone()
+            own = self._memory[bucket.number % BUFFER_COUNT][: bytes_with_trailer(bucket)].clone()
             _synchronize(self._device)
-            self._store.set(f"{start}/taken/{self._me}/{lot.number}", "1")
+            self._store.set(f"{start}/taken/{self._me}/{bucket.number}", "1")
             yield own
 
     def close(self) -> None:
-        """Lets go of the trainer's memory."""
+        """Closes the trainer's memory."""
         self._memory.clear()
 
 
 def _synchronize(device: torch.device) -> None:
-    """What was copied is there: another process sees memory, not streams."""
+    """Waits for copies on the device: another process sees its memory, not this process's CUDA streams."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,5 +1,4 @@
-"""An engine worker's end of a channel: tensors of a version, in the order in which they come, checked before they are
-given away."""
+"""An engine worker's end of a channel: yields the tensors of a version in the order they arrive, verified."""
 
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ class StreamReceiver:
     """Keeps the channel open from version to version.
 
     Args:
-        memory: what CUDA IPC is done by.
+        memory: implementation of CUDA IPC.
     """
 
     def __init__(self, memory: IpcMemory | None = None) -> None:
@@ -29,33 +28,33 @@ class StreamReceiver:
         self._open: tuple[StreamChannel, BroadcastGroup | IpcBufferReader] | None = None
 
     def promised(self, where: Mapping[str, Any]) -> dict[str, PlanEntry]:
-        """By name what a version will have (shape, type), from what the controller says (see `Channel.where`)."""
+        """Shapes and dtypes of a version's tensors by name, from the fields of `StreamChannel.where`."""
         return {entry.name: entry for entry in WeightPlan.from_json(where["plan"]).entries}
 
     @contextmanager
     def stream(
         self, where: Mapping[str, Any], version: int, worker: int, device: torch.device
     ) -> Generator[Iterator[tuple[str, Tensor]]]:
-        """The tensors of `version_numbers` with their names, as they come. A bucket's memory is its tensors' own: it
-        lives as long as one of them does. Where the context ends with an error, or before the last tensor, the
-        channel is left.
+        """The tensors of `version` with their names, as they arrive. A bucket's memory lives as long as one of its
+        tensors. If the context ends with an error, or before the last tensor, this receiver leaves the channel.
 
         Args:
-            worker: which of the engine's.
-            device: where the tensors are to be.
+            worker: index of this worker in its engine.
+            device: where the tensors are put.
 
         Raises:
-            PlanMismatch: the trainer means other tensors; nothing has moved.
-            LinkFailed: it did not come, or no further; TornWeights: a bucket is not what was sent.
+            PlanMismatch: the trainer sends other tensors; nothing has moved.
+            LinkFailed: the trainer did not come, or stopped.
+            TornWeights: a bucket is not what was sent.
         """
         channel, plan = StreamChannel.of(where["channel"]), WeightPlan.from_json(where["plan"])
-        inlet = self._inlet(channel, plan, member_name(where["engine"], worker, channel.width), device)
+        source = self._open_receiver(channel, plan, member_name(where["engine"], worker, channel.width), device)
         buckets = cut_buckets(plan, channel.bucket_bytes)
         whole = False
 
         def tensors() -> Iterator[tuple[str, Tensor]]:
             nonlocal whole
-            for bucket, buffer in zip(buckets, inlet.buckets(buckets, version), strict=True):
+            for bucket, buffer in zip(buckets, source.buckets(buckets, version), strict=True):
                 verify_trailer(buffer, bucket, channel.number, version, channel.check)
                 current_beacon().add("bytes", bucket.nbytes)
                 yield from bucket_views(buffer, bucket)
@@ -70,10 +69,10 @@ class StreamReceiver:
     def close(self) -> None:
         """Leaves the channel."""
         if self._open is not None:
-            (_, inlet), self._open = self._open, None
-            inlet.close()
+            (_, source), self._open = self._open, None
+            source.close()
 
-    def _inlet(
+    def _open_receiver(
         self, channel: StreamChannel, plan: WeightPlan, name: str, device: torch.device
     ) -> BroadcastGroup | IpcBufferReader:
         if self._open is not None and self._open[0] == channel:
@@ -81,20 +80,20 @@ class StreamReceiver:
         self.close()
         store = connect_store(*channel.store, f"{channel.scope}/stream")
         lends = channel.way == "cuda_ipc"
-        known_as = self._memory.known_as(device) if lends else str(device)
+        device_key = self._memory.device_key(device) if lends else str(device)
         agreed = stream_digest(plan, channel.bucket_bytes, channel.check)
-        announce_receiver(store, channel, name, StreamReceiverInfo(agreed, known_as))
-        inlet: BroadcastGroup | IpcBufferReader
+        announce_receiver(store, channel, name, StreamReceiverInfo(agreed, device_key))
+        source: BroadcastGroup | IpcBufferReader
         if lends:
-            inlet = IpcBufferReader(store, channel, name, self._memory, device)
+            source = IpcBufferReader(store, channel, name, self._memory, device)
         else:
-            inlet = BroadcastGroup(store, channel, 1 + channel.members.index(name), device)
-        self._open = channel, inlet
-        return inlet
+            source = BroadcastGroup(store, channel, 1 + channel.members.index(name), device)
+        self._open = channel, source
+        return source
 
 
 def bucket_views(buffer: Tensor, bucket: TensorBucket) -> Iterator[tuple[str, Tensor]]:
-    """A bucket's tensors, where they lie."""
+    """A bucket's tensors, as views of its memory."""
     for entry in bucket.entries:
         start, end = bucket.place(entry)
         yield entry.name, buffer[start:end].view(entry.torch_dtype).view(entry.shape)

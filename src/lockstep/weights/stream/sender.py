@@ -1,4 +1,4 @@
-"""A trainer rank's end of a channel: takes part in every gather, whatever becomes of the link."""
+"""A trainer rank's end of a channel: takes part in every gather even after the channel has failed."""
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,15 +18,15 @@ from lockstep.weights.weight_plan import WeightPlan
 log = logging.getLogger(__name__)
 
 GatheredRows = Mapping[str, Sequence[Tensor]]
-"""Of a bucket's tensors, by name: consecutive rows in the plan's types, uint8 `[bytes]` each."""
+"""Rows of a bucket's tensors, by name: consecutive, in the plan's dtypes, uint8 `[bytes]` each."""
 
 
 class StreamSender:
-    """Keeps the channel open from version to version. One thread calls it, the one that does all collectives.
+    """Keeps the channel open from version to version. Only the thread that runs all collectives calls it.
 
     Args:
-        rank: of the trainer. Over NCCL rank 0 sends; through shared memory each does to the workers on its GPU.
-        memory: what CUDA IPC is done by.
+        rank: the trainer's. Over NCCL rank 0 sends; by CUDA IPC every rank sends to the workers on its GPU.
+        memory: implementation of CUDA IPC.
     """
 
     def __init__(self, rank: int, device: torch.device, memory: IpcMemory | None = None) -> None:
@@ -40,32 +40,32 @@ class StreamSender:
         """Sends a version, bucket by bucket as they are gathered.
 
         Args:
-            gathered: per bucket what this rank is to send, None on ranks that keep nothing of it. It is exhausted in any
-                case: to gather is a collective of all ranks.
+            gathered: for each bucket what this rank sends, None on ranks that send nothing. It is always exhausted,
+                because gathering is a collective of all ranks.
 
         Returns:
-            Why it failed, empty where it did not: the controller decides who is left out.
+            Why it failed, empty on success. The controller decides which engines to leave out.
         """
         buckets = cut_buckets(plan, channel.bucket_bytes)
-        problem, outlet = "", None
+        problem, sender = "", None
         try:
-            outlet = self._outlet(channel, plan, buckets)
+            sender = self._open_sender(channel, plan, buckets)
         except LinkFailed as error:
             problem = str(error)
         for bucket, pieces in zip(buckets, gathered, strict=True):
-            if pieces is None or outlet is None:
+            if pieces is None or sender is None:
                 continue
             try:
-                buffer = outlet.free(bucket, version)
+                buffer = sender.acquire(bucket, version)
                 fill_bucket(buffer, bucket, pieces)
                 write_trailer(buffer, bucket, channel.number, version, channel.check)
-                outlet.put(bucket, buffer)
+                sender.put(bucket, buffer)
                 current_beacon().add("bytes", bucket.nbytes)
             except LinkFailed as error:
-                problem, outlet = str(error), None
+                problem, sender = str(error), None
         try:
-            if outlet is not None:
-                outlet.flush()
+            if sender is not None:
+                sender.flush()
         except LinkFailed as error:
             problem = str(error)
         if problem:
@@ -74,12 +74,12 @@ class StreamSender:
         return problem
 
     def close(self) -> None:
-        """Ends the communicator; what is on its way is lost."""
+        """Ends the communicator; buckets in flight are lost."""
         if self._open is not None:
-            (_, outlet), self._open = self._open, None
-            outlet.close()
+            (_, sender), self._open = self._open, None
+            sender.close()
 
-    def _outlet(
+    def _open_sender(
         self, channel: StreamChannel, plan: WeightPlan, buckets: Sequence[TensorBucket]
     ) -> BroadcastGroup | IpcBufferWriter | None:
         """None on ranks that send nothing."""
@@ -87,25 +87,25 @@ class StreamSender:
             return None
         if self._open is not None and self._open[0] == channel:
             return self._open[1]
-        self.close()  # there is never more than one
+        self.close()  # at most one channel is open
         store = connect_store(*channel.store, f"{channel.scope}/stream")
         agreed = stream_digest(plan, channel.bucket_bytes, channel.check)
         cards = gather_receivers(store, channel, agreed, answers=self.rank == 0)
-        outlet: BroadcastGroup | IpcBufferWriter
+        sender: BroadcastGroup | IpcBufferWriter
         if channel.way == "nccl":
-            outlet = BroadcastGroup(store, channel, 0, self.device)
+            sender = BroadcastGroup(store, channel, 0, self.device)
         else:
-            readers = receivers_on_device(cards, self._memory.known_as(self.device))
+            readers = receivers_on_device(cards, self._memory.device_key(self.device))
             if not readers:
                 return None
-            outlet = IpcBufferWriter(store, channel, buckets, readers, self._memory, self.device)
-        self._open = channel, outlet
-        return outlet
+            sender = IpcBufferWriter(store, channel, buckets, readers, self._memory, self.device)
+        self._open = channel, sender
+        return sender
 
 
 @torch.no_grad()
 def fill_bucket(buffer: Tensor, bucket: TensorBucket, pieces: GatheredRows) -> None:
-    """Puts a bucket's tensors into their places.
+    """Copies gathered rows into a bucket.
 
     Raises:
         ValueError: rows are missing, or too many.

@@ -20,8 +20,8 @@ from lockstep.weights.write_records import ChecksumMode, sample_ranges
 
 @dataclass(frozen=True, slots=True)
 class TensorBucket:
-    """Neighbouring tensors of the plan, gathered, sent, checked and loaded together. They lie in one piece of memory as
-    in the plan's buffer, from the first one's place on."""
+    """Neighbouring tensors of the plan that are gathered, sent, checked and loaded together. They are laid out in
+    memory as in the plan's buffer, starting at the first one's offset."""
 
     number: int
     entries: tuple[PlanEntry, ...]
@@ -38,8 +38,8 @@ class TensorBucket:
 
 
 def cut_buckets(plan: WeightPlan, limit: int) -> tuple[TensorBucket, ...]:
-    """All tensors in the order of the plan, in lots of `limit` bytes at most. Tensors are not cut, as an engine loads
-    whole ones: one of more bytes is a lot by itself."""
+    """All tensors in the order of the plan, in buckets of at most `limit` bytes. Tensors are not cut, because an engine
+    loads whole ones: a larger tensor is a bucket by itself."""
     groups: list[list[PlanEntry]] = []
     for entry in plan.entries:
         if groups and entry.offset + entry.nbytes - groups[-1][0].offset <= limit:
@@ -50,21 +50,21 @@ def cut_buckets(plan: WeightPlan, limit: int) -> tuple[TensorBucket, ...]:
 
 
 def stream_digest(plan: WeightPlan, limit: int, check: str) -> str:
-    """sha256, hexadecimal, of what two sides must have in common: tensors and their order, buckets, checksums."""
+    """sha256, hexadecimal, of what both sides must agree on: tensors and their order, buckets, checksums."""
     return hashlib.sha256(f"{plan.digest} {limit} {check}".encode()).hexdigest()
 
 
-_TRAILER = struct.Struct("<8sQqQQ")  # magic, channel, version, lot, checksum
+_TRAILER = struct.Struct("<8sQqQQ")  # magic, channel, version, bucket, checksum
 _MAGIC = b"LOCKSTPS"
 
 
-def bytes_with_trailer(lot: TensorBucket) -> int:
-    """Of a lot with its seal."""
-    return _trailer_offset(lot) + _TRAILER.size
+def bytes_with_trailer(bucket: TensorBucket) -> int:
+    """Size of a bucket with its trailer."""
+    return _trailer_offset(bucket) + _TRAILER.size
 
 
 def tensor_checksum(data: Tensor, check: ChecksumMode) -> int:
-    """crc32 of the samples, or of everything, of uint8 `[bytes]` on any device. Only what is summed up leaves it."""
+    """crc32 of the samples, or of everything, of uint8 `[bytes]` on any device. Only those bytes are copied off it."""
     if check == "none":
         return 0
     places = sample_ranges(data.numel())
@@ -74,33 +74,33 @@ def tensor_checksum(data: Tensor, check: ChecksumMode) -> int:
     return zlib.crc32(plain)
 
 
-def write_trailer(buffer: Tensor, lot: TensorBucket, channel: int, version: int, check: ChecksumMode) -> None:
-    """Writes the seal behind the lot.
+def write_trailer(buffer: Tensor, bucket: TensorBucket, channel: int, version: int, check: ChecksumMode) -> None:
+    """Writes the trailer after the bucket.
 
     Args:
-        buffer: uint8 `[sealed_bytes(lot)]`, the lot's bytes filled in; what lies between tensors is set to zero here.
+        buffer: uint8 `[bytes_with_trailer(bucket)]` with the bucket's tensors; padding between them is zeroed here.
     """
-    for start, end in _padding_ranges(lot):
+    for start, end in _padding_ranges(bucket):
         buffer[start:end] = 0
-    body = _TRAILER.pack(_MAGIC, channel, version, lot.number, tensor_checksum(buffer[: lot.nbytes], check))
-    at = _trailer_offset(lot)
+    body = _TRAILER.pack(_MAGIC, channel, version, bucket.number, tensor_checksum(buffer[: bucket.nbytes], check))
+    at = _trailer_offset(bucket)
     buffer[at : at + len(body)] = torch.frombuffer(bytearray(body), dtype=torch.uint8).to(buffer.device)
 
 
-def verify_trailer(buffer: Tensor, lot: TensorBucket, channel: int, version: int, check: ChecksumMode) -> None:
-    """Raises TornWeights where the buffer is not this lot, as it was sealed."""
-    at = _trailer_offset(lot)
+def verify_trailer(buffer: Tensor, bucket: TensorBucket, channel: int, version: int, check: ChecksumMode) -> None:
+    """Raises TornWeights unless the buffer holds this bucket as its trailer describes it."""
+    at = _trailer_offset(bucket)
     found = _TRAILER.unpack(buffer[at : at + _TRAILER.size].cpu().numpy().tobytes())
-    expected = _TRAILER.pack(_MAGIC, channel, version, lot.number, tensor_checksum(buffer[: lot.nbytes], check))
+    expected = _TRAILER.pack(_MAGIC, channel, version, bucket.number, tensor_checksum(buffer[: bucket.nbytes], check))
     if found != _TRAILER.unpack(expected):
-        raise TornWeights(version, f"bucket {lot.number}, from {lot.entries[0].name} on", 0, lot.nbytes)
+        raise TornWeights(version, f"bucket {bucket.number}, from {bucket.entries[0].name} on", 0, bucket.nbytes)
 
 
-def _trailer_offset(lot: TensorBucket) -> int:
-    return -(-lot.nbytes // ALIGNMENT) * ALIGNMENT
+def _trailer_offset(bucket: TensorBucket) -> int:
+    return -(-bucket.nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def _padding_ranges(lot: TensorBucket) -> list[tuple[int, int]]:
-    """Bytes that only align the tensor behind them: nobody fills them, and the checksum has them."""
-    places = [lot.place(entry) for entry in lot.entries]
+def _padding_ranges(bucket: TensorBucket) -> list[tuple[int, int]]:
+    """Padding before aligned tensors: no tensor fills it, and the checksum covers it."""
+    places = [bucket.place(entry) for entry in bucket.entries]
     return [(end, start) for (_, end), (start, _) in itertools.pairwise(places) if end < start]

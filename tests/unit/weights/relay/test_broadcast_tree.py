@@ -33,7 +33,7 @@ class Stub:
     def silent_s(self) -> float:
         return self.silent
 
-    def look(self) -> str | None:
+    def poll(self) -> str | None:
         return self.verdict
 
     def superseded(self) -> bool:
@@ -47,7 +47,7 @@ def node(name: str) -> RelayNode:
     return RelayNode(NodeInfo(name, "127.0.0.1", Path("/nowhere")))
 
 
-class Desk:
+class Setup:
     """Begins transfers, and remembers them."""
 
     def __init__(self, names: str) -> None:
@@ -55,15 +55,15 @@ class Desk:
         self.begun: list[Stub] = []
         self.arrived: list[str] = []
         self.refuse: set[str] = set()
-        self.now, self.hiring = 0.0, set[str]()
-        self.round = BroadcastTree(
+        self.now, self.pending = 0.0, set[str]()
+        self.tree = BroadcastTree(
             7, self.others, [self.home], [0, 1], self.ready, self.begin, self.note, LIMIT, lambda: self.now,  # type: ignore[arg-type]
         )  # fmt: skip
 
     def ready(self, node: RelayNode) -> bool:
         if node.info.name in self.refuse:
-            raise WorkerDied("courier", 0, -9, "")
-        return node.info.name not in self.hiring
+            raise WorkerDied("relay", 0, -9, "")
+        return node.info.name not in self.pending
 
     def begin(self, source: RelayNode, target: RelayNode, version: int, ranks: list[int]) -> Any:
         assert (version, ranks) == (7, [0, 1])
@@ -77,170 +77,170 @@ class Desk:
         for transfer in self.begun:
             if transfer.verdict is None and (not names or transfer.target.info.name in names):
                 transfer.verdict = verdict
-        return self.round.look()
+        return self.tree.poll()
 
 
 def test_who_has_it_passes_it_on() -> None:
-    desk = Desk("abcdefghijklmn")
+    setup = Setup("abcdefghijklmn")
     turns = 0
-    desk.round.look()
-    assert len(desk.begun) == FANOUT
-    while desk.end("done") is None:
+    setup.tree.poll()
+    assert len(setup.begun) == FANOUT
+    while setup.end("done") is None:
         turns += 1
-    assert sorted(desk.arrived) == list("abcdefghijklmn")
+    assert sorted(setup.arrived) == list("abcdefghijklmn")
     assert turns <= 2, "home and two at first, then all that have it send to two each"
-    senders = [transfer.source.info.name for transfer in desk.begun]
+    senders = [transfer.source.info.name for transfer in setup.begun]
     assert max(map(senders.count, senders)) <= 2 * FANOUT + 2
-    assert desk.round.behind == []
+    assert setup.tree.behind == []
 
 
 def test_one_that_fails_is_left_behind_and_the_others_get_it() -> None:
-    desk = Desk("abc")
-    desk.round.look()
-    desk.end("receiver", "a")
-    while desk.end("done") is None:
+    setup = Setup("abc")
+    setup.tree.poll()
+    setup.end("receiver", "a")
+    while setup.end("done") is None:
         pass
-    assert [each.info.name for each in desk.round.behind] == ["a"]
-    assert sorted(desk.arrived) == ["b", "c"]
+    assert [each.info.name for each in setup.tree.behind] == ["a"]
+    assert sorted(setup.arrived) == ["b", "c"]
 
 
 def test_a_sender_that_fails_is_left_out_where_another_has_it() -> None:
-    desk = Desk("abc")
-    desk.round.look()
-    desk.end("done", "a")
-    desk.end("sender", "b")
-    assert desk.home.stuck
-    while desk.end("done") is None:
+    setup = Setup("abc")
+    setup.tree.poll()
+    setup.end("done", "a")
+    setup.end("sender", "b")
+    assert setup.home.stuck
+    while setup.end("done") is None:
         pass
-    assert sorted(desk.arrived) == ["a", "b", "c"]
-    assert desk.begun[-1].source.info.name != "home"
+    assert sorted(setup.arrived) == ["a", "b", "c"]
+    assert setup.begun[-1].source.info.name != "home"
 
 
 def test_a_sender_that_fails_again_and_again_is_given_up() -> None:
-    desk = Desk("a")
-    desk.round.look()
+    setup = Setup("a")
+    setup.tree.poll()
     for _ in range(MAX_SENDER_FAILURES):
-        desk.end("sender")
-    assert len(desk.begun) == MAX_SENDER_FAILURES
-    assert desk.round.look() is True
-    assert [each.info.name for each in desk.round.behind] == ["a"]
+        setup.end("sender")
+    assert len(setup.begun) == MAX_SENDER_FAILURES
+    assert setup.tree.poll() is True
+    assert [each.info.name for each in setup.tree.behind] == ["a"]
 
 
 def test_a_node_without_a_courier_is_left_behind() -> None:
-    desk = Desk("ab")
-    desk.refuse = {"a"}
-    desk.round.look()
-    assert desk.end("done") is True
-    assert [each.info.name for each in desk.round.behind] == ["a"]
+    setup = Setup("ab")
+    setup.refuse = {"a"}
+    setup.tree.poll()
+    assert setup.end("done") is True
+    assert [each.info.name for each in setup.tree.behind] == ["a"]
 
 
 def test_giving_up_leaves_all_that_are_not_done() -> None:
-    desk = Desk("abcd")
-    desk.round.look()
-    before = desk.round.progress()
-    desk.begun[0].bytes = 5
-    assert desk.round.progress() != before
-    desk.round.give_up("no more")
-    assert sorted(each.info.name for each in desk.round.behind) == list("abcd")
-    assert [each.stuck for each in desk.others] == [True, True, False, False]
-    assert desk.round.look() is True
+    setup = Setup("abcd")
+    setup.tree.poll()
+    before = setup.tree.progress()
+    setup.begun[0].bytes = 5
+    assert setup.tree.progress() != before
+    setup.tree.give_up("no more")
+    assert sorted(each.info.name for each in setup.tree.behind) == list("abcd")
+    assert [each.stuck for each in setup.others] == [True, True, False, False]
+    assert setup.tree.poll() is True
 
 
 def test_what_no_other_try_would_mend_is_raised() -> None:
     class Final(Stub):
-        def look(self) -> str | None:
+        def poll(self) -> str | None:
             raise WorkerDied("x", 0, 1, "")
 
-    desk = Desk("a")
-    desk.round._begin = lambda *_: Final(desk.home, desk.others[0], 0)  # type: ignore[assignment,return-value]
-    desk.round.look()
+    setup = Setup("a")
+    setup.tree._begin = lambda *_: Final(setup.home, setup.others[0], 0)  # type: ignore[assignment,return-value]
+    setup.tree.poll()
     with pytest.raises(WorkerDied):
-        desk.round.look()
+        setup.tree.poll()
 
 
 def test_a_sender_that_two_saw_fail_is_replaced_once() -> None:
-    desk = Desk("ab")
-    desk.round.look()
-    desk.end("sender", "a")
-    assert desk.home.stuck
-    desk.home.stuck, desk.begun[1].mended = False, True  # its next courier, which "a" has by now
-    desk.end("sender", "b")
-    assert not desk.home.stuck
-    while desk.end("done") is None:
+    setup = Setup("ab")
+    setup.tree.poll()
+    setup.end("sender", "a")
+    assert setup.home.stuck
+    setup.home.stuck, setup.begun[1].mended = False, True  # its next relay, which "a" has by now
+    setup.end("sender", "b")
+    assert not setup.home.stuck
+    while setup.end("done") is None:
         pass
-    assert sorted(desk.arrived) == ["a", "b"] and not desk.round.behind
+    assert sorted(setup.arrived) == ["a", "b"] and not setup.tree.behind
 
 
 def test_a_sender_that_says_what_is_wrong_is_left_alone() -> None:
-    desk = Desk("ab")
-    desk.round.look()
-    desk.end("done", "a")
-    desk.end("refused", "b")
-    assert not desk.home.stuck
-    while desk.end("done") is None:
+    setup = Setup("ab")
+    setup.tree.poll()
+    setup.end("done", "a")
+    setup.end("refused", "b")
+    assert not setup.home.stuck
+    while setup.end("done") is None:
         pass
-    assert sorted(desk.arrived) == ["a", "b"] and desk.begun[-1].source.info.name == "a"
-    desk = Desk("a")
-    desk.round.look()
-    assert desk.end("refused") is True
-    assert desk.round.behind == desk.others and not desk.home.stuck and not desk.others[0].stuck
+    assert sorted(setup.arrived) == ["a", "b"] and setup.begun[-1].source.info.name == "a"
+    setup = Setup("a")
+    setup.tree.poll()
+    assert setup.end("refused") is True
+    assert setup.tree.behind == setup.others and not setup.home.stuck and not setup.others[0].stuck
 
 
 def test_a_sender_without_a_courier_blames_no_receiver() -> None:
-    desk = Desk("abc")
-    desk.round.look()
-    desk.refuse = {"home"}
-    desk.end("done", "a", "b")
-    while desk.end("done") is None:
+    setup = Setup("abc")
+    setup.tree.poll()
+    setup.refuse = {"home"}
+    setup.end("done", "a", "b")
+    while setup.end("done") is None:
         pass
-    assert sorted(desk.arrived) == ["a", "b", "c"] and not desk.round.behind
+    assert sorted(setup.arrived) == ["a", "b", "c"] and not setup.tree.behind
 
 
 def test_a_receiver_that_stands_still_is_left_behind_after_the_limit() -> None:
-    desk = Desk("ab")
-    desk.round.look()
-    stuck, well = desk.begun
+    setup = Setup("ab")
+    setup.tree.poll()
+    stuck, well = setup.begun
     for _ in range(4):
-        desk.now += LIMIT / 2 + 1
+        setup.now += LIMIT / 2 + 1
         well.bytes += 1
-        assert desk.round.look() is None
-        if desk.now > LIMIT:
+        assert setup.tree.poll() is None
+        if setup.now > LIMIT:
             break
-    assert [each.info.name for each in desk.round.behind] == ["a"] and stuck.target.stuck and not desk.home.stuck
-    assert desk.end("done") is True
+    assert [each.info.name for each in setup.tree.behind] == ["a"] and stuck.target.stuck and not setup.home.stuck
+    assert setup.end("done") is True
 
 
 def test_a_sender_that_says_nothing_is_replaced_while_there_is_time() -> None:
-    desk = Desk("a")
-    desk.round.look()
-    desk.now, desk.begun[0].silent = LIMIT / 2 + 1, LIMIT / 2 + 1
-    assert desk.round.look() is None
-    assert desk.home.stuck and not desk.others[0].stuck and len(desk.begun) == 2
-    desk.now += LIMIT / 2 - 2
-    assert desk.round.look() is None
-    desk.now += 2  # the target's time goes on, whoever sends
-    assert desk.round.look() is True and desk.round.behind == desk.others
+    setup = Setup("a")
+    setup.tree.poll()
+    setup.now, setup.begun[0].silent = LIMIT / 2 + 1, LIMIT / 2 + 1
+    assert setup.tree.poll() is None
+    assert setup.home.stuck and not setup.others[0].stuck and len(setup.begun) == 2
+    setup.now += LIMIT / 2 - 2
+    assert setup.tree.poll() is None
+    setup.now += 2  # the target's time goes on, whoever sends
+    assert setup.tree.poll() is True and setup.tree.behind == setup.others
 
 
 def test_who_has_no_courier_yet_is_waited_for_no_longer_than_the_limit() -> None:
-    desk = Desk("ab")
-    desk.hiring = {"a"}
-    desk.round.look()
-    assert desk.end("done") is None
-    desk.now = LIMIT - 1
-    assert desk.round.look() is None
-    desk.now = LIMIT + 1
-    assert desk.round.look() is True
-    assert [each.info.name for each in desk.round.behind] == ["a"] and not desk.others[0].stuck
+    setup = Setup("ab")
+    setup.pending = {"a"}
+    setup.tree.poll()
+    assert setup.end("done") is None
+    setup.now = LIMIT - 1
+    assert setup.tree.poll() is None
+    setup.now = LIMIT + 1
+    assert setup.tree.poll() is True
+    assert [each.info.name for each in setup.tree.behind] == ["a"] and not setup.others[0].stuck
 
 
 def test_a_queue_for_a_sender_counts_as_long_as_others_move() -> None:
-    desk = Desk("abc")
-    desk.round.look()
+    setup = Setup("abc")
+    setup.tree.poll()
     for _ in range(5):
-        desk.now += LIMIT - 1
-        for transfer in desk.begun:
+        setup.now += LIMIT - 1
+        for transfer in setup.begun:
             transfer.bytes += 1
-        assert desk.round.look() is None
-    desk.end("done", "a")
-    assert len(desk.begun) == 3 and not desk.round.behind
+        assert setup.tree.poll() is None
+    setup.end("done", "a")
+    assert len(setup.begun) == 3 and not setup.tree.behind

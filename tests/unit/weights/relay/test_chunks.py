@@ -31,12 +31,12 @@ SHAPES = st.lists(
 
 
 def digests(cut: list[Chunk], memory: memoryview) -> list[bytes]:
-    return [chunk_digest(parcel, memory) for parcel in cut]
+    return [chunk_digest(chunk, memory) for chunk in cut]
 
 
 def marks_of(plan: WeightPlan, ranks: int) -> list[WriteRecord]:
     """As FSDP2 shards: chunks of ceil(rows / ranks), one bucket each."""
-    marks = []
+    records = []
     for rank in range(ranks):
         buckets = []
         for position, entry in enumerate(plan.entries):
@@ -46,19 +46,19 @@ def marks_of(plan: WeightPlan, ranks: int) -> list[WriteRecord]:
                 buckets.append(
                     ChecksumBlock(position, first * entry.row_bytes, (last - first) * entry.row_bytes, 0, None)
                 )
-        marks.append(WriteRecord(rank, 1, 1, plan.digest, tuple(buckets)))
-    return marks
+        records.append(WriteRecord(rank, 1, 1, plan.digest, tuple(buckets)))
+    return records
 
 
-def owned(plan: WeightPlan, marks: list[WriteRecord]) -> set[int]:
+def owned(plan: WeightPlan, records: list[WriteRecord]) -> set[int]:
     """Every byte of the buffer that these ranks wrote."""
     return {
         byte
-        for mark in marks
-        for bucket in mark.buckets
+        for record in records
+        for block in record.blocks
         for byte in range(
-            plan.entries[bucket.entry].offset + bucket.start,
-            plan.entries[bucket.entry].offset + bucket.start + bucket.length,
+            plan.entries[block.entry].offset + block.start,
+            plan.entries[block.entry].offset + block.start + block.length,
         )
     }
 
@@ -69,12 +69,12 @@ def test_every_byte_travels_once(
 ) -> None:
     limit = max(limit, 1000)
     plan = WeightPlan.of((f"t{number:02}", shape, dtype) for number, shape in enumerate(shapes))
-    marks = marks_of(plan, ranks)
-    some = data.draw(st.lists(st.sampled_from(marks), min_size=1, unique_by=lambda mark: mark.rank))
+    records = marks_of(plan, ranks)
+    some = data.draw(st.lists(st.sampled_from(records), min_size=1, unique_by=lambda record: record.rank))
     cut = cut_chunks(plan, some, limit)
     assert cut == cut_chunks(plan, list(reversed(some)), limit), "both sides cut alike"
-    assert all(0 < chunk_bytes(parcel) <= limit for parcel in cut)
-    runs = [run for parcel in cut for run in parcel]
+    assert all(0 < chunk_bytes(chunk) <= limit for chunk in cut)
+    runs = [run for chunk in cut for run in chunk]
     assert all(a.end <= b.start for a, b in itertools.pairwise(runs)), "in order, none twice"
     covered = {byte for run in runs for byte in range(run.start, run.end)}
     wanted = owned(plan, some)
@@ -82,7 +82,7 @@ def test_every_byte_travels_once(
     if len(some) == ranks:
         assert covered <= set(range(plan.nbytes))
     else:
-        assert not (covered - wanted) & owned(plan, marks), "nothing of ranks that were not asked for"
+        assert not (covered - wanted) & owned(plan, records), "nothing of ranks that were not asked for"
 
 
 @given(SHAPES, st.integers(1, 4), st.integers(1000, 300_000), st.integers(0, 1000))
@@ -90,13 +90,13 @@ def test_what_is_sent_arrives_in_its_place(shapes: list[tuple[int, ...]], ranks:
     plan = WeightPlan.of((f"t{number:02}", shape, "float32") for number, shape in enumerate(shapes))
     source = memoryview(random.Random(seed).randbytes(plan.nbytes))
     target = memoryview(bytearray(plan.nbytes))
-    for mark in marks_of(plan, ranks):
-        for parcel in cut_chunks(plan, [mark], limit):
-            staging = memoryview(bytearray(chunk_bytes(parcel)))
-            piece = pack_chunk(parcel, source, staging)
-            if len(parcel) == 1:
-                target[parcel[0].start : parcel[0].end] = piece
-            unpack_chunk(parcel, piece, target)
+    for record in marks_of(plan, ranks):
+        for chunk in cut_chunks(plan, [record], limit):
+            staging = memoryview(bytearray(chunk_bytes(chunk)))
+            piece = pack_chunk(chunk, source, staging)
+            if len(chunk) == 1:
+                target[chunk[0].start : chunk[0].end] = piece
+            unpack_chunk(chunk, piece, target)
     for entry in plan.entries:
         assert target[entry.offset : entry.offset + entry.nbytes] == source[entry.offset : entry.offset + entry.nbytes]
 
@@ -130,4 +130,4 @@ def test_a_whole_version_is_few_large_parcels(limit: int) -> None:
                    for name, shape in (("norm", (512,)), ("weight", (512, 512))))  # fmt: skip
     cut = cut_chunks(plan, marks_of(plan, 1), limit)
     assert len(cut) == -(-plan.nbytes // limit)
-    assert all(len(parcel) == 1 for parcel in cut), "sent as it lies in memory"
+    assert all(len(chunk) == 1 for chunk in cut), "sent as it lies in memory"

@@ -29,7 +29,7 @@ class Answer:
         return self.value
 
 
-class Courier:
+class Relay:
     """Answers how far it is."""
 
     spec, moves = WorkerSpec("courier-a", "weights", 0, ""), 0
@@ -46,36 +46,36 @@ class Courier:
 
 def transfer(says: Any, received: Any = None) -> tuple[RelayTransfer, Answer]:
     source, target = (RelayNode(NodeInfo(name, "x", Path("/"))) for name in "ac")
-    source.courier, answer = Courier(says), Answer(received)  # type: ignore[assignment]
-    begun = RelayTransfer(source, target, RelayLink(1, "a", "c"), source.courier, Courier(None), answer)  # type: ignore[arg-type]
+    source.relay, answer = Relay(says), Answer(received)  # type: ignore[assignment]
+    begun = RelayTransfer(source, target, RelayLink(1, "a", "c"), source.relay, Relay(None), answer)  # type: ignore[arg-type]
     return begun, answer
 
 
 def test_it_goes_well() -> None:
     begun, answer = transfer(SendProgress(5))
-    assert begun.look() is None and begun.bytes == 5
+    assert begun.poll() is None and begun.bytes == 5
     answer.value = ReceiveResult(5, 5, 0.1, True)
-    assert begun.look() == "done"
+    assert begun.poll() == "done"
 
 
-@pytest.mark.parametrize("successor", [None, Courier(SendProgress())], ids=["without", "replaced"])
+@pytest.mark.parametrize("successor", [None, Relay(SendProgress())], ids=["without", "replaced"])
 def test_a_dead_sender_is_at_fault_whoever_comes_in_its_place(successor: Any) -> None:
     begun, answer = transfer(WorkerDied("courier-a", 0, -9, ""))
-    assert begun.look() is None, "the receiver will notice"
+    assert begun.poll() is None, "the receiver will notice"
     assert not begun.superseded()
-    begun.source.courier = successor
-    assert begun.look() is None and begun.superseded()
+    begun.source.relay = successor
+    assert begun.poll() is None and begun.superseded()
     answer.value = RESET
-    assert begun.look() == "sender"
+    assert begun.poll() == "sender"
 
 
 def test_what_a_living_sender_says_of_itself_is_not_the_receivers_fault() -> None:
     begun, answer = transfer(
-        SendProgress(0, "StaleVersion: version 1 of the weights was wanted, nothing was published yet")
+        SendProgress(0, "StaleVersion: version 1 of the weights was requested, nothing was published yet")
     )
-    assert begun.look() is None, "the receiver has not noticed yet"
+    assert begun.poll() is None, "the receiver has not noticed yet"
     answer.value = RESET
-    assert begun.look() == "refused" and "StaleVersion" in begun.problem
+    assert begun.poll() == "refused" and "StaleVersion" in begun.problem
 
 
 @pytest.mark.parametrize(
@@ -83,4 +83,4 @@ def test_what_a_living_sender_says_of_itself_is_not_the_receivers_fault() -> Non
 )
 def test_a_link_that_broke_leaves_the_receiver_behind(says: SendProgress) -> None:
     begun, _ = transfer(says, RESET)
-    assert begun.look() == "receiver"
+    assert begun.poll() == "receiver"

@@ -1,4 +1,4 @@
-"""Lots and their seals: every tensor once, bounded, and nothing taken that is not what was sent."""
+"""Buckets and their seals: every tensor once, bounded, and nothing taken that is not what was sent."""
 
 import pytest
 import torch
@@ -32,45 +32,45 @@ TYPES = ("float32", "bfloat16", "float64")
 def test_what_is_filled_from_rows_comes_out_as_it_was(shapes: list[tuple[int, ...]], limit: int, ranks: int) -> None:
     plan = WeightPlan.of((f"t{n}", shape, TYPES[n % 3]) for n, shape in enumerate(shapes))
     tensors = {entry.name: torch.randn(entry.shape).to(entry.torch_dtype) for entry in plan.entries}
-    lots = cut_buckets(plan, limit)
-    assert [entry for lot in lots for entry in lot.entries] == list(plan.entries)
-    assert all(lot.nbytes <= limit or len(lot.entries) == 1 for lot in lots)
+    buckets = cut_buckets(plan, limit)
+    assert [entry for bucket in buckets for entry in bucket.entries] == list(plan.entries)
+    assert all(bucket.nbytes <= limit or len(bucket.entries) == 1 for bucket in buckets)
     found = {}
-    for lot in lots:
+    for bucket in buckets:
         pieces = {}
-        for entry in lot.entries:
+        for entry in bucket.entries:
             raw = tensors[entry.name].contiguous().view(-1).view(torch.uint8)
             chunk = -(-entry.rows // ranks) * entry.row_bytes
             pieces[entry.name] = [raw[rank * chunk : (rank + 1) * chunk] for rank in range(ranks)]
-        buffer = torch.full((bytes_with_trailer(lot),), 77, dtype=torch.uint8)
-        fill_bucket(buffer, lot, pieces)
-        write_trailer(buffer, lot, 3, 5, "complete")
-        verify_trailer(buffer, lot, 3, 5, "complete")
-        found |= dict(bucket_views(buffer, lot))
+        buffer = torch.full((bytes_with_trailer(bucket),), 77, dtype=torch.uint8)
+        fill_bucket(buffer, bucket, pieces)
+        write_trailer(buffer, bucket, 3, 5, "complete")
+        verify_trailer(buffer, bucket, 3, 5, "complete")
+        found |= dict(bucket_views(buffer, bucket))
     assert list(found) == [entry.name for entry in plan.entries]
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
 
 
 def one_lot() -> tuple[TensorBucket, torch.Tensor]:
     plan = WeightPlan.of([("a", (100, 50), "float32"), ("b", (3,), "float32")])
-    (lot,) = cut_buckets(plan, 1 << 20)
-    buffer = torch.arange(bytes_with_trailer(lot)).to(torch.uint8)
-    write_trailer(buffer, lot, 3, 5, "sampled")
-    return lot, buffer
+    (bucket,) = cut_buckets(plan, 1 << 20)
+    buffer = torch.arange(bytes_with_trailer(bucket)).to(torch.uint8)
+    write_trailer(buffer, bucket, 3, 5, "sampled")
+    return bucket, buffer
 
 
 @pytest.mark.parametrize(
-    "stale", [{"channel": 2}, {"version": 4}, {"lot": 1}, {"byte": 0}, {"byte": 20_011}, {"blank": True}],
-    ids=["another-channel", "an-older-version", "another-lot", "first-byte", "last-byte", "never-received"],
+    "stale", [{"channel": 2}, {"version": 4}, {"bucket": 1}, {"byte": 0}, {"byte": 20_011}, {"blank": True}],
+    ids=["another-channel", "an-older-version", "another-bucket", "first-byte", "last-byte", "never-received"],
 )  # fmt: skip
 def test_memory_that_is_not_this_lot_is_refused(stale: dict[str, int]) -> None:
-    lot, buffer = one_lot()
-    verify_trailer(buffer, lot, 3, 5, "sampled")
+    bucket, buffer = one_lot()
+    verify_trailer(buffer, bucket, 3, 5, "sampled")
     if "byte" in stale:
         buffer[stale["byte"]] += 1
     if "blank" in stale:
         buffer.zero_()
-    other = TensorBucket(stale.get("lot", 0), lot.entries)
+    other = TensorBucket(stale.get("bucket", 0), bucket.entries)
     with pytest.raises(TornWeights, match="from a on"):
         verify_trailer(buffer, other, stale.get("channel", 3), stale.get("version", 5), "sampled")
 
@@ -88,12 +88,12 @@ def test_samples_are_within_and_have_both_ends(size: int) -> None:
 
 
 def test_rows_that_are_missing_or_too_many_are_refused() -> None:
-    lot, buffer = one_lot()
+    bucket, buffer = one_lot()
     rows = torch.zeros(4 * 50 * 99, dtype=torch.uint8)
     with pytest.raises(ValueError, match=r"a: 200 bytes of \[100, 50\] were not gathered"):
-        fill_bucket(buffer, lot, {"a": [rows], "b": [rows[:12]]})
+        fill_bucket(buffer, bucket, {"a": [rows], "b": [rows[:12]]})
     with pytest.raises(ValueError, match="a: more rows"):
-        fill_bucket(buffer, lot, {"a": [rows, rows], "b": [rows[:12]]})
+        fill_bucket(buffer, bucket, {"a": [rows, rows], "b": [rows[:12]]})
 
 
 def test_two_sides_agree_on_tensors_buckets_and_checksums() -> None:
