@@ -52,7 +52,7 @@ def test_a_config_that_fits_has_its_collectives_tried(run_file: Path) -> None:
     assert rungs(report, "placement")[0]["severity"] == "ok"
     assert {each["id"] for each in rungs(report, "memory")} >= {"memory", "largest-collective"}
     tried = [each for each in rungs(report, "collectives") if each["id"] == "collectives"]
-    assert len(tried) == 2 and all(each["severity"] == "ok" and "all sums right" in each["seen"] for each in tried)
+    assert len(tried) == 2 and all(each["severity"] == "ok" and "all sums correct" in each["seen"] for each in tried)
     assert next(each["seconds"] for each in report["rungs"] if each["name"] == "collectives") < 30
 
 

@@ -48,7 +48,7 @@ def test_every_node_has_a_probe_and_ranks_are_where_the_placement_puts_them(host
     assert not [each for each in joined if each["severity"] == "error"], joined
     assert next(each for each in found if each["id"] == "pairs")["severity"] == "ok"
     tried = [each["seen"] for each in found if each["id"] == "collectives"]
-    assert len(tried) == 3 and all("all sums right" in seen for seen in tried)
+    assert len(tried) == 3 and all("all sums correct" in seen for seen in tried)
     placed = next(each["seen"] for each in found if each["rung"] == "placement" and each["severity"] == "ok")
     assert "policy-0" in placed and "policy-1" in placed
 

@@ -104,6 +104,7 @@ def command(
     """
     from lockstep.cli.check_arguments import read_arguments
     from lockstep.cli.check_report import LiveReport
+    from lockstep.cli.extras import require_extra
     from lockstep.config.errors import ConfigError
 
     try:
@@ -118,6 +119,8 @@ def command(
     except (ConfigError, ValueError, OSError) as error:
         show_refusal(error)
         raise typer.Exit(REFUSED) from error
+    if request.config is not None:
+        require_extra("train", "lockstep check CONFIG")
     report = LiveReport(as_json)
     try:
         if not env and not env_files:

@@ -13,6 +13,7 @@ import psutil
 from lockstep.base import waits
 from lockstep.base.bounded_wait import WaitTimeout
 from lockstep.cli.check_arguments import HostSelection
+from lockstep.cli.extras import require_extra
 from lockstep.cluster.local_cluster import LocalProbes
 from lockstep.config.cluster import RayClusterConfig
 from lockstep.doctor.check.cluster import collective_test, host_comparison, host_pairs, nccl_isolation, rendezvous_rules
@@ -36,7 +37,6 @@ from lockstep.doctor.check.probe.host_probe import host_interfaces, resolve_host
 from lockstep.doctor.check.probe.probe_protocol import TOKEN_VARIABLE, ProbeLauncher, new_token
 from lockstep.doctor.check.rules.memory_fit import ProcessMemory
 from lockstep.doctor.output.findings import CheckReport, Finding
-from lockstep.run.planning.node_placement import list_cluster_nodes, uses_existing_cluster
 
 if TYPE_CHECKING:
     from lockstep.config.run_config import RunConfig
@@ -258,7 +258,12 @@ def _launcher(beyond: HostSelection, say: ShowNote, show_token: bool) -> tuple[P
         others = [name for name in beyond.hosts if name not in here]
         local = LocalProbes(dict.fromkeys(here, ()), TOKEN_VARIABLE)
         return CombinedLauncher([local, PrintedLauncher(others, say, show_token)]), beyond.address
-    if isinstance(beyond.cluster, RayClusterConfig) and uses_existing_cluster(beyond.cluster):
+    if isinstance(beyond.cluster, RayClusterConfig):
+        require_extra("train", "lockstep check of a Ray cluster")
+        from lockstep.run.planning.node_placement import list_cluster_nodes, uses_existing_cluster  # imports torch
+
+        if not uses_existing_cluster(beyond.cluster):
+            return _local_probes(), beyond.address
         nodes = list_cluster_nodes(beyond.cluster)
         from lockstep.cluster.ray.ray_nodes import RayProbes  # imports ray
 

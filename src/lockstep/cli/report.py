@@ -10,6 +10,9 @@ from lockstep.cli.terminal import REFUSED, show_refusal
 
 def command(run: Annotated[Path, typer.Argument(help="The run's folder; the run may still be running.")]) -> None:
     """Write the HTML report of a run, finished or not, and list its incidents."""
+    from lockstep.cli.extras import require_extra
+
+    require_extra("train", "lockstep report")
     from lockstep.ledger.errors import LedgerError
     from lockstep.ledger.ledger import Ledger
     from lockstep.report.html_report import write_report

@@ -25,6 +25,9 @@ def command(
     seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
 ) -> None:
     """Create a tiny Qwen2- or Llama-type model with random weights and a character-level tokenizer."""
+    from lockstep.cli.extras import require_extra
+
+    require_extra("train", "lockstep tiny")
     from lockstep.models.tiny_model import DEFAULT_ALPHABET, TinyModel, make_tiny
 
     try:

@@ -61,6 +61,9 @@ def command(
     except ConfigError as error:
         show_refusal(error)
         raise typer.Exit(REFUSED) from error
+    from lockstep.cli.extras import require_extra
+
+    require_extra("train", "lockstep train")
     if submit is not None:
         from lockstep.cli.train_submit import submit_run
 

@@ -116,9 +116,9 @@ def judge_versions(
     for least in table.minimums:
         installed = parse_version(packages.get(least.name))
         if packages.get(least.name) is None and least.name in needed:
-            extra = f"pip install 'lockstep-rl[{least.name}]'" if least.name in ("ray", "vllm", "deepspeed") else ""
+            extra = least.name if least.name in ("ray", "vllm", "deepspeed") else "train"
             seen = f"{least.name} is not installed, but the run needs it"
-            yield Finding(f"missing-{least.name}", "error", host, seen, "", extra or f"pip install {least.name}")
+            yield Finding(f"missing-{least.name}", "error", host, seen, "", f"pip install 'lockstep-rl[{extra}]'")
         old = parse_version(least.least)
         if installed is not None and old is not None and installed < old:
             seen = f"{least.name} {packages[least.name]} is older than {least.least}, {least.why}"
