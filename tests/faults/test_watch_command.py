@@ -145,7 +145,8 @@ def test_a_job_in_an_environment_without_lockstep(tmp_path: Path) -> None:
         "import torch.distributed as dist\n"
         f"dist.init_process_group('gloo', init_method='file://{tmp_path}/store', rank=0, world_size=1)\n"
         "import sys, torch; dist.all_reduce(torch.ones(2))\n"
-        "from lockstep.watch.beacon import reader\nfrom lockstep.watch.beacon.writer import current_beacon\nfrom lockstep.watch.recorder import recorder\n"
+        "from lockstep.watch.beacon import reader\nfrom lockstep.watch.beacon.writer import current_beacon\n"
+        "from lockstep.watch.recorder import recorder\n"
         "state = reader.read_beacon(current_beacon().path)\n"
         "print(state.name, recorder.current() is not None, 'pydantic' in sys.modules)\n"
     )
@@ -161,9 +162,9 @@ def test_torch_that_imports_its_distributed_part_itself(tmp_path: Path) -> None:
     (fake / "distributed" / "__init__.py").write_text("")
     code = (
         "import sys, types\n"
-        "told = types.ModuleType('lockstep.watch.attach.enroll')\n"
-        "told.join = lambda run: print(run, sys.modules['torch'].finished)\n"
-        "sys.modules['lockstep.watch.attach.enroll'] = told\n"
+        "enroll = types.ModuleType('lockstep.watch.attach.enroll')\n"
+        "enroll.enroll_process = lambda run: print(run, sys.modules['torch'].finished)\n"
+        "sys.modules['lockstep.watch.attach.enroll'] = enroll\n"
         "import torch\n"
     )
     assert python(tmp_path, code).stdout.split() == ["watch-test", "True"]

@@ -1,1 +1,1 @@
-"""PyTorch's flight-recorder dumps as evidence: `read.read_dumps(folder)`."""
+"""PyTorch's flight-recorder dumps as evidence and verdicts: `explain_dumps.read_dumps(folder)`."""

@@ -36,60 +36,60 @@ BLOCK = 128
 
 @dataclass(slots=True)
 class CommunicatorTrace:
-    """What one rank said of one communicator. Times are Unix seconds, sequence numbers -1 where not known."""
+    """One rank's record of one communicator. Times are Unix seconds; unknown sequence numbers are -1."""
 
     name: str
     description: str = ""
     backend: str = ""
     members: str = ""
-    """Its ranks as the dump lists them, `[0, 1]`; empty if it does not say."""
+    """Its ranks as the dump lists them, `[0, 1]`; empty if it does not."""
     entered: int = -1
     completed: int = -1
     entered_at: float = float("nan")
     completed_at: float = float("nan")
     ended: int = -1
-    """The last collective that has ended on this rank, while earlier ones may go on."""
+    """The last collective that has ended on this rank; earlier ones may still run."""
     certain: int = -1
-    """The last collective that this rank finished for certain and that nobody can finish without everybody."""
+    """The last collective that this rank certainly finished and that no rank can finish before all have entered it."""
     first: int = -1
-    """The oldest collective that is still in the ring."""
+    """The oldest collective in the ring."""
     waits: list[tuple[str, float]] = field(default_factory=list)
-    """Sends and receives that have not ended: (`recv 1<-0`, since)."""
+    """Open sends and receives: (`recv 1<-0`, since)."""
     blind: bool = False
-    """The counters moved without an entry: point-to-point with gloo."""
+    """The counters include calls without an entry (point-to-point with gloo)."""
     number: int = -1
-    """Under which `pg_status` has it."""
+    """Its key in `pg_status`."""
     operations: int = -1
-    """How many operations it has begun, point-to-point ones included."""
+    """The number of started operations, including point-to-point ones."""
     gave_up: bool = False
-    """The watchdog gave the newest one up."""
+    """The watchdog gave up on the newest collective."""
     digested: int = -1
-    """The first of the blocks of `BLOCK` collectives that `base_digests` stand for, by number; -1 if there are none."""
+    """The number of the first block of `BLOCK` collectives in `digests`; -1 if there is none."""
     digests: "array[int]" = field(default_factory=lambda: array("Q"))
-    """Of the calls of whole blocks that are older than the columns below: equal where all calls are."""
+    """Digests of whole blocks of calls older than the columns below."""
     sequence: "array[int]" = field(default_factory=lambda: array("q"))
     signature: "array[int]" = field(default_factory=lambda: array("Q"))
     created: "array[int]" = field(default_factory=lambda: array("q"))
     """Nanoseconds."""
     site: "array[int]" = field(default_factory=lambda: array("i"))
-    """An index into `Trace.sites`."""
+    """An index into `RankTrace.sites`."""
 
 
 @dataclass(slots=True)
 class RankTrace:
-    """What one rank's dump says."""
+    """The content of one rank's dump."""
 
     version: str = ""
     library: str = ""
     groups: list[CommunicatorTrace] = field(default_factory=list)
     entries: int = 0
     whole: bool = False
-    """Every collective since the process began is in it."""
+    """It holds every collective since the process started."""
     began: float = float("nan")
-    """When the first one was entered, if that is still in the ring."""
+    """When the first collective was entered, if that is still in the ring."""
     newest: float = float("nan")
     world: int = 0
-    """The job has at least so many ranks."""
+    """The job has at least this many ranks."""
     sites: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -98,23 +98,23 @@ _PROCESS_GROUP, _SEQUENCE, _CREATED = map(itemgetter, ("process_group", "collect
 _STATE, _RETIRED, _IS_P2P = map(itemgetter, ("state", "retired", "is_p2p"))
 _CALL = itemgetter("profiling_name", "input_sizes", "output_sizes", "input_dtypes", "output_dtypes")
 _MIN_KEPT_CALLS = 64
-"""So many calls of a communicator at least are kept one by one."""
+"""At least this many calls of a communicator are kept individually."""
 _Entries = list[dict[str, Any]]
 
 _SAME_OUTPUT = ("all_gather", "_all_gather", "allgather", "scatter", "_broadcast_oop")
-"""Every rank's output is alike; inputs may differ, or be there on the root only."""
+"""All ranks' outputs agree; inputs may differ, or exist on the root only."""
 _SAME_INPUT = ("reduce_scatter", "_reduce_scatter", "gather")
 _NOTHING_SAME = ("all_to_all", "alltoall")
 _SYNCHRONIZING = ("all_", "_all_", "allreduce", "allgather", "reduce_scatter", "_reduce_scatter", "barrier")
-"""Operations that nobody can finish before everybody entered."""
+"""Operations that no rank can finish before all have entered."""
 _MAX_WAITS = 8
 _MAX_MEMBERS_CHARS = 8 * MAX_RANKS
-"""Characters of a list of members."""
+"""The longest member list, in characters."""
 _MAX_GROUPS = 10_000
 
 
 class DumpDecoder:
-    """Decodes one dump after the other; remembers what calls looked like."""
+    """Decodes dumps one by one; caches the signatures of calls."""
 
     def __init__(self) -> None:
         self.calls: dict[int, tuple[str, str, str]] = {}
@@ -122,8 +122,8 @@ class DumpDecoder:
         self._signatures: dict[bytes, int] = {}
 
     def read(self, data: bytes, full: bool = False) -> RankTrace:
-        """Decode a file's bytes. What is older than the newest calls is kept call by call if `disk_full_error`, else
-        as digests of blocks, which is enough where ranks called the same.
+        """Decodes a file's bytes. Calls older than the newest are kept individually if `full`, else as digests of
+        blocks, which is enough where ranks made the same calls.
 
         Raises:
             NotADump: Empty, truncated, damaged, or something else.
@@ -132,7 +132,7 @@ class DumpDecoder:
         if isinstance(content, list):
             content = {"entries": content, "version": "1.0"}
         if not isinstance(content, dict) or not {"entries", "pg_status", "pg_config", "version"} & content.keys():
-            raise NotADump("holds something else than a flight-recorder dump")
+            raise NotADump("is not a flight-recorder dump")
         library = content.get("comm_lib_version", content.get("nccl_version"))
         trace = RankTrace(bounded_text(content.get("version")), bounded_text(library))
         entries = content.get("entries")
@@ -144,7 +144,7 @@ class DumpDecoder:
             entries = [entry for entry in map(normalize_entry, entries) if entry is not None]
             bad = len(content.get("entries") or ()) - len(entries)
             if bad and not entries and len(content) <= 2:
-                raise NotADump("holds something else than a flight-recorder dump") from None
+                raise NotADump("is not a flight-recorder dump") from None
             if bad:
                 trace.notes.append(f"{bad} entries are unreadable")
             trace.groups = []
@@ -157,7 +157,7 @@ class DumpDecoder:
         return trace
 
     def _groups(self, trace: RankTrace, entries: _Entries, full: bool) -> RankTrace:
-        """Fill in what the entries say.
+        """Fills in the trace from the entries.
 
         Raises:
             KeyError, TypeError, ValueError, OverflowError: An entry is not of the present form.
@@ -165,7 +165,7 @@ class DumpDecoder:
         names = list(map(_PROCESS_GROUP, entries))
         different = dict.fromkeys(names)
         if len(different) > _MAX_GROUPS:
-            raise NotADump("speaks of more communicators than any job has")
+            raise NotADump("has more communicators than any job")
         of_group: dict[tuple[str, str], _Entries] = dict.fromkeys(different, entries)
         if len(different) > 1:
             of_group = {name: [] for name in different}
@@ -186,7 +186,7 @@ class DumpDecoder:
         return trace
 
     def _group(self, group: CommunicatorTrace, entries: _Entries, sites: DumpCallSites, full: bool) -> None:
-        """Fill in a communicator from its entries, the oldest first."""
+        """Fills in a communicator from its entries, oldest first."""
         newest = entries[-1]
         group.backend = newest["profiling_name"].partition(":")[0]
         number, operations = newest.get("pg_id"), newest.get("op_id")
@@ -205,7 +205,7 @@ class DumpDecoder:
     def _calls(
         self, group: CommunicatorTrace, entries: _Entries, sequences: Sequence[int], sites: DumpCallSites
     ) -> None:
-        """Call by call: number, signature, time and line."""
+        """Fills in the columns: number, signature, time and call site of each call."""
         known, calls = self._signatures, list(map(_CALL, entries))
         keys = [marshal.dumps(call, 2) for call in calls]
         for new in set(keys) - known.keys():
@@ -221,7 +221,7 @@ class DumpDecoder:
     def _coalesced(
         self, sequences: Sequence[int], signatures: Sequence[int], created: Sequence[int], places: Sequence[int]
     ) -> tuple[list[int], list[int], list[int], list[int]]:
-        """The parts of a coalesced block have one sequence number: one call of them."""
+        """Merges the parts of a coalesced block, which share a sequence number, into one call."""
         blocks: dict[int, tuple[int, int, int]] = {}
         for sequence, signature, when, place in zip(sequences, signatures, created, places, strict=True):
             before = blocks.get(sequence)
@@ -231,7 +231,7 @@ class DumpDecoder:
         return list(blocks), [each[0] for each in merged], [each[1] for each in merged], [each[2] for each in merged]
 
     def _sign(self, name: str, ins: Any, outs: Any, in_types: Any, out_types: Any) -> int:
-        """The signature of a call that was not seen before: of what must be alike on all ranks."""
+        """The signature of a new call: a digest of what must agree on all ranks."""
         operation = str(name).partition(":")[2] or str(name)
         operation = operation[:MAX_TEXT_CHARS]
         shapes, types = f"{_bounded_json(ins)} -> {_bounded_json(outs)}", f"{_types(in_types)} -> {_types(out_types)}"
@@ -247,7 +247,7 @@ class DumpDecoder:
         return signature
 
     def _both(self, first: int, second: int) -> int:
-        """The signature of a coalesced block: of its parts in their order."""
+        """The signature of a coalesced block: of its parts in order."""
         signature = _hash64(f"{first} {second}".encode())
         if signature not in self.calls:
             parts = [self.calls[each] for each in (first, second)]
@@ -257,21 +257,21 @@ class DumpDecoder:
 
 
 def _has_ended(entries: Sequence[Mapping[str, Any]]) -> list[bool]:
-    """Which are over. Gloo's state never changes; that an entry is retired says that it has ended, well or not."""
+    """Which entries have ended. Gloo's state never changes; a retired entry has ended, successfully or not."""
     if entries[-1]["profiling_name"].startswith("gloo"):
         return list(map(_RETIRED, entries))
     return [state == "completed" for state in map(_STATE, entries)]
 
 
 def _record_open_p2p(group: CommunicatorTrace, entries: Sequence[Mapping[str, Any]]) -> None:
-    """The sends and receives that have not ended, the oldest first."""
+    """Records the open sends and receives, oldest first."""
     for entry, ended in zip(entries, _has_ended(entries), strict=True):
         if entry["is_p2p"] and not ended and len(group.waits) < _MAX_WAITS:
             group.waits.append((entry["profiling_name"].partition(":")[2][:MAX_TEXT_CHARS], _CREATED(entry) / 1e9))
 
 
 def _digest_old_blocks(group: CommunicatorTrace, entries: _Entries, sequences: Sequence[int]) -> int:
-    """Digest the whole blocks that are older than the newest calls; where the rest begins."""
+    """Digests the whole blocks older than the newest calls; returns the index of the remaining entries."""
     first = group.first
     begin, end = -(-first // BLOCK), (group.entered - _MIN_KEPT_CALLS) // BLOCK
     if end <= begin or sequences != list(range(first, first + len(sequences))):
@@ -284,7 +284,7 @@ def _digest_old_blocks(group: CommunicatorTrace, entries: _Entries, sequences: S
 
 
 def _record_progress(group: CommunicatorTrace, entries: Sequence[Mapping[str, Any]], sequences: Sequence[int]) -> None:
-    """How far the rank came, from its collectives."""
+    """Records the rank's progress from its collectives."""
     newest, gloo, ended = entries[-1], group.backend == "gloo", _has_ended(entries)
     group.first, group.entered, group.entered_at = sequences[0], max(sequences), _CREATED(newest) / 1e9
     group.ended = max(compress(sequences, ended), default=-1)
@@ -304,7 +304,7 @@ def _record_progress(group: CommunicatorTrace, entries: Sequence[Mapping[str, An
 
 
 def _members(ranks: Any) -> str:
-    """A list of ranks, or torch's text of one, as text; empty for anything else."""
+    """A list of ranks, or torch's text of one, as text; empty for any other value."""
     if isinstance(ranks, list) and all(type(rank) is int for rank in ranks):
         ranks = str(ranks)
     if not isinstance(ranks, str) or len(ranks) > _MAX_MEMBERS_CHARS:
@@ -313,7 +313,7 @@ def _members(ranks: Any) -> str:
 
 
 def _apply_config(trace: RankTrace, config: Any) -> None:
-    """Who is in which communicator, as the dump says."""
+    """Fills in the members of communicators from the dump's configuration."""
     if not isinstance(config, dict):
         return
     for name, about in config.items():
@@ -327,7 +327,7 @@ def _apply_config(trace: RankTrace, config: Any) -> None:
             continue
         trace.world = max(trace.world, 1 + largest)
         if not name:
-            continue  # gloo's: of which communicator it is, nobody knows
+            continue  # gloo's: its communicator is unknown
         name = name[:MAX_TEXT_CHARS]
         same = [group for group in trace.groups if group.name == name]
         if not same:
@@ -341,8 +341,8 @@ def _apply_config(trace: RankTrace, config: Any) -> None:
 
 
 def _apply_status(trace: RankTrace, status: Any) -> None:
-    """The counters: for communicators whose entries are not in the dump (completed ones are left out when only active
-    ones are wanted), and to see that something moved which is not recorded."""
+    """Fills in counters of communicators without entries in the dump (a dump of active entries omits completed ones),
+    and detects calls that are not recorded."""
     if not isinstance(status, dict):
         return
     of_number = {str(group.number): group for group in trace.groups if group.number >= 0}
@@ -374,7 +374,7 @@ def _parse_int(value: Any) -> int:
 
 
 def _bounded_json(value: Any, most: int = MAX_TEXT_CHARS) -> str:
-    """Text of lists of numbers, bounded."""
+    """Lists of numbers as text, bounded."""
     text = json.dumps(value)
     return text if len(text) <= most else text[: most - 3] + "..."
 

@@ -28,16 +28,16 @@ from lockstep.watch.dumps.decode import CommunicatorTrace
 from lockstep.watch.dumps.dump_files import RankDump, ranks_text
 
 NEWEST_CALLS = 16
-"""So many of a member's newest calls are kept."""
+"""The number of newest calls that are kept of each member."""
 _KEPT_AFTER_DIVERGENCE = 64
-"""So many sequence numbers are kept from the first one on in which members differ: what follows is its effect."""
+"""The number of calls kept from the first divergence on; later ones are its effects."""
 _MAX_SPAN = 10_000_000
-"""Sequence numbers further apart than this are not of one run."""
+"""Sequence numbers further apart than this belong to different runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemberCalls:
-    """A member's calls, `[calls]` each, in the order in which they were entered."""
+    """A member's calls in the order of entering; columns `[calls]`."""
 
     membership: int
     sequence: NDArray[np.int64]
@@ -46,8 +46,8 @@ class MemberCalls:
 
 
 def informative_calls(columns: Sequence[MemberCalls]) -> list[NDArray[np.int64]]:
-    """Which calls of each column tell something: the newest, those around where the slowest member is, and those from
-    where members first differ; as ascending indices into the column."""
+    """The informative calls of each member, as ascending indices: the newest, those around the slowest member's
+    position, and those from the first divergence on."""
     if not columns:
         return []
     low = min(int(column.sequence.min()) for column in columns)
@@ -75,19 +75,19 @@ def informative_calls(columns: Sequence[MemberCalls]) -> list[NDArray[np.int64]]
 
 
 def find_undecided(dumps: Sequence[RankDump]) -> list[RankDump]:
-    """The dumps of which every call must be known: their older calls may differ from those of other members, or others
-    are so far ahead that the newest calls of all have nothing in common."""
+    """Dumps that must be decoded in full: their older calls may differ from other members', or others are so far ahead
+    that the newest calls of all members do not overlap."""
     members: dict[tuple[str, str], list[tuple[RankDump, CommunicatorTrace]]] = defaultdict(list)
     for dump in dumps:
         for group in dump.trace.groups:
             if group.sequence:
                 members[group.name, group.members].append((dump, group))
     again: dict[int, RankDump] = {}
-    for said in members.values():
-        slowest = min(group.entered for _, group in said)
-        apart = any(group.digests and group.sequence[0] > slowest - NEWEST_CALLS for _, group in said)
-        if apart or _blocks_differ([group for _, group in said]):
-            again |= {dump.rank: dump for dump, group in said if group.digests}
+    for records in members.values():
+        slowest = min(group.entered for _, group in records)
+        apart = any(group.digests and group.sequence[0] > slowest - NEWEST_CALLS for _, group in records)
+        if apart or _blocks_differ([group for _, group in records]):
+            again |= {dump.rank: dump for dump, group in records if group.digests}
     return list(again.values())
 
 
@@ -106,20 +106,20 @@ _PEER = re.compile(r"(?:recv (?P<me>\d+)<-(?P<from>\d+))|(?:send (?P<self>\d+)->
 
 @dataclass
 class _DumpedCommunicator:
-    """A communicator as its members' dumps know it."""
+    """A communicator according to its members' dumps."""
 
     name: str
     description: str
     backend: str
     ranks: list[int]
-    said: dict[int, CommunicatorTrace] = field(default_factory=dict)
-    """By rank: what its dump says."""
+    records: dict[int, CommunicatorTrace] = field(default_factory=dict)
+    """By rank, the record in its dump."""
 
 
 def build_dump_evidence(
     dumps: Sequence[RankDump], gaps: Sequence[str], known: Known, world_size: int | None = None
 ) -> Evidence:
-    """Evidence of one dump a rank. Ranks that only others speak of are there too, with nothing known of them."""
+    """Evidence from one dump per rank. Ranks that only other dumps mention are included as unknown."""
     gaps = list(gaps)
     communicators = _communicators(dumps, world_size)
     ranks = sorted({dump.rank for dump in dumps}.union(range(world_size or 0), *(each.ranks for each in communicators)))
@@ -153,11 +153,11 @@ def build_dump_evidence(
 def _process_table(
     ranks: Sequence[int], by_rank: Mapping[int, RankDump], communicators: Sequence[_DumpedCommunicator]
 ) -> ProcessTable:
-    """A rank without a dump is unknown, not missing: it ran, as far as anybody knows."""
+    """The process table. A rank without a dump counts as running, with everything else unknown."""
     nothing = np.full(len(ranks), np.nan)
     newest = {dump.rank: dump.trace.newest for dump in by_rank.values()}
     for communicator in communicators:
-        for rank in communicator.said:
+        for rank in communicator.records:
             if math.isnan(newest[rank]):
                 newest[rank] = _left_behind_at(communicator, rank)
     seen = np.array([by_rank[rank].taken_at if rank in by_rank else math.nan for rank in ranks])
@@ -171,16 +171,16 @@ def _process_table(
 
 
 def _left_behind_at(communicator: _DumpedCommunicator, rank: int) -> float:
-    """When the first of the others entered a collective that this rank, of which only counters are known, has not
-    entered: it did not move since. NaN if nobody is ahead of it."""
-    mine = communicator.said[rank].entered
-    ahead = [group.entered_at for group in communicator.said.values() if group.entered > mine != UNKNOWN]
+    """When another rank first entered a collective that this rank, known only by its counters, has not entered: it has
+    made no progress since. NaN if none is ahead."""
+    mine = communicator.records[rank].entered
+    ahead = [group.entered_at for group in communicator.records.values() if group.entered > mine != UNKNOWN]
     return min((when for when in ahead if not math.isnan(when)), default=math.nan)
 
 
 def _communicators(dumps: Sequence[RankDump], world_size: int | None) -> list[_DumpedCommunicator]:
-    """Communicators by name and members: different ones may have one name (`split_group`), and the lists of one
-    communicator may differ, which is a fault."""
+    """Communicators by name and members: different ones may share a name (`split_group`), and the member lists of one
+    may differ, which is a fault."""
     by_name: dict[str, list[tuple[int, CommunicatorTrace, frozenset[int]]]] = defaultdict(list)
     parsed: dict[str, frozenset[int]] = {"": frozenset()}
     for dump in dumps:
@@ -190,10 +190,10 @@ def _communicators(dumps: Sequence[RankDump], world_size: int | None) -> list[_D
             by_name[group.name].append((dump.rank, group, parsed[group.members]))
     size = max((max(dump.rank + 1, dump.trace.world) for dump in dumps), default=0)
     found = []
-    for name, said in by_name.items():
-        for ranks, mine in _cluster_members(said):
+    for name, records in by_name.items():
+        for ranks, mine in _cluster_members(records):
             if all(group.entered <= 0 and not group.waits for _, group, _ in mine):
-                continue  # nobody has been in it, as far as the dumps reach back
+                continue  # never used, as far as the dumps reach back
             descriptions = [group.description for _, group, _ in mine if group.description]
             if not any(listed for _, _, listed in mine) and (_DEFAULT_GROUP in descriptions or name == _DEFAULT_GROUP):
                 ranks = set(range(world_size or size))
@@ -206,17 +206,18 @@ def _communicators(dumps: Sequence[RankDump], world_size: int | None) -> list[_D
 
 
 def _cluster_members(
-    said: Sequence[tuple[int, CommunicatorTrace, frozenset[int]]],
+    records: Sequence[tuple[int, CommunicatorTrace, frozenset[int]]],
 ) -> list[tuple[set[int], list[tuple[int, CommunicatorTrace, frozenset[int]]]]]:
-    """Those that speak of one communicator: lists that overlap do; who gives no list belongs where it is listed."""
+    """Groups the records of one communicator: overlapping lists belong together; a record without a list belongs where
+    its rank is listed."""
     clusters: list[tuple[set[int], list[tuple[int, CommunicatorTrace, frozenset[int]]]]] = []
     of_list: dict[frozenset[int], int] = {}
-    for each in sorted(said, key=lambda each: not each[2]):
+    for each in sorted(records, key=lambda each: not each[2]):
         rank, _, listed = each
         at = of_list.get(listed) if listed else None
         if at is None:
-            wanted = listed or {rank}
-            at = next((i for i, (ranks, _) in enumerate(clusters) if ranks & wanted), None)
+            overlapping = listed or {rank}
+            at = next((i for i, (ranks, _) in enumerate(clusters) if ranks & overlapping), None)
             if at is None and not listed and len(clusters) == 1:
                 at = 0
             if at is None:
@@ -230,26 +231,26 @@ def _cluster_members(
 
 
 def _correct_counts(communicator: _DumpedCommunicator, by_rank: Mapping[int, RankDump], gaps: list[str]) -> None:
-    """Correct what the dumps of a communicator say by what its other members prove.
+    """Corrects the records of a communicator by what other members prove.
 
-    A collective that nobody can finish before everybody entered it, finished on one member, was entered by all. A dump
-    that knows less, and whose newest entry is older than the next collective on the others, was taken earlier: nothing
-    is known of its rank since.
+    If one member finished a collective that none can finish before all have entered, all members entered it. A dump
+    that knows less, and whose newest entry is older than the next collective on the others, was taken earlier; its
+    rank's later progress is unknown.
     """
-    said = communicator.said
-    certain = max((group.certain for group in said.values()), default=UNKNOWN)
+    records = communicator.records
+    certain = max((group.certain for group in records.values()), default=UNKNOWN)
     if certain > 0:
-        ahead = max(said.values(), key=lambda group: group.certain)
-        for rank, group in said.items():
+        ahead = max(records.values(), key=lambda group: group.certain)
+        for rank, group in records.items():
             if 0 <= group.entered < certain - 1:
                 next_at = _entry_time(ahead, group.entered + 1)
                 if by_rank[rank].trace.newest < next_at:
                     gaps.append(f"the dump of rank {rank} is older than the others: on {communicator.name!r} they "
                                 f"finished #{certain} with it, it knows of #{group.entered}")  # fmt: skip
                     group.entered = group.completed = UNKNOWN
-    newest = max((group.entered for group in said.values()), default=UNKNOWN)
+    newest = max((group.entered for group in records.values()), default=UNKNOWN)
     for rank in communicator.ranks:
-        known = said.get(rank)
+        known = records.get(rank)
         if known is not None and not known.sequence and known.entered == UNKNOWN and certain == newest > 0:
             known.entered = known.completed = certain  # its own entries have left the ring
     if communicator.backend == "gloo":
@@ -257,25 +258,25 @@ def _correct_counts(communicator: _DumpedCommunicator, by_rank: Mapping[int, Ran
 
 
 def _correct_gloo_counts(communicator: _DumpedCommunicator, by_rank: Mapping[int, RankDump]) -> None:
-    """Gloo marks a collective as over a moment after its caller goes on, in any order; and it marks those that failed
-    or timed out too. What others finished, and this rank went on after, is finished; what somebody has not entered is
-    not."""
-    said = communicator.said
-    reached = sorted(group.completed for group in said.values())[-2:]
-    for group in said.values():
+    """Gloo marks a collective as ended shortly after its caller continues, in any order, and also if it failed or timed
+    out. A collective that others finished, and after which this rank continued, is finished; one that a member has not
+    entered is not."""
+    records = communicator.records
+    reached = sorted(group.completed for group in records.values())[-2:]
+    for group in records.values():
         others = reached[0] if group.completed == reached[-1] else reached[-1]
         if len(reached) > 1 and group.completed < min(group.ended, others):
             group.completed = min(group.ended, others)
-    entered = [said[rank].entered if rank in said else 0 if by_rank[rank].trace.whole else UNKNOWN
-               for rank in communicator.ranks if rank in said or rank in by_rank]  # fmt: skip
+    entered = [records[rank].entered if rank in records else 0 if by_rank[rank].trace.whole else UNKNOWN
+               for rank in communicator.ranks if rank in records or rank in by_rank]  # fmt: skip
     lowest = min((each for each in entered if each != UNKNOWN), default=UNKNOWN)
-    for group in said.values():
+    for group in records.values():
         if group.completed == group.entered > max(lowest, group.certain):
             group.completed = group.entered - 1
 
 
 def _entry_time(group: CommunicatorTrace, sequence: int) -> float:
-    """When a rank entered a collective, or the next one of which the time is known, Unix seconds; NaN if none is."""
+    """When a rank entered a collective, or the next one with a known time, in Unix seconds; NaN if there is none."""
     later = (when for number, when in zip(group.sequence, group.created, strict=True) if number >= sequence)
     return next(later, math.nan) / 1e9
 
@@ -287,7 +288,7 @@ def _membership_table(
     starts = [0]
     for communicator in communicators:
         for rank in communicator.ranks:
-            group = communicator.said.get(rank)
+            group = communicator.records.get(rank)
             whole = rank in by_rank and by_rank[rank].trace.whole
             nothing = 0 if whole else UNKNOWN
             columns["process"].append(index[rank])
@@ -312,7 +313,8 @@ def _membership_table(
 
 
 def _communicator_names(communicators: Sequence[_DumpedCommunicator]) -> list[CommunicatorInfo]:
-    """Called what the user calls them, where that is one; torch's own names are numbers and hashes."""
+    """Names for communicators: the user's descriptions where they are unique; torch's own names are numbers and
+    hashes."""
     meant = ["" if each.description == _NO_DESCRIPTION else each.description for each in communicators]
     names = []
     for each, description in zip(communicators, meant, strict=True):
@@ -331,14 +333,14 @@ def _communicator_names(communicators: Sequence[_DumpedCommunicator]) -> list[Co
 def _call_table(
     communicators: Sequence[_DumpedCommunicator], by_rank: Mapping[int, RankDump], known: Known
 ) -> CallTable:
-    """The newest calls of each member, and those in which members differ."""
+    """The newest calls of each member, and those where members differ."""
     memberships, sequences, signatures = [], [], []
     sites: dict[tuple[int, int], str] = {}
     start = 0
     for communicator in communicators:
         columns = []
         for offset, rank in enumerate(communicator.ranks):
-            group = communicator.said.get(rank)
+            group = communicator.records.get(rank)
             if group is not None and group.sequence:
                 numbers = (np.frombuffer(column, column.typecode)
                            for column in (group.sequence, group.signature, group.site))  # fmt: skip
@@ -365,10 +367,10 @@ def _call_table(
 
 
 def _wait_edges(communicators: Sequence[_DumpedCommunicator], index: Mapping[int, int]) -> list[WaitEdge]:
-    """Sends and receives that have not ended. Only NCCL records them; they name ranks within the communicator."""
+    """Open sends and receives as wait edges. Only NCCL records them; they name ranks within the communicator."""
     edges = []
     for communicator in communicators:
-        for rank, group in communicator.said.items():
+        for rank, group in communicator.records.items():
             for what, since in group.waits[:1]:
                 match = _PEER.search(what)
                 peer = int(match["from"] or match["to"]) if match else len(communicator.ranks)

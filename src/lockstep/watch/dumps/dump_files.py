@@ -12,18 +12,20 @@ from lockstep.watch.dumps.dump_format import MAX_RANKS
 
 _HEAD = 4096
 _MAX_DEPTH = 6
-"""Of folders below the one given: torchrun's are four deep (run, attempt, rank, file)."""
+"""Of folders below the given one; torchrun's are four deep (run, attempt, rank, file)."""
 _MAX_FILES = 100_000
-_DUMP_KEYS = (b"pg_config", b"pg_status", b"collective_seq_id", b"comm_lib_version", b"nccl_comm_state", b"nccl_version",
-         b"profiling_name")  # fmt: skip
-"""One of them is in the first bytes of every dump, pickled or JSON, of every version."""
+_DUMP_KEYS = (
+    b"pg_config", b"pg_status", b"collective_seq_id", b"comm_lib_version", b"nccl_comm_state", b"nccl_version",
+    b"profiling_name",
+)  # fmt: skip
+"""Every dump, pickled or JSON, of any version, has one of these in its first bytes."""
 _LIKELY_NAME = re.compile(r"(?:trace|dump|flight|recorder|rank|nccl|fr)", re.IGNORECASE)
 
 _RANK = (
     re.compile(r"(?<![a-z])(?:global[_-]?)?rank[_=.-]?(\d+)", re.IGNORECASE),
     re.compile(r"(\d+)$"),
 )
-"""In the name without its suffix: where the word stands, then a number at the end."""
+"""Matched in the name without suffixes: a number after the word `rank`, else a number at the end."""
 _FOLDER_RANK = re.compile(r"(?:^|(?<![a-z])rank[_=.-]?)(\d+)$", re.IGNORECASE)
 _SUFFIXES = {".pickle", ".pkl", ".json", ".bin", ".dump", ".trace", ".pt", ".txt", ".log", ".out", ".dat"}
 
@@ -39,7 +41,7 @@ class DumpFile:
 
 
 def find_dump_files(folder: Path, pattern: str | None = None) -> list[DumpFile]:
-    """The dumps below a folder, or the one file itself, in the order of their names.
+    """The dumps below a folder, or the given file, ordered by name.
 
     `pattern` says where the rank stands in a file's path below the folder: `host-*/fr.{rank}.bin`; files that it does
     not fit are left out. Without it the usual names are understood. Symbolic links are not followed.
@@ -62,8 +64,8 @@ def find_dump_files(folder: Path, pattern: str | None = None) -> list[DumpFile]:
 
 
 def rank_in_path(name: str) -> int | None:
-    """The rank that a path (below the folder that was given) speaks of: `nccl_trace_rank_3`, `trace_3`,
-    `rank3.pickle`, `attempt_0/3/fr.pickle`."""
+    """The rank in a path relative to the given folder: `nccl_trace_rank_3`, `trace_3`, `rank3.pickle`,
+    `attempt_0/3/fr.pickle`."""
     *folders, last = name.split("/")
     stem = last
     while (dot := stem.rfind(".")) > 0 and stem[dot:].lower() in _SUFFIXES:
@@ -78,13 +80,13 @@ def rank_in_path(name: str) -> int | None:
 
 
 def _valid_rank(digits: str) -> int | None:
-    """A number that no job has ranks for is a date or a process."""
+    """The rank of a number; None for numbers that are too large (dates, process ids)."""
     return int(digits) if len(digits) <= 7 and int(digits) < MAX_RANKS else None
 
 
 def _expression(pattern: str) -> re.Pattern[str]:
     if pattern.count("{rank}") != 1:
-        raise ValueError(f"ranks={pattern!r}: say once where the rank stands, like 'trace-{{rank}}.pickle'")
+        raise ValueError(f"ranks={pattern!r} must contain {{rank}} exactly once, like 'trace-{{rank}}.pickle'")
     parts = [re.escape(part).replace(r"\*", r"[^/]*").replace(r"\?", ".") for part in pattern.split("{rank}")]
     return re.compile(r"(?P<rank>\d{1,7})".join(parts))
 
@@ -111,7 +113,7 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def _is_dump(path: Path, size: int) -> bool:
-    """By its first bytes; an empty file by its name."""
+    """Whether a file is a dump, by its first bytes; an empty file by its name."""
     if size == 0:
         return bool(_LIKELY_NAME.search(path.stem)) and path.suffix.lower() in {"", ".pickle", ".pkl", ".json"}
     try:
@@ -132,7 +134,7 @@ class UnreadableDump:
 
 
 _MAX_NAMED = 8
-"""So many ranks are named in a sentence, then a number."""
+"""The most ranks that a sentence names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,13 +147,13 @@ class RankDump:
 
     @property
     def taken_at(self) -> float:
-        """Unix seconds: when the file was written; what is in it cannot be newer."""
+        """When the file was written, in Unix seconds; its entries cannot be newer."""
         newest = self.trace.newest
         return self.file.modified if math.isnan(newest) else max(newest, self.file.modified)
 
 
 def select_dumps(results: Iterable[tuple[DumpFile, RankTrace | UnreadableDump]]) -> tuple[list[RankDump], list[str]]:
-    """One dump for each rank, of the newest run, in the order of their ranks; and what was left out and why."""
+    """One dump per rank, of the newest run, ordered by rank; and which files were left out, and why."""
     gaps: list[str] = []
     by_rank: dict[int, list[RankDump]] = defaultdict(list)
     versions: dict[str, list[int]] = defaultdict(list)
@@ -160,9 +162,7 @@ def select_dumps(results: Iterable[tuple[DumpFile, RankTrace | UnreadableDump]])
             whose = "" if file.rank is None else f" (rank {file.rank})"
             gaps.append(f"{file.path.name}{whose} {trace.why}")
         elif file.rank is None:
-            gaps.append(
-                f"{file.path.name}: its name does not say of which rank it is; --ranks says where the rank stands"
-            )
+            gaps.append(f"{file.path.name}: its name has no rank; use --ranks to specify where the rank is")
         else:
             by_rank[file.rank].append(RankDump(file.rank, file, trace))
             gaps += [f"{file.path.name} (rank {file.rank}): {note}" for note in trace.notes]
@@ -188,14 +188,14 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 def _preference(dump: RankDump) -> tuple[float, bool, int, bool, float]:
-    """A newer one is better; of equally new ones that with more in it."""
+    """Sort key: a newer dump is better; among equally new ones, the fuller one."""
     trace = dump.trace
     newest = -math.inf if math.isnan(trace.newest) else trace.newest
     return newest, trace.whole, trace.entries, len(trace.sites) > 1, dump.file.modified
 
 
 def _newest_run(dumps: list[RankDump], gaps: list[str]) -> list[RankDump]:
-    """Without the dumps of processes that recorded their last before the newest run began."""
+    """Drops the dumps of processes whose last entry is older than the newest run."""
     began = max((dump.trace.began for dump in dumps if not math.isnan(dump.trace.began)), default=math.nan)
     if math.isnan(began):
         return dumps

@@ -21,7 +21,7 @@ _MAX_SITE_CHARS = 300
 
 
 class DumpCallSites:
-    """Call sites, each once. Frames of a dump are shared, so who was asked before is known by identity."""
+    """Call sites, each once. A dump shares frame objects, so known stacks are recognised by identity."""
 
     def __init__(self) -> None:
         self.names: list[str] = [""]
@@ -29,19 +29,19 @@ class DumpCallSites:
         self._by_identity: dict[tuple[int, ...], int] = {}
 
     def of(self, entries: Sequence[Mapping[str, Any]]) -> list[int]:
-        """The number of the call site of each entry, 0 where the dump has no stacks."""
+        """The number of each entry's call site, 0 if the dump has no stacks."""
         try:
             stacks = list(map(_FRAMES, entries))
         except KeyError:
             stacks = [entry.get("frames") for entry in entries]
-        known, places = self._by_identity, []
+        known, sites = self._by_identity, []
         for stack in stacks:
             key = tuple(map(id, stack)) if type(stack) is list else (id(stack),)
-            place = known.get(key)
-            if place is None:
-                place = known[key] = self._number(user_call_site(_parse_frames(stack)))
-            places.append(place)
-        return places
+            site_number = known.get(key)
+            if site_number is None:
+                site_number = known[key] = self._number(user_call_site(_parse_frames(stack)))
+            sites.append(site_number)
+        return sites
 
     def _number(self, name: str) -> int:
         number = self._numbers.setdefault(name, len(self.names))
@@ -51,12 +51,12 @@ class DumpCallSites:
 
 
 def bounded_text(value: Any) -> str:
-    """A text as it is, bounded; nothing for anything else."""
+    """A text, bounded; empty for any other type."""
     return value[:_MAX_SITE_CHARS] if isinstance(value, str) else ""
 
 
 def _parse_frames(frames: Any) -> list[tuple[str, int, str]]:
-    """(file, line, function), innermost first, of dicts or of the text that torch makes of them."""
+    """(file, line, function), innermost first, from dicts or from torch's text of them."""
     if isinstance(frames, str):
         return [(m["filename"], int(m["line"]), m["name"]) for m in _FRAME_LINE.finditer(frames[: 2**16])]
     found = []
@@ -72,7 +72,7 @@ def _parse_frames(frames: Any) -> list[tuple[str, int, str]]:
 
 
 def user_call_site(frames: Sequence[tuple[str, int, str]]) -> str:
-    """`train.py:31 in step`: the innermost frame that is in no library, else the innermost outside of torch."""
+    """`train.py:31 in step`: the innermost frame outside libraries, else the innermost outside torch."""
     ours = [frame for frame in frames if frame[0] and not _LIBRARY.search(frame[0])]
     beyond = [frame for frame in frames if frame[0] and "/torch/" not in frame[0]]
     for file, line, function in (ours or beyond or frames)[:1]:
@@ -81,19 +81,19 @@ def user_call_site(frames: Sequence[tuple[str, int, str]]) -> str:
 
 
 MAX_RANKS = 1 << 17
-"""No job has more; a dump that says so is not believed."""
+"""No job has more ranks; a dump with larger numbers is rejected."""
 
 
 class NotADump(ValueError):
-    """The file holds something else, or is damaged; the text says what."""
+    """The file is no dump, or is damaged; the text explains it."""
 
 
 _PEEK_BYTES = 1 << 17
-"""Bytes; the unpickler never peeks at more."""
+"""The unpickler never peeks at more bytes."""
 
 
 class UnpickleRefused(pickle.UnpicklingError):
-    """The pickle asks for more than containers and scalars."""
+    """The pickle holds more than containers and scalars."""
 
 
 class _RestrictedUnpickler(pickle.Unpickler):
@@ -105,12 +105,12 @@ class _RestrictedUnpickler(pickle.Unpickler):
 
 
 def loads_restricted(data: bytes) -> Any:
-    """The object in `read_option_data`.
+    """The object in `data`.
 
     Raises what the standard library's unpickler raises on truncated or damaged input, which is nearly anything
     (`DAMAGED_INPUT_ERRORS`); `UnpickleRefused` for what is not plain data.
     """
-    # The unpickler written in C asks a file for every opcode, unless the file lets it peek: four times as slow.
+    # The C unpickler reads a file opcode by opcode, unless it can peek: four times as slow.
     return _RestrictedUnpickler(io.BufferedReader(io.BytesIO(data), _PEEK_BYTES)).load()
 
 
@@ -118,7 +118,7 @@ DAMAGED_INPUT_ERRORS = (
     pickle.UnpicklingError, EOFError, ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError,
     MemoryError, RecursionError, UnicodeError,
 )  # fmt: skip
-"""What reading a damaged dump may raise."""
+"""Errors that a damaged dump may raise."""
 
 
 _P2P_OPERATIONS = ("send", "recv")
@@ -143,7 +143,7 @@ def parse_dump(data: bytes) -> Any:
 
 
 def normalize_entry(entry: Any) -> dict[str, Any] | None:
-    """An entry of any version with the fields of the present one; None if it says too little."""
+    """An entry of any version with the fields of the current one; None if it lacks too many."""
     if not isinstance(entry, dict):
         return None
     group = entry.get("process_group", entry.get("pg_name"))

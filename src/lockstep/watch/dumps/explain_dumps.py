@@ -27,13 +27,13 @@ from lockstep.watch.dumps.dump_files import DumpFile, UnreadableDump, find_dump_
 from lockstep.watch.dumps.reader_process import ANSWER_HEADER, unpack_trace
 
 MEMORY_BYTES = 2 << 30
-"""Address space of a reader. A dump of 20,000 entries takes some 100 MiB."""
+"""Address space of a reader process. A dump of 20,000 entries takes some 100 MiB."""
 _PREFETCH = 2
-"""Files given to a reader at a time, so that it never waits for the next."""
+"""Files sent to a reader at a time, so that it never waits for the next."""
 _START_S = 60.0
 _END_S = 10.0
 _FILE_S, _PER_BYTE_S = 60.0, 1 / 500_000
-"""How long reading a file may take; a usual one takes hundredths of a second."""
+"""How long reading a file may take; a typical one takes hundredths of a second."""
 
 
 @dataclass(eq=False)
@@ -47,16 +47,16 @@ class _ReaderProcess:
 
 
 def read_traces(
-    files: Sequence[DumpFile], calls: CallTexts, *, full: bool = False, readers: int | None = None, memory: int = MEMORY_BYTES,
-    file_s: float = _FILE_S,
+    files: Sequence[DumpFile], calls: CallTexts, *, full: bool = False, readers: int | None = None,
+    memory: int = MEMORY_BYTES, file_s: float = _FILE_S,
 ) -> Iterator[tuple[DumpFile, RankTrace | UnreadableDump]]:  # fmt: skip
-    """Read dumps, each as it is done, in no order; `plan_attention_calls` is filled with what they called. With
-    `disk_full_error` every call is there by itself, else the older ones as digests of blocks.
+    """Reads dumps in parallel and yields each when it is done, in no order; fills `calls` with their calls. With `full`
+    every call is kept individually, else older ones as digests of blocks.
 
-    A reader that dies of a file, or is not done with it in time, is replaced, and the file is `UnreadableDump`.
+    A reader that crashes or times out on a file is replaced, and the file becomes an `UnreadableDump`.
 
     Raises:
-        RuntimeError: Readers do not start.
+        RuntimeError: the readers do not start.
     """
     todo = deque(files)
     count = min(readers or len(os.sched_getaffinity(0)), len(todo), 16)
@@ -73,7 +73,7 @@ def read_traces(
         def drop(reader: _ReaderProcess) -> str:
             selector.unregister(_stdout(reader))
             running.discard(reader)
-            how = ": not done in time" if reader.deadline < time.monotonic() else ""
+            how = ": timed out" if reader.deadline < time.monotonic() else ""
             return how + _stop_reader(reader, 0.0 if how else _END_S)
 
         for _ in range(count):
@@ -95,7 +95,7 @@ def read_traces(
             for reader in late:
                 how = drop(reader)
                 if not reader.ready:
-                    raise RuntimeError(f"a reader of dumps did not start{how}")
+                    raise RuntimeError(f"a process that reads dumps did not start{how}")
                 if reader.files:
                     left -= 1
                     yield reader.files.popleft(), UnreadableDump(f"cannot be read{how}")
@@ -108,8 +108,7 @@ def read_traces(
 
 
 def _start_reader(memory: int, full: bool) -> _ReaderProcess:
-    # Without site-packages and with nothing of the folder that the command was given in: the reader needs the standard
-    # library and this package.
+    # Without site-packages and without the current folder: the reader needs the standard library and this package.
     environment = {**os.environ, "PYTHONPATH": str(Path(lockstep.__file__).parents[1])}
     process = subprocess.Popen(
         [sys.executable, "-S", "-P", "-m", "lockstep.watch.dumps.reader_process", str(memory)],
@@ -124,29 +123,29 @@ def _stdout(reader: _ReaderProcess) -> int:
 
 
 def _send_files(reader: _ReaderProcess, todo: deque[DumpFile], file_s: float) -> None:
-    """Give it files and set its deadline."""
+    """Sends files to a reader and sets its deadline."""
     assert reader.process.stdin is not None
     if not reader.ready:
         return
     while todo and len(reader.files) < _PREFETCH:
         reader.files.append(todo.popleft())
-        wanted = [str(reader.files[-1].path.absolute()), reader.full]
-        with contextlib.suppress(BrokenPipeError):  # its end is seen when reading
-            reader.process.stdin.write(json.dumps(wanted).encode() + b"\n")
+        request = [str(reader.files[-1].path.absolute()), reader.full]
+        with contextlib.suppress(BrokenPipeError):  # detected when reading
+            reader.process.stdin.write(json.dumps(request).encode() + b"\n")
             reader.process.stdin.flush()
     size = reader.files[0].size if reader.files else 0
     reader.deadline = time.monotonic() + file_s + size * _PER_BYTE_S if reader.files else float("inf")
 
 
 def _receive(reader: _ReaderProcess) -> bool:
-    """Take what is there; False at the end."""
+    """Receives the available data; False at the end."""
     data = os.read(_stdout(reader), 1 << 20)
     reader.received += data
     return bool(data)
 
 
 def _parse_answers(reader: _ReaderProcess, calls: CallTexts) -> Iterator[tuple[DumpFile, RankTrace | UnreadableDump]]:
-    """The whole answers in what was received."""
+    """Parses the complete answers in the received data."""
     received = reader.received
     while len(received) >= ANSWER_HEADER.size:
         text_size, blob_size = ANSWER_HEADER.unpack_from(received)
@@ -166,7 +165,7 @@ def _parse_answers(reader: _ReaderProcess, calls: CallTexts) -> Iterator[tuple[D
 
 
 def _stop_reader(reader: _ReaderProcess, patience: float = 0.0) -> str:
-    """End a reader, one that is about to end by itself after so many seconds; how it ended."""
+    """Ends a reader, after `patience` seconds for one that exits on its own; returns how it ended."""
     process = reader.process
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(timeout=patience)
@@ -175,25 +174,25 @@ def _stop_reader(reader: _ReaderProcess, patience: float = 0.0) -> str:
     try:
         _, errors = process.communicate(timeout=_END_S)
     except subprocess.TimeoutExpired:
-        return ", and cannot be ended"
+        return ", and cannot be killed"
     lines = errors.decode(errors="replace").strip().splitlines()
     return f" (exit code {process.returncode})" + (f": {lines[-1][:300]}" if lines else "")
 
 
 class NoDumps(ValueError):
-    """There is nothing to read in the folder; the text says what was looked for."""
+    """The folder holds no readable dump; the text says what was searched for."""
 
 
 def read_dumps(
     folder: Path, *, ranks: str | None = None, world_size: int | None = None, readers: int | None = None
 ) -> Evidence:
-    """What the dumps below a folder say of their job. Files that cannot be read are named in `find_gaps`.
+    """The evidence in the dumps below a folder. `Evidence.gaps` names unreadable files.
 
     Args:
         folder: A folder, or one dump.
-        ranks: Where the rank stands in the files' paths, `host-*/trace.{rank}.pickle`; None understands the usual ones.
-        world_size: How many ranks the job has; None takes what the dumps say.
-        readers: How many processes read; None takes as many as there are CPUs.
+        ranks: where the rank is in the files' paths, `host-*/trace.{rank}.pickle`; None recognises the usual names.
+        world_size: the number of ranks of the job; None takes it from the dumps.
+        readers: the number of reading processes; None means one per CPU.
 
     Raises:
         NoDumps: No file is a dump.
@@ -220,28 +219,28 @@ def read_dumps(
 
 def _no_dumps_text(folder: Path, ranks: str | None) -> str:
     if ranks is not None:
-        return f"no file in {folder} fits --ranks {ranks!r}"
+        return f"no file in {folder} matches --ranks {ranks!r}"
     return (
-        f"no flight-recorder dump in {folder}: looked for files that hold one, pickled or JSON, by any name "
+        f"no flight-recorder dump in {folder}: searched for pickled or JSON dumps under any name "
         "(PyTorch's own are nccl_trace_rank_0, comm_lib_trace_rank_0, ...)"
     )
 
 
 _MAX_CULPRITS = 4
-"""Culprits of whom is told what their dump says last."""
+"""The most culprits whose newest entry is quoted."""
 
 
 def explain_dumps(folder: Path, *, ranks: str | None = None, world_size: int | None = None) -> list[Verdict]:
-    """Verdicts, the one that explains the others first; there is always one. Arguments and errors are those of
-    `read_dumps`."""
+    """Diagnoses the dumps below a folder: at least one verdict, the one that explains the others first. Arguments and
+    errors are those of `read_dumps`."""
     evidence = read_dumps(folder, ranks=ranks, world_size=world_size)
     found = diagnose(evidence)
     return [_with_dump_facts(verdict, evidence) for verdict in found] or [no_stall_verdict(evidence)]
 
 
 def no_stall_verdict(evidence: Evidence) -> Verdict:
-    """All collectives that were entered were also completed, as far as the dumps say."""
-    told, missing = evidence.extra["files"], evidence.extra["missing"]
+    """The verdict when, according to the dumps, all entered collectives were completed."""
+    read, missing = evidence.extra["files"], evidence.extra["missing"]
     of_all = "Every collective that was entered was completed by its members" if not missing else (
         "No collective is in flight on the ranks whose dumps could be read"
     )  # fmt: skip
@@ -252,14 +251,14 @@ def no_stall_verdict(evidence: Evidence) -> Verdict:
         cause="unknown" if missing else "benign",
         confidence=0.3 if missing else 0.7,
         evidence=_gap_facts(evidence),
-        explanation=f"{of_all}: {evidence.extra['entries']} entries in the dumps of {len(told)} of {ranks} ranks. "
-        "Either the job went on when the dumps were written, or it waits for something that is no collective.",
+        explanation=f"{of_all}: {evidence.extra['entries']} entries in the dumps of {len(read)} of {ranks} ranks. "
+        "Either the job continued while the dumps were written, or it waits for something other than a collective.",
         collect=(*_missing_dumps(evidence), "stacks of all ranks (py-spy dump)"),
     )
 
 
 def _with_dump_facts(verdict: Verdict, evidence: Evidence) -> Verdict:
-    """The verdict with what the culprits' dumps say last, and with what is missing."""
+    """The verdict with the newest entries of the culprits' dumps and with the missing evidence."""
     own = [fact for fact in verdict.evidence if fact.source != "agent"]
     collect = (
         verdict.collect if verdict.kind is not VerdictKind.UNKNOWN else (*_missing_dumps(evidence), *verdict.collect)
@@ -278,7 +277,7 @@ def _gap_facts(evidence: Evidence) -> tuple[Fact, ...]:
 
 
 def _last_entries(verdict: Verdict, evidence: Evidence) -> Iterator[Fact]:
-    """The newest entry of each culprit, on the verdict's communicator if it has one there."""
+    """The newest entry of each culprit, preferably on the verdict's communicator."""
     wanted = verdict.collective.communicator if verdict.collective else ""
     members, who = evidence.communicators, evidence.processes.info
     of_rank = {each.rank: at for at, each in enumerate(who)}

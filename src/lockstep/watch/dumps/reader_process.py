@@ -22,15 +22,15 @@ from lockstep.watch.dumps.dump_format import NotADump
 ANSWER_HEADER = struct.Struct("<II")
 TRACE_COLUMNS = (("digests", "Q"), ("sequence", "q"), ("signature", "Q"), ("created", "q"), ("site", "i"))
 FILE_MEMORY_SHARE = 4
-"""A file may have this part of the memory at most: what is in it is larger when unpacked."""
+"""A file may have at most this fraction of the memory (1/4); its content is larger when unpacked."""
 _CPU_S = 3600
 
 
 def main() -> None:
     memory = int(sys.argv[1])
     _limit_resources(memory)
-    gc.disable()  # thousands of small objects, none in cycles: collecting would take longer than reading
-    decoder, told = DumpDecoder(), 0
+    gc.disable()  # thousands of small objects without cycles: collecting would take longer than reading
+    decoder, sent = DumpDecoder(), 0
     send_answer(sys.stdout.buffer, {"ready": os.getpid()}, b"")
     for line in sys.stdin:
         try:
@@ -38,7 +38,7 @@ def main() -> None:
             trace = decoder.read(_read_bounded(path, memory // FILE_MEMORY_SHARE), full)
             about, blob = pack_trace(trace)
             calls = list(decoder.calls.items())
-            about["calls"], told = calls[told:], len(calls)
+            about["calls"], sent = calls[sent:], len(calls)
         except (NotADump, OSError, MemoryError) as error:
             about, blob = {"error": str(error) or "needs too much memory"}, b""
             gc.collect()
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def pack_trace(trace: RankTrace) -> tuple[dict[str, Any], bytes]:
-    """A trace as JSON and the numbers of its groups behind one another."""
+    """A trace as JSON, and the concatenated columns of its groups."""
     about = {each.name: getattr(trace, each.name) for each in dataclasses.fields(trace)}
     about["groups"], columns = [], []
     for group in trace.groups:
@@ -84,12 +84,12 @@ def _read_bounded(path: str, most: int) -> bytes:
     """A file's content.
 
     Raises:
-        NotADump: It is larger than `most` bytes.
+        NotADump: the file is larger than `most` bytes.
     """
-    with open(path, "rb") as file:  # noqa: PTH123 - pathlib takes as long to import as a dump to read
+    with open(path, "rb") as file:  # noqa: PTH123 - importing pathlib takes as long as reading a dump
         size = os.fstat(file.fileno()).st_size
         if size > most:
-            raise NotADump(f"is larger ({size >> 20} MiB) than what is read ({most >> 20} MiB)")
+            raise NotADump(f"is too large ({size >> 20} MiB; at most {most >> 20} MiB are read)")
         return file.read(most)
 
 

@@ -53,7 +53,8 @@ def permuted(evidence: Evidence, rng: random.Random) -> Evidence:
         evidence,
         processes=ProcessTable(
             info=[processes.info[i] for i in new_to_old], life=processes.life[pick],
-            exit_code=processes.exit_code[pick], ended_at=processes.ended_at[pick], moved_at=processes.moved_at[pick], active_at=processes.active_at[pick],
+            exit_code=processes.exit_code[pick], ended_at=processes.ended_at[pick],
+            moved_at=processes.moved_at[pick], active_at=processes.active_at[pick],
             same_stack_since=processes.same_stack_since[pick], stage=[processes.stage[i] for i in new_to_old],
             notes={int(place[i]): note for i, note in processes.notes.items()},
             seen_at=None if processes.seen_at is None else processes.seen_at[pick],

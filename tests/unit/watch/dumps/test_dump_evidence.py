@@ -199,7 +199,7 @@ def test_damage_is_told_and_the_rest_is_read(tmp_path: Path) -> None:
     (tmp_path / "fr_dump").write_bytes((tmp_path / "nccl_trace_rank_0").read_bytes())
     evidence = read_dumps(tmp_path)
     assert counts(evidence)[0] == [31, 31, 30, 31, UNKNOWN, UNKNOWN]
-    assert evidence.gaps[0].startswith("fr_dump: its name does not say of which rank it is")
+    assert evidence.gaps[0].startswith("fr_dump: its name has no rank")
     assert evidence.gaps[1].startswith("nccl_trace_rank_4 (rank 4) is truncated or damaged: ")
     assert evidence.gaps[2:] == ("nccl_trace_rank_5 (rank 5) is empty", "no dump of ranks 4, 5")
 

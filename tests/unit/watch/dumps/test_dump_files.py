@@ -48,7 +48,7 @@ def test_a_pattern_says_where_the_rank_stands(tmp_path: Path) -> None:
     dump(tmp_path / "node-0" / "other_5")
     assert sorted(found.rank or -1 for found in find_dump_files(tmp_path, "node-*/p{rank}.trace")) == [3, 11]
     assert sorted(found.rank or -1 for found in find_dump_files(tmp_path, "p{rank}.trace")) == [3, 11]
-    with pytest.raises(ValueError, match="say once where the rank stands"):
+    with pytest.raises(ValueError, match="must contain {rank} exactly once"):
         find_dump_files(tmp_path, "p*.trace")
 
 
@@ -57,7 +57,7 @@ def test_what_was_looked_for_is_said(tmp_path: Path) -> None:
         read_dumps(tmp_path / "nowhere")
     with pytest.raises(NoDumps, match="nccl_trace_rank_0"):
         read_dumps(tmp_path)
-    with pytest.raises(NoDumps, match=r"fits --ranks 'x\{rank\}'"):
+    with pytest.raises(NoDumps, match=r"matches --ranks 'x\{rank\}'"):
         read_dumps(tmp_path, ranks="x{rank}")
     (tmp_path / "nccl_trace_rank_0").touch()
     with pytest.raises(NoDumps, match=r"nccl_trace_rank_0 \(rank 0\) is empty"):

@@ -146,7 +146,7 @@ def test_a_reader_that_is_not_done_in_time_is_ended(tmp_path: Path) -> None:
     (tmp_path / "trace_1").write_bytes(GOOD)
     files = sorted(find_dump_files(tmp_path), key=lambda file: file.rank or 0)
     results = {file.rank: result for file, result in read_traces(files, {}, readers=1, file_s=0.05)}
-    assert isinstance(results[0], UnreadableDump) and "not done in time" in results[0].why
+    assert isinstance(results[0], UnreadableDump) and "timed out" in results[0].why
     assert not isinstance(results[1], UnreadableDump)
 
 
@@ -156,4 +156,4 @@ def test_a_file_larger_than_a_share_of_the_memory_is_not_read(tmp_path: Path) ->
         file.write(b"\x80\x02")
         file.truncate(200 << 20)
     ((_, result),) = read_traces(find_dump_files(tmp_path), {}, memory=512 << 20)
-    assert isinstance(result, UnreadableDump) and "is larger (200 MiB) than what is read (128 MiB)" in result.why
+    assert isinstance(result, UnreadableDump) and "is too large (200 MiB; at most 128 MiB are read)" in result.why
