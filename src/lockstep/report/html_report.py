@@ -254,8 +254,8 @@ def _tiles(
     losses = [row.values["policy/loss"] for row in rows if "policy/loss" in row.values]
     if losses and not rewards:
         tiles.append(SummaryTile("loss", format_number(losses[-1]), f"from {format_number(losses[0])}"))
-    wanted = ledger.config().get("steps")
-    tiles.append(SummaryTile("steps", f"{ledger.done():,}", f"of {wanted:,}" if wanted else ""))
+    total_steps = ledger.config().get("steps")
+    tiles.append(SummaryTile("steps", f"{ledger.done():,}", f"of {total_steps:,}" if total_steps else ""))
     if tokens := total_tokens(rows):
         tiles.append(SummaryTile("tokens", _short_count(tokens)))
     if seconds := sum(stage_seconds(rows).values()):

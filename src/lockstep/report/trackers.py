@@ -226,7 +226,7 @@ class MLflowSink:
 
     def __init__(self, cfg: MLflowConfig, folder: Path, about: Mapping[str, Any]) -> None:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # a folder was asked for
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # the user chose a folder
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "15")  # instead of two minutes, seven times
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
         from mlflow import MlflowClient
