@@ -155,7 +155,7 @@ def test_who_watches_is_killed_and_who_scores(reference: References, tmp_path: P
     launched.wait_for("rollout", 5)
     lose(launched, "agent")
     undisturbed(launched, of)
-    assert "the supervisor ended (killed by SIGKILL), it is started again" in launched.said()
+    assert "the supervisor ended (killed by SIGKILL), restarting it" in launched.said()
     assert "the node agent (pid" in launched.said() and "starting a new one" in launched.said()
     stopped, *rest = recoveries(launched.folder)
     assert stopped["worker"] == "engine-0" and why(launched.folder, "engine-0").startswith("confirmed: engine-0 ")

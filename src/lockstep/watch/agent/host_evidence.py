@@ -31,8 +31,9 @@ def collect_host_evidence(chosen: Iterable[ProcessState], lines: int) -> dict[st
     known = {value for each in (environment, os.environ) for value in secret_values(each)}
     found = {
         "now": {"monotonic_ns": time.monotonic_ns(), "wall": time.time()},
-
-               "beacons": {seen.name: beacon_to_json(state) for seen in some if (state := _read_current_beacon(seen)) is not None},
+        "beacons": {
+            seen.name: beacon_to_json(state) for seen in some if (state := _read_current_beacon(seen)) is not None
+        },
         "logs": {seen.name: _last_lines(seen.log, lines) for seen in some if seen.log is not None},
         "processes": [_process_to_json(seen) for seen in some],
         "environment": environment,

@@ -165,7 +165,7 @@ def _monitoring(
     """Runs an agent and a supervisor beside the command."""
     meeting = watched.meeting
     try:
-        host = meeting.our_address() if meeting else "127.0.0.1"
+        host = meeting.local_address() if meeting else "127.0.0.1"
         address = start_agent(run, token, folder, generation=WATCH_GENERATION, host=host, node=watched.node)
         client = AgentClient(address, token, name="watch")
     except (AgentError, OSError) as error:
@@ -173,7 +173,7 @@ def _monitoring(
         yield
         return
     supervisor: RemoteSupervisorClient | SupervisorClient
-    if meeting is not None and not meeting.is_ours():
+    if meeting is not None and not meeting.is_local():
         supervisor = RemoteSupervisorClient(meeting, address, watched.node or platform.node(), on_event, on_problem)
     else:
         supervisor = SupervisorClient(_supervisor_settings(watched, run, folder, address), token, on_event, on_problem)

@@ -63,13 +63,13 @@ DIAL_S = 2.0
 REDIAL_S = 0.3
 
 ReplyHandler = Callable[[dict[str, Any] | None], None]
-"""Takes the reply, None when there is none in time or the agent refused."""
+"""Receives the reply; None when there is none in time or the agent refused."""
 
 
 @dataclass
 class ClockOffset:
-    """How far a host's monotonic clock is ahead of ours, from questions and answers. The quicker the answer, the
-    surer it is: of each window the quickest counts (as NTP does)."""
+    """How far a host's monotonic clock is ahead of this host's, from requests and replies. The shorter the round trip,
+    the more exact: of each window the shortest counts (as in NTP)."""
 
     window: int = 8
     samples: list[tuple[int, int]] = field(default_factory=list)
@@ -86,7 +86,7 @@ class ClockOffset:
 
     @property
     def ns(self) -> int:
-        """0 while nothing is known; off by at most half of the round trip."""
+        """0 while unknown; off by at most half of the round trip."""
         return min(self.samples)[1] if self.samples else 0
 
 
@@ -106,9 +106,10 @@ class AgentConnection:
         self.connection: Connection | None = None
         self.down_since: float | None = time.monotonic()
         self.left = False
-        """The agent has said that it leaves."""
+        """The agent has announced that it leaves."""
         self.calm_until = 0.0
-        """Everybody on its host moves or has nothing to do, as of a word that is not old yet."""
+        """Until then every process on its host counts as making progress or having nothing to do, by a recent
+        report."""
         self._token, self._generation, self._up = token, generation, up
         self._requests: dict[str, _Request] = {}
         self._prefix, self._numbers = secrets.token_hex(6), itertools.count(1)
@@ -136,8 +137,8 @@ class AgentConnection:
         if not self.left:
             self._wanted.set()
 
-    def ask(self, operation: str, answered: ReplyHandler, timeout_s: float, **arguments: Any) -> None:
-        """Sends a request; `answered` is called once, from `hear`, `tick` or here."""
+    def request(self, operation: str, answered: ReplyHandler, timeout_s: float, **arguments: Any) -> None:
+        """Sends a request; `answered` is called once, from `messages`, `tick` or here."""
         if self.connection is None:
             answered(None)
             return
@@ -149,8 +150,8 @@ class AgentConnection:
         except WireError:
             self.lost()
 
-    def hear(self) -> Iterator[dict[str, Any]]:
-        """Takes what has come: replies go to their requests, everything else to the caller."""
+    def messages(self) -> Iterator[dict[str, Any]]:
+        """Reads what has arrived: replies go to their requests, other messages to the caller."""
         try:
             while self.connection is not None:
                 frame = self.connection.recv(0)
@@ -167,7 +168,7 @@ class AgentConnection:
             self.lost()
 
     def tick(self) -> None:
-        """Gives up requests whose time is over; writes what is left to write."""
+        """Gives up overdue requests; writes what is left to write."""
         now = time.monotonic()
         for number, request in list(self._requests.items()):
             if now >= request.deadline:
@@ -178,14 +179,14 @@ class AgentConnection:
                 self.connection.flush()
 
     def set_clock(self) -> None:
-        """Asks for the host's clock."""
+        """Requests the host's clock."""
         asked = time.monotonic_ns()
 
         def answered(reply: dict[str, Any] | None) -> None:
             if reply is not None:
                 self.clock.add(asked, int(reply["monotonic_ns"]), time.monotonic_ns())
 
-        self.ask("clock", answered, 5.0)
+        self.request("clock", answered, 5.0)
 
     def close(self) -> None:
         """Idempotent."""

@@ -37,7 +37,7 @@ _CALL_DTYPE = np.dtype([("member", "<u4"), ("seq", "<i8"), ("signature", "<u8")]
 
 @dataclass(frozen=True, slots=True)
 class HostState:
-    """What is known of a host, and when its last state came."""
+    """The newest reports of a host, and when the last state came."""
 
     roster: Roster
     state: StateReport | None = None
@@ -47,12 +47,12 @@ class HostState:
 
 @dataclass(frozen=True, slots=True)
 class JobLayout:
-    """Where things lie; changes only with a roster."""
+    """The order of processes and communicators in the evidence; changes only with a roster."""
 
     who: tuple[ProcessInfo, ...]
-    """Those of the hosts in the hosts' order, then those that nobody reports."""
+    """The hosts' processes in the order of hosts, then those that no host reports."""
     unseen: int
-    """How many nobody reports."""
+    """How many of them no host reports."""
     first_process: tuple[int, ...]
     """By host."""
     first_member: tuple[int, ...]
@@ -62,9 +62,9 @@ class JobLayout:
     """`[memberships]`"""
     made_with: IntArray
     record: IntArray
-    """`[memberships]`: which of all hosts' member records it is; the one behind the last where nobody reports it."""
+    """`[memberships]`: the index in all hosts' member records; one past the last if no host reports it."""
     membership: IntArray
-    """The other way round; -1 for a record whose place another host has taken over."""
+    """The inverse; -1 for a record that another host's replaced."""
     by_name: Mapping[str, int]
     by_role: Mapping[str, tuple[int, ...]]
 
@@ -137,9 +137,9 @@ def _merge_roster(roster: Roster, first: int, records: int, groups: dict[str, _C
 
 
 def _fill_members(
-    group: _CommunicatorGroup, key: str, who: list[ProcessInfo], seen: dict[tuple[str, int], int], nobodys: int
+    group: _CommunicatorGroup, key: str, who: list[ProcessInfo], seen: dict[tuple[str, int], int], unreported: int
 ) -> None:
-    """Members that nobody reports are members still: without them, a collective would look complete."""
+    """Adds the members that no host reports: without them, a collective would look complete."""
     if len(group.members) >= group.size:
         return
     own_ranks = all(who[process].rank == rank for rank, (process, _, _) in group.members.items())
@@ -157,7 +157,7 @@ def _fill_members(
             known = place[0] == group.role
             name = f"{group.role}-{place[1]}" if known else f"member {rank} of {group.about.name!r}"
             who.append(ProcessInfo(name, group.role, place[1] if known else -1))
-        group.members[rank] = (seen[place], nobodys, UNKNOWN)
+        group.members[rank] = (seen[place], unreported, UNKNOWN)
 
 
 def build_evidence(
@@ -168,10 +168,10 @@ def build_evidence(
     aliases: Mapping[str, WaitAlias] | None = None,
     listening_since: float = float("-inf"),
 ) -> Evidence:
-    """Evidence from what was heard of every host, in the layout's order of hosts.
+    """Evidence from the newest reports of every host, in the layout's order of hosts.
 
-    A host that was silent for `host_s` while somebody listened is lost, unless all are: then it is the listener who is
-    cut off, and the evidence is of when it heard last.
+    A host that was silent for `host_s` while the supervisor listened is lost, unless all are: then the supervisor is
+    cut off, and the evidence is as of the last report.
     """
     silent = [not at - max(listening_since, each.at) <= host_s for each in heard]
     gaps = [gap for each in heard if each.state for gap in each.state.gaps]
@@ -196,11 +196,11 @@ def build_evidence(
 
 def _silence_text(heard: HostState, at: float) -> str:
     since = "ever" if np.isnan(heard.at) else f"for {at - heard.at:.0f} s"
-    return f"nothing heard of host {heard.roster.host} {since}"
+    return f"no report from host {heard.roster.host} {since}"
 
 
 def _report_times(heard: Sequence[HostState], counts: Sequence[int], more: int) -> FloatArray:
-    """When the state came that a record is of."""
+    """When the state of each record came."""
     times = np.repeat(np.array([each.at for each in heard], dtype=np.float64), counts)
     return np.concatenate([times, np.full(more, np.nan)])
 
@@ -320,7 +320,7 @@ def _build_edge(
 def _resolve_target(
     layout: JobLayout, waits_for: str, aliases: Mapping[str, WaitAlias]
 ) -> tuple[tuple[int, ...], WaitCondition, str]:
-    """Processes, how many of them are needed, and the name where they are none of the job's."""
+    """The processes, how many of them the wait needs, and the name if it stands for none of the job's."""
     if waits_for in layout.by_name:
         return (layout.by_name[waits_for],), WaitCondition.ALL, ""
     if waits_for in aliases:

@@ -10,7 +10,7 @@
         logs/NAME.log      the last lines of each
         dumps/NAME.json    flight recorders, where there are any
         environment.json run.json machine.json told.json
-        findings.json      what is odd about the variables in environment.json: written by who hears of the incident
+        findings.json      findings about the variables in environment.json: written by the subscriber of the supervisor
 
 Texts are redacted; sizes are bounded; a failure to write one never disturbs the run.
 """
@@ -40,7 +40,7 @@ from lockstep.watch.supervisor.verdict_tracker import VerdictUpdate
 log = logging.getLogger(__name__)
 
 MAX_INCIDENTS = 100
-"""Incidents of a run that are kept; more say nothing new."""
+"""Incidents kept per run; more add nothing new."""
 FILE_BYTES = 4 << 20
 TIMELINE_S = 60.0
 _MAX_NAMED = 3
@@ -48,14 +48,14 @@ _MAX_NAMED = 3
 
 @dataclass(frozen=True, slots=True)
 class IncidentContents:
-    """What an incident is written from."""
+    """Everything that an incident is written from."""
 
     verdict: Verdict
     wall: float
     at_ns: int
-    """The monotonic clock of who judges."""
+    """The supervisor's monotonic clock."""
     bundles: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """By host: what its agent gathered, see `gathering`."""
+    """By host: the evidence of its agent, see `host_evidence`."""
     stacks: Mapping[str, Any] = field(default_factory=dict)
     """By process: its threads, as `stacks.to_json` has them."""
     native: Mapping[str, Any] = field(default_factory=dict)
@@ -177,7 +177,7 @@ def incident_timeline(contents: IncidentContents) -> list[dict[str, Any]]:
 
 
 def culprit_name(culprit: Culprit) -> str:
-    """`policy-1`: its name, else role and rank."""
+    """`policy-1`: the process's name, else role and rank."""
     if culprit.name:
         return culprit.name
     rank = "" if culprit.rank is None else f"-{culprit.rank}"
@@ -185,16 +185,16 @@ def culprit_name(culprit: Culprit) -> str:
 
 
 def verdict_headline(verdict: Verdict) -> str:
-    """One line: what is wrong, and whose line it is."""
+    """One line: what is wrong, and in which line of the program."""
     if verdict.explanation:
         return verdict.explanation
-    who = summarize_list(verdict.culprits, _MAX_NAMED, culprit_name) or "nobody is named"
+    who = summarize_list(verdict.culprits, _MAX_NAMED, culprit_name) or "no culprit"
     where = next((each.where for each in verdict.culprits if each.where), "")
     return f"{verdict.kind} ({who}){f' in {where}' if where else ''}"
 
 
 def incident_story(contents: IncidentContents) -> str:
-    """What happened, for a person who was not there."""
+    """The story of the incident, for people."""
     verdict = contents.verdict
     when = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(contents.wall))
     cause = "" if verdict.cause in ("", "unknown") else f", class {verdict.cause}"
@@ -210,31 +210,29 @@ def incident_story(contents: IncidentContents) -> str:
         site = f", called at {each.call_site}" if each.call_site else ""
         parts.append(f"The collective is {each.operation or 'number'} #{each.seq} on {each.communicator!r}{site}.")
     if verdict.waiting:
-        parts.append("Who waits:\n" + "\n".join(f"  - {_wait_text(each)}" for each in verdict.waiting))
+        parts.append("Waiting:\n" + "\n".join(f"  - {_wait_text(each)}" for each in verdict.waiting))
     if verdict.evidence:
         parts.append(
             "Evidence:\n" + "\n".join(f"  - {each.source or each.file}: {each.text}" for each in verdict.evidence)
         )
     if verdict.alternatives:
-        parts.append(
-            "It may also be " + ", ".join(f"{e.what} ({e.confidence:.2f})" for e in verdict.alternatives) + "."
-        )
+        parts.append("Alternatives: " + ", ".join(f"{e.what} ({e.confidence:.2f})" for e in verdict.alternatives) + ".")
     if verdict.fix:
-        parts.append(f"What helps: {verdict.fix}")
+        parts.append(f"Fix: {verdict.fix}")
     if verdict.collect:
-        parts.append("What would tell more: " + "; ".join(verdict.collect))
+        parts.append("Next steps: " + "; ".join(verdict.collect))
     if contents.gaps:
-        parts.append("What is missing here: " + "; ".join(contents.gaps))
+        parts.append("Missing from this incident: " + "; ".join(contents.gaps))
     return "\n\n".join(parts) + "\n"
 
 
 def _wait_text(waiting: Any) -> str:
-    since = "" if waiting.since_s is None else f" since {waiting.since_s:.0f} s"
+    since = "" if waiting.since_s is None else f" for {waiting.since_s:.0f} s"
     return f"{waiting.who} waits for {waiting.on}{since}: {waiting.what}"
 
 
 def list_incidents(root: Path) -> list[Path]:
-    """The incidents of a run, oldest first; folders that are not complete are none."""
+    """The complete incidents of a run, oldest first."""
     found: list[Path] = []
     with contextlib.suppress(OSError):
         found = [each for each in root.iterdir() if (each / "verdict.json").is_file() and not each.name.startswith(".")]
@@ -242,18 +240,20 @@ def list_incidents(root: Path) -> list[Path]:
 
 
 COLLECT_LIMIT_S = 1.0
-"""Who is told of a confirmed verdict may act at once, and then the stacks are others: nobody waits longer for them."""
+"""Subscribers may act on a confirmed verdict at once, which changes the stacks: the verdict is not held back longer."""
 NATIVE_LIMIT_S = 4.0
 DUMP_WAIT_S = 0.5
-"""A rank looks for orders ten times a second, and writes its flight recorder in some 30 ms."""
+"""A rank reads its commands ten times a second, and dumps its flight recorder in about 30 ms."""
 LOG_LINES = 200
 
 
 class IncidentCollection:
-    """One incident under way."""
+    """The collection of one incident's evidence from the agents."""
 
-    def __init__(self, told: VerdictUpdate, evidence: Evidence, links: Sequence[AgentConnection], native: bool) -> None:
-        self.told, self.evidence = told, evidence
+    def __init__(
+        self, update: VerdictUpdate, evidence: Evidence, links: Sequence[AgentConnection], native: bool
+    ) -> None:
+        self.update, self.evidence = update, evidence
         self._wall, self._began_ns = time.time(), time.monotonic_ns()
         self._deadline = time.monotonic() + (NATIVE_LIMIT_S if native else COLLECT_LIMIT_S)
         self._pending = 0
@@ -265,26 +265,26 @@ class IncidentCollection:
         self._dumps: dict[str, str] = {}
         self._dumping: list[AgentConnection] = []
         self._dumped_at = time.monotonic() + DUMP_WAIT_S
-        culprits = {(each.host, each.pid) for each in told.verdict.culprits}
+        culprits = {(each.host, each.pid) for each in update.verdict.culprits}
         innocent = self._innocent(culprits)
         for link in links:
-            self._ask(link, culprits, innocent, native)
+            self._request(link, culprits, innocent, native)
 
     def done(self) -> bool:
-        """Whether all that will come has come."""
+        """Whether all answers have come or the time is over."""
         if self._dumping and time.monotonic() >= self._dumped_at:
             for link in self._dumping:
-                link.ask("dumps", self._dumped, COLLECT_LIMIT_S)
+                link.request("dumps", self._dumped, COLLECT_LIMIT_S)
             self._dumping = []
         return self._pending == 0 or time.monotonic() >= self._deadline
 
     def contents(self, facts: Mapping[str, Any], frames: Sequence[Mapping[str, Any]]) -> IncidentContents:
-        """What an incident is written from."""
+        """Everything that an incident is written from."""
         gaps = [*self.evidence.gaps, *self._gaps]
         if self._pending:
-            gaps.append(f"{self._pending} answers of agents did not come within {COLLECT_LIMIT_S:g} s")
+            gaps.append(f"{self._pending} answers of agents were missing after {COLLECT_LIMIT_S:g} s")
         return IncidentContents(
-            self.told.verdict, self._wall, self._began_ns, self._bundles, self._stacks, self._native, self._offsets,
+            self.update.verdict, self._wall, self._began_ns, self._bundles, self._stacks, self._native, self._offsets,
             dict(facts), list(frames), gaps, self._dumps,
         )  # fmt: skip
 
@@ -293,14 +293,14 @@ class IncidentCollection:
         self._dumps.update((reply or {"dumps": {}})["dumps"])
 
     def _innocent(self, culprits: set[tuple[str, int | None]]) -> int | None:
-        """Index of one that lives and is not accused, of those that wait if there are any."""
+        """Index of a living process that is no culprit, preferably of one that waits."""
         processes = self.evidence.processes
         living = np.flatnonzero(processes.life == Liveness.RUNNING)
         others = [int(i) for i in living if (processes.info[i].host, processes.info[i].pid) not in culprits]
-        waiting = {each.who for each in self.told.verdict.waiting}
+        waiting = {each.who for each in self.update.verdict.waiting}
         return next((i for i in others if processes.info[i].name in waiting), others[0] if others else None)
 
-    def _ask(
+    def _request(
         self, link: AgentConnection, culprits: set[tuple[str, int | None]], innocent: int | None, native: bool
     ) -> None:
         here = [(i, who) for i, who in enumerate(self.evidence.processes.info) if who.host == link.host]
@@ -308,14 +308,14 @@ class IncidentCollection:
         wanted = {who.pid: who.name for i, who in here if (who.host, who.pid) in culprits or i == innocent}
         self._pending += 1
 
-        def collected(reply: dict[str, Any] | None) -> None:
+        def on_evidence(reply: dict[str, Any] | None) -> None:
             self._pending -= 1
             if reply is None:
-                self._gaps.append(f"host {link} answered nothing")
+                self._gaps.append(f"host {link} did not answer")
             else:
                 self._bundles[link.host] = {key: value for key, value in reply.items() if key != "reply"}
 
-        def stacked(into: dict[str, Any]) -> Any:
+        def on_stacks(into: dict[str, Any]) -> Any:
             def answered(reply: dict[str, Any] | None) -> None:
                 self._pending -= 1
                 for pid, threads in (reply or {"stacks": {}})["stacks"].items():
@@ -325,12 +325,12 @@ class IncidentCollection:
 
         if wanted:
             self._pending += 1
-            link.ask("stacks", stacked(self._stacks), COLLECT_LIMIT_S, pids=list(wanted))
+            link.request("stacks", on_stacks(self._stacks), COLLECT_LIMIT_S, pids=list(wanted))
             if native:
                 self._pending += 1
-                link.ask("stacks", stacked(self._native), NATIVE_LIMIT_S, pids=list(wanted), native=True)
+                link.request("stacks", on_stacks(self._native), NATIVE_LIMIT_S, pids=list(wanted), native=True)
         if here and len(self.evidence.communicators.about):
             self._pending += 1  # of the answer to the question that follows
             self._dumping.append(link)
-            link.ask("dump", lambda reply: None, COLLECT_LIMIT_S, names=[who.name for _, who in ordered])
-        link.ask("collect", collected, COLLECT_LIMIT_S, names=[who.name for _, who in ordered], lines=LOG_LINES)
+            link.request("dump", lambda reply: None, COLLECT_LIMIT_S, names=[who.name for _, who in ordered])
+        link.request("collect", on_evidence, COLLECT_LIMIT_S, names=[who.name for _, who in ordered], lines=LOG_LINES)

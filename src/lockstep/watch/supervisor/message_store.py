@@ -26,7 +26,7 @@ _REMEMBERED_SIGNATURES = 4096
 
 
 class MessageStore:
-    """What was heard, by host, and the layout that goes with it."""
+    """The newest reports by host, and the layout built from their rosters."""
 
     def __init__(
         self,
@@ -37,15 +37,15 @@ class MessageStore:
         self._expected, self._aliases, self._host_s = tuple(expected), dict(aliases or {}), host_s
         self._hosts: dict[str, HostState] = {}
         self._meetings: dict[str, frozenset[tuple[str, int, int]]] = {}
-        """By host: role, first and last rank of those who should come to its meetings."""
+        """By host: role, first and last of the ranks that its rendezvous expect."""
         self._layout: JobLayout | None = None
         self._asked = self._listening_since = float("-inf")
 
     def receive(self, message: Mapping[str, Any], at: float) -> bool:
-        """Takes a message that came at `at`. False when its roster is not known: the agent should send it again.
+        """Stores a message received at `at`. False when its roster is unknown: the agent should send it again.
 
         Raises:
-            ValueError: it is no message of an agent.
+            ValueError: it is no report of an agent.
         """
         said = decode_report(message)
         known = self._hosts.get(said.host)
@@ -63,18 +63,18 @@ class MessageStore:
         return True
 
     def expect(self, processes: Iterable[ProcessInfo]) -> None:
-        """Who should be there from now on."""
+        """Sets the processes expected from now on."""
         self._expected, self._layout = tuple(processes), None
 
     def forget(self, host: str) -> None:
-        """A host that has left the job: its silence means nothing."""
+        """Removes a host that has left the job: its silence means nothing."""
         self._meetings.pop(host, None)
         if self._hosts.pop(host, None) is not None:
             self._layout = None
 
     def evidence(self, at: float) -> Evidence:
-        """All that is known at `at`. To be asked several times in `host_s`: who does not ask for long was stopped
-        itself, and hears of silent hosts only after that."""
+        """The evidence at `at`. Call it several times in `host_s`: a supervisor that was stopped itself counts hosts as
+        silent only after listening again for that long."""
         if at - self._asked > self._host_s / 2:
             self._listening_since = at
         self._asked = at
@@ -87,7 +87,7 @@ class MessageStore:
 
 
 def _rendezvous_ranks(roster: Roster, said: StateReport) -> frozenset[tuple[str, int, int]]:
-    """Role, first and last rank of those who should come to the meetings of a host's processes."""
+    """Role, first and last of the ranks that the rendezvous of a host's processes expect."""
     if not said.waits:
         return frozenset()
     return frozenset(

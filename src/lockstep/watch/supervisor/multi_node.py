@@ -22,7 +22,7 @@ from lockstep.watch.supervisor.supervisor_client import SupervisorEvent, subscri
 
 TOKEN_VARIABLE = "LOCKSTEP_TOKEN"
 DEFAULT_PORT = 29477
-"""Where no port is given."""
+"""The default port."""
 UNREACHABLE_AFTER_S = 60.0
 """Without a supervisor for so long: that is said."""
 WATCH_GENERATION = 1
@@ -30,7 +30,7 @@ WATCH_GENERATION = 1
 
 @dataclass(frozen=True, slots=True)
 class SupervisorEndpoint:
-    """Where the agents of all nodes meet their supervisor."""
+    """The address of the supervisor for the agents of all nodes."""
 
     host: str
     port: int
@@ -58,11 +58,11 @@ class SupervisorEndpoint:
 
     @property
     def run(self) -> str:
-        """The supervisor's run id, which all nodes know without asking."""
+        """The supervisor's run id, which all nodes can compute."""
         return f"watch-{hashlib.sha256(f'{self.port} {self.token}'.encode()).hexdigest()[:12]}"
 
-    def is_ours(self) -> bool:
-        """Whether the address is this node's, and nobody listens there yet."""
+    def is_local(self) -> bool:
+        """Whether the address is this node's and the port is still free."""
         with socket.socket() as trial:
             trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
@@ -71,7 +71,7 @@ class SupervisorEndpoint:
                 return False
             return True
 
-    def our_address(self) -> str:
+    def local_address(self) -> str:
         """The address by which the supervisor's node reaches this one."""
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:
             route.connect((self.host, self.port))  # sends nothing
@@ -79,19 +79,20 @@ class SupervisorEndpoint:
 
 
 class RemoteSupervisorClient:
-    """Makes a node's agent known to the supervisor on another node, and hears what that one says, in a thread of its
-    own; again whenever it was gone. The command goes on whether there is one or not.
+    """Registers a node's agent with the supervisor on another node and receives its events, in a thread of its own;
+    again after each disconnection. The command runs on with or without it.
 
     `on_said` and `on_trouble` are called in that thread."""
 
     def __init__(
-        self, meeting: SupervisorEndpoint, agent: ServiceAddress, name: str, on_said: Callable[[SupervisorEvent], None],
+        self, endpoint: SupervisorEndpoint, agent: ServiceAddress, name: str, on_said: Callable[[SupervisorEvent],
+        None],
         on_trouble: Callable[[str], None],
     ) -> None:  # fmt: skip
-        self._meeting, self._agent, self._name = meeting, agent, name
+        self._endpoint, self._agent, self._name = endpoint, agent, name
         self._on_said, self._on_trouble = on_said, on_trouble
         self._heard: set[tuple[int, float]] = set()
-        """Numbers and times: a supervisor that was started again counts from 1."""
+        """Numbers and times: a restarted supervisor counts from 1."""
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="joined", daemon=True)
         self._thread.start()
@@ -102,17 +103,19 @@ class RemoteSupervisorClient:
             waits.join(self._thread, waits_for="joined", why="its thread ends", timeout_s=timeout_s)
 
     def _keep(self) -> None:
-        there = ServiceAddress(self._meeting.run, WATCH_GENERATION, self._meeting.host, self._meeting.port, 0)
-        last, told = time.monotonic(), False
+        there = ServiceAddress(self._endpoint.run, WATCH_GENERATION, self._endpoint.host, self._endpoint.port, 0)
+        last, warned = time.monotonic(), False
         while not self._closing.is_set():
             try:
-                with subscribe(there, self._meeting.token, self._name) as connection:
+                with subscribe(there, self._endpoint.token, self._name) as connection:
                     self._listen(connection)
-                    last, told = time.monotonic(), False
+                    last, warned = time.monotonic(), False
             except WireError as error:
-                if not told and time.monotonic() - last > UNREACHABLE_AFTER_S:
-                    told = True
-                    self._on_trouble(f"no supervisor at {there.host}:{there.port}: this node is not judged ({error})")
+                if not warned and time.monotonic() - last > UNREACHABLE_AFTER_S:
+                    warned = True
+                    self._on_trouble(
+                        f"no supervisor at {there.host}:{there.port}: this node is not monitored ({error})"
+                    )
             self._closing.wait(1.0)
 
     def _listen(self, connection: Connection) -> None:

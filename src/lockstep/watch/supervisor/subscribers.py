@@ -17,52 +17,52 @@ from lockstep.base.transport.frames import Connection, WireError
 log = logging.getLogger(__name__)
 
 REMEMBERED_FRAMES = 512
-"""So many of the last frames are kept for who comes late."""
+"""The newest frames, kept for late subscribers."""
 
 RequestHandler = Callable[[Connection, dict[str, Any]], dict[str, Any]]
 """Answers a request; raises ValueError, KeyError or TypeError for one that cannot be served."""
 
 
 class Subscribers:
-    """Everybody who has connected, and those of them who listen.
+    """All connections, and which of them are subscribed.
 
     Args:
-        selector: whose events have a callable as data; its owner calls it.
-        operations: by the word that requests name them with.
+        selector: the supervisor's; the data of an event is a callable that handles it.
+        operations: by the `op` of requests.
     """
 
     def __init__(
         self, listener: Listener, selector: selectors.BaseSelector, operations: Mapping[str, RequestHandler]
     ) -> None:
         self._listener, self._selector, self._operations = listener, selector, operations
-        self._subscribers: dict[Connection, bool] = {}
+        self._subscribed: dict[Connection, bool] = {}
         self.frames: list[dict[str, Any]] = []
-        """The last that were told."""
+        """The newest frames."""
         selector.register(listener, selectors.EVENT_READ, self._accept)
 
     @property
-    def there(self) -> bool:
-        """Whether anybody listens."""
-        return any(self._subscribers.values())
+    def any(self) -> bool:
+        """Whether there are subscribers."""
+        return any(self._subscribed.values())
 
     def subscribe(self, connection: Connection, after: int) -> None:
-        """It listens from now on, and is told what was told after frame number `after`."""
-        self._subscribers[connection] = True
+        """Subscribes a connection, and repeats the frames after number `after`."""
+        self._subscribed[connection] = True
         for frame in self.frames:
             if frame["told"] > after:
                 self._send(connection, frame)
 
-    def tell(self, said: Mapping[str, Any]) -> None:
-        """Tells all who listen, as the frame with the next number."""
-        frame = {"told": self.frames[-1]["told"] + 1 if self.frames else 1, **said}
+    def publish(self, content: Mapping[str, Any]) -> None:
+        """Sends a frame with the next number to all subscribers."""
+        frame = {"told": self.frames[-1]["told"] + 1 if self.frames else 1, **content}
         self.frames = [*self.frames[1 - REMEMBERED_FRAMES :], frame]
-        for connection, subscribed in list(self._subscribers.items()):
+        for connection, subscribed in list(self._subscribed.items()):
             if subscribed:
                 self._send(connection, frame)
 
     def close(self) -> None:
         """Sends what can be sent, and ends all connections."""
-        for connection in list(self._subscribers):
+        for connection in list(self._subscribed):
             with suppress(WireError):
                 connection.flush()
             connection.close()
@@ -70,19 +70,19 @@ class Subscribers:
 
     def _accept(self) -> None:
         while (connection := self._listener.accept(0)) is not None:
-            self._subscribers[connection] = False
+            self._subscribed[connection] = False
             self._selector.register(connection, selectors.EVENT_READ, lambda c=connection: self._serve(c))
 
     def _serve(self, connection: Connection) -> None:
         try:
-            while connection in self._subscribers and (frame := connection.recv(0)) is not None:
+            while connection in self._subscribed and (frame := connection.recv(0)) is not None:
                 message = json.loads(frame)
                 operation = self._operations.get(message["op"])
                 reply = {"error": "unknown operation"} if operation is None else operation(connection, message)
                 self._send(connection, {"reply": message["id"], **reply})
         except (WireError, ValueError, KeyError, TypeError) as error:
             if not isinstance(error, WireError):
-                log.warning("%s sent what cannot be served: %r", connection.peer.name, error)
+                log.warning("%s sent an invalid request: %r", connection.peer.name, error)
             self._drop(connection)
 
     def _send(self, connection: Connection, message: Mapping[str, Any]) -> None:
@@ -93,12 +93,12 @@ class Subscribers:
             self._drop(connection)
 
     def _drop(self, connection: Connection) -> None:
-        if self._subscribers.pop(connection, None) is not None:
+        if self._subscribed.pop(connection, None) is not None:
             unregister(self._selector, connection)
             connection.close()
 
 
 def unregister(selector: selectors.BaseSelector, connection: Connection) -> None:
-    """The connection is looked at no more; it may be closed already."""
+    """Removes the connection from the selector; it may be closed already."""
     with suppress(KeyError, ValueError, OSError):
         selector.unregister(connection)

@@ -1,18 +1,20 @@
-"""The supervisor: a process that hears the agents of a run, judges twice a second, and tells who listens
-(`python -m lockstep.watch.supervisor.supervisor`, its settings as JSON on stdin).
+"""The supervisor: a process that merges the reports of a run's agents, judges them twice a second, and informs its
+subscribers (`python -m lockstep.watch.supervisor.supervisor`, its settings as JSON on stdin).
 
 It is neither the controller nor an agent: it outlives the one, and the others restart without it. It leaves when the
-run has ended (controller and agents are gone, or somebody says `leave`) or is another controller's. JSON frames:
+run has ended (controller and agents are gone, or on the request `leave`), or when another controller has taken it over.
+JSON frames:
 
-    {"id", "op": "subscribe", "pid", "start", "place", "after"} -> {"pid"}; told frames after number `after` follow
-    {"id", "op": "agents", "agents": [address, ...]} -> {}     who is to be heard from now on
-    {"id", "op": "join", "agent": address} -> {}     an agent that is to be heard as well
+    {"id", "op": "subscribe", "pid", "start", "place", "after"} -> {"pid"}; event frames after number `after` follow
+    {"id", "op": "agents", "agents": [address, ...]} -> {}     the agents from now on
+    {"id", "op": "join", "agent": address} -> {}     one more agent
     {"id", "op": "leave"} -> {}
     <- {"told": n, "number", "change", "level", "verdict", "since_s", "wall", "incident", "headline", "who", "done"}
 
-`number` is the same for all that is said of one stall; `change` is told, updated or withdrawn; `verdict` the one
-form of verdicts; `done` what was done about it, at the level `act`. A confirmed verdict is told when its incident is on
-disk, a second later at most; who waits for its culprits in collectives is freed right after that.
+`number` is the same for all events of one stall; `change` is told (new), updated or withdrawn; `verdict` is
+the JSON form of a verdict; `done` is what was done about it, at the level `act`. A confirmed verdict is published when
+its incident is on disk, a second later at most; right after that, processes that wait for its culprits in collectives
+are freed.
 """
 
 import logging
@@ -49,11 +51,11 @@ log = logging.getLogger("lockstep.watch.supervisor.supervisor")
 
 CLOCK_SYNC_S = 30.0
 CALM_JUDGE_S = 4.0
-"""Between two judgements where all agents say that everybody moves: who is slow shows then, and nothing else can."""
+"""Between two judgements while all agents report progress everywhere: then only slow processes can show."""
 JUDGE_PACE_S = 0.05
 """Between two judgements, per host."""
 HOST_LINGER_S = 5.0
-"""After the controller, a host that cannot be reached for so long has gone too."""
+"""After the controller's end, a host that cannot be reached for so long counts as gone, too."""
 
 
 class Supervisor:
@@ -66,7 +68,7 @@ class Supervisor:
         self._listener = Listener(
             token, settings.run, settings.generation, "supervisor", settings.host, ports, max_frame=64 << 20
         )
-        self._audience = Subscribers(
+        self._subscribers = Subscribers(
             self._listener,
             self._selector,
             {"subscribe": self._subscribe, "agents": self._agents, "join": self._join, "leave": self._leave},
@@ -76,8 +78,8 @@ class Supervisor:
         self._wake_out.setblocking(False)
         self._selector.register(self._wake_in, selectors.EVENT_READ, self._woken)
         self._dialled: SimpleQueue[tuple[AgentConnection, Connection]] = SimpleQueue()
-        self._links: dict[tuple[str, int], AgentConnection] = {}
-        self._inbox = MessageStore(aliases=settings.aliases, host_s=settings.patience.host_s)
+        self._connections: dict[tuple[str, int], AgentConnection] = {}
+        self._messages = MessageStore(aliases=settings.aliases, host_s=settings.patience.host_s)
         self._tracker = VerdictTracker()
         self._collections: list[IncidentCollection] = []
         self._incidents: dict[int, Path] = {}
@@ -119,7 +121,7 @@ class Supervisor:
 
     def _tick(self) -> None:
         now = time.monotonic()
-        for link in self._links.values():
+        for link in self._connections.values():
             link.tick()
             if now - self._clock_at >= CLOCK_SYNC_S or not link.clock.known:
                 link.set_clock()
@@ -127,43 +129,43 @@ class Supervisor:
             self._clock_at = now
         self._follow()
         self._ending |= is_superseded(self.settings.run, self.settings.generation)
-        if not any(link.host for link in self._links.values()):
+        if not any(link.host for link in self._connections.values()):
             return
-        calm = all(now < link.calm_until for link in self._links.values()) and not self._tracker.standing
+        calm = all(now < link.calm_until for link in self._connections.values()) and not self._tracker.standing
         if calm and now - self._judged < CALM_JUDGE_S:
             return
         self._judged = now
-        evidence = self._inbox.evidence(now)
+        evidence = self._messages.evidence(now)
         verdicts = diagnose(drop_uninformative(evidence), self.settings.patience)
-        for told in self._tracker.update(verdicts, now):
-            self._happened(told, evidence)
+        for update in self._tracker.update(verdicts, now):
+            self._handle_update(update, evidence)
 
-    def _happened(self, told: VerdictUpdate, evidence: Evidence) -> None:
-        fresh = told.verdict.level != VerdictLevel.NOTICE and told.number not in self._incidents
-        under_way = any(each.told.number == told.number for each in self._collections)
-        if fresh and told.change != VerdictChange.WITHDRAWN and not under_way:
-            links = [link for link in self._links.values() if link.host]
+    def _handle_update(self, update: VerdictUpdate, evidence: Evidence) -> None:
+        fresh = update.verdict.level != VerdictLevel.NOTICE and update.number not in self._incidents
+        under_way = any(each.update.number == update.number for each in self._collections)
+        if fresh and update.change != VerdictChange.WITHDRAWN and not under_way:
+            links = [link for link in self._connections.values() if link.host]
             native = self.settings.on_stall == "dump"
-            self._collections.append(IncidentCollection(told, evidence, links, native))
+            self._collections.append(IncidentCollection(update, evidence, links, native))
         else:
-            self._tell(told)
+            self._publish(update)
 
     def _finish_collections(self) -> None:
         for collection in [each for each in self._collections if each.done()]:
             self._collections.remove(collection)
-            told = collection.told
+            update = collection.update
             if self.settings.incidents is not None:
-                contents = collection.contents(self.settings.facts, self._audience.frames[-50:])
+                contents = collection.contents(self.settings.facts, self._subscribers.frames[-50:])
                 path = incident.write_incident(self.settings.incidents, contents, (self._token,))
                 if path is not None:
-                    self._incidents[told.number] = path
-            self._tell(told)
-            self._free(told, collection.evidence)
+                    self._incidents[update.number] = path
+            self._publish(update)
+            self._free(update, collection.evidence)
 
-    def _free(self, told: VerdictUpdate, evidence: Evidence) -> None:
-        """Gives the verdict to all whom communicators connect with the culprits, as the exception of the collectives
-        that they are in, and ends those where that is asked for."""
-        who, verdict = evidence.processes.info, told.verdict
+    def _free(self, update: VerdictUpdate, evidence: Evidence) -> None:
+        """Delivers the verdict to all processes that communicators connect with the culprits, as the exception of the
+        collectives they are in, and breaks those collectives if the settings say so."""
+        who, verdict = evidence.processes.info, update.verdict
         accused = {(each.host, each.pid) for each in verdict.culprits}
         guilty = [index for index, each in enumerate(who) if (each.host, each.pid) in accused]
         if not guilty:
@@ -171,7 +173,7 @@ class Supervisor:
         names: dict[str, list[str]] = {}
         for index in sorted(evidence.communicators.peers_of(guilty)):
             names.setdefault(who[index].host, []).append(who[index].name)
-        asked = [(link, names[link.host]) for link in self._links.values() if link.host in names]
+        asked = [(link, names[link.host]) for link in self._connections.values() if link.host in names]
         out: list[str] = []
         left = len(asked)
 
@@ -180,62 +182,64 @@ class Supervisor:
             left -= 1
             out.extend([] if reply is None else reply["freed"])
             if out and not left:
-                self._acted(told, f"{', '.join(out)} freed")
+                self._acted(update, f"{', '.join(out)} freed")
 
         named = [who[index].name for index in guilty]
         said = {"text": incident.verdict_headline(verdict), "verdict": verdict.json(), "culprits": named}
         for link, theirs in asked:
-            link.ask("free", freed, 5.0, names=theirs, breaks=self.settings.on_stall == "free", **said)
+            link.request("free", freed, 5.0, names=theirs, breaks=self.settings.on_stall == "free", **said)
 
-    def _acted(self, told: VerdictUpdate, done: str) -> None:
-        self._tracker.acted(told.number)
-        verdict = replace(told.verdict, level=VerdictLevel.ACT)
-        self._tell(replace(told, change=VerdictChange.UPDATED, verdict=verdict, at=time.monotonic()), done)
+    def _acted(self, update: VerdictUpdate, done: str) -> None:
+        self._tracker.acted(update.number)
+        verdict = replace(update.verdict, level=VerdictLevel.ACT)
+        self._publish(replace(update, change=VerdictChange.UPDATED, verdict=verdict, at=time.monotonic()), done)
 
-    # --- telling
+    # --- publishing
 
-    def _tell(self, told: VerdictUpdate, done: str = "") -> None:
-        path = self._incidents.get(told.number)
+    def _publish(self, update: VerdictUpdate, done: str = "") -> None:
+        path = self._incidents.get(update.number)
         frame = {
-            "number": told.number,
-            "change": str(told.change),
-            "level": str(told.verdict.level),
-            "verdict": told.verdict.json(),
-            "since_s": told.at - told.since,
+            "number": update.number,
+            "change": str(update.change),
+            "level": str(update.verdict.level),
+            "verdict": update.verdict.json(),
+            "since_s": update.at - update.since,
             "wall": time.time(),
             "incident": None if path is None else str(path),
-            "headline": incident.verdict_headline(told.verdict),
-            "who": [incident.culprit_name(each) for each in told.verdict.culprits],
+            "headline": incident.verdict_headline(update.verdict),
+            "who": [incident.culprit_name(each) for each in update.verdict.culprits],
             "done": done,
         }
-        log.info("%s %s: %s", told.change, told.verdict.level, done or frame["headline"])
-        self._audience.tell(frame)
+        log.info("%s %s: %s", update.change, update.verdict.level, done or frame["headline"])
+        self._subscribers.publish(frame)
 
     # --- agents
 
     def _set_agents(self, addresses: Sequence[ServiceAddress]) -> None:
         wanted = {(each.host, each.port): each for each in addresses}
-        for key in [key for key in self._links if key not in wanted]:
-            link = self._links.pop(key)
+        for key in [key for key in self._connections if key not in wanted]:
+            link = self._connections.pop(key)
             if link.connection is not None:
                 unregister(self._selector, link.connection)
             link.close()
             if link.host:
-                self._inbox.forget(link.host)
+                self._messages.forget(link.host)
         for key, address in wanted.items():
-            if key not in self._links:
-                self._links[key] = AgentConnection(address, self._token, self.settings.generation, self._up)
+            if key not in self._connections:
+                self._connections[key] = AgentConnection(
+                    address, self._token, self.settings.generation, self._connected
+                )
 
     def _follow(self) -> None:
-        """Where the one agent is gone and another has come in its place, that one is heard."""
-        if len(self._links) != 1 or any(link.connection is not None for link in self._links.values()):
+        """Follows the only agent when another has replaced it."""
+        if len(self._connections) != 1 or any(link.connection is not None for link in self._connections.values()):
             return
         with suppress(OSError, ValueError, TypeError):
             address = ServiceAddress.read(self.settings.folder)
-            if (address.host, address.port) not in self._links and address.generation == self.settings.generation:
+            if (address.host, address.port) not in self._connections and address.generation == self.settings.generation:
                 self._set_agents([address])
 
-    def _up(self, link: AgentConnection, connection: Connection) -> None:
+    def _connected(self, link: AgentConnection, connection: Connection) -> None:
         """In a dialling thread."""
         self._dialled.put((link, connection))
         self._wake()
@@ -246,30 +250,30 @@ class Supervisor:
                 link, connection = self._dialled.get_nowait()
             except Empty:
                 return
-            if self._links.get((link.address.host, link.address.port)) is not link:
+            if self._connections.get((link.address.host, link.address.port)) is not link:
                 connection.close()
                 continue
             link.attach(connection)
-            self._selector.register(connection, selectors.EVENT_READ, lambda link=link: self._hear(link))
+            self._selector.register(connection, selectors.EVENT_READ, lambda link=link: self._read_messages(link))
 
             def observed(reply: dict[str, Any] | None, link: AgentConnection = link) -> None:
                 if reply is not None:
                     link.host = str(reply["host"])
 
             every_s, notice_s = self.settings.every_s, self.settings.patience.notice_s
-            # What is told of a process grows old until the next look, and that must not look like standing still.
-            link.ask(
+            # Reports age until the next sample, which must not look like a lack of progress.
+            link.request(
                 "observe", observed, 10.0, every_s=every_s, calm_s=max(every_s, min(3 * every_s, notice_s / 2)),
                 suspect_after_s=max(0.2, notice_s / 2),
             )  # fmt: skip
 
-    def _hear(self, link: AgentConnection) -> None:
+    def _read_messages(self, link: AgentConnection) -> None:
         connection = link.connection
-        for message in link.hear():
+        for message in link.messages():
             kind = message.get("m")
             if kind == "leaving":
                 link.left = True
-                self._inbox.forget(str(message["host"]))
+                self._messages.forget(str(message["host"]))
             elif kind in ("roster", "state") and not link.left:
                 self._receive(link, message)
         if connection is not None and link.connection is None:
@@ -277,22 +281,22 @@ class Supervisor:
 
     def _receive(self, link: AgentConnection, message: Mapping[str, Any]) -> None:
         try:
-            self._inbox.receive(message, time.monotonic())
+            self._messages.receive(message, time.monotonic())
         except ValueError as error:
             log.warning("%s: %s", link, error)
             return
         if message["m"] == "state":
             link.calm_until = time.monotonic() + 4 * self.settings.every_s if message.get("calm") else 0.0
-        # News are judged as they come, but of many hosts' news several at once.
-        self._due = min(self._due, self._ticked + min(self.settings.every_s, JUDGE_PACE_S * len(self._links)))
+        # Changes are judged as they come, those of many hosts several at once.
+        self._due = min(self._due, self._ticked + min(self.settings.every_s, JUDGE_PACE_S * len(self._connections)))
 
-    # --- what is asked
+    # --- requests
 
     def _subscribe(self, connection: Connection, message: dict[str, Any]) -> dict[str, Any]:
         if connection.peer.name == "controller" and message["place"] == processes.pid_namespace():
             self._controller = (int(message["pid"]), int(message["start"]))
         self._subscribed = True
-        self._audience.subscribe(connection, int(message["after"]))
+        self._subscribers.subscribe(connection, int(message["after"]))
         return {"pid": os.getpid()}
 
     def _agents(self, connection: Connection, message: dict[str, Any]) -> dict[str, Any]:
@@ -300,29 +304,30 @@ class Supervisor:
         return {}
 
     def _join(self, connection: Connection, message: dict[str, Any]) -> dict[str, Any]:
-        self._set_agents([*(link.address for link in self._links.values()), ServiceAddress(**message["agent"])])
+        self._set_agents([*(link.address for link in self._connections.values()), ServiceAddress(**message["agent"])])
         return {}
 
     def _leave(self, connection: Connection, message: dict[str, Any]) -> dict[str, Any]:
         self._ending = True
         return {}
 
-    # --- beginning and end
+    # --- end
 
     def _run_is_over(self) -> bool:
-        """Whether nobody is left to watch, or to watch for."""
+        """Whether there is nothing left to watch, or no subscriber to watch for."""
         pid, start = self._controller
         if pid is None:
-            if self._audience.there or not self._subscribed:
+            if self._subscribers.any or not self._subscribed:
                 return False
         elif processes.is_alive(pid, start):
             return False
         now = time.monotonic()
         return not self._collections and all(
-            link.connection is None and (link.left or self._gone(link, now)) for link in self._links.values()
+            link.connection is None and (link.left or self._is_unreachable(link, now))
+            for link in self._connections.values()
         )
 
-    def _gone(self, link: AgentConnection, now: float) -> bool:
+    def _is_unreachable(self, link: AgentConnection, now: float) -> bool:
         return link.down_since is not None and now - link.down_since >= HOST_LINGER_S
 
     def _end(self) -> None:
@@ -339,9 +344,9 @@ class Supervisor:
                 pass
 
     def _clean_up(self) -> None:
-        for link in self._links.values():
+        for link in self._connections.values():
             link.close()
-        self._audience.close()
+        self._subscribers.close()
         close_beacon(remove=True)
         ServiceAddress.withdraw(self._path)
 

@@ -30,18 +30,18 @@ log = logging.getLogger(__name__)
 
 MAX_RESTARTS = 5
 RESTARTS_WITHIN_S = 600.0
-"""More deaths of the supervisor than this in so long: it is left dead, and the run goes on unwatched."""
+"""After more deaths of the supervisor than this in so long, it is not restarted and the run continues unwatched."""
 START_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class SupervisorEvent:
-    """What a supervisor tells of a stall."""
+    """An event of the supervisor: what it reports about a stall."""
 
     number: int
     """The same for all that is said of one stall."""
     change: str
-    """told, updated or withdrawn."""
+    """told (new), updated or withdrawn."""
     level: str
     """notice, confirmed or act."""
     headline: str
@@ -58,7 +58,7 @@ class SupervisorEvent:
 
     @staticmethod
     def of(frame: Mapping[str, Any], before: int = 0) -> "SupervisorEvent":
-        """`before`: the greatest number of the supervisors before, which is not given again."""
+        """`before`: the greatest number given by earlier supervisors, which is not given again."""
         return SupervisorEvent(
             before + int(frame["number"]), str(frame["change"]), str(frame["level"]), str(frame["headline"]),
             frame["verdict"], float(frame["since_s"]), frame["incident"], float(frame["wall"]),
@@ -73,10 +73,12 @@ def spawn_supervisor(settings: "SupervisorSettings", token: str) -> "subprocess.
     folder.mkdir(parents=True, exist_ok=True)
     argv = [sys.executable, "-m", "lockstep.watch.supervisor.supervisor"]
     environment = {**os.environ, "LOCKSTEP_TOKEN": token, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    with (folder / "supervisor.log").open("ab") as output, tempfile.TemporaryFile() as told:
-        told.write(settings.dumped().encode())
-        told.seek(0)
-        return subprocess.Popen(argv, env=environment, stdin=told, stdout=output, stderr=output, start_new_session=True)
+    with (folder / "supervisor.log").open("ab") as output, tempfile.TemporaryFile() as source:
+        source.write(settings.dumped().encode())
+        source.seek(0)
+        return subprocess.Popen(
+            argv, env=environment, stdin=source, stdout=output, stderr=output, start_new_session=True
+        )
 
 
 def read_supervisor_address(folder: Path) -> ServiceAddress | None:
@@ -104,11 +106,11 @@ def subscribe(address: ServiceAddress, token: str, name: str, after: int = 0, ti
 
 
 class SupervisorClient:
-    """Keeps a supervisor running and hears it, in a thread of its own: starting it delays nobody, and a run never
-    fails because its watcher did.
+    """Keeps a supervisor running and receives its events, in a thread of its own: starting it delays nothing, and a run
+    never fails because its supervisor did.
 
-    `on_said` is called in that thread, once for each thing said; it must be quick. `on_trouble` is told in words when
-    the watcher died or cannot be started."""
+    `on_said` is called in that thread, once for each event; it must be quick. `on_trouble` is called with a
+    message when the supervisor died or cannot be started."""
 
     def __init__(
         self, settings: "SupervisorSettings", token: str, on_said: Callable[[SupervisorEvent], None],
@@ -121,7 +123,7 @@ class SupervisorClient:
         self._popen: subprocess.Popen[bytes] | None = None
         self._heard, self._closing = 0, threading.Event()
         self._before = self._number = 0
-        """The greatest number of a stall: of the supervisors before, and so far."""
+        """The greatest stall number: of earlier supervisors, and so far."""
         self._deaths: deque[float] = deque(maxlen=MAX_RESTARTS)
         self.up = threading.Event()
         """Set while a supervisor is connected."""
@@ -135,12 +137,12 @@ class SupervisorClient:
         return popen.pid if popen is not None and popen.poll() is None else None
 
     def watch(self, agents: Sequence[ServiceAddress]) -> None:
-        """The agents that are to be heard from now on."""
+        """Sets the agents of the run."""
         self._settings.agents = list(agents)
         self._send({"id": "agents", "op": "agents", "agents": [asdict(each) for each in agents]})
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Ends the supervisor: what ends from here on is meant to. Idempotent."""
+        """Ends the supervisor: processes that end from here on are ended on purpose. Idempotent."""
         if self._closing.is_set():
             return
         self._closing.set()
@@ -164,7 +166,7 @@ class SupervisorClient:
             try:
                 self._popen = spawn_supervisor(self._settings, self._token)
             except OSError as error:
-                self._on_trouble(f"the supervisor cannot be started ({error}): the run goes on without it")
+                self._on_trouble(f"cannot start the supervisor ({error}); continuing without it")
                 return
             self._heard, self._before = 0, self._number
             self._hear(self._popen)
@@ -175,11 +177,11 @@ class SupervisorClient:
             now = time.monotonic()
             if len(self._deaths) == MAX_RESTARTS and now - self._deaths[0] < RESTARTS_WITHIN_S:
                 self._on_trouble(
-                    f"the supervisor ended {MAX_RESTARTS} times (now {_describe_exit(code)}): the run goes on without it"
+                    f"the supervisor ended {MAX_RESTARTS} times (now {_describe_exit(code)}); continuing without it"
                 )
                 return
             self._deaths.append(now)
-            self._on_trouble(f"the supervisor ended ({_describe_exit(code)}), it is started again")
+            self._on_trouble(f"the supervisor ended ({_describe_exit(code)}), restarting it")
 
     def _hear(self, popen: "subprocess.Popen[bytes]") -> None:
         """Until it ends."""
@@ -219,7 +221,7 @@ class SupervisorClient:
             try:
                 self._on_said(said)
             except Exception:
-                log.exception("what the supervisor said could not be passed on")
+                log.exception("the handler of a supervisor event failed")
 
     def _send(self, message: Mapping[str, Any]) -> None:
         connection = self._connection

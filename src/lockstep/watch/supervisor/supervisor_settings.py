@@ -12,7 +12,7 @@ from lockstep.watch.diagnosis.verdict import StallThresholds
 
 @dataclass(frozen=True, slots=True)
 class WaitAlias:
-    """Whom a wait means that names neither a process nor a role: the processes of a role, all or any of them."""
+    """What a name in waits stands for that is neither a process nor a role: all or any processes of a role."""
 
     role: str
     needs: WaitCondition = WaitCondition.ALL
@@ -32,32 +32,32 @@ class SupervisorSettings:
     controller: int | None = None
     patience: StallThresholds = field(default_factory=StallThresholds)
     on_stall: str = "report"
-    """Of what is confirmed: report, dump (native stacks as well) or free (who waits for it in a collective is freed). A
-    collective that breaks raises the verdict in any case."""
+    """On a confirmed stall: report, dump (native stacks as well) or free (processes that wait in a collective are
+    freed). A collective that breaks raises the verdict in any case."""
     aliases: dict[str, WaitAlias] = field(default_factory=dict)
     every_s: float = TICK_S
     facts: dict[str, Any] = field(default_factory=dict)
-    """What an incident says of the run: its config, versions, command."""
+    """Facts about the run for incidents: its config, versions, command."""
     host: str = "127.0.0.1"
     port: int = 0
-    """0: whichever is free."""
+    """0: any free port."""
 
     @staticmethod
     def read(text: str) -> "SupervisorSettings":
         """From JSON, as `dumped` writes it."""
-        told = json.loads(text)
-        told["folder"] = Path(told["folder"])
-        told["incidents"] = None if told["incidents"] is None else Path(told["incidents"])
-        told["agents"] = [ServiceAddress(**each) for each in told["agents"]]
-        told["patience"] = StallThresholds(**told["patience"])
-        told["aliases"] = {
+        values = json.loads(text)
+        values["folder"] = Path(values["folder"])
+        values["incidents"] = None if values["incidents"] is None else Path(values["incidents"])
+        values["agents"] = [ServiceAddress(**each) for each in values["agents"]]
+        values["patience"] = StallThresholds(**values["patience"])
+        values["aliases"] = {
             name: WaitAlias(each["role"], WaitCondition(each["needs"]))
-            for name, each in told.get("aliases", {}).items()
+            for name, each in values.get("aliases", {}).items()
         }
-        return SupervisorSettings(**told)
+        return SupervisorSettings(**values)
 
     def dumped(self) -> str:
-        told = asdict(self)
-        told["folder"] = str(self.folder)
-        told["incidents"] = None if self.incidents is None else str(self.incidents)
-        return json.dumps(told)
+        values = asdict(self)
+        values["folder"] = str(self.folder)
+        values["incidents"] = None if self.incidents is None else str(self.incidents)
+        return json.dumps(values)

@@ -7,28 +7,28 @@ from enum import StrEnum
 from lockstep.watch.diagnosis.verdict import Verdict, VerdictKind, VerdictLevel
 
 HOLD_S = 1.5
-"""A verdict that is gone for less than this is not over: a look may fall into a moment without evidence."""
+"""A verdict missing for less than this still holds: a single judgement may lack evidence."""
 _LEVEL_ORDER = (VerdictLevel.NOTICE, VerdictLevel.CONFIRMED, VerdictLevel.ACT)
 
 VerdictKey = tuple[object, ...]
 
 
 class VerdictChange(StrEnum):
-    TOLD = "told"
+    NEW = "told"
     UPDATED = "updated"
     WITHDRAWN = "withdrawn"
 
 
 @dataclass(frozen=True, slots=True)
 class VerdictUpdate:
-    """A verdict that is told now, and what it has to do with those before."""
+    """A verdict to publish now, and how it relates to earlier ones."""
 
     number: int
     """The same for all that is said of one stall."""
     change: VerdictChange
     verdict: Verdict
     since: float
-    """When it was first told, on the clock of `at`."""
+    """When it was first published, on the clock of `at`."""
     at: float
 
 
@@ -41,7 +41,7 @@ class _TrackedVerdict:
 
 
 def verdict_key(verdict: Verdict) -> VerdictKey:
-    """What makes two verdicts speak of the same thing: those who are named, else the collective and the kind."""
+    """Equal for verdicts about the same stall: the culprits, else the collective and the kind."""
     if verdict.culprits:
         return tuple(sorted({(each.role, str(each.rank), each.host, each.pid) for each in verdict.culprits}, key=str))
     collective = verdict.collective
@@ -49,42 +49,40 @@ def verdict_key(verdict: Verdict) -> VerdictKey:
 
 
 class VerdictTracker:
-    """Pure but for its memory: no clock, no effect."""
+    """Keeps the standing verdicts. No clock, no side effects."""
 
     def __init__(self, hold_s: float = HOLD_S) -> None:
         self._hold_s = hold_s
         self._cases: dict[VerdictKey, _TrackedVerdict] = {}
         self._buried: set[VerdictKey] = set()
-        """Deaths that were told and are over: nobody dies twice, whoever waits for the dead once more."""
+        """Published deaths that are over: a process dies once, even if others wait for it again."""
         self._count = 0
 
     @property
     def standing(self) -> list[Verdict]:
-        """What holds now, the gravest first."""
+        """The standing verdicts, the most severe first."""
         cases = sorted(self._cases.values(), key=lambda case: (-_LEVEL_ORDER.index(case.verdict.level), case.since))
         return [case.verdict for case in cases]
 
     def update(self, verdicts: Sequence[Verdict], at: float) -> list[VerdictUpdate]:
-        """Takes what holds at a moment; returns what is to be told of it."""
+        """Takes the verdicts of a moment; returns the updates to publish."""
         changes = []
         for verdict in verdicts:
             key = verdict_key(verdict)
             case = self._cases.get(key)
             if case is None and verdict.kind is VerdictKind.DEAD and key in self._buried:
                 continue
-            surer = None if case is not None else self._surer(verdict)
-            if surer is not None:
-                surer.seen = at
+            stronger = None if case is not None else self._stronger(verdict)
+            if stronger is not None:
+                stronger.seen = at
                 continue
             if case is None:
                 self._count += 1
                 case = self._cases[key] = _TrackedVerdict(self._count, verdict, at, at)
-                changes.append(VerdictUpdate(case.number, VerdictChange.TOLD, verdict, at, at))
+                changes.append(VerdictUpdate(case.number, VerdictChange.NEW, verdict, at, at))
                 continue
             case.seen = at
-            if _level_index(verdict) < _level_index(
-                case.verdict
-            ):  # what was proven once does not become doubtful by a new look
+            if _level_index(verdict) < _level_index(case.verdict):  # a proof is not weakened by a later judgement
                 verdict = replace(verdict, level=case.verdict.level)
             news = _reportable_content(verdict) != _reportable_content(case.verdict)
             case.verdict = verdict
@@ -98,14 +96,14 @@ class VerdictTracker:
                 changes.append(VerdictUpdate(case.number, VerdictChange.WITHDRAWN, case.verdict, case.since, at))
         return changes
 
-    def _surer(self, verdict: Verdict) -> _TrackedVerdict | None:
-        """The case that says of fewer, and surer, what the verdict says of more: evidence wears off, as when those who
-        were freed have ended and no longer vote."""
+    def _stronger(self, verdict: Verdict) -> _TrackedVerdict | None:
+        """A standing verdict that says the same of fewer culprits with more confidence: evidence wears off, as when
+        freed processes have ended."""
         for case in self._cases.values():
             known = case.verdict
             if known.kind is not verdict.kind or known.confidence <= verdict.confidence:
                 continue
-            # A deadlock is in several collectives at once, and one of them is told.
+            # A deadlock is in several collectives at once, and one of them is published.
             same = (
                 verdict.kind is VerdictKind.CYCLE or _collective_place(known) == _collective_place(verdict) is not None
             )
@@ -114,7 +112,7 @@ class VerdictTracker:
         return None
 
     def acted(self, number: int) -> None:
-        """Something was done about a case: its level says so from now on."""
+        """Marks that something was done about a stall: sets its level to `act`."""
         for case in self._cases.values():
             if case.number == number:
                 case.verdict = replace(case.verdict, level=VerdictLevel.ACT)
@@ -130,5 +128,5 @@ def _level_index(verdict: Verdict) -> int:
 
 
 def _reportable_content(verdict: Verdict) -> tuple[object, ...]:
-    """What is worth telling again when it changes: not how long it lasts, nor how sure it is to a percent."""
+    """The content whose change is published: not the duration, nor the exact confidence."""
     return (verdict.level, verdict.kind, verdict.cause, tuple(each.where for each in verdict.culprits))

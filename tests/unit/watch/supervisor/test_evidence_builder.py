@@ -154,7 +154,7 @@ def test_a_silent_host_is_lost_and_a_silent_world_is_not() -> None:
         assert Liveness.LOST not in inbox.evidence(float(second)).processes.life[:2]
     seen = inbox.evidence(7.0)
     assert seen.processes.life.tolist() == [Liveness.RUNNING, Liveness.RUNNING, Liveness.LOST, Liveness.LOST]
-    assert seen.gaps == ["nothing heard of host b for 7 s"]
+    assert seen.gaps == ["no report from host b for 7 s"]
     for second in range(8, 14):
         seen = inbox.evidence(float(second))
     assert set(seen.processes.life.tolist()) == {Liveness.RUNNING}

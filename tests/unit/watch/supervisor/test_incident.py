@@ -46,7 +46,7 @@ def test_the_folder_has_everything(tmp_path: Path) -> None:
     assert json.loads((folder / "verdict.json").read_text())["collective"]["seq"] == 412
     assert "score (reward.py:31)" in (folder / "stacks" / "policy-1.txt").read_text()
     story = (folder / "story.txt").read_text()
-    for words in ("policy-1 has not entered", "all_reduce #412 on 'fsdp'", "since 41 s", "host c answered nothing"):
+    for words in ("policy-1 has not entered", "all_reduce #412 on 'fsdp'", "for 41 s", "host c answered nothing"):
         assert words in story
     assert incident.list_incidents(tmp_path / "incidents") == [folder]
 

@@ -17,7 +17,7 @@ def told(tracker: VerdictTracker, verdicts: list[Verdict], at: float) -> list[tu
 
 def test_the_same_is_told_once() -> None:
     tracker = VerdictTracker()
-    assert told(tracker, [NOTICE], 0.0) == [(1, VerdictChange.TOLD, VerdictLevel.NOTICE)]
+    assert told(tracker, [NOTICE], 0.0) == [(1, VerdictChange.NEW, VerdictLevel.NOTICE)]
     assert told(tracker, [replace(NOTICE, explanation="since 4 s", confidence=0.5)], 1.0) == []
 
 
@@ -44,17 +44,17 @@ def test_it_is_withdrawn_when_it_stays_away() -> None:
     assert told(tracker, [], 1.0) == []
     assert told(tracker, [NOTICE], 1.4) == []
     assert told(tracker, [], 3.0) == [(1, VerdictChange.WITHDRAWN, VerdictLevel.NOTICE)]
-    assert told(tracker, [NOTICE], 4.0) == [(2, VerdictChange.TOLD, VerdictLevel.NOTICE)]
+    assert told(tracker, [NOTICE], 4.0) == [(2, VerdictChange.NEW, VerdictLevel.NOTICE)]
 
 
 def test_nobody_dies_twice() -> None:
     tracker = VerdictTracker(hold_s=1.0)
     dead = replace(NOTICE, kind=VerdictKind.DEAD, level=VerdictLevel.CONFIRMED)
-    assert told(tracker, [dead], 0.0) == [(1, VerdictChange.TOLD, VerdictLevel.CONFIRMED)]
+    assert told(tracker, [dead], 0.0) == [(1, VerdictChange.NEW, VerdictLevel.CONFIRMED)]
     assert told(tracker, [], 2.0) == [(1, VerdictChange.WITHDRAWN, VerdictLevel.CONFIRMED)]
     assert told(tracker, [dead], 3.0) == []
     successor = replace(dead, culprits=(Culprit(1, "policy", "a", 8),))
-    assert told(tracker, [dead, successor], 4.0) == [(2, VerdictChange.TOLD, VerdictLevel.CONFIRMED)]
+    assert told(tracker, [dead, successor], 4.0) == [(2, VerdictChange.NEW, VerdictLevel.CONFIRMED)]
 
 
 def test_what_was_known_of_one_does_not_become_a_doubt_about_two() -> None:
@@ -63,10 +63,10 @@ def test_what_was_known_of_one_does_not_become_a_doubt_about_two() -> None:
     where = StalledCollective("fsdp", 412, "all_reduce")
     sure = replace(NOTICE, kind=VerdictKind.MISMATCH, level=VerdictLevel.CONFIRMED, collective=where, confidence=0.95)
     doubt = replace(sure, culprits=(*sure.culprits, Culprit(2, "policy", "a", 8)), confidence=0.45)
-    assert told(tracker, [sure], 0.0) == [(1, VerdictChange.TOLD, VerdictLevel.CONFIRMED)]
+    assert told(tracker, [sure], 0.0) == [(1, VerdictChange.NEW, VerdictLevel.CONFIRMED)]
     assert told(tracker, [doubt], 1.0) == [] == told(tracker, [doubt], 2.0) == told(tracker, [sure], 3.0)
     elsewhere = replace(doubt, collective=replace(where, seq=500))
-    assert told(tracker, [sure, elsewhere], 4.0) == [(2, VerdictChange.TOLD, VerdictLevel.CONFIRMED)]
+    assert told(tracker, [sure, elsewhere], 4.0) == [(2, VerdictChange.NEW, VerdictLevel.CONFIRMED)]
 
 
 def test_two_stalls_are_two() -> None:
@@ -90,7 +90,7 @@ def test_told_and_withdrawn_balance(looks: list[set[int]]) -> None:
     for at, culprits in enumerate(looks):
         verdicts = [replace(NOTICE, culprits=(Culprit(each, "policy"),)) for each in sorted(culprits)]
         for each in tracker.update(verdicts, float(at)):
-            if each.change is VerdictChange.TOLD:
+            if each.change is VerdictChange.NEW:
                 assert each.number not in open_cases
                 open_cases.add(each.number)
             elif each.change is VerdictChange.WITHDRAWN:
