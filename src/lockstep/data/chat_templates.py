@@ -125,7 +125,7 @@ class TemplateRenderer:
         """(tokens int32, learned bool), both `[tokens]`: completions, answers or assistant turns are learned.
 
         Raises:
-            BadRow: nothing can be learned, or the template does not tell which turns are the assistant's.
+            BadRow: nothing can be learned, or the template does not show which turns are the assistant's.
         """
         if self.is_chat(sample.prompt):
             tokens, mask = self._conversation_tokens(sample)
@@ -184,19 +184,19 @@ class TemplateRenderer:
         history = self.conversation(sample.prompt)
         messages = [*history, *_completion_messages(sample.completion)]
         first = 0 if sample.learn_history else len(history)
-        wanted = [n for n in range(first, len(messages)) if messages[n]["role"] == "assistant"]
+        learned = [n for n in range(first, len(messages)) if messages[n]["role"] == "assistant"]
         text = self.document(sample)
         spans: list[CharSpan] = []
-        if wanted and _GENERATION_BLOCK.search(self._template(sample)):
+        if learned and _GENERATION_BLOCK.search(self._template(sample)):
             spans = self._generation_spans(messages, sample)
             roles = [message["role"] for message in messages]
             if len(spans) == roles.count("assistant"):
-                spans = spans[len(spans) - len(wanted) :]
+                spans = spans[len(spans) - len(learned) :]
             elif not sample.learn_history:
                 begin = len(self._render(history, sample, open_turn=False))
                 spans = [span for span in spans if span[0] >= begin]
             return self._mask(text, spans)
-        for n in wanted:
+        for n in learned:
             spans.append(self._turn_span(messages, n, sample, text))
         return self._mask(text, spans, trim=True)
 
@@ -229,7 +229,7 @@ class TemplateRenderer:
             raise BadRow(
                 None,
                 f"the chat template renders message {turn} differently within the whole conversation, so the "
-                "assistant's tokens cannot be told",
+                "assistant's tokens cannot be found",
                 "Set model.chat_template to a template with {% generation %} blocks.",
             )
         return len(before), len(after)
@@ -272,7 +272,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
 _USER_MARKER, _ASSISTANT_MARKER = "zzaskedzz", "zzsaidzz"
-"""Words that no template writes by itself."""
+"""Words that no template contains."""
 
 
 class TurnError(ValueError):
@@ -300,7 +300,7 @@ class TurnTokenizer:
 
     def opening(self, prompt: Prompt, messages: Sequence[Message] = ()) -> np.ndarray:
         """int32 `[tokens]`: from a prompt that was rendered without an open turn to where the model begins to write,
-        with what the environment says first in between.
+        with the environment's first messages in between.
 
         Raises:
             TurnError: the template does not take these messages there.
@@ -309,22 +309,22 @@ class TurnTokenizer:
             return self._encode(_joined_contents(messages))
         if prompt.messages is not None and prompt.messages[-1]["role"] == "assistant":
             if messages:
-                raise TurnError("the prompt ends within the assistant's turn, where an environment cannot speak")
+                raise TurnError("the prompt ends within the assistant's turn, where an environment cannot add messages")
             return self._encode("")
         arguments = _template_arguments_key(prompt)
         return self._opening(arguments, messages) if messages else self._bare_opening(arguments)
 
     def _opening(self, arguments: str, messages: Sequence[Message] = ()) -> np.ndarray:
-        asked = [{"role": "user", "content": _USER_MARKER}]
-        before = self._render(asked, arguments, open_turn=False)
-        after = self._render([*asked, *messages], arguments, open_turn=True)
+        question = [{"role": "user", "content": _USER_MARKER}]
+        before = self._render(question, arguments, open_turn=False)
+        after = self._render([*question, *messages], arguments, open_turn=True)
         if not after.startswith(before):
-            raise TurnError("the chat template writes a user's turn differently when another one follows")
+            raise TurnError("the chat template writes a user's turn differently when another turn follows")
         return self._encode(after[len(before) :])
 
     def reply(self, prompt: Prompt, messages: Sequence[Message], last: int) -> np.ndarray:
-        """int32 `[tokens]`: from the end of a turn of the model, whose last token is `last`, over the answer to where
-        the model begins to write again.
+        """int32 `[tokens]`: from the end of a turn of the model, whose last token is `last`, through the answer to
+        where the model begins to write again.
 
         Raises:
             TurnError: the template does not take these messages there.
@@ -332,14 +332,14 @@ class TurnTokenizer:
         if not self.is_chat(prompt):
             return self._encode(_joined_contents(messages))
         arguments = _template_arguments_key(prompt)
-        said = [{"role": "user", "content": _USER_MARKER}, {"role": "assistant", "content": _ASSISTANT_MARKER}]
-        text = self._render([*said, *messages], arguments, open_turn=True)
+        dialogue = [{"role": "user", "content": _USER_MARKER}, {"role": "assistant", "content": _ASSISTANT_MARKER}]
+        text = self._render([*dialogue, *messages], arguments, open_turn=True)
         _, found, tail = text.partition(_ASSISTANT_MARKER)
         if not found:
-            raise TurnError("the chat template does not write what the assistant said")
+            raise TurnError("the chat template does not write the assistant's message")
         written = str(self.tokenizer.convert_ids_to_tokens(int(last)))
         if tail.startswith(written):
-            tail = tail[len(written) :]  # the model has ended its turn itself
+            tail = tail[len(written) :]  # the model ended its turn itself
         return self._encode(tail)
 
     def check(self, prompt: Prompt, role: str) -> None:
@@ -370,7 +370,7 @@ class TurnTokenizer:
 
 
 def _template_arguments_key(prompt: Prompt) -> str:
-    """What a row adds to the template's arguments, as JSON, which can be a key."""
+    """The template arguments of a row as JSON, which can be a cache key."""
     found = prompt.columns.get("chat_template_kwargs")
     given = {name: value for name, value in found.items() if value is not None} if isinstance(found, dict) else {}
     return json.dumps(given, sort_keys=True)

@@ -22,7 +22,7 @@ class DatasetSample:
     """A row, read."""
 
     prompt: Content
-    """What is given: text, or a conversation up to the turn that is wanted. Empty for plain text."""
+    """What is given: text, or a conversation up to the turn to generate. Empty for plain text."""
     completion: Content | None
     """What supervised fine-tuning learns: text, or the turns that follow; None where the data has none."""
     answer: Any

@@ -20,7 +20,7 @@ DatasetRow = dict[str, Any]
 
 
 class BadRow(ValueError):
-    """A row cannot be used; who knows where it stands makes a DataError of it."""
+    """A row that cannot be used. `DatasetRows.refuse` adds its place and makes a DataError of it."""
 
     def __init__(self, column: str | None, message: str, remedy: str) -> None:
         self.column, self.message, self.remedy = column, message, remedy
@@ -46,7 +46,7 @@ class DataError(ValueError):
 
 
 class HubDataUnreachable(DataError):
-    """A hub dataset that is not on this machine, and cannot be asked for now."""
+    """A hub dataset that is not on this machine while the hub cannot be reached."""
 
 
 class DatasetRows(ABC):
@@ -62,11 +62,11 @@ class DatasetRows(ABC):
     def __getitem__(self, row: int) -> DatasetRow: ...
 
     def place(self, row: int) -> tuple[str, str]:
-        """(path, place) of a row, for messages."""
+        """(path, place) of a row, for error messages."""
         return self.path, f"row {row}"
 
     def refuse(self, row: int, bad: BadRow) -> DataError:
-        """What to raise about a row."""
+        """The error to raise about a row."""
         path, place = self.place(row)
         return DataError(path, bad.message, bad.remedy, place=place, column=bad.column)
 

@@ -96,10 +96,10 @@ def _open_parquet(path: Path, limit: int | None) -> DatasetRows:
 def _open_folder(path: Path, cfg: DatasetConfig) -> DatasetRows:
     if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
         return _open_saved_dataset(path, cfg)
-    wanted = {"jsonl": SUFFIXES[:2], "parquet": SUFFIXES[3:]}.get(cfg.kind, SUFFIXES)
-    files = sorted(file for file in path.rglob("*") if file.is_file() and file.suffix.lower() in wanted)
+    suffixes = {"jsonl": SUFFIXES[:2], "parquet": SUFFIXES[3:]}.get(cfg.kind, SUFFIXES)
+    files = sorted(file for file in path.rglob("*") if file.is_file() and file.suffix.lower() in suffixes)
     if not files:
-        raise DataError(str(path), f"no file in the folder ends in {', '.join(wanted)}", "Name the file itself.")
+        raise DataError(str(path), f"no file in the folder ends in {', '.join(suffixes)}", "Name the file itself.")
     named = {file: _split_of(file.relative_to(path)) for file in files}
     splits = sorted({split for split in named.values() if split})
     if splits:

@@ -23,7 +23,7 @@ def forest_from_rollouts(
     Args:
         rollouts: groups of equal size G.
         advantages: float `[groups, G]`, or `[groups, G, longest completion]` for one value per token; None where they
-            are only known later (`Batch.set_per_target`).
+            are only known later (`TrainingBatch.set_per_target`).
         mask_truncated: leave out completions that a limit of tokens cut.
 
     Raises:
@@ -59,7 +59,7 @@ def forest_from_rollouts(
 def _single_turn_forest(
     groups: Sequence[Group], size: int, given: Sequence[tuple[int, Completion]], advantages: np.ndarray | None
 ) -> Forest:
-    """Groups whose completions are all the model's own: the prompt has them as children, as they are."""
+    """Groups whose completions are entirely the model's: each completion is a child of its prompt."""
     for _, completion in given:
         if len(completion.logprobs) != len(completion.tokens):
             _refuse_logprobs(completion)
@@ -70,7 +70,7 @@ def _single_turn_forest(
         lost = next(group.prompt.uid for group in groups if not len(group.prompt.tokens))
         raise ValueError(f"segment 0 of sample {lost!r} has no tokens")
     owner = numbers // max(size, 1)
-    # A prompt comes before its completions, whose order is theirs.
+    # A prompt comes before its completions, which keep their order.
     tree = np.concatenate([np.arange(len(groups)), owner])
     order = np.argsort(tree, kind="stable")
     place = np.empty(len(order), np.int64)
@@ -101,7 +101,7 @@ def _single_turn_forest(
 
 
 def _first_values(values: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """Of each row of `[rows, width]` the first so many, one after the other. ValueError where there are fewer."""
+    """The first `sizes` values of each row of `[rows, width]`, concatenated. ValueError where a row has fewer."""
     if sizes.max(initial=0) > values.shape[1]:
         raise ValueError(f"there are advantages for {values.shape[1]} tokens, and a completion of {sizes.max()}")
     return np.asarray(values[np.arange(values.shape[1]) < sizes[:, None]])
@@ -117,7 +117,7 @@ def _refuse_logprobs(completion: Completion) -> NoReturn:
 def _multi_turn_trees(
     groups: Sequence[Group], size: int, given: Mapping[int, Completion], advantages: np.ndarray | None
 ) -> list[list[Segment]]:
-    """Groups with turns: what completions have in common is there once."""
+    """Groups with turns: common beginnings of completions become one segment."""
     trees = []
     for g, group in enumerate(groups):
         terms = [
@@ -132,7 +132,7 @@ def _multi_turn_trees(
 
 
 class _SequenceTerm:
-    """A completion on its way into a tree: its numbers, and where its turns end."""
+    """A completion to add to a tree: its values and where its turns end."""
 
     def __init__(self, sequence: int, completion: Completion, advantage: np.ndarray | None) -> None:
         self.sequence = sequence
@@ -153,13 +153,13 @@ class _SequenceTerm:
         self.ends = [*(np.flatnonzero(np.diff(self.mask)) + 1).tolist(), size]
 
     def piece(self, start: int) -> tuple[bytes, bytes, int]:
-        """The tokens from `start` to the next change of who writes, to be compared with others'."""
+        """The tokens from `start` to the next change of writer, to compare with other completions."""
         end = next(end for end in self.ends if end > start)
         return self.tokens[start:end].tobytes(), self.mask[start:end].tobytes(), end
 
 
 def _add_segments(segments: list[Segment], parent: int, start: int, terms: Sequence[_SequenceTerm]) -> None:
-    """Adds what follows `start` in the given completions, which are alike before it, below `parent`.
+    """Adds what follows `start` in the given completions, which are equal before it, below `parent`.
 
     Only completions with a mask are compared: those of one turn differ within a few tokens, and cutting them there
     would cost more than it saves.
@@ -188,7 +188,7 @@ def _add_segments(segments: list[Segment], parent: int, start: int, terms: Seque
 
 
 def _common_end(members: Sequence[_SequenceTerm], start: int) -> int:
-    """Where the members stop being alike: at the end of a piece, or of all of them."""
+    """Where the members begin to differ: at the end of a piece, or of all of them."""
     if len(members) == 1:
         return int(members[0].tokens.size)
     end = start
@@ -204,7 +204,7 @@ def forest_from_documents(documents: Sequence[Document]) -> Forest:
     """One tree of one segment per document; sequence i is document i.
 
     Raises:
-        ValueError: a mask that does not fit, or whose first token is a target.
+        ValueError: a mask that does not fit, or has the first token as a target.
     """
     trees = []
     for number, document in enumerate(documents):

@@ -1,12 +1,12 @@
 """Packing: from trees to the micro-batches of every rank, with all denominators known beforehand.
 
-    batch = pack(trees_of_rollouts(rollouts, advantages), ranks=2, token_budget=4096)
+    batch = pack(forest_from_rollouts(rollouts, advantages), ranks=2, token_budget=4096)
     for minibatch in batch.minibatches(cfg.epochs, cfg.minibatch_size, cfg.loss, seed=seed):
         ...
 
-A target (one token of one sequence that is to be predicted) has a number in the batch, `Packed.index`, which
-does not depend on how the batch was packed. In all modes the same targets with the same values come out; what
-differs is how many tokens are computed for them.
+A target (one token of one sequence that is to be predicted) has a number in the batch, `MicroBatch.index`, which
+does not depend on how the batch was packed. All modes give the same targets with the same values; they differ in how
+many tokens are computed for them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,7 +23,7 @@ from lockstep.data.sample_sources import permutation
 
 
 class TrainingBatch:
-    """The trees of a step, ready to be dealt to ranks as often as epochs, mini-batches and evaluations need.
+    """The trees of a step, from which mini-batches are made for epochs and evaluations.
 
     Attributes:
         forest: the trees, in the order given.
@@ -61,7 +61,7 @@ class TrainingBatch:
 
         Mini-batches are made of whole trees. Their order is drawn from (seed, epoch), except where all trees go
         into one step anyway. Trees that cannot change a weight (`zero_advantage_has_no_gradient`, and all advantages
-        zero) are in no row; the denominators, and the steps, are what they are with them.
+        zero) are in no row; denominators and steps still count them.
 
         Args:
             minibatch_size: sequences per optimizer step; all of them when None.
@@ -74,17 +74,17 @@ class TrainingBatch:
         aggregation: Aggregation = loss.aggregation if loss else "token-mean"
         norm_length = (loss.norm_length if loss else None) or max_tokens
         skips = loss is not None and zero_advantage_has_no_gradient(loss)
-        idle = self._idle() if skips else np.zeros(len(self.forest), np.bool_)
+        idle = self._without_signal() if skips else np.zeros(len(self.forest), np.bool_)
         parts = self._split(np.arange(len(self.forest)), minibatch_size)
         for epoch in range(epochs):
             if len(parts) > 1:
                 order = permutation(len(self.forest), seed, epoch)
                 parts = self._split(order, minibatch_size)
             for part in parts:
-                yield self._deal(part, aggregation, norm_length, idle)
+                yield self._make_mini_batch(part, aggregation, norm_length, idle)
 
-    def _idle(self) -> np.ndarray:
-        """bool `[trees]`: whether every advantage in it is zero."""
+    def _without_signal(self) -> np.ndarray:
+        """bool `[trees]`: whether all advantages of the tree are zero."""
         if "advantage" not in self.fields:
             return np.zeros(len(self.forest), np.bool_)
         some = np.concatenate([[0], np.cumsum(self.fields["advantage"] != 0)])
@@ -92,14 +92,16 @@ class TrainingBatch:
         return np.asarray(some[bounds[1:]] == some[bounds[:-1]])
 
     def everything(self) -> MiniBatch:
-        """All trees as one mini-batch, for `evaluate`."""
-        return self._deal(np.arange(len(self.forest)), "token-mean", None, np.zeros(len(self.forest), np.bool_))
+        """All trees as one mini-batch, for evaluation."""
+        return self._make_mini_batch(
+            np.arange(len(self.forest)), "token-mean", None, np.zeros(len(self.forest), np.bool_)
+        )
 
     def set_field(self, name: str, minibatch: MiniBatch, values: Sequence[Sequence[np.ndarray]]) -> None:
         """Puts per-target values that the ranks computed for `minibatch` back onto the targets.
 
-        The field goes with every mini-batch that is made from now on. It may be set in parts; until it is there
-        for all targets, no mini-batch can be made.
+        All later mini-batches include the field. It may be set in parts; until it is set for all targets, no mini-batch
+        can be made.
 
         Args:
             values: `[ranks][micro-batches]` arrays of float `[targets]`, as `Trainer.evaluate` returned them.
@@ -133,7 +135,7 @@ class TrainingBatch:
         """Gives every target its own value.
 
         Args:
-            values: float `[targets]`, in the order of `sequences`: of one sequence, as it was written.
+            values: float `[targets]`, in the order of `sequences`; within a sequence in the order of its tokens.
 
         Raises:
             ValueError: a wrong shape, or a value that is not finite.
@@ -169,13 +171,13 @@ class TrainingBatch:
             held += sizes[tree]
         return [np.asarray(part) for part in parts]
 
-    def _deal(
+    def _make_mini_batch(
         self, order: np.ndarray, aggregation: Aggregation, norm_length: int | None, idle: np.ndarray
     ) -> MiniBatch:
         for name, have in self._set.items():
             if not have.all():
                 raise ValueError(f"field {name!r} is set for {int(have.sum())} of {self.targets} targets")
-        # The order decides what shares an optimizer step, not where it lies in it.
+        # The order decides which trees share an optimizer step, not their places in it.
         part = np.sort(order)
         plan = plan_packing(self.forest, part[~idle[part]], self.ranks, self.token_budget, self.mode)
         weights, targets, sequences = self._weights(part, aggregation, norm_length)
@@ -212,7 +214,7 @@ def pack(forest: Forest, ranks: int, token_budget: int, mode: PackingMode = "for
             `block` gives every sequence its own prompt, many sequences to a row; `single` one sequence per row.
 
     Raises:
-        OverBudget: a sequence longer than the budget.
-        ValueError: trees that are none.
+        TokenBudgetExceeded: a sequence longer than the budget.
+        ValueError: sequences that are not single paths.
     """
     return TrainingBatch(forest, ranks, token_budget, mode)

@@ -125,7 +125,7 @@ def plan_packing(forest: Forest, trees: np.ndarray, ranks: int, budget: int, mod
 
 
 def check_token_budget(forest: Forest, budget: int) -> None:
-    """Raises OverBudget for the longest sequence that no row can hold."""
+    """Raises TokenBudgetExceeded for the longest sequence that no row can hold."""
     ends = np.where(forest.target_count > 0, forest.depth + forest.length, 0)
     if ends.size and (longest := int(ends.max())) > budget:
         raise TokenBudgetExceeded(forest.names[forest.tree[int(ends.argmax())]], longest, budget)
@@ -158,7 +158,7 @@ def fill_rows(pieces: PackingPlan, ranks: int, budget: int) -> np.ndarray:
 
 
 def _least_loaded(tokens: np.ndarray, cost: np.ndarray, count: int, budget: int) -> np.ndarray | None:
-    """The row of each piece: of those with room, the one with the least work. None where one fits nowhere."""
+    """The row of each piece: the one with the least work among those with room. None where a piece fits into no row."""
     found = np.empty(len(tokens), np.int64)
     alone = min(count, len(tokens))
     found[:alone] = np.arange(alone)  # an empty row has the least
@@ -201,7 +201,7 @@ def _first_fit(tokens: np.ndarray, budget: int) -> np.ndarray:
 
 
 def assign_rows_to_ranks(pieces: PackingPlan, rows: np.ndarray, ranks: int) -> PackingPlan:
-    """Hands rows to ranks, the same number to each: rows of like cost are computed at the same time."""
+    """Assigns rows to ranks, the same number to each, such that rows of similar cost are computed at the same time."""
     cost = np.bincount(rows, pieces.cost)
     some = np.flatnonzero(cost)
     dearest = some[np.argsort(-cost[some], kind="stable")]
@@ -241,27 +241,27 @@ def split_into_paths(forest: Forest, trees: np.ndarray) -> PackingPlan:
 
 
 class TreeSplitter:
-    """Cuts the trees of a mini-batch at one limit after the other."""
+    """Cuts the trees of a mini-batch into pieces, at any number of limits."""
 
     def __init__(self, forest: Forest, trees: np.ndarray) -> None:
         self.forest = forest
         inside = np.zeros(len(forest), np.bool_)
         inside[trees] = True
         inside = inside[forest.tree]
-        wanted = (forest.target_count > 0) & inside
-        self._needed = np.flatnonzero(wanted | (forest.has_targets_below & inside))
-        self._leaf = np.flatnonzero(wanted & ~forest.has_targets_below)
+        with_targets = (forest.target_count > 0) & inside
+        self._needed = np.flatnonzero(with_targets | (forest.has_targets_below & inside))
+        self._leaf = np.flatnonzero(with_targets & ~forest.has_targets_below)
         self._term = _terms_with_targets(forest, trees)
         self._tree = forest.tree[self._needed]
         self._tokens = np.bincount(self._tree, forest.length[self._needed], len(forest))
-        self._is_star = self._stars(wanted)
+        self._is_star = self._stars(with_targets)
         self._forks = np.bincount(forest.tree[self._leaf], minlength=len(forest)) > 1
 
-    def _stars(self, wanted: np.ndarray) -> np.ndarray:
-        """bool `[trees]`: a root from which nothing is learned, and its children with a sequence each."""
+    def _stars(self, with_targets: np.ndarray) -> np.ndarray:
+        """bool `[trees]`: whether the tree is a root without targets with children of one sequence each."""
         forest = self.forest
         star = np.ones(len(forest), np.bool_)
-        star[forest.tree[wanted & (forest.has_targets_below | (forest.parent < 0))]] = False
+        star[forest.tree[with_targets & (forest.has_targets_below | (forest.parent < 0))]] = False
         deep = self._leaf[forest.parent[forest.parent[self._leaf]] >= 0]
         star[forest.tree[deep]] = False
         terms = np.bincount(forest.term_segment[self._term], minlength=len(forest.tree))
@@ -287,8 +287,8 @@ class TreeSplitter:
         return _plan_of(forest, piece, segment, np.searchsorted(numbers, of_term), term, False)
 
     def _cut_stars(self, which: np.ndarray, limit: int, width: int) -> PieceColumns:
-        """All such trees at a time, their longest leaves first. An ancestor is never new, so each leaf goes to the
-        fullest piece that has room for it."""
+        """Cuts all star-shaped trees at once, longest leaves first. The root is in every piece, so each leaf goes to
+        the fullest piece that has room for it."""
         forest = self.forest
         leaf = self._leaf[which[forest.tree[self._leaf]]]
         leaf = leaf[np.lexsort((leaf, -forest.length[leaf], forest.tree[leaf]))]
@@ -321,7 +321,7 @@ class TreeSplitter:
         )  # fmt: skip
 
     def _cut_tree(self, tree: int, limit: int, width: int) -> PieceColumns:
-        """One of any shape."""
+        """Cuts a tree of any shape."""
         forest = self.forest
         length = dict(zip(*(each.tolist() for each in (self._needed, forest.length[self._needed])), strict=True))
         leaves = [forest.path(leaf) for leaf in self._leaf[forest.tree[self._leaf] == tree].tolist()]
@@ -359,7 +359,7 @@ def _columns_of_groups(forest: Forest, groups: Sequence[set[int]], term: np.ndar
 
 
 def _terms_with_targets(forest: Forest, trees: np.ndarray) -> np.ndarray:
-    """int64: the terms of these trees in which something is to be predicted."""
+    """int64: the terms of these trees that have targets."""
     inside = np.zeros(len(forest), np.bool_)
     inside[trees] = True
     return np.flatnonzero(inside[forest.tree[forest.term_segment]] & (forest.target_count[forest.term_segment] > 0))
@@ -368,7 +368,8 @@ def _terms_with_targets(forest: Forest, trees: np.ndarray) -> np.ndarray:
 def _plan_of(
     forest: Forest, of_segment: np.ndarray, segment: np.ndarray, of_term: np.ndarray, term: np.ndarray, is_path: bool
 ) -> PackingPlan:
-    """From which piece has which segment and term. Every piece has a segment."""
+    """The plan of pieces, before rows are assigned, from the piece of each segment and term. Every piece has a
+    segment."""
     count = int(of_segment.max(initial=-1)) + 1
     order = np.lexsort((segment, of_segment))
     of_segment, segment = of_segment[order], segment[order]

@@ -14,7 +14,7 @@ Cached = TypeVar("Cached")
 
 
 class RowLayout:
-    """Where each segment of a packed row lies and who its parent is.
+    """The place and the parent of each segment of a packed row.
 
     An opaque class on purpose: FSDP2's mixed precision copies dataclasses layer by layer and would cast their
     tensors. All indices are Python ints or int64 tensors.
@@ -47,7 +47,8 @@ class RowLayout:
         self._cache: dict[Hashable, Any] = {}
 
     def cached(self, name: Hashable, make: Callable[["RowLayout"], Cached]) -> Cached:
-        """What `make` makes of this layout, made at the first call of that name only: once per row, not per layer."""
+        """The result of `make` for this layout, computed at the first call of that name only: once per row, not per
+        layer."""
         if name not in self._cache:
             self._cache[name] = make(self)
         made: Cached = self._cache[name]

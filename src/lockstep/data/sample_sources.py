@@ -27,7 +27,7 @@ def _splitmix64(values: np.ndarray) -> np.ndarray:
 def permutation(size: int, *key: int) -> np.ndarray:
     """int64 `[size]`: the numbers below `size` in an order that depends on the key alone.
 
-    Not numpy's own, whose stream may change between versions (NEP 19): a resumed run must find its place.
+    Not numpy's own, whose stream may change between versions (NEP 19): a resumed run must continue at its position.
     """
     state = np.zeros(1, np.uint64)
     for part in key:
@@ -213,18 +213,18 @@ if TYPE_CHECKING:
 
 
 CHECKED_ROWS = 64
-"""Rows whose masks are made at the beginning, to find a template that does not tell the assistant's turns."""
+"""Rows whose masks are made at the beginning, to find a template that does not mark the assistant's turns."""
 
 TOKEN_SLACK = 16
 """A text of prompt and answer gets an end-of-sequence token, and a few more tokens where merges across the prompt's
-end are undone; how many is looked at where it matters."""
+end are undone; counted exactly where it matters."""
 
 
 class DocumentSource:
     """Documents of a data set, rendered and tokenized when they are taken.
 
     Answers and completions that are plain text end with the end-of-sequence token; conversations end as their
-    template says. Learned are answers, completions or assistant turns; with `train_on_prompt` everything.
+    template defines. The targets are answers, completions or assistant turns; with `train_on_prompt` all tokens.
 
     Args:
         seed: with the epoch, decides the order where `cfg.shuffle`.

@@ -1,4 +1,4 @@
-"""The nouns of data: prompts, completions, groups, rollouts, documents.
+"""The data types: prompts, completions, groups, rollouts, documents.
 
 All are plain dataclasses of numpy arrays and JSON-like values, so that they travel between processes
 and into the ledger without pickle.
@@ -11,7 +11,7 @@ import numpy as np
 
 FinishReason = Literal["stop", "length", "abort"]
 EpisodeEnd = Literal["answer", "environment", "turns", "tokens", "error", "abort"]
-"""Why a conversation with an environment ended: the model's turn called for nothing more, the environment said so,
+"""Why a conversation with an environment ended: the model's turn called no tool, the environment ended it,
 a limit of turns or of tokens, a failure of the environment, or the run."""
 
 
@@ -37,12 +37,12 @@ class Prompt:
 
 @dataclass(slots=True)
 class Episode:
-    """What passed between the model and an environment, turn by turn, beside the tokens."""
+    """A conversation between the model and an environment, turn by turn, without the tokens."""
 
     messages: list[dict[str, Any]]
     """Those after the prompt, with `role` and `content`: the model's and the environment's."""
     rewards: list[float]
-    """What the environment gave for each of the model's turns it answered."""
+    """The environment's reward for each of the model's turns that it answered."""
     ended: EpisodeEnd
     metrics: dict[str, float] = field(default_factory=dict)
     """Counts of what happened, such as `calls` of tools and their `errors`."""
@@ -72,15 +72,15 @@ class Completion:
     mask: np.ndarray | None = None
     """bool `[tokens]`: False where an environment wrote the token, which is not learned; None: the model wrote all."""
     episode: Episode | None = None
-    """Where there was an environment."""
+    """None without an environment."""
 
     @property
     def generated(self) -> int:
-        """Tokens that the model wrote: what lengths, limits and denominators count."""
+        """Tokens that the model wrote: lengths, limits and denominators count these."""
         return len(self.tokens) if self.mask is None else int(np.count_nonzero(self.mask))
 
     def own(self, values: np.ndarray) -> np.ndarray:
-        """Of per-token values `[tokens]` those of the tokens that the model wrote."""
+        """The per-token values `[tokens]` of the tokens that the model wrote."""
         return values if self.mask is None else values[self.mask]
 
 
@@ -123,4 +123,4 @@ class Document:
     tokens: np.ndarray
     """int32 `[tokens]`."""
     loss_mask: np.ndarray
-    """bool `[tokens]`: which tokens are to be predicted; the first never is."""
+    """bool `[tokens]`: which tokens are targets; the first never is."""

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_packing import observed
 from reference_packing import forest_of, trees_of
+from test_packing import observed
 from turn_samples import TURNS, conversation, conversations
 
 from lockstep.config.algorithm import PPOClip
