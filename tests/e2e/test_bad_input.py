@@ -269,7 +269,7 @@ def test_conversations_without_a_chat_template(folder: Path) -> None:
         ("nowhere.py:f", ["there is no file", "nowhere.py", "relative to the current folder"]),
         ("{folder}/functions.py:scoer", ["defines no 'scoer'", "it defines score"]),
         ("{folder}/broken.py:f", ["not valid Python", "line 1"]),
-        ("{folder}/functions.py", ["names no function", "file.py:name"]),
+        ("{folder}/functions.py", ["does not name a function", "file.py:name"]),
         ("no_such_package.rewards:f", ["no package 'no_such_package'", "install it"]),
     ],
     ids=["file", "name", "syntax", "form", "package"],
@@ -421,8 +421,8 @@ def test_a_model_that_passes_over_the_layout_is_packed_singly_and_that_is_said(f
     said = launched.said()
     assert "packing single: one sample per row, which is slower (MambaForCausalLM" in said
     assert "packing single" in (run / "logs" / "controller.log").read_text()
-    assert "MambaForCausalLM decodes without our KV cache" in said
-    assert "MambaForCausalLM decodes without our KV cache" in (run / "logs" / "engine-0.log").read_text()
+    assert "MambaForCausalLM decodes without the KV cache" in said
+    assert "MambaForCausalLM decodes without the KV cache" in (run / "logs" / "engine-0.log").read_text()
     with Ledger.reader(run) as ledger:
         gaps = [row.values["policy/engine_gap_max"] for row in ledger.metrics_rows()]
     assert max(gaps) < 1e-4, "engine and trainer agree on what the model computes"

@@ -13,7 +13,7 @@ from lockstep.data.samples import Completion, FinishReason
 
 @dataclass(slots=True)
 class Request:
-    """One completion that is wanted."""
+    """A request for one completion."""
 
     id: str
     group: str
@@ -30,26 +30,26 @@ class Request:
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     priority: int = 0
-    """Lower ones are admitted first; those of equal priority in the order in which they came."""
+    """Lower values are admitted first, equal ones in the order of submission."""
     keep: bool = False
-    """Its keys and values are worth keeping when it ends: a prompt that begins with it may follow."""
+    """Keep its keys and values when it ends: a prompt that begins with it may follow."""
 
 
 @dataclass(slots=True)
 class EngineProgress:
-    """Counters that move while an engine works; readable at any time."""
+    """Counters of an engine; they can be read at any time."""
 
     tokens: int
-    """Generated since the engine started."""
+    """Tokens generated since the engine started."""
     waiting: int
     running: int
     finished: int
     version: int
     paused: bool
     prefix_cache_queries: int = 0
-    """Tokens of prompts that were looked up among what is kept of sequences that ended."""
+    """Prompt tokens that were looked up in the prefix cache."""
     prefix_cache_hits: int = 0
-    """Those of them whose keys and values were there, and were not computed again."""
+    """Prompt tokens whose keys and values were found there."""
 
 
 class RolloutEngine(Protocol):
@@ -58,41 +58,40 @@ class RolloutEngine(Protocol):
     version: int
     """Weights version being served."""
     slower: str
-    """Why it does not decode by the fastest way there is; empty where it does."""
+    """Why it does not decode in the fastest possible way; "" if it does."""
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queues requests. ValueError names the request whose prompt and max_tokens exceed the context."""
 
     def step(self) -> list[Completion]:
-        """One turn: admits waiting requests (prefill), decodes one token of every running row, and returns
-        what finished. Returns at once when there is nothing to do or the engine is paused."""
+        """Admits waiting requests (prefill), decodes one token of every running row, and returns completions. Returns
+        at once when there is nothing to do or the engine is paused."""
 
     def abort(self, ids: Sequence[str] | None = None) -> list[Completion]:
-        """Ends the given requests (all when None) and returns what they had, with `finish="abort"`."""
+        """Ends requests (all if None) and returns their partial completions, with `finish="abort"`."""
 
     def load_weights(self, source: Path, version: int) -> None:
-        """Takes weights between two decode steps from the weight room's store at `source`.
+        """Loads weights between two decode steps from the weight store at `source`.
 
-        Running rows go on (their later tokens carry the new version); prompts' K/V is recomputed or kept as
-        the engine documents it."""
+        Running rows continue (their later tokens carry the new version); whether the KV cache of prompts is recomputed
+        is documented by each engine."""
 
     def receive_weights(self, where: Mapping[str, Any], version: int) -> None:
-        """As `load_weights`, from the trainer's device, as `user_code_line` says (the weight room's word to its own
-        end here).
+        """Like `load_weights`, as a stream from the trainer's device; `where` describes the stream to the receiver.
 
         Raises:
-            WeightsMismatch: other tensors than the model's; nothing was touched.
-            RuntimeError: the version did not come, or not whole. The engine goes on with the weights it has, or, where
-                it overwrites them bucket by bucket, serves nobody until it has taken a version whole."""
+            WeightsMismatch: the tensors are not the model's; nothing was changed.
+            RuntimeError: the version did not arrive completely. The engine keeps its weights or, if it overwrites them
+                bucket by bucket, serves no request until it has loaded a complete version."""
 
     def pause(self) -> None: ...
 
     def resume(self) -> None: ...
 
     def sleep(self, level: int = 1) -> None:
-        """Gives memory back while others need it; whatever needs it wakes the engine. At level 1 it keeps its weights
-        (in host memory, where they were on a GPU), at level 2 it may forget them: new ones must be loaded.
-        ValueError where requests are under way."""
+        """Releases device memory; the next call that needs it wakes the engine. At level 1 it keeps its weights (in
+        host memory if they were on a GPU), at level 2 it may drop them: new ones must be loaded. ValueError if there
+        are open requests."""
 
     def wake(self) -> None: ...
 
@@ -107,17 +106,17 @@ ENGINE_SERVICE = "lockstep.rollout.engine_service:EngineService"
 
 @dataclass(slots=True)
 class CompletionBatch:
-    """Finished completions that were not acknowledged yet, oldest first. In columns: a step has thousands."""
+    """Completions that were not acknowledged yet, oldest first; in columns, as a step has thousands."""
 
     sequence: int
-    """Number of the last of them since the engine started; acknowledge with it."""
+    """Number of the last one since the engine started; the next `collect` acknowledges it."""
     requests: list[str]
     finishes: list[FinishReason]
     texts: list[str]
     sizes: list[int]
     """Tokens of each."""
     tokens: bytes
-    """int32, of one after the other."""
+    """int32, one completion after the other."""
     logprobs: bytes
     """float32."""
     versions: bytes
@@ -125,7 +124,7 @@ class CompletionBatch:
 
     @classmethod
     def of(cls, sequence: int, completions: Sequence[Completion]) -> "CompletionBatch":
-        """ValueError for what no engine makes: tokens of an environment."""
+        """Raises ValueError for tokens of an environment, which no engine makes."""
         if any(each.mask is not None or each.episode is not None for each in completions):
             raise ValueError("an engine's completions have neither a mask nor an episode")
         return cls(
@@ -141,7 +140,7 @@ class CompletionBatch:
 
     @property
     def completions(self) -> list[Completion]:
-        """Of their own memory, each call."""
+        """Each call copies the arrays."""
         tokens = np.frombuffer(bytearray(self.tokens), np.int32)
         logprobs = np.frombuffer(bytearray(self.logprobs), np.float32)
         versions = np.frombuffer(bytearray(self.versions), np.int32)
@@ -157,41 +156,39 @@ class EngineAPI(Protocol):
     """Calls to a `lockstep.rollout.engine_service:EngineService` worker."""
 
     def submit(self, requests: list[Request]) -> None:
-        """Queues requests, all or none. ValueError (BadRequest) names the one that cannot be served."""
+        """Queues all requests or none. Raises BadRequest for one that cannot be served."""
 
     def collect(self, ack: int = 0, hold_s: float = 0.0) -> CompletionBatch:
-        """What finished since `ack`, the `sequence` of the newest `CompletionBatch` that has arrived safely (0:
-        none). The answer comes when something has; up to `hold_s` later where the engine still has requests that are
-        as urgent.
+        """Completions after number `ack`, the `sequence` of the newest batch that has arrived (0: none). The answer
+        comes when there are some, up to `hold_s` later while the engine has other requests that are as urgent.
 
-        At least once: completions stay until they are acknowledged, so a lost answer loses nothing; who asks
-        again with the same `ack` gets them again. Raises what stopped the engine, if something did.
+        Completions are delivered at least once: they are kept until they are acknowledged, so a lost answer loses none.
+        Raises the error that stopped the engine, if there is one.
         """
 
     def abort(self, ids: list[str] | None = None) -> None:
-        """Ends requests (all when None); what they had comes with the next `collect`, as `finish="abort"`."""
+        """Ends requests (all if None); the next `collect` has their partial completions, with `finish="abort"`."""
 
     def pause(self) -> None: ...
 
     def resume(self) -> None: ...
 
     def renew(self) -> None:
-        """Forgets all requests, finished ones included; the model stays loaded."""
+        """Drops all requests and completions; the model stays loaded."""
 
     def sleep(self, level: int = 1) -> None:
-        """Gives memory back while others need it (see `RolloutEngine.sleep`); whatever needs it wakes the engine.
-        ValueError where requests are under way."""
+        """Releases device memory (see `RolloutEngine.sleep`). ValueError if there are open requests."""
 
     def wake(self) -> None: ...
 
     def load_weights(self, source: str, version: int) -> None:
-        """Takes a version from the weight room's store, between two decode steps."""
+        """Loads a version from the weight store, between two decode steps."""
 
     def receive_weights(self, where: dict[str, Any], version: int) -> None:
-        """Takes a version as it comes from the trainer's device (see `RolloutEngine.receive_weights`)."""
+        """Loads a version as a stream from the trainer's device (see `RolloutEngine.receive_weights`)."""
 
     def slower(self) -> str:
-        """Why it does not decode by the fastest way there is; empty where it does."""
+        """Why it does not decode in the fastest possible way; "" if it does."""
 
     @concurrent
     def progress(self) -> EngineProgress:

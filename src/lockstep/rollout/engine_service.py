@@ -28,14 +28,14 @@ class EngineService:
 
     Args:
         model: the `model` section, dumped.
-        engine: the `rollout.engine` section, dumped: its `archive_kind` says which engine.
+        engine: the `rollout.engine` section, dumped; its `kind` selects the engine.
         device: `cpu`, `cuda:0`.
         threads: torch threads; the engine's choice when None.
-        reader: `package.module:name` of what makes a `WeightReader`, such as
-        `lockstep.weights.shared_memory:StoreReader`.
-        weights: folder of a weight store to begin with, instead of the weights in `model.path`.
+        reader: `package.module:name` of a factory of a `WeightReader`, such as
+            `lockstep.weights.shared_memory:StoreReader`.
+        weights: folder of a weight store with the initial weights, instead of those in `model.path`.
         version: of those weights.
-        sleeps: whether it shares its device, and is told to sleep.
+        sleeps: whether it shares its device, and will be called to sleep.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class EngineService:
     ) -> None:
         self._outbox = Outbox()
         self._failure: Exception | None = None
-        self._asked: list[tuple[int, float, DeferredResult[CompletionBatch]]] = []
+        self._collecting: list[tuple[int, float, DeferredResult[CompletionBatch]]] = []
         config: EngineConfig = TypeAdapter(EngineConfig).validate_python(engine)
         self._engine = make_engine(ModelConfig.model_validate(model), config, device, threads, reader, version, sleeps)
         if weights is not None:
@@ -66,15 +66,15 @@ class EngineService:
             raise self._failure
         self._outbox.acknowledge(ack)
         later: DeferredResult[CompletionBatch] = DeferredResult()
-        self._asked.append((ack, hold_s, later))
-        self._tell()
+        self._collecting.append((ack, hold_s, later))
+        self._answer()
         return later
 
     def abort(self, ids: list[str] | None = None) -> None:
-        """Also clears a failure: whoever aborts what failed may go on."""
+        """Also clears a failure, so that the engine can be used again."""
         self._outbox.put(self._engine.abort(ids))
         self._failure = None
-        self._tell()
+        self._answer()
 
     def pause(self) -> None:
         self._engine.pause()
@@ -108,14 +108,14 @@ class EngineService:
         try:
             self._outbox.put(self._engine.step())
         except (ArithmeticError, RuntimeError, ValueError) as error:
-            # Raised to the controller by `collect`: nobody awaits this call.
+            # The next `collect` raises it: the controller does not wait for this call.
             log.exception("the engine stopped")
             self._failure = error
-            for _, _, later in self._asked:
+            for _, _, later in self._collecting:
                 later.fail(error)
-            self._asked.clear()
+            self._collecting.clear()
             return False
-        self._tell()
+        self._answer()
         now = self._engine.progress()
         here = current_beacon()
         here.progress("tokens", now.tokens)
@@ -123,63 +123,63 @@ class EngineService:
         return not now.paused and now.running + now.waiting > 0
 
     def renew(self) -> None:
-        """Forgets all requests, finished ones included, for the run's next controller or for another beginning with
-        this one; the model stays loaded. Whoever has asked for completions hears that there are none."""
+        """Drops all requests and completions, for the run's next controller or after an exclusion; the model stays
+        loaded. Open `collect` calls get an empty answer."""
         self._engine.abort()
         self._engine.resume()
         self._outbox, self._failure = Outbox(), None
-        asked, self._asked = self._asked, []
+        asked, self._collecting = self._collecting, []
         for _, _, later in asked:
             later.settle(CompletionBatch.of(0, []))
 
     def close(self) -> None:
         self._engine.close()
 
-    def _tell(self) -> None:
-        """Answers who asked for completions, when there are some to be told."""
-        if self._asked and any(self._outbox.due(ack, hold_s) for ack, hold_s, _ in self._asked):
-            for ack, _, later in self._asked:
+    def _answer(self) -> None:
+        """Answers open `collect` calls if completions are due."""
+        if self._collecting and any(self._outbox.due(ack, hold_s) for ack, hold_s, _ in self._collecting):
+            for ack, _, later in self._collecting:
                 later.settle(self._outbox.collect(ack))
-            self._asked.clear()
+            self._collecting.clear()
 
 
 class Outbox:
-    """Completions on their way to the controller, numbered from 1, kept until they are acknowledged."""
+    """Completions for the controller, numbered from 1, kept until they are acknowledged."""
 
     def __init__(self) -> None:
-        self._sequence = self._told = 0
-        """Numbers of the last that is there, and of the last that was told."""
+        self._sequence = self._sent = 0
+        """Numbers of the last completion, and of the last one that was sent."""
         self._kept: deque[Completion] = deque()
-        self._owed: dict[str, Request] = {}
+        self._open: dict[str, Request] = {}
         self._urgency = math.inf
-        """The least priority among those that were not told."""
+        """The lowest priority value among those that were not sent."""
         self._since = 0.0
-        """When the first of them came."""
+        """When the first of them arrived."""
 
     def expect(self, requests: Sequence[Request]) -> None:
-        """Completions of these come."""
-        self._owed.update((request.id, request) for request in requests)
+        """Registers requests whose completions will follow."""
+        self._open.update((request.id, request) for request in requests)
 
     def put(self, completions: Sequence[Completion]) -> None:
-        if completions and self._told == self._sequence:
+        if completions and self._sent == self._sequence:
             self._urgency, self._since = math.inf, time.monotonic()
         self._kept.extend(completions)
         self._sequence += len(completions)
         for each in completions:
-            request = self._owed.pop(each.request, None)
-            alone = request is None or request.keep or each.finish == "abort"  # somebody goes on with it at once
+            request = self._open.pop(each.request, None)
+            alone = request is None or request.keep or each.finish == "abort"  # its conversation continues at once
             self._urgency = min(self._urgency, -math.inf if alone or request is None else request.priority)
 
     def due(self, ack: int, hold_s: float) -> bool:
-        """Whether somebody who has everything up to `ack` is told something now: while the engine has other requests
-        that are as urgent, whoever waits for what is there waits for them as well."""
-        if not self._kept or self._told > ack or hold_s <= 0:
+        """Whether to answer a call with this `ack` now: while the engine has other requests that are as urgent,
+        completions are held back for up to `hold_s`."""
+        if not self._kept or self._sent > ack or hold_s <= 0:
             return bool(self._kept)
-        waits = any(request.priority <= self._urgency for request in self._owed.values())
+        waits = any(request.priority <= self._urgency for request in self._open.values())
         return not waits or time.monotonic() - self._since >= hold_s
 
     def acknowledge(self, ack: int) -> None:
-        """Drops what has arrived. ValueError for a number that was never given out."""
+        """Drops what has arrived. ValueError for a number that was never sent."""
         if not 0 <= ack <= self._sequence:
             raise ValueError(f"ack: {ack} was never collected, the newest completion is number {self._sequence}")
         while self._kept and self._sequence - len(self._kept) < ack:
@@ -188,7 +188,7 @@ class Outbox:
     def collect(self, ack: int) -> CompletionBatch:
         """Drops what is acknowledged, returns the rest."""
         self.acknowledge(ack)
-        self._told = self._sequence
+        self._sent = self._sequence
         return CompletionBatch.of(self._sequence, list(self._kept))
 
 
@@ -201,10 +201,10 @@ def make_engine(
     version: int = 0,
     sleeps: bool = False,
 ) -> RolloutEngine:
-    """The engine that the config names; the other one is not imported.
+    """The engine of the config; other engines are not imported.
 
     Raises:
-        ModelError, VllmUnsupported: it cannot be had.
+        ModelError, VllmUnsupported: the engine cannot be made.
     """
     if threads is not None:
         torch.set_num_threads(threads)

@@ -1,4 +1,4 @@
-"""What an engine refuses, as errors with fields."""
+"""Errors of rollout engines."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ class BadRequest(PicklableError, ValueError):
 
 
 class BadLogits(PicklableError, ArithmeticError):
-    """A distribution that cannot be drawn from: NaN, infinite, or nothing left in it."""
+    """A distribution that cannot be sampled: NaN, infinite, or empty."""
 
     def __init__(self, request: str, index: int, value: float, version: int) -> None:
         super().__init__(
@@ -25,7 +25,7 @@ class BadLogits(PicklableError, ArithmeticError):
 
 
 class WeightsMismatch(PicklableError, ValueError):
-    """Published weights that are not the engine's: names it does not have, names it misses."""
+    """Published weights that do not fit the engine's model: `unknown` and `missing` names."""
 
     error_code = "weights_mismatch"
 
@@ -40,27 +40,26 @@ class WeightsMismatch(PicklableError, ValueError):
 
 
 class InterruptedUpdate(PicklableError, RuntimeError):
-    """Weights of `version_numbers` stopped coming, as `problem` says. The engine serves nobody until it has some
-    whole."""
+    """The weights of `version` did not arrive completely. The engine serves no request until it has loaded a complete
+    version."""
 
     error_code = "interrupted_update"
 
     def __init__(self, version: int, problem: str) -> None:
-        super().__init__(f"weights version {version} did not come whole: {problem}")
+        super().__init__(f"weights version {version} did not arrive completely: {problem}")
         self.version, self.problem = version, problem
 
 
 class TornEngine(PicklableError, RuntimeError):
-    """An engine that failed in the middle of taking `version_numbers`: some of its weights are new and others are
-    not."""
+    """The engine failed while loading `version`: some of its weights are new, others are not."""
 
     def __init__(self, version: int) -> None:
-        super().__init__(f"the engine failed in the middle of taking weights version {version}: it must be replaced")
+        super().__init__(f"the engine failed while loading weights version {version}: it must be replaced")
         self.version = version
 
 
 class NoWeights(PicklableError, RuntimeError):
-    """An engine that has forgotten its weights (`sleep` at level 2) and was given no others."""
+    """The engine dropped its weights (`sleep` at level 2) and has loaded no others."""
 
     def __init__(self) -> None:
         super().__init__("the engine slept at level 2 and has no weights: load a version before requests")

@@ -13,13 +13,13 @@ from lockstep.rollout.errors import BadRequest
 
 
 def check_request(request: Request, prompt: np.ndarray, known: Container[str], context: int, vocabulary: int) -> None:
-    """Raises BadRequest for one that cannot be served.
+    """Raises BadRequest for a request that cannot be served.
 
     Args:
-        prompt: that of its group.
-        known: ids that are under way.
-        context: tokens of the longest sequence.
-        vocabulary: how many tokens there are.
+        prompt: the prompt of its group.
+        known: ids of open requests.
+        context: the largest length of a sequence.
+        vocabulary: the number of tokens.
     """
     length = len(request.prompt)
     if request.id in known:
@@ -41,37 +41,37 @@ def check_request(request: Request, prompt: np.ndarray, known: Container[str], c
 
 
 def empty_completion(request: Request) -> Completion:
-    """What a request that never ran has."""
+    """The completion of a request that was aborted before it ran."""
     empty = np.zeros(0, np.int32)
     return Completion(request.id, empty, np.zeros(0, np.float32), empty.copy(), "abort", "")
 
 
 def request_seed(run_seed: int, step: int, uid: str, k: int) -> int:
-    """Seed of the `k`-th completion of prompt `make_uid` at `step`: a stable hash, 0 <= seed < 2**63.
+    """Seed of the `k`-th completion of prompt `uid` at `step`: a stable hash, 0 <= seed < 2**63.
 
-    The same on every machine, process and version of Python, so that a generation that is taken up again after
-    a fault goes on as it would have.
+    It is the same on every machine and in every process and version of Python, so that a repeated generation gives the
+    same completion.
     """
     digest = hashlib.blake2b(f"{run_seed}\0{step}\0{uid}\0{k}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def stop_window(stop: Sequence[str]) -> int:
-    """How many of the last tokens can hold one of these strings that the last token has completed."""
-    # A token writes at least one byte, bar special ones; some more tokens cover for those.
+    """The number of last tokens in which one of these strings may have just been completed."""
+    # A token stands for at least one byte, except special ones, for which there are some more.
     return max(len(each.encode()) for each in stop) + 8
 
 
 def contains_stop(
     tokenizer: PreTrainedTokenizerBase, tails: Sequence[list[int]], stops: Sequence[Sequence[str]]
 ) -> list[bool]:
-    """Whether each tail, the last `reach(stop)` tokens of a completion, holds one of its stop strings."""
+    """Whether each tail, the last `stop_window(stop)` tokens of a completion, contains one of its stop strings."""
     texts = tokenizer.batch_decode(list(tails))
     return [any(each in text for each in stop) for text, stop in zip(texts, stops, strict=True)]
 
 
 def eos_tokens(tokenizer: PreTrainedTokenizerBase, generation: GenerationConfig | None) -> frozenset[int]:
-    """Every token that ends a sequence: the tokenizer's and those of the model's generation config."""
+    """The tokens that end a sequence: of the tokenizer and of the model's generation config."""
     found: set[int] = set()
     for source in (tokenizer, generation):
         value: Any = getattr(source, "eos_token_id", None)

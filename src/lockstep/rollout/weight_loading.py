@@ -18,15 +18,15 @@ from lockstep.rollout.errors import WeightsMismatch
 from lockstep.watch.beacon.writer import current_beacon
 
 WeightReader = Callable[[Path, int], AbstractContextManager[Mapping[str, Tensor]]]
-"""Opens a version in the weight room's store: parameter names to tensors, valid inside the context.
-`lockstep.weights.shared_memory.StoreReader` is one; the rooms do not know each other, the run brings them together."""
+"""Opens a version in a weight store: parameter names to tensors, valid inside the context. An example is
+`lockstep.weights.shared_memory.StoreReader`."""
 
 ReaderSource = str | WeightReader
-"""A reader, or `package.module:name` of what makes one in whichever process reads."""
+"""A reader, or `package.module:name` of its factory, to be called in the reading process."""
 
 
 class CountedTensors(Mapping[str, Tensor]):
-    """Tensors that count as progress as they are taken: a large model is not loaded in silence."""
+    """Tensors that count as progress of the process when they are read."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors
@@ -43,12 +43,12 @@ class CountedTensors(Mapping[str, Tensor]):
 
 
 def open_reader(source: ReaderSource) -> WeightReader:
-    """One that counts what is taken. Raises ValueError for a path that names no factory."""
+    """A reader that counts the tensors. Raises ValueError for a path that names no factory."""
     if not isinstance(source, str):
         return count_loaded_tensors(source)
     module, _, name = source.partition(":")
     if not name:
-        raise ValueError(f"reader: {source!r} is no factory, expected package.module:name")
+        raise ValueError(f"reader: {source!r} is not a factory, expected package.module:name")
     made: WeightReader = getattr(importlib.import_module(module), name)()
     return count_loaded_tensors(made)
 
@@ -63,20 +63,19 @@ def count_loaded_tensors(reader: WeightReader) -> WeightReader:
 
 
 class WeightReceiver(Protocol):
-    """Takes versions that come from the trainer's device as a stream:
-    `lockstep.weights.stream.receiver:StreamReceiver`."""
+    """Receives versions from the trainer's device, like `lockstep.weights.stream.receiver:StreamReceiver`."""
 
     def promised(self, where: Mapping[str, Any]) -> Mapping[str, "HasShape"]:
-        """What a version will have, by name."""
+        """The tensors that a version will have, by name."""
 
     def stream(
         self, where: Mapping[str, Any], version: int, worker: int, device: torch.device
     ) -> AbstractContextManager[Iterator[tuple[str, Tensor]]]:
-        """The tensors of a version with their names, as they come, each checked. Raises RuntimeErrors of the weight
-        room where it does not come, or no further."""
+        """The names and tensors of a version as they arrive, checked. Raises RuntimeErrors of `lockstep.weights` if the
+        version does not arrive completely."""
 
     def close(self) -> None:
-        """Leaves whoever sends."""
+        """Closes the connection to the senders."""
 
 
 class HasShape(Protocol):
@@ -85,15 +84,15 @@ class HasShape(Protocol):
 
 
 def open_receiver(where: Mapping[str, Any]) -> WeightReceiver:
-    """What the controller says that a stream is taken by."""
+    """The receiver that the controller names."""
     module, _, name = str(where["receiver"]).partition(":")
     made: WeightReceiver = getattr(importlib.import_module(module), name)()
     return made
 
 
 class ExpectedParameters:
-    """The parameters that a version must have: those of the model as transformers makes it. Weights that it ties are
-    given once, by any of their names."""
+    """The parameters that a version must have: those of the model in transformers. Tied weights come once, under any of
+    their names."""
 
     def __init__(self, lm: nn.Module) -> None:
         """`lm` may be on the meta device."""
@@ -116,7 +115,7 @@ class ExpectedParameters:
 
 
 def join_contiguous(pieces: Sequence[Tensor]) -> Tensor:
-    """The pieces, contiguous, one below the other: a view where they lie so in memory, which saves a copy of them."""
+    """Concatenates pieces along the first dimension; a view if they are adjacent in memory, which saves a copy."""
     first, end = pieces[0], pieces[0].data_ptr()
     for piece in pieces:
         together = piece.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
@@ -132,8 +131,8 @@ _COUNTER = struct.Struct("<Q")
 
 @contextmanager
 def watch_worker_progress(workers: int) -> Generator[str]:
-    """The engine's side, for as long as an update takes: the path by which its workers find the memory; empty where
-    there is one worker, which is this process."""
+    """In the engine, during an update: shows the progress of its workers in its beacon. Yields the path of the shared
+    counters, "" if the only worker is this process."""
     if workers == 1:
         yield ""
         return
@@ -154,7 +153,7 @@ def watch_worker_progress(workers: int) -> Generator[str]:
 
 @contextmanager
 def publish_worker_progress(path: str, worker: int) -> Generator[None]:
-    """A worker's side. Does nothing for an empty path."""
+    """In a worker, during an update: writes its progress into the shared counters. Does nothing for the path ""."""
     if not path:
         yield
         return

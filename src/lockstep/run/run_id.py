@@ -21,8 +21,8 @@ class FolderNotShared(RuntimeError):
     def __init__(self, folder: Path, host: str) -> None:
         super().__init__(
             f"{host} has a trainer rank and cannot see the run's folder {folder}: set folder to a path on a file "
-            "system that all nodes with trainer ranks share with the host that starts the run, or place the ranks on that "
-            "host"
+            "system that all nodes with trainer ranks share with the host that starts the run, or place the ranks on "
+            "that host"
         )
         self.folder, self.host = folder, host
 

@@ -234,7 +234,7 @@ def test_takes_weights_from_the_store(model, tmp_path):
     assert fresh.progress().version == 5
     with pytest.raises(ValueError, match="without a weight reader"):
         service(model).load_weights(str(store.folder), 5)
-    with pytest.raises(ValueError, match="reader: 'x' is no factory"):
+    with pytest.raises(ValueError, match="reader: 'x' is not a factory"):
         service(model, reader="x")
 
 

@@ -8,12 +8,12 @@ from transformers.modeling_utils import AttentionInterface
 
 ATTENTION_NAME = "lockstep_decode"
 _MIN_EXPONENT = -60.0
-"""What has less weight than its exponential counts for nothing in 32 bit. Below -87 it would be no normal number: its
-exponential takes MKL up to forty times as long, its products several times."""
+"""Lower scores have no weight in 32 bit. Below -87 the exponential would be subnormal: MKL takes up to forty times as
+long for it, and several times as long for its products."""
 
 
 class UnsupportedAttention(ValueError):
-    """A model's attention wants something this one does not compute."""
+    """A model's attention has a feature that this one does not compute."""
 
 
 class EngineForward(Protocol):
@@ -43,7 +43,7 @@ def engine_attention(
 ) -> tuple[Tensor, None]:
     """The function in transformers' registry. Raises UnsupportedAttention for soft caps, sinks, biases."""
     if turn is None:
-        raise UnsupportedAttention(f"{ATTENTION_NAME} was called without a turn: the model does not pass it down")
+        raise UnsupportedAttention(f"{ATTENTION_NAME} was called without `turn`: the model does not pass it on")
     for name in ("softcap", "s_aux", "position_bias"):
         if extra.get(name) is not None:
             raise UnsupportedAttention(f"{ATTENTION_NAME} does not compute {name}")
@@ -89,8 +89,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -
 
 
 def uses_matmul_attention(like: Tensor) -> bool:
-    """Whether attention is two plain matrix products: with few queries the CPU's own kernel, which cuts them into
-    small ones, takes up to twice as long. It keeps its precision only where the products have it."""
+    """Whether to compute attention as two plain matrix products: with few queries the CPU's own kernel, which splits
+    them into small ones, takes up to twice as long. Only in float32, whose products are precise enough."""
     return like.device.type == "cpu" and like.dtype == torch.float32
 
 

@@ -1,9 +1,9 @@
 """Decode steps as CUDA graphs: hundreds of small kernels with one launch.
 
 A graph has fixed shapes and addresses, so rows, groups, prompts and suffixes are rounded up and everything that
-differs from step to step (tokens, positions, places, masks) is copied into buffers that the graph reads. Rows beyond
-the real ones write into free slots; nobody reads what they compute. One graph per rounded shape; all are dropped
-when the cache moves.
+differs from step to step (tokens, positions, places, masks) is copied into buffers that the graph reads. Padding rows
+write into free slots, and their results are ignored. There is one graph per rounded shape; all are dropped when the
+cache is reallocated.
 """
 
 from collections.abc import Callable
@@ -44,7 +44,7 @@ def capture_graph(step: Step) -> Step:
 
 @dataclass(frozen=True, slots=True)
 class GraphShape:
-    """What a graph is made for, rounded up."""
+    """The rounded shape of a graph."""
 
     rows: int
     suffix: int
@@ -139,7 +139,7 @@ class _StaticDecode:
         return self.forward(self.tokens, self.positions, longest, self.turn)
 
     def _enter(self, among: RowSet) -> None:
-        """Takes over where other rows lie."""
+        """Adopts the slots of other rows."""
         fold = RowFold.spread(among.group, among.fold.groups, self.shape.width, self.into.device)
         assert fold.into is not None and fold.out is not None
         self.into.zero_()[: len(fold.into)].copy_(fold.into)

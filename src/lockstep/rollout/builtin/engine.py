@@ -28,17 +28,17 @@ log = logging.getLogger(__name__)
 class BuiltinEngine:
     """Any causal language model of transformers, on the CPU or one GPU. Implements `RolloutEngine`.
 
-    New weights are taken between two decode steps. Rows under way go on with the keys and values they have, their
-    later tokens carry the new version, and the recorded log-probabilities are those that were sampled from;
-    requests that enter later get their prompt prefilled with the new weights.
+    New weights are loaded between two decode steps. Running rows keep their keys and values, their later tokens carry
+    the new version, and the recorded log-probabilities are those that were sampled from; prompts of later requests are
+    prefilled with the new weights.
 
     Args:
         lm: an `AutoModelForCausalLM`, on its device, in its precision.
         tokenizer: for stop strings and the completions' text.
         max_rows: rows decoded together.
-        cache_tokens: limit of the KV cache in tokens; it grows as needed when None.
-        max_length: longest sequence; the model's own limit when None.
-        reader: where `load_weights` gets them.
+        cache_tokens: limit of the KV cache in tokens; it grows as needed if None.
+        max_length: longest sequence; the model's own limit if None.
+        reader: reads versions for `load_weights`.
         version: of the weights that `lm` has.
         prefix_cache: how much is kept of sequences that ended (`Request.keep`), as a share of `cache_tokens`.
     """
@@ -65,7 +65,7 @@ class BuiltinEngine:
         self._scheduler = Scheduler(cache_tokens)
         self._stops = StopChecker(tokenizer, eos_tokens(tokenizer, getattr(lm, "generation_config", None)))
         self._runner, self.slower = choose_runner(lm, self.device, self.context, cache_tokens, prefix_cache)
-        """With why it is not the fastest, empty where it is."""
+        """The runner, and why it is not the fastest; "" if it is."""
         self._expected = ExpectedParameters(lm)
         self._receiver: WeightReceiver | None = None
         self._sampling: SamplingRows | None = None
@@ -89,7 +89,7 @@ class BuiltinEngine:
         return cls(lm, tokenizer, *sizes, reader, version, engine.prefix_cache)
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queues all requests, or none: BadRequest (a ValueError) names the first that cannot be served."""
+        """Queues all requests or none. Raises BadRequest for the first that cannot be served."""
         prompts: dict[str, np.ndarray] = {}
         known = set(self._ids)
         for request in requests:
@@ -103,7 +103,7 @@ class BuiltinEngine:
 
     @torch.inference_mode()
     def step(self) -> list[Completion]:
-        """One turn: admits, decodes one token of every row, returns what finished."""
+        """Admits requests, decodes one token of every row, and returns completions."""
         if self._paused:
             return []
         self._admit()
@@ -116,7 +116,7 @@ class BuiltinEngine:
 
     @torch.inference_mode()
     def abort(self, ids: Sequence[str] | None = None) -> list[Completion]:
-        """Ends requests, running or waiting; unknown ids are those that have finished already."""
+        """Ends running or waiting requests; unknown ids belong to finished ones."""
         wanted = None if ids is None else set(ids)
         rows = [row for row, each in enumerate(self._rows.requests) if wanted is None or each.id in wanted]
         partial = [self._rows.completion(row, "abort", self._text(row)) for row in rows]
@@ -127,14 +127,14 @@ class BuiltinEngine:
 
     @torch.inference_mode()
     def load_weights(self, source: Path, version: int) -> None:
-        """Copies version `version_numbers` from the store at `source` into the model.
+        """Copies version `version` from the store at `source` into the model.
 
         Raises:
             WeightsMismatch: the store's tensors are not this model's.
             ValueError: the engine was made without a reader.
         """
         if self._reader is None:
-            raise ValueError("the engine was made without a weight reader; give it `parser_of`")
+            raise ValueError("the engine was made without a weight reader; give it `reader`")
         self._runner.prefixes.clear()
         with self._reader(source, version) as tensors:
             self._take(tensors)
@@ -143,8 +143,8 @@ class BuiltinEngine:
 
     @torch.no_grad()
     def receive_weights(self, where: Mapping[str, Any], version: int) -> None:
-        """Takes version `version_numbers` from the trainer's device into memory beside the model's, and copies it
-        there once it is whole: until then the engine has the weights that it had."""
+        """Receives a version from the trainer's device beside the model's weights, and copies it there when it is
+        complete: until then the engine keeps its weights."""
         receiver = self._receiver = self._receiver or open_receiver(where)
         self._expected.check(receiver.promised(where))
         with receiver.stream(where, version, 0, self.device) as coming:
@@ -161,14 +161,13 @@ class BuiltinEngine:
         self._paused = False
 
     def sleep(self, level: int = 1) -> None:
-        """Frees the K/V cache, and what is kept of sequences that ended; the weights stay at any level. It grows again
-        with the next requests.
+        """Frees the KV cache and the prefix cache, which grow again with the next requests; weights stay at any level.
 
         Raises:
-            ValueError: requests are under way.
+            ValueError: there are open requests.
         """
         if self._ids:
-            raise ValueError(f"the engine has {len(self._ids)} requests under way: abort them before it sleeps")
+            raise ValueError(f"the engine has {len(self._ids)} open requests: abort them before it sleeps")
         self._runner.free()
 
     def wake(self) -> None:
@@ -187,7 +186,7 @@ class BuiltinEngine:
         )
 
     def close(self) -> None:
-        """Forgets everything; the model stays its owner's."""
+        """Drops all requests and caches; the model is not closed."""
         if self._receiver is not None:
             self._receiver.close()
         self.abort()
@@ -230,7 +229,7 @@ class BuiltinEngine:
         return done
 
     def _may_go_on(self, row: int) -> bool:
-        """Whether what a row has in the cache is wanted, and all of it of the weights that are served now."""
+        """Whether to keep a row's keys and values: its request asks for it, and all are of the current weights."""
         prompt = self._scheduler.groups[self._rows.group[row]]
         versions = self._rows.versions[row, : self._rows.counts[row]]
         return (
@@ -238,7 +237,7 @@ class BuiltinEngine:
         )
 
     def _leave(self, rows: list[int]) -> None:
-        """Frees the rows, and the groups that nobody needs any more."""
+        """Frees the rows, and the groups without rows."""
         groups = self._rows.group[rows].tolist()
         self._ids -= {self._rows.requests[row].id for row in rows}
         if rows:
@@ -265,7 +264,7 @@ class BuiltinEngine:
 
 
 def _copy_parameter(own: Tensor, tensor: Tensor) -> None:
-    """A plain copy; in two steps where the engine keeps its own transposed, which takes half the time."""
+    """Copies a parameter; in two steps if the engine stores it transposed, which takes half the time."""
     if own.ndim == 2 and own.stride(0) == 1 < own.stride(1) and tensor.device.type == own.device.type == "cpu":
         own.t().copy_(tensor.t().contiguous())
     else:

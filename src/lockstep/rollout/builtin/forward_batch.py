@@ -11,11 +11,11 @@ from lockstep.rollout.builtin.cached_attention import attend, mask_bias
 from lockstep.rollout.builtin.kv_cache import KVCache
 
 Masks = tuple[Tensor | None, Tensor | None]
-_BLOCK = 128  # queries of a prompt that are attended together
+_BLOCK = 128  # queries of a prompt in one block of attention
 
 
 class PrefillBatch:
-    """A forward of prompts, packed one behind the other; their keys and values go to slots `first`...
+    """A forward of prompts packed into one row; their keys and values go to slots `first`, `first + 1`, ...
 
     Args:
         starts: tokens at each prompt's beginning whose keys and values are in its slot already.
@@ -37,7 +37,7 @@ class PrefillBatch:
             before = (torch.cumsum(sizes, 0) - sizes).unsqueeze(1)
             column = torch.arange(self.width)
             real = column < sizes.unsqueeze(1)
-            # Padding repeats the first token of the row; causal attention keeps it from the real ones.
+            # Padding repeats the first token of the row; causal attention hides it from the real ones.
             self.pad = torch.where(real, before + column, before).flatten().to(device)
             self.unpad = real.flatten().nonzero().squeeze(1).to(device)
         self._places: tuple[Tensor, Tensor] | None = None
@@ -102,12 +102,12 @@ class PrefillBatch:
         return rows.view(len(self.lengths), self.width, *rows.shape[1:])
 
     def _reached(self, start: int, stop: int, window: int | None) -> slice:
-        """The keys that any of the queries `run_training` to `stop` sees."""
+        """The keys that any of the queries `start` to `stop` sees."""
         low = 0 if window is None else max(0, min(self.starts) + start - window + 1)
         return slice(low, min(self.longest, max(self.starts) + stop))
 
     def _mask(self, start: int, stop: int, keys: slice, window: int | None, shared: int, like: Tensor) -> Tensor:
-        """Added to the scores of queries `run_training` to `stop`, `shared` times, and these keys."""
+        """Added to the scores of queries `start` to `stop`, `shared` times, and these keys."""
         if (start, window) not in self._masks:
             begins = torch.tensor([0] if self._places is None else self.starts).unsqueeze(1)
             of = (begins + torch.arange(start, stop)).repeat(1, shared).unsqueeze(2)
@@ -124,7 +124,7 @@ class RowFold:
     groups: int
     width: int
     into: Tensor | None = None
-    """int64 `[groups x width]`: the row in each place. None where the rows lie so already."""
+    """int64 `[groups x width]`: the row in each place; None if the rows are in this order already."""
     out: Tensor | None = None
     """int64 `[rows]`: the place of each row."""
 
@@ -138,7 +138,7 @@ class RowFold:
 
     @classmethod
     def spread(cls, group: np.ndarray, groups: int, width: int, device: torch.device) -> "RowFold":
-        """With `width` places for each group, at least as many as it has rows."""
+        """With `width` places per group, at least its number of rows."""
         counts, rows = np.bincount(group, minlength=groups), len(group)
         order = np.argsort(group, kind="stable")
         starts = np.cumsum(counts) - counts
@@ -150,7 +150,7 @@ class RowFold:
 
 @dataclass(slots=True)
 class RowSet:
-    """What the forwards of the same rows have in common."""
+    """The part of decode batches that only depends on the set of rows."""
 
     group: np.ndarray
     """int64 `[rows]`: slot of each row's group."""
@@ -184,7 +184,7 @@ class RowSet:
         return DecodeBatch(cache, self, counts, at, longest)
 
     def masks(self, counts: np.ndarray, longest: int, window: int | None, shared: int) -> Masks:
-        """Of the prompt and the suffix part, for `shared` query heads of a kv head; None: all is seen."""
+        """Masks of the prompt and the suffix, for `shared` query heads per kv head; None if all keys are visible."""
         reached = window is not None and int((self.start + counts).max()) >= window
         if not reached and int(counts.min()) == longest - 1:
             return self.prompt_mask, None
@@ -197,7 +197,7 @@ class RowSet:
         return prompt, mask_bias(suffix.to(self.device), self.dtype)[:, None, None, :]
 
     def _windowed(self, after: Tensor, shared: int) -> Tensor:
-        """What each folded query sees of its prompt: what lies behind `after` int64 `[rows, 1]`."""
+        """The part of the prompt that each folded query sees: positions after `after`, int64 `[rows, 1]`."""
         at = torch.arange(self.prompt)
         rows = (at > after) & (at < torch.from_numpy(self.start).unsqueeze(1))
         if self.fold.into is not None:
@@ -215,7 +215,7 @@ class DecodeBatch:
     counts: np.ndarray
     """int64 `[rows]`: tokens of each row in the cache before this one."""
     at: int | Tensor
-    """Where the rows' token goes, of each row where they differ."""
+    """The position of the new token in the suffix, per row if they differ."""
     longest: int
     windows: dict[int, int] = field(default_factory=dict)
     _masks: dict[int | None, Masks] = field(default_factory=dict)

@@ -1,8 +1,8 @@
-"""A functional forward for Llama-type decoders: fused projections, no module calls, nothing computed for nobody.
+"""A functional forward for Llama-type decoders: fused projections, no module calls, no unused results.
 
 Queries, keys and values are one matrix product, gate and up another; the rotary table is read once per forward; a
 prefill stops after the keys and values of its last layer. The fused tensors are the storage, and the model's
-parameters become views of them: whoever writes a parameter writes the fused tensor, and nothing is kept twice.
+parameters become views of them: writing a parameter writes the fused tensor, and no weight is stored twice.
 """
 
 import functools
@@ -30,19 +30,19 @@ class NotFusible(ValueError):
 
 @dataclass(slots=True)
 class FusedProjection:
-    """Linear layers of the same input, one behind the other."""
+    """Linear layers with the same input, concatenated."""
 
     weight: Tensor
-    """`[inputs, outputs]`, a view of `[outputs, inputs]` unless turned."""
+    """`[inputs, outputs]`, a view of `[outputs, inputs]` unless transposed."""
     bias: Tensor | None
 
     @classmethod
     def of(cls, modules: Sequence[Any], turned: bool) -> "FusedProjection":
-        """Takes over the modules' parameters, which become views. Raises NotFusible for anything but plain layers."""
+        """Fuses the modules' parameters, which become views. Raises NotFusible for anything but plain linear layers."""
         for module in modules:
             if type(module) is not nn.Linear:
-                raise NotFusible(f"{type(module).__name__} is no plain linear layer")
-        # Ordinary tensors, which may be written outside of inference mode too.
+                raise NotFusible(f"{type(module).__name__} is not a plain linear layer")
+        # Ordinary tensors can also be written outside of inference mode.
         with torch.inference_mode(False), torch.no_grad():
             weight = torch.cat([module.weight for module in modules])
             stored = weight.t().contiguous() if turned else weight.t()
@@ -68,7 +68,7 @@ class FusedProjection:
             total.add_(self.bias)
 
     def tail(self, start: int) -> "FusedProjection":
-        """The outputs from `run_training` on."""
+        """The outputs from `start` on."""
         return FusedProjection(self.weight[:, start:], None if self.bias is None else self.bias[start:])
 
 
@@ -80,7 +80,7 @@ class FusedNorm:
     eps: float
     _eps: Tensor
     _few: bool
-    """Whether to go the way with the fewest passes; the CPU has no kernel of its own."""
+    """Whether to use the variant with the fewest passes; the CPU has no fused kernel."""
 
     @classmethod
     def of(cls, module: Any) -> "FusedNorm":
@@ -112,11 +112,11 @@ class FusedHeadNorm:
 
 
 class FusedRotary:
-    """Cosines and signed sines of positions, made by the model's own module, so that every scaling is its own."""
+    """Cosines and signed sines of positions, made by the model's own module, so that every kind of scaling works."""
 
     def __init__(self, module: Any, like: Tensor) -> None:
         self.module, self.like = module, like
-        # These change their frequencies with the length they see: no table.
+        # Their frequencies depend on the length: no table.
         self._fixed = "dynamic" not in module.rope_type and module.rope_type != "longrope"
         self._cos = self._sin = like.new_empty(0, 1, 0)
 
@@ -167,7 +167,7 @@ class FusedLayer:
         self.activation = _SILU if attention.config.hidden_act == "silu" else mlp.act_fn
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, turn: EngineForward) -> None:
-        """Adds its part to `x [tokens, hidden]`."""
+        """Adds the layer's output to `x [tokens, hidden]`."""
         q, k, v = self._heads(self.qkv(self.before(x)), self.heads, cos, sin)
         mixed = turn.attend(self.index, q, k, v, self.scaling, self.window)
         self.out.add_to(x, mixed.view(len(x), -1))
@@ -175,12 +175,13 @@ class FusedLayer:
         self.down.add_to(x, self.activation(gate).mul_(up))
 
     def store(self, x: Tensor, cos: Tensor, sin: Tensor, turn: EngineForward) -> None:
-        """Its keys and values alone."""
+        """Computes only its keys and values."""
         _, k, v = self._heads(self.kv(self.before(x)), 0, cos, sin)
         turn.store(self.index, k, v)
 
     def _heads(self, projected: Tensor, heads: int, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values `[tokens, heads, dim]` of what a projection with so many query heads made."""
+        """Splits the output of a projection with that many query heads into queries, keys, values `[tokens, heads,
+        dim]`."""
         every = projected.view(len(projected), -1, self.dim)
         turning = every[:, : heads + self.kv_heads]
         if self.head_norm is not None:
@@ -190,8 +191,8 @@ class FusedLayer:
 
 
 def _transposed(linear: Sequence[Any]) -> bool:
-    """Whether a layer's matrices are kept `[inputs, outputs]`. With small ones on a CPU that is up to twice as fast in
-    MKL; with large ones products take as long either way, and turning new weights over takes three times a copy."""
+    """Whether to store a layer's matrices as `[inputs, outputs]`. For small ones on a CPU that is up to twice as fast
+    in MKL; for large ones products take as long either way, and transposing new weights takes three times a copy."""
     weights = [module.weight for module in linear]
     on_cpu = all(weight.device.type == "cpu" for weight in weights)
     return on_cpu and sum(weight.nbytes for weight in weights) < _LARGE
@@ -217,7 +218,7 @@ class FusedForward:
         return F.linear(self.norm(x), self.head.weight, self.head.bias)
 
     def fill(self, tokens: Tensor, positions: Tensor, longest: int, turn: EngineForward) -> None:
-        """Keys and values of the tokens: the last layer's attention and network are for nobody."""
+        """Computes keys and values of the tokens, without the last layer's attention and MLP."""
         x, cos, sin = self._start(tokens, positions, longest)
         for layer in self.layers[:-1]:
             layer(x, cos, sin, turn)
@@ -228,7 +229,7 @@ class FusedForward:
 
 
 def _window(attention: Any) -> int | None:
-    """Qwen's layers know theirs; Mistral's is the config's."""
+    """The window: an attribute of Qwen's layers, a config value of Mistral."""
     if hasattr(attention, "sliding_window"):
         own: int | None = attention.sliding_window
         return own

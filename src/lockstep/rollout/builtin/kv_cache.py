@@ -25,9 +25,8 @@ class KVTableSize:
 class KVTable:
     """Keys and values `[slots, kv heads, tokens, head dim]` of one layer, allocated at the first write.
 
-    `turned`: keys lie as `[slots, kv heads, head dim, tokens]` where attention is by matrix products, which read
-    long ones faster so.
-    """
+    `turned`: stores keys as `[slots, kv heads, head dim, tokens]` for attention by matrix products, which read long
+    ones faster in this layout."""
 
     __slots__ = ("keys", "size", "turned", "values")
 
@@ -37,7 +36,7 @@ class KVTable:
         self.values: Tensor | None = None
 
     def open(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """The two tensors, of at least the wanted size; `keys`, `values` `[..., kv heads, head dim]` say the shape,
+        """The two tensors, of at least the needed size; `keys`, `values` `[..., kv heads, head dim]` give the shape,
         type and device of new ones."""
         have = () if self.keys is None else (self.keys.shape[0], self.keys.shape[2])
         if self.keys is None or self.values is None or have != (self.size.slots, self.size.tokens):
@@ -55,7 +54,7 @@ class KVTable:
 
 def _grown(old: Tensor | None, like: Tensor, size: KVTableSize, turned: bool) -> Tensor:
     heads, dim = like.shape[-2:]
-    # Zeros: a masked key still meets its value with weight 0, and 0 x garbage may be NaN.
+    # Zeros: a masked value is multiplied by weight 0, and 0 x garbage may be NaN.
     if turned:
         new = like.new_zeros(size.slots, heads, dim, size.tokens).transpose(2, 3)
     else:
@@ -67,7 +66,7 @@ def _grown(old: Tensor | None, like: Tensor, size: KVTableSize, turned: bool) ->
 
 
 class KVCache:
-    """Both tables of every layer. Grows by doubling, or exactly within `pair_test_budget` tokens where one is given."""
+    """Both tables of every layer. Grows by doubling; with a `budget` of tokens exactly and within it."""
 
     def __init__(self, budget: int | None = None) -> None:
         self.budget = budget
@@ -88,11 +87,11 @@ class KVCache:
 
     @property
     def tokens(self) -> int:
-        """Tokens for which there is room."""
+        """Capacity in tokens."""
         return self.prompt_size.total + self.suffix_size.total
 
     def reserve(self, groups: int, prompt_tokens: int, rows: int, suffix_tokens: int) -> None:
-        """Makes room for so many groups and rows of such lengths; contents are kept."""
+        """Makes room for that many groups and rows of these lengths; contents are kept."""
         exact = self.budget is not None
         prompt = _larger(self.prompt_size, groups, prompt_tokens, exact)
         suffix = _larger(self.suffix_size, rows, suffix_tokens, exact)
@@ -122,7 +121,7 @@ class KVCache:
         return made
 
     def move_rows(self, sources: Tensor, targets: Tensor, tokens: int) -> None:
-        """`tokens`: how many the longest of the rows has in the cache."""
+        """`tokens`: the length of the longest row in the cache."""
         for table in self.suffixes.values():
             table.move(sources, targets, tokens)
 
@@ -146,7 +145,7 @@ def index_tensor(values: list[int], device: torch.device) -> Tensor:
 
 
 _MIN_SHARED_TOKENS = 16
-"""Tokens that a prompt must share with a kept sequence; fewer are computed as fast as found."""
+"""The least number of tokens that a prompt must share with a kept sequence; fewer are computed as fast as found."""
 
 LayerKV = dict[int, tuple[Tensor, Tensor]]
 """By layer: keys and values `[kv heads, tokens, head dim]`."""
@@ -161,23 +160,23 @@ class CachedSequence:
 
 
 class PrefixCache:
-    """Kept sequences, the least recently used out first. All are of the same weights: whoever loads new ones clears."""
+    """Kept sequences, evicted in LRU order. All are of the same weights: `clear` them when new ones are loaded."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[int, CachedSequence] = OrderedDict()
         self._number = 0
         self.tokens = 0
-        """In all kept sequences."""
+        """Tokens in all kept sequences."""
         self.queries = 0
-        """Tokens of prompts that were looked up."""
+        """Prompt tokens that were looked up."""
         self.hits = 0
-        """Those of them that were found."""
+        """Prompt tokens that were found."""
 
     def __len__(self) -> int:
         return len(self._kept)
 
     def find(self, prompt: np.ndarray) -> tuple[LayerKV, int]:
-        """The layers of the kept sequence that has most in common with the prompt's beginning, and how many tokens."""
+        """The layers of the kept sequence with the longest common prefix, and its length."""
         self.queries += len(prompt)
         shared = {number: _common_prefix(kept.tokens, prompt) for number, kept in self._kept.items()}
         best = max(shared, key=shared.__getitem__, default=None)
@@ -188,7 +187,7 @@ class PrefixCache:
         return self._kept[best].layers, shared[best]
 
     def keep(self, tokens: np.ndarray, layers: LayerKV, limit: int) -> None:
-        """Adds a sequence, in place of those that it continues, and drops old ones until `limit` tokens are left."""
+        """Adds a sequence, replaces those that it continues, and evicts old ones until `limit` tokens are left."""
         for number, kept in list(self._kept.items()):
             if _common_prefix(kept.tokens, tokens) == len(kept.tokens):
                 self._drop(number)
@@ -207,7 +206,7 @@ class PrefixCache:
 
 
 def _common_prefix(one: np.ndarray, other: np.ndarray) -> int:
-    """How many tokens both begin with."""
+    """The length of the common prefix."""
     length = min(len(one), len(other))
     differs = one[:length] != other[:length]
     return int(differs.argmax()) if differs.any() else length

@@ -20,45 +20,45 @@ from lockstep.rollout.builtin.kv_cache import KVCache, PrefixCache, index_tensor
 from lockstep.rollout.builtin.scheduler import CachedPrompt, DecodeRows
 from lockstep.rollout.engine_protocol import Request
 
-_PREFILL_TOKENS = 8192  # of one packed forward; a longer prompt goes alone
-_PREFILL_TOKENS_CPU = 1024  # whose activations stay in the caches
+_PREFILL_TOKENS = 8192  # of one packed forward; a longer prompt has its own
+_PREFILL_TOKENS_CPU = 1024  # activations fit the CPU's caches
 
 
 class ModelRunner(Protocol):
-    """How rows become logits."""
+    """Computes the logits of rows."""
 
     def prefill(self, groups: Sequence[CachedPrompt], first: int) -> None:
-        """Takes in the prompts of new groups, whose slots are `first`, `first + 1`, ..."""
+        """Prefills the prompts of new groups, whose slots are `first`, `first + 1`, ..."""
 
     def decode(self, rows: DecodeRows, groups: Sequence[CachedPrompt]) -> Tensor:
         """float32 logits `[rows, vocabulary]` of each row's next token."""
 
     prefixes: PrefixCache
-    """What is kept of sequences that ended."""
+    """The cache of ended sequences."""
 
     def keep(self, rows: DecodeRows, groups: Sequence[CachedPrompt], ended: Sequence[int]) -> None:
-        """Keeps the keys and values of the sequences of rows that are about to leave."""
+        """Keeps the keys and values of rows that are about to end."""
 
     def move_rows(self, sources: list[int], targets: list[int]) -> None: ...
 
     def move_groups(self, sources: list[int], targets: list[int]) -> None: ...
 
     def free(self) -> None:
-        """Gives back the memory of everything that is cached; there are no rows."""
+        """Frees the caches; there are no rows."""
 
 
 class ForwardFunction(Protocol):
-    """A model's computation, with the turn's attention in it."""
+    """A model's forward, with the attention of the batch."""
 
     def __call__(self, tokens: Tensor, positions: Tensor, longest: int, turn: EngineForward) -> Tensor:
         """Logits `[tokens, vocabulary]`; int64 `positions` `[tokens]` are below `longest`."""
 
     def fill(self, tokens: Tensor, positions: Tensor, longest: int, turn: EngineForward) -> None:
-        """The same for the keys and values alone."""
+        """Computes only the keys and values."""
 
 
 class ModelForward:
-    """The model's own forward, its attention sent through the interface."""
+    """The model's own forward, with `engine_attention`."""
 
     def __init__(self, lm: Any) -> None:
         self.lm = lm
@@ -78,7 +78,7 @@ class ModelForward:
 
 
 class CachedRunner:
-    """Through our own cache and attention: each token is computed once, each prompt once per group."""
+    """Runs a forward with the engine's KV cache: each token is computed once, each prompt once per group."""
 
     def __init__(
         self,
@@ -89,8 +89,8 @@ class CachedRunner:
         capture: Capture | None = None,
         prefix_cache: float = 0.0,
     ) -> None:
-        """`capture`: how decode steps become graphs; they do not when None, or under a `pair_test_budget` or windows.
-        `prefix_cache`: how much is kept, as a share of the `pair_test_budget`, or of what all rows take when None."""
+        """`capture` makes CUDA graphs of decode steps; there are none if it is None, or with a `budget` or windows.
+        `prefix_cache` is the size of the prefix cache, as a share of `budget`, or without one of what all rows take."""
         self.forward, self.device, self.dtype = forward, device, dtype
         self.cache, self.prefixes, self.prefix_cache = KVCache(budget), PrefixCache(), prefix_cache
         self._capture = capture
@@ -99,10 +99,10 @@ class CachedRunner:
         """Layers that asked for a sliding window, and its size."""
         self._chunk = _PREFILL_TOKENS_CPU if device.type == "cpu" else _PREFILL_TOKENS
         self._among: RowSet | None = None
-        self._filled = 0  # tokens in the cache of the longest row
+        self._filled = 0  # tokens of the longest row in the cache
 
     def prefill(self, groups: Sequence[CachedPrompt], first: int) -> None:
-        """All but the last token of each prompt: that one is every row's first input."""
+        """Prefills all but the last token of each prompt, which is the first input of every row."""
         longest = max((group.cached for group in groups), default=0)
         slots = max(first + len(groups), self.cache.prompt_size.slots)
         self.cache.reserve(slots, longest, self.cache.suffix_size.slots, self.cache.suffix_size.tokens)
@@ -129,7 +129,7 @@ class CachedRunner:
             self.windows |= turn.windows
 
     def _found(self, group: CachedPrompt, slot: int) -> int:
-        """How many tokens of a prompt were kept; their keys and values are copied to its slot."""
+        """Copies the keys and values of a cached prefix to the prompt's slot; the number of tokens."""
         layers, count = self.prefixes.find(group.prompt[:-1])
         for layer, (k, v) in layers.items():
             keys, values = self.cache.prompt(layer).open(k.transpose(0, 1), v.transpose(0, 1))
@@ -137,7 +137,7 @@ class CachedRunner:
         return count
 
     def keep(self, rows: DecodeRows, groups: Sequence[CachedPrompt], ended: Sequence[int]) -> None:
-        """All but the last token of each: that one was never an input."""
+        """Keeps all but the last token of each, which was never an input."""
         each = self.cache.prompt_size.tokens + self.cache.suffix_size.tokens
         limit = int(self.prefix_cache * (self.cache.budget or rows.capacity * each))
         for row in ended:
@@ -190,14 +190,14 @@ class CachedRunner:
 
 @dataclass(frozen=True, slots=True)
 class _PrefillItem:
-    """What is computed of a prompt."""
+    """The part of a prompt that is computed."""
 
     start: int
     tokens: np.ndarray
 
 
 class PlainRunner:
-    """Whole sequences again for every token, rows of equal length together: slow, and right for any model."""
+    """Computes whole sequences for every token, rows of equal length together: slow, and right for any model."""
 
     def __init__(self, lm: Any, device: torch.device, batch_tokens: int = 8192) -> None:
         self.lm, self.device, self.batch_tokens, self.prefixes = lm, device, batch_tokens, PrefixCache()
@@ -247,12 +247,12 @@ def _sequence(rows: DecodeRows, row: int) -> np.ndarray:
 
 
 def use_cached_attention(lm: Any) -> None:
-    """Sends the model's attention through ours. ValueError where its class does not allow that."""
+    """Makes the model use `engine_attention`. ValueError if its class does not allow that."""
     lm.set_attn_implementation(ATTENTION_NAME)
 
 
 def use_plain_attention(lm: Any) -> None:
-    """Gives the model transformers' own attention."""
+    """Makes the model use transformers' own attention."""
     lm.set_attn_implementation("sdpa" if getattr(lm, "_supports_sdpa", False) else "eager")
 
 
@@ -268,8 +268,8 @@ _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 def choose_runner(
     lm: Any, device: torch.device, context: int, budget: int | None, prefix_cache: float = 0.0
 ) -> tuple[ModelRunner, str]:
-    """The fastest runner that computes what the model computes: our cache under the fused forward, our cache under
-    the model's own forward, or whole sequences; and why not a faster one, which is logged (empty for the fastest)."""
+    """The fastest runner that is right for the model: the KV cache with the fused forward, the KV cache with the
+    model's own forward, or whole sequences. Also why it is not a faster one, which is logged; "" for the fastest."""
     name, dtype = type(lm).__name__, next(lm.parameters()).dtype
     use_plain_attention(lm)
     rows, groups = _probe_batch(lm.config.get_text_config().vocab_size)
@@ -277,7 +277,7 @@ def choose_runner(
     own, why = _try_cached_runner(lm, device, context, expected)
     if own is None:
         use_plain_attention(lm)
-        return PlainRunner(lm, device), _warn_slower(f"{name} decodes without our KV cache, slowly: {why}")
+        return PlainRunner(lm, device), _warn_slower(f"{name} decodes without the KV cache, slowly: {why}")
     forward, why = _try_fused_forward(lm, device, own.windows, expected)
     if forward is None:
         slower = _warn_slower(f"{name} decodes through its own forward, not the fused one, slower: {why}")
@@ -297,7 +297,7 @@ def _warn_slower(slower: str) -> str:
 def _try_cached_runner(
     lm: Any, device: torch.device, context: int, expected: Tensor
 ) -> tuple[CachedRunner | None, str]:
-    """A runner through the model's own forward; None and why where our cache cannot serve it."""
+    """A runner with the model's own forward; None and why if the KV cache does not work with it."""
     config = lm.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYERS
     if kinds:
@@ -321,10 +321,10 @@ def _try_cached_runner(
 def _try_fused_forward(
     lm: Any, device: torch.device, windows: dict[int, int], expected: Tensor
 ) -> tuple[FusedForward | None, str]:
-    """The fused forward; None and why where it is not this model's computation.
+    """The fused forward; None and why if it does not compute what this model does.
 
     Args:
-        windows: what the layers ask the interface for. The probe's sequences are shorter than any real window.
+        windows: the windows that layers pass to the attention function. The probe's sequences are shorter than these.
     """
     try:
         forward = FusedForward(lm)
@@ -337,7 +337,7 @@ def _try_fused_forward(
 
 
 def _find_mismatch(runner: CachedRunner, expected: Tensor) -> str:
-    """What is wrong with the runner; nothing where its logits are the expected ones."""
+    """What is wrong with the runner; "" if its logits are the expected ones."""
     try:
         got = _probe_logits(runner, *_probe_batch(expected.shape[-1]))
     except (ValueError, TypeError, RuntimeError, AttributeError) as error:
@@ -346,14 +346,14 @@ def _find_mismatch(runner: CachedRunner, expected: Tensor) -> str:
 
 
 def _describe_difference(got: Tensor, expected: Tensor, dtype: torch.dtype) -> str:
-    """What is wrong with the logits; nothing where they are the expected ones."""
+    """What is wrong with the logits; "" if they are the expected ones."""
     half = dtype in (torch.bfloat16, torch.float16)
     error = float((got - expected).std() / expected.std().clamp(min=1e-12))
     return "" if error < (5e-2 if half else 1e-3) else f"its logits differ from those of whole sequences by {error:.1e}"
 
 
 def _probe_batch(vocabulary: int) -> tuple[DecodeRows, list[CachedPrompt]]:
-    """Some groups and rows that enter them."""
+    """Some groups with their rows."""
     random = np.random.default_rng(0)
     prompts = [random.integers(vocabulary, size=length).astype(np.int32) for length in _PROMPTS]
     groups = [CachedPrompt(str(slot), prompt, version=0) for slot, prompt in enumerate(prompts)]

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_CANDIDATES = 256  # first guess of how many tokens top-p needs; more are looked at where it is not enough
+_CANDIDATES = 256  # first guess of how many tokens top-p needs; more are sorted if that is not enough
 
 
 @dataclass(slots=True)
@@ -133,7 +133,7 @@ def _inverse_cdf(probability: Tensor, u: np.ndarray) -> Tensor:
     # The largest float32 below 1: times the total it stays below the total.
     below = np.minimum(u.astype(np.float32), np.float32(1 - 2**-24))
     target = torch.from_numpy(below).to(probability.device).unsqueeze(1) * cumulative[:, -1:]
-    # Where everything is NaN, the place found is behind the last token.
+    # If everything is NaN, the index found is past the last token.
     return torch.searchsorted(cumulative, target, right=True).squeeze(1).clamp_(max=probability.shape[1] - 1)
 
 

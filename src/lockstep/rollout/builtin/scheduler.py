@@ -21,8 +21,8 @@ _INT, _FLOAT = np.int64, np.float32
 class DecodeRows:
     """State of the running rows; row `i` of every array belongs to `requests[i]`.
 
-    What a forward needs of a row is its last token; the prompt's last token stands for it before the first one
-    is generated (the prompt's other tokens are prefilled).
+    A forward reads the last token of each row. Before the first one is generated, that is the last token of the prompt,
+    whose other tokens are prefilled.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -46,7 +46,7 @@ class DecodeRows:
         self.logprobs = np.zeros((capacity, 64), np.float32)
         self.versions = np.zeros((capacity, 64), np.int32)
         self.changed = True
-        """Set when rows entered, left or moved; cleared by whoever derives something from the set of rows."""
+        """Set when rows entered, left or moved; cleared by the code that derives something from the set of rows."""
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -74,7 +74,7 @@ class DecodeRows:
         )
 
     def append(self, tokens: np.ndarray, logprobs: np.ndarray, version: int) -> None:
-        """Takes the next token of every row."""
+        """Appends the next token of every row."""
         rows = len(self.requests)
         at = self.counts[:rows]
         longest = int(at.max())
@@ -101,7 +101,7 @@ class DecodeRows:
         )
 
     def leave(self, rows: list[int]) -> tuple[list[int], list[int]]:
-        """Drops rows and fills their places from the end; returns (sources, targets) of the moves."""
+        """Removes rows and fills the gaps from the end; returns (sources, targets) of the moves."""
         sources, targets = compaction_moves(len(self.requests), rows)
         for target, source in zip(targets, sources, strict=True):
             self.requests[target] = self.requests[source]
@@ -115,7 +115,7 @@ class DecodeRows:
 
 
 def compaction_moves(count: int, leaving: list[int]) -> tuple[list[int], list[int]]:
-    """How `count_newlines` dense slots close up after some leave: (sources, targets)."""
+    """The moves that close the gaps among `count` dense slots when some leave: (sources, targets)."""
     gone = set(leaving)
     left = count - len(gone)
     targets = sorted(slot for slot in gone if slot < left)
@@ -130,17 +130,17 @@ class CachedPrompt:
     name: str
     prompt: np.ndarray
     version: int
-    """Weights version that made its keys and values."""
+    """The weights version of its keys and values."""
     running: int = 0
 
     @property
     def cached(self) -> int:
-        """Tokens in the cache: the last one of the prompt is decoded by each row, as its first input."""
+        """Tokens in the cache: all but the last one, which is the first input of each row."""
         return len(self.prompt) - 1
 
 
 class Scheduler:
-    """The queue of waiting requests and the table of groups, dense like the rows."""
+    """The queue of waiting requests, and the dense table of groups."""
 
     def __init__(self, budget: int | None) -> None:
         self.budget = budget
@@ -171,7 +171,7 @@ class Scheduler:
             if self.budget is not None and (len(rows) + 1) * longest + groups * prompt > self.budget:
                 if len(rows) or not self.groups:
                     break
-                # Nobody runs: prompts that are kept for later requests would keep the first one waiting for ever.
+                # No row runs: prompts that are kept for later requests would block the first one for ever.
                 self.groups.clear()
                 slots.clear()
                 first = prompt = 0
@@ -189,12 +189,12 @@ class Scheduler:
         rows.enter(request, slot)
 
     def _worthwhile(self, rows: DecodeRows) -> bool:
-        """Small refills cost a forward each and decode no faster: several free rows are filled together."""
+        """Whether to admit now: each refill costs a forward, so several free rows are filled together."""
         return bool(self.waiting) and rows.free >= min(len(self.waiting), max(1, rows.capacity // 16))
 
     def left(self, slots: Iterable[int], rows: DecodeRows, version: int) -> tuple[list[int], list[int]]:
-        """Rows of these groups' slots have left. Drops groups that nobody reads or waits for, renumbers the
-        rows' groups, and returns (sources, targets) of the slots to move."""
+        """Rows of these groups have ended. Removes groups without running or waiting requests, renumbers the rows'
+        groups, and returns (sources, targets) of the slots to move."""
         for slot in slots:
             self.groups[slot].running -= 1
         gone = [
@@ -213,7 +213,7 @@ class Scheduler:
         return sources, targets
 
     def withdraw(self, ids: set[str] | None) -> list[Request]:
-        """Takes requests (all when None) out of the queue."""
+        """Removes requests (all if None) from the queue."""
         taken = [request for request in self.waiting if ids is None or request.id in ids]
         self.waiting = deque(request for request in self.waiting if ids is not None and request.id not in ids)
         for request in taken:
@@ -223,7 +223,7 @@ class Scheduler:
 
 
 class StopChecker:
-    """Judges the rows after each token. A stop string, once written, stays in the completion."""
+    """Finds finished rows after each token. A stop string stays in the completion."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, eos: frozenset[int]) -> None:
         self.tokenizer = tokenizer
@@ -244,7 +244,7 @@ class StopChecker:
         return ended
 
     def _written(self, rows: DecodeRows) -> list[int]:
-        """Rows whose tail holds one of their stop strings."""
+        """Rows whose last tokens contain one of their stop strings."""
         watched = [int(row) for row in np.flatnonzero(rows.watched[: len(rows)])]
         if not watched:
             return []

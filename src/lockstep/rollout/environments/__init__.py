@@ -1,4 +1,4 @@
-"""Conversations: what an environment is, and where it runs.
+"""Environments of multi-turn conversations: their protocol, and the processes they run in.
 
 from lockstep.rollout.environments import Observation
 """

@@ -14,7 +14,7 @@ ENVIRONMENT_SERVICE = "lockstep.rollout.environments.environment_service:Environ
 
 @dataclass(slots=True)
 class ReplayedAction:
-    """An action that was answered before, and a digest of the answer: it must be the same when it is done again."""
+    """An earlier action and the digest of its observation, which must be the same when it is repeated."""
 
     action: str
     digest: int
@@ -22,26 +22,26 @@ class ReplayedAction:
 
 @dataclass(slots=True)
 class EnvironmentTask:
-    """One answer that is wanted."""
+    """A call of `reset` or `step`."""
 
     number: int
     episode: str
     action: str | None
-    """None for the beginning."""
+    """None for `reset`."""
     prompt: Prompt | None = None
-    """Where the process does not know the episode; with it `history`, which brings it to where it was."""
+    """Set if the process does not know the episode; `history` then restores it."""
     history: list[ReplayedAction] = field(default_factory=list)
     begun: int | None = None
-    """Digest of what `reset` answered; None while it was not asked."""
+    """Digest of the observation of `reset`; None before it."""
 
 
 @dataclass(slots=True)
 class EnvironmentFailure:
-    """Why there is no answer."""
+    """Why there is no observation."""
 
     problem: str
     traceback: str | None = None
-    """From the user's first frame on."""
+    """Starts at the first frame of the user's code."""
 
 
 @dataclass(slots=True)
@@ -55,17 +55,17 @@ class TaskResult:
 
 @dataclass(slots=True)
 class RunningTask:
-    """A task under way."""
+    """A running task."""
 
     number: int
     seconds: float
     holding: bool
-    """Whether it has the process for itself now: a plain function, or an async one that does not await."""
+    """Whether it blocks the process: a plain function, or an async one that does not await."""
 
 
 @dataclass(slots=True)
 class TaskUpdate:
-    """What finished since the last acknowledged answer, and what is under way."""
+    """The results since the last acknowledged one, and the running tasks."""
 
     sequence: int
     answers: list[TaskResult]
@@ -74,12 +74,12 @@ class TaskUpdate:
 
 @dataclass(slots=True)
 class LoadedEnvironment:
-    """Either the user's code is loaded, or why not."""
+    """The loaded code of the user, or why it could not be loaded."""
 
     resets: bool = False
-    """Whether the environment has anything to do at the beginning."""
+    """Whether the environment has a `reset`."""
     role: Literal["user", "tool"] = "user"
-    """Whose turn an answer is."""
+    """The role of the environment's messages."""
     failure: EnvironmentFailure | None = None
 
 
@@ -87,28 +87,28 @@ class EnvironmentAPI(Protocol):
     """Calls to an environment process."""
 
     def prepare(self) -> LoadedEnvironment:
-        """Loads the user's class or functions, and takes on the limit of memory."""
+        """Loads the user's class or functions, and sets the memory limit."""
 
     def submit(self, tasks: list[EnvironmentTask]) -> None:
-        """Queues tasks; they are done between calls."""
+        """Queues tasks; they run between calls."""
 
     def forget(self, episodes: list[str]) -> None:
-        """Closes the environments of conversations that are over."""
+        """Closes the environments of ended conversations."""
 
     @concurrent
     def collect(self, ack: int = 0) -> TaskUpdate:
-        """What finished since `ack`, the `sequence` of the newest News that arrived; answers at any time."""
+        """The results after `ack`, the `sequence` of the newest update that arrived; answers at any time."""
 
 
 class EnvironmentCodeError(UserCodeError):
-    """An environment or tool that cannot be used: which one, what is wrong, what would help."""
+    """An environment or tool that cannot be used: which one, what is wrong, and a fix."""
 
     noun = "environment"
-    wanted = "class or function"
+    expected = "class or function"
 
 
 class EnvironmentFailed(PicklableError, RuntimeError):
-    """An environment or tool did not answer, and the config says that this ends the run."""
+    """An environment or tool failed, and by the config that ends the run."""
 
     def __init__(self, path: str, problem: str, sample: str = "", turn: int = 0, traceback: str | None = None) -> None:
         where = f"\n  sample: {sample}, turn {turn}" if sample else ""

@@ -22,12 +22,12 @@ from lockstep.rollout.environments.environment_protocol import Observation
 log = logging.getLogger(__name__)
 
 MAX_LOST_PROCESSES = 3
-"""Processes that a task may lose without being to blame for certain; then it is blamed."""
+"""Processes that may be lost under a task before it is taken to be the cause."""
 
 
 @dataclass(slots=True)
 class EpisodeReply:
-    """What an environment answered to an episode."""
+    """The reply of an environment."""
 
     episode: str
     observation: Observation | None
@@ -42,15 +42,15 @@ class _Episode:
     begun: int | None = None
     history: list[ReplayedAction] = field(default_factory=list)
     action: str | None = None
-    """Of the task under way."""
+    """The action of the running task."""
     lost: int = 0
-    """Processes that were lost under the task."""
+    """Processes lost under the task."""
     nodes: int = 0
-    """Nodes that were, with their processes."""
+    """Nodes lost under the task."""
 
 
 class EnvironmentPool:
-    """Environments by episode. `base` is the folder that paths are relative to, the current one when None."""
+    """The environments of episodes. `base` is the folder that paths are relative to; the current one if None."""
 
     def __init__(self, cluster: Cluster, config: Config, base: Path | None = None) -> None:
         self.cluster, self.config = cluster, config
@@ -60,25 +60,25 @@ class EnvironmentPool:
         self._episodes: dict[str, _Episode] = {}
         self._asked: dict[int, str] = {}
         self._outgoing: dict[str, None] = {}
-        """Episodes whose next task waits to be sent."""
+        """Episodes whose next task is to be sent."""
         self._number = 0
         self._prepared = LoadedEnvironment()
         self.answers = 0
-        """Since the pool was made: moves as long as environments answer."""
+        """Replies since the pool was made: grows as long as environments answer."""
 
     @property
     def resets(self) -> bool:
-        """Whether environments have something to do at the beginning."""
+        """Whether environments have a `reset`."""
         return self._prepared.resets
 
     @property
     def role(self) -> str:
-        """Whose turn an answer is."""
+        """The role of the environment's messages."""
         return self._prepared.role
 
     def start(self) -> None:
-        """Starts the processes and loads the user's code, so that what cannot be used is refused before the first
-        rollout. Raises EnvironmentFailed. Idempotent."""
+        """Starts the processes and loads the user's code, so that unusable code is refused before the first rollout.
+        Raises EnvironmentFailed. Idempotent."""
         missing = [host for host in self._hosts if host.missing]
         if not missing:
             return
@@ -92,19 +92,19 @@ class EnvironmentPool:
             raise
 
     def begin(self, episode: str, prompt: Prompt) -> None:
-        """Makes an environment. Where it has a `reset`, its reply comes with `collect`."""
+        """Makes an environment. If it has a `reset`, `collect` returns its reply."""
         host = min(self._hosts, key=lambda each: sum(found.host is each for found in self._episodes.values()))
         self._episodes[episode] = _Episode(prompt, host)
         if self.resets:
             self._outgoing[episode] = None
 
     def step(self, episode: str, action: str) -> None:
-        """Hands a turn of the model to its environment; the reply comes with `collect`."""
+        """Sends a turn of the model to its environment; `collect` returns the reply."""
         self._episodes[episode].action = action
         self._outgoing[episode] = None
 
     def branch(self, episode: str, into: str) -> None:
-        """Makes a second conversation of one that is between two turns: what was done in it is done again there."""
+        """Copies a conversation between two turns: its actions are repeated in a new environment."""
         one = self._episodes[episode]
         self.begin(into, one.prompt)
         self._outgoing.pop(into, None)
@@ -112,7 +112,7 @@ class EnvironmentPool:
         other.begun, other.history = one.begun, list(one.history)
 
     def forget(self, episodes: Iterable[str]) -> None:
-        """Conversations that are over. What they still wait for is dropped."""
+        """Closes ended conversations. Replies that they still wait for are dropped."""
         gone = {episode: self._episodes.pop(episode) for episode in episodes if episode in self._episodes}
         for host in self._hosts:
             host.forget([episode for episode, each in gone.items() if each.host is host])
@@ -120,12 +120,12 @@ class EnvironmentPool:
             self._outgoing.pop(episode, None)
 
     def collect(self) -> list[EpisodeReply]:
-        """What environments answered since the last call; hands over what was asked meanwhile. Returns at once, but
-        for the start of a process in place of one that was lost.
+        """The replies since the last call; also sends new tasks. Returns at once, except while it replaces a lost
+        process.
 
         Raises:
             EnvironmentFailed: the code cannot be loaded again.
-            WorkerDied: its process does not come up, or goes with its node again and again.
+            WorkerDied: a process does not start, or is lost with its node again and again.
         """
         self._send()
         replies: list[EpisodeReply] = []
@@ -186,7 +186,7 @@ class EnvironmentPool:
         return [EpisodeReply(episode, answer.observation, answer.failure)]
 
     def _recover(self, host: EnvironmentProcess, lost: EnvironmentProcessLost) -> list[EpisodeReply]:
-        """Blames who is to blame, and asks again for the others in a new process."""
+        """Fails the task that is the cause, and repeats the others in a new process."""
         replies = []
         log.warning("environment %s: %s", self.path, lost.failure.problem)
         for number in host.open:

@@ -18,15 +18,15 @@ from lockstep.rollout.environments.environment_messages import (
 )
 
 KILL_GRACE_S = 1.0
-"""Async methods are cancelled at the limit; a process that has not come back this much later is ended."""
+"""Async methods are cancelled at the limit; a process that does not return this much later is killed."""
 
 
 class EnvironmentProcessLost(PicklableError):
-    """The process ended, or had to be ended.
+    """The process ended, or was killed.
 
     Attributes:
-        culprit: number of the task that is to blame, where that is known.
-        with_node: whether it only went with its node, or with its node's agent: then none of its tasks is.
+        culprit: number of the task that is the cause, if known.
+        with_node: whether it was lost with its node, or with the agent of its node, so that no task is the cause.
     """
 
     def __init__(self, failure: EnvironmentFailure, culprit: int | None, with_node: bool = False) -> None:
@@ -35,14 +35,14 @@ class EnvironmentProcessLost(PicklableError):
 
 
 class EnvironmentProcess:
-    """One environment process at a time, replaced when it is lost."""
+    """One environment process at a time; a lost one is replaced."""
 
     def __init__(self, cluster: Cluster, config: Config, base: Path, rank: int) -> None:
         self.cluster, self.config, self.base, self.rank = cluster, config, base, rank
         self.open: dict[int, EnvironmentTask] = {}
-        """Tasks that are not answered yet."""
+        """Tasks without a result."""
         self.known: set[str] = set()
-        """Episodes that the process has an environment for."""
+        """Episodes that have an environment in the process."""
         self._worker: Worker | None = None
         self._latest: str | None = None
         """Name of the latest process."""
@@ -61,7 +61,7 @@ class EnvironmentProcess:
         return self._worker is None
 
     def spec(self) -> WorkerSpec:
-        """Of the next process; successors have names of their own, so that the log of the dead stays."""
+        """The spec of the next process. Successors have new names, so that the log of a dead process stays."""
         self._latest = f"environment-{self.rank}" if self._latest is None else successor_name(self._latest)
         return WorkerSpec(
             name=self._latest,
@@ -74,16 +74,16 @@ class EnvironmentProcess:
         )
 
     def use(self, worker: Worker) -> PendingResult[LoadedEnvironment]:
-        """Takes a fresh process and lets it load the user's code."""
+        """Uses a new process and makes it load the user's code."""
         self._worker = worker
         return worker.submit(EnvironmentAPI.prepare)
 
     def loaded(self, pending: PendingResult[LoadedEnvironment]) -> LoadedEnvironment:
-        """What was loaded.
+        """The loaded code of the user.
 
         Raises:
             EnvironmentFailed: it cannot be used.
-            WorkerDied: the process went with its node.
+            WorkerDied: the process was lost with its node.
         """
         path = self.config.path or ", ".join(self.config.tools)
         try:
@@ -99,24 +99,24 @@ class EnvironmentProcess:
         return prepared
 
     def send(self, tasks: list[EnvironmentTask]) -> None:
-        """Hands tasks over, and does not wait until the process has time for them."""
+        """Sends tasks without waiting for the process."""
         if self._worker is not None and tasks:
             self._calls.append(self._worker.submit(EnvironmentAPI.submit, tasks))
             self.open.update((task.number, task) for task in tasks)
             self.known.update(task.episode for task in tasks)
 
     def forget(self, episodes: list[str]) -> None:
-        """Closes environments that are no longer wanted."""
+        """Closes the environments of ended episodes."""
         there = [episode for episode in episodes if episode in self.known]
         self.known.difference_update(there)
         if self._worker is not None and there:
             self._calls.append(self._worker.submit(EnvironmentAPI.forget, there))
 
     def collect(self) -> TaskUpdate | None:
-        """What is new, or None; returns at once.
+        """New results, or None; returns at once.
 
         Raises:
-            Lost: the process died, or a task in it is over its limit and the process was ended for it.
+            EnvironmentProcessLost: the process died, or a task in it exceeded its limit and the process was killed.
         """
         worker = self._worker
         if worker is None or not (self.open or self._calls):
@@ -146,11 +146,11 @@ class EnvironmentProcess:
         for answer in news.answers:
             task = self.open.pop(answer.number, None)
             if task is not None and answer.failure is not None and task.prompt is not None:
-                self.known.discard(task.episode)  # perhaps it was not even made
+                self.known.discard(task.episode)  # it may not exist yet
         return news
 
     def _look(self, news: TaskUpdate) -> None:
-        """Ends the process where a task is over its limit. Raises Lost."""
+        """Kills the process if a task exceeds its limit. Raises EnvironmentProcessLost."""
         limit = self.config.timeout_s
         answered = {answer.number for answer in news.answers}
         late = [each for each in news.running if each.seconds > limit + KILL_GRACE_S and each.number not in answered]
@@ -161,7 +161,7 @@ class EnvironmentProcess:
             raise self._lost_for(culprit)
 
     def _must_speak(self) -> None:
-        """A process that does not even say what it does holds its interpreter in C."""
+        """Kills a process that does not even answer `collect`: C code holds its interpreter."""
         if time.monotonic() - self._asked_at > self.config.timeout_s + KILL_GRACE_S + DEATH_LOG_S:
             raise self._lost_for(self._holding)
 
@@ -183,7 +183,7 @@ class EnvironmentProcess:
         return worker
 
     def _end(self, problem: str, pending: PendingResult[object] | None) -> EnvironmentFailure:
-        """Kills the process, and collects the end of its log: the stack of what it was in is there."""
+        """Kills the process and reads the end of its log, which has its last stack."""
         worker = self._worker
         if worker is None:
             return EnvironmentFailure(problem)
@@ -193,7 +193,7 @@ class EnvironmentProcess:
 
 
 def _call_succeeded(call: PendingResult[None]) -> bool:
-    """Whether a call was answered; raises what it was answered with."""
+    """Whether a call was answered; raises its error."""
     if not call.done():
         return False
     call.result(why="hand over tasks")

@@ -10,52 +10,52 @@ from lockstep.data.samples import Prompt
 
 @dataclass(slots=True)
 class Observation:
-    """What the environment answers."""
+    """The reply of an environment."""
 
     text: str | None = None
-    """For the model to read, as a user's turn (or just so, where prompts are plain text)."""
+    """A message for the model, as a user's turn (or as it is, if prompts are plain text)."""
     messages: list[dict[str, Any]] | None = None
     """Instead of `text`: turns with `role` and `content`, which the chat template renders."""
     reward: float = 0.0
-    """For the turn that was answered."""
+    """The reward of the turn."""
     done: bool = False
-    """Whether the conversation ends here; what there is to read is then not read."""
+    """Whether the conversation ends here; the model does not read the message then."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Numbers that are summed over the conversation and logged as `environment/NAME`."""
+    """Numbers to be summed over the conversation and logged as `environment/NAME`."""
 
     def turns(self, role: str = "user") -> list[dict[str, Any]]:
-        """What there is to read as messages."""
+        """The observation as messages."""
         if self.messages is not None:
             return self.messages
         return [] if self.text is None else [{"role": role, "content": self.text}]
 
 
 class Environment(Protocol):
-    """Made anew for every conversation, `Class(**arguments)`. Both methods may be `async`.
+    """Made anew for every conversation, as `Class(**arguments)`. Both methods may be `async`.
 
-    With the same prompt and actions it must answer the same: where its process is lost, or a conversation branches,
-    `reset` and the steps so far are done again in a new one. A method `close()` is called at the end, where it has one.
+    It must be deterministic: if its process is lost, or if a conversation branches, `reset` and the steps so far are
+    repeated in a new one with the same prompt and actions. An optional method `close()` is called at the end.
     """
 
     def reset(self, prompt: Prompt) -> "Observation | str | Awaitable[Observation | str | None] | None":
-        """Begins a conversation; what it returns is read after the prompt. Optional."""
+        """Starts a conversation; the model reads the result after the prompt. Optional."""
 
     def step(self, action: str) -> "Observation | str | Awaitable[Observation | str]":
-        """Answers a turn of the model, the decoded text."""
+        """Replies to a turn of the model, given as decoded text."""
 
 
 class BadObservation(ValueError):
-    """An environment returned something else than an observation."""
+    """An environment returned something that is not an observation."""
 
 
 def to_observation(value: object, after: str) -> Observation:
-    """What a method returned, checked.
+    """Checks and converts the result of a method.
 
     Args:
         after: the method's name, for errors.
 
     Raises:
-        BadObservation: it is none; says what was returned and what is expected.
+        BadObservation: it is not an observation; with what was returned and what is expected.
     """
     if isinstance(value, str):
         value = Observation(value)
@@ -69,7 +69,7 @@ def to_observation(value: object, after: str) -> Observation:
         raise BadObservation(f"{after}: the reward {value.reward!r} is not a finite number")
     for message in value.messages or []:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
-            raise BadObservation(f"{after}: {message!r} is no message with role and content")
+            raise BadObservation(f"{after}: {message!r} is not a message with role and content")
     if after == "step" and not value.done and not value.turns():
         raise BadObservation("step returned an observation that is neither done nor has anything to read")
     value.reward = float(value.reward)

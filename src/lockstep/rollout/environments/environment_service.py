@@ -37,12 +37,12 @@ from lockstep.watch.beacon.writer import current_beacon
 log = logging.getLogger(__name__)
 
 SLICE_S = 0.02
-"""How long async methods run before calls of the controller are looked at."""
+"""How long async methods run before calls of the controller are processed."""
 NICENESS = 5
 
 
 class EnvironmentService:
-    """Implements `rollout.environments.api.EnvironmentAPI`.
+    """Implements `EnvironmentAPI`.
 
     Args:
         config: the section `rollout.environment`, dumped.
@@ -60,7 +60,7 @@ class EnvironmentService:
         self._woken: asyncio.Future[None] = self._loop.create_future()
         self._watchdog = Watchdog(0.8 * self._config.timeout_s)
         self._lock = threading.Lock()
-        """Of what `collect` reads from the I/O thread."""
+        """Guards what `collect` reads in the I/O thread."""
         self._running: dict[int, float] = {}
         self._kept: deque[TaskResult] = deque()
         self._sequence = 0
@@ -74,7 +74,7 @@ class EnvironmentService:
             if config.path is not None:
                 made = load_object(config.path, self._base, EnvironmentCodeError)
                 if not callable(made) or not callable(getattr(made, "step", None)):
-                    raise EnvironmentCodeError(config.path, "is no class with a method step(action)")
+                    raise EnvironmentCodeError(config.path, "is not a class with a method step(action)")
                 arguments = dict(config.arguments)
                 self._make = lambda: made(**arguments)
                 prepared = LoadedEnvironment(resets=hasattr(made, "reset"), role="user")
@@ -112,13 +112,13 @@ class EnvironmentService:
             return TaskUpdate(self._sequence, list(self._kept), running)
 
     def background(self) -> bool:
-        """Begins all that is wanted and lets it run for a moment; whether there is more to do. Plain functions are
-        done one after the other, and what they answer is heard together, so that engines begin the next turns so."""
+        """Starts all queued tasks and lets them run for a moment; whether there is more to do. Plain functions run one
+        after the other, and their results arrive together, so that engines start the next turns together."""
         while self._inbox:
             wanted = self._inbox.popleft()
             self._tasks.add(self._loop.create_task(self._do(wanted), name=str(wanted.number)))
         if self._tasks:
-            self._watchdog.pat()  # it barks only where a method holds the process
+            self._watchdog.pat()  # it acts only if a method blocks the process
             with track_wait("async function", "environments", "their answers", SLICE_S):
                 self._runner.run(self._slice())
             for task in [task for task in self._tasks if task.done()]:
@@ -142,14 +142,14 @@ class EnvironmentService:
                 await self._woken
 
     async def _do(self, task: EnvironmentTask) -> None:
-        """One answer, whatever the user's code does short of never letting go of the process."""
+        """Runs a task; any failure of the user's code becomes a result, unless it blocks the process."""
         with self._lock:
             self._running[task.number] = time.monotonic()
         limit = asyncio.timeout(self._config.timeout_s)
         try:
             async with limit:
                 answer = await self._answer(task)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever it is, it is told with the traceback
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - reported with its traceback
             problem = f"raised {type(error).__name__}: {error}"
             if limit.expired():
                 problem = f"did not answer within {self._config.timeout_s:g} s (rollout.environment.timeout_s)"
@@ -190,7 +190,7 @@ class EnvironmentService:
         return function
 
     def _limit_memory(self) -> str | None:
-        """Sets the limit of the address space, after loading; says why where it is too small for that."""
+        """Limits the address space, after loading; returns why if the limit is too small."""
         limit_mb = self._config.memory_mb
         if limit_mb is None:
             return None
@@ -205,11 +205,11 @@ class EnvironmentService:
 
 
 class NondeterministicEnvironment(RuntimeError):
-    """An environment that does not answer the same when it is asked the same."""
+    """An environment that gave two observations for the same prompt and actions."""
 
 
 def observation_digest(found: Observation) -> int:
-    """Of everything in an answer."""
+    """A digest of the whole observation."""
     return zlib.crc32(msgspec.json.encode(found))
 
 

@@ -190,7 +190,7 @@ def _entries(section: str) -> dict[str, str]:
 
 
 def chat_template_tools(config: EnvironmentConfig, base: Path = Path()) -> list[dict[str, Any]]:
-    """Schemas of the tools for the chat template; none where calls are not in its style, or there is an environment.
+    """Schemas of the tools for the chat template; none if calls have another style, or if there is an environment.
 
     Raises:
         EnvironmentCodeError: no such file, package or name, or a function that cannot be described.
@@ -220,22 +220,22 @@ _HERMES = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|$)", re.DOTALL)
 
 
 class BadToolCall(ValueError):
-    """A call that the model got wrong: it is told so, whatever `on_error` says."""
+    """An invalid call of the model. The model gets the error as a reply, whatever `on_error` says."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
     name: str | None
-    """None where there is one tool and the pattern names none."""
+    """None if there is one tool and the pattern has no name."""
     arguments: str | dict[str, Any]
-    """Text, where it is not known yet what it means."""
+    """Text that is not parsed yet, or the parsed arguments."""
     problem: str = ""
-    """Why it cannot be read."""
+    """Why it cannot be parsed."""
 
 
 def hermes_calls(text: str) -> list[ToolCall]:
     """Calls in the style of Hermes and Qwen: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. The last one
-    may be open, where its end is what stopped the turn."""
+    may lack its end tag, if that is the stop string."""
     return [_hermes(body) for body in _HERMES.findall(text)]
 
 
@@ -255,7 +255,7 @@ def _hermes(body: str) -> ToolCall:
 
 
 def regex_calls(text: str, pattern: str) -> list[ToolCall]:
-    """Calls found by a pattern with the group `arguments`, and `name` where there are several tools."""
+    """Calls found by a pattern with the group `arguments`, and the group `name` if there are several tools."""
     return [
         ToolCall(match.groupdict().get("name"), (match.group("arguments") or "").strip())
         for match in re.finditer(pattern, text)
@@ -263,7 +263,7 @@ def regex_calls(text: str, pattern: str) -> list[ToolCall]:
 
 
 class ToolEnvironment:
-    """The environment of a conversation with tools. They get no state of it: a tool that wants some is an environment.
+    """The environment of a conversation with tools. Tools have no state: write an environment for that.
 
     Args:
         functions: by name, plain or async.
@@ -273,7 +273,7 @@ class ToolEnvironment:
         self.functions, self.config = dict(functions), config
 
     async def step(self, action: str) -> Observation:
-        """Does the calls of a turn, one after the other. Raises what a tool raises, unless the model is to be told."""
+        """Runs the calls of a turn in order. Raises errors of tools, unless the model gets them as replies."""
         pattern = self.config.pattern
         calls = hermes_calls(action) if pattern is None else regex_calls(action, pattern)
         if not calls:
@@ -289,7 +289,7 @@ class ToolEnvironment:
         return Observation(messages=messages, metrics={"calls": len(calls), "call_errors": errors})
 
     async def _result(self, call: ToolCall) -> str:
-        """What the tool says, as text. Raises BadCall."""
+        """The result of a tool as text. Raises BadToolCall."""
         if call.problem:
             raise BadToolCall(call.problem)
         function = self._function(call.name)
@@ -313,7 +313,7 @@ class ToolEnvironment:
 
 
 def _arguments(function: Callable[..., Any], given: str | dict[str, Any]) -> dict[str, Any]:
-    """Keywords of a call that the function takes. Raises BadCall."""
+    """The keyword arguments of a call. Raises BadToolCall."""
     signature = inspect.signature(function)
     if isinstance(given, str):
         names = list(signature.parameters)
@@ -338,6 +338,6 @@ def _json(value: object) -> str:
 
 
 def reset_environment(environment: object, prompt: Prompt) -> Any:
-    """What an environment's `reset` returns, None where it has none."""
+    """The result of an environment's `reset`, None if it has none."""
     reset = getattr(environment, "reset", None)
     return None if reset is None else reset(prompt)

@@ -1,1 +1,1 @@
-"""vLLM behind the engine protocol. Only this package imports vLLM, and only its modules beside this one do."""
+"""vLLM behind the engine protocol. Only modules of this package import vLLM."""

@@ -1,9 +1,9 @@
-"""Weights into vLLM's layers on a CPU without its reload: each layer is packed straight from the store's memory.
+"""Loads weights into vLLM's layers on a CPU without its reload: each layer is packed straight from the store's memory.
 
 vLLM's reload (`layerwise`) makes every layer anew, which costs a copy of all weights and, for small models, far more in
-Python than in bytes. That names and shapes agree proves nothing: some models rearrange what they load, some compute
-logits with the embedding. So it is done for the models of `DIRECT_MODELS` only, of which was read that they do no
-more than fuse parts as their `packed_modules_mapping` says, unquantized and in one worker. Any other model is reloaded.
+Python than in bytes. Equal names and shapes are not enough: some models rearrange what they load, some compute logits
+with the embedding. So it is done only for `DIRECT_MODELS`, whose code does nothing but fuse parts as their
+`packed_modules_mapping` says, unquantized and in one worker. Other models are reloaded.
 """
 
 from collections.abc import Mapping
@@ -35,7 +35,7 @@ layer is a `ParallelLMHead`. Each is held against a freshly loaded engine by a t
 
 @dataclass(frozen=True, slots=True)
 class TensorMove:
-    """Where some tensors of the store go, one below the other: a parameter of a layer."""
+    """Tensors of the store that make up a parameter of a layer, concatenated."""
 
     layer: Any
     name: str
@@ -45,7 +45,7 @@ class TensorMove:
 
 
 def plan_tensor_moves(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> list[TensorMove] | None:
-    """How the store's tensors get into the model; None where that is not known for all of them and all of it."""
+    """The moves of the store's tensors into the model; None unless they are known for all tensors and parameters."""
     if f"{type(model).__module__}.{type(model).__qualname__}" not in DIRECT_MODELS:
         return None
     if not current_platform.is_cpu() or getattr(current_platform, "is_zen_cpu", lambda: False)():
@@ -70,7 +70,7 @@ def plan_tensor_moves(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> list
 
 @torch.no_grad()
 def apply_tensor_moves(moves: list[TensorMove], tensors: Mapping[str, Tensor]) -> None:
-    """Takes all of them, but for the packed form of output layers. Nothing looks at the tensors afterwards."""
+    """Carries out all moves, except for the packed form of output layers. The tensors are not used afterwards."""
     for move in moves:
         pieces = [tensors[name] for name in move.sources]
         if move.packed:
@@ -80,7 +80,7 @@ def apply_tensor_moves(moves: list[TensorMove], tensors: Mapping[str, Tensor]) -
 
 
 def _sources(path: str, name: str, fused: Mapping[str, list[str]]) -> tuple[str, ...]:
-    """The names that a parameter of the layer at `user_frames` has in a checkpoint."""
+    """The names that a parameter of the layer at `path` has in a checkpoint."""
     above, _, own = path.rpartition(".")
     parts = fused.get(own, [own])
     return tuple(".".join(filter(None, (above, part, name))) for part in parts)
@@ -110,7 +110,7 @@ def _pack_weights(move: TensorMove, pieces: list[Tensor]) -> None:
     setattr(move.layer, move.name, nn.Parameter(whole, requires_grad=False))
     move.layer.quant_method.process_weights_after_loading(move.layer)
     kept = getattr(move.layer, move.name)
-    if kept.numel():  # it was not packed this time: it must not look at memory that others write
+    if kept.numel():  # it was not packed: it must not refer to memory that others write
         setattr(move.layer, move.name, nn.Parameter(kept.clone(), requires_grad=False))
 
 

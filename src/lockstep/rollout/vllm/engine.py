@@ -49,23 +49,22 @@ class VllmEngine:
     """Any causal language model that vLLM supports. Implements `RolloutEngine`.
 
     vLLM's engine core runs in this process and does one step per `step`, so that calls come between its steps; with
-    tensor parallelism its workers are processes of its own below this one. At most `max_num_seqs` requests are within
-    vLLM, the others wait here.
+    tensor parallelism its workers are child processes. At most `max_num_seqs` requests are in vLLM, the others wait
+    here.
 
-    New weights are taken between two steps. Requests with tokens go on with the keys and values they have, their later
-    tokens carry the new version, and the recorded log-probabilities are those that were sampled from. Requests without
-    a token begin again. No prompt meets keys and values of older weights in the prefix cache: the number of the load
-    is part of what its blocks are found by.
+    New weights are loaded between two steps. Requests with tokens keep their keys and values, their later tokens carry
+    the new version, and the recorded log-probabilities are those that were sampled from. Requests without a token start
+    again. The prefix cache never returns keys and values of older weights: the number of the load is part of its keys.
 
     Args:
         core: an `InprocClient` of vLLM.
         tokenizer: for stop strings and the completions' text.
         eos: tokens that end a sequence.
-        expected: what a version must have.
-        vocabulary: tokens that a prompt may have.
-        reader: where `load_weights` gets them.
+        expected: the parameters that a version must have.
+        vocabulary: the number of tokens.
+        reader: reads versions for `load_weights`.
         version: of the weights that the core has.
-        slower: why it is not the fastest, empty where it is.
+        slower: why it does not decode in the fastest possible way; "" if it does.
     """
 
     def __init__(
@@ -96,18 +95,18 @@ class VllmEngine:
         self._ids: set[str] = set()
         self._entered, self._loads = 0, 0
         self._torn: int | None = None
-        """The version in whose middle the engine failed."""
+        """The version during whose load the engine failed."""
         self._receiver: WeightReceiver | None = None
         self._fenced = False
-        """Whether it waits for whole weights, and serves nobody meanwhile."""
+        """Whether the weights are incomplete, so that no request is served."""
         self._asleep: frozenset[str] = frozenset()
-        """What of its memory it has given away."""
+        """The parts of its memory that are released."""
         self._forgotten = False
-        """Whether it has no weights until it is given some."""
+        """Whether it has no weights."""
         self._tokens, self._finished, self._paused = 0, 0, False
         self._queries, self._hits = 0, 0
         self._decoding = 0
-        """Of those within vLLM, how many it decoded in the last step: for the others its K/V cache has no room."""
+        """How many requests vLLM decoded in the last step: its KV cache has no room for the others."""
 
     @classmethod
     def from_config(
@@ -123,11 +122,11 @@ class VllmEngine:
         """Starts vLLM on the model, as the config says.
 
         Args:
-            threads: of the whole engine on a CPU; vLLM's choice when None.
-            sleeps: whether `sleep` is to free the GPU's memory.
+            threads: of the whole engine on a CPU; vLLM's choice if None.
+            sleeps: whether `sleep` can free the GPU's memory.
 
         Raises:
-            VllmUnsupported: no vLLM here, or one that cannot be worked with.
+            VllmUnsupported: vLLM is missing, or not a supported one.
             ModelError: a model that cannot be found, that vLLM does not support or cannot load.
         """
         prepare_vllm(threads, engine.tensor_parallel_size, device)
@@ -143,7 +142,7 @@ class VllmEngine:
         return cls(core, tokenizer, eos, ExpectedParameters(lm), vocabulary, reader, version, why)
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queues all requests, or none: BadRequest (a ValueError) names the first that cannot be served."""
+        """Queues all requests or none. Raises BadRequest for the first that cannot be served."""
         prompts: dict[str, np.ndarray] = {}
         known, drawn = set(self._ids), set[tuple[float, ...]]()
         for request in requests:
@@ -158,7 +157,7 @@ class VllmEngine:
         self._waiting.add(requests)
 
     def step(self) -> list[Completion]:
-        """One turn: admits, has vLLM do a step, returns what finished."""
+        """Admits requests, makes vLLM do a step, and returns completions."""
         self._check_whole()
         if self._paused or self._fenced or not (self._running or self._waiting):
             return []
@@ -169,7 +168,7 @@ class VllmEngine:
         return self._take(self.core.get_output())
 
     def abort(self, ids: Sequence[str] | None = None) -> list[Completion]:
-        """Ends requests, running or waiting; unknown ids are those that have finished already."""
+        """Ends running or waiting requests; unknown ids belong to finished ones."""
         wanted = None if ids is None else set(ids)
         chosen = {name: row for name, row in self._running.items() if wanted is None or row.request.id in wanted}
         self.core.abort_requests(list(chosen))
@@ -179,26 +178,25 @@ class VllmEngine:
         return partial + [empty_completion(request) for request in waiting]
 
     def load_weights(self, source: Path, version: int) -> None:
-        """Has vLLM's workers take version `version_numbers` from the store at `source`.
+        """Makes vLLM's workers load a version from the store at `source`.
 
         Raises:
-            WeightsMismatch: the store's tensors are not this model's; it goes on as it was.
-            TornEngine: an earlier version was taken by half.
+            WeightsMismatch: the store's tensors are not this model's; nothing was changed.
+            TornEngine: the engine failed while loading an earlier version.
             ValueError: the engine was made without a reader.
         """
         if not self._reads:
-            raise ValueError("the engine was made without a weight reader; give it `parser_of`")
+            raise ValueError("the engine was made without a weight reader; give it `reader`")
         self._check_whole()
         self._update(version, {"folder": str(source), "version": version})
 
     def receive_weights(self, where: Mapping[str, Any], version: int) -> None:
-        """Has vLLM's workers take version `version_numbers` as it comes from the trainer's device, bucket by bucket
-        over the weights that they have: nobody is served between the first bucket and the end, nor after a version
-        that did not come whole, until another one has.
+        """Makes vLLM's workers receive a version from the trainer's device, bucket by bucket over their weights. No
+        request is served between the first bucket and the end, or after an incomplete version until a complete one.
 
         Raises:
-            WeightsMismatch: its tensors are not this model's; the engine goes on as it was.
-            InterruptedUpdate: it did not come whole.
+            WeightsMismatch: its tensors are not this model's; nothing was changed.
+            InterruptedUpdate: the version did not arrive completely.
         """
         self._receiver = self._receiver or open_receiver(where)
         self._expected.check(self._receiver.promised(where))
@@ -208,8 +206,8 @@ class VllmEngine:
             raise InterruptedUpdate(version, first_line(error)) from error
 
     def _update(self, version: int, info: dict[str, Any]) -> None:
-        """What fails before any worker has touched its weights leaves the engine as it was. A stream that stops leaves
-        whole layers, old and new: the engine is fenced, and may be given a version. Anything else tears it."""
+        """Handles a failed update. If no worker has changed its weights, the engine continues. An interrupted stream
+        leaves whole layers, old and new: the engine waits for a complete version. Otherwise it is torn."""
         self._wake("weights")
         before, fenced = self._torn, self._fenced
         self._torn, self._fenced = version, False
@@ -239,27 +237,27 @@ class VllmEngine:
         self._paused = False
 
     def sleep(self, level: int = 1) -> None:
-        """Frees the GPU's memory: at level 1 the weights go to host memory, at level 2 they are forgotten, and steps
-        raise NoWeights until some are taken. The K/V cache is forgotten. Whatever needs it wakes the engine. On a CPU,
-        and in an engine that was not started with `sleeps`, nothing is freed.
+        """Frees the GPU's memory, the KV cache included: at level 1 the weights go to host memory, at level 2 they are
+        dropped, and steps raise NoWeights until some are loaded. Calls that need memory wake the engine. On a CPU, or
+        if the engine was not started with `sleeps`, nothing is freed.
 
         Raises:
-            ValueError: requests are under way.
+            ValueError: there are open requests.
         """
         if self._ids:
-            raise ValueError(f"the engine has {len(self._ids)} requests under way: abort them before it sleeps")
+            raise ValueError(f"the engine has {len(self._ids)} open requests: abort them before it sleeps")
         if self._sleeps and not self._asleep:
             self.core.sleep(level)
             self._asleep = frozenset(_MEMORY)
             self._forgotten = self._forgotten or level > 1
 
     def wake(self) -> None:
-        """Takes the memory back; does nothing where it was not given away."""
+        """Allocates released memory again."""
         self._wake(*_MEMORY)
 
     def _wake(self, *parts: str) -> None:
-        """Takes parts of the memory back. An update needs the weights' only: it may come before the trainer has made
-        room for the K/V cache."""
+        """Allocates parts of released memory again. An update needs only that of the weights: the trainer may not have
+        made room for the KV cache yet."""
         for part in parts:
             if part in self._asleep:
                 self.core.wake_up([part])
@@ -319,7 +317,7 @@ class VllmEngine:
         self._tokens += len(output.new_token_ids)
 
     def _written(self, watched: Sequence[str]) -> list[str]:
-        """Those that have completed one of their stop strings."""
+        """Requests that have completed one of their stop strings."""
         if not watched:
             return []
         rows = [self._running[name] for name in watched]
@@ -337,7 +335,7 @@ class VllmEngine:
         return [row.completion(reasons[name], text) for (name, row), text in zip(rows.items(), texts, strict=True)]
 
     def _begin_again(self) -> None:
-        """Puts requests without a token back: what was read of their prompts was of older weights."""
+        """Puts requests without a token back into the queue: their prompts were prefilled with older weights."""
         early = [name for name, row in self._running.items() if not row.tokens]
         self.core.abort_requests(early)
         for name in early:
@@ -354,7 +352,7 @@ class VllmEngine:
 
 
 def _generation(model: ModelConfig, config: Any) -> GenerationConfig:
-    """The model's generation config, which names further tokens that end a sequence."""
+    """The model's generation config, which may have further end-of-sequence tokens."""
     try:
         return GenerationConfig.from_pretrained(resolve_folder(model.path, model.revision))
     except OSError:

@@ -20,7 +20,7 @@ def core_request(name: str, request: Request, eos: frozenset[int], salt: str) ->
     Args:
         name: its id within vLLM, never used before.
         eos: tokens that end it, unless it ignores them.
-        salt: what the blocks of its prompt in the prefix cache are found by, beside their tokens.
+        salt: part of the key of its prompt's blocks in the prefix cache.
     """
     from vllm.v1.engine import EngineCoreRequest
 
@@ -38,7 +38,7 @@ def core_request(name: str, request: Request, eos: frozenset[int], salt: str) ->
 
 
 def sampling_params(request: Request, eos: frozenset[int]) -> Any:
-    """vLLM's settings of a request; its own errors where it has no such."""
+    """vLLM's settings of a request. Raises vLLM's errors for unsupported ones."""
     from vllm import SamplingParams
 
     return SamplingParams(
@@ -64,7 +64,7 @@ def check_sampling(request: Request, eos: frozenset[int]) -> None:
 
 
 def vllm_finish_reason(output: Any) -> FinishReason:
-    """Raises RuntimeError for a request that vLLM could not go on with."""
+    """The finish reason. Raises RuntimeError for a request that vLLM gave up."""
     name = str(output.finish_reason)
     if name not in ("stop", "length"):
         raise RuntimeError(f"vLLM ended request {output.request_id} with {name!r} ({output.stop_reason})")
@@ -77,7 +77,7 @@ class RunningRequest:
 
     request: Request
     number: int
-    """The order in which requests came."""
+    """The order of submission."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -99,8 +99,8 @@ class RunningRequest:
 
 
 class WaitingQueue:
-    """Requests by priority, then in the order in which they came. They wait here and not within vLLM, so that what
-    prefix cache they may use is settled when they enter: of the weights that are served then."""
+    """Requests by priority, then in the order of submission. They wait here and not in vLLM, so that they only use
+    prefix cache of the weights that are served when they enter."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, RunningRequest]] = []
@@ -115,14 +115,14 @@ class WaitingQueue:
             self._count += 1
 
     def put_back(self, row: RunningRequest) -> None:
-        """One that has no tokens yet, to the place that it had."""
+        """Puts a request without tokens back to its place."""
         heapq.heappush(self._heap, (row.request.priority, row.number, row))
 
     def pop(self) -> RunningRequest:
         return heapq.heappop(self._heap)[2]
 
     def withdraw(self, ids: set[str] | None) -> list[Request]:
-        """Takes requests (all when None) out."""
+        """Removes requests (all if None)."""
         taken = [row.request for _, _, row in self._heap if ids is None or row.request.id in ids]
         self._heap = [entry for entry in self._heap if ids is not None and entry[2].request.id not in ids]
         heapq.heapify(self._heap)

@@ -21,20 +21,20 @@ from lockstep.models.model_loader import resolve_dtype
 
 WORKER_EXTENSION = "lockstep.rollout.vllm.weight_transfer.WorkerExtension"
 _LOAD_ERRORS = (ValueError, TypeError, KeyError, OSError, ImportError, RuntimeError)
-"""What vLLM and what it calls raise over a model or an argument, beside its own errors."""
+"""Errors that vLLM and its dependencies raise for a model or an argument, beside vLLM's own."""
 
 
 def engine_arguments(
     model: ModelConfig, engine: EngineConfig, device: str, context: int, sleeps: bool = False
 ) -> dict[str, Any]:
-    """Keyword arguments of vLLM's `EngineArgs`; `engine.extra` goes over all of them.
+    """Keyword arguments of vLLM's `EngineArgs`; `engine.extra` overrides them.
 
     Args:
         context: tokens of the longest sequence.
-        sleeps: whether the engine is to give its GPU's memory to others at times.
+        sleeps: whether the engine can release its GPU's memory.
 
     Raises:
-        ModelError: arguments with which weights cannot be taken.
+        ModelError: arguments with which weights cannot be loaded.
     """
     on_cpu = device == "cpu"
     arguments: dict[str, Any] = {
@@ -47,16 +47,16 @@ def engine_arguments(
         "max_num_seqs": engine.max_num_seqs,
         "tensor_parallel_size": engine.tensor_parallel_size,
         "enable_prefix_caching": engine.enable_prefix_caching,
-        # As sampled: after temperature, top-k, top-p and min-p; of greedy rows the model's own.
+        # As sampled: after temperature, top-k, top-p and min-p; for greedy rows those of the model.
         "logprobs_mode": "processed_logprobs",
-        # A batch that is under way while weights are taken would return tokens of unknown weights.
+        # A batch that runs while weights are loaded would return tokens of unknown weights.
         "async_scheduling": False,
         "worker_extension_cls": WORKER_EXTENSION,
         "weight_transfer_config": {"backend": "lockstep"},
         "enforce_eager": on_cpu if engine.enforce_eager is None else engine.enforce_eager,
     }
     if on_cpu:
-        # A prompt that is read in parts draws from its seed's generator for each, and the CPU's cannot be put back.
+        # A chunked prompt draws from its seed's generator for each chunk, and the CPU's generator cannot be reset.
         most = max(context, min(4096, engine.max_num_seqs * context))
         arguments |= {"enable_chunked_prefill": False, "max_num_batched_tokens": most}
         arguments |= {"kv_cache_memory_bytes": int(engine.cpu_kv_cache_gb * 2**30)}
@@ -64,26 +64,26 @@ def engine_arguments(
         arguments |= {"gpu_memory_utilization": engine.gpu_memory_utilization, "enable_sleep_mode": sleeps}
     arguments |= engine.extra
     if on_cpu and not arguments["enforce_eager"]:
-        # Compiled code keeps the packed layers that it was made with, and new weights make others.
+        # Compiled code keeps the packed layers of its compilation, and new weights replace them.
         remedy = "leave it out (on a CPU it is true)"
-        raise ModelError("rollout.engine.enforce_eager", False, "on a CPU the engine could not take weights", remedy)
+        raise ModelError("rollout.engine.enforce_eager", False, "on a CPU the engine could not load weights", remedy)
     return arguments
 
 
 def vllm_dtype(model: ModelConfig, engine: EngineConfig, device: str) -> torch.dtype:
-    """Of the engine's weights: its own setting, else the model's."""
+    """The precision of the engine's weights: its own setting, else the model's."""
     return resolve_dtype(engine.dtype if engine.dtype != "auto" else model.dtype, device)
 
 
 def vllm_slowdown(dtype: torch.dtype, device: str) -> str:
-    """Why it does not decode as fast as this machine could; empty where it does."""
+    """Why it does not decode as fast as this machine could; "" if it does."""
     if device == "cpu" and dtype == torch.bfloat16 and not torch.cpu._is_avx512_bf16_supported():
         return "this CPU computes bfloat16 very slowly: set rollout.engine.dtype=float32"
     return ""
 
 
 def start_core(path: str, arguments: dict[str, Any]) -> Any:
-    """vLLM's engine core in this process, with the model loaded (its tensor-parallel workers are processes below).
+    """vLLM's engine core in this process, with the model loaded (its tensor-parallel workers are child processes).
 
     Raises:
         ModelError: vLLM does not support the model or the arguments, or fails to load it.
@@ -113,7 +113,7 @@ def start_core(path: str, arguments: dict[str, Any]) -> Any:
 
 
 def try_core(path: str, core: Any, request: Any) -> None:
-    """Generates for one request, so that what vLLM cannot compute is found now: it looks for kernels as it goes.
+    """Generates for one request, to find out now whether vLLM can compute the model: it selects kernels lazily.
 
     Raises:
         ModelError: it cannot.
@@ -129,18 +129,18 @@ def try_core(path: str, core: Any, request: Any) -> None:
 
 
 def vllm_error() -> type[Exception]:
-    """What vLLM's own errors are, which are no ValueErrors in newer versions."""
+    """The class of vLLM's own errors, which are no ValueErrors in newer versions."""
     found: type[Exception] = getattr(_module("vllm.exceptions"), "VLLMError", ValueError)
     return found
 
 
 def _module(name: str) -> Any:
-    """Of vLLM, which is imported only where it is used."""
+    """A module of vLLM, which is imported only when it is used."""
     return importlib.import_module(name)
 
 
 def _error_text(error: Exception) -> str:
-    """What an error says; pydantic puts it behind a line of its own."""
+    """The message of an error; pydantic puts it after a first line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if len(lines) > 1 and "validation error" in lines[0]:
         return lines[1].partition(" [type=")[0]
@@ -158,7 +158,7 @@ _NEEDED = {
     "vllm.v1.engine": ("EngineCoreRequest", "FinishReason"),
     "vllm.v1.engine.core_client": ("InprocClient",),
 }
-"""What the engine uses of vLLM beside its public interface: names per module."""
+"""The names per module that the engine uses beside vLLM's public interface."""
 
 _TRANSFER_PARAMETERS = ["config", "vllm_config", "device", "model"]
 _TRANSFER_METHODS = {
@@ -168,11 +168,11 @@ _TRANSFER_METHODS = {
     "finish_weight_update",
     "shutdown",
 }
-"""Of vLLM's `WeightTransferEngine`: what it is made of, and what of it is abstract."""
+"""Constructor parameters and abstract methods of vLLM's `WeightTransferEngine`."""
 
 
 class VllmUnsupported(PicklableError, ValueError):
-    """vLLM is missing on `host`, or one that this cannot work with."""
+    """vLLM is missing on `host`, or its version is not supported."""
 
     def __init__(self, host: str, problem: str, remedy: str) -> None:
         super().__init__(f"rollout.engine.kind = 'vllm': on host {host}, {problem}; {remedy}")
@@ -197,7 +197,7 @@ def check_installed() -> str:
 
 
 def check_usable() -> str:
-    """As `check_installed`, and imports what is needed of it. `prepare_vllm` must have been called.
+    """Like `check_installed`, and also imports it. Call `prepare_vllm` before.
 
     Raises:
         VllmUnsupported: it cannot be imported, or lacks something.
@@ -220,19 +220,19 @@ def check_usable() -> str:
 
 
 def has_transfer_interface(base: type) -> bool:
-    """Whether vLLM's weight-transfer engines are made and called as ours is: earlier ones have the same names."""
+    """Whether vLLM's weight-transfer interface is the expected one: older versions use the same names differently."""
     made_of = list(inspect.signature(base.__init__).parameters)[1:]  # type: ignore[misc]
     return made_of == _TRANSFER_PARAMETERS and set(getattr(base, "__abstractmethods__", ())) <= _TRANSFER_METHODS
 
 
 def prepare_vllm(threads: int | None, tensor_parallel: int, device: str) -> None:
-    """Sets what vLLM reads from the environment: the engine in this process, no usage statistics, its log lines in
-    ours, spawned tensor-parallel workers, and on a CPU no thread bound to a core, which others use as well. vLLM takes
-    the first GPUs that it sees, so it is to see its own.
+    """Sets the environment that vLLM reads: engine core in this process, no usage statistics, logs through ours,
+    spawned tensor-parallel workers, and on a CPU no thread pinning, as others use the cores as well. vLLM takes the
+    first GPUs that are visible, so only its own are made visible.
 
     Args:
-        threads: of the whole engine on a CPU; vLLM's choice when None.
-        tensor_parallel: processes that share them.
+        threads: of the whole engine on a CPU; vLLM's choice if None.
+        tensor_parallel: the number of processes that share them.
         device: `cpu`, or the first of the engine's GPUs: `cuda:2`.
     """
     os.environ |= {
@@ -248,14 +248,14 @@ def prepare_vllm(threads: int | None, tensor_parallel: int, device: str) -> None
         )
     else:
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-        # It goes by whole GiB, and before the argument that takes bytes.
+        # In whole GiB; it overrides the argument in bytes.
         os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
         if threads is not None:
             os.environ["OMP_NUM_THREADS"] = str(max(1, threads // tensor_parallel))
 
 
 def visible_gpus(device: str, count: int, visible: str | None) -> str:
-    """`CUDA_VISIBLE_DEVICES` of an engine: so many of those that are visible, from `device` on.
+    """`CUDA_VISIBLE_DEVICES` of an engine: `count` of the visible GPUs, from `device` on.
 
     Raises:
         VllmUnsupported: fewer are visible.

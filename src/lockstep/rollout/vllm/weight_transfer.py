@@ -1,8 +1,8 @@
-"""Weights from the store into a worker of vLLM, over vLLM's weight-transfer interface.
+"""Loads weights into a worker of vLLM over vLLM's weight-transfer interface.
 
 Importing this module registers the backend. vLLM imports it in every one of its workers, as `WorkerExtension` is
-their extension class, so that with tensor parallelism each worker reads the shared memory itself and takes its own
-shard of it.
+their extension class, so that with tensor parallelism each worker reads the shared memory itself and loads its own
+shard.
 """
 
 import contextlib
@@ -53,10 +53,10 @@ logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(
 
 @dataclass(frozen=True, slots=True)
 class UpdateResult:
-    """What became of an update in one worker."""
+    """The result of an update in one worker."""
 
     touched: bool
-    """Whether any of the worker's weights may be others than before."""
+    """Whether any weight of the worker may have changed."""
     error: Exception | None = None
 
 
@@ -69,9 +69,9 @@ class WorkerExtension:
     finish_weight_update: Any
 
     def take_weights(self, info: dict[str, Any], tally: str = "") -> UpdateResult:
-        """A whole update, counted where `tally` says. Errors are part of the answer: of what its tensor-parallel
-        workers raise, vLLM keeps the text only, and leaves the answers of the workers behind it to be taken for those
-        to the next call."""
+        """Does a whole update; its progress is written to `tally`. Errors are part of the answer: of an exception in a
+        tensor-parallel worker vLLM keeps only the text, and takes the other workers' answers for those to the next
+        call."""
         transfer = self.weight_transfer_engine
         transfer.touched = False
         try:
@@ -87,7 +87,7 @@ class WorkerExtension:
 
 @dataclass
 class StoreInit(WeightTransferInitInfo):  # type: ignore[misc]
-    """Once: who reads the store, and what a version must have."""
+    """The reader of the store, and the parameters that a version must have; set once."""
 
     reader: ReaderSource
     expected: ExpectedParameters
@@ -95,8 +95,7 @@ class StoreInit(WeightTransferInitInfo):  # type: ignore[misc]
 
 @dataclass
 class StoreUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """Each time: where the store is, and the version that must be current in it; or what the weight room says of a
-    stream that comes from the trainer's device."""
+    """The store and the version that must be current in it, or the description of a stream from a device."""
 
     version: int
     folder: str = ""
@@ -104,29 +103,29 @@ class StoreUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 
 class StoreTransfer(WeightTransferEngine[StoreInit, StoreUpdate]):  # type: ignore[misc]
-    """Takes a version whole, in one call."""
+    """Loads a version in one call."""
 
     init_info_cls = StoreInit
     update_info_cls = StoreUpdate
 
     touched = False
-    """Whether the update under way has changed anything."""
+    """Whether the current update has changed any weight."""
     _reader: WeightReader | None = None
     _expected: ExpectedParameters | None = None
     _receiver: WeightReceiver | None = None
     _moves: list[TensorMove] | None = None
     _looked = False
-    """Whether it is known if there are moves."""
+    """Whether the moves were looked up."""
 
     def init_transfer_engine(self, init_info: StoreInit) -> None:
         self._reader, self._expected = open_reader(init_info.reader), init_info.expected
 
     def start_weight_update(self) -> None:
-        """Nothing yet: the model is taken apart when the version is there and held."""
+        """Does nothing: the model is changed only when the version has been opened."""
 
     def receive_weights(self, update_info: StoreUpdate) -> None:
-        """Raises WeightsMismatch where the tensors are not this model's, before anything is touched, and where vLLM's
-        model has parameters that got nothing."""
+        """Loads a version. Raises WeightsMismatch if the tensors are not this model's, before anything is changed, or
+        if parameters of vLLM's model got no tensor."""
         if update_info.stream is not None:
             self._receive(update_info.stream, update_info.version)
             return
@@ -142,19 +141,19 @@ class StoreTransfer(WeightTransferEngine[StoreInit, StoreUpdate]):  # type: igno
         pack_heads(self.model)
 
     def _receive(self, where: dict[str, Any], version: int) -> None:
-        """Loads buckets as they come, each checked before; each worker takes its shard of what all get."""
+        """Loads buckets as they arrive, each checked before; each worker takes its shard."""
         self._receiver = self._receiver or open_receiver(where)
         with contextlib.ExitStack() as stack:
-            with unpinned_nccl_env():  # what vLLM sets for NCCL in its workers the trainer does not have
+            with unpinned_nccl_env():  # the trainer does not have vLLM's NCCL settings
                 stream = self._receiver.stream(where, version, self.parallel_config.rank, self.device)
                 coming = stack.enter_context(stream)
-            first = next(coming)  # nothing is taken apart before something has come
+            first = next(coming)  # the model is not changed before the first tensor arrives
             self.touched = True
             self._reload(itertools.chain([first], coming))
         pack_heads(self.model)
 
     def _direct(self, tensors: Mapping[str, Tensor]) -> list[TensorMove] | None:
-        """How to take the tensors without vLLM's reload, where that is possible."""
+        """The moves that replace vLLM's reload, if that is possible."""
         if not self._looked:
             alone = self.parallel_config.world_size == 1 and self.model_config.quantization is None
             like = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
@@ -170,13 +169,13 @@ class StoreTransfer(WeightTransferEngine[StoreInit, StoreUpdate]):  # type: igno
         try:
             loaded = self.model.load_weights(tensors)
         finally:
-            # Also of half a version: a layer that keeps what has come so far would take it for a part of the next.
+            # Also after half a version: a layer would take the tensors it has buffered for a part of the next.
             finalize_layerwise_reload(self.model, self.model_config)
         if loaded is not None and self.model_config.quantization is None and wanted - set(loaded):
             raise WeightsMismatch((), sorted(wanted - set(loaded)))
 
     def finish_weight_update(self) -> None:
-        """Nothing: the version is in."""
+        """Does nothing: the version is loaded."""
 
     def shutdown(self) -> None:
         self._reader = None
@@ -186,7 +185,7 @@ class StoreTransfer(WeightTransferEngine[StoreInit, StoreUpdate]):  # type: igno
 
 
 def _picklable(error: Exception) -> Exception:
-    """The error, or where it cannot be made again in another process, one that says the same."""
+    """The error, or a picklable one with the same message."""
     try:
         copy.copy(error)
     except TypeError:
@@ -196,9 +195,8 @@ def _picklable(error: Exception) -> Exception:
 
 @torch.no_grad()
 def pack_heads(model: nn.Module) -> None:
-    """Makes the packed copies of output layers again, which there are on a CPU. Where an output layer's weight is that
-    of the embedding, vLLM's reload packs it for the layer that loads it, the embedding, and the output layer's copy
-    stays that of the old."""
+    """Renews the packed copies of output layers, which exist on a CPU. If an output layer is tied to the embedding,
+    vLLM's reload packs the weight for the embedding only, and the output layer would keep its old copy."""
     if not current_platform.is_cpu():
         return
     for layer in model.modules():

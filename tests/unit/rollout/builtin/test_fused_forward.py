@@ -215,7 +215,7 @@ def test_changed_models_keep_their_own_forward(caplog):
     old = adapted.model.layers[1].mlp.up_proj
     adapted.model.layers[1].mlp.up_proj = Doubled(old.in_features, old.out_features, bias=False)
     engine = BuiltinEngine(adapted, TOKENIZER)
-    assert isinstance(engine._runner.forward, ModelForward) and "Doubled is no plain linear layer" in caplog.text
+    assert isinstance(engine._runner.forward, ModelForward) and "Doubled is not a plain linear layer" in caplog.text
     scaled = build("llama")
     scaled.model.norm.register_forward_hook(lambda module, inputs, out: out * 1.5)
     engine = BuiltinEngine(scaled, TOKENIZER)

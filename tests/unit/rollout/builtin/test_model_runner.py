@@ -67,7 +67,7 @@ def test_logprobs_are_those_of_whole_sequences(name, caplog):
     with caplog.at_level(logging.WARNING):
         engine = BuiltinEngine(lm, TOKENIZER, max_rows=4, max_length=64)
     assert type(engine._runner) is runner
-    assert ("decodes without our KV cache" in caplog.text) == (runner is PlainRunner)
+    assert ("decodes without the KV cache" in caplog.text) == (runner is PlainRunner)
     random = np.random.default_rng(0)
     prompts = [random.integers(4, 60, size=size).astype(np.int32) for size in (9, 2, 5)]
     requests = [

@@ -8,7 +8,7 @@ import numpy as np
 
 from lockstep.data.samples import Prompt
 
-FILE = Path(__file__).parents[3] / "examples" / "guess.py"
+FILE = Path(__file__).parents[4] / "examples" / "guess.py"
 
 
 def test_a_game_of_guessing() -> None:

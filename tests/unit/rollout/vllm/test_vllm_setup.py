@@ -74,7 +74,7 @@ def test_arguments_follow_the_config(tmp_path):
     assert (there["dtype"], there["gpu_memory_utilization"], there["enable_sleep_mode"]) == ("bfloat16", 0.4, True)
     assert there["enforce_eager"] is False and "kv_cache_memory_bytes" not in there
     assert engine_arguments(model, Config(extra={"seed": 7}), "cpu", 64)["seed"] == 7
-    with pytest.raises(ModelError, match=r"enforce_eager.*on a CPU the engine could not take weights"):
+    with pytest.raises(ModelError, match=r"enforce_eager.*on a CPU the engine could not load weights"):
         engine_arguments(model, Config(enforce_eager=False), "cpu", 64)
 
 
