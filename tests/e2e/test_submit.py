@@ -171,7 +171,7 @@ def test_a_run_ends_well_and_says_what_does_not_fit(
 
 
 def test_nobody_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(SubmissionError, match="nobody listens at"):
+    with pytest.raises(SubmissionError, match="nothing listens at"):
         submit_job("http://127.0.0.1:1", "x", "true", None, {})
     with pytest.raises(SubmissionError):
         follow_job(RayJob("http://127.0.0.1:1", "x"), print)

@@ -53,7 +53,7 @@ def opened(hosts: Hosts, folder: Path) -> Any:
     wanted = [ProcessRequest(f"engine-{rank}", "rollout", rank, 1.0) for rank in range(2)]
     placement = PlacementConfig(strategy="spread")
     run = f"ports-{secrets.token_hex(3)}"
-    return RayCluster(config, run, folder / "run", 1, wanted=wanted, placement=placement)
+    return RayCluster(config, run, folder / "run", 1, requests=wanted, placement=placement)
 
 
 def test_all_listen_where_the_config_says(hosts: Hosts, tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def own() -> Iterator[Config]:
 def opened(config: Config, folder: Path) -> Any:
     from lockstep.cluster.ray.ray_cluster import RayCluster
 
-    return RayCluster(config, f"agents-{secrets.token_hex(3)}", folder / "run", 1, wanted=WANTED)
+    return RayCluster(config, f"agents-{secrets.token_hex(3)}", folder / "run", 1, requests=WANTED)
 
 
 def test_two_that_come_in_place_of_others_share_one_new_agent(own: Config, tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_a_controller_of_the_past_is_refused(own: Config, tmp_path: Path) -> Non
         for asked in (
             holder.actor.start_agent.remote(9, past, 0.0),
             holder.actor.reserve.remote(1, {"CPU": 1.0}, []),
-            holder.actor.keep.remote(1, []),
+            holder.actor.save_reservations.remote(1, []),
             holder.actor.leave.remote(1),
             holder.actor.watch_controller.remote(1, os.getpid(), None, 0.0),
         ):

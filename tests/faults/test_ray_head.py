@@ -55,7 +55,7 @@ def opened(config: Config) -> Any:
 
     logging.basicConfig(level=logging.WARNING, stream=sys.stdout, format="%(message)s")
     folder = Path(tempfile.mkdtemp(prefix="lsh"))
-    return RayCluster(config, f"head-{secrets.token_hex(3)}", folder, 1, wanted=WANTED, placement=SPREAD)
+    return RayCluster(config, f"head-{secrets.token_hex(3)}", folder, 1, requests=WANTED, placement=SPREAD)
 
 
 def closed(cluster: Any) -> None:

@@ -75,7 +75,7 @@ def opened(hosts: Hosts, folder: Path, **changes: Any) -> Any:
     from lockstep.cluster.ray.ray_cluster import RayCluster
 
     run = f"hosts-{secrets.token_hex(3)}"
-    return RayCluster(config(hosts, **changes), run, folder / "run", 1, wanted=WANTED, placement=SPREAD)
+    return RayCluster(config(hosts, **changes), run, folder / "run", 1, requests=WANTED, placement=SPREAD)
 
 
 def there(workers: list[Any]) -> Any:
@@ -165,7 +165,7 @@ def test_a_host_with_gpus_is_lost_and_comes_back(
 
     wanted = [ProcessRequest(f"policy-{number}", "policy", number, 1.0, 1) for number in range(3)]
     run, settings = f"gpus-{secrets.token_hex(3)}", config(hosts, device="cpu", orphan_grace_s=60.0)
-    with RayCluster(settings, run, tmp_path / "run", 1, wanted=wanted, placement=PlacementConfig()) as cluster:
+    with RayCluster(settings, run, tmp_path / "run", 1, requests=wanted, placement=PlacementConfig()) as cluster:
         workers = cluster.start([rank(number) for number in range(3)])
         assert places(workers) == {"policy-0": (False, "0"), "policy-1": (False, "1"), "policy-2": (True, "0")}
         hosts.end_b()
@@ -195,7 +195,7 @@ from cluster_services import Renewable
 from lockstep.cluster.ray.ray_cluster import RayCluster
 address, run, folder, grace = sys.argv[1:]
 with RayCluster(
-    RayClusterConfig(address=address, orphan_grace_s=float(grace)), run, Path(folder), 1, wanted=WANTED,
+    RayClusterConfig(address=address, orphan_grace_s=float(grace)), run, Path(folder), 1, requests=WANTED,
     placement=SPREAD
 ) as cluster:
     workers = cluster.start([engine(rank, service=Renewable) for rank in range(2)])
@@ -214,7 +214,7 @@ from lockstep.cluster.ray.ray_cluster import RayCluster
 from lockstep.cluster.ray.ray_reattach import take_over_ray_actors
 config, folder = RayClusterConfig.model_validate_json(sys.argv[1]), Path(sys.argv[2])
 heritage = take_over_ray_actors(config, folder / "cluster", 2, WANTED, SPREAD)
-with RayCluster(config, heritage.run, folder, 2, inherited=heritage, wanted=WANTED, placement=SPREAD) as cluster:
+with RayCluster(config, heritage.run, folder, 2, inherited=heritage, requests=WANTED, placement=SPREAD) as cluster:
     workers = both(cluster)
     time.sleep(config.orphan_grace_s + 6.0)
     assert [worker.call(Renewable.add, 1) for worker in workers] == [1, 1]
@@ -246,7 +246,7 @@ class Killed:
         heritage = take_over_ray_actors(self.config, self.folder / "cluster", 2, WANTED, SPREAD)
         assert heritage is not None and heritage.run == self.run and len(heritage.left) == 2
         with RayCluster(
-            self.config, self.run, self.folder, 2, inherited=heritage, wanted=WANTED, placement=SPREAD
+            self.config, self.run, self.folder, 2, inherited=heritage, requests=WANTED, placement=SPREAD
         ) as cluster:
             yield cluster
 
@@ -304,7 +304,7 @@ def test_what_cannot_start_is_refused(hosts: Hosts, tmp_path: Path, caplog: pyte
 
     def attempt(wanted: list[ProcessRequest], **changes: Any) -> Any:
         settings = config(hosts, **changes)
-        return RayCluster(settings, f"no-{secrets.token_hex(3)}", tmp_path / "no", 1, wanted=wanted, placement=SPREAD)
+        return RayCluster(settings, f"no-{secrets.token_hex(3)}", tmp_path / "no", 1, requests=wanted, placement=SPREAD)
 
     began = time.monotonic()
     with pytest.raises(RayUnavailable, match=r"no Ray at 127\.0\.0\.1:9 .*ray start"):

@@ -41,7 +41,7 @@ from lockstep.cluster.ray.ray_cluster import RayCluster
 address, run, folder, where = sys.argv[1:]
 if where == "starting":
     RayCluster._start_agents = lambda self, nodes: (print("[]", flush=True), time.sleep(300))
-with RayCluster(RayClusterConfig(address=address, orphan_grace_s=GRACE_S), run, Path(folder), 1, wanted=WANTED[:2]) as
+with RayCluster(RayClusterConfig(address=address, orphan_grace_s=GRACE_S), run, Path(folder), 1, requests=WANTED[:2]) as
 cluster:
     workers = cluster.start([engine(rank, service=Renewable) for rank in range(2)])
     pids = [worker.pid for worker in workers]
@@ -143,7 +143,7 @@ def test_a_run_of_other_processes_starts_anew(head: str, tmp_path: Path, caplog:
     assert "starting anew: the run also has engine-2" in caplog.text
     assert not killed.living
     until(lambda: not actors() and free_cpus() == CPUS, 30, "nothing is reserved any more")
-    with RayCluster(killed.config, "another", killed.folder, 2, wanted=WANTED) as cluster:
+    with RayCluster(killed.config, "another", killed.folder, 2, requests=WANTED) as cluster:
         assert len(cluster.start([engine(rank) for rank in range(3)])) == 3
         assert free_cpus() == CPUS - 3
 

@@ -25,7 +25,7 @@ def take_over_processes(
     config: LocalConfig | RayConfig,
     folder: Path,
     generation: int,
-    wanted: Sequence[ProcessRequest],
+    requests: Sequence[ProcessRequest],
     placement: PlacementConfig,
 ) -> InheritedProcesses:
     """Takes over the processes that an earlier generation of the run in `folder` left behind, where they are usable.
@@ -39,7 +39,7 @@ def take_over_processes(
     _require_ray()
     from lockstep.cluster.ray import ray_reattach
 
-    return ray_reattach.take_over_ray_actors(config, folder / CLUSTER_FOLDER, generation, wanted, placement)
+    return ray_reattach.take_over_ray_actors(config, folder / CLUSTER_FOLDER, generation, requests, placement)
 
 
 def open_cluster(
@@ -48,7 +48,7 @@ def open_cluster(
     folder: Path,
     generation: int,
     inherited: InheritedProcesses,
-    wanted: Sequence[ProcessRequest],
+    requests: Sequence[ProcessRequest],
     placement: PlacementConfig,
 ) -> AgentCluster:
     """Opens the cluster of the config. Raises what its constructor raises."""
@@ -59,7 +59,7 @@ def open_cluster(
     from lockstep.cluster.ray.ray_cluster import RayCluster
 
     assert not isinstance(inherited, InheritedAgent)
-    return RayCluster(config, run, folder, generation, inherited=inherited, wanted=wanted, placement=placement)
+    return RayCluster(config, run, folder, generation, inherited=inherited, requests=requests, placement=placement)
 
 
 def _require_ray() -> None:

@@ -14,7 +14,7 @@ from lockstep.watch.agent.agent_client import AgentClient
 from lockstep.watch.procfs import processes
 
 _LOOPBACK_ENVIRONMENT = {"GLOO_SOCKET_IFNAME": "lo"} if Path("/sys/class/net/lo").exists() else {}
-"""Without it, gloo listens on the address that the host's name resolves to: others may reach it, or nobody may."""
+"""Without it, gloo listens on the address of the host's name, which may be unreachable, or reachable from outside."""
 
 
 class NodeRefused(RuntimeError):

@@ -66,19 +66,19 @@ class LocalCluster(AgentCluster):
             self._node.logs.mkdir(parents=True, exist_ok=True)
             if inherited is None:
                 kill_previous_agent(self._cluster_dir, generation)
-                self._lead()
+                self._publish_leader()
                 self._node.agent = self._start_agent()
             else:
                 self._node.agent = inherited.agent
                 self._node.agent.on_exit = self._exited
                 with contextlib.suppress(AgentGone):  # then a new one is started, and all workers are new
                     self._orphans.add(self._node, self._node.agent.list())
-                self._lead()
+                self._publish_leader()
         except BaseException:
             self.close()
             raise
 
-    def _lead(self) -> None:
+    def _publish_leader(self) -> None:
         """Publishes this controller as the one that workers connect to."""
         pid, (host, port), grace_s = os.getpid(), self._server.address, self._limits.orphan_grace_s
         Leader(self._generation, host, port, pid, processes.start_ticks(pid), grace_s).publish(self._run)

@@ -209,10 +209,10 @@ def _version_difference(name: str, values: Mapping[str, str | None], rule: Versi
     nodes: dict[str, list[str]] = {}
     for node, value in values.items():
         nodes.setdefault(value or "none", []).append(node)
-    said = ", ".join(f"{value} on {summarize_list(which, 3)}" for value, which in nodes.items())
+    by_version = ", ".join(f"{value} on {summarize_list(which, 3)}" for value, which in nodes.items())
     (first, _), *_ = nodes.items()
     remedy = f": install {first} on all" if rule.otherwise == "refuse" and first != "none" else ""
-    return f"{name} differs between nodes ({rule.why}): {said}{remedy}"
+    return f"{name} differs between nodes ({rule.why}): {by_version}{remedy}"
 
 
 def unsupported_packages(node: str, facts: InstalledVersions, needed: Collection[str]) -> list[VersionFinding]:

@@ -37,29 +37,29 @@ class PlacedCluster(AgentCluster):
     """A cluster on whose nodes a run reserves resources.
 
     Args:
-        wanted: the run's processes with the resources they need. Other processes reserve nothing and run on the node
+        requests: the run's processes with the resources they need. Other processes reserve nothing and run on the node
             with the fewest processes.
         held: reservations of an earlier controller of the run.
     """
 
-    refusals: tuple[type[Exception], ...] = (PlacementError, AllocatorUnavailable)
-    """Errors of `_reserve`, `_look` and `_free` that mean: not possible at the moment."""
+    unavailable_errors: tuple[type[Exception], ...] = (PlacementError, AllocatorUnavailable)
+    """Errors of `_reserve`, `_list_nodes` and `_free` that mean: not possible at the moment."""
 
     def __init__(
         self, config: PlacedClusterLimits, run: str, folder: Path, generation: int, token: str, host: str,
-        wanted: Sequence[ProcessRequest], placement: PlacementConfig, held: Sequence[Reservation],
+        requests: Sequence[ProcessRequest], placement: PlacementConfig, held: Sequence[Reservation],
     ) -> None:  # fmt: skip
-        self._places = ReservationTable(wanted, placement, held)
+        self._places = ReservationTable(requests, placement, held)
         self._unfit: set[str] = set()
         """Ids of nodes that cannot take part."""
-        self._mending = threading.Lock()
+        self._moving = threading.Lock()
         """Held while an agent is restarted or a worker moves, which takes long; workers with a place do not wait for
         it."""
         self._busy_limit_s = config.busy_limit_s
         super().__init__(config, run, folder, generation, token, host)
 
     @abstractmethod
-    def _look(self) -> list[NodeResources]:
+    def _list_nodes(self) -> list[NodeResources]:
         """The current nodes, the controller's first."""
 
     @abstractmethod
@@ -71,20 +71,20 @@ class PlacedCluster(AgentCluster):
         """Releases a reservation. Idempotent."""
 
     @abstractmethod
-    def _living(self, node: ClusterNode) -> bool:
+    def _is_available(self, node: ClusterNode) -> bool:
         """Whether the node is available, or available again; a killed agent is replaced."""
 
     @abstractmethod
-    def _keep(self) -> None:
+    def _save_reservations(self) -> None:
         """Records the reservations for a later controller."""
 
     def _prepare(self, specs: Sequence[WorkerSpec]) -> None:
-        self._must_be_open()
+        self._check_open()
         ranks = [_planned_name(spec) for spec in specs if spec.role == "policy"]
         if ranks:
-            self._places.muster(ranks, {node.id for node in self._nodes if node.alive})
+            self._places.set_ranks(ranks, {node.id for node in self._nodes if node.alive})
 
-    def _must_be_open(self) -> None:
+    def _check_open(self) -> None:
         if self._closing:
             raise AgentGone("start", "the cluster is closed")
         if self._superseded:
@@ -98,10 +98,10 @@ class PlacedCluster(AgentCluster):
         """The node with that id."""
         return next((each for each in self._nodes if each.id == node_id), None)
 
-    def _settle_down(self) -> None:
+    def _reserve_places(self) -> None:
         """Reserves a place for every process, as soon as other runs have released enough."""
-        self._places.settle(self._look, self._reserve, self._busy_limit_s, self._limits.notice_after_s)
-        self._keep()
+        self._places.settle(self._list_nodes, self._reserve, self._busy_limit_s, self._limits.notice_after_s)
+        self._save_reservations()
 
     def _place(self, spec: WorkerSpec) -> ClusterNode:
         """Waits, visibly, for GPUs that other runs use."""
@@ -119,14 +119,14 @@ class PlacedCluster(AgentCluster):
             raise WorkerDied(spec.name, spec.rank, None, "", lost) from error
 
     def _try_to_place(self, spec: WorkerSpec) -> ClusterNode | None:
-        self._must_be_open()
+        self._check_open()
         node = self._place_at_once(spec)
-        if node is not None or not self._mending.acquire(blocking=False):
+        if node is not None or not self._moving.acquire(blocking=False):
             return node
         try:
             return self._place_again(spec)
         finally:
-            self._mending.release()
+            self._moving.release()
 
     def _place_at_once(self, spec: WorkerSpec) -> ClusterNode | None:
         """The worker's node, if its agent is alive."""
@@ -141,7 +141,9 @@ class PlacedCluster(AgentCluster):
     def _place_again(self, spec: WorkerSpec) -> ClusterNode | None:
         """A node for a worker whose node has no agent any more."""
         if spec.node is not None:
-            node = next((each for each in self._nodes if each.info.name == spec.node and self._living(each)), None)
+            node = next(
+                (each for each in self._nodes if each.info.name == spec.node and self._is_available(each)), None
+            )
             if node is None:
                 names = ", ".join(each.name for each in self.nodes())
                 raise ValueError(f"{spec.name} must run on {spec.node}, and the run has {names}")
@@ -150,7 +152,7 @@ class PlacedCluster(AgentCluster):
             return self._anywhere()
         place = self._places.of(_planned_name(spec))
         node = None if place is None else self._node_of(place.node)
-        return node if node is not None and self._living(node) else self._move(spec)
+        return node if node is not None and self._is_available(node) else self._move(spec)
 
     def _emptiest(self) -> ClusterNode | None:
         """The node that is alive with the fewest processes, for a process without a reservation."""
@@ -160,8 +162,8 @@ class PlacedCluster(AgentCluster):
     def _anywhere(self) -> ClusterNode:
         """Like `_emptiest`, also considering nodes whose agent or actor was killed."""
         if not self._nodes:
-            self._reserve(Assignment(tuple(self._look()), ()))
-        node = self._emptiest() or next((each for each in self._nodes if self._living(each)), None)
+            self._reserve(Assignment(tuple(self._list_nodes()), ()))
+        node = self._emptiest() or next((each for each in self._nodes if self._is_available(each)), None)
         if node is None:
             raise AgentGone("start", "all nodes of the run are lost")
         return node
@@ -172,25 +174,25 @@ class PlacedCluster(AgentCluster):
         post = _planned_name(spec)
         place = self._places.of(post)
         try:
-            for group in [] if place is None else self._places.lose(place.node):
+            for group in [] if place is None else self._places.drop_node(place.node):
                 self._free(group)  # for other runs, or for this one once the host is back
-            self._places.move(post, [each for each in self._look() if self._is_fit(each)], self._reserve)
-        except self.refusals as error:
-            self._must_be_open()
+            self._places.replace(post, [each for each in self._list_nodes() if self._is_fit(each)], self._reserve)
+        except self.unavailable_errors as error:
+            self._check_open()
             if isinstance(error, AllocatorUnavailable) and self._emptiest() is None:
                 raise AgentGone("start", f"all nodes of the run are lost, and {error}") from error
             node = None if self._places.needs_gpus(post) else self._anywhere()
             then = "waits" if node is None else f"moves to {node.info.name} without a reservation"
-            self._places.tell(f"{spec.name} {then}: {last_line(error)}")
+            self._places.notify(f"{spec.name} {then}: {last_line(error)}")
             return node
-        self._keep()
+        self._save_reservations()
         place = self._places.of(post)
         return None if place is None else self._node_of(place.node)
 
     def _is_fit(self, facts: NodeResources) -> bool:
         """Whether the run can use the node."""
         node = self._node_of(facts.id)
-        return facts.id not in self._unfit and (node is None or self._living(node))
+        return facts.id not in self._unfit and (node is None or self._is_available(node))
 
 
 def _planned_name(spec: WorkerSpec) -> str:

@@ -39,7 +39,7 @@ ADOPTION_STALL_S = 10.0
 
 
 class OrphanPool:
-    """Workers that an earlier controller left and nobody has adopted yet.
+    """Workers that an earlier controller left behind, and that are not adopted yet.
 
     Args:
         handle: creates the handle of a worker that another controller started on a node.

@@ -30,7 +30,7 @@ class UserCodeError(PicklableError, ValueError):
     """User code that cannot be used: which, what is wrong, and a fix."""
 
     noun = "user code"
-    wanted = "function"
+    expected = "function"
 
     def __init__(self, path: str, problem: str, remedy: str = "", trace: str | None = None) -> None:
         super().__init__(f"{self.noun} {path}: {problem}" + (f"; {remedy}" if remedy else ""))
@@ -59,7 +59,7 @@ def split_path(path: str, refusal: UserCodeErrorType = UserCodeError) -> tuple[s
     """Splits a path into module or file, and name. Raises `refusal`."""
     source, _, name = path.rpartition(":")
     if not source or not name:
-        raise refusal(path, f"it does not name a {refusal.wanted}", "write `file.py:name` or `package.module:name`")
+        raise refusal(path, f"it does not name a {refusal.expected}", "write `file.py:name` or `package.module:name`")
     return source, name
 
 

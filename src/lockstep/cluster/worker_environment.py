@@ -196,7 +196,7 @@ def environment_report(
 
 def without_secrets(given: ForwardedEnvironment) -> ForwardedEnvironment:
     """Removes secrets, for places that others can read, such as a Ray job's runtime environment."""
-    why = "it holds a secret, and everybody who sees the dashboard sees a job's runtime environment"
+    why = "it holds a secret, and a job's runtime environment is shown in the dashboard"
     secret = {name for name, value in given.values.items() if is_secret_name(name) or secret_kind(value) is not None}
     values = {name: value for name, value in given.values.items() if name not in secret}
     return ForwardedEnvironment(values, given.kept_back | dict.fromkeys(sorted(secret), why))

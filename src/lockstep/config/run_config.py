@@ -41,7 +41,7 @@ class PrometheusConfig(Section):
 
     kind: Literal["prometheus"] = "prometheus"
     host: str = "127.0.0.1"
-    """Address to listen on; everybody who reaches it can read the metrics."""
+    """Address to listen on; readable for all hosts that reach it."""
     port: int = Field(9464, ge=0, le=65535)
     """0 uses any free port, which the log names."""
 

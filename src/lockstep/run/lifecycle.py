@@ -208,7 +208,7 @@ def _start_run(
     identity = name, prepared.folder, ledger.generation
     with reporter.stage("start"):
         cluster = open_cluster(config.cluster, *identity, inherited, wanted, config.placement)
-    reporter.worker_activity = cluster.doing
+    reporter.worker_activity = cluster.describe_worker
     with ExitStack() as closing:
         closing.callback(cluster.close)
         recovery = RecoveryManager(prepared.config.recovery, ledger)

@@ -142,7 +142,9 @@ class Assignment:
         ]
 
 
-def assign(wanted: Sequence[ProcessRequest], placement: PlacementConfig, nodes: Sequence[NodeResources]) -> Assignment:
+def assign(
+    requests: Sequence[ProcessRequest], placement: PlacementConfig, nodes: Sequence[NodeResources]
+) -> Assignment:
     """Assigns each process to a node; deterministic.
 
     `pack` starts with the node that has most GPUs (then CPUs), `spread` gives each role's next process to the node that
@@ -154,7 +156,7 @@ def assign(wanted: Sequence[ProcessRequest], placement: PlacementConfig, nodes: 
         NodesBusy: they could, but are in use.
     """
     return _assign_bundles(
-        make_bundles(wanted, placement), placement, nodes, lambda: _find_suggestions(wanted, placement, nodes)
+        make_bundles(requests, placement), placement, nodes, lambda: _find_suggestions(requests, placement, nodes)
     )
 
 
@@ -192,18 +194,18 @@ def _assign_bundles(
 
 
 def _find_suggestions(
-    wanted: Sequence[ProcessRequest], placement: PlacementConfig, nodes: Sequence[NodeResources]
+    requests: Sequence[ProcessRequest], placement: PlacementConfig, nodes: Sequence[NodeResources]
 ) -> list[str]:
     rooms = sorted((_node_capacity(node, now=False) for node in nodes), reverse=True)
 
-    def fits(wanted: Sequence[ProcessRequest], placement: PlacementConfig) -> bool:
+    def fits(requests: Sequence[ProcessRequest], placement: PlacementConfig) -> bool:
         try:
-            kinds = [_bundle_kind(group) for group in group_alike(make_bundles(wanted, placement))]
+            kinds = [_bundle_kind(group) for group in group_alike(make_bundles(requests, placement))]
         except PlacementError:
             return False
         return pack_bundles(kinds, rooms, budget=_TRIAL_BUDGET) is not None
 
-    return suggest_placements(wanted, placement, fits)
+    return suggest_placements(requests, placement, fits)
 
 
 def group_alike(bundles: Sequence[Bundle]) -> list[list[Bundle]]:
@@ -254,12 +256,12 @@ def _does_not_fit(
         why = f"{bundle.title()} needs {bundle.needs()} on one node, and the largest, {largest.name}, has {has}"
         return DoesNotFit(bundle, why, largest, alternatives)
     gpus, cpus, memory = (sum(kind.size[axis] * kind.count for kind in kinds) for axis in range(3))
-    asked = _format_resources(gpus if gpus_matter else None, cpus / _CPU_UNITS, memory * 2**20)
+    needed = _format_resources(gpus if gpus_matter else None, cpus / _CPU_UNITS, memory * 2**20)
     known = sum(node.memory for node in nodes) if memory else 0
     total = sum(node.gpus for node in nodes) if gpus_matter else None
     all_have = _format_resources(total, sum(node.cpus for node in nodes), known)
     why = (
-        f"{bundle.title()} ({bundle.needs()}) does not fit beside the others: the run needs {asked} in all, and "
+        f"{bundle.title()} ({bundle.needs()}) does not fit beside the others: the run needs {needed} in all, and "
         f"{len(nodes)} node{'s have' if len(nodes) > 1 else ' has'} {all_have}, the largest ({largest.name}) {has}"
     )
     return DoesNotFit(bundle, why, largest, alternatives)

@@ -62,30 +62,30 @@ def largest_first(
 
 
 def _fill_nodes(kind: BundleKind, k: int, left: list[list[int]], counts: list[list[int]]) -> int:
-    wanted = kind.count
+    remaining = kind.count
     for room, row in zip(left, counts, strict=True):
-        if not wanted:
+        if not remaining:
             break
-        taken = min(wanted, _room_for(kind, room))
+        taken = min(remaining, _room_for(kind, room))
         row[k] = taken
         _subtract(room, kind.size, taken)
-        wanted -= taken
-    return wanted
+        remaining -= taken
+    return remaining
 
 
 def _spread_evenly(kind: BundleKind, k: int, left: list[list[int]], counts: list[list[int]]) -> int:
     """Prefers the node with the fewest bundles of the kind, then with the fewest bundles."""
-    wanted = kind.count
+    remaining = kind.count
     heap = [(0, sum(row), number) for number, row in enumerate(counts) if _room_for(kind, left[number])]
     heapq.heapify(heap)
-    while wanted and heap:
+    while remaining and heap:
         of_kind, of_all, number = heapq.heappop(heap)
         counts[number][k] += 1
         _subtract(left[number], kind.size, 1)
-        wanted -= 1
+        remaining -= 1
         if not kind.once and _room_for(kind, left[number]):
             heapq.heappush(heap, (of_kind + 1, of_all + 1, number))
-    return wanted
+    return remaining
 
 
 def _room_for(kind: BundleKind, room: Sequence[int]) -> int:
@@ -106,8 +106,8 @@ def _may_fit(kinds: Sequence[BundleKind], rooms: Sequence[SizeVector]) -> bool:
     return _fits_in_total([kind.count for kind in kinds], kinds, [sum(axis) for axis in zip(*rooms, strict=True)])
 
 
-def _fits_in_total(wanted: Sequence[int], kinds: Sequence[BundleKind], room: Sequence[int]) -> bool:
-    needs = [sum(n * kind.size[axis] for n, kind in zip(wanted, kinds, strict=True)) for axis in range(len(room))]
+def _fits_in_total(remaining: Sequence[int], kinds: Sequence[BundleKind], room: Sequence[int]) -> bool:
+    needs = [sum(n * kind.size[axis] for n, kind in zip(remaining, kinds, strict=True)) for axis in range(len(room))]
     return all(need <= has for need, has in zip(needs, room, strict=True))
 
 
@@ -123,11 +123,11 @@ def _search_patterns(kinds: Sequence[BundleKind], rooms: Sequence[SizeVector], b
     chosen: list[KindCounts] = []
     dead: set[tuple[int, KindCounts]] = set()
     for _ in range(budget):
-        wanted, options = stack[-1]
+        remaining, options = stack[-1]
         try:
             pattern = next(options)
         except StopIteration:
-            dead.add((len(stack), wanted))
+            dead.add((len(stack), remaining))
             stack.pop()
             if not stack:
                 return None
@@ -135,7 +135,7 @@ def _search_patterns(kinds: Sequence[BundleKind], rooms: Sequence[SizeVector], b
             continue
         if pattern is None:
             continue
-        rest = tuple(w - p for w, p in zip(wanted, pattern, strict=True))
+        rest = tuple(w - p for w, p in zip(remaining, pattern, strict=True))
         depth = len(stack)
         if not any(rest):
             return [*chosen, pattern, *[(0,) * len(kinds)] * (len(rooms) - depth)]
@@ -145,19 +145,19 @@ def _search_patterns(kinds: Sequence[BundleKind], rooms: Sequence[SizeVector], b
     return None
 
 
-def _patterns(kinds: Sequence[BundleKind], wanted: KindCounts, room: SizeVector) -> Iterator[KindCounts | None]:
+def _patterns(kinds: Sequence[BundleKind], remaining: KindCounts, room: SizeVector) -> Iterator[KindCounts | None]:
     """Combinations of kinds that cannot be extended, most of the first kind first; None for an extendable one."""
     counts = [0] * len(kinds)
 
     def below(k: int, left: list[int]) -> Iterator[KindCounts | None]:
         if k == len(kinds):
             full = not any(
-                counts[j] < wanted[j] and not (kind.once and counts[j]) and _room_for(kind, left)
+                counts[j] < remaining[j] and not (kind.once and counts[j]) and _room_for(kind, left)
                 for j, kind in enumerate(kinds)
             )
             yield tuple(counts) if full else None
             return
-        for many in range(min(wanted[k], _room_for(kinds[k], left)), -1, -1):
+        for many in range(min(remaining[k], _room_for(kinds[k], left)), -1, -1):
             counts[k] = many
             rest = left.copy()
             _subtract(rest, kinds[k].size, many)

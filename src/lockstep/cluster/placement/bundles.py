@@ -78,7 +78,7 @@ class PlacementError(ValueError):
     """The placement contradicts itself or the number of processes; names the fields."""
 
 
-def make_bundles(wanted: Sequence[ProcessRequest], placement: PlacementConfig) -> list[Bundle]:
+def make_bundles(requests: Sequence[ProcessRequest], placement: PlacementConfig) -> list[Bundle]:
     """Groups all processes into bundles: one per process; one for a role's share of a node where the placement sets the
     number of nodes; one for an engine and the ranks that share GPUs. Ranks keep their order, so neighbours stay
     together.
@@ -86,9 +86,9 @@ def make_bundles(wanted: Sequence[ProcessRequest], placement: PlacementConfig) -
     Raises:
         PlacementError: nodes, GPUs per node and number of processes contradict each other.
     """
-    ranks = sorted((each for each in wanted if each.role == "policy"), key=lambda each: each.rank)
-    engines = sorted((each for each in wanted if each.role == "rollout"), key=lambda each: each.rank)
-    others = [each for each in wanted if each.role not in ("policy", "rollout")]
+    ranks = sorted((each for each in requests if each.role == "policy"), key=lambda each: each.rank)
+    engines = sorted((each for each in requests if each.role == "rollout"), key=lambda each: each.rank)
+    others = [each for each in requests if each.role not in ("policy", "rollout")]
     if placement.shared and ranks and engines:
         found = _colocated_bundles(ranks, engines, placement)
     else:
@@ -96,9 +96,9 @@ def make_bundles(wanted: Sequence[ProcessRequest], placement: PlacementConfig) -
     return found + [_single_bundle(each) for each in others]
 
 
-def total_gpus(wanted: Sequence[ProcessRequest], placement: PlacementConfig) -> int:
+def total_gpus(requests: Sequence[ProcessRequest], placement: PlacementConfig) -> int:
     """GPUs of all bundles; shared ones count once. Raises PlacementError."""
-    return sum(bundle.gpus for bundle in make_bundles(wanted, placement))
+    return sum(bundle.gpus for bundle in make_bundles(requests, placement))
 
 
 def _separate_bundles(processes: Sequence[ProcessRequest], role: RolePlacement) -> list[Bundle]:
@@ -158,14 +158,14 @@ def _merge_role_placements(placement: PlacementConfig) -> RolePlacement:
     )
 
 
-def processes_per_node(role: str, said: RolePlacement, count: int, width: int) -> int | None:
+def processes_per_node(role: str, role_placement: RolePlacement, count: int, width: int) -> int | None:
     """How many processes of `width` GPUs each node of the role has; None where the placement leaves it open. On CPUs
     (`width` 1), GPUs per node mean processes per node.
 
     Raises:
         PlacementError: the placement contradicts the number of processes.
     """
-    nodes, gpus, name = said.nodes, said.gpus_per_node, f"placement.{role}"
+    nodes, gpus, name = role_placement.nodes, role_placement.gpus_per_node, f"placement.{role}"
     field = COUNT_FIELD[role]
     if gpus is not None and gpus % width:
         raise PlacementError(

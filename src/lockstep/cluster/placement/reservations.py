@@ -49,9 +49,9 @@ class Reservation:
     """By process."""
 
     @classmethod
-    def from_json(cls, said: dict[str, Any]) -> Self:
+    def from_json(cls, data: dict[str, Any]) -> Self:
         """From the JSON of `asdict`."""
-        return cls(said["group"], said["node"], {name: tuple(gpus) for name, gpus in said["gpus"].items()})
+        return cls(data["group"], data["node"], {name: tuple(gpus) for name, gpus in data["gpus"].items()})
 
 
 ReserveFunction = Callable[[Assignment], list[Reservation]]
@@ -64,22 +64,22 @@ class ReservationTable:
     Args:
         held: reservations of an earlier controller of the run.
 
-    A process whose reservation is lost has none until a `move`. One thread at a time may call `settle` or `move`.
+    A process whose reservation is lost has none until a `replace`. One thread at a time may call `settle` or `replace`.
     """
 
     def __init__(
-        self, wanted: Sequence[ProcessRequest], placement: PlacementConfig, held: Sequence[Reservation] = ()
+        self, requests: Sequence[ProcessRequest], placement: PlacementConfig, held: Sequence[Reservation] = ()
     ) -> None:
-        self._wanted, self._placement = {each.name: each for each in wanted}, placement
+        self._requests, self._placement = {each.name: each for each in requests}, placement
         self.held = list(held)
-        self._dismissed: set[str] = set()
+        self._unused: set[str] = set()
         """Ranks that the trainer runs without."""
-        self._told, self._told_at = "", 0.0
+        self._notice, self._noticed_at = "", 0.0
         self._lock = threading.Lock()
 
     def __contains__(self, name: str) -> bool:
         """Whether resources are to be reserved for the process."""
-        return name in self._wanted
+        return name in self._requests
 
     def of(self, name: str) -> ProcessPlacement | None:
         """Where the process runs; None where nothing is reserved for it."""
@@ -87,7 +87,7 @@ class ReservationTable:
         return None if held is None else ProcessPlacement(held.node, held.gpus[name])
 
     def needs_gpus(self, name: str) -> bool:
-        return self._wanted[name].gpus > 0
+        return self._requests[name].gpus > 0
 
     def settle(
         self,
@@ -108,10 +108,10 @@ class ReservationTable:
 
         def attempt() -> bool | None:
             try:
-                assignment = assign(list(self._wanted.values()), self._placement, look())
-                self._take(reserve(assignment), assignment, logging.WARNING if self._told else logging.INFO)
+                assignment = assign(list(self._requests.values()), self._placement, look())
+                self._record(reserve(assignment), assignment, logging.WARNING if self._notice else logging.INFO)
             except (NodesBusy, ReservationConflict, AllocatorUnavailable) as error:
-                self.tell(str(error), again_after_s=6 * notice_after_s)
+                self.notify(str(error), again_after_s=6 * notice_after_s)
                 return None
             return True
 
@@ -120,25 +120,25 @@ class ReservationTable:
             every_s=POLL_S, timeout_s=busy_limit_s or UNBOUNDED_S, notice_after_s=None,
         )  # fmt: skip
 
-    def lose(self, node: str) -> list[str]:
+    def drop_node(self, node: str) -> list[str]:
         """Drops the reservations on a lost node; the groups to release."""
         with self._lock:
             lost = [each for each in self.held if each.node == node]
             self.held = [each for each in self.held if each.node != node]
         return [each.group for each in lost]
 
-    def muster(self, ranks: Collection[str], nodes: Collection[str]) -> None:
+    def set_ranks(self, ranks: Collection[str], nodes: Collection[str]) -> None:
         """Sets the current trainer ranks. A rank without a place on one of these nodes (given by id) gets the place of
         a rank that is no longer used."""
-        policy = [each.name for each in self._wanted.values() if each.role == "policy"]
+        policy = [each.name for each in self._requests.values() if each.role == "policy"]
         with self._lock:
-            self._dismissed = {name for name in policy if name not in ranks}
-            free = [name for name in policy if name in self._dismissed and self._is_on(name, nodes)]
+            self._unused = {name for name in policy if name not in ranks}
+            free = [name for name in policy if name in self._unused and self._is_on(name, nodes)]
             for name in ranks:
-                if free and name in self._wanted and not self._is_on(name, nodes):
+                if free and name in self._requests and not self._is_on(name, nodes):
                     self._exchange(name, free.pop(0))
 
-    def move(self, name: str, nodes: Sequence[NodeResources], reserve: ReserveFunction) -> None:
+    def replace(self, name: str, nodes: Sequence[NodeResources], reserve: ReserveFunction) -> None:
         """Reserves a new place for the process, and for all others without one, on free resources. If there is too
         little, trainer ranks have priority, as the run cannot continue without them.
 
@@ -146,53 +146,53 @@ class ReservationTable:
             PlacementError: no place; and what `reserve` raises.
         """
         refused: PlacementError | None = None
-        for wanted in self._together(name):
+        for requests in self._request_sets(name):
             try:
-                assignment = assign(wanted, self._loose(wanted), nodes)
+                assignment = assign(requests, self._relaxed(requests), nodes)
             except (NodesBusy, DoesNotFit) as error:
                 refused = refused or error
                 continue
-            self._take(reserve(assignment), assignment, logging.WARNING)
+            self._record(reserve(assignment), assignment, logging.WARNING)
             return
         assert refused is not None
         raise refused
 
-    def tell(self, text: str, again_after_s: float = float("inf")) -> None:
+    def notify(self, text: str, again_after_s: float = float("inf")) -> None:
         """Logs why a process has no place: once per reason."""
         now = time.monotonic()
-        if text != self._told or now - self._told_at > again_after_s:
+        if text != self._notice or now - self._noticed_at > again_after_s:
             log.warning("%s", text)
-            self._told, self._told_at = text, now
+            self._notice, self._noticed_at = text, now
 
     # ---
 
-    def _homeless(self) -> list[ProcessRequest]:
+    def _unplaced(self) -> list[ProcessRequest]:
         placed = {name for each in self.held for name in each.gpus}
-        return [each for name, each in self._wanted.items() if name not in placed and name not in self._dismissed]
+        return [each for name, each in self._requests.items() if name not in placed and name not in self._unused]
 
-    def _together(self, name: str) -> Iterator[list[ProcessRequest]]:
+    def _request_sets(self, name: str) -> Iterator[list[ProcessRequest]]:
         """Sets of processes to reserve for together: all that have no place, else as few as possible."""
-        homeless = self._homeless()
-        yield homeless
-        bundles = make_bundles(homeless, self._loose(homeless))
+        unplaced = self._unplaced()
+        yield unplaced
+        bundles = make_bundles(unplaced, self._relaxed(unplaced))
         own = next(bundle for bundle in bundles if name in bundle.processes)
         first = [bundle for bundle in bundles if bundle is own or "policy" in bundle.roles]
         names = {name for bundle in first for name in bundle.processes}
-        if len(names) < len(homeless):
-            yield [each for each in homeless if each.name in names]
+        if len(names) < len(unplaced):
+            yield [each for each in unplaced if each.name in names]
 
-    def _loose(self, wanted: Sequence[ProcessRequest]) -> PlacementConfig:
-        loose = relax_placement(self._placement)
+    def _relaxed(self, requests: Sequence[ProcessRequest]) -> PlacementConfig:
+        relaxed = relax_placement(self._placement)
         try:
-            make_bundles(wanted, loose)
+            make_bundles(requests, relaxed)
         except PlacementError:  # engines without the ranks whose GPUs they were to share
-            return loose.model_copy(update={"colocate": ()})
-        return loose
+            return relaxed.model_copy(update={"colocate": ()})
+        return relaxed
 
-    def _take(self, held: list[Reservation], assignment: Assignment, level: int) -> None:
+    def _record(self, held: list[Reservation], assignment: Assignment, level: int) -> None:
         with self._lock:
             self.held = [*self.held, *held]
-        self._told = ""
+        self._notice = ""
         for node, address, processes, cpus, gpus in assignment.rows():
             available = f"{cpus} CPUs" + (f" and {gpus} GPUs" if gpus else "")
             log.log(level, "reserved for %s on %s (%s): %s", processes, node, address, available)

@@ -12,7 +12,7 @@ MAX_SUGGESTIONS = 4
 """Largest number of suggestions."""
 
 
-def suggest_placements(wanted: Sequence[ProcessRequest], placement: PlacementConfig, fits: FitCheck) -> list[str]:
+def suggest_placements(requests: Sequence[ProcessRequest], placement: PlacementConfig, fits: FitCheck) -> list[str]:
     """Settings with each of which the run would fit; a single change if one is enough."""
     found: list[str] = []
     for look in (
@@ -26,59 +26,59 @@ def suggest_placements(wanted: Sequence[ProcessRequest], placement: PlacementCon
     ):
         if len(found) == MAX_SUGGESTIONS:
             break
-        answer = next(look(list(wanted), placement, fits), None)
+        answer = next(look(list(requests), placement, fits), None)
         if answer is not None:
             found.append(answer)
     if not found:
-        found += _suggest_halving(list(wanted), placement, fits)
+        found += _suggest_halving(list(requests), placement, fits)
     return found
 
 
-def _processes_of(wanted: Sequence[ProcessRequest], role: str) -> list[ProcessRequest]:
-    return sorted((each for each in wanted if each.role == role), key=lambda each: each.rank)
+def _processes_of(requests: Sequence[ProcessRequest], role: str) -> list[ProcessRequest]:
+    return sorted((each for each in requests if each.role == role), key=lambda each: each.rank)
 
 
-def _keep_first(wanted: Sequence[ProcessRequest], role: str, count: int) -> list[ProcessRequest]:
+def _keep_first(requests: Sequence[ProcessRequest], role: str, count: int) -> list[ProcessRequest]:
     """The first `count` processes of a role, and all other processes."""
-    return [each for each in wanted if each.role != role or each.rank < count]
+    return [each for each in requests if each.role != role or each.rank < count]
 
 
-def _suggest_colocation(wanted: list[ProcessRequest], placement: PlacementConfig, fits: FitCheck) -> Iterator[str]:
-    ranks, engines = _processes_of(wanted, "policy"), _processes_of(wanted, "rollout")
+def _suggest_colocation(requests: list[ProcessRequest], placement: PlacementConfig, fits: FitCheck) -> Iterator[str]:
+    ranks, engines = _processes_of(requests, "policy"), _processes_of(requests, "rollout")
     if placement.shared or not ranks or not engines or not ranks[0].gpus:
         return
     together = placement.model_copy(update={"colocate": "all"})
-    if fits(wanted, together):
+    if fits(requests, together):
         yield "placement.colocate=all"
     most = len(ranks) // engines[0].gpus
-    if most < len(engines) and most and fits(_keep_first(wanted, "rollout", most), together):
+    if most < len(engines) and most and fits(_keep_first(requests, "rollout", most), together):
         yield f"placement.colocate=all with rollout.engine.count={most}"
 
 
 def _suggest_narrower_engines(
-    wanted: list[ProcessRequest], placement: PlacementConfig, fits: FitCheck
+    requests: list[ProcessRequest], placement: PlacementConfig, fits: FitCheck
 ) -> Iterator[str]:
-    engines = _processes_of(wanted, "rollout")
+    engines = _processes_of(requests, "rollout")
     width = engines[0].gpus if engines else 0
     for less in range(width - 1, 0, -1):
         if width % less == 0:
-            narrow = [replace(each, gpus=less) if each.role == "rollout" else each for each in wanted]
+            narrow = [replace(each, gpus=less) if each.role == "rollout" else each for each in requests]
             if fits(narrow, placement):
                 yield f"rollout.engine.tensor_parallel_size={less}"
 
 
-def _suggest_fewer_ranks(wanted: list[ProcessRequest], placement: PlacementConfig, fits: FitCheck) -> Iterator[str]:
-    engines = _processes_of(wanted, "rollout")
+def _suggest_fewer_ranks(requests: list[ProcessRequest], placement: PlacementConfig, fits: FitCheck) -> Iterator[str]:
+    engines = _processes_of(requests, "rollout")
 
     def less(count: int) -> tuple[list[ProcessRequest], PlacementConfig]:
-        fewer = _keep_first(wanted, "policy", count)
+        fewer = _keep_first(requests, "policy", count)
         if placement.shared and engines:  # an engine uses its ranks' GPUs
             fewer = _keep_first(fewer, "rollout", min(len(engines), count // max(engines[0].gpus, 1)))
         return fewer, placement.model_copy(
-            update={"policy": _on_fewer_nodes(placement.policy, "policy", wanted, count)}
+            update={"policy": _on_fewer_nodes(placement.policy, "policy", requests, count)}
         )
 
-    for count in _largest_fitting(len(_processes_of(wanted, "policy")), lambda count: fits(*less(count))):
+    for count in _largest_fitting(len(_processes_of(requests, "policy")), lambda count: fits(*less(count))):
         kept = len(_processes_of(less(count)[0], "rollout"))
         if engines and not kept:
             return
@@ -88,75 +88,77 @@ def _suggest_fewer_ranks(wanted: list[ProcessRequest], placement: PlacementConfi
         yield f"trainer.ranks={count}" + (f" with {' and '.join(also)}" if also else "")
 
 
-def _suggest_fewer_engines(wanted: list[ProcessRequest], placement: PlacementConfig, fits: FitCheck) -> Iterator[str]:
+def _suggest_fewer_engines(requests: list[ProcessRequest], placement: PlacementConfig, fits: FitCheck) -> Iterator[str]:
     def less(count: int) -> tuple[list[ProcessRequest], PlacementConfig]:
-        role = _on_fewer_nodes(placement.rollout, "rollout", wanted, count)
-        return _keep_first(wanted, "rollout", count), placement.model_copy(update={"rollout": role})
+        role = _on_fewer_nodes(placement.rollout, "rollout", requests, count)
+        return _keep_first(requests, "rollout", count), placement.model_copy(update={"rollout": role})
 
-    for count in _largest_fitting(len(_processes_of(wanted, "rollout")), lambda count: fits(*less(count))):
+    for count in _largest_fitting(len(_processes_of(requests, "rollout")), lambda count: fits(*less(count))):
         nodes = less(count)[1].rollout.nodes
         also = f" with placement.rollout.nodes={nodes}" if nodes != placement.rollout.nodes else ""
         yield f"rollout.engine.count={count}{also}"
 
 
-def _on_fewer_nodes(role: RolePlacement, name: str, wanted: Sequence[ProcessRequest], count: int) -> RolePlacement:
+def _on_fewer_nodes(role: RolePlacement, name: str, requests: Sequence[ProcessRequest], count: int) -> RolePlacement:
     """With the same number per node as before."""
-    all_of = len(_processes_of(wanted, name))
+    all_of = len(_processes_of(requests, name))
     if role.nodes is None or all_of % role.nodes or count % (all_of // role.nodes):
         return role
     return role.model_copy(update={"nodes": count // (all_of // role.nodes)})
 
 
-def _suggest_any_nodes(wanted: list[ProcessRequest], placement: PlacementConfig, fits: FitCheck) -> Iterator[str]:
+def _suggest_any_nodes(requests: list[ProcessRequest], placement: PlacementConfig, fits: FitCheck) -> Iterator[str]:
     """Removes limits on the number of nodes."""
     for names in (("policy",), ("rollout",), ("policy", "rollout")):
-        said = {name: getattr(placement, name) for name in names}
+        roles = {name: getattr(placement, name) for name in names}
         fields = [
             f"placement.{name}.{field}"
-            for name, role in said.items()
+            for name, role in roles.items()
             for field in ("nodes", "gpus_per_node")
             if getattr(role, field) is not None
         ]
         if not fields:
             continue
-        open_ = {name: role.model_copy(update={"nodes": None, "gpus_per_node": None}) for name, role in said.items()}
-        if fits(wanted, placement.model_copy(update=open_)):
+        open_ = {name: role.model_copy(update={"nodes": None, "gpus_per_node": None}) for name, role in roles.items()}
+        if fits(requests, placement.model_copy(update=open_)):
             yield f"without {' and '.join(fields)}"
 
 
-def _suggest_fewer_cores(wanted: list[ProcessRequest], placement: PlacementConfig, fits: FitCheck) -> Iterator[str]:
+def _suggest_fewer_cores(requests: list[ProcessRequest], placement: PlacementConfig, fits: FitCheck) -> Iterator[str]:
     for share in (0.5, 0.25, 0.1):
         for roles in (("policy",), ("rollout",), ("policy", "rollout")):
             cpus = {name: getattr(placement, name).cpus * share for name in roles}
-            least = [replace(e, cpus=e.cpus * share) if e.role in roles else e for e in wanted]
+            least = [replace(e, cpus=e.cpus * share) if e.role in roles else e for e in requests]
             if fits(least, placement):
                 yield " ".join(f"placement.{name}.cpus={round(value, 4):g}" for name, value in cpus.items())
 
 
-def _suggest_fewer_scorers(wanted: list[ProcessRequest], placement: PlacementConfig, fits: FitCheck) -> Iterator[str]:
+def _suggest_fewer_scorers(requests: list[ProcessRequest], placement: PlacementConfig, fits: FitCheck) -> Iterator[str]:
     for role, field in (("reward", "reward.workers"), ("environment", "rollout.environment.workers")):
-        have = len(_processes_of(wanted, role))
-        for count in _largest_fitting(have, lambda count, role=role: fits(_keep_first(wanted, role, count), placement)):  # type: ignore[misc]
+        have = len(_processes_of(requests, role))
+        for count in _largest_fitting(
+            have, lambda count, role=role: fits(_keep_first(requests, role, count), placement)
+        ):  # type: ignore[misc]
             yield f"{field}={count}"
 
 
-def _suggest_halving(wanted: list[ProcessRequest], placement: PlacementConfig, fits: FitCheck) -> Iterator[str]:
+def _suggest_halving(requests: list[ProcessRequest], placement: PlacementConfig, fits: FitCheck) -> Iterator[str]:
     """Halves all counts and the engines' width repeatedly, without limits on the number of nodes."""
     any_number = {"nodes": None, "gpus_per_node": None}
     open_ = {name: getattr(placement, name).model_copy(update=any_number) for name in ("policy", "rollout")}
-    said = open_ != {"policy": placement.policy, "rollout": placement.rollout}
+    limited = open_ != {"policy": placement.policy, "rollout": placement.rollout}
     placement = placement.model_copy(update=open_)
-    begun = {role: len(_processes_of(wanted, role)) for role in COUNT_FIELD}
-    counts, width = dict(begun), max((each.gpus for each in wanted if each.role == "rollout"), default=0)
+    initial = {role: len(_processes_of(requests, role)) for role in COUNT_FIELD}
+    counts, width = dict(initial), max((each.gpus for each in requests if each.role == "rollout"), default=0)
     widest = width
     while width > 1 or any(count > 1 for count in counts.values()):
         counts, width = {role: max(count // 2, min(count, 1)) for role, count in counts.items()}, max(width // 2, 1)
-        less = [each for each in wanted if each.rank < counts[each.role]]
+        less = [each for each in requests if each.rank < counts[each.role]]
         less = [replace(e, gpus=min(e.gpus, width)) if e.role == "rollout" else e for e in less]
         if fits(less, placement):
-            changed = [f"{field}={counts[role]}" for role, field in COUNT_FIELD.items() if counts[role] < begun[role]]
+            changed = [f"{field}={counts[role]}" for role, field in COUNT_FIELD.items() if counts[role] < initial[role]]
             changed += [f"rollout.engine.tensor_parallel_size={width}"] if width < widest else []
-            yield " with ".join(changed) + (" without nodes and gpus_per_node of the placement" if said else "")
+            yield " with ".join(changed) + (" without nodes and gpus_per_node of the placement" if limited else "")
             return
 
 

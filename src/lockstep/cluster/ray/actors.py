@@ -100,9 +100,9 @@ def kill_actors(node_actors: Iterable[Any]) -> None:
 def stop_actors(node_actors: Iterable[tuple[str, Any]], generation: int) -> None:
     """Stops actors (pairs of node name and actor) with their agents and reservations, except those of a later
     generation. An actor that does not respond ends by itself, since it gets no more requests."""
-    asked = [(name, actor.leave.remote(generation)) for name, actor in node_actors]
+    refs = [(name, actor.leave.remote(generation)) for name, actor in node_actors]
     until = time.monotonic() + STOP_ACTORS_S
-    for name, ref in asked:
+    for name, ref in refs:
         try:
             ray_get(ref, name, "the run's actor there ends", timeout_s=max(0.1, until - time.monotonic()))
         except Superseded as error:
@@ -121,11 +121,11 @@ def tie_to_controller(node_actors: Iterable[tuple[str, Any, bool]], generation: 
     """
     pid = os.getpid()
     me = pid, processes.start_ticks(pid)
-    asked = [
+    refs = [
         (name, actor.watch_controller.remote(generation, *(me if here else (None, None)), grace_s))
         for name, actor, here in node_actors
     ]
-    for name, ref in asked:
+    for name, ref in refs:
         ray_get(ref, name, "the run's actor there follows this controller")
 
 
@@ -168,24 +168,28 @@ def check_reachable_from_nodes(
         NodeRefused: a node does not.
         WaitTimeout, Ray's errors: its actor does not respond.
     """
-    doors = [ListeningPort(what, socket.gethostname(), *where) for what, where in listening.items()]
-    asked = [(name, actor.dial.remote([(door.host, door.port) for door in doors])) for name, actor in nodes]
-    for name, ref in asked:
-        for door, why in zip(doors, ray_get(ref, name, "whether it reaches this host", REACHABILITY_S), strict=True):
+    listeners = [ListeningPort(what, socket.gethostname(), *where) for what, where in listening.items()]
+    refs = [
+        (name, actor.dial.remote([(listener.host, listener.port) for listener in listeners])) for name, actor in nodes
+    ]
+    for name, ref in refs:
+        for listener, why in zip(
+            listeners, ray_get(ref, name, "whether it reaches this host", REACHABILITY_S), strict=True
+        ):
             if why is not None:
-                raise _unreachable_error(name, door, why, ports)
+                raise _unreachable_error(name, listener, why, ports)
 
 
-def check_reachable_from_here(door: ListeningPort, ports: PortRange | None) -> None:
+def check_reachable_from_here(listener: ListeningPort, ports: PortRange | None) -> None:
     """Checks that this host reaches a port of a node. Raises NodeRefused."""
-    why = connect_problem(door.host, door.port)
+    why = connect_problem(listener.host, listener.port)
     if why is not None:
-        raise _unreachable_error(socket.gethostname(), door, why, ports)
+        raise _unreachable_error(socket.gethostname(), listener, why, ports)
 
 
-def _unreachable_error(who: str, door: ListeningPort, why: str, ports: PortRange | None) -> NodeRefused:
+def _unreachable_error(who: str, listener: ListeningPort, why: str, ports: PortRange | None) -> NodeRefused:
     what = "it, or ports set in cluster.ports," if ports is None else f"{ports[0]} to {ports[1]} (cluster.ports)"
     return NodeRefused(
-        f"{who} cannot reach port {door.port} of {door.node} ({door.host}), where {door.what} listens ({why}): "
-        f"open {what} between all nodes of the run"
+        f"{who} cannot reach port {listener.port} of {listener.node} ({listener.host}), where {listener.what} listens "
+        f"({why}): open {what} between all nodes of the run"
     )

@@ -121,7 +121,7 @@ class NodeActor:
             each.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._agent: ServiceAddress | None = None
         self._controller: tuple[int, int | None] | None = None
-        self._grace_s, self._wanted_at = 0.0, time.monotonic()
+        self._grace_s, self._needed_at = 0.0, time.monotonic()
         self._groups: list[Any] = []
         self._held: list[dict[str, Any]] = []
         threading.Thread(target=self._watch, name="actor", daemon=True).start()
@@ -149,7 +149,7 @@ class NodeActor:
             AgentError: the agent does not start, or the request is void.
         """
         chosen = Leader(**leader)
-        self._admit(chosen.generation)
+        self._check_generation(chosen.generation)
         mine = chosen.generation, order
         with self._admitting:
             self._order = max(self._order, mine)
@@ -176,16 +176,16 @@ class NodeActor:
     def _agent_lives(self) -> bool:
         return self._agent is not None and processes.is_alive(self._agent.pid, self._agent.start_ticks)
 
-    def _admit(self, generation: int) -> None:
+    def _check_generation(self, generation: int) -> None:
         with self._admitting:
             if generation < self._generation:
                 raise Superseded(self._run, generation, self._generation)
-            self._generation, self._wanted_at = generation, time.monotonic()
+            self._generation, self._needed_at = generation, time.monotonic()
 
     def hand_over(self, generation: int, files: list[tuple[str, str]]) -> dict[str, Any]:
         """What a later controller needs to continue with this node; from now on its grace counts. Includes one of its
         `files` (see `node_versions.imported_files`) that has changed since this actor started. Raises Superseded."""
-        self._admit(generation)
+        self._check_generation(generation)
         with self._starting:
             if not self._agent_lives:  # nor any worker, so that their beacons are outdated
                 shutil.rmtree(run_shm_dir(self._run), ignore_errors=True)
@@ -197,14 +197,14 @@ class NodeActor:
 
     def watch_controller(self, generation: int, pid: int | None, start_ticks: int | None, grace_s: float) -> None:
         """Binds this actor's life to a process of this host, plus the grace. Raises Superseded."""
-        self._admit(generation)
+        self._check_generation(generation)
         self._controller = None if pid is None else (pid, start_ticks)
         self._grace_s = grace_s
 
     def reserve(self, generation: int, bundle: dict[str, float], counting: list[str]) -> str:
         """Creates a placement group on this node; its id. Groups that are not in `counting` are released first: the
         controller does not know of them, or could not release them because Ray did not respond. Raises Superseded."""
-        self._admit(generation)
+        self._check_generation(generation)
         with self._reserving:
             for left in [each for each in self._groups if each.id.hex() not in counting]:
                 ray.util.remove_placement_group(left)
@@ -213,27 +213,27 @@ class NodeActor:
             self._groups.append(group)
         return str(group.id.hex())
 
-    def keep(self, generation: int, held: list[dict[str, Any]]) -> None:
+    def save_reservations(self, generation: int, held: list[dict[str, Any]]) -> None:
         """Stores the reservations (see `Reservation`) for a later controller. Raises Superseded."""
-        self._admit(generation)
+        self._check_generation(generation)
         self._held = held
 
     def leave(self, generation: int) -> None:
         """Stops the agent with its workers, releases the reservations, and ends. Raises Superseded."""
-        self._admit(generation)
+        self._check_generation(generation)
         with self._starting:
             try:
                 self._end()
                 with contextlib.suppress(WaitTimeout):  # they end with this actor in any case
                     waits.future(
-                        run_in_thread(self._give_back, "releases"), waits_for="Ray",
+                        run_in_thread(self._release_groups, "releases"), waits_for="Ray",
                         why="releasing the reservations",
                         timeout_s=RELEASE_S,
                     )  # fmt: skip
             finally:
                 threading.Timer(REPLY_SENT_S, os._exit, [0]).start()
 
-    def _give_back(self) -> None:
+    def _release_groups(self) -> None:
         for group in self._groups:
             ray.util.remove_placement_group(group)
 
@@ -250,20 +250,20 @@ class NodeActor:
 
     def _watch(self) -> None:
         """Ends the actor when no controller can need it any more."""
-        while self._is_wanted():
+        while self._is_needed():
             waits.sleep(CHECK_S, "the next check whether this actor is needed")
         self._end()
         os._exit(0)
 
-    def _is_wanted(self) -> bool:
+    def _is_needed(self) -> bool:
         now, watched = time.monotonic(), self._controller
         if self._agent_lives if watched is None else processes.is_alive(*watched):
-            self._wanted_at = now
+            self._needed_at = now
         if watched is None:
-            patience_s = max(LINGER_S, self._grace_s)
+            linger_s = max(LINGER_S, self._grace_s)
         else:
-            patience_s = self._grace_s if self._agent is not None else 0.0  # without an agent nothing can be adopted
-        return now - self._wanted_at <= patience_s
+            linger_s = self._grace_s if self._agent is not None else 0.0  # without an agent nothing can be adopted
+        return now - self._needed_at <= linger_s
 
 
 def original_environment() -> dict[str, str]:

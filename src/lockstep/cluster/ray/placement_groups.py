@@ -37,7 +37,7 @@ def reserve_groups(
         Superseded: a later generation has the run.
     On failure nothing stays reserved; where Ray does not respond, only until the actor's next request or its end.
     """
-    asked = [
+    refs = [
         node_actors[share.node.id].reserve.remote(
             generation, _bundle_resources(share), [each.group for each in held if each.node == share.node.id]
         )
@@ -45,7 +45,7 @@ def reserve_groups(
     ]
     groups: list[PlacementGroup] = []
     try:
-        for share, ref in zip(assignment.shares, asked, strict=True):
+        for share, ref in zip(assignment.shares, refs, strict=True):
             name = ray_get(ref, share.node.name, "the run's placement group there", timeout_s=RESERVE_LIMIT_S)
             groups.append(PlacementGroup(PlacementGroupID(bytes.fromhex(name))))
         _wait_until_created(groups, assignment.shares, notice_after_s)
@@ -59,8 +59,8 @@ def reserve_groups(
 def _to_reservations(groups: Sequence[PlacementGroup], assignment: Assignment) -> list[Reservation]:
     """The groups as reservations, with the GPUs of each process."""
     found = []
-    asked = [_query_gpu_ids(group, share.gpus) for group, share in zip(groups, assignment.shares, strict=True)]
-    for group, share, ref in zip(groups, assignment.shares, asked, strict=True):
+    refs = [_query_gpu_ids(group, share.gpus) for group, share in zip(groups, assignment.shares, strict=True)]
+    for group, share, ref in zip(groups, assignment.shares, refs, strict=True):
         ids = [] if ref is None else ray_get(ref, share.node.name, "the ids of the run's GPUs")
         slots = {name: assignment.slots.get(name, ()) for name in share.processes}
         gpus = {name: tuple(ids[slot] for slot in of) for name, of in slots.items()}

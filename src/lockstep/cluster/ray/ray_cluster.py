@@ -77,11 +77,11 @@ REFUSAL_ERRORS = (
 class RayCluster(PlacedCluster):
     """The processes of one run on the nodes of a Ray cluster.
 
-    Ray lists the nodes, reserves what `wanted` needs, and starts an actor on each node. The actor starts the node's
+    Ray lists the nodes, reserves what `requests` needs, and starts an actor on each node. The actor starts the node's
     agent, and everything else goes through the agents.
 
     Args:
-        wanted: the run's processes with the resources they need. Other processes reserve nothing and run on the node
+        requests: the run's processes with the resources they need. Other processes reserve nothing and run on the node
             with the fewest processes.
         token, inherited: as in LocalCluster.
 
@@ -93,7 +93,7 @@ class RayCluster(PlacedCluster):
         AgentError, Superseded: as in LocalCluster.
     """
 
-    refusals = REFUSAL_ERRORS
+    unavailable_errors = REFUSAL_ERRORS
 
     def __init__(
         self,
@@ -103,16 +103,16 @@ class RayCluster(PlacedCluster):
         generation: int,
         token: str | None = None,
         inherited: InheritedRayNodes | None = None,
-        wanted: Sequence[ProcessRequest] = (),
+        requests: Sequence[ProcessRequest] = (),
         placement: PlacementConfig | None = None,
     ) -> None:
         self._config, placement = config, placement or PlacementConfig()
-        self._needs, self.ports = PlacedResources.of(wanted, placement), config.ports
+        self._needs, self.ports = PlacedResources.of(requests, placement), config.ports
         self._versions: dict[str, InstalledVersions] = {}
         """By name, for the run's nodes."""
         self._open = False
-        cpus = max(sum(each.cpus for each in wanted), os.cpu_count() or 1)
-        ray_session.open_session(config, cpus, total_gpus(wanted, placement))
+        cpus = max(sum(each.cpus for each in requests), os.cpu_count() or 1)
+        ray_session.open_session(config, cpus, total_gpus(requests, placement))
         self._open = True
         if inherited is not None:
             ray_session.close_session()  # the inherited session; the one opened above replaces it
@@ -121,7 +121,7 @@ class RayCluster(PlacedCluster):
             host = LOOPBACK if ray_session.has_private_ray() else controller_address(facts, config)
             token = token or (secrets.token_hex(32) if inherited is None else inherited.token)
             held = [] if inherited is None else inherited.held
-            super().__init__(config, run, folder, generation, token, host, wanted, placement, held)
+            super().__init__(config, run, folder, generation, token, host, requests, placement, held)
         except BaseException:
             ray_session.close_session()
             raise
@@ -146,12 +146,12 @@ class RayCluster(PlacedCluster):
 
     def _begin(self) -> None:
         """Starts with nothing left of an earlier generation."""
-        self._lead()
-        self._record()
-        self._settle_down()
+        self._publish_leader()
+        self._write_state()
+        self._reserve_places()
 
     def _inherit(self, inherited: InheritedRayNodes, facts: Sequence[NodeResources]) -> None:
-        self._record()
+        self._write_state()
         known = {each.id: each for each in facts}
         for left in inherited.left:  # the controller's own node comes first
             if left.agent is not None:
@@ -160,32 +160,32 @@ class RayCluster(PlacedCluster):
                 heir = self._node(known[left.node], StartedActor(left.actor, left.found))
                 heir.agent = left.agent
                 self._nodes.append(heir)
-        self._versions = {node.info.name: node.found["versions"] for node in self._kept}
-        self._lead()
-        for node in self._kept:
+        self._versions = {node.info.name: node.found["versions"] for node in self._ray_nodes}
+        self._publish_leader()
+        for node in self._ray_nodes:
             if node.agent is None:
-                self._revive(node)
+                self._restart_agent(node)
                 continue
             with contextlib.suppress(AgentGone):
                 self._orphans.add(node, node.agent.list())
                 node.agent.lead(self._leader(node.here))
-        self._keep()
+        self._save_reservations()
 
     # --- nodes
 
     @property
-    def _kept(self) -> list[RayNode]:
+    def _ray_nodes(self) -> list[RayNode]:
         """All nodes of the run."""
         return [node for node in self._nodes if isinstance(node, RayNode)]
 
-    def _look(self) -> list[NodeResources]:
-        self._must_be_open()
+    def _list_nodes(self) -> list[NodeResources]:
+        self._check_open()
         return alive_nodes()
 
-    def _employ(self, facts: Sequence[NodeResources], every: Sequence[NodeResources]) -> list[RayNode]:
+    def _start_actors(self, facts: Sequence[NodeResources], every: Sequence[NodeResources]) -> list[RayNode]:
         """Starts actors on nodes of the cluster that have no agent yet; on all of them or on none."""
         check_node_addresses(*([(each.name, each.address) for each in nodes] for nodes in (facts, every)))
-        have = {node.info.name for node in self._kept if node.has_gpus}
+        have = {node.info.name for node in self._ray_nodes if node.has_gpus}
         found, versions = actors.start_compatible_actors(facts, self._site, self._versions, have)
         nodes = [self._node(each, of) for each, of in zip(facts, found, strict=True)]
         try:
@@ -205,8 +205,8 @@ class RayCluster(PlacedCluster):
     def _start_agents(self, nodes: Sequence[RayNode]) -> None:
         """Starts agents side by side. Raises AgentError, NodeRefused, Ray's errors, Superseded, WaitTimeout,
         WireError."""
-        asked = [actors.request_agent(node.actor, self._leader(node.here), self._grace_s) for node in nodes]
-        for node, ref in zip(nodes, asked, strict=True):
+        refs = [actors.request_agent(node.actor, self._leader(node.here), self._grace_s) for node in nodes]
+        for node, ref in zip(nodes, refs, strict=True):
             self._attach(node, ref, ray_session.CONNECT_S)
 
     def _attach(self, node: RayNode, ref: Any, timeout_s: float) -> None:
@@ -222,7 +222,7 @@ class RayCluster(PlacedCluster):
     def _grace_s(self) -> float:
         return 0.0 if ray_session.has_private_ray() else self._config.orphan_grace_s
 
-    def _lead(self) -> None:
+    def _publish_leader(self) -> None:
         """Publishes this controller as the one that workers on this host connect to."""
         self._leader(True).publish(self._run)
 
@@ -232,13 +232,13 @@ class RayCluster(PlacedCluster):
             return Leader(self._generation, *where, pid, processes.start_ticks(pid), self._grace_s)
         return Leader(self._generation, *where, None, None, self._grace_s, self._config.node_lost_after_s)
 
-    def _keep(self) -> None:
+    def _save_reservations(self) -> None:
         """Records the reservations for a later controller."""
-        for node in self._kept:
+        for node in self._ray_nodes:
             held = [asdict(each) for each in self._places.held if each.node == node.id]
-            node.actor.keep.remote(self._generation, held)
+            node.actor.save_reservations.remote(self._generation, held)
 
-    def _record(self) -> None:
+    def _write_state(self) -> None:
         """Writes the state file, from which a later controller starts."""
         if not ray_session.has_private_ray():
             RayRunState(self._generation, self._run, self._needs).write(self._cluster_dir)
@@ -247,7 +247,7 @@ class RayCluster(PlacedCluster):
     def _superseded(self) -> bool:
         return super()._superseded or RayRunState.read(self._cluster_dir).generation > self._generation
 
-    def _living(self, node: ClusterNode) -> bool:
+    def _is_available(self, node: ClusterNode) -> bool:
         if node.alive or not isinstance(node, RayNode):
             return node.alive
         if time.monotonic() - node.refused_at < self._config.node_lost_after_s:
@@ -256,12 +256,12 @@ class RayCluster(PlacedCluster):
             there = is_node_alive(node.id)
         except RayUnresponsive:
             there = True  # without the head, its actor may still respond
-        if there and self._revive(node):
+        if there and self._restart_agent(node):
             return True
         node.refused_at = time.monotonic()
         return False
 
-    def _revive(self, node: RayNode) -> bool:
+    def _restart_agent(self, node: RayNode) -> bool:
         """Starts a new agent on a node that Ray still has; returns whether it started. Workers of the old agent have
         been given up."""
         log.warning("%s; starting a new agent there", node.why_lost)
@@ -284,7 +284,7 @@ class RayCluster(PlacedCluster):
         with self._lock:
             if self._closing:
                 node.agent.close()
-            self._must_be_open()
+            self._check_open()
         with contextlib.suppress(AgentGone):
             for worker in self._server.workers:
                 if worker.node is node:  # its beacon is still there, but outdated
@@ -308,7 +308,7 @@ class RayCluster(PlacedCluster):
             nodes = [assignment.nodes[0], *(node for node in nodes if node.id != assignment.nodes[0].id)]
         unknown = [each for each in nodes if self._node_of(each.id) is None]
         try:
-            new = self._employ(unknown, assignment.nodes)
+            new = self._start_actors(unknown, assignment.nodes)
         except (NodeRefused, VersionError, UnreachableAddress):
             self._unfit |= {each.id for each in unknown}
             raise
@@ -316,13 +316,13 @@ class RayCluster(PlacedCluster):
         try:
             own = [(node.info.name, node.actor, True) for node in new if node.here]
             actors.tie_to_controller(own, self._generation, self._grace_s)
-            node_actors = {node.id: node.actor for node in (*self._kept, *new)}
+            node_actors = {node.id: node.actor for node in (*self._ray_nodes, *new)}
             held = reserve_groups(
                 node_actors, self._generation, assignment, self._places.held, self._config.notice_after_s
             )
             self._start_agents(new)
             with self._lock:
-                self._must_be_open()
+                self._check_open()
                 self._nodes = sorted([*self._nodes, *new], key=lambda node: not node.here)
         except BaseException as error:
             self._outdated = self._outdated or isinstance(error, Superseded)
@@ -342,15 +342,15 @@ class RayCluster(PlacedCluster):
 
     def _end_nodes(self) -> None:
         stop_agents([node.agent for node in self._nodes if node.agent is not None and node.alive])
-        self._dissolve()
+        self._stop_actors()
 
     def _abandon_nodes(self) -> None:
         if not self._superseded:
-            self._dissolve()
+            self._stop_actors()
 
-    def _dissolve(self) -> None:
+    def _stop_actors(self) -> None:
         """Stops actors, with their reservations, and agents that are left."""
-        actors.stop_actors([(node.info.name, node.actor) for node in self._kept], self._generation)
+        actors.stop_actors([(node.info.name, node.actor) for node in self._ray_nodes], self._generation)
         if RayRunState.read(self._cluster_dir).run is not None:
             RayRunState(self._generation, None).write(self._cluster_dir)
         shutil.rmtree(run_shm_dir(self._run), ignore_errors=True)

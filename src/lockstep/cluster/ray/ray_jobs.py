@@ -89,7 +89,7 @@ def submit_job(
     entrypoint: str,
     folder: Path | None,
     env: Mapping[str, str],
-    asked: Callable[[RayJob], None] = lambda job: None,
+    on_attempt: Callable[[RayJob], None] = lambda job: None,
 ) -> RayJob:
     """Submits a run.
 
@@ -97,8 +97,8 @@ def submit_job(
         address: of the dashboard.
         name: of the run; the job's id begins with it.
         folder: becomes the job's working directory.
-        env: of the job's driver; everybody who sees the dashboard can read it.
-        asked: called with the job before each attempt to submit it.
+        env: of the job's driver; readable for all users of the dashboard.
+        on_attempt: called with the job before each attempt to submit it.
 
     Raises:
         SubmissionError: the dashboard does not respond or does not accept the job.
@@ -115,7 +115,7 @@ def submit_job(
             client.submit_job, entrypoint=entrypoint, runtime_env=runtime, submission_id=job.id,
             metadata={"lockstep_run": name},
         )  # fmt: skip
-        asked(job)
+        on_attempt(job)
         try:
             _call_dashboard(call, address, "submit the run", UPLOAD_S)
             return job
@@ -231,7 +231,7 @@ def _call_dashboard(call: Callable[[], T], address: str, what: str, limit_s: flo
     except WaitTimeout as error:
         raise SubmissionError(f"cannot {what}: {address} did not answer for {limit_s:g} s; {_ADDRESS_HINT}") from error
     except (ConnectionError, OSError) as error:
-        raise SubmissionError(f"cannot {what}: nobody listens at {address}; {_ADDRESS_HINT}") from error
+        raise SubmissionError(f"cannot {what}: nothing listens at {address}; {_ADDRESS_HINT}") from error
     except (RuntimeError, ValueError) as error:
         raise SubmissionError(
             f"cannot {what}: {address} replied: {_first_lines(error)}{_remedy(str(error))}"

@@ -125,9 +125,9 @@ class RayProbes:
             future = task.future()
             if name not in self._ended and future.done():
                 error = future.exception(0)
-                said = future.result(0) if error is None else next(iter(str(error).strip().splitlines()), "")
-                if said:
-                    self._ended[name] = said
+                output = future.result(0) if error is None else next(iter(str(error).strip().splitlines()), "")
+                if output:
+                    self._ended[name] = output
         return dict(self._ended)
 
     def stop(self) -> None:

@@ -40,9 +40,9 @@ class PlacedResources:
     placement: dict[str, Any] = field(default_factory=dict)
 
     @staticmethod
-    def of(wanted: Sequence[ProcessRequest], placement: PlacementConfig) -> "PlacedResources":
+    def of(requests: Sequence[ProcessRequest], placement: PlacementConfig) -> "PlacedResources":
         return PlacedResources(
-            {each.name: [each.cpus, each.gpus] for each in wanted}, placement.model_dump(mode="json")
+            {each.name: [each.cpus, each.gpus] for each in requests}, placement.model_dump(mode="json")
         )
 
     def difference(self, earlier: "PlacedResources") -> str | None:
@@ -78,8 +78,8 @@ class RayRunState:
     def read(cluster_dir: Path) -> "RayRunState":
         """Generation 0 if there is no readable file."""
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-            said = json.loads((cluster_dir / STATE_FILE).read_text())
-            return RayRunState(said["generation"], said["run"], PlacedResources(**said["needs"]))
+            state = json.loads((cluster_dir / STATE_FILE).read_text())
+            return RayRunState(state["generation"], state["run"], PlacedResources(**state["needs"]))
         return RayRunState()
 
 
@@ -117,7 +117,7 @@ class _FoundActor:
 
     node: str
     actor: Any
-    said: Mapping[str, Any]
+    state: Mapping[str, Any]
     found: Mapping[str, Any]
     near: bool
     """Whether it is on this process's node."""
@@ -133,7 +133,7 @@ class _FoundActor:
 
 
 def take_over_ray_actors(
-    config: Config, cluster_dir: Path, generation: int, wanted: Sequence[ProcessRequest], placement: PlacementConfig
+    config: Config, cluster_dir: Path, generation: int, requests: Sequence[ProcessRequest], placement: PlacementConfig
 ) -> InheritedRayNodes | None:
     """Takes over what an earlier generation of the run has left, within its grace. None where nothing is usable for
     these processes; the rest has been stopped then.
@@ -155,7 +155,7 @@ def take_over_ray_actors(
     inherited: InheritedRayNodes | None = None
     try:
         if not ray_session.has_private_ray():
-            difference = PlacedResources.of(wanted, placement).difference(record.needs)
+            difference = PlacedResources.of(requests, placement).difference(record.needs)
             inherited = _adopt_actors(config, run, generation, difference)
     finally:
         if inherited is None:
@@ -165,24 +165,26 @@ def take_over_ray_actors(
 
 def _adopt_actors(config: Config, run: str, generation: int, difference: str | None) -> InheritedRayNodes | None:
     """`difference`: between the run's needs and its reservations; None where there is none."""
-    remnants, late = _find_actors(run, generation)
-    if not remnants and not late:
+    found_actors, late = _find_actors(run, generation)
+    if not found_actors and not late:
         return None
     try:
-        _check_usable(remnants, late, difference)
-        tie_to_controller([(each.host, each.actor, each.here) for each in remnants], generation, config.orphan_grace_s)
+        _check_usable(found_actors, late, difference)
+        tie_to_controller(
+            [(each.host, each.actor, each.here) for each in found_actors], generation, config.orphan_grace_s
+        )
     except Superseded:
         raise
     except (_Unusable, ray.exceptions.RayError, WaitTimeout) as error:
         log.warning("cannot reuse what is left of %s, starting anew: %s", run, error)
-        stop_actors([*((each.host, each.actor) for each in remnants), *late], generation)
+        stop_actors([*((each.host, each.actor) for each in found_actors), *late], generation)
         return None
     left = [
         InheritedNode(each.node, each.actor, each.found, _adopt_actor_agent(config, each, generation))
-        for each in remnants
+        for each in found_actors
     ]
-    held = [Reservation.from_json(each) for remnant in remnants for each in remnant.said["held"]]
-    return InheritedRayNodes(run, str(remnants[0].said["token"]), left, held)
+    held = [Reservation.from_json(each) for found_actor in found_actors for each in found_actor.state["held"]]
+    return InheritedRayNodes(run, str(found_actors[0].state["token"]), left, held)
 
 
 def _find_actors(run: str, generation: int) -> tuple[list[_FoundActor], list[tuple[str, Any]]]:
@@ -191,18 +193,18 @@ def _find_actors(run: str, generation: int) -> tuple[list[_FoundActor], list[tup
     named = ray_call(lambda: ray.util.list_named_actors(all_namespaces=True), "finding the run's actors")
     names = [each["name"] for each in named if each["namespace"] == run]
     files, here = imported_files(), ray.get_runtime_context().get_node_id()
-    asked = []
+    replies = []
     for name in names:
         try:
             actor = ray_call(partial(ray.get_actor, name, run), "finding one of the run's actors")
         except ValueError:  # it has ended in the meantime
             continue
-        asked.append((name.split("-")[1], actor, actor.hand_over.remote(generation, files), actor.facts.remote()))
-    remnants: list[_FoundActor] = []
+        replies.append((name.split("-")[1], actor, actor.hand_over.remote(generation, files), actor.facts.remote()))
+    found_actors: list[_FoundActor] = []
     late: list[tuple[str, Any]] = []
-    for node, actor, said, found in asked:
+    for node, actor, state, found in replies:
         try:
-            what = ray_session.ray_get(said, node, "what is left there", timeout_s=ACTOR_REPLY_S)
+            what = ray_session.ray_get(state, node, "what is left there", timeout_s=ACTOR_REPLY_S)
             like = ray_session.ray_get(found, node, "the facts about it", timeout_s=ACTOR_REPLY_S)
         except Superseded:
             raise
@@ -212,32 +214,32 @@ def _find_actors(run: str, generation: int) -> tuple[list[_FoundActor], list[tup
         except WaitTimeout:
             late.append((node, actor))
             continue
-        remnants.append(_FoundActor(node, actor, what, like, node == here))
-    return sorted(remnants, key=lambda each: not each.near), late
+        found_actors.append(_FoundActor(node, actor, what, like, node == here))
+    return sorted(found_actors, key=lambda each: not each.near), late
 
 
 class _Unusable(Exception):
     """Why a run cannot reuse what is left."""
 
 
-def _check_usable(remnants: Sequence[_FoundActor], late: Sequence[tuple[str, Any]], difference: str | None) -> None:
+def _check_usable(found_actors: Sequence[_FoundActor], late: Sequence[tuple[str, Any]], difference: str | None) -> None:
     """Raises _Unusable."""
     if difference is not None:
         raise _Unusable(difference)
     if late:  # it may recover at any time, with workers whose places others have by then
         raise _Unusable(f"node {late[0][0]} does not respond, and is not lost yet")
-    if not remnants[0].near:
+    if not found_actors[0].near:
         raise _Unusable("the run is resumed on another host, which has no agent of it")
-    if not any(each.said["agent"] for each in remnants):
+    if not any(each.state["agent"] for each in found_actors):
         raise _Unusable("all its agents have ended")
-    for each in remnants:
-        if each.said["changed"] is not None:
-            raise _Unusable(f"{each.said['changed']} of {each.host} has changed since the run was last started")
+    for each in found_actors:
+        if each.state["changed"] is not None:
+            raise _Unusable(f"{each.state['changed']} of {each.host} has changed since the run was last started")
 
 
-def _adopt_actor_agent(config: Config, remnant: _FoundActor, generation: int) -> AgentClient | None:
-    if remnant.said["agent"] is None:
+def _adopt_actor_agent(config: Config, found_actor: _FoundActor, generation: int) -> AgentClient | None:
+    if found_actor.state["agent"] is None:
         return None
-    address, token = ServiceAddress(**remnant.said["agent"]), str(remnant.said["token"])
-    lost_after_s = None if remnant.here else config.node_lost_after_s
+    address, token = ServiceAddress(**found_actor.state["agent"]), str(found_actor.state["token"])
+    lost_after_s = None if found_actor.here else config.node_lost_after_s
     return adopt_agent(address, token, generation, config.orphan_grace_s, lost_after_s)

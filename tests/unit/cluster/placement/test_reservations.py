@@ -54,7 +54,7 @@ class Ground:
 
     def loses(self, node: str, places: ReservationTable) -> None:
         del self.gpus[node]
-        for group in places.lose(node):
+        for group in places.drop_node(node):
             self.give_back(group)
 
 
@@ -124,7 +124,7 @@ def test_all_of_a_lost_node_move_and_others_stay() -> None:
     assert set(nodes_of(places, wanted).values()) == {"a"} and len(nodes_of(places, wanted)) == 4
     ground.gpus |= {"c": 2, "d": 2}
     ground.free |= {"c": [0, 1], "d": [0, 1]}
-    places.move("policy-6", ground.look(), ground.reserve)
+    places.replace("policy-6", ground.look(), ground.reserve)
     assert [(each.node, sorted(each.gpus)) for each in places.held] == [
         ("a", ["policy-0", "policy-1", "policy-2", "policy-3"]),
         ("c", ["policy-4", "policy-5"]),
@@ -137,9 +137,9 @@ def test_a_node_that_comes_back_is_free_for_those_who_were_there() -> None:
     places = settled(ground, wanted)
     ground.loses("b", places)
     with pytest.raises(NodesBusy):
-        places.move("policy-4", ground.look(), ground.reserve)
+        places.replace("policy-4", ground.look(), ground.reserve)
     ground.gpus["b"], ground.free["b"] = 4, [0, 1, 2, 3]
-    places.move("policy-4", ground.look(), ground.reserve)
+    places.replace("policy-4", ground.look(), ground.reserve)
     assert sorted(nodes_of(places, wanted).values()) == ["a"] * 4 + ["b"] * 4
 
 
@@ -150,14 +150,14 @@ def test_ranks_go_first_where_there_is_not_enough_for_all() -> None:
     ground.gpus["c"], ground.free["c"] = 4, [0, 1]
     ground.loses("a", places)
     with pytest.raises(NodesBusy):
-        places.move("policy-0", ground.look(), ground.reserve)
+        places.replace("policy-0", ground.look(), ground.reserve)
     ground.free["c"] = [0, 1, 2, 3]
-    places.move("policy-0", ground.look(), ground.reserve)
+    places.replace("policy-0", ground.look(), ground.reserve)
     ground.loses("b", places)
     with pytest.raises(PlacementError):
-        places.move("engine-0", ground.look(), ground.reserve)
+        places.replace("engine-0", ground.look(), ground.reserve)
     ground.gpus["d"], ground.free["d"] = 1, [0]
-    places.move("engine-2", ground.look(), ground.reserve)
+    places.replace("engine-2", ground.look(), ground.reserve)
     assert places.of("engine-2") == ProcessPlacement("d", ("0",)) and places.of("engine-0") is None
 
 
@@ -167,8 +167,8 @@ def test_an_engine_does_not_take_what_homeless_ranks_need() -> None:
     ground.gpus["b"], ground.free["b"] = 3, [0, 1, 2]
     ground.loses("a", places)
     with pytest.raises(PlacementError):
-        places.move("engine-0", ground.look(), ground.reserve)
-    places.move("policy-1", ground.look(), ground.reserve)
+        places.replace("engine-0", ground.look(), ground.reserve)
+    places.replace("policy-1", ground.look(), ground.reserve)
     assert nodes_of(places, wanted) == {f"policy-{rank}": "b" for rank in range(3)}
 
 
@@ -176,12 +176,12 @@ def test_fewer_ranks_have_the_places_of_those_that_are_none_any_more() -> None:
     ground, wanted = Ground(a=2, b=2), run(4)
     places = settled(ground, wanted)
     ground.loses("a", places)
-    places.muster(["policy-0", "policy-1"], {"b"})
+    places.set_ranks(["policy-0", "policy-1"], {"b"})
     assert nodes_of(places, wanted) == {"policy-0": "b", "policy-1": "b"}
     assert places.of("policy-0") == ProcessPlacement("b", ("0",)) and places.of("policy-1") == ProcessPlacement(
         "b", ("1",)
     )
-    places.muster([f"policy-{rank}" for rank in range(4)], {"b"})
+    places.set_ranks([f"policy-{rank}" for rank in range(4)], {"b"})
     assert nodes_of(places, wanted) == {"policy-0": "b", "policy-1": "b"}, "who has a place keeps it"
 
 
@@ -189,9 +189,9 @@ def test_ranks_that_are_none_any_more_get_no_place() -> None:
     ground, wanted = Ground(a=2, b=2), run(4)
     places = settled(ground, wanted)
     ground.loses("a", places)
-    places.muster(["policy-0", "policy-1", "policy-2"], {"b"})
+    places.set_ranks(["policy-0", "policy-1", "policy-2"], {"b"})
     ground.gpus["c"], ground.free["c"] = 2, [0, 1]
-    places.move("policy-1", ground.look(), ground.reserve)
+    places.replace("policy-1", ground.look(), ground.reserve)
     assert len(nodes_of(places, wanted)) == 3 and len(ground.free["c"]) == 1
 
 
@@ -201,21 +201,21 @@ def test_shared_gpus_move_together_and_engines_without_their_ranks_alone() -> No
     assert places.of("engine-0") == ProcessPlacement("a", ("0", "1"))
     ground.gpus["c"], ground.free["c"] = 2, [0, 1]
     ground.loses("b", places)
-    places.move("engine-1", ground.look(), ground.reserve)
+    places.replace("engine-1", ground.look(), ground.reserve)
     assert places.of("engine-1") == ProcessPlacement("c", ("0", "1")) and places.of("policy-3") == ProcessPlacement(
         "c", ("1",)
     )
     ground.loses("c", places)
-    places.muster(["policy-0", "policy-1"], {"a"})
+    places.set_ranks(["policy-0", "policy-1"], {"a"})
     ground.gpus["d"], ground.free["d"] = 2, [0, 1]
-    places.move("engine-1", ground.look(), ground.reserve)
+    places.replace("engine-1", ground.look(), ground.reserve)
     assert places.of("engine-1") == ProcessPlacement("d", ("0", "1"))
 
 
 def test_why_somebody_waits_is_told_once(told: Any) -> None:
     places = ReservationTable(run(1), PlacementConfig())
     for text in ("one", "one", "another", "one"):
-        places.tell(text)
+        places.notify(text)
     assert told(logging.WARNING) == ["one", "another", "one"]
 
 
