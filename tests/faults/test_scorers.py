@@ -203,7 +203,7 @@ def test_deaths_are_not_retried_for_ever(pool, tmp_path):
     texts = [[f"{row}", "ok"] for row in range(LOSSES_PER_SCORER + 1)]
     scorers = pool("leaves_once_per_sample", batch_size=2)
     error = failure(scorers, texts, extra_info={"marker": str(tmp_path)})
-    assert "one process too many" in error.problem
+    assert "too many processes were lost" in error.problem
     assert len(list(tmp_path.iterdir())) == LOSSES_PER_SCORER + 1
     done = scorers.score(rollouts(*texts, extra_info={"marker": str(tmp_path)}))
     assert (done.rewards == 1).all()
@@ -226,7 +226,7 @@ def test_a_batch_that_only_fails_together_says_so(pool):
     error = failure(pool("too_slow_together", timeout_s=1.0))
     assert error.function == "reward_faults.py:too_slow_together"
     assert error.uid is None
-    assert "each of them alone is fine" in error.problem
+    assert "each of them succeeds on its own" in error.problem
     assert "lower reward.batch_size" in error.problem
 
 

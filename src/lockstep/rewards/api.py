@@ -25,9 +25,9 @@ class RewardSample:
     tokens: np.ndarray
     """int32 `[tokens]`; with those that an environment wrote."""
     generated: int
-    """How many of them the model wrote."""
+    """Number of tokens that the model generated."""
     episode: Episode | None = None
-    """The conversation, where there was an environment; `text` is its last turn."""
+    """The conversation with an environment, if there is one; `text` is its last turn."""
 
 
 @dataclass(slots=True)
@@ -56,7 +56,7 @@ class ScoringBatch:
         return f"sample {self.uid(0)}" if last == 0 else f"{last + 1} samples, {self.uid(0)} to {self.uid(last)}"
 
     def part(self, start: int, size: int) -> "ScoringBatch":
-        """At most `size` samples from that position on, with all prompts."""
+        """At most `size` samples, starting at that position, with all prompts."""
         return ScoringBatch(self.step, self.prompts, self.samples[start : start + size])
 
     def alone(self, position: int) -> "ScoringBatch":
@@ -71,23 +71,23 @@ class TermFailure:
 
     problem: str
     position: int | None = None
-    """Of the sample in the batch; None where the whole batch is concerned."""
+    """Position of the sample in the batch; None if the whole batch failed."""
     returned: str | None = None
     """What the function returned, shortened."""
     traceback: str | None = None
-    """From the user's first frame on."""
+    """Starts at the first frame of user code."""
     count: int = 1
-    """Samples from `position` on that are concerned, where they went to a server together."""
+    """Number of failed samples, starting at `position`, if they went to a server together."""
 
 
 @dataclass(slots=True)
 class TermScores:
-    """What one term says about one batch."""
+    """The result of one term for one batch."""
 
     values: list[float | None] = field(default_factory=list)
     """Per sample; None where the term does not apply to it."""
     extras: dict[str, list[float | None]] = field(default_factory=dict)
-    """What a function reported besides, per sample: goes to the breakdown as `term/key`."""
+    """Other numbers that a function reported, per sample; they go to the breakdown as `term/key`."""
     failure: TermFailure | None = None
     """Instead of values."""
 
@@ -98,13 +98,13 @@ class TermInfo:
 
     name: str
     function: str
-    """What errors call it: the configured path of a user's function, else the kind."""
+    """Its name in errors: the configured path of a user's function, else the kind."""
     signature: FunctionSignature | None
     """None for the verifiers."""
     per_sample: bool
     """Whether progress moves with each sample, or only with each batch."""
     limit_s: float = 0.0
-    """Longest time without a finished sample that the term itself allows for, where it is above `reward.timeout_s`."""
+    """Longest time without a finished sample that the term itself allows, if above `reward.timeout_s`."""
 
 
 @dataclass(slots=True)
@@ -120,14 +120,14 @@ class ScorerAPI(Protocol):
     """A scorer process."""
 
     def prepare(self) -> PreparedTerms:
-        """Loads the terms, users' modules included, and takes on the limits of memory."""
+        """Loads the terms, including users' modules, and applies the memory limit."""
 
     def score(self, term: int, batch: ScoringBatch) -> TermScores:
         """One term over one batch."""
 
 
 class TermError(UserCodeError):
-    """A term that cannot be used as it is configured: its name in the metrics, what is wrong, what would help."""
+    """A term cannot be used as configured: its name in the metrics, the problem, the fix."""
 
     noun = "reward"
 
@@ -164,14 +164,18 @@ def _shortened(text: str, limit: int = 300) -> str:
 
 
 def read_api_key(name: str | None, term: str, environment: Mapping[str, str] = os.environ) -> str | None:
-    """The key in a variable. TermError where the variable is missing, or holds what no header can."""
+    """The key in an environment variable. Raises TermError if it is missing or no valid header value."""
     if name is None:
         return None
     key = environment.get(name, "").strip()
     if not key:
         what = "is empty" if name in environment else "is not set"
         remedy = "export it, name another one in api_key_env, or set api_key_env to null for a server that needs no key"
-        raise TermError(term, f"the environment variable {name}, which is to hold the key, {what}", remedy)
+        raise TermError(term, f"the environment variable {name}, which should hold the key, {what}", remedy)
     if not key.isascii() or not key.isprintable() or " " in key:
-        raise TermError(term, f"the environment variable {name} holds characters that no key has", "export it anew")
+        raise TermError(
+            term,
+            f"the environment variable {name} contains characters that are not allowed in a key",
+            "export it again",
+        )
     return key

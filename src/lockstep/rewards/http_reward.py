@@ -35,7 +35,7 @@ T = TypeVar("T")
 MAX_RESPONSE_BYTES = 16 << 20
 """Bytes of a body; scores of a batch take thousands."""
 REQUEST_SLACK_S = 5.0
-"""Beyond `deadline_s`, for what happens around the tries."""
+"""Added to `deadline_s` for the work around the attempts."""
 _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.5, 30.0
 _RETRYABLE_STATUS = frozenset({408, 425, 429})
 _POST_REDIRECTS = frozenset({307, 308})
@@ -44,7 +44,7 @@ _MAX_REDIRECTS = 3
 
 
 class RetryableRequestError(Exception):
-    """A try failed, and another may not."""
+    """An attempt failed, and a retry may succeed."""
 
     def __init__(self, problem: str, after_s: float = 0.0) -> None:
         super().__init__(problem)
@@ -52,7 +52,7 @@ class RetryableRequestError(Exception):
 
 
 class RequestFailed(Exception):
-    """There is no answer to be had, and why. `last` is what the last try ended with."""
+    """The request failed for good. `last` is the error of the last attempt."""
 
     def __init__(self, problem: str, last: Exception | None = None) -> None:
         super().__init__(problem)
@@ -61,7 +61,7 @@ class RequestFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """Of one request."""
+    """Limits of one request."""
 
     timeout_s: float
     retries: int
@@ -72,25 +72,25 @@ class RequestLimits:
 class ServerAnswer(Generic[T]):
     value: T
     latency_s: float
-    """Of the try that was answered."""
+    """Latency of the successful attempt."""
     retries: int
 
 
 class HttpEndpoint:
-    """An address, the key for it, and how often and how long to try."""
+    """A server's address, its key, and the limits of requests to it."""
 
     def __init__(self, url: str, key: str | None, limits: RequestLimits) -> None:
         parsed = httpx.URL(url)
         self.url, self.limits, self._key = parsed, limits, key
         self.name = str(parsed.copy_with(query=None, fragment=None))
-        """For people: without the query, which may hold what is nobody's business."""
+        """The address in messages, without the query, which may hold secrets."""
         self._tls = httpx.create_ssl_context() if parsed.scheme == "https" else False
         self._headers = {"content-type": "application/json", "accept-encoding": "identity"}
         if key is not None:
             self._headers["authorization"] = f"Bearer {key}"
 
     def client(self, connections: int) -> httpx.AsyncClient:
-        """For the event loop it is first used in. Proxies of the environment are for the world outside."""
+        """A client for the event loop it is first used in. Proxies of the environment do not apply to loopback."""
         return httpx.AsyncClient(
             timeout=self.limits.timeout_s,
             verify=self._tls,
@@ -102,13 +102,13 @@ class HttpEndpoint:
     async def ask(
         self, client: httpx.AsyncClient, body: bytes, read: Callable[[bytes], T], what: str
     ) -> ServerAnswer[T]:
-        """The server's answer to the POST, as `read` takes it from the body; `read` may raise Again.
+        """The server's answer to the POST, as `read` takes it from the body; `read` may raise RetryableRequestError.
 
-        Raises Unanswered after the last try, at the deadline, or at once where no try could help."""
+        Raises RequestFailed after the last attempt, at the deadline, or at once if a retry could not help."""
         limits, began = self.limits, time.monotonic()
         for number in range(limits.retries + 1):
             left = began + limits.deadline_s - time.monotonic()
-            label = what if number == 0 else f"{what}, try {number + 1} of {limits.retries + 1}"
+            label = what if number == 0 else f"{what}, attempt {number + 1} of {limits.retries + 1}"
             try:
                 return await self._try(client, body, read, label, min(limits.timeout_s, left), number)
             except RetryableRequestError as error:
@@ -119,9 +119,9 @@ class HttpEndpoint:
             if time.monotonic() + pause >= began + limits.deadline_s:
                 asked = f", and asks to wait {last.after_s:g} s" if last.after_s else ""
                 raise self._unanswered(f"{last.problem}{asked}; deadline_s {limits.deadline_s:g} allows no more", last)
-            with track_wait("http", self.name, f"{what}: {last.problem}; then once more", pause):
+            with track_wait("http", self.name, f"{what}: {last.problem}; retrying", pause):
                 await asyncio.sleep(pause)
-        tries = f" ({limits.retries + 1} tries)" if limits.retries else ""
+        tries = f" ({limits.retries + 1} attempts)" if limits.retries else ""
         raise self._unanswered(f"{last.problem}{tries}", last)
 
     async def _try(
@@ -137,7 +137,7 @@ class HttpEndpoint:
             except httpx.ConnectError as error:
                 raise RetryableRequestError(f"cannot be reached ({error})") from error
             except httpx.TransportError as error:
-                raise RetryableRequestError(f"broke off ({type(error).__name__}: {error})") from error
+                raise RetryableRequestError(f"broke the connection ({type(error).__name__}: {error})") from error
         return ServerAnswer(read(content), time.monotonic() - began, number)
 
     async def _post(self, client: httpx.AsyncClient, body: bytes) -> bytes:
@@ -159,7 +159,7 @@ class HttpEndpoint:
 
     async def _body(self, response: httpx.Response) -> bytes:
         if response.headers.get("content-encoding", "identity") != "identity":
-            raise self._unanswered("answered with a compressed body, which was not asked for")
+            raise self._unanswered("answered with a compressed body although the request excludes that")
         parts, size = [], 0
         async for part in response.aiter_raw():
             parts.append(part)
@@ -177,11 +177,11 @@ class HttpEndpoint:
         if status in _RETRYABLE_STATUS or status >= 500:
             raise RetryableRequestError(problem, retry_after_s(response.headers.get("retry-after")))
         if status in (401, 403):
-            problem += "; is the key in the variable that api_key_env names the right one?"
+            problem += "; check the key in the variable that api_key_env names"
         raise self._unanswered(problem)
 
     def shown(self, content: bytes | str, limit: int = 200) -> str:
-        """The beginning of what a server said, on one line, without the key that it may repeat."""
+        """The beginning of a server's answer, on one line, with the key redacted."""
         text = content.decode(errors="replace") if isinstance(content, bytes) else content
         text = " ".join(text[: 10 * limit].split())
         text = redact_text(text.replace(self._key, HIDDEN) if self._key else text)
@@ -192,8 +192,8 @@ class HttpEndpoint:
 
 
 def backoff_s(number: int) -> float:
-    """Seconds to wait after the failed try of this number, from 0: doubling, half of it drawn, so that clients that
-    failed together do not come back together."""
+    """Seconds to wait after failed attempt `number` (from 0): exponential, half of it random, so that clients that
+    failed together do not retry together."""
     longest = min(_LONGEST_BACKOFF_S, _FIRST_BACKOFF_S * 2.0**number)
     return longest * random.uniform(0.5, 1.0)
 
@@ -224,7 +224,7 @@ def _loopback(host: str) -> bool:
 
 
 class HttpTerm:
-    """A term of kind http."""
+    """A reward term of kind http."""
 
     def __init__(self, term: HttpReward, name: str, concurrency: int) -> None:
         self.term, self.name, self.concurrency = term, name, concurrency
@@ -232,7 +232,7 @@ class HttpTerm:
         self.endpoint = HttpEndpoint(term.url, read_api_key(term.api_key_env, name), limits)
 
     def score(self, batch: ScoringBatch, advance: ReportScored) -> TermScores:
-        """One request per `batch_size` samples, `concurrency` at once. The first that fails cancels the others."""
+        """One request per `batch_size` samples, `concurrency` at once. The first failure cancels the others."""
         scores = TermScores([None] * len(batch))
         parts = [
             (start, batch.part(start, self.term.batch_size)) for start in range(0, len(batch), self.term.batch_size)
@@ -286,7 +286,7 @@ class HttpTerm:
             result = json.loads(answer.value)
         except (ValueError, RecursionError):
             shown = self.endpoint.shown(answer.value) or "an empty body"
-            raise BadReward(f"answered with something that is no JSON: {shown}") from None
+            raise BadReward(f"answered with something other than JSON: {shown}") from None
         extras: dict[str, Any] = {}
         if isinstance(result, Mapping):
             if "rewards" not in result:
@@ -305,7 +305,7 @@ class HttpTerm:
 
 
 def run_requests(body: Any, endpoint: HttpEndpoint, why: str, progress: Any) -> None:
-    """Runs a group of requests; what the first failed one raised comes out by itself."""
+    """Runs a group of requests; raises the error of the first that failed."""
     bound = endpoint.limits.deadline_s + REQUEST_SLACK_S
     try:
         waits.coroutine(body, kind="http", waits_for=endpoint.name, why=why, stall_s=bound, progress=progress)

@@ -23,8 +23,8 @@ _CODE_FENCED = re.compile(r"^[ \t]*```[ \t]*(?:json|JSON)?[ \t]*\n(.*?)^[ \t]*``
 
 
 def read_schema(term: JsonSchemaReward, base: Path) -> Any:
-    """The term's schema. TermError for a file that is not there, or holds no JSON Schema, and for a `$ref` that leads
-    out of the schema: nothing is fetched."""
+    """The term's schema. Raises TermError for a file that is missing or no JSON Schema, and for a `$ref` that leads out
+    of the schema: nothing is fetched."""
     schema = term.definition
     if term.file is not None:
         file = (base / term.file).expanduser()
@@ -40,15 +40,15 @@ def read_schema(term: JsonSchemaReward, base: Path) -> Any:
         try:
             registry.resolver(resource.id() or "").lookup(reference)
         except Unresolvable as error:
-            remedy = "write what it refers to under $defs of the schema"
+            remedy = "put the referenced schema under $defs of the schema"
             raise TermError(
-                f"json_schema {term.file or ''}".rstrip(), f"$ref {reference!r} leads nowhere", remedy
+                f"json_schema {term.file or ''}".rstrip(), f"$ref {reference!r} cannot be resolved", remedy
             ) from error
     return schema
 
 
 class JsonSchemaVerifier:
-    """A schema, ready to judge texts."""
+    """Scores texts by a schema."""
 
     def __init__(self, schema: Any, extract: str, partial: float) -> None:
         self.schema, self.extract, self.partial = schema, extract, partial
@@ -59,7 +59,7 @@ class JsonSchemaVerifier:
         return kind(self.schema, registry=referencing.Registry(), format_checker=kind.FORMAT_CHECKER)
 
     def score(self, completion: str) -> float:
-        """1 where the JSON fits; where it does not, `partial` times `share`; 0 where there is none."""
+        """1 if the JSON is valid, else `partial` times `share`; 0 if there is no JSON."""
         text = self._text(completion)
         if text is None:
             return 0.0
@@ -68,11 +68,11 @@ class JsonSchemaVerifier:
             if self._validator.is_valid(value):
                 return 1.0
             return self.partial * self.share(value) if self.partial else 0.0
-        except (ValueError, RecursionError):  # not JSON, or nested beyond what anybody means
+        except (ValueError, RecursionError):  # not JSON, or nested too deeply
             return 0.0
 
     def share(self, value: Any) -> float:
-        """The share of the schema's properties that are there and valid; of an array's items that are valid."""
+        """The share of the schema's properties that are present and valid, or of an array's items that are valid."""
         schema = self.schema if isinstance(self.schema, dict) else {}
         properties, items = schema.get("properties"), schema.get("items")
         if isinstance(value, dict) and isinstance(properties, dict) and properties:
@@ -94,7 +94,7 @@ class JsonSchemaVerifier:
 
 
 def _refuse_constant(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON")
+    raise ValueError(f"{constant} is not JSON")
 
 
 def _references(schema: Any) -> Iterator[str]:

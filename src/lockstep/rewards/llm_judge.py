@@ -21,20 +21,20 @@ _CODE_FENCE = re.compile(r"```(?:json)?\s*\n(.*?)```", re.DOTALL)
 
 
 class UnreadableScore(RetryableRequestError):
-    """The judge answered, and there is no score in it."""
+    """The judge's answer contains no score."""
 
 
 @dataclass(frozen=True, slots=True)
 class JudgeScore:
     score: float
-    """Scaled to 0..1, or the configured value where the answers were unreadable."""
+    """Scaled to 0..1; the configured value if the answers were unreadable."""
     readable: bool
     latency_s: float
     retries: int
 
 
 class JudgeTerm:
-    """A term of kind judge."""
+    """A reward term of kind judge."""
 
     def __init__(self, term: JudgeReward, name: str, concurrency: int) -> None:
         self.term, self.name, self.concurrency = term, name, concurrency
@@ -131,7 +131,7 @@ class JudgeTerm:
             raise BadReward(f"the template cannot be filled in: {type(error).__name__}: {error}", position) from error
 
     def _read(self, content: bytes) -> float:
-        """The score in an answer, scaled to 0..1. Raises Unreadable."""
+        """The score in an answer, scaled to 0..1. Raises UnreadableScore."""
         text = self._said(content)
         value = (
             _number_in_json(text, self.term.json_key)
@@ -147,13 +147,13 @@ class JudgeTerm:
         return (value - self.term.lowest) / (self.term.highest - self.term.lowest)
 
     def _said(self, content: bytes) -> str:
-        """The judge's words. Raises Unreadable where the body is no chat completion, or holds no words."""
+        """The text of the judge's answer. Raises UnreadableScore if the body is no chat completion, or is empty."""
         try:
             choice = json.loads(content)["choices"][0]
             text = choice["message"]["content"]
         except (ValueError, RecursionError, LookupError, TypeError):
             shown = self.endpoint.shown(content) or "an empty body"
-            raise UnreadableScore(f"answered with something that is no chat completion: {shown}") from None
+            raise UnreadableScore(f"answered with something other than a chat completion: {shown}") from None
         if not isinstance(text, str) or not text.strip():
             cut = choice.get("finish_reason") == "length"
             raise UnreadableScore(f"gave an empty answer{' (max_tokens is too small)' if cut else ''}")
@@ -198,5 +198,5 @@ def _number_in_json(text: str, key: str) -> float | None:
 
 
 def _object_starts(text: str) -> list[int]:
-    """Where objects may begin, the last first; a few hundred at most, since each is tried."""
+    """Positions where objects may begin, the last first; a few hundred at most, since each is tried."""
     return [match.start() for match in re.finditer(r"\{", text)][-200:][::-1]

@@ -32,24 +32,24 @@ PROVIDED_PARAMETERS: Mapping[FunctionSignature, frozenset[str]] = {
     "verl": frozenset({"data_source", "solution_str", "ground_truth", "extra_info"}),
     "openrlhf": frozenset({"queries", "prompts", "labels", "references"}),
 }
-"""What each signature hands over by itself; columns of the data come on top."""
+"""Arguments that each signature provides in addition to the data's columns."""
 
 
 class RewardFunctionError(UserCodeError):
-    """A reward function that cannot be used: which one, what is wrong, what would help."""
+    """A reward function cannot be used: its path, the problem, the fix."""
 
     noun = "reward function"
 
 
 @dataclass(frozen=True, slots=True)
 class RewardFunction:
-    """A loaded function with what is needed to call it."""
+    """A loaded reward function and how to call it."""
 
     path: str
     call: Callable[..., Any]
     signature: FunctionSignature
     parameters: Mapping[str, inspect.Parameter]
-    """Those that can be given by keyword (or, for OpenRLHF, position)."""
+    """Parameters that can be passed by keyword (for OpenRLHF, by position)."""
     takes_any: bool
     """Has `**kwargs`."""
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -58,7 +58,7 @@ class RewardFunction:
         return self.takes_any or name in self.parameters
 
     def requires(self) -> list[str]:
-        """Parameters without a default which the configured arguments leave open."""
+        """Parameters with neither a default nor a configured argument."""
         free = inspect.Parameter.empty
         return [name for name, each in self.parameters.items() if each.default is free and name not in self.arguments]
 
@@ -69,7 +69,7 @@ def load_reward_function(
     arguments: dict[str, Any] | None = None,
     base: Path = Path(),
 ) -> RewardFunction:
-    """The function at `file.py:name` (relative to `base`) or `package.module:name`. Raises FunctionError."""
+    """The function at `file.py:name` (relative to `base`) or `package.module:name`. Raises RewardFunctionError."""
     function = _check_callable(path, load_object(path, base, RewardFunctionError))
     parameters, takes_any = _parameters(path, function)
     known = detect_signature(path, parameters) if signature == "auto" else signature
@@ -79,7 +79,7 @@ def load_reward_function(
 
 
 def detect_signature(path: str, parameters: Mapping[str, inspect.Parameter]) -> FunctionSignature:
-    """The signature by the parameters' names. Raises FunctionError where they fit none or several."""
+    """Detects the signature by the parameters' names. Raises RewardFunctionError if they fit none or several."""
     fits = [
         signature for signature, telltales in DISTINCTIVE_PARAMETERS.items() if not telltales.isdisjoint(parameters)
     ]
@@ -116,13 +116,13 @@ def _parameters(path: str, function: Callable[..., Any]) -> tuple[dict[str, insp
 
 
 def _check_function(user: RewardFunction) -> None:
-    """What can be refused before the first call."""
+    """Refuses what cannot work, before the first call."""
     for name in user.arguments:
         if name in PROVIDED_PARAMETERS[user.signature] - {"data_source", "extra_info", "labels", "ground_truth"}:
-            raise RewardFunctionError(user.path, f"`arguments` sets {name!r}, which is what is being scored")
+            raise RewardFunctionError(user.path, f"`arguments` sets {name!r}, which the framework provides")
         if not user.takes(name):
             hint = suggest_name(name, list(user.parameters))
-            raise RewardFunctionError(user.path, f"`arguments` sets {name!r}, which it does not take", hint)
+            raise RewardFunctionError(user.path, f"`arguments` sets {name!r}, which is not one of its parameters", hint)
     if user.signature == "openrlhf" and not user.takes("queries") and len(user.parameters) >= 3:
         return  # called by position
     if not any(user.takes(name) for name in PROVIDED_PARAMETERS[user.signature]) or has_positional_only(user):
@@ -142,17 +142,17 @@ ReportScored = Callable[[int], None]
 CallAdapter = Callable[[RewardFunction, ScoringBatch, ReportScored], TermScores]
 
 ANSWER_NAMES = ("answer", "solution", "ground_truth", "label")
-"""Names under which functions look for the ground truth; offered where no column has them."""
+"""Names under which functions expect the ground truth; provided if no column has the name."""
 RESERVED_COLUMNS = frozenset({"prompt", "completion", "completion_ids"})
-"""Columns that TRL does not hand over either."""
+"""Columns that TRL does not pass either."""
 MAX_CONCURRENT_CALLS = 64
-"""Calls under way at once of an async function that takes one sample."""
+"""Concurrent calls of an async function that takes one sample."""
 
 
 def call_trl(function: RewardFunction, batch: ScoringBatch, advance: ReportScored) -> TermScores:
-    """TRL's `GRPOTrainer._calculate_rewards`: everything by keyword, columns repeated per completion, messages where
-    the prompt is a conversation, None where the function does not apply. `trainer_state.global_step` is the step;
-    what goes to `log_extra` and `log_metric` comes out in the breakdown, where it is numeric."""
+    """TRL's `GRPOTrainer._calculate_rewards`: everything by keyword, columns repeated per completion, messages if
+    the prompt is a conversation, None if the function does not apply. `trainer_state.global_step` is the step; numbers
+    given to `log_extra` and `log_metric` go to the breakdown."""
     logged: dict[str, list[float | None]] = {}
 
     def log(name: str, value: object) -> None:
@@ -174,19 +174,19 @@ def call_trl(function: RewardFunction, batch: ScoringBatch, advance: ReportScore
 
 
 def _sample_messages(sample: RewardSample) -> list[dict[str, Any]]:
-    """As TRL hands over conversations: every turn after the prompt, tools' included."""
+    """A conversation as TRL passes it: every turn after the prompt, including tools'."""
     if sample.episode is None:
         return [{"role": "assistant", "content": sample.text}]
     return copy.deepcopy(sample.episode.messages)
 
 
 def call_openrlhf(function: RewardFunction, batch: ScoringBatch, advance: ReportScored) -> TermScores:
-    """OpenRLHF's custom `reward_func`: queries are prompt and completion in one text. `check_rewards` are what is
-    trained on; `scores` and `extra_logs` come out in the breakdown."""
+    """OpenRLHF's custom `reward_func`: queries are prompt and completion in one text. `rewards` is trained
+    on; `scores` and `extra_logs` go to the breakdown."""
     queries, prompts, labels = query_batch(batch).values()
     offered = {"queries": queries, "prompts": prompts, "labels": labels}
     if function.takes("queries"):
-        # its `**kwargs` do not expect the data's columns; one that it names, it gets
+        # its `**kwargs` do not expect the data's columns; only named ones are passed
         named = {"references": labels, **_batch_columns(batch)}
         offered |= {name: value for name, value in named.items() if name in function.parameters}
         result = _invoke(function, _select_arguments(function, offered, batch))
@@ -206,8 +206,8 @@ def call_openrlhf(function: RewardFunction, batch: ScoringBatch, advance: Report
 
 
 def call_verl(function: RewardFunction, batch: ScoringBatch, advance: ReportScored) -> TermScores:
-    """verl's `compute_score`, once per sample; async ones run concurrently. The dict's `score` is the reward, its
-    other numbers come out in the breakdown."""
+    """verl's `compute_score`, once per sample; async functions run concurrently. The dict's `score` is the reward, its
+    other numbers go to the breakdown."""
     given = [_verl_arguments(function, batch, position) for position in range(len(batch))]
     if inspect.iscoroutinefunction(function.call):
         results = _run_coroutine(function, _run_concurrently(function, given, advance))
@@ -235,8 +235,8 @@ CALL_ADAPTERS: Mapping[FunctionSignature, CallAdapter] = {"trl": call_trl, "verl
 
 
 def conversation_batch(batch: ScoringBatch) -> dict[str, list[Any]]:
-    """Columns, prompts and completions as TRL hands them over: repeated per completion, messages where the prompt is
-    a conversation."""
+    """Columns, prompts and completions as TRL passes them: repeated per completion, messages if the prompt is a
+    conversation."""
     return {
         **_batch_columns(batch),
         "prompts": [prompt.text if prompt.messages is None else prompt.messages for prompt, _ in batch.pairs()],
@@ -247,7 +247,7 @@ def conversation_batch(batch: ScoringBatch) -> dict[str, list[Any]]:
 
 
 def query_batch(batch: ScoringBatch) -> dict[str, list[Any]]:
-    """What OpenRLHF sends to a remote reward: prompt and completion in one text, prompts, ground truths."""
+    """The fields that OpenRLHF sends to a remote reward: prompt and completion in one text, prompts, ground truths."""
     pairs = list(batch.pairs())
     return {
         "query": [prompt.text + sample.text for prompt, sample in pairs],
@@ -259,7 +259,7 @@ def query_batch(batch: ScoringBatch) -> dict[str, list[Any]]:
 def _verl_arguments(function: RewardFunction, batch: ScoringBatch, position: int) -> dict[str, Any]:
     prompt, sample = batch.prompts[batch.samples[position].prompt], batch.samples[position]
     offered: dict[str, Any] = {"solution_str": sample.text, "extra_info": prompt.columns.get("extra_info")}
-    # A function may write into its extra_info; its next sample shall not see that.
+    # A function may write into its extra_info; the next sample must not see that.
     offered["extra_info"] = copy.deepcopy(offered["extra_info"])
     truth = _ground_truth(prompt)
     if truth is not None:
@@ -277,7 +277,7 @@ def _verl_arguments(function: RewardFunction, batch: ScoringBatch, position: int
 
 
 def _select_arguments(function: RewardFunction, offered: Mapping[str, Any], batch: ScoringBatch) -> dict[str, Any]:
-    """Of what is offered, what the function takes. Raises BadReward for a column that it requires and a row lacks."""
+    """The offered arguments that the function takes. Raises BadReward if a row lacks a required column."""
     chosen = {name: value for name, value in offered.items() if function.takes(name)} | function.arguments
     own = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "queries"}
     for name in function.requires():
@@ -298,7 +298,7 @@ def _missing_column(name: str, prompt: Prompt, position: int) -> BadReward:
 
 
 def _batch_columns(batch: ScoringBatch) -> dict[str, list[Any]]:
-    """Every column, one value per completion, None where a row lacks it; the answer under its usual names."""
+    """Every column, one value per completion, None if a row lacks it; the answer under its usual names."""
     names = {name: None for prompt in batch.prompts for name in prompt.columns if name not in RESERVED_COLUMNS}
     columns = {name: [prompt.columns.get(name) for prompt, _ in batch.pairs()] for name in names}
     answers = [prompt.answer for prompt, _ in batch.pairs()]
@@ -318,16 +318,16 @@ def _ground_truth(prompt: Prompt) -> Any:
 def _invoke(
     function: RewardFunction, named: dict[str, Any], positional: Sequence[Any] = (), position: int | None = None
 ) -> Any:
-    """Calls the function, in which anything may happen. Raises BadReward."""
+    """Calls the function. Raises BadReward for whatever it raises."""
     try:
         result = function.call(*positional, **named)
         return _run_coroutine(function, _await_result(result)) if inspect.isawaitable(result) else result
-    except (Exception, SystemExit) as error:  # whatever it is, it is told with the traceback
+    except (Exception, SystemExit) as error:  # any error is reported with its traceback
         raise _user_code_failure(error, position) from error
 
 
 def _run_coroutine(function: RewardFunction, coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Runs a coroutine; its bound is the pool's, which ends the process when no sample is finished for too long."""
+    """Runs a coroutine. The pool bounds it: it ends the process if no sample finishes for too long."""
     with track_wait("async function", function.path, "its rewards"):
         return asyncio.run(coroutine)
 
@@ -337,7 +337,7 @@ async def _await_result(result: Any) -> Any:
 
 
 async def _run_concurrently(function: RewardFunction, given: list[dict[str, Any]], advance: ReportScored) -> list[Any]:
-    """Runs one coroutine per sample, at most CONCURRENT at once; the first failure cancels the others."""
+    """Runs one coroutine per sample, at most MAX_CONCURRENT_CALLS at once; the first failure cancels the others."""
     free = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
 
     async def one(position: int, arguments: dict[str, Any]) -> Any:
@@ -345,7 +345,7 @@ async def _run_concurrently(function: RewardFunction, given: list[dict[str, Any]
             coroutine: Coroutine[Any, Any, Any] = function.call(**arguments)
             try:
                 result = await coroutine
-            except (Exception, SystemExit) as error:  # whatever it is, it is told with the traceback
+            except (Exception, SystemExit) as error:  # any error is reported with its traceback
                 raise _user_code_failure(error, position) from error
             advance(1)
             return result

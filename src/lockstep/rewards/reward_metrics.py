@@ -1,4 +1,4 @@
-"""Numbers that people watch, from scored rollouts."""
+"""Reward metrics from scored rollouts."""
 
 from collections.abc import Sequence
 
@@ -9,8 +9,8 @@ from lockstep.rewards import verifiers
 
 
 def checked_exact_match(completion: str, answer: object) -> float:
-    """1 where the stripped completion is the stripped answer: the evaluation's accuracy. Raises ValueError without
-    an answer."""
+    """1 if the stripped completion equals the stripped answer: the evaluation's accuracy. Raises ValueError without an
+    answer."""
     if answer is None:
         raise ValueError("exact match needs an answer, and the row has none; set data.answer_column")
     return verifiers.exact_match(completion, answer)
@@ -31,7 +31,7 @@ def groups_without_signal(rollouts: Rollouts) -> float:
 
 def reward_metrics(rollouts: Rollouts) -> dict[str, float]:
     """`reward/mean`, `/std` (population), `/min`, `/max` over all completions, `rollout/groups_without_signal`, and
-    the breakdown. Raises ValueError while a group is not scored."""
+    the breakdown. Raises ValueError if a group has no rewards yet."""
     every = np.concatenate([_scored_rewards(group.rewards) for group in rollouts.groups]).astype(np.float64)
     return {
         "reward/mean": float(every.mean()),
@@ -45,8 +45,8 @@ def reward_metrics(rollouts: Rollouts) -> dict[str, float]:
 
 def breakdown_metrics(groups: Sequence[Group], prefix: str) -> dict[str, float]:
     """`PREFIX TERM/mean` and `/std` (population) of every term before its weight, over the completions to which it
-    applies; of a number besides (`TERM/KEY` of the breakdown) the mean as `PREFIX TERM/KEY`. What applies to no
-    completion is absent."""
+    applies; for an extra number (`TERM/KEY` of the breakdown) the mean as `PREFIX TERM/KEY`. Terms that apply to no
+    completion are left out."""
     found: dict[str, float] = {}
     own: dict[str, float] = {}
     for name in dict.fromkeys(name for group in groups for name in group.breakdown):

@@ -21,7 +21,7 @@ from lockstep.rewards.reward_functions import ReportScored, RewardFunctionError,
 from lockstep.rewards.reward_values import LARGEST_REWARD, BadReward
 
 TERM_SLACK_S = 10.0
-"""Beyond the `deadline_s` of a request, after which the term itself should have said what is wrong."""
+"""Added to a request's `deadline_s`; by then the term itself should have reported the problem."""
 Verifier = Callable[[Prompt, RewardSample], float | None]
 
 
@@ -31,17 +31,17 @@ class RewardTerm:
 
     name: str
     function: str
-    """What errors call it: the configured path of a user's function, else the kind."""
+    """Its name in errors: the configured path of a user's function, else the kind."""
     signature: FunctionSignature | None
     per_sample: bool
     score: Callable[[ScoringBatch, ReportScored], TermScores]
     """Raises BadReward."""
     limit_s: float = 0.0
-    """Longest time without a finished sample that it allows for; 0 where it has no limit of its own."""
+    """Longest time without a finished sample that it allows; 0 if it has no limit of its own."""
 
 
 def term_names(terms: Sequence[config.RewardTerm]) -> list[str]:
-    """What the terms are called in the metrics: unique, in order, known without loading anything."""
+    """Names of the terms in the metrics: unique, in order, known without loading anything."""
     found: list[str] = []
     for term in terms:
         name = term.name or (term.path.rpartition(":")[2] if isinstance(term, config.FunctionReward) else term.kind)
@@ -51,7 +51,7 @@ def term_names(terms: Sequence[config.RewardTerm]) -> list[str]:
 
 
 def build_term(term: config.RewardTerm, name: str, base: Path = Path(), concurrency: int = 1) -> RewardTerm:
-    """The term as a callable. Raises TermError for one that cannot be used."""
+    """The term as a callable. Raises TermError if it cannot be used."""
     if isinstance(term, config.FunctionReward):
         function = load_reward_function(term.path, term.signature, dict(term.arguments), base)
         call = partial(reward_functions.CALL_ADAPTERS[function.signature], function)
@@ -65,7 +65,7 @@ def build_term(term: config.RewardTerm, name: str, base: Path = Path(), concurre
 
 
 def _server_term(term: config.HttpReward | config.JudgeReward, name: str, concurrency: int) -> RewardTerm:
-    """Imported only here: clients and templates take a scorer half a second that most runs need not spend."""
+    """Terms that ask a server. Imported only here: HTTP clients and templates take half a second to import."""
     if isinstance(term, config.HttpReward):
         from lockstep.rewards.http_reward import HttpTerm
 
@@ -79,8 +79,8 @@ def _server_term(term: config.HttpReward | config.JudgeReward, name: str, concur
 
 def weighted_rewards(values: Sequence[np.ndarray], weights: Sequence[float]) -> np.ndarray:
     """The reward of each sample, float32 `[samples]`: the sum of weight times value (float64 `[samples]` each) over
-    the terms that apply to it, which are those where the value is not NaN. Raises BadReward for a sample to which
-    no term applies, or whose sum leaves float32."""
+    the terms that apply to it (value not NaN). Raises BadReward for a sample to which no term applies, or whose sum
+    exceeds float32."""
     table = np.stack([np.asarray(each, np.float64) for each in values])
     applies = ~np.isnan(table)
     for position in np.flatnonzero(~applies.any(axis=0)):
@@ -101,7 +101,7 @@ LocalTermConfig = (
     | config.EnvironmentReward
     | config.TaskReward
 )
-"""Terms that look at one completion and ask nobody."""
+"""Terms that need nothing but the completion."""
 
 
 def _verifier(term: LocalTermConfig, base: Path) -> Verifier:
@@ -124,16 +124,16 @@ def _verifier(term: LocalTermConfig, base: Path) -> Verifier:
 
 def _environment_reward(sample: RewardSample) -> float:
     if sample.episode is None:
-        raise BadReward("the completion comes from no environment: set rollout.environment")
+        raise BadReward("the completion has no environment: set rollout.environment")
     return math.fsum(sample.episode.rewards)
 
 
 def _task_reward(prompt: Prompt, text: str, extract: str | None) -> float:
-    from lockstep.data.datasets import TASK_COLUMN, task_score  # takes seconds to import, for a term that few runs have
+    from lockstep.data.datasets import TASK_COLUMN, task_score  # takes seconds to import, and few runs have this term
 
     made = prompt.columns.get(TASK_COLUMN)
     if made is None:
-        raise BadReward("the row is of no task: the term is for data of kind reasoning_gym")
+        raise BadReward("the row has no task: the term needs data of kind reasoning_gym")
     said = text if extract is None else verifiers.last_match(extract, text)
     return 0.0 if said is None else task_score(made, said.strip())
 
@@ -146,7 +146,7 @@ def _schema_verifier(term: config.JsonSchemaReward, base: Path) -> Verifier:
 
 
 def _verify_batch(verifier: Verifier, may_be_undecided: bool, batch: ScoringBatch, advance: ReportScored) -> TermScores:
-    """One sample after the other. What a verifier could not decide is worth nothing, and counted as undecided."""
+    """Verifies one sample after the other. Undecided samples score 0 and are counted."""
     found: list[float | None] = []
     for position, (prompt, sample) in enumerate(batch.pairs()):
         try:
@@ -172,12 +172,12 @@ def _answer(prompt: Prompt) -> object:
 def check_terms(
     terms: Sequence[config.RewardTerm], base: Path = Path(), environment: Mapping[str, str] = os.environ
 ) -> None:
-    """Looks every user's function up in the text of its module, schemas up in their files, and keys up in the
-    environment. Asks no server.
+    """Checks that every user function is in its module's source, every schema in its file, and every key in the
+    environment. Runs no user code and contacts no server.
 
     Raises:
-        FunctionError: no such file or package, text that is no Python, or no such name in it.
-        TermError: no schema in the file, no key in the environment.
+        RewardFunctionError: no such file or package, not Python, or no such name in it.
+        TermError: no schema in the file, or no key in the environment.
     """
     for term, name in zip(terms, term_names(terms), strict=True):
         if isinstance(term, config.FunctionReward):

@@ -5,7 +5,7 @@ import reprlib
 from typing import Any
 
 LARGEST_REWARD = 3.4028234663852886e38
-"""Of float32, in which rewards are kept."""
+"""The largest float32; rewards are stored in float32."""
 
 _SHORT_REPR = reprlib.Repr()
 _SHORT_REPR.maxstring = _SHORT_REPR.maxother = 200
@@ -13,7 +13,7 @@ _SHORT_REPR.maxlist = _SHORT_REPR.maxtuple = _SHORT_REPR.maxdict = 8
 
 
 class BadReward(Exception):
-    """A term cannot say what a sample (or, without a position, the batch) is worth."""
+    """A term has no valid reward for a sample (without a position: for the batch)."""
 
     def __init__(
         self,
@@ -66,13 +66,13 @@ def check_rewards(result: object, count: int, none_allowed: bool, what: str = "a
 
 
 def check_extra(value: object) -> float | None:
-    """A number beside the reward, or None for what is no finite number (text, NaN, lists): it is not worth a run."""
+    """An extra number, or None for anything that is not finite (text, NaN, lists): that is no reason to fail."""
     number = _as_number(value)
     return number if number is not None and abs(number) <= LARGEST_REWARD else None
 
 
 def check_extra_column(value: object, count: int) -> list[float | None] | None:
-    """Numbers beside the rewards, one per sample; a single one is repeated; None where there is no number in it."""
+    """Extra numbers, one per sample; a single one is repeated; None if there are none."""
     single = check_extra(value)
     if single is not None:
         return [single] * count
@@ -84,7 +84,7 @@ def check_extra_column(value: object, count: int) -> list[float | None] | None:
 
 
 def _as_number(value: Any) -> float | None:
-    """Of Python's, numpy's and torch's numbers; without importing torch, which a scorer may well do without."""
+    """A Python, numpy or torch number as a float; does not import torch, which many scorers do not need."""
     if isinstance(value, bool | int | float):
         try:
             return float(value)

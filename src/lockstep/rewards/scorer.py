@@ -1,4 +1,4 @@
-"""The controller's end of one scorer process: calls it, ends it when it is stuck, starts another."""
+"""The controller's end of one scorer process: calls it, ends it if it hangs, and replaces it."""
 
 import logging
 import threading
@@ -20,7 +20,7 @@ from lockstep.config.reward import MathReward, RewardConfig
 from lockstep.rewards.api import PreparedTerms, RewardError, ScorerAPI, ScoringBatch, TermScores
 
 PROGRESS_DELAY_S = 1.5
-"""Progress is told about once a second: what happened within the limit may be heard of this much later."""
+"""Progress is reported about once a second, so it may arrive this much later than the limit."""
 
 log = logging.getLogger(__name__)
 
@@ -44,10 +44,10 @@ class Scorer:
         """Name of the latest process."""
         self._stopped = False
         self._lock = threading.Lock()
-        """Of `_worker`: the thread that uses it and the one that stops it may meet."""
+        """Guards `_worker` between the thread that uses it and the one that stops it."""
 
     def spec(self) -> WorkerSpec:
-        """Of the next process; successors have names of their own, so that the beacon and log of the dead stay."""
+        """Spec of the next process; each has a name of its own, so that beacon and log of its predecessor stay."""
         self._latest = self.name if self._latest is None else successor_name(self._latest)
         mathematical = any(isinstance(term, MathReward) for term in self.cfg.terms)
         return WorkerSpec(
@@ -62,15 +62,15 @@ class Scorer:
                 "timeout_s": self.cfg.timeout_s,
                 "share": (self.rank, self.cfg.workers),
             },
-            # A function is one of many side by side: one thread each; few arenas, so that a limit of the address
-            # space limits memory and not malloc's reservations.
+            # Many scorers run side by side: one thread each. Few arenas, so that the limit of the address space limits
+            # memory and not malloc's reservations.
             environment={"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"},
             preload=("lockstep.rewards.scorer_service", *(("math_verify",) if mathematical else ())),
             adoptable=True,
         )
 
     def use(self, worker: Worker) -> None:
-        """Takes a fresh process; ends it at once where `stop` was called meanwhile."""
+        """Uses a new process; ends it at once if `stop` was called meanwhile."""
         with self._lock:
             stopped = self._stopped
             self._worker, self._latest = None if stopped else worker, worker.spec.name
@@ -105,12 +105,11 @@ class Scorer:
         return prepared
 
     def score(self, term: int, batch: ScoringBatch, why: str, limit_s: float) -> TermScores:
-        """One call. Raises Lost when the process died or finished no sample for `limit_s`; the next call starts
-        another process. Where it only went with its node, or with its node's agent, the samples are not to blame, and
-        another one scores them.
+        """Scores one batch. Raises ScorerLost if the process died or finished no sample for `limit_s`; the next call
+        starts another process. If the process was lost with its node or its node's agent, another one scores the batch.
 
         Raises:
-            WorkerDied: it went with its node, again and again.
+            WorkerDied: that happened repeatedly.
         """
         return retry_lost_nodes(lambda: self._score(term, batch, why, limit_s), "scores")
 
@@ -136,7 +135,7 @@ class Scorer:
             raise self._end("its process ran out of memory (reward.memory_mb)", None, error.traceback) from None
 
     def stop(self, grace_s: float = 0.0) -> None:
-        """Ends the process; a call under way raises Lost in the thread that waits for it."""
+        """Ends the process; a running call raises ScorerLost in the thread that waits for it."""
         self._stopped = True
         self._kill(grace_s)
 
@@ -157,7 +156,7 @@ class Scorer:
         return worker
 
     def _end(self, problem: str, pending: PendingResult[Any] | None, log_tail: str = "") -> ScorerLost:
-        """Kills the process, and collects the end of its log: the stack of what it was in is there."""
+        """Kills the process and collects the end of its log, which holds its stack."""
         self._kill()
         if pending is not None:
             log_tail = killed_process_log(pending, self.name)

@@ -29,8 +29,8 @@ def unscored_groups(rollouts: Rollouts) -> list[Group]:
 
 
 def cut_batches(groups: Sequence[Group], step: int, size: int) -> list[ScoringBatch]:
-    """Batches of at most `size` samples in the order of the groups. A group that fits into one batch is never cut:
-    functions that see batches may compare the completions of a prompt."""
+    """Batches of at most `size` samples in the order of the groups. A group that fits into one batch is never cut,
+    because functions may compare the completions of a prompt."""
     found: list[ScoringBatch] = []
     for group in groups:
         if not found or len(found[-1]) + len(group.completions) > size:
@@ -50,8 +50,8 @@ def _reward_sample(completion: Completion, prompt: int, index: int) -> RewardSam
 
 
 def term_columns(name: str, scores: Sequence[TermScores], sizes: Sequence[int]) -> dict[str, np.ndarray]:
-    """The values of one term over all its batches, float64 `[samples]`, NaN where it does not apply; under
-    `name/extra` what it reported besides, NaN where it did not."""
+    """The values of one term over all its batches, float64 `[samples]`, NaN where it does not apply; its extra
+    numbers under `name/extra`, NaN where there are none."""
     extras = list(dict.fromkeys(extra for each in scores for extra in each.extras))
     found = {name: np.concatenate([_float_array(each.values) for each in scores])}
     for extra in extras:
@@ -61,8 +61,8 @@ def term_columns(name: str, scores: Sequence[TermScores], sizes: Sequence[int]) 
 
 
 def with_rewards(rollouts: Rollouts, rewards: np.ndarray, breakdown: Mapping[str, np.ndarray]) -> Rollouts:
-    """Rollouts in which the groups that had none have their slice of the rewards (float32 `[samples]`). Groups that
-    had rewards are the same objects as before."""
+    """Rollouts in which unscored groups get their slice of the rewards (float32 `[samples]`). Scored groups stay the
+    same objects."""
     groups, start = [], 0
     for group in rollouts.groups:
         if group.rewards is None:
@@ -82,7 +82,7 @@ def _float_array(values: Sequence[float | None]) -> np.ndarray:
 log = logging.getLogger(__name__)
 
 LOSSES_PER_SCORER = 4
-"""Processes that one `score` may lose per scorer before it gives up."""
+"""Processes per scorer that one `score` may lose before it fails."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class _WorkUnit:
 
 @dataclass(slots=True)
 class _ScoringJob:
-    """What the threads of one `score` share."""
+    """The shared state of the threads of one `score`."""
 
     waiting: deque[_WorkUnit]
     units: int
@@ -125,7 +125,7 @@ class _ScoringJob:
             self.over.set()
 
     def lose(self) -> bool:
-        """Whether another process may be lost."""
+        """Whether one more process may be lost."""
         with self.lock:
             self.losses_left -= 1
             return self.losses_left >= 0
@@ -141,8 +141,8 @@ class ScorerPool:
         self._scorers = [Scorer(cluster, cfg, self.base, rank) for rank in range(cfg.workers)]
 
     def start(self) -> list[TermInfo]:
-        """Starts the processes and loads every function, so that what cannot be used is refused before the first
-        rollout. Raises RewardError. Idempotent; `score` does it where it was not done."""
+        """Starts the processes and loads every function, so that unusable functions fail before the first rollout.
+        Raises RewardError. Idempotent; `score` calls it if needed."""
         missing = [scorer for scorer in self._scorers if scorer.missing()]
         if missing:
             for scorer in missing:
@@ -160,8 +160,8 @@ class ScorerPool:
         return self.terms
 
     def score(self, rollouts: Rollouts) -> Rollouts:
-        """Rollouts with rewards and breakdown in every group; groups that had rewards keep them. The argument is
-        not changed. Raises RewardError, and then leaves no call under way."""
+        """Rollouts with rewards and breakdown in every group; scored groups keep theirs. Does not change its argument.
+        Raises RewardError, after ending all calls."""
         cut = cut_batches(unscored_groups(rollouts), rollouts.step, self.cfg.batch_size)
         if not cut:
             return with_rewards(rollouts, np.zeros(0, np.float32), {})
@@ -186,7 +186,7 @@ class ScorerPool:
             scorer.stop(grace_s=1.0)
 
     def _run(self, units: list[_WorkUnit]) -> list[TermScores]:
-        """All units, one thread per process. On the first error (or Ctrl-C) what still runs is ended."""
+        """Scores all units, one thread per process. The first error (or Ctrl-C) ends the other calls."""
         samples = sum(len(unit.batch) for unit in units)
         job = _ScoringJob(deque(units), len(units), samples, LOSSES_PER_SCORER * len(self._scorers))
         current_beacon().progress("samples scored", 0, samples)
@@ -194,7 +194,7 @@ class ScorerPool:
             threading.Thread(target=self._serve, args=(scorer, job), name=scorer.name, daemon=True)
             for scorer in self._scorers[: len(units)]
         ]
-        # Each thread's waits end when nothing is scored for timeout_s; this is the most that they add up to.
+        # Each thread's waits end if nothing is scored for timeout_s; this is their largest possible sum.
         bound = (3 * samples + len(units)) * max(map(self._limit_s, self.terms)) + (1 + job.losses_left) * LOAD_STALL_S
         why = f"{samples} rewards of {len(self.terms)} terms"
         for thread in threads:
@@ -220,15 +220,15 @@ class ScorerPool:
         return [job.scores[unit.number] for unit in units]
 
     def _serve(self, scorer: Scorer, job: _ScoringJob) -> None:
-        """A thread's life: unit after unit on its own process."""
+        """Runs in each thread: scores unit after unit on its own process."""
         try:
             while (unit := job.take()) is not None:
                 job.finish(unit, self._unit(scorer, unit, job))
-        except BaseException as error:  # noqa: BLE001 - handed to the caller of `score`, who raises it
+        except BaseException as error:  # noqa: BLE001 - `score` raises it
             job.fail(error)
 
     def _unit(self, scorer: Scorer, unit: _WorkUnit, job: _ScoringJob) -> TermScores:
-        """The scores of a unit, or a RewardError that names the sample to blame."""
+        """The scores of a unit. Raises RewardError, which names the sample at fault."""
         try:
             scores = self._call(scorer, unit.term, unit.batch)
             failure = scores.failure
@@ -245,7 +245,7 @@ class ScorerPool:
         return self._one_by_one(scorer, unit, first, job)
 
     def _one_by_one(self, scorer: Scorer, unit: _WorkUnit, first: TermFailure, job: _ScoringJob) -> TermScores:
-        """Looks for the sample that fails alone; where there is none, the batch gets its second try."""
+        """Finds the sample that fails on its own; if there is none, the batch is retried once."""
         for position in range(len(unit.batch)):
             if job.error is not None:
                 raise job.error
@@ -262,11 +262,11 @@ class ScorerPool:
         except ScorerLost as lost:
             again = TermScores(failure=TermFailure(lost.problem, traceback=lost.log_tail))
         if again.failure is None:
-            log.warning("reward %s: %s; the second try went well", term.function, first.problem)
+            log.warning("reward %s: %s; the retry succeeded", term.function, first.problem)
             return again
         problem = (
-            f"{again.failure.problem}, twice, with {len(unit.batch)} samples in one call; each of them alone is fine: "
-            "lower reward.batch_size, or raise reward.timeout_s or reward.memory_mb"
+            f"{again.failure.problem}, twice, with {len(unit.batch)} samples in one call, but each of them succeeds on "
+            "its own: lower reward.batch_size, or raise reward.timeout_s or reward.memory_mb"
         )
         raise self._error(unit.term, unit.batch, TermFailure(problem, None, None, again.failure.traceback))
 
@@ -279,7 +279,9 @@ class ScorerPool:
 
     def _may_continue(self, term: int, failure: TermFailure, job: _ScoringJob) -> None:
         if not job.lose():
-            problem = f"{failure.problem}; that was one process too many ({LOSSES_PER_SCORER} per scorer and step)"
+            problem = (
+                f"{failure.problem}; too many processes were lost (limit: {LOSSES_PER_SCORER} per scorer and step)"
+            )
             raise RewardError(self.terms[term].function, problem, traceback=failure.traceback)
 
     def _error(self, term: int, batch: ScoringBatch, failure: TermFailure) -> RewardError:
@@ -296,7 +298,7 @@ class ScorerPool:
         )
 
     def _nowhere(self, error: BadReward, cut: list[ScoringBatch]) -> RewardError:
-        """A sum that failed: the sample's uid from its position among all."""
+        """The error of a sum that failed, with the uid of the sample at that position."""
         position = error.position or 0
         for batch in cut:
             if position < len(batch):

@@ -1,4 +1,4 @@
-"""A scorer process: runs verifiers and users' functions where they can do no harm but to themselves.
+"""A scorer process: runs verifiers and users' functions, isolated from the rest of the run.
 
 Calls run in the process's main thread, so that functions may use signals (math-verify's limits do). What users
 print goes to the worker's log. Imports no torch: such a process is small, and quick to replace.
@@ -23,7 +23,7 @@ from lockstep.watch.beacon.writer import current_beacon
 log = logging.getLogger(__name__)
 
 NICENESS = 5
-"""Trainer and engine go first where they share the cores."""
+"""Gives trainer and engines priority on shared cores."""
 
 
 class ScorerService:
@@ -37,7 +37,7 @@ class ScorerService:
         timeout_s: float,
         share: tuple[int, int] = (0, 1),
     ) -> None:
-        """`share`: which scorer of how many this is; they share out the requests that a term allows at once."""
+        """`share`: index of this scorer and number of scorers, which divide a term's concurrent requests among them."""
         adapter: TypeAdapter[tuple[config.RewardTerm, ...]] = TypeAdapter(tuple[config.RewardTerm, ...])
         self._configs = adapter.validate_python(terms)
         self._base, self._memory_mb, self._timeout_s = Path(base), memory_mb, timeout_s
@@ -48,8 +48,8 @@ class ScorerService:
         os.nice(NICENESS)
 
     def prepare(self) -> PreparedTerms:
-        """Loads the terms, users' modules included, and takes on the limits of memory. Once: whoever asks again, as
-        the run's next controller does, gets the same answer."""
+        """Loads the terms, including users' modules, and applies the memory limit. Further calls, such as those of the
+        run's next controller, return the same result."""
         if self._prepared is not None:
             return self._prepared
         self._terms = []
@@ -71,7 +71,7 @@ class ScorerService:
         return self._prepared
 
     def renew(self) -> None:
-        """There is nothing to forget: a scorer knows no more than its terms, which stay loaded."""
+        """Nothing to reset: a scorer has no state but its terms, which stay loaded."""
 
     def score(self, term: int, batch: ScoringBatch) -> TermScores:
         """One term over one batch; progress moves with every sample the term finishes."""
@@ -96,13 +96,12 @@ class ScorerService:
             here.stage("ready")
 
     def _requests(self, term: config.RewardTerm) -> int:
-        """How many requests this scorer may have under way for a term."""
+        """How many concurrent requests this scorer may send for a term."""
         allowed = term.concurrency if isinstance(term, config.HttpReward | config.JudgeReward) else 1
         return allowed // self._scorers + (self._rank < allowed % self._scorers)
 
     def _limit_memory(self) -> str | None:
-        """Sets the limit of the address space, after loading: a limit below what is in use already would fail at
-        some innocent line later."""
+        """Limits the address space after loading: a limit below current use would fail at an unrelated line later."""
         if self._memory_mb is None:
             return None
         used_mb = psutil.Process().memory_info().vms / 2**20

@@ -15,11 +15,11 @@ from functools import lru_cache
 from typing import Any, Literal
 
 MATH_LIMIT_S = 3.0
-"""Longest time for parsing and comparing one pair of expressions; the undecided count as unequal, and are counted."""
+"""Limit for parsing and comparing one pair of expressions; undecided pairs score 0 and are counted."""
 
 
 class UnreadableAnswer(ValueError):
-    """The ground truth itself is not an expression that can be compared with."""
+    """The ground truth cannot be parsed as an expression."""
 
     def __init__(self, answer: str, why: str) -> None:
         super().__init__(f"the answer {answer!r} {why}; give the row a mathematical answer or use kind: exact_match")
@@ -27,14 +27,14 @@ class UnreadableAnswer(ValueError):
 
 
 class _OutOfTime(BaseException):
-    """Not an Exception: math-verify and sympy catch those, and go on."""
+    """Not an Exception, because math-verify and sympy catch those."""
 
 
 def exact_match(completion: str, answer: object, ignore_case: bool = False, extract: str | None = None) -> float:
-    """1 where the stripped completion equals the stripped answer (its `str`), else 0.
+    """1 if the stripped completion equals the stripped answer (its `str`), else 0.
 
-    With `extract` the last match of that pattern (its group 1 where it has one) is compared instead of the whole
-    completion; no match is 0.
+    With `extract`, the last match of that pattern (its group 1 if it has one) is compared instead of the whole
+    completion; no match scores 0.
     """
     said: str | None = completion
     if extract is not None:
@@ -48,7 +48,7 @@ def exact_match(completion: str, answer: object, ignore_case: bool = False, extr
 
 
 def last_match(pattern: str, text: str) -> str | None:
-    """The last match of the pattern in the text: group 1 where the pattern has groups (None where it took no part)."""
+    """The last match of the pattern in the text: group 1 if the pattern has groups (None if it did not match)."""
     found: str | None = None
     for match in re.finditer(pattern, text):
         found = match.group(1) if match.re.groups else match.group()
@@ -56,7 +56,7 @@ def last_match(pattern: str, text: str) -> str | None:
 
 
 def regex_match(completion: str, pattern: str, mode: Literal["search", "fullmatch"] = "fullmatch") -> float:
-    """1 where the pattern spans the whole completion (`fullmatch`) or is found in it (`search`), else 0."""
+    """1 if the pattern spans the whole completion (`fullmatch`) or is found in it (`search`), else 0."""
     match = re.fullmatch if mode == "fullmatch" else re.search
     return float(match(pattern, completion) is not None)
 
@@ -77,11 +77,11 @@ def overlong_penalty(length: int, soft: int, hard: int) -> float:
 
 
 def math_equal(completion: str, answer: object, tolerance: float | None = None) -> float | None:
-    """1 where the last expression of the completion equals the answer (math-verify), 0 where it does not or there
-    is none, None where that could not be decided within MATH_LIMIT_S.
+    """1 if the last expression of the completion equals the answer (math-verify), 0 if it does not or there is none,
+    None if that could not be decided within MATH_LIMIT_S.
 
-    Where both sides are plain numbers and a `tolerance` is given, it alone decides:
-    `|said - answer| <= tolerance * max(1, |answer|)`. Raises UnreadableAnswer where the answer is no expression.
+    If both sides are plain numbers and a `tolerance` is given, it alone decides:
+    `|value - answer| <= tolerance * max(1, |answer|)`. Raises UnreadableAnswer if the answer is no expression.
     """
     # math-verify's own limits are whole seconds per parse and per pair, on a signal alarm that it does not restore:
     # they are switched off in favour of one limit around everything.
@@ -102,8 +102,8 @@ def math_equal(completion: str, answer: object, tolerance: float | None = None) 
 
 @lru_cache(maxsize=4096)
 def _parse_answer(answer: str) -> list[Any]:
-    """The answer's expressions; cached, since a group shares one. LaTeX is only looked for between dollars, and
-    without them `\\frac{1}{2}` would be read as 2, so a bare answer gets them."""
+    """The answer's expressions; cached, since a group shares one. math-verify finds LaTeX only between dollars; without
+    them it reads `\\frac{1}{2}` as 2, so a bare answer gets them."""
     _silence_timeout_warning()
     from math_verify import parse
 
@@ -138,9 +138,9 @@ def _finite_number(expression: Any) -> float | None:
 
 @contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
-    """Raises _OutOfTime inside the block after `seconds`, and again every second where something swallowed it.
+    """Raises _OutOfTime inside the block after `seconds`, and again every second in case something swallowed it.
 
-    Signals reach the main thread only. Elsewhere there is no limit from within, and the caller's must do.
+    Signals reach only the main thread; in other threads the caller's limit must suffice.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -156,13 +156,13 @@ def _time_limit(seconds: float) -> Iterator[None]:
     finally:
         try:
             signal.setitimer(signal.ITIMER_REAL, 0.0)
-        finally:  # also where the alarm went off just before it was switched off
+        finally:  # even if the alarm goes off just before it is switched off
             signal.signal(signal.SIGALRM, handler)
             signal.setitimer(signal.ITIMER_REAL, *before)
 
 
 def _silence_timeout_warning() -> None:
-    """Without its own limits math-verify warns once that somebody has to set one. Somebody does."""
+    """Silences math-verify's warning about missing time limits: `_time_limit` sets one."""
     import math_verify.grader
     import math_verify.parser
 

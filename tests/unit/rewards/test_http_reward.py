@@ -116,10 +116,10 @@ def test_what_another_try_may_help_is_tried_again(trouble: Reply | None) -> None
 def test_a_server_that_stays_down_ends_in_an_error_that_names_it_and_the_samples() -> None:
     with serving(lambda *_: Reply("out of\nmemory", 500)) as server:
         error = failure(server.url)
-    assert "answered 500 Internal Server Error: out of memory (3 tries)" in error.problem
+    assert "answered 500 Internal Server Error: out of memory (3 attempts)" in error.problem
     assert (error.position, error.count) == (0, 4) and len(server.seen) == 3
     refused = failure(f"http://127.0.0.1:{free_port()}")
-    assert "cannot be reached" in refused.problem and "(3 tries)" in refused.problem
+    assert "cannot be reached" in refused.problem and "(3 attempts)" in refused.problem
     assert "cannot be reached" in failure("http://no-such-host.invalid", retries=0).problem
 
 
@@ -127,7 +127,7 @@ def test_a_server_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch
     began = time.monotonic()
     with serving(lambda *_: Reply([1.0], after_s=60)) as server:
         error = failure(server.url, timeout_s=0.2, retries=1)
-    assert "did not answer within 0.2 s (2 tries)" in error.problem
+    assert "did not answer within 0.2 s (2 attempts)" in error.problem
     assert time.monotonic() - began < 5
 
 
@@ -168,14 +168,14 @@ def test_pauses_double_up_to_half_a_minute(monkeypatch: pytest.MonkeyPatch) -> N
     [
         (Reply("no such model", 404), "answered 404 Not Found: no such model"),
         (Reply({"detail": "bad key"}, 401), "the one that api_key_env names"),
-        (Reply("<html>hello</html>"), "answered with something that is no JSON: <html>hello</html>"),
-        (Reply("[" * 200_000), "something that is no JSON"),
+        (Reply("<html>hello</html>"), "answered with something other than JSON: <html>hello</html>"),
+        (Reply("[" * 200_000), "something other than JSON"),
         (Reply(""), "an empty body"),
         (Reply({"reward": [1.0] * 4}), "an object without 'rewards'"),
         (Reply("3.0"), "a float where a list of 4 numbers is expected"),
         (Reply([1.0, 2.0]), "returned 2 values for 4 samples"),
         (Reply(b"x" * (17 << 20)), "answered with more than 16 MiB"),
-        (Reply("[]", headers={"content-encoding": "gzip"}), "a compressed body, which was not asked for"),
+        (Reply("[]", headers={"content-encoding": "gzip"}), "a compressed body although the request excludes that"),
         (Reply("", 302, {"location": "http://elsewhere.invalid/x?token=abc"}), "a redirect to http://elsewhere.invalid/x,"),
         (Reply("", 302), "answered 302 Found"),
         (Reply("", 307, {"location": "http://[::1"}), "Invalid URL in location header"),
@@ -224,7 +224,7 @@ def test_a_key_goes_to_the_server_and_nowhere_else(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(
-    ("value", "words"), [(None, "is not set"), ("", "is empty"), ("a\nb", "characters that no key")]
+    ("value", "words"), [(None, "is not set"), ("", "is empty"), ("a\nb", "characters that are not allowed")]
 )
 def test_a_missing_key_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, value: str | None, words: str) -> None:
     monkeypatch.delenv("RM_KEY", raising=False)

@@ -120,8 +120,8 @@ UNREADABLE = [
     (Reply(chat("Score: 11")), "gave the score 11, which is not within 0 and 10"),
     (Reply(chat(None)), "gave an empty answer"),
     (Reply(chat("", finish_reason="length")), "max_tokens is too small"),
-    (Reply("<html>gateway</html>"), "no chat completion: <html>gateway</html>"),
-    (Reply({"choices": []}), "no chat completion"),
+    (Reply("<html>gateway</html>"), "other than a chat completion: <html>gateway</html>"),
+    (Reply({"choices": []}), "other than a chat completion"),
     (Reply({"error": {"message": "overloaded"}}), "overloaded"),
 ]
 
@@ -133,7 +133,7 @@ def test_an_unreadable_answer_is_asked_for_again_and_never_a_silent_zero(reply: 
         assert scores.values == [1.0] and scores.extras["retries"] == [2.0]
     with serving(lambda *_: reply) as server:
         error = failure(server.url, [["4"], ["6"]])
-        assert problem in error.problem and "(3 tries)" in error.problem and error.position in (0, 1)
+        assert problem in error.problem and "(3 attempts)" in error.problem and error.position in (0, 1)
     with serving(lambda *_: reply) as server:
         scores = score(JudgeTerm(term(server.url, unreadable=0.25), "judge", 1), [["4"], ["6"]])
         assert scores.values == [0.25, 0.25] and scores.extras["unreadable"] == [1.0, 1.0]
@@ -146,7 +146,7 @@ def test_a_server_in_trouble() -> None:
         assert score(JudgeTerm(term(server.url), "judge", 1), [["4"], []]).values == [1.0]
     with serving(lambda *_: Reply(chat("Score: 1"), after_s=60)) as server:
         error = failure(server.url, timeout_s=0.2, retries=1, unreadable=0.0)
-        assert "did not answer within 0.2 s (2 tries)" in error.problem, "unreadable is for answers"
+        assert "did not answer within 0.2 s (2 attempts)" in error.problem, "unreadable is for answers"
     assert "cannot be reached" in failure(f"http://127.0.0.1:{free_port()}").problem
     with serving(lambda *_: Reply({"error": {"message": f"Incorrect API key provided: {KEY}"}}, 401)) as server:
         error = failure(server.url)
@@ -192,7 +192,7 @@ def test_a_judge_without_its_key_is_refused_before_anything_starts() -> None:
     ("change", "words"),
     [
         ({"template": "{{ prompt"}, "line 1 of the template"),
-        ({"template": "{{ question }}"}, "the template uses question; there are answer, columns"),
+        ({"template": "{{ question }}"}, "the template uses question; available: answer, columns"),
         ({"pattern": "("}, "not a regular expression"),
         ({"lowest": 10}, "must be less than highest"),
         ({"base_url": "api.openai.com"}, "not an http"),

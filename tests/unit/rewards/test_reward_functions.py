@@ -187,7 +187,7 @@ def test_openrlhf_dict_without_rewards():
 @pytest.mark.parametrize(
     ("path", "signature", "arguments", "problem"),
     [
-        ("broken.py", "auto", {}, "names no function"),
+        ("broken.py", "auto", {}, "does not name a function"),
         ("borken.py:nan", "auto", {}, "no file .*borken.py; did you mean 'broken.py'"),
         ("broken.py:raise", "auto", {}, "has no 'raise'; did you mean 'raises'"),
         ("no_such_package.rewards:f", "auto", {}, "importing it raised ModuleNotFoundError"),
@@ -202,9 +202,9 @@ def test_openrlhf_dict_without_rewards():
             "verl_rewards.py:with_details",
             "auto",
             {"penality": 1},
-            "'penality', which it does not take; did you mean 'penalty'",
+            "'penality', which is not one of its parameters; did you mean 'penalty'",
         ),
-        ("trl_rewards.py:accuracy", "auto", {"completions": []}, "is what is being scored"),
+        ("trl_rewards.py:accuracy", "auto", {"completions": []}, "which the framework provides"),
         ("math:sqrt", "auto", {}, "fit none|cannot be read"),
     ],
 )

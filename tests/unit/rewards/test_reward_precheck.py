@@ -26,7 +26,7 @@ def test_a_function_that_is_there_is_accepted_and_not_run(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("path", "words"),
     [
-        ("a.py", "names no function"),
+        ("a.py", "does not name a function"),
         ("a.py:scorr", "it defines score"),
         ("missing.py:score", "there is no file"),
         ("broken.py:score", "not valid Python"),
