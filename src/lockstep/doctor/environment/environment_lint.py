@@ -39,7 +39,7 @@ class ProcessEnvironment:
     """`shell` for the environment in which the job is started, else the process's role."""
 
     @property
-    def who(self) -> str:
+    def label(self) -> str:
         return " ".join(part for part in (self.host, self.role if self.role != SHELL_ROLE else "") if part)
 
 
@@ -59,7 +59,7 @@ class JobTraits:
 class LintRequest:
     """Environments to judge, with the knowledge to judge them by."""
 
-    places: Sequence[ProcessEnvironment]
+    environments: Sequence[ProcessEnvironment]
     versions: Mapping[str, str] = field(default_factory=dict)
     """Versions of libraries by their name in the data files: `nccl`, `torch`, `vllm`. Without a version, no finding
     depends on it."""
@@ -70,7 +70,7 @@ class LintRequest:
 
 
 def lint_environments(
-    places: Iterable[ProcessEnvironment],
+    environments: Iterable[ProcessEnvironment],
     versions: Mapping[str, str] | None = None,
     launcher: str | None = None,
     table: VariableTable | None = None,
@@ -81,14 +81,25 @@ def lint_environments(
     Raises:
         ValueError: the launcher is unknown.
     """
-    asked = LintRequest(tuple(places), versions or {}, launcher, table or load_variables(), job or JobTraits())
-    if launcher or len({place.host for place in asked.places if place.host}) > 1:
-        asked = replace(asked, job=replace(asked.job, several=True))
-    if launcher is not None and launcher not in asked.table.launchers:
-        raise ValueError(f"unknown launcher {launcher!r}: expected one of {', '.join(sorted(asked.table.launchers))}")
-    found = [*_merge_equal(_judge_environments(asked)), *_judge_between_hosts(asked), *_judge_not_forwarded(asked)]
+    request = LintRequest(tuple(environments), versions or {}, launcher, table or load_variables(), job or JobTraits())
+    if launcher or len({environment.host for environment in request.environments if environment.host}) > 1:
+        request = replace(request, job=replace(request.job, several=True))
+    if launcher is not None and launcher not in request.table.launchers:
+        raise ValueError(f"unknown launcher {launcher!r}: expected one of {', '.join(sorted(request.table.launchers))}")
+    found = [
+        *_merge_equal(_judge_environments(request)),
+        *_judge_between_hosts(request),
+        *_judge_not_forwarded(request),
+    ]
     if not any(each.severity in ("error", "warning") for each in found):
-        count = len({name for place in asked.places for name in place.variables if name in asked.table.names})
+        count = len(
+            {
+                name
+                for environment in request.environments
+                for name in environment.variables
+                if name in request.table.names
+            }
+        )
         text = f"{count} variables that libraries read are set, without a problem"
         found.append(Finding("env-fine", "ok", "", text))
     return found
@@ -102,26 +113,28 @@ def format_assignment(name: str, value: str, table: VariableTable) -> str:
     return f"{name}={text if len(text) <= _LONGEST else text[:_LONGEST] + '...'}"
 
 
-def _judge_environments(asked: LintRequest) -> Iterator[tuple[Finding, str]]:
+def _judge_environments(request: LintRequest) -> Iterator[tuple[Finding, str]]:
     """Each finding with the environment it is about. Environments with equal relevant values are judged once."""
-    known = asked.table.known
-    names = {name for place in asked.places for name in place.variables}
-    unknown = {name: tuple(_judge_unknown(name, asked)) for name in names if name not in known}
+    known = request.table.known
+    names = {name for environment in request.environments for name in environment.variables}
+    unknown = {name: tuple(_judge_unknown(name, request)) for name in names if name not in known}
     matter = {name for name in names if name in known or unknown[name]}
     seen: dict[tuple[tuple[str, str], ...], tuple[Finding, ...]] = {}
-    for place in asked.places:
-        values = tuple(sorted(pair for pair in place.variables.items() if pair[0] in matter))
+    for environment in request.environments:
+        values = tuple(sorted(pair for pair in environment.variables.items() if pair[0] in matter))
         if values not in seen:
-            of_each = (_judge_known(known[n], v, place, asked) if n in known else unknown[n] for n, v in values)
+            of_each = (_judge_known(known[n], v, environment, request) if n in known else unknown[n] for n, v in values)
             seen[values] = tuple(finding for each in of_each for finding in each)
-        yield from ((finding, place.who) for finding in seen[values])
+        yield from ((finding, environment.label) for finding in seen[values])
 
 
-def _judge_known(known: KnownVariable, value: str, place: ProcessEnvironment, asked: LintRequest) -> Iterator[Finding]:
+def _judge_known(
+    known: KnownVariable, value: str, environment: ProcessEnvironment, request: LintRequest
+) -> Iterator[Finding]:
     variable = known.variable
-    dead = list(_judge_unread(known, value, asked))
-    installed = asked.versions.get(known.library.library)
-    harms = [harm for harm in variable.left_on if _applies(harm, value, installed, asked.job)]
+    dead = list(_judge_unread(known, value, request))
+    installed = request.versions.get(known.library.library)
+    harms = [harm for harm in variable.left_on if _applies(harm, value, installed, request.job)]
     unread = any(each.id in ("env-unread", "env-gone") for each in dead)
     if unread or not harms:  # one finding per variable: one that should be unset needs no hint to its new name
         yield from dead
@@ -129,21 +142,21 @@ def _judge_known(known: KnownVariable, value: str, place: ProcessEnvironment, as
         return  # a variable that nothing reads has neither conflicts nor bad values
     if problem := value_problem(variable, value):
         why = variable.bad or _value_problem_text(variable, problem)
-        seen = f"{format_assignment(variable.name, value, asked.table)} is not {problem}"
+        seen = f"{format_assignment(variable.name, value, request.table)} is not {problem}"
         yield _finding("env-value", variable.bad_severity, seen, why, "", variable)
     for harm in harms:
-        yield _harm_finding(known, value, harm, bool(dead), asked)
+        yield _harm_finding(known, value, harm, bool(dead), request)
     for conflict in variable.conflicts:
-        other = place.variables.get(conflict.other)
+        other = environment.variables.get(conflict.other)
         if other is not None and value_matches(value, conflict.when) and value_matches(other, conflict.other_when):
-            yield _conflict_finding(variable, value, other, conflict, asked)
+            yield _conflict_finding(variable, value, other, conflict, request)
 
 
-def _judge_unread(known: KnownVariable, value: str, asked: LintRequest) -> Iterator[Finding]:
+def _judge_unread(known: KnownVariable, value: str, request: LintRequest) -> Iterator[Finding]:
     """Reports variables that are unread, renamed, not read yet, or no longer read."""
     variable, library = known.variable, known.library
-    installed = asked.versions.get(library.library)
-    seen = format_assignment(variable.name, value, asked.table)
+    installed = request.versions.get(library.library)
+    seen = format_assignment(variable.name, value, request.table)
     if not variable.readers:
         fix = f"set {variable.renamed}" if variable.renamed else variable.instead
         yield _finding("env-unread", "warning", f"nothing reads {seen}", variable.does, fix, variable)
@@ -170,8 +183,8 @@ def _removed_finding(variable: EnvironmentVariable, title: str, seen: str, insta
     return _finding("env-gone", "warning", text, variable.does, fix, variable)
 
 
-def _judge_long_removed(name: str, library: LibraryVariables, asked: LintRequest) -> Iterator[Finding]:
-    installed, until = asked.versions.get(library.library), library.gone[name]
+def _judge_long_removed(name: str, library: LibraryVariables, request: LintRequest) -> Iterator[Finding]:
+    installed, until = request.versions.get(library.library), library.gone[name]
     if version_reached(installed, until) is not False:
         version_text = "" if installed is None else f", and {installed} is installed"
         seen = f"{name}: no longer read since {library.title} {until}{version_text}"
@@ -179,14 +192,14 @@ def _judge_long_removed(name: str, library: LibraryVariables, asked: LintRequest
         yield Finding("env-gone", "warning", "", seen, why, f"unset {name}", library.names_source or "")
 
 
-def _judge_unknown(name: str, asked: LintRequest) -> Iterator[Finding]:
+def _judge_unknown(name: str, request: LintRequest) -> Iterator[Finding]:
     """Reports misspelt names that belong to a library by their prefix; other names are the user's."""
-    table = asked.table
+    table = request.table
     if len(name) > _LONGEST_NAME:
         return
     library = table.library_of(name)
     if library is not None and name in library.gone:
-        yield from _judge_long_removed(name, library, asked)
+        yield from _judge_long_removed(name, library, request)
     if name in table.names or table.free(name):
         return
     if library is not None:
@@ -233,14 +246,14 @@ def _applies(harm: HarmfulValue, value: str, installed: str | None, job: JobTrai
     return value_matches(value, harm.when) and version_reached(installed, harm.since) is not False
 
 
-def _harm_finding(known: KnownVariable, value: str, harm: HarmfulValue, renamed: bool, asked: LintRequest) -> Finding:
+def _harm_finding(known: KnownVariable, value: str, harm: HarmfulValue, renamed: bool, request: LintRequest) -> Finding:
     variable = known.variable
-    seen = format_assignment(variable.name, value, asked.table)
+    seen = format_assignment(variable.name, value, request.table)
     if renamed:
         since = f"since {known.library.title} {variable.renamed_since} " if variable.renamed_since else "today "
         seen += f" ({since}{variable.renamed})"
     fix = harm.fix or f"unset {variable.name} when debugging is done"
-    severity = _harm_severity(harm, asked.job)
+    severity = _harm_severity(harm, request.job)
     fits = severity == "note" and harm.severity != "note" and harm.where == "several"
     return _finding("env-left-on", severity, seen, harm.why, "" if fits else fix, variable)
 
@@ -254,11 +267,11 @@ def _harm_severity(harm: HarmfulValue, job: JobTraits) -> Severity:
 
 
 def _conflict_finding(
-    variable: EnvironmentVariable, value: str, other: str, conflict: VariableConflict, asked: LintRequest
+    variable: EnvironmentVariable, value: str, other: str, conflict: VariableConflict, request: LintRequest
 ) -> Finding:
     seen = (
-        f"{format_assignment(variable.name, value, asked.table)} with "
-        f"{format_assignment(conflict.other, other, asked.table)}"
+        f"{format_assignment(variable.name, value, request.table)} with "
+        f"{format_assignment(conflict.other, other, request.table)}"
     )
     fix = conflict.fix or f"unset one of {variable.name} and {conflict.other}"
     return _finding("env-conflict", conflict.severity, seen, conflict.why, fix, variable)
@@ -285,71 +298,71 @@ def _source(table: VariableTable, name: str) -> str:
 
 def _merge_equal(findings: Iterable[tuple[Finding, str]]) -> Iterator[Finding]:
     """Merges equal findings of several environments."""
-    places: dict[Finding, list[str]] = {}
-    for finding, who in findings:
-        places.setdefault(finding, []).append(who)
-    for finding, who_all in places.items():
-        yield replace(finding, host=_names_text([each for each in who_all if each]))
+    environments: dict[Finding, list[str]] = {}
+    for finding, labels in findings:
+        environments.setdefault(finding, []).append(labels)
+    for finding, all_labels in environments.items():
+        yield replace(finding, host=_names_text([each for each in all_labels if each]))
 
 
-def _names_text(who: Sequence[str]) -> str:
-    return summarize_list(list(dict.fromkeys(who)), _NAMED)
+def _names_text(labels: Sequence[str]) -> str:
+    return summarize_list(list(dict.fromkeys(labels)), _NAMED)
 
 
-def _judge_between_hosts(asked: LintRequest) -> Iterator[Finding]:
+def _judge_between_hosts(request: LintRequest) -> Iterator[Finding]:
     """Reports variables that must agree between hosts and differ."""
     by_role: dict[str, list[ProcessEnvironment]] = {}
-    for place in asked.places:
-        by_role.setdefault(place.role, []).append(place)
-    for role, places in by_role.items():
-        if role != SHELL_ROLE and len({place.host for place in places}) > 1:
-            yield from _differing_values(places, asked)
+    for environment in request.environments:
+        by_role.setdefault(environment.role, []).append(environment)
+    for role, environments in by_role.items():
+        if role != SHELL_ROLE and len({environment.host for environment in environments}) > 1:
+            yield from _differing_values(environments, request)
 
 
-def _differing_values(places: Sequence[ProcessEnvironment], asked: LintRequest) -> Iterator[Finding]:
-    for name in sorted({name for place in places for name in place.variables}):
-        known = asked.table.known.get(name)
+def _differing_values(environments: Sequence[ProcessEnvironment], request: LintRequest) -> Iterator[Finding]:
+    for name in sorted({name for environment in environments for name in environment.variables}):
+        known = request.table.known.get(name)
         if known is None or known.variable.differs == "expected" or not known.variable.readers:
             continue
         values: dict[str | None, list[str]] = {}
-        for place in places:
-            values.setdefault(place.variables.get(name), []).append(place.who)
+        for environment in environments:
+            values.setdefault(environment.variables.get(name), []).append(environment.label)
         if len(values) > 1:
-            parts = [_value_on(name, value, who, asked.table) for value, who in values.items()]
+            parts = [_value_on(name, value, labels, request.table) for value, labels in values.items()]
             fix = f"set {name} to the same value on all hosts"
             seen = f"{name} differs: {'; '.join(parts)}"
             yield Finding(
-                "env-differs", known.variable.differs, _names_text([place.who for place in places]), seen,
+                "env-differs", known.variable.differs, _names_text([each.label for each in environments]), seen,
                 known.variable.does, fix, known.variable.sources[0],
             )  # fmt: skip
 
 
-def _value_on(name: str, value: str | None, who: Sequence[str], table: VariableTable) -> str:
-    return f"{'not set' if value is None else format_assignment(name, value, table)} on {_names_text(who)}"
+def _value_on(name: str, value: str | None, labels: Sequence[str], table: VariableTable) -> str:
+    return f"{'not set' if value is None else format_assignment(name, value, table)} on {_names_text(labels)}"
 
 
-def _judge_not_forwarded(asked: LintRequest) -> Iterator[Finding]:
+def _judge_not_forwarded(request: LintRequest) -> Iterator[Finding]:
     """Reports variables that are set where the job is started, but do not reach their readers."""
-    shells = [place for place in asked.places if place.role == SHELL_ROLE]
-    workers = [place for place in asked.places if place.role != SHELL_ROLE]
+    shells = [environment for environment in request.environments if environment.role == SHELL_ROLE]
+    workers = [environment for environment in request.environments if environment.role != SHELL_ROLE]
     for shell in shells:
         if workers:
-            yield from _missing_on_workers(shell, workers, asked)
-        elif asked.launcher is not None:
-            yield from _not_forwarded(shell, asked.table.launchers[asked.launcher], asked.table)
+            yield from _missing_on_workers(shell, workers, request)
+        elif request.launcher is not None:
+            yield from _not_forwarded(shell, request.table.launchers[request.launcher], request.table)
 
 
 def _missing_on_workers(
-    shell: ProcessEnvironment, workers: Sequence[ProcessEnvironment], asked: LintRequest
+    shell: ProcessEnvironment, workers: Sequence[ProcessEnvironment], request: LintRequest
 ) -> Iterator[Finding]:
-    for name, known in _variables_for_workers(shell, asked.table):
-        lacking = [place.who for place in workers if name not in place.variables]
+    for name, known in _variables_for_workers(shell, request.table):
+        lacking = [environment.label for environment in workers if name not in environment.variables]
         if lacking:
             seen = (
-                f"{format_assignment(name, shell.variables[name], asked.table)} of the shell is not set on "
+                f"{format_assignment(name, shell.variables[name], request.table)} of the shell is not set on "
                 f"{_names_text(lacking)}"
             )
-            launcher = asked.table.launchers.get(asked.launcher or "")
+            launcher = request.table.launchers.get(request.launcher or "")
             fix = launcher.fix if launcher else f"set {name} on every host, or make the launcher forward it"
             yield Finding(
                 "env-not-seen", "warning", _names_text(lacking), seen, known.variable.does, fix.format(name=name),

@@ -110,5 +110,5 @@ def test_vllm_is_told_by_its_variable() -> None:
 
 def test_all_four_and_each_has_its_source() -> None:
     found = interface_choices(HostNetwork(ALL, "10.0.0.5"), NameResolution("a", ["10.0.0.5"]))
-    assert [each.who for each in found] == ["NCCL", "Gloo", "Ray", "vLLM"]
+    assert [each.library for each in found] == ["NCCL", "Gloo", "Ray", "vLLM"]
     assert all(each.source.startswith("https://github.com/") and each.because for each in found)

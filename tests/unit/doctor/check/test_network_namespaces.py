@@ -53,7 +53,7 @@ def _picked(setup: str, **environ: str) -> tuple[HostNetwork, dict[str, Interfac
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     picked = TypeAdapter(list[InterfaceChoice]).validate_python(told["choices"])
-    return TypeAdapter(HostNetwork).validate_python(told["network"]), {each.who: each for each in picked}
+    return TypeAdapter(HostNetwork).validate_python(told["network"]), {each.library: each for each in picked}
 
 
 CARD = "ip link add {0} type veth peer name {0}p; ip link set {0} up; ip link set {0}p up; ip addr add {1} dev {0};"
@@ -137,7 +137,7 @@ def test_gloo_itself_takes_whole_names_and_passes_over_one_character() -> None:
 
 
 def test_choices_need_no_names() -> None:
-    assert not {each.who: each for each in interface_choices(HostNetwork(), None)}["Gloo"].picks
+    assert not {each.library: each for each in interface_choices(HostNetwork(), None)}["Gloo"].picks
 
 
 @pytest.mark.slow

@@ -208,10 +208,10 @@ def run_self_test(
     _, lost = head.ask(others, 10.0, "ranks of the self-test start", probe_protocol.read_start_ranks_answer)
     found.lost |= lost
     left = max(2.0, bound_s - (time.monotonic() - began))
-    said = probe_protocol.await_ranks_answer_reader(on_host, len(ranks))
-    told, lost = head.ask(_await_order(head, on_host, left), left + 5.0, "the self-test", said)
+    read = probe_protocol.await_ranks_answer_reader(on_host, len(ranks))
+    answers, lost = head.ask(_await_order(head, on_host, left), left + 5.0, "the self-test", read)
     found.lost |= lost
-    for host, answer in sorted(told.items()):
+    for host, answer in sorted(answers.items()):
         _record_answer(found, host, answer)
     found.took_s = time.monotonic() - began
     return found
@@ -299,11 +299,11 @@ def _slowest(tested: SelfTestResult) -> list[Finding]:
 def _failure(tested: SelfTestResult) -> Finding:
     """Reports the ranks with an error of their own, else the ranks that are behind."""
     lost = "; ".join(f"{host}: {why}" for host, why in tested.lost.items())
-    said = {
+    errors = {
         name: why for name, why in tested.failed.items() if not why.startswith(("WaitTimeout", "did not end"))
     } or tested.failed
     causes: dict[str, list[str]] = {}
-    for name, why in said.items():
+    for name, why in errors.items():
         causes.setdefault(why, []).append(name)
     rows = [f"{_names_with_hosts(names, tested)}: {why}" for why, names in list(causes.items())[:3]]
     never = [name for name in tested.ranks if name not in tested.at]
@@ -314,12 +314,14 @@ def _failure(tested: SelfTestResult) -> Finding:
         rows.append(f"{_names_with_hosts(behind, tested)} did not reach the store")
     if not rows and not lost:
         rows = [f"no rank reported the result of {each}" for each in tested.untold[:3]]
-    stages = {tested.at.get(name, "") for name in said} - {"done", ""}
+    stages = {tested.at.get(name, "") for name in errors} - {"done", ""}
     where = f" (at: {', '.join(sorted(stages))})" if stages else ""
     backends = " and ".join(sorted({each.backend for each in tested.communicators}))
-    told = "; ".join([lost, *rows] if lost else rows)
-    seen = f"the self-test of {len(tested.ranks)} ranks on {backends} failed{where}: {told}"
-    hosts = ", ".join(dict.fromkeys(tested.hosts[name] for name in [*behind, *never] or said)) or ", ".join(tested.lost)
+    reasons = "; ".join([lost, *rows] if lost else rows)
+    seen = f"the self-test of {len(tested.ranks)} ranks on {backends} failed{where}: {reasons}"
+    hosts = ", ".join(dict.fromkeys(tested.hosts[name] for name in [*behind, *never] or errors)) or ", ".join(
+        tested.lost
+    )
     return Finding(
         "collectives", "error", hosts, seen, "the run's first collective would fail or hang in the same way",
         _advice(seen, tested),

@@ -103,28 +103,28 @@ def _compare_clocks(facts: Sequence[HostFacts]) -> Iterator[Finding]:
 def _compare_networks(facts: Sequence[HostFacts]) -> Iterator[Finding]:
     known = {each.host: each for each in facts if each.network is not None}
     picked = {
-        host: {choice.who: choice for choice in interface_choices(each.network, each.names)}
+        host: {choice.library: choice for choice in interface_choices(each.network, each.names)}
         for host, each in known.items()
         if each.network is not None
     }
-    for who in ("NCCL", "Gloo", "Ray", "vLLM"):
-        chosen = {host: choice[who] for host, choice in picked.items() if choice[who].picks}
+    for library in ("NCCL", "Gloo", "Ray", "vLLM"):
+        chosen = {host: choice[library] for host, choice in picked.items() if choice[library].picks}
         networks = {host: each.network for host, each in known.items() if host in chosen and each.network is not None}
-        yield from _same_address(who, chosen)
-        yield from _compare_subnets(who, chosen, networks)
-        yield from _compare_mtu(who, chosen, networks)
+        yield from _same_address(library, chosen)
+        yield from _compare_subnets(library, chosen, networks)
+        yield from _compare_mtu(library, chosen, networks)
 
 
-def _same_address(who: str, chosen: Mapping[str, InterfaceChoice]) -> Iterator[Finding]:
+def _same_address(library: str, chosen: Mapping[str, InterfaceChoice]) -> Iterator[Finding]:
     owners: dict[str, list[str]] = {}
     for host, choice in chosen.items():
         owners.setdefault(choice.picks[0][1], []).append(host)
     for address, hosts in owners.items():
         if len(hosts) > 1:
-            seen = f"{who} of {summarize_list(hosts, 4)} would use the same address, {address}"
+            seen = f"{library} of {summarize_list(hosts, 4)} would use the same address, {address}"
             why = "a peer that gets it reaches one of them, or itself"
             fix = "set the interface or address of each host (see the findings of each)"
-            yield Finding(f"same-address-{who.lower()}", "error", ",".join(hosts), seen, why, fix)
+            yield Finding(f"same-address-{library.lower()}", "error", ",".join(hosts), seen, why, fix)
 
 
 def _subnet_of(network: HostNetwork, address: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network | None:
@@ -136,7 +136,7 @@ def _subnet_of(network: HostNetwork, address: str) -> ipaddress.IPv4Network | ip
 
 
 def _compare_subnets(
-    who: str, chosen: Mapping[str, InterfaceChoice], networks: Mapping[str, HostNetwork]
+    library: str, chosen: Mapping[str, InterfaceChoice], networks: Mapping[str, HostNetwork]
 ) -> Iterator[Finding]:
     """Reports different subnets, which may be routed, and a common subnet if there is one."""
     subnets: dict[str, str] = {}
@@ -150,12 +150,12 @@ def _compare_subnets(
     common = _common_subnet(networks)
     seen, odd, _ = _by_value(subnets)
     why = "peers reach each other only if a router between these subnets passes every port"
-    fix = f"all of them are in {common}: set {who}'s interface to the one in it" if common else ""
+    fix = f"all of them are in {common}: set {library}'s interface to the one in it" if common else ""
     yield Finding(
-        f"subnets-{who.lower()}",
+        f"subnets-{library.lower()}",
         "warning" if common else "note",
         odd,
-        f"{who} is on different subnets: {seen}",
+        f"{library} is on different subnets: {seen}",
         why,
         fix,
     )
@@ -177,11 +177,11 @@ def _common_subnet(networks: Mapping[str, HostNetwork]) -> str | None:
 
 
 def _compare_mtu(
-    who: str, chosen: Mapping[str, InterfaceChoice], networks: Mapping[str, HostNetwork]
+    library: str, chosen: Mapping[str, InterfaceChoice], networks: Mapping[str, HostNetwork]
 ) -> Iterator[Finding]:
     """Reports different MTUs: a path that does not carry large packets drops them, so connections open and then
     hang."""
-    if who != "NCCL":
+    if library != "NCCL":
         return
     sizes = {}
     for host, choice in chosen.items():
@@ -224,8 +224,8 @@ def answer_look(order: Mapping[str, Any]) -> ProbeMessage:
     """Carries out the order in the probe: returns the facts of its host, or its variables."""
     if order.get("what") == "environment":
         return {"variables": shareable_variables(os.environ)}
-    asked = _parse_look_order(dict(order))
-    return gather_host(HostSystem(), asked.needs, asked.bound_s).json()
+    request = _parse_look_order(dict(order))
+    return gather_host(HostSystem(), request.needs, request.bound_s).json()
 
 
 def gather_from_hosts(
@@ -247,10 +247,10 @@ def compare_environments(head: CheckHead, names: Sequence[str]) -> list[Finding]
     because it is not known how a job is started there."""
     order = {"do": "look", "what": "environment"}
     why = "the variables of their hosts"
-    told, lost = head.ask(
+    answers, lost = head.ask(
         dict.fromkeys(names, order), ENVIRONMENT_S, why, lambda name, answer: _parse_variables(answer)
     )
-    places = [ProcessEnvironment(name, each.variables) for name, each in sorted(told.items())]
+    places = [ProcessEnvironment(name, each.variables) for name, each in sorted(answers.items())]
     found = [
         replace(each, severity="warning") if (each.id, each.severity) == ("env-differs", "error") else each
         for each in lint_environments(places, job=JobTraits(several=True))

@@ -188,11 +188,13 @@ def _closed_ports(pairs: PairResults, whole: set[tuple[str, str]]) -> list[Findi
     for (listener, label), closed in sorted(by_port.items()):
         port = closed[0][2].port
         kind = _failure_kinds([one for _, _, one in closed])
-        who = ", ".join(dialler for dialler, _, _ in closed[:_SHOWN]) + (" and more" if len(closed) > _SHOWN else "")
+        dialling = ", ".join(dialler for dialler, _, _ in closed[:_SHOWN]) + (
+            " and more" if len(closed) > _SHOWN else ""
+        )
         what = f"port {port}" + (
             " (of the range that the kernel assigns)" if label.startswith(KERNEL_PORT_PREFIX) else ""
         )
-        seen = f"{who} cannot reach {what} of {listener}, although other ports are open ({kind})"
+        seen = f"{dialling} cannot reach {what} of {listener}, although other ports are open ({kind})"
         found.append(_blocked_finding(listener, seen, kind, port=port, kernels=label.startswith(KERNEL_PORT_PREFIX)))
     return found
 

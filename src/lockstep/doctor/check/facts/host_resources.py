@@ -48,10 +48,10 @@ def _clock_from_chrony(system: HostSystem, bound_s: float) -> ClockSync:
 
 def _clock_from_systemd(system: HostSystem, bound_s: float) -> ClockSync:
     ran = system.run(["timedatectl", "show", "-p", "NTPSynchronized", "--value"], bound_s)
-    said = ran.out.strip()
-    if ran.code or said not in ("yes", "no"):
+    answer = ran.out.strip()
+    if ran.code or answer not in ("yes", "no"):
         raise SourceUnavailable(f"timedatectl did not answer ({first_line(ran.err or ran.out)})")
-    return ClockSync(said == "yes", None, "timedatectl")
+    return ClockSync(answer == "yes", None, "timedatectl")
 
 
 class _Timex(ctypes.Structure):

@@ -42,10 +42,10 @@ def system_nccl_version(environ: Mapping[str, str], folders: Sequence[Path] = LI
 def cuda_compat(environ: Mapping[str, str], folders: Sequence[Path] = COMPAT_FOLDERS) -> tuple[str, bool]:
     """Folder of the forward compatibility driver library, and whether LD_LIBRARY_PATH contains it; empty without
     one."""
-    asked = list(_loader_folders(environ))
-    for folder in (*(each for each in asked if "compat" in each.parts), *folders):
+    loaded = list(_loader_folders(environ))
+    for folder in (*(each for each in loaded if "compat" in each.parts), *folders):
         if (folder / "libcuda.so.1").exists():
-            return str(folder), folder in asked
+            return str(folder), folder in loaded
     return "", False
 
 
@@ -133,18 +133,18 @@ def _unmet_requirements() -> Iterator[str]:
     """Requirements between installed packages that are not met."""
     for name in _PINNED:
         try:
-            asked = metadata.requires(name) or []
+            requires = metadata.requires(name) or []
         except metadata.PackageNotFoundError:
             continue
-        for line in asked:
+        for line in requires:
             try:
                 requirement = Requirement(line)
             except InvalidRequirement:
                 continue
             if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
                 continue
-            if (said := _unmet_requirement(requirement)) is not None:
-                yield f"{name} {_version(name)} needs {requirement.name}{requirement.specifier}, {said}"
+            if (problem := _unmet_requirement(requirement)) is not None:
+                yield f"{name} {_version(name)} needs {requirement.name}{requirement.specifier}, {problem}"
 
 
 def _unmet_requirement(requirement: Requirement) -> str | None:

@@ -286,10 +286,10 @@ class HostProbe:
         self._say("the check of this host is complete; the report is on the head")
 
     def _card(self, order: ProbeMessage) -> ProbeMessage:
-        asked = probe_protocol.parse_card_order(order)
+        request = probe_protocol.parse_card_order(order)
         if self._answering is None:
             self._answering = peer_connections.PeerListener(
-                self._token, self._name, self._address, asked.ports, asked.kernels
+                self._token, self._name, self._address, request.ports, request.kernels
             )
         hostname = socket.gethostname()
         return asdict(
@@ -300,17 +300,19 @@ class HostProbe:
         )  # fmt: skip
 
     def _reach(self, order: ProbeMessage) -> ProbeMessage:
-        asked = probe_protocol.parse_reach_order(order)
-        names = [name for name, _, _ in asked.hosts]
-        targets = peer_connections.ports_to_dial_on(asked.hosts, names.index(self._name))
-        found = peer_connections.dial_all(targets, self._token, self._name, asked.dial_s, asked.bound_s, asked.lanes)
+        request = probe_protocol.parse_reach_order(order)
+        names = [name for name, _, _ in request.hosts]
+        targets = peer_connections.ports_to_dial_on(request.hosts, names.index(self._name))
+        found = peer_connections.dial_all(
+            targets, self._token, self._name, request.dial_s, request.bound_s, request.lanes
+        )
         return dict(peer_connections.dial_results_json(found, names))
 
     def _rate(self, order: ProbeMessage) -> ProbeMessage:
-        asked = probe_protocol.parse_rate_order(order)
+        request = probe_protocol.parse_rate_order(order)
         return dict(
             peer_connections.measure_rate(
-                peer_connections.PeerPort(*asked.target), self._token, self._name, asked.seconds, asked.dial_s
+                peer_connections.PeerPort(*request.target), self._token, self._name, request.seconds, request.dial_s
             )
         )
 

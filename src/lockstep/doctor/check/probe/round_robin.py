@@ -29,8 +29,8 @@ def round_robin_rounds(many: int) -> Iterator[list[tuple[int, int]]]:
         ring = ring[-1:] + ring[:-1]
 
 
-def peers_in_order(many: int, who: int) -> list[int]:
-    """The peers of `who` in the order of rounds; a round without a peer is left out."""
+def peers_in_order(many: int, host: int) -> list[int]:
+    """The peers of `host` in the order of rounds; a round without a peer is left out."""
     size = many + many % 2
     last = size - 1
     if many < 2:
@@ -38,10 +38,10 @@ def peers_in_order(many: int, who: int) -> list[int]:
     found = []
     for number in range(last):
         # The ring at this round: position p (1..last) holds 1 + (p - 1 - number) mod last.
-        if who == 0:
+        if host == 0:
             other = 1 + (last - 1 - number) % last
         else:
-            place = 1 + (who - 1 + number) % last
+            place = 1 + (host - 1 + number) % last
             facing = last - place
             other = 0 if facing == 0 else 1 + (facing - 1 - number) % last
         if other < many:

@@ -73,82 +73,88 @@ def gpu_summary(gpus: Sequence[Gpu]) -> str:
 
 
 def _health(host: str, gpu: Gpu) -> Iterator[Finding]:
-    who = f"GPU {gpu.index} ({gpu.bus})"
+    label = f"GPU {gpu.index} ({gpu.bus})"
     if gpu.uncorrected:
-        seen = f"{who} has had {gpu.uncorrected} uncorrected memory errors since its driver was loaded"
+        seen = f"{label} has had {gpu.uncorrected} uncorrected memory errors since its driver was loaded"
         why = "a program that hits such an error ends with 'uncorrectable ECC error'; earlier results may be wrong"
         yield Finding("ecc", "error", host, seen, why, f"drain the host; nvidia-smi -r -i {gpu.index}", ECC_SOURCE)
     if gpu.remap_failed:
         fix = "take the GPU out of service and have it replaced"
-        yield Finding("remap", "error", host, f"{who} failed to remap a bad memory row", "", fix, ECC_SOURCE)
+        yield Finding("remap", "error", host, f"{label} failed to remap a bad memory row", "", fix, ECC_SOURCE)
     elif gpu.remap_pending:
         why, fix = "the bad row is used until then", f"nvidia-smi -r -i {gpu.index} when the GPU is idle"
-        yield Finding("remap", "warning", host, f"{who} needs a reset to remap a bad memory row", why, fix, ECC_SOURCE)
+        yield Finding(
+            "remap", "warning", host, f"{label} needs a reset to remap a bad memory row", why, fix, ECC_SOURCE
+        )
     if gpu.ecc is False:
         yield Finding(
-            "ecc-off", "note", host, f"{who} runs without ECC", "bit errors are not detected", "nvidia-smi -e 1"
+            "ecc-off", "note", host, f"{label} runs without ECC", "bit errors are not detected", "nvidia-smi -e 1"
         )
     if gpu.fabric and "Completed" not in gpu.fabric:
-        seen = f"{who} is not registered with the NVSwitch fabric: {gpu.fabric}"
+        seen = f"{label} is not registered with the NVSwitch fabric: {gpu.fabric}"
         why = "CUDA reports 'system not yet initialized' (error 802), although nvidia-smi shows a healthy GPU"
         fix = "systemctl restart nvidia-fabricmanager, in exactly the version of the driver"
         yield Finding("fabric", "error", host, seen, why, fix, FABRIC_SOURCE)
     for reason in gpu.throttled:
         if reason in _HARDWARE_SLOWDOWNS:
             hot = f", {gpu.temperature_c} C" if gpu.temperature_c is not None else ""
-            seen = f"{who} is throttled: {_HARDWARE_SLOWDOWNS[reason]}{hot}"
+            seen = f"{label} is throttled: {_HARDWARE_SLOWDOWNS[reason]}{hot}"
             why = "every rank waits for the slowest GPU"
             yield Finding(
                 "throttled", "warning", host, seen, why, f"nvidia-smi -q -d PERFORMANCE,TEMPERATURE -i {gpu.index}"
             )
     if gpu.temperature_c is not None and gpu.slowdown_c is not None and gpu.temperature_c >= gpu.slowdown_c - 5:
-        seen = f"{who} is at {gpu.temperature_c} C and slows down at {gpu.slowdown_c} C"
+        seen = f"{label} is at {gpu.temperature_c} C and slows down at {gpu.slowdown_c} C"
         yield Finding("temperature", "warning", host, seen, "every rank waits for the slowest GPU", "check its cooling")
 
 
 def _processes_on_gpu(host: str, gpu: Gpu) -> Iterator[Finding]:
-    who = f"GPU {gpu.index}"
+    label = f"GPU {gpu.index}"
     others = [process for process in gpu.processes if not process.ours]
     if others:
-        who_else = ", ".join(
+        users = ", ".join(
             f"{each.name or 'process'} {each.pid}" + (f" ({each.memory_mib} MiB)" if each.memory_mib else "")
             for each in others[:4]
         )
         why = "the run has less memory than planned, and both become slower"
         fix = f"end leftover processes: ps -fp {','.join(str(each.pid) for each in others)}"
-        yield Finding("gpu-in-use", "warning", host, f"{who} is used by {who_else}", why, fix)
+        yield Finding("gpu-in-use", "warning", host, f"{label} is used by {users}", why, fix)
     elif (gpu.used_mib or 0) > _IN_USE_MIB and not gpu.processes:
-        seen = f"{who} has {gpu.used_mib} MiB in use by processes that are not visible here"
+        seen = f"{label} has {gpu.used_mib} MiB in use by processes that are not visible here"
         why = "they belong to another container, or a process that ended did not release it"
         yield Finding(
             "gpu-in-use", "warning", host, seen, why, f"on the host: nvidia-smi; fuser -v /dev/nvidia{gpu.index}"
         )
     if gpu.compute_mode == "Prohibited":
-        yield Finding("compute-mode", "error", host, f"{who} prohibits compute", "", f"nvidia-smi -c 0 -i {gpu.index}")
+        yield Finding(
+            "compute-mode", "error", host, f"{label} prohibits compute", "", f"nvidia-smi -c 0 -i {gpu.index}"
+        )
     elif gpu.compute_mode.startswith("Exclusive"):
         why = "an engine and a trainer on the same GPU are two processes, and the second one fails"
         fix = f"nvidia-smi -c 0 -i {gpu.index}"
-        yield Finding("compute-mode", "warning", host, f"{who} allows only one process ({gpu.compute_mode})", why, fix)
+        yield Finding(
+            "compute-mode", "warning", host, f"{label} allows only one process ({gpu.compute_mode})", why, fix
+        )
     if gpu.mig:
         why = "NCCL cannot connect instances of one GPU, and a process sees only one of them"
-        yield Finding("mig", "warning", host, f"{who} is partitioned (MIG)", why, f"nvidia-smi -mig 0 -i {gpu.index}")
+        yield Finding("mig", "warning", host, f"{label} is partitioned (MIG)", why, f"nvidia-smi -mig 0 -i {gpu.index}")
 
 
 def _links(host: str, gpu: Gpu, slot_known: bool) -> Iterator[Finding]:
     """Judges NVLink and PCIe. A width that is compared with its slot is reported by the PCI bus checks."""
-    who = f"GPU {gpu.index} ({gpu.bus})"
+    label = f"GPU {gpu.index} ({gpu.bus})"
     if gpu.links_down and gpu.links_up:
-        seen = f"{who} has {gpu.links_down} of {gpu.links_up + gpu.links_down} NVLinks down"
+        seen = f"{label} has {gpu.links_down} of {gpu.links_up + gpu.links_down} NVLinks down"
         why = "all ranks are as slow as the GPU with the fewest links"
         yield Finding(
             "nvlink", "warning", host, seen, why, f"nvidia-smi nvlink --status -i {gpu.index}; dmesg | grep Xid"
         )
     if not slot_known and gpu.pcie_width and gpu.pcie_width_max and gpu.pcie_width < gpu.pcie_width_max:
-        seen = f"{who} runs with {gpu.pcie_width} of {gpu.pcie_width_max} PCIe lanes"
+        seen = f"{label} runs with {gpu.pcie_width} of {gpu.pcie_width_max} PCIe lanes"
         why = "transfers to the host, and between GPUs without NVLink, take proportionally longer"
         yield Finding("pcie-width", "warning", host, seen, why, "reseat the card or its riser; check the BIOS settings")
     if gpu.replays and gpu.replays > 1000:
-        seen = f"{who} has replayed {gpu.replays} PCIe packets"
+        seen = f"{label} has replayed {gpu.replays} PCIe packets"
         yield Finding(
             "pcie-replays", "warning", host, seen, "the signal quality is bad", "reseat the card or its riser"
         )

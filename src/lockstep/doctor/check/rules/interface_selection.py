@@ -33,7 +33,7 @@ NCCL_MAX_INTERFACES = 16
 class InterfaceChoice:
     """Which interface a library picks on this host."""
 
-    who: str
+    library: str
     picks: list[tuple[str, str]] = field(default_factory=list)
     """Interfaces and addresses; the library listens for peers on the first. The name is empty if no interface has the
     address."""

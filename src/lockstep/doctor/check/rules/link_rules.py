@@ -229,30 +229,30 @@ def _port(host: str, port: RdmaPort, others: bool, used: bool) -> Iterator[Findi
         others: whether another port is active.
         used: whether its card model is that of most active ports, or it is selected by name.
     """
-    who = f"{port.device} port {port.port}"
+    label = f"{port.device} port {port.port}"
     wrong: Severity = "warning" if used else "note"
     if port.state == "INIT":
         why = "a cable is connected, but no subnet manager has configured the port"
         yield Finding(
-            "rdma-port", wrong if others else "error", host, f"{who} is INIT", why,
+            "rdma-port", wrong if others else "error", host, f"{label} is INIT", why,
             "start opensm, or check the switch's subnet manager",
         )  # fmt: skip
     elif port.state == "DOWN" and port.physical != "Disabled":
-        seen = f"{who} is down ({port.physical or 'no link'})"
+        seen = f"{label} is down ({port.physical or 'no link'})"
         why = "if other hosts use this rail, they wait for it" if others else "no adapter of this host is connected"
         yield Finding(
             "rdma-port", wrong if others else "error", host, seen, why,
             f"check the cable and the switch; workaround: NCCL_IB_HCA=^{port.device}",
         )  # fmt: skip
     if port.errors:
-        seen = f"{who} has error counts: " + ", ".join(f"{name} {count}" for name, count in port.errors.items())
+        seen = f"{label} has error counts: " + ", ".join(f"{name} {count}" for name, count in port.errors.items())
         why = "packets were lost or resent since the counters were cleared: check cable, connectors and switch load"
         yield Finding(
             "rdma-errors", wrong, host, seen, why,
             f"perfquery -x; cat /sys/class/infiniband/{port.device}/ports/{port.port}/counters/*",
         )  # fmt: skip
     if port.routable_gid is False and port.state == "ACTIVE":
-        seen = f"{who} ({port.netdev or port.layer}) has no routable RoCE v2 address"
+        seen = f"{label} ({port.netdev or port.layer}) has no routable RoCE v2 address"
         why = "NCCL picks a link-local GID, and queue pairs between hosts time out"
         fix = f"give {port.netdev or 'its interface'} an IP address, or set NCCL_IB_GID_INDEX to one of show_gids"
         yield Finding("rdma-gid", wrong, host, seen, why, fix)

@@ -57,22 +57,22 @@ def best_address(network: HostNetwork) -> tuple[str, str] | None:
 
 
 def _judge_choice(host: str, choice: InterfaceChoice, network: HostNetwork, needs: HostRequirements) -> Finding:
-    id = f"interface-{choice.who.lower()}"
+    id = f"interface-{choice.library.lower()}"
     if choice.problem:
-        why = f"{choice.who} refuses to start: the name must match an interface on every host"
-        return Finding(id, "error", host, choice.problem, why, _fix(choice.who, network), choice.source)
+        why = f"{choice.library} refuses to start: the name must match an interface on every host"
+        return Finding(id, "error", host, choice.problem, why, _fix(choice.library, network), choice.source)
     if not choice.picks:
-        return Finding(id, "unchecked", host, f"cannot tell what {choice.who} picks: {choice.because}")
+        return Finding(id, "unchecked", host, f"cannot tell what {choice.library} picks: {choice.because}")
     name, address = choice.picks[0]
     judged = judge_address(address, network.interfaces, name)
-    seen = f"{choice.who} will use {judged.text}{_further_picks(choice)} ({choice.because})"
+    seen = f"{choice.library} will use {judged.text}{_further_picks(choice)} ({choice.because})"
     best = best_address(network)
     severity = _severity(judged, best, needs)
     if judged.hopeless and not needs.several and judged.reach != "strange":
         seen += "; that is correct as long as the job has no other host"
     if severity == "ok":
         return Finding(id, "ok", host, seen, source=choice.source)
-    fix = "" if best is not None and best[1] == address else _fix(choice.who, network)
+    fix = "" if best is not None and best[1] == address else _fix(choice.library, network)
     return Finding(id, severity, host, seen, _WHY.get(judged.reach, _UNREACHED), fix, choice.source)
 
 
@@ -103,18 +103,18 @@ _WHY: Mapping[Reachability, str] = {
 }
 
 
-def _fix(who: str, network: HostNetwork) -> str:
+def _fix(library: str, network: HostNetwork) -> str:
     there = best_address(network)
     if there is None:
         return "give this host an address that its peers can reach"
-    return _FIX[who].format(name=there[0], address=there[1])
+    return _FIX[library].format(name=there[0], address=there[1])
 
 
 def _different_interfaces(host: str, picked: list[InterfaceChoice], needs: HostRequirements) -> Iterator[Finding]:
     """Reports libraries on different networks: no fault, but each network must be open between hosts."""
-    first = {choice.who: choice.picks[0][0] for choice in picked if choice.picks}
+    first = {choice.library: choice.picks[0][0] for choice in picked if choice.picks}
     if needs.several and len(set(first.values())) > 1:
-        seen = ", ".join(f"{who} on {name or 'no interface'}" for who, name in first.items())
+        seen = ", ".join(f"{library} on {name or 'no interface'}" for library, name in first.items())
         why = "each of these networks must be open between all hosts; using one for all is simplest"
         yield Finding("interfaces-differ", "note", host, f"libraries use different interfaces: {seen}", why)
 

@@ -319,24 +319,24 @@ def judge_deepspeed_match(advice: ConfigFindings, run: TRLConfig, json: ConfigSe
         ("optimizer.params.weight_decay", "weight_decay", s.number("weight_decay")),
         ("scheduler.params.warmup_max_lr", "learning_rate", s.number("learning_rate")),
     ]
-    for theirs, ours, told in pairs:
-        said = json.number(theirs)
-        if theirs in json and said is not None and told is not None and said != told:
+    for theirs, ours, trainers in pairs:
+        value = json.number(theirs)
+        if theirs in json and value is not None and trainers is not None and value != trainers:
             default = "" if ours in s or " x " in ours else " (its default)"
             advice.error(
                 "deepspeed-mismatch",
-                f"{theirs} is {said:g}, the Trainer's {ours} is {told:g}{default}",
+                f"{theirs} is {value:g}, the Trainer's {ours} is {trainers:g}{default}",
                 "The Trainer refuses different values.",
                 f'"{theirs.rpartition(".")[2]}": "auto"',
                 FILL_SOURCE,
                 json.place(theirs),
             )
     for kind in ("fp16", "bf16"):
-        said_kind = json.get(f"{kind}.enabled")
-        if said_kind in (True, False) and kind in s and s.flag(kind) is not None and s.flag(kind) != said_kind:
+        enabled = json.get(f"{kind}.enabled")
+        if enabled in (True, False) and kind in s and s.flag(kind) is not None and s.flag(kind) != enabled:
             advice.error(
                 "deepspeed-mismatch",
-                f"{kind}.enabled is {said_kind}, {kind} is {s.flag(kind)}",
+                f"{kind}.enabled is {enabled}, {kind} is {s.flag(kind)}",
                 "The Trainer refuses different values.",
                 '"enabled": "auto"',
                 FILL_SOURCE,
@@ -346,13 +346,13 @@ def judge_deepspeed_match(advice: ConfigFindings, run: TRLConfig, json: ConfigSe
 
 def judge_accelerate_match(advice: ConfigFindings, run: TRLConfig, accelerate: ConfigSettings) -> None:
     name = "deepspeed_config.gradient_accumulation_steps"
-    said, told = accelerate.whole(name), run.settings.whole("gradient_accumulation_steps")
-    if said and told and said != told:
+    value, trainers = accelerate.whole(name), run.settings.whole("gradient_accumulation_steps")
+    if value and trainers and value != trainers:
         advice.warn(
             "deepspeed-mismatch",
-            f"gradient_accumulation_steps is {said} here and {told} for the Trainer",
+            f"gradient_accumulation_steps is {value} here and {trainers} for the Trainer",
             "The Trainer's value determines its steps, the other one DeepSpeed's.",
-            f"gradient_accumulation_steps: {told}",
+            f"gradient_accumulation_steps: {trainers}",
             FILL_SOURCE,
             accelerate.place(name),
         )
