@@ -8,8 +8,8 @@ PACKAGE_ERROR = "lockstep"
 
 
 class PicklableError(Exception):
-    """Beside another base: an error whose constructor takes more than a message. Copies and pickles have its fields;
-    they are made without the constructor."""
+    """A mixin for errors whose constructor takes more than a message: they are copied and unpickled with their fields
+    and without the constructor."""
 
     error_code: ClassVar[str] = PACKAGE_ERROR
 
@@ -51,10 +51,10 @@ class CollectiveRefused(PicklableError, RuntimeError):
 
 
 class CollectiveStalled(PicklableError, RuntimeError):
-    """A collective ended because the observer of the job gave a verdict and freed those who waited.
+    """A collective ended because the supervisor published a verdict and freed the waiting ranks.
 
-    `verdict` is its JSON form (see `watch.verdict`), empty when only a text was given; `was` what the backend
-    said."""
+    `verdict` is its JSON form (see `watch.verdict`), empty when only a text was given; `was` is the backend's
+    message."""
 
     error_code = "collective_stalled"
 

@@ -122,7 +122,7 @@ class AgentClient:
         where that is impossible it starts plainly. The name must not be that of a living worker.
         `note` is put into the agent's folder as `NAME.json`."""
         pid: Future[int] = Future()
-        asked = self._submit(
+        reply = self._submit(
             "spawn", name=name, argv=list(argv), env=dict(os.environ if env is None else env), token=trusted,
             log=str(log_path.absolute()), cwd=str((cwd or Path.cwd()).absolute()), preload=list(preload), note=note,
         )  # fmt: skip
@@ -134,7 +134,7 @@ class AgentClient:
             else:
                 pid.set_result(int(done.result()["pid"]))
 
-        asked.add_done_callback(answered)
+        reply.add_done_callback(answered)
         return pid
 
     def take_over(self, orphan_grace_s: float) -> None:
@@ -348,10 +348,10 @@ def start_agent(
     up."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "agent.json").unlink(missing_ok=True)
-    whose = [] if controller is None else ["--controller", str(controller or os.getpid())]
+    controller_option = [] if controller is None else ["--controller", str(controller or os.getpid())]
     argv = [
         sys.executable, "-m", "lockstep.watch.agent.node_agent", "--run", run, "--generation", str(generation),
-        "--folder", str(folder), *whose, "--orphan-grace", str(orphan_grace_s),
+        "--folder", str(folder), *controller_option, "--orphan-grace", str(orphan_grace_s),
         "--kill-grace", str(kill_grace_s), "--host", host, *(["--node", node] if node else []),
         *(["--ports", *map(str, ports)] if ports else []),
     ]  # fmt: skip
@@ -366,8 +366,8 @@ def start_agent(
 
     def up() -> ServiceAddress | None:
         if popen.poll() is not None:
-            said = (folder / "agent.log").read_text(errors="replace")[-2000:]
-            raise AgentError("start", f"the agent ended with {popen.returncode}\n{said}")
+            output = (folder / "agent.log").read_text(errors="replace")[-2000:]
+            raise AgentError("start", f"the agent ended with {popen.returncode}\n{output}")
         with contextlib.suppress(FileNotFoundError):
             return ServiceAddress.read(folder)
         return None

@@ -35,8 +35,8 @@ from lockstep.watch.agent.report_builder import ReportBuilder
 from lockstep.watch.agent.report_messages import encode_report
 from lockstep.watch.agent.worker_spawner import WorkerProcess
 from lockstep.watch.beacon.reader import read_beacon
-from lockstep.watch.procfs import processes, py_sampler
-from lockstep.watch.procfs.py_sampler import StackSampler
+from lockstep.watch.procfs import processes, py_spy
+from lockstep.watch.procfs.py_spy import StackSampler
 from lockstep.watch.recorder import commands
 from lockstep.watch.recorder.abort import announce_verdict, release_ranks
 
@@ -127,16 +127,16 @@ class MonitoringService:
             for seen in list(self._monitor.suspects(after_s)):
                 self._sampler.request(seen.pid, self._stacks_handler(seen))
 
-    def _stacks_handler(self, seen: ProcessState) -> Callable[[tuple[py_sampler.SampledThread, ...]], None]:
+    def _stacks_handler(self, seen: ProcessState) -> Callable[[tuple[py_spy.SampledThread, ...]], None]:
         ordered = time.monotonic_ns()
 
-        def told(threads: tuple[py_sampler.SampledThread, ...]) -> None:
+        def on_stacks(threads: tuple[py_spy.SampledThread, ...]) -> None:
             if threads:
                 seen.take_stacks(threads, ordered)
             else:
                 seen.stack_ns = ordered  # none could be taken: not requested again at once
 
-        return told
+        return on_stacks
 
     # --- requests of supervisors
 
@@ -153,25 +153,25 @@ class MonitoringService:
         self._reply(number, {"monotonic_ns": time.monotonic_ns(), "wall": time.time()})
 
     def _stacks(self, connection: Connection, number: str, message: dict[str, Any]) -> None:
-        ours = {seen.pid: seen for seen in self._monitor.seen.values() if seen.living}
-        wanted = [int(pid) for pid in message["pids"] if int(pid) in ours]
+        living = {seen.pid: seen for seen in self._monitor.seen.values() if seen.living}
+        pids = [int(pid) for pid in message["pids"] if int(pid) in living]
         found: dict[str, Any] = {}
-        if not wanted:
+        if not pids:
             self._reply(number, {"stacks": {}})
 
-        def taken(pid: int) -> Callable[[tuple[py_sampler.SampledThread, ...]], None]:
-            note = self._stacks_handler(ours[pid])
+        def taken(pid: int) -> Callable[[tuple[py_spy.SampledThread, ...]], None]:
+            note = self._stacks_handler(living[pid])
 
-            def told(threads: tuple[py_sampler.SampledThread, ...]) -> None:
+            def on_stacks(threads: tuple[py_spy.SampledThread, ...]) -> None:
                 if not message.get("native"):
                     note(threads)
-                found[str(pid)] = py_sampler.stacks_to_json(threads)
-                if len(found) == len(wanted):
+                found[str(pid)] = py_spy.stacks_to_json(threads)
+                if len(found) == len(pids):
                     self._reply(number, {"stacks": found})
 
-            return told
+            return on_stacks
 
-        for pid in reversed(wanted):
+        for pid in reversed(pids):
             self._sampler.request(pid, taken(pid), native=bool(message.get("native")), first=True)
 
     def _collect(self, connection: Connection, number: str, message: dict[str, Any]) -> None:

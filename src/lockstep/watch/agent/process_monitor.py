@@ -1,6 +1,6 @@
 """Monitors the processes of a run on this host: their beacons, their state and use of the machine, their ends.
 
-Nothing here blocks or asks a process for anything: it may be stopped, wedged or dead. Times are nanoseconds of the
+Nothing here blocks or needs a process's cooperation: it may be stopped, wedged or dead. Times are nanoseconds of the
 host's monotonic clock, 0 where nothing is known.
 """
 

@@ -1,7 +1,7 @@
 """The agent's children: fork servers, and the workers they fork.
 
-Knows nothing of sockets to clients. `WorkerSpawner` is driven by the agent's loop: it registers what it wants to hear
-with the loop's selector, and reports through callbacks.
+`WorkerSpawner` knows no clients. The agent's loop drives it: it registers its sockets with the loop's selector, and
+reports through callbacks.
 """
 
 import json
@@ -27,9 +27,10 @@ from lockstep.watch.procfs.processes import start_ticks
 
 log = logging.getLogger(__name__)
 
-_IMPORT_TIME_PREFIXES = ("OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "MALLOC_", "LD_", "PYTHON", "TORCH", "PYTORCH",
-"HF_",
-                "TRANSFORMERS_", "TOKENIZERS_", "VLLM_", "CUDA_", "NCCL_", "LOCKSTEP_BEACONS")  # fmt: skip
+_IMPORT_TIME_PREFIXES = (
+    "OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "MALLOC_", "LD_", "PYTHON", "TORCH", "PYTORCH", "HF_",
+    "TRANSFORMERS_", "TOKENIZERS_", "VLLM_", "CUDA_", "NCCL_", "LOCKSTEP_BEACONS",
+)  # fmt: skip
 """Variables read while modules are imported: workers that differ in them do not share a fork server."""
 _MAX_DEATHS = 3
 """A fork server that died this often is given up; its workers start without one."""

@@ -322,8 +322,8 @@ def _decode_communicator(reading: RecordReader, at: int, slot: int, texts: _Text
     if not waiting and counted:
         waiting = [call for call in collectives if call.asynchronous and not call.failed and call.seq > merged[2]]
     return CommunicatorRecord(
-        slot, decode_text(name), decode_text(description), decode_text(backend), size, rank, identity, members, created, loop,
-        bool(flags & FLAG_CLOSED), bool(reading.number(at + BLIND_AT)), counted, *merged,
+        slot, decode_text(name), decode_text(description), decode_text(backend), size, rank, identity, members, created,
+        loop, bool(flags & FLAG_CLOSED), bool(reading.number(at + BLIND_AT)), counted, *merged,
         last.issued if last else 0, calls[-1] if calls else None,
         waiting[0] if waiting else None,
     )  # fmt: skip

@@ -39,15 +39,15 @@ def tcp_bytes_by_inode() -> dict[int, int]:
     inode. Received but unread bytes are the peer's activity and do not count."""
     found: dict[int, int] = {}
     try:
-        with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_SOCK_DIAG) as asked:
-            asked.settimeout(0.2)  # the kernel answers at once or not at all
+        with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_SOCK_DIAG) as netlink:
+            netlink.settimeout(0.2)  # the kernel answers at once or not at all
             for family in (socket.AF_INET, socket.AF_INET6):
                 body = _DIAG_REQUEST.pack(family, socket.IPPROTO_TCP, 1 << (_INET_DIAG_INFO - 1), 1 << _ESTABLISHED)
                 header = _NETLINK_HEADER.pack(
                     _NETLINK_HEADER.size + len(body), _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST_DUMP, int(family), 0
                 )
-                asked.send(header + body)
-                while _parse_datagram(asked.recv(1 << 17), found):
+                netlink.send(header + body)
+                while _parse_datagram(netlink.recv(1 << 17), found):
                     pass
     except (AttributeError, OSError):
         return {}
@@ -137,7 +137,7 @@ class ProcessActivity:
     _own_ns: int = 0
     _below: dict[int, ProcessUsage] = field(default_factory=dict)
     _sent: dict[int, int] = field(default_factory=dict)
-    _wanted: dict[int, int] = field(default_factory=dict)
+    _runnable_ns: dict[int, int] = field(default_factory=dict)
     _disks: int = 0
     _deep_ns: int = 0
     """When it and its descendants were sampled last; 0 if that is too long ago to compare with."""
@@ -168,7 +168,7 @@ class ProcessActivity:
         known = host.sockets()
         sent = {inode: known[inode] for inode in socket_inodes([self.pid, *below]) if inode in known}
         runnable, in_disk = _thread_states([self.pid, *below])
-        wanted = {
+        runnable_ns = {
             int(tid): processes.runnable_ns(pid, tid) for pid in (self.pid, *below) for tid in processes.thread_ids(pid)
         }
         disks = host.disks() if in_disk else self._disks
@@ -180,12 +180,12 @@ class ProcessActivity:
             found |= sum(_increases(self._below, below, lambda used: used.cpu_s)) > BUSY_CPU_SHARE * seconds + TICK_S
             found |= sum(_increases(self._below, below, lambda used: used.moved or 0)) > MOVED_BYTES * seconds
             found |= (
-                max(_increases(self._wanted, wanted, float), default=0.0)
+                max(_increases(self._runnable_ns, runnable_ns, float), default=0.0)
                 > RUNNABLE_SHARE * min(seconds, SAMPLE_S) * 1e9
             )
             found |= max(_increases(self._sent, sent, float), default=0.0) > SENT_BYTES * seconds
             found |= self._in_disk >= DISK_WAIT_SAMPLES and disks - self._disks > MOVED_BYTES * seconds
-        self._below, self._sent, self._wanted, self._disks, self._deep_ns = below, sent, wanted, disks, now
+        self._below, self._sent, self._runnable_ns, self._disks, self._deep_ns = below, sent, runnable_ns, disks, now
         return found
 
 

@@ -92,8 +92,8 @@ def main_thread(threads: Sequence[SampledThread], pid: int) -> SampledThread | N
 def user_code_line(frames: Iterable[StackFrame]) -> str:
     """The innermost line of the user's own code as text; if there is none, of Lockstep's, else of any code."""
     known = [frame for frame in frames if not frame.file.startswith("<")]
-    for wanted in (0, 1, 2):
-        found = next((frame for frame in known if _distance(frame.file) == wanted), None)
+    for distance in (0, 1, 2):
+        found = next((frame for frame in known if _distance(frame.file) == distance), None)
         if found is not None:
             return str(found)
     return ""

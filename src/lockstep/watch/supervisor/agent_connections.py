@@ -75,10 +75,10 @@ class ClockOffset:
     samples: list[tuple[int, int]] = field(default_factory=list)
     """(round trip, offset) in nanoseconds."""
 
-    def add(self, asked_ns: int, theirs_ns: int, answered_ns: int) -> None:
-        trip = answered_ns - asked_ns
+    def add(self, requested_ns: int, theirs_ns: int, replied_ns: int) -> None:
+        trip = replied_ns - requested_ns
         if trip >= 0:
-            self.samples = [*self.samples[1 - self.window :], (trip, theirs_ns - (asked_ns + answered_ns) // 2)]
+            self.samples = [*self.samples[1 - self.window :], (trip, theirs_ns - (requested_ns + replied_ns) // 2)]
 
     @property
     def known(self) -> bool:
@@ -180,11 +180,11 @@ class AgentConnection:
 
     def set_clock(self) -> None:
         """Requests the host's clock."""
-        asked = time.monotonic_ns()
+        requested = time.monotonic_ns()
 
         def answered(reply: dict[str, Any] | None) -> None:
             if reply is not None:
-                self.clock.add(asked, int(reply["monotonic_ns"]), time.monotonic_ns())
+                self.clock.add(requested, int(reply["monotonic_ns"]), time.monotonic_ns())
 
         self.request("clock", answered, 5.0)
 

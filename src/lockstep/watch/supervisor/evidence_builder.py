@@ -49,7 +49,7 @@ class HostState:
 class JobLayout:
     """The order of processes and communicators in the evidence; changes only with a roster."""
 
-    who: tuple[ProcessInfo, ...]
+    processes: tuple[ProcessInfo, ...]
     """The hosts' processes in the order of hosts, then those that no host reports."""
     unseen: int
     """How many of them no host reports."""
@@ -82,34 +82,34 @@ class _CommunicatorGroup:
 
 def build_layout(rosters: Sequence[Roster], expected: Sequence[ProcessInfo] = ()) -> JobLayout:
     """Merges rosters. `expected` are the processes that should be there, reported or not."""
-    who: list[ProcessInfo] = []
+    processes: list[ProcessInfo] = []
     groups: dict[str, _CommunicatorGroup] = {}
     first_process, first_member, records = [], [], 0
     for roster in rosters:
-        first_process.append(len(who))
+        first_process.append(len(processes))
         first_member.append(records)
-        _merge_roster(roster, len(who), records, groups)
-        who += roster.processes
+        _merge_roster(roster, len(processes), records, groups)
+        processes += roster.processes
         records += len(roster.members)
-    seen = {(each.role, each.rank): index for index, each in enumerate(who)}
-    reported = len(who)
+    seen = {(each.role, each.rank): index for index, each in enumerate(processes)}
+    reported = len(processes)
     for each in expected:
         if (each.role, each.rank) not in seen:
-            seen[each.role, each.rank] = len(who)
-            who.append(each)
+            seen[each.role, each.rank] = len(processes)
+            processes.append(each)
     for name in sorted(groups):
-        _fill_members(groups[name], name, who, seen, records)
+        _fill_members(groups[name], name, processes, seen, records)
     in_order = [groups[name] for name in sorted(groups)]
     rows = np.array([group.members[rank] for group in in_order for rank in sorted(group.members)], dtype=np.int64)
     rows = rows.reshape(-1, 3)
     membership = np.full(records + 1, -1, dtype=np.int64)
     membership[rows[:, 1]] = np.arange(len(rows))
     by_role: dict[str, list[int]] = {}
-    for index, each in enumerate(who):
+    for index, each in enumerate(processes):
         by_role.setdefault(each.role, []).append(index)
     return JobLayout(
-        who=tuple(who),
-        unseen=len(who) - reported,
+        processes=tuple(processes),
+        unseen=len(processes) - reported,
         first_process=tuple(first_process),
         first_member=tuple(first_member),
         about=tuple(group.about for group in in_order),
@@ -118,7 +118,7 @@ def build_layout(rosters: Sequence[Roster], expected: Sequence[ProcessInfo] = ()
         made_with=np.ascontiguousarray(rows[:, 2]),
         record=np.ascontiguousarray(rows[:, 1]),
         membership=membership,
-        by_name={each.name: index for index, each in enumerate(who)},
+        by_name={each.name: index for index, each in enumerate(processes)},
         by_role={role: tuple(indices) for role, indices in by_role.items()},
     )
 
@@ -137,12 +137,12 @@ def _merge_roster(roster: Roster, first: int, records: int, groups: dict[str, _C
 
 
 def _fill_members(
-    group: _CommunicatorGroup, key: str, who: list[ProcessInfo], seen: dict[tuple[str, int], int], unreported: int
+    group: _CommunicatorGroup, key: str, processes: list[ProcessInfo], seen: dict[tuple[str, int], int], unreported: int
 ) -> None:
     """Adds the members that no host reports: without them, a collective would look complete."""
     if len(group.members) >= group.size:
         return
-    own_ranks = all(who[process].rank == rank for rank, (process, _, _) in group.members.items())
+    own_ranks = all(processes[process].rank == rank for rank, (process, _, _) in group.members.items())
     for rank in range(group.size):
         if rank in group.members:
             continue
@@ -153,16 +153,16 @@ def _fill_members(
         else:
             place = (key, rank)
         if place not in seen:
-            seen[place] = len(who)
+            seen[place] = len(processes)
             known = place[0] == group.role
             name = f"{group.role}-{place[1]}" if known else f"member {rank} of {group.about.name!r}"
-            who.append(ProcessInfo(name, group.role, place[1] if known else -1))
+            processes.append(ProcessInfo(name, group.role, place[1] if known else -1))
         group.members[rank] = (seen[place], unreported, UNKNOWN)
 
 
 def build_evidence(
     layout: JobLayout,
-    heard: Sequence[HostState],
+    hosts: Sequence[HostState],
     at: float,
     host_s: float = 5.0,
     aliases: Mapping[str, WaitAlias] | None = None,
@@ -173,58 +173,58 @@ def build_evidence(
     A host that was silent for `host_s` while the supervisor listened is lost, unless all are: then the supervisor is
     cut off, and the evidence is as of the last report.
     """
-    silent = [not at - max(listening_since, each.at) <= host_s for each in heard]
-    gaps = [gap for each in heard if each.state for gap in each.state.gaps]
-    gaps += [_silence_text(each, at) for each, lost in zip(heard, silent, strict=True) if lost]
+    silent = [not at - max(listening_since, each.at) <= host_s for each in hosts]
+    gaps = [gap for each in hosts if each.state for gap in each.state.gaps]
+    gaps += [_silence_text(each, at) for each, lost in zip(hosts, silent, strict=True) if lost]
     cut_off = all(silent)
-    newest = max((each.at for each in heard if each.at == each.at), default=at)
+    newest = max((each.at for each in hosts if each.at == each.at), default=at)
     at = min(at, newest) if cut_off else at
-    processes = _build_processes(layout, heard, [lost and not cut_off for lost in silent])
+    processes = _build_processes(layout, hosts, [lost and not cut_off for lost in silent])
     about: dict[int, CollectiveCall] = {}
-    for each in heard:
+    for each in hosts:
         if each.about:
             about.update(each.about)
     return Evidence(
         at=at,
         processes=processes,
-        communicators=_build_communicators(layout, heard),
-        calls=_build_calls(layout, heard, about),
-        edges=_build_edges(layout, heard, aliases or {}),
+        communicators=_build_communicators(layout, hosts),
+        calls=_build_calls(layout, hosts, about),
+        edges=_build_edges(layout, hosts, aliases or {}),
         gaps=gaps,
     )
 
 
-def _silence_text(heard: HostState, at: float) -> str:
-    since = "ever" if np.isnan(heard.at) else f"for {at - heard.at:.0f} s"
-    return f"no report from host {heard.roster.host} {since}"
+def _silence_text(host: HostState, at: float) -> str:
+    since = "ever" if np.isnan(host.at) else f"for {at - host.at:.0f} s"
+    return f"no report from host {host.roster.host} {since}"
 
 
-def _report_times(heard: Sequence[HostState], counts: Sequence[int], more: int) -> FloatArray:
+def _report_times(hosts: Sequence[HostState], counts: Sequence[int], more: int) -> FloatArray:
     """When the state of each record came."""
-    times = np.repeat(np.array([each.at for each in heard], dtype=np.float64), counts)
+    times = np.repeat(np.array([each.at for each in hosts], dtype=np.float64), counts)
     return np.concatenate([times, np.full(more, np.nan)])
 
 
-def _build_processes(layout: JobLayout, heard: Sequence[HostState], lost: Sequence[bool]) -> ProcessTable:
-    counts = [len(each.roster.processes) for each in heard]
+def _build_processes(layout: JobLayout, hosts: Sequence[HostState], lost: Sequence[bool]) -> ProcessTable:
+    counts = [len(each.roster.processes) for each in hosts]
     nothing = pack_process()
-    parts = [each.state.processes if each.state else nothing * count for each, count in zip(heard, counts, strict=True)]
+    parts = [each.state.processes if each.state else nothing * count for each, count in zip(hosts, counts, strict=True)]
     parts.append(pack_process(Liveness.UNSEEN) * layout.unseen)
     table = np.frombuffer(b"".join(parts), dtype=_PROCESS_DTYPE)
-    at = _report_times(heard, counts, layout.unseen)
+    at = _report_times(hosts, counts, layout.unseen)
     life = table["life"].copy()
     if any(lost):
         gone = np.concatenate([np.repeat(np.array(lost, dtype=bool), counts), np.zeros(layout.unseen, dtype=bool)])
         life[gone & (life <= Liveness.STOPPED)] = Liveness.LOST
     stage: list[str] = []
     notes: dict[int, ProcessNote] = {}
-    for each, count, first in zip(heard, counts, layout.first_process, strict=True):
+    for each, count, first in zip(hosts, counts, layout.first_process, strict=True):
         state = each.state
         stage += state.stages if state and len(state.stages) == count else [""] * count
         if state and state.notes:
             notes.update({first + index: note for index, note in state.notes.items()})
     return ProcessTable(
-        info=layout.who,
+        info=layout.processes,
         life=life,
         exit_code=table["code"].copy(),
         ended_at=at - table["ended"],
@@ -237,13 +237,13 @@ def _build_processes(layout: JobLayout, heard: Sequence[HostState], lost: Sequen
     )
 
 
-def _build_communicators(layout: JobLayout, heard: Sequence[HostState]) -> MembershipTable:
-    counts = [len(each.roster.members) for each in heard]
+def _build_communicators(layout: JobLayout, hosts: Sequence[HostState]) -> MembershipTable:
+    counts = [len(each.roster.members) for each in hosts]
     nothing = pack_member()
-    parts = [each.state.members if each.state else nothing * count for each, count in zip(heard, counts, strict=True)]
+    parts = [each.state.members if each.state else nothing * count for each, count in zip(hosts, counts, strict=True)]
     parts.append(nothing)
     table = np.frombuffer(b"".join(parts), dtype=_MEMBER_DTYPE).take(layout.record)  # a tenth of the time of an index
-    at = _report_times(heard, counts, 1).take(layout.record)
+    at = _report_times(hosts, counts, 1).take(layout.record)
     return MembershipTable(
         about=layout.about,
         starts=layout.starts,
@@ -258,15 +258,15 @@ def _build_communicators(layout: JobLayout, heard: Sequence[HostState]) -> Membe
     )
 
 
-def _build_calls(layout: JobLayout, heard: Sequence[HostState], about: Mapping[int, CollectiveCall]) -> CallTable:
-    parts = [each.state.calls if each.state else b"" for each in heard]
+def _build_calls(layout: JobLayout, hosts: Sequence[HostState], about: Mapping[int, CollectiveCall]) -> CallTable:
+    parts = [each.state.calls if each.state else b"" for each in hosts]
     table = np.frombuffer(b"".join(parts), dtype=_CALL_DTYPE)
     firsts = np.repeat(np.array(layout.first_member, dtype=np.int64), [len(part) // CALL_RECORD.size for part in parts])
     membership = layout.membership.take(firsts + table["member"])
     if (membership < 0).any():
         table, membership = table[membership >= 0], membership[membership >= 0]
     sites: dict[tuple[int, int], str] = {}
-    for each, first in zip(heard, layout.first_member, strict=True):
+    for each, first in zip(hosts, layout.first_member, strict=True):
         if each.state and each.state.sites:
             for member, seq, site in each.state.sites:
                 sites[int(layout.membership[first + member]), seq] = site
@@ -279,10 +279,10 @@ def _build_calls(layout: JobLayout, heard: Sequence[HostState], about: Mapping[i
     )
 
 
-def _build_edges(layout: JobLayout, heard: Sequence[HostState], aliases: Mapping[str, WaitAlias]) -> list[WaitEdge]:
+def _build_edges(layout: JobLayout, hosts: Sequence[HostState], aliases: Mapping[str, WaitAlias]) -> list[WaitEdge]:
     return [
         _build_edge(layout, first + wait.process, wait, each.at, aliases)
-        for each, first in zip(heard, layout.first_process, strict=True)
+        for each, first in zip(hosts, layout.first_process, strict=True)
         if each.state
         for wait in each.state.waits
     ]
@@ -294,11 +294,11 @@ def _build_edge(
     on, needs, outside = _resolve_target(layout, wait.waits_for, aliases)
     elsewhere = 0
     if outside and wait.meeting:
-        on, outside = layout.by_role[layout.who[process].role], ""
+        on, outside = layout.by_role[layout.processes[process].role], ""
         if wait.expected is not None:
             size = wait.expected.size
-            on = tuple(each for each in on if 0 <= layout.who[each].rank < size)
-            elsewhere = max(0, size - len({layout.who[each].rank for each in on}))
+            on = tuple(each for each in on if 0 <= layout.processes[each].rank < size)
+            elsewhere = max(0, size - len({layout.processes[each].rank for each in on}))
     return WaitEdge(
         process=process,
         on=tuple(index for index in on if index != process),

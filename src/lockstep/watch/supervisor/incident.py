@@ -4,7 +4,7 @@
         verdict.json       the one form of verdicts
         story.txt          what happened, in plain words
         timeline.json      events of the last seconds of all processes, on one clock
-        beacons.json       what every process said of itself
+        beacons.json       what every process entry of itself
         processes.json     their lives, codes, use of the machine
         stacks/NAME.txt    of the culprits and of one innocent (NAME.native.txt: with native frames)
         logs/NAME.log      the last lines of each
@@ -171,8 +171,8 @@ def incident_timeline(contents: IncidentContents) -> list[dict[str, Any]]:
     for frame in contents.told:
         at_s = frame["wall"] - contents.wall
         if at_s >= -TIMELINE_S:
-            said = {"at_s": round(at_s, 4), "who": "supervisor", "host": "", "kind": frame["change"]}
-            found.append((at_s, said | {"text": frame["headline"]}))
+            entry = {"at_s": round(at_s, 4), "who": "supervisor", "host": "", "kind": frame["change"]}
+            found.append((at_s, entry | {"text": frame["headline"]}))
     return [event for _, event in sorted(found, key=lambda entry: entry[0])]
 
 
@@ -305,7 +305,7 @@ class IncidentCollection:
     ) -> None:
         here = [(i, who) for i, who in enumerate(self.evidence.processes.info) if who.host == link.host]
         ordered = sorted(here, key=lambda entry: ((entry[1].host, entry[1].pid) not in culprits, entry[0] != innocent))
-        wanted = {who.pid: who.name for i, who in here if (who.host, who.pid) in culprits or i == innocent}
+        names = {who.pid: who.name for i, who in here if (who.host, who.pid) in culprits or i == innocent}
         self._pending += 1
 
         def on_evidence(reply: dict[str, Any] | None) -> None:
@@ -319,16 +319,16 @@ class IncidentCollection:
             def answered(reply: dict[str, Any] | None) -> None:
                 self._pending -= 1
                 for pid, threads in (reply or {"stacks": {}})["stacks"].items():
-                    into[wanted.get(int(pid), pid)] = threads
+                    into[names.get(int(pid), pid)] = threads
 
             return answered
 
-        if wanted:
+        if names:
             self._pending += 1
-            link.request("stacks", on_stacks(self._stacks), COLLECT_LIMIT_S, pids=list(wanted))
+            link.request("stacks", on_stacks(self._stacks), COLLECT_LIMIT_S, pids=list(names))
             if native:
                 self._pending += 1
-                link.request("stacks", on_stacks(self._native), NATIVE_LIMIT_S, pids=list(wanted), native=True)
+                link.request("stacks", on_stacks(self._native), NATIVE_LIMIT_S, pids=list(names), native=True)
         if here and len(self.evidence.communicators.about):
             self._pending += 1  # of the answer to the question that follows
             self._dumping.append(link)

@@ -39,7 +39,7 @@ class MessageStore:
         self._meetings: dict[str, frozenset[tuple[str, int, int]]] = {}
         """By host: role, first and last of the ranks that its rendezvous expect."""
         self._layout: JobLayout | None = None
-        self._asked = self._listening_since = float("-inf")
+        self._judged_at = self._listening_since = float("-inf")
 
     def receive(self, message: Mapping[str, Any], at: float) -> bool:
         """Stores a message received at `at`. False when its roster is unknown: the agent should send it again.
@@ -47,19 +47,19 @@ class MessageStore:
         Raises:
             ValueError: it is no report of an agent.
         """
-        said = decode_report(message)
-        known = self._hosts.get(said.host)
-        if isinstance(said, Roster):
-            if known is None or known.roster != said:
+        report = decode_report(message)
+        known = self._hosts.get(report.host)
+        if isinstance(report, Roster):
+            if known is None or known.roster != report:
                 self._layout = None
-                self._hosts[said.host] = HostState(said, at=at)
+                self._hosts[report.host] = HostState(report, at=at)
             return True
-        if known is None or known.roster.number != said.number:
+        if known is None or known.roster.number != report.number:
             return False
-        self._hosts[said.host] = _updated_host(known, said, at)
-        meetings = _rendezvous_ranks(known.roster, said)
-        if meetings != self._meetings.get(said.host, frozenset()):
-            self._meetings[said.host], self._layout = meetings, None
+        self._hosts[report.host] = _updated_host(known, report, at)
+        meetings = _rendezvous_ranks(known.roster, report)
+        if meetings != self._meetings.get(report.host, frozenset()):
+            self._meetings[report.host], self._layout = meetings, None
         return True
 
     def expect(self, processes: Iterable[ProcessInfo]) -> None:
@@ -75,9 +75,9 @@ class MessageStore:
     def evidence(self, at: float) -> Evidence:
         """The evidence at `at`. Call it several times in `host_s`: a supervisor that was stopped itself counts hosts as
         silent only after listening again for that long."""
-        if at - self._asked > self._host_s / 2:
+        if at - self._judged_at > self._host_s / 2:
             self._listening_since = at
-        self._asked = at
+        self._judged_at = at
         if self._layout is None:
             self._hosts = dict(sorted(self._hosts.items()))
             expected = [*self._expected, *_expected_processes(self._meetings.values())]
@@ -86,36 +86,36 @@ class MessageStore:
         return build_evidence(self._layout, hosts, at, self._host_s, self._aliases, self._listening_since)
 
 
-def _rendezvous_ranks(roster: Roster, said: StateReport) -> frozenset[tuple[str, int, int]]:
+def _rendezvous_ranks(roster: Roster, report: StateReport) -> frozenset[tuple[str, int, int]]:
     """Role, first and last of the ranks that the rendezvous of a host's processes expect."""
-    if not said.waits:
+    if not report.waits:
         return frozenset()
     return frozenset(
         (roster.processes[wait.process].role, wait.expected.first, wait.expected.last)
-        for wait in said.waits
+        for wait in report.waits
         if wait.expected is not None
     )
 
 
 def _expected_processes(meetings: Iterable[frozenset[tuple[str, int, int]]]) -> list[ProcessInfo]:
-    wanted = {(role, rank) for some in meetings for role, first, last in some for rank in range(first, last + 1)}
-    return [ProcessInfo(f"{role}-{rank}", role, rank) for role, rank in sorted(wanted)]
+    expected = {(role, rank) for some in meetings for role, first, last in some for rank in range(first, last + 1)}
+    return [ProcessInfo(f"{role}-{rank}", role, rank) for role, rank in sorted(expected)]
 
 
-def _updated_host(known: HostState, said: StateReport, at: float) -> HostState:
+def _updated_host(known: HostState, report: StateReport, at: float) -> HostState:
     processes, members = len(known.roster.processes), len(known.roster.members)
-    if len(said.processes) != processes * PROCESS_RECORD.size or len(said.members) != members * MEMBER_RECORD.size:
+    if len(report.processes) != processes * PROCESS_RECORD.size or len(report.members) != members * MEMBER_RECORD.size:
         raise ValueError(
-            f"state of host {said.host}: {len(said.processes)} and {len(said.members)} bytes, "
+            f"state of host {report.host}: {len(report.processes)} and {len(report.members)} bytes, "
             f"expected {processes} and {members} records of {PROCESS_RECORD.size} and {MEMBER_RECORD.size}"
         )
-    if len(said.calls) % CALL_RECORD.size:
+    if len(report.calls) % CALL_RECORD.size:
         raise ValueError(
-            f"state of host {said.host}: {len(said.calls)} bytes of calls, not a multiple of {CALL_RECORD.size}"
+            f"state of host {report.host}: {len(report.calls)} bytes of calls, not a multiple of {CALL_RECORD.size}"
         )
-    if not said.about:
-        return HostState(known.roster, said, at, known.about)
-    about = {**known.about, **said.about}
+    if not report.about:
+        return HostState(known.roster, report, at, known.about)
+    about = {**known.about, **report.about}
     for old in list(about)[: max(0, len(about) - _REMEMBERED_SIGNATURES)]:
         del about[old]
-    return HostState(known.roster, said, at, about)
+    return HostState(known.roster, report, at, about)

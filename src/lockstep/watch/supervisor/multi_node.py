@@ -24,7 +24,7 @@ TOKEN_VARIABLE = "LOCKSTEP_TOKEN"
 DEFAULT_PORT = 29477
 """The default port."""
 UNREACHABLE_AFTER_S = 60.0
-"""Without a supervisor for so long: that is said."""
+"""After so long without a supervisor, a warning is given."""
 WATCH_GENERATION = 1
 
 

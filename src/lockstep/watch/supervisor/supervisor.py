@@ -173,9 +173,9 @@ class Supervisor:
         names: dict[str, list[str]] = {}
         for index in sorted(evidence.communicators.peers_of(guilty)):
             names.setdefault(who[index].host, []).append(who[index].name)
-        asked = [(link, names[link.host]) for link in self._connections.values() if link.host in names]
+        requests = [(link, names[link.host]) for link in self._connections.values() if link.host in names]
         out: list[str] = []
-        left = len(asked)
+        left = len(requests)
 
         def freed(reply: dict[str, Any] | None) -> None:
             nonlocal left
@@ -185,9 +185,9 @@ class Supervisor:
                 self._acted(update, f"{', '.join(out)} freed")
 
         named = [who[index].name for index in guilty]
-        said = {"text": incident.verdict_headline(verdict), "verdict": verdict.json(), "culprits": named}
-        for link, theirs in asked:
-            link.request("free", freed, 5.0, names=theirs, breaks=self.settings.on_stall == "free", **said)
+        content = {"text": incident.verdict_headline(verdict), "verdict": verdict.json(), "culprits": named}
+        for link, host_names in requests:
+            link.request("free", freed, 5.0, names=host_names, breaks=self.settings.on_stall == "free", **content)
 
     def _acted(self, update: VerdictUpdate, done: str) -> None:
         self._tracker.acted(update.number)
@@ -216,15 +216,15 @@ class Supervisor:
     # --- agents
 
     def _set_agents(self, addresses: Sequence[ServiceAddress]) -> None:
-        wanted = {(each.host, each.port): each for each in addresses}
-        for key in [key for key in self._connections if key not in wanted]:
+        addressed = {(each.host, each.port): each for each in addresses}
+        for key in [key for key in self._connections if key not in addressed]:
             link = self._connections.pop(key)
             if link.connection is not None:
                 unregister(self._selector, link.connection)
             link.close()
             if link.host:
                 self._messages.forget(link.host)
-        for key, address in wanted.items():
+        for key, address in addressed.items():
             if key not in self._connections:
                 self._connections[key] = AgentConnection(
                     address, self._token, self.settings.generation, self._connected

@@ -39,7 +39,7 @@ class SupervisorEvent:
     """An event of the supervisor: what it reports about a stall."""
 
     number: int
-    """The same for all that is said of one stall."""
+    """The same for all events of one stall."""
     change: str
     """told (new), updated or withdrawn."""
     level: str
@@ -216,10 +216,10 @@ class SupervisorClient:
             if "told" not in message or message["told"] <= self._heard:
                 continue
             self._heard = int(message["told"])
-            said = SupervisorEvent.of(message, self._before)
-            self._number = max(self._number, said.number)
+            event = SupervisorEvent.of(message, self._before)
+            self._number = max(self._number, event.number)
             try:
-                self._on_said(said)
+                self._on_said(event)
             except Exception:
                 log.exception("the handler of a supervisor event failed")
 
