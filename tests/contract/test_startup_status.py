@@ -42,7 +42,7 @@ def test_who_is_awaited_and_what_they_wait_for(cluster: LocalCluster) -> None:
         if text.startswith("w-1 (load) for") and "w-1 is in stage collecting, waits for w-9 (its scores)" in text:
             alone.set()
 
-    with startup_status(tell, cluster.doing):
+    with startup_status(tell, cluster.describe_worker):
         waiting = [one.submit(Plain.sleep, 1.5), two.submit(Plain.wait_for, "w-9", 4.0)]
         gather_results(waiting, why="load")
     assert any(text.startswith("w-0, w-1 (load) for") for text in told), told
@@ -78,7 +78,7 @@ def test_who_is_missing_at_the_rendezvous_is_told_to_who_waits_for_the_trainer(
             there.set()
             ranks[1].submit(TrainerAPI.setup, names)
 
-    with startup_status(tell, cluster.doing):
+    with startup_status(tell, cluster.describe_worker):
         gather_results([first], why="load the model")
     assert there.is_set(), told
 

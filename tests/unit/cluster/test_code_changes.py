@@ -8,9 +8,7 @@ import pytest
 from lockstep.cluster.node_versions import changed_since, imported_files, locate_files
 
 
-def test_files_are_found_again_where_another_process_imports_them_from(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_imported_files_are_located_on_the_import_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
     for root in (here, there):
         (root / "fresh_package").mkdir(parents=True)
@@ -23,7 +21,7 @@ def test_files_are_found_again_where_another_process_imports_them_from(
     finally:
         del sys.modules["fresh_package.fresh_part"], sys.modules["fresh_package"]
     assert {"fresh_package/__init__.py", "fresh_package/fresh_part.py"} <= {relative for _, relative in files}
-    assert not any("site-packages" in file for file, _ in files), "of these their folder tells"
+    assert not any("site-packages" in file for file, _ in files), "changes show in their folder"
     monkeypatch.setattr(sys, "path", [str(there)])
     part = there / "fresh_package" / "fresh_part.py"
     assert [file for file in locate_files(files) if "fresh_package" in file] == [
@@ -36,4 +34,4 @@ def test_files_are_found_again_where_another_process_imports_them_from(
     assert locate_files(more) == [str(only_here)]
     after = time.time() + 3600
     assert changed_since(after, [str(part)]) is None
-    assert changed_since(part.stat().st_mtime, [str(part)]) != str(part), "as old as the process"
+    assert changed_since(part.stat().st_mtime, [str(part)]) != str(part), "not newer than the process"

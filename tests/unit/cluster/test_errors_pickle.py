@@ -1,4 +1,4 @@
-"""Errors that an actor of Ray or another process hands over: pickle makes them again, words, fields and all."""
+"""Errors from other processes survive pickle with message, fields and notes."""
 
 import importlib
 import inspect
@@ -21,9 +21,9 @@ ROOMS = (
     "lockstep.rollout",
     "lockstep.models",
 )
-"""Whose code runs in other processes, where what is raised goes through pickle."""
+"""Packages whose errors other processes may raise."""
 EXTRAS = ("lockstep.cluster.ray", "lockstep.rollout.vllm")
-"""What cannot be imported without them, but for the errors."""
+"""Packages that need an extra."""
 
 
 def below(kind: type[BaseException]) -> Iterator[type[BaseException]]:
@@ -44,7 +44,7 @@ def errors() -> list[type[BaseException]]:
 
 
 def value(kind: Any) -> Any:
-    """One of that type."""
+    """A value of that type."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is typing.Literal:
         return arguments[0]
@@ -74,7 +74,7 @@ def made(kind: type[BaseException]) -> BaseException:
 
 
 @pytest.mark.parametrize("kind", [pytest.param(each, id=f"{each.__module__}.{each.__name__}") for each in errors()])
-def test_it_is_made_again(kind: type[BaseException]) -> None:
+def test_errors_survive_pickle(kind: type[BaseException]) -> None:
     error = made(kind)
     error.add_note("seen on node-b")
     again = pickle.loads(pickle.dumps(error))
@@ -82,6 +82,6 @@ def test_it_is_made_again(kind: type[BaseException]) -> None:
     assert vars(again) == vars(error)
 
 
-def test_there_are_some() -> None:
+def test_errors_are_found() -> None:
     names = {each.__name__ for each in errors()}
     assert {"AgentError", "UnreachableAddress", "WaitTimeout", "Superseded", "VersionError", "VllmUnsupported"} <= names

@@ -1,4 +1,4 @@
-"""By which address a node is reached: pure cases, this host, and network namespaces with a router, a bridge and two
+"""The reachable address of a node: pure cases, this host, and network namespaces with a router, a bridge and two
 links."""
 
 import json
@@ -48,14 +48,14 @@ LINK = NetworkInterface("eth1", "169.254.3.4")
         pytest.param(NetworkInterface("eth0", "node-7"), "not an IP address", id="a name"),
     ],
 )
-def test_what_other_hosts_do_not_reach_is_refused(interface: NetworkInterface, why: str) -> None:
+def test_unreachable_addresses_are_refused(interface: NetworkInterface, why: str) -> None:
     with pytest.raises(UnreachableAddress, match=why) as caught:
         check_reachable_address("node-b", interface, several=True)
     assert "node-b" in str(caught.value) and interface.address in str(caught.value)
     assert interface.name in str(caught.value)
 
 
-def test_alone_loopback_is_right_but_nothing_at_all_is_not() -> None:
+def test_loopback_is_right_for_a_single_host() -> None:
     assert check_reachable_address("here", LO, several=False) is LO
     assert reachable_address("here", [LO, ETH], None, None, several=False).address == "127.0.0.1"
     with pytest.raises(UnreachableAddress, match="reaches none"):
@@ -64,10 +64,10 @@ def test_alone_loopback_is_right_but_nothing_at_all_is_not() -> None:
         reachable_address("here", [LO, ETH], None, None, several=True)
 
 
-def test_an_interface_by_the_beginning_of_its_name() -> None:
+def test_an_interface_is_selected_by_prefix() -> None:
     found = [LO, NetworkInterface("ibp12s0", "fe80::2"), IB, ETH, DOCKER]
     assert reachable_address("b", found, "10.1.0.1", "ib", several=True) is IB
-    assert reachable_address("b", found, None, "docker", several=True) is DOCKER, "whoever names it means it"
+    assert reachable_address("b", found, None, "docker", several=True) is DOCKER, "the config names it"
     with pytest.raises(UnreachableAddress, match=r"wlan.*set cluster\.interface to one of lo, ibp12s0, eth0, docker0"):
         reachable_address("b", found, None, "wlan", several=True)
     with pytest.raises(UnreachableAddress, match="other hosts cannot reach"):
@@ -77,11 +77,11 @@ def test_an_interface_by_the_beginning_of_its_name() -> None:
         reachable_address("b", [LO, down], None, "eth", several=True)
 
 
-def test_nodes_of_a_cluster() -> None:
+def test_addresses_of_a_cluster() -> None:
     a, b, bad, c = ("a", "10.1.0.1"), ("b", "10.1.0.2"), ("a", "127.0.0.1"), ("c", "10.1.0.2")
     check_node_addresses([bad], [bad])
     check_node_addresses([a, b], [a, b])
-    check_node_addresses([b], [bad, b])  # the run is not on the other
+    check_node_addresses([b], [bad, b])  # the run does not use the other node
     check_node_addresses([a], [a, b, c])
     with pytest.raises(UnreachableAddress, match=r"a is known as 0\.0\.0\.0"):
         check_node_addresses([("a", "0.0.0.0")], [("a", "0.0.0.0")])
@@ -144,7 +144,7 @@ def seen(host: str, peer: str = "-", prefix: str = "-") -> Any:
     return json.loads(done.stdout)
 
 
-def test_a_bridge_with_a_card_of_the_host_among_its_ports_is_its_network() -> None:
+def test_a_bridge_with_a_network_card_is_the_hosts_own() -> None:
     uplink = NetworkInterface("vmbr0", "10.1.0.4", bridge=True, carries_host=True)
     assert check_reachable_address("here", uplink, several=True) == uplink
     assert check_reachable_address("here", replace(uplink, name="br-ex"), several=True).name == "br-ex"
@@ -161,17 +161,17 @@ def test_the_route_to_the_peer_decides(host: str) -> None:
     }
     assert seen(host, "10.77.1.2")["name"] == "slow0"
     assert seen(host, "10.99.0.7")["name"] == "fast0", "through a router"
-    assert seen(host, "10.77.0.2", "slow")["address"] == "10.77.1.1", "whoever names it means it"
+    assert seen(host, "10.77.0.2", "slow")["address"] == "10.77.1.1", "the config names it"
 
 
 @needs_namespaces
-def test_what_reaches_nobody_is_refused(host: str) -> None:
+def test_addresses_without_a_route_are_refused(host: str) -> None:
     assert "interface pod0), a bridge" in seen(host, "10.88.0.7")["refused"]
     assert "other hosts cannot reach" in seen(host, "127.0.0.1")["refused"]
     assert "has no route to it" in seen(host, "10.55.0.1")["refused"]
 
 
-def test_the_store_of_a_host_that_has_ipv6_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rendezvous_store_on_ipv6_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     monkeypatch.setattr("lockstep.cluster.local_cluster.HOST", "::1")

@@ -1,4 +1,4 @@
-"""Versions on the nodes of a run: read without imports, compared, held against what is supported."""
+"""Versions on the nodes of a run: read without imports, compared, and checked against the supported ones."""
 
 import json
 import subprocess
@@ -26,7 +26,7 @@ NODE = {
 }  # fmt: skip
 
 
-def test_this_environments_facts_without_an_import() -> None:
+def test_versions_are_read_without_imports() -> None:
     code = "import sys, json; from lockstep.cluster.node_versions import installed_versions; f = installed_versions()"
     code += "; print(json.dumps([f, 'torch' in sys.modules, 'transformers' in sys.modules]))"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60)
@@ -39,7 +39,7 @@ def test_this_environments_facts_without_an_import() -> None:
     assert set(found) == set(NODE)
 
 
-def test_equal_nodes_have_nothing_to_say() -> None:
+def test_equal_nodes_have_no_findings() -> None:
     assert compare_versions({"a": NODE, "b": NODE}, with_gpus=["a", "b"]) == []
     assert check_node_versions({"a": NODE}, {"a": ["ray", "vllm", "torch", "python"]}, []) == []
 
@@ -62,7 +62,7 @@ def test_equal_nodes_have_nothing_to_say() -> None:
         pytest.param({"vllm": None}, None, "", id="no vllm on a trainer's node"),
     ],
 )  # fmt: skip
-def test_what_differs_is_told_with_who_has_which(changed: dict[str, str | None], level: str | None, said: str) -> None:
+def test_differences_are_reported_with_nodes(changed: dict[str, str | None], level: str | None, said: str) -> None:
     found = compare_versions({"a": NODE, "b": NODE | changed, "c": NODE}, with_gpus=["a", "b", "c"])
     assert [finding.level for finding in found] == ([level] if level else [])
     assert all(said in finding.text for finding in found)
@@ -80,13 +80,13 @@ def test_a_head_without_gpus_may_have_another_build() -> None:
         pytest.param("0.19.1", r"0\.19\.1 on b is too old \(.*\): 0\.20 or newer", id="old"),
     ],
 )
-def test_what_is_not_supported_is_refused(version: str | None, said: str) -> None:
+def test_unsupported_versions_are_refused(version: str | None, said: str) -> None:
     with pytest.raises(VersionError, match=said) as caught:
         check_node_versions({"a": NODE, "b": NODE | {"vllm": version}}, {"a": ["vllm"], "b": ["vllm"]}, [])
     assert {finding.level for finding in caught.value.findings} == {"refuse"}
 
 
-def test_newer_than_known_is_told() -> None:
+def test_newer_versions_cause_a_warning() -> None:
     newer = NODE | {"vllm": "0.33.0rc1"}
     assert check_node_versions({"b": newer}, {"b": ["vllm", "ray"]}, []) == [
         "vllm 0.33.0rc1 on b is newer than 0.32, with which Lockstep is tested"
@@ -95,7 +95,7 @@ def test_newer_than_known_is_told() -> None:
     assert version_numbers("2.13.0+cpu") == (2, 13, 0) and version_numbers("0.9.1rc2") == (0, 9, 1)
 
 
-def test_the_packages_own_requirements_say_the_same() -> None:
+def test_pyproject_has_the_same_minimum_versions() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     lines = [
         *project["dependencies"],

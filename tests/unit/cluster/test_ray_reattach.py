@@ -1,4 +1,4 @@
-"""What of a run's places a later controller can go on with."""
+"""Reservations that a later controller can reuse."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,14 +31,14 @@ def engines(count: int, gpus: int = 1) -> list[ProcessRequest]:
     ],
     ids=["same", "more", "fewer", "wider", "placement"],
 )
-def test_places_do_for_the_same_processes_only(
+def test_reservations_serve_only_the_same_processes(
     now: list[ProcessRequest], placement: PlacementConfig, why: str | None
 ) -> None:
     said = PlacedResources.of(now, placement).difference(PlacedResources.of(engines(2), PlacementConfig()))
     assert (said is None) if why is None else (said is not None and why in said)
 
 
-def test_a_record_says_who_was_the_last(tmp_path: Path) -> None:
+def test_state_file_round_trip(tmp_path: Path) -> None:
     assert RayRunState.read(tmp_path / "nothing") == RayRunState(0, None)
     record = RayRunState(3, "run", PlacedResources.of(engines(2), PlacementConfig()))
     record.write(tmp_path)

@@ -1,4 +1,4 @@
-"""Questions to Ray, and what comes of those that it does not answer."""
+"""Bounded calls to Ray."""
 
 from importlib.util import find_spec
 
@@ -15,12 +15,12 @@ pytestmark = pytest.mark.ray
 
 
 def fail(text: str) -> None:
-    """As a call of Ray does."""
+    """Raises one of Ray's errors."""
     raise RayError(text)
 
 
 @pytest.mark.parametrize(("text", "told"), [("\nthe head is gone\nadvice", "the head is gone"), ("", "RayError")])
-def test_an_error_of_rays_is_told_in_a_line(text: str, told: str) -> None:
-    """Also one that has no text, as some of Ray's have."""
+def test_a_ray_error_is_reported_in_one_line(text: str, told: str) -> None:
+    """Some of Ray's errors have no text."""
     with pytest.raises(RayUnresponsive, match=rf"^Ray call failed \(nodes\): {told}$"):
         ray_call(lambda: fail(text), "nodes")

@@ -1,4 +1,4 @@
-"""Processes that run users' code: whose fault it is that one is gone."""
+"""Processes that run user code: a lost node is not the code's fault."""
 
 import pytest
 
@@ -10,7 +10,7 @@ BY_ITSELF = WorkerDied("scorer-0", 0, -11, "Segmentation fault")
 
 
 class Answer:
-    """What a process answers, or ends with."""
+    """A call with a result or an error."""
 
     def __init__(self, ends: WorkerDied | None = None) -> None:
         self.ends = ends
@@ -24,7 +24,7 @@ class Answer:
         return why
 
 
-def test_who_only_went_with_its_node_is_not_to_blame_for_what_it_loaded() -> None:
+def test_a_lost_node_is_no_load_failure() -> None:
     assert wait_until_loaded(Answer(), "rewards.py", "scorer-0", lambda: None) == "loading rewards.py"
     with pytest.raises(WorkerDied, match="its node b is lost"):
         wait_until_loaded(Answer(WITH_NODE), "rewards.py", "scorer-0", lambda: None)
@@ -34,7 +34,7 @@ def test_who_only_went_with_its_node_is_not_to_blame_for_what_it_loaded() -> Non
 
 
 @pytest.mark.parametrize("lost", range(MAX_LOST_NODES + 1))
-def test_what_was_lost_with_its_node_is_done_again_a_few_times(lost: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_work_is_repeated_after_lost_nodes(lost: int, caplog: pytest.LogCaptureFixture) -> None:
     coming = iter([Answer(WITH_NODE if number < lost else None) for number in range(MAX_LOST_NODES + 1)])
     if lost < MAX_LOST_NODES:
         assert retry_lost_nodes(lambda: next(coming).result("scores"), "scores") == "scores"
@@ -45,7 +45,7 @@ def test_what_was_lost_with_its_node_is_done_again_a_few_times(lost: int, caplog
     assert caplog.messages == told
 
 
-def test_what_ended_by_itself_is_not_done_again() -> None:
+def test_work_is_not_repeated_after_a_crash() -> None:
     coming = iter([Answer(BY_ITSELF), Answer()])
     with pytest.raises(WorkerDied, match="exited with -11"):
         retry_lost_nodes(lambda: next(coming).result("scores"), "scores")

@@ -1,4 +1,4 @@
-"""What of a shell reaches workers on other nodes, and what is said of the rest."""
+"""Environment variables of workers on other nodes: forwarding, precedence, differences."""
 
 import json
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ PATTERNS = RayClusterConfig().forward_env
 TOKEN = "hf_" + "a1B2c3D4" * 4
 
 
-def test_what_matches_is_passed_on_and_what_is_declared_wins() -> None:
+def test_matching_variables_are_forwarded_and_declared_ones_win() -> None:
     shell = {"NCCL_DEBUG": "INFO", "HF_HOME": "/models", "EDITOR": "vi", "VLLM_USE_V1": "1", "MY_FLAG": "3"}
     found = forward_environment(shell, [*PATTERNS, "MY_FLAG"], {"NCCL_DEBUG": "WARN", "OTHER": "x"})
     assert found.values == {
@@ -48,34 +48,34 @@ def test_what_matches_is_passed_on_and_what_is_declared_wins() -> None:
         pytest.param("TORCHELASTIC_RUN_ID", "1", "its own", id="rank"),
     ],
 )
-def test_what_is_true_of_one_host_is_kept_back_with_the_reason(name: str, value: str, why: str) -> None:
+def test_host_variables_are_not_forwarded(name: str, value: str, why: str) -> None:
     found = forward_environment({name: value}, [*PATTERNS, "TORCHELASTIC_*"], {})
     assert found.values == {} and why in found.kept_back[name]
 
 
-def test_an_interface_that_is_meant_for_all_nodes_is_passed_on() -> None:
+def test_an_interface_for_all_nodes_is_forwarded() -> None:
     assert forward_environment({"NCCL_SOCKET_IFNAME": "eth"}, PATTERNS, {}).values == {"NCCL_SOCKET_IFNAME": "eth"}
 
 
-def test_what_a_config_says_itself_is_done() -> None:
+def test_declared_variables_are_set() -> None:
     found = forward_environment({}, PATTERNS, {"GLOO_SOCKET_IFNAME": "eth0", "VLLM_HOST_IP": "10.1.0.2"})
     assert found == ForwardedEnvironment({"GLOO_SOCKET_IFNAME": "eth0", "VLLM_HOST_IP": "10.1.0.2"}, {})
 
 
 @pytest.mark.parametrize("name", ["CUDA_VISIBLE_DEVICES", "LOCKSTEP_BEACONS", "LOCKSTEP_TOKEN", "LOCKSTEP_WATCH_RANK"])
-def test_what_a_config_cannot_say_is_refused(name: str) -> None:
+def test_reserved_variables_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=rf"cluster\.env: cannot set {name} for all workers: it "):
         check_config({"recipe": "sft", "cluster": {"kind": "ray", "env": {"HF_HOME": "/m", name: "1"}}}, "run.yaml")
 
 
-def test_a_star_does_not_take_the_session_along() -> None:
+def test_a_star_does_not_match_session_variables() -> None:
     shell = {"HOME": "/home/me", "SSH_CLIENT": "x", "RAY_ADDRESS": "127.0.0.1:1", "FOO": "1", "RANK": "0"}
     found = forward_environment(shell, ["*"], {})
     assert found.values == {"FOO": "1"} and list(found.kept_back) == ["RANK"]
     assert "HOME" in forward_environment(shell, ["HOME"], {}).kept_back
 
 
-def test_what_is_nearer_to_the_worker_wins() -> None:
+def test_precedence_of_variables() -> None:
     node = {"OMP_NUM_THREADS": "64", "PATH": "/node/bin", "LOCKSTEP_TOKEN": "another run's", "NCCL_DEBUG": "TRACE"}
     given = ForwardedEnvironment({"OMP_NUM_THREADS": "8", "CUDA_VISIBLE_DEVICES": "all"}, {})
     made = worker_environment(
@@ -87,7 +87,7 @@ def test_what_is_nearer_to_the_worker_wins() -> None:
     }  # fmt: skip
 
 
-def test_what_differs_is_told_with_the_remedy() -> None:
+def test_differences_are_reported_with_a_fix() -> None:
     shell = {
         "NCCL_IB_HCA": "mlx5",
         "HF_TOKEN": TOKEN,
@@ -118,7 +118,7 @@ def test_what_differs_is_told_with_the_remedy() -> None:
     assert TOKEN not in written and HIDDEN in written and "CUDA_VISIBLE_DEVICES" in written
 
 
-def test_secrets_are_not_put_where_others_read() -> None:
+def test_secrets_are_removed_from_job_environments() -> None:
     given = forward_environment({"HF_TOKEN": TOKEN, "HF_HOME": "/m", "WANDB_MODE": TOKEN}, PATTERNS, {})
     shown = without_secrets(given)
     assert shown.values == {"HF_HOME": "/m"} and set(shown.kept_back) == {"HF_TOKEN", "WANDB_MODE"}
@@ -133,7 +133,7 @@ names = st.one_of(
 
 @settings(max_examples=100, deadline=None)
 @given(st.dictionaries(names, st.sampled_from(["lo", "eth0", "1", TOKEN])))
-def test_nothing_of_one_host_goes_anywhere_by_a_star(shell: dict[str, str]) -> None:
+def test_a_star_never_matches_host_variables(shell: dict[str, str]) -> None:
     found = forward_environment(shell, ["*"], {})
     assert set(found.values) <= set(shell) and not set(found.values) & set(found.kept_back)
     assert not {"CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME", "LOCKSTEP_TOKEN", "HOME", "RANK"} & set(found.values)
@@ -142,7 +142,7 @@ def test_nothing_of_one_host_goes_anywhere_by_a_star(shell: dict[str, str]) -> N
     )
 
 
-def test_how_a_node_is_reached_is_found_or_declared() -> None:
+def test_interface_is_found_or_declared() -> None:
     declared = {"GLOO_SOCKET_IFNAME": "ib1", "VLLM_HOST_IP": "10.2.0.4"}
     given = forward_environment({"LOCKSTEP_BEACONS": "/mine"}, PATTERNS, declared, "ib")
     assert given == ForwardedEnvironment(declared | {"NCCL_SOCKET_IFNAME": "ib"}, {})
@@ -152,12 +152,12 @@ def test_how_a_node_is_reached_is_found_or_declared() -> None:
     assert worker_environment(own, forward_environment({}, (), {}), {}, of_node) == of_node
 
 
-def test_the_interface_of_nccl_is_the_users_where_they_name_one() -> None:
+def test_nccl_interface_of_the_user_wins() -> None:
     given = forward_environment({"NCCL_SOCKET_IFNAME": "=eth1"}, ("NCCL_*",), {}, "ib")
     assert given.values["NCCL_SOCKET_IFNAME"] == "=eth1"
 
 
-def test_workers_of_a_ray_node_know_how_it_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_of_a_ray_node_get_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {
         "address": "10.1.0.4", "interface": "eth0", "shared": "/dev/shm/r", "cluster_dir": "/r/n", "logs": "/r/l",
         "place": "elsewhere", "beacons": "/dev/shm", "environment": {"VLLM_HOST_IP": "old", "PATH": "/bin"},

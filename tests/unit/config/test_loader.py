@@ -1,4 +1,4 @@
-"""Files, overrides and what is said about mistakes in them."""
+"""Config files, overrides, and the errors in them."""
 
 import re
 from pathlib import Path
@@ -44,7 +44,7 @@ def test_examples_are_valid(file: Path) -> None:
     assert isinstance(load_config(file), SFTConfig | GRPOConfig)
 
 
-def test_a_cut_distribution_is_fine_where_the_ratio_is_the_trainers_own() -> None:
+def test_truncated_sampling_needs_the_trainers_ratio() -> None:
     cut = {"sampling": {"top_p": 0.9, "top_k": 20}}
     config = check_config(grpo(rollout=cut, loss={"old_logprobs": "trainer"}), "test")
     assert config.rollout.sampling.top_k == 20
@@ -147,9 +147,7 @@ def test_fields_that_contradict_each_other_are_refused(changes: dict[str, Any], 
         ({}, {"pipeline_parallel_size": 2}, ["pipeline_parallel_size 2", "rollout.engine.count"]),
     ],
 )
-def test_what_vllm_would_refuse_is_refused_at_once(
-    sampling: dict[str, Any], extra: dict[str, Any], words: list[str]
-) -> None:
+def test_vllm_settings_are_refused_early(sampling: dict[str, Any], extra: dict[str, Any], words: list[str]) -> None:
     asked = {"engine": {"kind": "vllm", "extra": extra}, "sampling": sampling}
     text = " ".join(problems(grpo(rollout=asked)).values())
     for word in words:
@@ -160,14 +158,14 @@ def test_what_vllm_would_refuse_is_refused_at_once(
         assert "evaluation.sampling.temperature" in text
 
 
-def test_what_vllm_takes_is_left_to_it() -> None:
+def test_other_vllm_settings_are_passed_on() -> None:
     extra = {"block_size": 64, "async_scheduling": False, "pipeline_parallel_size": 1, "quantization": "fp8"}
     engine = {"kind": "vllm", "extra": extra}
     assert check_config(grpo(rollout={"engine": engine, "sampling": {"temperature": 2.0}}), "test")
     assert check_config(grpo(rollout={"sampling": {"temperature": 2.5}}), "test"), "the builtin engine takes it"
 
 
-def test_a_policy_loss_is_ppos_where_no_kind_is_given() -> None:
+def test_policy_loss_defaults_to_ppo() -> None:
     found = check_config(grpo(loss={"clip_high": 0.28}), "test").loss
     assert (found.kind, found.clip_high) == ("ppo_clip", 0.28)
     gspo = check_config(apply_overrides(grpo(), ["loss.kind=gspo", "loss.clip_low=1e-3"]), "test").loss
@@ -200,7 +198,7 @@ def test_overrides_set_nested_values_and_items_of_lists() -> None:
 @pytest.mark.parametrize(
     "override", ["steps", "=3", "reward.terms.7.weight=1", "name.first=x", "steps=[1"], ids=lambda text: text
 )
-def test_an_override_that_fits_nowhere_is_refused(override: str) -> None:
+def test_overrides_of_unknown_fields_are_refused(override: str) -> None:
     with pytest.raises(ConfigError):
         check_config(apply_overrides(grpo(), [override]), "test")
 
@@ -246,7 +244,7 @@ def test_copies_must_divide_the_ranks_and_be_sharded() -> None:
     assert check_config(grpo(trainer={"ranks": 8, "replicas": 2}), "test").trainer.shards == 4
 
 
-def test_exports_are_those_that_there_can_be() -> None:
+def test_exports() -> None:
     adapter = {"model": {"path": "m", "adapter": {"kind": "dora"}}}
     for extra, export, folders in (
         ({}, True, ["export"]),
@@ -261,7 +259,7 @@ def test_exports_are_those_that_there_can_be() -> None:
         check_config(grpo(checkpoint={"export": "adapter"}), "test")
 
 
-def test_off_is_a_word_though_yaml_reads_it_as_false() -> None:
+def test_off_is_not_read_as_false() -> None:
     values = yaml.safe_load("{trainer: {compile: off}, loss: {importance: {kind: off}}}")
     assert values["trainer"]["compile"] is False
     config = check_config(grpo(**values), "test")
@@ -269,7 +267,7 @@ def test_off_is_a_word_though_yaml_reads_it_as_false() -> None:
     assert config.trainer.compile == "off" and config.loss.importance.kind == "off"
 
 
-def test_what_other_frameworks_call_it_leads_to_a_field_that_there_is() -> None:
+def test_keys_of_other_frameworks_map_to_existing_fields() -> None:
     known = {*dotted_keys(GRPOConfig), *dotted_keys(SFTConfig)}
     assert {
         name: field for name, field in OTHER_FRAMEWORKS_KEYS.items() if re.split(r"[ :,(]", field)[0] not in known
@@ -283,7 +281,7 @@ def test_what_other_frameworks_call_it_leads_to_a_field_that_there_is() -> None:
 
 
 @pytest.mark.parametrize("ports", [[80, 90], [20000, 20001], [20010, 20000], [65000, 65536]], ids=str)
-def test_ports_that_no_run_can_use(ports: list[int]) -> None:
+def test_unusable_ports_are_refused(ports: list[int]) -> None:
     said = problems(grpo(cluster={"kind": "ray", "ports": ports}))["cluster.ports"]
     assert "the first and last of at least 3 ports" in said and str(ports) in said
 

@@ -1,4 +1,4 @@
-"""The page of all fields is the one the code makes."""
+"""The reference page matches the config models."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ def test_the_page_is_up_to_date() -> None:
     assert PAGE.read_text() == reference(), "run: python -m lockstep.config.reference > docs/config.md"
 
 
-def test_every_field_is_on_it() -> None:
+def test_every_field_is_listed() -> None:
     text = reference()
     for model in RECIPES.values():
         for path in dotted_keys(model):

@@ -135,10 +135,11 @@ def _suggest_fewer_cores(requests: list[ProcessRequest], placement: PlacementCon
 
 def _suggest_fewer_scorers(requests: list[ProcessRequest], placement: PlacementConfig, fits: FitCheck) -> Iterator[str]:
     for role, field in (("reward", "reward.workers"), ("environment", "rollout.environment.workers")):
-        have = len(_processes_of(requests, role))
-        for count in _largest_fitting(
-            have, lambda count, role=role: fits(_keep_first(requests, role, count), placement)
-        ):  # type: ignore[misc]
+
+        def fewer(count: int, role: str = role) -> bool:
+            return fits(_keep_first(requests, role, count), placement)
+
+        for count in _largest_fitting(len(_processes_of(requests, role)), fewer):
             yield f"{field}={count}"
 
 

@@ -1,0 +1,1 @@
+"""Typed calls from the controller to its worker processes."""

@@ -151,7 +151,7 @@ class RpcServer:
         self._selector.register(connection, selectors.EVENT_READ)
 
     def _reject(self, connection: Connection) -> None:
-        """A worker that was given up while unreachable has been replaced: it is told to exit."""
+        """A worker that was given up while unreachable has been replaced, and must exit."""
         name = connection.peer.name
         log.warning("unknown worker %s connected%s", name, " (it was given up)" if name in self._given_up else "")
         if name in self._given_up:

@@ -102,7 +102,7 @@ class ServiceRunner:
             raise ServiceInterrupted
 
     def run(self) -> None:
-        """Runs the service until it is told to leave, then closes it."""
+        """Runs the service until it must exit, then closes it."""
         try:
             self._interruptible = True
             if not self._leaving:

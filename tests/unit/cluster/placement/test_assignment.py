@@ -1,4 +1,4 @@
-"""Bundles and their places: what holds for every assignment, and what is said where there is none."""
+"""Assignments of bundles to nodes, and refusals with suggestions."""
 
 import itertools
 import re
@@ -30,7 +30,7 @@ def where(assignment: Assignment) -> dict[str, str]:
 
 
 def check(assignment: Assignment, wanted: list[ProcessRequest], nodes: list[NodeResources]) -> None:
-    """No node over what is free there, every process placed once, GPUs told apart unless they are shared."""
+    """No node is over its free resources, every process is placed once, and GPUs are distinct unless shared."""
     names = [name for bundle in assignment.bundles for name in bundle.processes]
     assert Counter(names) == Counter(each.name for each in wanted)
     of = {each.name: each for each in wanted}
@@ -49,7 +49,7 @@ def check(assignment: Assignment, wanted: list[ProcessRequest], nodes: list[Node
 
 
 def exists(wanted: list[ProcessRequest], nodes: list[NodeResources]) -> bool:
-    """By trying every node for every process."""
+    """Tries every node for every process."""
     for places in itertools.product(range(len(nodes)), repeat=len(wanted)):
         for number, each in enumerate(nodes):
             here = [w for w, place in zip(wanted, places, strict=True) if place == number]
@@ -72,7 +72,7 @@ def small(draw: st.DrawFn) -> tuple[list[ProcessRequest], list[NodeResources]]:
 
 @settings(max_examples=150, deadline=None)
 @given(small(), st.sampled_from(["pack", "spread"]))
-def test_a_place_is_found_where_there_is_one(
+def test_a_placement_is_found_if_there_is_one(
     case: tuple[list[ProcessRequest], list[NodeResources]], strategy: Any
 ) -> None:
     wanted, nodes = case
@@ -90,9 +90,7 @@ def test_a_place_is_found_where_there_is_one(
     ranks=st.integers(1, 9), engines=st.integers(1, 5), width=st.sampled_from([1, 2, 4]),
     sizes=st.lists(st.integers(1, 9), min_size=1, max_size=4), strategy=st.sampled_from(["pack", "spread"]),
 )  # fmt: skip
-def test_who_shares_gpus_is_on_the_same_ones(
-    ranks: int, engines: int, width: int, sizes: list[int], strategy: Any
-) -> None:
+def test_colocated_roles_share_gpus(ranks: int, engines: int, width: int, sizes: list[int], strategy: Any) -> None:
     wanted, nodes = run(ranks, engines, width), [node(n, 64, gpus) for n, gpus in enumerate(sizes)]
     placement = PlacementConfig(strategy=strategy, colocate="all")
     try:
@@ -109,7 +107,7 @@ def test_who_shares_gpus_is_on_the_same_ones(
         assert [slot for name in with_it for slot in found.slots[name]] == list(found.slots[f"engine-{engine}"])
 
 
-def test_what_is_smaller_than_the_largest_does_not_take_its_place() -> None:
+def test_search_beats_largest_first() -> None:
     """Largest-first fails here: 3 + 3 GPUs on one node and 2 + 2 + 2 on the other."""
     wanted = [ProcessRequest(f"a-{n}", "policy", n, 0.1, 3) for n in range(2)] + [
         ProcessRequest(f"b-{n}", "x", n, 0.1, 2) for n in range(3)
@@ -124,7 +122,7 @@ def test_pack_fills_a_node_and_keeps_neighbours_together() -> None:
     assert len(set(found.values())) == 2 and ranks == sorted(ranks)
 
 
-def test_spread_uses_all_nodes_and_puts_the_engine_beside_nobody() -> None:
+def test_spread_uses_all_nodes_and_isolates_the_engine() -> None:
     nodes = [node(0, 2, 0), node(1, 2, 0)]
     assert where(assign(run(1, 1, gpus=False), PlacementConfig(strategy="spread"), nodes)) == {
         "policy-0": "node-0", "engine-0": "node-1",
@@ -134,7 +132,7 @@ def test_spread_uses_all_nodes_and_puts_the_engine_beside_nobody() -> None:
     assert [six[f"policy-{rank}"] for rank in range(6)] == sorted(six.values())
 
 
-def test_a_role_has_so_many_nodes_and_so_many_gpus_of_each() -> None:
+def test_nodes_and_gpus_per_node_of_a_role() -> None:
     placement = PlacementConfig(policy={"nodes": 2, "gpus_per_node": 4}, rollout={"nodes": 2})
     found = where(assign(run(8, 4, 2), placement, [node(n) for n in range(4)]))
     ranks, engines = Counter(found[f"policy-{n}"] for n in range(8)), Counter(found[f"engine-{n}"] for n in range(4))
@@ -142,7 +140,7 @@ def test_a_role_has_so_many_nodes_and_so_many_gpus_of_each() -> None:
     assert set(engines.values()) == {2} and len(engines) == 2
 
 
-def test_shared_gpus_on_so_many_nodes() -> None:
+def test_nodes_of_colocated_roles() -> None:
     placement = PlacementConfig(colocate=("policy", "rollout"), rollout={"nodes": 2, "gpus_per_node": 4})
     found = assign(run(8, 2, 2), placement, [node(n, gpus=4) for n in range(2)])
     assert [len(bundle.processes) for bundle in found.bundles] == [6, 4]
@@ -171,7 +169,9 @@ def test_shared_gpus_on_so_many_nodes() -> None:
         ),
     ],
 )  # fmt: skip
-def test_words_that_contradict_each_other(placement: dict[str, Any], wanted: list[ProcessRequest], said: str) -> None:
+def test_contradicting_placements_are_refused(
+    placement: dict[str, Any], wanted: list[ProcessRequest], said: str
+) -> None:
     with pytest.raises(PlacementError, match=said):
         assign(wanted, PlacementConfig(**placement), [node(n) for n in range(4)])
 
@@ -200,7 +200,7 @@ def test_words_that_contradict_each_other(placement: dict[str, Any], wanted: lis
         ),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_named_with_what_would(
+def test_refusals_suggest_what_fits(
     wanted: list[ProcessRequest], placement: dict[str, Any], nodes: list[NodeResources], bundle: str, would: str
 ) -> None:
     with pytest.raises(DoesNotFit) as caught:
@@ -212,8 +212,8 @@ def test_what_does_not_fit_is_named_with_what_would(
 
 
 @pytest.mark.parametrize("asked", [(12, 4, 4), (8, 2, 8), (16, 1, 1), (3, 9, 2), (40, 40, 8)], ids=str)
-def test_what_would_fit_does(asked: tuple[int, int, int]) -> None:
-    """Every alternative, taken at its word."""
+def test_suggestions_fit(asked: tuple[int, int, int]) -> None:
+    """Applies every suggestion."""
     nodes = [node(0), node(1, gpus=4)]
     with pytest.raises(DoesNotFit) as caught:
         assign(run(*asked), PlacementConfig(), nodes)
@@ -227,14 +227,14 @@ def test_what_would_fit_does(asked: tuple[int, int, int]) -> None:
         check(assign(wanted, placement, nodes), wanted, nodes)
 
 
-def test_memory_counts() -> None:
+def test_memory_is_a_resource() -> None:
     wanted = [ProcessRequest(f"policy-{n}", "policy", n, 1, memory=3 << 30) for n in range(3)]
     check(assign(wanted, PlacementConfig(), [node(0, memory=6 << 30), node(1)]), wanted, [])
     with pytest.raises(DoesNotFit, match=r"3.0 GiB of memory.*9.0 GiB in all.*6.0 GiB"):
         assign(wanted, PlacementConfig(), [node(0, memory=6 << 30)])
 
 
-def test_where_there_are_no_gpus_nobody_speaks_of_them() -> None:
+def test_refusals_without_gpus_do_not_mention_gpus() -> None:
     with pytest.raises(DoesNotFit) as caught:
         assign(run(5, gpus=False), PlacementConfig(), [node(0, 4, 0)])
     assert str(caught.value) == (
@@ -251,14 +251,14 @@ def test_busy_is_not_infeasible() -> None:
         assign(run(7, 2, 2), PlacementConfig(), nodes)
 
 
-def test_without_a_node_that_lives_nothing_fits() -> None:
+def test_nothing_fits_without_living_nodes() -> None:
     with pytest.raises(DoesNotFit, match="no node is alive"):
         assign(run(1), PlacementConfig(), [])
 
 
 @pytest.mark.parametrize("strategy", ["pack", "spread"])
-def test_thousands_of_processes_are_quick(strategy: Any) -> None:
-    """The issue asks for a refusal within a second; half a second of this process's own time here."""
+def test_thousands_of_processes_are_placed_fast(strategy: Any) -> None:
+    """Within half a second of CPU time."""
     nodes = [node(n) for n in range(640)]
     began = time.process_time()
     found = assign(run(4096, 1024), PlacementConfig(strategy=strategy), nodes)
@@ -272,7 +272,7 @@ def test_thousands_of_processes_are_quick(strategy: Any) -> None:
     assert placed < 1 and refused < 2
 
 
-def test_gpus_of_a_ray_for_one_host_are_counted_once_where_they_are_shared() -> None:
+def test_shared_gpus_count_once() -> None:
     wanted = run(8, 4, width=2)
     assert total_gpus(wanted, PlacementConfig(colocate=("policy", "rollout"))) == 8
     assert total_gpus(wanted, PlacementConfig()) == 16

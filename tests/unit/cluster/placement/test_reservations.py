@@ -1,4 +1,4 @@
-"""Places that are reserved for processes: where they go when nodes are lost, and in which order."""
+"""Reservations of processes, and their replacement when nodes are lost."""
 
 import logging
 from collections.abc import Iterator
@@ -19,8 +19,8 @@ from lockstep.cluster.placement.reservations import (
 from lockstep.config.cluster import PlacementConfig
 
 
-class Ground:
-    """Nodes with GPUs, of which each reservation takes some until it is given back."""
+class FakeNodes:
+    """Nodes with GPUs; a reservation takes some until it is released."""
 
     def __init__(self, **gpus: int) -> None:
         self.gpus, self.free = dict(gpus), {name: list(range(count)) for name, count in gpus.items()}
@@ -63,9 +63,9 @@ def run(ranks: int, engines: int = 0, width: int = 1) -> list[ProcessRequest]:
     return found + [ProcessRequest(f"engine-{rank}", "rollout", rank, 1, width) for rank in range(engines)]
 
 
-def settled(ground: Ground, wanted: list[ProcessRequest], **placement: Any) -> ReservationTable:
+def settled(nodes: FakeNodes, wanted: list[ProcessRequest], **placement: Any) -> ReservationTable:
     places = ReservationTable(wanted, PlacementConfig(**placement))
-    places.settle(ground.look, ground.reserve, 5.0, 1.0)
+    places.settle(nodes.look, nodes.reserve, 5.0, 1.0)
     return places
 
 
@@ -75,8 +75,8 @@ def nodes_of(places: ReservationTable, wanted: list[ProcessRequest]) -> dict[str
 
 
 def test_one_group_for_each_node() -> None:
-    ground, wanted = Ground(a=4, b=4), run(8)
-    places = settled(ground, wanted)
+    nodes, wanted = FakeNodes(a=4, b=4), run(8)
+    places = settled(nodes, wanted)
     assert [(each.node, len(each.gpus)) for each in places.held] == [("a", 4), ("b", 4)]
     assert places.of("policy-5") == ProcessPlacement("b", ("1",)) and places.of("scorer-0") is None
     assert "policy-5" in places and "scorer-0" not in places
@@ -88,10 +88,10 @@ def told(caplog: pytest.LogCaptureFixture) -> Iterator[Any]:
         yield lambda level: [record.message for record in caplog.records if record.levelno == level]
 
 
-def test_what_others_take_meanwhile_is_looked_for_again(told: Any) -> None:
-    ground = Ground(a=4)
-    ground.refused = [ReservationConflict("others have taken it"), AllocatorUnavailable("nobody says")]
-    places = settled(ground, run(4))
+def test_conflicts_are_retried(told: Any) -> None:
+    nodes = FakeNodes(a=4)
+    nodes.refused = [ReservationConflict("others have taken it"), AllocatorUnavailable("nobody says")]
+    places = settled(nodes, run(4))
     assert places.of("policy-3") == ProcessPlacement("a", ("3",))
     assert told(logging.WARNING) == [
         "nobody says", "others have taken it",
@@ -99,32 +99,32 @@ def test_what_others_take_meanwhile_is_looked_for_again(told: Any) -> None:
     ]  # fmt: skip
 
 
-def test_where_nobody_waited_the_places_are_noted(told: Any) -> None:
-    settled(Ground(a=4), run(1, 1))
+def test_immediate_reservations_are_logged(told: Any) -> None:
+    settled(FakeNodes(a=4), run(1, 1))
     assert told(logging.INFO) == ["reserved for policy-0, engine-0 on a (a): 2 of 64 CPUs and 2 of 4 GPUs"]
     assert not told(logging.WARNING)
 
 
-def test_waiting_for_others_has_the_limit_and_what_can_never_be_is_refused(told: Any) -> None:
-    ground = Ground(a=4)
-    ground.free["a"] = []
+def test_waits_are_bounded_and_impossible_requests_refused(told: Any) -> None:
+    nodes = FakeNodes(a=4)
+    nodes.free["a"] = []
     with pytest.raises(WaitTimeout):
-        ReservationTable(run(4), PlacementConfig()).settle(ground.look, ground.reserve, 0.6, 1.0)
+        ReservationTable(run(4), PlacementConfig()).settle(nodes.look, nodes.reserve, 0.6, 1.0)
     assert told(logging.WARNING) == [
         "policy-0..3 wait for 4 GPUs and 4 CPUs (1 GPU and 1 CPU on one node): a has 4 of 4 GPUs in use"
     ]
     with pytest.raises(DoesNotFit):
-        settled(ground, run(5))
+        settled(nodes, run(5))
 
 
-def test_all_of_a_lost_node_move_and_others_stay() -> None:
-    ground, wanted = Ground(a=4, b=4), run(8)
-    places = settled(ground, wanted, policy={"nodes": 2, "gpus_per_node": 4})
-    ground.loses("b", places)
+def test_only_processes_of_a_lost_node_move() -> None:
+    nodes, wanted = FakeNodes(a=4, b=4), run(8)
+    places = settled(nodes, wanted, policy={"nodes": 2, "gpus_per_node": 4})
+    nodes.loses("b", places)
     assert set(nodes_of(places, wanted).values()) == {"a"} and len(nodes_of(places, wanted)) == 4
-    ground.gpus |= {"c": 2, "d": 2}
-    ground.free |= {"c": [0, 1], "d": [0, 1]}
-    places.replace("policy-6", ground.look(), ground.reserve)
+    nodes.gpus |= {"c": 2, "d": 2}
+    nodes.free |= {"c": [0, 1], "d": [0, 1]}
+    places.replace("policy-6", nodes.look(), nodes.reserve)
     assert [(each.node, sorted(each.gpus)) for each in places.held] == [
         ("a", ["policy-0", "policy-1", "policy-2", "policy-3"]),
         ("c", ["policy-4", "policy-5"]),
@@ -132,50 +132,50 @@ def test_all_of_a_lost_node_move_and_others_stay() -> None:
     ]
 
 
-def test_a_node_that_comes_back_is_free_for_those_who_were_there() -> None:
-    ground, wanted = Ground(a=4, b=4), run(8)
-    places = settled(ground, wanted)
-    ground.loses("b", places)
+def test_a_recovered_node_is_free_again() -> None:
+    nodes, wanted = FakeNodes(a=4, b=4), run(8)
+    places = settled(nodes, wanted)
+    nodes.loses("b", places)
     with pytest.raises(NodesBusy):
-        places.replace("policy-4", ground.look(), ground.reserve)
-    ground.gpus["b"], ground.free["b"] = 4, [0, 1, 2, 3]
-    places.replace("policy-4", ground.look(), ground.reserve)
+        places.replace("policy-4", nodes.look(), nodes.reserve)
+    nodes.gpus["b"], nodes.free["b"] = 4, [0, 1, 2, 3]
+    places.replace("policy-4", nodes.look(), nodes.reserve)
     assert sorted(nodes_of(places, wanted).values()) == ["a"] * 4 + ["b"] * 4
 
 
-def test_ranks_go_first_where_there_is_not_enough_for_all() -> None:
-    ground, wanted = Ground(a=4, b=4), run(4, 4)
-    places = settled(ground, wanted)
+def test_ranks_have_priority() -> None:
+    nodes, wanted = FakeNodes(a=4, b=4), run(4, 4)
+    places = settled(nodes, wanted)
     assert nodes_of(places, wanted)["policy-0"] == "a"
-    ground.gpus["c"], ground.free["c"] = 4, [0, 1]
-    ground.loses("a", places)
+    nodes.gpus["c"], nodes.free["c"] = 4, [0, 1]
+    nodes.loses("a", places)
     with pytest.raises(NodesBusy):
-        places.replace("policy-0", ground.look(), ground.reserve)
-    ground.free["c"] = [0, 1, 2, 3]
-    places.replace("policy-0", ground.look(), ground.reserve)
-    ground.loses("b", places)
+        places.replace("policy-0", nodes.look(), nodes.reserve)
+    nodes.free["c"] = [0, 1, 2, 3]
+    places.replace("policy-0", nodes.look(), nodes.reserve)
+    nodes.loses("b", places)
     with pytest.raises(PlacementError):
-        places.replace("engine-0", ground.look(), ground.reserve)
-    ground.gpus["d"], ground.free["d"] = 1, [0]
-    places.replace("engine-2", ground.look(), ground.reserve)
+        places.replace("engine-0", nodes.look(), nodes.reserve)
+    nodes.gpus["d"], nodes.free["d"] = 1, [0]
+    places.replace("engine-2", nodes.look(), nodes.reserve)
     assert places.of("engine-2") == ProcessPlacement("d", ("0",)) and places.of("engine-0") is None
 
 
-def test_an_engine_does_not_take_what_homeless_ranks_need() -> None:
-    ground, wanted = Ground(a=4), run(3, 1)
-    places = settled(ground, wanted)
-    ground.gpus["b"], ground.free["b"] = 3, [0, 1, 2]
-    ground.loses("a", places)
+def test_an_engine_leaves_resources_to_ranks() -> None:
+    nodes, wanted = FakeNodes(a=4), run(3, 1)
+    places = settled(nodes, wanted)
+    nodes.gpus["b"], nodes.free["b"] = 3, [0, 1, 2]
+    nodes.loses("a", places)
     with pytest.raises(PlacementError):
-        places.replace("engine-0", ground.look(), ground.reserve)
-    places.replace("policy-1", ground.look(), ground.reserve)
+        places.replace("engine-0", nodes.look(), nodes.reserve)
+    places.replace("policy-1", nodes.look(), nodes.reserve)
     assert nodes_of(places, wanted) == {f"policy-{rank}": "b" for rank in range(3)}
 
 
-def test_fewer_ranks_have_the_places_of_those_that_are_none_any_more() -> None:
-    ground, wanted = Ground(a=2, b=2), run(4)
-    places = settled(ground, wanted)
-    ground.loses("a", places)
+def test_fewer_ranks_use_the_places_of_dropped_ones() -> None:
+    nodes, wanted = FakeNodes(a=2, b=2), run(4)
+    places = settled(nodes, wanted)
+    nodes.loses("a", places)
     places.set_ranks(["policy-0", "policy-1"], {"b"})
     assert nodes_of(places, wanted) == {"policy-0": "b", "policy-1": "b"}
     assert places.of("policy-0") == ProcessPlacement("b", ("0",)) and places.of("policy-1") == ProcessPlacement(
@@ -185,43 +185,43 @@ def test_fewer_ranks_have_the_places_of_those_that_are_none_any_more() -> None:
     assert nodes_of(places, wanted) == {"policy-0": "b", "policy-1": "b"}, "who has a place keeps it"
 
 
-def test_ranks_that_are_none_any_more_get_no_place() -> None:
-    ground, wanted = Ground(a=2, b=2), run(4)
-    places = settled(ground, wanted)
-    ground.loses("a", places)
+def test_dropped_ranks_get_no_place() -> None:
+    nodes, wanted = FakeNodes(a=2, b=2), run(4)
+    places = settled(nodes, wanted)
+    nodes.loses("a", places)
     places.set_ranks(["policy-0", "policy-1", "policy-2"], {"b"})
-    ground.gpus["c"], ground.free["c"] = 2, [0, 1]
-    places.replace("policy-1", ground.look(), ground.reserve)
-    assert len(nodes_of(places, wanted)) == 3 and len(ground.free["c"]) == 1
+    nodes.gpus["c"], nodes.free["c"] = 2, [0, 1]
+    places.replace("policy-1", nodes.look(), nodes.reserve)
+    assert len(nodes_of(places, wanted)) == 3 and len(nodes.free["c"]) == 1
 
 
-def test_shared_gpus_move_together_and_engines_without_their_ranks_alone() -> None:
-    ground, wanted = Ground(a=2, b=2), run(4, 2, 2)
-    places = settled(ground, wanted, colocate="all")
+def test_colocated_processes_move_together() -> None:
+    nodes, wanted = FakeNodes(a=2, b=2), run(4, 2, 2)
+    places = settled(nodes, wanted, colocate="all")
     assert places.of("engine-0") == ProcessPlacement("a", ("0", "1"))
-    ground.gpus["c"], ground.free["c"] = 2, [0, 1]
-    ground.loses("b", places)
-    places.replace("engine-1", ground.look(), ground.reserve)
+    nodes.gpus["c"], nodes.free["c"] = 2, [0, 1]
+    nodes.loses("b", places)
+    places.replace("engine-1", nodes.look(), nodes.reserve)
     assert places.of("engine-1") == ProcessPlacement("c", ("0", "1")) and places.of("policy-3") == ProcessPlacement(
         "c", ("1",)
     )
-    ground.loses("c", places)
+    nodes.loses("c", places)
     places.set_ranks(["policy-0", "policy-1"], {"a"})
-    ground.gpus["d"], ground.free["d"] = 2, [0, 1]
-    places.replace("engine-1", ground.look(), ground.reserve)
+    nodes.gpus["d"], nodes.free["d"] = 2, [0, 1]
+    places.replace("engine-1", nodes.look(), nodes.reserve)
     assert places.of("engine-1") == ProcessPlacement("d", ("0", "1"))
 
 
-def test_why_somebody_waits_is_told_once(told: Any) -> None:
+def test_a_reason_to_wait_is_logged_once(told: Any) -> None:
     places = ReservationTable(run(1), PlacementConfig())
     for text in ("one", "one", "another", "one"):
         places.notify(text)
     assert told(logging.WARNING) == ["one", "another", "one"]
 
 
-def test_what_is_held_survives_a_controller() -> None:
-    ground, wanted = Ground(a=4, b=4), run(8)
-    first = settled(ground, wanted)
+def test_reservations_round_trip() -> None:
+    nodes, wanted = FakeNodes(a=4, b=4), run(8)
+    first = settled(nodes, wanted)
     from dataclasses import asdict
 
     again = ReservationTable(wanted, PlacementConfig(), [Reservation.from_json(asdict(each)) for each in first.held])

@@ -87,7 +87,7 @@ def test_a_damaged_payload_never_crashes(position: int, value: int) -> None:
         decode_payload(payload, Any)
 
 
-def test_a_cut_payload_is_refused() -> None:
+def test_a_truncated_payload_is_refused() -> None:
     payload = bytes(encode_payload(np.arange(10_000)))
     for length in (0, 8, 15, 16, 40, 1000, len(payload) - 1):
         with pytest.raises(ValueError, match=r"cut|buffer|truncated"):
@@ -157,7 +157,7 @@ def test_dataclasses_and_models_arrive_as_themselves() -> None:
     assert there(Service.untyped, 1) == {"x": 1}
 
 
-def test_completions_travel_with_their_conversation() -> None:
+def test_completions_with_conversations_roundtrip() -> None:
     class Service:
         def collect(self) -> list[Completion]:
             raise NotImplementedError
@@ -193,7 +193,7 @@ def test_results_are_typed() -> None:
         (([], Sum()), {"n": 2**70}, "n: "),
     ],
 )
-def test_what_cannot_travel_is_named(args: tuple, kwargs: dict, message: str) -> None:
+def test_unencodable_values_are_named(args: tuple, kwargs: dict, message: str) -> None:
     with pytest.raises(CodecError, match=f"Service.step: {message}"):
         MethodSignature(Service.step).encode_arguments(args, kwargs)
 
@@ -223,7 +223,7 @@ def test_wrong_arguments_fail_before_anything_is_sent() -> None:
         MethodSignature(Service.impossible)
 
 
-def test_an_argument_is_taken_as_it_is_now() -> None:
+def test_arguments_are_encoded_immediately() -> None:
     array = np.arange(INLINE_BYTES)
     payload = encode_payload(array)
     array[:] = -1
@@ -246,14 +246,14 @@ def test_a_large_array_is_copied_once_to_encode_and_not_to_decode() -> None:
     assert same(back, array)
 
 
-def test_more_than_a_frame_holds_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_large_payloads_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lockstep.cluster.rpc.codec.MAX_PAYLOAD_BYTES", 1 << 20)
     with pytest.raises(CodecError, match=r"path: .* bytes are too many for one call"):
         MethodSignature(Service.one).encode_arguments((Clip(low=1), np.zeros(1 << 20), None), {})
     assert encode_payload(np.zeros(1 << 16))
 
 
-def test_what_many_calls_have_in_common_is_encoded_once() -> None:
+def test_shared_arguments_are_encoded_once() -> None:
     settings = {"kind": "ppo", "clip": 0.2, "deep": [1, None, {"a": True}]}
     shared = encode_once(settings)
     settings["clip"] = 0.5  # as arguments are, it is taken as it was

@@ -39,10 +39,10 @@ def test_results_come_in_order_whenever_they_arrive() -> None:
     later(0.05, second.settle, memoryview(b"two"))
     assert gather_results([first, second], "both") == ["one", "two"]
     assert first.result("again") == "one"
-    assert gather_results([], "nobody") == []
+    assert gather_results([], "no calls") == []
 
 
-def test_an_answer_wakes_the_waiter_at_once() -> None:
+def test_a_result_ends_the_wait_immediately() -> None:
     call = pending(Callee("a"))
     stamps = []
     later(0.1, lambda: (stamps.append(time.monotonic()), call.settle(memoryview(b""))))
@@ -58,7 +58,7 @@ def test_a_death_explains_what_it_caused() -> None:
         gather_results([effect, cause], "both")
 
 
-def test_a_death_that_is_heard_after_what_it_caused_is_the_cause_still() -> None:
+def test_a_death_that_arrives_late_is_still_the_cause() -> None:
     victim, cause, bystander = pending(Callee("a")), pending(Callee("b")), pending(Callee("c"))
     later(0.05, victim.fail, RemoteError("a", 0, "RuntimeError", "connection closed by peer", ""))
     later(0.25, cause.fail, WorkerDied("b", 1, 3, ""))
@@ -67,14 +67,14 @@ def test_a_death_that_is_heard_after_what_it_caused_is_the_cause_still() -> None
     assert caught.value.worker == "b"
 
 
-def test_a_failure_without_a_death_is_told_soon() -> None:
+def test_a_failure_without_a_death_is_raised_soon() -> None:
     calls_ = [pending(Callee("a")), pending(Callee("b"))]
     calls_[0].fail(RemoteError("a", 0, "ValueError", "bad data", ""))
     began = time.monotonic()
     with pytest.raises(RemoteError, match="bad data"):
         gather_results(calls_, "both")
     assert time.monotonic() - began < futures.DEATH_NOTICE_S + 0.5
-    # Where nobody else is called there is nobody to wait for.
+    # Without other calls there is no death to wait for.
     began = time.monotonic()
     with pytest.raises(RemoteError):
         gather_results(calls_[:1], "one")
@@ -90,7 +90,7 @@ def test_the_first_of_several_errors_is_raised() -> None:
         gather_results([a, b], "both")
 
 
-def test_one_that_stands_still_is_stalled_though_others_move() -> None:
+def test_a_worker_without_progress_stalls_although_others_progress() -> None:
     mover, sleeper = Callee("mover", 0.8), Callee("sleeper", 0.8)
     a, b = pending(mover), pending(sleeper)
     for turn in range(12):
@@ -102,7 +102,7 @@ def test_one_that_stands_still_is_stalled_though_others_move() -> None:
     assert caught.value.stall_s == 0.8
 
 
-def test_progress_holds_the_wait_for_ever() -> None:
+def test_progress_extends_the_wait() -> None:
     worker = Callee("a", 0.6)
     call = pending(worker)
     for turn in range(8):
@@ -111,7 +111,7 @@ def test_progress_holds_the_wait_for_ever() -> None:
     assert call.result("it") == "done"
 
 
-def test_notices_come_at_doubling_times_and_end_with_good_news(caplog: pytest.LogCaptureFixture) -> None:
+def test_notices_at_doubling_times_and_recovery(caplog: pytest.LogCaptureFixture) -> None:
     worker = Callee("a", notice_after_s=0.3)
     call = pending(worker)
     later(1.5, worker.move)
@@ -124,7 +124,7 @@ def test_notices_come_at_doubling_times_and_end_with_good_news(caplog: pytest.Lo
     assert "a is making progress again (train step 3)" in lines
 
 
-def test_a_controller_that_was_stopped_itself_blames_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_controller_blames_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     worker = Callee("a", 10.0)
     call = pending(worker)
     later(0.6, call.settle, memoryview(b"fine"))
@@ -134,6 +134,6 @@ def test_a_controller_that_was_stopped_itself_blames_nobody(monkeypatch: pytest.
     assert call.result("it") == "fine"
 
 
-def test_foreign_pendings_are_refused() -> None:
+def test_other_objects_are_refused() -> None:
     with pytest.raises(TypeError, match="expected pending calls"):
         gather_results([object()], "it")  # type: ignore[list-item]

@@ -33,7 +33,7 @@ class Echo:
 
 
 class Peer:
-    """A worker's end of the wire."""
+    """The worker's end of a connection."""
 
     def __init__(self, hub: RpcServer, name: str) -> None:
         self.handle = RemoteWorker(WorkerSpec(name, "x", 0, "none:None"), HOST, RUN, 1, 60, 60, hub.connection_changed)
@@ -62,7 +62,7 @@ def until(there: Callable[[], bool]) -> None:
         time.sleep(0.002)
 
 
-def test_only_a_connection_with_something_left_is_looked_after(hub: RpcServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_connections_with_pending_data_are_watched(hub: RpcServer, monkeypatch: pytest.MonkeyPatch) -> None:
     modified: list[int] = []
     modify = hub._selector.modify
     monkeypatch.setattr(hub._selector, "modify", lambda *given: (modified.append(1), modify(*given))[1])
@@ -74,7 +74,7 @@ def test_only_a_connection_with_something_left_is_looked_after(hub: RpcServer, m
         for peer in peers:
             peer.handle.submit(Echo.say, "short")
             assert isinstance(peer.hear()[0], CallMessage)
-        assert modified == [], "what leaves at once needs no watching"
+        assert modified == [], "nothing was left to write"
         large = "x" * (24 << 20)  # more than the buffers of both ends
         peers[0].handle.submit(Echo.say, large)
         until(lambda: modified == [1])
@@ -83,7 +83,7 @@ def test_only_a_connection_with_something_left_is_looked_after(hub: RpcServer, m
         until(lambda: modified == [1, 1])
 
 
-def test_answers_are_acknowledged_with_the_next_call_or_soon(hub: RpcServer) -> None:
+def test_results_are_acknowledged(hub: RpcServer) -> None:
     peer = Peer(hub, "peer-0")
     with peer.connection:
         until(lambda: peer.handle.connection is not None)
@@ -101,10 +101,10 @@ def test_answers_are_acknowledged_with_the_next_call_or_soon(hub: RpcServer) -> 
         peer.connection.send(*pack_message(ResultMessage(calls[1].id), b"\0" * 16))
         while not isinstance(message := peer.hear()[0], AckMessage):
             assert isinstance(message, CallMessage)
-        assert message.ids == [calls[1].id], "without another call as well"
+        assert message.ids == [calls[1].id], "also without another call"
 
 
-def test_a_connection_that_breaks_is_forgotten_and_another_takes_its_place(hub: RpcServer) -> None:
+def test_a_broken_connection_is_replaced(hub: RpcServer) -> None:
     peer = Peer(hub, "peer-0")
     until(lambda: peer.handle.connection is not None)
     first = peer.handle.connection
@@ -117,6 +117,6 @@ def test_a_connection_that_breaks_is_forgotten_and_another_takes_its_place(hub: 
         until(lambda: peer.handle.connection is not None)
         assert peer.handle.connection is not first
         frame = again.recv(10.0)
-        assert frame is not None and isinstance(unpack_to_worker(frame)[0], CallMessage), "what it owes is asked again"
+        assert frame is not None and isinstance(unpack_to_worker(frame)[0], CallMessage), "open calls are resent"
         assert not pending.done()
         assert len(hub._connections) == 1

@@ -1,4 +1,4 @@
-"""Answers that come later, in the worker's main thread."""
+"""Deferred results, in the worker's main thread."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ class Slow:
             later.settle(0)
 
 
-class Told:
+class Sink:
     def __init__(self) -> None:
         self.ids: list[int] = []
 
@@ -29,9 +29,9 @@ class Told:
         self.ids.append(getattr(message, "id", START_CALL_ID))
 
 
-def test_an_answer_that_is_late_is_for_who_asked() -> None:
-    """Not for the controller after that one, which asked no such thing."""
-    slow, told = Slow(), Told()
+def test_deferred_results_go_only_to_their_caller() -> None:
+    """A later controller does not get them."""
+    slow, told = Slow(), Sink()
     service = ServiceRunner(lambda: slow, told)
 
     def ask(number: int) -> None:
@@ -46,7 +46,7 @@ def test_an_answer_that_is_late_is_for_who_asked() -> None:
     ask(8)
     service.renew()
     service._run_once()
-    assert told.ids == [START_CALL_ID, 7, START_CALL_ID], "number 8 was of another generation"
+    assert told.ids == [START_CALL_ID, 7, START_CALL_ID], "call 8 belonged to another generation"
     ask(9)
     slow.asked[-1].settle(1)
     assert told.ids[-1] == 9

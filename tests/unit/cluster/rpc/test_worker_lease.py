@@ -1,4 +1,4 @@
-"""A worker by itself, against a controller that the test plays: resending, acknowledging, and the lease."""
+"""A single worker against a controller that the test plays: resending, acknowledging, and the lease."""
 
 import io
 import json
@@ -114,7 +114,7 @@ FIRST = call_id_base(1) + 1
 
 
 def lead(folder: Path, run: str, listener: auth_handshake.Listener, generation: int, pid: int, grace_s: float) -> None:
-    """Makes a listener the one that workers dial."""
+    """Publishes a listener as the controller's."""
     shared = folder / "beacons" / run
     shared.mkdir(mode=0o700, parents=True, exist_ok=True)
     leader = Leader(generation, listener.host, listener.port, pid, processes.start_ticks(pid), grace_s)
@@ -189,7 +189,7 @@ def test_answers_are_kept_until_acknowledged_and_calls_are_taken_once(tmp_path: 
     assert "service closed" in (tmp_path / "log").read_text()
 
 
-def test_pulses_come_each_second_while_a_call_runs_and_not_when_idle(tmp_path: Path) -> None:
+def test_heartbeats_are_sent_while_a_call_runs(tmp_path: Path) -> None:
     with worker(tmp_path) as (listener, _):
         line = Line(listener)
         line.hear(ResultMessage)
@@ -199,11 +199,11 @@ def test_pulses_come_each_second_while_a_call_runs_and_not_when_idle(tmp_path: P
         line.call(FIRST, Protocol.nap, 600.0)
         for _ in range(3):
             line.hear(HeartbeatMessage, 15)
-        # However late they are heard on a busy machine, the third leaves two seconds after the first.
+        # However late they arrive on a busy machine, the third leaves two seconds after the first.
         assert 2.0 <= time.monotonic() - began < 9.0
 
 
-def test_a_worker_leaves_in_order_when_its_controller_is_gone(tmp_path: Path, stranger: subprocess.Popen) -> None:
+def test_a_worker_exits_in_order_without_its_controller(tmp_path: Path, stranger: subprocess.Popen) -> None:
     with worker(tmp_path, controller=stranger.pid) as (listener, process):
         line = Line(listener)
         line.hear(ResultMessage)
@@ -211,7 +211,7 @@ def test_a_worker_leaves_in_order_when_its_controller_is_gone(tmp_path: Path, st
         stranger.kill()
         stranger.wait(10)
         time.sleep(0.5)
-        assert process.poll() is None, "the connection is up: somebody speaks for the controller"
+        assert process.poll() is None, "the connection still counts as the controller"
         listener.close()
         line.connection.close()
         assert process.wait(5) == 75
@@ -236,7 +236,7 @@ def test_a_blocked_main_thread_does_not_keep_an_orphan(tmp_path: Path, stranger:
     assert "its main thread did not return" in (tmp_path / "log").read_text()
 
 
-def test_an_orphan_has_its_grace(tmp_path: Path, stranger: subprocess.Popen) -> None:
+def test_an_orphan_waits_for_its_grace(tmp_path: Path, stranger: subprocess.Popen) -> None:
     with worker(tmp_path, grace_s=1.5, controller=stranger.pid) as (listener, process):
         line = Line(listener)
         line.hear(ResultMessage)
@@ -267,8 +267,8 @@ def test_a_living_controller_may_be_away_for_a_while(tmp_path: Path) -> None:
         assert line.hear(ResultMessage) == ResultMessage(FIRST)
 
 
-def test_a_controller_that_takes_no_connection_is_not_dialled_without_pause(tmp_path: Path) -> None:
-    """It does not know the worker: not yet, or not any more."""
+def test_refused_connections_are_retried_with_pauses(tmp_path: Path) -> None:
+    """The controller does not know the worker, not yet or no longer."""
     with worker(tmp_path) as (listener, _):
         dials, until = 0, time.monotonic() + 60.0
         while dials == 0 or time.monotonic() < until:
@@ -279,10 +279,10 @@ def test_a_controller_that_takes_no_connection_is_not_dialled_without_pause(tmp_
                 until = until if dials else time.monotonic() + 3.0
                 dials += 1
         assert 2 < dials < 40
-        assert Line(listener).hear(ResultMessage) == ResultMessage(0), "then it knows it"
+        assert Line(listener).hear(ResultMessage) == ResultMessage(0), "accepted later"
 
 
-def test_a_superseded_worker_leaves(tmp_path: Path) -> None:
+def test_a_superseded_worker_exits(tmp_path: Path) -> None:
     with worker(tmp_path) as (listener, process):
         line = Line(listener)
         line.hear(ResultMessage)
@@ -305,13 +305,13 @@ def successor(folder: Path, before: auth_handshake.Listener) -> Iterator[auth_ha
 
 
 @pytest.mark.parametrize("dead", [True, False], ids=["dead", "alive"])
-def test_a_worker_goes_over_to_a_later_controller(tmp_path: Path, stranger: subprocess.Popen, dead: bool) -> None:
+def test_a_worker_switches_to_a_later_controller(tmp_path: Path, stranger: subprocess.Popen, dead: bool) -> None:
     second = call_id_base(2) + 1
     with worker(tmp_path, grace_s=60.0, controller=stranger.pid) as (listener, process):
         line = Line(listener)
         line.hear(ResultMessage)
         line.call(FIRST, Protocol.add, 5)
-        line.hear(ResultMessage)  # kept, as nobody acknowledges it
+        line.hear(ResultMessage)  # kept without an acknowledgement
         line.call(FIRST + 1, Protocol.nap, 1.5)
         line.call(FIRST + 2, Protocol.add, 7)
         time.sleep(0.3)
@@ -330,17 +330,17 @@ def test_a_worker_goes_over_to_a_later_controller(tmp_path: Path, stranger: subp
             new.call(second, Protocol.add, 1)
             assert new.hear(ResultMessage) == ResultMessage(0), "renewed, once the running call is over"
             assert time.monotonic() - began > 0.5
-            assert new.hear(ResultMessage) == ResultMessage(second), "nothing of what was asked before is answered"
-            assert MethodSignature(Protocol.add).decode_result(new.payload) == 1, "or done"
+            assert new.hear(ResultMessage) == ResultMessage(second), "earlier calls are dropped"
+            assert MethodSignature(Protocol.add).decode_result(new.payload) == 1, "and not run"
             if not dead:
-                listener.highest = 1  # whoever is there: the worker does not dial it again
+                listener.highest = 1  # the worker does not connect to it again
                 assert listener.accept(1.5) is None
             new.connection.send(*pack_message(LeaveMessage("test")))
             assert process.wait(10) == 0
 
 
 @pytest.mark.parametrize(("how", "why"), [("changed", "has changed since it was loaded"), ("none", "has no renew()")])
-def test_a_service_that_cannot_be_renewed_says_so(tmp_path: Path, how: str, why: str) -> None:
+def test_services_that_cannot_be_renewed(tmp_path: Path, how: str, why: str) -> None:
     with worker(tmp_path) as (listener, _):
         if how == "none":
             text = SERVICE.replace("def renew", "def other")
@@ -357,15 +357,15 @@ def test_a_service_that_cannot_be_renewed_says_so(tmp_path: Path, how: str, why:
             assert (refused.id, refused.kind) == (0, "lockstep.cluster.rpc.service_runner.NotRenewable")
             assert why in refused.message
             new.call(call_id_base(2) + 1, Protocol.add, 1)
-            assert new.hear(FailureMessage).kind == refused.kind, "it does nothing any more"  # type: ignore[attr-defined]
+            assert new.hear(FailureMessage).kind == refused.kind, "it refuses all calls"  # type: ignore[attr-defined]
 
 
-def test_a_worker_that_begins_when_its_controller_was_replaced_leaves(tmp_path: Path) -> None:
+def test_a_worker_of_a_replaced_controller_exits(tmp_path: Path) -> None:
     with auth_handshake.Listener("t", "none", 1) as nobody, worker(tmp_path) as (listener, process):
         lead(tmp_path, listener._me.run, nobody, 2, os.getpid(), 0.0)
         try:
             assert process.wait(20) == 75
-        except subprocess.TimeoutExpired:  # it was up before, and goes over
+        except subprocess.TimeoutExpired:  # it started before, and switches
             assert nobody.accept(0) is not None
 
 
@@ -381,7 +381,7 @@ def test_sigterm_interrupts_the_call_and_closes_the_service(tmp_path: Path) -> N
 
 
 def test_a_signal_that_does_not_wake_the_main_thread_is_repeated(tmp_path: Path) -> None:
-    """As one that comes between the interpreter's last look at signals and the system call that blocks."""
+    """Like a signal that arrives between the interpreter's last check and a blocking system call."""
     with worker(tmp_path) as (listener, process):
         line = Line(listener)
         line.hear(ResultMessage)
@@ -433,7 +433,7 @@ def test_sigusr1_writes_all_stacks_into_the_log(tmp_path: Path) -> None:
         assert process.poll() is None
 
 
-def test_a_failing_constructor_is_an_answer(tmp_path: Path) -> None:
+def test_a_failing_constructor_is_reported(tmp_path: Path) -> None:
     with worker(tmp_path) as (listener, _):
         (tmp_path / "lone_service.py").write_text("class Service:\n    def __init__(self):\n        1 / 0\n")
         line = Line(listener)

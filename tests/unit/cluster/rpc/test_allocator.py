@@ -1,4 +1,4 @@
-"""The allocator's setting is taken where there is one."""
+"""Tuning of the allocator."""
 
 import pytest
 
