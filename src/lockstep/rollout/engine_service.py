@@ -128,8 +128,8 @@ class EngineService:
         self._engine.abort()
         self._engine.resume()
         self._outbox, self._failure = Outbox(), None
-        asked, self._collecting = self._collecting, []
-        for _, _, later in asked:
+        collecting, self._collecting = self._collecting, []
+        for _, _, later in collecting:
             later.settle(CompletionBatch.of(0, []))
 
     def close(self) -> None:

@@ -96,7 +96,7 @@ class GroupFilter:
 
 
 def has_signal(group: Group, metric: str) -> bool:
-    """Whether the group's completions differ in `check_reward`, or in the reward term of that name. A completion to
+    """Whether the group's completions differ in `reward`, or in the reward term of that name. A completion to
     which the term does not apply (NaN) counts neither way. ValueError where there is no such term."""
     values = group.rewards if metric == "reward" else group.breakdown.get(metric)
     if values is None:

@@ -20,7 +20,7 @@ class EngineForward(Protocol):
     """One forward of the engine: knows which tokens are in it and where their keys and values belong."""
 
     windows: dict[int, int]
-    """Layers that asked for a sliding window, and its size."""
+    """Layers with a sliding window, and its size."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None) -> Tensor:
         """`q [tokens, heads, dim]`, `k, v [tokens, kv heads, dim]` to contiguous `[tokens, heads, dim]`."""

@@ -96,7 +96,7 @@ class CachedRunner:
         self._capture = capture
         self._graphs = self._new_graphs()
         self.windows: dict[int, int] = {}
-        """Layers that asked for a sliding window, and its size."""
+        """Layers with a sliding window, and its size."""
         self._chunk = _PREFILL_TOKENS_CPU if device.type == "cpu" else _PREFILL_TOKENS
         self._among: RowSet | None = None
         self._filled = 0  # tokens of the longest row in the cache

@@ -145,11 +145,8 @@ class EnginePool:
 
     def replace_stalled(self, error: Stalled) -> bool:
         """Nothing has moved: engines with open requests are lost. Whether that helps."""
-        stalled = [
-            (slot, slot.worker)
-            for slot in self._slots
-            if slot.worker is not None and self._router.open_requests(slot.rank)
-        ]
+        live = [(slot, slot.worker) for slot in self._slots if slot.worker is not None]
+        stalled = [(slot, worker) for slot, worker in live if self._router.open_requests(slot.rank)]
         for slot, worker in stalled:
             self._handle_loss(slot, worker, error)
         return bool(stalled) and self._error is None
@@ -369,7 +366,7 @@ class EnginePool:
             worker.on_death(lambda error: self._handle_loss(slot, worker, error))
 
     def _watch_dispatched(self, dispatched: Sequence[_Dispatch]) -> None:
-        """Reports requests that an engine refuses, where nobody blocks on the call. Deaths are reported elsewhere."""
+        """Reports requests that an engine refuses, if no thread blocks on the call. Deaths are reported elsewhere."""
 
         def answered(pending: PendingResult[None]) -> None:
             try:

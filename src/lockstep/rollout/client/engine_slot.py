@@ -1,4 +1,4 @@
-"""The slot of an engine in the pool: its current worker, and the calls to it that nobody blocks on."""
+"""The slot of an engine in the pool: its current worker, and the calls to it that no thread blocks on."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

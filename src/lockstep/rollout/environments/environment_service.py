@@ -115,8 +115,8 @@ class EnvironmentService:
         """Starts all queued tasks and lets them run for a moment; whether there is more to do. Plain functions run one
         after the other, and their results arrive together, so that engines start the next turns together."""
         while self._inbox:
-            wanted = self._inbox.popleft()
-            self._tasks.add(self._loop.create_task(self._do(wanted), name=str(wanted.number)))
+            task = self._inbox.popleft()
+            self._tasks.add(self._loop.create_task(self._do(task), name=str(task.number)))
         if self._tasks:
             self._watchdog.pat()  # it acts only if a method blocks the process
             with track_wait("async function", "environments", "their answers", SLICE_S):

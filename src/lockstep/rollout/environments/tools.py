@@ -54,7 +54,7 @@ def tool_schema(path: str, base: Path = Path()) -> dict[str, Any]:
     name = split_path(path, EnvironmentCodeError)[1]
     found = [] if module is None else [node for node in ast.walk(module) if _is_function(node, name)]
     if not found:
-        remedy = "give the file and name that `def` it: its parameters and docstring are what the model is told"
+        remedy = "give the file and name that `def` it: the model reads its parameters and docstring"
         raise EnvironmentCodeError(path, f"the text of a function {name!r} is not found", remedy)
     node = found[-1]
     assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
@@ -166,7 +166,7 @@ def _docstring(path: str, node: ast.FunctionDef | ast.AsyncFunctionDef) -> tuple
     """Description, text of each parameter, and `description` of the result where there is one."""
     text = ast.get_docstring(node)
     if not text:
-        raise EnvironmentCodeError(path, "has no docstring", "say what it does: that is what the model is told")
+        raise EnvironmentCodeError(path, "has no docstring", "say what it does: the model reads that")
     parts = _HEADING.split(text)
     sections = dict(zip(parts[1::2], parts[2::2], strict=True))
     arguments = _entries(sections.get("Args", sections.get("Arguments", "")))

@@ -1,7 +1,7 @@
 """Restarts the trainer after a failure: all ranks are replaced, engines stay warm, and state is restored from the
 newest in-memory or on-disk checkpoint.
 
-A model is never used after one of its ranks has failed: the others are in collectives that nobody will complete.
+A model is never used after one of its ranks has failed: the others are in collectives that will never complete.
 Every rank is ended and started again from the warm template.
 """
 
