@@ -1,7 +1,7 @@
 """Advantages without a critic, from rewards alone.
 
 Those that compare within a group take rewards `[groups, group size]` and return advantages of that shape. A group
-whose rewards are all equal has no signal: its advantages are exactly zero, whatever rounding would make of it. Those
+whose rewards are all equal has no signal: its advantages are exactly zero, without rounding errors. Those
 of REINFORCE++ compare with the whole batch and are made per token.
 """
 
@@ -95,7 +95,7 @@ def returns_to_go(rewards: Tensor, sequences: Tensor, penalties: Tensor | None =
 
 
 def normalize_values(values: Tensor, epsilon: float = 1e-8) -> Tensor:
-    """(x - mean) / (std + epsilon) over all of them, with the sample's deviation; zeros where all are equal."""
+    """(x - mean) / (std + epsilon) over all values, with the sample's deviation; zeros where all are equal."""
     if values.numel() < 2 or not bool(values.amax() > values.amin()):
         return torch.zeros_like(values)
     wide = values.double()

@@ -13,14 +13,14 @@ POLICY_STATS = ("ratio", "clip_low", "clip_high", "clip_dual", "kl_k1", "kl_k3")
 
 @dataclass(frozen=True, slots=True)
 class PolicyTerms:
-    """What a policy loss says of each token; all but `loss` are without gradient."""
+    """A policy loss per token; all values but `loss` are without gradient."""
 
     loss: Tensor
     """`[targets]`, not yet weighted."""
     ratio: Tensor
     """`[targets]`: new / old, of the token or (GSPO) of its sequence."""
     log_ratio: Tensor
-    """`[targets]`: log(new / old) of the token, cut at `ratios.LOG_RATIO_BOUND`."""
+    """`[targets]`: log(new / old) of the token, cut at `LOG_RATIO_BOUND`."""
     clip_low: Tensor
     """bool `[targets]`: the lower bound acts. The clipped objectives have no gradient there."""
     clip_high: Tensor
@@ -84,14 +84,14 @@ def gspo(
     within a sequence. Aggregated by `seq-mean-token-mean` it is the paper's objective.
 
     Args:
-        sequences: int64 `[targets]`, as in `sequences.sequence_sums`; all targets of a sequence must be here.
+        sequences: int64 `[targets]`, as in `sequence_sums`; all targets of a sequence must be here.
         live: bool `[targets]`: the tokens that count.
     """
     change = log_ratio(logprobs, old_logprobs.detach())
     mean = sequence_means(change, sequences, live).to(change.dtype)
     own = (logprobs - logprobs.detach()).to(change.dtype)
-    return _clipped_objective((mean + own).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND), change.detach(), advantages, clip_low,
-                    clip_high, None)  # fmt: skip
+    clamped = (mean + own).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    return _clipped_objective(clamped, change.detach(), advantages, clip_low, clip_high, None)
 
 
 def cispo(
@@ -100,7 +100,7 @@ def cispo(
     """REINFORCE with the clipped ratio as a weight: -sg[clip(r, 1 - clip_low, 1 + clip_high)] A new.
 
     MiniMax 2025, "MiniMax-M1", equations 4 and 5. A bound cuts a token's weight and never its gradient, so that rare
-    tokens (the turns of an argument) go on being learned. The paper sets no lower bound: clip_low = 1.
+    tokens (the turns of an argument) are still learned. The paper sets no lower bound: clip_low = 1.
     """
     change = log_ratio(logprobs.detach(), old_logprobs.detach())
     ratio = change.exp()

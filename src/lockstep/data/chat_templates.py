@@ -204,7 +204,7 @@ class TemplateRenderer:
         return str(self.tokenizer.get_chat_template(tools=sample.tools))
 
     def _generation_spans(self, messages: list[Message], sample: DatasetSample) -> list[CharSpan]:
-        """Where the template's generation blocks lie in the rendered text.
+        """The places of the template's generation blocks in the rendered text.
 
         The same renderer as `return_assistant_tokens_mask`, which loses all further turns when a block begins
         with a character that no token holds.
@@ -222,7 +222,7 @@ class TemplateRenderer:
         return [(int(start), int(stop)) for start, stop in spans[0]]
 
     def _turn_span(self, messages: list[Message], turn: int, sample: DatasetSample, text: str) -> CharSpan:
-        """Where an assistant turn lies in the text, from what the template makes of the turns before it."""
+        """The place of an assistant turn in the text, from the rendering of the turns before it."""
         before = self._render(messages[:turn], sample, open_turn=True) if turn else ""
         after = self._render(messages[: turn + 1], sample, open_turn=False)
         if not (text.startswith(before) and text.startswith(after) and len(before) < len(after)):

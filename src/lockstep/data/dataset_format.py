@@ -22,9 +22,9 @@ class DatasetSample:
     """A row, read."""
 
     prompt: Content
-    """What is given: text, or a conversation up to the turn to generate. Empty for plain text."""
+    """Text, or a conversation up to the turn to generate. Empty for plain text."""
     completion: Content | None
-    """What supervised fine-tuning learns: text, or the turns that follow; None where the data has none."""
+    """The target of supervised fine-tuning: text, or the turns that follow; None where the data has none."""
     answer: Any
     """Ground truth for the verifiers."""
     columns: dict[str, Any]

@@ -188,7 +188,7 @@ class TableRows(DatasetRows):
 
 
 class ConcatenatedRows(DatasetRows):
-    """Several files, one after the other."""
+    """Several files as one sequence of rows."""
 
     def __init__(self, path: str, parts: Sequence[DatasetRows], limit: int | None = None) -> None:
         self.path, self._parts = path, list(parts)

@@ -153,7 +153,7 @@ def _load_from_hub(cfg: DatasetConfig) -> DatasetRows:
 
 
 TASK_COLUMN = "reasoning_gym"
-"""Column that says which row of which task it is."""
+"""Column that identifies the task and its row."""
 
 
 class TaskRows(DatasetRows):
@@ -182,7 +182,7 @@ class TaskRows(DatasetRows):
 
 
 def task_score(made: dict[str, Any], answer: str) -> float:
-    """What the task's scorer gives for an answer, 0 to 1.
+    """The score of an answer by the task's scorer, 0 to 1.
 
     Args:
         made: the row's column `reasoning_gym`.

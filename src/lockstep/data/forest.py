@@ -2,7 +2,7 @@
 
 A sequence is a path from a root to a segment. Sequences that begin alike share the segments they have in common, so
 that these are computed once. Segments are numbered through all trees, ancestors first. A *term* is a segment for
-one of the sequences that it belongs to; a *target* is a token of a term that is to be predicted. Targets are
+one of the sequences that it belongs to; a *target* is a token of a term to predict. Targets are
 numbered by tree, segment, term and token.
 """
 

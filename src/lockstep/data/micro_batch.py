@@ -108,7 +108,7 @@ class MiniBatch:
     target_bounds: np.ndarray
     ranks: int
     microbatches: int
-    """Of each rank."""
+    """Per rank."""
     targets: int = 0
     """Targets with a loss, over all ranks."""
     sequences: int = 0

@@ -4,7 +4,7 @@
     for minibatch in batch.minibatches(cfg.epochs, cfg.minibatch_size, cfg.loss, seed=seed):
         ...
 
-A target (one token of one sequence that is to be predicted) has a number in the batch, `MicroBatch.index`, which
+A target (one token of one sequence to predict) has a number in the batch, `MicroBatch.index`, which
 does not depend on how the batch was packed. All modes give the same targets with the same values; they differ in how
 many tokens are computed for them.
 """

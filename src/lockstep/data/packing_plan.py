@@ -68,7 +68,7 @@ class PackingPlan:
     """int64 `[pieces]`; empty until `assign_rows_to_ranks`."""
     ranks: int = 0
     microbatches: int = 0
-    """Of each rank."""
+    """Per rank."""
     duration: float = math.inf
     """Cost of the step in tokens: in every round all ranks wait for the slowest."""
 

@@ -36,7 +36,7 @@ def permutation(size: int, *key: int) -> np.ndarray:
 
 
 class EpochOrder:
-    """Which row comes at a position, epoch after epoch.
+    """The row at each position, over epochs.
 
     Args:
         rows: int `[rows]`, the rows that are used.

@@ -40,7 +40,7 @@ class Episode:
     """A conversation between the model and an environment, turn by turn, without the tokens."""
 
     messages: list[dict[str, Any]]
-    """Those after the prompt, with `role` and `content`: the model's and the environment's."""
+    """The messages after the prompt, with `role` and `content`: the model's and the environment's."""
     rewards: list[float]
     """The environment's reward for each of the model's turns that it answered."""
     ended: EpisodeEnd
@@ -98,7 +98,7 @@ class Group:
 
 @dataclass(slots=True)
 class Rollouts:
-    """What one step generated: groups of equal size."""
+    """The completions of one step: groups of equal size."""
 
     step: int
     version: int

@@ -24,7 +24,7 @@ _IGNORED_SETTINGS = {
 }
 """Keys of peft's `LoraConfig` that are read here, or have no meaning for an adapter that has been trained."""
 _BASE_CHANGING_INITS = ("pissa", "olora", "loftq", "corda", "lora_ga")
-"""Initialisations after which the adapter stands on other weights than the model's own."""
+"""Initialisations that change the base model's own weights."""
 
 
 def resolve_adapter(cfg: AdapterConfig) -> AdapterConfig:
@@ -93,7 +93,7 @@ def _adapter_checkpoint(path: str) -> SafetensorsCheckpoint:
 
 
 def _read_settings(path: str, stored: SafetensorsCheckpoint) -> dict[str, Any]:
-    """Of an adapter's folder, by their names here."""
+    """The settings in an adapter's folder, by the names of `AdapterConfig`."""
     content = _read_config(path, stored.folder)
     others = {name: value for name, value in content.items() if name not in _IGNORED_SETTINGS and value}
     if others.pop("bias", "none") != "none" or others:
@@ -101,7 +101,7 @@ def _read_settings(path: str, stored: SafetensorsCheckpoint) -> dict[str, Any]:
         raise ModelError(ADAPTER_FIELD, path, f"its adapter_config.json has {named}", "that is not trained here")
     start = content.get("init_lora_weights")
     if isinstance(start, str) and start.startswith(_BASE_CHANGING_INITS):
-        problem = f"it was initialised by {start}, so it stands on changed weights"
+        problem = f"it was initialised by {start}, so its base weights were changed"
         raise ModelError(
             ADAPTER_FIELD, path, problem, "convert it with peft's path_initial_model_for_weight_conversion"
         )

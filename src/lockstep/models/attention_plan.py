@@ -54,7 +54,7 @@ class QuerySubset:
 
     @classmethod
     def of_sources(cls, layout: RowLayout, sources: Tensor) -> Self:
-        """Of each segment its first to its last source; `sources` are int64 places in the row."""
+        """Each segment's tokens from its first to its last source; `sources` are int64 places in the row."""
         starts = torch.tensor(layout.starts)
         segments = torch.bucketize(sources.contiguous(), starts, right=True) - 1
         first = torch.full_like(starts, layout.tokens).scatter_reduce_(0, segments, sources, "amin")

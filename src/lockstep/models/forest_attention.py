@@ -37,7 +37,7 @@ def without_model_mask() -> Iterator[None]:
 
 
 def forest_mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """What transformers calls to build the mask of a kind of layers: the SDPA mask outside of `without_model_mask`.
+    """Builds the mask of a kind of layers for transformers: the SDPA mask outside of `without_model_mask`.
 
     Inside, nothing for layers that see everything, and for layers with a sliding window an empty tensor of as many
     columns as the window: some models tell their layers of the window only by the mask.
@@ -192,7 +192,7 @@ def _check_call(module: nn.Module, query: Tensor, key: Tensor, subset: QuerySubs
 
 
 def hide_from_compiler() -> None:
-    """From now on compiled layers call the attention as it is: its calls depend on the row, and are kernels anyway."""
+    """Excludes the attention from compilation: its calls depend on the row, and are kernels already."""
     AttentionInterface.register(FOREST_ATTENTION, torch.compiler.disable(forest_attention))  # type: ignore[no-untyped-call]
 
 

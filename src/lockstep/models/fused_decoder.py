@@ -107,7 +107,8 @@ class _Rotary(torch.autograd.Function):
 
 
 def linear_projections(modules: Sequence[nn.Module], x: Tensor) -> tuple[Tensor, ...]:
-    """What several linear layers make of the same `[tokens, size]`; of any other modules, what they make one by one."""
+    """The outputs of several linear layers for the same `[tokens, size]` in one function; other modules run one by
+    one."""
     if torch.compiler.is_compiling() or any(type(module) is not nn.Linear for module in modules):
         return tuple(module(x) for module in modules)
     parts = [part for module in modules for part in (module.weight, module.bias)]

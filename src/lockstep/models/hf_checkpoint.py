@@ -134,7 +134,7 @@ def named_state(policy: PolicyModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def compare_names(policy: PolicyModel, checkpoint: SafetensorsCheckpoint) -> NameReport:
-    """Which names are on one side only; a name of a tied weight counts as its first place's."""
+    """The names that only one of the two has; all names of a tied weight count as one."""
     expected = dict(named_state(policy))
     aliases = tied_names(policy)
     missing = [name for name in expected if not any(alias in checkpoint for alias in aliases.get(name, [name]))]
@@ -177,7 +177,7 @@ def fill_policy(policy: PolicyModel, folder: Path, device: torch.device | str) -
 
 
 class ParameterSlots:
-    """Where each parameter of a policy hangs, to put real ones where those of the meta device are."""
+    """The modules that hold each parameter of a policy, to replace those on the meta device by real ones."""
 
     def __init__(self, policy: PolicyModel, device: torch.device) -> None:
         self.device = device

@@ -1,6 +1,6 @@
 """Low-rank adapters through peft: LoRA (Hu et al. 2021) and DoRA (Liu et al. 2024).
 
-peft's layers stand in the places of the linear layers that they adapt. The model's own weights keep their checkpoint
+peft's layers replace the linear layers that they adapt. The model's own weights keep their checkpoint
 names (`hf_name` leaves `base_layer` out), the adapter's have those of peft's files.
 """
 
@@ -35,7 +35,7 @@ from lockstep.models.model_loader import dequantized_weight
 from lockstep.models.policy_model import PolicyModel, hf_name
 
 ADAPTER_NAME = "default"
-"""Of the adapter within the model, as peft calls a model's only one."""
+"""peft's name of a model's only adapter."""
 _TARGETS_FIELD = "model.adapter.target_modules"
 _MODULES_TO_SAVE_FIELD = "model.adapter.modules_to_save"
 
@@ -106,7 +106,7 @@ def find_modules_to_save(policy: PolicyModel, cfg: AdapterConfig) -> list[str]:
 
 
 def peft_config(policy: PolicyModel, cfg: AdapterConfig) -> LoraConfig:
-    """As it stands in `adapter_config.json`, without the base model's name. Raises ModelError as `find_targets`."""
+    """The content of `adapter_config.json`, without the base model's name. Raises ModelError as `find_targets`."""
     modules = dict(_base_modules(policy))
     targets = find_targets(policy, cfg)
     return LoraConfig(
@@ -184,7 +184,7 @@ def fill_adapter(policy: PolicyModel, cfg: AdapterConfig, seed: int, device: tor
 
 
 def check_adapter(policy: PolicyModel, cfg: AdapterConfig) -> None:
-    """Raises ModelError where the adapter that `cfg` begins from does not fit the policy, which has its layers."""
+    """Raises ModelError where the configured initial adapter does not fit the policy, which has its layers already."""
     if cfg.path is not None:
         with _open_stored_adapter(policy, cfg.path):
             pass
@@ -278,7 +278,7 @@ def _base_rows(base: Any) -> Tensor:
 
 
 def _base_modules(policy: PolicyModel) -> Iterator[tuple[str, nn.Module]]:
-    """The model's own modules, also where an adapter stands in the places of some."""
+    """The model's own modules, also those that an adapter has replaced."""
     inside: tuple[str, ...] = ()
     for name, module in policy.lm.named_modules():
         if isinstance(module, LoraLayer):
@@ -343,7 +343,7 @@ def _matching_targets(
 
 
 def _target_error(policy: PolicyModel, target: str, unfit: nn.Module | None, possible: list[str]) -> ModelError:
-    """What is wrong with a target, and what it could have been."""
+    """The error about a target, with the nearest valid names."""
     ends = _leaf_names(possible)
     meant = "" if target in ends else _did_you_mean(target, ends)
     known = f"the linear layers of {type(policy.lm).__name__} are {', '.join(ends)}"

@@ -25,7 +25,7 @@ from lockstep.models.policy_model import PolicyModel, supports_forest_attention
 
 _QUANTIZATION_FIELD = "model.quantization.kind"
 _MIN_CAPABILITY = {"nf4": (6, 0), "int8": (7, 5)}
-"""Of a GPU, at least, as bitsandbytes documents it."""
+"""Minimum compute capability of a GPU, as bitsandbytes documents it."""
 
 
 def check_quantization(cfg: ModelConfig, device: str) -> None:
@@ -50,7 +50,7 @@ def check_quantization(cfg: ModelConfig, device: str) -> None:
 
 
 def quantization_config(cfg: QuantizationConfig, compute: torch.dtype) -> BitsAndBytesConfig:
-    """As transformers wants it."""
+    """The config in transformers' form."""
     if cfg.kind == "int8":
         return BitsAndBytesConfig(load_in_8bit=True)
     return BitsAndBytesConfig(
@@ -62,7 +62,7 @@ def quantization_config(cfg: QuantizationConfig, compute: torch.dtype) -> BitsAn
 
 
 def dequantized_shape(module: nn.Module, parameter: Tensor) -> tuple[int, ...]:
-    """Of a linear layer's weight, also where it is packed."""
+    """The shape of a parameter, also of a quantized linear weight."""
     if isinstance(module, nn.Linear) and parameter is module.weight:
         return module.out_features, module.in_features
     return tuple(parameter.shape)

@@ -33,9 +33,9 @@ class _Comparison:
     error: float
     """Packed against separate."""
     leak: float
-    """What it would be if the segments saw each other."""
+    """The difference if the segments attended to each other."""
     noise: float
-    """What the row's other length alone changes, in a place that must not change."""
+    """The difference caused by the row's other length alone, where the result must not change."""
 
     def respected(self, floor: float) -> bool:
         return self.error <= self.tolerance(floor)

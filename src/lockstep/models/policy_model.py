@@ -36,7 +36,7 @@ class PolicyModel(nn.Module):
         self.layout_refusal = _layout_refusal(lm, self.backbone)
         """Why rows of several segments cannot be given to this model at all; None where `probe_packing` decides."""
         self.fused_decoder: FusedDecoder | None = None
-        """Where the layers have our own forward (`fuse_layers`)."""
+        """None unless the layers have a fused forward (`fuse_layers`)."""
 
     @property
     def config(self) -> Any:

@@ -45,7 +45,7 @@ _ARCHITECTURES: dict[str, tuple[Any, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class TinyModel:
-    """Everything that decides a tiny model, down to the last bit of its weights.
+    """The complete recipe of a tiny model: it determines every bit of the weights.
 
     Raises:
         ValueError: sizes that do not go together, naming the field, the value and what would.
@@ -126,8 +126,8 @@ def make_tiny(folder: Path | str, model: TinyModel | None = None, **fields: Any)
 def char_tokenizer(model: TinyModel) -> PreTrainedTokenizerFast:
     """A tokenizer with one token per character of the alphabet, after the special tokens.
 
-    It is a byte-level BPE that merges nothing but the bytes of one character: transformers builds Qwen2's tokenizer
-    anew from vocabulary and merges, whatever else `tokenizer.json` says.
+    It is a byte-level BPE that merges only the bytes of one character: transformers rebuilds Qwen2's tokenizer from
+    vocabulary and merges, ignoring the rest of `tokenizer.json`.
     """
     specials = [PAD, EOS, UNK, *([BOS] if model.bos else []), *(ROLES if model.chat else [])]
     vocabulary, merges = _characters(specials, model.alphabet)

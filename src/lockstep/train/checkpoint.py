@@ -54,7 +54,7 @@ class LocalRows:
 
     local: Tensor
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """The whole tensor's."""
 
 
 class _FileWriter(FileSystemWriter):
@@ -221,7 +221,7 @@ def load_checkpoint(
     not have) keep their values.
 
     Args:
-        expected: facts that the manifest must hold, such as the digest of the model that an adapter stands on.
+        expected: values that the manifest must contain, such as the digest of an adapter's base model.
 
     Returns:
         The manifest.
@@ -284,7 +284,7 @@ def _write_json_durably(path: Path, content: dict[str, Any]) -> None:
 
 
 def _storage_mesh(ranks: ParallelContext) -> DeviceMesh | None:
-    """Of the ranks that share the rows of one copy."""
+    """The mesh of the ranks that share the rows of one copy."""
     if ranks.storage is None or ranks.world == 1:
         return None
     return DeviceMesh.from_group(ranks.copy_storage or ranks.storage, "cpu")

@@ -46,7 +46,7 @@ NCCL_ADVICE = (
     ("unhandled system error", "a system call failed: check NCCL_SOCKET_IFNAME, the size of /dev/shm and memlock"),
     ("unhandled cuda error", "driver and CUDA build of torch must fit: compare nvidia-smi with torch.version.cuda"),
 )  # fmt: skip
-"""What to do about an error, by words in it."""
+"""Fixes for errors, by words in their messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +61,12 @@ class NcclTrialResult:
 
 @dataclass(frozen=True, slots=True)
 class CollectiveCost:
-    """Of collectives among all ranks."""
+    """Measured cost of collectives among all ranks."""
 
     latency_ms: dict[str, float]
-    """Of 4 KiB, by operation."""
+    """Latency of 4 KiB by operation."""
     megabytes_per_s: dict[str, float]
-    """Of 16 MiB, by operation: bytes of one rank's input."""
+    """Bandwidth at 16 MiB by operation, in bytes of one rank's input."""
 
     def __str__(self) -> str:
         return ", ".join(
@@ -147,7 +147,7 @@ def _run_trial(trial: Callable[[], None], failed: Callable[[], bool], bound_s: f
     def attempt() -> None:
         try:
             trial()
-        except Exception as problem:  # noqa: BLE001 - whatever it is, all ranks are to know it
+        except Exception as problem:  # noqa: BLE001 - all ranks must learn of any error
             outcome.append(": ".join([type(problem).__name__, *str(problem).strip().splitlines()[:1]]))
         else:
             outcome.append("")
@@ -194,7 +194,7 @@ def nccl_trial(store: Store, rank: int, world: int, device: torch.device, bound_
 
 
 def measure_collectives(group: dist.ProcessGroup, world: int, device: torch.device, timeout_s: float) -> CollectiveCost:
-    """What an all_reduce and an all_gather among all ranks take. Every rank calls it."""
+    """Measures an all_reduce and an all_gather among all ranks. Every rank calls it."""
     latency, rate = {}, {}
     for size in (LATENCY_ELEMENTS, BANDWIDTH_ELEMENTS):
         mine = torch.zeros(size, device=device)

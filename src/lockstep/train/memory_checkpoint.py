@@ -112,7 +112,7 @@ def newest_memory_checkpoint(folder: Path, world: int) -> int | None:
 
 
 def read_slot(folder: Path, rank: int, slot: int) -> dict[str, Any] | None:
-    """What a slot holds; None where it is not whole."""
+    """The description of a slot; None where the slot is incomplete."""
     try:
         found: dict[str, Any] = json.loads(_slot_file(folder, rank, slot).read_text())
     except (FileNotFoundError, ValueError):

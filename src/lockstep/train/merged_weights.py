@@ -58,7 +58,7 @@ class MergedWeights:
         self.adapter: dict[str, nn.Parameter] = dict(named_adapter(policy))
         """By name in peft's files; empty without one."""
         self.saved: dict[str, nn.Parameter] = dict(named_saved_weights(policy))
-        """Those of `weights` that are trained whole beside an adapter, by name in peft's files."""
+        """The weights that are trained whole beside an adapter, by name in peft's files."""
         self._saved_names = saved_names(policy)
         names = {id(parameter): name for name, parameter in self.adapter.items()}
         self._layers = {}
@@ -128,7 +128,7 @@ class MergedWeights:
         return whole
 
     def gather_saved(self) -> dict[str, Tensor]:
-        """What is trained whole beside an adapter, on rank 0 and its CPU, tied weights under each of their names there;
+        """The weights trained whole beside an adapter, on rank 0 and its CPU, tied weights under each of their names;
         empty elsewhere. All ranks call it."""
         found: dict[str, Tensor] = {}
         for name, parameter in self.saved.items():

@@ -154,7 +154,7 @@ def _policy_loss_output(
 def _policy_terms(
     loss: PolicyLoss, fields: dict[str, Tensor], logprobs: Tensor, sequences: Tensor | None, live: Tensor
 ) -> PolicyTerms:
-    """The policy loss per token, as its kind has it."""
+    """The policy loss per token, by its kind."""
     old = fields["old_logprob" if loss.old_logprobs == "trainer" else "engine_logprob"]
     advantages = fields["advantage"]
     if isinstance(loss, PPOClip):

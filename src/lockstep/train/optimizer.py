@@ -19,7 +19,7 @@ _NOT_DECAYED = re.compile(r"bias|layernorm|rmsnorm|(^|\.)norm(\.|$)|_norm(\.|$)"
 
 def is_decayed(name: str) -> bool:
     """Whether weight decay applies to a parameter by its name: to all but biases and norms. With `norm_parameter_ids`
-    that is as transformers' Trainer (and so TRL) has it."""
+    that equals transformers' Trainer (and so TRL)."""
     return _NOT_DECAYED.search(name.lower()) is None
 
 

@@ -31,10 +31,10 @@ class ParameterInfo:
     """One weight of the policy, tied ones once; an adapter is merged into them."""
 
     name: str
-    """In Hugging Face checkpoints."""
+    """The name in Hugging Face checkpoints."""
     shape: tuple[int, ...]
     dtype: str
-    """Of the master weights, e.g. `float32`."""
+    """The master weights', e.g. `float32`."""
 
 
 @dataclass(slots=True)
@@ -42,7 +42,7 @@ class ParameterShard:
     """A rank's rows of one parameter."""
 
     name: str
-    """In Hugging Face checkpoints; tied weights appear once, under the first name."""
+    """The name in Hugging Face checkpoints; tied weights appear once, under the first name."""
     global_shape: tuple[int, ...]
     offset: int
     """Index of the first row that this rank holds."""

@@ -168,14 +168,14 @@ def _row(
                 parents.append(place[segment.parent])
         for position, term in piece.terms:
             segment = segments[position]
-            wanted = segment.target_offsets
+            with_targets = segment.target_offsets
             before = -1  # never taken: the first token of a root is no target
             if segment.parent >= 0:
                 before = start[segment.parent] + segments[segment.parent].tokens.size - 1
-            sources.append(np.where(wanted == 0, before, start[position] + wanted - 1))
-            targets.append(segment.tokens[wanted])
-            own = first[piece.tree][position] + term * wanted.size
-            index.append(np.arange(own, own + wanted.size, dtype=np.int64))
+            sources.append(np.where(with_targets == 0, before, start[position] + with_targets - 1))
+            targets.append(segment.tokens[with_targets])
+            own = first[piece.tree][position] + term * with_targets.size
+            index.append(np.arange(own, own + with_targets.size, dtype=np.int64))
     where = np.concatenate(index)
     return MicroBatch(
         tokens=np.concatenate(tokens).astype(np.int32),
@@ -218,7 +218,7 @@ def paths(tree: Tree, index: int) -> list[Piece]:
 class Outline:
     """What cutting a tree needs to know of it, whatever the limit."""
 
-    wanted: list[int]
+    with_targets: list[int]
     """Segments with targets."""
     ancestors: set[int]
     """Of those."""
@@ -229,12 +229,12 @@ class Outline:
 
 
 def outline(tree: Tree) -> Outline:
-    wanted = [position for position, segment in enumerate(tree.segments) if segment.target_offsets.size]
-    ancestors = {above for position in wanted for above in tree.path(position)[:-1]}
-    leaves = [tree.path(position) for position in wanted if position not in ancestors]
+    with_targets = [position for position, segment in enumerate(tree.segments) if segment.target_offsets.size]
+    ancestors = {above for position in with_targets for above in tree.path(position)[:-1]}
+    leaves = [tree.path(position) for position in with_targets if position not in ancestors]
     length = [int(segment.tokens.size) for segment in tree.segments]
     leaves.sort(key=lambda path: (-sum(length[position] for position in path), path[-1]))
-    return Outline(wanted, ancestors, leaves, length)
+    return Outline(with_targets, ancestors, leaves, length)
 
 
 def cut(tree: Tree, index: int, limit: int, known: Outline | None = None) -> list[Piece]:
@@ -246,11 +246,11 @@ def cut(tree: Tree, index: int, limit: int, known: Outline | None = None) -> lis
     to be learned from are left out.
     """
     known = known or outline(tree)
-    wanted, ancestors, leaves, length = known.wanted, known.ancestors, known.leaves, known.length
+    with_targets, ancestors, leaves, length = known.with_targets, known.ancestors, known.leaves, known.length
     groups: list[set[int]] = []
     sizes: list[int] = []
-    if sum(length[position] for position in {*ancestors, *wanted}) <= limit:
-        groups, leaves = [{*ancestors, *wanted}] if wanted else [], []
+    if sum(length[position] for position in {*ancestors, *with_targets}) <= limit:
+        groups, leaves = [{*ancestors, *with_targets}] if with_targets else [], []
     for path in leaves:
         added = [sum(length[position] for position in path if position not in group) for group in groups]
         fitting = [g for g in range(len(groups)) if sizes[g] + added[g] <= limit]
@@ -261,13 +261,13 @@ def cut(tree: Tree, index: int, limit: int, known: Outline | None = None) -> lis
         else:
             groups.append(set(path))
             sizes.append(sum(length[position] for position in path))
-    last = {sequence: position for position in wanted for sequence in tree.segments[position].sequences}
+    last = {sequence: position for position in with_targets for sequence in tree.segments[position].sequences}
     pieces = []
     for group in groups:
         whole = {sequence for sequence, position in last.items() if position in group}
         terms = [
             (position, term)
-            for position in wanted
+            for position in with_targets
             for term, sequence in enumerate(tree.segments[position].sequences)
             if sequence in whole
         ]

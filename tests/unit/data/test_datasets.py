@@ -105,15 +105,15 @@ def test_saved_dataset_and_its_splits(tmp_path) -> None:
 def test_hub_dataset_goes_to_the_hub_with_name_and_split(monkeypatch) -> None:
     import datasets
 
-    asked = []
+    requested = []
 
     def fake(path, name, split):
-        asked.append((path, name, split))
+        requested.append((path, name, split))
         return datasets.Dataset.from_list(ROWS)
 
     monkeypatch.setattr(datasets, "load_dataset", fake)
     assert load("openai/gsm8k", name="main", limit=2) == ROWS[:2]
-    assert asked == [("openai/gsm8k", "main", "train")]
+    assert requested == [("openai/gsm8k", "main", "train")]
 
 
 @pytest.mark.parametrize("error", [ValueError("Unknown split"), ConnectionError("offline"), FileNotFoundError("no")])

@@ -25,9 +25,9 @@ def columns(row: MicroBatch[np.ndarray]) -> dict[str, np.ndarray]:
 Ranks = list[list[MicroBatch[np.ndarray]]]
 
 
-def same(made: Ranks, wanted: Ranks, *, index: bool = True) -> None:
-    assert [len(rank) for rank in made] == [len(rank) for rank in wanted]
-    for mine, other in zip(chain(*made), chain(*wanted), strict=True):
+def same(made: Ranks, expected: Ranks, *, index: bool = True) -> None:
+    assert [len(rank) for rank in made] == [len(rank) for rank in expected]
+    for mine, other in zip(chain(*made), chain(*expected), strict=True):
         one, two = columns(mine), columns(other)
         assert set(one) == set(two)
         for name in set(one) - (set() if index else {"index"}):

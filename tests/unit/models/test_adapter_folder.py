@@ -58,15 +58,15 @@ def test_a_policy_begins_from_an_adapter_of_pefts(
     tiny_folders: dict[tuple[str, bool], Path], tmp_path: Path, settings: dict[str, Any]
 ) -> None:
     folder = tiny_folders["llama", False]
-    theirs = made_by_peft(folder, tmp_path, **settings)
+    reference = made_by_peft(folder, tmp_path, **settings)
     cfg = resolve_adapter(AdapterConfig(path=str(tmp_path)))
     assert (cfg.r, cfg.lora_alpha, cfg.lora_dropout) == (3, 7, settings.get("lora_dropout", 0.0))
     assert resolve_adapter(cfg) == cfg, "what was taken from it does not contradict it"
     policy = with_adapter(folder, cfg)
     with torch.no_grad():
-        torch.testing.assert_close(policy.lm(IDS).logits, theirs(IDS).logits, atol=1e-5, rtol=0)
+        torch.testing.assert_close(policy.lm(IDS).logits, reference(IDS).logits, atol=1e-5, rtol=0)
     trained = {name for name, _ in [*named_adapter(policy), *named_saved_weights(policy)]}
-    assert len(trained) == sum(parameter.requires_grad for _, parameter in theirs.named_parameters())
+    assert len(trained) == sum(parameter.requires_grad for _, parameter in reference.named_parameters())
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_settings_that_contradict_the_adapter_are_refused(
         ({"peft_type": "IA3"}, ["peft_type 'IA3'", "only LORA"]),
         ({"bias": "all"}, ["bias 'all'", "not trained here"]),
         ({"rank_pattern": {"q_proj": 2}}, ["rank_pattern {'q_proj': 2}"]),
-        ({"init_lora_weights": "pissa_niter_4"}, ["pissa_niter_4", "changed weights"]),
+        ({"init_lora_weights": "pissa_niter_4"}, ["pissa_niter_4", "weights were changed"]),
     ],
 )
 def test_other_kinds_of_adapters_are_refused(
@@ -154,9 +154,9 @@ def test_modules_are_trained_whole_and_tied_stay_tied(folder: Path, tmp_path: Pa
     assert {name.removeprefix("base_model.model.") for name in outgoing.saved} <= changing
     parts = outgoing.gather_adapter() | outgoing.gather_saved()
     export_adapter(tmp_path / "adapter", policy, parts, ModelConfig(path=str(folder), adapter=cfg), ParallelContext())
-    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), tmp_path / "adapter").eval()
+    reference = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), tmp_path / "adapter").eval()
     with torch.no_grad():
-        torch.testing.assert_close(theirs(IDS).logits, policy.lm(IDS).logits, atol=1e-5, rtol=0)
+        torch.testing.assert_close(reference(IDS).logits, policy.lm(IDS).logits, atol=1e-5, rtol=0)
     again = with_adapter(folder, resolve_adapter(AdapterConfig(path=str(tmp_path / "adapter"))))
     with torch.no_grad():
         torch.testing.assert_close(again.lm(IDS).logits, policy.lm(IDS).logits, atol=1e-6, rtol=0)

@@ -48,47 +48,47 @@ MODELS = {
 def pair(config) -> tuple[PolicyModel, torch.nn.Module]:
     """The policy, and transformers' model with its eager attention and the same weights."""
     torch.manual_seed(0)
-    ours = AutoModelForCausalLM.from_config(config, attn_implementation=FOREST_ATTENTION).eval()
+    forest_model = AutoModelForCausalLM.from_config(config, attn_implementation=FOREST_ATTENTION).eval()
     with torch.no_grad():
-        for parameter in ours.parameters():
+        for parameter in forest_model.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.2 + (1.0 if parameter.dim() == 1 else 0.0))
-    theirs = AutoModelForCausalLM.from_config(type(config)(**config.to_dict()), attn_implementation="eager").eval()
-    theirs.load_state_dict(ours.state_dict())
-    return PolicyModel(ours), theirs
+    reference = AutoModelForCausalLM.from_config(type(config)(**config.to_dict()), attn_implementation="eager").eval()
+    reference.load_state_dict(forest_model.state_dict())
+    return PolicyModel(forest_model), reference
 
 
 @pytest.mark.parametrize("config", MODELS.values(), ids=MODELS.keys())
 def test_forest_equals_separate_forwards(config) -> None:
-    policy, theirs = pair(config)
+    policy, reference = pair(config)
     row = make_row(seed=7)
     found, _ = policy(row.tokens, row.layout, row.sources, row.targets)
-    expected, _ = separate(theirs, row)
+    expected, _ = separate(reference, row)
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("config", [Qwen2Config(**SIZES), MODELS["gemma 2, soft caps and window"]])
 def test_without_a_layout_it_is_ordinary_attention(config) -> None:
     """With left padding and with a cache, as transformers' own generate uses it."""
-    policy, theirs = pair(config)
+    policy, reference = pair(config)
     batch = torch.randint(2, 98, (2, 9))
     mask = torch.ones_like(batch)
     mask[1, :4] = 0
     positions = (mask.cumsum(-1) - 1).clamp_min(0)
     inputs = {"attention_mask": mask, "position_ids": positions}
-    ours, other = policy.lm(batch, **inputs).logits, theirs(batch, **inputs).logits
-    torch.testing.assert_close(ours[0], other[0], rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(ours[1, 4:], other[1, 4:], rtol=1e-4, atol=1e-4)
-    greedy = [model.generate(batch[:1], max_new_tokens=6, do_sample=False) for model in (policy.lm, theirs)]
+    forest_model, other = policy.lm(batch, **inputs).logits, reference(batch, **inputs).logits
+    torch.testing.assert_close(forest_model[0], other[0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(forest_model[1, 4:], other[1, 4:], rtol=1e-4, atol=1e-4)
+    greedy = [model.generate(batch[:1], max_new_tokens=6, do_sample=False) for model in (policy.lm, reference)]
     assert torch.equal(*greedy)
 
 
 def test_a_layout_can_be_given_to_the_plain_model() -> None:
-    policy, theirs = pair(LlamaConfig(**SIZES))
+    policy, reference = pair(LlamaConfig(**SIZES))
     row = make_row(seed=8)
     positions = row.layout.positions()[None]
     logits = policy.lm(row.tokens[None], position_ids=positions, layout=row.layout, use_cache=False).logits[0]
     found = logits.log_softmax(-1)[row.sources].gather(-1, row.targets[:, None])[:, 0]
-    torch.testing.assert_close(found, separate(theirs, row)[0], rtol=0, atol=2e-5)
+    torch.testing.assert_close(found, separate(reference, row)[0], rtol=0, atol=2e-5)
 
 
 def test_inside_a_forest_row_no_mask_is_built() -> None:

@@ -12,16 +12,16 @@ from lockstep.models.hf_checkpoint import resolve_folder
 
 
 def test_a_hub_name_becomes_its_snapshot(monkeypatch, tmp_path: Path) -> None:
-    asked = []
+    requested = []
 
     def snapshot(name, **kwargs):
-        asked.append((name, kwargs["revision"], "*.safetensors" in kwargs["allow_patterns"]))
+        requested.append((name, kwargs["revision"], "*.safetensors" in kwargs["allow_patterns"]))
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface, "snapshot_download", snapshot)
     assert resolve_folder("owner/name", "abc") == tmp_path
     assert resolve_folder("owner/name", weights=False) == tmp_path
-    assert asked == [("owner/name", "abc", True), ("owner/name", None, False)]
+    assert requested == [("owner/name", "abc", True), ("owner/name", None, False)]
 
 
 def test_an_error_of_the_hub_names_the_field(monkeypatch) -> None:

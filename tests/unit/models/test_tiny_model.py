@@ -54,8 +54,8 @@ def test_chat_template_marks_the_assistant(tmp_path, family: str) -> None:
     found = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
     assert tokenizer.decode(found["input_ids"]) == "<user>ab c<assistant>d\ne<eos>"
     assert found["assistant_masks"] == [0] * 6 + [1] * 4
-    asked = tokenizer.apply_chat_template(messages[:1], add_generation_prompt=True, tokenize=False)
-    assert asked == "<user>ab c<assistant>"
+    rendered = tokenizer.apply_chat_template(messages[:1], add_generation_prompt=True, tokenize=False)
+    assert rendered == "<user>ab c<assistant>"
 
 
 @pytest.mark.parametrize("family", TINY_FAMILIES)

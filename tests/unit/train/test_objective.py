@@ -66,20 +66,20 @@ def test_a_policy_loss_by_hand() -> None:
     policy = sum(w * o * c for w, o, c in zip(weights, objectives, corrections, strict=True))
     kl = 0.1 * (0.2 * 0.5 + 0.3 * 0.5 + 0.4 * 2.0)
     entropy = -0.5 * (0.1 + 0.4 + 0.9 + 1.6)
-    told = metrics(outcome, loss)
-    assert told["loss"] == pytest.approx(outcome.loss.item(), rel=1e-6) == pytest.approx(policy + kl + entropy)
-    assert told["policy_loss"] == pytest.approx(policy)
-    assert told["kl_loss"] == pytest.approx(kl)
-    assert told["entropy_loss"] == pytest.approx(entropy)
-    assert told["entropy"] == pytest.approx(2.5)
-    assert told["kl"] == pytest.approx((0 + 0.5 + 0.5 + 2.0) / 4)
-    assert told["ratio"] == pytest.approx(sum(ratios) / 4)
-    assert (told["clip_low"], told["clip_high"], told["clip_dual"]) == (0.25, 0.25, 0.25)
-    assert told["clip_fraction"] == pytest.approx(0.75)
-    assert told["engine_gap_mean"] == pytest.approx((0.1 + 0 + 1.0 + 0.2) / 4)
-    assert told["engine_gap_max"] == pytest.approx(1.0)
-    assert told["importance_weight"] == pytest.approx(sum(corrections) / 4)
-    assert told["importance_cut"] == pytest.approx(0.25)
+    reported = metrics(outcome, loss)
+    assert reported["loss"] == pytest.approx(outcome.loss.item(), rel=1e-6) == pytest.approx(policy + kl + entropy)
+    assert reported["policy_loss"] == pytest.approx(policy)
+    assert reported["kl_loss"] == pytest.approx(kl)
+    assert reported["entropy_loss"] == pytest.approx(entropy)
+    assert reported["entropy"] == pytest.approx(2.5)
+    assert reported["kl"] == pytest.approx((0 + 0.5 + 0.5 + 2.0) / 4)
+    assert reported["ratio"] == pytest.approx(sum(ratios) / 4)
+    assert (reported["clip_low"], reported["clip_high"], reported["clip_dual"]) == (0.25, 0.25, 0.25)
+    assert reported["clip_fraction"] == pytest.approx(0.75)
+    assert reported["engine_gap_mean"] == pytest.approx((0.1 + 0 + 1.0 + 0.2) / 4)
+    assert reported["engine_gap_max"] == pytest.approx(1.0)
+    assert reported["importance_weight"] == pytest.approx(sum(corrections) / 4)
+    assert reported["importance_cut"] == pytest.approx(0.25)
     outcome.loss.backward()
     assert logprobs.grad is not None
     # clipped tokens have the gradient of the KL alone: weight * coefficient * (policy - reference)
@@ -91,10 +91,10 @@ def test_targets_without_weight_add_nothing_whatever_they_hold() -> None:
     logprobs = values(-1.0, -torch.inf).requires_grad_()
     fields = {name: values(-1.0, torch.nan) for name in ("advantage", "engine_logprob", "reference_logprob")}
     outcome = compute_loss(loss, fields | {"weight": values(1.0, 0.0)}, logprobs, values(1.0, torch.nan))
-    told = metrics(outcome, loss)
-    assert all(math.isfinite(value) for value in told.values())
-    assert told["tokens"] == 1
-    assert told["entropy"] == 1.0
+    reported = metrics(outcome, loss)
+    assert all(math.isfinite(value) for value in reported.values())
+    assert reported["tokens"] == 1
+    assert reported["entropy"] == 1.0
 
 
 def test_a_step_of_empty_microbatches_has_finite_metrics() -> None:
@@ -110,10 +110,10 @@ def test_a_step_of_empty_microbatches_has_finite_metrics() -> None:
 
 def test_terms_that_are_off_are_not_told() -> None:
     fields = {"weight": values(1.0), "advantage": values(1.0), "engine_logprob": values(-1.0)}
-    told = metrics(compute_loss(PPOClip(), fields, values(-1.0), values(1.0)), PPOClip())
-    assert "kl" not in told
-    assert "importance_weight" not in told
-    assert told["loss"] == -1.0
+    reported = metrics(compute_loss(PPOClip(), fields, values(-1.0), values(1.0)), PPOClip())
+    assert "kl" not in reported
+    assert "importance_weight" not in reported
+    assert reported["loss"] == -1.0
 
 
 @pytest.mark.parametrize(
@@ -147,9 +147,9 @@ def test_ranks_and_microbatches_are_added_up_and_the_first_bad_one_is_found() ->
         meter = MetricAccumulator(torch.device("cpu"))
         for number in range(4):
             bad = (rank, number) in {(1, 2), (1, 3), (2, 0)}
-            told = {"tokens": values(2.0)[0], "loss": values(0.5)[0], "logprob": values(-rank)[0]}
-            told["engine_gap_max"] = values(rank + number)[0]
-            meter.add(LossOutput(values(math.nan if bad else 0.5)[0], told))
+            reported = {"tokens": values(2.0)[0], "loss": values(0.5)[0], "logprob": values(-rank)[0]}
+            reported["engine_gap_max"] = values(rank + number)[0]
+            meter.add(LossOutput(values(math.nan if bad else 0.5)[0], reported))
         vectors.append(meter.vector(values(math.inf if rank == 0 else 2.0)[0]))
     assert vectors[0].shape == (2 + len(METRIC_NAMES),)
     totals = ReducedMetrics(torch.stack(vectors))
@@ -173,10 +173,10 @@ def test_importance_of_sequences_and_masks() -> None:
         loss = PPOClip(old_logprobs="trainer", importance=correction)
         outcome = compute_loss(loss, fields, old.clone(), values(1.0, 1.0, 1.0, 1.0), sequences)
         assert outcome.loss.item() == pytest.approx(-sum(expected) / 4, rel=1e-5)
-        told = metrics(outcome, loss)
-        assert told["importance_weight"] == pytest.approx(sum(expected) / 4, rel=1e-5)
-        assert told["importance_weight_max"] == pytest.approx(second, rel=1e-5)
-        assert told["importance_cut"] == (0.25 if kind == "truncate" else 1.0)
+        reported = metrics(outcome, loss)
+        assert reported["importance_weight"] == pytest.approx(sum(expected) / 4, rel=1e-5)
+        assert reported["importance_weight_max"] == pytest.approx(second, rel=1e-5)
+        assert reported["importance_cut"] == (0.25 if kind == "truncate" else 1.0)
         with pytest.raises(ValueError, match="needs the sequences"):
             compute_loss(loss, fields, old, values(1.0, 1.0, 1.0, 1.0))
 

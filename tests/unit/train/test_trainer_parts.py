@@ -71,16 +71,16 @@ def test_the_optimizer_is_torchs_adamw_and_takes_empty_rows() -> None:
         {"params": [expected["b.bias"]], "weight_decay": 0.0},
     ]
     reference = torch.optim.AdamW(groups, betas=config.betas, fused=True)
-    ours = ShardedAdamW(tensors, config)
+    sharded = ShardedAdamW(tensors, config)
     for lr in (1e-2, 3e-3, 1e-3):
         gradients = {name: torch.randn_like(tensor) for name, tensor in tensors.items()}
-        ours.step(tensors, gradients, lr)
+        sharded.step(tensors, gradients, lr)
         for name, parameter in expected.items():
             parameter.grad = gradients[name].clone()
         for group in reference.param_groups:
             group["lr"] = lr
         reference.step()
-    assert ours.steps == 3
+    assert sharded.steps == 3
     for name, tensor in tensors.items():
         torch.testing.assert_close(tensor, expected[name].detach(), rtol=0, atol=0)
 
