@@ -34,7 +34,7 @@ def test_an_interface_that_is_not_there_ends_it_with_1() -> None:
     assert result.exit_code == 1 and found["severity"] == "error" and "nosuch0" in found["seen"] and found["source"]
 
 
-def test_a_busy_master_port_is_named_with_who_has_it() -> None:
+def test_a_busy_master_port_is_reported_with_its_process() -> None:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         server.listen()
@@ -103,9 +103,7 @@ def test_a_cluster_that_cannot_be_reached_is_a_finding() -> None:
     assert result.exit_code == 1 and found["severity"] == "error" and "Traceback" not in result.output
 
 
-def test_the_cluster_of_a_config_is_another_one_where_the_command_line_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_line_overrides_the_cluster_of_a_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
 
     def cluster(word: str | None, *overrides: str) -> object:

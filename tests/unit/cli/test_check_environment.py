@@ -61,7 +61,7 @@ def test_the_shell_and_what_its_workers_do_not_see(monkeypatch: pytest.MonkeyPat
         (["--env", "--launcher", "carrier-pigeon"], None, "unknown launcher 'carrier-pigeon'"),
     ],
 )
-def test_what_cannot_be_looked_at_is_refused(arguments: list[str], text: str | None, said: str) -> None:
+def test_invalid_input_is_refused(arguments: list[str], text: str | None, said: str) -> None:
     code, output = check(*arguments, text=text)
     assert code == 2 and said in output and "Traceback" not in output
 

@@ -1,4 +1,4 @@
-"""How a failed run is told: briefly, with the user's own lines."""
+"""The report of a failed run: brief, with the user's own lines."""
 
 import subprocess
 import sys
@@ -28,8 +28,8 @@ def users_module(folder: Path, text: str) -> dict:
 
 def remote(error: BaseException) -> RemoteError:
     """As it arrives from a worker."""
-    told = failure_message(1, error)
-    return RemoteError("policy-1", 1, told.kind, told.message, told.traceback, told.code)
+    summary = failure_message(1, error)
+    return RemoteError("policy-1", 1, summary.kind, summary.message, summary.traceback, summary.code)
 
 
 def caught(call, *arguments) -> BaseException:
@@ -42,25 +42,25 @@ def caught(call, *arguments) -> BaseException:
 
 def test_of_a_workers_traceback_the_users_frames_are_shown(tmp_path: Path) -> None:
     names = users_module(tmp_path, "import json\n\n\ndef read(text):\n    return json.loads(text)\n")
-    told = describe_failure(remote(caught(names["read"], "{")))
-    assert told.what.startswith("policy-1: JSONDecodeError: Expecting property name")
-    assert told.lines[:2] == [f'File "{tmp_path}/users.py", line 5, in read', "  return json.loads(text)"]
-    assert "json/" not in "".join(told.lines)
+    summary = describe_failure(remote(caught(names["read"], "{")))
+    assert summary.what.startswith("policy-1: JSONDecodeError: Expecting property name")
+    assert summary.lines[:2] == [f'File "{tmp_path}/users.py", line 5, in read', "  return json.loads(text)"]
+    assert "json/" not in "".join(summary.lines)
 
 
-def test_without_any_lockstep_says_where_it_was() -> None:
-    told = describe_failure(
+def test_without_user_frames_lockstep_frames_are_shown() -> None:
+    summary = describe_failure(
         remote(caught(RewardError, 1, 2, 3, 4, 5, 6, 7, 8))
     )  # too many arguments: raised outside of lockstep
-    assert (told.what.partition(": ")[2].partition(":")[0], told.lines) == ("TypeError", [])
-    told = describe_failure(remote(caught(LedgerFull, Path("x"), "many", 1)))
-    assert told.what.startswith("policy-1: ValueError")
-    assert "ledger/errors.py" in told.lines[0] and "need" in told.lines[1]
+    assert (summary.what.partition(": ")[2].partition(":")[0], summary.lines) == ("TypeError", [])
+    summary = describe_failure(remote(caught(LedgerFull, Path("x"), "many", 1)))
+    assert summary.what.startswith("policy-1: ValueError")
+    assert "ledger/errors.py" in summary.lines[0] and "need" in summary.lines[1]
 
 
 def test_an_error_of_ours_needs_no_traceback() -> None:
-    told = describe_failure(remote(ModelError("model.path", "x", "is torn", "fetch it again")))
-    assert (told.what, told.lines) == ("policy-1: ModelError: model.path = 'x': is torn; fetch it again", [])
+    summary = describe_failure(remote(ModelError("model.path", "x", "is torn", "fetch it again")))
+    assert (summary.what, summary.lines) == ("policy-1: ModelError: model.path = 'x': is torn; fetch it again", [])
 
 
 def test_of_a_stuck_process_the_users_frames_are_shown_innermost_last(tmp_path: Path) -> None:
@@ -79,16 +79,16 @@ def test_of_a_stuck_process_the_users_frames_are_shown_innermost_last(tmp_path: 
     assert log.count("most recent call first") >= 2
     frames = user_frames(f"--- end of the log of scorer-0 ---\n{log}")
     assert [line.rpartition(" in ")[2] for line in frames] == ["<module>", "score", "wait_for_ever"]
-    told = describe_failure(RewardError("f.py:score", "did not finish", "0:1#2", 1, "42", traceback=log))
-    assert told.lines == ["running at:", *frames]
-    assert told.facts == [("sample", "0:1#2 (row 1 of the data)"), ("completion", "'42'")]
+    summary = describe_failure(RewardError("f.py:score", "did not finish", "0:1#2", 1, "42", traceback=log))
+    assert summary.lines == ["running at:", *frames]
+    assert summary.facts == [("sample", "0:1#2 (row 1 of the data)"), ("completion", "'42'")]
 
 
 def test_the_log_of_a_dead_worker_ends_the_telling() -> None:
     log = "\n".join(f"line {n}" for n in range(40))
-    told = describe_failure(WorkerDied("engine-0", 0, -9, log))
-    assert told.what.startswith("engine-0 was killed by SIGKILL (out of memory?")
-    assert (told.lines[0], told.lines[-1], len(told.lines)) == ("line 28", "line 39", 12)
+    summary = describe_failure(WorkerDied("engine-0", 0, -9, log))
+    assert summary.what.startswith("engine-0 was killed by SIGKILL (out of memory?")
+    assert (summary.lines[0], summary.lines[-1], len(summary.lines)) == ("line 28", "line 39", 12)
     assert describe_failure(WorkerDied("engine-0", 0, 3, log)).what == "engine-0 exited with 3; the end of its log:"
     assert describe_failure(WorkerDied("engine-0", 0, None, log)).what == "engine-0 vanished"
 

@@ -56,7 +56,7 @@ def test_a_full_tmpfs_and_a_read_only_one(tmp_path: Path) -> None:
     assert found.id == "disk-write" and found.severity == "error" and "read-only" in found.seen
 
 
-def test_chrony_tells_the_offset(tmp_path: Path) -> None:
+def test_chrony_reports_the_offset(tmp_path: Path) -> None:
     fields = "A9FEA97B,169.254.169.123,4,1762856465.0,-0.000012345,0.000001,0.000002,-1.2,0.0,0.03,0.0004,0.0001,16.2"
     said = f"{fields},Normal\n"
     clock = gather_clock(made(tmp_path, {}, {CHRONY: said}))
@@ -65,7 +65,7 @@ def test_chrony_tells_the_offset(tmp_path: Path) -> None:
     assert gather_clock(made(tmp_path, {}, {CHRONY: lost})).synchronised is False
 
 
-def test_systemd_is_asked_where_there_is_no_chrony(tmp_path: Path) -> None:
+def test_systemd_is_queried_without_chrony(tmp_path: Path) -> None:
     clock = gather_clock(made(tmp_path, {}, {SYSTEMD: "yes\n"}))
     assert clock.synchronised and clock.offset_s is None
     broken = {
@@ -76,7 +76,7 @@ def test_systemd_is_asked_where_there_is_no_chrony(tmp_path: Path) -> None:
         gather_clock(made(tmp_path, {}, broken))
 
 
-def test_the_kernel_is_asked_last_and_says_whether_anybody_steers_its_clock(tmp_path: Path) -> None:
+def test_the_kernel_is_queried_last(tmp_path: Path) -> None:
     clock = gather_clock(made(tmp_path, {"proc/self/": ""}))
     assert clock.said_by == CLOCK_FROM_KERNEL and clock.synchronised is not None and clock.offset_s is None
     assert judge_clock("a", ClockSync(False, None, CLOCK_FROM_KERNEL), True).severity == "note"

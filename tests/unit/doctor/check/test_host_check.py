@@ -97,7 +97,7 @@ def test_commands_that_are_not_there_and_that_hang() -> None:
     assert run_command(["sh", "-c", "echo $LC_ALL; exit 3"], 5.0) == CommandResult(3, "C\n", "")
 
 
-def test_a_busy_port_and_who_has_it() -> None:
+def test_a_busy_port_and_its_process() -> None:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         server.listen()
@@ -122,7 +122,7 @@ def test_ports_that_the_kernel_hands_out(tmp_path: Path) -> None:
         gather_ports(made(tmp_path / "none", {}), {1: "x"})
 
 
-def test_the_port_of_rank_0_is_looked_at_where_rank_0_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_port_of_rank_0_is_checked_on_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_PORT", "29500")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     assert requirements_of(None).ports == {29500: "MASTER_PORT"}

@@ -1,4 +1,4 @@
-"""What a made-up sysfs says of interfaces: which of them stand on a card of the host."""
+"""Interfaces in a simulated sysfs: which of them are backed by a card of the host."""
 
 import socket
 from pathlib import Path

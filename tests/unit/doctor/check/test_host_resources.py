@@ -124,7 +124,7 @@ def test_a_real_tmpfs_of_docker_size(tmp_path: Path) -> None:
     assert found["shm-stale"].severity == "note" and "nccl-x" in found["shm-stale"].seen
 
 
-def test_segments_that_somebody_has_open_are_not_stale(tmp_path: Path) -> None:
+def test_open_segments_are_not_stale(tmp_path: Path) -> None:
     (tmp_path / "shm").mkdir()
     held, left = tmp_path / "shm/nccl-held", tmp_path / "shm/nccl-left"
     left.write_bytes(bytes(MIB))
@@ -222,7 +222,7 @@ def test_disks_and_clocks() -> None:
     assert judge_clock("a", ClockSync(False, None, "timedatectl"), False).severity == "note"
 
 
-def test_this_host_says_something_of_each() -> None:
+def test_this_host_has_a_finding_for_each_part() -> None:
     limits = gather_limits(HostSystem())
     assert limits.memory_host > 0 and limits.cpus_host == os.cpu_count()
     assert {"memlock", "nofile", "processes", "memory"} <= set(_judged(limits))

@@ -71,7 +71,7 @@ def test_nccl_that_finds_nothing_names_what_there_is() -> None:
     assert not choice.picks and "eth0" in choice.problem and "eno1" not in choice.problem
 
 
-def test_nccl_takes_ipv4_first_and_the_family_that_is_asked_for() -> None:
+def test_nccl_prefers_ipv4_and_the_configured_family() -> None:
     assert nccl_choice([ETH], {}).picks == [("eth0", "10.0.0.5")]
     assert nccl_choice([ETH], {"NCCL_SOCKET_FAMILY": "AF_INET6"}).picks == [("eth0", "fe80::5")]
     assert not nccl_choice([LO], {"NCCL_SOCKET_FAMILY": "AF_INET6"}).picks  # ::1 is passed over
@@ -102,7 +102,7 @@ def test_without_that_route_ray_takes_the_own_name_and_vllm_nothing() -> None:
     assert vllm_choice(network).picks == [("", "0.0.0.0")]
 
 
-def test_vllm_is_told_by_its_variable() -> None:
+def test_vllm_follows_its_variable() -> None:
     assert vllm_choice(HostNetwork(ALL, "10.0.0.5", environ={"VLLM_HOST_IP": "10.9.0.5"})).picks == [
         ("ib0", "10.9.0.5")
     ]

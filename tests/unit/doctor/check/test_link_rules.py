@@ -221,7 +221,7 @@ def test_cards_for_storage_are_no_fault_of_the_fabric(tmp_path: Path) -> None:
         ("^=mlx5_1", ["mlx5_10:1"]),
     ],
 )
-def test_which_ports_nccl_is_told_to_take(wanted: str, taken: list[str]) -> None:
+def test_ports_selected_by_nccl_ib_hca(wanted: str, taken: list[str]) -> None:
     ports = [RdmaPort(device, number, "ACTIVE", "LinkUp", "InfiniBand") for device, number in
              (("mlx5_1", 1), ("mlx5_1", 2), ("mlx5_10", 1))]  # fmt: skip
     assert [f"{port.device}:{port.port}" for port in ports if hca_matches(wanted, port)] == taken
@@ -263,7 +263,7 @@ def test_the_kernels_log(tmp_path: Path) -> None:
     assert next(each for each in found if "79" in each.why).seen.endswith("(2 times)")
 
 
-def test_a_flood_of_events_is_told_in_part_the_worst_first() -> None:
+def test_many_events_are_truncated_worst_first() -> None:
     lines = [f"NVRM: Xid (PCI:0000:{at:02x}:00): 31, pid=1" for at in range(20)]
     found = list(
         judge_kernel_log(
@@ -306,11 +306,11 @@ def test_the_table_of_xids_is_whole() -> None:
         ("999, something new", "note", "see the catalogue"),
     ],
 )
-def test_what_the_catalogue_says_of_xids(line: str, severity: str, word: str) -> None:
+def test_xids_are_judged_as_in_the_catalogue(line: str, severity: str, word: str) -> None:
     (found,) = judge_kernel_log("a", KernelLog(list(kernel_events([f"NVRM: Xid (PCI:0000:07:00): {line}"])), "dmesg"))
     assert found.severity == severity and word in found.why and "program's fault" not in found.why
 
 
-def test_gpus_are_counted_by_whoever_sees_more(tmp_path: Path) -> None:
+def test_gpus_are_counted_by_the_more_complete_source(tmp_path: Path) -> None:
     assert gpu_count(HostFacts("a", pci=gather_pci(_host(tmp_path)))) == 2
     assert gpu_count(HostFacts("a")) == 0

@@ -80,7 +80,7 @@ def test_files_that_hold_anything(tmp_path: Path, texts: list[str]) -> None:
 @pytest.mark.parametrize(
     "facts", [None, 3, [], {}, {"host": None}, {"host": "a", "gpus": [{}]}, {"host": "a", "limits": 1}]
 )
-def test_facts_from_somebody_else(facts: object) -> None:
+def test_facts_from_another_host(facts: object) -> None:
     with pytest.raises(ValueError):
         host_facts_from_json(facts)
 

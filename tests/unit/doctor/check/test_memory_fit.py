@@ -34,7 +34,7 @@ def by_id(findings: list[Finding]) -> dict[str, Finding]:
     return {each.id: each for each in findings}
 
 
-def test_a_7b_has_as_many_parameters_as_its_card_says() -> None:
+def test_a_7b_has_the_parameters_of_its_model_card() -> None:
     assert SHAPE.parameters == 7_615_616_512
     assert SHAPE.kv_bytes(2) == 2 * 28 * 4 * 128 * 2
 
@@ -48,7 +48,7 @@ def test_states_are_sixteen_bytes_a_parameter_over_the_ranks_of_a_copy() -> None
     assert parts["activations"] == 17 * recomputed["activations"]
 
 
-def test_it_is_what_the_plan_of_a_run_says_but_for_what_is_gathered() -> None:
+def test_it_equals_the_plan_of_a_run_except_for_gathered_layers() -> None:
     facts = ModelFacts(SHAPE.parameters, 28, 3584, 152064, 4, 128, 131072, "bfloat16")
     for trainer in ({"ranks": 4}, {"ranks": 2, "activation_checkpointing": True}):
         run = config(trainer=trainer, loss={"kl": {"coefficient": 0.1}}, model={"path": "m", "dtype": "bfloat16"})
@@ -86,13 +86,13 @@ def test_an_engine_and_a_trainer_that_share_gpus_must_both_have_room() -> None:
     assert "memory-shared" not in by_id(memory_fit.judge_memory(config(**away), SHAPE, H100))
 
 
-def test_a_host_that_has_too_little_is_an_error_and_one_that_is_not_known_is_said_so() -> None:
+def test_too_little_memory_is_an_error_and_unknown_memory_is_unchecked() -> None:
     on_cpu = config(cluster={"device": "cpu"})
     assert by_id(memory_fit.judge_memory(on_cpu, SHAPE, ProcessMemory("cpu", 32 << 30)))["memory"].severity == "error"
     assert by_id(memory_fit.judge_memory(config(), SHAPE, ProcessMemory("cuda", 0)))["memory"].severity == "unchecked"
 
 
-def test_builtin_engines_hold_the_cache_that_they_are_told() -> None:
+def test_builtin_engines_hold_the_configured_cache() -> None:
     engine = {"engine": {"cache_tokens": 1000}, "sampling": {"max_tokens": 64}}
     assert engine_memory_parts(config(rollout=engine), SHAPE)["keys and values"] == 1000 * SHAPE.kv_bytes(2)
 

@@ -70,7 +70,7 @@ def test_a_host_with_a_card_and_dockers_bridge() -> None:
     assert picked["Ray"].picks == picked["vLLM"].picks == [("eth0", "10.0.0.5")]
 
 
-def test_an_interface_that_peers_cannot_reach_is_taken_where_it_is_asked_for() -> None:
+def test_an_unreachable_interface_is_used_if_configured() -> None:
     network, picked = _picked(DOCKER + ETH, NCCL_SOCKET_IFNAME="docker0")
     assert not next(each for each in network.interfaces if each.name == "docker0").carries_host
     assert picked["NCCL"].picks[0][0] == "docker0"
@@ -142,7 +142,7 @@ def test_choices_need_no_names() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("setup", ["", ETH, ETH + "ip route add default via 10.0.0.1;", DOCKER + ETH])
-def test_ray_and_vllm_themselves_pick_what_is_said(setup: str) -> None:
+def test_ray_and_vllm_pick_the_predicted_address(setup: str) -> None:
     pytest.importorskip("ray")
     pytest.importorskip("vllm")
     code = (

@@ -1,4 +1,4 @@
-"""What is said about addresses that peers cannot reach."""
+"""Findings about addresses that peers cannot reach."""
 
 import pytest
 
@@ -104,7 +104,7 @@ def test_a_host_with_ipv6_alone_is_like_another() -> None:
     assert {each.severity for each in found} == {"ok"}
 
 
-def test_a_container_on_dockers_default_network_is_told_with_other_hosts_alone() -> None:
+def test_dockers_default_network_is_reported_only_with_other_hosts() -> None:
     network = HostNetwork(
         [LO, HostInterface("eth0", ["172.17.0.2/16"], kind="virtual", carries_host=False)], "172.17.0.2"
     )
@@ -160,7 +160,7 @@ def test_names_that_do_not_resolve_and_slow_resolvers() -> None:
     assert "head does not resolve" in found["name"].seen and "5.2 s" in found["resolver"].seen
 
 
-def test_a_name_made_of_the_address_is_told() -> None:
+def test_a_name_derived_from_the_address_is_reported() -> None:
     names = NameResolution("a", ["10.0.0.5"], {"10.0.0.5": "5.0.0.10.in-addr.arpa"})
     assert (
         _by_id(judge_names("a", names, HostNetwork([LO, ETH]), HostRequirements()))["reverse-name"].severity

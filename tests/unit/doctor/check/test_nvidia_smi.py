@@ -103,13 +103,13 @@ def test_an_idle_link_is_slow_and_that_is_right() -> None:
     assert set(_judged(smi_gpu(current_link_gen="1"))) == {"gpus"}
 
 
-def test_lanes_are_told_once_where_the_bus_tells_them_too() -> None:
+def test_lanes_are_reported_once() -> None:
     gpus = parse_gpus(smi(smi_gpu(current_link_width="8x")), set())
     bus = PciBus([PciDevice("0000:07:00.0", "gpu", width=8, width_max=16)])
     assert "pcie-width" not in {each.id for each in judge_gpus(HostFacts("a", gpus=gpus, pci=bus), HostRequirements())}
 
 
-def test_somebody_else_on_the_gpu() -> None:
+def test_another_process_on_the_gpu() -> None:
     busy = smi_gpu(
         used="30000 MiB", processes=smi_process(4711, "python3", "30000 MiB") + smi_process(os.getpid(), "me")
     )
@@ -159,7 +159,7 @@ def test_a_card_without_a_driver() -> None:
     assert found.severity == "warning" and "0000:07:00.0" in found.seen and "--gpus all" in found.fix
 
 
-def test_output_that_is_no_xml_is_told() -> None:
+def test_invalid_xml_is_reported() -> None:
     with pytest.raises(ValueError, match="printed invalid XML"):
         parse_gpus("Unable to determine the device handle", set())
 

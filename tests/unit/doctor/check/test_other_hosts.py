@@ -1,4 +1,4 @@
-"""The same look at several hosts: real probes of this one under several names, and what is said of made-up others."""
+"""Facts of several hosts: real probes of this host under several names, and findings about simulated hosts."""
 
 import contextlib
 import threading
@@ -60,7 +60,7 @@ def _nonsense(order: ProbeMessage) -> ProbeMessage:
     return {"host": ["not a name"]}
 
 
-def test_every_host_is_asked_at_once_and_answers_with_its_facts() -> None:
+def test_facts_are_requested_from_all_hosts_in_parallel() -> None:
     token = new_token()
     launcher = Threads(("a", "b", "c"), {"c": _nonsense})
     needs = HostRequirements(several=True, folders={".": "the run's folder"})
@@ -96,7 +96,7 @@ def test_variables_of_hosts_are_compared_and_secrets_stay_there(monkeypatch: pyt
     assert told["env-misspelt"].host == "a"
 
 
-def test_the_same_on_many_hosts_is_said_once() -> None:
+def test_equal_findings_of_hosts_are_merged() -> None:
     small = replace(FINE, shm=ShmSpace(64 << 20, 64 << 20))
     facts = {f"h{number}": HostFacts(f"h{number}", limits=FINE) for number in range(5)}
     facts |= {f"s{number}": HostFacts(f"s{number}", limits=small) for number in range(3)}
@@ -117,7 +117,7 @@ def test_merging_keeps_what_differs_apart() -> None:
     ]  # fmt: skip
 
 
-def test_a_host_whose_facts_cannot_be_judged_is_said_to_be_so_and_others_are_judged() -> None:
+def test_facts_that_cannot_be_judged_do_not_affect_other_hosts() -> None:
     small = replace(FINE, shm=ShmSpace(64 << 20, 64 << 20))
     facts = {
         "odd": HostFacts("odd", kernel=KernelLog([KernelEvent("of a later version", "?")]), limits=FINE),

@@ -38,13 +38,13 @@ NESTED = b"[" * 200_000
 
 
 class Odd:
-    """A launcher of one proper probe, `good`, and of one that answers as it is told, `odd`."""
+    """A launcher of one proper probe, `good`, and of one with given answers, `odd`."""
 
     hosts = ("good", "odd")
     addresses: Mapping[str, str] = {}
 
     def __init__(self, *said: bytes | dict[str, Any], greeting: dict[str, Any] | None = None) -> None:
-        self._said = [each if isinstance(each, bytes) else json.dumps(each).encode() for each in said]
+        self._findings_text = [each if isinstance(each, bytes) else json.dumps(each).encode() for each in said]
         self._greeting = asdict(own_protocol_version()) if greeting is None else greeting
         self.heard: list[dict[str, Any]] = []
         self._threads: list[threading.Thread] = []
@@ -57,7 +57,7 @@ class Odd:
         def odd() -> None:
             with dialled(port) as connection, contextlib.suppress(WireError):
                 send_message(connection, self._greeting)
-                for answer in self._said:
+                for answer in self._findings_text:
                     self.heard.append(receive_message(connection, 10.0) or {})
                     connection.send(answer, timeout_s=5.0)
                 while (order := receive_message(connection, 10.0)) is not None:
@@ -102,7 +102,7 @@ def met(
         {**CARD, "hostname": "h" * 100_000},
     ],
 )  # fmt: skip
-def test_a_probe_that_says_nonsense_of_its_host_is_lost_and_nobody_else(card: bytes | dict[str, Any]) -> None:
+def test_only_the_probe_with_invalid_facts_is_dropped(card: bytes | dict[str, Any]) -> None:
     meeting, _ = met(Odd(card))
     assert list(meeting.joined) == ["good"] and list(meeting.lost) == ["odd"]
     found = {each.id: each for each in rendezvous_rules.judge_rendezvous(meeting) if each.severity == "error"}
@@ -117,12 +117,12 @@ def test_a_probe_that_says_nonsense_of_its_host_is_lost_and_nobody_else(card: by
         {"ms": [0, 0], "failed": [{"peer": "nobody", "label": "1", "port": 1}]},
     ],
 )  # fmt: skip
-def test_a_probe_that_says_nonsense_of_its_peers_is_lost_by_name(answer: bytes | dict[str, Any]) -> None:
+def test_a_probe_with_invalid_results_is_dropped_by_name(answer: bytes | dict[str, Any]) -> None:
     _, found = met(Odd(CARD, answer), lambda head, meeting: host_pairs.test_host_pairs(head, meeting.joined))
     assert list(found.lost) == ["odd"]
 
 
-def test_a_probe_of_another_version_is_told_from_one_that_is_not_there() -> None:
+def test_a_probe_of_another_version_differs_from_a_missing_one() -> None:
     launcher = Odd(greeting={"protocol": PROTOCOL_VERSION + 1, "lockstep": "7.0"})
     meeting, _ = met(launcher)
     assert list(meeting.joined) == ["good"] and not meeting.missing and not meeting.lost
@@ -168,7 +168,7 @@ class Playing:
             self.said.append(str(error))
 
 
-def test_an_order_that_cannot_be_carried_out_is_answered_and_the_probe_goes_on() -> None:
+def test_a_failed_order_is_answered_and_the_probe_continues() -> None:
     played = Playing(
         {"do": "card"}, {"do": "card", "ports": [0]}, {"do": "reach", "hosts": 3}, {"do": "rate", "target": []},
         {"do": "ranks", "what": "start"}, {"do": "card", "ports": [], "kernels": 1}, {"do": "leave"},
@@ -178,7 +178,7 @@ def test_an_order_that_cannot_be_carried_out_is_answered_and_the_probe_goes_on()
     assert played.greeting == asdict(own_protocol_version())
 
 
-def test_whoever_started_a_probe_hears_what_becomes_of_it() -> None:
+def test_a_probe_reports_how_it_ends() -> None:
     done = Playing({"do": "leave"})
     assert "joined the check" in done.said[0] and "is complete" in done.said[1]
     (_, sent_away) = Playing({"do": "leave", "why": "nobody expects it"}).said

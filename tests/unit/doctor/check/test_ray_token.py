@@ -18,7 +18,7 @@ def test_where_a_token_is_found_without_being_read(tmp_path: Path) -> None:
     assert gather_ray_token({"RAY_AUTH_TOKEN": "secret"}, tmp_path) == RayToken("", "RAY_AUTH_TOKEN")
 
 
-def test_a_token_without_a_mode_is_told_where_ray_has_other_hosts() -> None:
+def test_a_token_without_a_mode_is_reported_with_other_hosts() -> None:
     (found,) = judge_ray_token("a", RayToken("", "~/.ray/auth_token"), RAY)
     assert found.severity == "warning" and "RAY_AUTH_MODE=token on every host" in found.fix
     assert not list(judge_ray_token("a", RayToken("token", "~/.ray/auth_token"), RAY))

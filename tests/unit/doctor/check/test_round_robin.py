@@ -1,4 +1,4 @@
-"""The tournament, what is said of pairs and rendezvous, which communicators a config makes, where NCCL is at fault."""
+"""The round-robin schedule, findings about pairs and rendezvous, communicators of a config, faults of NCCL."""
 
 from dataclasses import replace
 from typing import Any
@@ -106,24 +106,24 @@ def errors(findings: list[Finding]) -> list[Finding]:
     return [each for each in findings if each.severity == "error"]
 
 
-def test_a_host_that_nobody_reaches_is_said_once() -> None:
+def test_an_unreachable_host_is_reported_once() -> None:
     dead = {(f"n{k}", "n3") for k in range(6) if k != 3}
     (error,) = errors(host_pairs.judge_pairs(found_pairs(6, dead)))
     assert error.host == "n3" and "no host reaches it, but it reaches others" in error.seen
 
 
-def test_a_host_cut_off_both_ways_is_said_once() -> None:
+def test_a_host_cut_off_in_both_directions_is_reported_once() -> None:
     dead = {pair for k in range(6) if k != 3 for pair in ((f"n{k}", "n3"), ("n3", f"n{k}"))}
     (error,) = errors(host_pairs.judge_pairs(found_pairs(6, dead)))
     assert error.host == "n3" and "reaches no host and no host reaches it" in error.seen
 
 
-def test_one_closed_direction_names_both_and_says_that_the_other_is_open() -> None:
+def test_a_closed_direction_is_reported_with_the_open_one() -> None:
     (error,) = errors(host_pairs.judge_pairs(found_pairs(4, {("n0", "n2")})))
     assert error.host == "n0, n2" and "n0 cannot reach n2" in error.seen and "the other direction is open" in error.seen
 
 
-def test_a_closed_port_is_told_from_a_closed_host() -> None:
+def test_a_closed_port_differs_from_a_closed_host() -> None:
     (error,) = errors(host_pairs.judge_pairs(found_pairs(4, p29500={("n0", "n2"), ("n1", "n2")})))
     assert error.host == "n2" and "n0, n1 cannot reach port 29500 of n2" in error.seen
 
@@ -236,7 +236,7 @@ def test_an_address_by_which_others_have_come_is_doubted_no_more() -> None:
     )
 
 
-def test_whoever_is_missing_is_named_with_what_is_known_of_it() -> None:
+def test_missing_hosts_are_reported_with_their_status() -> None:
     missing = (
         MissingHost("x", "10.0.0.1:4000"),
         MissingHost("y", "10.0.0.1:4000", resolves_to=("10.0.0.9",), there="silent"),
@@ -324,7 +324,7 @@ def test_the_slowest_pair_is_named_and_one_far_below_the_others_warned_of() -> N
     assert slow.severity == "warning" and "p1 and p2 (a and b) with 20 MB/s" in slow.seen and slow.host == "a, b"
 
 
-def test_who_says_what_is_wrong_is_to_blame_and_not_who_waited() -> None:
+def test_the_rank_with_an_error_is_reported_not_the_waiting_ones() -> None:
     waited = "WaitTimeout: waited 20.0 s for trainer"
     (error,) = collective_test.judge_collectives(
         said_by(p0=waited, p1=waited, p2="RuntimeError: checksum: all_reduce is wrong")
@@ -354,7 +354,7 @@ def test_the_layer_without_which_it_works_is_at_fault(helps: str, layer: str) ->
     assert "communication.fallback=gloo" in found.fix and "10 MB/s" in found.fix
 
 
-def test_where_no_layer_helps_gloo_tells_network_from_nccl() -> None:
+def test_gloo_distinguishes_network_from_nccl_if_no_variant_passes() -> None:
     outcome = dict.fromkeys([each.name for each in nccl_isolation.isolation_variants("eth0")], "NCCL error")
     (nccl,) = nccl_isolation.judge_isolation(outcome, said_by(), "eth0")
     assert "NCCL itself" in nccl.why

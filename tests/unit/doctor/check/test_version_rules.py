@@ -1,4 +1,4 @@
-"""Versions: the table of support as data, what is said of one host, what differs between hosts."""
+"""Versions: the table of supported ones, findings about one host, differences between hosts."""
 
 from pathlib import Path
 
@@ -108,7 +108,7 @@ def test_versions_of_kernels_and_oddities() -> None:
     assert parse_version(None) is None and parse_version("unknown") is None
 
 
-def test_requirements_that_are_not_met_and_twins_are_told() -> None:
+def test_unmet_requirements_and_conflicting_packages_are_reported() -> None:
     facts = HostVersions(
         GOOD, ["vllm 0.20 needs torch==2.11, and 2.13.0 is installed"], ["nvidia-nccl-cu12, nvidia-nccl-cu13"]
     )

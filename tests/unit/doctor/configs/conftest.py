@@ -2,9 +2,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.doctor.configs.sample_configs import Desk
+from tests.unit.doctor.configs.sample_configs import ConfigWriter
 
 
 @pytest.fixture
-def desk(tmp_path: Path) -> Desk:
-    return Desk(tmp_path)
+def writer(tmp_path: Path) -> ConfigWriter:
+    return ConfigWriter(tmp_path)

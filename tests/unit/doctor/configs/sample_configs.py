@@ -1,4 +1,4 @@
-"""Small configs in each framework's format that nothing is wrong with, and what is said about changed ones."""
+"""Small correct configs in each framework's format, and findings about changed ones."""
 
 import json
 from collections.abc import Mapping
@@ -92,8 +92,8 @@ def verl(options: Options, before: str = "", program: str = "verl.trainer.main_p
     return f"set -x\n{before}\npython3 -m {program} \\\n    {lines} {more}$@\n"
 
 
-class Desk:
-    """Writes files and says what is found in them."""
+class ConfigWriter:
+    """Writes config files and returns the findings about them."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -21,7 +21,7 @@ from tests.unit.doctor.configs.sample_configs import (
     OPENRLHF,
     TRL,
     VERL,
-    Desk,
+    ConfigWriter,
     bad,
     changed,
     openrlhf,
@@ -55,36 +55,40 @@ from tests.unit.doctor.configs.sample_configs import (
         ),
     ],
 )
-def test_broken_files_are_refused_with_name_and_line(desk: Desk, name: str, content: str, line: int, said: str) -> None:
-    path = desk.write(name, content)
+def test_broken_files_are_refused_with_name_and_line(
+    writer: ConfigWriter, name: str, content: str, line: int, said: str
+) -> None:
+    path = writer.write(name, content)
     with pytest.raises(ConfigNotReadable, match=said) as caught:
         advise_configs([path], versions={})
     assert caught.value.file == str(path) and caught.value.line == line
 
 
-def test_bombs_are_refused(desk: Desk) -> None:
+def test_bombs_are_refused(writer: ConfigWriter) -> None:
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"] + [
         f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 9)
     ]
     with pytest.raises(ConfigNotReadable, match="too many values"):
-        advise_configs([desk.write("a.yaml", "\n".join(lines))], versions={})
+        advise_configs([writer.write("a.yaml", "\n".join(lines))], versions={})
     with pytest.raises(ConfigNotReadable, match="larger than"):
-        advise_configs([desk.write("b.yaml", "a: " + "x" * (5 << 20))], versions={})
+        advise_configs([writer.write("b.yaml", "a: " + "x" * (5 << 20))], versions={})
 
 
-def test_what_is_no_file_or_no_text(desk: Desk) -> None:
+def test_what_is_no_file_or_no_text(writer: ConfigWriter) -> None:
     with pytest.raises(ConfigNotReadable, match="no such file"):
-        advise_configs([desk.folder / "none.yaml"], versions={})
+        advise_configs([writer.folder / "none.yaml"], versions={})
     with pytest.raises(ConfigNotReadable, match="not a file"):
-        advise_configs([desk.folder], versions={})
-    path = desk.folder / "latin.sh"
+        advise_configs([writer.folder], versions={})
+    path = writer.folder / "latin.sh"
     path.write_bytes("a\nb\n# é".encode("latin-1"))
     with pytest.raises(ConfigNotReadable, match=r"latin.sh:3: not UTF-8 text"):
         advise_configs([path], versions={})
 
 
-def test_several_files_are_taken_together(desk: Desk) -> None:
-    report = desk.report(80, {}, run_sh=openrlhf(OPENRLHF), more_sh=verl(VERL), ds_json=DEEPSPEED, acc_yaml=ACCELERATE)
+def test_several_files_are_taken_together(writer: ConfigWriter) -> None:
+    report = writer.report(
+        80, {}, run_sh=openrlhf(OPENRLHF), more_sh=verl(VERL), ds_json=DEEPSPEED, acc_yaml=ACCELERATE
+    )
     assert [rung.name for rung in report.rungs] == ["accelerate", "openrlhf", "verl", "deepspeed"]
     assert bad(report.findings) == []
 
@@ -111,12 +115,14 @@ TREES = st.recursive(
 )
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(changes=st.data())
-def test_any_values_are_judged_or_refused(desk: Desk, name: str, base: dict[str, Any], changes: st.DataObject) -> None:
+def test_any_values_are_judged_or_refused(
+    writer: ConfigWriter, name: str, base: dict[str, Any], changes: st.DataObject
+) -> None:
     tree = json.loads(json.dumps(base))
     for key in list(tree):
         if changes.draw(st.booleans()):
             tree[key] = changes.draw(TREES)
-    path = desk.folder / name
+    path = writer.folder / name
     path.write_text(json.dumps(tree) if name.endswith("json") else yaml.safe_dump(tree))
     try:
         advise_configs([path], 80, {})
@@ -128,21 +134,21 @@ def test_any_values_are_judged_or_refused(desk: Desk, name: str, base: dict[str,
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(changes=st.data())
 def test_any_options_are_judged_or_refused(
-    desk: Desk, base: dict[str, Any], write: Any, changes: st.DataObject
+    writer: ConfigWriter, base: dict[str, Any], write: Any, changes: st.DataObject
 ) -> None:
     some = changes.draw(st.lists(st.sampled_from(sorted(base)), max_size=4))
     value = st.one_of(
         st.integers(-5, 10**20),
         st.sampled_from(["''", "0", "-1", "1e9", "nan", "inf", "null", "$X", "[]", "{a:1}", "true", "x" * 200]),
     )
-    path = desk.write("run.sh", write(changed(base, {name: changes.draw(value) for name in some})))
+    path = writer.write("run.sh", write(changed(base, {name: changes.draw(value) for name in some})))
     advise_configs([path], 80, {})
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(raw=st.binary(max_size=200), suffix=st.sampled_from([".sh", ".yaml", ".json", ""]))
-def test_any_bytes_are_refused(desk: Desk, raw: bytes, suffix: str) -> None:
-    path = desk.folder / f"any{suffix}"
+def test_any_bytes_are_refused(writer: ConfigWriter, raw: bytes, suffix: str) -> None:
+    path = writer.folder / f"any{suffix}"
     path.write_bytes(raw)
     with pytest.raises(ConfigNotReadable):
         advise_configs([path], versions={})
@@ -226,21 +232,21 @@ def test_a_folder_with_a_config_tells_the_size(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- the command
 
 
-def test_the_command_ends_with_its_codes(desk: Desk) -> None:
+def test_the_command_ends_with_its_codes(writer: ConfigWriter) -> None:
     run = CliRunner().invoke
-    good = str(desk.write("good.sh", openrlhf(OPENRLHF)))
-    wrong = str(desk.write("wrong.sh", openrlhf(changed(OPENRLHF, {"train.batch_size": 100}))))
+    good = str(writer.write("good.sh", openrlhf(OPENRLHF)))
+    wrong = str(writer.write("wrong.sh", openrlhf(changed(OPENRLHF, {"train.batch_size": 100}))))
     assert run(app, ["explain", "--config", good, "--gpu-memory", "80"]).exit_code == 0
     result = run(app, ["explain", "--config", good, "--config", wrong, "--json"])
     answer = json.loads(result.stdout)
     assert result.exit_code == 1 and not answer["passed"] and answer["counts"]["error"] == 1
     assert {"rung", "id", "severity", "host", "seen", "why", "fix", "source"} == set(answer["findings"][0])
-    for arguments in (["--config", str(desk.folder / "none")], ["--config", good, "logs"], []):
+    for arguments in (["--config", str(writer.folder / "none")], ["--config", good, "logs"], []):
         result = run(app, ["explain", *arguments])
         assert result.exit_code == 2 and "refused" in result.stderr and "Traceback" not in result.output
 
 
-def test_escapes_of_a_hostile_file_do_not_reach_the_terminal(desk: Desk) -> None:
-    path = desk.write("evil.sh", openrlhf(changed(OPENRLHF, {"x\x1b[2Jy": 1})))
+def test_escapes_of_a_hostile_file_do_not_reach_the_terminal(writer: ConfigWriter) -> None:
+    path = writer.write("evil.sh", openrlhf(changed(OPENRLHF, {"x\x1b[2Jy": 1})))
     result = CliRunner().invoke(app, ["explain", "--config", str(path)])
     assert result.exit_code == 1 and "\x1b[2J" not in result.stdout

@@ -1,4 +1,4 @@
-"""Sizes of known models against what their cards say, and what is said where nothing tells a model's shape."""
+"""Sizes of known models compared with their model cards, and findings about models of unknown shape."""
 
 from pathlib import Path
 
@@ -34,7 +34,7 @@ def test_parameters_of_models_as_their_cards_have_them(name: str, billions: floa
     assert shape is not None and shape.layers and shape.parameters / 1e9 == pytest.approx(billions, rel=0.01)
 
 
-def _said(shape: ModelSize, tokens: int | None, gpu_gib: float | None) -> tuple[str, str]:
+def _findings_text(shape: ModelSize, tokens: int | None, gpu_gib: float | None) -> tuple[str, str]:
     advice = ConfigFindings()
     model_memory.judge_gpu_memory(
         advice, model_memory.TrainingStates(shape, 8), None, model_memory.BatchTokens(tokens), gpu_gib, NO_LOCATION
@@ -43,22 +43,22 @@ def _said(shape: ModelSize, tokens: int | None, gpu_gib: float | None) -> tuple[
     return found.severity, found.seen
 
 
-def test_no_gpu_is_said_to_have_room_where_the_shape_is_not_known() -> None:
+def test_no_gpu_is_called_large_enough_for_an_unknown_shape() -> None:
     unknown = find_model("somebody/their-own-7B", Path())
     assert unknown is not None and not unknown.layers
-    severity, seen = _said(unknown, 100_000, None)
+    severity, seen = _findings_text(unknown, 100_000, None)
     assert severity == "note" and "are large enough" not in seen and "GPUs below 24 GiB are too small" in seen
     assert "the model's shape is not known" in seen
-    severity, seen = _said(unknown, 100_000, 80.0)
+    severity, seen = _findings_text(unknown, 100_000, 80.0)
     assert severity == "note" and "plus activations and logits" in seen
     known = find_model("Qwen/Qwen2-7B", Path())
     assert known is not None
-    assert "number of tokens" in _said(known, None, 80.0)[1]
-    assert _said(known, 1000, 80.0)[0] == "ok" and "are large enough" in _said(known, 1000, None)[1]
+    assert "number of tokens" in _findings_text(known, None, 80.0)[1]
+    assert _findings_text(known, 1000, 80.0)[0] == "ok" and "are large enough" in _findings_text(known, 1000, None)[1]
 
 
 def test_logits_of_verls_own_example_model_are_counted() -> None:
     known = find_model("Qwen/Qwen2-7B-Instruct", Path())
     assert known is not None
-    severity, seen = _said(known, 80 * 1536, None)
+    severity, seen = _findings_text(known, 80 * 1536, None)
     assert severity == "warning" and "of logits" in seen

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.doctor.configs.sample_configs import FLAT, OPENRLHF, Desk, bad, changed, openrlhf
+from tests.unit.doctor.configs.sample_configs import FLAT, OPENRLHF, ConfigWriter, bad, changed, openrlhf
 
 RULES: list[tuple[dict[str, Any], str, str]] = [
     ({"vllm.num_engines": 3}, "placement-colocate", "error"),
@@ -38,101 +38,101 @@ RULES: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
-def test_nothing_is_wrong_with_a_right_one(desk: Desk) -> None:
-    assert bad(desk.findings(80, run_sh=openrlhf(OPENRLHF))) == []
+def test_nothing_is_wrong_with_a_right_one(writer: ConfigWriter) -> None:
+    assert bad(writer.findings(80, run_sh=openrlhf(OPENRLHF))) == []
 
 
 @pytest.mark.parametrize(("changes", "id", "severity"), RULES)
-def test_each_rule_finds_what_breaks_it(desk: Desk, changes: dict[str, Any], id: str, severity: str) -> None:
-    found = bad(desk.findings(80, run_sh=openrlhf(changed(OPENRLHF, changes))))
+def test_each_rule_finds_what_breaks_it(writer: ConfigWriter, changes: dict[str, Any], id: str, severity: str) -> None:
+    found = bad(writer.findings(80, run_sh=openrlhf(changed(OPENRLHF, changes))))
     assert (id, severity) in found, found
 
 
-def test_every_finding_names_the_line_of_the_option(desk: Desk) -> None:
+def test_every_finding_names_the_line_of_the_option(writer: ConfigWriter) -> None:
     text = openrlhf(changed(OPENRLHF, {"train.batch_size": 100}))
-    (found,) = [each for each in desk.findings(80, run_sh=text) if each.id == "batch-accumulation"]
+    (found,) = [each for each in writer.findings(80, run_sh=text) if each.id == "batch-accumulation"]
     line = next(number for number, each in enumerate(text.splitlines(), 1) if "--train.batch_size" in each)
     assert f"run.sh:{line}: " in found.seen and "100" in found.seen and "8 data-parallel ranks" in found.seen
     assert found.fix and found.source.startswith("https://")
 
 
-def test_an_older_command_line_is_judged_by_an_older_version(desk: Desk) -> None:
-    report = desk.report(80, run_sh=openrlhf(FLAT))
+def test_an_older_command_line_is_judged_by_an_older_version(writer: ConfigWriter) -> None:
+    report = writer.report(80, run_sh=openrlhf(FLAT))
     assert bad(report.findings) == [("version-old", "warning")]
     text = " ".join(each.seen for each in report.findings)
     assert "0.10.0" in text and "--actor_num_nodes, now actor.num_nodes" in text
 
 
-def test_with_a_newer_version_installed_the_old_names_are_errors(desk: Desk) -> None:
-    found = desk.findings(80, {"openrlhf": "0.11.0"}, run_sh=openrlhf(FLAT))
+def test_with_a_newer_version_installed_the_old_names_are_errors(writer: ConfigWriter) -> None:
+    found = writer.findings(80, {"openrlhf": "0.11.0"}, run_sh=openrlhf(FLAT))
     (gone,) = [each for each in found if each.id == "option-gone" and "--colocate_all_models" in each.seen]
     assert gone.severity == "error" and gone.fix == "write train.colocate_all"
 
 
-def test_rules_hold_under_the_old_names(desk: Desk) -> None:
-    found = bad(desk.findings(80, run_sh=openrlhf(changed(FLAT, {"vllm_num_engines": 2, "train_batch_size": 100}))))
+def test_rules_hold_under_the_old_names(writer: ConfigWriter) -> None:
+    found = bad(writer.findings(80, run_sh=openrlhf(changed(FLAT, {"vllm_num_engines": 2, "train_batch_size": 100}))))
     assert ("placement-colocate", "error") in found and ("batch-accumulation", "error") in found
 
 
-def test_an_abbreviation_that_argparse_takes_is_taken(desk: Desk) -> None:
-    assert bad(desk.findings(80, run_sh=openrlhf(changed(OPENRLHF, {"train.max_ep": 2})))) == []
+def test_an_abbreviation_that_argparse_takes_is_taken(writer: ConfigWriter) -> None:
+    assert bad(writer.findings(80, run_sh=openrlhf(changed(OPENRLHF, {"train.max_ep": 2})))) == []
 
 
-def test_a_value_that_lost_its_option_is_found(desk: Desk) -> None:
+def test_a_value_that_lost_its_option_is_found(writer: ConfigWriter) -> None:
     text = openrlhf(OPENRLHF).replace("--ds.zero_stage 3", "--ds.zero_stage 3 4")
-    assert ("option-unknown", "error") in bad(desk.findings(80, run_sh=text))
+    assert ("option-unknown", "error") in bad(writer.findings(80, run_sh=text))
 
 
-def test_variables_that_the_script_does_not_set_are_not_judged(desk: Desk) -> None:
+def test_variables_that_the_script_does_not_set_are_not_judged(writer: ConfigWriter) -> None:
     text = openrlhf(changed(OPENRLHF, {"train.batch_size": "$TBS", "actor.model_name_or_path": "$MODEL"}))
-    found = desk.findings(80, run_sh=text)
+    found = writer.findings(80, run_sh=text)
     assert bad(found) == [] and ("memory-model", "unchecked") in [(each.id, each.severity) for each in found]
 
 
 # ---------------------------------------------------------------- environment and time-outs
 
 
-def test_exports_that_do_not_reach_workers(desk: Desk) -> None:
-    found = desk.findings(80, run_sh=openrlhf(OPENRLHF, "export NCCL_SOCKET_IFNAME=eth0\nexport EDITOR=vi"))
+def test_exports_that_do_not_reach_workers(writer: ConfigWriter) -> None:
+    found = writer.findings(80, run_sh=openrlhf(OPENRLHF, "export NCCL_SOCKET_IFNAME=eth0\nexport EDITOR=vi"))
     (lost,) = [each for each in found if each.id == "environment-driver-only"]
     assert '"NCCL_SOCKET_IFNAME": "eth0"' in lost.fix and "EDITOR" not in lost.seen
 
 
-def test_variables_of_the_runtime_environment_do(desk: Desk) -> None:
+def test_variables_of_the_runtime_environment_do(writer: ConfigWriter) -> None:
     around = """ray job submit --runtime-env-json='{"env_vars": {"NCCL_SOCKET_IFNAME": "eth0"}}' -- """
     text = openrlhf(OPENRLHF, "export NCCL_SOCKET_IFNAME=eth0", around)
-    assert bad(desk.findings(80, run_sh=text)) == []
-    assert bad(desk.findings(80, run_sh=openrlhf(OPENRLHF, "export NCCL_SOCKET_IFNAME=eth0", ""))) == [], "no Ray job"
+    assert bad(writer.findings(80, run_sh=text)) == []
+    assert bad(writer.findings(80, run_sh=openrlhf(OPENRLHF, "export NCCL_SOCKET_IFNAME=eth0", ""))) == [], "no Ray job"
 
 
 @pytest.mark.parametrize("name", ["NCCL_TIMEOUT", "TORCH_NCCL_TIMEOUT", "DEEPSPEED_TIMEOUT"])
-def test_time_outs_that_nothing_reads(desk: Desk, name: str) -> None:
-    found = desk.findings(80, run_sh=openrlhf(OPENRLHF, f"export {name}=3600"))
+def test_time_outs_that_nothing_reads(writer: ConfigWriter, name: str) -> None:
+    found = writer.findings(80, run_sh=openrlhf(OPENRLHF, f"export {name}=3600"))
     assert ("timeout-unread", "warning") in bad(found)
 
 
 # ---------------------------------------------------------------- memory
 
 
-def test_a_model_that_no_gpu_holds(desk: Desk) -> None:
+def test_a_model_that_no_gpu_holds(writer: ConfigWriter) -> None:
     large = {"actor.model_name_or_path": "meta-llama/Llama-3.1-70B-Instruct", "ds.zero_stage": 2}
-    assert ("memory-training", "error") in bad(desk.findings(80, run_sh=openrlhf(changed(OPENRLHF, large))))
+    assert ("memory-training", "error") in bad(writer.findings(80, run_sh=openrlhf(changed(OPENRLHF, large))))
     offloaded = large | {
         "ds.zero_stage": 3,
         "ds.adam_offload": True,
         "vllm.tensor_parallel_size": 4,
         "vllm.num_engines": 2,
     }
-    assert bad(desk.findings(80, run_sh=openrlhf(changed(OPENRLHF, offloaded)))) == []
+    assert bad(writer.findings(80, run_sh=openrlhf(changed(OPENRLHF, offloaded)))) == []
 
 
-def test_an_engine_whose_weights_do_not_fit(desk: Desk) -> None:
+def test_an_engine_whose_weights_do_not_fit(writer: ConfigWriter) -> None:
     large = {"actor.model_name_or_path": "Qwen/Qwen2.5-72B", "vllm.tensor_parallel_size": 1, "vllm.num_engines": 8}
-    assert ("memory-engine", "error") in bad(desk.findings(80, run_sh=openrlhf(changed(OPENRLHF, large))))
+    assert ("memory-engine", "error") in bad(writer.findings(80, run_sh=openrlhf(changed(OPENRLHF, large))))
 
 
-def test_without_a_gpu_memory_the_size_that_is_needed_is_said(desk: Desk) -> None:
-    found = [each for each in desk.findings(run_sh=openrlhf(OPENRLHF)) if each.id == "memory-training"]
+def test_without_gpu_memory_the_required_size_is_reported(writer: ConfigWriter) -> None:
+    found = [each for each in writer.findings(run_sh=openrlhf(OPENRLHF)) if each.id == "memory-training"]
     assert [each.severity for each in found] == ["note"] and "GPUs from 24 GiB are large enough" in found[0].seen
 
 
@@ -151,13 +151,13 @@ torchrun --nproc_per_node 8 -m $training_commands
 """
 
 
-def test_a_here_document_with_the_options(desk: Desk) -> None:
-    assert bad(desk.findings(80, {"openrlhf": "0.11.2"}, run_sh=SFT.format(batch=256))) == []
-    found = desk.findings(80, {"openrlhf": "0.11.2"}, run_sh=SFT.format(batch=250))
+def test_a_here_document_with_the_options(writer: ConfigWriter) -> None:
+    assert bad(writer.findings(80, {"openrlhf": "0.11.2"}, run_sh=SFT.format(batch=256))) == []
+    found = writer.findings(80, {"openrlhf": "0.11.2"}, run_sh=SFT.format(batch=250))
     assert bad(found) == [("batch-accumulation", "error")] and "run.sh:5: " in found[0].seen
 
 
-def test_variables_are_judged_as_the_environment_lint_does(desk: Desk) -> None:
+def test_variables_are_judged_as_the_environment_lint_does(writer: ConfigWriter) -> None:
     text = openrlhf(OPENRLHF, "export NCCL_DEBUGG=INFO\nexport MY_OWN=1", "")
-    found = desk.findings(80, run_sh=text)
+    found = writer.findings(80, run_sh=text)
     assert bad(found) == [("env-misspelt", "error")] and "run.sh:2: " in found[0].seen

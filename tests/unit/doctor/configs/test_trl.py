@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.doctor.configs.sample_configs import ACCELERATE, DEEPSPEED, TRL, Desk, bad, changed
+from tests.unit.doctor.configs.sample_configs import ACCELERATE, DEEPSPEED, TRL, ConfigWriter, bad, changed
 
 RULES: list[tuple[dict[str, Any], str, str]] = [
     ({"num_generations": 1}, "algorithm-group", "error"),
@@ -39,11 +39,11 @@ RULES: list[tuple[dict[str, Any], str, str]] = [
 NOW = {"trl": "1.16.0", "transformers": "5.23.0"}
 
 
-def test_nothing_is_wrong_with_a_right_one(desk: Desk) -> None:
-    assert bad(desk.findings(80, NOW, grpo_yaml=TRL, acc_yaml=ACCELERATE)) == []
+def test_nothing_is_wrong_with_a_right_one(writer: ConfigWriter) -> None:
+    assert bad(writer.findings(80, NOW, grpo_yaml=TRL, acc_yaml=ACCELERATE)) == []
     assert (
         bad(
-            desk.findings(
+            writer.findings(
                 80,
                 NOW,
                 grpo_yaml=TRL,
@@ -57,14 +57,14 @@ def test_nothing_is_wrong_with_a_right_one(desk: Desk) -> None:
 
 
 @pytest.mark.parametrize(("changes", "id", "severity"), RULES)
-def test_each_rule_finds_what_breaks_it(desk: Desk, changes: dict[str, Any], id: str, severity: str) -> None:
+def test_each_rule_finds_what_breaks_it(writer: ConfigWriter, changes: dict[str, Any], id: str, severity: str) -> None:
     line = "trl grpo --config grpo.yaml\n"
-    found = bad(desk.findings(80, NOW, run_sh=line, grpo_yaml=changed(TRL, changes), acc_yaml=ACCELERATE))
+    found = bad(writer.findings(80, NOW, run_sh=line, grpo_yaml=changed(TRL, changes), acc_yaml=ACCELERATE))
     assert (id, severity) in found, found
 
 
-def test_alone_it_is_not_known_how_many_processes_there_are(desk: Desk) -> None:
-    found = desk.findings(80, NOW, grpo_yaml=changed(TRL, {"num_generations": 6}))
+def test_alone_it_is_not_known_how_many_processes_there_are(writer: ConfigWriter) -> None:
+    found = writer.findings(80, NOW, grpo_yaml=changed(TRL, {"num_generations": 6}))
     assert bad(found) == [] and ("batch-groups", "unchecked") in [(each.id, each.severity) for each in found]
 
 
@@ -73,57 +73,59 @@ LAUNCHED = (
 )
 
 
-def test_the_command_line_is_over_the_yaml_it_names(desk: Desk) -> None:
+def test_the_command_line_is_over_the_yaml_it_names(writer: ConfigWriter) -> None:
     files = {"grpo_yaml": TRL, "acc_yaml": ACCELERATE}
-    assert bad(desk.findings(80, NOW, run_sh=LAUNCHED.format(processes=8, more="--output_dir out"), **files)) == []
-    found = desk.findings(80, NOW, run_sh=LAUNCHED.format(processes=8, more="--num-generations=7"), **files)
+    assert bad(writer.findings(80, NOW, run_sh=LAUNCHED.format(processes=8, more="--output_dir out"), **files)) == []
+    found = writer.findings(80, NOW, run_sh=LAUNCHED.format(processes=8, more="--num-generations=7"), **files)
     assert bad(found) == [("batch-groups", "error")]
 
 
-def test_a_name_that_newer_versions_dropped_is_worth_a_warning_unless_the_version_is_known(desk: Desk) -> None:
+def test_a_name_that_newer_versions_dropped_is_worth_a_warning_unless_the_version_is_known(
+    writer: ConfigWriter,
+) -> None:
     old = changed(TRL, {"warmup_ratio": 0.1})
-    assert bad(desk.findings(80, grpo_yaml=old, acc_yaml=ACCELERATE)) == [("option-gone-later", "warning")]
+    assert bad(writer.findings(80, grpo_yaml=old, acc_yaml=ACCELERATE)) == [("option-gone-later", "warning")]
     then = {"trl": "1.16.0", "transformers": "4.57.6"}
-    assert bad(desk.findings(80, then, grpo_yaml=old, acc_yaml=ACCELERATE)) == []
-    (gone,) = desk.findings(80, NOW, grpo_yaml=old, acc_yaml=ACCELERATE)[:1]
+    assert bad(writer.findings(80, then, grpo_yaml=old, acc_yaml=ACCELERATE)) == []
+    (gone,) = writer.findings(80, NOW, grpo_yaml=old, acc_yaml=ACCELERATE)[:1]
     assert gone.severity == "warning" and "warmup_steps" in gone.fix
-    (gone,) = desk.findings(80, NOW, run_sh="trl grpo --config grpo.yaml\n", grpo_yaml=old, acc_yaml=ACCELERATE)[:1]
+    (gone,) = writer.findings(80, NOW, run_sh="trl grpo --config grpo.yaml\n", grpo_yaml=old, acc_yaml=ACCELERATE)[:1]
     assert gone.severity == "error"
 
 
-def test_a_yaml_alone_may_be_of_a_script_with_options_of_its_own(desk: Desk) -> None:
-    found = desk.findings(80, NOW, grpo_yaml=changed(TRL, {"system_prompt": "Think.", "benchmarks": "x"}))
+def test_a_yaml_alone_may_be_of_a_script_with_options_of_its_own(writer: ConfigWriter) -> None:
+    found = writer.findings(80, NOW, grpo_yaml=changed(TRL, {"system_prompt": "Think.", "benchmarks": "x"}))
     assert bad(found) == [] and [each.id for each in found].count("option-unknown") == 2
 
 
-def test_an_older_trl_counts_groups_and_places_engines_otherwise(desk: Desk) -> None:
+def test_an_older_trl_counts_groups_and_places_engines_otherwise(writer: ConfigWriter) -> None:
     old = {"vllm_device": "auto", "vllm_mode": None, "vllm_enable_sleep_mode": None, "vllm_max_model_length": None}
     then = {"trl": "0.15.2", "transformers": "4.48.3"}
-    assert bad(desk.findings(80, then, grpo_yaml=changed(TRL, old), acc_yaml=ACCELERATE)) == []
-    found = desk.findings(80, then, grpo_yaml=changed(TRL, old | {"num_generations": 64}), acc_yaml=ACCELERATE)
+    assert bad(writer.findings(80, then, grpo_yaml=changed(TRL, old), acc_yaml=ACCELERATE)) == []
+    found = writer.findings(80, then, grpo_yaml=changed(TRL, old | {"num_generations": 64}), acc_yaml=ACCELERATE)
     assert bad(found) == [("batch-groups", "error")], "4 x 8 processes; accumulation does not count"
 
 
-def test_scripts_of_ones_own_have_options_of_their_own(desk: Desk) -> None:
+def test_scripts_of_ones_own_have_options_of_their_own(writer: ConfigWriter) -> None:
     line = (
         "torchrun --nproc_per_node=8 my_sft.py --model_name_or_path Qwen/Qwen2.5-0.5B --my_own 3 --output_dir out {}\n"
     )
-    assert bad(desk.findings(80, NOW, run_sh=line.format("--per_device_train_batch_size 2"))) == []
-    assert bad(desk.findings(80, NOW, run_sh=line.format("--per_device_train_batch_sise 2"))) == [
+    assert bad(writer.findings(80, NOW, run_sh=line.format("--per_device_train_batch_size 2"))) == []
+    assert bad(writer.findings(80, NOW, run_sh=line.format("--per_device_train_batch_sise 2"))) == [
         ("option-misspelt", "warning")
     ]
 
 
-def test_trl_has_a_command_of_its_own(desk: Desk) -> None:
+def test_trl_has_a_command_of_its_own(writer: ConfigWriter) -> None:
     line = "trl grpo --config grpo.yaml --num_processes 6\n"
-    assert bad(desk.findings(80, NOW, run_sh=line, grpo_yaml=TRL)) == []
+    assert bad(writer.findings(80, NOW, run_sh=line, grpo_yaml=TRL)) == []
     assert ("batch-groups", "error") in bad(
-        desk.findings(80, NOW, run_sh=line.replace("6", "7"), grpo_yaml=changed(TRL, {"num_generations": 16}))
+        writer.findings(80, NOW, run_sh=line.replace("6", "7"), grpo_yaml=changed(TRL, {"num_generations": 16}))
     )
 
 
-def test_files_that_are_named_and_missing_are_told(desk: Desk) -> None:
-    found = desk.findings(
+def test_missing_files_are_reported(writer: ConfigWriter) -> None:
+    found = writer.findings(
         80, NOW, run_sh="accelerate launch --config_file acc.yaml train_grpo.py --config g.yaml --output_dir o\n"
     )
     assert [each.id for each in found].count("file-missing") == 2 and bad(found) == []
@@ -159,17 +161,17 @@ FSDP: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(("changes", "id", "severity"), ACCELERATE_RULES)
-def test_rules_of_accelerate(desk: Desk, changes: dict[str, Any], id: str, severity: str) -> None:
-    assert bad(desk.findings(acc_yaml=ACCELERATE)) == []
-    assert (id, severity) in bad(desk.findings(acc_yaml=changed(ACCELERATE, changes)))
+def test_rules_of_accelerate(writer: ConfigWriter, changes: dict[str, Any], id: str, severity: str) -> None:
+    assert bad(writer.findings(acc_yaml=ACCELERATE)) == []
+    assert (id, severity) in bad(writer.findings(acc_yaml=changed(ACCELERATE, changes)))
 
 
-def test_rules_of_fsdp(desk: Desk) -> None:
-    assert bad(desk.findings(acc_yaml=FSDP)) == []
-    found = bad(desk.findings(acc_yaml=changed(FSDP, {"fsdp_config.fsdp_sync_module_states": False})))
+def test_rules_of_fsdp(writer: ConfigWriter) -> None:
+    assert bad(writer.findings(acc_yaml=FSDP)) == []
+    found = bad(writer.findings(acc_yaml=changed(FSDP, {"fsdp_config.fsdp_sync_module_states": False})))
     assert found == [("accelerate-fsdp", "error")]
     found = bad(
-        desk.findings(
+        writer.findings(
             acc_yaml=changed(FSDP, {"fsdp_config.fsdp_version": 2, "fsdp_config.fsdp_forward_prefetch": True})
         )
     )
@@ -207,15 +209,15 @@ DEEPSPEED_RULES: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("changes", "id", "severity"), DEEPSPEED_RULES)
-def test_rules_of_deepspeed(desk: Desk, changes: dict[str, Any], id: str, severity: str) -> None:
-    assert bad(desk.findings(ds_json=DEEPSPEED | ALONE)) == []
-    found = bad(desk.findings(ds_json=changed(DEEPSPEED | ALONE, changes)))
+def test_rules_of_deepspeed(writer: ConfigWriter, changes: dict[str, Any], id: str, severity: str) -> None:
+    assert bad(writer.findings(ds_json=DEEPSPEED | ALONE)) == []
+    found = bad(writer.findings(ds_json=changed(DEEPSPEED | ALONE, changes)))
     assert (id, severity) in found, found
 
 
-def test_a_key_that_stands_twice(desk: Desk) -> None:
+def test_a_key_that_stands_twice(writer: ConfigWriter) -> None:
     text = '{"train_batch_size": 8,\n "zero_optimization": {"stage": 1,\n "stage": 2}}'
-    (found,) = [each for each in desk.findings(ds_json=text) if each.id == "deepspeed-doubled"]
+    (found,) = [each for each in writer.findings(ds_json=text) if each.id == "deepspeed-doubled"]
     assert "ds.json:3: duplicate key zero_optimization.stage" in found.seen
 
 
@@ -233,9 +235,11 @@ def test_a_key_that_stands_twice(desk: Desk) -> None:
         ({"optimizer": {"type": "AdamW", "params": {"lr": 1e-5}}}, "the Trainer's learning_rate is 1e-06"),
     ],
 )
-def test_what_deepspeed_and_the_trainer_say_differently(desk: Desk, changes: dict[str, Any], told: str) -> None:
+def test_what_deepspeed_and_the_trainer_say_differently(
+    writer: ConfigWriter, changes: dict[str, Any], told: str
+) -> None:
     yaml = changed(ACCELERATE, {"deepspeed_config": {"deepspeed_config_file": "ds.json"}, "mixed_precision": None})
-    found = desk.findings(
+    found = writer.findings(
         80, NOW, grpo_yaml=changed(TRL, {"bf16": True}), acc_yaml=yaml, ds_json=changed(DEEPSPEED, changes)
     )
     (mismatch,) = [each for each in found if each.id == "deepspeed-mismatch"]

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.doctor.configs.sample_configs import VERL, Desk, bad, changed, verl
+from tests.unit.doctor.configs.sample_configs import VERL, ConfigWriter, bad, changed, verl
 
 A, R, F = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
 DYNAMIC = {f"{A}.use_dynamic_bsz": True, f"{A}.ppo_micro_batch_size_per_gpu": None}
@@ -54,80 +54,80 @@ RULES: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
-def test_nothing_is_wrong_with_a_right_one(desk: Desk) -> None:
-    assert bad(desk.findings(80, run_sh=verl(VERL))) == []
+def test_nothing_is_wrong_with_a_right_one(writer: ConfigWriter) -> None:
+    assert bad(writer.findings(80, run_sh=verl(VERL))) == []
 
 
 @pytest.mark.parametrize(("changes", "id", "severity"), RULES)
-def test_each_rule_finds_what_breaks_it(desk: Desk, changes: dict[str, Any], id: str, severity: str) -> None:
-    found = bad(desk.findings(80, {"verl": "0.9.1"}, run_sh=verl(changed(VERL, changes))))
+def test_each_rule_finds_what_breaks_it(writer: ConfigWriter, changes: dict[str, Any], id: str, severity: str) -> None:
+    found = bad(writer.findings(80, {"verl": "0.9.1"}, run_sh=verl(changed(VERL, changes))))
     assert (id, severity) in found, found
 
 
-def test_the_same_holds_for_a_yaml(desk: Desk) -> None:
+def test_the_same_holds_for_a_yaml(writer: ConfigWriter) -> None:
     tree: dict[str, Any] = {}
     for name, value in VERL.items():
         inside = tree
         for part in name.split(".")[:-1]:
             inside = inside.setdefault(part, {})
         inside[name.split(".")[-1]] = value
-    assert bad(desk.findings(80, ppo_yaml=tree)) == []
+    assert bad(writer.findings(80, ppo_yaml=tree)) == []
     tree["data"]["train_batch_size"] = 255
-    (found,) = [each for each in desk.findings(80, ppo_yaml=tree) if each.id == "batch-ranks"]
-    line = (desk.folder / "ppo.yaml").read_text().splitlines().index("  train_batch_size: 255") + 1
+    (found,) = [each for each in writer.findings(80, ppo_yaml=tree) if each.id == "batch-ranks"]
+    line = (writer.folder / "ppo.yaml").read_text().splitlines().index("  train_batch_size: 255") + 1
     assert f"ppo.yaml:{line}: " in found.seen
 
 
-def test_megatron_counts_its_own_ranks(desk: Desk) -> None:
+def test_megatron_counts_its_own_ranks(writer: ConfigWriter) -> None:
     sizes = {f"{A}.megatron.tensor_model_parallel_size": 2, f"{A}.megatron.pipeline_model_parallel_size": 2}
-    assert bad(desk.findings(80, run_sh=verl(changed(VERL, MEGATRON | sizes)))) == []
+    assert bad(writer.findings(80, run_sh=verl(changed(VERL, MEGATRON | sizes)))) == []
     sizes |= {f"{A}.megatron.context_parallel_size": 3}
-    assert ("parallel-sizes", "error") in bad(desk.findings(80, run_sh=verl(changed(VERL, MEGATRON | sizes))))
+    assert ("parallel-sizes", "error") in bad(writer.findings(80, run_sh=verl(changed(VERL, MEGATRON | sizes))))
 
 
-def test_added_keys_are_taken_and_near_misses_among_them_told(desk: Desk) -> None:
-    assert bad(desk.findings(80, run_sh=verl(VERL, more="+data.my_own=3 "))) == []
-    found = desk.findings(80, run_sh=verl(VERL, more=f"+{R}.gpu_memory_utilisation=0.5 "))
+def test_added_keys_are_accepted_and_near_misses_reported(writer: ConfigWriter) -> None:
+    assert bad(writer.findings(80, run_sh=verl(VERL, more="+data.my_own=3 "))) == []
+    found = writer.findings(80, run_sh=verl(VERL, more=f"+{R}.gpu_memory_utilisation=0.5 "))
     assert bad(found) == [("option-misspelt", "warning")]
 
 
-def test_interpolations_are_followed(desk: Desk) -> None:
+def test_interpolations_are_followed(writer: ConfigWriter) -> None:
     text = (
         verl(changed(VERL, {f"{R}.max_model_len": "${data.max_response_length}"}))
         .replace('"${', "'${")
         .replace('h}"', "h}'")
     )
-    assert ("length-engine", "warning") in bad(desk.findings(80, run_sh=text))
+    assert ("length-engine", "warning") in bad(writer.findings(80, run_sh=text))
 
 
-def test_a_word_that_is_no_override(desk: Desk) -> None:
-    assert ("option-unknown", "error") in bad(desk.findings(80, run_sh=verl(VERL, more="trainer.nnodes ")))
+def test_a_word_that_is_no_override(writer: ConfigWriter) -> None:
+    assert ("option-unknown", "error") in bad(writer.findings(80, run_sh=verl(VERL, more="trainer.nnodes ")))
 
 
-def test_nccl_timeout_reached_workers_once(desk: Desk) -> None:
+def test_nccl_timeout_reached_workers_once(writer: ConfigWriter) -> None:
     text = verl(changed(VERL, {"actor_rollout_ref.nccl_timeout": 3600}))
-    found = desk.findings(80, {"verl": "0.6.1"}, run_sh=text)
+    found = writer.findings(80, {"verl": "0.6.1"}, run_sh=text)
     assert [each.severity for each in found if each.id.startswith("timeout")] == ["note"]
     as_it_is = verl(changed(VERL, {"actor_rollout_ref.nccl_timeout": 600}))
-    assert bad(desk.findings(80, {"verl": "0.9.1"}, run_sh=as_it_is)) == [], "PyTorch's own"
+    assert bad(writer.findings(80, {"verl": "0.9.1"}, run_sh=as_it_is)) == [], "PyTorch's own"
 
 
-def test_exports_on_several_nodes(desk: Desk) -> None:
+def test_exports_on_several_nodes(writer: ConfigWriter) -> None:
     two = changed(VERL, {"trainer.nnodes": 2})
     before = "export NCCL_IB_HCA=mlx5"
-    assert ("environment-driver-only", "warning") in bad(desk.findings(80, run_sh=verl(two, before)))
+    assert ("environment-driver-only", "warning") in bad(writer.findings(80, run_sh=verl(two, before)))
     given = "+ray_kwargs.ray_init.runtime_env.env_vars.NCCL_IB_HCA=mlx5 "
-    assert bad(desk.findings(80, run_sh=verl(two, before, more=given))) == []
-    assert bad(desk.findings(80, run_sh=verl(VERL, before))) == [], "one node"
+    assert bad(writer.findings(80, run_sh=verl(two, before, more=given))) == []
+    assert bad(writer.findings(80, run_sh=verl(VERL, before))) == [], "one node"
 
 
-def test_another_program_is_judged_by_what_it_shares(desk: Desk) -> None:
+def test_another_program_is_judged_by_what_it_shares(writer: ConfigWriter) -> None:
     text = verl(changed(VERL, {"data.gen_batch_size_of_mine": 3}), program="recipe.dapo.main_dapo")
-    found = desk.findings(80, run_sh=text)
+    found = writer.findings(80, run_sh=text)
     assert bad(found) == [] and "program-unknown" in [each.id for each in found]
 
 
-def test_branches_that_may_not_be_taken_change_nothing(desk: Desk) -> None:
+def test_branches_that_may_not_be_taken_change_nothing(writer: ConfigWriter) -> None:
     before = """N=${N:-8}
 DEVICE=$(python -c 'print(1)')
 case "${DEVICE}" in
@@ -141,4 +141,4 @@ if [ "$DEVICE" = x ]; then
     N=3
 fi
 [ "$DEVICE" = y ] && N=5 || N=6"""
-    assert bad(desk.findings(80, run_sh=verl(changed(VERL, {"trainer.n_gpus_per_node": "${N}"}), before))) == []
+    assert bad(writer.findings(80, run_sh=verl(changed(VERL, {"trainer.n_gpus_per_node": "${N}"}), before))) == []

@@ -155,7 +155,7 @@ def test_what_workers_do_not_see() -> None:
         lint_environments([shell], launcher="x")
 
 
-def test_nothing_wrong_is_said_once() -> None:
+def test_one_ok_without_a_problem() -> None:
     findings = found({"NCCL_DEBUG": "WARN", "HOME": "/root"})
     assert [(each.id, each.severity) for each in findings] == [("env-fine", "ok")]
     assert findings[0].seen.startswith("1 variable")
@@ -299,7 +299,7 @@ def test_no_environment_is_too_odd(values: dict[str, str], versions: dict[str, s
     )
 
 
-def test_a_thousand_hosts_are_looked_at_in_seconds() -> None:
+def test_a_thousand_hosts_are_judged_in_seconds() -> None:
     values = dict.fromkeys(sorted(load_variables().known)[:200], "1") | {
         f"NCCL_SOCKET_IFNAMES_{i}X": "1" for i in range(50)
     }

@@ -1,4 +1,4 @@
-"""What is said of the environment of an incident's processes."""
+"""Findings about the environments of an incident's processes."""
 
 import json
 from pathlib import Path
@@ -55,7 +55,7 @@ def test_findings_are_written_into_the_folder_and_shown_by_the_report(tmp_path: 
     assert told.exit_code == 0 and "environment: nothing reads NCCL_TIMEOUT=3600" in " ".join(told.output.split())
 
 
-def test_a_folder_without_an_environment_disturbs_nobody(tmp_path: Path) -> None:
+def test_a_folder_without_an_environment_has_no_findings(tmp_path: Path) -> None:
     assert (
         write_incident_findings(tmp_path) == [] and findings_sentence([]) == "" and environment_findings(tmp_path) == []
     )

@@ -49,7 +49,7 @@ def an_example(when: ValueCondition) -> str:
 
 
 @pytest.mark.parametrize("variable", KNOWN, ids=lambda each: each.name)
-def test_what_it_says_fits_together(variable: EnvironmentVariable) -> None:
+def test_facts_are_consistent(variable: EnvironmentVariable) -> None:
     assert not value_problem(variable, variable.default) or not variable.default
     assert all(not value_problem(variable, value) for value in variable.values)
     if variable.renamed is not None:
@@ -66,7 +66,7 @@ def test_what_it_says_fits_together(variable: EnvironmentVariable) -> None:
 
 
 @pytest.mark.parametrize("variable", [each for each in READ if each.left_on], ids=lambda each: each.name)
-def test_what_hurts_is_told(variable: EnvironmentVariable) -> None:
+def test_harmful_values_are_reported(variable: EnvironmentVariable) -> None:
     for harm in variable.left_on:
         job = JobTraits(several=True, cuda=True, gpus=("NVIDIA GeForce RTX 4090",) if harm.gpus else ())
         findings = lint_environments([ProcessEnvironment("", {variable.name: an_example(harm.when)})], job=job)
@@ -74,7 +74,7 @@ def test_what_hurts_is_told(variable: EnvironmentVariable) -> None:
 
 
 @pytest.mark.parametrize("variable", [each for each in READ if each.conflicts], ids=lambda each: each.name)
-def test_contradictions_are_told(variable: EnvironmentVariable) -> None:
+def test_contradictions_are_reported(variable: EnvironmentVariable) -> None:
     for conflict in variable.conflicts:
         values = {variable.name: an_example(conflict.when), conflict.other: an_example(conflict.other_when)}
         findings = lint_environments([ProcessEnvironment("", values)])
@@ -82,14 +82,14 @@ def test_contradictions_are_told(variable: EnvironmentVariable) -> None:
 
 
 @pytest.mark.parametrize("variable", [each for each in KNOWN if not each.readers], ids=lambda each: each.name)
-def test_what_nobody_reads_is_told_with_what_is_meant(variable: EnvironmentVariable) -> None:
+def test_unread_variables_are_reported_with_the_right_one(variable: EnvironmentVariable) -> None:
     found = [
         each for each in lint_environments([ProcessEnvironment("", {variable.name: "1"})]) if each.id == "env-unread"
     ]
     assert len(found) == 1 and found[0].fix and found[0].source
 
 
-def test_every_source_is_named_and_nobody_is_named_twice() -> None:
+def test_every_source_is_named_once() -> None:
     assert all(each.sources for each in KNOWN)
     assert len(KNOWN) > 200 and len(TABLE.names) > 1500
     assert {each.library for each in TABLE.libraries} >= {
