@@ -1,4 +1,4 @@
-"""Small made-up logs of jobs, as launchers and frameworks print them."""
+"""Small synthetic logs of jobs, in the formats of launchers and frameworks."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,7 +34,7 @@ def waited(rank: int, operation: str, *, line: int, function: str = "train", las
 
 
 def watchdog(rank: int, seq: int, operation: str = "ALLREDUCE", numel: int = 1000, at: str = "14:30:00") -> list[str]:
-    """What NCCL's watchdog says of a time-out."""
+    """The watchdog's report of a timeout."""
     stamp = f"[rank{rank}]:[E1121 {at}.000000000 ProcessGroupNCCL.cpp:629]"
     said = (
         f"Watchdog caught collective operation timeout: WorkNCCL(SeqNum={seq}, OpType={operation}, NumelIn={numel}, "
@@ -44,7 +44,7 @@ def watchdog(rank: int, seq: int, operation: str = "ALLREDUCE", numel: int = 100
 
 
 def state(rank: int, enqueued: int, completed: int, at: str = "14:30:01") -> list[str]:
-    """What a rank says of its group when another one timed out."""
+    """A rank's report about its group after another rank timed out."""
     return [
         f"[rank{rank}]:[E1121 {at}.000000000 ProcessGroupNCCL.cpp:1681] [PG ID 0 PG GUID 0(default_pg) Rank {rank}] "
         "Received a dump signal due to a collective timeout from rank 0 and we will try our best to dump the debug "

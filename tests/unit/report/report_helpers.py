@@ -1,4 +1,4 @@
-"""A run as it looks afterwards: synthetic metrics with the shape and the noise of real ones."""
+"""A finished run with synthetic metrics of realistic shape and noise."""
 
 import math
 import random

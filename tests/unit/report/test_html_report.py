@@ -52,7 +52,7 @@ def page(tmp_path_factory) -> str:
         return write_report(ledger, "finished").read_text()
 
 
-def test_it_is_a_whole_page_that_needs_nothing_else(page):
+def test_the_page_is_self_contained(page):
     parsed = Page(page)
     assert parsed.open == []
     assert not {"script", "link", "img", "iframe", "image", "object"} & set(parsed.tags)
@@ -67,7 +67,7 @@ def test_light_and_dark(page):
     assert not re.findall(r"(?:fill|stroke): ?#[0-9a-f]{6}", drawn)  # no colour that one of the two would hide
 
 
-def test_what_is_on_it(page):
+def test_contents_of_the_page(page):
     text = " ".join(Page(page).text)
     for expected in (
         "grpo-sort", "finished", "Exact match on held-out prompts", "Reward by term", "KL to the reference", "Entropy",
@@ -107,7 +107,7 @@ def test_a_run_that_has_done_nothing_yet(tmp_path):
     assert Page(text).open == []
 
 
-def test_a_reader_can_write_it_while_the_run_goes_on(tmp_path):
+def test_a_reader_can_write_it_during_the_run(tmp_path):
     with make_run(tmp_path / "run", steps=2), Ledger.reader(tmp_path / "run") as reader:
         assert write_report(reader).exists()
 
@@ -155,7 +155,7 @@ def test_curves(tmp_path):
     assert [step for step, _ in curves["reward/mean"]] == list(range(1, 41))
 
 
-def test_values_that_are_no_numbers_leave_gaps():
+def test_non_finite_values_leave_gaps():
     curve = [(0, 1.0), (1, math.nan), (2, math.inf), (3, 2.0)]
     drawn = draw_chart(Chart("x", ("a", "b"), log=True), {"a": curve, "b": [(0, math.nan)]})
     assert drawn is not None and drawn.legend == [("a", 1, "2")]

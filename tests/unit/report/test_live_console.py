@@ -47,7 +47,7 @@ def test_plain_lines_where_there_is_no_terminal():
     assert last.endswith("exact match 0.5 → 0.75; run: runs/sort, report: runs/sort/report.html")
 
 
-def test_quiet_says_what_must_be_said():
+def test_quiet_prints_warnings_and_the_last_line():
     stream = io.StringIO()
     console = LiveConsole("sort", Path("runs/sort"), 20, stream=stream, terminal=False, quiet=True)
     console.start()
@@ -73,7 +73,7 @@ def test_the_live_block():
     assert "rollout" in text and "128/512 tokens" in text and "waits: reward-0 (queue) for 12s" in text
 
 
-def test_who_is_awaited_is_told_seldom_where_lines_stay(monkeypatch):
+def test_waits_are_printed_rarely_without_a_live_block(monkeypatch):
     now = [0.0]
     monkeypatch.setattr("lockstep.report.live_console.time.monotonic", lambda: now[0])
     stream = io.StringIO()
@@ -88,7 +88,7 @@ def test_who_is_awaited_is_told_seldom_where_lines_stay(monkeypatch):
     assert stream.getvalue().startswith("start waits for engine-0 (start) for 2s")
 
 
-def test_who_is_awaited_before_the_first_step():
+def test_waits_before_the_first_step():
     console = LiveConsole("sort", Path("runs/sort"), 20, terminal=True, stream=io.StringIO())
     console.stage("start")
     console.show_wait("policy-0 (load the model) for 3s: policy-0 is in stage setup")
@@ -105,7 +105,7 @@ def test_who_is_awaited_before_the_first_step():
     assert quiet.getvalue() == ""
 
 
-def test_the_terminal_is_given_back():
+def test_the_live_block_is_removed():
     stream = io.StringIO()
     with LiveConsole("sort", Path("runs/sort"), 20, terminal=True, stream=stream) as console:
         console.start()
@@ -187,7 +187,7 @@ def test_summary(tmp_path):
     assert summary["tokens"] > 40 * 256 * 9 and summary["versions"]["torch"]
 
 
-def test_the_summary_of_a_resumed_run_tells_of_this_attempt(tmp_path):
+def test_the_summary_of_a_resumed_run_covers_this_attempt(tmp_path):
     """An attempt that was killed after step 5 leaves metrics of steps that the next one has not come to again."""
     folder = tmp_path / "run"
     with Ledger.create(folder, {"name": "x", "steps": 9}) as ledger:
@@ -212,7 +212,7 @@ def test_summary_of_a_run_that_did_nothing(tmp_path):
     assert summary["steps"]["done"] == 0 and summary["tokens"] == 0 and summary["last"] == {}
 
 
-def test_top_has_suspects_on_top_and_says_who_is_behind():
+def test_top_lists_suspects_first_and_marks_late_ranks():
     def rank(number: int, entered: int, operation: str) -> ProcessRow:
         behind = (CommunicatorRow("fsdp", entered, entered, operation, 41.0),)
         return ProcessRow(

@@ -86,7 +86,7 @@ def test_the_sinks_of_a_run(tmp_path):
     assert read_back(tmp_path / "tensorboard", "x") == [(1, 2)]
 
 
-def test_a_row_that_is_no_number_is_refused(tmp_path):
+def test_a_non_numeric_row_is_rejected(tmp_path):
     with pytest.raises(ValueError):
         JsonlSink(tmp_path / "m.jsonl").write(0, {"x": "many"})  # type: ignore[dict-item]
 
@@ -98,8 +98,8 @@ def test_the_report_imports_no_torch():
 
 
 @pytest.mark.parametrize("make", [lambda folder: JsonlSink(folder / "m.jsonl"), TensorBoardSink], ids=["jsonl", "tb"])
-def test_closing_without_room_does_not_take_the_place_of_the_error(tmp_path, make):
-    """A row that found no room waits in the file's buffer, and closing tries to write it again."""
+def test_closing_on_a_full_disk_does_not_mask_the_error(tmp_path, make):
+    """A row without space stays in the file's buffer, and closing tries to write it again."""
     sink = make(tmp_path)
     descriptor = os.open("/dev/full", os.O_WRONLY)
     os.dup2(descriptor, sink._file.fileno())

@@ -17,12 +17,12 @@ def test_progress_is_summed_over_the_role_that_moved_last():
     assert stage_activity(rows) == StageActivity(40, 200, "tokens", "")
 
 
-def test_counters_that_are_done_or_of_the_dead_say_nothing():
+def test_finished_counters_and_those_of_dead_processes_are_ignored():
     rows = [row("a", counters=(tokens(100),)), row("b", alive=False, counters=(tokens(5),)), row("c")]
     assert stage_activity(rows) == StageActivity()
 
 
-def test_the_controllers_wait_is_told_once_nothing_moves():
+def test_the_controllers_wait_is_shown_once_nothing_moves():
     def wait(stalled_s: float) -> WaitRow:
         return WaitRow("future", "engine-0", "completions", 12.0, stalled_s, None, "MainThread")
 

@@ -1,4 +1,4 @@
-"""W&B (offline, and with no server to be had), MLflow (a folder) and Prometheus (a real scrape)."""
+"""W&B (offline, and without a reachable server), MLflow (a folder) and Prometheus (a real scrape)."""
 
 import json
 import os
@@ -63,7 +63,7 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def written(folder: Path, count: int) -> list[dict[str, Any]]:
-    """W&B's own process writes when it comes to it, within a process's life."""
+    """W&B's own process writes asynchronously."""
     until = time.monotonic() + 30
     while len(rows := rows_of(folder)) < count and time.monotonic() < until:
         time.sleep(0.1)
@@ -178,7 +178,7 @@ def test_prometheus_scrapes_the_last_values() -> None:
         scrape(exporter)
 
 
-def test_a_port_that_is_taken_leaves_the_run_alone(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_taken_port_does_not_stop_the_run(caplog: pytest.LogCaptureFixture) -> None:
     pytest.importorskip("prometheus_client")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -208,7 +208,7 @@ class Stubborn:
         self.ended = reason
 
 
-def test_a_tracker_that_raises_is_told_once_and_gets_the_later_rows(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_tracker_is_logged_once_and_gets_later_rows(caplog: pytest.LogCaptureFixture) -> None:
     sink = Stubborn(raises=3)
     behind = BackgroundSink("wandb", lambda: sink, (KEY,))
     for step in range(5):
@@ -245,7 +245,9 @@ def test_a_tracker_that_hangs_slows_nothing(monkeypatch: pytest.MonkeyPatch, cap
     assert "did not accept the last metrics within 0.3 s" in caplog.text and "rows of metrics" in caplog.text
 
 
-def test_what_is_missing_is_refused_before_a_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_packages_and_keys_are_rejected_before_the_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(
         trackers, "_PACKAGES", {"wandb": "no_such_package_here", "mlflow": "json", "prometheus": "json"}
     )

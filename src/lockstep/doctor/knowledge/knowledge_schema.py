@@ -175,20 +175,20 @@ class KnowledgeFile(_KnowledgeModel):
 
 
 JOB_TRAITS = {
-    "ended_well": "the last attempt says that it is done, and nothing fatal came after that",
-    "running": "no end is to be seen: counters moved on after whatever failed",
+    "ended_well": "the last attempt reports success, and nothing fatal follows",
+    "running": "no end is visible: counters kept moving after all failures",
     "progressed": "steps were made before the first failure",
     "collective_timeout": "a rank timed out in a collective",
     "peer_lost": "a rank lost the connection to a peer",
     "first_collective": "it was the first collective of the group that timed out",
     "scalar": "the collective that timed out had one element: a barrier, a flag, a loss",
-    "silent_ranks": "some ranks did not report the time-out that their peers report",
+    "silent_ranks": "some ranks did not report the timeout that their peers report",
     "mismatch": "the ranks called different collectives, or with different shapes",
-    "saving": "a checkpoint was begun and not finished when the ranks waited",
-    "crashed": "a process ended with a crash, a signal or an exit code that is not zero",
+    "saving": "a checkpoint had begun and not finished when the ranks waited",
+    "crashed": "a process ended with a crash, a signal or a non-zero exit code",
     "exception": "a rank raised an exception that no collective raised",
     "one_rank": "only one rank or process is known",
     "many_hosts": "more than one host takes part",
-    "foreign_address": "a connection was tried to an address outside of the networks that Ray knows the hosts in",
+    "foreign_address": "a connection was attempted to an address outside the networks of Ray's hosts",
 }
 """What `story:` in a condition may name."""

@@ -1,4 +1,4 @@
-"""Who is named."""
+"""Which culprits are named."""
 
 from pathlib import Path
 
@@ -102,7 +102,7 @@ def test_the_head_that_does_not_answer_is_named_and_not_its_clients(tmp_path: Pa
     assert verdict.cause == "ray_node_or_gcs" and names(verdict) == ["10.1.0.3"]
 
 
-def test_a_master_whose_name_does_not_resolve_is_named_by_the_line_that_tells_it(tmp_path: Path) -> None:
+def test_an_unresolvable_master_is_named_from_its_line(tmp_path: Path) -> None:
     lines = ["ValueError: host not found: Name or service not known"]
     told = ["2026-11-21 14:10:00,000 INFO main(batch_size=12, master=sft-master-0:23456)", *lines]
     verdict = judged(tmp_path / "told", **{"sft-worker-1": told})
@@ -111,7 +111,7 @@ def test_a_master_whose_name_does_not_resolve_is_named_by_the_line_that_tells_it
     assert alone.cause == "master_unreachable" and names(alone) == [3]
 
 
-def test_who_lost_the_store_had_come_to_the_rendezvous(tmp_path: Path) -> None:
+def test_a_rank_that_lost_the_store_had_joined(tmp_path: Path) -> None:
     short = "[rank0]: DistStoreError: Timed out after 9 seconds waiting for clients. 4/6 clients joined."
     gone = [f"[rank{rank}]: torch.distributed.DistNetworkError: failed to recv, got 0 bytes" for rank in (4, 5)]
     files = {"gn-1": [short], "gn-2": ["installing packages"], "gn-3": gone}
@@ -179,14 +179,14 @@ _KIT = "/venv/lib/python3.11/site-packages/kit/make.py"
         ),
     ],
 )  # fmt: skip
-def test_an_argument_that_a_library_gives_and_one_that_the_user_gives(
+def test_arguments_from_a_library_and_from_the_user(
     tmp_path: Path, last: str, frames: tuple[tuple[str, int, str, str], ...], cause: str
 ) -> None:
     assert judged(tmp_path, job=raised(0, last, *frames)).cause == cause
 
 
 def test_an_exception_of_a_rank_needs_no_heading(tmp_path: Path) -> None:
-    """Loggers and those who post logs leave the frames out."""
+    """Loggers and excerpts omit the frames."""
     lines = ["[rank2]: FileNotFoundError: [Errno 2] No such file or directory: '/data/train.jsonl'"]
     verdict = judged(tmp_path / "file", job=[*steps(0, 5), *lines])
     assert verdict.cause == "storage_fault" and names(verdict) == [2]
@@ -233,11 +233,11 @@ XIDS = [
           "clients joined."], ["node-2"]),
     ],
 )  # fmt: skip
-def test_who_a_message_names(tmp_path: Path, lines: list[str], origin: list[int | str]) -> None:
+def test_a_culprit_named_in_a_message(tmp_path: Path, lines: list[str], origin: list[int | str]) -> None:
     assert names(judged(tmp_path, job=[*steps(0, 5), *lines])) == origin
 
 
-def test_who_listens_on_the_loopback_address_has_the_wrong_interface(tmp_path: Path) -> None:
+def test_listening_on_the_loopback_address_is_the_wrong_interface(tmp_path: Path) -> None:
     lines = [
         f"(Wrapper pid=4{rank}, ip=10.7.1.{rank}) [rank{rank}]: RuntimeError: Gloo connectFullMesh failed with "
         f"[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:152] timed out connecting: SO_ERROR: refused, "
@@ -269,7 +269,7 @@ def test_a_traceback_in_torchruns_summary_is_its_ranks(tmp_path: Path) -> None:
         assert verdict.cause == "rank_exception_masked" and names(verdict) == [11], prefix
 
 
-def test_a_task_that_is_no_rank_is_its_host(tmp_path: Path) -> None:
+def test_a_task_without_a_rank_is_its_host(tmp_path: Path) -> None:
     lines = [
         "0: [rank3]: RuntimeError: NCCL communicator was aborted on rank 3.",
         "1: slurmstepd: error: execve(): /envs/rl/bin/torchrun: No such file or directory",
@@ -278,14 +278,14 @@ def test_a_task_that_is_no_rank_is_its_host(tmp_path: Path) -> None:
     assert names(judged(tmp_path, job=lines)) == ["gpu-b02"]
 
 
-def test_a_number_that_nobody_has_among_many_who_timed_out_is_silent(tmp_path: Path) -> None:
+def test_a_missing_rank_number_among_many_timeouts_is_silent(tmp_path: Path) -> None:
     said = [line for rank in range(16) if rank != 3 for line in watchdog(rank, seq=55)]
     assert names(judged(tmp_path / "one", job=said)) == [3]
     said = [line for rank in range(16) if rank % 2 for line in watchdog(rank, seq=55)]
     assert names(judged(tmp_path / "half", job=said)) == []
 
 
-def test_who_is_waited_for_prepares_data(tmp_path: Path) -> None:
+def test_the_awaited_rank_prepares_data(tmp_path: Path) -> None:
     last = (
         "RuntimeError: [1] is setting up NCCL communicator and retrieving ncclUniqueId from [0] via c10d key-value "
         "store by key '0', but store->get('0') got error: Socket Timeout"
@@ -296,7 +296,7 @@ def test_who_is_waited_for_prepares_data(tmp_path: Path) -> None:
     assert verdict.cause == "slow_rank_preprocess" and names(verdict) == [0]
 
 
-def test_the_first_who_ended_is_to_blame_for_what_nobody_says(tmp_path: Path) -> None:
+def test_the_first_ended_rank_is_the_culprit_if_no_line_names_one(tmp_path: Path) -> None:
     lines = [
         "tracker: Network error (ConnectTimeout), entering retry loop.",
         "requests.exceptions.ReadTimeout: Read timed out.",
@@ -311,7 +311,7 @@ def test_the_first_who_ended_is_to_blame_for_what_nobody_says(tmp_path: Path) ->
     assert verdict.cause == "remote_service_timeout" and names(verdict) == [11]
 
 
-def test_a_container_that_says_every_line_is_not_to_blame_where_a_rank_fell(tmp_path: Path) -> None:
+def test_a_container_common_to_all_lines_is_not_the_culprit(tmp_path: Path) -> None:
     lines = [
         "Fatal Python error: Segmentation fault",
         "E0611 10:45:14.690000 331 torch/distributed/elastic/multiprocessing/api.py:869] failed (exitcode: -11) "

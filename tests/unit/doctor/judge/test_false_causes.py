@@ -1,4 +1,4 @@
-"""What looks like a cause and is none: lists of guesses, ends, waits of an engine; and ends that tell nothing else."""
+"""Lines that look like causes and are not: lists of guesses, kills, waits of an engine."""
 
 from pathlib import Path
 
@@ -27,7 +27,7 @@ def judged(folder: Path, **files: list[str]) -> Verdict:
         ("python: Bus error (core dumped)", "shm_too_small"),
     ],
 )
-def test_a_list_of_possible_causes_is_no_evidence(tmp_path: Path, said: str, cause: str) -> None:
+def test_a_list_of_possible_causes_is_not_evidence(tmp_path: Path, said: str, cause: str) -> None:
     verdict = judged(tmp_path, driver=[*steps(0, 9), said])
     assert verdict.cause == cause
     if cause == "ray_node_or_gcs":
@@ -51,7 +51,7 @@ def test_an_engine_that_waits_for_its_worker_does_not_accuse_the_path_between_gp
     "end",
     ["slurmstepd: error: *** STEP 4410.0 ON gpu-03 CANCELLED AT 2026-11-21T14:20:21 ***", "Terminated"],
 )
-def test_an_end_from_outside_counts_where_nothing_failed_before(tmp_path: Path, end: str) -> None:
+def test_an_external_kill_counts_if_nothing_failed_before(tmp_path: Path, end: str) -> None:
     verdict = judged(tmp_path, job=[*steps(0, 9), end])
     assert verdict.cause == "external_kill" and verdict.confidence < 0.8
     assert judged(tmp_path, job=[*steps(0, 9), *raised(1, "KeyError: 'x'"), end]).cause == "rank_exception_masked"
@@ -83,7 +83,7 @@ def test_a_time_limit_after_a_refused_update_of_weights(tmp_path: Path) -> None:
     assert verdict.cause == "vllm_weight_sync" and verdict.confidence < 0.8
 
 
-def test_a_launcher_that_ends_a_helper_after_a_good_end(tmp_path: Path) -> None:
+def test_a_launcher_that_ends_a_helper_after_success(tmp_path: Path) -> None:
     closing = (
         "W1121 14:12:00.118000 331 torch/elastic/multiprocessing/api.py:897] Sending process 340 closing signal SIGTERM"
     )
@@ -95,7 +95,7 @@ def test_a_launcher_that_ends_a_helper_after_a_good_end(tmp_path: Path) -> None:
     )
 
 
-def test_a_loss_that_stays_nan_is_not_healed_by_a_good_end(tmp_path: Path) -> None:
+def test_a_successful_end_does_not_excuse_a_persistent_nan(tmp_path: Path) -> None:
     def row(at: int, loss: str) -> str:
         return f"{{'loss': {loss}, 'grad_norm': {loss}, 'learning_rate': 1e-05, 'epoch': {at / 100}}}"
 
@@ -109,7 +109,7 @@ def test_a_loss_that_stays_nan_is_not_healed_by_a_good_end(tmp_path: Path) -> No
     assert judged(tmp_path, job=[*lasting[:9], *[row(at, "0.5") for at in range(71, 99)], end]).cause == "benign"
 
 
-def test_an_exception_of_which_only_the_last_line_is_left(tmp_path: Path) -> None:
+def test_an_exception_with_only_its_last_line(tmp_path: Path) -> None:
     gone = "[rank8]: FileNotFoundError: [Errno 2] No such file or directory: '/data/sft/train.jsonl'"
     lost = "[rank0]: torch.distributed.DistBackendError: [0] store->get('0') got error: Connection reset by peer"
     verdict = judged(tmp_path, node1=[*steps(0, 9), lost], node2=[gone])
@@ -118,7 +118,7 @@ def test_an_exception_of_which_only_the_last_line_is_left(tmp_path: Path) -> Non
     assert judged(tmp_path / "last", job=[*steps(0, 9), refused]).cause == "rank_exception_masked"
 
 
-def test_an_exception_on_one_line_that_did_no_harm(tmp_path: Path) -> None:
+def test_a_harmless_exception_on_one_line(tmp_path: Path) -> None:
     said = "ValueError: row 17 has no label, left out"
     assert judged(tmp_path, job=[*steps(0, 9), said, *steps(0, 9, 9)]).cause == "benign"
     assert judged(tmp_path, job=[*steps(0, 9), said, "Training completed"]).cause == "benign"
@@ -126,7 +126,7 @@ def test_an_exception_on_one_line_that_did_no_harm(tmp_path: Path) -> None:
     assert judged(tmp_path, job=[*steps(0, 9), quoted, *steps(0, 1, 9)]).cause == "benign"
 
 
-def test_lines_that_were_broken_at_a_width(tmp_path: Path) -> None:
+def test_wrapped_lines(tmp_path: Path) -> None:
     plan = "INFO a plan of how the layers of the model are dealt to stages and to devices of each host of this job"
     cause = "KeyError: 'a label that is missing in some of the rows of the data that this rank was given to work on'"
     whole = [plan, *steps(0, 9), *watchdog(0, 40), *watchdog(1, 40), *raised(2, cause)]

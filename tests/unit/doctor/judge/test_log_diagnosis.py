@@ -17,7 +17,7 @@ def _add_traceback(rank: int, last: str, name: str = "train.py") -> str:
     return "".join(f"[rank{rank}]: {line}\n" for line in lines)
 
 
-def test_the_first_exception_is_told_from_those_who_lost_their_peer(tmp_path: Path) -> None:
+def test_the_first_exception_is_distinguished_from_lost_peers(tmp_path: Path) -> None:
     log = tmp_path / "train.log"
     log.write_text("".join(f"step {at} loss 1.0\n" for at in range(20)) + _add_traceback(0, _PEER)
                    + _add_traceback(2, "KeyError: 'labels'") + _add_traceback(1, _PEER))  # fmt: skip
@@ -57,7 +57,7 @@ def test_user_rules_are_used(tmp_path: Path) -> None:
     )
 
 
-def test_filled() -> None:
+def test_fill_fields() -> None:
     assert fill_fields("A {x}. B {y}.", {"x": "1"}) == "A 1."
 
 
@@ -76,14 +76,15 @@ def test_the_command(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["/nowhere/at/all"])
-def test_what_is_not_there_is_refused(path: str) -> None:
+def test_a_missing_path_is_rejected(path: str) -> None:
     done = CliRunner().invoke(app, ["explain", path])
     assert done.exit_code == 2
 
 
 def test_the_package_knows_no_example_job() -> None:
-    """Rules come from what software prints; a job's own names have no place in them."""
-    home = Path(__file__).parents[3] / "src" / "lockstep" / "doctor"
+    """Rules match the output of software, not the names of a particular job."""
+    home = Path(__file__).parents[4] / "src" / "lockstep" / "doctor"
+    assert home.is_dir()
     for file in home.rglob("*"):
         if file.is_file() and file.suffix in (".py", ".yaml"):
             assert "cases/jobs" not in file.read_text() and "truth.json" not in file.read_text()
@@ -101,7 +102,7 @@ def test_standard_input() -> None:
     assert said["class"] == "port_in_use" and said["evidence"][0]["file"] == "stdin"
 
 
-def test_what_stands_in_a_log_is_no_markup(tmp_path: Path) -> None:
+def test_log_text_is_not_markup(tmp_path: Path) -> None:
     log = tmp_path / "a.log"
     log.write_text("OSError: [Errno 98] Address already in use <script>alert(1)</script> [bold red]x[/]\n")
     page = tmp_path / "a.html"
@@ -129,14 +130,14 @@ def test_a_bad_rule_is_refused(tmp_path: Path) -> None:
     assert done.exit_code == 2 and "own.yaml" in done.stderr.replace("\n", "")
 
 
-def test_what_a_finaliser_raised_does_no_harm(tmp_path: Path) -> None:
+def test_an_exception_in_a_finaliser_is_harmless(tmp_path: Path) -> None:
     ignored = _add_traceback(0, "AttributeError: 'NoneType' object has no attribute 'close'").replace("[rank0]: ", "")
     steps = "".join(f"step {at} loss 0.5\n" for at in range(30))
     (tmp_path / "a.log").write_text(f"{steps}training finished\nException ignored in: <function E.__del__>\n{ignored}")
     assert explain([str(tmp_path)]).verdict.cause == "benign"
 
 
-def test_a_connection_that_was_made_again_does_not_end_a_healthy_run(tmp_path: Path) -> None:
+def test_a_restored_connection_does_not_end_a_healthy_run(tmp_path: Path) -> None:
     lines = [f" iteration {at:8d}/    5000 | lm loss: 1.5E+00" for at in range(60)]
     lines.insert(30, "reward client: [Errno 104] Connection reset by peer, once more")
     (tmp_path / "a.log").write_text("\n".join(lines))

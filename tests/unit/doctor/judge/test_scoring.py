@@ -1,4 +1,4 @@
-"""First causes against victims, attempts, what jobs survive, who is to blame."""
+"""First causes and victims, attempts, survived errors, culprits."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ def judged(folder: Path, **files: list[str]) -> Verdict:
     return explain([write(folder, **files)]).verdict
 
 
-def test_what_the_job_survived_is_no_cause(tmp_path: Path) -> None:
+def test_an_error_that_the_job_survived_is_not_a_cause(tmp_path: Path) -> None:
     lines = [*steps(0, 20), "OSError: [Errno 28] No space left on device, will try again", *steps(0, 400, 20)]
     assert judged(tmp_path, train=[*lines, "Training completed"]).cause == "benign"
     running = judged(tmp_path, train=lines)
@@ -60,7 +60,7 @@ def test_a_wrapper_counts_only_alone(tmp_path: Path) -> None:
     assert verdict.cause == "rank_oom" and verdict.culprits[0].rank == 1
 
 
-def test_the_one_that_was_killed(tmp_path: Path) -> None:
+def test_a_killed_rank(tmp_path: Path) -> None:
     verdict = judged(
         tmp_path,
         slurm=[
@@ -75,7 +75,7 @@ def test_the_one_that_was_killed(tmp_path: Path) -> None:
     assert [(each.rank, each.host) for each in verdict.culprits] == [(3, "c0417")]
 
 
-def test_the_node_that_a_line_speaks_of(tmp_path: Path) -> None:
+def test_a_node_mentioned_in_a_line(tmp_path: Path) -> None:
     line = "(raylet) 1 Workers (tasks / actors) killed due to memory pressure (OOM) at node (ID: 5, IP: 10.9.1.2)"
     verdict = judged(tmp_path, driver=[*steps(0, 3), line])
     assert verdict.cause == "host_oom" and verdict.culprits[0].host == "10.9.1.2"
@@ -96,7 +96,7 @@ def test_a_remote_traceback(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("noise", [b"\x00\xff\xfe" * 200, b"\n" * 5000, b"{" * 20000, "é€😀".encode() * 300])
-def test_any_bytes_give_an_answer(tmp_path: Path, noise: bytes) -> None:
+def test_arbitrary_bytes_give_an_answer(tmp_path: Path, noise: bytes) -> None:
     (tmp_path / "a.log").write_bytes(noise + b"\nRuntimeError: x\n" + noise)
     verdict = explain([str(tmp_path)]).verdict
     assert verdict.json()["class"]
@@ -144,7 +144,7 @@ def test_a_banner_that_comes_again_after_a_failure_begins_an_attempt(tmp_path: P
     assert once.cause == "rank_oom"
 
 
-def test_what_is_set_aside_as_old(tmp_path: Path) -> None:
+def test_old_files_are_set_aside(tmp_path: Path) -> None:
     verdict = judged(
         tmp_path,
         old__train=[*steps(0, 5), *raised(0, _OOM)],
@@ -178,18 +178,18 @@ _EXIT = "srun: error: n3: task 3: Exited with exit code 1"
         [*steps(0, 9), _DONE, _EXIT],
     ],
 )
-def test_a_word_of_success_does_not_undo_a_failure(tmp_path: Path, lines: list[str]) -> None:
+def test_a_success_message_does_not_undo_a_failure(tmp_path: Path, lines: list[str]) -> None:
     assert judged(tmp_path, job=lines).cause != "benign"
 
 
-def test_success_after_what_was_overcome(tmp_path: Path) -> None:
+def test_success_after_a_survived_error(tmp_path: Path) -> None:
     again = [*steps(0, 9), *watchdog(3, 9), _EXIT, "restarting worker group", *steps(0, 9), _DONE]
     assert judged(tmp_path, job=again).cause == "benign"
     trial = [*steps(0, 9), "evaluation server: process 41 terminated with exit code 1", *steps(0, 2, 9), _DONE]
     assert judged(tmp_path, job=trial).cause == "benign"
 
 
-def test_a_fatal_line_of_a_rank_that_goes_on(tmp_path: Path) -> None:
+def test_a_fatal_line_of_a_rank_that_continues(tmp_path: Path) -> None:
     said = "[rank0] the driver wrote: GPU 0000:9b:00.0: GPU has fallen off the bus."
     assert judged(tmp_path, job=[*steps(0, 9), said, *steps(0, 4, 9)]).cause == "benign"
     left = judged(tmp_path, job=[*steps(0, 9), said.replace("rank0", "rank1"), *steps(0, 4, 9)])
@@ -223,7 +223,7 @@ def test_a_message_between_two_parts_of_a_progress_bar(tmp_path: Path) -> None:
     assert verdict.evidence[0].text == out and verdict.evidence[0].line == 1
 
 
-def test_a_progress_bar_that_goes_on(tmp_path: Path) -> None:
+def test_a_continued_progress_bar(tmp_path: Path) -> None:
     lines = [_bar(300), "OSError: [Errno 28] No space left on device, will try again", _bar(600)]
     assert judged(tmp_path, job=lines).cause == "benign"
 
@@ -251,7 +251,7 @@ def test_an_evaluation_that_ended_is_not_the_end_of_the_training(tmp_path: Path)
     assert judged(tmp_path / "all", job=[*ticks, "step 1000/1000", "Evaluation completed"]).confidence >= 0.8
 
 
-def test_an_engine_that_did_not_answer_in_time_tells_little(tmp_path: Path) -> None:
+def test_an_engine_timeout_is_weak_evidence(tmp_path: Path) -> None:
     prefix = "(EngineCore_DP0 pid=3) ERROR 03-08 17:32:28 [core.py:844] "
     frame = '  File "/v/site-packages/vllm/v1/executor/multiproc_executor.py", line 290, in get_response'
     said = ["Traceback (most recent call last):", frame, "    status, result = mq.dequeue(", "TimeoutError", "",
@@ -262,7 +262,7 @@ def test_an_engine_that_did_not_answer_in_time_tells_little(tmp_path: Path) -> N
     assert verdict.confidence <= 0.5
 
 
-def test_a_job_that_was_stuck_when_its_time_ran_out(tmp_path: Path) -> None:
+def test_a_job_that_was_stuck_at_its_time_limit(tmp_path: Path) -> None:
     limit = "slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2026-11-21T16:00:00 DUE TO TIME LIMIT ***"
     stuck = [line for rank in range(4) for line in watchdog(rank, 812)]
     undated = [line.replace("1121 14:30:00.000000000 ", "") for line in stuck]
@@ -273,7 +273,7 @@ def test_a_job_that_was_stuck_when_its_time_ran_out(tmp_path: Path) -> None:
     assert running.cause == "external_kill" and running.confidence > 0.8
 
 
-def test_logs_of_ranks_one_behind_the_other(tmp_path: Path) -> None:
+def test_concatenated_logs_of_ranks(tmp_path: Path) -> None:
     lines = [*steps(0, 50), *raised(0, "KeyError: 'label'"), *steps(1, 50)]
     verdict = judged(tmp_path, all=lines)
     assert verdict.cause == "rank_exception_masked" and [each.rank for each in verdict.culprits] == [0]
@@ -281,7 +281,7 @@ def test_logs_of_ranks_one_behind_the_other(tmp_path: Path) -> None:
     assert judged(tmp_path / "beyond", all=beyond).cause == "benign"
 
 
-def test_the_death_that_a_server_tells_of_outranks_what_its_client_sees(tmp_path: Path) -> None:
+def test_a_servers_report_of_its_death_outranks_its_clients_errors(tmp_path: Path) -> None:
     died = "ERROR 08-01 20:43:17 [multiproc_executor.py:149] Worker proc VllmWorker-3 died unexpectedly, shutting down."
     seen = raised(0, "requests.exceptions.HTTPError: 500 Server Error: Internal Server Error for url: http://h:8000/v1")
     verdict = judged(tmp_path, engine=[died], trainer=[*steps(0, 20), *seen])
@@ -296,7 +296,7 @@ def test_a_server_that_answers_with_an_error_was_not_late(tmp_path: Path) -> Non
     assert verdict.cause == "remote_service_timeout" and verdict.confidence < 0.8
 
 
-def test_a_warning_of_the_set_up_that_steps_follow_on_is_harmless(tmp_path: Path) -> None:
+def test_a_setup_warning_followed_by_steps_is_harmless(tmp_path: Path) -> None:
     warned = "[W ProcessGroupGloo.cpp:727] Warning: Unable to resolve hostname to a (local) address. Using the loopback"
     warned += " address as fallback. Manually set the network interface to bind to with GLOO_SOCKET_IFNAME."
     batches = [f"2026-11-21 14:10:{at:02d},000 [rank{at % 2}] epoch 0 batch {at} loss 0.5" for at in range(30)]
@@ -310,7 +310,7 @@ def _short(joined: int) -> list[str]:
     return [f"[rank0]: torch.distributed.DistStoreError: {count}", *came]
 
 
-def test_an_error_of_as_many_ranks_as_were_missed_kept_them_away(tmp_path: Path) -> None:
+def test_errors_of_exactly_the_missing_ranks_explain_their_absence(tmp_path: Path) -> None:
     broken = "RuntimeError: Unexpected error from cudaGetDeviceCount(). Error 802: system not yet initialized"
     beside = [line for rank in (2, 3) for line in raised(rank, broken)]
     verdict = judged(tmp_path, node_a=_short(2), node_b=beside)

@@ -1,4 +1,4 @@
-"""The page of all failures is the one that the knowledge base makes."""
+"""docs/failures.md is the page generated from the knowledge base."""
 
 from pathlib import Path
 from typing import get_args

@@ -33,7 +33,7 @@ def test_a_rule_matches_none_of_its_counter_examples(rule: FailureRule, text: st
     assert not rule.match(text), text
 
 
-def test_every_class_has_a_file_with_words_and_a_cause() -> None:
+def test_every_class_has_a_file_with_texts_and_a_cause() -> None:
     from typing import get_args
 
     from lockstep.doctor.knowledge.knowledge_schema import FailureClass
@@ -64,7 +64,7 @@ def test_every_class_has_a_file_with_words_and_a_cause() -> None:
         ("a: [", "a.yaml", "not YAML"),
     ],
 )
-def test_a_bad_file_is_refused_with_file_rule_and_key(tmp_path: Path, text: str, file: str, why: str) -> None:
+def test_an_invalid_file_is_rejected_with_file_rule_and_key(tmp_path: Path, text: str, file: str, why: str) -> None:
     (tmp_path / "a.yaml").write_text(text)
     with pytest.raises(InvalidRule, match=why) as caught:
         load_knowledge(tmp_path)

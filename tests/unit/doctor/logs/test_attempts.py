@@ -1,4 +1,4 @@
-"""What is dated outside of a job is no cause of its end."""
+"""Lines dated outside a job are not its cause."""
 
 from pathlib import Path
 
@@ -31,13 +31,13 @@ def test_a_kill_by_a_clock_of_another_zone_is_possible(tmp_path: Path) -> None:
     assert found == "host_oom" and sure < 0.6
 
 
-def test_a_fault_of_the_hardware_lasts_and_is_not_sure(tmp_path: Path) -> None:
+def test_a_hardware_fault_persists_with_less_confidence(tmp_path: Path) -> None:
     found, sure = cause(tmp_path, f"[Thu Nov 19 03:00:01 2026] {_XID}", steps(0, 2))
     assert found == "gpu_hardware_fault" and sure < 0.6
     assert cause(tmp_path, f"[Thu Nov 19 03:00:01 2026] {_XID}")[0] == "rank_exception_masked"
 
 
-def test_nobody_knows_when_a_log_without_times_at_its_end_ended(tmp_path: Path) -> None:
+def test_the_end_of_a_log_without_final_timestamps_is_unknown(tmp_path: Path) -> None:
     bars = [f"{at}%|#    | {at}/100 [{at}:00<99:00, 1.0s/it]" for at in range(90)]
     assert cause(tmp_path, f"[Sun Nov 22 14:10:05 2026] {_KILLED}", [*steps(0, 9), *bars])[1] > 0.8
     assert cause(tmp_path, f"[Thu Nov 19 14:10:05 2026] {_KILLED}", [*bars, *steps(0, 9)])[1] > 0.8

@@ -1,4 +1,4 @@
-"""How far clocks are apart."""
+"""Offsets between clocks."""
 
 from pathlib import Path
 
@@ -25,21 +25,21 @@ def test_steady_differences_are_found(apart: list[float], steps: list[list[float
 
 
 @given(st.lists(st.lists(st.floats(0, 1000), min_size=3, max_size=3), min_size=4, max_size=20))
-def test_one_clock_is_never_called_two(steps: list[list[float]]) -> None:
-    """Ranks that are late by different amounts have no clock that is ahead."""
+def test_late_ranks_have_no_clock_offset(steps: list[list[float]]) -> None:
+    """Delays that vary are not a clock offset."""
     steps = [[0.0, 10.0 + 40 * at, late[2]] for at, late in enumerate(steps)]
     clocks = {clock: {at: 60.0 * at + late[clock] for at, late in enumerate(steps)} for clock in range(2)}
     assert clock_offsets(clocks) == {}
 
 
-def test_one_time_out_is_enough_for_a_time_zone() -> None:
+def test_one_timeout_shows_a_time_zone() -> None:
     assert clock_offsets({0: {"a": 100.0}, 1: {"a": 7301.0}, 2: {"a": 102.0}}) == pytest.approx({1: 7199.0}, abs=3)
     assert clock_offsets({0: {"a": 100.0}, 1: {"a": 140.0}}) == {}
     assert clock_offsets({}) == {} and clock_offsets({0: {}, 1: {}}) == {}
 
 
-def test_the_first_to_fall_is_found_on_another_clock(tmp_path: Path) -> None:
-    """Rank 1's host is an hour behind: by its own clock it fell long after the others had."""
+def test_the_first_failed_rank_is_found_on_another_clock(tmp_path: Path) -> None:
+    """Rank 1's clock is an hour behind."""
 
     def steps(rank: int, hour: int) -> list[str]:
         return [f"2026-11-21 {hour}:00:{at:02d},{rank}00 [rank{rank}] step {at} loss 0.5" for at in range(20)]

@@ -1,4 +1,4 @@
-"""Who says a line."""
+"""Origins of lines and files."""
 
 import pytest
 
@@ -104,7 +104,7 @@ def test_the_rank_of_a_process_group() -> None:
         ("dmesg-worker-4.log", LineOrigin(host="worker-4"), None),
     ],
 )
-def test_who_a_file_belongs_to(name: str, origin: LineOrigin, node: int | None) -> None:
+def test_origin_of_a_file(name: str, origin: LineOrigin, node: int | None) -> None:
     found, number = origin_of_file(name)
     assert (found.rank, number) == (origin.rank, node)
 

@@ -1,4 +1,4 @@
-"""Files, folders, patterns and archives become sources with names."""
+"""Sources from files, folders, patterns and archives."""
 
 import bz2
 import gzip
@@ -114,7 +114,7 @@ def test_packed_members_and_archives_in_archives(tmp_path: Path) -> None:
     assert not found.gaps and len(list(tmp_path.iterdir())) == 3
 
 
-def test_no_archive_goes_too_deep_or_grows_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_archives_have_limits_of_depth_and_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     deep = _tar({"a.log": b"a\n"})
     for _ in range(4):
         deep = _tar({"in.tar.gz": deep, "b.log": b"b\n"})
@@ -130,7 +130,7 @@ def test_no_archive_goes_too_deep_or_grows_without_end(tmp_path: Path, monkeypat
     assert "holds more than" in found.gaps[0]
 
 
-def test_a_broken_archive_in_an_archive_is_told_and_the_rest_read(tmp_path: Path) -> None:
+def test_a_damaged_nested_archive_is_reported_and_the_rest_read(tmp_path: Path) -> None:
     broken = _tar({"a.log": bytes(range(256)) * 4000})
     (tmp_path / "a.zip").write_bytes(
         _zip({"n1.tar.gz": broken[: len(broken) // 2], "n2.zip": b"PK\3\4", "n3.log": b"c\n"})
@@ -147,7 +147,7 @@ def test_members_of_any_name(tmp_path: Path) -> None:
     assert not found.gaps
 
 
-def test_an_archive_is_gone_through_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_archive_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.tar.gz").write_bytes(_tar({f"rank{rank}.log": b"x\n" * 1000 for rank in range(200)}))
     found = collect_sources([str(tmp_path)])
     opened = []
@@ -157,7 +157,7 @@ def test_an_archive_is_gone_through_once(tmp_path: Path, monkeypatch: pytest.Mon
     assert len(opened) == 1
 
 
-def test_what_grows_without_end_is_cut_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unbounded_growth_is_cut_and_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lockstep.doctor.logs.log_sources.FREE_BYTES", 1 << 20)
     monkeypatch.setattr("lockstep.doctor.logs.log_sources.MAX_RATIO", 1)
     (tmp_path / "bomb.gz").write_bytes(gzip.compress(b"\0" * (64 << 20)))
@@ -166,7 +166,7 @@ def test_what_grows_without_end_is_cut_and_told(tmp_path: Path, monkeypatch: pyt
     assert "unpacks to more than" in found.gaps[0]
 
 
-def test_a_broken_archive_is_told_and_the_rest_read(tmp_path: Path) -> None:
+def test_a_damaged_archive_is_reported_and_the_rest_read(tmp_path: Path) -> None:
     (tmp_path / "a.log.gz").write_bytes(gzip.compress(b"one\n" * 1000)[:-20])
     (tmp_path / "b.zip").write_bytes(b"PK\x03\x04 nonsense")
     (tmp_path / "c.log").write_bytes(b"c\n")
@@ -182,7 +182,7 @@ def test_a_loop_of_links_ends(tmp_path: Path) -> None:
     assert len(collect_sources([str(tmp_path)]).sources) == 1
 
 
-def test_what_is_not_there_is_refused() -> None:
+def test_a_missing_path_is_rejected() -> None:
     with pytest.raises(NoSuchPath):
         collect_sources(["/nowhere/at/all*.log"])
 
@@ -204,7 +204,7 @@ _ARCHIVES = {
     st.sampled_from(sorted(_ARCHIVES)),
     st.lists(st.tuples(st.floats(0, 1), st.integers(0, 40), st.binary(max_size=4)), min_size=1, max_size=8),
 )
-def test_no_damage_to_an_archive_is_more_than_a_gap(name: str, damage: list[tuple[float, int, bytes]]) -> None:
+def test_any_damage_to_an_archive_is_only_a_gap(name: str, damage: list[tuple[float, int, bytes]]) -> None:
     data = bytearray(_ARCHIVES[name])
     for place, gone, new in damage:
         at = int(place * len(data))
@@ -232,7 +232,7 @@ _PACKS = {"": bytes, ".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.com
         max_size=6,
     )
 )
-def test_any_tree_of_files_comes_out_as_it_was_put_in(tree: dict[str, tuple[bytes, str]]) -> None:
+def test_any_tree_of_files_is_read_back(tree: dict[str, tuple[bytes, str]]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         expected = {}
         for name, (data, pack) in tree.items():

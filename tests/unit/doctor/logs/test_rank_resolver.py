@@ -1,4 +1,4 @@
-"""Labels of launchers against ranks that lines name."""
+"""Launcher labels and the ranks behind them."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ TRACEBACK = """[rank{rank}]: Traceback (most recent call last):
 """
 
 
-def test_labels_are_ranks_unless_a_rank_says_otherwise() -> None:
+def test_labels_are_ranks_unless_a_line_contradicts() -> None:
     told = LineOrigin(3, label=3)
     assert label_resolver(ranks_by_label([told]))(LineOrigin(2, label=2, guessed=True)) == LineOrigin(2)
     tasks = label_resolver(ranks_by_label([told, LineOrigin(9, label=1)]))

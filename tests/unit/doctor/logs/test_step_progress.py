@@ -24,5 +24,5 @@ from lockstep.doctor.logs.step_progress import parse_step
         ("port 29500 is in use", None),
     ],
 )
-def test_what_a_line_counts(line: str, expected: tuple[int, int, int, bool] | None) -> None:
+def test_parse_step(line: str, expected: tuple[int, int, int, bool] | None) -> None:
     assert parse_step(line) == expected

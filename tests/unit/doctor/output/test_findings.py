@@ -52,13 +52,13 @@ def test_worst_first_with_the_fix_and_hosts_only_where_there_are_several() -> No
     assert "a: 64 KiB" in _shown(report)
 
 
-def test_nothing_wrong_says_what_was_not_looked_at() -> None:
+def test_no_problems_names_unchecked_items() -> None:
     report = CheckReport()
     report.add("gpus", "GPUs", [Finding("gpus", "unchecked", "a", "no nvidia-smi")])
     assert "no problems found  (1 could not be checked here)" in _shown(report)
 
 
-def test_warnings_are_not_called_nothing() -> None:
+def test_warnings_are_counted_in_the_summary() -> None:
     report = CheckReport()
     report.add("environment", "Environment", [Finding("env-unread", "warning", "", "NCCL_TIMEOUT is read by nobody")])
     assert _shown(report).strip().endswith("no errors, 1 warning")
@@ -73,7 +73,7 @@ def test_terminal_escapes_are_not_obeyed() -> None:
     assert "\x1b" not in shown and "\x07" not in shown and "[bold]here[/]" in shown
 
 
-def test_what_the_system_refuses_is_unchecked() -> None:
+def test_a_refused_check_is_unchecked() -> None:
     def refuse() -> list[Finding]:
         raise PermissionError(1, "Operation not permitted", "/dev/kmsg")
 

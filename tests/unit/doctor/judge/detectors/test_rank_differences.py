@@ -1,4 +1,4 @@
-"""What ranks and hosts say of themselves, compared."""
+"""Candidates from differences between ranks and hosts."""
 
 from pathlib import Path
 
@@ -24,12 +24,12 @@ from tests.unit.doctor.job_logs import raised, steps, watchdog, write
         ([], ()),
     ],
 )
-def test_who_is_alone(told: list[tuple[int, int | None, str]], odd: tuple[int, ...]) -> None:
+def test_a_minority_of_one(told: list[tuple[int, int | None, str]], odd: tuple[int, ...]) -> None:
     assert minority_ranks(told) == odd
 
 
 @given(st.lists(st.sampled_from("aab"), min_size=2, max_size=12))
-def test_where_all_tell_the_minority_is_named(shapes: list[str]) -> None:
+def test_the_minority_is_named_if_all_ranks_report(shapes: list[str]) -> None:
     told = [(rank, next(peer for peer, its in enumerate(shapes) if its != own), own)
             for rank, own in enumerate(shapes) if len(set(shapes)) > 1]  # fmt: skip
     fewer = min("ab", key=shapes.count)
@@ -61,7 +61,7 @@ def test_hosts_with_different_versions_of_nccl(tmp_path: Path) -> None:
     assert [each.host for each in verdict.culprits] == ["gn3"]
 
 
-def test_versions_that_work_together_are_no_fault(tmp_path: Path) -> None:
+def test_working_version_differences_are_not_a_fault(tmp_path: Path) -> None:
     lines = [_banner("gn1", "2.21.5"), _banner("gn2", "2.21.6"), *steps(0, 400), "Training completed"]
     assert explain([write(tmp_path, train=lines)]).verdict.cause == "benign"
     same = [_banner("gn1", "2.21.5"), _banner("gn2", "2.21.5")]

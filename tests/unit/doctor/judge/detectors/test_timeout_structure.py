@@ -1,4 +1,4 @@
-"""What the structure of a job says where no line does."""
+"""Candidates from the structure of a job."""
 
 from pathlib import Path
 
@@ -57,7 +57,7 @@ def test_a_rank_that_saves_a_checkpoint(tmp_path: Path) -> None:
     assert verdict.cause == "checkpoint_timeout" and ranks(verdict) == [0]
 
 
-def test_a_stack_tells_what_the_silent_rank_does(tmp_path: Path) -> None:
+def test_the_stack_of_a_silent_rank_shows_its_activity(tmp_path: Path) -> None:
     stack = ['Process 77: python train.py', 'Thread 77 (idle): "MainThread"', "    write (torch/serialization.py:8)",
              "    save_checkpoint (main.py:148)", "    main (main.py:139)"]  # fmt: skip
     verdict = judged(
@@ -69,7 +69,7 @@ def test_a_stack_tells_what_the_silent_rank_does(tmp_path: Path) -> None:
     assert verdict.cause == "checkpoint_timeout" and ranks(verdict) == [0]
 
 
-def test_who_is_behind_never_entered(tmp_path: Path) -> None:
+def test_a_rank_that_is_behind_never_entered(tmp_path: Path) -> None:
     lines = [line for rank in range(4) for line in steps(rank, 8)]
     lines += watchdog(0, 9, "ALLGATHER") + watchdog(1, 9, "ALLGATHER")
     lines += state(0, 9, 8) + state(1, 9, 8) + state(2, 8, 8) + state(3, 8, 8)
@@ -78,7 +78,7 @@ def test_who_is_behind_never_entered(tmp_path: Path) -> None:
     assert verdict.collective is not None and verdict.collective.operation == "allgather"
 
 
-def test_other_sizes_under_one_number(tmp_path: Path) -> None:
+def test_different_sizes_under_one_sequence_number(tmp_path: Path) -> None:
     lines = [line for rank in range(2) for line in steps(rank, 9)]
     verdict = judged(tmp_path, train=[*lines, *watchdog(0, 9, numel=94705057), *watchdog(1, 9, numel=1)])
     assert verdict.cause in ("uneven_data", "rank_divergent_branch")
@@ -91,12 +91,12 @@ def test_all_in_the_first_collective_of_one_host(tmp_path: Path) -> None:
     assert verdict.cause == "p2p_path_broken"
 
 
-def test_everybody_receives(tmp_path: Path) -> None:
+def test_all_ranks_receive(tmp_path: Path) -> None:
     verdict = judged(tmp_path, **{f"rank{at}": [*steps(at, 9), *waited(at, "recv", line=9)] for at in range(3)})
     assert verdict.cause == "rank_divergent_branch"
 
 
-def test_a_time_out_alone_is_unknown(tmp_path: Path) -> None:
+def test_a_timeout_alone_is_unknown(tmp_path: Path) -> None:
     lines = ["world size: 8", *steps(0, 30), *watchdog(0, 30, numel=1)]
     verdict = judged(tmp_path, train=lines)
     assert verdict.cause == "unknown" and not verdict.culprits
@@ -129,7 +129,7 @@ def test_stacks_alone(tmp_path: Path) -> None:
     assert verdict.collective is not None and verdict.collective.operation == "barrier"
 
 
-def test_functions_of_everyday_names_are_no_collectives() -> None:
+def test_functions_with_common_names_are_not_collectives() -> None:
     from lockstep.doctor.judge.collective_waits import collective_of_frames
     from lockstep.doctor.logs.stack_traces import TraceFrame
 
@@ -155,13 +155,13 @@ def test_a_rank_that_has_no_data_left(tmp_path: Path) -> None:
     assert verdict.cause == "uneven_data" and ranks(verdict) == [2]
 
 
-def test_that_all_are_through_tells_nothing_of_the_one_that_does_not_come(tmp_path: Path) -> None:
+def test_finished_peers_do_not_explain_an_absent_rank(tmp_path: Path) -> None:
     lines = [line for rank in range(3) for line in [*steps(rank, 9), f"[rank{rank}] epoch 3 done"]]
     verdict = judged(tmp_path, train=[*lines, *watchdog(0, 40), *watchdog(1, 40)])
     assert verdict.cause != "uneven_data"
 
 
-def test_a_merged_log_that_has_kept_only_the_end_of_a_traceback(tmp_path: Path) -> None:
+def test_a_merged_log_with_only_the_end_of_a_traceback(tmp_path: Path) -> None:
     lines = [f"2026-11-21 14:05:00 | INFO | rank={rank} | step 3 loss 1.1" for rank in range(4)]
     lines += ["2026-11-21 14:20:00 | ERROR | rank=0 | KeyError: 'label'"]
     lines += [
@@ -171,7 +171,7 @@ def test_a_merged_log_that_has_kept_only_the_end_of_a_traceback(tmp_path: Path) 
     assert verdict.cause == "rank_exception_masked" and ranks(verdict) == [0]
 
 
-def test_calls_that_did_not_match_once_and_were_overcome(tmp_path: Path) -> None:
+def test_a_mismatch_that_the_job_survived(tmp_path: Path) -> None:
     said = (
         "RuntimeError: Detected mismatch between collectives on ranks. Rank 1 is running collective: "
         "CollectiveFingerPrint(SequenceNumber=5, OpType=ALLREDUCE, TensorShape=[10], TensorDtypes=Float), but Rank 0 "
@@ -209,7 +209,7 @@ def test_a_rank_whose_stack_waits_in_another_call_is_not_slow(tmp_path: Path) ->
     assert verdict.cause == "rank_divergent_branch" and ranks(verdict) == [2]
 
 
-def test_that_the_engine_died_is_no_exception_of_the_one_who_says_so(tmp_path: Path) -> None:
+def test_reporting_a_dead_engine_is_not_an_exception_of_its_own(tmp_path: Path) -> None:
     said = "[rank0]: RuntimeError: Engine core proc EngineCore_DP0 died unexpectedly, shutting down client."
     assert judged(tmp_path, train=[*steps(0, 3), said]).cause != "rank_exception_masked"
 
@@ -227,7 +227,7 @@ def _took(seconds: list[float]) -> list[str]:
             for at, each in enumerate(seconds)]  # fmt: skip
 
 
-def test_a_collective_that_takes_longer_and_longer_meets_its_time_out(tmp_path: Path) -> None:
+def test_a_collective_whose_duration_climbs_to_its_timeout(tmp_path: Path) -> None:
     ends = [line for rank in range(4) for line in watchdog(rank, 61)]
     verdict = judged(tmp_path, all=[*_took([500.0, 540.5, 571.0, 596.5]), *ends])
     assert verdict.cause == "slow_collective_timeout"
@@ -235,7 +235,7 @@ def test_a_collective_that_takes_longer_and_longer_meets_its_time_out(tmp_path: 
     assert steady.cause != "slow_collective_timeout"
 
 
-def test_a_rank_that_was_done_when_its_peers_had_given_up_was_slow(tmp_path: Path) -> None:
+def test_a_rank_that_finished_after_its_peers_gave_up_was_slow(tmp_path: Path) -> None:
     ends = [line for rank in range(3) for line in watchdog(rank, 61)]
     late = "(WorkerDict pid=1207) rank 3 {} done in {} s"
     verdict = judged(tmp_path, all=[*ends, late.format("rollout", 611.8)])

@@ -1,4 +1,4 @@
-"""Tracebacks put together."""
+"""Parsing of tracebacks."""
 
 from lockstep.doctor.logs.stack_traces import parse_traceback
 
@@ -29,7 +29,7 @@ def test_type_message_and_the_line_of_the_user() -> None:
     assert found.frames[0].source == "x = f(y)"
 
 
-def test_a_remote_one_ends_with_what_the_task_raised() -> None:
+def test_a_remote_traceback_ends_with_the_tasks_exception() -> None:
     found = parse_traceback(_read("""Traceback (most recent call last):
   File "/home/u/main.py", line 1, in <module>
     ray.get(x)
@@ -41,7 +41,7 @@ KeyError: 'x'"""))  # fmt: skip
     assert (found.type, found.ip, found.where) == ("KeyError", "10.0.0.7", "step() at worker.py:3")
 
 
-def test_an_actor_that_could_not_be_made_ends_with_what_its_constructor_raised() -> None:
+def test_a_failed_actor_ends_with_its_constructors_exception() -> None:
     found = parse_traceback(_read("""Traceback (most recent call last):
   File "/home/u/main.py", line 1, in <module>
     ray.get(x)
@@ -54,7 +54,7 @@ AttributeError: 'NoneType' object has no attribute 'n'"""))  # fmt: skip
     assert (found.type, found.ip, found.where) == ("AttributeError", "10.0.0.7", "__init__() at worker.py:3")
 
 
-def test_what_a_constructor_raised_needs_no_heading() -> None:
+def test_a_constructors_exception_needs_no_heading() -> None:
     said = "Exception raised in creation task: The actor died because of an error raised in its creation task, "
     found = parse_traceback(_read(f"""{said}ray::LLMRayActor.__init__() (pid=4, ip=10.0.0.7, actor_id=1, repr=<x>)
   File "/home/u/vllm_engine.py", line 3, in __init__
@@ -66,12 +66,12 @@ ValueError: heads (28) must be divisible by tensor parallel size (8)"""))  # fmt
     assert (found.type, found.ip, found.where) == ("ValueError", "10.0.0.7", "__init__() at vllm_engine.py:3")
 
 
-def test_a_remote_one_that_is_cut_off_is_kept() -> None:
+def test_a_truncated_remote_traceback_is_kept() -> None:
     found = parse_traceback(_read("""Traceback (most recent call last):
   File "/home/u/main.py", line 1, in <module>
 ray.exceptions.RayTaskError(KeyError): ray::Worker.step() (pid=4, ip=10.0.0.7)"""))  # fmt: skip
     assert found is not None and found.type.startswith("ray.exceptions.RayTaskError")
 
 
-def test_one_without_an_end_is_none() -> None:
+def test_a_traceback_without_an_exception_is_none() -> None:
     assert parse_traceback(_read('Traceback (most recent call last):\n  File "a.py", line 1, in f\n    g()')) is None

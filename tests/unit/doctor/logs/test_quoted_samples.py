@@ -1,4 +1,4 @@
-"""Samples are told from what the machine says."""
+"""Printed samples are distinguished from log lines."""
 
 from pathlib import Path
 
@@ -33,11 +33,11 @@ def test_samples(before: str) -> None:
 @pytest.mark.parametrize(
     "before", ["[4411.2] ", "RuntimeError: ", "error while waiting for a completion: ", "response: ", "stderr output: "]
 )
-def test_what_the_machine_says(before: str) -> None:
+def test_lines_outside_samples(before: str) -> None:
     assert not is_quoted(before + _OOM, len(before))
 
 
-def test_a_sample_is_no_cause_and_no_end(tmp_path: Path) -> None:
+def test_a_sample_is_neither_cause_nor_end(tmp_path: Path) -> None:
     sample = [f"[rank0] completion: dmesg says: {_OOM}", "completion: Training completed"]
     verdict = explain([write(tmp_path, train=[*steps(0, 9), *sample, *steps(0, 9, 9)])]).verdict
     assert verdict.cause == "benign" and verdict.confidence < 0.8, "nothing says that it ended"
