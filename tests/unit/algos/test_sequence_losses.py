@@ -79,7 +79,7 @@ def test_gspo_counts_live_tokens_only() -> None:
     assert terms.ratio[[0, 2]].tolist() == pytest.approx([math.exp(0.3)] * 2, rel=1e-6)
 
 
-def test_of_one_token_each_gspo_is_ppo() -> None:
+def test_gspo_of_single_tokens_is_ppo() -> None:
     new, old, _, _ = sample(3)
     advantages, live = torch.linspace(-2, 2, len(new), dtype=torch.float64), torch.ones(len(new)) > 0
     one = gspo(new, old, advantages, torch.arange(len(new)), live, 0.2, 0.3)
@@ -111,7 +111,7 @@ def test_cispo_may_have_a_lower_bound() -> None:
     assert terms.clip_low.item()
 
 
-def test_where_nothing_has_changed_all_losses_have_the_same_gradient() -> None:
+def test_all_losses_have_the_same_gradient_on_policy() -> None:
     """The policy gradient, A grad log pi."""
     _, old, advantages, sequences = sample(7)
     live, per_token = torch.ones(len(old)) > 0, advantages[sequences]

@@ -1,4 +1,4 @@
-"""What stands between two turns, against the rendering of whole conversations."""
+"""The tokens between two turns, compared with the rendering of whole conversations."""
 
 import numpy as np
 import pytest
@@ -70,7 +70,7 @@ def test_a_turn_that_a_stop_string_ended_is_closed_by_the_template() -> None:
     assert text == "<|im_end|>\n<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_an_environment_may_speak_first() -> None:
+def test_an_environment_may_send_the_first_message() -> None:
     made = turns(QWEN)
     start = prompt(made)
     assert made.tokenizer.decode(made.opening(start)) == "<|im_start|>assistant\n"
@@ -86,7 +86,7 @@ def test_plain_text_is_appended_as_it_is() -> None:
     assert made.tokenizer.decode(made.opening(start, USER)) == "go on"
 
 
-def test_a_template_that_knows_no_tools_is_refused() -> None:
+def test_a_template_without_tools_is_refused() -> None:
     made = turns(MISTRAL)
     with pytest.raises(TurnError, match=r"refuses \['user', 'assistant', 'tool'\].*model.chat_template"):
         made.check(prompt(made), "tool")

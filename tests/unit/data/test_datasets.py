@@ -117,7 +117,7 @@ def test_hub_dataset_goes_to_the_hub_with_name_and_split(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError("Unknown split"), ConnectionError("offline"), FileNotFoundError("no")])
-def test_hub_errors_say_what_to_check(monkeypatch, error) -> None:
+def test_hub_errors_name_what_to_check(monkeypatch, error) -> None:
     import datasets
 
     def fail(*args, **named):

@@ -58,7 +58,7 @@ def test_answer_is_learned_with_its_end(source) -> None:
     assert templated == ("Q1A2<eos>", "2<eos>")
 
 
-def test_text_is_learned_whole_but_for_its_first_token(source) -> None:
+def test_text_is_learned_except_its_first_token(source) -> None:
     assert made(source, {"text": "abc"}, characters()) == ("abc<eos>", "bc<eos>")
     assert made(source, {"text": "abc"}, characters(bos=True)) == ("<s>abc<eos>", "abc<eos>")
 
@@ -103,7 +103,7 @@ def test_completion_in_turns_leaves_the_prompts_turns_alone(source, template) ->
 
 
 @pytest.mark.parametrize("template", [TURNS, BLOCKS])
-def test_conversation_with_an_open_end_learns_what_was_said(source, template) -> None:
+def test_conversation_without_a_final_answer_learns_assistant_turns(source, template) -> None:
     assert made(source, {"messages": TALK[:4]}, characters(template))[1] == "cd<eos>"
 
 

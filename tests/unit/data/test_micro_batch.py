@@ -101,7 +101,7 @@ def received(minibatch: MiniBatch) -> Ranks:
 
 @settings(max_examples=60, deadline=None)
 @given(random_trees(), st.integers(1, 5), st.integers(0, 20), st.sampled_from(MODES))
-def test_a_rank_gets_its_rows(trees, ranks, slack, mode) -> None:
+def test_encoding_round_trips(trees, ranks, slack, mode) -> None:
     minibatch = pack(forest_of(trees), ranks, longest(trees) + slack, mode).everything()
     found = received(minibatch)
     same(found, minibatch.by_rank, index=False)

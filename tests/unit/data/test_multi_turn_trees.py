@@ -1,4 +1,4 @@
-"""Conversations as trees: a shared turn is there once, and is learned once for everybody who has it."""
+"""Conversations as trees: a shared turn is one segment with one loss term per completion."""
 
 import numpy as np
 import pytest
@@ -32,7 +32,7 @@ def expected(rollouts: Rollouts, advantages: np.ndarray) -> list[tuple[object, .
 
 @settings(max_examples=60, deadline=None)
 @given(conversations(), st.sampled_from(MODES), st.integers(1, 3), st.integers(0, 30), st.integers(0, 2**16))
-def test_what_the_model_wrote_comes_out_once_per_completion(rollouts, mode, ranks, slack, seed) -> None:
+def test_the_models_tokens_are_targets_once_per_completion(rollouts, mode, ranks, slack, seed) -> None:
     advantages = np.random.default_rng(seed).normal(size=(2, 4)).astype(np.float32)
     longest = max(3 + len(each.tokens) for group in rollouts.groups for each in group.completions)
     batch = pack(forest_from_rollouts(rollouts, advantages), ranks, longest + slack, mode)
@@ -75,7 +75,7 @@ def test_shared_turns_are_computed_once() -> None:
     assert tree.segments[1].fields["advantage"][:, 0].tolist() == [0, 1, 2]  # the model wrote the first token
 
 
-def test_completions_that_are_all_alike_are_one_segment() -> None:
+def test_equal_completions_are_one_segment() -> None:
     random = np.random.default_rng(0)
     completions = [conversation(str(k), [(0, 0)], 1, random) for k in range(3)]
     rollouts = Rollouts(0, 0, [Group(Prompt("0:0", 0, np.array([9], np.int32), ""), completions)])

@@ -117,7 +117,7 @@ def expected(trees: list[Tree]) -> list[tuple[int, int, tuple[int, ...], float]]
 
 @settings(max_examples=120, deadline=None)
 @given(random_trees(), st.integers(1, 4), st.integers(0, 40), st.sampled_from(MODES))
-def test_every_target_comes_out_once_with_its_own_context(trees, ranks, slack, mode) -> None:
+def test_every_target_appears_once_with_its_own_context(trees, ranks, slack, mode) -> None:
     budget = longest(trees) + slack
     minibatch = pack(forest_of(trees), ranks, budget, mode).everything()
     seen = observed(minibatch)

@@ -24,7 +24,7 @@ def rollouts(lengths: list[list[int]]) -> Rollouts:
 
 
 @pytest.mark.parametrize("mode", ["forest", "block", "single"])
-def test_the_same_as_giving_advantages_at_once(mode) -> None:
+def test_later_advantages_equal_immediate_ones(mode) -> None:
     advantages = np.array([[1, -1, 0.5], [2, 0, -2]], np.float32)
     made = rollouts([[3, 1, 2], [2, 0, 4]])
     at_once = pack(forest_from_rollouts(made, advantages), 2, 16, mode)

@@ -65,12 +65,12 @@ def test_answers_are_learned_by_supervision() -> None:
         (data(arguments={"min_terms": 0}), "refuses its arguments: min_terms must be positive"),
     ],
 )
-def test_what_there_is_not_is_refused(cfg: DatasetConfig, words: str) -> None:
+def test_unknown_tasks_and_arguments_are_refused(cfg: DatasetConfig, words: str) -> None:
     with pytest.raises(DataError, match=words):
         load_rows(cfg)
 
 
-def test_the_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     real = builtins.__import__
 
     def without(name: str, *rest: Any) -> Any:

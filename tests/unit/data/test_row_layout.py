@@ -34,6 +34,6 @@ def test_mask_positions_and_pairs_are_those_of_the_paths(layout) -> None:
 
 
 @pytest.mark.parametrize(("lengths", "parents"), [([], []), ([1], []), ([0], [-1]), ([1, 1], [-1, 1]), ([1], [-2])])
-def test_what_is_no_forest_is_refused(lengths, parents) -> None:
+def test_invalid_layouts_are_refused(lengths, parents) -> None:
     with pytest.raises(ValueError, match=r"layout needs|has length|has parent"):
         RowLayout(lengths, parents)

@@ -14,7 +14,7 @@ def test_each_row_once_per_epoch(size, seed, epoch) -> None:
 
 
 @given(st.integers(1, 40), st.integers(0, 100), st.integers(0, 50), st.integers(0, 50))
-def test_taking_in_parts_is_taking_at_once(size, start, first, second) -> None:
+def test_taking_in_parts_equals_taking_at_once(size, start, first, second) -> None:
     order = EpochOrder(np.arange(size), 7, True)
     again = EpochOrder(np.arange(size), 7, True)
     assert order.take(start, first) + order.take(start + first, second) == again.take(start, first + second)
@@ -37,11 +37,11 @@ def test_orders_are_uniform() -> None:
     assert np.abs(counts / 1000 - 1).max() < 0.15  # five standard deviations
 
 
-def test_unshuffled_is_as_it_stands() -> None:
+def test_without_shuffle_the_order_is_the_files() -> None:
     assert EpochOrder(np.arange(3), 0, False).take(2, 3) == [(0, 2), (1, 0), (1, 1)]
 
 
-def test_uid_goes_there_and_back() -> None:
+def test_uid_round_trips() -> None:
     assert parse_uid(make_uid(3, 14)) == (3, 14)
     for bad in ("3", "a:1", "1:-2", ""):
         with pytest.raises(ValueError, match="is not a uid"):

@@ -1,4 +1,4 @@
-"""Groups without any advantage: in no row where that changes no gradient, and counted all the same."""
+"""Groups without any advantage: in no row where that changes no gradient, but counted in denominators."""
 
 import numpy as np
 import pytest
@@ -40,7 +40,7 @@ def weights(minibatch: MiniBatch, targets: int) -> np.ndarray:
     st.sampled_from(("forest", "block", "single")),
     st.sampled_from(AGGREGATIONS),
 )
-def test_what_is_left_out_has_no_advantage_and_no_weight_changes(signal, ranks, mode, aggregation) -> None:
+def test_skipped_trees_have_no_advantage_and_weights_do_not_change(signal, ranks, mode, aggregation) -> None:
     made = batch(signal, ranks, mode=mode)
     loss = PPOClip(aggregation=aggregation, norm_length=7)
     (left,) = made.minibatches(loss=loss)

@@ -1,4 +1,4 @@
-"""Conversations for the tests: completions of several turns, many of which begin alike."""
+"""Conversations for the tests: completions of several turns, many with common beginnings."""
 
 import numpy as np
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""Adapters that peft wrote: begun from, refused where they do not fit; what is trained whole beside one."""
+"""Adapters written by peft as a start: refused where they do not fit; weights trained whole beside one."""
 
 import json
 from pathlib import Path
@@ -54,7 +54,7 @@ def made_by_peft(folder: Path, to: Path, **settings: Any) -> PeftModel:
         {"modules_to_save": ["model.norm", "mlp"], "target_modules": ["q_proj"]},
     ],
 )
-def test_a_policy_begins_from_an_adapter_of_pefts(
+def test_a_policy_starts_from_an_adapter_of_peft(
     tiny_folders: dict[tuple[str, bool], Path], tmp_path: Path, settings: dict[str, Any]
 ) -> None:
     folder = tiny_folders["llama", False]
@@ -138,7 +138,7 @@ def test_an_adapter_of_another_model_is_refused(tiny_folders: dict[tuple[str, bo
 
 
 @pytest.mark.parametrize("wanted", [("lm_head",), ("embed_tokens",), ("lm_head", "embed_tokens"), ("norm",)])
-def test_modules_are_trained_whole_and_tied_stay_tied(folder: Path, tmp_path: Path, wanted: tuple[str, ...]) -> None:
+def test_saved_modules_are_trained_whole_and_stay_tied(folder: Path, tmp_path: Path, wanted: tuple[str, ...]) -> None:
 
     cfg = AdapterConfig(r=2, modules_to_save=wanted)
     policy = stirred(with_adapter(folder, cfg))
@@ -172,7 +172,7 @@ def test_an_adapter_that_parts_tied_weights_is_refused(
         with_adapter(folder, resolve_adapter(AdapterConfig(path=str(tmp_path))))
 
 
-def test_peft_finds_no_more_by_a_name_than_was_trained(folder: Path) -> None:
+def test_exported_names_match_only_what_was_trained(folder: Path) -> None:
     policy = load_policy(ModelConfig(path=str(folder)), "cpu", meta=True)
     for wanted, found, written in (
         (("norm",), ["model.norm"], ["model.norm"]),  # peft would take every layer's by `norm`

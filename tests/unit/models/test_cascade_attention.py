@@ -83,7 +83,7 @@ def test_every_pair_is_in_one_call(subset: QuerySubset, limits: tuple[int, int, 
 
 @settings(deadline=None)
 @given(layouts(), st.data())
-def test_asked_for_is_from_the_first_to_the_last_source_of_a_segment(layout: RowLayout, data: st.DataObject) -> None:
+def test_a_span_reaches_from_the_first_to_the_last_source(layout: RowLayout, data: st.DataObject) -> None:
     sources = data.draw(st.lists(st.integers(0, layout.tokens - 1), min_size=1))
     subset = QuerySubset.of_sources(layout, torch.tensor(sources))
     expected = []

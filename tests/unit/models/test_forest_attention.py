@@ -91,7 +91,7 @@ def test_a_layout_can_be_given_to_the_plain_model() -> None:
     torch.testing.assert_close(found, separate(reference, row)[0], rtol=0, atol=2e-5)
 
 
-def test_inside_a_forest_row_no_mask_is_built() -> None:
+def test_with_a_layout_no_mask_is_built() -> None:
     sizes = {"batch_size": 1, "q_length": 4, "kv_length": 4}
     with without_model_mask():
         assert forest_mask(**sizes) is None

@@ -87,8 +87,8 @@ def _never_lower(plain):
     return to
 
 
-def test_an_adapter_keeps_its_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products of LoRA's layers are theirs; what it froze gets no gradient."""
+def test_adapted_layers_are_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """LoRA's layers compute their own products; frozen weights get no gradient."""
     monkeypatch.setattr(Tensor, "to", _never_lower(Tensor.to))
     policy = build(KNOWN["qwen2"])
     inject_adapter_in_model(LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False), policy.lm)
@@ -106,7 +106,7 @@ def test_the_last_layer_computes_only_the_subset() -> None:
     assert policy._hidden(torch.arange(72), layout, subset).shape[0] == 4
 
 
-def test_what_is_not_known_keeps_its_own() -> None:
+def test_unknown_layers_keep_their_forward() -> None:
     gemma = build(Gemma2Config(**SIZES, head_dim=8), torch.float32)
     assert "Gemma2DecoderLayer" in (gemma.fuse_layers() or "") and gemma.fused_decoder is None
     assert probe_fused_decoder(gemma) == "the model's own forward"
@@ -121,7 +121,7 @@ def test_what_is_not_known_keeps_its_own() -> None:
     assert "Other is not transformers' Qwen3RMSNorm" in (changed.fuse_layers() or "")
 
 
-def test_the_probe_takes_back_what_disagrees() -> None:
+def test_the_probe_disables_a_forward_that_disagrees() -> None:
     policy = build(KNOWN["qwen2"], torch.float32)
     policy.fuse_layers()
     assert "agrees" in probe_fused_decoder(policy) and policy.fused_decoder.enabled

@@ -33,7 +33,7 @@ def test_an_error_of_the_hub_names_the_field(monkeypatch) -> None:
         resolve_folder("owner/name", field="model.tokenizer")
 
 
-def test_a_download_that_stops_moving_is_given_up(monkeypatch) -> None:
+def test_a_stalled_download_fails(monkeypatch) -> None:
     release = threading.Event()
     monkeypatch.setattr(huggingface, "DOWNLOAD_STALL_S", 0.3)
     monkeypatch.setattr(huggingface, "snapshot_download", lambda name, **kwargs: str(release.wait(20)))

@@ -1,4 +1,4 @@
-"""transformers' bars and advice, put away for a while."""
+"""transformers' progress bars and advice, disabled within a context."""
 
 import pytest
 from transformers.utils import logging
@@ -7,7 +7,7 @@ from lockstep.models.huggingface import quiet_transformers
 
 
 @pytest.mark.parametrize("bars", [True, False])
-def test_everything_is_afterwards_as_it_was(bars: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verbosity_is_restored(bars: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRANSFORMERS_VERBOSITY", raising=False)
     before = logging.is_progress_bar_enabled()
     (logging.enable_progress_bar if bars else logging.disable_progress_bar)()
@@ -21,7 +21,7 @@ def test_everything_is_afterwards_as_it_was(bars: bool, monkeypatch: pytest.Monk
         (logging.enable_progress_bar if before else logging.disable_progress_bar)()
 
 
-def test_who_wants_the_advice_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_variable_keeps_the_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "info")
     verbosity = logging.get_verbosity()
     with quiet_transformers():

@@ -68,7 +68,7 @@ def test_written_out_gradient_equals_autograd(
             assert (one - other).norm() <= 1e-5 * other.norm()
 
 
-def test_only_wanted_gradients_are_computed(monkeypatch) -> None:
+def test_only_required_gradients_are_computed(monkeypatch) -> None:
     monkeypatch.setattr(logprob_head, "DIRECT_ELEMENTS", 0)
     hidden, weight = torch.randn(4, 3, requires_grad=True), torch.randn(6, 3)
     logprobs, _ = target_logprobs(hidden, weight, None, torch.arange(4), LogitTransform(), chunk=2)
@@ -154,7 +154,7 @@ def test_scaled_and_capped_heads(kind, config, transform: LogitTransform) -> Non
     torch.testing.assert_close(logprobs, expected, rtol=0, atol=1e-5)
 
 
-def test_the_proof_needs_no_weights() -> None:
+def test_the_check_needs_no_weights() -> None:
     with torch.device("meta"):
         lm = Gemma2ForCausalLM(Gemma2Config(**SIZES, head_dim=8, final_logit_softcapping=5.0))
     assert split_head(lm) == ("model", LogitTransform(1.0, 5.0))

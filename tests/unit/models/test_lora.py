@@ -156,7 +156,7 @@ def test_only_the_adapters_dropout_is_switched(folder: Path) -> None:
         assert torch.equal(policy.lm(ids).logits, dry)
 
 
-def test_a_digest_tells_models_of_one_shape_apart(folder: Path, tmp_path: Path) -> None:
+def test_digests_of_models_of_one_shape_differ(folder: Path, tmp_path: Path) -> None:
     before = folder_digest(folder)
     copy = tmp_path / "model.safetensors"
     content = bytearray((folder / "model.safetensors").read_bytes())

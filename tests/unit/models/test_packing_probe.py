@@ -33,7 +33,7 @@ def test_forest(policy) -> None:
     assert result.mode == "forest" and "agree" in result.reason
 
 
-def test_a_freshly_initialised_model_can_be_told(tiny_folders) -> None:
+def test_a_freshly_initialised_model_can_be_probed(tiny_folders) -> None:
     assert probe_packing(build(LlamaConfig(**SIZES))).mode == "forest"
 
 
@@ -68,7 +68,7 @@ def test_an_architecture_without_the_interface_is_single_and_refuses_packed_rows
     torch.testing.assert_close(logprobs, expected, rtol=0, atol=1e-5)
 
 
-def test_layers_that_take_the_layout_and_ignore_it_are_found_out() -> None:
+def test_layers_that_ignore_the_layout_are_detected() -> None:
     """RecurrentGemma: some layers attend through the interface, its recurrent ones run across segments."""
     sizes = {name: value for name, value in SIZES.items() if name != "max_position_embeddings"}
     policy = build(RecurrentGemmaConfig(**sizes, attention_window_size=32), forced=True)
@@ -100,7 +100,7 @@ def _same_tree(layout: RowLayout) -> torch.Tensor:
     return (of_token[:, None] == of_token[None]).tril()
 
 
-def test_a_model_that_sees_no_context_cannot_be_told(policy) -> None:
+def test_a_model_without_context_cannot_be_probed(policy) -> None:
     """With all attention outputs zero nothing leaks, whatever the mask: unknown is not forest."""
     with torch.no_grad():
         for layer in policy.layers:

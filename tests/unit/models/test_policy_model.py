@@ -162,7 +162,7 @@ def test_a_long_row_is_attended_to_in_pieces(policy, hf) -> None:
     torch.testing.assert_close(policy(row.tokens, row.layout, row.sources, row.targets)[0], expected, rtol=0, atol=2e-5)
 
 
-def test_names_go_both_ways(policy, hf) -> None:
+def test_names_round_trip(policy, hf) -> None:
     ours = [name for name, _ in policy.named_parameters()]
     assert [hf_name(name) for name in ours] == [name for name, _ in hf.named_parameters()]
     assert [policy_name(hf_name(name)) for name in ours] == ours

@@ -1,4 +1,4 @@
-"""QLoRA without a GPU: what is refused, what transformers is told, and that plain weights leave the trainer."""
+"""QLoRA without a GPU: refusals, the config for transformers, and dequantized weights for engines."""
 
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ def config(**changes: Any) -> Any:
         ({"model": {**QLORA, "quantization": {"kind": "fp8"}}}, "'nf4' or 'int8'"),
     ],
 )
-def test_what_cannot_be_is_refused_by_the_config(changes: dict[str, Any], words: str) -> None:
+def test_impossible_settings_are_refused_by_the_config(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         config(**changes)
 
@@ -60,7 +60,7 @@ def test_it_is_refused_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> N
     check_quantization(ModelConfig(path="m"), "cpu")
 
 
-def test_transformers_is_told_what_the_config_says() -> None:
+def test_quantization_config_follows_the_config() -> None:
     four = quantization_config(QuantizationConfig(double_quant=False), torch.bfloat16).to_dict()
     assert (four["load_in_4bit"], four["bnb_4bit_quant_type"]) == (True, "nf4")
     assert (four["bnb_4bit_compute_dtype"], four["bnb_4bit_use_double_quant"]) == ("bfloat16", False)

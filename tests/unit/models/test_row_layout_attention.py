@@ -44,7 +44,7 @@ def test_parts_cover_the_row_and_lose_no_pair(layout: RowLayout, tokens: int) ->
     assert torch.equal(rebuilt, layout.mask())
 
 
-def test_small_trees_share_a_part_and_a_large_one_stands_alone() -> None:
+def test_small_trees_share_a_part_and_a_large_one_does_not() -> None:
     layout = RowLayout([3, 2, 4, 20, 5, 1], [-1, 0, -1, -1, 3, -1])
     assert [(start, stop) for start, stop, _ in layout.parts(10)] == [(0, 9), (9, 34), (34, 35)]
     assert len(layout.parts(1000)) == 1 and layout.parts(1000)[0][2] is layout

@@ -57,18 +57,18 @@ def test_compiled_layers_compute_the_same(folder: Path) -> None:
         torch.testing.assert_close(weight, plain[name], rtol=1e-5, atol=2e-6, msg=name)
 
 
-def test_fused_decoder_are_fused(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_known_layers_are_fused(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", "lockstep"):
         trainer = FSDP2Trainer(config(folder), ParallelContext())
     assert trainer.policy.fused_decoder is not None and trainer.policy.fused_decoder.enabled
     assert "a fused forward, which agrees with the model's own" in caplog.text
 
 
-def test_without_a_compiler_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_compiler_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parallelize.shutil, "which", lambda name: None)
     with pytest.raises(CompilerMissing, match=r"install g\+\+, or set trainer.compile: off"):
         require_compiler()
 
 
-def test_off_may_be_written_as_yaml_reads_it(folder: Path) -> None:
+def test_off_may_be_a_yaml_boolean(folder: Path) -> None:
     assert config(folder, compile=False).trainer.compile == "off"

@@ -28,7 +28,7 @@ def test_cosine_is_half_a_cosine() -> None:
     assert found[2] == pytest.approx(1.5)
 
 
-def test_the_schedules_own_length_goes_before_the_runs() -> None:
+def test_total_steps_of_the_schedule_override_the_runs() -> None:
     assert learning_rate(4, 1.0, LRScheduleConfig(kind="linear", total_steps=8), 100) == pytest.approx(0.5)
 
 

@@ -1,4 +1,4 @@
-"""A rank's state in shared memory: whole or not there, whenever its writer was killed."""
+"""Memory checkpoints: complete or absent, whenever the writer is killed."""
 
 import os
 import signal
@@ -23,7 +23,7 @@ def state(version: int) -> dict[str, Tensor]:
     }
 
 
-def test_what_was_written_is_read_by_another(tmp_path: Path) -> None:
+def test_another_process_reads_what_was_written(tmp_path: Path) -> None:
     copies = MemoryCheckpoints(tmp_path, 0, 1)
     for version in range(1, 6):
         copies.write(version, state(version), {"optimizer_step": 10 * version})
@@ -41,7 +41,7 @@ def test_what_was_written_is_read_by_another(tmp_path: Path) -> None:
     ]
 
 
-def test_the_version_that_all_ranks_have(tmp_path: Path) -> None:
+def test_newest_version_of_all_ranks(tmp_path: Path) -> None:
     ranks = [MemoryCheckpoints(tmp_path, rank, 2) for rank in range(2)]
     assert newest_memory_checkpoint(tmp_path, 2) is None
     ranks[0].write(1, state(1), {})
@@ -52,8 +52,8 @@ def test_the_version_that_all_ranks_have(tmp_path: Path) -> None:
     assert newest_memory_checkpoint(tmp_path, 1) is None, "divided among two, it is of no use to one"
 
 
-def test_a_version_that_is_made_again_takes_its_own_place(tmp_path: Path) -> None:
-    """One rank had copied version 2 when the other died: they go on from 1, and have it until 2 is whole again."""
+def test_a_repeated_version_overwrites_its_own_slot(tmp_path: Path) -> None:
+    """One rank had copied version 2 when the other died: both resume from 1, which stays until 2 is complete."""
     ranks = [MemoryCheckpoints(tmp_path, rank, 2) for rank in range(2)]
     for rank in ranks:
         rank.write(1, state(1), {})
@@ -72,7 +72,7 @@ def test_a_copy_of_other_tensors_is_refused(tmp_path: Path) -> None:
         MemoryCheckpoints(tmp_path, 0, 1).read(2, state(1))
 
 
-def test_a_writer_that_is_killed_leaves_the_copy_before(tmp_path: Path) -> None:
+def test_a_killed_writer_leaves_the_previous_copy(tmp_path: Path) -> None:
     big = {"x": torch.zeros(4_000_000)}
     MemoryCheckpoints(tmp_path, 0, 1).write(1, big, {})
     for _ in range(5):
@@ -96,7 +96,7 @@ def test_a_writer_that_is_killed_leaves_the_copy_before(tmp_path: Path) -> None:
         MemoryCheckpoints(tmp_path, 0, 1).write(1, {"x": torch.ones(4_000_000)}, {})
 
 
-def test_no_room_is_an_error_and_not_a_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_shared_memory_is_an_error_and_not_a_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 

@@ -86,7 +86,7 @@ def test_a_policy_loss_by_hand() -> None:
     assert logprobs.grad[1:].tolist() == pytest.approx([-0.2 * 0.1, 0.3 * 0.1, -0.4 * 0.1 * 2], rel=1e-5)
 
 
-def test_targets_without_weight_add_nothing_whatever_they_hold() -> None:
+def test_targets_of_weight_zero_add_nothing() -> None:
     loss = PPOClip(kl=KLPenalty(coefficient=0.1), entropy_coefficient=0.1)
     logprobs = values(-1.0, -torch.inf).requires_grad_()
     fields = {name: values(-1.0, torch.nan) for name in ("advantage", "engine_logprob", "reference_logprob")}
@@ -108,7 +108,7 @@ def test_a_step_of_empty_microbatches_has_finite_metrics() -> None:
     assert set(metrics(outcome, loss).values()) == {0.0}
 
 
-def test_terms_that_are_off_are_not_told() -> None:
+def test_disabled_terms_have_no_metrics() -> None:
     fields = {"weight": values(1.0), "advantage": values(1.0), "engine_logprob": values(-1.0)}
     reported = metrics(compute_loss(PPOClip(), fields, values(-1.0), values(1.0)), PPOClip())
     assert "kl" not in reported
@@ -182,7 +182,7 @@ def test_importance_of_sequences_and_masks() -> None:
 
 
 @pytest.mark.parametrize("loss", [GSPO(), PPOClip(importance=ImportanceCorrection(level="sequence"))])
-def test_rows_made_by_hand_must_name_their_sequences(loss: PolicyLoss) -> None:
+def test_rows_made_by_hand_need_sequences(loss: PolicyLoss) -> None:
     one = np.ones(1, np.int32)
     fields = {name: np.ones(1, np.float32) for name in ("weight", "advantage", "engine_logprob")}
     with pytest.raises(ValueError, match="to which sequence"):

@@ -30,7 +30,7 @@ def test_rows_are_chunked_as_torch_chunks_them(world: int, rows: int) -> None:
     assert [list(range(*shard_rows(rank, world, rows))) for rank in range(world)] == chunks
 
 
-def test_weight_decay_spares_biases_and_norms() -> None:
+def test_biases_and_norms_are_not_decayed() -> None:
     names = {
         "model.embed_tokens.weight": True,
         "model.layers.0.self_attn.q_proj.weight": True,
@@ -44,7 +44,7 @@ def test_weight_decay_spares_biases_and_norms() -> None:
     assert {name: is_decayed(name) for name in names} == names
 
 
-def test_norms_are_spared_whatever_they_are_called() -> None:
+def test_norms_of_any_name_are_not_decayed() -> None:
     """As transformers' Trainer decides it, for a model whose norms do not say so in their names."""
     config = GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=16, n_positions=8)
     model = GPT2LMHeadModel(config)
@@ -153,7 +153,7 @@ def test_export_files_are_cut_by_size_and_named_as_transformers_names_them() -> 
     }
 
 
-def test_a_gpu_that_is_not_there_is_refused() -> None:
+def test_a_missing_gpu_is_refused() -> None:
     if torch.cuda.is_available():
         pytest.skip("this host has GPUs")
     assert choose_device("auto", 3) == torch.device("cpu")
