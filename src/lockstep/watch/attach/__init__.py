@@ -1,0 +1,1 @@
+"""`lockstep watch -- COMMAND`: monitoring for jobs that do not use Lockstep."""

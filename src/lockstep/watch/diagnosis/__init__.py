@@ -1,0 +1,1 @@
+"""From evidence to verdicts: which processes hold up the others, and why."""

@@ -73,8 +73,8 @@ def diagnose(evidence: Evidence, patience: StallThresholds | None = None) -> lis
 
 def _sort_key(context: DiagnosisContext, hypothesis: Hypothesis) -> tuple[object, ...]:
     since = hypothesis.since if np.isfinite(hypothesis.since) else context.at
-    who = context.evidence.processes.info
-    names = tuple((who[p].role, who[p].rank, who[p].name) for p in hypothesis.culprits)
+    info = context.evidence.processes.info
+    names = tuple((info[p].role, info[p].rank, info[p].name) for p in hypothesis.culprits)
     return (
         hypothesis.level is VerdictLevel.NOTICE,
         not hypothesis.structural,
@@ -102,18 +102,18 @@ def _drop_explained(context: DiagnosisContext, found: list[Hypothesis]) -> list[
 def _footprint(context: DiagnosisContext, hypothesis: Hypothesis) -> BoolArray:
     """`[processes + communicators]`: those that a hypothesis involves; hypotheses of one incident overlap."""
     members, graph = context.evidence.communicators, context.graph
-    who = np.zeros(len(context.evidence.processes.info), dtype=np.bool_)
-    where = np.zeros(len(members.about), dtype=np.bool_)
-    who[list(hypothesis.culprits)] = True
-    who[list(hypothesis.others)] = True
+    involved = np.zeros(len(context.evidence.processes.info), dtype=np.bool_)
+    communicators = np.zeros(len(members.about), dtype=np.bool_)
+    involved[list(hypothesis.culprits)] = True
+    involved[list(hypothesis.others)] = True
     if hypothesis.node is not None and graph is not None:
-        who[graph.wait_process[graph.wait_node == hypothesis.node]] = True
+        involved[graph.wait_process[graph.wait_node == hypothesis.node]] = True
         if graph.communicator[hypothesis.node] >= 0:
-            where[graph.communicator[hypothesis.node]] = True
+            communicators[graph.communicator[hypothesis.node]] = True
     if hypothesis.collective is not None:
-        where[hypothesis.collective[0]] = True
-    where[context.inside.communicator[who[members.process]]] = True
-    return np.concatenate([who, where])
+        communicators[hypothesis.collective[0]] = True
+    communicators[context.inside.communicator[involved[members.process]]] = True
+    return np.concatenate([involved, communicators])
 
 
 def _explains(context: DiagnosisContext, cause: Hypothesis, hypothesis: Hypothesis) -> bool:
@@ -197,12 +197,12 @@ def _are_alike(context: DiagnosisContext, one: Hypothesis, other: Hypothesis) ->
 
 def _merge_pair(context: DiagnosisContext, one: Hypothesis, other: Hypothesis) -> Hypothesis:
     first = one if not other.since < one.since else other
-    who = context.evidence.processes.info
+    info = context.evidence.processes.info
     culprits = {*one.culprits, *other.culprits}
     cause = one.cause if one.cause == other.cause else "unknown"
     return replace(
         first,
-        culprits=tuple(sorted(culprits, key=lambda p: (who[p].role, who[p].rank, who[p].name))),
+        culprits=tuple(sorted(culprits, key=lambda p: (info[p].role, info[p].rank, info[p].name))),
         confidence=(max if set(one.culprits) == culprits else min)(one.confidence, other.confidence),
         cause=cause,
         facts=tuple(dict.fromkeys((*one.facts, *other.facts)))[:16],

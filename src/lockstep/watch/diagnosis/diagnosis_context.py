@@ -278,13 +278,13 @@ def all_proven_inactive(context: DiagnosisContext, processes: Sequence[int], sin
 def inactivity_facts(context: DiagnosisContext, process: int) -> tuple[Fact, ...]:
     """The known facts about its inactivity."""
     found, name = measure_inactivity(context, process), context.evidence.processes.info[process].name
-    told = (
+    measures = (
         ("no counter progress", found.counters_s),
         ("no use of CPU, disk, network or GPU", found.activity_s),
         ("equal stacks", found.stack_s),
     )
     return tuple(
         Fact(f"{name}: {what} for {seconds:.0f} s", "agent")
-        for what, seconds in told
+        for what, seconds in measures
         if seconds >= context.patience.notice_s
     )

@@ -109,24 +109,24 @@ def _any_active(context: DiagnosisContext, processes: list[int]) -> bool:
 
 def _common_host(context: DiagnosisContext, graph: WaitGraph, nodes: list[int]) -> tuple[list[int], set[str]]:
     """The waiting processes of the only host that all collectives in flight share, if there is one; and all hosts."""
-    who = context.evidence.processes.info
+    info = context.evidence.processes.info
     spans: list[set[str]] = []
     for node in nodes[:MAX_COMPARED]:
         rows = context.members(int(graph.communicator[node]))
-        processes = map(who.__getitem__, context.evidence.communicators.process[rows].tolist())
+        processes = map(info.__getitem__, context.evidence.communicators.process[rows].tolist())
         spans.append(set(map(attrgetter("host"), processes)))
     hosts, common = set().union(*spans), set.intersection(*spans)
     if len(common) != 1 or all(span == hosts for span in spans):
         return [], hosts
     waiting = np.unique(graph.wait_process[np.isin(graph.wait_node, nodes)]).tolist()
-    return [each for each in waiting if who[each].host in common], hosts
+    return [each for each in waiting if info[each].host in common], hosts
 
 
 def _insufficient_evidence(context: DiagnosisContext, graph: WaitGraph, node: int) -> Hypothesis:
     """All members whose progress is known have entered; a late one can only be among the others."""
     suspects = graph.suspects(node)
-    who = context.evidence.processes.info
-    names = summarize_list(suspects, 4, lambda each: who[each].name)
+    info = context.evidence.processes.info
+    names = summarize_list(suspects, 4, lambda each: info[each].name)
     unseen = [each for each in suspects if context.life(each) is Liveness.UNSEEN]
     what = "a beacon, a dump or the log" if unseen else "the stack and the counts"
     return Hypothesis(

@@ -253,8 +253,8 @@ def _never_joined(context: DiagnosisContext, graph: WaitGraph, process: int, nod
 def _unranked(context: DiagnosisContext, role: str) -> list[int]:
     """Living processes without a rank yet."""
     living = (Liveness.RUNNING, Liveness.STOPPED)
-    who = context.evidence.processes.info
-    return [p for p, each in enumerate(who) if each.role == role and each.rank < 0 and context.life(p) in living]
+    info = context.evidence.processes.info
+    return [p for p, each in enumerate(info) if each.role == role and each.rank < 0 and context.life(p) in living]
 
 
 def _name_candidates(context: DiagnosisContext, processes: list[int]) -> str:

@@ -26,11 +26,11 @@ _KIND_FIXES = {
 
 def to_verdict(context: DiagnosisContext, hypothesis: Hypothesis) -> Verdict:
     """The verdict on a hypothesis, for users and for JSON."""
-    who = context.evidence.processes.info
+    info = context.evidence.processes.info
     culprits = tuple(
         Culprit(
-            who[p].rank if who[p].rank >= 0 else None, who[p].role, who[p].host, who[p].pid or None,
-            context.note(p).where, who[p].name,
+            info[p].rank if info[p].rank >= 0 else None, info[p].role, info[p].host, info[p].pid or None,
+            context.note(p).where, info[p].name,
         )
         for p in hypothesis.culprits
     )  # fmt: skip
@@ -72,10 +72,10 @@ def join_labels(context: DiagnosisContext, processes: tuple[int, ...]) -> str:
     """`rank 1 (policy, host b)`, `ranks 1 and 3 (policy)`, `rank 1 (policy) and scorer-0`."""
     if len(processes) == 1:
         return process_label(context, processes[0])
-    who = context.evidence.processes.info
-    roles = {who[p].role for p in processes}
-    if len(roles) == 1 and all(who[p].rank >= 0 and context.ranked[p] for p in processes):
-        numbers = [str(who[p].rank) for p in sorted(processes, key=lambda p: who[p].rank)]
+    info = context.evidence.processes.info
+    roles = {info[p].role for p in processes}
+    if len(roles) == 1 and all(info[p].rank >= 0 and context.ranked[p] for p in processes):
+        numbers = [str(info[p].rank) for p in sorted(processes, key=lambda p: info[p].rank)]
         role = _role_text(roles.pop())
         return f"ranks {_join_words(numbers)}" + (f" ({role})" if role else "")
     return _join_words([process_label(context, p) for p in processes])

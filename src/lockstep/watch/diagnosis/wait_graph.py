@@ -111,8 +111,8 @@ def build_wait_graph(
     late = ~(_known_until(evidence, evidence.communicators.process[rows]) - since < notice_s)
     edges = _blocking_edges(evidence)
     late_edges = [not float(_known_until(evidence, edge.process)) - _since(edge) < notice_s for _, edge, _ in edges]
-    somebody = late.any() or any(late_edges)
-    if not somebody and not (always and (len(rows) or edges)):
+    any_late = late.any() or any(late_edges)
+    if not any_late and not (always and (len(rows) or edges)):
         return None
     communicator, seq, node_of = _collective_nodes(inside, rows)
     collectives = len(communicator)
@@ -260,8 +260,8 @@ def _since(edge: WaitEdge) -> float:
 def find_permanently_blocked(graph: WaitGraph) -> tuple[BoolArray, BoolArray]:
     """Processes and nodes that nothing can set free: `[processes]`, `[nodes]`.
 
-    Whoever waits for nothing is taken to go on, and so is a node that nobody is known to block; what then comes free,
-    directly or in turn, is not held. What remains contains a cycle or a knot.
+    A process that does not wait is assumed to proceed, and so is a node without a known blocker; what this frees,
+    directly or indirectly, is not blocked. What remains contains a cycle or a knot.
     """
     held_process = graph.waiting()
     blocks = np.flatnonzero(held_process[graph.block_process])

@@ -159,8 +159,8 @@ def select_dumps(results: Iterable[tuple[DumpFile, RankTrace | UnreadableDump]])
     versions: dict[str, list[int]] = defaultdict(list)
     for file, trace in sorted(results, key=lambda result: str(result[0].path)):
         if isinstance(trace, UnreadableDump):
-            whose = "" if file.rank is None else f" (rank {file.rank})"
-            gaps.append(f"{file.path.name}{whose} {trace.why}")
+            rank_note = "" if file.rank is None else f" (rank {file.rank})"
+            gaps.append(f"{file.path.name}{rank_note} {trace.why}")
         elif file.rank is None:
             gaps.append(f"{file.path.name}: its name has no rank; use --ranks to specify where the rank is")
         else:

@@ -278,9 +278,9 @@ def _gap_facts(evidence: Evidence) -> tuple[Fact, ...]:
 
 def _last_entries(verdict: Verdict, evidence: Evidence) -> Iterator[Fact]:
     """The newest entry of each culprit, preferably on the verdict's communicator."""
-    wanted = verdict.collective.communicator if verdict.collective else ""
-    members, who = evidence.communicators, evidence.processes.info
-    of_rank = {each.rank: at for at, each in enumerate(who)}
+    communicator_name = verdict.collective.communicator if verdict.collective else ""
+    members, info = evidence.communicators, evidence.processes.info
+    of_rank = {each.rank: at for at, each in enumerate(info)}
     names = [about.name for about in members.about]
     communicator = np.repeat(np.arange(len(names)), np.diff(members.starts))
     for culprit in verdict.culprits[:_MAX_CULPRITS]:
@@ -288,8 +288,8 @@ def _last_entries(verdict: Verdict, evidence: Evidence) -> Iterator[Fact]:
         rows = [row for row in np.flatnonzero(members.process == process).tolist() if members.entered[row] > 0]
         if not rows:
             continue
-        row = max(rows, key=lambda row: (names[communicator[row]] == wanted, members.entered_at[row]))
-        yield Fact(_entry_text(evidence, row, names[communicator[row]], who[process].rank),
+        row = max(rows, key=lambda row: (names[communicator[row]] == communicator_name, members.entered_at[row]))
+        yield Fact(_entry_text(evidence, row, names[communicator[row]], info[process].rank),
                    file=evidence.extra["files"].get(culprit.rank, ""))  # fmt: skip
 
 

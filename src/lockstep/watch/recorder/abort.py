@@ -236,9 +236,9 @@ def release_ranks(
     `text`.
 
     The ranks get the verdict first. Then the connections of their open communicators are broken from outside, which
-    needs no cooperation of the rank. A rank that may not be inspected, or that uses NCCL, is asked to do it itself. All
-    members of a communicator have to be released, those on other hosts too: one alone frees only the ranks that wait
-    for it.
+    needs no cooperation of the rank. A rank that may not be inspected, or that uses NCCL, gets a command to do it
+    itself. All members of a communicator have to be released, those on other hosts too: one alone frees only the ranks
+    that wait for it.
 
     Args:
         verdict: its JSON form.

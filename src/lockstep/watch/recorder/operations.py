@@ -111,8 +111,8 @@ ArgumentPosition = tuple[int, str]
 _NO_POSITION: ArgumentPosition = (1 << 30, "")
 
 
-def _find_position(names: list[str], wanted: tuple[str, ...]) -> ArgumentPosition:
-    for name in wanted:
+def _find_position(names: list[str], candidates: tuple[str, ...]) -> ArgumentPosition:
+    for name in candidates:
         if name in names:
             return names.index(name), name
     return _NO_POSITION

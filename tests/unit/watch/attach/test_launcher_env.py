@@ -127,7 +127,7 @@ def test_a_meeting_in_words() -> None:
 
 
 def evidence_of(here: list[int], waiting: list[int], expected: ExpectedRanks) -> MessageStore:
-    """A host whose ranks `current_environment` are known and those `track_wait` have been in the rendezvous for 60 s,
+    """A host whose ranks `here` are known and those `waiting` have been in the rendezvous for 60 s,
     or 10."""
     inbox = MessageStore()
     processes = tuple(ProcessInfo(f"rank-{rank}", "rank", rank, "a", 100 + rank) for rank in here)

@@ -48,7 +48,7 @@ def test_a_pattern_says_where_the_rank_stands(tmp_path: Path) -> None:
     dump(tmp_path / "node-0" / "other_5")
     assert sorted(found.rank or -1 for found in find_dump_files(tmp_path, "node-*/p{rank}.trace")) == [3, 11]
     assert sorted(found.rank or -1 for found in find_dump_files(tmp_path, "p{rank}.trace")) == [3, 11]
-    with pytest.raises(ValueError, match="must contain {rank} exactly once"):
+    with pytest.raises(ValueError, match=r"must contain \{rank\} exactly once"):
         find_dump_files(tmp_path, "p*.trace")
 
 
