@@ -147,7 +147,7 @@ STAGE_STRUCT = struct.Struct("<QQ96sQ")  # front since_ns stage back
 COUNTER_STRUCT = struct.Struct("<QqqQ40sQ")  # front value total updated_ns name back
 WAIT_STRUCT = struct.Struct(
     "<QQQQQ24s96s160s32sQ"
-)  # front thread since_ns deadline_ns moved_ns kind whom why thread_name back
+)  # front thread since_ns deadline_ns moved_ns kind waits_for why thread_name back
 EVENT_STRUCT = struct.Struct("<QQ24s72sQ")  # front at_ns kind text back
 
 BEAT_AT = 512
