@@ -70,7 +70,7 @@ def request(name, priority=0, keep=False):
     return Request(name, name, np.array([4], np.int32), 0, priority=priority, keep=keep)
 
 
-def test_what_others_as_urgent_are_waited_for_with_is_held_back_for_a_while(monkeypatch):
+def test_completions_are_held_back_for_equally_urgent_ones(monkeypatch):
     now = [100.0]
     monkeypatch.setattr("lockstep.rollout.engine_service.time.monotonic", lambda: now[0])
     outbox = Outbox()
@@ -93,7 +93,7 @@ def test_what_others_as_urgent_are_waited_for_with_is_held_back_for_a_while(monk
     assert outbox.due(3, 1.0), "there is nothing else"
 
 
-def test_what_somebody_goes_on_with_is_told_at_once():
+def test_turns_of_conversations_are_sent_at_once():
     for first, done in ((request("a", keep=True), completion("a")), (request("a"), ended("a")), (None, ended("a"))):
         outbox = Outbox()
         outbox.expect([each for each in (first, request("b")) if each is not None])
@@ -105,7 +105,7 @@ def ended(name):
     return Completion(name, np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), "abort", "")
 
 
-def test_completions_are_the_same_after_they_have_travelled():
+def test_completions_survive_encoding():
     random = np.random.default_rng(0)
     made = [
         Completion(
@@ -132,7 +132,7 @@ def test_completions_are_the_same_after_they_have_travelled():
         CompletionBatch.of(5, made)
 
 
-def test_an_engine_that_has_others_as_urgent_tells_of_several_at_a_time(model):
+def test_an_engine_with_equally_urgent_requests_sends_several_at_a_time(model):
     engine, told = service(model), []
     engine.submit([*ask(2, tokens=3), Request("long", "h", np.array([4], np.int32), 9, max_tokens=9, ignore_eos=True)])
     engine.collect(0, 60.0).on_settled(lambda value, error: told.append(value))
@@ -170,7 +170,7 @@ def test_decodes_in_the_background(model):
     engine.close()
 
 
-def test_completions_are_told_when_they_are_there(model):
+def test_collect_is_answered_when_completions_arrive(model):
     engine, told = service(model), []
     engine.submit([*ask(3, tokens=3), Request("long", "h", np.array([4], np.int32), 9, max_tokens=9, ignore_eos=True)])
     engine.collect().on_settled(lambda value, error: told.append((value, error)))
@@ -218,7 +218,7 @@ class Shard:
     constant: bool = False
 
 
-def test_takes_weights_from_the_store(model, tmp_path):
+def test_loads_weights_from_the_store(model, tmp_path):
     engine = service(model, reader="lockstep.weights.shared_memory:StoreReader")
     parameters = dict(engine._engine.lm.named_parameters())
     plan = WeightPlan.of((name, parameter.shape, parameter.dtype) for name, parameter in parameters.items())
@@ -238,7 +238,7 @@ def test_takes_weights_from_the_store(model, tmp_path):
         service(model, reader="x")
 
 
-def test_a_failure_reaches_who_collects(model):
+def test_collect_raises_a_failure(model):
     engine = service(model)
     with torch.no_grad():
         engine._engine.lm.get_input_embeddings().weight.fill_(torch.nan)
@@ -254,7 +254,7 @@ def test_a_failure_reaches_who_collects(model):
     assert {each.request for each in taken(engine).completions} == {"r0", "r1"}
 
 
-def test_a_renewed_engine_answers_who_has_asked(model):
+def test_renew_answers_open_collect_calls(model):
     engine, told = service(model), []
     engine.submit(ask(2))
     engine.collect().on_settled(lambda value, error: told.append((value, error)))

@@ -1,4 +1,4 @@
-"""What an engine fuses is looked at in place where it lies in one piece, and copied where it does not."""
+"""Adjacent tensors are joined as a view, others are copied."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Engines that read for long the memory that the next version goes to."""
+"""Engines that hold the buffer of the next version for long."""
 
 import subprocess
 import sys
@@ -120,7 +120,7 @@ def lost(run: Run) -> Copying:
     return first
 
 
-def test_a_successor_that_hangs_in_its_copy_is_ended_and_the_run_goes_on(run: Run) -> None:
+def test_a_successor_that_hangs_while_copying_is_killed(run: Run) -> None:
     sync, _, launcher = run
     hanging = lost(run)
     sync.publish(3)
@@ -128,7 +128,7 @@ def test_a_successor_that_hangs_in_its_copy_is_ended_and_the_run_goes_on(run: Ru
     until(lambda: len(sync.engines.workers) == 2)
 
 
-def test_a_successor_whose_copy_gets_on_is_waited_for(run: Run) -> None:
+def test_a_successor_that_copies_slowly_is_waited_for(run: Run) -> None:
     sync, _, launcher = run
     slow = lost(run)
     over = threading.Event()
@@ -146,7 +146,7 @@ def test_a_successor_whose_copy_gets_on_is_waited_for(run: Run) -> None:
     assert over.wait(5) and launcher.killed == ["engine-0"]
 
 
-def test_an_engine_on_its_way_back_can_be_ended(tmp_path: Path) -> None:
+def test_an_incoming_engine_can_be_killed(tmp_path: Path) -> None:
     engines, (one, _), _ = make_client(Ledger.create(tmp_path / "run", {"name": "x"}), FakeLauncher(), 2)
     one.pid, plain = 7, one.submit
     copies: list[PendingCall[Any]] = []

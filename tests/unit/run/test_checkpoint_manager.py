@@ -1,4 +1,4 @@
-"""Which checkpoints are written, when they count, and which stay."""
+"""Which checkpoints are written, when they count, and which are kept."""
 
 from pathlib import Path
 
@@ -47,7 +47,7 @@ def versions(ledger: Ledger) -> list[int]:
     return [row.step + 1 for row in ledger.checkpoints()]
 
 
-def test_one_counts_only_when_it_is_complete(ledger: Ledger) -> None:
+def test_a_checkpoint_counts_only_when_it_is_complete(ledger: Ledger) -> None:
     checkpoints = make(ledger, looks=2)
     checkpoints.begin(4, None)
     for expected in (None, None, 4):
@@ -55,14 +55,14 @@ def test_one_counts_only_when_it_is_complete(ledger: Ledger) -> None:
         assert checkpoints.newest() == expected
 
 
-def test_finish_waits_for_the_one_under_way(ledger: Ledger) -> None:
+def test_finish_waits_for_the_current_checkpoint(ledger: Ledger) -> None:
     checkpoints = make(ledger, looks=3)
     checkpoints.begin(4, None)
     checkpoints.finish()
     assert versions(ledger) == [4]
 
 
-def test_the_last_ones_and_the_best_are_kept_and_others_deleted(ledger: Ledger) -> None:
+def test_the_newest_and_the_best_checkpoints_are_kept(ledger: Ledger) -> None:
     checkpoints = make(ledger, keep_last=2, keep_best=True)
     for version, metric in ((2, 0.3), (4, 0.9), (6, 0.5), (8, None), (10, 0.7)):
         checkpoints.begin(version, metric)
@@ -73,7 +73,7 @@ def test_the_last_ones_and_the_best_are_kept_and_others_deleted(ledger: Ledger) 
     ]
 
 
-def test_without_keep_best_only_the_last_ones_stay(ledger: Ledger) -> None:
+def test_without_keep_best_only_the_newest_are_kept(ledger: Ledger) -> None:
     checkpoints = make(ledger, keep_last=3, keep_best=False)
     for version in (2, 4, 6, 8):
         checkpoints.begin(version, 1 / version)
@@ -89,7 +89,7 @@ def test_due_periodically_at_the_end_and_for_a_new_best(ledger: Ledger) -> None:
     assert [version for version in range(12) if never.due(version, last=version == 11, improved=True)] == [11]
 
 
-def test_one_that_exists_or_is_under_way_is_not_due_again(ledger: Ledger) -> None:
+def test_an_existing_or_current_checkpoint_is_not_due_again(ledger: Ledger) -> None:
     checkpoints = make(ledger, looks=1, every=5)
     checkpoints.begin(5, None)
     assert not checkpoints.due(5, last=True, improved=True)
@@ -97,7 +97,7 @@ def test_one_that_exists_or_is_under_way_is_not_due_again(ledger: Ledger) -> Non
     assert not checkpoints.due(5, last=True, improved=True)
 
 
-def test_what_a_killed_run_left_is_cleared(ledger: Ledger) -> None:
+def test_leftovers_of_a_killed_run_are_deleted(ledger: Ledger) -> None:
     checkpoints = make(ledger)
     checkpoints.begin(4, None)
     checkpoints.finish()
@@ -130,14 +130,14 @@ def saved_at(ledger: Ledger, *at: int) -> None:
         checkpoints.finish()
 
 
-def test_a_run_begins_or_goes_on_from_the_newest(ledger: Ledger) -> None:
+def test_a_run_starts_new_or_from_the_newest_checkpoint(ledger: Ledger) -> None:
     assert restore_checkpoint(Ranks(), ledger) == 0
     saved_at(ledger, 2, 4)
     ranks = Ranks()
     assert (restore_checkpoint(ranks, ledger), ranks.loaded) == (4, ["00000004"])
 
 
-def test_where_the_newest_is_damaged_the_one_before_serves(ledger: Ledger) -> None:
+def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(ledger: Ledger) -> None:
     saved_at(ledger, 2, 4, 6)
     ranks = Ranks(6)
     assert (restore_checkpoint(ranks, ledger), ranks.loaded) == (4, ["00000004"])
@@ -145,21 +145,21 @@ def test_where_the_newest_is_damaged_the_one_before_serves(ledger: Ledger) -> No
     assert make(ledger, every=2).due(6, last=False, improved=False)
 
 
-def test_an_older_one_does_not_serve_as_its_step_files_are_gone(ledger: Ledger) -> None:
+def test_older_checkpoints_are_not_used_as_their_step_files_are_gone(ledger: Ledger) -> None:
     saved_at(ledger, 2, 4, 6)
     with pytest.raises(RemoteError, match="00000006: is torn"):
         restore_checkpoint(Ranks(4, 6), ledger)
     assert versions(ledger) == [4, 6]
 
 
-def test_other_errors_are_no_damage(ledger: Ledger) -> None:
+def test_other_errors_are_raised(ledger: Ledger) -> None:
     saved_at(ledger, 2, 4)
     with pytest.raises(RemoteError):
         restore_checkpoint(Ranks(4, code=""), ledger)
     assert versions(ledger) == [2, 4]
 
 
-def test_a_save_whose_writer_was_lost_counts_where_it_was_complete(ledger: Ledger) -> None:
+def test_a_complete_checkpoint_counts_after_its_writer_was_lost(ledger: Ledger) -> None:
     checkpoints = make(ledger, looks=99)
     checkpoints.begin(3, 0.5)
     (checkpoints.folder / "00000004.tmp-1-1").mkdir()

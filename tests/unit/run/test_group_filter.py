@@ -1,4 +1,4 @@
-"""Which groups a step learns from."""
+"""Which groups a step trains on."""
 
 import numpy as np
 import pytest
@@ -72,7 +72,7 @@ def test_the_metric_may_be_a_term() -> None:
     st.integers(1, 5),
     st.integers(1, 8),
 )
-def test_every_prompt_is_learned_from_or_discarded_once(rounds: list[list[bool]], wanted: int, limit: int) -> None:
+def test_every_prompt_is_trained_on_or_discarded_once(rounds: list[list[bool]], wanted: int, limit: int) -> None:
     """Whatever rounds bring, more than asked for included (a restart gives a round what it had)."""
     selection = GroupFilter(0, wanted, FilterGroups(enable=True, max_num_gen_batches=limit))
     given, signal = [], set()

@@ -1,4 +1,4 @@
-"""The collector looks rarely while a run is under way, and as before after it."""
+"""Garbage collection is rare during a run and restored after it."""
 
 import gc
 
@@ -7,7 +7,7 @@ import pytest
 from lockstep.run.lifecycle import GC_THRESHOLD, infrequent_gc
 
 
-def test_the_collector_is_as_before_after_a_run_that_failed() -> None:
+def test_garbage_collection_is_restored_after_a_failed_run() -> None:
     before = gc.get_threshold()
     with pytest.raises(ValueError, match="over"), infrequent_gc():
         assert gc.get_threshold() == (GC_THRESHOLD, *before[1:]) and gc.get_freeze_count() > 0
@@ -15,7 +15,7 @@ def test_the_collector_is_as_before_after_a_run_that_failed() -> None:
     assert gc.get_threshold() == before and gc.get_freeze_count() == 0
 
 
-def test_few_objects_are_not_looked_at() -> None:
+def test_few_objects_cause_no_collection() -> None:
     rounds = []
     gc.callbacks.append(note := lambda phase, info: rounds.append(info["generation"]))
     try:

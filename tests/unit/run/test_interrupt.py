@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: when there is a step to finish, and when not."""
+"""Ctrl-C and SIGTERM during steps and outside of them."""
 
 import signal
 
@@ -8,14 +8,14 @@ from lockstep.run.interrupt import InterruptHandler
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["int", "term"])
-def test_the_first_stops_at_once_where_there_is_no_step_to_finish(number: signal.Signals) -> None:
+def test_outside_of_steps_the_first_signal_stops_at_once(number: signal.Signals) -> None:
     interrupt = InterruptHandler()
     with interrupt.listening(), pytest.raises(KeyboardInterrupt):
         signal.raise_signal(number)
     assert interrupt.requested
 
 
-def test_the_first_waits_for_the_step_and_the_second_does_not() -> None:
+def test_the_first_signal_finishes_the_step_and_the_second_does_not() -> None:
     interrupt = InterruptHandler()
     interrupt.steps_begin()
     with interrupt.listening():
@@ -25,7 +25,7 @@ def test_the_first_waits_for_the_step_and_the_second_does_not() -> None:
             signal.raise_signal(signal.SIGINT)
 
 
-def test_recovery_may_wait_for_ever_and_is_no_step() -> None:
+def test_during_recovery_the_first_signal_stops_at_once() -> None:
     interrupt = InterruptHandler()
     interrupt.steps_begin()
     with interrupt.listening():

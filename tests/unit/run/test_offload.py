@@ -87,7 +87,7 @@ def a_step(run: Run) -> None:
         run.policy.save(Path("x"))
 
 
-def test_the_trainer_is_away_while_engines_generate(tmp_path: Path, worker: Worker) -> None:
+def test_the_trainer_is_offloaded_while_engines_generate(tmp_path: Path, worker: Worker) -> None:
     a_step(run_of(tmp_path, worker, {"optimizer": True}))
     assert [call[0] for call in worker.calls] == [
         *("offload", "onload", "evaluate", "step", "write_weights", "offload", "save")
@@ -95,7 +95,7 @@ def test_the_trainer_is_away_while_engines_generate(tmp_path: Path, worker: Work
     assert worker.calls[0] == ("offload", False, True)
 
 
-def test_it_stays_where_nothing_is_asked_for(tmp_path: Path, worker: Worker) -> None:
+def test_nothing_is_offloaded_by_default(tmp_path: Path, worker: Worker) -> None:
     a_step(run_of(tmp_path, worker, {}))
     assert [call[0] for call in worker.calls] == ["evaluate", "step", "write_weights", "save"]
     assert not OffloadConfig().anything and OffloadConfig(parameters=True).anything
@@ -111,7 +111,7 @@ def test_engines_sleep_while_the_trainer_trains_on_their_devices(tmp_path: Path,
     assert ("sleep",) not in worker.calls
 
 
-def test_engines_take_weights_when_the_trainer_has_made_room(tmp_path: Path, worker: Worker) -> None:
+def test_engines_load_weights_after_the_trainer_has_freed_memory(tmp_path: Path, worker: Worker) -> None:
     """They wake for that: the trainer writes first, then leaves the device."""
     policy = TrainerGroup([worker], [SimpleNamespace()], OffloadConfig(parameters=True, optimizer=True))  # type: ignore[list-item]
     tell = worker.calls.append
@@ -129,7 +129,7 @@ def test_engines_take_weights_when_the_trainer_has_made_room(tmp_path: Path, wor
     assert [call[0] for call in worker.calls] == ["write_weights", "offload", "deliver", "load"]
 
 
-def test_engines_that_share_devices_sleep_before_ranks_take_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_on_shared_devices_sleep_before_ranks_are_set_up(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
     ranks, engines = [Worker()], [Worker(), Worker()]
     launcher: Any = SimpleNamespace(launch_all=lambda: (ranks, engines))

@@ -55,7 +55,7 @@ def collect(ledger: Ledger, rollouts: Rollouts) -> None:
     ledger.collected(rollouts.step, rollouts)
 
 
-def test_what_took_long_is_durable_before_it_is_scored(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_completions_are_durable_before_they_are_scored(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "PERSIST_INTERVAL_S", 0.2)
     take(buffer(ledger, Engine(all_s=0.1)), 0)
     assert ledger.kept(0) == [], "a quick step is not worth a write"
@@ -72,7 +72,7 @@ def test_what_took_long_is_durable_before_it_is_scored(ledger: Ledger, monkeypat
     assert [c.request for group in rollouts.groups for c in group.completions] == slow.asked
 
 
-def test_steps_are_asked_for_ahead_and_each_once(ledger: Ledger) -> None:
+def test_steps_are_requested_ahead_and_each_once(ledger: Ledger) -> None:
     engine = Engine()
     made = buffer(ledger, engine, ahead=2, steps=4)
     asked = []
@@ -86,7 +86,7 @@ def test_steps_are_asked_for_ahead_and_each_once(ledger: Ledger) -> None:
     assert made.metrics(3) == {"rollout/generated": 4.0, "rollout/ready": 1.0}
 
 
-def test_what_arrived_of_steps_ahead_is_kept_and_not_generated_again(
+def test_completions_of_later_steps_are_kept_and_not_generated_again(
     ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(room, "PERSIST_INTERVAL_S", 0.0)
@@ -99,7 +99,7 @@ def test_what_arrived_of_steps_ahead_is_kept_and_not_generated_again(
     assert made.metrics(1)["rollout/generated"] == 0
 
 
-def test_collected_steps_are_not_asked_for(ledger: Ledger) -> None:
+def test_collected_steps_are_not_requested(ledger: Ledger) -> None:
     first = buffer(ledger, Engine(), ahead=1)
     for step in range(3):
         collect(ledger, take(first, step))
@@ -110,7 +110,7 @@ def test_collected_steps_are_not_asked_for(ledger: Ledger) -> None:
     assert {id.partition("/")[0] for id in engine.asked} == {"3"}
 
 
-def test_rounds_of_a_step_get_fresh_prompts_and_a_restart_the_same(ledger: Ledger) -> None:
+def test_rounds_get_new_prompts_and_a_restart_repeats_them(ledger: Ledger) -> None:
     made = buffer(ledger, Engine(), ahead=1, filtered=True)
     assert uids(take(made, 0)) == ["0:0", "0:1"]
     assert uids(take(made, 0, 1)) == ["0:4"], "step 1 has 2 and 3 already"
@@ -154,7 +154,7 @@ def test_overlap_leaves_the_controller_free(ledger: Ledger) -> None:
     assert time.monotonic() - began < 1
 
 
-def test_rounds_of_an_attempt_that_was_cut_short_are_handed_out_again(ledger: Ledger) -> None:
+def test_rounds_taken_before_a_rewind_are_returned_again(ledger: Ledger) -> None:
     engine = Engine()
     made = buffer(ledger, engine, filtered=True)
     rounds = [take(made, 0, 2), made.take(0, 1)]

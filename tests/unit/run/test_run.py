@@ -22,7 +22,7 @@ def rollouts(step: int) -> Rollouts:
     return Rollouts(step, 0, [Group(prompt, [completion, completion], np.array([0, 1], np.float32))])
 
 
-def test_a_step_done_again_is_not_written_again(tmp_path: Path) -> None:
+def test_a_repeated_step_is_not_written_again(tmp_path: Path) -> None:
     """After an upgrade of pyarrow, say, the same rollouts are other bytes; that must not end the run."""
     values = {
         "recipe": "grpo", "name": "x", "steps": 3, "model": {"path": "m"}, "data": {"path": "d"},

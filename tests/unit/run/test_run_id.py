@@ -1,4 +1,4 @@
-"""Where a run's processes are, and whether they see its folder."""
+"""The run id, and ranks that see another folder."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import pytest
 from lockstep.run.run_id import FolderNotShared, check_folder_shared, claim_run_id, read_run_id
 
 
-def test_a_rank_knows_the_folder_of_its_run(tmp_path: Path) -> None:
+def test_a_rank_checks_the_folder_of_its_run(tmp_path: Path) -> None:
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     ours.mkdir()
     assert read_run_id(ours) == ""

@@ -1,4 +1,4 @@
-"""From rewards to the advantages of targets, with the penalty where the config puts it."""
+"""From rewards to the advantages of targets, with the KL penalty."""
 
 import numpy as np
 import pytest
@@ -47,7 +47,7 @@ def test_every_target_has_the_advantage_of_its_completion() -> None:
     )
 
 
-def test_a_penalty_in_the_reward_is_that_of_the_whole_completion_for_groups() -> None:
+def test_group_advantages_subtract_the_penalty_of_the_whole_completion() -> None:
     made = batch()
     gap = np.array([0.1, 0.2, 0.0, 0.0, 0.4, 0.0, 0.1], np.float32)  # k1: policy - reference
     made.set_per_target("reference_logprob", -1.0 - gap)
@@ -59,7 +59,7 @@ def test_a_penalty_in_the_reward_is_that_of_the_whole_completion_for_groups() ->
 
 
 @pytest.mark.parametrize("baseline", [False, True])
-def test_reinforce_plus_plus_takes_it_off_token_by_token(baseline: bool) -> None:
+def test_reinforce_plus_plus_subtracts_the_penalty_per_token(baseline: bool) -> None:
     made = batch()
     gap = np.array([0.1, 0.2, 0.0, 0.0, 0.4, 0.0, 0.1], np.float32)
     made.set_per_target("reference_logprob", -1.0 - gap)

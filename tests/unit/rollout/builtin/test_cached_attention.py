@@ -1,4 +1,4 @@
-"""The engine's attention against the formula in 64 bit, for every way in which keys may lie."""
+"""The engine's attention against the formula in 64 bit, for every layout of the keys."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The fused forward: what the model computes for each family and variant, from the model's own parameters."""
+"""The fused forward against the model, for each family and variant."""
 
 import functools
 import logging
@@ -161,7 +161,7 @@ def test_new_weights_reach_the_fused_tensors(name, layers):
         np.testing.assert_allclose(got.logprobs, whole_logprobs(new, request, got.tokens), atol=1e-4)
 
 
-def test_nothing_is_kept_twice_and_the_model_still_works(layers):
+def test_no_weight_is_stored_twice_and_the_model_still_works(layers):
     lm = build("qwen2")
     ids = torch.arange(4, 20).unsqueeze(0)
     before, values = lm(ids).logits, [parameter.clone() for parameter in lm.parameters()]

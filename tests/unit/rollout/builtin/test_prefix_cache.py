@@ -1,4 +1,4 @@
-"""Kept keys and values: what is found, what goes first, and the same completions as without."""
+"""The prefix cache: lookup, eviction, and the same completions as without it."""
 
 import functools
 from contextlib import contextmanager
@@ -59,7 +59,7 @@ def without(name):
 
 @pytest.mark.parametrize("own", [False, True], ids=["fused", "own-forward"])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_next_turn_is_the_same_and_computes_only_what_is_new(name, own):
+def test_a_next_turn_computes_only_new_tokens(name, own):
     said, following, expected = without(name)
     engine = engine_of(name)
     if own:
@@ -84,7 +84,7 @@ def test_a_next_turn_is_the_same_and_computes_only_what_is_new(name, own):
             np.testing.assert_allclose(got.logprobs, whole_logprobs(build(name), each, got.tokens), atol=1e-4)
 
 
-def test_branches_find_the_same_beginning_and_none_is_kept_unasked():
+def test_branches_share_a_prefix_and_nothing_is_kept_without_request():
     engine = engine_of("qwen2")
     first = first_turns(keep=False)
     said = run(engine, first)
@@ -106,7 +106,7 @@ def test_branches_find_the_same_beginning_and_none_is_kept_unasked():
         np.testing.assert_allclose(done[each.id].logprobs, expected, atol=1e-4)
 
 
-def test_new_weights_are_never_mixed_with_what_old_ones_left():
+def test_new_weights_never_use_keys_and_values_of_old_ones():
     new = build("qwen2", seed=1)
 
     @contextmanager
@@ -151,7 +151,7 @@ def sequence(*tokens):
     return np.array(tokens, np.int32)
 
 
-def test_what_is_found_and_what_goes_first():
+def test_lookup_and_eviction_order():
     long = np.arange(40, dtype=np.int32)
     store = PrefixCache()
     one, two, three = ({0: (torch.full((1,), n), torch.zeros(1))} for n in range(3))
@@ -175,7 +175,7 @@ def test_what_is_found_and_what_goes_first():
     st.lists(st.lists(st.integers(0, 1), min_size=14, max_size=40), min_size=1, max_size=12),
     st.integers(40, 90),
 )
-def test_the_limit_holds_and_the_longest_common_beginning_is_found(kept, limit):
+def test_the_limit_holds_and_the_longest_prefix_is_found(kept, limit):
     store, all_of = PrefixCache(), []
     for tokens in kept:
         store.keep(np.array(tokens), {}, limit)

@@ -1,4 +1,4 @@
-"""The queue under a tight cache: nobody waits for ever, and what is promised always fits."""
+"""The queue under a tight cache: every request is served, and admitted ones always fit."""
 
 import numpy as np
 from hypothesis import given, settings

@@ -1,4 +1,4 @@
-"""Engines that are lost: what they told is kept, the rest goes to others, and another takes the place."""
+"""Lost engines: their completions are kept, their requests go to others, and they are replaced."""
 
 import sys
 import threading
@@ -38,7 +38,7 @@ def names(found: Sequence[Any]) -> list[str]:
     return [each.request for each in found]
 
 
-def test_the_others_go_on_with_what_was_unfinished(ledger: Ledger, launcher: FakeLauncher) -> None:
+def test_other_engines_get_the_unfinished_requests(ledger: Ledger, launcher: FakeLauncher) -> None:
     engines, (one, other), recovery = make_client(ledger, launcher, 2)
     launcher.allowed.clear()
     engines.load_weights(FakeWeights(), 3)
@@ -62,7 +62,7 @@ def test_the_others_go_on_with_what_was_unfinished(ledger: Ledger, launcher: Fak
     assert (events[1]["worker"], events[1]["what"], events[1]["requests"]) == ("engine-0", "died (SIGKILL)", 2)
 
 
-def test_the_only_engine_is_replaced_and_begins_with_the_newest_weights(ledger: Ledger, launcher: FakeLauncher) -> None:
+def test_the_only_engine_is_replaced_with_the_newest_weights(ledger: Ledger, launcher: FakeLauncher) -> None:
     engines, (one,), _ = make_client(ledger, launcher, 1)
     launcher.allowed.clear()
     engines.load_weights(FakeWeights(), 3)
@@ -81,7 +81,7 @@ def test_the_only_engine_is_replaced_and_begins_with_the_newest_weights(ledger: 
     assert launcher.killed == ["engine-0"]
 
 
-def test_one_whose_node_was_left_behind_comes_back_with_the_weights(ledger: Ledger, launcher: FakeLauncher) -> None:
+def test_an_engine_without_weights_on_its_node_rejoins_with_them(ledger: Ledger, launcher: FakeLauncher) -> None:
     engines, (one, other), _ = make_client(ledger, launcher, 2)
     engines.load_weights(FakeWeights(), 3)
     engines.submit([request("a/0", "a")])
@@ -102,14 +102,14 @@ def test_one_whose_node_was_left_behind_comes_back_with_the_weights(ledger: Ledg
     assert one.asked()[-1] == "d/0"
 
 
-def test_those_that_have_a_version_already_are_not_told_to_load_it(ledger: Ledger, launcher: FakeLauncher) -> None:
+def test_engines_that_have_a_version_do_not_load_it(ledger: Ledger, launcher: FakeLauncher) -> None:
     engines, (one, other), _ = make_client(ledger, launcher, 2)
     engines.load_weights(FakeWeights("engine-0"), 3, having=[one])
     assert engines.workers == [one, other], "where its node has it is not asked"
     assert (one.calls, other.calls) == ([], [("load_weights", ("/w", 3))])
 
 
-def test_one_whose_node_cannot_be_brought_up_to_date_is_replaced(ledger: Ledger, launcher: FakeLauncher) -> None:
+def test_an_engine_whose_node_cannot_get_the_weights_is_replaced(ledger: Ledger, launcher: FakeLauncher) -> None:
     engines, _, _ = make_client(ledger, launcher, 1)
 
     class Lost(FakeWeights):
@@ -124,9 +124,7 @@ def test_one_whose_node_cannot_be_brought_up_to_date_is_replaced(ledger: Ledger,
     assert launcher.killed == ["engine-0"]
 
 
-def test_who_is_in_everybodys_way_is_replaced_whether_it_serves_or_is_left_out(
-    ledger: Ledger, launcher: FakeLauncher
-) -> None:
+def test_killed_engines_are_replaced_whether_serving_or_excluded(ledger: Ledger, launcher: FakeLauncher) -> None:
     engines, (one, other), _ = make_client(ledger, launcher, 2)
     assert not engines.kill_engines(lambda worker: worker.pid == 7, "pid 7 reads")
     one.pid, hung = 7, list[Any]()
@@ -152,7 +150,7 @@ def test_who_is_in_everybodys_way_is_replaced_whether_it_serves_or_is_left_out(
 
 
 @pytest.mark.parametrize("where", ["hires", "weights"])
-def test_no_way_back_ends_in_silence(ledger: Ledger, launcher: FakeLauncher, where: str) -> None:
+def test_an_unexpected_error_of_the_failover_is_raised(ledger: Ledger, launcher: FakeLauncher, where: str) -> None:
     engines, (one,), _ = make_client(ledger, launcher, 1)
     surprise, weights = KeyError("node-b"), FakeWeights("engine-0")
 
@@ -173,7 +171,7 @@ def test_no_way_back_ends_in_silence(ledger: Ledger, launcher: FakeLauncher, whe
         loses()
 
 
-def test_an_engine_without_a_place_is_waited_for_beside_those_that_live(ledger: Ledger, launcher: FakeLauncher) -> None:
+def test_the_run_continues_while_an_engine_waits_for_a_node(ledger: Ledger, launcher: FakeLauncher) -> None:
     engines, (one, other), _ = make_client(ledger, launcher, 2)
     launcher.errors = [WaitTimeout("placement", "nodes", "a place for engine-0.1", 5.0) for _ in range(3)]
     engines.submit([request("a/0", "a")])
@@ -190,9 +188,7 @@ def test_an_engine_without_a_place_is_waited_for_beside_those_that_live(ledger: 
         engines.collect()
 
 
-def test_one_that_stands_still_is_replaced(
-    ledger: Ledger, launcher: FakeLauncher, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stalled_engine_is_replaced(ledger: Ledger, launcher: FakeLauncher, monkeypatch: pytest.MonkeyPatch) -> None:
     engines, _, recovery = make_client(ledger, launcher, 1)
     engines.stall_s = 0.5
     engines.submit([request("a/0", "a")], queue="q")
@@ -208,7 +204,7 @@ def test_one_that_stands_still_is_replaced(
     assert failed["what"] == "made no progress for 0.5 s"
 
 
-def test_a_budget_that_is_spent_ends_the_run_and_says_so(ledger: Ledger, launcher: FakeLauncher) -> None:
+def test_a_used_up_budget_ends_the_run(ledger: Ledger, launcher: FakeLauncher) -> None:
     engines, (one,), _ = make_client(ledger, launcher, 1, restarts=2)
     launcher.errors = [WorkerDied("engine-0.1", 0, 3, "")]
     one.die()
@@ -218,7 +214,7 @@ def test_a_budget_that_is_spent_ends_the_run_and_says_so(ledger: Ledger, launche
     assert len(launcher.launched) == 1
 
 
-def test_an_error_that_says_what_is_wrong_is_raised_as_it_is(ledger: Ledger, launcher: FakeLauncher) -> None:
+def test_an_error_that_needs_no_explanation_is_raised_unchanged(ledger: Ledger, launcher: FakeLauncher) -> None:
     engines, (one,), _ = make_client(ledger, launcher, 1)
     engines.submit([request("a/0", "a")])
     engines.collect()
@@ -229,7 +225,7 @@ def test_an_error_that_says_what_is_wrong_is_raised_as_it_is(ledger: Ledger, lau
     assert raised.value is error and launcher.launched == []
 
 
-def test_nobody_is_replaced_when_the_run_ends_or_recovery_is_off(ledger: Ledger, launcher: FakeLauncher) -> None:
+def test_no_engine_is_replaced_after_close_or_without_recovery(ledger: Ledger, launcher: FakeLauncher) -> None:
     engines, (one, other), _ = make_client(ledger, launcher, 2)
     engines.close()
     one.die()
@@ -279,7 +275,7 @@ def test_nothing_is_lost_whenever_engines_die(ledger: Ledger, launcher: FakeLaun
     assert sorted(found) == sorted(wanted)
 
 
-def test_a_stall_names_the_engine(ledger: Ledger, launcher: FakeLauncher) -> None:
+def test_a_stall_without_open_requests_blames_no_engine(ledger: Ledger, launcher: FakeLauncher) -> None:
     error = Stalled("queue", "rollout engines", "x", 1.0, 1.0)
     engines, _, _ = make_client(ledger, launcher, 1)
     assert not engines._pool.replace_stalled(error), "nobody owes anything: nobody is to blame"

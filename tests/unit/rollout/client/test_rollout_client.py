@@ -25,7 +25,7 @@ def test_each_queue_collects_its_own_completions_once() -> None:
     assert [found.request for found in engines.collect(queue="step 4")] == ["a/0", "a/1"], "kept while others asked"
 
 
-def test_groups_stay_whole_and_go_to_the_engine_that_owes_least() -> None:
+def test_whole_groups_go_to_the_least_loaded_engine() -> None:
     busy, idle = Engine(half_s=9, all_s=9), Engine(half_s=9, all_s=9)
     engines = RolloutClient([busy, idle], SamplingConfig(), 0)  # type: ignore[list-item]
     engines.submit([request(f"a/{k}", "a") for k in range(4)])

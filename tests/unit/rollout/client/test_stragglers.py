@@ -1,4 +1,4 @@
-"""Engines far behind their peers: who is, and what becomes of what they owe. Each completion counts once."""
+"""Engines that are far behind their peers, and their requests. Each completion counts once."""
 
 import sys
 import threading
@@ -45,7 +45,7 @@ def test_a_long_completion_on_an_engine_as_fast_as_the_others_is_waited_for() ->
     assert found.find({2}, 60.0) == {}, "one sequence, and as fast as theirs"
 
 
-def test_who_makes_less_than_its_share_for_long_enough_is_behind() -> None:
+def test_an_engine_below_its_share_for_long_enough_is_a_straggler() -> None:
     speeds: dict[int, tuple[float, int]] = {0: (100, 8), 1: (90, 32), 2: (20, 8)}
     assert watched(speeds, 5).find({2}, 5.0) == {}
     found = watched(speeds, 12).find({2}, 12.0)
@@ -83,7 +83,7 @@ def test_engines_are_compared_at_about_as_many_sequences() -> None:
     assert why == "makes 3.1 tokens/s a sequence, the others 15.6", "and not the 125 of their last 8"
 
 
-def test_who_makes_nothing_is_behind_and_idle_ones_are_not() -> None:
+def test_silent_engines_are_stragglers_and_idle_ones_are_not() -> None:
     found = watched({0: (100, 8), 1: (100, 8)}, 3)
     found.observe(0, 20.0, counters(9999, 8))
     assert found.find({1}, 12.0) == {}
@@ -95,7 +95,7 @@ def test_who_makes_nothing_is_behind_and_idle_ones_are_not() -> None:
     assert found.find({1}, 525.0) == {}
 
 
-def test_who_was_slow_gets_work_again_later_and_who_was_silent_at_once() -> None:
+def test_penalties_of_slow_and_silent_engines() -> None:
     found = watched({0: (100, 8), 1: (10, 8)}, 12)
     (behind,) = found.find({1}, 12.0).values()
     found.penalize(1, behind, 12.0)
@@ -187,7 +187,7 @@ def wait(engines: RolloutClient, count: int, each: Callable[[], None]) -> list[s
 
 
 @pytest.mark.usefixtures("quick")
-def test_what_a_silent_engine_owes_is_made_by_another_and_what_it_says_later_is_nobodys() -> None:
+def test_requests_of_a_silent_engine_are_reissued_and_its_late_completions_ignored() -> None:
     engines, (one, other) = made(2)
     one.answers = False
     other.tell("b/0", "b/1")
@@ -208,7 +208,7 @@ def test_what_a_silent_engine_owes_is_made_by_another_and_what_it_says_later_is_
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_silent_engine_does_not_hold_new_weights_and_comes_back_with_them() -> None:
+def test_a_silent_engine_does_not_delay_new_weights() -> None:
     engines, (one, other) = made(2)
     one.answers = False
     other.tell("b/0", "b/1")
@@ -226,7 +226,7 @@ def test_a_silent_engine_does_not_hold_new_weights_and_comes_back_with_them() ->
     assert one.asked[-1] == "e/0"
 
 
-def test_a_load_that_takes_all_engines_long_leaves_nobody_out() -> None:
+def test_a_slow_load_of_all_engines_excludes_none() -> None:
     """It moves no counter: who needs twice as long as another is no laggard, who needs more than four times is."""
     engines, (one, other) = made(2, after_s=1.0)
     for worker, seconds in ((one, 1.7), (other, 0.8)):
@@ -249,7 +249,7 @@ class Shelf:
 
 
 @pytest.mark.usefixtures("quick")
-def test_the_one_that_is_first_counts_also_where_it_is_the_slow_one() -> None:
+def test_the_first_completion_counts_even_from_the_slow_engine() -> None:
     engines, (one, other) = made(2)
     one.answers = False
     other.tell("b/0", "b/1")
@@ -263,7 +263,7 @@ def test_the_one_that_is_first_counts_also_where_it_is_the_slow_one() -> None:
 
 
 @pytest.mark.usefixtures("quick")
-def test_nothing_is_issued_again_where_all_are_silent_or_it_is_off() -> None:
+def test_nothing_is_reissued_if_all_are_silent_or_it_is_off() -> None:
     engines, (one, other) = made(2)
     one.answers = other.answers = False
     looks = []

@@ -1,4 +1,4 @@
-"""The environment that the documentation shows."""
+"""The environment of the documentation."""
 
 import asyncio
 import importlib.util
@@ -11,7 +11,7 @@ from lockstep.data.samples import Prompt
 FILE = Path(__file__).parents[4] / "examples" / "guess.py"
 
 
-def test_a_game_of_guessing() -> None:
+def test_the_guessing_game() -> None:
     spec = importlib.util.spec_from_file_location("guess", FILE)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

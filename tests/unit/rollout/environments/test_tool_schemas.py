@@ -1,4 +1,4 @@
-"""Schemas read off the text of functions, against transformers' own of the functions themselves."""
+"""Schemas read from the source of functions, against those of transformers."""
 
 from pathlib import Path
 from typing import Any, Literal, Optional, Union
@@ -99,7 +99,7 @@ def test_schemas_are_those_of_transformers(function) -> None:
         ("def g(): ...", "defines no 'f'; it defines g"),
     ],
 )
-def test_what_cannot_be_described_is_refused(tmp_path: Path, text: str, words: str) -> None:
+def test_functions_without_a_schema_are_refused(tmp_path: Path, text: str, words: str) -> None:
     (tmp_path / "t.py").write_text(text)
     with pytest.raises(EnvironmentCodeError, match=words):
         tool_schema("t.py:f", tmp_path)

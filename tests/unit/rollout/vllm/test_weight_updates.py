@@ -61,7 +61,7 @@ def test_an_update_wakes_the_weights_and_a_step_the_rest(engine):
     assert len([each for each in asked if each[0] == "wake_up"]) == 2
 
 
-def test_an_engine_that_forgot_its_weights_serves_nothing_until_it_has_some(engine):
+def test_an_engine_without_weights_serves_nothing_until_it_loads_some(engine):
     engine.sleep(level=2)
     with pytest.raises(NoWeights, match="load a version before"):
         step(engine)
@@ -69,7 +69,7 @@ def test_an_engine_that_forgot_its_weights_serves_nothing_until_it_has_some(engi
     assert step(engine) == []
 
 
-def test_what_no_worker_has_begun_with_leaves_the_engine_as_it_was(engine):
+def test_a_failure_before_any_change_leaves_the_engine_intact(engine):
     refused = KeyError("another version")
     engine.core.answers = [SimpleNamespace(touched=False, error=refused)] * 2
     with pytest.raises(KeyError, match="another version"):
@@ -87,7 +87,7 @@ def test_workers_with_different_versions_are_a_torn_engine(engine):
             call()
 
 
-def test_the_progress_of_workers_that_are_processes_of_their_own_is_the_engines():
+def test_progress_of_worker_processes_counts_for_the_engine():
     code = "import sys; from lockstep.rollout.weight_loading import publish_worker_progress\n"
     code += "from lockstep.watch.beacon.writer import current_beacon\n"
     code += "with publish_worker_progress(sys.argv[1], int(sys.argv[2])): current_beacon().add('tensors', 1)"

@@ -1,4 +1,4 @@
-"""What a run asks of the nodes of a cluster, and what is said before it starts."""
+"""The placement of a run on the nodes of a cluster, and its notes."""
 
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,7 @@ def test_what_processes_need() -> None:
     assert make_plan(config(cluster="local", trainer={"ranks": 1}), None, HOST).wanted == []
 
 
-def test_a_place_for_all_or_what_would_fit() -> None:
+def test_every_process_gets_a_node_or_the_error_says_what_would_fit() -> None:
     plan = make_plan(config(), MODEL, CLUSTER)
     assignment = assign_nodes(plan, config().placement, [node(0), node(1)]).assignment
     assert assignment is not None and set(assignment.node_of) == {process.name for process in plan.processes}
@@ -79,20 +79,20 @@ def test_ranks_are_checked_against_the_placement() -> None:
         assign_nodes(make_plan(wrong, MODEL, CLUSTER), wrong.placement, None)
 
 
-def test_a_ray_of_ones_own_shares_the_cores() -> None:
+def test_processes_of_the_runs_own_ray_share_the_cores() -> None:
     plan = make_plan(config(trainer={"ranks": 2}), None, HOST)
     own = local_node(plan.wanted, HOST)
     assert own.cpus == sum(each.cpus for each in plan.wanted) > HOST.cores
     assert assign_nodes(plan, config().placement, [own]).assignment is not None
 
 
-def test_copies_in_memory_are_of_one_host() -> None:
+def test_memory_checkpoints_are_refused_on_ray() -> None:
     assert make_plan(config(), MODEL, CLUSTER).memory_copy == 0
     with pytest.raises(InfeasibleError, match=r"recovery\.memory_copy is in the shared memory of one host"):
         make_plan(config(recovery={"memory_copy": True}), MODEL, CLUSTER)
 
 
-def test_a_placement_says_nothing_to_one_host() -> None:
+def test_placement_settings_without_effect_on_one_host_are_noted() -> None:
     local = config(cluster="local", placement={"strategy": "spread", "colocate": "all"})
     assert "only `colocate` applies outside Ray" in placement_notes(local)[0]
     for said in (config(cluster="local"), config(placement={"strategy": "spread"})):
@@ -100,14 +100,14 @@ def test_a_placement_says_nothing_to_one_host() -> None:
     assert placement_notes(config(cluster="local", placement={"colocate": "all"})) == [], "engines sleep here as well"
 
 
-def test_which_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_means_an_existing_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     assert uses_existing_cluster(RayClusterConfig(address="auto")) and not uses_existing_cluster(RayClusterConfig())
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6379")
     assert uses_existing_cluster(RayClusterConfig())
 
 
-def test_without_ray_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_ray_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lockstep.run.planning.node_placement.find_spec", lambda name: None)
     with pytest.raises(ConnectionError, match=r"pip install 'lockstep-rl\[ray\]'"):
         list_cluster_nodes(RayClusterConfig(address="auto"))
@@ -127,7 +127,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return Path("run.yaml")
 
 
-def test_a_dry_run_shows_who_is_where(file: Path) -> None:
+def test_a_dry_run_shows_the_node_of_every_process(file: Path) -> None:
     own = CliRunner().invoke(app, ["train", str(file), "cluster=ray", "cluster.device=cpu", "--dry-run"])
     assert own.exit_code == 0, own.output
     assert "placement" in own.stdout and "policy-0..1, engine-0..1, scorer-0" in own.stdout
@@ -138,7 +138,7 @@ def test_a_dry_run_shows_who_is_where(file: Path) -> None:
     assert "policy-0, engine-0, policy-1, engine-1" in unknown.stdout and "2 CPUs" in unknown.stdout
 
 
-def test_the_nodes_are_asked_for_before_the_run(file: Path) -> None:
+def test_nodes_are_listed_before_the_run(file: Path) -> None:
     values = {"cluster": {"kind": "ray", "address": "auto"}}
     asked = check_config(yaml.safe_load(file.read_text()) | values, "test")
     prepared = prepare_run(asked, None, list_nodes=lambda cluster: [node(0, 8, 4)])

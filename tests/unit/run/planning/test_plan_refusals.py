@@ -1,4 +1,4 @@
-"""What a plan refuses before it looks at the host's memory."""
+"""Refusals of the plan that do not depend on the host's memory."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +27,7 @@ def test_a_prompt_needs_room_beside_its_completion() -> None:
     make_plan(config(**sft), MODEL, HOST)  # generates nothing
 
 
-def test_cuda_without_a_gpu_is_no_question_of_ranks() -> None:
+def test_cuda_without_a_gpu_is_refused_for_any_number_of_ranks() -> None:
     with pytest.raises(InfeasibleError, match=r"finds no GPU .* cluster\.device=cpu"):
         make_plan(config(), MODEL, replace(HOST, device="cuda", gpus=0))
 

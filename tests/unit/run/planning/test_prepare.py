@@ -1,4 +1,4 @@
-"""What is refused before a run goes on."""
+"""Refusals before a run starts or resumes."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ def write(data: Path, rows: int) -> None:
     data.write_text("\n".join(lines) + "\n")
 
 
-def test_a_run_does_not_go_on_with_more_or_fewer_rows(tmp_path: Path) -> None:
+def test_a_run_is_not_resumed_with_another_number_of_rows(tmp_path: Path) -> None:
     make_tiny(
         tmp_path / "model", hidden=16, layers=1, heads=2, kv_heads=1, ffn=32, max_length=32, alphabet="0123456789="
     )
@@ -40,7 +40,7 @@ def test_a_run_does_not_go_on_with_more_or_fewer_rows(tmp_path: Path) -> None:
             prepare_run(None, fresh.folder)
 
 
-def test_groups_are_filtered_by_a_term_that_there_is(tmp_path: Path) -> None:
+def test_groups_are_filtered_by_an_existing_term(tmp_path: Path) -> None:
     make_tiny(
         tmp_path / "model", hidden=16, layers=1, heads=2, kv_heads=1, ffn=32, max_length=32, alphabet="0123456789="
     )

@@ -1,4 +1,4 @@
-"""What is sent with a run that is submitted elsewhere."""
+"""Packages and submissions of Ray jobs."""
 
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ def sent(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
 
-def test_what_the_file_names_is_sent_and_nothing_else(here: Path, tmp_path: Path) -> None:
+def test_only_files_named_in_the_config_are_packed(here: Path, tmp_path: Path) -> None:
     (tmp_path / "to").mkdir()
     staged = build_ray_package(config(steps=7), tmp_path / "to")
     assert sent(staged.folder) == {CONFIG_FILE, "data/rows.jsonl", "code/reward.py", "code/helper.py"}
@@ -45,7 +45,7 @@ def test_what_the_file_names_is_sent_and_nothing_else(here: Path, tmp_path: Path
     assert staged.elsewhere == []
 
 
-def test_folders_are_sent_and_absolute_paths_are_not(here: Path, tmp_path: Path) -> None:
+def test_folders_are_packed_and_absolute_paths_are_not(here: Path, tmp_path: Path) -> None:
     (tmp_path / "to").mkdir()
     data = str(here / "data" / "rows.jsonl")
     staged = build_ray_package(config(model={"path": "model"}, data={"path": data}), tmp_path / "to")
@@ -68,14 +68,14 @@ def test_what_would_be_lost_or_is_too_large_is_refused(
         build_ray_package(config(), tmp_path / "to")
 
 
-def test_the_address_is_that_of_a_dashboard() -> None:
+def test_the_address_must_be_a_dashboards() -> None:
     assert dashboard_address("127.0.0.1:8265") == dashboard_address("http://127.0.0.1:8265/") == "http://127.0.0.1:8265"
     for address in ("ray://127.0.0.1:10001", "http://", ""):
         with pytest.raises(SubmissionError, match=r"http://127\.0\.0\.1:8265"):
             dashboard_address(address)
 
 
-def test_what_cannot_be_submitted(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_submissions_that_are_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert submit_run("127.0.0.1:1", config(cluster="local"), None, []) == 2
     assert "set cluster=ray" in capsys.readouterr().err
     assert submit_run("127.0.0.1:1", None, Path("runs/x"), []) == 2
@@ -92,12 +92,12 @@ def test_no_secret_becomes_part_of_a_command(capsys: pytest.CaptureFixture[str])
         assert name in said and "dashboard" in said and value not in said
 
 
-def test_a_run_to_go_on_with_is_named_by_its_path_there(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_resume_takes_an_absolute_path_on_the_cluster(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert submit_run("127.0.0.1:1", config(), Path("runs/x"), []) == 2
     assert "absolute path" in " ".join(capsys.readouterr().err.split())
 
 
-def test_ctrl_c_while_a_run_is_handed_over_names_the_job(
+def test_ctrl_c_during_submission_names_the_job(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The dashboard may have it, or not."""

@@ -100,7 +100,7 @@ def test_gpu_processes_share_gpus_in_turn() -> None:
     assert [process.device for process in plan.processes[:3]] == ["cuda:0", "cuda:1", "cuda:0"]
 
 
-def test_engines_share_the_gpus_of_ranks_where_they_are_to() -> None:
+def test_colocated_engines_share_the_gpus_of_ranks() -> None:
     def devices(gpus: int, **changes: object) -> list[str]:
         plan = make_plan(config(**changes), MODEL, replace(HOST, device="cuda", gpus=gpus))
         return [each.device for each in plan.processes if each.role == "rollout"]
@@ -117,7 +117,7 @@ def test_engines_share_the_gpus_of_ranks_where_they_are_to() -> None:
         devices(2, rollout=wide | {"engine": {"kind": "vllm", "tensor_parallel_size": 4}})
 
 
-def test_weights_from_gpu_to_gpu_are_refused_where_there_are_none() -> None:
+def test_gpu_weight_transport_is_refused_on_cpus() -> None:
     with pytest.raises(InfeasibleError, match=r"weights\.transport nccl copies from GPU to GPU"):
         make_plan(config(weights={"transport": "nccl"}), MODEL, HOST)
     gpus = replace(HOST, device="cuda", gpus=2)

@@ -1,4 +1,4 @@
-"""What is done about a failure follows from it, from what failed before, and from the budget."""
+"""Restart decisions, given a failure, earlier failures and the budget."""
 
 from dataclasses import replace
 
@@ -50,7 +50,7 @@ def raised(kind: str, step: int = 0, trace: str = TRACE, code: str = "") -> Work
     return describe_failure(RemoteError("policy-1", 1, kind, "no\nmore", trace, code), "policy", "policy-1", 1, step)
 
 
-def test_how_a_worker_failed_is_said_in_words() -> None:
+def test_descriptions_of_failures() -> None:
     assert died().what == "died (SIGKILL)"
     assert describe_failure(WorkerDied("w", 0, 3, ""), "policy", "w", 0, 0).what == "died (exit code 3)"
     assert describe_failure(WorkerDied("w", 0, None, ""), "policy", "w", 0, 0).what == "vanished"
@@ -73,7 +73,7 @@ def test_trainer_ranks_share_a_budget_and_engines_have_one_each() -> None:
     )
 
 
-def test_the_same_error_of_the_same_step_is_not_tried_a_third_time() -> None:
+def test_the_same_error_in_the_same_step_stops_the_run() -> None:
     first = raised("RuntimeError", 4)
     assert isinstance(decide_recovery(first, [], CONFIG), RestartRole)
     again = decide_recovery(raised("RuntimeError", 4), [first], CONFIG)
@@ -87,12 +87,12 @@ def test_the_same_error_of_the_same_step_is_not_tried_a_third_time() -> None:
 
 
 @pytest.mark.parametrize("kind", [NonFinite, ModelError, CheckpointError])
-def test_an_error_that_says_what_is_wrong_is_not_retried(kind: type[Exception]) -> None:
+def test_an_error_in_data_config_or_code_is_not_retried(kind: type[Exception]) -> None:
     assert decide_recovery(raised(kind.__name__, code=error_code(kind)), [], CONFIG) == StopRun("")
 
 
 @pytest.mark.parametrize("kind", [WaitTimeout, Stalled, CollectiveStalled, CollectiveRefused, AgentGone, NoFreePort])
-def test_a_wait_that_another_process_broke_is_worth_a_restart(kind: type[Exception]) -> None:
+def test_a_wait_broken_by_another_process_is_restarted(kind: type[Exception]) -> None:
     assert isinstance(decide_recovery(raised(kind.__name__, code=error_code(kind)), [], CONFIG), RestartRole)
 
 
@@ -122,11 +122,11 @@ class Foreign(Exception):
     error_code = 3
 
 
-def test_nothing_is_restarted_where_recovery_is_off() -> None:
+def test_nothing_is_restarted_if_recovery_is_off() -> None:
     assert decide_recovery(died(), [], RecoveryConfig(enable=False)) == StopRun("")
 
 
-def test_fewer_ranks_after_starts_that_fail_again_and_again() -> None:
+def test_fewer_ranks_after_repeated_failed_starts() -> None:
     late = replace(died(), starting=True)
     some = RecoveryConfig(fewer_ranks=True)
     assert isinstance(decide_recovery(late, [died()], some, 1), RestartRole), "one more try"
@@ -139,7 +139,7 @@ def test_fewer_ranks_after_starts_that_fail_again_and_again() -> None:
     assert isinstance(decide_recovery(died(), [late, late], some, 1), RestartRole), "they came up"
 
 
-def test_as_many_copies_as_before_are_sharded_over_fewer_ranks() -> None:
+def test_fewer_ranks_keep_the_number_of_replicas() -> None:
     assert [next_smaller_ranks(TrainerConfig(ranks=4), count) for count in (4, 2, 1)] == [3, 1, None]
     assert [next_smaller_ranks(TrainerConfig(ranks=8, replicas=2), count) for count in (8, 6, 4)] == [6, 4, None]
 

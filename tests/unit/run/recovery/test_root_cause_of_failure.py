@@ -1,4 +1,4 @@
-"""Whose fault it is where one rank stands still and another says so: whichever is heard of first."""
+"""The root cause when one rank stalls and another one raises, in either order."""
 
 import io
 import threading
@@ -120,7 +120,9 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
 
 @pytest.mark.parametrize("kind, text", [(FREED, WHY), ("RuntimeError", CLOSED)], ids=["freed", "closed"])
 @pytest.mark.parametrize("first", ["verdict", "error"])
-def test_the_culprit_is_named_whichever_is_heard_first(site: Site, first: str, kind: str, text: str) -> None:
+def test_the_culprit_is_named_whether_verdict_or_error_comes_first(
+    site: Site, first: str, kind: str, text: str
+) -> None:
     if first == "verdict":
         site.verdicts.handle(said())
     else:
@@ -132,7 +134,7 @@ def test_the_culprit_is_named_whichever_is_heard_first(site: Site, first: str, k
     assert [each.worker for each in site.recovery._history] == ["policy-1"], "it is the culprit's restart that counts"
 
 
-def test_a_death_is_told_as_one_whoever_raises_and_whenever_its_verdict_comes(site: Site) -> None:
+def test_a_death_is_the_cause_whichever_rank_raises(site: Site) -> None:
     site.ranks[1].die()
     threading.Timer(0.1, site.verdicts.handle, [said(VerdictKind.DEAD)]).start()
     site.recover(remote("RuntimeError", CLOSED))
@@ -140,7 +142,7 @@ def test_a_death_is_told_as_one_whoever_raises_and_whenever_its_verdict_comes(si
     assert (found["worker"], found["what"], "why" in found) == ("policy-1", "died (SIGKILL)", False)
 
 
-def test_one_that_cannot_be_ended_is_named_all_the_same(site: Site) -> None:
+def test_a_culprit_that_cannot_be_killed_is_named(site: Site) -> None:
     site.recovery._kill = lambda name: True  # it was told to, and does not end
     threading.Timer(0.1, site.verdicts.handle, [said()]).start()
     site.recover(remote(FREED, WHY))
@@ -149,7 +151,7 @@ def test_one_that_cannot_be_ended_is_named_all_the_same(site: Site) -> None:
     assert (found["what"], found["why"]) == ("held up the other ranks", f"confirmed: {WHY}")
 
 
-def test_an_error_of_its_own_is_its_own(site: Site) -> None:
+def test_an_error_of_a_rank_itself_names_that_rank(site: Site) -> None:
     site.verdicts.handle(said())
     began = time.monotonic()
     site.recover(remote("torch.OutOfMemoryError", "CUDA out of memory"))
@@ -157,7 +159,7 @@ def test_an_error_of_its_own_is_its_own(site: Site) -> None:
     assert time.monotonic() - began < 0.5, "nobody is waited for"
 
 
-def test_without_a_verdict_who_raised_is_named(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_verdict_the_raising_rank_is_named(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trainer_recovery, "VERDICT_LIMIT_S", 0.2)
     site.recover(remote(FREED, WHY))
     assert (site.failed()["worker"], site.failed()["what"]) == ("policy-0", f"raised CollectiveStalled: {WHY}")
@@ -175,7 +177,7 @@ def test_without_a_verdict_who_raised_is_named(site: Site, monkeypatch: pytest.M
     ],
     ids=["freed", "gloo", "nccl", "ours", "own"],
 )  # fmt: skip
-def test_what_only_says_that_another_is_gone(kind: str, message: str, effect: bool) -> None:
+def test_errors_that_are_effects(kind: str, message: str, effect: bool) -> None:
     error = remote(kind, message)
     assert is_effect(error) == effect
     assert (describe_failure(error, "policy", "policy-0", 0, 0).how == "stalled") == effect

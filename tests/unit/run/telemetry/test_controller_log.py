@@ -1,4 +1,4 @@
-"""The controller's log: everything in the file, on the console what a person must know."""
+"""The controller's log: everything in the file, warnings on the console."""
 
 import io
 import logging
@@ -18,7 +18,7 @@ def console(folder: Path) -> tuple[LiveConsole, io.StringIO]:
     return LiveConsole("run", folder, 3, quiet=True, stream=stream), stream
 
 
-def test_warnings_are_shown_and_all_is_kept(tmp_path: Path) -> None:
+def test_warnings_are_shown_and_everything_is_logged(tmp_path: Path) -> None:
     shown, stream = console(tmp_path)
     file = tmp_path / "logs" / "controller.log"
     before = list(logging.getLogger("lockstep").handlers)
@@ -34,14 +34,14 @@ def test_warnings_are_shown_and_all_is_kept(tmp_path: Path) -> None:
     assert logging.getLogger("lockstep").handlers == before
 
 
-def test_an_interruption_is_no_failure(tmp_path: Path) -> None:
+def test_an_interruption_is_not_logged_as_a_failure(tmp_path: Path) -> None:
     shown, _ = console(tmp_path)
     with pytest.raises(Interrupted), controller_logging(tmp_path / "logs" / "controller.log", shown):
         raise Interrupted
     assert not (tmp_path / "logs" / "controller.log").exists()
 
 
-def test_a_log_without_room_does_not_hide_the_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_does_not_hide_the_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "controller.log").symlink_to("/dev/full")
     shown, stream = console(tmp_path)

@@ -1,4 +1,4 @@
-"""What a resumed run makes of the metrics that were there before."""
+"""The metrics of a resumed run."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ def monitor(folder: Path, ledger: Ledger) -> RunReporter:
     return RunReporter(check_config(values, "test"), folder, ledger, "nobody")
 
 
-def test_a_resumed_run_goes_on_counting_and_leaves_the_times_of_the_step_before_alone(tmp_path: Path) -> None:
+def test_a_resumed_run_continues_counts_and_keeps_earlier_times(tmp_path: Path) -> None:
     with Ledger.create(tmp_path / "run", {"name": "x"}) as ledger:
         ledger.metrics(0, {"tokens/total": 10.0})
         ledger.metrics(1, {"tokens/total": 30.0, "time/checkpoint_s": 5.0})

@@ -7,7 +7,7 @@ from lockstep.data.samples import Completion, Group, Prompt, Rollouts
 from lockstep.run.telemetry.step_metrics import rollout_metrics, update_metrics
 
 
-def test_updates_are_averaged_but_counts_added_and_maxima_kept() -> None:
+def test_update_metrics_are_means_sums_of_counts_and_maxima() -> None:
     stats = [
         {"loss": 1.0, "tokens": 10.0, "engine_gap_max": 0.1, "lr": 1e-3},
         {"loss": 3.0, "tokens": 30.0, "engine_gap_max": 0.5, "lr": 2e-3},
@@ -15,7 +15,7 @@ def test_updates_are_averaged_but_counts_added_and_maxima_kept() -> None:
     assert update_metrics(stats) == {"loss": 2.0, "tokens": 40.0, "engine_gap_max": 0.5, "lr": 1.5e-3}
 
 
-def test_what_an_environment_wrote_counts_for_nothing() -> None:
+def test_tokens_of_an_environment_are_not_counted() -> None:
     mask = np.array([True, True, False, False, True])
     logprobs = np.where(mask, -0.5, 0).astype(np.float32)
     versions = np.where(mask, 2, -1).astype(np.int32)
