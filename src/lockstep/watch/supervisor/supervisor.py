@@ -11,7 +11,7 @@ JSON frames:
     {"id", "op": "leave"} -> {}
     <- {"told": n, "number", "change", "level", "verdict", "since_s", "wall", "incident", "headline", "who", "done"}
 
-`number` is the same for all events of one stall; `change` is told (new), updated or withdrawn; `verdict` is
+`number` is the same for all events of one stall; `change`: told (new), updated or withdrawn; `verdict` is
 the JSON form of a verdict; `done` is what was done about it, at the level `act`. A confirmed verdict is published when
 its incident is on disk, a second later at most; right after that, processes that wait for its culprits in collectives
 are freed.
