@@ -298,11 +298,13 @@ class AgentCluster(ABC):
     def _start_process(self, worker: RemoteWorker) -> "Future[int]":
         spec, node = worker.spec, worker.node
         environment = node.environment_of(spec)
-        fit = worker_fingerprint(spec, environment, self._token, *node.python_and_folder()) if spec.adoptable else ""
+        fingerprint = (
+            worker_fingerprint(spec, environment, self._token, *node.python_and_folder()) if spec.adoptable else ""
+        )
         what = spec.name, spec.role, spec.rank, spec.service, spec.arguments
-        charge = WorkerManifest(*what, self._run, self._generation, fit)
+        manifest = WorkerManifest(*what, self._run, self._generation, fingerprint)
         environment[MANIFEST_VARIABLE] = str(node.cluster_dir / f"{spec.name}.json")
-        return spawn_worker_process(worker, environment, charge.text(), self._limits.device)
+        return spawn_worker_process(worker, environment, manifest.text(), self._limits.device)
 
     def _fingerprint(self, spec: WorkerSpec, node: ClusterNode) -> str:
         return worker_fingerprint(spec, node.environment_of(spec), self._token, *node.python_and_folder())

@@ -60,24 +60,24 @@ class OrphanPool:
         others: list[RemoteWorker] = []
         for facts in workers:
             if facts.alive:
-                charge = WorkerManifest.of(facts.note)
-                worker = self._handle(WorkerSpec(facts.name, "", 0, "") if charge is None else charge.spec, node)
+                manifest = WorkerManifest.of(facts.note)
+                worker = self._handle(WorkerSpec(facts.name, "", 0, "") if manifest is None else manifest.spec, node)
                 worker.pid = facts.pid
-                if charge is not None and charge.fitness:
-                    self._left[worker] = charge.fitness
+                if manifest is not None and manifest.fingerprint:
+                    self._left[worker] = manifest.fingerprint
                 else:
                     others.append(worker)
         self._end(others)
 
     def claim(
-        self, specs: Sequence[WorkerSpec], fitness: Callable[[WorkerSpec, ClusterNode], str]
+        self, specs: Sequence[WorkerSpec], fingerprint: Callable[[WorkerSpec, ClusterNode], str]
     ) -> dict[int, RemoteWorker]:
         """Workers that can serve these specs, by index. Other workers with the same role and rank are killed."""
         if not self._left:
             return {}
         found: dict[int, RemoteWorker] = {}
         for number, spec in enumerate(specs):
-            fit = next((w for w, what in self._left.items() if self._can_serve(w, what, spec, fitness)), None)
+            fit = next((w for w, known in self._left.items() if self._can_serve(w, known, spec, fingerprint)), None)
             if fit is not None:
                 del self._left[fit]
                 found[number] = fit
@@ -87,11 +87,11 @@ class OrphanPool:
 
     @staticmethod
     def _can_serve(
-        worker: RemoteWorker, what: str, spec: WorkerSpec, fitness: Callable[[WorkerSpec, ClusterNode], str]
+        worker: RemoteWorker, known: str, spec: WorkerSpec, fingerprint: Callable[[WorkerSpec, ClusterNode], str]
     ) -> bool:
         place = worker.spec.role, worker.spec.rank
         fits = spec.adoptable and not worker.dead and place == (spec.role, spec.rank)
-        return fits and what == fitness(spec, worker.node)
+        return fits and known == fingerprint(spec, worker.node)
 
     def failed_adoptions(self, claimed: Mapping[int, RemoteWorker]) -> list[int]:
         """Waits for the adoptions; the indices of those that failed, whose workers have been killed."""

@@ -1,4 +1,4 @@
-"""The base class of all config sections, and the names of roles."""
+"""The base class of all config sections."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -24,12 +24,3 @@ class Section(BaseModel):
     """One section of a run's file: unknown keys are refused, and checked values are immutable."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
-
-
-ROLE_OF_PROCESSES: Mapping[str, str] = {
-    "rollout engines": "rollout",
-    "the scorers": "reward",
-    "trainer ranks": "policy",
-    "the environments": "environment",
-}
-"""How waits name all processes of a role, and the role."""

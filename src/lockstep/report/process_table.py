@@ -9,7 +9,7 @@ from rich.text import Text
 
 from lockstep.base import waits
 from lockstep.base.text import format_duration
-from lockstep.config.section import ROLE_OF_PROCESSES
+from lockstep.config.roles import ROLE_OF_PROCESSES
 from lockstep.watch.attach.run_observer import RunObserver
 from lockstep.watch.beacon import beacon_table
 from lockstep.watch.beacon.beacon_table import CounterRow, ProcessRow

@@ -16,7 +16,7 @@ from lockstep.cluster.agent_cluster import AgentCluster
 from lockstep.cluster.cluster_factory import InheritedProcesses, open_cluster, take_over_processes
 from lockstep.cluster.protocol import Worker
 from lockstep.cluster.rpc.futures import gather_results
-from lockstep.config.section import ROLE_OF_PROCESSES
+from lockstep.config.roles import ROLE_OF_PROCESSES
 from lockstep.ledger.errors import LedgerError
 from lockstep.ledger.ledger import Ledger
 from lockstep.report.run_summary import package_versions

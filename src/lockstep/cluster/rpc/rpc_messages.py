@@ -44,7 +44,7 @@ class WorkerManifest(msgspec.Struct, frozen=True):
     run: str
     generation: int
     """The controller's, that started the worker."""
-    fitness: str = ""
+    fingerprint: str = msgspec.field(default="", name="fitness")
     """See `worker_fingerprint`; empty where a later controller must not adopt the worker."""
 
     def text(self) -> str:
@@ -70,7 +70,9 @@ class WorkerManifest(msgspec.Struct, frozen=True):
     @property
     def spec(self) -> WorkerSpec:
         """The spec, without environment and preload, which are only part of `worker_fingerprint`."""
-        return WorkerSpec(self.name, self.role, self.rank, self.service, self.arguments, adoptable=bool(self.fitness))
+        return WorkerSpec(
+            self.name, self.role, self.rank, self.service, self.arguments, adoptable=bool(self.fingerprint)
+        )
 
 
 def worker_fingerprint(spec: WorkerSpec, environment: Mapping[str, str], token: str, python: str, folder: Path) -> str:
