@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lockstep.config.algorithm import KLPenalty
 from lockstep.data.forest_builder import forest_from_rollouts
 from lockstep.data.packing import pack
-from lockstep.train.checkpoint import checkpoint_bytes, read_manifest, remove_checkpoint, remove_leftovers
+from lockstep.train.checkpoint import read_manifest
+from lockstep.train.checkpoint_retention import checkpoint_bytes, remove_checkpoint, remove_leftovers
 from lockstep.train.distributed import ParallelContext
 from lockstep.train.errors import CheckpointError
 from lockstep.train.fsdp import FSDP2Trainer

@@ -9,7 +9,12 @@ from lockstep.base import waits
 from lockstep.cluster.protocol import RemoteError
 from lockstep.config.trainer import CheckpointConfig as CheckpointConfig
 from lockstep.ledger.ledger import Ledger
-from lockstep.train.checkpoint import checkpoint_bytes, checkpoints_to_keep, remove_checkpoint, remove_leftovers
+from lockstep.train.checkpoint_retention import (
+    checkpoint_bytes,
+    checkpoints_to_keep,
+    remove_checkpoint,
+    remove_leftovers,
+)
 from lockstep.train.errors import CheckpointError
 
 log = logging.getLogger(__name__)

@@ -40,7 +40,7 @@ from lockstep.watch.beacon.writer import current_beacon
 
 log = logging.getLogger(__name__)
 
-# One rank saves, and every rank loads, without collectives on purpose: torch would say so each time.
+# One rank saves, and every rank loads, without collectives on purpose, of which torch warns each time.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 MANIFEST_FILE = "checkpoint.json"
@@ -50,7 +50,7 @@ _DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 @dataclass(slots=True)
 class LocalRows:
-    """This rank's rows of a tensor that is sharded by rows over all ranks (the whole of it at one rank)."""
+    """This rank's rows of a tensor that is sharded by rows over all ranks (the whole tensor at one rank)."""
 
     local: Tensor
     shape: tuple[int, ...]
@@ -58,7 +58,7 @@ class LocalRows:
 
 
 class _FileWriter(FileSystemWriter):
-    """torch's writer, with the operating system's own words when a write fails."""
+    """torch's writer, which reports the operating system's error when a write fails."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
         try:
@@ -83,14 +83,14 @@ class CheckpointWriter:
         self._mesh = _storage_mesh(ranks)
 
     def save(
-        self, folder: Path, sharded: Mapping[str, LocalRows], whole: Mapping[str, Tensor], facts: dict[str, Any]
+        self, folder: Path, sharded: Mapping[str, LocalRows], whole: Mapping[str, Tensor], manifest: dict[str, Any]
     ) -> None:
         """Copies the state and begins to write it; an earlier save is waited for first.
 
         Args:
             sharded: tensors sharded by rows over the ranks.
             whole: tensors that only this rank has, under names that no other rank uses.
-            facts: JSON-like, for the manifest; the same on all ranks.
+            manifest: further JSON-like values for the manifest; the same on all ranks.
 
         Raises:
             CheckpointError: the earlier save failed, and `saved` has not reported it yet.
@@ -107,7 +107,7 @@ class CheckpointWriter:
         future: Future[None] = Future()
         self._future = future
         threading.Thread(
-            target=self._write, args=(future, temporary, folder, state, facts), name="checkpoint", daemon=True
+            target=self._write, args=(future, temporary, folder, state, manifest), name="checkpoint", daemon=True
         ).start()
 
     def saved(self) -> bool:
@@ -126,11 +126,11 @@ class CheckpointWriter:
             )
 
     def _write(
-        self, future: Future[None], temporary: Path, folder: Path, state: dict[str, Tensor], facts: dict[str, Any]
+        self, future: Future[None], temporary: Path, folder: Path, state: dict[str, Tensor], manifest: dict[str, Any]
     ) -> None:
         error: CheckpointError | None = CheckpointError(folder, "the writer ended without a result; see the log")
         try:
-            self._write_files(temporary, folder, state, facts)
+            self._write_files(temporary, folder, state, manifest)
             error = None
             current_beacon().add("checkpoints", 1)
         except (CheckpointException, OSError, RuntimeError, ValueError) as problem:
@@ -143,7 +143,7 @@ class CheckpointWriter:
                     shutil.rmtree(temporary, ignore_errors=True)
                 future.set_exception(error)
 
-    def _write_files(self, temporary: Path, folder: Path, state: dict[str, Tensor], facts: dict[str, Any]) -> None:
+    def _write_files(self, temporary: Path, folder: Path, state: dict[str, Tensor], manifest: dict[str, Any]) -> None:
         metadata = dcp_save(
             state,
             storage_writer=_FileWriter(temporary, sync_files=True),
@@ -153,18 +153,19 @@ class CheckpointWriter:
         error: OSError | None = None
         if self.ranks.rank == 0:
             try:
-                self._complete(temporary, folder, metadata, facts)
+                self._complete(temporary, folder, metadata, manifest)
             except OSError as problem:
                 error = problem
         if not self.ranks.broadcast_flag(error is None, why=f"{folder.name} is complete"):
             raise error or OSError(f"rank 0 could not complete {temporary}; see its log")
 
-    def _complete(self, temporary: Path, folder: Path, metadata: Metadata, facts: dict[str, Any]) -> None:
+    def _complete(self, temporary: Path, folder: Path, metadata: Metadata, manifest: dict[str, Any]) -> None:
         """Rank 0, when the files of all ranks are on disk: the manifest, and the final name."""
         names = {stored.relative_path for stored in (metadata.storage_data or {}).values()} | {".metadata"}
         files = {name: (temporary / name).stat().st_size for name in sorted(names)}
         _write_json_durably(
-            temporary / MANIFEST_FILE, {"format": CHECKPOINT_FORMAT, "world": self.ranks.world, "files": files, **facts}
+            temporary / MANIFEST_FILE,
+            {"format": CHECKPOINT_FORMAT, "world": self.ranks.world, "files": files, **manifest},
         )
         commit_folder(temporary, folder)
 
@@ -182,7 +183,7 @@ def commit_folder(temporary: Path, folder: Path) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a complete checkpoint: format, world, files and the facts given to `save`.
+    """The manifest of a complete checkpoint: format, world, files and the metadata given to `save`.
 
     Raises:
         CheckpointError: no such folder, no manifest, a file missing or of another size, another format.
@@ -227,7 +228,7 @@ def load_checkpoint(
         The manifest.
 
     Raises:
-        CheckpointError: torn, of a model with other parameters, or with other facts.
+        CheckpointError: torn, of a model with other parameters, or with other expected values.
     """
     manifest = read_manifest(folder)
     for name, value in (expected or {}).items():
@@ -303,7 +304,7 @@ def _to_local(tensor: Tensor) -> Tensor:
 
 
 def _free_space_hint(problem: BaseException, folder: Path) -> str:
-    """How much there is and what helps, where a full disk was the cause; torch may have wrapped that twice."""
+    """The free space and a fix, where a full disk was the cause; torch may have wrapped that error twice."""
     inner: list[BaseException] = [error for error, _ in getattr(problem, "failures", {}).values()] or [problem]
     if not any(isinstance(error, OSError) and error.errno in _DISK_FULL_ERRNOS for error in inner):
         return ""
@@ -317,40 +318,3 @@ def _first_failure(problem: BaseException) -> str:
         log.error("checkpoint failed on rank %d: %s\n%s", rank, inner, "".join(traceback.format_list(frames)))
         return f"rank {rank}: {type(inner).__name__}: {inner}"
     return f"{type(problem).__name__}: {problem}"
-
-
-def checkpoints_to_keep(steps: Mapping[int, float | None], keep_last: int, keep_best: bool) -> set[int]:
-    """Which checkpoints to keep: the newest `keep_last`, and the one with the highest metric (the newest of equals)."""
-    keep = set(sorted(steps)[-keep_last:])
-    rated = [(metric, step) for step, metric in steps.items() if metric is not None]
-    if keep_best and rated:
-        keep.add(max(rated)[1])
-    return keep
-
-
-def remove_checkpoint(folder: Path) -> None:
-    """Deletes a checkpoint; a deletion that is cut short leaves nothing that looks complete."""
-    doomed = folder.with_name(f"{folder.name}.tmp-removed")
-    shutil.rmtree(doomed, ignore_errors=True)
-    folder.rename(doomed)
-    shutil.rmtree(doomed)
-
-
-def remove_leftovers(parent: Path) -> list[Path]:
-    """Deletes what cut saves and deletions have left in `parent`; call it when no trainer runs. What it deleted."""
-    leftovers = sorted(path for path in parent.glob("*.tmp-*") if path.is_dir())
-    for path in leftovers:
-        shutil.rmtree(path)
-    return leftovers
-
-
-def checkpoint_bytes(parent: Path) -> int:
-    """Bytes of all checkpoints in `parent`, unfinished ones included: moves while a save makes progress."""
-    total = 0
-    for folder, _, files in os.walk(parent):  # unlike rglob, it passes over folders that are renamed meanwhile
-        for name in files:
-            try:
-                total += Path(folder, name).stat().st_size
-            except FileNotFoundError:
-                continue
-    return total

@@ -24,19 +24,19 @@ _MEMORY_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM)
 
 
 class MemoryCheckpoints:
-    """The copies of one rank.
+    """The memory checkpoints of one rank.
 
     Args:
-        folder: in shared memory, outside of what the rank owns.
-        world: ranks among which the state is divided; a copy is of use to the same number only.
+        folder: in shared memory, not owned by the rank.
+        world: ranks among which the state is divided; a copy can only be loaded by the same number.
     """
 
     def __init__(self, folder: Path, rank: int, world: int) -> None:
         self.folder, self.rank, self.world = folder, rank, world
         self._memory: dict[int, mmap.mmap] = {}
 
-    def write(self, version: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-        """Copies the tensors into a slot that can be spared. Raises NoRoomForCopy."""
+    def write(self, version: int, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> None:
+        """Copies the tensors into the oldest slot. Raises SharedMemoryFull."""
         layout, size = _slot_layout(tensors)
         slot = self._oldest(version)
         description = self._description(slot)
@@ -46,13 +46,13 @@ class MemoryCheckpoints:
             if tensor.numel():
                 target = torch.frombuffer(memory, dtype=getattr(torch, dtype), count=tensor.numel(), offset=offset)
                 target.view(shape).copy_(tensor.detach())
-        content = {"version": version, "world": self.world, "layout": layout, "facts": dict(facts)}
+        content = {"version": version, "world": self.world, "layout": layout, "facts": dict(metadata)}
         draft = description.with_suffix(".new")
         draft.write_text(json.dumps(content))
         draft.rename(description)
 
     def read(self, version: int, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Fills the tensors from the copy of that version; the facts that were written with it. Raises NoCopy."""
+        """Fills the tensors from the copy of that version and returns its metadata. Raises MemoryCheckpointMissing."""
         layout, size = _slot_layout(tensors)
         for slot in range(MEMORY_SLOTS):
             found = read_slot(self.folder, self.rank, slot)
@@ -65,19 +65,19 @@ class MemoryCheckpoints:
                 if tensor.numel():
                     source = torch.frombuffer(memory, dtype=getattr(torch, dtype), count=tensor.numel(), offset=offset)
                     tensor.copy_(source.view(shape))
-            facts: dict[str, Any] = found["facts"]
-            return facts
+            metadata: dict[str, Any] = found["facts"]
+            return metadata
         raise MemoryCheckpointMissing(self.folder, self.rank, version, "there is none")
 
     def close(self) -> None:
-        """Lets go of the memory; the copies stay."""
+        """Unmaps the memory; the copies stay."""
         for memory in self._memory.values():
-            with contextlib.suppress(BufferError):  # a tensor looks at it still
+            with contextlib.suppress(BufferError):  # a tensor still uses it
                 memory.close()
         self._memory.clear()
 
     def _oldest(self, version: int) -> int:
-        """The slot that can be spared most: one of a version that is made again, an empty one, the older one."""
+        """The slot to overwrite: one of this version or a later one, else an empty one, else the older one."""
         held = [read_slot(self.folder, self.rank, slot) for slot in range(MEMORY_SLOTS)]
         versions = [-1 if each is None else int(each["version"]) for each in held]
         again = [slot for slot, each in enumerate(versions) if each >= version]
@@ -88,7 +88,9 @@ class MemoryCheckpoints:
             path = self.folder / f"rank-{self.rank}-{slot}"
             with path.open("a+b") as file:
                 try:
-                    os.posix_fallocate(file.fileno(), 0, size)  # a write to memory that is not there is a SIGBUS
+                    os.posix_fallocate(
+                        file.fileno(), 0, size
+                    )  # without it, a write to a full shared memory is a SIGBUS
                 except OSError as error:
                     path.unlink(missing_ok=True)
                     if error.errno not in _MEMORY_FULL_ERRNOS:
@@ -125,7 +127,7 @@ def _slot_file(folder: Path, rank: int, slot: int) -> Path:
 
 
 def _slot_layout(tensors: Mapping[str, Tensor]) -> tuple[list[tuple[str, str, Sequence[int], int]], int]:
-    """(name, type, shape, offset) of every tensor, and the size of all."""
+    """(name, type, shape, offset) of every tensor, and their total size."""
     layout: list[tuple[str, str, Sequence[int], int]] = []
     offset = 0
     for name, tensor in tensors.items():

@@ -15,7 +15,7 @@ from lockstep.config.trainer import AdamWConfig
 from lockstep.data.row_layout import RowLayout
 from lockstep.models.model_loader import load_policy
 from lockstep.models.tiny_model import make_tiny
-from lockstep.train.checkpoint import checkpoint_bytes, checkpoints_to_keep
+from lockstep.train.checkpoint_retention import checkpoint_bytes, checkpoints_to_keep
 from lockstep.train.distributed import shard_rows
 from lockstep.train.export import _plan_files
 from lockstep.train.optimizer import ShardedAdamW, clip_gradients, is_decayed, norm_parameter_ids, square_norm
