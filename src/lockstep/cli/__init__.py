@@ -26,7 +26,7 @@ class _LazyGroup(TyperGroup):
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
         for name, text in _COMMANDS.items():
-            self.add_command(TyperCommand(name, help=text))
+            self.add_command(TyperCommand(name, help=text, short_help=text))
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Name, command and remaining arguments, with the command's module imported."""
@@ -44,6 +44,7 @@ def load_command(name: str) -> Any:
 app = typer.Typer(
     name="lockstep",
     cls=_LazyGroup,
+    rich_markup_mode=None,  # importing rich would take most of the time of `lockstep --help`
     help="Reinforcement-learning post-training that never waits in silence.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
