@@ -139,7 +139,10 @@ def follow(process: "subprocess.Popen[bytes]", folder: Path, faults: list[Fault]
                 return process.wait(60)
             *lines, rest = (rest + read).split(b"\n")
             for line in (each.decode(errors="replace") for each in lines):
-                told = line.startswith(("notice: ", "confirmed: ", "goes on: ", "  incident: ")) or "restart" in line
+                told = (
+                    line.startswith(("notice: ", "confirmed: ", "resumed: ", "recovered: ", "  incident: "))
+                    or "restart" in line
+                )
                 screen.show(line, "33" if told else "")
                 if current is not None:
                     current.hear(line)
@@ -154,11 +157,7 @@ def summary(faults: list[Fault]) -> str:
     rows = [("", "told", "confirmed", "restarted", "next step")]
     for fault in faults:
         times = (fault.told, fault.confirmed, fault.restarted, fault.stepped)
-        what = (
-            f"{fault.victim} ({fault.signal.name}) in step {fault.step + 1}"
-            if fault.victim
-            else f"no {fault.role}"
-        )
+        what = f"{fault.victim} ({fault.signal.name}) in step {fault.step + 1}" if fault.victim else f"no {fault.role}"
         rows.append((what, *("never" if each is None else f"{each:.1f} s" for each in times)))  # type: ignore[arg-type]
     return "\n".join(f"{row[0]:<32}" + "".join(f"{each:>11}" for each in row[1:]) for row in rows)
 

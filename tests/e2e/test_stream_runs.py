@@ -26,7 +26,7 @@ def test_a_run_is_the_same_whichever_way_its_weights_go(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     run = tmp_path / "streamed" / "grpo"
     log = (run / "logs" / "controller.log").read_text()
-    assert "weights go by nccl: a test says so" in log and "host memory\n" not in log
+    assert "weights are sent by nccl: a test says so" in log and "host memory\n" not in log
     for version, count, stream in ((0, 2, 1), (1, 2, 1), (2, 1, 2), (3, 2, 3)):
         assert f"version {version}: {count} of {count} engines have it over weights stream {stream}" in log
     assert weights(run) == weights(plain)

@@ -124,7 +124,7 @@ class _StaticDecode:
     def __call__(self, among: RowSet, counts: np.ndarray, tokens: Tensor, positions: Tensor) -> Tensor:
         rows = len(counts)
         if among is not self._among:
-            self._enter(among)
+            self._use_rows(among)
         for buffer, now in ((self.tokens, tokens), (self.positions, positions), (self.at, torch.from_numpy(counts))):
             buffer[:rows].copy_(now)
             buffer[rows:].zero_()
@@ -138,7 +138,7 @@ class _StaticDecode:
         longest = self.shape.prompt + self.shape.suffix
         return self.forward(self.tokens, self.positions, longest, self.turn)
 
-    def _enter(self, among: RowSet) -> None:
+    def _use_rows(self, among: RowSet) -> None:
         """Adopts the slots of other rows."""
         fold = RowFold.spread(among.group, among.fold.groups, self.shape.width, self.into.device)
         assert fold.into is not None and fold.out is not None

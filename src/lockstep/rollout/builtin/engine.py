@@ -96,7 +96,7 @@ class BuiltinEngine:
             check_request(
                 request, prompts.setdefault(request.group, request.prompt), known, self.context, self._vocabulary
             )
-            self._must_fit(request)
+            self._check_fits_cache(request)
             known.add(request.id)
         self._ids = known
         self._scheduler.add(requests)
@@ -122,7 +122,7 @@ class BuiltinEngine:
         partial = [self._rows.completion(row, "abort", self._text(row)) for row in rows]
         waiting = self._scheduler.withdraw(wanted)
         self._ids -= {request.id for request in waiting}
-        self._leave(rows)
+        self._free_rows(rows)
         return partial + [empty_completion(request) for request in waiting]
 
     @torch.inference_mode()
@@ -137,7 +137,7 @@ class BuiltinEngine:
             raise ValueError("the engine was made without a weight reader; give it `reader`")
         self._runner.prefixes.clear()
         with self._reader(source, version) as tensors:
-            self._take(tensors)
+            self._load(tensors)
         self.version = version
         self._move_groups(())
 
@@ -150,7 +150,7 @@ class BuiltinEngine:
         with receiver.stream(where, version, 0, self.device) as coming:
             tensors = dict(coming)
         self._runner.prefixes.clear()
-        self._take(tensors)
+        self._load(tensors)
         self.version = version
         self._move_groups(())
 
@@ -192,7 +192,7 @@ class BuiltinEngine:
         self.abort()
         self._runner.free()
 
-    def _must_fit(self, request: Request) -> None:
+    def _check_fits_cache(self, request: Request) -> None:
         needed = len(request.prompt) + request.max_tokens
         if self._cache_tokens is not None and needed > self._cache_tokens:
             raise BadRequest(request.id, f"needs {needed} tokens of KV cache, it has {self._cache_tokens}")
@@ -223,12 +223,12 @@ class BuiltinEngine:
         rows = sorted(ended)
         texts = self._texts(rows)
         done = [self._rows.completion(row, ended[row], text) for row, text in zip(rows, texts, strict=True)]
-        self._runner.keep(self._rows, self._scheduler.groups, [row for row in rows if self._may_go_on(row)])
-        self._leave(rows)
+        self._runner.keep(self._rows, self._scheduler.groups, [row for row in rows if self._may_keep(row)])
+        self._free_rows(rows)
         self._finished += len(done)
         return done
 
-    def _may_go_on(self, row: int) -> bool:
+    def _may_keep(self, row: int) -> bool:
         """Whether to keep a row's keys and values: its request asks for it, and all are of the current weights."""
         prompt = self._scheduler.groups[self._rows.group[row]]
         versions = self._rows.versions[row, : self._rows.counts[row]]
@@ -236,7 +236,7 @@ class BuiltinEngine:
             self._rows.requests[row].keep and prompt.version == self.version and bool((versions == self.version).all())
         )
 
-    def _leave(self, rows: list[int]) -> None:
+    def _free_rows(self, rows: list[int]) -> None:
         """Frees the rows, and the groups without rows."""
         groups = self._rows.group[rows].tolist()
         self._ids -= {self._rows.requests[row].id for row in rows}
@@ -248,7 +248,7 @@ class BuiltinEngine:
         sources, targets = self._scheduler.left(left, self._rows, self.version)
         self._runner.move_groups(sources, targets)
 
-    def _take(self, tensors: Mapping[str, Tensor]) -> None:
+    def _load(self, tensors: Mapping[str, Tensor]) -> None:
         self._expected.check(tensors)
         own = dict(self.lm.named_parameters(remove_duplicate=False))
         for name, tensor in tensors.items():

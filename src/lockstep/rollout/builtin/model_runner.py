@@ -108,7 +108,7 @@ class CachedRunner:
         self.cache.reserve(slots, longest, self.cache.suffix_size.slots, self.cache.suffix_size.tokens)
         batch: list[_PrefillItem] = []
         for slot, group in enumerate(groups, start=first):
-            start = self._found(group, slot)
+            start = self._copy_prefix(group, slot)
             tokens = group.prompt[start:-1]
             if not len(tokens):
                 self._prefill(batch, slot - len(batch))
@@ -128,7 +128,7 @@ class CachedRunner:
             self.forward.fill(tokens.to(self.device), turn.positions().to(self.device), turn.longest, turn)
             self.windows |= turn.windows
 
-    def _found(self, group: CachedPrompt, slot: int) -> int:
+    def _copy_prefix(self, group: CachedPrompt, slot: int) -> int:
         """Copies the keys and values of a cached prefix to the prompt's slot; the number of tokens."""
         layers, count = self.prefixes.find(group.prompt[:-1])
         for layer, (k, v) in layers.items():

@@ -158,7 +158,7 @@ class Scheduler:
 
         A group whose prompt was prefilled with older weights is not joined: a second one is made.
         """
-        if not self._worthwhile(rows):
+        if not self._should_admit(rows):
             return []
         slots = {group.name: slot for slot, group in enumerate(self.groups) if group.version == version}
         first = len(self.groups)
@@ -176,10 +176,10 @@ class Scheduler:
                 slots.clear()
                 first = prompt = 0
                 continue
-            self._take(self.waiting.popleft(), rows, slots, version)
+            self._admit(self.waiting.popleft(), rows, slots, version)
         return self.groups[first:]
 
-    def _take(self, request: Request, rows: DecodeRows, slots: dict[str, int], version: int) -> None:
+    def _admit(self, request: Request, rows: DecodeRows, slots: dict[str, int], version: int) -> None:
         self._wanted[request.group] -= 1
         if request.group not in slots:
             slots[request.group] = len(self.groups)
@@ -188,7 +188,7 @@ class Scheduler:
         self.groups[slot].running += 1
         rows.enter(request, slot)
 
-    def _worthwhile(self, rows: DecodeRows) -> bool:
+    def _should_admit(self, rows: DecodeRows) -> bool:
         """Whether to admit now: each refill costs a forward, so several free rows are filled together."""
         return bool(self.waiting) and rows.free >= min(len(self.waiting), max(1, rows.capacity // 16))
 
@@ -239,11 +239,11 @@ class StopChecker:
         stopped &= ~rows.ignore_eos[:count]
         full = rows.counts[:count] >= rows.limit[:count]
         ended: dict[int, FinishReason] = {int(row): "length" for row in np.flatnonzero(full)}
-        ended.update(dict.fromkeys(self._written(rows), "stop"))
+        ended.update(dict.fromkeys(self._rows_with_stop_string(rows), "stop"))
         ended.update({int(row): "stop" for row in np.flatnonzero(stopped)})
         return ended
 
-    def _written(self, rows: DecodeRows) -> list[int]:
+    def _rows_with_stop_string(self, rows: DecodeRows) -> list[int]:
         """Rows whose last tokens contain one of their stop strings."""
         watched = [int(row) for row in np.flatnonzero(rows.watched[: len(rows)])]
         if not watched:

@@ -161,9 +161,9 @@ class EnvironmentPool:
             tasks.setdefault(each.host.rank, []).append(task)
         self._outgoing.clear()
         for rank, batch in tasks.items():
-            self._alive(self._hosts[rank]).send(batch)
+            self._running_process(self._hosts[rank]).send(batch)
 
-    def _alive(self, host: EnvironmentProcess) -> EnvironmentProcess:
+    def _running_process(self, host: EnvironmentProcess) -> EnvironmentProcess:
         if host.missing:
             retry_lost_nodes(lambda: self._start(host), "starts")
         return host

@@ -89,10 +89,10 @@ class EnvironmentProcess:
         try:
             prepared = wait_until_loaded(pending, path, f"environment-{self.rank}", self.stop)
         except WorkerDied:
-            self._gone()
+            self._take_worker()
             raise
         except UserCodeNotLoaded as error:
-            self._gone()
+            self._take_worker()
             raise EnvironmentFailed(path, error.problem, traceback=error.log_tail) from error
         if prepared.failure is not None:
             raise EnvironmentFailed(path, prepared.failure.problem, traceback=prepared.failure.traceback)
@@ -126,7 +126,7 @@ class EnvironmentProcess:
             if self._asked is None:
                 self._asked, self._asked_at = worker.submit(EnvironmentAPI.collect, self._ack), time.monotonic()
             if not self._asked.done():
-                self._must_speak()
+                self._check_responsive()
                 return None
             pending, self._asked = self._asked, None
             news = pending.result(why="answers of environments")
@@ -142,14 +142,14 @@ class EnvironmentProcess:
                 EnvironmentFailure(f"its process {error.how}", error.last_words or None), culprit
             ) from None
         self._ack = news.sequence
-        self._look(news)
+        self._check_limits(news)
         for answer in news.answers:
             task = self.open.pop(answer.number, None)
             if task is not None and answer.failure is not None and task.prompt is not None:
                 self.known.discard(task.episode)  # it may not exist yet
         return news
 
-    def _look(self, news: TaskUpdate) -> None:
+    def _check_limits(self, news: TaskUpdate) -> None:
         """Kills the process if a task exceeds its limit. Raises EnvironmentProcessLost."""
         limit = self.config.timeout_s
         answered = {answer.number for answer in news.answers}
@@ -158,31 +158,31 @@ class EnvironmentProcess:
         self._holding = holding[0] if holding else None
         if late:
             culprit = self._holding if self._holding is not None else max(late, key=lambda each: each.seconds).number
-            raise self._lost_for(culprit)
+            raise self._kill_for(culprit)
 
-    def _must_speak(self) -> None:
+    def _check_responsive(self) -> None:
         """Kills a process that does not even answer `collect`: C code holds its interpreter."""
         if time.monotonic() - self._asked_at > self.config.timeout_s + KILL_GRACE_S + DEATH_LOG_S:
-            raise self._lost_for(self._holding)
+            raise self._kill_for(self._holding)
 
-    def _lost_for(self, culprit: int | None) -> EnvironmentProcessLost:
+    def _kill_for(self, culprit: int | None) -> EnvironmentProcessLost:
         problem = (
             f"did not answer within {self.config.timeout_s:g} s (rollout.environment.timeout_s); its process was ended"
         )
-        return EnvironmentProcessLost(self._end(problem, self._calls[0] if self._calls else None), culprit)
+        return EnvironmentProcessLost(self._kill(problem, self._calls[0] if self._calls else None), culprit)
 
     def stop(self, grace_s: float = 0.0) -> None:
         """Ends the process. Idempotent."""
-        worker = self._gone()
+        worker = self._take_worker()
         if worker is not None:
             self.cluster.stop(worker, grace_s=grace_s)
 
-    def _gone(self) -> Worker | None:
+    def _take_worker(self) -> Worker | None:
         worker, self._worker = self._worker, None
         self._forget_all()
         return worker
 
-    def _end(self, problem: str, pending: PendingResult[object] | None) -> EnvironmentFailure:
+    def _kill(self, problem: str, pending: PendingResult[object] | None) -> EnvironmentFailure:
         """Kills the process and reads the end of its log, which has its last stack."""
         worker = self._worker
         if worker is None:

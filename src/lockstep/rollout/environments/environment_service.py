@@ -97,7 +97,7 @@ class EnvironmentService:
             if callable(close):
                 try:
                     with track_wait("async function", "environments", "close()", self._config.timeout_s):
-                        self._runner.run(_settled(close(), self._config.timeout_s))
+                        self._runner.run(_finished(close(), self._config.timeout_s))
                 except Exception:
                     log.exception("close() of %s failed", episode)
 
@@ -115,8 +115,8 @@ class EnvironmentService:
         """Starts all queued tasks and lets them run for a moment; whether there is more to do. Plain functions run one
         after the other, and their results arrive together, so that engines start the next turns together."""
         while self._inbox:
-            task = self._inbox.popleft()
-            self._tasks.add(self._loop.create_task(self._do(task), name=str(task.number)))
+            queued = self._inbox.popleft()
+            self._tasks.add(self._loop.create_task(self._run_task(queued), name=str(queued.number)))
         if self._tasks:
             self._watchdog.pat()  # it acts only if a method blocks the process
             with track_wait("async function", "environments", "their answers", SLICE_S):
@@ -141,7 +141,7 @@ class EnvironmentService:
             async with asyncio.timeout(SLICE_S):
                 await self._woken
 
-    async def _do(self, task: EnvironmentTask) -> None:
+    async def _run_task(self, task: EnvironmentTask) -> None:
         """Runs a task; any failure of the user's code becomes a result, unless it blocks the process."""
         with self._lock:
             self._running[task.number] = time.monotonic()
@@ -225,7 +225,7 @@ async def _awaited(value: Any) -> Any:
     return await value if inspect.isawaitable(value) else value
 
 
-async def _settled(value: Any, seconds: float) -> None:
+async def _finished(value: Any, seconds: float) -> None:
     async with asyncio.timeout(seconds):
         await _awaited(value)
 

@@ -165,14 +165,14 @@ class VllmEngine:
             raise NoWeights
         self.wake()
         self._admit()
-        return self._take(self.core.get_output())
+        return self._process_outputs(self.core.get_output())
 
     def abort(self, ids: Sequence[str] | None = None) -> list[Completion]:
         """Ends running or waiting requests; unknown ids belong to finished ones."""
         wanted = None if ids is None else set(ids)
         chosen = {name: row for name, row in self._running.items() if wanted is None or row.request.id in wanted}
         self.core.abort_requests(list(chosen))
-        partial = self._leave(chosen, dict.fromkeys(chosen, "abort"))
+        partial = self._finish(chosen, dict.fromkeys(chosen, "abort"))
         waiting = self._waiting.withdraw(wanted)
         self._ids -= {request.id for request in waiting}
         return partial + [empty_completion(request) for request in waiting]
@@ -288,7 +288,7 @@ class VllmEngine:
             self._running[name] = row
             self.core.add_request(core_request(name, row.request, self._eos, str(self._loads)))
 
-    def _take(self, outputs: Any) -> list[Completion]:
+    def _process_outputs(self, outputs: Any) -> list[Completion]:
         self._count(outputs.scheduler_stats)
         ended: dict[str, FinishReason] = {}
         watched: list[str] = []
@@ -300,11 +300,11 @@ class VllmEngine:
                     watched.append(output.request_id)
             if output.finish_reason is not None:
                 ended[output.request_id] = vllm_finish_reason(output)
-        for name in self._written(watched):
+        for name in self._with_stop_string(watched):
             if name not in ended:
                 self.core.abort_requests([name])
             ended[name] = "stop"
-        done = self._leave({name: self._running[name] for name in ended}, ended)
+        done = self._finish({name: self._running[name] for name in ended}, ended)
         self._finished += len(done)
         return done
 
@@ -316,7 +316,7 @@ class VllmEngine:
         row.append(output.new_token_ids, logprobs.tolist(), self.version)
         self._tokens += len(output.new_token_ids)
 
-    def _written(self, watched: Sequence[str]) -> list[str]:
+    def _with_stop_string(self, watched: Sequence[str]) -> list[str]:
         """Requests that have completed one of their stop strings."""
         if not watched:
             return []
@@ -325,7 +325,7 @@ class VllmEngine:
         hits = contains_stop(self.tokenizer, tails, [row.request.stop for row in rows])
         return [name for name, hit in zip(watched, hits, strict=True) if hit]
 
-    def _leave(self, rows: dict[str, RunningRequest], reasons: dict[str, FinishReason]) -> list[Completion]:
+    def _finish(self, rows: dict[str, RunningRequest], reasons: dict[str, FinishReason]) -> list[Completion]:
         if not rows:
             return []
         texts = self.tokenizer.batch_decode([row.tokens for row in rows.values()], skip_special_tokens=True)

@@ -46,7 +46,7 @@ def engine():
 
 
 def step(engine):
-    engine._admit, engine._take = lambda: None, lambda outputs: []
+    engine._admit, engine._process_outputs = lambda: None, lambda outputs: []
     return engine.step()
 
 
