@@ -153,10 +153,12 @@ def test_a_stall_that_passed_by_itself_is_not_healed(healed_before: bool) -> Non
 
 
 def test_an_attempt_does_not_heal_another() -> None:
-    found = incidents_of([
-        recovery_event(10, "failed", "policy-1", **DIED),
-        recovery_event(500, "restarted", "policy-1", generation=2, seconds=1.0, **DIED),
-    ])  # fmt: skip
+    found = incidents_of(
+        [
+            recovery_event(10, "failed", "policy-1", **DIED),
+            recovery_event(500, "restarted", "policy-1", generation=2, seconds=1.0, **DIED),
+        ]
+    )
     assert [each.outcome_text for each in found] == ["unresolved", "healed after 1.0s"]
 
 

@@ -88,10 +88,10 @@ def test_wandb_offline_and_resumed(tmp_path: Path, secrets: None) -> None:
     offline(tmp_path, range(2, 4), "finished")
     assert [row["step"] for row in written(tmp_path, 2)] == [2, 3]
     folders = list(tmp_path.glob("wandb/offline-run-*"))
-    assert len(folders) == 2 and all(folder.name.endswith(f"-{id}") for folder in folders), "the same run goes on"
+    assert len(folders) == 2 and all(folder.name.endswith(f"-{id}") for folder in folders), "the same run continues"
     assert unspoken(tmp_path)
-    told = b"".join(path.read_bytes() for path in tmp_path.glob("wandb/*/run-*.wandb"))
-    assert b"[hidden]" in told and b"eos_token" in told and b"OMP_NUM_THREADS" in told
+    content = b"".join(path.read_bytes() for path in tmp_path.glob("wandb/*/run-*.wandb"))
+    assert b"[hidden]" in content and b"eos_token" in content and b"OMP_NUM_THREADS" in content
 
 
 ALONE = """

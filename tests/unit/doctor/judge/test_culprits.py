@@ -104,8 +104,8 @@ def test_the_head_that_does_not_answer_is_named_and_not_its_clients(tmp_path: Pa
 
 def test_an_unresolvable_master_is_named_from_its_line(tmp_path: Path) -> None:
     lines = ["ValueError: host not found: Name or service not known"]
-    told = ["2026-11-21 14:10:00,000 INFO main(batch_size=12, master=sft-master-0:23456)", *lines]
-    verdict = judged(tmp_path / "told", **{"sft-worker-1": told})
+    with_name = ["2026-11-21 14:10:00,000 INFO main(batch_size=12, master=sft-master-0:23456)", *lines]
+    verdict = judged(tmp_path / "with_name", **{"sft-worker-1": with_name})
     assert verdict.cause == "master_unreachable" and names(verdict) == ["sft-master-0"]
     alone = judged(tmp_path / "alone", job=raised(3, lines[0]))
     assert alone.cause == "master_unreachable" and names(alone) == [3]

@@ -14,10 +14,10 @@ TRACEBACK = """[rank{rank}]: Traceback (most recent call last):
 
 
 def test_labels_are_ranks_unless_a_line_contradicts() -> None:
-    told = LineOrigin(3, label=3)
-    assert label_resolver(ranks_by_label([told]))(LineOrigin(2, label=2, guessed=True)) == LineOrigin(2)
-    tasks = label_resolver(ranks_by_label([told, LineOrigin(9, label=1)]))
-    assert tasks(told) == LineOrigin(3)
+    origin = LineOrigin(3, label=3)
+    assert label_resolver(ranks_by_label([origin]))(LineOrigin(2, label=2, guessed=True)) == LineOrigin(2)
+    tasks = label_resolver(ranks_by_label([origin, LineOrigin(9, label=1)]))
+    assert tasks(origin) == LineOrigin(3)
     assert tasks(LineOrigin(1, label=1, guessed=True)) == LineOrigin(9)
     assert tasks(LineOrigin(2, label=2, guessed=True)) == LineOrigin(label=2)
     assert label_resolver(ranks_by_label([LineOrigin(2, label=0), LineOrigin(3, label=0)]))(

@@ -12,7 +12,7 @@ from tests.unit.doctor.job_logs import raised, steps, watchdog, write
 
 
 @pytest.mark.parametrize(
-    ("told", "odd"),
+    ("reports", "odd"),
     [
         ([(0, 2, "a")], (2,)),
         ([(0, 2, "a"), (1, 2, "a"), (2, 0, "b")], (2,)),
@@ -24,17 +24,17 @@ from tests.unit.doctor.job_logs import raised, steps, watchdog, write
         ([], ()),
     ],
 )
-def test_a_minority_of_one(told: list[tuple[int, int | None, str]], odd: tuple[int, ...]) -> None:
-    assert minority_ranks(told) == odd
+def test_a_minority_of_one(reports: list[tuple[int, int | None, str]], odd: tuple[int, ...]) -> None:
+    assert minority_ranks(reports) == odd
 
 
 @given(st.lists(st.sampled_from("aab"), min_size=2, max_size=12))
 def test_the_minority_is_named_if_all_ranks_report(shapes: list[str]) -> None:
-    told = [(rank, next(peer for peer, its in enumerate(shapes) if its != own), own)
+    reports = [(rank, next(peer for peer, shape in enumerate(shapes) if shape != own), own)
             for rank, own in enumerate(shapes) if len(set(shapes)) > 1]  # fmt: skip
     fewer = min("ab", key=shapes.count)
-    tie = shapes.count("a") == shapes.count("b") or not told
-    assert minority_ranks(told) == (() if tie else tuple(rank for rank, own in enumerate(shapes) if own == fewer))
+    tie = shapes.count("a") == shapes.count("b") or not reports
+    assert minority_ranks(reports) == (() if tie else tuple(rank for rank, own in enumerate(shapes) if own == fewer))
 
 
 def _print(shape: int) -> str:
@@ -69,7 +69,7 @@ def test_working_version_differences_are_not_a_fault(tmp_path: Path) -> None:
 
 
 def _bars(until: int, of: int, what: str = "Epoch 0") -> list[str]:
-    """A file of a rank with a progress bar of its own."""
+    """A file of a rank with a progress bar of shape own."""
     return [f"{what}:  90%|####9| {at}/{of} [12:40<00:03, 1.63it/s]" for at in range(until - 5, until + 1)]
 
 
