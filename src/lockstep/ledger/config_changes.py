@@ -41,8 +41,8 @@ _NO_EFFECT = (
     "rollout.environment.timeout_s",
     "rollout.environment.memory_mb",
 )
-"""Fields and sections that say where a run lives, what it shows, whom it asks, how long it waits, when it gives
-up, and not what it computes. `*` stands for one part of a path."""
+"""Fields and sections that set where a run is stored, what it shows, which servers it uses, how long it waits and when
+it fails, but not what it computes. `*` stands for one part of a path."""
 _CHANGES_BITS = (
     "trainer.ranks",
     "trainer.replicas",
@@ -64,9 +64,9 @@ _CHANGES_BITS = (
     "rollout.engine.enforce_eager",
     "rollout.engine.enable_prefix_caching",
 )
-"""Fields that say who computes how much at once: they change the order of additions and nothing else."""
+"""Fields that divide the computation among processes and batches: they change only the order of additions."""
 _CHANGES_RESULT = ("cluster.device",)
-"""Exceptions from the two above: a GPU computes in another precision where the model's is `auto`."""
+"""Exceptions from the two above: a GPU computes in another precision if the model's is `auto`."""
 
 
 class _Absent:
@@ -88,16 +88,16 @@ class ConfigChange:
     effect: ChangeEffect
     """On the run's result: none, its last bits (about 1e-5 of the weights), or the result itself."""
     reason: str = ""
-    """Why, where it is not plain."""
+    """Why, if that is not obvious."""
 
     @property
     def changes_result(self) -> bool:
-        """Whether a run may not go on with it."""
+        """Whether a run cannot be resumed with it."""
         return self.effect == "result"
 
     @property
     def changes_bits(self) -> bool:
-        """Whether a run may go on with it, but will not end with the same bits."""
+        """Whether a run can be resumed with it, but will not end with the same bits."""
         return self.effect == "bits"
 
     def __str__(self) -> str:
@@ -105,8 +105,8 @@ class ConfigChange:
 
 
 def compare_config(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[ConfigChange]:
-    """Every field that differs between two resolved configs (`model_dump(mode="json")`), in their order. A field that
-    did not exist yet when the old one was written had today's default."""
+    """Every field that differs between two resolved configs (`model_dump(mode="json")`), in their order. Fields that
+    the old config is too old to have count as having today's defaults."""
     changes, old = [], _with_defaults(old)
     for path, before, after in _differences("", old, new):
         if path == "steps":
@@ -120,7 +120,7 @@ def compare_config(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Confi
 
 
 def _with_defaults(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """With the defaults of fields it is too old to have; as it is where it cannot be read as a config any more."""
+    """The config with defaults for fields it is too old to have; unchanged if it is no valid config any more."""
     try:
         return check_config(dict(config), "the run's config").model_dump(mode="json")
     except ConfigError:
@@ -147,7 +147,7 @@ def _uses_dropout(config: Mapping[str, Any]) -> bool:
 
 
 def _steps_change(before: Any, after: Any, config: Mapping[str, Any]) -> ConfigChange:
-    """More steps continue a run, unless the learning rate's schedule is stretched over all of them."""
+    """More steps continue a run, unless the learning rate's schedule spans all of them."""
     schedule = config.get("trainer", {}).get("schedule", {})
     if not (isinstance(before, int) and isinstance(after, int) and after > before):
         return ConfigChange("steps", before, after, "result", "a run can be made longer, not shorter")

@@ -29,8 +29,7 @@ def fsync_folder(folder: Path) -> None:
 
 
 def disk_full_error(path: Path, needed: int | None, limited: bool = False) -> LedgerFull:
-    """The error for a write at `user_frames` for which there was no room. `limited`: by the process's file size
-    limit."""
+    """The error for a write at `path` that found no room. `limited`: because of the process's file size limit."""
     folder = next(parent for parent in (path, *path.parents) if parent.is_dir())
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     return LedgerFull(path, needed, shutil.disk_usage(folder).free, limit if limited and limit >= 0 else None)
@@ -38,7 +37,7 @@ def disk_full_error(path: Path, needed: int | None, limited: bool = False) -> Le
 
 @contextlib.contextmanager
 def disk_full_as_ledger_error(path: Path, needed: int | None) -> Iterator[None]:
-    """Turns the operating system's ways of saying "no room" into LedgerFull."""
+    """Turns the operating system's errors for a full disk into LedgerFull."""
     try:
         yield
     except OSError as error:
@@ -48,7 +47,7 @@ def disk_full_as_ledger_error(path: Path, needed: int | None) -> Iterator[None]:
 
 
 def write_hidden(target: Path, needed: int, write: Callable[[IO[bytes]], None], suffix: str = ".tmp") -> Path:
-    """Writes what will become `target` under a hidden name beside it and makes it durable; the caller renames it.
+    """Writes the future `target` under a hidden name beside it, durably; the caller renames it.
 
     Room is reserved first, so that a full disk is noticed before a byte is written. LedgerFull, or whatever else
     `write` raises, leaves nothing behind."""
@@ -67,7 +66,7 @@ def write_hidden(target: Path, needed: int, write: Callable[[IO[bytes]], None], 
 
 
 def replace_file(target: Path, data: bytes) -> None:
-    """Writes `target` whole: another process sees the old content or the new one, also after a power cut."""
+    """Writes `target` atomically: other processes see the old content or the new one, even after a power cut."""
     hidden = write_hidden(target, len(data), lambda file: _write_all(file, data))
     hidden.rename(target)
     fsync_folder(target.parent)
@@ -88,7 +87,7 @@ def _preallocate(descriptor: int, size: int) -> None:
     try:
         os.posix_fallocate(descriptor, 0, size)
     except OSError as error:
-        # Some file systems cannot reserve; the write itself will then say whether there is room.
+        # Some file systems cannot reserve; the write itself then fails if there is no room.
         if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ENODEV):
             raise
 
@@ -97,10 +96,10 @@ log = logging.getLogger(__name__)
 
 
 class RunLock:
-    """Held from construction to `close` (or the end of the process). RunIsActive names who has it.
+    """Held from construction to `close` (or the end of the process). RunIsActive names the process that holds it.
 
-    `force` goes on without the lock, for a holder on another host that is known to be gone; the generation in
-    the index then refuses that holder's writes, should it still live."""
+    `force` continues without the lock, for a holder on another host that is known to be gone; should it still run, the
+    generation in the index refuses its writes."""
 
     def __init__(self, path: Path, force: bool = False) -> None:
         self._file = path.open("a+", encoding="utf-8")
@@ -111,7 +110,7 @@ class RunLock:
                 pid, host = self._holder()
                 self._file.close()
                 raise RunIsActive(path.parent, pid, host) from None
-            log.warning("no lock on %s (%s): the generation in the ledger alone keeps other processes out", path, error)
+            log.warning("no lock on %s (%s): only the generation in the ledger excludes other processes", path, error)
         self._file.seek(0)
         self._file.truncate()
         json.dump({"pid": os.getpid(), "host": socket.gethostname()}, self._file)

@@ -1,4 +1,4 @@
-"""What can go wrong with a ledger, each with the fields a caller needs and the remedy a reader needs."""
+"""Errors of the ledger, with fields for callers and a fix for readers."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,11 +12,11 @@ class LedgerError(RuntimeError):
 
 
 class FolderExists(LedgerError):
-    """The folder of a new run is already there; it was not touched."""
+    """The folder of a new run exists already; it was not touched."""
 
     def __init__(self, folder: Path, is_run: bool) -> None:
         what = "already holds a run" if is_run else "already exists"
-        resume = f" go on with it (--resume {folder})," if is_run else ""
+        resume = f" resume it (--resume {folder})," if is_run else ""
         super().__init__(f"{folder} {what}:{resume} choose another name (name=...), or move the folder away")
         self.folder, self.is_run = folder, is_run
 
@@ -42,11 +42,11 @@ class RunIsActive(LedgerError):
 
 
 class StaleGeneration(LedgerError):
-    """A write of a controller that has been replaced. Nothing was written."""
+    """Another controller has taken over the run. Nothing was written."""
 
     def __init__(self, folder: Path, mine: int, current: int) -> None:
         super().__init__(
-            f"generation {mine} may not write to {folder}: generation {current} has taken the run over; "
+            f"generation {mine} may not write to {folder}: generation {current} has taken over the run; "
             "this process must end"
         )
         self.folder, self.mine, self.current = folder, mine, current
@@ -94,15 +94,15 @@ class StepCorrupt(LedgerError):
             remedy = f"it is not needed to resume: checkpoint {checkpoint} is later"
         else:
             remedy = (
-                f"restore the file from a copy, or give up step {step} and what came after it "
-                f"(Ledger.rewind({step - 1})), which will then be generated anew"
+                f"restore the file from a copy, or discard step {step} and everything after it "
+                f"(Ledger.rewind({step - 1})), which are then generated again"
             )
         super().__init__(f"step file {path} {reason}; {remedy}")
         self.path, self.step, self.reason, self.checkpoint = path, step, reason, checkpoint
 
 
 class StepConflict(LedgerError):
-    """A step that is durable already was collected again, with other content."""
+    """A step that is stored already was collected again, with other content."""
 
     def __init__(self, step: int, stored: str, given: str) -> None:
         super().__init__(
@@ -113,7 +113,7 @@ class StepConflict(LedgerError):
 
 
 class PromptUsedTwice(LedgerError):
-    """A prompt uid that another step has used."""
+    """Another step has used the prompt uid."""
 
     def __init__(self, uid: str, step: int, earlier: int) -> None:
         super().__init__(f"prompt {uid!r} of step {step} was already used by step {earlier}: a run uses each uid once")
@@ -124,12 +124,12 @@ class OutOfOrder(LedgerError):
     """A commit that skips a step, or a publish before its commit."""
 
     def __init__(self, what: str, number: int, expected: int) -> None:
-        super().__init__(f"{what} {number} is out of order: at most {expected} can come now")
+        super().__init__(f"{what} {number} is out of order: at most {expected} is possible now")
         self.what, self.number, self.expected = what, number, expected
 
 
 class ConfigChanged(LedgerError):
-    """A run was to be resumed with a config that would change its result."""
+    """The run cannot be resumed with a config that would change its result."""
 
     def __init__(self, folder: Path, changes: "tuple[ConfigChange, ...]") -> None:
         refused = [change for change in changes if change.changes_result]

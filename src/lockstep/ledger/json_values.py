@@ -1,7 +1,7 @@
-"""JSON that gives back what it was given: the columns of a dataset, answers, messages, episodes.
+"""JSON that round-trips the columns of a dataset, answers, messages and episodes.
 
-Numpy scalars and arrays (as Parquet readers hand them out) become plain numbers and lists; tuples become lists.
-What JSON has no word for (bytes, dates, decimals, keys that are not strings) is written under a tag.
+Numpy scalars and arrays (as Parquet readers return them) become plain numbers and lists; tuples become lists. Types
+that JSON lacks (bytes, dates, decimals, keys that are not strings) are written with a tag.
 """
 
 import base64
@@ -27,7 +27,7 @@ def loads(text: str) -> Any:
 
 
 def plain_json(value: Any, where: str = "value") -> Any:
-    """`value` in terms of JSON's own types."""
+    """`value` converted to JSON's types."""
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, np.datetime64 | np.timedelta64):  # nanoseconds would become bare integers
@@ -96,7 +96,7 @@ def _untag(pairs: dict[str, Any]) -> Any:
 
 
 def encode_episode(episode: Episode | None, request: str) -> str | None:
-    """None where there was no environment. TypeError names the request whose messages cannot be written."""
+    """None without an environment. TypeError names the request whose messages cannot be written."""
     if episode is None:
         return None
     fields = [episode.messages, episode.rewards, episode.ended, episode.metrics]

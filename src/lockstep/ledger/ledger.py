@@ -1,4 +1,4 @@
-"""What a run has done: a redo log of rollouts, commit records and the index of everything else.
+"""The record of a run: a redo log of rollouts, commit records and the index of everything else.
 
     runs/NAME/
       config.yaml             the resolved config, for people; the ledger has its own copy
@@ -56,14 +56,14 @@ class Ledger:
     def __init__(self, folder: Path, index: LedgerIndex, lock: RunLock | None) -> None:
         self.folder = folder
         self.changes: tuple[ConfigChange, ...] = ()
-        """What `resume` found different in the config, and accepted."""
+        """Changes of the config that `resume` accepted."""
         self._index, self._lock = index, lock
         self._partial: tuple[int, partial_rollouts.PartialLog] | None = None
 
     @classmethod
     def create(cls, folder: Path, config: Mapping[str, Any]) -> "Ledger":
-        """A new run, generation 1. FolderExists when `folder` is there already: it is not touched. The folder
-        appears whole, or (LedgerFull, or a kill) not at all."""
+        """Creates a run, generation 1. FolderExists if `folder` exists: it is not touched. The folder appears whole or
+        (LedgerFull, or a kill) not at all."""
         folder = folder.absolute()
         if os.path.lexists(folder):
             raise FolderExists(folder, (folder / INDEX_FILE).exists())
@@ -78,7 +78,7 @@ class Ledger:
             fsync_folder(hidden)
             try:
                 hidden.rename(folder)
-            except OSError as error:  # another process was quicker with the same name
+            except OSError as error:  # another process has just made one of the same name
                 if folder.exists():
                     raise FolderExists(folder, (folder / INDEX_FILE).exists()) from error
                 raise
@@ -96,11 +96,11 @@ class Ledger:
         accept: Collection[str] = (),
         takeover: bool = False,
     ) -> "Ledger":
-        """Goes on with a run: claims the next generation and clears away what a killed process left half-done.
+        """Resumes a run: claims the next generation and repairs what a killed process left unfinished.
 
-        A `config` that would change the result is refused (ConfigChanged) before anything is claimed, but for the
-        dotted fields in `accept`; otherwise it becomes the run's. RunIsActive while another process has the run,
-        unless `takeover`: that process's writes are then refused as stale."""
+        A `config` that would change the result is refused (ConfigChanged) before anything is claimed, except for the
+        dotted fields in `accept`; otherwise it becomes the run's. RunIsActive if another process has the run, unless
+        `takeover`: that process's writes are then refused as stale."""
         folder = folder.absolute()
         check_run_folder(folder)
         lock = RunLock(folder / "lock", force=takeover)
@@ -121,7 +121,7 @@ class Ledger:
 
     @classmethod
     def reader(cls, folder: Path) -> "Ledger":
-        """Looks at a run without disturbing it, while it goes on or after."""
+        """Reads a run without disturbing it, while it runs or later."""
         folder = folder.absolute()
         check_run_folder(folder)
         return cls(folder, LedgerIndex.read(folder / INDEX_FILE), None)
@@ -131,13 +131,13 @@ class Ledger:
         return self._index.generation
 
     def fence(self) -> None:
-        """For whoever is about to change what others than the ledger write. Raises StaleGeneration where another
-        process has claimed the run."""
+        """Call this before changing files outside the ledger. Raises StaleGeneration if another process has claimed the
+        run."""
         with self._index.transaction():
             pass
 
     def close(self) -> None:
-        """Idempotent. Nothing is lost without it."""
+        """Closes all files. Idempotent; nothing is lost without it."""
         self._end_partial()
         self._index.close()
         if self._lock is not None:
@@ -155,7 +155,7 @@ class Ledger:
 
     def keep(self, step: int, completions: Sequence[Completion]) -> None:
         """Adds finished completions of a step that is not collected yet; durable on return."""
-        with self._index.transaction() as transaction:  # for its fence: a stale writer appends nothing
+        with self._index.transaction() as transaction:  # the transaction's fence refuses a stale writer
             if transaction.execute("SELECT 1 FROM steps WHERE step = ?", step):
                 raise OutOfOrder("partial results of step", step, step + 1)
             if self._partial is None or self._partial[0] != step:
@@ -164,14 +164,15 @@ class Ledger:
             self._partial[1].append(completions)
 
     def kept(self, step: int) -> list[Completion]:
-        """What `keep` was given for this step, one per request (the latest); empty once it is collected."""
+        """The completions that `keep` stored for this step, the latest of each request; empty once it is collected."""
         return partial_rollouts.read_partial(self._partial_path(step))
 
     def collected(self, step: int, rollouts: Rollouts, extra: Mapping[str, Any] | None = None) -> None:
-        """Makes a step's scored rollouts durable, with what else is needed to train on them again.
+        """Makes a step's scored rollouts durable, with everything needed to train on them again.
 
-        The same again is fine (and mends a damaged file). StepConflict when the step is there with other content,
-        PromptUsedTwice, LedgerFull; ValueError or TypeError for values that cannot be stored exactly."""
+        Collecting the same rollouts again is allowed and repairs a damaged file. StepConflict if the step is stored
+        with other content; PromptUsedTwice, LedgerFull; ValueError or TypeError for values that cannot be stored
+        exactly."""
         if rollouts.step != step:
             raise ValueError(f"rollouts of step {rollouts.step} were collected as step {step}")
         path = self.step_path(step)
@@ -193,7 +194,7 @@ class Ledger:
                 hidden.rename(path)
                 fsync_folder(path.parent)
         except BaseException:
-            # No file without its row. An interrupt may also come when the row is durable already.
+            # No file without its row. An interrupt may come after the row is durable.
             if fresh and not self.is_collected(step):
                 path.unlink(missing_ok=True)
             raise
@@ -203,12 +204,12 @@ class Ledger:
         self._partial_path(step).unlink(missing_ok=True)
 
     def rollouts(self, step: int) -> Rollouts | None:
-        """A step's rollouts as they were collected; None before that and after `retain` has let go of them."""
+        """A step's rollouts as they were collected; None before that and after `retain` has deleted them."""
         stored = self.stored(step)
         return None if stored is None else stored.rollouts
 
     def stored(self, step: int) -> StoredStep | None:
-        """Like `rollouts`, with `extra`. StepCorrupt when the file is not what was written."""
+        """Like `rollouts`, with `extra`. StepCorrupt if the file is not what was written."""
         found = self._index.rows("SELECT sha256 FROM steps WHERE step = ? AND NOT removed", step)
         if not found:
             return None
@@ -224,7 +225,7 @@ class Ledger:
         return read_step_file(path, step)
 
     def collected_steps(self) -> list[int]:
-        """Steps whose rollouts are durable, those included that `retain` has let go of."""
+        """Steps whose rollouts were stored, including those that `retain` has deleted."""
         return [row[0] for row in self._index.rows("SELECT step FROM steps ORDER BY step")]
 
     def is_collected(self, step: int) -> bool:
@@ -236,15 +237,15 @@ class Ledger:
         return dict(self._index.rows("SELECT uid, step FROM prompts ORDER BY step, uid"))
 
     def draw(self, step: int, round: int, count: int) -> tuple[int, int]:
-        """(start, count) of the data's positions that a round of a step gets, for ever; no two rounds share one."""
+        """(start, count) of the data's positions for a round of a step; permanent, and no two rounds share one."""
         with self._index.transaction() as transaction:
             return sqlite_index.allot_positions(transaction, step, round, count)
 
     # Commits
 
     def commit(self, step: int, stats: Mapping[str, Any]) -> None:
-        """Records that a step is trained. A step that is trained again after a restart is committed again.
-        OutOfOrder when a step was skipped."""
+        """Records that a step is trained. A step that is trained again after a restart is committed again. OutOfOrder
+        if a step was skipped."""
         with self._index.transaction() as transaction:
             last = last_commit(transaction)
             if last >= 0 and step > last + 1:
@@ -256,8 +257,8 @@ class Ledger:
         return int(self._index.rows("SELECT coalesce(max(step), -1) FROM commits")[0][0])
 
     def done(self) -> int:
-        """Steps behind the weights of the newest attempt. `committed` may be further, where an earlier attempt was
-        killed after its last checkpoint."""
+        """Steps trained into the current weights. `committed` may be larger if an earlier attempt was killed after its
+        last checkpoint."""
         sql = "SELECT max(step) FROM commits WHERE generation = (SELECT value FROM meta WHERE key = 'generation')"
         last, newest = self._index.rows(sql)[0][0], self.newest_checkpoint()
         return int(last if last is not None else -1 if newest is None else newest.step) + 1
@@ -267,7 +268,7 @@ class Ledger:
         return [CommitRow(step, at, generation, json_values.loads(stats)) for step, at, generation, stats in rows]
 
     def published(self, version: int) -> None:
-        """Records that engines were given this version of the weights. OutOfOrder before the commit it comes from."""
+        """Records that engines got this version of the weights. OutOfOrder before its commit."""
         with self._index.transaction() as transaction:
             newest = max(last_commit(transaction), 0) + 1
             if version > newest:
@@ -281,7 +282,7 @@ class Ledger:
     # Checkpoints
 
     def checkpoint(self, step: int, path: Path, metric: float | None = None) -> None:
-        """Points at a checkpoint that is complete on disk. `step` is the last one trained into it (-1: none)."""
+        """Records a checkpoint that is complete on disk. `step` is the last one trained into it (-1: none)."""
         path = path.absolute()
         stored = path.relative_to(self.folder) if path.is_relative_to(self.folder) else path
         with self._index.transaction() as transaction:
@@ -296,12 +297,12 @@ class Ledger:
         return next(reversed(self.checkpoints()), None)
 
     def forget_checkpoint(self, step: int) -> None:
-        """Takes a checkpoint out of the index; its folder is deleted by whoever calls, afterwards."""
+        """Removes a checkpoint from the index; the caller deletes its folder afterwards."""
         with self._index.transaction() as transaction:
             transaction.execute("DELETE FROM checkpoints WHERE step = ?", step)
 
     def retain(self) -> list[int]:
-        """Deletes the step files that neither of the two newest checkpoints needs to be followed; which steps'."""
+        """Deletes the step files that neither of the two newest checkpoints needs; returns their steps."""
         checkpoints = self.checkpoints()
         if len(checkpoints) < 2:
             return []
@@ -313,7 +314,7 @@ class Ledger:
         return steps
 
     def rewind(self, step: int) -> None:
-        """Forgets everything after `step`, step files and checkpoints' records included, so that it is done anew."""
+        """Discards everything after `step`, including step files and checkpoints' records, so that it runs again."""
         with self._index.transaction() as transaction:
             for table in ("steps", "prompts", "commits", "checkpoints", "evaluations", "metrics"):
                 transaction.execute(f"DELETE FROM {table} WHERE step > ?", step)
@@ -326,10 +327,10 @@ class Ledger:
                     path.unlink()
             fsync_folder(self.folder / "steps")
 
-    # What people look at
+    # Reports
 
     def evaluation(self, step: int, metrics: Mapping[str, float], samples: Sequence[EvaluationSample] = ()) -> None:
-        """Records an evaluation of the weights after `step` (-1: before the first), in place of an earlier one."""
+        """Records an evaluation of the weights after `step` (-1: before the first); replaces an earlier one."""
         shown = json_values.dumps([dataclasses.asdict(sample) for sample in samples], "samples")
         with self._index.transaction() as transaction:
             transaction.put(
@@ -349,20 +350,20 @@ class Ledger:
         ]
 
     def metrics(self, step: int, row: Mapping[str, float]) -> None:
-        """Adds values to the metrics of a step, in place of those of the same name."""
+        """Adds values to the metrics of a step; replaces those of the same name."""
         with self._index.transaction() as transaction:
             found = transaction.execute('SELECT "values" FROM metrics WHERE step = ?', step)
             merged = {**(json_values.loads(found[0][0]) if found else {}), **row}
             transaction.put("metrics", step=step, values=json_values.dumps(merged, "metrics"))
 
     def metrics_rows(self, after: int | None = None) -> list[MetricsRow]:
-        """By step; only those of later steps than `after`."""
+        """By step; only steps later than `after`."""
         where = "" if after is None else f"WHERE step > {int(after)}"
         rows = self._index.rows(f'SELECT step, at, generation, "values" FROM metrics {where} ORDER BY step')
         return [MetricsRow(step, at, generation, json_values.loads(row)) for step, at, generation, row in rows]
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Records that something happened, with the time."""
+        """Records an event with the current time."""
         with self._index.transaction() as transaction:
             transaction.put("events", kind=kind, fields=json_values.dumps(fields, kind))
 
@@ -372,7 +373,7 @@ class Ledger:
         return [EventRow(at, generation, kind, json_values.loads(fields)) for at, generation, kind, fields in rows]
 
     def config(self) -> dict[str, Any]:
-        """The resolved config the run has now."""
+        """The run's current resolved config."""
         return dict(json_values.loads(self._index.meta("config")))
 
     def step_path(self, step: int) -> Path:
@@ -396,7 +397,7 @@ class Ledger:
 
 
 def _check_changes(folder: Path, config: Mapping[str, Any] | None, accept: Collection[str]) -> tuple[ConfigChange, ...]:
-    """The changes from the run's config to `config`; ConfigChanged when one of them must not be."""
+    """The changes from the run's config to `config`. Raises ConfigChanged if one of them is refused."""
     if config is None:
         return ()
     with Ledger.reader(folder) as now:

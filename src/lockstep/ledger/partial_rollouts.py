@@ -31,7 +31,7 @@ class _CompletionRecord(msgspec.Struct, array_like=True):
 
 
 class PartialLog:
-    """The writer's side of one step's file. Opening it cuts a torn tail off."""
+    """Writes one step's file. Opening it truncates an incomplete last frame."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -70,7 +70,7 @@ class PartialLog:
 
 
 def read_partial(path: Path) -> list[Completion]:
-    """The completions of all whole frames, in order; of several with one request id the last."""
+    """The completions of all complete frames, in order; the last of several with one request id."""
     try:
         with path.open("rb") as file:
             payloads = _read_whole_frames(file)[0]
@@ -115,7 +115,7 @@ def _mask_bytes(completion: Completion) -> bytes:
 
 
 def _read_whole_frames(file: IO[bytes]) -> tuple[list[bytes], int]:
-    """Payloads of the whole frames from the start of the file, and where the last of them ends."""
+    """Payloads of the complete frames from the start of the file, and the end offset of the last."""
     payloads, end = [], 0
     file.seek(0)
     while len(header := file.read(_HEADER.size)) == _HEADER.size:

@@ -16,7 +16,7 @@ INDEX_FILE, CONFIG_FILE = "ledger.sqlite", "config.yaml"
 
 
 def check_run_folder(folder: Path) -> None:
-    """Raises NotARun, naming the runs beside it."""
+    """Raises NotARun, which names the runs beside it."""
     if (folder / INDEX_FILE).is_file():
         return
     beside = folder.parent.iterdir() if folder.parent.is_dir() else ()
@@ -25,7 +25,7 @@ def check_run_folder(folder: Path) -> None:
 
 
 def add_step(transaction: IndexTransaction, rollouts: Rollouts, digest: str, size: int) -> None:
-    """Enters a step and its prompts. Raises PromptUsedTwice."""
+    """Adds a step and its prompts to the index. Raises PromptUsedTwice."""
     for group in rollouts.groups:
         uid = group.prompt.uid
         earlier = transaction.execute("SELECT step FROM prompts WHERE uid = ?", uid)
@@ -49,13 +49,13 @@ def last_commit(transaction: IndexTransaction) -> int:
 
 
 def config_yaml(config: Mapping[str, Any]) -> bytes:
-    """A config as people read it."""
+    """A config as readable YAML."""
     return yaml.safe_dump(json_values.plain_json(dict(config), "config"), sort_keys=False, allow_unicode=True).encode()
 
 
 def recover_folder(folder: Path, index: LedgerIndex) -> None:
-    """Brings folder and index into line after a kill: unfinished files go, a step file that reached its name but not
-    the index is taken in (it was complete before it got the name)."""
+    """Makes folder and index consistent after a kill: deletes unfinished files, and adds a step file to the index that
+    has its name but no row yet (a file is complete before it gets its name)."""
     known = {step: bool(removed) for step, removed in index.rows("SELECT step, removed FROM steps")}
     for path in sorted((folder / "steps").iterdir()):
         step = int(path.stem) if path.stem.isdigit() else None

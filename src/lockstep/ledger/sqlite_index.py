@@ -28,7 +28,7 @@ _NETWORK_FILESYSTEMS = frozenset({
 
 SCHEMA_VERSION = 1
 BUSY_TIMEOUT_S = 10.0
-"""How long a write waits for readers to let go before it fails with LedgerBusy."""
+"""How long a write waits for readers before it fails with LedgerBusy."""
 
 _SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -49,7 +49,7 @@ CREATE TABLE events (id INTEGER PRIMARY KEY, kind TEXT NOT NULL, fields TEXT NOT
 _DRAWS_TABLE = """
 CREATE TABLE IF NOT EXISTS draws (step INTEGER NOT NULL, round INTEGER NOT NULL, start INTEGER NOT NULL,
   count INTEGER NOT NULL, generation INTEGER NOT NULL, at REAL NOT NULL, PRIMARY KEY (step, round)) WITHOUT ROWID"""
-# sqlite.org/rescode.html: writes that found no room, by way of the disk or of the process's file size limit.
+# sqlite.org/rescode.html: writes that found no room, because of the disk or the process's file size limit.
 _FULL_CODES = {
     sqlite3.SQLITE_FULL,
     sqlite3.SQLITE_IOERR_WRITE,
@@ -64,7 +64,7 @@ class StoredStep:
 
     rollouts: Rollouts
     extra: dict[str, Any]
-    """What `collected` was given beside them (packing seed, position in the data, ...)."""
+    """Other values that were given to `collected` (packing seed, position in the data, ...)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class MetricsRow:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationSample:
-    """A completion a person can read."""
+    """A completion of an evaluation, as text."""
 
     prompt: str
     completion: str
@@ -104,10 +104,10 @@ class EvaluationSample:
     scores: dict[str, float] = field(default_factory=dict)
     """The reward's terms, `exact_match`, by name."""
     uid: str = ""
-    """Of the prompt: the same prompt in two evaluations can be put side by side."""
+    """The prompt's uid, by which two evaluations can be compared."""
     finish: str = "stop"
     messages: list[dict[str, Any]] | None = None
-    """All turns after the prompt, where there was an environment."""
+    """All turns after the prompt, if there is an environment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,7 @@ class LedgerIndex:
 
     @classmethod
     def create(cls, path: Path, config: str) -> None:
-        """Makes a new index with generation 0 (nobody's); the file is closed again."""
+        """Creates an index with generation 0, which no process has, and closes it."""
         with _sqlite_errors(path):
             connection = sqlite3.connect(path, isolation_level=None)
             try:
@@ -152,7 +152,8 @@ class LedgerIndex:
 
     @classmethod
     def write(cls, path: Path) -> "LedgerIndex":
-        """Opens for writing and claims the next generation: from here on every earlier one is refused."""
+        """Opens the index for writing and claims the next generation: writes of earlier ones are refused from now
+        on."""
         with _sqlite_errors(path):
             connection = sqlite3.connect(
                 f"{_uri(path)}?mode=rw", uri=True, timeout=BUSY_TIMEOUT_S, isolation_level=None
@@ -173,7 +174,7 @@ class LedgerIndex:
 
     @classmethod
     def read(cls, path: Path) -> "LedgerIndex":
-        """Opens read-only, beside a writer or on a medium that cannot be written."""
+        """Opens the index read-only, beside a writer or on a read-only medium."""
         with _sqlite_errors(path):
             try:
                 connection = _open_read_only(path, "mode=ro")
@@ -181,7 +182,7 @@ class LedgerIndex:
                 if error.sqlite_errorcode == sqlite3.SQLITE_READONLY_ROLLBACK and os.access(path, os.W_OK):
                     _roll_back(path)
                     return cls.read(path)
-                # SQLite cannot make its log in a folder that may not be written; without a log nobody writes there.
+                # SQLite cannot create its log in a read-only folder; without a log there is no writer.
                 log = path.with_name(path.name + "-wal")
                 if os.access(path.parent, os.W_OK) or (log.exists() and log.stat().st_size > 0):
                     raise
@@ -199,7 +200,7 @@ class LedgerIndex:
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator["IndexTransaction"]:
-        """All or nothing, durable at the end of the block. StaleGeneration before anything is written."""
+        """A transaction, durable at the end of the block. Raises StaleGeneration before anything is written."""
         with _sqlite_errors(self.path):
             self._connection.execute("BEGIN IMMEDIATE")
             try:
@@ -209,7 +210,7 @@ class LedgerIndex:
                 yield IndexTransaction(self._connection, self.generation)
                 self._connection.execute("COMMIT")
             except BaseException:
-                # SQLite has rolled back by itself after some errors, a full disk among them.
+                # SQLite rolls back by itself after some errors, such as a full disk.
                 if self._connection.in_transaction:
                     self._connection.execute("ROLLBACK")
                 raise
@@ -220,13 +221,13 @@ class LedgerIndex:
 
 
 class IndexTransaction:
-    """Writes of one transaction; each row gets the time and the generation."""
+    """Writes within one transaction; each row gets the time and the generation."""
 
     def __init__(self, connection: sqlite3.Connection, generation: int) -> None:
         self._connection, self._generation = connection, generation
 
     def put(self, table: str, at: float | None = None, **columns: Any) -> None:
-        """Inserts a row, in place of the one with the same key."""
+        """Inserts a row; replaces one with the same key."""
         row = {**columns, "generation": self._generation, "at": time.time() if at is None else at}
         names = ", ".join(f'"{name}"' for name in row)
         marks = ", ".join("?" * len(row))
@@ -240,8 +241,8 @@ class IndexTransaction:
 
 
 def allot_positions(transaction: IndexTransaction, step: int, round: int, count: int) -> tuple[int, int]:
-    """(first position, number of positions) that a round of a step has: those it was given before, or
-    `count` new ones behind all that were ever given."""
+    """(first position, number of positions) of a round of a step: those allotted to it before, or else `count` new ones
+    after all that were ever allotted."""
     found = transaction.execute("SELECT start, count FROM draws WHERE step = ? AND round = ?", step, round)
     if found:
         return int(found[0][0]), int(found[0][1])
@@ -253,13 +254,13 @@ def allot_positions(transaction: IndexTransaction, step: int, round: int, count:
 def is_network_filesystem(kind: str) -> bool:
     """Whether a file system type (`nfs4`, `fuse.sshfs`, ...) is, or may be, shared between hosts.
 
-    All of `fuse.*` counts, because what is behind it cannot be known; `fuseblk` (a local disk) does not."""
+    `fuse.*` counts, because its storage is unknown; `fuseblk` (a local disk) does not."""
     return kind in _NETWORK_FILESYSTEMS or kind.startswith("fuse.")
 
 
 def mounted_filesystem(path: PurePosixPath, mountinfo: str) -> str | None:
-    """Type of the file system that holds the absolute `user_frames`, from the text of /proc/self/mountinfo (proc(5));
-    None where no mount point matches. Of two mounts on one point the later one hides the earlier."""
+    """Type of the file system that holds the absolute `path`, from the text of /proc/self/mountinfo (proc(5)); None if
+    no mount point matches. Of two mounts on one point the later one hides the earlier."""
     best: tuple[int, str] | None = None
     for line in mountinfo.splitlines():
         left, found, right = line.partition(" - ")
@@ -307,7 +308,7 @@ def _sqlite_errors(path: Path) -> Iterator[None]:
 
 
 def _full_error(path: Path, code: int) -> LedgerFull | None:
-    """The error for a write that failed, None where room was not what it lacked (a broken disk)."""
+    """The error for a write that found no room, None if it failed for another reason (a broken disk)."""
     error = disk_full_error(path, None, limited=code != sqlite3.SQLITE_FULL)
     plausible = code == sqlite3.SQLITE_FULL or error.limit is not None or error.free < 1 << 20
     return error if plausible else None
@@ -324,7 +325,7 @@ def _open_read_only(path: Path, options: str) -> sqlite3.Connection:
 
 
 def _roll_back(path: Path) -> None:
-    """Undoes the transaction that a killed writer left half-written, which a connection that only reads may not."""
+    """Rolls back the transaction of a killed writer, which a read-only connection cannot."""
     connection = sqlite3.connect(f"{_uri(path)}?mode=rw", uri=True, timeout=BUSY_TIMEOUT_S, isolation_level=None)
     try:
         _read_meta(connection, "generation")

@@ -30,15 +30,15 @@ def offsets_of(lengths: Sequence[int]) -> np.ndarray:
 
 
 def numbers_column(values: np.ndarray) -> Any:
-    """A column of the numbers of a 1-d array (no booleans, which Arrow packs).
+    """A column of numbers from a 1-d array (not of booleans, which Arrow packs).
 
-    `pa.array` would import pandas to ask whether it was given one of its series: 0.3 CPU s, in the first step."""
+    `pa.array` would import pandas to check for its types, which costs 0.3 CPU s in the first step."""
     buffer = pa.py_buffer(np.ascontiguousarray(values))
     return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, buffer])
 
 
 def arrays_column(arrays: Sequence[np.ndarray], dtype: type[np.generic], name: str) -> Any:
-    """A list column of 1-d arrays. ValueError where one has another dtype: nothing is converted in silence."""
+    """A list column of 1-d arrays. ValueError if one has another dtype: nothing is converted silently."""
     for array in arrays:
         if not isinstance(array, np.ndarray) or array.dtype != dtype or array.ndim != 1:
             got = f"{array.dtype} {array.shape}" if isinstance(array, np.ndarray) else type(array).__name__
@@ -95,7 +95,7 @@ def rollouts_table(rollouts: Rollouts, extra: dict[str, Any]) -> Any:
     groups = rollouts.groups
     sizes = sorted({len(group.completions) for group in groups})
     if len(sizes) > 1:
-        raise ValueError(f"the groups of step {rollouts.step} have {sizes} completions: all must have equally many")
+        raise ValueError(f"the groups of step {rollouts.step} have {sizes} completions: all need the same number")
     prompts = [group.prompt for group in groups]
     columns = {
         "uid": text_column([prompt.uid for prompt in prompts]),
@@ -133,14 +133,14 @@ def write_hidden_step(target: Path, table: Any, generation: int) -> tuple[Path, 
 
 
 def read_step_file(path: Path, step: int) -> StoredStep:
-    """The content of a step file. StepCorrupt where it cannot be read or is another step's."""
+    """The content of a step file. StepCorrupt if it cannot be read or belongs to another step."""
     try:
         with pa.memory_map(str(path)) as source:
             table = pa.ipc.open_file(source).read_all().combine_chunks()
             table.validate()
             metadata = {key.decode(): value.decode() for key, value in (table.schema.metadata or {}).items()}
             if metadata.get("lockstep.format") != _FORMAT or metadata.get("lockstep.step") != str(step):
-                raise StepCorrupt(path, step, f"is not one of step {step}, or of another version of lockstep")
+                raise StepCorrupt(path, step, f"belongs to another step than {step}, or to another version of lockstep")
             groups = _groups(table)
     except FileNotFoundError as error:
         raise StepCorrupt(path, step, "is missing") from error
@@ -200,7 +200,7 @@ def _completions_column(groups: list[Group]) -> Any:
 
 
 def _turns_columns(flat: list[Completion]) -> dict[str, Any]:
-    """What only completions with an environment have; a step without any has no such columns."""
+    """Columns that only completions with an environment have; a step without one has no such columns."""
     found: dict[str, Any] = {}
     if any(one.mask is not None for one in flat):
         found["mask"] = arrays_column([_mask_bytes(one) for one in flat], np.uint8, "masks")
@@ -210,8 +210,7 @@ def _turns_columns(flat: list[Completion]) -> dict[str, Any]:
 
 
 def _mask_bytes(one: Completion) -> np.ndarray:
-    """uint8, since Arrow keeps bools as bits, which numpy cannot view; one item more than tokens says that it is
-    there."""
+    """The mask as uint8, since numpy cannot view Arrow's packed bools; one extra item marks that there is a mask."""
     if one.mask is None:
         return np.zeros(0, np.uint8)
     if one.mask.dtype != np.bool_ or one.mask.shape != one.tokens.shape:
@@ -230,7 +229,7 @@ def _rewards_column(groups: list[Group]) -> Any:
                     f"{name} of prompt {group.prompt.uid} has {len(scores)} entries "
                     f"for {len(group.completions)} completions"
                 )
-    # An unscored group is a list of no lists, a scored one of one: exact also for groups without completions.
+    # An unscored group has no list, a scored one has one: exact even for groups without completions.
     scored = [group.rewards for group in groups if group.rewards is not None]
     inner = arrays_column(scored, np.float32, "rewards")
     return list_column([int(group.rewards is not None) for group in groups], inner)

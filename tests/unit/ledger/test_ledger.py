@@ -51,7 +51,7 @@ def test_a_folder_that_exists_is_not_touched(ledger, folder):
     ledger.collected(0, make_rollouts(0))
     before = tree(folder)
     with pytest.raises(
-        FolderExists, match=r"already holds a run: go on with it \(--resume .*sort\), choose another name"
+        FolderExists, match=r"already holds a run: resume it \(--resume .*sort\), choose another name"
     ):
         Ledger.create(folder, CONFIG)
     assert tree(folder) == before
@@ -327,7 +327,7 @@ def test_a_stale_generation_writes_nothing(ledger, folder):
         ]
         for write in writes:
             with pytest.raises(
-                StaleGeneration, match=r"generation 1 may not write .* generation 2 has taken the run over"
+                StaleGeneration, match=r"generation 1 may not write .* generation 2 has taken over the run"
             ):
                 write()
         after = tree(folder)

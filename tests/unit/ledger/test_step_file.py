@@ -189,7 +189,7 @@ def test_what_cannot_be_stored_is_named():
         (lambda g: setattr(g, "rewards", np.zeros(3, np.float32)), "rewards of prompt 0:0 has 3 entries for 4"),
         (lambda g: setattr(g.completions[0], "tokens", np.zeros(4, np.int64)), "completion tokens must be int32"),
         (lambda g: setattr(g.completions[0], "logprobs", np.zeros(2, np.float32)), "4 tokens, 2 logprobs"),
-        (lambda g: g.completions.pop(), "must have equally many"),
+        (lambda g: g.completions.pop(), "need the same number"),
     ],
 )
 def test_rollouts_that_would_not_come_back_the_same_are_refused(spoil, message):
