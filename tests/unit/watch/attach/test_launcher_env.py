@@ -1,4 +1,4 @@
-"""What launchers say, and what a rendezvous says of who should come."""
+"""Ranks from launchers' environments, and the ranks that a rendezvous expects."""
 
 import os
 import subprocess
@@ -75,7 +75,7 @@ def test_what_launchers_say(
     ],
     ids=["two nodes", "loopback", "localhost", "another host", "more than were started", "file", "deepspeed"],
 )
-def test_who_is_on_this_host(
+def test_ranks_on_this_host(
     rank: int, world: int, place: str, variables: dict[str, str], here: tuple[int, int]
 ) -> None:
     assert ranks_on_this_host(rank, world, place, variables) == here
@@ -110,7 +110,7 @@ def test_what_a_call_of_init_process_group_says(
     assert _RendezvousArguments.read(args, given, variables) == joins
 
 
-def test_a_meeting_in_words() -> None:
+def test_a_rendezvous_as_text_and_back() -> None:
     expected = ExpectedRanks(4, 7, 8)
     assert parse_rendezvous("rendezvous", rendezvous_target(expected), rendezvous_reason(5, "the rendezvous")) == (
         "the rendezvous",
@@ -148,7 +148,7 @@ def evidence_of(here: list[int], waiting: list[int], expected: ExpectedRanks) ->
     return inbox
 
 
-def test_a_rank_of_this_host_that_nobody_has_seen() -> None:
+def test_a_missing_rank_of_this_host_is_named() -> None:
     (verdict,) = diagnose(evidence_of([0, 1, 2], [0, 1, 2], ExpectedRanks(0, 3, 4)).evidence(100.0))
     assert (verdict.kind, verdict.level, verdict.cause) == (
         VerdictKind.ABSENT,
@@ -165,7 +165,7 @@ def test_several_at_once() -> None:
     assert "ranks 0, 2 and 3 have not joined the rendezvous" in verdict.explanation
 
 
-def test_who_may_be_the_missing_one_is_told_and_nothing_is_confirmed() -> None:
+def test_candidates_for_a_missing_rank_are_named_without_confirmation() -> None:
     inbox = evidence_of([0, -1], [0], ExpectedRanks(0, 1, 2))
     state = StateReport("a", 1, pack_process(moved=90.0, active=90.0, same_stack=90.0) * 2)
     said = WaitRecord(
@@ -189,7 +189,7 @@ def test_who_may_be_the_missing_one_is_told_and_nothing_is_confirmed() -> None:
     assert "rank 1 has not joined the rendezvous; it may be rank--1 in load() at job.py:7." in verdict.explanation
 
 
-def test_ranks_of_hosts_that_nobody_watches_are_not_accused() -> None:
+def test_ranks_of_unwatched_hosts_are_not_accused() -> None:
     (verdict,) = diagnose(evidence_of([0, 1], [0, 1], ExpectedRanks(0, 1, 4)).evidence(100.0))
     assert (verdict.kind, verdict.level, verdict.culprits) == (VerdictKind.UNKNOWN, VerdictLevel.NOTICE, ())
     assert verdict.explanation.startswith(
@@ -197,20 +197,20 @@ def test_ranks_of_hosts_that_nobody_watches_are_not_accused() -> None:
     )
 
 
-def test_who_is_here_and_late_is_named_whoever_may_be_elsewhere() -> None:
+def test_a_late_rank_of_this_host_is_named_whatever_other_hosts_hold() -> None:
     (verdict,) = diagnose(evidence_of([0, 1], [0], ExpectedRanks(0, 1, 4)).evidence(100.0))
     assert [each.rank for each in verdict.culprits] == [1]
     assert "has not joined the rendezvous" in verdict.explanation
 
 
-def test_a_meeting_that_is_over_expects_nobody() -> None:
+def test_a_finished_rendezvous_expects_no_rank() -> None:
     inbox = evidence_of([0, 1, 2], [0, 1, 2], ExpectedRanks(0, 3, 4))
     assert Liveness.UNSEEN in inbox.evidence(100.0).processes.life
     inbox.receive(encode_report(StateReport("a", 1, pack_process() * 3)), 101.0)
     assert len(inbox.evidence(101.0).processes.info) == 3
 
 
-def test_who_should_come_goes_over_the_wire() -> None:
+def test_expected_ranks_survive_encoding() -> None:
     record = WaitRecord(
         "rendezvous", rendezvous_target(ExpectedRanks(0, 3, 4)), rendezvous_reason(0, "it"), 1, None, 1, 1, "MainThread"
     )
@@ -252,14 +252,14 @@ def started() -> Iterator[Started]:
         each.wait(10)
 
 
-def test_newcomers_by_the_launchers_word(started: Started) -> None:
+def test_unregistered_ranks_by_the_launchers_environment(started: Started) -> None:
     waits = started.start(RANK="0", LOCAL_RANK="0")
     late = started.start(RANK="1", LOCAL_RANK="1")
     started.start(RANK="1")  # a launcher of that node
     assert find_unregistered_ranks(started.run, {0: waits}, [1], {waits}) == ({1: late}, [])
 
 
-def test_newcomers_by_their_place_among_the_siblings(started: Started) -> None:
+def test_unregistered_ranks_by_their_order_among_siblings(started: Started) -> None:
     waits, second, third = (started.start() for _ in range(3))
     assert find_unregistered_ranks(started.run, {0: waits}, [1, 2], {waits}) == ({1: second, 2: third}, [])
     assert find_unregistered_ranks(started.run, {0: waits}, [1], {waits}) == ({}, [second, third]), (
@@ -267,8 +267,8 @@ def test_newcomers_by_their_place_among_the_siblings(started: Started) -> None:
     )
 
 
-def test_a_word_that_is_wrong_about_those_who_are_there_is_not_believed(started: Started) -> None:
-    """The environment of `torch.multiprocessing.spawn` on a node of Kubeflow's: everybody has the node's number."""
+def test_an_environment_that_is_wrong_about_waiting_ranks_is_ignored(started: Started) -> None:
+    """The environment of `torch.multiprocessing.spawn` on a Kubeflow node: all processes have the node's number."""
     waits, late = started.start(RANK="0"), started.start(RANK="0")
     assert find_unregistered_ranks(started.run, {1: waits}, [0], {waits}) == ({0: late}, [])
 
@@ -279,8 +279,8 @@ def test_processes_of_other_runs_are_none(started: Started) -> None:
     assert find_unregistered_ranks(started.run, {0: waits}, [1], {waits}) == ({}, [])
 
 
-def test_who_was_taken_for_another_is_not_seen_twice(started: Started, tmp_path: Path) -> None:
-    """Two were in the place of one; then each of them says who it is."""
+def test_a_misidentified_process_is_not_counted_twice(started: Started, tmp_path: Path) -> None:
+    """Two processes had each other's ranks until their beacons identified them."""
     monitor = ProcessMonitor(started.run)
     first, second = started.start(), started.start()
     for pid in (first, second):

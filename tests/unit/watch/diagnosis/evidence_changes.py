@@ -1,4 +1,4 @@
-"""Changes of evidence that must not change, or only weaken, what is said of it."""
+"""Changes of evidence that must not change verdicts, or only weaken them."""
 
 import random
 from dataclasses import replace

@@ -214,7 +214,7 @@ class Job:
             rank.completed[name] = rank.entered[name]
 
     def after_death(self, dead: int) -> None:
-        """Some of those that were in a collective with the dead get an error and fall, the rest goes on waiting."""
+        """Some members of a dead process's collective fail with an error, the others keep waiting."""
         for group in self.groups.values():
             if dead not in group.members:
                 continue
@@ -358,7 +358,7 @@ def grid(dp: int, tp: int, pp: int) -> list[Group]:
 
 
 def programs(groups: Sequence[Group], size: int, steps: int, seed: int) -> list[list[Op]]:
-    """The same program for everybody, each on its own groups."""
+    """The same program on all ranks, each on its own groups."""
     rng = random.Random(seed)
     layout: list[tuple[str, CollectiveCall]] = []
     kinds = sorted({group.description for group in groups} - {"default"})
@@ -407,8 +407,8 @@ class Case:
 
 
 def simulate(fault: str, seed: int, delay: float, shape: tuple[int, int, int] | None = None) -> Case | None:
-    """A job with a fault, seen `delay` seconds after the last thing happened; None where this fault with this seed
-    holds nobody up (an order that does no harm, a call too many that nobody misses)."""
+    """A job with a fault, observed `delay` seconds after the last event; None if this fault with this seed causes no
+    stall (a harmless order, an extra call without effect)."""
     rng = random.Random(seed * 7919 + FAULTS.index(fault))
     dp, tp, pp = shape or rng.choice(
         [(2, 1, 1), (4, 1, 1), (3, 1, 1), (2, 2, 1), (4, 2, 1), (2, 2, 2), (4, 2, 2), (8, 1, 1)]
@@ -470,7 +470,7 @@ def healthy(job: Job, rng: random.Random, slow: int | None) -> Evidence:
 
 
 def inject(fault: str, job: Job, rng: random.Random, one: int, two: int, where: int) -> Truth | None:
-    """Puts a fault in and says who did it."""
+    """Injects a fault and returns the culprits."""
     name, other = job.name(one), job.name(two)
     if fault in ("stop_and_timeouts", "sleep_and_timeouts"):
         at_process(job, {one: fault.split("_")[0]}, where)

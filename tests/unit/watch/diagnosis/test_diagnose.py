@@ -1,4 +1,4 @@
-"""Snapshots written by hand: what is told of each fault of the matrix, and what is not."""
+"""Hand-written snapshots: the verdicts on each fault of the matrix."""
 
 import json
 import textwrap
@@ -174,14 +174,14 @@ def test_stopped_inside_of_the_collective() -> None:
 
 
 def test_stopped_for_a_moment_only_is_none() -> None:
-    """py-spy stops whom it looks at, one that has done nothing for long among them."""
+    """py-spy stops the process that it samples, which may be a long inactive one."""
     assert diagnose(snapshot(policy(4, p1=One("policy-1", Liveness.STOPPED, still=0.2)), [fsdp(since=1.0)])) == []
     idle = One("policy-1", Liveness.STOPPED, still=300.0, ended=AT - 0.1)
     assert diagnose(snapshot(policy(4, p1=idle), [fsdp(since=1.0)])) == []
 
 
 def test_stopped_for_a_moment_as_of_a_look_that_is_old() -> None:
-    """The agent was late itself: nobody knows whether the process is stopped still."""
+    """The agent itself was late: whether the process is still stopped is unknown."""
     job = snapshot(policy(4, p1=One("policy-1", Liveness.STOPPED, still=300.0, ended=AT - 8.5)), [fsdp(since=9.0)])
     looked = replace(job, processes=replace(job.processes, seen_at=np.full(4, AT - 8.0)))
     assert diagnose(looked) == []
@@ -202,8 +202,8 @@ def test_killed() -> None:
     assert verdict.collective is not None
 
 
-def test_ended_nobody_knows_how() -> None:
-    """A job that is over, looked at too late; unless somebody waits."""
+def test_an_exit_with_an_unknown_code() -> None:
+    """A finished job, observed too late; unless a process waits."""
     gone = {f"p{rank}": One(f"policy-{rank}", Liveness.DEAD, NO_EXIT_CODE, AT - 0.5, still=0.5) for rank in range(4)}
     assert diagnose(snapshot(policy(4, **gone), [])) == []
     assert diagnose(snapshot(policy(4, p1=gone["p1"]), [fsdp(since=0.4)])) == []
@@ -244,7 +244,7 @@ REFUSED = ProcessNote(
 )
 
 
-def test_who_ended_by_our_verdict_is_not_accused() -> None:
+def test_a_process_that_ended_by_our_verdict_is_not_accused() -> None:
     """Whatever the verdict's text says, and also when nothing else is left to explain their ends."""
     freed = One("policy-0", Liveness.DEAD, 1, AT - 1, note=FREED)
     stopped = One("policy-1", Liveness.STOPPED, still=60.0)
@@ -258,8 +258,8 @@ def test_plain_ends_that_others_saw_are_effects_whatever_class_was_noted() -> No
     check(diagnose(snapshot(policy(3, p0=reset, p1=died), [fsdp(count=3)])), VerdictKind.DEAD, ["policy-1"])
 
 
-def test_who_is_refused_or_aborted_need_not_be_wrong() -> None:
-    """The later of two ranks is refused, and gloo aborts who receives: the calls tell who was wrong."""
+def test_a_refused_or_aborted_rank_need_not_be_wrong() -> None:
+    """The later of two ranks is refused, and gloo aborts the receiver: the calls show which rank was wrong."""
     for code, note in ((1, REFUSED), (-6, ProcessNote(error="ended by SIGABRT"))):
         later = One("policy-0", Liveness.DEAD, code, AT - 0.5, note=note)
         for size, wrong in ((4, ["policy-1"]), (2, ["policy-0", "policy-1"])):
@@ -270,7 +270,7 @@ def test_who_is_refused_or_aborted_need_not_be_wrong() -> None:
             check(diagnose(snapshot(policy(size, p0=later), [group])), VerdictKind.MISMATCH, wrong)
 
 
-def test_nobody_is_confirmed_while_who_decides_is_on_the_way() -> None:
+def test_nothing_is_confirmed_while_the_deciding_rank_is_on_its_way() -> None:
     """Two of three differ, and the third has not come there yet."""
     group = Group("fsdp", [0, 1, 2], [412, 412, 411], [411, 411, 411], 1.0)
     group.calls = calls_of((0, [ALL, ALL, ALL]), (1, [ALL, ALL, CollectiveCall("barrier")]), (2, [ALL, ALL]))
@@ -286,7 +286,7 @@ def test_nobody_is_confirmed_while_who_decides_is_on_the_way() -> None:
     assert {v.level for v in diagnose(snapshot(policy(3, p0=later, p2=moving), [group]))} == {VerdictLevel.NOTICE}
 
 
-def test_who_passed_over_a_collective_in_which_another_waits_is_the_odd_one() -> None:
+def test_a_rank_that_skipped_a_collective_in_which_another_waits_is_the_outlier() -> None:
     """Rank 1 went to the barrier at the end while rank 0 waits for it in their own communicator; rank 2 is refused."""
     world = Group("world", [0, 1, 2], [6, 7, 7], [6, 6, 6], 30.0)
     world.calls = {
@@ -299,7 +299,7 @@ def test_who_passed_over_a_collective_in_which_another_waits_is_the_odd_one() ->
     assert 0.6 <= verdict.confidence < 0.8
 
 
-def test_members_that_disagree_on_a_communicator_wait_for_each_other_while_it_is_made() -> None:
+def test_members_with_different_lists_wait_for_each_other_in_the_rendezvous() -> None:
     def making(process: int, members: str) -> WaitEdge:
         others = tuple(int(each) for each in members.split(", ") if int(each) != process)
         return wait(process, *others, kind="rendezvous", rendezvous="late (3)", members=members)
@@ -315,7 +315,7 @@ def test_members_that_disagree_on_a_communicator_wait_for_each_other_while_it_is
     assert [each for each in diagnose(snapshot(policy(3), edges=agreed)) if each.culprits] == []
 
 
-def test_who_a_launcher_ends_is_no_culprit() -> None:
+def test_a_process_ended_by_its_launcher_is_no_culprit() -> None:
     """torchrun ends all others with SIGTERM when one has failed."""
     ended = ProcessNote(error="ended by SIGTERM from outside", cause="external_kill")
     odd = {
@@ -331,15 +331,15 @@ def test_who_a_launcher_ends_is_no_culprit() -> None:
     check(diagnose(snapshot(policy(3, **odd), [fsdp(count=3)])), VerdictKind.DEAD, ["policy-1"])
 
 
-def test_resets_are_effects_of_who_left() -> None:
-    """The neighbours of a rank that exits early see their connections reset; nobody may be left to wait for it."""
+def test_resets_are_effects_of_an_exit() -> None:
+    """The neighbours of a rank that exits early see reset connections; no rank may be left waiting for it."""
     left, fell = One("policy-1", Liveness.LEFT, 0, AT - 9), One("policy-0", Liveness.DEAD, 1, AT - 8.5, note=RESET)
     two = Group("fsdp", [0, 1], [412, 411], [412, 411], 9.0)
     check(diagnose(snapshot([fell, left], [two])), VerdictKind.DEAD, ["policy-1"])
     check(diagnose(snapshot(policy(4, p0=fell, p1=left), [fsdp(since=9.0)])), VerdictKind.DEAD, ["policy-1"])
 
 
-def test_who_gave_up_is_an_effect_of_who_stands_still() -> None:
+def test_giving_up_is_an_effect_of_an_inactive_rank() -> None:
     ranks = [One(f"policy-{i}", Liveness.DEAD, 1, AT - 2, note=GIVEN_UP) for i in range(4)]
     ranks[1] = One("policy-1", still=62.0, note=ProcessNote(where="score() at reward.py:31"))
     group = replace(fsdp(since=62.0), completed=[412, 411, 412, 412])
@@ -373,14 +373,14 @@ def test_left_early() -> None:
 
 
 def test_one_too_many_at_the_end() -> None:
-    """All others have left in peace: the one that waits made a call that nobody else makes."""
+    """All others exited normally: the waiting rank made an extra call."""
     ranks = [One(f"policy-{i}", Liveness.LEFT, 0, AT - 9) for i in range(4)]
     ranks[2] = One("policy-2")
     group = Group("fsdp", [0, 1, 2, 3], [411, 411, 412, 411], [411] * 4, 8.0)
     check(diagnose(snapshot(ranks, [group])), VerdictKind.MISMATCH, ["policy-2"])
 
 
-def test_who_leaves_when_all_is_done_is_no_fault() -> None:
+def test_a_normal_exit_at_the_end_is_no_fault() -> None:
     ranks = [One("policy-0", Liveness.LEFT, 0, AT - 1), One("policy-1", still=0.1)]
     assert diagnose(snapshot(ranks, [Group("fsdp", [0, 1], [9, 9], [9, 9], 1.0)])) == []
 
@@ -446,8 +446,8 @@ def test_working_while_others_wait_is_no_news() -> None:
     assert diagnose(snapshot(policy(4, **working), [group])) == []
 
 
-def test_work_without_counters_is_told_late() -> None:
-    """CPU is used in changing places, no counter moves: told after ten times the notice, or its own history."""
+def test_work_without_counter_progress_becomes_a_late_notice() -> None:
+    """CPU use in changing places without counter progress: a notice after ten times as long, or its own history."""
     edges = [wait(0, 1, kind="call", why="step 7", since=20.0)]
     working = One("policy-1", still=20.0, cpu=0.1, stack=0.1)
     assert diagnose(snapshot([One("controller"), working], [], edges)) == []
@@ -466,15 +466,15 @@ def test_bytes_under_way_are_no_news() -> None:
     assert diagnose(snapshot(moving, [fsdp(late=None, since=10.0)])) == []
 
 
-def test_stillness_counts_until_somebody_was_seen_last() -> None:
-    """News of a host stop for half a minute: nobody on it becomes still by that."""
+def test_inactivity_counts_up_to_the_last_observation() -> None:
+    """A host's reports stop for half a minute: its processes do not become inactive by that."""
     job = snapshot(policy(4, p1=One("policy-1", still=60.0)), [fsdp(since=60.0)])
     late = replace(job, processes=replace(job.processes, seen_at=np.array([AT, AT - 30.0, AT, AT])))
     assert only(diagnose(late)).level is VerdictLevel.NOTICE
     assert only(diagnose(job)).level is VerdictLevel.CONFIRMED
 
 
-def test_nothing_known_of_its_movement_is_no_proof() -> None:
+def test_unknown_activity_is_no_proof() -> None:
     job = snapshot(policy(4), [fsdp(since=600.0)])
     job.processes.moved_at[1] = job.processes.active_at[1] = job.processes.same_stack_since[1] = NAN
     notice = check(diagnose(job), VerdictKind.ABSENT, ["policy-1"], VerdictLevel.NOTICE)
@@ -518,7 +518,7 @@ def test_two_members_have_no_majority() -> None:
     assert verdict.collect
 
 
-def test_the_schedule_knows_who_is_right() -> None:
+def test_the_schedule_decides_which_rank_is_right() -> None:
     group = Group(
         "fsdp", [0, 1], [412] * 2, [411] * 2, calls=calls_of((0, [ALL] * 3), (1, [ALL, ALL, CollectiveCall("barrier")]))
     )
@@ -551,7 +551,7 @@ def test_a_call_skipped() -> None:
     assert verdict.collective.seq == 411
 
 
-def test_a_call_too_many_of_the_same_kind() -> None:
+def test_an_extra_call_of_the_same_kind() -> None:
     """gloo pairs it in silence; only the lines of the calls tell."""
     lines = ["a.py:1", "a.py:2", "a.py:3", "a.py:1", "a.py:2"]
     odd = ["a.py:1", "a.py:2", "a.py:2", "a.py:3", "a.py:1"]
@@ -571,7 +571,7 @@ def test_lines_that_differ_by_branch_are_no_mismatch() -> None:
     check(diagnose(snapshot(policy(4), [group])), VerdictKind.ABSENT, ["policy-1"])
 
 
-def test_made_with_other_members() -> None:
+def test_created_with_different_members() -> None:
     group = replace(fsdp(late=None), ranks=[4, 3, 4, 4])
     verdict = check(diagnose(snapshot(policy(4), [group])), VerdictKind.MISMATCH, ["policy-1"])
     assert "created 'fsdp' with a different member list" in verdict.explanation
@@ -580,7 +580,7 @@ def test_made_with_other_members() -> None:
 # --- deadlocks
 
 
-def test_two_communicators_in_another_order() -> None:
+def test_two_communicators_in_a_different_order() -> None:
     a = Group("a", [0, 1, 2, 3], [6, 5, 6, 6], [5] * 4)
     b = Group("b", [0, 1, 2, 3], [3, 4, 3, 3], [3] * 4)
     verdict = check(diagnose(snapshot(policy(4), [a, b])), VerdictKind.CYCLE, ["policy-1"])
@@ -588,7 +588,7 @@ def test_two_communicators_in_another_order() -> None:
     assert any("#4 on 'b'" in each.text for each in verdict.evidence)
 
 
-def test_who_goes_on_behind_an_asynchronous_collective_is_in_no_deadlock() -> None:
+def test_an_asynchronous_collective_causes_no_deadlock() -> None:
     a, b = Group("a", [0, 1], [6, 5], [5] * 2), Group("b", [0, 1], [3, 4], [3] * 2)
     working = snapshot(policy(2, p1=One("policy-1", still=0.5)), [a, b])
     assert all(each.level is VerdictLevel.NOTICE for each in diagnose(working))
@@ -660,12 +660,12 @@ def test_no_evidence_is_no_guilt() -> None:
     assert "policy-1" in verdict.collect[0]
 
 
-def test_blind_counts_accuse_nobody() -> None:
+def test_incomplete_counts_accuse_no_rank() -> None:
     verdict = only(diagnose(snapshot(policy(4), [replace(fsdp(), blind=True)])))
     assert (verdict.kind, verdict.culprits) == (VerdictKind.UNKNOWN, ())
 
 
-def test_who_may_be_in_a_receive_is_not_confirmed() -> None:
+def test_a_rank_that_may_be_in_a_receive_is_not_confirmed() -> None:
     pipeline = Group("pp", [1, 3], [7, 7], [7, 7], blind=True)
     verdict = check(
         diagnose(snapshot(policy(4), [fsdp(), pipeline])), VerdictKind.ABSENT, ["policy-1"], VerdictLevel.NOTICE
@@ -673,7 +673,7 @@ def test_who_may_be_in_a_receive_is_not_confirmed() -> None:
     assert any("receive" in each for each in verdict.collect)
 
 
-def test_a_count_older_than_the_wait_accuses_nobody() -> None:
+def test_a_count_older_than_the_wait_accuses_no_rank() -> None:
     job = snapshot(policy(4), [fsdp(since=4.0)])
     late = replace(job, processes=replace(job.processes, seen_at=np.array([AT, AT - 4.5, AT, AT])))
     assert only(diagnose(late)).kind is VerdictKind.UNKNOWN
@@ -689,7 +689,7 @@ def test_a_lost_host() -> None:
     check(diagnose(seen, StallThresholds(still_s=15.0)), VerdictKind.ABSENT, ["policy-1"])
 
 
-def test_who_never_joined() -> None:
+def test_a_rank_that_never_joined() -> None:
     ranks = policy(4, p3=One("policy-3", Liveness.UNSEEN))
     edges = [
         wait(p, *(q for q in range(4) if q != p), kind="rendezvous", why="init_process_group", rendezvous="world")
@@ -700,7 +700,7 @@ def test_who_never_joined() -> None:
     assert verdict.confidence < 0.8
 
 
-def test_who_is_busy_elsewhere_while_others_join() -> None:
+def test_a_rank_that_works_while_others_join() -> None:
     edges = [wait(p, *(q for q in range(4) if q != p), kind="rendezvous", rendezvous="world-3") for p in range(3)]
     verdict = check(diagnose(snapshot(policy(4), [], edges)), VerdictKind.ABSENT, ["policy-3"])
     assert verdict.cause == "rendezvous_incomplete"
@@ -725,7 +725,7 @@ def test_the_chain_ends_at_a_stopped_scorer() -> None:
     assert text in DOCS.read_text(), text
 
 
-def test_an_engine_killed_while_others_go_on() -> None:
+def test_an_engine_killed_while_others_continue() -> None:
     ranks = [One("controller"), One("engine-0", Liveness.DEAD, -9, AT - 1), One("engine-1", still=0.1)]
     edges = [wait(0, 1, 2, needs=WaitCondition.ANY, kind="queue", why="completions")]
     check(diagnose(snapshot(ranks, [], edges)), VerdictKind.DEAD, ["engine-0"])
@@ -745,7 +745,7 @@ def test_a_long_rollout_is_none_to_blame() -> None:
     )
 
 
-def test_an_answer_from_outside_that_never_comes() -> None:
+def test_a_service_outside_that_never_answers() -> None:
     ranks = policy(4)
     edges = [wait(1, outside="judge.example:8000", kind="http", why="scores of step 7")]
     verdict = only(diagnose(snapshot(ranks, [fsdp()], edges)))
@@ -761,7 +761,7 @@ def test_an_answer_from_outside_that_never_comes() -> None:
 
 
 def test_an_answer_from_outside_has_as_long_as_it_was_granted() -> None:
-    """A judge that thinks: nobody can look at it, and who asked it gives up by itself."""
+    """A slow judge service cannot be observed; the process that called it times out on its own."""
     edge = wait(1, outside="judge.example:8000", kind="http", why="scores of step 7")
     granted = only(diagnose(snapshot(policy(4), [fsdp()], [replace(edge, until=AT + 1.0)])))
     assert granted.level is VerdictLevel.NOTICE and names(granted) == ["judge.example:8000"]
@@ -786,13 +786,13 @@ def test_answered_and_idle_is_no_deadlock() -> None:
     check(diagnose(snapshot(ranks, [], edges)), VerdictKind.ABSENT, ["policy-1"], VerdictLevel.NOTICE)
 
 
-def test_all_are_idle_and_somebody_waits() -> None:
+def test_a_process_waits_for_idle_processes() -> None:
     ranks = [One("controller"), One("policy-0")]
     edges = [wait(0, 1, kind="call", why="step 7"), wait(1, 0, why="the next call", idle=True)]
     check(diagnose(snapshot(ranks, [], edges)), VerdictKind.STARVED, [])
 
 
-def test_waits_of_background_threads_hold_nobody_up() -> None:
+def test_waits_of_background_threads_hold_up_no_process() -> None:
     ranks = [One("policy-0", still=0.1), One("reward-0")]
     assert diagnose(snapshot(ranks, [], [wait(0, 1, main=False)])) == []
 
@@ -827,7 +827,7 @@ def test_healthy_is_silence() -> None:
     assert diagnose(snapshot([])) == []
 
 
-def test_a_meeting_to_which_all_have_come_and_that_does_not_end_is_told() -> None:
+def test_a_complete_rendezvous_that_does_not_end_is_reported() -> None:
     """As where members make a communicator with different lists of members."""
     edges = [wait(p, *(q for q in range(3) if q != p), kind="rendezvous", rendezvous="late") for p in range(3)]
     verdict = check(diagnose(snapshot(policy(3), edges=edges)), VerdictKind.UNKNOWN, [])

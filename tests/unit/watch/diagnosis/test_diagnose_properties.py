@@ -24,7 +24,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 def essence(verdicts: list[Verdict]) -> list[tuple[object, ...]]:
-    """What is said, without names and order."""
+    """The verdicts without names and order."""
     return sorted(
         (
             str(each.kind), str(each.level), round(each.confidence, 6), each.cause,

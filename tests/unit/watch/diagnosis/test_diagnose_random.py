@@ -15,7 +15,7 @@ SOON, LATE = 6.0, 100.0
 
 @dataclass
 class Score:
-    """How often the culprits were those, which kinds were told, and what went wrong."""
+    """How often the culprits were right, which kinds were reported, and which cases failed."""
 
     cases: int = 0
     right: int = 0
@@ -59,7 +59,7 @@ def run(faults: tuple[str, ...], seeds: range) -> Score:
 
 
 def matrix(score: Score) -> str:
-    """Faults by what was told first."""
+    """Faults by the first verdict."""
     kinds = sorted({kind for _, kind in score.kinds})
     lines = [f"{'':16}" + "".join(f"{kind:>11}" for kind in kinds)]
     for fault in FAULTS:

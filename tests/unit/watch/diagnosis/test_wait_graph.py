@@ -77,7 +77,7 @@ def edges_of(count: int) -> st.SearchStrategy[list[WaitEdge]]:
 
 
 def freed(edges: list[WaitEdge], count: int) -> set[int]:
-    """Brute force: who can go on when everybody who waits for nothing goes on, again and again."""
+    """Brute force: the processes that can proceed when all that do not wait proceed, repeatedly."""
     free: set[int] = set()
     while True:
         now = {
@@ -96,7 +96,7 @@ def freed(edges: list[WaitEdge], count: int) -> set[int]:
 
 @settings(max_examples=300, deadline=None)
 @given(st.integers(2, 7).flatmap(lambda count: st.tuples(st.just(count), edges_of(count))))
-def test_held_is_who_nothing_can_free(drawn: tuple[int, list[WaitEdge]]) -> None:
+def test_permanently_blocked_processes(drawn: tuple[int, list[WaitEdge]]) -> None:
     count, edges = drawn
     if edges:
         process, _ = find_permanently_blocked(graph_of(with_edges(count, edges)))
@@ -193,7 +193,7 @@ def test_far_apart_and_many_different_numbers() -> None:
     assert reachable_from_stalled(graph).all()
 
 
-def test_who_is_dead_or_stopped_inside_blocks_and_does_not_wait() -> None:
+def test_a_dead_or_stopped_member_blocks_and_does_not_wait() -> None:
     evidence = with_groups(3, [[0, 1, 2]], [5, 5, 5], [4, 4, 4])
     evidence.processes.life[:2] = [Liveness.STOPPED, Liveness.DEAD]
     graph = graph_of(evidence)
@@ -201,7 +201,7 @@ def test_who_is_dead_or_stopped_inside_blocks_and_does_not_wait() -> None:
     assert graph.blockers(0) == [0, 1]
 
 
-def test_who_has_answered_and_is_idle_is_not_waited_for() -> None:
+def test_an_idle_process_that_has_answered_is_not_waited_for() -> None:
     edges = [
         WaitEdge(0, (1, 2), since=AT - 10),
         WaitEdge(1, (0,), since=AT - 10, idle=True),
@@ -213,7 +213,7 @@ def test_who_has_answered_and_is_idle_is_not_waited_for() -> None:
     assert find_cycles_and_knots(graph) == []
 
 
-def test_who_is_at_the_meeting_is_not_waited_for() -> None:
+def test_a_process_in_the_rendezvous_is_not_waited_for() -> None:
     edges = [WaitEdge(p, tuple(q for q in range(4) if q != p), since=AT - 10, rendezvous="join") for p in range(3)]
     graph = graph_of(with_edges(4, edges))
     assert [graph.blockers(node) for node in range(3)] == [[3], [3], [3]]

@@ -91,7 +91,7 @@ def test_a_bare_list_of_entries_is_a_dump() -> None:
     assert [(g.name, g.entered, g.completed) for g in trace.groups] == [("0", 11, 10), ("1", 10, 10)]
 
 
-def test_a_group_without_a_name_goes_by_its_number() -> None:
+def test_a_group_without_a_name_is_named_by_its_number() -> None:
     content = older(dump(stopped(), 0), "1.5")
     for entry in content["entries"]:
         del entry["process_group"]
@@ -114,8 +114,8 @@ def test_a_wrapped_ring_counts_on() -> None:
     assert [(g.entered, g.first) for g in trace.groups] == [(11, 9), (10, 9)]
 
 
-def test_older_calls_are_digests_of_whole_blocks() -> None:
-    """Equal where the calls are, whatever part of them the ring has, and told apart by any of them."""
+def test_older_calls_become_digests_of_whole_blocks() -> None:
+    """Digests are equal for equal calls, whatever part of them the ring holds, and differ if any call does."""
     job = steps(3, [WORLD], 1000).play()
     long, short = read(dump(job, 0)).groups[0], read(dump(job, 1, ring=600)).groups[0]
     assert (long.digested, len(long.digests), long.sequence[0]) == (1, 6, 7 * BLOCK)
@@ -130,7 +130,7 @@ def test_older_calls_are_digests_of_whole_blocks() -> None:
     assert (everything.entered, everything.completed) == (other.entered, other.completed) == (1000, 1000)
 
 
-def test_what_was_not_entered_is_nothing_only_if_the_dump_is_whole() -> None:
+def test_missing_entries_prove_absence_only_in_a_complete_dump() -> None:
     job = Job([WORLD, Comm("9", (0, 1, 2), "never")], [[Call(0)] * 8] * 3).play()
     assert {g.name: g.entered for g in read(dump(job, 0)).groups} == {"0": 8, "9": 0}
     assert {g.name: g.entered for g in read(dump(job, 0, ring=4)).groups} == {"0": 8, "9": -1}
@@ -201,7 +201,7 @@ def test_unreadable_entries_are_counted_and_the_rest_is_read() -> None:
 
 
 @pytest.mark.parametrize("form", ["text", "texts", "tuple"])
-def test_stacks_may_come_as_text(form: str) -> None:
+def test_stacks_may_be_text(form: str) -> None:
     content = dump(stopped(), 0)
     text = "#0 all_reduce from /x/site-packages/torch/distributed/c10d.py:2696\n#1 step from /home/u/job.py:15\n"
     for entry in content["entries"]:
@@ -234,7 +234,7 @@ def test_gloo_shows_that_it_did_something_else() -> None:
     assert isinstance(read(content).groups[0], CommunicatorTrace)
 
 
-def test_members_come_as_a_list_or_as_text_and_are_bounded() -> None:
+def test_members_are_a_list_or_text_and_bounded() -> None:
     content = dump(stopped(), 0)
 
     def members(ranks: object) -> tuple[str, int]:

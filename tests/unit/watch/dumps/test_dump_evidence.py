@@ -41,7 +41,7 @@ def names(evidence: Evidence) -> list[tuple[str, list[int]]]:
 
 @pytest.mark.parametrize("backend", ["nccl", "gloo"])
 @pytest.mark.parametrize("name", ["nccl_trace_rank_{rank}", "rank{rank}.json", "attempt_0/{rank}/fr.pickle"])
-def test_who_has_not_entered(tmp_path: Path, backend: str, name: str) -> None:
+def test_the_rank_that_has_not_entered_is_named(tmp_path: Path, backend: str, name: str) -> None:
     write(stopped(4, 50, 2, 30, backend), tmp_path, name=name)
     evidence = read_dumps(tmp_path, readers=1)
     assert names(evidence) == [("default_pg", [0, 1, 2, 3])]
@@ -61,7 +61,7 @@ def test_a_rank_without_a_dump_is_unknown(tmp_path: Path) -> None:
 
 
 def test_gloo_says_nothing_of_members(tmp_path: Path) -> None:
-    """The default group has everybody; of others, those are members who have been in it."""
+    """All ranks are members of the default group; of other groups, the ranks that have used it."""
     job = steps(4, [world(4), Comm("1", (0, 1), "undefined"), Comm("2", (2, 3), "undefined")], 40)
     job.backend = "gloo"
     write(job.play(), tmp_path, ranks=[0, 1, 3])
@@ -91,14 +91,14 @@ def test_a_wrapped_ring_and_uneven_record_ids_align(tmp_path: Path) -> None:
     assert len(np.unique(evidence.calls.signature)) == 1
 
 
-def test_a_member_whose_entries_left_the_ring_is_where_the_others_are(tmp_path: Path) -> None:
+def test_a_member_without_entries_in_the_ring_is_as_far_as_the_others(tmp_path: Path) -> None:
     programs = [[Call(0)] * 3 + [Call(1)] * (30 if rank < 2 else 0) for rank in range(3)]
     write(Job([world(3), Comm("1", (0, 1), "pair")], programs).play(), tmp_path, ring=10)
     evidence = read_dumps(tmp_path)
     assert counts(evidence) == ([3, 3, 3], [3, 3, 3])
 
 
-def test_a_communicator_that_left_everybodys_ring_is_left_out(tmp_path: Path) -> None:
+def test_a_communicator_outside_all_rings_is_left_out(tmp_path: Path) -> None:
     comms = [world(2), Comm("1", (0, 1), "x"), Comm("2", (0, 1), "y"), Comm("3", (0, 1), "z")]
     write(Job(comms, [[Call(0), Call(1), Call(2)] + [Call(3)] * 30] * 2).play(), tmp_path, ring=10)
     evidence = read_dumps(tmp_path)
@@ -135,7 +135,7 @@ def test_the_calls_from_where_ranks_parted_are_there(tmp_path: Path) -> None:
 
 
 def test_calls_that_parted_long_ago_are_found_call_by_call(tmp_path: Path) -> None:
-    """Silently paired by the backend: nobody waited, and only the older calls, kept as digests at first, tell."""
+    """The backend paired them silently: no rank waits, and only older calls, digested at first, reveal it."""
     job = steps(4, [world(4)], 1000)
     job.play()
     odd = Call(0, "broadcast", line=77)
@@ -191,7 +191,7 @@ def test_dumps_of_an_earlier_run_are_left_out(tmp_path: Path) -> None:
     assert evidence.gaps[-1] == "no dump of rank 3"
 
 
-def test_damage_is_told_and_the_rest_is_read(tmp_path: Path) -> None:
+def test_damaged_dumps_are_reported_and_the_rest_is_read(tmp_path: Path) -> None:
     write(stopped(6, 50, 2, 30), tmp_path)
     cut = tmp_path / "nccl_trace_rank_4"
     cut.write_bytes(cut.read_bytes()[:1000])

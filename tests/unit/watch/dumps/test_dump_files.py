@@ -52,7 +52,7 @@ def test_a_pattern_says_where_the_rank_stands(tmp_path: Path) -> None:
         find_dump_files(tmp_path, "p*.trace")
 
 
-def test_what_was_looked_for_is_said(tmp_path: Path) -> None:
+def test_the_error_names_what_was_searched_for(tmp_path: Path) -> None:
     with pytest.raises(NoDumps, match="does not exist"):
         read_dumps(tmp_path / "nowhere")
     with pytest.raises(NoDumps, match="nccl_trace_rank_0"):

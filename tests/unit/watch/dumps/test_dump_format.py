@@ -41,7 +41,7 @@ plain = st.recursive(
 
 
 @given(plain, st.integers(0, 5))
-def test_plain_data_comes_back_whatever_the_protocol(value: Any, protocol: int) -> None:
+def test_plain_data_is_read_in_every_pickle_protocol(value: Any, protocol: int) -> None:
     made = pickle.dumps(value, protocol)
     if protocol < 3 and (b"\nbytes\n" in made or b"_codecs" in made):
         return  # bytes need a class or a function there
@@ -54,7 +54,7 @@ def test_plain_data_comes_back_whatever_the_protocol(value: Any, protocol: int) 
     [Evil(), {"entries": [Evil()]}, touch, Path("x"), 1j, os.system],
     ids=["object", "nested", "function", "path", "complex", "builtin"],
 )
-def test_nothing_is_looked_up_and_nothing_is_called(value: Any, protocol: int) -> None:
+def test_no_global_is_resolved_and_no_callable_is_called(value: Any, protocol: int) -> None:
     CALLED.clear()
     with pytest.raises(pickle.UnpicklingError, match="which no dump of the flight recorder does"):
         loads_restricted(pickle.dumps(value, protocol))

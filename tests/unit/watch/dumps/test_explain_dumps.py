@@ -44,7 +44,7 @@ def explain(*arguments: str | Path) -> str:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_the_culprits_are_named_and_nobody_else(case: Case, tmp_path: Path) -> None:
+def test_only_the_culprits_are_named(case: Case, tmp_path: Path) -> None:
     case.make(tmp_path)
     verdict, *_ = explain_dumps(tmp_path)
     assert {culprit.rank for culprit in verdict.culprits} == case.culprits
@@ -96,7 +96,7 @@ def test_json_is_the_one_form_and_nothing_else() -> None:
     assert parse_verdict(said).json() == said
 
 
-def test_what_is_missing_is_evidence_and_asked_for(tmp_path: Path) -> None:
+def test_missing_dumps_become_evidence_and_next_steps(tmp_path: Path) -> None:
     made = job()
     made.programs[5] = made.programs[5][:9]
     write(made.play(), tmp_path, ranks=[0, 1, 2, 3, 4, 6, 7])
@@ -106,7 +106,7 @@ def test_what_is_missing_is_evidence_and_asked_for(tmp_path: Path) -> None:
     assert said["collect"][0] == "the flight-recorder dump of rank 5"
 
 
-def test_a_receive_that_nobody_answers_leads_to_the_sender(tmp_path: Path) -> None:
+def test_an_unanswered_receive_leads_to_the_sender(tmp_path: Path) -> None:
     """Pipeline parallel: rank 0 does not send, rank 1 receives from it, and all others wait for both in the world."""
     made = job(4)
     for rank in (0, 1):
@@ -165,7 +165,7 @@ def test_a_damaged_incident_is_refused(content: str, tmp_path: Path) -> None:
     assert result.exit_code == 2 and "refused" in result.stderr and "Traceback" not in result.output
 
 
-def test_what_was_looked_for_is_named(tmp_path: Path) -> None:
+def test_the_message_names_what_was_searched_for(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["explain", str(tmp_path)], env={"COLUMNS": "400"})
     assert result.exit_code == 2
     for part in ("no flight-recorder dump", "nccl_trace_rank_0", "verdict.json"):

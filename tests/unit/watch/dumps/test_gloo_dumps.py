@@ -52,7 +52,7 @@ def test_what_they_called_and_where() -> None:
     assert all(len(np.unique(calls.signature[before & (calls.seq == n)])) == 1 for n in range(1, 7))
 
 
-def test_a_missing_rank_of_the_world_is_known_from_the_others(tmp_path: Path) -> None:
+def test_a_missing_rank_is_known_from_the_other_dumps(tmp_path: Path) -> None:
     for rank in (0, 2):
         name = f"nccl_trace_rank_{rank}"
         (tmp_path / name).write_bytes((HERE / "files" / "gloo_absent" / name).read_bytes())

@@ -118,7 +118,7 @@ def test_a_stopped_process_is_broken_from_outside() -> None:
         os.waitpid(child, 0)
 
 
-def test_who_is_gone_has_nothing_to_break() -> None:
+def test_a_dead_process_has_no_sockets_to_abort() -> None:
     child = os.fork()
     if child == 0:
         os._exit(0)

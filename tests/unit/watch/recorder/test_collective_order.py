@@ -20,7 +20,7 @@ def boards(count: int) -> list[OrderCheck]:
     return [OrderCheck("run-1", 77, rank, f"policy-{rank}", rank + 3) for rank in range(count)]
 
 
-def test_members_are_told_apart_by_column() -> None:
+def test_members_have_distinct_columns() -> None:
     members = boards(3)
     assert [each.column for each in members] == [0, 1, 2]
     assert [members[0].member(column) for column in range(3)] == [
@@ -38,7 +38,7 @@ def test_another_communicator_has_another_board() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), world=st.integers(2, 4), steps=st.integers(1, 40))
-def test_in_step_nobody_is_refused_and_out_of_step_somebody_is(
+def test_only_out_of_order_calls_are_refused(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, world: int, steps: int
 ) -> None:
     """Any interleaving of ranks with one schedule passes; one changed call is refused on whoever comes later."""
@@ -70,7 +70,7 @@ def test_a_refused_call_leaves_the_place_for_the_right_one() -> None:
     assert two.enter(1, 5) is None
 
 
-def test_one_who_is_far_ahead_or_far_behind_disturbs_nobody() -> None:
+def test_a_member_far_ahead_or_behind_causes_no_refusal() -> None:
     one, two = boards(2)
     for number in range(1, 3 * ROWS):
         assert one.enter(number, number % 7) is None

@@ -14,7 +14,7 @@ def base(tmp_path, monkeypatch):
     monkeypatch.setenv("LOCKSTEP_BEACONS", str(tmp_path))
 
 
-def test_orders_reach_those_they_are_for_once_and_in_order():
+def test_commands_reach_their_ranks_once_and_in_order():
     mine, other = commands.CommandInbox("run-1", "policy-0"), commands.CommandInbox("run-1", "policy-1")
     assert not mine.watched and mine.take() == []
     assert commands.send_command("run-1", "dump", ["policy-0"], folder="/x") == 1
@@ -29,7 +29,7 @@ def test_orders_reach_those_they_are_for_once_and_in_order():
     assert mine.take() == [] and mine.watched
 
 
-def test_what_was_ordered_before_a_rank_began_is_not_for_it():
+def test_commands_from_before_a_rank_started_are_ignored():
     commands.send_command("run-1", "verdict", None, text="of the last life")
     late = commands.CommandInbox("run-1", "policy-0")
     assert late.take() == [] and late.verdict is None and late.watched
@@ -50,7 +50,7 @@ def test_half_a_line_and_garbage_are_left_alone():
         commands.send_command("run-1", "verdict", None, text="x" * commands.MAX_LINE_BYTES)
 
 
-def test_many_may_order_at_once():
+def test_many_processes_may_send_commands_at_once():
     inbox = commands.CommandInbox("run-1", "policy-0")
     threads = [
         threading.Thread(target=lambda: [commands.send_command("run-1", "dump", None) for _ in range(20)])

@@ -1,4 +1,4 @@
-"""Sequence numbers of calls: c10d's, though it is asked for few of them."""
+"""Sequence numbers of calls are c10d's, though it is rarely queried."""
 
 from types import SimpleNamespace
 
@@ -27,7 +27,7 @@ class Rank:
 
     def __init__(self) -> None:
         self.beacon = open_beacon("run-1", "policy-0", "policy", 0)
-        self.line = self.beacon.tape().open_line(1, 2, "0", "", "gloo", 2, 0)
+        self.line = self.beacon.call_rings().open_slot(1, 2, "0", "", "gloo", 2, 0)
         self.c10d = C10d()
         self.member = communicator.CommunicatorMember(self.c10d, self.line, "0", "0", [0, 1], 0)
         self.truth: dict[int, int] = {}
@@ -61,7 +61,7 @@ def steady(rank: Rank) -> None:
         rank.call()
 
 
-def test_c10d_is_asked_for_few_numbers_where_nobody_else_calls(rank):
+def test_c10d_is_rarely_queried_while_all_calls_come_from_python(rank):
     steady(rank)
     before = rank.c10d.asked
     for _ in range(80):
