@@ -362,8 +362,8 @@ def gloo():
 threading.Thread(target=gloo, daemon=True).start()
 while not ids:
     pass
-tape = own.tape()
-line = tape.open_line(11, 22, "0", "fsdp", "gloo", 2, 0, ids[0])
+tape = own.call_rings()
+line = tape.open_slot(11, 22, "0", "fsdp", "gloo", 2, 0, ids[0])
 line.enter(7, 5, 1, tape.text(SEPARATOR.join(["all_reduce", "", "", "", ""])))
 print("up", flush=True)
 broken.wait()
@@ -380,14 +380,14 @@ def test_who_waits_in_a_collective_is_freed_with_the_verdict(site: Site) -> None
     asked: list[dict[str, object]] = []
     link = AgentConnection(site.address, TOKEN, 1, lambda link, connection: link.attach(connection))
     until(lambda: link.connection is not None, 10, "connected")
-    link.ask("forget", lambda reply: None, 10, name="policy-2")
+    link.request("forget", lambda reply: None, 10, name="policy-2")
     began = time.monotonic()
     for culprits in (["policy-2"], ["policy-1"]):
-        link.ask(
+        link.request(
             "free", lambda reply: asked.append(reply or {}), 10, names=["policy-0", "policy-1"], culprits=culprits,
             breaks=True, text="policy-1 has not entered", verdict={"kind": "absent"},
         )  # fmt: skip
-    until(lambda: list(link.hear()) or len(asked) > 1, 10, "answers")
+    until(lambda: list(link.messages()) or len(asked) > 1, 10, "answers")
     assert [each["freed"] for each in asked] == [[], ["policy-0"]], "nobody for one whose place others have"
     until(lambda: "freed: policy-1 has not entered" in read_tail(site.folder / "policy-0.log"), 5, "it is freed")
     assert time.monotonic() - began < 2.0

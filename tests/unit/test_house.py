@@ -22,8 +22,8 @@ MOST_FILES = 20
 MOST_LINES = 420
 
 PRIVATE_WORDS = re.compile(
-    r"\b((?<![\"`])whom(?![\"`])|goes on|go on with|went on|is told|are told|was told|nobody is|said hello|the same eyes"
-    r"|is meant\?)\b",
+    r"\b((?<![\"`])whom(?![\"`])|goes on|go on with|went on|is told|are told|was told|nobody is|said hello"
+    r"|the same eyes|is meant\?)\b",
     re.IGNORECASE,
 )
 """Phrases of the private language that this code once spoke."""

@@ -321,7 +321,7 @@ class AgentCluster(ABC):
 
     def _exited(self, end: WorkerExit) -> None:
         """Called in the agent client's thread."""
-        self._server.worker_ended(end.name, end.pid, end.exit_code, end.said)
+        self._server.worker_ended(end.name, end.pid, end.exit_code, end.log_tail)
 
     def _tick(self) -> None:
         """Runs in the RPC server's thread twice a second: finds progress without messages, and deaths that an agent
@@ -387,5 +387,5 @@ class AgentCluster(ABC):
         for worker in workers:
             agent = worker.node.agent
             end = None if agent is None else agent.exit_of(worker.name)
-            worker.mark_dead(None if end is None else end.exit_code, "" if end is None else end.said)
+            worker.mark_dead(None if end is None else end.exit_code, "" if end is None else end.log_tail)
             self._server.remove(worker)

@@ -46,7 +46,7 @@ def test_any_port_of_an_address_of_either_kind() -> None:
             check_reachable(host, port, "a test", 5.0)
 
 
-def test_who_does_not_answer_is_given_up() -> None:
+def test_an_address_that_does_not_answer_is_given_up() -> None:
     with socket.socket() as full:  # its queue takes one, and nobody takes it out
         full.bind(("127.0.0.1", 0))
         full.listen(0)

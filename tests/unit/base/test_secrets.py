@@ -50,7 +50,7 @@ def test_ordinary_values_stay(text: str) -> None:
     assert list(find_secrets({"path": text})) == []
 
 
-def test_names_tell_secrets_whose_form_does_not() -> None:
+def test_names_reveal_secrets_that_have_no_known_form() -> None:
     for name in ("api_key", "WANDB_API_KEY", "token", "db.password", "client-secret", "apikey", "auth"):
         assert is_secret_name(name), name
     for name in ("max_tokens", "eos_token", "pad_token", "api_key_env", "keyboard", "monkey", "tokenizer", "author"):

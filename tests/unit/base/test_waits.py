@@ -106,7 +106,7 @@ ENDLESS: dict[str, Callable[..., object]] = {
 
 
 @pytest.mark.parametrize("kind", ENDLESS)
-def test_every_wait_ends_at_its_bound_and_says_whom_and_why(kind: str) -> None:
+def test_every_wait_ends_at_its_bound_with_target_and_reason(kind: str) -> None:
     started = time.monotonic()
     with pytest.raises(WaitTimeout) as caught:
         ENDLESS[kind](waits_for="policy-1", why="the test", timeout_s=0.15)
@@ -272,7 +272,7 @@ def test_notices_come_at_doubling_times_and_start_again_with_progress() -> None:
     assert (told[0].kind, told[0].waits_for, told[0].why) == ("event", "w", "y")
 
 
-def test_a_notice_nobody_takes_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_notice_without_a_handler_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING), pytest.raises(WaitTimeout):
         waits.event(threading.Event(), waits_for="policy-1", why="its weights", timeout_s=0.6, notice_after_s=0.1)
     assert "policy-1" in caplog.text

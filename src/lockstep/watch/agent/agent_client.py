@@ -51,7 +51,7 @@ class WorkerExit:
     pid: int
     exit_code: int
     at: float
-    said: str = ""
+    log_tail: str = ""
     """The end of its log."""
 
 
@@ -295,7 +295,7 @@ class AgentClient:
             return
         done = WorkerExit(
             message["event"], message["name"], message["pid"], int(message["exit_code"]), message["at"],
-            str(message["said"]),
+            str(message["log_tail"]),
         )  # fmt: skip
         with self._lock:
             self._seen = done.number

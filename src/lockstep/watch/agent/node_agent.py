@@ -16,7 +16,7 @@ One thread, one selector. JSON frames over `base.transport`:
     {"id", "op": "ping"} -> {"used_s"}     CPU time of its workers, for controllers on other hosts
     {"id", "op": "leave", "grace_s"} -> {}, when all workers have ended
     <- {"reply": id, ...} or {"reply": id, "error": why}
-    <- {"event": n, "kind": "exit", "name", "pid", "exit_code", "at", "said"}   "said": the end of its log
+    <- {"event": n, "kind": "exit", "name", "pid", "exit_code", "at", "log_tail"}
 
 A `note` is opaque to the agent: it is written to the agent's folder as `NAME.json` before the worker starts, and `list`
 returns it.
@@ -216,7 +216,7 @@ class NodeAgent:
     def _exited(self, child: WorkerProcess) -> None:
         event = {
             "event": len(self._events) + 1, "kind": "exit", "name": child.name, "pid": child.pid,
-            "exit_code": child.exit_code, "at": child.ended_wall, "said": child.said(),
+            "exit_code": child.exit_code, "at": child.ended_wall, "log_tail": child.log_tail(),
         }  # fmt: skip
         self._events.append(event)
         current_beacon().event("exit", f"{child.name} {child.exit_code}")

@@ -75,7 +75,7 @@ class WorkerProcess:
             "started_wall": self.started_wall, "ended_wall": self.ended_wall, "note": self.note,
         }  # fmt: skip
 
-    def said(self) -> str:
+    def log_tail(self) -> str:
         """The end of its log, for controllers on other hosts."""
         return log_tail(Path(self.log))
 

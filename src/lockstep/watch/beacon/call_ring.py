@@ -61,15 +61,15 @@ def pack_text_numbers(label: int, site: int) -> int:
 
 
 class CallRings:
-    """The writing side, of one process. `slots_at` and `tape_at` are the offsets of its two parts in the beacon."""
+    """The writing side, of one process. `slots_at` and `texts_at` are the offsets of its two parts in the beacon."""
 
-    def __init__(self, memory: MappedMemory, slots_at: int, tape_at: int) -> None:
+    def __init__(self, memory: MappedMemory, slots_at: int, texts_at: int) -> None:
         self.memory = memory
         self.words = memoryview(memory).cast("B").cast("Q")
         """The whole file as 64-bit words: a store is one instruction, so it needs no frame."""
-        self.slots_at, self.texts_at = slots_at, tape_at
-        self.rings_at = tape_at + MAX_TEXTS * TEXT_STRUCT.size
-        self.lines: list[CommunicatorSlot | None] = [None] * MAX_COMMUNICATORS
+        self.slots_at, self.texts_at = slots_at, texts_at
+        self.rings_at = texts_at + MAX_TEXTS * TEXT_STRUCT.size
+        self.slots: list[CommunicatorSlot | None] = [None] * MAX_COMMUNICATORS
         self.calls = 0
         """Calls on closed communicators whose slots were reused."""
         self._lock = threading.Lock()
@@ -80,7 +80,7 @@ class CallRings:
         """Callbacks of objects that cache text numbers: see TEXT_TURNOVER."""
         self._stage = ""
         self.where: int | None = None
-        """The stage as it is stored in a record; None: `find_where` computes it."""
+        """The stage as it is stored in a record; None: `pack_stage` computes it."""
 
     def text(self, value: str) -> int:
         """The number of a text, for `CommunicatorSlot.enter`. Do not keep it beyond the next turnover."""
@@ -105,7 +105,7 @@ class CallRings:
         """Sets the stage of the calls that follow."""
         self._stage, self.where = name, None
 
-    def find_where(self) -> int:
+    def pack_stage(self) -> int:
         """The current stage as a record stores it."""
         stage = self._stage
         found = self.where = self.text(stage) << 32 if stage else 0
@@ -117,7 +117,7 @@ class CallRings:
         """Whether the text of that number stays for a while."""
         return self.newest_text - number < FRESH_TEXTS
 
-    def open_line(
+    def open_slot(
         self,
         identity: int,
         members: int,
@@ -139,14 +139,14 @@ class CallRings:
                 encode_text(name, 64), encode_text(description, 64), encode_text(backend, 32),
             )  # fmt: skip
             line.write_about()
-            self.lines[slot] = line
+            self.slots[slot] = line
             return line
 
     def _free_slot(self) -> int | None:
-        for slot, line in enumerate(self.lines):
+        for slot, line in enumerate(self.slots):
             if line is None:
                 return slot
-        closed = [line for line in self.lines if line is not None and line.closed_ns]
+        closed = [line for line in self.slots if line is not None and line.closed_ns]
         if not closed:
             return None
         oldest = min(closed, key=lambda line: line.closed_ns)
@@ -162,14 +162,24 @@ class CommunicatorSlot:
     """What one process does on one communicator; written by the thread that issues."""
 
     __slots__ = (
-        "_about", "_at", "_counts", "about", "calls", "calls_word", "closed_ns", "memory", "ring", "slot", "tape",
+        "_about",
+        "_at",
+        "_counts",
+        "about",
+        "calls",
+        "calls_word",
+        "closed_ns",
+        "memory",
+        "ring",
+        "rings",
+        "slot",
         "words",
     )  # fmt: skip
 
-    def __init__(self, tape: CallRings, slot: int) -> None:
-        self.slot, self.tape, self.memory, self.words = slot, tape, tape.memory, tape.words
-        self._at = tape.slots_at + slot * COMMUNICATOR_STRIDE
-        self.ring = (tape.rings_at + slot * RING_BYTES) >> 3
+    def __init__(self, rings: CallRings, slot: int) -> None:
+        self.slot, self.rings, self.memory, self.words = slot, rings, rings.memory, rings.words
+        self._at = rings.slots_at + slot * COMMUNICATOR_STRIDE
+        self.ring = (rings.rings_at + slot * RING_BYTES) >> 3
         """The word at which its calls begin."""
         self.calls = 0
         self.calls_word = (self._at + CALLS_AT) >> 3
@@ -241,9 +251,9 @@ def clear_slots(memory: MappedMemory, slots_at: int) -> None:
         clear_record(memory, slots_at + slot * COMMUNICATOR_STRIDE, COMMUNICATOR_STRUCT)
 
 
-def read_communicators(reading: RecordReader, slots_at: int, tape_at: int) -> tuple[CommunicatorRecord, ...]:
+def read_communicators(reading: RecordReader, slots_at: int, texts_at: int) -> tuple[CommunicatorRecord, ...]:
     """The communicators of a beacon of which `reading` holds the fixed part."""
-    texts = _TextTable(reading, tape_at)
+    texts = _TextTable(reading, texts_at)
     found = (
         _decode_communicator(reading, slots_at + slot * COMMUNICATOR_STRIDE, slot, texts)
         for slot in range(MAX_COMMUNICATORS)
@@ -256,18 +266,18 @@ def count_calls(reading: RecordReader, slots_at: int) -> int:
     return sum(reading.number(slots_at + slot * COMMUNICATOR_STRIDE + CALLS_AT) for slot in range(MAX_COMMUNICATORS))
 
 
-def decode_calls(reading: RecordReader, slots_at: int, tape_at: int, slot: int, newest: int) -> tuple[CallRecord, ...]:
+def decode_calls(reading: RecordReader, slots_at: int, texts_at: int, slot: int, newest: int) -> tuple[CallRecord, ...]:
     """The newest calls of a communicator, oldest first; torn, overwritten and unsure ones are left out."""
     written = reading.number(slots_at + slot * COMMUNICATOR_STRIDE + CALLS_AT)
-    return tuple(_iter_calls(reading, _TextTable(reading, tape_at), slot, written, newest))
+    return tuple(_iter_calls(reading, _TextTable(reading, texts_at), slot, written, newest))
 
 
 class _TextTable:
     """The table of texts, read where needed."""
 
-    def __init__(self, reading: RecordReader, tape_at: int) -> None:
-        self.reading, self.at = reading, tape_at
-        self.rings_at = tape_at + MAX_TEXTS * TEXT_STRUCT.size
+    def __init__(self, reading: RecordReader, texts_at: int) -> None:
+        self.reading, self.at = reading, texts_at
+        self.rings_at = texts_at + MAX_TEXTS * TEXT_STRUCT.size
         self._known: dict[int, str] = {0: ""}
 
     def __getitem__(self, number: int) -> str:

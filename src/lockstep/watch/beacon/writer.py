@@ -65,7 +65,7 @@ class Beacon:
         self._moves = 0
         self.stage_name = ""
         """The current stage."""
-        self._tape: call_ring.CallRings | None = None
+        self._call_rings: call_ring.CallRings | None = None
         self._open = True
 
     @property
@@ -73,19 +73,19 @@ class Beacon:
         """Grows with every change of a counter or of the stage: the progress of this process in one number."""
         return self._moves
 
-    def tape(self) -> call_ring.CallRings | None:
+    def call_rings(self) -> call_ring.CallRings | None:
         """Where calls on communicators are noted; None when the beacon is closed."""
         with self._lock:
-            if self._open and self._tape is None:
-                self._tape = call_ring.CallRings(self._memory, COMMUNICATORS_AT, RINGS_AT)
-                self._tape.stage(self.stage_name)
-            return self._tape
+            if self._open and self._call_rings is None:
+                self._call_rings = call_ring.CallRings(self._memory, COMMUNICATORS_AT, RINGS_AT)
+                self._call_rings.stage(self.stage_name)
+            return self._call_rings
 
     def stage(self, name: str) -> None:
         with self._lock:
             self.stage_name = name
-            if self._tape is not None:
-                self._tape.stage(name)
+            if self._call_rings is not None:
+                self._call_rings.stage(name)
             if self._open:
                 self._moves += 1
                 self._stage.write(time.monotonic_ns(), encode_text(name, 96))
@@ -168,9 +168,9 @@ class Beacon:
         with self._lock:
             if self._open:
                 self._open = False
-                if self._tape is not None:
-                    self._tape.close()
-                    self._tape = None
+                if self._call_rings is not None:
+                    self._call_rings.close()
+                    self._call_rings = None
                 self._memory.close()
             if remove and self._is_ours():
                 self.path.unlink(missing_ok=True)

@@ -107,7 +107,7 @@ class CommunicatorMember:
             CollectiveRefused: another member on this host has entered a different call at this place.
         """
         self.issued, line = self.issued + 1, self.line
-        left = line.enter(self.number(self.issued), self.issued, what[0], what[1], line.tape.find_where())
+        left = line.enter(self.number(self.issued), self.issued, what[0], what[1], line.rings.pack_stage())
         if self.order_check is not None:
             self.check_order(self.order_check, what, left)
         return left
@@ -175,7 +175,7 @@ class CommunicatorMember:
         """Records that a point-to-point call begins."""
         self.line.blind()
         return self.line.enter(
-            max(0, self.sequence() - self.offsets.total), self.issued, what[0], what[1], self.line.tape.find_where(),
+            max(0, self.sequence() - self.offsets.total), self.issued, what[0], what[1], self.line.rings.pack_stage(),
             FLAG_P2P, NO_PEER if peer is None else peer,
         )  # fmt: skip
 

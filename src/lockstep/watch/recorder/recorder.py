@@ -220,7 +220,7 @@ class Recorder:
             self._worlds += not self._members
             ranks = [int(rank) for rank in ranks or world.pg_group_ranks.get(group) or range(group.size())]
             description = str(getattr(group, "group_desc", "") or "")
-            line = self.tape.open_line(
+            line = self.tape.open_slot(
                 self._identity(group, name), digest64(str(sorted(ranks))), name, description,
                 str(world.pg_backend_config.get(group) or world.pg_map[group][0]), group.size(), group.rank(),
                 loop,
@@ -271,7 +271,7 @@ class Recorder:
             self._thread.start()
 
     def _poll(self) -> None:
-        while not self._stop.wait(POLL_S) and self._own.tape() is not None:
+        while not self._stop.wait(POLL_S) and self._own.call_rings() is not None:
             with contain_errors(self):
                 self.tick()
 
@@ -363,7 +363,7 @@ def install(*, refuse: bool = False, links: bool = False, scope: str = "") -> Re
         _current.scope = scope
         return _current
     torch, own = importlib.import_module("torch"), current_beacon()
-    tape = own.tape()
+    tape = own.call_rings()
     if tape is None or not importlib.import_module("torch.distributed").is_available():
         return None
     _current = made = Recorder(own, tape, refuse, links, scope)

@@ -178,7 +178,7 @@ class CollectiveWrappers:
                     words[begin + 4] = 0
                     words[begin + 5], words[begin + 6], _ = what
                     where = tape.where
-                    words[begin + 7] = tape.find_where() if where is None else where
+                    words[begin + 7] = tape.pack_stage() if where is None else where
                     words[begin + 8] = calls
                     words[line.calls_word] = calls
                     at = begin + LEFT_WORD

@@ -82,15 +82,15 @@ class RemoteSupervisorClient:
     """Registers a node's agent with the supervisor on another node and receives its events, in a thread of its own;
     again after each disconnection. The command runs on with or without it.
 
-    `on_said` and `on_trouble` are called in that thread."""
+    `on_event` and `on_trouble` are called in that thread."""
 
     def __init__(
-        self, endpoint: SupervisorEndpoint, agent: ServiceAddress, name: str, on_said: Callable[[SupervisorEvent],
+        self, endpoint: SupervisorEndpoint, agent: ServiceAddress, name: str, on_event: Callable[[SupervisorEvent],
         None],
         on_trouble: Callable[[str], None],
     ) -> None:  # fmt: skip
         self._endpoint, self._agent, self._name = endpoint, agent, name
-        self._on_said, self._on_trouble = on_said, on_trouble
+        self._on_event, self._on_trouble = on_event, on_trouble
         self._heard: set[tuple[int, float]] = set()
         """Numbers and times: a restarted supervisor counts from 1."""
         self._closing = threading.Event()
@@ -125,4 +125,4 @@ class RemoteSupervisorClient:
             message = {} if frame is None else json.loads(frame)
             if "told" in message and (key := (int(message["told"]), float(message["wall"]))) not in self._heard:
                 self._heard.add(key)
-                self._on_said(SupervisorEvent.of(message))
+                self._on_event(SupervisorEvent.of(message))

@@ -109,15 +109,15 @@ class SupervisorClient:
     """Keeps a supervisor running and receives its events, in a thread of its own: starting it delays nothing, and a run
     never fails because its supervisor did.
 
-    `on_said` is called in that thread, once for each event; it must be quick. `on_trouble` is called with a
+    `on_event` is called in that thread, once for each event; it must be quick. `on_trouble` is called with a
     message when the supervisor died or cannot be started."""
 
     def __init__(
-        self, settings: "SupervisorSettings", token: str, on_said: Callable[[SupervisorEvent], None],
+        self, settings: "SupervisorSettings", token: str, on_event: Callable[[SupervisorEvent], None],
         on_trouble: Callable[[str], None] = log.warning, name: str = "controller",
     ) -> None:  # fmt: skip
         self._settings, self._token, self._name = settings, token, name
-        self._on_said, self._on_trouble = on_said, on_trouble
+        self._on_event, self._on_trouble = on_event, on_trouble
         self._lock = threading.Lock()
         self._connection: Connection | None = None
         self._popen: subprocess.Popen[bytes] | None = None
@@ -219,7 +219,7 @@ class SupervisorClient:
             event = SupervisorEvent.of(message, self._before)
             self._number = max(self._number, event.number)
             try:
-                self._on_said(event)
+                self._on_event(event)
             except Exception:
                 log.exception("the handler of a supervisor event failed")
 

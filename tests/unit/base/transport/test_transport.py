@@ -64,7 +64,7 @@ def test_frames_arrive_whole_and_in_order() -> None:
         assert server.recv(0) is None
 
 
-def test_all_frames_that_are_here_are_heard_at_once() -> None:
+def test_all_frames_that_have_arrived_are_read_at_once() -> None:
     sizes = (0, 1, 4087, 4088, 4089, 70_000, 3)
     with pair() as (client, server):
         for size in sizes:
@@ -82,7 +82,7 @@ def test_all_frames_that_are_here_are_heard_at_once() -> None:
             list(server.frames())
 
 
-def test_what_was_read_ahead_is_heard_by_whoever_reads_next() -> None:
+def test_bytes_read_ahead_go_to_the_next_reader() -> None:
     with pair() as (client, server):
         client.queue(b"one")
         client.queue(b"two")
@@ -283,7 +283,7 @@ def test_silent_peers_are_dropped_and_bounded_in_number() -> None:
             stranger.close()
 
 
-def test_nobody_listening_is_told_at_once() -> None:
+def test_dialling_a_port_without_a_listener_fails_at_once() -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     with pytest.raises(ConnectionClosed, match="refused"):

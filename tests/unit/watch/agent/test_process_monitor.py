@@ -43,7 +43,7 @@ def until(check: object, seconds: float = 20.0) -> None:
         time.sleep(0.01)
 
 
-def test_a_look_says_who_is_there_and_moves(run: str) -> None:
+def test_a_sample_reports_processes_and_their_progress(run: str) -> None:
     monitor, builder = ProcessMonitor(run), ReportBuilder("here")
     monitor.sample({})
     roster, state = builder.build(monitor)
@@ -58,7 +58,7 @@ def test_a_look_says_who_is_there_and_moves(run: str) -> None:
     assert decode_report(encode_report(roster)) == roster and decode_report(encode_report(state)) == state
 
 
-def test_a_wait_is_told_with_its_age(run: str) -> None:
+def test_a_wait_is_reported_with_its_age(run: str) -> None:
 
     with track_wait("future", "reward-0", "scores of step 7"):
         monitor = ProcessMonitor(run)
@@ -76,7 +76,7 @@ def test_a_wait_is_told_with_its_age(run: str) -> None:
         ("import os; os.abort()", Liveness.DEAD, -6),
     ],
 )
-def test_the_end_of_somebody_elses_child_is_known_with_its_code(run: str, how: str, life: Liveness, code: int) -> None:
+def test_the_exit_code_of_another_process_s_child_is_known(run: str, how: str, life: Liveness, code: int) -> None:
     """A grandchild: its parent collects it before anybody looks."""
     parent = subprocess.Popen(
         [sys.executable, "-c", "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', sys.argv[1]]);"
@@ -159,7 +159,7 @@ def test_two_moments_of_a_stop_are_not_one_long_one(run: str, child: "subprocess
     assert seen.life is Liveness.STOPPED and seen.ended_ns > first
 
 
-def test_who_looks_late_says_of_nobody_that_it_did_nothing(
+def test_a_late_sample_counts_no_process_as_inactive(
     run: str, monkeypatch: pytest.MonkeyPatch, child: "subprocess.Popen[str]"
 ) -> None:
     from lockstep.watch.agent import process_monitor as module
@@ -303,7 +303,7 @@ time.sleep(600)
 """
 
 
-def test_who_passes_by_sees_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_observer_from_outside_sees_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("LOCKSTEP_BEACONS", str(tmp_path))
     run = new_run_id("look")
     children = [

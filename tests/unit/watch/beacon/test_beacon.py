@@ -304,7 +304,7 @@ def test_garbage_is_tolerated(tmp_path_factory: pytest.TempPathFactory, garbage:
         read_beacons("r")
 
 
-def test_a_run_nobody_has_started_has_no_beacons(run: str) -> None:
+def test_a_run_that_was_never_started_has_no_beacons(run: str) -> None:
     assert read_beacons(run) == []
 
 

@@ -52,7 +52,7 @@ def test_rates_come_from_two_readings_of_the_same_process() -> None:
     ("letter", "alive", "says"),
     [(None, False, "gone"), ("Z", False, "dead"), ("T", True, "stopped in train"), ("R", True, "waits 12 s")],
 )
-def test_life_is_told_from_the_process_not_from_the_beacon(letter: str | None, alive: bool, says: str) -> None:
+def test_liveness_comes_from_the_process_not_from_the_beacon(letter: str | None, alive: bool, says: str) -> None:
     (row,) = beacon_table.process_rows(at(100, written(waits=(waits_for("reward-0", 88),)), letter=letter))
     assert row.alive is alive
     assert beacon_table.describe_process(row).startswith(says)

@@ -35,7 +35,7 @@ def mine(tmp_path, monkeypatch):
 
 
 def line_of(mine: Beacon, name: str = "0") -> call_ring.CommunicatorSlot:
-    line = mine.tape().open_line(11, 22, name, "fsdp", "gloo", 4, 1)
+    line = mine.call_rings().open_slot(11, 22, name, "fsdp", "gloo", 4, 1)
     assert line is not None
     return line
 
@@ -46,14 +46,14 @@ def read(mine: Beacon) -> CommunicatorRecord:
 
 
 def label(mine: Beacon, operation: str = "all_reduce", root: str = "") -> int:
-    return mine.tape().text(SEPARATOR.join([operation, "float32", root, "layers.3", "[2, 3]"]))
+    return mine.call_rings().text(SEPARATOR.join([operation, "float32", root, "layers.3", "[2, 3]"]))
 
 
 def test_a_call_is_read_as_it_was_written(mine):
-    line, texts = line_of(mine), mine.tape()
+    line, texts = line_of(mine), mine.call_rings()
     words = call_ring.pack_text_numbers(label(mine, root="3"), texts.text("/a/b.py:31 in f"))
     texts.stage("train")
-    at = line.enter(7, 5, 2**64 - 1, words, texts.find_where())
+    at = line.enter(7, 5, 2**64 - 1, words, texts.pack_stage())
     inside = read(mine)
     assert (inside.name, inside.label, inside.backend, inside.size, inside.rank) == ("0", "fsdp", "gloo", 4, 1)
     assert (inside.identity, inside.members) == (11, 22)
@@ -127,7 +127,7 @@ def test_the_ring_holds_the_newest_calls_in_order(tmp_path_factory, calls, newes
 
 
 def test_a_text_that_was_overwritten_is_unknown_and_never_another(mine):
-    line, texts = line_of(mine), mine.tape()
+    line, texts = line_of(mine), mine.call_rings()
     old = label(mine)
     line.leave(line.enter(1, 1, 5, call_ring.pack_text_numbers(old, texts.text("here"))))
     for number in range(MAX_TEXTS):
@@ -140,14 +140,14 @@ def test_a_text_that_was_overwritten_is_unknown_and_never_another(mine):
 
 
 def test_slots_are_used_again_only_when_closed(mine):
-    texts = mine.tape()
-    lines = [texts.open_line(n, 0, str(n), "", "gloo", 2, 0) for n in range(MAX_COMMUNICATORS)]
-    assert all(lines) and texts.open_line(99, 0, "99", "", "gloo", 2, 0) is None
+    texts = mine.call_rings()
+    lines = [texts.open_slot(n, 0, str(n), "", "gloo", 2, 0) for n in range(MAX_COMMUNICATORS)]
+    assert all(lines) and texts.open_slot(99, 0, "99", "", "gloo", 2, 0) is None
     lines[5].leave(lines[5].enter(1, 1, 1))
     lines[5].close()
     lines[3].close()
     assert read_beacon(mine.path).communicators[5].closed
-    new = texts.open_line(99, 0, "99", "", "gloo", 2, 0)
+    new = texts.open_slot(99, 0, "99", "", "gloo", 2, 0)
     assert new is not None and new.slot == 5
     state = read_beacon(mine.path).communicators[5]
     assert (state.name, state.closed, state.newest, state.entered) == ("99", False, None, -1)

@@ -128,7 +128,7 @@ def crowd(count: int) -> Iterator[Callable[[], None]]:
         yield join
 
 
-def test_who_is_starved_would_do_something() -> None:
+def test_a_starved_process_counts_as_active() -> None:
     """It gets a hundredth of a core: less than what polls beside a stuck thread uses on an idle machine."""
     with crowd(2) as join, running("import os; os.nice(19)\nwhile True: pass", preexec_fn=join) as child:
         assert ever(child.pid, settle=6)
@@ -142,7 +142,7 @@ def test_a_little_work_now_and_then_is_something_on_a_loaded_machine() -> None:
         assert ever(child.pid)
 
 
-def test_who_is_stuck_does_nothing_on_a_loaded_machine() -> None:
+def test_a_stuck_process_is_inactive_on_a_loaded_machine() -> None:
     """A stuck main thread, and one beside it that wakes ten times a second, as beacons and recorders do."""
     with crowd(2) as join, running(POLLS + "time.sleep(600)", preexec_fn=join) as child:
         time.sleep(1.0)

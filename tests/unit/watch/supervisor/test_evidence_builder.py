@@ -97,7 +97,7 @@ def test_what_is_encoded_is_decoded() -> None:
     assert decode_report(wired(named)) == named
 
 
-def test_evidence_is_what_all_hosts_said() -> None:
+def test_evidence_joins_the_reports_of_all_hosts() -> None:
     inbox = MessageStore()
     for host, ranks, at in (("b", [2, 3], 11.0), ("a", [0, 1], 10.0)):
         assert inbox.receive(wired(roster(host, ranks)), at)
@@ -119,7 +119,7 @@ def test_evidence_is_what_all_hosts_said() -> None:
     assert seen.processes.stage == ["train"] * 4
 
 
-def test_members_that_nobody_reports_are_members() -> None:
+def test_unreported_members_are_members() -> None:
     inbox = MessageStore(expected=[ProcessInfo("policy-1", "policy", 1)])
     inbox.receive(wired(roster("a", [0, 2])), 10.0)
     inbox.receive(wired(state("a", [0, 2])), 10.0)
@@ -134,7 +134,7 @@ def test_members_that_nobody_reports_are_members() -> None:
     }  # fmt: skip
 
 
-def test_ranks_of_a_communicator_say_who_is_missing() -> None:
+def test_ranks_of_a_communicator_show_which_are_missing() -> None:
     inbox = MessageStore()
     said = replace(
         roster("a", [4]), communicators=(RosterCommunicator("k", FSDP, 2, (4, 6)),), members=(RosterMember(0, 0, 0, 2),)
@@ -161,7 +161,7 @@ def test_a_silent_host_is_lost_and_a_silent_world_is_not() -> None:
     assert seen.at == 6.0
 
 
-def test_who_was_stopped_itself_accuses_no_host() -> None:
+def test_a_supervisor_that_was_stopped_counts_no_host_as_silent() -> None:
     """What came meanwhile is not read yet."""
     inbox = MessageStore(host_s=5.0)
     for host, ranks in (("a", [0, 1]), ("b", [2, 3])):
@@ -184,7 +184,7 @@ def test_a_state_needs_its_roster() -> None:
     assert np.isnan(inbox.evidence(2.0).processes.moved_at).all()
 
 
-def test_whom_a_wait_names() -> None:
+def test_targets_of_waits() -> None:
     inbox = MessageStore(aliases={"the scorers": WaitAlias("policy", WaitCondition.ANY)})
     inbox.receive(wired(roster("a", [0, 1, 2, 3])), 1.0)
     names = ["policy-2", "policy-1, policy-2 and 4 more", "policy", "the scorers", "judge.example:80"]
@@ -208,7 +208,7 @@ def test_waiting_for_the_next_call_is_idle() -> None:
     )
 
 
-def test_what_was_told_of_signatures_is_kept() -> None:
+def test_explained_signatures_are_kept() -> None:
     inbox = MessageStore()
     inbox.receive(wired(roster("a", [0])), 1.0)
     inbox.receive(wired(replace(state("a", [0]), about={5: CollectiveCall("barrier")})), 1.0)

@@ -15,13 +15,13 @@ def told(tracker: VerdictTracker, verdicts: list[Verdict], at: float) -> list[tu
     return [(each.number, each.change, each.verdict.level) for each in tracker.update(verdicts, at)]
 
 
-def test_the_same_is_told_once() -> None:
+def test_an_unchanged_verdict_is_published_once() -> None:
     tracker = VerdictTracker()
     assert told(tracker, [NOTICE], 0.0) == [(1, VerdictChange.NEW, VerdictLevel.NOTICE)]
     assert told(tracker, [replace(NOTICE, explanation="since 4 s", confidence=0.5)], 1.0) == []
 
 
-def test_news_are_told_under_the_same_number() -> None:
+def test_changes_are_published_under_the_same_number() -> None:
     tracker = VerdictTracker()
     tracker.update([NOTICE], 0.0)
     somewhere = replace(NOTICE, culprits=(replace(NOTICE.culprits[0], where="score() at reward.py:31"),))
@@ -47,7 +47,7 @@ def test_it_is_withdrawn_when_it_stays_away() -> None:
     assert told(tracker, [NOTICE], 4.0) == [(2, VerdictChange.NEW, VerdictLevel.NOTICE)]
 
 
-def test_nobody_dies_twice() -> None:
+def test_a_death_is_published_once() -> None:
     tracker = VerdictTracker(hold_s=1.0)
     dead = replace(NOTICE, kind=VerdictKind.DEAD, level=VerdictLevel.CONFIRMED)
     assert told(tracker, [dead], 0.0) == [(1, VerdictChange.NEW, VerdictLevel.CONFIRMED)]
@@ -77,7 +77,7 @@ def test_two_stalls_are_two() -> None:
     assert [each[0] for each in told(tracker, [NOTICE, later], 0.5)] == [3]
 
 
-def test_an_action_is_said_from_then_on() -> None:
+def test_an_action_sets_the_level_from_then_on() -> None:
     tracker = VerdictTracker()
     (first,) = tracker.update([replace(NOTICE, level=VerdictLevel.CONFIRMED)], 0.0)
     tracker.acted(first.number)
@@ -85,7 +85,7 @@ def test_an_action_is_said_from_then_on() -> None:
 
 
 @given(st.lists(st.sets(st.integers(0, 3)), max_size=30))
-def test_told_and_withdrawn_balance(looks: list[set[int]]) -> None:
+def test_every_new_verdict_is_withdrawn_once(looks: list[set[int]]) -> None:
     tracker, open_cases = VerdictTracker(hold_s=1.0), set()
     for at, culprits in enumerate(looks):
         verdicts = [replace(NOTICE, culprits=(Culprit(each, "policy"),)) for each in sorted(culprits)]
