@@ -21,7 +21,7 @@ from lockstep.base.text import format_duration
 Series = Sequence[tuple[float, float]]
 """(step, value) pairs."""
 
-# Colours that nothing else uses, replaced by CSS variables in the finished SVG.
+# Placeholder colours, replaced by CSS variables in the finished SVG.
 _INK, _GRID = "#0a0b0c", "#0a0b0d"
 _LINES = ("#0a0c01", "#0a0c02", "#0a0c03", "#0a0c04", "#0a0c05", "#0a0c06")
 _FINE, _BAD = "#0a0d01", "#0a0d02"

@@ -222,7 +222,7 @@ def _other_charts(curves: Mapping[str, Any]) -> list[Chart]:
 def _card(chart: Chart, curves: Mapping[str, Any], marks: Sequence[ChartMark]) -> tuple[DrawnChart, Markup] | None:
     terms = {name: found[1] for name in chart.names if (found := _REWARD_TERM.fullmatch(name))}
     drawn = draw_chart(chart, curves, {**_LABELS, **terms}, marks)
-    # matplotlib escapes text; what it draws here are numbers only.
+    # matplotlib escapes text, and only numbers are drawn here.
     return None if drawn is None else (drawn, Markup(drawn.svg))
 
 

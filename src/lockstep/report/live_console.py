@@ -122,7 +122,7 @@ class LiveConsole:
         if "eval/exact_match" in metrics:
             self._evaluated.append((done, metrics["eval/exact_match"]))
         if not self._quiet:
-            # Of the breakdown there is more than fits a line; it is in the metrics.
+            # The breakdown does not fit in a line; it is in the metrics.
             own = {name.removeprefix("eval/"): value for name, value in metrics.items()}
             shown = "  ".join(f"{name} {format_number(value)}" for name, value in own.items() if "/" not in name)
             self._print(f"[cyan]evaluation[/] after step {done}: {escape(shown)}")

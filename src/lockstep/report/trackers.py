@@ -74,7 +74,7 @@ class PrometheusExporter:
             for name in (*values, "step"):
                 self._values.pop(
                     by_name.get(prometheus_name(name), name), None
-                )  # of two that look alike, the later one
+                )  # the later of two names that are equal for Prometheus
             self._values |= {name: float(value) for name, value in values.items()} | {"step": float(step)}
 
     def close(self, reason: str = "") -> None:
@@ -179,7 +179,7 @@ class WandBSink:
                 raise
             why = redact_text(str(error), secret_values(os.environ))
             log.warning("cannot reach the wandb server (%s); writing to %s for `wandb sync`", why, folder / "wandb")
-            own = secrets.token_hex(6)  # the service of this process holds on to the other id
+            own = secrets.token_hex(6)  # wandb's service in this process still holds the other id
             if not resumed:
                 _store_id(folder, "wandb", own)
             self._run = self._started(cfg, folder, about, own, "offline")
@@ -197,7 +197,7 @@ class WandBSink:
             save_code=False,
             init_timeout=INIT_S,
             finish_timeout=0.8 * CLOSE_S,
-            x_disable_meta=True,  # the command line, among others
+            x_disable_meta=True,  # it includes the command line
             x_save_requirements=False,
         )
         return wandb.init(
@@ -227,7 +227,7 @@ class MLflowSink:
     def __init__(self, cfg: MLflowConfig, folder: Path, about: Mapping[str, Any]) -> None:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # the user chose a folder
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "15")  # instead of two minutes, seven times
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "15")  # the default is two minutes, with seven tries
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
         from mlflow import MlflowClient
         from mlflow.entities import Metric

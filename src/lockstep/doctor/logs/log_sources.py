@@ -287,7 +287,7 @@ def _add_members(raw: Any, file: str, about: LogSource, found: CollectedSources,
             if not _SKIPPED.search(member):
                 found.sources.append(each)
         elif len(each.inside) > MAX_NESTING:
-            found.gaps.append(f"{name}: an archive inside of {MAX_NESTING} others was not read")
+            found.gaps.append(f"{name}: an archive nested in {MAX_NESTING} others was not read")
         else:
             try:
                 with closing(opened()) as stream:
