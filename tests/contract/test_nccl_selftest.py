@@ -1,4 +1,4 @@
-"""NCCL or gloo, decided by real processes at a real store: whatever one rank meets, all go on with the same."""
+"""NCCL or gloo, decided by real processes at a real store: if one rank has a problem, all ranks choose the same."""
 
 import json
 import multiprocessing
@@ -58,7 +58,7 @@ def _rank(folder: Path, port: int, rank: int, kinds: list[str], fallback: str) -
             said |= {"latency": cost.latency_ms, "rate": cost.megabytes_per_s, "text": str(cost)}
             ranks.leave()
     except NcclUnusable as error:
-        said = {"error": str(error), "words": [word.error for word in error.words]}
+        said = {"error": str(error), "words": [result.error for result in error.results]}
     (folder / f"{rank}.json").write_text(json.dumps(said))
 
 
@@ -107,7 +107,7 @@ def test_where_it_comes_up_on_all_it_is_used(tmp_path: Path) -> None:
 def test_one_that_ends_before_its_word_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lockstep.train.collective_backend.TRIAL_MARGIN_S", 2.0)
     (only,) = decided(tmp_path, ["alone", "vanishes"], "none")
-    assert "rank 1 (host not known): no word of it within" in only["error"]
+    assert "rank 1 (host not known): no result within" in only["error"]
     assert "that rank ended or was never started" in only["error"].lower()
 
 

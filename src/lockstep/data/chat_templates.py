@@ -39,7 +39,7 @@ class TemplateRenderer:
     Args:
         tools: schemas of the functions that a model may call, for samples that bring none of their own.
         open_turn: whether a prompt ends where the model begins to write; otherwise before that, since an environment
-            may have something to say first (`Turns.opening`).
+            may have something to say first (`TurnTokenizer.opening`).
 
     Raises:
         TokenizerError: no chat template where conversations are rendered.

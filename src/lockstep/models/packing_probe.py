@@ -5,15 +5,13 @@ each other without any error. So a two-segment row and a tree are compared with 
 """
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
+from lockstep.data.packing_plan import PackingMode
 from lockstep.data.row_layout import RowLayout
 from lockstep.models.policy_model import PolicyModel
-
-ProbedMode = Literal["forest", "block", "single"]
 
 _SEGMENT_LENGTH = 12
 
@@ -22,7 +20,7 @@ _SEGMENT_LENGTH = 12
 class PackingProbeResult:
     """How rows may be packed for a model, and why."""
 
-    mode: ProbedMode
+    mode: PackingMode
     reason: str
 
 

@@ -1,6 +1,6 @@
 """Checkpoint folders: which to keep, how to delete them, how many bytes a save has written.
 
-A file of its own because the controller uses it: `lockstep.train.checkpoint` takes two seconds to import.
+A file of its own, so that the controller does not import the checkpoint writer.
 """
 
 import os

@@ -25,9 +25,9 @@ from lockstep.base.bounded_wait import WaitTimeout
 log = logging.getLogger(__name__)
 
 NCCL_TRIAL_S = 90.0
-"""Bound of a rank's trial: bringing up NCCL takes seconds on one host, and tens of them on hundreds of hosts."""
+"""Bound of a rank's trial: NCCL needs seconds on one host, and tens of seconds on hundreds of hosts."""
 TRIAL_MARGIN_S = 30.0
-"""Ranks begin their trials so far apart, at most."""
+"""Ranks begin their trials within this time of each other."""
 LATENCY_ELEMENTS, BANDWIDTH_ELEMENTS = 1024, 1 << 22
 """Elements (float32) of the collectives whose cost is measured: latency, bandwidth."""
 MEASURED_ROUNDS = 5
@@ -40,7 +40,7 @@ BackendFallback = Literal["none", "gloo"]
 NCCL_ADVICE = (
     ("has no NCCL", "install a CUDA build of torch"),
     ("Duplicate GPU", "two ranks share a GPU, which NCCL refuses: use as many GPUs as trainer.ranks"),
-    ("no word", "that rank ended or was never started: see its log"),
+    ("no result", "that rank ended or was never started: see its log"),
     ("did not come up", "a link or an interface that does not carry it: check NCCL_SOCKET_IFNAME, firewalls between "
      "the hosts, and try NCCL_IB_DISABLE=1 and NCCL_P2P_DISABLE=1 one at a time"),
     ("unhandled system error", "a system call failed: check NCCL_SOCKET_IFNAME, the size of /dev/shm and memlock"),
@@ -78,21 +78,21 @@ class CollectiveCost:
 class NcclUnusable(RuntimeError):
     """NCCL could not be brought up by all ranks, and the config has no fallback."""
 
-    def __init__(self, words: Sequence[NcclTrialResult]) -> None:
-        super().__init__(f"{explain_nccl_failure(words)}. Or set communication.fallback=gloo, which is slower")
-        self.words = list(words)
+    def __init__(self, results: Sequence[NcclTrialResult]) -> None:
+        super().__init__(f"{explain_nccl_failure(results)}. Or set communication.fallback=gloo, which is slower")
+        self.results = list(results)
 
 
-def explain_nccl_failure(words: Sequence[NcclTrialResult]) -> str:
+def explain_nccl_failure(results: Sequence[NcclTrialResult]) -> str:
     """Which ranks failed, why, and what to do about it. Ranks that only waited for others are left out where another
     rank gives a cause."""
-    failed = [word for word in words if word.error]
-    causes = [word for word in failed if "did not come up" not in word.error] or failed
-    shown = "; ".join(f"rank {word.rank} ({word.host}): {word.error}" for word in causes[:3])
+    failed = [result for result in results if result.error]
+    causes = [result for result in failed if "did not come up" not in result.error] or failed
+    shown = "; ".join(f"rank {result.rank} ({result.host}): {result.error}" for result in causes[:3])
     more = f"; and {len(causes) - 3} more" if len(causes) > 3 else ""
-    advice = next((fix for sign, fix in NCCL_ADVICE if any(sign in word.error for word in causes)), "")
+    advice = next((fix for sign, fix in NCCL_ADVICE if any(sign in result.error for result in causes)), "")
     return (
-        f"NCCL could not be brought up by {len(failed)} of {len(words)} ranks: {shown}{more}. "
+        f"NCCL could not be brought up by {len(failed)} of {len(results)} ranks: {shown}{more}. "
         f"{f'{advice[0].upper()}{advice[1:]}. ' if advice else ''}"
         "NCCL_DEBUG=INFO with NCCL_DEBUG_SUBSYS=INIT,NET writes more into the ranks' logs"
     )
@@ -121,26 +121,26 @@ def choose_backend(
     error = _run_trial(trial, lambda: bool(store.check([_FAILED_KEY])), trial_s)
     if error:
         store.set(_FAILED_KEY, str(rank))
-    word = NcclTrialResult(rank, socket.gethostname(), error)
-    store.set(f"word/{rank}", json.dumps(asdict(word)))
+    result = NcclTrialResult(rank, socket.gethostname(), error)
+    store.set(f"word/{rank}", json.dumps(asdict(result)))
     if rank == 0:
         until = time.monotonic() + trial_s + TRIAL_MARGIN_S
-        words = [word, *(_read_trial_result(store, other, until) for other in range(1, world))]
-        store.set("decision", json.dumps([asdict(each) for each in words]))
+        results = [result, *(_read_trial_result(store, other, until) for other in range(1, world))]
+        store.set("decision", json.dumps([asdict(each) for each in results]))
     raw = waits.store_get(
         store, "decision", waits_for="rank 0", why="NCCL or not", timeout_s=2 * (trial_s + TRIAL_MARGIN_S)
     )  # fmt: skip
-    words = [NcclTrialResult(**each) for each in json.loads(raw)]
-    if not any(each.error for each in words):
+    results = [NcclTrialResult(**each) for each in json.loads(raw)]
+    if not any(each.error for each in results):
         return "nccl", ""
     if fallback == "none":
-        raise NcclUnusable(words)
-    return "gloo", explain_nccl_failure(words)
+        raise NcclUnusable(results)
+    return "gloo", explain_nccl_failure(results)
 
 
 def _run_trial(trial: Callable[[], None], failed: Callable[[], bool], bound_s: float) -> str:
-    """What the trial failed with, empty when it went well. One that hangs is left behind in its thread, and so is one
-    that waits for a rank that has failed."""
+    """The error of the trial, empty when it succeeded. A trial that hangs, or waits for a failed rank, is left in its
+    thread."""
     news = threading.Event()
     outcome: list[str] = []
 
@@ -171,12 +171,12 @@ def _read_trial_result(store: Store, rank: int, until: float) -> NcclTrialResult
             store, f"word/{rank}", waits_for=f"rank {rank}", why="whether it has NCCL", timeout_s=left
         )
     except WaitTimeout:
-        return NcclTrialResult(rank, "host not known", f"no word of it within {left:.0f} s")
+        return NcclTrialResult(rank, "host not known", f"no result within {left:.0f} s")
     return NcclTrialResult(**json.loads(raw))
 
 
 def nccl_trial(store: Store, rank: int, world: int, device: torch.device, bound_s: float = NCCL_TRIAL_S) -> None:
-    """One small all-reduce on an NCCL communicator of its own, which is ended again."""
+    """One small all-reduce on a temporary NCCL communicator."""
     if not dist.is_nccl_available():
         raise RuntimeError("this torch has no NCCL")
     torch.cuda.set_device(device)  # of this thread
