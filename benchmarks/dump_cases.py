@@ -1,4 +1,4 @@
-"""Faults whose culprits are known, as dumps: where analysers of flight-recorder dumps go wrong."""
+"""Faults with known culprits, as dumps: cases in which analysers of flight-recorder dumps err."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace

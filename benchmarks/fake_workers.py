@@ -1,4 +1,4 @@
-"""Workers that are only spoken to: the controller's real handles, messages and codec, and nobody behind them.
+"""Simulated workers: the controller's real handles, messages and codec, without processes behind them.
 
 What the controller would do for real workers it does here, except for its sockets, which `socket_s` measures for one
 call. What a worker would do happens in between and is left out of the account (`Account.beside`).

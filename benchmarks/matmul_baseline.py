@@ -1,4 +1,4 @@
-"""The floor of a training step: the matrix products of its tokens, and nothing else.
+"""A lower bound for a training step: the matrix products of its tokens, and nothing else.
 
 Like the floor of generation (`benchmarks.generation`): every prompt once, then each completion's own tokens; one
 product forward and two backward for every projection and the head, scores and values of attention forward and their

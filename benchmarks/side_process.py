@@ -1,4 +1,4 @@
-"""How the two sides take turns: each runs in its own process, which goes on when it is told to.
+"""How the two sides alternate: each runs in its own process, which continues on request.
 
 The sides begin every step with `Pacer.begin`, which blocks until the step may be done. So both start once, and the
 measured steps alternate. One line of JSON in each direction: `{"go": 2}` or `{"stop": true}` to the side,

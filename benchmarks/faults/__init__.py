@@ -1,1 +1,1 @@
-"""Faults done to real ranks, and what a real agent and supervisor say of them: `python -m benchmarks.faults`."""
+"""Faults in real ranks, and the verdicts of a real agent and supervisor: `python -m benchmarks.faults`."""

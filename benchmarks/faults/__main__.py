@@ -1,4 +1,4 @@
-"""Runs random faults on real gloo ranks under a real agent and supervisor, and prints what these said of them.
+"""Runs random faults on real gloo ranks under a real agent and supervisor, and prints their verdicts.
 
     python -m benchmarks.faults --cases 200 --seed 1          about ten minutes
     python -m benchmarks.faults --cases 200 --seed 1 --resume goes on where it was

@@ -1,4 +1,4 @@
-"""A case, run: real ranks under a real agent and a real supervisor, and what was told of them."""
+"""Runs a case: real ranks under a real agent and supervisor; returns their verdicts."""
 
 import contextlib
 import json

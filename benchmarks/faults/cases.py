@@ -1,4 +1,4 @@
-"""Random cases: who does what, when and where, and what is to be said of it."""
+"""Random cases: which rank fails, how, when and where, and the expected verdict."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field

@@ -1,4 +1,4 @@
-"""Whether what was told of a case is what is to be told, and the numbers of many cases."""
+"""Compares the verdicts of a case with the expected one, and computes the statistics of many cases."""
 
 import statistics
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Healthy runs under everything that is not a fault, and what is said of them: `python -m benchmarks.soak`.
+"""Healthy runs under everything that is not a fault; counts the verdicts on them: `python -m benchmarks.soak`.
 
     python -m benchmarks.soak                        five minutes
     python -m benchmarks.soak --minutes 60 --seed 7 --out benchmarks/results/cpu/soak.jsonl

@@ -1,4 +1,4 @@
-"""What is done to healthy processes from outside: stopped for less than the notice, starved for seconds."""
+"""Disturbances of healthy processes from outside: stopped for less than the notice, starved of CPU for seconds."""
 
 import os
 import random
@@ -13,7 +13,8 @@ from pathlib import Path
 class Disturber:
     """Disturbs processes at random in a thread of its own, and leaves them as they were.
 
-    `processes()` returns the pids of the running ones by name. `throttle` names a cgroup (v1) with a slow disk, where there is one."""
+    `processes()` returns the pids of the running ones by name. `throttle` names a cgroup (v1) with a slow disk, where
+    there is one."""
 
     def __init__(
         self, processes: Callable[[], Mapping[str, int]], notice_s: float, seed: int, throttle: str | None = None

@@ -1,4 +1,4 @@
-"""What was said of processes that were healthy all the time, counted."""
+"""Counts the findings about processes that were healthy all the time."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""A machine that has other things to do: busy loops, writers, and cgroups with little CPU and a slow disk."""
+"""A busy machine: busy loops, writers, and cgroups with little CPU and a slow disk."""
 
 import os
 import random

@@ -1,4 +1,4 @@
-"""Readers whose tensors do something in the middle of an update: the moment is made and not waited for."""
+"""Readers that pause in the middle of an update when a test asks for it."""
 
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -32,16 +32,16 @@ class Struck(dict[str, Tensor]):
         return ((name, self[name]) for name in self)
 
 
-class HeldReader(StoreReader):
+class PausedReader(StoreReader):
     """While `hold` exists beside the store, the update stops, and says so with `half`."""
 
     opened = 0
 
     @contextmanager
     def __call__(self, folder: Path, version: int) -> Generator[Mapping[str, Tensor]]:
-        HeldReader.opened += 1
+        PausedReader.opened += 1
         with super().__call__(folder, version) as tensors:
-            yield Struck(tensors, lambda: hold(folder.parent)) if HeldReader.opened == 1 else tensors
+            yield Struck(tensors, lambda: hold(folder.parent)) if PausedReader.opened == 1 else tensors
 
 
 def hold(beside: Path) -> None:

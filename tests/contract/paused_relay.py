@@ -1,4 +1,4 @@
-"""A relay that stops in mid-transfer where a test wants it: the moment is made and not waited for."""
+"""A relay that pauses in the middle of a transfer when a test asks for it."""
 
 import ctypes
 import os
@@ -10,7 +10,7 @@ from lockstep.weights.relay.api import ReceiveResult, RelayLink
 from lockstep.weights.relay.weight_relay import WeightRelay
 
 
-class HeldCourier(WeightRelay):
+class PausedRelay(WeightRelay):
     """Stops after the first chunk while `<hold>/<node>` exists, and says so with `<hold>/<node>.<pid>`. Where the file
     says `receive`, it stops in what it receives only."""
 

@@ -1,4 +1,4 @@
-"""An engine with requests of coming steps: evaluation is not kept waiting, and has the weights that were published."""
+"""Evaluation on an engine that also has requests of coming steps: it is not delayed, and uses the published weights."""
 
 from collections.abc import Callable
 from pathlib import Path

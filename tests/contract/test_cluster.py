@@ -57,7 +57,8 @@ def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 def spec(name: str, service: type = Plain, rank: int = 0, **arguments: Any) -> WorkerSpec:
     return WorkerSpec(
         name, "tester", rank, f"cluster_services:{service.__name__}", arguments,
-        environment={"PYTHONPATH": PATH, "OMP_NUM_THREADS": "1"}, preload=("numpy", "lockstep.cluster.rpc.controller_connection"),
+        environment={"PYTHONPATH": PATH, "OMP_NUM_THREADS": "1"},
+        preload=("numpy", "lockstep.cluster.rpc.controller_connection"),
     )  # fmt: skip
 
 

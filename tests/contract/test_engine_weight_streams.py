@@ -1,4 +1,4 @@
-"""The builtin engine takes a version that comes bucket by bucket whole, or not at all."""
+"""The builtin engine takes a streamed version completely or not at all."""
 
 import sys
 from pathlib import Path

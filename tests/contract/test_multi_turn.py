@@ -65,7 +65,7 @@ class Setup:
 
     def generate(self, n):
         """`n` completions of each prompt, as step 0."""
-        draws = PromptSampler(self, self.ledger, len(self.prompts), replaced=False)
+        draws = PromptSampler(self, self.ledger, len(self.prompts), filtered=False)
         buffer = RolloutBuffer(self.engines, self.ledger, draws, n, steps=1, max_staleness=0)
         rollouts = buffer.take(0, len(self.prompts))
         self.metrics = buffer.metrics(0)

@@ -1,4 +1,4 @@
-"""Who is awaited is told while it is: with real workers, one of which waits for somebody itself."""
+"""The startup status shows which workers the run waits for: real workers, one of which waits for another process."""
 
 import os
 import threading

@@ -1,4 +1,4 @@
-"""What every trainer owes: the same numbers however the work is split, whole checkpoints, no step on bad numbers."""
+"""The contract of every trainer: equal numbers however work is split, complete checkpoints, no step on bad numbers."""
 
 import json
 import shutil

@@ -380,7 +380,7 @@ def test_an_engine_that_is_killed_in_the_middle_of_an_update_holds_up_nobody(clu
     new, store = changed(folder), tmp_path / "store"
     publish(new, store, 1)
     (tmp_path / "hold").touch()
-    engine = hire(f"engine-{folder.parent.name}", reader="paused_reader:HeldReader")
+    engine = hire(f"engine-{folder.parent.name}", reader="paused_reader:PausedReader")
     update = engine.submit(EngineAPI.load_weights, str(store), 1)
     end = time.monotonic() + 120
     while not (tmp_path / "half").exists():

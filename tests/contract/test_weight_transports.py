@@ -93,7 +93,7 @@ def test_who_joins_late_gets_the_current_version(build: Build, transport: str) -
 
 
 @pytest.mark.parametrize("transport", BETWEEN)
-@pytest.mark.parametrize("times", [3, pytest.param(20, records=pytest.mark.slow)], ids=["3", "20"])
+@pytest.mark.parametrize("times", [3, pytest.param(20, marks=pytest.mark.slow)], ids=["3", "20"])
 def test_a_receiver_killed_in_mid_transfer(build: Build, transport: str, times: int) -> None:
     house = build(transport, ["a"], ["b", "c"])
     house.publish(0)
@@ -108,7 +108,7 @@ def test_a_receiver_killed_in_mid_transfer(build: Build, transport: str, times: 
         house.check(version)
 
 
-@pytest.mark.parametrize("times", [1, pytest.param(20, records=pytest.mark.slow)], ids=["1", "20"])
+@pytest.mark.parametrize("times", [1, pytest.param(20, marks=pytest.mark.slow)], ids=["1", "20"])
 def test_a_receiver_that_is_stopped_holds_nobody(build: Build, times: int) -> None:
     house = build("gloo", ["a"], ["b", "c"], limit_s=2.0)
     house.start()

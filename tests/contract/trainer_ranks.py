@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from lockstep.config.algorithm import PolicyLoss
 from lockstep.config.recipes import GRPOConfig, RecipeConfig, SFTConfig
-from lockstep.data.forest_builder import forest_from_rollouts, forest_from_documents
+from lockstep.data.forest_builder import forest_from_documents, forest_from_rollouts
 from lockstep.data.micro_batch import MiniBatch
 from lockstep.data.packing import TrainingBatch, pack
 from lockstep.data.packing_plan import PackingMode

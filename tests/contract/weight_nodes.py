@@ -130,7 +130,7 @@ class House:
         name = f"courier-{node.name}-{next(NUMBERS)}"
         path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
         environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-        spec = WorkerSpec(name, "weights", 0, "paused_relay:HeldCourier", arguments, environment, RELAY_PRELOAD)
+        spec = WorkerSpec(name, "weights", 0, "paused_relay:PausedRelay", arguments, environment, RELAY_PRELOAD)
         (self.relays[node.name],) = self.cluster.start([spec])
         self.started.append(self.relays[node.name])
         return [self.relays[node.name]]

@@ -1,5 +1,4 @@
-"""A process that has imported what the controller needs, and forks controllers: the same program as `lockstep`,
-without the seven CPU seconds of importing torch that each of the many runs here would pay.
+"""A process that has imported what the controller needs and forks controllers: the same program as `lockstep`,
 
 `python controller_fork_server.py FD`: one JSON request per line on the socket FD, one JSON answer each:
     {"argv", "cwd", "env", "output", "hold"} -> {"pid"}     {"poll": pid} -> {"code": exit code, null while it runs}

@@ -24,7 +24,7 @@ BOUND_S = 150.0
 """The most that any one thing here may take on a machine that is busy with other tests."""
 
 
-class Zygote:
+class ForkServer:
     """Forks controllers from a process that has imported what they need (`controller_fork_server.py`)."""
 
     def __init__(self) -> None:
@@ -49,20 +49,20 @@ class Zygote:
         self._process.wait(30)
 
 
-zygote = cache(Zygote)
+fork_server = cache(ForkServer)
 
 
 class Forked:
-    """A process that the zygote forked; what is needed here of `subprocess.Popen`."""
+    """A process that the fork server forked; what is needed here of `subprocess.Popen`."""
 
     def __init__(self, argv: list[str], output: Path, cwd: Path | None, hold: dict[str, Any] | None = None) -> None:
         self.returncode: int | None = None
         asked = {"argv": argv, "cwd": str(cwd or Path.cwd()), "env": ENVIRONMENT, "output": str(output), "hold": hold}
-        self.pid: int = zygote().ask(**asked)["pid"]
+        self.pid: int = fork_server().ask(**asked)["pid"]
 
     def poll(self) -> int | None:
         if self.returncode is None:
-            self.returncode = zygote().ask(poll=self.pid)["code"]
+            self.returncode = fork_server().ask(poll=self.pid)["code"]
         return self.returncode
 
     def wait(self, timeout: float) -> int:

@@ -1,4 +1,4 @@
-"""Reward functions that tests hold up, or tell what to do, while a real run goes on."""
+"""Reward functions that tests pause or control while a real run is in progress."""
 
 import time
 from pathlib import Path

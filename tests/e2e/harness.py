@@ -1,4 +1,4 @@
-"""Starts real runs as a user would, looks at them from outside, and kills them."""
+"""Starts real runs as a user would, inspects them from outside, and kills them."""
 
 import contextlib
 import fcntl
@@ -152,7 +152,7 @@ class Launched:
     ) -> "Launched":  # fmt: skip
         """`lockstep train ARGUMENTS`; `folder` is the run's. A cold start runs the installed command itself; other
         ones may hold a stage, stop when a file exists, let a trainer rank stand still, or keep completions more often,
-        as `zygote.become` says."""
+        as `controller_fork_server.become` says."""
         output = folder.parent.parent / f"{folder.name}-{time.monotonic_ns()}.out"
         output.parent.mkdir(parents=True, exist_ok=True)
         process: subprocess.Popen[bytes] | Forked

@@ -1,4 +1,4 @@
-"""Runs that are stopped and resumed, and what holds after every stop and at their end."""
+"""Runs that are stopped and resumed, and what must hold after every stop and at their end."""
 
 import hashlib
 import shutil

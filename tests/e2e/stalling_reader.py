@@ -1,4 +1,4 @@
-"""A reader of weights that stands still in the middle of a copy, or is slow, where a test wants it."""
+"""A weight reader that stalls in the middle of a copy, or is slow, when a test asks for it."""
 
 import os
 import time

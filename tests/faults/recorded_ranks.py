@@ -1,4 +1,4 @@
-"""What the ranks of test_recorder do."""
+"""The programs of test_recorder's ranks."""
 
 import ctypes
 import os

@@ -56,12 +56,12 @@ def test_two_hosts_join_reach_each_other_and_sum(cable: Cable) -> None:
     launcher = probes(cable)
     try:
         with CheckHead(TOKEN, cable.here) as head:
-            meeting = gather(head, launcher)
-            assert not errors(rendezvous_rules.judge_rendezvous(meeting))
-            assert meeting.joined["there"].address == cable.there
-            assert meeting.joined["there"].interface == cable.far
+            rendezvous = gather(head, launcher)
+            assert not errors(rendezvous_rules.judge_rendezvous(rendezvous))
+            assert rendezvous.joined["there"].address == cable.there
+            assert rendezvous.joined["there"].interface == cable.far
 
-            found = host_pairs.test_host_pairs(head, meeting.joined)
+            found = host_pairs.test_host_pairs(head, rendezvous.joined)
             assert set(found.reached) == {("here", "there"), ("there", "here")} == set(found.mb_per_s)
             assert not found.blocked and found.took_s < host_pairs.PAIRS_TIMEOUT_S
             assert [each.severity for each in host_pairs.judge_pairs(found)] == ["ok"]
@@ -70,7 +70,7 @@ def test_two_hosts_join_reach_each_other_and_sum(cable: Cable) -> None:
             trainer = PlannedCommunicator("trainer", "gloo", ranks, OPERATIONS, "all")
             weights = PlannedCommunicator("weights", "gloo", (ranks[0], ranks[2]), ("broadcast",), "two of them")
             hosts = {"policy-0": "here", "policy-1": "here", "policy-2": "there"}
-            tested = collective_test.run_self_test(head, meeting.joined, [trainer, weights], hosts, "cpu")
+            tested = collective_test.run_self_test(head, rendezvous.joined, [trainer, weights], hosts, "cpu")
             assert tested.passed, tested.why_not
             found_there = collective_test.judge_collectives(tested)
             assert not errors(found_there)
@@ -95,9 +95,9 @@ def test_a_head_whose_address_is_on_a_bridge_is_met_and_then_not_doubted(cable: 
         )
         assert doubt.severity == "warning" and f"({bridge})" in doubt.seen
         with CheckHead(TOKEN, cable.here) as head:
-            meeting = gather(head, launcher)
-            assert set(meeting.joined) == {"here", "there"} and rendezvous_rules.reached_from_outside(meeting)
-            assert not [each for each in rendezvous_rules.judge_rendezvous(meeting) if each.id == "head-address"]
+            rendezvous = gather(head, launcher)
+            assert set(rendezvous.joined) == {"here", "there"} and rendezvous_rules.reached_from_outside(rendezvous)
+            assert not [each for each in rendezvous_rules.judge_rendezvous(rendezvous) if each.id == "head-address"]
     finally:
         launcher.stop()
         subprocess.run(["ip", "link", "del", bridge], capture_output=True, timeout=20, check=False)
@@ -108,8 +108,8 @@ def test_ports_that_a_firewall_closes_are_named_with_their_direction(cable: Cabl
     launcher = probes(cable)
     try:
         with CheckHead(TOKEN, cable.here) as head:
-            meeting = gather(head, launcher, ports=(29500, 29501))
-            found = host_pairs.test_host_pairs(head, meeting.joined)
+            rendezvous = gather(head, launcher, ports=(29500, 29501))
+            found = host_pairs.test_host_pairs(head, rendezvous.joined)
             assert found.took_s < host_pairs.PAIRS_TIMEOUT_S + 1
             (error,) = errors(host_pairs.judge_pairs(found))
             assert error.host == "there" and "here cannot reach port 29500 of there" in error.seen
@@ -129,11 +129,11 @@ def test_a_host_that_takes_no_connections_joins_and_is_named(cable: Cable) -> No
     launcher = probes(cable)
     try:
         with CheckHead(TOKEN, cable.here, 20001) as head:
-            meeting = gather(head, launcher, ports=(20002,), kernels=0)
-            assert "there" in meeting.joined
-            back = next(each for each in errors(rendezvous_rules.judge_rendezvous(meeting)) if each.host == "there")
+            rendezvous = gather(head, launcher, ports=(20002,), kernels=0)
+            assert "there" in rendezvous.joined
+            back = next(each for each in errors(rendezvous_rules.judge_rendezvous(rendezvous)) if each.host == "there")
             assert back.id == "rendezvous-back" and f"{cable.here}:20001" in back.seen and cable.there in back.seen
-            found = host_pairs.test_host_pairs(head, meeting.joined)
+            found = host_pairs.test_host_pairs(head, rendezvous.joined)
             (error,) = errors(host_pairs.judge_pairs(found))
             assert "here cannot reach there" in error.seen
     finally:
@@ -146,11 +146,11 @@ def test_a_host_that_never_joins_is_named_within_five_seconds_and_a_bit(cable: C
         with CheckHead(TOKEN, cable.here) as head:
             told: list[float] = []
             began = time.monotonic()
-            meeting = head.gather(
+            rendezvous = head.gather(
                 launcher, bound_s=5.0, kernels=1, report=lambda absent: told.append(time.monotonic() - began)
             )
-            assert meeting.took_s < 5.2
-            missing = {each.host: each for each in errors(rendezvous_rules.judge_rendezvous(meeting))}
+            assert rendezvous.took_s < 5.2
+            missing = {each.host: each for each in errors(rendezvous_rules.judge_rendezvous(rendezvous))}
             assert set(missing) == {cable.there, "nobody.invalid"}
             assert (
                 "up and responds" in missing[cable.there].seen
@@ -193,8 +193,8 @@ def test_an_address_of_the_head_that_leads_elsewhere_is_told_by_the_probe(cable:
             (wrong,) = rendezvous_rules.judge_advertised_address("here", "127.0.0.1", "the head", "--address", True)
             assert wrong.severity == "error" and "dials itself" in wrong.why
             launcher.start("127.0.0.1", head.port, TOKEN)
-            meeting = head.gather(Silent(("there",)), bound_s=2.0)
-            assert [each.name for each in meeting.missing] == ["there"]
+            rendezvous = head.gather(Silent(("there",)), bound_s=2.0)
+            assert [each.name for each in rendezvous.missing] == ["there"]
     finally:
         launcher.stop()
 
@@ -204,11 +204,11 @@ def test_the_self_test_names_who_does_not_get_through(cable: Cable) -> None:
     launcher = probes(cable)
     try:
         with CheckHead(TOKEN, cable.here, 20001) as head:
-            meeting = gather(head, launcher)
+            rendezvous = gather(head, launcher)
             cable.refuse_out((32768, 65534))
             trainer = PlannedCommunicator("trainer", "gloo", ("policy-0", "policy-1"), OPERATIONS, "all")
             hosts = {"policy-0": "here", "policy-1": "there"}
-            tested = collective_test.run_self_test(head, meeting.joined, [trainer], hosts, "cpu", bound_s=24.0)
+            tested = collective_test.run_self_test(head, rendezvous.joined, [trainer], hosts, "cpu", bound_s=24.0)
             assert not tested.passed
             (error,) = errors(collective_test.judge_collectives(tested))
             assert "there" in error.host and "policy-1" in error.seen
@@ -220,11 +220,11 @@ def test_a_bad_interface_in_the_environment_is_what_the_self_test_says(cable: Ca
     launcher = probes(cable)
     try:
         with CheckHead(TOKEN, cable.here) as head:
-            meeting = gather(head, launcher)
+            rendezvous = gather(head, launcher)
             trainer = PlannedCommunicator("trainer", "gloo", ("policy-0", "policy-1"), OPERATIONS, "all")
             hosts = {"policy-0": "here", "policy-1": "there"}
             tested = collective_test.run_self_test(
-                head, meeting.joined, [trainer], hosts, "cpu", 20.0, {"GLOO_SOCKET_IFNAME": "nosuch0"}
+                head, rendezvous.joined, [trainer], hosts, "cpu", 20.0, {"GLOO_SOCKET_IFNAME": "nosuch0"}
             )
             (error,) = errors(collective_test.judge_collectives(tested))
             assert "nosuch0" in error.seen or "address" in error.seen
@@ -237,10 +237,10 @@ def test_a_host_that_freezes_while_it_is_asked_is_lost_by_name(cable: Cable) -> 
     launcher = probes(cable, "third")
     try:
         with CheckHead(TOKEN, cable.here) as head:
-            meeting = gather(head, launcher)
+            rendezvous = gather(head, launcher)
             os.kill(launcher.pid("third"), signal.SIGSTOP)
             try:
-                found = host_pairs.test_host_pairs(head, meeting.joined)
+                found = host_pairs.test_host_pairs(head, rendezvous.joined)
             finally:
                 os.kill(launcher.pid("third"), signal.SIGCONT)
             assert "third" in found.lost
@@ -256,8 +256,8 @@ def test_a_named_port_that_is_taken_is_said_by_its_host(cable: Cable) -> None:
         port = busy.getsockname()[1]
         try:
             with CheckHead(TOKEN, cable.here) as head:
-                meeting = gather(head, launcher, ports=(port,))
-                taken = [each for each in rendezvous_rules.judge_rendezvous(meeting) if each.id == "port-taken"]
+                rendezvous = gather(head, launcher, ports=(port,))
+                taken = [each for each in rendezvous_rules.judge_rendezvous(rendezvous) if each.id == "port-taken"]
                 assert [each.host for each in taken] == ["here"] and str(port) in taken[0].seen
         finally:
             launcher.stop()
@@ -345,14 +345,14 @@ def test_a_probe_that_a_program_starts_says_in_seconds_that_it_does_not_reach_th
     try:
         with CheckHead(TOKEN, cable.here) as head:
             told: list[str] = []
-            meeting = head.gather(
+            rendezvous = head.gather(
                 launcher, bound_s=25.0, kernels=1, given=cable.there,
                 report=lambda missing: told.extend(rendezvous_rules.describe_missing(each) for each in missing),
             )  # fmt: skip
-        assert meeting.took_s < 15, "it does not wait for what has ended"
+        assert rendezvous.took_s < 15, "it does not wait for what has ended"
         missing = {
             each.host: each
-            for each in errors(rendezvous_rules.judge_rendezvous(meeting))
+            for each in errors(rendezvous_rules.judge_rendezvous(rendezvous))
             if each.id == "rendezvous-missing"
         }
         assert "cannot be reached from there" in missing["there"].seen and "refused" in missing["there"].seen

@@ -1,4 +1,4 @@
-"""Two hosts, made of network namespaces, between which the link goes down and comes up again."""
+"""Two hosts, made of network namespaces, whose link goes down and comes up again."""
 
 import os
 import signal
@@ -66,8 +66,8 @@ def start(run: str, folder: Path, node: str, namespace: str | None, host: str) -
     environment = {**os.environ, "LOCKSTEP_BEACONS": str(folder / "shm"), "LOCKSTEP_TOKEN": TOKEN}
     inside = ["ip", "netns", "exec", namespace] if namespace else []
     agent = subprocess.Popen(
-        [*inside, sys.executable, "-m", "lockstep.watch.agent.node_agent", "--run", run, "--folder", str(folder), "--node", node,
-         "--controller", str(os.getpid()), "--kill-grace", "0.5", "--host", host],
+        [*inside, sys.executable, "-m", "lockstep.watch.agent.node_agent", "--run", run, "--folder", str(folder),
+         "--node", node, "--controller", str(os.getpid()), "--kill-grace", "0.5", "--host", host],
         env=environment, start_new_session=True, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     until(lambda: (folder / "agent.json").exists(), 20, f"agent {node}")

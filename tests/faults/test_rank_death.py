@@ -1,4 +1,4 @@
-"""A rank that dies in the middle of a collective: told as what it is, whoever is heard first."""
+"""A rank that dies in the middle of a collective is reported as the cause, whichever error arrives first."""
 
 import secrets
 import time

@@ -304,8 +304,8 @@ def test_two_agents_are_heard_as_two_hosts(tmp_path: Path) -> None:
         folder.mkdir()
         environment["LOCKSTEP_BEACONS"] = str(tmp_path / f"shm-{node}")
         agent = subprocess.Popen(
-            [sys.executable, "-m", "lockstep.watch.agent.node_agent", "--run", run, "--folder", str(folder), "--node", node,
-             "--controller", str(os.getpid()), "--kill-grace", "0.5"],
+            [sys.executable, "-m", "lockstep.watch.agent.node_agent", "--run", run, "--folder", str(folder),
+             "--node", node, "--controller", str(os.getpid()), "--kill-grace", "0.5"],
             env={**environment, "LOCKSTEP_TOKEN": TOKEN}, start_new_session=True, stderr=subprocess.DEVNULL,
         )  # fmt: skip
         until(lambda folder=folder: (folder / "agent.json").exists(), 20, "an agent")  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Weights between two network namespaces, as between hosts: over the address of the link, and when it is cut."""
+"""Weights between two network namespaces, as between hosts: over the link's address, and when the link is cut."""
 
 import sys
 import time

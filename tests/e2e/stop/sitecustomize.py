@@ -2,8 +2,8 @@
 environment), so that a test can look, and kill, between two writes that belong together, however busy the machine is;
 or lets the trainer's rank 1 stand still in its next step once a file exists.
 
-Python imports a module of this name at its start; `controller_fork_server.py` puts this folder into the path of the processes of such a
-run."""
+Python imports a module of this name at its start; `controller_fork_server.py` puts this folder into the path of the
+processes of such a run."""
 
 import ctypes
 import glob

@@ -1,5 +1,6 @@
 """Starts a command as often as there are ranks, with the variables that a launcher sets which is not installed here:
-`launcher_stub.py mpirun 2 -- python training_job.py`. Ends as the first of them that fails, and ends the others then."""
+`launcher_stub.py mpirun 2 -- python training_job.py`. Ends as the first of them that fails, and ends the others
+then."""
 
 import os
 import subprocess

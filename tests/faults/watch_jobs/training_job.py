@@ -1,5 +1,5 @@
-"""A job that others start in their way: `training_job.py [--how spawn] [--stuck 1] ...`. Rank and world come from the launcher's
-environment, of whichever kind, or from the function that is started for each rank."""
+"""A job that others start in their way: `training_job.py [--how spawn] [--stuck 1] ...`. Rank and world come from the
+launcher's environment, of whichever kind, or from the function that is started for each rank."""
 
 import argparse
 import os
