@@ -165,7 +165,7 @@ def _check_beyond_host(report: "CheckReport", request: "CheckRequest") -> None:
 
         memory = check_hosts.process_memory(request.config)
         plan = check_plan.check_plan(report, request.config, request.overrides, memory)
-    check_hosts.check_hosts(report, request.config, request.beyond, show_note, plan)
+    check_hosts.check_hosts(report, request.config, request.selection, show_note, plan)
 
 
 def _lint_environment(
@@ -190,7 +190,7 @@ def _lint_environment(
             library_versions(),
             JobTraits(needs.several, needs.gpus, gpu_names()),
         )
-        on_ray = isinstance(request.beyond.cluster, RayClusterConfig)
+        on_ray = isinstance(request.selection.cluster, RayClusterConfig)
         if request.config is not None and isinstance(request.config.cluster, RayClusterConfig):
             environments.append(_worker_environment(environments[0], request.config.cluster))
             launcher = launcher or "lockstep"

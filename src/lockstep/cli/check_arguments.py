@@ -36,12 +36,14 @@ class CheckRequest:
     config: SFTConfig | GRPOConfig | None
     overrides: list[str]
     """Overrides of the file, including the one from `--cluster`."""
-    beyond: HostSelection
+    selection: HostSelection
 
     @property
     def several(self) -> bool:
         """Whether the command line itself names other hosts."""
-        return bool(self.beyond.hosts) or (self.config is None and isinstance(self.beyond.cluster, RayClusterConfig))
+        return bool(self.selection.hosts) or (
+            self.config is None and isinstance(self.selection.cluster, RayClusterConfig)
+        )
 
 
 def read_arguments(

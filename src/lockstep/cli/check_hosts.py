@@ -53,7 +53,11 @@ NCCL_BOUND_S = 60.0
 
 
 def check_hosts(
-    report: CheckReport, config: "RunConfig | None", beyond: HostSelection, say: ShowNote, plan: "RunPlan | None" = None
+    report: CheckReport,
+    config: "RunConfig | None",
+    selection: HostSelection,
+    say: ShowNote,
+    plan: "RunPlan | None" = None,
 ) -> None:
     """Runs all checks beyond this host; none if there is neither another host nor a config.
 
@@ -63,11 +67,11 @@ def check_hosts(
     given_token = os.environ.get(TOKEN_VARIABLE, "")
     token = given_token or new_token()
     try:
-        launcher, address = _launcher(beyond, say, show_token=not given_token)
+        launcher, address = _launcher(selection, say, show_token=not given_token)
         before = []
     except (OSError, ValueError) as error:
         # The cluster is not reached; this host is tested all the same.
-        launcher, address = _local_probes(), beyond.address
+        launcher, address = _local_probes(), selection.address
         before = [_unknown_cluster(error)]
     several = len(launcher.hosts) > 1
     communicators = planned_communicators(config, _device(config)) if config is not None else []
@@ -86,7 +90,7 @@ def check_hosts(
         return
     try:
         with CheckHead(token, address) as head:
-            _run_rendezvous(report, config, beyond, say, head, launcher, communicators, planned_hosts(plan), before)
+            _run_rendezvous(report, config, selection, say, head, launcher, communicators, planned_hosts(plan), before)
     finally:
         launcher.stop()
 
@@ -134,14 +138,14 @@ class MissingHostNotes:
 
 
 def _run_rendezvous(
-    report: CheckReport, config: "RunConfig | None", beyond: HostSelection, say: ShowNote, head: CheckHead,
+    report: CheckReport, config: "RunConfig | None", selection: HostSelection, say: ShowNote, head: CheckHead,
     launcher: ProbeLauncher, communicators: Sequence[PlannedCommunicator], planned: Mapping[str, str],
     before: Sequence[Finding],
 ) -> None:  # fmt: skip
     by_hand = any(isinstance(each, PrintedLauncher) and each.hosts for each in getattr(launcher, "parts", (launcher,)))
     began = time.monotonic()
     rendezvous = head.gather(
-        launcher, beyond.wait_s if by_hand else LOCAL_START_S, beyond.ports, report=MissingHostNotes(say)
+        launcher, selection.wait_s if by_hand else LOCAL_START_S, selection.ports, report=MissingHostNotes(say)
     )
     several = len(launcher.hosts) > 1
     if several or before or set(rendezvous.joined) != set(launcher.hosts):
@@ -246,30 +250,30 @@ def process_memory(config: "RunConfig | None") -> ProcessMemory:
         return ProcessMemory("cuda", 0)
 
 
-def _launcher(beyond: HostSelection, say: ShowNote, show_token: bool) -> tuple[ProbeLauncher, str | None]:
+def _launcher(selection: HostSelection, say: ShowNote, show_token: bool) -> tuple[ProbeLauncher, str | None]:
     """The launcher of the probes, and the address of this host if the launcher knows it.
 
     Raises:
         ConnectionError: the cluster cannot be reached.
         UnreachableAddress: its nodes cannot reach this process.
     """
-    if beyond.hosts:
-        here = [name for name in beyond.hosts if _is_this_host(name)]
-        others = [name for name in beyond.hosts if name not in here]
+    if selection.hosts:
+        here = [name for name in selection.hosts if _is_this_host(name)]
+        others = [name for name in selection.hosts if name not in here]
         local = LocalProbes(dict.fromkeys(here, ()), TOKEN_VARIABLE)
-        return CombinedLauncher([local, PrintedLauncher(others, say, show_token)]), beyond.address
-    if isinstance(beyond.cluster, RayClusterConfig):
+        return CombinedLauncher([local, PrintedLauncher(others, say, show_token)]), selection.address
+    if isinstance(selection.cluster, RayClusterConfig):
         require_extra("train", "lockstep check of a Ray cluster")
         from lockstep.run.planning.node_placement import list_cluster_nodes, uses_existing_cluster  # imports torch
 
-        if not uses_existing_cluster(beyond.cluster):
-            return _local_probes(), beyond.address
-        nodes = list_cluster_nodes(beyond.cluster)
+        if not uses_existing_cluster(selection.cluster):
+            return _local_probes(), selection.address
+        nodes = list_cluster_nodes(selection.cluster)
         from lockstep.cluster.ray.ray_nodes import RayProbes  # imports ray
 
-        launcher = RayProbes(beyond.cluster, nodes, TOKEN_VARIABLE)
-        return launcher, beyond.address or launcher.address
-    return _local_probes(), beyond.address
+        launcher = RayProbes(selection.cluster, nodes, TOKEN_VARIABLE)
+        return launcher, selection.address or launcher.address
+    return _local_probes(), selection.address
 
 
 def _local_probes() -> LocalProbes:

@@ -109,7 +109,7 @@ def test_the_command_line_overrides_the_cluster_of_a_config(tmp_path: Path, monk
     def cluster(word: str | None, *overrides: str) -> object:
         asked = read_arguments(str(EXAMPLE), overrides, None, word, None, None, None)
         assert asked.config is not None and load_config(EXAMPLE, asked.overrides) == asked.config
-        assert asked.beyond.cluster == asked.config.cluster
+        assert asked.selection.cluster == asked.config.cluster
         return asked.config.cluster
 
     on_ray = ["cluster.kind=ray", "cluster.address=head:1", "cluster.env.A=b", "cluster.device=cpu"]
@@ -127,7 +127,7 @@ def test_the_command_line_overrides_the_cluster_of_a_config(tmp_path: Path, monk
     monkeypatch.setenv("RAY_ADDRESS", "given:6379")
     assert cluster("ray", "cluster.device=cpu") == RayClusterConfig(device="cpu")
     alone = read_arguments(None, (), None, "ray", None, None, None)
-    assert alone.several and alone.beyond.cluster == RayClusterConfig()
+    assert alone.several and alone.selection.cluster == RayClusterConfig()
     assert not read_arguments(None, (), None, "local", None, None, None).several
 
 

@@ -203,7 +203,7 @@ def _judge_accelerate_file(report: CheckReport, given: GivenConfigs) -> ConfigSe
     for document in given.accelerate:
         advice = ConfigFindings()
         settings = judge_accelerate(advice, document)
-        advice.say(
+        advice.add(
             "accelerate-read",
             "ok",
             f"options judged by accelerate {option_table('accelerate', 'config').versions[-1]}",

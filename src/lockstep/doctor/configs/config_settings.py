@@ -118,7 +118,7 @@ class ConfigFindings:
 
     findings: list[Finding] = field(default_factory=list)
 
-    def say(
+    def add(
         self,
         id: str,
         severity: Severity,
@@ -136,23 +136,23 @@ class ConfigFindings:
         self, id: str, seen: str, why: str = "", fix: str = "", source: str = "", at: ConfigLocation | None = None
     ) -> None:
         """Adds an error: the run will not start, will fail or will hang."""
-        self.say(id, "error", seen, why, fix, source, at)
+        self.add(id, "error", seen, why, fix, source, at)
 
     def warn(
         self, id: str, seen: str, why: str = "", fix: str = "", source: str = "", at: ConfigLocation | None = None
     ) -> None:
         """Adds a warning: the run may fail, or a setting has an unexpected effect."""
-        self.say(id, "warning", seen, why, fix, source, at)
+        self.add(id, "warning", seen, why, fix, source, at)
 
     def note(
         self, id: str, seen: str, why: str = "", fix: str = "", source: str = "", at: ConfigLocation | None = None
     ) -> None:
         """Adds a note."""
-        self.say(id, "note", seen, why, fix, source, at)
+        self.add(id, "note", seen, why, fix, source, at)
 
     def unchecked(self, id: str, seen: str, fix: str = "", at: ConfigLocation | None = None) -> None:
         """Adds a finding about something that cannot be judged from the given files."""
-        self.say(id, "unchecked", seen, fix=fix, at=at)
+        self.add(id, "unchecked", seen, fix=fix, at=at)
 
     def divides(
         self,

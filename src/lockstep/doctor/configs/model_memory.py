@@ -295,15 +295,15 @@ def _judge_training(
         )
     elif gpu_gib is None:
         enough = next(size for size in GPU_SIZES_GIB if need.likely <= size * GIB * 0.92 or size == GPU_SIZES_GIB[-1])
-        say = advice.warn if enough > 80 else advice.note
+        add = advice.warn if enough > 80 else advice.note
         room_is = f"GPUs below {enough} GiB are too small" if open_end else f"GPUs from {enough} GiB are large enough"
-        say("memory-training", f"{seen}; {room_is}", "", fix if enough > 80 else "", ZERO_SOURCE, at)
+        add("memory-training", f"{seen}; {room_is}", "", fix if enough > 80 else "", ZERO_SOURCE, at)
     elif need.likely > 0.92 * gpu_gib * GIB:
         tight = f"{seen}, of {gpu_gib:g} GiB: too little is left for buffers and fragmentation"
         advice.warn("memory-training", tight, "", fix, ZERO_SOURCE, at)
     else:
         severity: Severity = "note" if open_end else "ok"
-        advice.say("memory-training", severity, f"{seen}, of {gpu_gib:g} GiB", source=ZERO_SOURCE, at=at)
+        advice.add("memory-training", severity, f"{seen}, of {gpu_gib:g} GiB", source=ZERO_SOURCE, at=at)
 
 
 def _smaller_settings(training: TrainingStates, need: TrainingMemory) -> str:
@@ -372,8 +372,8 @@ def _judge_together(
                 f"{format_gib(need.certain)} of the"
                 " same GPU" + ("" if gpu_gib is not None else ": together more than 80 GiB")
             )
-            say = advice.error if gpu_gib is not None or engine.utilization > 0.85 else advice.warn
-            say(
+            add = advice.error if gpu_gib is not None or engine.utilization > 0.85 else advice.warn
+            add(
                 "memory-together",
                 seen,
                 "Engine and trainer share GPUs, and the engine does not sleep.",

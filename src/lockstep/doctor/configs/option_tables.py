@@ -173,8 +173,8 @@ def _judge_leaving(
     leaving_text = "; ".join(
         f"{spelling.dashes}{each.name}{_replacement_text(table, each.name, newest)}" for each in leaving
     )
-    say = advice.warn if spelling.guessed else advice.note
-    say(
+    add = advice.warn if spelling.guessed else advice.note
+    add(
         "option-gone-later",
         f"removed in {table.framework} {newest}: {leaving_text}",
         source=table.source,
@@ -237,9 +237,9 @@ def _judge_removed(
         when = f"was removed in {framework} {version}"
     if setting.forced:
         fatal, when = False, f"{when}; with + it is accepted, but nothing reads it"
-    say = advice.error if fatal else advice.warn
+    add = advice.error if fatal else advice.warn
     seen, fix = f"{spelling.dashes}{name} {when}{became}", _fix(table, name, version)
-    say("option-gone", seen, spelling.consequence if fatal else "", fix, table.source, setting.place)
+    add("option-gone", seen, spelling.consequence if fatal else "", fix, table.source, setting.place)
 
 
 def _judge_misspelt(
@@ -266,12 +266,12 @@ def _judge_misspelt(
             at=setting.place,
         )
         return
-    say = advice.error if spelling.fatal else advice.warn
+    add = advice.error if spelling.fatal else advice.warn
     gone = _replacement_text(table, near[0], version) if near and near[0] not in table.at(version) else ""
     meant = f"; did you mean {spelling.dashes}{near[0]}{gone}?" if near else ""
     seen = f"{shown}: {table.framework} {version} has no such option{meant}"
     id, fix = ("option-misspelt", "") if near else ("option-unknown", "remove it")
-    say(id, seen, spelling.consequence, fix, table.source, setting.place)
+    add(id, seen, spelling.consequence, fix, table.source, setting.place)
 
 
 def _older(table: OptionTable, one: str, other: str) -> bool:

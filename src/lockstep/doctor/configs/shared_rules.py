@@ -221,4 +221,4 @@ def judge_script_variables(advice: ConfigFindings, variables: Mapping[str, Shell
         if found.severity in ("error", "warning"):
             named = next((name for name in re.findall(r"\w+", found.seen) if name in given), None)
             at = variables[named].place if named is not None else NO_LOCATION
-            advice.say(found.id, found.severity, found.seen, found.why, found.fix, found.source, at)
+            advice.add(found.id, found.severity, found.seen, found.why, found.fix, found.source, at)

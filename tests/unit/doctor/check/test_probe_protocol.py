@@ -83,12 +83,12 @@ def dialled(port: int) -> Connection:
 
 
 def met(
-    launcher: Odd, then: Callable[[CheckHead, ProbeRendezvous], Any] = lambda head, meeting: None
+    launcher: Odd, then: Callable[[CheckHead, ProbeRendezvous], Any] = lambda head, rendezvous: None
 ) -> tuple[ProbeRendezvous, Any]:
     try:
         with CheckHead(TOKEN, HOME) as head:
-            meeting = head.gather(launcher, bound_s=5.0, kernels=1)
-            return meeting, then(head, meeting)
+            rendezvous = head.gather(launcher, bound_s=5.0, kernels=1)
+            return rendezvous, then(head, rendezvous)
     finally:
         launcher.stop()
 
@@ -103,9 +103,9 @@ def met(
     ],
 )  # fmt: skip
 def test_only_the_probe_with_invalid_facts_is_dropped(card: bytes | dict[str, Any]) -> None:
-    meeting, _ = met(Odd(card))
-    assert list(meeting.joined) == ["good"] and list(meeting.lost) == ["odd"]
-    found = {each.id: each for each in rendezvous_rules.judge_rendezvous(meeting) if each.severity == "error"}
+    rendezvous, _ = met(Odd(card))
+    assert list(rendezvous.joined) == ["good"] and list(rendezvous.lost) == ["odd"]
+    found = {each.id: each for each in rendezvous_rules.judge_rendezvous(rendezvous) if each.severity == "error"}
     assert found["rendezvous-lost"].host == "odd" and len(found["rendezvous-lost"].seen) < 1000
 
 
@@ -118,15 +118,15 @@ def test_only_the_probe_with_invalid_facts_is_dropped(card: bytes | dict[str, An
     ],
 )  # fmt: skip
 def test_a_probe_with_invalid_results_is_dropped_by_name(answer: bytes | dict[str, Any]) -> None:
-    _, found = met(Odd(CARD, answer), lambda head, meeting: host_pairs.test_host_pairs(head, meeting.joined))
+    _, found = met(Odd(CARD, answer), lambda head, rendezvous: host_pairs.test_host_pairs(head, rendezvous.joined))
     assert list(found.lost) == ["odd"]
 
 
 def test_a_probe_of_another_version_differs_from_a_missing_one() -> None:
     launcher = Odd(greeting={"protocol": PROTOCOL_VERSION + 1, "lockstep": "7.0"})
-    meeting, _ = met(launcher)
-    assert list(meeting.joined) == ["good"] and not meeting.missing and not meeting.lost
-    (found,) = (each for each in rendezvous_rules.judge_rendezvous(meeting) if each.id == "rendezvous-version")
+    rendezvous, _ = met(launcher)
+    assert list(rendezvous.joined) == ["good"] and not rendezvous.missing and not rendezvous.lost
+    (found,) = (each for each in rendezvous_rules.judge_rendezvous(rendezvous) if each.id == "rendezvous-version")
     assert found.severity == "error" and found.host == "odd"
     assert "lockstep 7.0" in found.seen and f"lockstep {own_protocol_version().lockstep}" in found.seen
     assert launcher.heard[0]["do"] == "leave" and "lockstep 7.0" in launcher.heard[0]["why"]
@@ -134,8 +134,8 @@ def test_a_probe_of_another_version_differs_from_a_missing_one() -> None:
 
 @pytest.mark.parametrize("greeting", [{}, {"protocol": "x", "lockstep": 1}])
 def test_a_probe_that_does_not_say_its_version_is_of_another_one(greeting: dict[str, Any]) -> None:
-    meeting, _ = met(Odd(greeting=greeting))
-    assert list(meeting.joined) == ["good"] and "unknown" in meeting.other["odd"]
+    rendezvous, _ = met(Odd(greeting=greeting))
+    assert list(rendezvous.joined) == ["good"] and "unknown" in rendezvous.other_versions["odd"]
 
 
 class Playing:

@@ -229,7 +229,7 @@ def test_an_address_by_which_others_have_come_is_doubted_no_more() -> None:
     )
     assert rendezvous_rules.reached_from_outside(together)
     assert not [each for each in rendezvous_rules.judge_rendezvous(together) if each.id == "head-address"]
-    closed = rendezvous_rules.judge_rendezvous(replace(together, back={"b": "silent"}))
+    closed = rendezvous_rules.judge_rendezvous(replace(together, dial_back_errors={"b": "silent"}))
     assert [each.host for each in closed if each.id == "head-address"] == ["b"]
     assert rendezvous_rules.judge_advertised_address("a", "127.0.0.1", "x", "", True, [inner], reached=True), (
         "loopback is never right"

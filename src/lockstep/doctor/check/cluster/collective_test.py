@@ -129,10 +129,10 @@ class SelfTestResult:
     @property
     def passed(self) -> bool:
         done = all(self.at.get(each) == "done" for each in self.ranks)
-        return done and not self.failed and not self.lost and not self.untold
+        return done and not self.failed and not self.lost and not self.unreported
 
     @property
-    def untold(self) -> list[str]:
+    def unreported(self) -> list[str]:
         """Operations without a result, although all ranks ended."""
         return [
             f"{operation} on {each.name}"
@@ -149,8 +149,8 @@ class SelfTestResult:
         reasons = [*self.failed.values(), *self.lost.values()]
         reasons.sort(key=lambda why: why.startswith(("WaitTimeout", "did not end", "DistNetworkError")))
         stuck = [f"{name} did not finish (at: {at})" for name, at in self.at.items() if at != "done"]
-        untold = [f"no rank reported the result of {each}" for each in self.untold]
-        return "; ".join(list(dict.fromkeys([*reasons, *stuck, *untold]))[:2]) or "no rank reported anything"
+        unreported = [f"no rank reported the result of {each}" for each in self.unreported]
+        return "; ".join(list(dict.fromkeys([*reasons, *stuck, *unreported]))[:2]) or "no rank reported anything"
 
 
 def run_self_test(
@@ -313,7 +313,7 @@ def _failure(tested: SelfTestResult) -> Finding:
     if behind and len(behind) < len(tested.ranks):
         rows.append(f"{_names_with_hosts(behind, tested)} did not reach the store")
     if not rows and not lost:
-        rows = [f"no rank reported the result of {each}" for each in tested.untold[:3]]
+        rows = [f"no rank reported the result of {each}" for each in tested.unreported[:3]]
     stages = {tested.at.get(name, "") for name in errors} - {"done", ""}
     where = f" (at: {', '.join(sorted(stages))})" if stages else ""
     backends = " and ".join(sorted({each.backend for each in tested.communicators}))

@@ -133,16 +133,16 @@ class ProbeRendezvous:
     port: int
     joined: dict[str, ProbeInfo]
     missing: tuple[MissingHost, ...]
-    back: dict[str, str]
+    dial_back_errors: dict[str, str]
     """By host, why the head could not dial the address of its probe; empty if it could."""
     lost: dict[str, str]
     """Hosts that joined and then did not answer, with the reason."""
-    twice: tuple[str, ...]
+    duplicates: tuple[str, ...]
     """Names under which several probes joined; the first one counts."""
-    strangers: tuple[str, ...]
+    unexpected: tuple[str, ...]
     """Names of unexpected probes."""
     took_s: float
-    other: Mapping[str, str] = field(default_factory=dict)
+    other_versions: Mapping[str, str] = field(default_factory=dict)
     """By host, why its probe was refused: it has another protocol version."""
 
 
@@ -162,10 +162,10 @@ class CheckHead:
         self.address, self.port, self.token = self._listener.host, self._listener.port, token
         self.members: dict[str, Connection] = {}
         self._came_from: dict[str, str] = {}
-        self._entering: list[tuple[Connection, float]] = []
-        self._other: dict[str, str] = {}
-        self._twice: list[str] = []
-        self._strangers: list[str] = []
+        self._joining: list[tuple[Connection, float]] = []
+        self._other_versions: dict[str, str] = {}
+        self._duplicates: list[str] = []
+        self._unexpected: list[str] = []
 
     def gather(
         self,
@@ -192,24 +192,24 @@ class CheckHead:
         search: MissingHostSearch | None = None
         reported = began
         while (now := time.monotonic()) - began < bound_s:
-            absent = self._absent(expected)
+            absent = self._missing_names(expected)
             if set(absent) <= set(launcher.failed()):
                 break
-            self._take(0.1, expected)
+            self._accept(0.1, expected)
             if search is None and now - began >= HOST_LOOKUP_S:
                 search = MissingHostSearch(absent, f"{given}:{self.port}", launcher.addresses)
             if report is not None and search is not None and now - reported >= NAMED_HOSTS_S:
                 reported = now
-                report(search.found(self._absent(expected), launcher.failed()))
+                report(search.found(self._missing_names(expected), launcher.failed()))
         named_s = time.monotonic() - began
-        absent = self._absent(expected)
+        absent = self._missing_names(expected)
         search = search or MissingHostSearch(absent, f"{given}:{self.port}", launcher.addresses)
         search.await_all()
         missing = search.found(absent, launcher.failed())
-        joined, lost = self._cards(ports, kernels)
+        joined, lost = self._request_info(ports, kernels)
         return ProbeRendezvous(
-            given, self.port, joined, missing, self._back(joined), lost, tuple(self._twice), tuple(self._strangers),
-            named_s, dict(self._other),
+            given, self.port, joined, missing, self._dial_back(joined), lost, tuple(self._duplicates),
+            tuple(self._unexpected), named_s, dict(self._other_versions),
         )  # fmt: skip
 
     def ask(
@@ -227,10 +227,10 @@ class CheckHead:
 
     def close(self) -> None:
         """Dismisses the probes."""
-        for connection in [*self.members.values(), *(connection for connection, _ in self._entering)]:
+        for connection in [*self.members.values(), *(connection for connection, _ in self._joining)]:
             _dismiss(connection)
         self.members.clear()
-        self._entering.clear()
+        self._joining.clear()
         self._listener.close()
 
     def __enter__(self) -> Self:
@@ -241,47 +241,47 @@ class CheckHead:
     ) -> None:
         self.close()
 
-    def _absent(self, expected: Sequence[str]) -> list[str]:
-        return [name for name in expected if name not in self.members and name not in self._other]
+    def _missing_names(self, expected: Sequence[str]) -> list[str]:
+        return [name for name in expected if name not in self.members and name not in self._other_versions]
 
-    def _take(self, seconds: float, expected: Sequence[str]) -> None:
+    def _accept(self, seconds: float, expected: Sequence[str]) -> None:
         """Accepts authenticated probes of the same protocol version as members."""
         connection = self._listener.accept(seconds)
         if connection is not None:
-            self._entering.append((connection, time.monotonic() + GREETING_S))
-        entering, self._entering = self._entering, []
+            self._joining.append((connection, time.monotonic() + GREETING_S))
+        entering, self._joining = self._joining, []
         for connection, until in entering:
             try:
                 greeting = receive_message(connection, 0.0)
                 if greeting is None and time.monotonic() < until:
-                    self._entering.append((connection, until))
+                    self._joining.append((connection, until))
                     continue
                 theirs = _parse_protocol_version(greeting or {})
             except WireError:
                 continue  # disconnected; it is reported as missing
             except ValueError:
                 theirs = ProtocolVersion(0, "unknown")
-            self._enter(connection, theirs, expected)
+            self._greet(connection, theirs, expected)
 
-    def _enter(self, connection: Connection, theirs: ProtocolVersion, expected: Sequence[str]) -> None:
+    def _greet(self, connection: Connection, theirs: ProtocolVersion, expected: Sequence[str]) -> None:
         name, why = connection.peer.name, ""
         if name not in expected:
-            self._strangers.append(name)
+            self._unexpected.append(name)
             why = f"this check does not expect host {name}"
         elif name in self.members:
-            self._twice.append(name)
+            self._duplicates.append(name)
             why = f"another probe of {name} has already joined"
         elif theirs.protocol != own_protocol_version().protocol:
-            self._other[name] = f"its probe runs {theirs}, the head runs {own_protocol_version()}"
+            self._other_versions[name] = f"its probe runs {theirs}, the head runs {own_protocol_version()}"
             why = f"the head runs {own_protocol_version()}, this probe runs {theirs}"
         if why:
             _dismiss(connection, why)
             return
-        self._other.pop(name, None)
+        self._other_versions.pop(name, None)
         self.members[name] = connection
         self._came_from[name] = connection_addresses(connection)[1]
 
-    def _cards(self, ports: Sequence[int], kernels: int) -> tuple[dict[str, ProbeInfo], dict[str, str]]:
+    def _request_info(self, ports: Sequence[int], kernels: int) -> tuple[dict[str, ProbeInfo], dict[str, str]]:
         order = {"do": "card", "ports": list(ports), "kernels": kernels}
         cards, lost = self.ask(
             dict.fromkeys(self.members, order),
@@ -291,7 +291,7 @@ class CheckHead:
         )
         return {name: replace(cards[name], came_from=self._came_from[name]) for name in sorted(cards)}, lost
 
-    def _back(self, joined: Mapping[str, ProbeInfo]) -> dict[str, str]:
+    def _dial_back(self, joined: Mapping[str, ProbeInfo]) -> dict[str, str]:
         """Checks whether the head can dial the address of each probe."""
         targets = []
         for name, info in joined.items():

@@ -79,7 +79,7 @@ def judge_advertised_address(
 
 def judge_rendezvous(rendezvous: ProbeRendezvous) -> list[Finding]:
     """Findings of a rendezvous, missing hosts first."""
-    many = len(rendezvous.joined) + len(rendezvous.missing) + len(rendezvous.lost) + len(rendezvous.other)
+    many = len(rendezvous.joined) + len(rendezvous.missing) + len(rendezvous.lost) + len(rendezvous.other_versions)
     found = [_missing_finding(each, rendezvous, many) for each in rendezvous.missing]
     found += [
         Finding(
@@ -87,7 +87,7 @@ def judge_rendezvous(rendezvous: ProbeRendezvous) -> list[Finding]:
             "different versions of lockstep cannot work together, neither in a check nor in a run",
             "install the same version of lockstep on every host, then start its probe again",
         )
-        for name, why in rendezvous.other.items()
+        for name, why in rendezvous.other_versions.items()
     ]  # fmt: skip
     found += [
         Finding(
@@ -105,14 +105,14 @@ def judge_rendezvous(rendezvous: ProbeRendezvous) -> list[Finding]:
             "two hosts with one name share a rank, or a probe of an earlier launch is still running",
             "give every host its own name, and end leftover probes",
         )
-        for name in rendezvous.twice
+        for name in rendezvous.duplicates
     ]  # fmt: skip
     found += [
         Finding(
             "rendezvous-stranger", "warning", name, "an unexpected probe joined",
             "it has this check's token: one host too many was started", "add it to --hosts, or do not start it",
         )
-        for name in rendezvous.strangers
+        for name in rendezvous.unexpected
     ]  # fmt: skip
     found += judge_same_addresses(rendezvous.joined)
     if not any(each.severity == "error" for each in found):
@@ -210,9 +210,9 @@ def _probe_findings(name: str, info: ProbeInfo, rendezvous: ProbeRendezvous, sev
         name, info.address, f"{name}", f"start its probe with --address and an address of {name} that others can "
         "reach, and set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME there to that interface", several, info.interfaces,
         reached_from_outside(rendezvous) if info.address == rendezvous.head
-        else bool(info.ports) and name not in rendezvous.back,
+        else bool(info.ports) and name not in rendezvous.dial_back_errors,
     )  # fmt: skip
-    why = rendezvous.back.get(name, "")
+    why = rendezvous.dial_back_errors.get(name, "")
     if why:
         found.append(
             Finding(

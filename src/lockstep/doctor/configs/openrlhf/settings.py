@@ -149,7 +149,7 @@ def judge_openrlhf_version(
             job.place,
         )
     else:
-        advice.say("version", "ok", f"options judged by OpenRLHF {version} ({how})", at=job.place)
+        advice.add("version", "ok", f"options judged by OpenRLHF {version} ({how})", at=job.place)
 
 
 def judge_openrlhf_memory(

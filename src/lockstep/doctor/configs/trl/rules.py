@@ -372,7 +372,7 @@ def judge_trl(
     judge_option_names(advice, run, trl, trainer, trainer_version, installed)
     how = "installed" if installed.get("trl") else "the versions with most of its options"
     what = f"TRL {run.version} and " if run.program else ""
-    advice.say("version", "ok", f"options judged by {what}transformers {trainer_version} ({how})", at=run.at)
+    advice.add("version", "ok", f"options judged by {what}transformers {trainer_version} ({how})", at=run.at)
     if run.program in ONLINE:
         judge_groups(advice, run)
         judge_engine(advice, run)

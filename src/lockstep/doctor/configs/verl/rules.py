@@ -385,7 +385,7 @@ def judge_verl(
     )
     judge_engine_options(advice, run, known)
     how = f"{installed} is installed" if installed else "the version with most of its options"
-    advice.say("version", "ok", f"options judged by verl {version} ({how})", at=at)
+    advice.add("version", "ok", f"options judged by verl {version} ({how})", at=at)
     for rule in VERL_RULES:
         rule(advice, run)
     judge_verl_memory(advice, run, folder, gpu_gib)

@@ -116,8 +116,8 @@ def judge_engine_options(advice: ConfigFindings, run: VerlConfig, known: dict[st
         option = known.get(setting.name)
         if option is not None and option.only and run.engine not in option.only and not setting.forced:
             where = " or ".join(option.only)
-            say = advice.error if run.engine == "dp" and f"{ACTOR}.strategy" not in run.settings else advice.warn
-            say(
+            add = advice.error if run.engine == "dp" and f"{ACTOR}.strategy" not in run.settings else advice.warn
+            add(
                 "option-other-engine",
                 f"{setting.name} exists only in the config of {where}",
                 "Hydra fails with: key is not in struct.",
