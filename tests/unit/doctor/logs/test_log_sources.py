@@ -121,7 +121,7 @@ def test_archives_have_limits_of_depth_and_size(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "deep.tar.gz").write_bytes(deep)
     found = collect_sources([str(tmp_path)])
     assert set(_all(found).values()) == {b"b\n"}
-    assert any("inside of 2 others was not read" in gap for gap in found.gaps)
+    assert any("nested in 2 others was not read" in gap for gap in found.gaps)
     monkeypatch.setattr("lockstep.doctor.logs.log_sources.MAX_UNPACKED_BYTES", 1 << 20)
     (tmp_path / "deep.tar.gz").write_bytes(_zip({"in.tar.gz": _tar({"zeros.log": b"\0" * (4 << 20)}), "b.log": b"b\n"}))
     (tmp_path / "deep.tar.gz").rename(tmp_path / "bomb.zip")
