@@ -34,9 +34,9 @@ class RunIsActive(LedgerError):
     """Another process runs this run."""
 
     def __init__(self, folder: Path, pid: int | None, host: str | None) -> None:
-        who = f"process {pid} on {host}" if pid is not None else "another process"
+        holder = f"process {pid} on {host}" if pid is not None else "another process"
         super().__init__(
-            f"{folder} is being run by {who}: wait until it ends, or stop it first (kill -INT {pid or 'PID'})"
+            f"{folder} is being run by {holder}: wait until it ends, or stop it first (kill -INT {pid or 'PID'})"
         )
         self.folder, self.pid, self.host = folder, pid, host
 
@@ -70,7 +70,7 @@ class LedgerBusy(LedgerError):
 
     def __init__(self, path: Path, waited_s: float) -> None:
         super().__init__(
-            f"{path} stayed locked by another process for {waited_s:g} s: see who has it open with `fuser {path}`"
+            f"{path} stayed locked by another process for {waited_s:g} s: find it with `fuser {path}`"
         )
         self.path, self.waited_s = path, waited_s
 

@@ -29,7 +29,7 @@ class IncompleteWeights(WeightsError):
     """A version that cannot be committed: `problems` by rank or tensor."""
 
     def __init__(self, version: int, problems: Mapping[str, str]) -> None:
-        listed = "; ".join(f"{who}: {what}" for who, what in list(problems.items())[:4])
+        listed = "; ".join(f"{part}: {problem}" for part, problem in list(problems.items())[:4])
         more = f" and {len(problems) - 4} more" if len(problems) > 4 else ""
         super().__init__(f"version {version} of the weights is not complete: {listed}{more}")
         self.version, self.problems = version, dict(problems)

@@ -105,7 +105,7 @@ class RelayTransport:
         asked = [
             (node, relay.submit(RelayAPI.readers)) for node, relay in behind if relay is not None and relay.alive()
         ]
-        answers = gather_outcomes([pending for _, pending in asked], "who reads weights", SENDER_ANSWER_S)
+        answers = gather_outcomes([pending for _, pending in asked], "readers of the spare buffer", SENDER_ANSWER_S)
         found = []
         for (node, _), readers in zip(asked, answers, strict=True):
             if not isinstance(readers, list):
@@ -230,7 +230,7 @@ class RelayTransport:
         end = time.monotonic() + self._limit_s
         while True:
             asked = node.require_relay().submit(RelayAPI.readers)
-            (found,) = gather_results([asked], why="who reads weights", stall_s=self._limit_s)
+            (found,) = gather_results([asked], why="readers of the spare buffer", stall_s=self._limit_s)
             if not found or time.monotonic() > end:
                 return found
             waits.sleep(RELAY_POLL_S, f"readers of the weights on {node.info.name} finish")
@@ -313,7 +313,7 @@ class RelayTransport:
 
         # The broadcast has its own bound, which comes first.
         waits.poll(
-            look, kind="transfer", waits_for=", ".join(node.info.name for node in missing) or "nobody",
+            look, kind="transfer", waits_for=", ".join(node.info.name for node in missing) or "no node",
             why=f"weights of version {version}", every_s=RELAY_POLL_S, progress=tree.progress,
             stall_s=2 * self._limit_s + SENDER_ANSWER_S,
         )  # fmt: skip
