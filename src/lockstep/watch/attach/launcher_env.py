@@ -107,12 +107,11 @@ def find_unregistered_ranks(
 def _by_environment(
     environments: Mapping[int, Mapping[str, str]], missing: Collection[int], known: Collection[int]
 ) -> dict[int, int]:
-    ranked = {pid: rank for pid, variables in environments.items() if (rank := launcher_rank(variables)) is not None}
+    launched = {pid: launcher_rank(variables) for pid, variables in environments.items()}
+    ranked = {pid: rank for pid, rank in launched.items() if rank is not None}
     least = min((uncertainty for _, uncertainty in ranked.values()), default=0)
     found: dict[int, int] = {}
-    for pid in sorted(
-        ranked, key=_age
-    ):  # a rank is older than its children, and Python younger than its wrapper scripts
+    for pid in sorted(ranked, key=_age):  # a rank is older than its children, Python younger than its wrapper scripts
         rank, uncertainty = ranked[pid]
         if (
             uncertainty == least

@@ -39,7 +39,7 @@ class WrapperOwner(Protocol):
 
     tape: CallRings
     sites: CallSites
-    found: dict[Any, CommunicatorMember | None]
+    member_cache: dict[Any, CommunicatorMember | None]
     """By what callers pass as `group`."""
 
     def member(self, group: Any) -> CommunicatorMember | None: ...
