@@ -69,7 +69,7 @@ def sft(folder: Path, **changes: Any) -> dict[str, Any]:
         ("trainer.reshard_after_forward=perhaps", ["trainer.reshard_after_forward: 'perhaps'", "valid boolean"]),
         ("trainer.optimizer.lr=fast", ["trainer.optimizer.lr: 'fast'", "valid number"]),
         ("cluster.device=gpu", ["cluster.device: 'gpu'", "'auto', 'cpu' or 'cuda'"]),
-        ("recipe=gpro", ["recipe: 'gpro' is not known", "sft, grpo"]),
+        ("recipe=gpro", ["recipe: 'gpro' is unknown", "sft, grpo"]),
         ("reward.terms.0.kind=exactmatch", ["reward.terms.0", "exactmatch", "exact_match"]),
         ("reward.terms.7.weight=2", ["command line", "reward.terms.7.weight=2", "no item '7'"]),
         ("reward.terms.0.pattern=(", ["reward.terms.0.pattern", "unknown key"]),

@@ -20,7 +20,7 @@ def test_a_run_of_an_earlier_version_resumes_with_the_same_weights(tmp_path: Pat
     command = [sys.executable, "-m", "lockstep", "train", "--resume", "runs/begun"]
     done = subprocess.run(command, cwd=here, env=environment, capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "finished after 24 of 24 steps" in done.stdout
+    assert "finished after 24 of 24 steps" in done.stdout + done.stderr
     resumed, expected = (
         load_file(path) for path in (here / "runs/begun/export/model.safetensors", here / "uninterrupted.safetensors")
     )

@@ -118,7 +118,7 @@ def test_an_environment_that_fails_names_sample_turn_and_line_and_the_run_goes_o
         ({"path": "nowhere.py:World"}, ["environment nowhere.py:World", "there is no file"]),
         (
             {"tools": ["{}/world.py:length"]},
-            ["told of rollout.environment.tools", "data.chat=true"],
+            ["about rollout.environment.tools", "data.chat=true"],
         ),
         ({"tools": ["{}/world.py:prompt_is_bad"]}, ["prompt_is_bad", "has no docstring"]),
         ({"tools": ["{}/world.py:length"], "path": "x.py:X"}, ["either path (an environment's class) or tools"]),

@@ -50,7 +50,7 @@ def test_with_the_model_and_data_at_hand_it_is_the_whole_plan(monkeypatch: pytes
     tokenizer.save_pretrained(tmp_path)
     save_file({}, tmp_path / "model.safetensors")
     monkeypatch.setattr(
-        "lockstep.models.hf_checkpoint.check_weights", lambda policy, folder: None
+        "lockstep.run.planning.resources.check_weights", lambda policy, folder: None
     )  # 3 GB that need not be there
     rows = [{"question": "1+1?", "answer": "so it is\n#### 2"}] * 4
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -124,8 +124,8 @@ def test_one_of_each_role_is_killed_in_one_run(reference: References, tmp_path: 
     assert "engine-0 died (SIGKILL); restarted in" in launched.said() and "16 requests re-issued" in launched.said()
     assert "2 steps are trained again" in launched.said()
     assert why(launched.folder, "policy-1").startswith("confirmed: rank 1 (policy")
-    assert re.search(r"was ended: rank 1 \(policy.*\) is stopped by a signal", log_of(launched.folder, "policy-0"))
-    assert re.search(r"was ended: rank 0 \(policy.*\) was killed by SIGKILL", log_of(launched.folder, "policy-1.1"))
+    assert re.search(r"was aborted: rank 1 \(policy.*\) is stopped by a signal", log_of(launched.folder, "policy-0"))
+    assert re.search(r"was aborted: rank 0 \(policy.*\) was killed by SIGKILL", log_of(launched.folder, "policy-1.1"))
     assert told(launched.folder, "confirmed") == [
         ("dead", ["engine-0"]), ("absent", ["policy-1"]), ("dead", ["policy-0.1"]), ("dead", ["engine-0.1"])
     ]  # fmt: skip

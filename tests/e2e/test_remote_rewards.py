@@ -133,5 +133,5 @@ def test_a_judge_without_its_key_starts_nothing(tmp_path: Path) -> None:
     launched = Launched.start(run, str(write(tmp_path, values)))
     assert launched.finish() == 2
     said = " ".join(launched.text().split())
-    assert "reward judge: the environment variable A_KEY_NOBODY_HAS, which is to hold the key, is not set" in said
+    assert "reward judge: the environment variable A_KEY_NOBODY_HAS, which should hold the key, is not set" in said
     assert not run.exists()

@@ -69,9 +69,7 @@ class LedgerBusy(LedgerError):
     """The index stayed locked by another process for longer than the bound."""
 
     def __init__(self, path: Path, waited_s: float) -> None:
-        super().__init__(
-            f"{path} stayed locked by another process for {waited_s:g} s: find it with `fuser {path}`"
-        )
+        super().__init__(f"{path} stayed locked by another process for {waited_s:g} s: find it with `fuser {path}`")
         self.path, self.waited_s = path, waited_s
 
 

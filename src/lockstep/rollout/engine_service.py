@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from pydantic import TypeAdapter
 
+from lockstep.base.malloc import tune_malloc
 from lockstep.cluster.protocol import DeferredResult, concurrent
-from lockstep.cluster.rpc.worker_main import tune_malloc
 from lockstep.config.model import ModelConfig
 from lockstep.config.rollout import EngineConfig
 from lockstep.data.samples import Completion

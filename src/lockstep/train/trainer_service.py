@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from pydantic import TypeAdapter
 
-from lockstep.cluster.rpc.worker_main import tune_malloc
+from lockstep.base.malloc import tune_malloc
 from lockstep.config.algorithm import Loss
 from lockstep.config.recipes import RecipeConfig
 from lockstep.data.micro_batch import EncodedMicroBatches, decode_micro_batches

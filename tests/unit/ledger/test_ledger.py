@@ -50,9 +50,7 @@ def test_a_new_run(ledger, folder):
 def test_a_folder_that_exists_is_not_touched(ledger, folder):
     ledger.collected(0, make_rollouts(0))
     before = tree(folder)
-    with pytest.raises(
-        FolderExists, match=r"already holds a run: resume it \(--resume .*sort\), choose another name"
-    ):
+    with pytest.raises(FolderExists, match=r"already holds a run: resume it \(--resume .*sort\), choose another name"):
         Ledger.create(folder, CONFIG)
     assert tree(folder) == before
     empty = folder.parent / "empty"

@@ -1,11 +1,10 @@
-"""`python -m lockstep.cluster.rpc.worker_main`: a process that hosts one service, its redacted log and its allocator.
+"""`python -m lockstep.cluster.rpc.worker_main`: a process that hosts one service, and its redacted log.
 
 Its manifest is a JSON file that `LOCKSTEP_WORKER` names; the run's token is in `LOCKSTEP_TOKEN`. Neither is an
 argument, which other users could read. The controller's address is in the run's shared memory (`Leader`). stdout and
 stderr are the worker's log; SIGUSR1 writes all stacks to it.
 """
 
-import ctypes
 import faulthandler
 import io
 import logging
@@ -29,24 +28,6 @@ from lockstep.watch.recorder import recorder
 log = logging.getLogger(__name__)
 
 TOKEN_VARIABLE = "LOCKSTEP_TOKEN"
-
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
-_RETAINED_BYTES = 2**30
-
-
-def tune_malloc() -> bool:
-    """Makes glibc keep freed memory for the next step: otherwise every large tensor needs new pages from the kernel.
-
-    Returns:
-        Whether it was set; False where the C library has no `mallopt`.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None or not (
-        mallopt(_M_MMAP_THRESHOLD, _RETAINED_BYTES) and mallopt(_M_TRIM_THRESHOLD, _RETAINED_BYTES)
-    ):
-        log.warning("trainer.malloc is tuned, but this C library's malloc cannot be tuned: it keeps its defaults")
-        return False
-    return True
 
 
 class RedactedStream(io.TextIOWrapper):

@@ -1,0 +1,24 @@
+"""Tunes glibc's malloc for programs that free and allocate the same large tensors in every step."""
+
+import ctypes
+import logging
+
+log = logging.getLogger(__name__)
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
+_RETAINED_BYTES = 2**30
+
+
+def tune_malloc() -> bool:
+    """Makes glibc keep freed memory for the next step: otherwise every large tensor needs new pages from the kernel.
+
+    Returns:
+        Whether it was set; False where the C library has no `mallopt`.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None or not (
+        mallopt(_M_MMAP_THRESHOLD, _RETAINED_BYTES) and mallopt(_M_TRIM_THRESHOLD, _RETAINED_BYTES)
+    ):
+        log.warning("trainer.malloc is tuned, but this C library's malloc cannot be tuned: it keeps its defaults")
+        return False
+    return True
