@@ -192,7 +192,7 @@ def test_what_it_took_stays_when_later_versions_are_written_over_it(start, folde
 
 def test_vllms_own_reload_ends_with_the_same_weights(start, folder, tmp_path, monkeypatch):
     """Models whose layers are not all known are taken that way."""
-    monkeypatch.setattr("lockstep.rollout.vllm.direct_loading.plan_tensor_moves", lambda model, shapes: None)
+    monkeypatch.setattr("lockstep.rollout.vllm.weight_transfer.plan_tensor_moves", lambda model, shapes: None)
     engine, new = updated(start, folder, tmp_path)
     requests = ask(name="after")
     assert error(new, requests, run(engine, requests)) < 1e-5
@@ -200,7 +200,7 @@ def test_vllms_own_reload_ends_with_the_same_weights(start, folder, tmp_path, mo
 
 def test_without_the_cure_a_tied_head_stays_old(start, folder, tmp_path, monkeypatch):
     """What the cure is for; where this fails, vLLM has cured it, and ours may go."""
-    monkeypatch.setattr("lockstep.rollout.vllm.direct_loading.plan_tensor_moves", lambda model, shapes: None)
+    monkeypatch.setattr("lockstep.rollout.vllm.weight_transfer.plan_tensor_moves", lambda model, shapes: None)
     monkeypatch.setattr("lockstep.rollout.vllm.weight_transfer.pack_heads", lambda model: None)
     engine, new = updated(start, folder, tmp_path)
     requests = ask(name="after")

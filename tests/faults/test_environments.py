@@ -112,7 +112,7 @@ def test_what_is_raised_or_returned_is_told(pool, action, problem, line):
     ],
 )
 def test_who_hangs_is_named_and_the_others_go_on(pool, monkeypatch, name, action, problem):
-    monkeypatch.setattr("lockstep.cluster.user_code.DEATH_LOG_S", 1.0)
+    monkeypatch.setattr("lockstep.rollout.environments.environment_process.DEATH_LOG_S", 1.0)
     made = pool(name, timeout_s=0.5)
     begin(made, "good", "bad", "idle")
     ask(made, good="1", bad="2", idle="3")
