@@ -33,7 +33,7 @@ from lockstep.data.forest_builder import forest_from_rollouts
 from lockstep.data.packing import pack
 from lockstep.data.samples import Prompt, Rollouts
 from lockstep.ledger.ledger import Ledger
-from lockstep.rollout.client.request_router import MAX_HOLD_S
+from lockstep.rollout.client.engine_slot import MAX_HOLD_S
 from lockstep.rollout.client.rollout_client import RolloutClient
 from lockstep.run.lifecycle import infrequent_gc
 from lockstep.run.rollout_buffer import RolloutBuffer

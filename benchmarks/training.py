@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.matmul_baseline import TrainingFloor, segments
 from benchmarks.workloads import MODEL, WORKS, Work, prepare
-from lockstep.cluster.rpc.worker_main import tune_malloc
+from lockstep.base.malloc import tune_malloc
 from lockstep.config.algorithm import CrossEntropy, PPOClip
 from lockstep.config.recipes import SFTConfig
 from lockstep.data.forest import Forest, Segment

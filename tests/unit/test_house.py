@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "lockstep"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
-REPEATED_STEMS = {"__init__", "__main__", "api", "config", "errors", "protocol"}
+REPEATED_STEMS = {"__init__", "__main__", "errors", "protocol"}
 """Every room may have one of these."""
 SIBLINGS = (PACKAGE / "rollout", PACKAGE / "doctor" / "configs")
 """Their folders implement one protocol, each for another backend or framework, in files of the same names."""

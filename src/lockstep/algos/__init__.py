@@ -1,1 +1,1 @@
-
+"""Advantages, losses, KL and aggregation: pure tensor functions."""

@@ -1,1 +1,1 @@
-
+"""Datasets, chat templates, samples, and packing into forests and micro-batches."""

@@ -1,1 +1,1 @@
-
+"""The trainer protocol, the FSDP2 trainer, objectives, checkpoints and export."""

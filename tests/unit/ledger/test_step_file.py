@@ -221,7 +221,8 @@ def test_a_step_is_written_without_pandas(tmp_path):
     code = (
         "import sys; from pathlib import Path; from ledger_helpers import make_rollouts;"
         "from lockstep.ledger import step_file;"
-        f"step_file.write_hidden_step(Path({str(tmp_path)!r}) / 'x.arrow', step_file.rollouts_table(make_rollouts(0), {{}}), 1);"
+        "table = step_file.rollouts_table(make_rollouts(0), {});"
+        f"step_file.write_hidden_step(Path({str(tmp_path)!r}) / 'x.arrow', table, 1);"
         "assert 'pandas' not in sys.modules"
     )
     path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])

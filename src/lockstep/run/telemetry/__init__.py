@@ -1,0 +1,1 @@
+"""Console, log and metrics of a running run."""

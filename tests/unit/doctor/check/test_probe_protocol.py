@@ -251,11 +251,17 @@ _JSON = st.recursive(
 @settings(max_examples=150, deadline=None)
 def test_whatever_comes_is_read_or_refused(message: dict[str, Any]) -> None:
     readers: list[Callable[[dict[str, Any]], object]] = [
-        lambda each: probe_protocol.read_probe_info("a", each), lambda each: probe_protocol.reach_answer_reader(["a", "b"])("a", each),
-        lambda each: probe_protocol.read_rate_answer("a", each), lambda each: probe_protocol.read_start_ranks_answer("a", each),
-        lambda each: probe_protocol.await_ranks_answer_reader({"a": [0]}, 1)("a", each), probe_protocol.parse_card_order, probe_protocol.parse_reach_order, probe_protocol.parse_rate_order,
-        probe_protocol.parse_start_ranks, probe_protocol.parse_await_ranks,
-    ]  # fmt: skip
+        lambda each: probe_protocol.read_probe_info("a", each),
+        lambda each: probe_protocol.reach_answer_reader(["a", "b"])("a", each),
+        lambda each: probe_protocol.read_rate_answer("a", each),
+        lambda each: probe_protocol.read_start_ranks_answer("a", each),
+        lambda each: probe_protocol.await_ranks_answer_reader({"a": [0]}, 1)("a", each),
+        probe_protocol.parse_card_order,
+        probe_protocol.parse_reach_order,
+        probe_protocol.parse_rate_order,
+        probe_protocol.parse_start_ranks,
+        probe_protocol.parse_await_ranks,
+    ]
     for read in readers:
         with contextlib.suppress(ValueError):
             read({**message})
