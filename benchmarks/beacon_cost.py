@@ -6,8 +6,8 @@ import statistics
 import time
 from collections.abc import Callable
 
-from lockstep.base.bounded_wait import track_wait
 from lockstep.base.folders import new_run_id, run_shm_dir
+from lockstep.base.wait_state import track_wait
 from lockstep.watch.beacon import beacon_table
 from lockstep.watch.beacon.file_format import FIXED_SIZE
 from lockstep.watch.beacon.reader import read_beacon

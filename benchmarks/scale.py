@@ -30,7 +30,7 @@ from lockstep.cluster.protocol import Worker, WorkerSpec
 from lockstep.config.algorithm import PolicyLoss
 from lockstep.config.rollout import SamplingConfig
 from lockstep.data.forest_builder import forest_from_rollouts
-from lockstep.data.packing import pack
+from lockstep.data.mini_batches import pack
 from lockstep.data.samples import Prompt, Rollouts
 from lockstep.ledger.ledger import Ledger
 from lockstep.rollout.client.engine_slot import MAX_HOLD_S
@@ -39,7 +39,7 @@ from lockstep.run.lifecycle import infrequent_gc
 from lockstep.run.rollout_buffer import RolloutBuffer
 from lockstep.run.telemetry.step_metrics import rollout_metrics, update_metrics
 from lockstep.run.trainer_group import TrainerGroup
-from lockstep.train.api import TrainerInfo
+from lockstep.train.trainer_api import TrainerInfo
 
 COORDINATION = ("submit", "collect", "progress", "load_weights", "step", "write_weights", "metrics", "sockets")
 """Parts that exist because there are many workers; the others are work on the samples themselves."""

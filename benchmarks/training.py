@@ -30,7 +30,7 @@ from lockstep.base.malloc import tune_malloc
 from lockstep.config.algorithm import CrossEntropy, PPOClip
 from lockstep.config.recipes import SFTConfig
 from lockstep.data.forest import Forest, Segment
-from lockstep.data.packing import pack
+from lockstep.data.mini_batches import pack
 from lockstep.train.distributed import ParallelContext
 from lockstep.train.fsdp import FSDP2Trainer
 

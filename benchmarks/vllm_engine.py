@@ -36,7 +36,7 @@ from lockstep.rollout.vllm.engine import VllmEngine
 from lockstep.weights.weight_plan import WeightPlan
 from lockstep.weights.weight_store import WeightStore
 
-READER = "lockstep.weights.shared_memory:StoreReader"
+READER = "lockstep.weights.shared_memory_transport:StoreReader"
 MODELS: dict[str, dict[str, Any]] = {
     "0.5M": {"hidden": 128, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 512},
     "3M": {"hidden": 256, "layers": 4, "heads": 4, "kv_heads": 2, "ffn": 768},

@@ -33,9 +33,9 @@ from lockstep.config.rollout import BuiltinEngineConfig as EngineConfig
 from lockstep.models.tiny_model import TinyModel, make_tiny
 from lockstep.rollout.builtin.engine import BuiltinEngine
 from lockstep.train.trainer_protocol import ParameterShard
-from lockstep.weights.relay.api import RELAY_PRELOAD, RELAY_SERVICE
+from lockstep.weights.relay.relay_api import RELAY_PRELOAD, RELAY_SERVICE
 from lockstep.weights.relay.relay_transport import RelayTransport
-from lockstep.weights.shared_memory import StoreReader
+from lockstep.weights.shared_memory_transport import StoreReader
 from lockstep.weights.weight_plan import WeightPlan
 from lockstep.weights.weight_store import WeightStore
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from benchmarks.faults.cases import AT_BEGIN, Case
 from benchmarks.faults.schedule import FINISH, PLACES, ROOTED, WORLD, Call, members
-from lockstep.base.bounded_wait import track_wait
+from lockstep.base.wait_state import track_wait
 from lockstep.watch.beacon.writer import open_beacon
 from lockstep.watch.recorder import recorder
 

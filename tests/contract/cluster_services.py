@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lockstep.base.bounded_wait import track_wait
+from lockstep.base.wait_state import track_wait
 from lockstep.cluster.protocol import DeferredResult, concurrent
 from lockstep.watch.beacon.writer import current_beacon
 

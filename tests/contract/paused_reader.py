@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lockstep.weights.shared_memory import StoreReader
+from lockstep.weights.shared_memory_transport import StoreReader
 
 
 class Struck(dict[str, Tensor]):

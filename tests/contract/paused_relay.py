@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from lockstep.weights.relay.api import ReceiveResult, RelayLink
+from lockstep.weights.relay.relay_api import ReceiveResult, RelayLink
 from lockstep.weights.relay.weight_relay import WeightRelay
 
 

@@ -19,9 +19,9 @@ import pytest
 from cluster_services import Engine, Parcel, Plain, Promises
 from ray_hosts import needs_ray
 
-from lockstep.base.bounded_wait import Stalled
 from lockstep.base.transport import auth_handshake
 from lockstep.base.transport.frames import Connection, ConnectionClosed, HandshakeRefused
+from lockstep.base.wait_state import Stalled
 from lockstep.cluster.agent_cluster import AgentCluster
 from lockstep.cluster.local_cluster import LocalCluster
 from lockstep.cluster.protocol import RemoteError, Worker, WorkerDied, WorkerSpec

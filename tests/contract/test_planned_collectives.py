@@ -12,7 +12,7 @@ import torch.distributed as dist
 import trainer_ranks as tr
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lockstep.base.bounded_wait import WaitTimeout
+from lockstep.base.wait_state import WaitTimeout
 from lockstep.run.planning.resources import model_facts
 from lockstep.run.planning.run_plan import METRICS_BYTES, trainer_collectives
 from lockstep.train import objective

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from cluster_services import Plain
 
-from lockstep.base.bounded_wait import WaitRecord
 from lockstep.base.folders import new_run_id
+from lockstep.base.wait_state import WaitRecord
 from lockstep.cluster.local_cluster import LocalCluster
 from lockstep.cluster.protocol import WorkerSpec
 from lockstep.cluster.rpc.futures import gather_results
@@ -18,7 +18,7 @@ from lockstep.config.cluster import LocalClusterConfig as Config
 from lockstep.config.loader import check_config
 from lockstep.models.tiny_model import make_tiny
 from lockstep.run.telemetry.run_reporter import format_wait, startup_status
-from lockstep.train.api import TrainerAPI
+from lockstep.train.trainer_api import TrainerAPI
 from lockstep.watch.beacon.writer import close_beacon, open_beacon
 
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lockstep.config.algorithm import KLPenalty
 from lockstep.data.forest_builder import forest_from_rollouts
-from lockstep.data.packing import pack
+from lockstep.data.mini_batches import pack
 from lockstep.train.checkpoint import read_manifest
 from lockstep.train.checkpoint_retention import checkpoint_bytes, remove_checkpoint, remove_leftovers
 from lockstep.train.distributed import ParallelContext

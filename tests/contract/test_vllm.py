@@ -31,7 +31,7 @@ from lockstep.rollout.engine_protocol import ENGINE_SERVICE, EngineAPI, Request
 from lockstep.rollout.errors import BadRequest, InterruptedUpdate, TornEngine, WeightsMismatch
 from lockstep.watch.beacon.writer import current_beacon
 from lockstep.weights.errors import StaleVersion
-from lockstep.weights.shared_memory import StoreReader
+from lockstep.weights.shared_memory_transport import StoreReader
 from lockstep.weights.stream.channel import StreamChannel
 from lockstep.weights.weight_plan import WeightPlan
 from lockstep.weights.weight_store import WeightStore
@@ -40,7 +40,7 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.skipif(find_spec("vllm") is None, reason="needs the extra `vllm`: script/test --vllm"),
 ]
-CONTEXT, READER = 160, "lockstep.weights.shared_memory:StoreReader"
+CONTEXT, READER = 160, "lockstep.weights.shared_memory_transport:StoreReader"
 
 
 @pytest.fixture(scope="module", params=["tied", "untied"])

@@ -19,11 +19,11 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from weight_nodes import TRANSPORTS, House, new_cluster, plan_of, rows_of, tensors, until
 
-from lockstep.base.bounded_wait import Stalled
+from lockstep.base.wait_state import Stalled
 from lockstep.cluster.local_cluster import LocalCluster
 from lockstep.cluster.protocol import RemoteError
 from lockstep.weights.errors import BufferHeld, LinkFailed
-from lockstep.weights.relay.api import RelayAPI, RelayLink
+from lockstep.weights.relay.relay_api import RelayAPI, RelayLink
 from lockstep.weights.relay.weight_relay import TransferHeader, WeightRelay
 from lockstep.weights.write_records import WriteRecord
 
@@ -310,7 +310,9 @@ def test_the_trainer_waits_for_no_older_version_on_its_way_to_its_own_nodes(buil
 @pytest.fixture
 def reads() -> Iterator[Callable[[str], "subprocess.Popen[str]"]]:
     """Processes that read version 0 of a store, and do not come to an end."""
-    code = "import sys, time; from pathlib import Path; from lockstep.weights.shared_memory import StoreReader\n"
+    code = (
+        "import sys, time; from pathlib import Path; from lockstep.weights.shared_memory_transport import StoreReader\n"
+    )
     code += "with Reader()(Path(sys.argv[1]), 0): print('reads', flush=True); time.sleep(120)"
     started = []
 

@@ -22,8 +22,8 @@ from lockstep.config.algorithm import PolicyLoss
 from lockstep.config.recipes import GRPOConfig, RecipeConfig, SFTConfig
 from lockstep.data.forest_builder import forest_from_documents, forest_from_rollouts
 from lockstep.data.micro_batch import MiniBatch
-from lockstep.data.packing import TrainingBatch, pack
-from lockstep.data.packing_plan import PackingMode
+from lockstep.data.mini_batches import TrainingBatch, pack
+from lockstep.data.packing import PackingMode
 from lockstep.data.samples import Completion, Document, Group, Prompt, Rollouts
 from lockstep.models.tiny_model import make_tiny
 from lockstep.train.distributed import ParallelContext

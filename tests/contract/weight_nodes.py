@@ -17,9 +17,9 @@ from lockstep.cluster.local_cluster import LocalCluster
 from lockstep.cluster.protocol import NodeInfo, Worker, WorkerSpec
 from lockstep.config.cluster import LocalClusterConfig as Config
 from lockstep.train.trainer_protocol import ParameterShard
-from lockstep.weights.relay.api import RELAY_PRELOAD
+from lockstep.weights.relay.relay_api import RELAY_PRELOAD
 from lockstep.weights.relay.relay_transport import RelayTransport
-from lockstep.weights.shared_memory import SharedMemoryTransport, StoreReader
+from lockstep.weights.shared_memory_transport import SharedMemoryTransport, StoreReader
 from lockstep.weights.weight_plan import WeightPlan
 from lockstep.weights.weight_store import WeightStore
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from lockstep.weights.shared_memory import StoreReader
+from lockstep.weights.shared_memory_transport import StoreReader
 
 SLOW_S = 0.3
 """For one tensor."""

@@ -22,7 +22,7 @@ from network_namespaces import needs_namespaces
 from ray_hosts import Hosts, needs_ray, until
 
 import lockstep
-from lockstep.base.bounded_wait import WaitTimeout
+from lockstep.base.wait_state import WaitTimeout
 from lockstep.cluster.placement.assignment import DoesNotFit
 from lockstep.cluster.placement.bundles import ProcessRequest
 from lockstep.cluster.protocol import WorkerDied, WorkerSpec

@@ -21,8 +21,8 @@ from lockstep.config.reward import (
     RewardConfig,
 )
 from lockstep.data.samples import Completion, Group, Prompt, Rollouts
-from lockstep.rewards.api import RewardError
 from lockstep.rewards.scorer_pool import LOSSES_PER_SCORER, ScorerPool
+from lockstep.rewards.scoring_messages import RewardError
 
 HERE = Path(__file__).parent
 

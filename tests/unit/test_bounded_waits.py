@@ -84,7 +84,7 @@ def _published(tree: ast.AST, names: "_Names") -> list[ast.Call]:
         if isinstance(node, ast.With)
         and any(
             isinstance(item.context_expr, ast.Call)
-            and names.dotted(item.context_expr.func) == "lockstep.base.bounded_wait.track_wait"
+            and names.dotted(item.context_expr.func) == "lockstep.base.wait_state.track_wait"
             for item in node.items
         )
     ]
@@ -452,7 +452,7 @@ PASSES = [
     "for end in (self._a, b): end.setblocking(False)\nself._a.recv(4096)",
     "class W:\n  def wait(self): pass\nw = W()\nw.wait()",
     "import selectors; s = selectors.DefaultSelector(); s.select(0.1)",
-    "from lockstep.base.bounded_wait import track_wait\nimport asyncio\n"
+    "from lockstep.base.wait_state import track_wait\nimport asyncio\n"
     "with track_wait('a', 'b', 'c', 5): asyncio.run(f())",
     "async def f(): await g()",
     "class A:\n  def wait(self): pass\n  def run(self): self.wait()",

@@ -18,7 +18,7 @@ def test_import_linter_keeps_every_contract() -> None:
 
 @pytest.mark.parametrize(
     "module",
-    ["lockstep.config.loader", "lockstep.watch.agent.node_agent", "lockstep.report.process_table", "lockstep.cli"],
+    ["lockstep.config.loader", "lockstep.watch.agent.node_agent", "lockstep.report.top_table", "lockstep.cli"],
 )
 def test_light_modules_bring_no_torch(module: str) -> None:
     """What must answer at once: a misspelt key, the agent, `top`, `--help`."""

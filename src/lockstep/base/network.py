@@ -5,8 +5,8 @@ import socket
 from contextlib import closing
 from pathlib import Path
 
-from lockstep.base.bounded_wait import track_wait
 from lockstep.base.errors import PicklableError
+from lockstep.base.wait_state import track_wait
 
 SYS_CLASS_NET = Path("/sys/class/net")
 

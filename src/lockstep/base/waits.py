@@ -22,7 +22,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, Unpack, cast
 
-from lockstep.base.bounded_wait import NOT_READY, NoticeHandler, NotReady, WaitBounds, track_wait, wait_for
+from lockstep.base.wait_state import NOT_READY, NoticeHandler, NotReady, WaitBounds, track_wait, wait_for
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)

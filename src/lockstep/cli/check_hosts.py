@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 import psutil
 
 from lockstep.base import waits
-from lockstep.base.bounded_wait import WaitTimeout
+from lockstep.base.wait_state import WaitTimeout
 from lockstep.cli.check_arguments import HostSelection
 from lockstep.cli.extras import require_extra
 from lockstep.cluster.local_cluster import LocalProbes

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lockstep.base import waits
-from lockstep.base.bounded_wait import WaitTimeout
+from lockstep.base.wait_state import WaitTimeout
 from lockstep.cluster.placement.assignment import DoesNotFit, NodesBusy
 from lockstep.config.cluster import RayClusterConfig
 from lockstep.config.recipes import GRPOConfig, SFTConfig

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 
 import lockstep
-from lockstep.base.bounded_wait import WaitTimeout
+from lockstep.base.wait_state import WaitTimeout
 from lockstep.cluster.cluster_node import NodeRefused
 from lockstep.cluster.node_network import UnreachableAddress
 from lockstep.cluster.node_versions import VersionError
@@ -22,7 +22,7 @@ from lockstep.cluster.protocol import RemoteError, WorkerDied
 from lockstep.config.errors import ConfigError
 from lockstep.ledger.errors import LedgerError
 from lockstep.ledger.run_folder import INDEX_FILE
-from lockstep.rewards.api import RewardError
+from lockstep.rewards.scoring_messages import RewardError
 from lockstep.rollout.environments.environment_messages import EnvironmentFailed
 from lockstep.run.errors import GaveUp, NotStarted
 from lockstep.watch.agent.agent_client import AgentError

@@ -20,16 +20,16 @@ def command(
     Only reads. Stop with Ctrl-C."""
     from rich.console import Console
 
-    from lockstep.report import process_table
+    from lockstep.report import top_table
     from lockstep.watch.beacon.reader import read_beacons
 
     name = _run_name(run)
     if not read_beacons(name):
         typer.echo(_describe_ended(run))
     elif once:
-        process_table.print_processes(name, Console())
+        top_table.print_processes(name, Console())
     else:
-        process_table.follow_processes(name, Console(), every)
+        top_table.follow_processes(name, Console(), every)
 
 
 def _run_name(run: Path) -> str:

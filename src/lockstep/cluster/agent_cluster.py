@@ -16,8 +16,8 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from lockstep.base import waits
-from lockstep.base.bounded_wait import WaitTimeout
 from lockstep.base.network import PortRange
+from lockstep.base.wait_state import WaitTimeout
 from lockstep.cluster.cluster_node import ClusterNode
 from lockstep.cluster.node_network import RendezvousStore
 from lockstep.cluster.protocol import NodeInfo, Worker, WorkerSpec, check_worker_names

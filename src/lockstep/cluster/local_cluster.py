@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import IO
 
 from lockstep.base import waits
-from lockstep.base.bounded_wait import WaitTimeout
 from lockstep.base.folders import run_shm_dir
+from lockstep.base.wait_state import WaitTimeout
 from lockstep.cluster.agent_cluster import CLOSE_GRACE_S, AgentCluster
 from lockstep.cluster.cluster_node import ClusterNode
 from lockstep.cluster.protocol import RESERVED_NAMES, NodeInfo, WorkerSpec

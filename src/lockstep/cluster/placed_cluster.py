@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Protocol
 
 from lockstep.base import waits
-from lockstep.base.bounded_wait import WaitTimeout
 from lockstep.base.text import last_line
+from lockstep.base.wait_state import WaitTimeout
 from lockstep.cluster.agent_cluster import AgentCluster, ClusterLimits
 from lockstep.cluster.cluster_node import ClusterNode
 from lockstep.cluster.placement.assignment import Assignment

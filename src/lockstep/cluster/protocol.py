@@ -114,7 +114,7 @@ class PendingResult(Protocol[R_co]):
 
     def result(self, why: str, stall_s: float | None = None) -> R_co:
         """Waits for the result as long as the worker makes progress; after `stall_s` (the cluster's limit when
-        None) without any, raises `lockstep.base.bounded_wait.Stalled`. Raises RemoteError or WorkerDied."""
+        None) without any, raises `lockstep.base.wait_state.Stalled`. Raises RemoteError or WorkerDied."""
 
 
 class Worker(Protocol):

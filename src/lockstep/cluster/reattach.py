@@ -17,10 +17,10 @@ from pathlib import Path
 import psutil
 
 from lockstep.base import waits
-from lockstep.base.bounded_wait import WaitTimeout
 from lockstep.base.folders import run_shm_dir
 from lockstep.base.text import first_line
 from lockstep.base.transport.frames import WireError
+from lockstep.base.wait_state import WaitTimeout
 from lockstep.cluster.cluster_node import ClusterNode
 from lockstep.cluster.node_versions import changed_since
 from lockstep.cluster.protocol import WorkerSpec

@@ -18,9 +18,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-from lockstep.base.bounded_wait import Stalled, WaitTimeout
 from lockstep.base.errors import PicklableError
 from lockstep.base.text import first_line
+from lockstep.base.wait_state import Stalled, WaitTimeout
 from lockstep.cluster.protocol import PendingResult, RemoteError, WorkerDied
 
 PACKAGE = str(Path(__file__).parents[1])

@@ -9,7 +9,7 @@ from typing import Literal
 from lockstep.base.errors import CollectiveStalled
 from lockstep.cluster.protocol import RemoteError, WorkerDied
 from lockstep.cluster.rpc.futures import CallError
-from lockstep.watch.diagnosis import error_classes
+from lockstep.watch.diagnosis import failure_classes
 
 FailureMode = Literal["died", "stalled", "raised"]
 _FRAME = re.compile(r'^\s+File "(?P<file>.+)", line (?P<line>\d+)', re.MULTILINE)
@@ -66,7 +66,7 @@ def is_effect(error: CallError) -> bool:
     or lost its connection to a peer."""
     if not isinstance(error, RemoteError):
         return False
-    return error.code == CollectiveStalled.error_code or error_classes.is_secondary_error(
+    return error.code == CollectiveStalled.error_code or failure_classes.is_secondary_error(
         f"{error.kind}: {error.message.partition(chr(10))[0]}"
     )
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lockstep.data.forest import Forest, concatenated_ranges, cumulative_bounds
-from lockstep.data.packing_plan import PackingPlan
+from lockstep.data.packing import PackingPlan
 from lockstep.data.row_layout import RowLayout
 
 Array = TypeVar("Array", np.ndarray, Tensor)

@@ -1,220 +1,394 @@
-"""Packing: from trees to the micro-batches of every rank, with all denominators known beforehand.
+"""Which parts of which trees share a row, and which rank computes the row.
 
-    batch = pack(forest_from_rollouts(rollouts, advantages), ranks=2, token_budget=4096)
-    for minibatch in batch.minibatches(cfg.epochs, cfg.minibatch_size, cfg.loss, seed=seed):
-        ...
+A tree that fits a row stays whole. A larger one is cut: each leaf goes where it needs the fewest new tokens,
+longest path first, and ancestors are repeated in every piece that needs them. All losses of a sequence belong to
+the first piece that has its last segment: a sequence is never cut. Segments without any target below them are left
+out.
 
-A target (one token of one sequence to predict) has a number in the batch, `MicroBatch.index`, which
-does not depend on how the batch was packed. All modes give the same targets with the same values; they differ in how
-many tokens are computed for them.
+Everything is a pure function of sizes, so that the controller knows each rank's micro-batches before any rank does:
+the same number for all of them, about equal in cost.
 """
 
-from collections.abc import Iterator, Sequence
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Literal
 
 import numpy as np
-import torch
 
-from lockstep.algos.aggregation import sequence_weights
-from lockstep.config.algorithm import Aggregation, CrossEntropy, PolicyLoss
-from lockstep.data.forest import Forest, concatenated_ranges
-from lockstep.data.micro_batch import MiniBatch, build_mini_batch
-from lockstep.data.packing_plan import PackingMode, check_token_budget, plan_packing
-from lockstep.data.sample_sources import permutation
+from lockstep.data.forest import Forest, concatenated_ranges, cumulative_bounds
+
+PackingMode = Literal["forest", "block", "single"]
+
+PAIRS_PER_TOKEN = 4096
+"""Attention pairs that cost as much as the dense layers do for one token: about six times the hidden size
+(24 h² against 4 h floating point operations a layer), here of a hidden size of about 700."""
 
 
-class TrainingBatch:
-    """The trees of a step, from which mini-batches are made for epochs and evaluations.
+class TokenBudgetExceeded(ValueError):
+    """One sequence is longer than a row may be."""
 
-    Attributes:
-        forest: the trees, in the order given.
-        fields: float32 `[targets]` each, by name; without `weight`, which belongs to a mini-batch.
-        sequences: int32 `[targets]`: the sequence of each target.
-    """
-
-    def __init__(self, forest: Forest, ranks: int, token_budget: int, mode: PackingMode) -> None:
-        if ranks < 1 or token_budget < 1:
-            raise ValueError(f"ranks is {ranks} and token_budget {token_budget}, expected at least 1 of both")
-        if mode not in ("forest", "block", "single"):
-            raise ValueError(f"packing mode is {mode!r}, expected forest, block or single")
-        self.forest = forest
-        self.ranks, self.token_budget, self.mode = ranks, token_budget, mode
-        self.forest.check_sequences()
-        check_token_budget(self.forest, token_budget)
-        self.sequences, self.fields = self.forest.sequences, dict(self.forest.fields)
-        self._set: dict[str, np.ndarray] = {}
-
-    @property
-    def targets(self) -> int:
-        """Number of targets."""
-        return int(self.sequences.size)
-
-    def minibatches(
-        self,
-        epochs: int = 1,
-        minibatch_size: int | None = None,
-        loss: PolicyLoss | CrossEntropy | None = None,
-        *,
-        seed: int = 0,
-        max_tokens: int | None = None,
-    ) -> Iterator[MiniBatch]:
-        """The optimizer steps of the batch.
-
-        Mini-batches are made of whole trees. Their order is drawn from (seed, epoch), except where all trees go
-        into one step anyway. Trees that cannot change a weight (`zero_advantage_has_no_gradient`, and all advantages
-        zero) are in no row; denominators and steps still count them.
-
-        Args:
-            minibatch_size: sequences per optimizer step; all of them when None.
-            loss: whose `aggregation` and `norm_length` become the weights; token-mean when None.
-            max_tokens: divisor of `seq-mean-token-sum-norm` where the loss names none.
-
-        Raises:
-            ValueError: a mini-batch size that would cut a group.
-        """
-        aggregation: Aggregation = loss.aggregation if loss else "token-mean"
-        norm_length = (loss.norm_length if loss else None) or max_tokens
-        skips = loss is not None and zero_advantage_has_no_gradient(loss)
-        idle = self._without_signal() if skips else np.zeros(len(self.forest), np.bool_)
-        parts = self._split(np.arange(len(self.forest)), minibatch_size)
-        for epoch in range(epochs):
-            if len(parts) > 1:
-                order = permutation(len(self.forest), seed, epoch)
-                parts = self._split(order, minibatch_size)
-            for part in parts:
-                yield self._make_mini_batch(part, aggregation, norm_length, idle)
-
-    def _without_signal(self) -> np.ndarray:
-        """bool `[trees]`: whether all advantages of the tree are zero."""
-        if "advantage" not in self.fields:
-            return np.zeros(len(self.forest), np.bool_)
-        some = np.concatenate([[0], np.cumsum(self.fields["advantage"] != 0)])
-        bounds = self.forest.tree_bounds
-        return np.asarray(some[bounds[1:]] == some[bounds[:-1]])
-
-    def everything(self) -> MiniBatch:
-        """All trees as one mini-batch, for evaluation."""
-        return self._make_mini_batch(
-            np.arange(len(self.forest)), "token-mean", None, np.zeros(len(self.forest), np.bool_)
+    def __init__(self, sample: str, tokens: int, budget: int) -> None:
+        self.sample, self.tokens, self.budget = sample, tokens, budget
+        super().__init__(
+            f"sample {sample!r} is a sequence of {tokens} tokens, but token_budget is {budget}: set token_budget to "
+            f"at least {tokens}, or make sequences shorter (model.max_length, rollout.sampling.max_tokens)"
         )
 
-    def set_field(self, name: str, minibatch: MiniBatch, values: Sequence[Sequence[np.ndarray]]) -> None:
-        """Puts per-target values that the ranks computed for `minibatch` back onto the targets.
 
-        All later mini-batches include the field. It may be set in parts; until it is set for all targets, no mini-batch
-        can be made.
+@dataclass(frozen=True, slots=True)
+class PackingPlan:
+    """Which segments and loss terms share a row, and which rank computes the row: numbers of the forest only.
 
-        Args:
-            values: `[ranks][micro-batches]` arrays of float `[targets]`, as `Trainer.evaluate` returned them.
+    A piece is a part of one tree that stays in one row. All rows of all ranks are numbered: micro-batch m of rank r is
+    row `r * microbatches + m`. A row without pieces is an empty micro-batch.
+    """
 
-        Raises:
-            ValueError: values that do not fit the mini-batch, naming rank and micro-batch.
-        """
-        if name == "weight":
-            raise ValueError("the weights of targets follow from the aggregation and cannot be set")
-        field = self.fields.setdefault(name, np.zeros(self.targets, np.float32))
-        have = self._set.setdefault(name, np.zeros(self.targets, np.bool_))
-        if len(values) != minibatch.ranks:
-            raise ValueError(f"{name!r} has values of {len(values)} ranks, expected {minibatch.ranks}")
-        sizes = iter(np.diff(minibatch.target_bounds).tolist())
-        for rank, arrays in enumerate(values):
-            if len(arrays) != minibatch.microbatches:
-                raise ValueError(
-                    f"{name!r} has {len(arrays)} micro-batches of rank {rank}, expected {minibatch.microbatches}"
-                )
-            for number, (array, size) in enumerate(zip(arrays, sizes, strict=False)):
-                if array.shape != (size,):
-                    raise ValueError(
-                        f"{name!r} of rank {rank}, micro-batch {number} has shape {array.shape}, expected {(size,)}"
-                    )
-        index = minibatch.columns.index
-        real = index >= 0
-        field[index[real]] = np.concatenate([array for arrays in values for array in arrays])[real]
-        have[index[real]] = True
+    tree: np.ndarray
+    """int64 `[pieces]`, ascending."""
+    tokens: np.ndarray
+    """int64 `[pieces]`."""
+    cost: np.ndarray
+    """float64 `[pieces]`, in tokens. Multiples of 1 / `PAIRS_PER_TOKEN`, a power of two: any sum is exact."""
+    term_count: np.ndarray
+    """int64 `[pieces]`: the number of terms that each piece owns."""
+    first_segment: np.ndarray
+    """int64 `[pieces + 1]`: where each piece begins in `segment`."""
+    segment: np.ndarray
+    """int64: the segments of all pieces, ancestors first; closed under ancestors."""
+    first_term: np.ndarray
+    """int64 `[pieces + 1]`: where each piece begins in `term`."""
+    term: np.ndarray
+    """int64: the loss terms that the pieces own."""
+    is_path: bool
+    """Whether each piece is one path, which its row holds as a single segment."""
+    row: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    """int64 `[pieces]`; empty until `assign_rows_to_ranks`."""
+    ranks: int = 0
+    microbatches: int = 0
+    """Per rank."""
+    duration: float = math.inf
+    """Cost of the step in tokens: in every round all ranks wait for the slowest."""
 
-    def set_per_target(self, name: str, values: np.ndarray) -> None:
-        """Gives every target its own value.
+    def __len__(self) -> int:
+        return len(self.tree)
 
-        Args:
-            values: float `[targets]`, in the order of `sequences`; within a sequence in the order of its tokens.
+    def order(self) -> np.ndarray:
+        """int64 `[pieces]`: the pieces by row, within a row by tree and segments."""
+        if len(np.unique(self.row)) == len(self.row):
+            return np.asarray(np.argsort(self.row))
+        return np.asarray(np.lexsort((self._order_by_segments(), self.row)))
 
-        Raises:
-            ValueError: a wrong shape, or a value that is not finite.
-        """
-        if name == "weight":
-            raise ValueError("the weights of targets follow from the aggregation and cannot be set")
-        flat = np.asarray(values, np.float32)
-        if flat.shape != (self.targets,):
-            raise ValueError(
-                f"{name!r} has values of shape {flat.shape}, expected one for each of {self.targets} targets"
-            )
-        if not np.isfinite(flat).all():
-            sequence = int(self.sequences[np.flatnonzero(~np.isfinite(flat))[0]])
-            raise ValueError(f"{name!r} is not finite for sequence {sequence}")
-        self.fields[name] = flat
-
-    def _split(self, order: np.ndarray, size: int | None) -> list[np.ndarray]:
-        if size is None:
-            return [order]
-        parts: list[list[int]] = [[]]
-        held = 0
-        sizes = self.forest.samples.tolist()
-        if sizes and (max(sizes) > size or (min(sizes) == max(sizes) > 0 and size % max(sizes))):
-            raise ValueError(
-                f"minibatch_size is {size}, but groups have up to {max(sizes)} completions and are not cut: "
-                f"use a multiple of {max(sizes)}"
-            )
-        for tree in order.tolist():
-            if held + sizes[tree] > size:
-                parts.append([])
-                held = 0
-            parts[-1].append(tree)
-            held += sizes[tree]
-        return [np.asarray(part) for part in parts]
-
-    def _make_mini_batch(
-        self, order: np.ndarray, aggregation: Aggregation, norm_length: int | None, idle: np.ndarray
-    ) -> MiniBatch:
-        for name, have in self._set.items():
-            if not have.all():
-                raise ValueError(f"field {name!r} is set for {int(have.sum())} of {self.targets} targets")
-        # The order decides which trees share an optimizer step, not their places in it.
-        part = np.sort(order)
-        plan = plan_packing(self.forest, part[~idle[part]], self.ranks, self.token_budget, self.mode)
-        weights, targets, sequences = self._weights(part, aggregation, norm_length)
-        found = build_mini_batch(plan, self.forest, {**self.fields, "weight": weights})
-        found.targets, found.sequences = targets, sequences
-        found.skipped = int(self.forest.sequences_of_tree[part[idle[part]]].sum())
+    def _order_by_segments(self) -> np.ndarray:
+        """int64 `[pieces]`: the place of each piece when they are sorted by tree and segments."""
+        segments, first = self.segment.tolist(), self.first_segment.tolist()
+        keys = [segments[begin:end] for begin, end in pairwise(first)]
+        trees = self.tree.tolist()
+        order = sorted(range(len(self)), key=lambda piece: (trees[piece], keys[piece]))
+        found = np.empty(len(self), np.int64)
+        found[order] = np.arange(len(self))
         return found
 
-    def _weights(
-        self, trees: np.ndarray, aggregation: Aggregation, norm_length: int | None
-    ) -> tuple[np.ndarray, int, int]:
-        """Weight of each target, float32 `[targets]`, 0 outside of `trees`; number of targets and sequences."""
-        bounds = self.forest.tree_bounds
-        inside = concatenated_ranges(bounds[trees], np.diff(bounds)[trees])
-        numbers = self.sequences[inside]
-        lengths = np.bincount(numbers)
-        weights = np.zeros(self.targets, np.float32)
-        weights[inside] = sequence_weights(torch.from_numpy(lengths), aggregation, norm_length).numpy()[numbers]
-        return weights, len(inside), int(np.count_nonzero(lengths))
 
-
-def zero_advantage_has_no_gradient(loss: PolicyLoss | CrossEntropy) -> bool:
-    """Whether a target whose advantage is zero has no gradient: policy losses are multiples of the advantage, a KL or
-    an entropy in the loss is not."""
-    kl = isinstance(loss, PolicyLoss) and loss.kl.coefficient > 0 and loss.kl.where == "loss"
-    return isinstance(loss, PolicyLoss) and not kl and not loss.entropy_coefficient
-
-
-def pack(forest: Forest, ranks: int, token_budget: int, mode: PackingMode = "forest") -> TrainingBatch:
-    """A batch of trees for `ranks` ranks, in rows of at most `token_budget` tokens.
+def plan_packing(forest: Forest, trees: np.ndarray, ranks: int, budget: int, mode: PackingMode) -> PackingPlan:
+    """The rows of every rank.
 
     Args:
-        mode: `forest` computes a shared prompt once (a tree over the budget is cut, its ancestors repeated);
-            `block` gives every sequence its own prompt, many sequences to a row; `single` one sequence per row.
-
-    Raises:
-        TokenBudgetExceeded: a sequence longer than the budget.
-        ValueError: sequences that are not single paths.
+        trees: int `[trees to place]`, ascending.
+        budget: tokens of a row, enough for the longest sequence (`check_token_budget`).
     """
-    return TrainingBatch(forest, ranks, token_budget, mode)
+    if mode != "forest":
+        pieces = split_into_paths(forest, trees)
+        return assign_rows_to_ranks(
+            pieces, np.arange(len(pieces)) if mode == "single" else fill_rows(pieces, ranks, budget), ranks
+        )
+    splitter = TreeSplitter(forest, trees)
+    whole = splitter.cut(budget)
+    best = assign_rows_to_ranks(whole, fill_rows(whole, ranks, budget), ranks)
+    before = whole
+    # Few large trees leave ranks idle: smaller pieces repeat some prompts, but may end sooner.
+    for limit in _smaller_limits(whole, ranks, budget):
+        if before.term_count.max() == 1:
+            break  # a sequence is never cut
+        pieces = splitter.cut(limit)
+        if np.array_equal(pieces.first_segment, before.first_segment) and np.array_equal(
+            pieces.segment, before.segment
+        ):
+            continue
+        before = pieces
+        candidate = assign_rows_to_ranks(pieces, fill_rows(pieces, ranks, budget), ranks)
+        if candidate.duration < best.duration:
+            best = candidate
+    return best
+
+
+def check_token_budget(forest: Forest, budget: int) -> None:
+    """Raises TokenBudgetExceeded for the longest sequence that no row can hold."""
+    ends = np.where(forest.target_count > 0, forest.depth + forest.length, 0)
+    if ends.size and (longest := int(ends.max())) > budget:
+        raise TokenBudgetExceeded(forest.names[forest.tree[int(ends.argmax())]], longest, budget)
+
+
+def _smaller_limits(pieces: PackingPlan, ranks: int, budget: int) -> list[int]:
+    largest = int(pieces.tokens[pieces.term_count > 1].max(initial=0))
+    total = int(pieces.tokens.sum())
+    rounds = max(1, math.ceil(total / (ranks * budget)))
+    shares = [total / (ranks * n) * slack for n in (rounds, rounds + 1) for slack in (1.5, 1.25, 1.0)]
+    return sorted({math.ceil(share) for share in shares if share < largest}, reverse=True)
+
+
+def fill_rows(pieces: PackingPlan, ranks: int, budget: int) -> np.ndarray:
+    """Rows of at most `budget` tokens, few and of about equal cost: int64 `[pieces]`, the row of each."""
+    order = np.argsort(-pieces.cost, kind="stable")
+    tokens, cost = pieces.tokens[order], pieces.cost[order]
+    rounds = max(1, math.ceil(int(tokens.sum()) / (ranks * budget)))
+    level = _least_loaded(tokens, cost, ranks * rounds, budget)
+    if level is None:
+        dense = _first_fit(tokens, budget)
+        most = math.ceil((int(dense.max(initial=-1)) + 1) / ranks)
+        while level is None and rounds < most:
+            rounds += 1
+            level = _least_loaded(tokens, cost, ranks * rounds, budget)
+        level = dense if level is None else level
+    found = np.empty(len(pieces), np.int64)
+    found[order] = level
+    return found
+
+
+def _least_loaded(tokens: np.ndarray, cost: np.ndarray, count: int, budget: int) -> np.ndarray | None:
+    """The row of each piece: the one with the least work among those with room. None where a piece fits into no row."""
+    found = np.empty(len(tokens), np.int64)
+    alone = min(count, len(tokens))
+    found[:alone] = np.arange(alone)  # an empty row has the least
+    if alone == len(tokens):
+        return found
+    room = (budget - tokens[:alone]).tolist()
+    smallest = int(tokens.min())
+    loads = list(zip(cost[:alone].tolist(), range(alone), strict=True))
+    heapq.heapify(loads)  # thousands of ranks have thousands of rows
+    rows = []
+    for size, work in zip(tokens[alone:].tolist(), cost[alone:].tolist(), strict=True):
+        full = []
+        while loads and room[loads[0][1]] < size:
+            load = heapq.heappop(loads)
+            if room[load[1]] >= smallest:
+                full.append(load)
+        if not loads:
+            return None
+        had, row = loads[0]
+        heapq.heapreplace(loads, (had + work, row))
+        for load in full:
+            heapq.heappush(loads, load)
+        rows.append(row)
+        room[row] -= size
+    found[alone:] = rows
+    return found
+
+
+def _first_fit(tokens: np.ndarray, budget: int) -> np.ndarray:
+    """The row of each piece: the first with room."""
+    room = np.full(len(tokens), budget, np.int64)
+    rows = np.empty(len(tokens), np.int64)
+    used = 0
+    for number, size in enumerate(tokens.tolist()):
+        row = int((room[: used + 1] >= size).argmax())  # the one after the last is empty
+        used = max(used, row + 1)
+        rows[number] = row
+        room[row] -= size
+    return rows
+
+
+def assign_rows_to_ranks(pieces: PackingPlan, rows: np.ndarray, ranks: int) -> PackingPlan:
+    """Assigns rows to ranks, the same number to each, such that rows of similar cost are computed at the same time."""
+    cost = np.bincount(rows, pieces.cost)
+    some = np.flatnonzero(cost)
+    dearest = some[np.argsort(-cost[some], kind="stable")]
+    rounds = max(1, math.ceil(len(dearest) / ranks))
+    place = np.empty(len(cost), np.int64)
+    load = np.zeros(ranks)
+    for turn in range(rounds):
+        now = dearest[turn * ranks : (turn + 1) * ranks]
+        lightest = np.argsort(load, kind="stable")[: len(now)]
+        place[now] = lightest * rounds + turn
+        load[lightest] += cost[now]
+    slowest = cost[dearest[::ranks]]
+    return replace(pieces, row=place[rows], ranks=ranks, microbatches=rounds, duration=float(slowest.sum()))
+
+
+PieceColumns = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+"""int64: of segments the piece each is in, and the segments; likewise of terms."""
+
+
+def split_into_paths(forest: Forest, trees: np.ndarray) -> PackingPlan:
+    """One piece per sequence: its own copy of everything from the root on."""
+    term = _terms_with_targets(forest, trees)
+    _, begins, piece = np.unique(forest.term_sequence[term], return_index=True, return_inverse=True)
+    number = np.empty(len(begins), np.int64)
+    number[np.argsort(begins)] = np.arange(len(begins))
+    piece = number[piece]
+    at = np.zeros(len(begins), np.int64)
+    at[piece] = forest.term_segment[term]  # of several the last, as later values stay
+    owner, pieces, segments = np.arange(len(begins)), [], []
+    while at.size:
+        pieces.append(owner)
+        segments.append(at)
+        up = forest.parent[at]
+        owner, at = owner[up >= 0], up[up >= 0]
+    none = [np.empty(0, np.int64)]
+    return _plan_of(forest, np.concatenate(pieces or none), np.concatenate(segments or none), piece, term, True)
+
+
+class TreeSplitter:
+    """Cuts the trees of a mini-batch into pieces, at any number of limits."""
+
+    def __init__(self, forest: Forest, trees: np.ndarray) -> None:
+        self.forest = forest
+        inside = np.zeros(len(forest), np.bool_)
+        inside[trees] = True
+        inside = inside[forest.tree]
+        with_targets = (forest.target_count > 0) & inside
+        self._needed = np.flatnonzero(with_targets | (forest.has_targets_below & inside))
+        self._leaf = np.flatnonzero(with_targets & ~forest.has_targets_below)
+        self._term = _terms_with_targets(forest, trees)
+        self._tree = forest.tree[self._needed]
+        self._tokens = np.bincount(self._tree, forest.length[self._needed], len(forest))
+        self._is_star = self._stars(with_targets)
+        self._forks = np.bincount(forest.tree[self._leaf], minlength=len(forest)) > 1
+
+    def _stars(self, with_targets: np.ndarray) -> np.ndarray:
+        """bool `[trees]`: whether the tree is a root without targets with children of one sequence each."""
+        forest = self.forest
+        star = np.ones(len(forest), np.bool_)
+        star[forest.tree[with_targets & (forest.has_targets_below | (forest.parent < 0))]] = False
+        deep = self._leaf[forest.parent[forest.parent[self._leaf]] >= 0]
+        star[forest.tree[deep]] = False
+        terms = np.bincount(forest.term_segment[self._term], minlength=len(forest.tree))
+        star[forest.tree[terms > 1]] = False
+        return star
+
+    def cut(self, limit: int) -> PackingPlan:
+        """Pieces of at most `limit` tokens, or of one path where that is longer."""
+        forest = self.forest
+        large = (self._tokens > limit) & self._forks
+        # Every segment and term that stays with its whole tree has the tree's first number.
+        width = len(forest.tree) + 1
+        of_segment, of_term = self._tree * width, forest.tree[forest.term_segment[self._term]] * width
+        segment, term = self._needed, self._term
+        if large.any():
+            stays, owned = ~large[self._tree], ~large[forest.tree[forest.term_segment[term]]]
+            parts = [(of_segment[stays], segment[stays], of_term[owned], term[owned])]
+            parts.append(self._cut_stars(large & self._is_star, limit, width))
+            for tree in np.flatnonzero(large & ~self._is_star).tolist():
+                parts.append(self._cut_tree(tree, limit, width))
+            of_segment, segment, of_term, term = (np.concatenate(column) for column in zip(*parts, strict=True))
+        numbers, piece = np.unique(of_segment, return_inverse=True)
+        return _plan_of(forest, piece, segment, np.searchsorted(numbers, of_term), term, False)
+
+    def _cut_stars(self, which: np.ndarray, limit: int, width: int) -> PieceColumns:
+        """Cuts all star-shaped trees at once, longest leaves first. The root is in every piece, so each leaf goes to
+        the fullest piece that has room for it."""
+        forest = self.forest
+        leaf = self._leaf[which[forest.tree[self._leaf]]]
+        leaf = leaf[np.lexsort((leaf, -forest.length[leaf], forest.tree[leaf]))]
+        trees, row = np.unique(forest.tree[leaf], return_inverse=True)
+        count = np.bincount(row, minlength=len(trees))
+        nth = concatenated_ranges(np.zeros(len(trees), np.int64), count)
+        sizes = np.zeros((len(trees), int(count.max(initial=0))), np.int64)
+        group = np.zeros(len(leaf), np.int64)
+        used = np.zeros(len(trees), np.int64)
+        root = forest.length[forest.parent[leaf]]
+        for turn in range(sizes.shape[1]):
+            now = np.flatnonzero(nth == turn)
+            tree, size = row[now], forest.length[leaf[now]]
+            held = sizes[tree, : int(used.max()) + 1]
+            room = np.where((held > 0) & (held + size[:, None] <= limit), held, 0)
+            best = room.argmax(axis=1)
+            fresh = room.max(axis=1) == 0
+            best[fresh] = used[tree[fresh]]
+            sizes[tree, best] += size + np.where(fresh, root[now], 0)
+            used[tree[fresh]] += 1
+            group[now] = best
+        number = trees[row] * width + group
+        heads, one = np.unique(number, return_index=True)
+        of_leaf = np.empty(len(forest.tree), np.int64)
+        of_leaf[leaf] = number
+        term = self._term[which[forest.tree[forest.term_segment[self._term]]]]
+        return (
+            np.concatenate([heads, number]), np.concatenate([forest.parent[leaf[one]], leaf]),
+            of_leaf[forest.term_segment[term]], term,
+        )  # fmt: skip
+
+    def _cut_tree(self, tree: int, limit: int, width: int) -> PieceColumns:
+        """Cuts a tree of any shape."""
+        forest = self.forest
+        length = dict(zip(*(each.tolist() for each in (self._needed, forest.length[self._needed])), strict=True))
+        leaves = [forest.path(leaf) for leaf in self._leaf[forest.tree[self._leaf] == tree].tolist()]
+        leaves.sort(key=lambda path: (-sum(length[each] for each in path), path[-1]))
+        groups: list[set[int]] = []
+        sizes: list[int] = []
+        for path in leaves:
+            added = [sum(length[each] for each in path if each not in group) for group in groups]
+            fitting = [g for g in range(len(groups)) if sizes[g] + added[g] <= limit]
+            if fitting:
+                best = min(fitting, key=lambda g: (added[g], -sizes[g], g))
+                groups[best].update(path)
+                sizes[best] += added[best]
+            else:
+                groups.append(set(path))
+                sizes.append(sum(length[each] for each in path))
+        term = self._term[forest.tree[forest.term_segment[self._term]] == tree]
+        return _columns_of_groups(forest, groups, term, tree * width)
+
+
+def _columns_of_groups(forest: Forest, groups: Sequence[set[int]], term: np.ndarray, first: int) -> PieceColumns:
+    """The columns of pieces with these segments, the first of which has the number `first`."""
+    segments = forest.term_segment[term].tolist()
+    sequences = forest.term_sequence[term].tolist()
+    last = dict(zip(sequences, segments, strict=True))
+    owner = {
+        sequence: next(number for number, group in enumerate(groups) if segment in group)
+        for sequence, segment in last.items()
+    }
+    held = [(first + number, each) for number, group in enumerate(groups) for each in sorted(group)]
+    return (
+        np.asarray([number for number, _ in held], np.int64), np.asarray([each for _, each in held], np.int64),
+        np.asarray([first + owner[sequence] for sequence in sequences], np.int64), term,
+    )  # fmt: skip
+
+
+def _terms_with_targets(forest: Forest, trees: np.ndarray) -> np.ndarray:
+    """int64: the terms of these trees that have targets."""
+    inside = np.zeros(len(forest), np.bool_)
+    inside[trees] = True
+    return np.flatnonzero(inside[forest.tree[forest.term_segment]] & (forest.target_count[forest.term_segment] > 0))
+
+
+def _plan_of(
+    forest: Forest, of_segment: np.ndarray, segment: np.ndarray, of_term: np.ndarray, term: np.ndarray, is_path: bool
+) -> PackingPlan:
+    """The plan of pieces, before rows are assigned, from the piece of each segment and term. Every piece has a
+    segment."""
+    count = int(of_segment.max(initial=-1)) + 1
+    order = np.lexsort((segment, of_segment))
+    of_segment, segment = of_segment[order], segment[order]
+    order = np.lexsort((term, of_term))
+    of_term, term = of_term[order], term[order]
+    size, before = forest.length[segment], forest.depth[segment]
+    # Sums of integers below 2^53 are exact in floating point.
+    tokens = np.bincount(of_segment, size, count)
+    pairs = np.bincount(of_segment, size * before + size * (size + 1) // 2, count)
+    first = cumulative_bounds(np.bincount(of_segment, minlength=count))
+    term_count = np.bincount(of_term, minlength=count)
+    return PackingPlan(
+        tree=forest.tree[segment[first[:-1]]],
+        tokens=tokens.astype(np.int64),
+        cost=tokens + pairs / PAIRS_PER_TOKEN,
+        term_count=term_count,
+        first_segment=first,
+        segment=segment,
+        first_term=cumulative_bounds(term_count),
+        term=term,
+        is_path=is_path,
+    )

@@ -29,7 +29,7 @@ def download_model(name: str, revision: str | None, *, field: str, weights: bool
 
     Raises:
         ModelError: no such repository, or the hub cannot be reached.
-        Stalled: the download stopped moving (`lockstep.base.bounded_wait.Stalled`).
+        Stalled: the download stopped moving (`lockstep.base.wait_state.Stalled`).
     """
     outcome: list[Path | Exception] = []
 

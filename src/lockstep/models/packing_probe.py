@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lockstep.data.packing_plan import PackingMode
+from lockstep.data.packing import PackingMode
 from lockstep.data.row_layout import RowLayout
 from lockstep.models.policy_model import PolicyModel
 

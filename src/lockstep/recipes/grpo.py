@@ -2,7 +2,7 @@
 
 from lockstep.config.recipes import GRPOConfig
 from lockstep.data.forest_builder import forest_from_rollouts
-from lockstep.data.packing import pack
+from lockstep.data.mini_batches import pack
 from lockstep.run.run import Run
 from lockstep.run.step_advantages import compute_advantages
 

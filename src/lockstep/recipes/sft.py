@@ -2,7 +2,7 @@
 
 from lockstep.config.recipes import SFTConfig
 from lockstep.data.forest_builder import forest_from_documents
-from lockstep.data.packing import pack
+from lockstep.data.mini_batches import pack
 from lockstep.run.run import Run
 
 

@@ -22,8 +22,8 @@ from tensorboard.compat.proto import event_pb2, summary_pb2
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from lockstep.base import waits
-from lockstep.base.bounded_wait import WaitTimeout
 from lockstep.base.secrets import redact_text
+from lockstep.base.wait_state import WaitTimeout
 from lockstep.ledger.durable_files import disk_full_as_ledger_error, replace_file
 
 

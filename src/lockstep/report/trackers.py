@@ -19,8 +19,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from lockstep.base import waits
-from lockstep.base.bounded_wait import WaitTimeout
 from lockstep.base.secrets import redact, redact_text, secret_values
+from lockstep.base.wait_state import WaitTimeout
 from lockstep.config.run_config import MLflowConfig, PrometheusConfig, TrackerConfig, WandBConfig
 from lockstep.ledger.durable_files import replace_file
 from lockstep.report.metric_sinks import CLOSE_S, BackgroundSink, MetricSink

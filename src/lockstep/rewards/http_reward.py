@@ -22,13 +22,13 @@ from typing import Any, Generic, TypeVar
 import httpx
 
 from lockstep.base import waits
-from lockstep.base.bounded_wait import track_wait
 from lockstep.base.secrets import HIDDEN, redact_text
+from lockstep.base.wait_state import track_wait
 from lockstep.config.reward import HttpReward
 from lockstep.rewards import reward_values
-from lockstep.rewards.api import ScoringBatch, TermScores, read_api_key
 from lockstep.rewards.reward_functions import ReportScored, conversation_batch, query_batch
 from lockstep.rewards.reward_values import BadReward
+from lockstep.rewards.scoring_messages import ScoringBatch, TermScores, read_api_key
 
 T = TypeVar("T")
 

@@ -17,7 +17,7 @@ from referencing.exceptions import Unresolvable
 from referencing.jsonschema import DRAFT202012
 
 from lockstep.config.reward import JsonSchemaReward, check_schema
-from lockstep.rewards.api import TermError
+from lockstep.rewards.scoring_messages import TermError
 
 _CODE_FENCED = re.compile(r"^[ \t]*```[ \t]*(?:json|JSON)?[ \t]*\n(.*?)^[ \t]*```", re.MULTILINE | re.DOTALL)
 

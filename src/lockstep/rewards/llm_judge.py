@@ -11,10 +11,10 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from lockstep.config.reward import JudgeReward
 from lockstep.data.samples import Prompt
-from lockstep.rewards.api import RewardSample, ScoringBatch, TermScores, read_api_key
 from lockstep.rewards.http_reward import HttpEndpoint, RequestFailed, RequestLimits, RetryableRequestError, run_requests
 from lockstep.rewards.reward_functions import ReportScored
 from lockstep.rewards.reward_values import BadReward
+from lockstep.rewards.scoring_messages import RewardSample, ScoringBatch, TermScores, read_api_key
 from lockstep.rewards.verifiers import last_match
 
 _CODE_FENCE = re.compile(r"```(?:json)?\s*\n(.*?)```", re.DOTALL)

@@ -10,11 +10,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
-from lockstep.base.bounded_wait import track_wait
+from lockstep.base.wait_state import track_wait
 from lockstep.cluster.user_code import UserCodeError, load_object, suggest_name, user_traceback
 from lockstep.data.samples import Prompt
-from lockstep.rewards.api import FunctionSignature, RewardSample, ScoringBatch, TermScores
 from lockstep.rewards.reward_values import BadReward, check_extra, check_extra_column, check_reward, check_rewards
+from lockstep.rewards.scoring_messages import FunctionSignature, RewardSample, ScoringBatch, TermScores
 
 DISTINCTIVE_PARAMETERS: Mapping[FunctionSignature, frozenset[str]] = {
     "trl": frozenset({"completions", "completion_ids", "trainer_state"}),

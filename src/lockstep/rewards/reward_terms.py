@@ -16,9 +16,9 @@ from lockstep.cluster.user_code import check_source
 from lockstep.config import reward as config
 from lockstep.data.samples import Prompt
 from lockstep.rewards import reward_functions, verifiers
-from lockstep.rewards.api import FunctionSignature, RewardSample, ScoringBatch, TermScores, read_api_key
 from lockstep.rewards.reward_functions import ReportScored, RewardFunctionError, load_reward_function
 from lockstep.rewards.reward_values import LARGEST_REWARD, BadReward
+from lockstep.rewards.scoring_messages import FunctionSignature, RewardSample, ScoringBatch, TermScores, read_api_key
 
 TERM_SLACK_S = 10.0
 """Added to a request's `deadline_s`; by then the term itself should have reported the problem."""

@@ -5,7 +5,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from lockstep.base.bounded_wait import Stalled
+from lockstep.base.wait_state import Stalled
 from lockstep.cluster.protocol import (
     Cluster,
     PendingResult,
@@ -17,7 +17,7 @@ from lockstep.cluster.protocol import (
 )
 from lockstep.cluster.user_code import UserCodeNotLoaded, killed_process_log, retry_lost_nodes, wait_until_loaded
 from lockstep.config.reward import MathReward, RewardConfig
-from lockstep.rewards.api import PreparedTerms, RewardError, ScorerAPI, ScoringBatch, TermScores
+from lockstep.rewards.scoring_messages import PreparedTerms, RewardError, ScorerAPI, ScoringBatch, TermScores
 
 PROGRESS_DELAY_S = 1.5
 """Progress is reported about once a second, so it may arrive this much later than the limit."""

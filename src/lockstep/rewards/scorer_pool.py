@@ -17,10 +17,10 @@ from lockstep.cluster.protocol import Cluster
 from lockstep.cluster.user_code import LOAD_STALL_S
 from lockstep.config.reward import RewardConfig
 from lockstep.data.samples import Completion, Group, Rollouts
-from lockstep.rewards.api import RewardError, RewardSample, ScoringBatch, TermFailure, TermInfo, TermScores
 from lockstep.rewards.reward_terms import weighted_rewards
 from lockstep.rewards.reward_values import BadReward
 from lockstep.rewards.scorer import Scorer, ScorerLost
+from lockstep.rewards.scoring_messages import RewardError, RewardSample, ScoringBatch, TermFailure, TermInfo, TermScores
 from lockstep.watch.beacon.writer import current_beacon
 
 

@@ -15,9 +15,9 @@ from pydantic import TypeAdapter
 
 from lockstep.cluster.user_code import UserCodeError, Watchdog
 from lockstep.config import reward as config
-from lockstep.rewards.api import PreparedTerms, ScoringBatch, TermFailure, TermInfo, TermScores
 from lockstep.rewards.reward_terms import RewardTerm, build_term, term_names
 from lockstep.rewards.reward_values import BadReward
+from lockstep.rewards.scoring_messages import PreparedTerms, ScoringBatch, TermFailure, TermInfo, TermScores
 from lockstep.watch.beacon.writer import current_beacon
 
 log = logging.getLogger(__name__)

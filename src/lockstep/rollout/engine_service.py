@@ -32,7 +32,7 @@ class EngineService:
         device: `cpu`, `cuda:0`.
         threads: torch threads; the engine's choice when None.
         reader: `package.module:name` of a factory of a `WeightReader`, such as
-            `lockstep.weights.shared_memory:StoreReader`.
+            `lockstep.weights.shared_memory_transport:StoreReader`.
         weights: folder of a weight store with the initial weights, instead of those in `model.path`.
         version: of those weights.
         sleeps: whether it shares its device, and will be called to sleep.

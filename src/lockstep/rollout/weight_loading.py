@@ -19,7 +19,7 @@ from lockstep.watch.beacon.writer import current_beacon
 
 WeightReader = Callable[[Path, int], AbstractContextManager[Mapping[str, Tensor]]]
 """Opens a version in a weight store: parameter names to tensors, valid inside the context. An example is
-`lockstep.weights.shared_memory.StoreReader`."""
+`lockstep.weights.shared_memory_transport.StoreReader`."""
 
 ReaderSource = str | WeightReader
 """A reader, or `package.module:name` of its factory, to be called in the reading process."""

@@ -40,7 +40,7 @@ from lockstep.run.telemetry.run_reporter import RunReporter
 from lockstep.run.trainer_group import TrainerGroup, set_up_ranks
 from lockstep.run.weight_sync import WeightPublisher, make_device_sync, make_weight_delivery
 from lockstep.run.worker_launcher import RunWorkerLauncher
-from lockstep.train.api import TrainerInfo
+from lockstep.train.trainer_api import TrainerInfo
 from lockstep.watch.beacon.writer import open_beacon
 from lockstep.watch.diagnosis.verdict import StallThresholds
 from lockstep.watch.supervisor.supervisor_settings import WaitAlias

@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 
-from lockstep.train.api import TrainerAPI
+from lockstep.train.trainer_api import TrainerAPI
 from lockstep.weights.stream.channel import StreamChannel
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from lockstep.base.bounded_wait import Stalled
+from lockstep.base.wait_state import Stalled
 from lockstep.cluster.protocol import RemoteError, WorkerDied
 from lockstep.config.recipes import GRPOConfig, SFTConfig
 from lockstep.data.sample_sources import DocumentSource

@@ -6,7 +6,7 @@ import torch
 from lockstep.algos import advantages as formulas
 from lockstep.algos.kl import kl_divergence
 from lockstep.config.algorithm import Advantage, KLPenalty
-from lockstep.data.packing import TrainingBatch
+from lockstep.data.mini_batches import TrainingBatch
 
 
 def compute_advantages(rewards: np.ndarray, batch: TrainingBatch, config: Advantage, kl: KLPenalty) -> np.ndarray:

@@ -12,9 +12,9 @@ from lockstep.cluster.rpc.remote_worker import worker_and_node
 from lockstep.config.algorithm import CrossEntropy, PolicyLoss
 from lockstep.config.trainer import OffloadConfig
 from lockstep.data.micro_batch import MiniBatch
-from lockstep.data.packing import TrainingBatch
+from lockstep.data.mini_batches import TrainingBatch
 from lockstep.run.policy_api import PolicyAPI
-from lockstep.train.api import TrainerInfo
+from lockstep.train.trainer_api import TrainerInfo
 from lockstep.train.trainer_protocol import EvaluateOutput
 
 

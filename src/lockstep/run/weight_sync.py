@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
-from lockstep.base.bounded_wait import Stalled
+from lockstep.base.wait_state import Stalled
 from lockstep.cluster.protocol import Cluster, PendingResult, RemoteError, Worker, WorkerDied
 from lockstep.cluster.rpc.futures import gather_outcomes, gather_results
 from lockstep.ledger.ledger import Ledger
@@ -23,7 +23,7 @@ from lockstep.run.trainer_group import TrainerGroup
 from lockstep.run.worker_launcher import RunWorkerLauncher
 from lockstep.weights.errors import BufferHeld
 from lockstep.weights.relay.relay_transport import RelayTransport
-from lockstep.weights.shared_memory import SharedMemoryTransport
+from lockstep.weights.shared_memory_transport import SharedMemoryTransport
 from lockstep.weights.store_files import FENCE_TIMEOUT_S
 from lockstep.weights.stream.channel import StreamChannel, StreamTransport
 from lockstep.weights.weight_plan import WeightPlan

@@ -13,8 +13,8 @@ POLICY_SERVICE = "lockstep.run.policy_service:PolicyService"
 ENGINE_SERVICE = "lockstep.rollout.engine_service:EngineService"
 RELAY_SERVICE = "lockstep.weights.relay.weight_relay:WeightRelay"
 WEIGHT_READERS = {
-    "sampled": "lockstep.weights.shared_memory:StoreReader",
-    "complete": "lockstep.weights.shared_memory:complete_store_reader",
+    "sampled": "lockstep.weights.shared_memory_transport:StoreReader",
+    "complete": "lockstep.weights.shared_memory_transport:complete_store_reader",
 }
 """The reader of published weights in engines, by `weights.check`."""
 PRELOAD_MODULES = {

@@ -26,8 +26,8 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.base import waits
-from lockstep.base.bounded_wait import WaitTimeout, narrow_wait, track_wait
 from lockstep.base.text import summarize_list
+from lockstep.base.wait_state import WaitTimeout, narrow_wait, track_wait
 from lockstep.train.collective_backend import BackendFallback, choose_backend, measure_collectives, nccl_trial
 from lockstep.watch.recorder import recorder
 

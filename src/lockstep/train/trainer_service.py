@@ -14,11 +14,11 @@ from lockstep.base.malloc import tune_malloc
 from lockstep.config.algorithm import Loss
 from lockstep.config.recipes import RecipeConfig
 from lockstep.data.micro_batch import EncodedMicroBatches, decode_micro_batches
-from lockstep.data.packing_plan import PackingMode
-from lockstep.train.api import TrainerAPI, TrainerInfo
+from lockstep.data.packing import PackingMode
 from lockstep.train.distributed import ParallelContext, join_ranks
 from lockstep.train.fsdp import FSDP2Trainer
 from lockstep.train.memory_checkpoint import MemoryCheckpoints
+from lockstep.train.trainer_api import TrainerAPI, TrainerInfo
 from lockstep.train.trainer_protocol import EvaluateOutput, StepStats, Trainer
 from lockstep.watch.beacon.writer import current_beacon
 

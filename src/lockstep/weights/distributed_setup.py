@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from lockstep.base import waits
-from lockstep.base.bounded_wait import WaitBounds, WaitTimeout, track_wait
+from lockstep.base.wait_state import WaitBounds, WaitTimeout, track_wait
 from lockstep.watch.recorder import recorder
 from lockstep.weights.errors import LinkFailed
 

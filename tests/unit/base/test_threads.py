@@ -5,8 +5,8 @@ import threading
 import pytest
 
 from lockstep.base import waits
-from lockstep.base.bounded_wait import WaitTimeout
 from lockstep.base.threads import run_in_thread
+from lockstep.base.wait_state import WaitTimeout
 
 
 def fail(problem: str) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from lockstep.base import waits
-from lockstep.base.bounded_wait import Stalled, WaitState, WaitTimeout, track_wait
+from lockstep.base.wait_state import Stalled, WaitState, WaitTimeout, track_wait
 from lockstep.watch.beacon.reader import read_beacons
 from lockstep.watch.beacon.writer import close_beacon, open_beacon
 from lockstep.watch.procfs.processes import is_alive

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.base.bounded_wait import WaitTimeout
+from lockstep.base.wait_state import WaitTimeout
 from lockstep.cli.failure_message import describe_failure, show_failure, user_frames
 from lockstep.cluster.protocol import RemoteError, WorkerDied
 from lockstep.cluster.rpc.service_runner import failure_message
@@ -14,7 +14,7 @@ from lockstep.config.errors import ConfigError, ConfigProblem
 from lockstep.ledger.errors import LedgerFull
 from lockstep.ledger.ledger import Ledger
 from lockstep.models.errors import ModelError
-from lockstep.rewards.api import RewardError
+from lockstep.rewards.scoring_messages import RewardError
 from lockstep.run.errors import NotStarted
 
 

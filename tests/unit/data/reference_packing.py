@@ -9,7 +9,7 @@ import numpy as np
 
 from lockstep.data.forest import Forest, Segment
 from lockstep.data.micro_batch import MicroBatch
-from lockstep.data.packing_plan import PAIRS_PER_TOKEN
+from lockstep.data.packing import PAIRS_PER_TOKEN
 from lockstep.data.samples import Rollouts
 
 Packing = str

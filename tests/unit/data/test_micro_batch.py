@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_packing import forest_of, plain_rows, plain_trees, trees_of
-from test_packing import MODES, longest, random_trees, rollouts
+from test_mini_batches import MODES, longest, random_trees, rollouts
 from turn_samples import conversations
 
 from lockstep.cluster.rpc.codec import decode_payload, encode_payload
 from lockstep.data.forest_builder import forest_from_rollouts
 from lockstep.data.micro_batch import EncodedMicroBatches, MicroBatch, MiniBatch, decode_micro_batches
-from lockstep.data.packing import pack
+from lockstep.data.mini_batches import pack
 
 
 def columns(row: MicroBatch[np.ndarray]) -> dict[str, np.ndarray]:

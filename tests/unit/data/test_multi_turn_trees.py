@@ -5,12 +5,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_packing import forest_of, trees_of
-from test_packing import observed
+from test_mini_batches import observed
 from turn_samples import TURNS, conversation, conversations
 
 from lockstep.config.algorithm import PPOClip
 from lockstep.data.forest_builder import forest_from_rollouts
-from lockstep.data.packing import pack
+from lockstep.data.mini_batches import pack
 from lockstep.data.samples import Group, Prompt, Rollouts
 
 MODES = ("forest", "block", "single")

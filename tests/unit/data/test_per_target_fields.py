@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from lockstep.data.forest_builder import forest_from_rollouts
-from lockstep.data.packing import pack
+from lockstep.data.mini_batches import pack
 from lockstep.data.samples import Completion, Group, Prompt, Rollouts
 
 

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_packing import rollouts, rows
+from test_mini_batches import rollouts, rows
 
 from lockstep.config.algorithm import CISPO, GSPO, CrossEntropy, KLPenalty, PPOClip
 from lockstep.data.forest_builder import forest_from_rollouts
 from lockstep.data.micro_batch import MiniBatch
-from lockstep.data.packing import TrainingBatch, pack, zero_advantage_has_no_gradient
+from lockstep.data.mini_batches import TrainingBatch, pack, zero_advantage_has_no_gradient
 
 ALONE = (PPOClip(), GSPO(), CISPO(), PPOClip(kl=KLPenalty(coefficient=0.1, where="reward")))
 NOT_ALONE = (PPOClip(kl=KLPenalty(coefficient=0.1)), PPOClip(entropy_coefficient=0.01), CrossEntropy())

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.base.bounded_wait import Stalled
+from lockstep.base.wait_state import Stalled
 from lockstep.models import huggingface
 from lockstep.models.errors import ModelError
 from lockstep.models.hf_checkpoint import resolve_folder

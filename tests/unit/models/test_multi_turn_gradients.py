@@ -9,7 +9,7 @@ import torch
 from test_policy_model import assert_same_gradients, gradients
 
 from lockstep.data.forest_builder import forest_from_rollouts
-from lockstep.data.packing import pack
+from lockstep.data.mini_batches import pack
 from lockstep.data.samples import Group, Prompt, Rollouts
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "data"))

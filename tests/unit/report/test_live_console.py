@@ -9,8 +9,8 @@ from rich.console import Console as RichConsole
 from lockstep.base.text import format_duration
 from lockstep.ledger import Ledger
 from lockstep.report.live_console import LiveConsole, StageActivity, format_number, sparkline
-from lockstep.report.process_table import follow_processes, render_processes
 from lockstep.report.run_summary import build_summary, write_summary
+from lockstep.report.top_table import follow_processes, render_processes
 from lockstep.watch.beacon.beacon_table import CommunicatorRow, CounterRow, ProcessRow, WaitRow
 from lockstep.watch.diagnosis.verdict import Culprit, Verdict, VerdictKind, VerdictLevel
 

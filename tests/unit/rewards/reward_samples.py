@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from lockstep.data.samples import Completion, Group, Prompt, Rollouts
-from lockstep.rewards.api import RewardSample, ScoringBatch
+from lockstep.rewards.scoring_messages import RewardSample, ScoringBatch
 
 
 def prompt(row: int = 0, answer: Any = None, messages: bool = False, text: str = "2+2=", **columns: Any) -> Prompt:

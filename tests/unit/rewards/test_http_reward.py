@@ -10,10 +10,10 @@ from reward_server import Reply, free_port, serving
 
 from lockstep.config.reward import HttpReward, RewardConfig
 from lockstep.rewards import http_reward
-from lockstep.rewards.api import TermError, TermScores
 from lockstep.rewards.http_reward import HttpTerm, backoff_s, retry_after_s
 from lockstep.rewards.reward_terms import build_term, check_terms
 from lockstep.rewards.reward_values import BadReward
+from lockstep.rewards.scoring_messages import TermError, TermScores
 from lockstep.watch.beacon.reader import read_beacons
 from lockstep.watch.beacon.writer import close_beacon, open_beacon
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from reward_samples import batch, prompt
 
 from lockstep.config.reward import JsonSchemaReward
-from lockstep.rewards.api import TermError
 from lockstep.rewards.json_schema import JsonSchemaVerifier, read_schema
 from lockstep.rewards.reward_terms import build_term, check_terms
+from lockstep.rewards.scoring_messages import TermError
 
 PERSON = {
     "type": "object",

@@ -9,10 +9,10 @@ from reward_server import Reply, chat, free_port, serving
 
 from lockstep.config.reward import JudgeReward
 from lockstep.rewards import http_reward
-from lockstep.rewards.api import TermError, TermScores
 from lockstep.rewards.llm_judge import JudgeTerm
 from lockstep.rewards.reward_terms import check_terms
 from lockstep.rewards.reward_values import BadReward
+from lockstep.rewards.scoring_messages import TermError, TermScores
 
 KEY = "sk-test-0123456789abcdefghij"
 

@@ -6,7 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reward_samples import prompt, rollouts
 
-from lockstep.rewards.api import RewardError, TermScores
 from lockstep.rewards.reward_metrics import (
     breakdown_metrics,
     checked_exact_match,
@@ -15,6 +14,7 @@ from lockstep.rewards.reward_metrics import (
     reward_metrics,
 )
 from lockstep.rewards.scorer_pool import cut_batches, term_columns, unscored_groups, with_rewards
+from lockstep.rewards.scoring_messages import RewardError, TermScores
 
 
 def scored():

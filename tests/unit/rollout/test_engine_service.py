@@ -219,7 +219,7 @@ class Shard:
 
 
 def test_loads_weights_from_the_store(model, tmp_path):
-    engine = service(model, reader="lockstep.weights.shared_memory:StoreReader")
+    engine = service(model, reader="lockstep.weights.shared_memory_transport:StoreReader")
     parameters = dict(engine._engine.lm.named_parameters())
     plan = WeightPlan.of((name, parameter.shape, parameter.dtype) for name, parameter in parameters.items())
     store = WeightStore.create(tmp_path / "w", plan, writers=1)
@@ -230,7 +230,9 @@ def test_loads_weights_from_the_store(model, tmp_path):
     assert current_beacon().moves - moves >= 2 * len(parameters), "as each is checked, and as each is taken"
     assert engine.progress().version == 5
     assert all(bool((parameter == 0.25).all()) for parameter in parameters.values())
-    fresh = service(model, reader="lockstep.weights.shared_memory:StoreReader", weights=str(store.folder), version=5)
+    fresh = service(
+        model, reader="lockstep.weights.shared_memory_transport:StoreReader", weights=str(store.folder), version=5
+    )
     assert fresh.progress().version == 5
     with pytest.raises(ValueError, match="without a weight reader"):
         service(model).load_weights(str(store.folder), 5)

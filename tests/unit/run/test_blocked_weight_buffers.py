@@ -21,7 +21,7 @@ from lockstep.ledger.ledger import Ledger
 from lockstep.run.weight_sync import WeightPublisher
 from lockstep.train.trainer_protocol import ParameterShard
 from lockstep.weights import store_files
-from lockstep.weights.shared_memory import SharedMemoryTransport
+from lockstep.weights.shared_memory_transport import SharedMemoryTransport
 from lockstep.weights.weight_plan import WeightPlan
 
 READ = "import fcntl, sys; file = open(sys.argv[1]); fcntl.flock(file, fcntl.LOCK_SH); print(1, flush=True); input()"

@@ -13,7 +13,7 @@ from lockstep.config.algorithm import (
     RLOOAdvantage,
 )
 from lockstep.data.forest_builder import forest_from_rollouts
-from lockstep.data.packing import TrainingBatch, pack
+from lockstep.data.mini_batches import TrainingBatch, pack
 from lockstep.data.samples import Completion, Group, Prompt, Rollouts
 from lockstep.run.step_advantages import compute_advantages
 

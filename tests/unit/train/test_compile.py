@@ -8,7 +8,7 @@ import torch
 
 from lockstep.config.recipes import SFTConfig
 from lockstep.data.forest_builder import forest_from_documents
-from lockstep.data.packing import pack
+from lockstep.data.mini_batches import pack
 from lockstep.data.samples import Document
 from lockstep.models.tiny_model import make_tiny
 from lockstep.train import parallelize

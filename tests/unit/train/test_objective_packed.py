@@ -14,7 +14,7 @@ from turn_samples import conversations
 
 from lockstep.config.algorithm import CISPO, GSPO, ImportanceCorrection, PPOClip
 from lockstep.data.forest_builder import forest_from_rollouts
-from lockstep.data.packing import pack
+from lockstep.data.mini_batches import pack
 from lockstep.train.objective import compute_loss
 
 LOSSES = [

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from lockstep.config.recipes import GRPOConfig
-from lockstep.data import packing
+from lockstep.data import mini_batches
 from lockstep.data.forest_builder import forest_from_rollouts
-from lockstep.data.packing import pack
+from lockstep.data.mini_batches import pack
 from lockstep.data.samples import Completion, Group, Prompt, Rollouts
 from lockstep.models.tiny_model import make_tiny
 from lockstep.train.distributed import ParallelContext
@@ -70,7 +70,7 @@ def train(config: GRPOConfig) -> tuple[list[int], dict[str, torch.Tensor]]:
 
 def test_the_weights_are_the_same(config: GRPOConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     skipped, left = train(config)
-    monkeypatch.setattr(packing, "zero_advantage_has_no_gradient", lambda loss: False)
+    monkeypatch.setattr(mini_batches, "zero_advantage_has_no_gradient", lambda loss: False)
     nothing, whole = train(config)
     assert (skipped, nothing) == ([8, 16, 0], [0, 0, 0])
     for name, weight in left.items():

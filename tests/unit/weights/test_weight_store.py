@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from lockstep.base.bounded_wait import WaitTimeout
+from lockstep.base.wait_state import WaitTimeout
 from lockstep.weights import store_files
 from lockstep.weights.errors import (
     IncompleteWeights,
@@ -18,7 +18,7 @@ from lockstep.weights.errors import (
     StaleWriter,
     TornWeights,
 )
-from lockstep.weights.shared_memory import StoreReader
+from lockstep.weights.shared_memory_transport import StoreReader
 from lockstep.weights.store_files import ControlBlock
 from lockstep.weights.weight_plan import WeightPlan
 from lockstep.weights.weight_store import WeightStore

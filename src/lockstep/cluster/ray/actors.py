@@ -15,9 +15,9 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from lockstep.base.bounded_wait import WaitTimeout
 from lockstep.base.network import PortRange
 from lockstep.base.text import last_line
+from lockstep.base.wait_state import WaitTimeout
 from lockstep.cluster.cluster_node import NodeRefused
 from lockstep.cluster.node_versions import InstalledVersions, check_node_versions
 from lockstep.cluster.placement.bundles import NodeResources

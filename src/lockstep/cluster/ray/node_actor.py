@@ -26,10 +26,10 @@ import psutil
 import ray
 
 from lockstep.base import waits
-from lockstep.base.bounded_wait import WaitTimeout
 from lockstep.base.folders import make_private_dir, run_shm_dir, shm_root, write_atomically
 from lockstep.base.network import PortRange, check_reachable
 from lockstep.base.threads import run_in_thread
+from lockstep.base.wait_state import WaitTimeout
 from lockstep.cluster import node_versions
 from lockstep.cluster.node_network import network_interfaces, reachable_address
 from lockstep.cluster.node_versions import changed_since, locate_files

@@ -11,7 +11,7 @@ from ray.util.placement_group import PlacementGroup, placement_group_table, remo
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from lockstep.base import waits
-from lockstep.base.bounded_wait import WaitTimeout
+from lockstep.base.wait_state import WaitTimeout
 from lockstep.cluster.placement.assignment import Assignment, NodeShare
 from lockstep.cluster.placement.reservations import Reservation, ReservationConflict
 from lockstep.cluster.ray.ray_session import RayUnresponsive, ray_call, ray_get

@@ -15,10 +15,10 @@ from typing import Any
 import ray
 
 from lockstep.base import waits
-from lockstep.base.bounded_wait import WaitTimeout
 from lockstep.base.folders import run_shm_dir
 from lockstep.base.text import first_line
 from lockstep.base.transport.frames import WireError
+from lockstep.base.wait_state import WaitTimeout
 from lockstep.cluster.agent_cluster import CLOSE_GRACE_S
 from lockstep.cluster.cluster_node import ClusterNode, NodeRefused, RayNode, private_ray_environment
 from lockstep.cluster.node_network import UnreachableAddress, check_node_addresses

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lockstep.base import waits
-from lockstep.base.bounded_wait import WaitTimeout, track_wait
 from lockstep.base.threads import run_in_thread
+from lockstep.base.wait_state import WaitTimeout, track_wait
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)

@@ -12,8 +12,8 @@ from typing import Any
 
 import ray
 
-from lockstep.base.bounded_wait import WaitTimeout
 from lockstep.base.folders import write_atomically
+from lockstep.base.wait_state import WaitTimeout
 from lockstep.cluster.node_versions import imported_files
 from lockstep.cluster.placement.bundles import ProcessRequest, abbreviate_names
 from lockstep.cluster.placement.reservations import Reservation

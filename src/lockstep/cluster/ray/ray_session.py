@@ -20,10 +20,10 @@ import ray
 from ray import _raylet
 
 from lockstep.base import waits
-from lockstep.base.bounded_wait import WaitTimeout
 from lockstep.base.network import check_reachable
 from lockstep.base.text import first_line
 from lockstep.base.threads import run_in_thread
+from lockstep.base.wait_state import WaitTimeout
 from lockstep.cluster.placement.reservations import AllocatorUnavailable
 from lockstep.config.cluster import RayClusterConfig as Config
 from lockstep.watch.procfs import processes

@@ -16,9 +16,9 @@ import time
 from collections.abc import Sequence
 
 from lockstep.base import waits
-from lockstep.base.bounded_wait import WaitTimeout
 from lockstep.base.transport import auth_handshake
 from lockstep.base.transport.frames import Connection, HandshakeRefused, WireError
+from lockstep.base.wait_state import WaitTimeout
 from lockstep.cluster.rpc.codec import Payload
 from lockstep.cluster.rpc.rpc_messages import (
     START_CALL_ID,

@@ -13,8 +13,8 @@ from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 from lockstep.base import waits
-from lockstep.base.bounded_wait import Stalled, WaitTimeout, narrow_wait
 from lockstep.base.text import summarize_list
+from lockstep.base.wait_state import Stalled, WaitTimeout, narrow_wait
 from lockstep.cluster.protocol import PendingResult, RemoteError, WorkerDied
 
 R = TypeVar("R")

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from lockstep.base import waits
-from lockstep.base.bounded_wait import WaitTimeout
 from lockstep.base.errors import CollectiveStalled, error_code
+from lockstep.base.wait_state import WaitTimeout
 from lockstep.cluster.node_versions import changed_since
 from lockstep.cluster.protocol import DeferredResult
 from lockstep.cluster.rpc.codec import CodecError, MethodSignature, Payload, signature_of

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from lockstep.base import waits
-from lockstep.base.bounded_wait import Stalled, WaitTimeout
+from lockstep.base.wait_state import Stalled, WaitTimeout
 from lockstep.cluster.protocol import PendingResult, RemoteError, Worker, WorkerDied, WorkerLauncher
 from lockstep.cluster.rpc.futures import CallError
 from lockstep.cluster.worker_failures import WorkerFailure, describe_failure

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TypeVar
 
-from lockstep.base.bounded_wait import Stalled
+from lockstep.base.wait_state import Stalled
 from lockstep.cluster.protocol import PendingResult, RemoteError, Worker, WorkerDied, WorkerLauncher
 from lockstep.cluster.rpc.futures import CallError
 from lockstep.config.rollout import ReissueConfig

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import TypeVar
 
 from lockstep.base import waits
-from lockstep.base.bounded_wait import Stalled
+from lockstep.base.wait_state import Stalled
 from lockstep.cluster.protocol import Worker, WorkerLauncher
 from lockstep.config.rollout import ReissueConfig, SamplingConfig
 from lockstep.data.samples import Completion, Prompt

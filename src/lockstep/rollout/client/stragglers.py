@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from lockstep.base.bounded_wait import Stalled
+from lockstep.base.wait_state import Stalled
 from lockstep.cluster.protocol import PendingResult
 from lockstep.cluster.rpc.futures import CallError, call_duration_s, gather_outcomes
 from lockstep.config.rollout import ReissueConfig

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import psutil
 
-from lockstep.base.bounded_wait import track_wait
+from lockstep.base.wait_state import track_wait
 from lockstep.cluster.protocol import concurrent
 from lockstep.cluster.user_code import UserCodeError, Watchdog, load_object, user_traceback
 from lockstep.config.rollout import EnvironmentConfig as Config

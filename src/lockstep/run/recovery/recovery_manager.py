@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 from lockstep.base import waits
-from lockstep.base.bounded_wait import WaitTimeout
+from lockstep.base.wait_state import WaitTimeout
 from lockstep.cluster.worker_failures import WorkerFailure
 from lockstep.config.fault_tolerance import RecoveryConfig as Config
 from lockstep.ledger.ledger import Ledger

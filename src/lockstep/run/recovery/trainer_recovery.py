@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.base import waits
-from lockstep.base.bounded_wait import Stalled, WaitTimeout
+from lockstep.base.wait_state import Stalled, WaitTimeout
 from lockstep.cluster.protocol import RemoteError, WorkerDied, WorkerLauncher
 from lockstep.cluster.rpc.futures import CallError
 from lockstep.cluster.worker_failures import WorkerFailure, describe_failure, is_effect

@@ -7,15 +7,15 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from lockstep.base import waits
-from lockstep.base.bounded_wait import WaitRecord
 from lockstep.base.text import format_duration
+from lockstep.base.wait_state import WaitRecord
 from lockstep.config.recipes import GRPOConfig, SFTConfig
 from lockstep.ledger.ledger import Ledger
 from lockstep.report.live_console import LiveConsole, beacon_activity
 from lockstep.report.metric_sinks import MetricSink, MetricSinks, open_sinks
 from lockstep.report.run_incidents import incidents_of, incidents_summary
 from lockstep.report.run_summary import package_versions, write_summary
-from lockstep.run.telemetry.verdict_handler import VerdictHandler
+from lockstep.run.recovery.verdict_handler import VerdictHandler
 from lockstep.watch.beacon.writer import current_beacon
 
 STATUS_INTERVAL_S = 0.5

@@ -41,7 +41,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.base.bounded_wait import WaitRecord
+from lockstep.base.wait_state import WaitRecord
 from lockstep.watch.diagnosis.evidence_types import (
     NO_EXIT_CODE,
     UNKNOWN,

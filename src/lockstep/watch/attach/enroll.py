@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import parse_qs, urlparse
 
-from lockstep.base.bounded_wait import track_wait
 from lockstep.base.folders import run_shm_dir
+from lockstep.base.wait_state import track_wait
 from lockstep.watch.attach import launcher_env
 from lockstep.watch.beacon.reader import read_beacon
 from lockstep.watch.beacon.writer import open_beacon

@@ -6,8 +6,8 @@ import time
 from dataclasses import dataclass, field
 
 from lockstep.base import waits
-from lockstep.base.bounded_wait import WaitTimeout
 from lockstep.base.folders import shm_root
+from lockstep.base.wait_state import WaitTimeout
 from lockstep.watch.agent.process_monitor import ProcessMonitor
 from lockstep.watch.agent.report_builder import ReportBuilder
 from lockstep.watch.agent.report_messages import encode_report

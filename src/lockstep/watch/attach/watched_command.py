@@ -23,9 +23,9 @@ from typing import Any
 import psutil
 
 from lockstep.base import waits
-from lockstep.base.bounded_wait import WaitTimeout
 from lockstep.base.errors import PicklableError
 from lockstep.base.folders import make_run_shm_dir, new_run_id, run_shm_dir
+from lockstep.base.wait_state import WaitTimeout
 from lockstep.watch.agent.agent_client import AgentClient, AgentError, start_agent
 from lockstep.watch.agent.service_discovery import ServiceAddress
 from lockstep.watch.diagnosis.verdict import StallThresholds, VerdictLevel

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lockstep.base.bounded_wait import WaitRecord
+from lockstep.base.wait_state import WaitRecord
 
 
 @dataclass(frozen=True, slots=True)

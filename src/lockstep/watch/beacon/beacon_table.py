@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from lockstep.base.bounded_wait import WaitRecord
+from lockstep.base.wait_state import WaitRecord
 from lockstep.watch.beacon.beacon_records import BeaconState, CommunicatorRecord, ProgressCounter
 from lockstep.watch.beacon.reader import read_beacons
 from lockstep.watch.procfs.processes import process_state

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from lockstep.base.bounded_wait import WaitRecord
 from lockstep.base.folders import run_shm_dir
+from lockstep.base.wait_state import WaitRecord
 from lockstep.watch.beacon import call_ring
 from lockstep.watch.beacon.beacon_records import (
     BeaconEvent,

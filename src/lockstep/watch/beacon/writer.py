@@ -14,8 +14,8 @@ import threading
 import time
 from pathlib import Path
 
-from lockstep.base.bounded_wait import WaitRecord, show_waits_on
 from lockstep.base.folders import make_run_shm_dir
+from lockstep.base.wait_state import WaitRecord, show_waits_on
 from lockstep.watch.beacon import call_ring
 from lockstep.watch.beacon.file_format import (
     BEAT_AT,

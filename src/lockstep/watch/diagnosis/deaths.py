@@ -5,13 +5,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from lockstep.watch.diagnosis.diagnosis_context import DiagnosisContext, Hypothesis, measure_inactivity, proven_inactive
-from lockstep.watch.diagnosis.error_classes import (
+from lockstep.watch.diagnosis.evidence_types import NO_EXIT_CODE, Liveness
+from lockstep.watch.diagnosis.failure_classes import (
     FailureClass,
     class_of_exit,
     is_collective_refused,
     is_collective_stalled,
 )
-from lockstep.watch.diagnosis.evidence_types import NO_EXIT_CODE, Liveness
 from lockstep.watch.diagnosis.root_cause import describe_end, longest_wait_on
 from lockstep.watch.diagnosis.verdict import Alternative, Fact, VerdictKind, VerdictLevel
 from lockstep.watch.diagnosis.wait_graph import BoolArray

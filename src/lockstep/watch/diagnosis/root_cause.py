@@ -13,9 +13,9 @@ from lockstep.watch.diagnosis.diagnosis_context import (
     measure_inactivity,
     proven_inactive,
 )
-from lockstep.watch.diagnosis.error_classes import class_of_exit, describe_exit
 from lockstep.watch.diagnosis.evidence import WaitEdge
 from lockstep.watch.diagnosis.evidence_types import Liveness
+from lockstep.watch.diagnosis.failure_classes import class_of_exit, describe_exit
 from lockstep.watch.diagnosis.verdict import Alternative, Fact, VerdictKind, VerdictLevel
 from lockstep.watch.diagnosis.wait_graph import BoolArray, WaitGraph
 

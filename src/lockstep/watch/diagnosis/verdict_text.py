@@ -4,9 +4,9 @@ import numpy as np
 
 from lockstep.base.text import summarize_list
 from lockstep.watch.diagnosis.diagnosis_context import DiagnosisContext, Hypothesis
-from lockstep.watch.diagnosis.error_classes import CLASS_FIXES
 from lockstep.watch.diagnosis.evidence import IntArray
 from lockstep.watch.diagnosis.evidence_types import Liveness
+from lockstep.watch.diagnosis.failure_classes import CLASS_FIXES
 from lockstep.watch.diagnosis.verdict import Culprit, StalledCollective, Verdict, VerdictKind, WaitLink
 from lockstep.watch.diagnosis.wait_graph import BoolArray, WaitGraph
 

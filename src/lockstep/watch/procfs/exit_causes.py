@@ -11,7 +11,7 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.watch.diagnosis.error_classes import class_of_own_error
+from lockstep.watch.diagnosis.failure_classes import class_of_own_error
 
 TAIL_BYTES = 64 << 10
 _CGROUP_ROOT = Path("/sys/fs/cgroup")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from lockstep.base.bounded_wait import track_wait
+from lockstep.base.wait_state import track_wait
 from lockstep.watch.beacon.writer import Beacon
 
 RENDEZVOUS = "rendezvous"

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from lockstep.base import waits
-from lockstep.base.bounded_wait import WaitTimeout
 from lockstep.base.transport.frames import Connection, WireError
+from lockstep.base.wait_state import WaitTimeout
 from lockstep.watch.agent.service_discovery import ServiceAddress
 from lockstep.watch.supervisor.supervisor_client import SupervisorEvent, subscribe
 

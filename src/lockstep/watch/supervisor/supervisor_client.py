@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.base import waits
-from lockstep.base.bounded_wait import WaitTimeout
 from lockstep.base.transport import auth_handshake
 from lockstep.base.transport.frames import Connection, WireError
+from lockstep.base.wait_state import WaitTimeout
 from lockstep.watch.agent.service_discovery import ServiceAddress, is_superseded
 from lockstep.watch.procfs import processes
 

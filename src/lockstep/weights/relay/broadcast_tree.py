@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from lockstep.base.bounded_wait import WaitTimeout
 from lockstep.base.text import first_line
+from lockstep.base.wait_state import WaitTimeout
 from lockstep.cluster.protocol import PendingResult, RemoteError, Worker, WorkerDied
 from lockstep.watch.agent.agent_client import AgentError
 from lockstep.weights.errors import LinkFailed
-from lockstep.weights.relay.api import ReceiveResult, RelayAPI, RelayLink, SendProgress
+from lockstep.weights.relay.relay_api import ReceiveResult, RelayAPI, RelayLink, SendProgress
 from lockstep.weights.relay.relay_manager import RelayNode
 
 TransferOutcome = Literal["done", "sender", "refused", "receiver"]

@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import Store
 from lockstep.base import waits
 from lockstep.weights.distributed_setup import STORE_CONNECT_S, wait_for_key
 from lockstep.weights.errors import LinkFailed, PlanMismatch
-from lockstep.weights.relay.api import RelayLink
+from lockstep.weights.relay.relay_api import RelayLink
 from lockstep.weights.weight_plan import ALIGNMENT, WeightPlan
 from lockstep.weights.write_records import WriteRecord
 

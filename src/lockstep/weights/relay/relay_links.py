@@ -23,10 +23,10 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d as c10d
 
 from lockstep.base import waits
-from lockstep.base.bounded_wait import WaitTimeout, track_wait
+from lockstep.base.wait_state import WaitTimeout, track_wait
 from lockstep.weights.errors import FolderFailed, LinkFailed
-from lockstep.weights.relay.api import RelayLink
 from lockstep.weights.relay.link_protocol import Chunk, chunk_bytes, pack_chunk, unpack_chunk
+from lockstep.weights.relay.relay_api import RelayLink
 
 OnBytesMoved = Callable[[int], None]
 """Called with the number of bytes moved; may raise to end the transfer."""

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from lockstep.base import waits
-from lockstep.base.bounded_wait import Stalled
+from lockstep.base.wait_state import Stalled
 from lockstep.cluster.protocol import NodeInfo, PendingResult, RemoteError, Worker, WorkerDied, WorkerLauncher
 from lockstep.cluster.rpc.futures import gather_results
 from lockstep.weights.errors import LinkFailed
-from lockstep.weights.relay.api import RelayAPI
+from lockstep.weights.relay.relay_api import RelayAPI
 from lockstep.weights.weight_plan import WeightPlan
 
 

@@ -14,11 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lockstep.base import waits
-from lockstep.base.bounded_wait import Stalled
+from lockstep.base.wait_state import Stalled
 from lockstep.cluster.protocol import RemoteError, Worker, WorkerLauncher
 from lockstep.cluster.rpc.futures import gather_outcomes, gather_results
 from lockstep.weights.errors import BufferHeld, LinkFailed
-from lockstep.weights.relay.api import ReceiveResult, RelayAPI
 from lockstep.weights.relay.broadcast_tree import (
     RELAY_ERRORS,
     SENDER_ANSWER_S,
@@ -26,8 +25,9 @@ from lockstep.weights.relay.broadcast_tree import (
     RelayTransfer,
     is_permanent,
 )
+from lockstep.weights.relay.relay_api import ReceiveResult, RelayAPI
 from lockstep.weights.relay.relay_manager import RELAY_POLL_S, ClusterNodes, RelayManager, RelayNode
-from lockstep.weights.shared_memory import ProcessLineage
+from lockstep.weights.shared_memory_transport import ProcessLineage
 from lockstep.weights.weight_plan import WeightPlan
 from lockstep.weights.weight_transport import WriteVersion
 

@@ -22,7 +22,6 @@ from lockstep.watch.beacon.writer import current_beacon
 from lockstep.weights.distributed_setup import connect_store, init_default_group, use_gloo_interface
 from lockstep.weights.errors import LinkFailed, NoStore, StaleVersion, TornWeights
 from lockstep.weights.relay import link_protocol
-from lockstep.weights.relay.api import ReceiveResult, RelayAPI, RelayLink, SendProgress
 from lockstep.weights.relay.link_protocol import (
     Chunk,
     RelayReceiverInfo,
@@ -31,6 +30,7 @@ from lockstep.weights.relay.link_protocol import (
     chunk_digest,
     cut_chunks,
 )
+from lockstep.weights.relay.relay_api import ReceiveResult, RelayAPI, RelayLink, SendProgress
 from lockstep.weights.relay.relay_links import (
     FileLinkReceiver,
     FileLinkSender,
@@ -39,7 +39,7 @@ from lockstep.weights.relay.relay_links import (
     LinkSender,
     delete_stale_files,
 )
-from lockstep.weights.shared_memory import ProcessLineage, spare_buffer_readers
+from lockstep.weights.shared_memory_transport import ProcessLineage, spare_buffer_readers
 from lockstep.weights.store_files import remove_store
 from lockstep.weights.weight_plan import WeightPlan
 from lockstep.weights.weight_store import WeightStore

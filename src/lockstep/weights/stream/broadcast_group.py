@@ -17,8 +17,8 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d as c10d
 
 from lockstep.base import waits
-from lockstep.base.bounded_wait import WaitTimeout, track_wait
 from lockstep.base.threads import run_in_thread
+from lockstep.base.wait_state import WaitTimeout, track_wait
 from lockstep.weights.distributed_setup import init_default_group
 from lockstep.weights.errors import LinkFailed, WeightsError
 from lockstep.weights.stream.channel import StreamChannel

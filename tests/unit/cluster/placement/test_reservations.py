@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.base.bounded_wait import WaitTimeout
+from lockstep.base.wait_state import WaitTimeout
 from lockstep.cluster.placement.assignment import Assignment, DoesNotFit, NodesBusy
 from lockstep.cluster.placement.bundles import NodeResources, PlacementError, ProcessRequest
 from lockstep.cluster.placement.reservations import (

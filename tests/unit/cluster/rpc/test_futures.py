@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from lockstep.base.bounded_wait import Stalled
+from lockstep.base.wait_state import Stalled
 from lockstep.cluster.protocol import RemoteError, WorkerDied
 from lockstep.cluster.rpc import futures
 from lockstep.cluster.rpc.futures import PendingCall, gather_results

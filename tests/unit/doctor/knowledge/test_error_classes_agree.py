@@ -7,8 +7,8 @@ import pytest
 
 from lockstep.doctor.knowledge.knowledge_base import load_knowledge
 from lockstep.doctor.knowledge.knowledge_schema import FailureClass
-from lockstep.watch.diagnosis import error_classes
-from lockstep.watch.diagnosis.error_classes import class_of_error
+from lockstep.watch.diagnosis import failure_classes
+from lockstep.watch.diagnosis.failure_classes import class_of_error
 
 EXAMPLES = [
     (rule.cls, rule.id, example)
@@ -31,5 +31,5 @@ def test_examples_are_recognised() -> None:
 
 def test_the_table_speaks_the_same_vocabulary() -> None:
     classes = set(get_args(FailureClass))
-    assert {name for name, _ in error_classes._ERROR_CLASSES} <= classes
-    assert error_classes.CLASS_FIXES.keys() <= classes
+    assert {name for name, _ in failure_classes._ERROR_CLASSES} <= classes
+    assert failure_classes.CLASS_FIXES.keys() <= classes

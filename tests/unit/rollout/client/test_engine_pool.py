@@ -12,7 +12,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from engine_stub import FakeLauncher, FakeWeights, make_client, request, until
 
-from lockstep.base.bounded_wait import Stalled, WaitTimeout
+from lockstep.base.wait_state import Stalled, WaitTimeout
 from lockstep.cluster.protocol import RemoteError, WorkerDied
 from lockstep.cluster.rpc.futures import PendingCall
 from lockstep.config.fault_tolerance import RecoveryConfig as Config

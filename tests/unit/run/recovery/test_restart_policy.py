@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.base.bounded_wait import Stalled, WaitTimeout
 from lockstep.base.errors import CollectiveRefused, CollectiveStalled, error_code
 from lockstep.base.network import NoFreePort
 from lockstep.base.transport.frames import WireError
+from lockstep.base.wait_state import Stalled, WaitTimeout
 from lockstep.cluster.protocol import RemoteError, WorkerDied
 from lockstep.cluster.rpc.service_runner import failure_message
 from lockstep.cluster.worker_failures import WorkerFailure, describe_failure, innermost_frame

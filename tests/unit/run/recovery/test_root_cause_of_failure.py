@@ -22,7 +22,7 @@ from lockstep.report.live_console import LiveConsole
 from lockstep.run.recovery import trainer_recovery
 from lockstep.run.recovery.recovery_manager import RecoveryManager
 from lockstep.run.recovery.trainer_recovery import RecoveryContext, TrainerRecovery
-from lockstep.run.telemetry.verdict_handler import VerdictHandler
+from lockstep.run.recovery.verdict_handler import VerdictHandler
 from lockstep.watch.diagnosis.verdict import Culprit, Verdict, VerdictKind, VerdictLevel
 from lockstep.watch.supervisor.supervisor_client import SupervisorEvent
 

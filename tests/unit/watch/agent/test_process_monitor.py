@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.base.bounded_wait import track_wait
 from lockstep.base.folders import new_run_id
+from lockstep.base.wait_state import track_wait
 from lockstep.watch.agent.process_monitor import ProcessMonitor, StageDurations
 from lockstep.watch.agent.report_builder import ReportBuilder
 from lockstep.watch.agent.report_messages import PROCESS_RECORD, decode_report, encode_report
@@ -289,7 +289,7 @@ def test_one_that_ended_and_was_replaced_explains_nothing_any_more(run: str) -> 
 
 
 WAITS = """
-from lockstep.base.bounded_wait import track_wait
+from lockstep.base.wait_state import track_wait
 import sys, time
 from lockstep.watch.beacon.writer import close_beacon, current_beacon, open_beacon
 from lockstep.base import waits

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.base.bounded_wait import WaitRecord
+from lockstep.base.wait_state import WaitRecord
 from lockstep.watch.agent.process_monitor import UNKNOWN_RANK, ProcessMonitor
 from lockstep.watch.agent.report_messages import (
     Roster,

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.base.bounded_wait import track_wait
 from lockstep.base.folders import new_run_id, run_shm_dir
+from lockstep.base.wait_state import track_wait
 from lockstep.watch.beacon.beacon_records import BeaconState
 from lockstep.watch.beacon.file_format import (
     COUNTER_STRUCT,
@@ -28,7 +28,7 @@ from lockstep.watch.beacon.writer import close_beacon, current_beacon, open_beac
 from lockstep.watch.procfs import processes
 
 WRITER = """
-from lockstep.base.bounded_wait import track_wait
+from lockstep.base.wait_state import track_wait
 import itertools, sys, time
 from lockstep.watch.beacon.writer import close_beacon, current_beacon, open_beacon
 from lockstep.base import waits

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.base.bounded_wait import WaitRecord, track_wait
+from lockstep.base.wait_state import WaitRecord, track_wait
 from lockstep.watch.beacon import beacon_table
 from lockstep.watch.beacon.beacon_records import BeaconState, ProgressCounter
 from lockstep.watch.beacon.beacon_table import BeaconSnapshot

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from lockstep.base.bounded_wait import WaitRecord
+from lockstep.base.wait_state import WaitRecord
 from lockstep.watch.agent.report_messages import (
     Roster,
     RosterCommunicator,

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from lockstep.cluster.protocol import NodeInfo, WorkerDied, WorkerSpec
-from lockstep.weights.relay.api import ReceiveResult, RelayLink
 from lockstep.weights.relay.broadcast_tree import FANOUT, MAX_SENDER_FAILURES, BroadcastTree
+from lockstep.weights.relay.relay_api import ReceiveResult, RelayLink
 from lockstep.weights.relay.relay_manager import RelayNode
 
 LIMIT = 60.0

@@ -7,8 +7,8 @@ import pytest
 
 from lockstep.cluster.protocol import NodeInfo, RemoteError, WorkerDied, WorkerSpec
 from lockstep.weights.errors import LinkFailed
-from lockstep.weights.relay.api import ReceiveResult, RelayLink, SendProgress
 from lockstep.weights.relay.broadcast_tree import RelayTransfer
+from lockstep.weights.relay.relay_api import ReceiveResult, RelayLink, SendProgress
 from lockstep.weights.relay.relay_manager import RelayNode
 
 RESET = RemoteError("courier-c", 2, "lockstep.weights.errors.LinkFailed", "reset by peer", "", LinkFailed.error_code)

@@ -11,9 +11,9 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 from lockstep.base import waits
-from lockstep.base.bounded_wait import WaitTimeout
 from lockstep.base.transport.auth_handshake import Listener
 from lockstep.base.transport.frames import Connection, WireError
+from lockstep.base.wait_state import WaitTimeout
 from lockstep.doctor.check.facts.host_facts import parser_of
 from lockstep.doctor.check.probe import peer_connections, probe_protocol
 from lockstep.doctor.check.probe.host_probe import connection_addresses, resolve_host

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 
-from lockstep.base.bounded_wait import WaitTimeout
+from lockstep.base.wait_state import WaitTimeout
 from lockstep.doctor.check.facts.host_facts import ClockSync, DiskSpace, ResourceLimits, ShmSpace
 from lockstep.doctor.check.facts.host_system import (
     HostSystem,

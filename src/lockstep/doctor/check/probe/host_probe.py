@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from lockstep.base import waits
-from lockstep.base.bounded_wait import WaitTimeout
 from lockstep.base.transport import auth_handshake
 from lockstep.base.transport.frames import Connection, ConnectionClosed, HandshakeRefused, WireError
+from lockstep.base.wait_state import WaitTimeout
 from lockstep.doctor.check.facts.host_facts import MAX_TEXT, HostInterface
 from lockstep.doctor.check.facts.network_facts import gather_interfaces, local_address_towards
 from lockstep.doctor.check.probe import peer_connections, probe_protocol

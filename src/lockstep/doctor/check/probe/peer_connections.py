@@ -14,10 +14,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from lockstep.base import waits
-from lockstep.base.bounded_wait import WaitTimeout
 from lockstep.base.transport import auth_handshake
 from lockstep.base.transport.auth_handshake import Listener
 from lockstep.base.transport.frames import Connection, HandshakeRefused, WireError
+from lockstep.base.wait_state import WaitTimeout
 from lockstep.doctor.check.facts.host_facts import MAX_TEXT
 from lockstep.doctor.check.probe.probe_protocol import CHECK_RUN, DialResult
 from lockstep.doctor.check.probe.round_robin import peers_in_order, ports_of_pair

@@ -16,8 +16,8 @@ from pydantic import Field
 
 from lockstep import __version__
 from lockstep.base import waits
-from lockstep.base.bounded_wait import WaitTimeout
 from lockstep.base.transport.frames import Connection, WireError
+from lockstep.base.wait_state import WaitTimeout
 from lockstep.doctor.check.facts.host_facts import (
     MAX_TEXT,
     HostInterface,

@@ -32,8 +32,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
 from lockstep.base import waits
-from lockstep.base.bounded_wait import WaitTimeout, track_wait
 from lockstep.base.network import listen
+from lockstep.base.wait_state import WaitTimeout, track_wait
 from lockstep.doctor.check.probe.round_robin import round_robin_rounds
 
 SMALL = 1024

@@ -10,7 +10,7 @@ import pytest
 from lockstep.ledger.ledger import Ledger
 from lockstep.report.live_console import LiveConsole
 from lockstep.report.run_incidents import STALL_EVENT
-from lockstep.run.telemetry.verdict_handler import VerdictHandler, format_event, seconds_waited, should_act_on
+from lockstep.run.recovery.verdict_handler import VerdictHandler, format_event, seconds_waited, should_act_on
 from lockstep.watch.diagnosis.verdict import Culprit, Verdict, VerdictKind, VerdictLevel
 from lockstep.watch.supervisor.supervisor_client import SupervisorEvent
 

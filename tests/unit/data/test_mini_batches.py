@@ -12,8 +12,8 @@ from lockstep.config.algorithm import CrossEntropy, PPOClip
 from lockstep.data.forest import Forest, Segment
 from lockstep.data.forest_builder import forest_from_documents, forest_from_rollouts
 from lockstep.data.micro_batch import MicroBatch, MiniBatch
-from lockstep.data.packing import TrainingBatch, pack
-from lockstep.data.packing_plan import TokenBudgetExceeded
+from lockstep.data.mini_batches import TrainingBatch, pack
+from lockstep.data.packing import TokenBudgetExceeded
 from lockstep.data.samples import Completion, Document, Group, Prompt, Rollouts
 
 MODES = ("forest", "block", "single")

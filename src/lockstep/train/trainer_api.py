@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from lockstep.data.micro_batch import EncodedMicroBatches
-from lockstep.data.packing_plan import PackingMode
+from lockstep.data.packing import PackingMode
 from lockstep.train.trainer_protocol import EvaluateOutput, ParameterInfo, StepStats
 
 TRAINER_SERVICE = "lockstep.train.trainer_service:TrainerService"

@@ -12,7 +12,7 @@ import psutil
 from torch import Tensor
 
 from lockstep.base import waits
-from lockstep.base.bounded_wait import WaitTimeout
+from lockstep.base.wait_state import WaitTimeout
 from lockstep.cluster.protocol import Worker
 from lockstep.weights.errors import (
     BufferHeld,

@@ -1,0 +1,220 @@
+"""Packing: from trees to the micro-batches of every rank, with all denominators known beforehand.
+
+    batch = pack(forest_from_rollouts(rollouts, advantages), ranks=2, token_budget=4096)
+    for minibatch in batch.minibatches(cfg.epochs, cfg.minibatch_size, cfg.loss, seed=seed):
+        ...
+
+A target (one token of one sequence to predict) has a number in the batch, `MicroBatch.index`, which
+does not depend on how the batch was packed. All modes give the same targets with the same values; they differ in how
+many tokens are computed for them.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+
+from lockstep.algos.aggregation import sequence_weights
+from lockstep.config.algorithm import Aggregation, CrossEntropy, PolicyLoss
+from lockstep.data.forest import Forest, concatenated_ranges
+from lockstep.data.micro_batch import MiniBatch, build_mini_batch
+from lockstep.data.packing import PackingMode, check_token_budget, plan_packing
+from lockstep.data.sample_sources import permutation
+
+
+class TrainingBatch:
+    """The trees of a step, from which mini-batches are made for epochs and evaluations.
+
+    Attributes:
+        forest: the trees, in the order given.
+        fields: float32 `[targets]` each, by name; without `weight`, which belongs to a mini-batch.
+        sequences: int32 `[targets]`: the sequence of each target.
+    """
+
+    def __init__(self, forest: Forest, ranks: int, token_budget: int, mode: PackingMode) -> None:
+        if ranks < 1 or token_budget < 1:
+            raise ValueError(f"ranks is {ranks} and token_budget {token_budget}, expected at least 1 of both")
+        if mode not in ("forest", "block", "single"):
+            raise ValueError(f"packing mode is {mode!r}, expected forest, block or single")
+        self.forest = forest
+        self.ranks, self.token_budget, self.mode = ranks, token_budget, mode
+        self.forest.check_sequences()
+        check_token_budget(self.forest, token_budget)
+        self.sequences, self.fields = self.forest.sequences, dict(self.forest.fields)
+        self._set: dict[str, np.ndarray] = {}
+
+    @property
+    def targets(self) -> int:
+        """Number of targets."""
+        return int(self.sequences.size)
+
+    def minibatches(
+        self,
+        epochs: int = 1,
+        minibatch_size: int | None = None,
+        loss: PolicyLoss | CrossEntropy | None = None,
+        *,
+        seed: int = 0,
+        max_tokens: int | None = None,
+    ) -> Iterator[MiniBatch]:
+        """The optimizer steps of the batch.
+
+        Mini-batches are made of whole trees. Their order is drawn from (seed, epoch), except where all trees go
+        into one step anyway. Trees that cannot change a weight (`zero_advantage_has_no_gradient`, and all advantages
+        zero) are in no row; denominators and steps still count them.
+
+        Args:
+            minibatch_size: sequences per optimizer step; all of them when None.
+            loss: whose `aggregation` and `norm_length` become the weights; token-mean when None.
+            max_tokens: divisor of `seq-mean-token-sum-norm` where the loss names none.
+
+        Raises:
+            ValueError: a mini-batch size that would cut a group.
+        """
+        aggregation: Aggregation = loss.aggregation if loss else "token-mean"
+        norm_length = (loss.norm_length if loss else None) or max_tokens
+        skips = loss is not None and zero_advantage_has_no_gradient(loss)
+        idle = self._without_signal() if skips else np.zeros(len(self.forest), np.bool_)
+        parts = self._split(np.arange(len(self.forest)), minibatch_size)
+        for epoch in range(epochs):
+            if len(parts) > 1:
+                order = permutation(len(self.forest), seed, epoch)
+                parts = self._split(order, minibatch_size)
+            for part in parts:
+                yield self._make_mini_batch(part, aggregation, norm_length, idle)
+
+    def _without_signal(self) -> np.ndarray:
+        """bool `[trees]`: whether all advantages of the tree are zero."""
+        if "advantage" not in self.fields:
+            return np.zeros(len(self.forest), np.bool_)
+        some = np.concatenate([[0], np.cumsum(self.fields["advantage"] != 0)])
+        bounds = self.forest.tree_bounds
+        return np.asarray(some[bounds[1:]] == some[bounds[:-1]])
+
+    def everything(self) -> MiniBatch:
+        """All trees as one mini-batch, for evaluation."""
+        return self._make_mini_batch(
+            np.arange(len(self.forest)), "token-mean", None, np.zeros(len(self.forest), np.bool_)
+        )
+
+    def set_field(self, name: str, minibatch: MiniBatch, values: Sequence[Sequence[np.ndarray]]) -> None:
+        """Puts per-target values that the ranks computed for `minibatch` back onto the targets.
+
+        All later mini-batches include the field. It may be set in parts; until it is set for all targets, no mini-batch
+        can be made.
+
+        Args:
+            values: `[ranks][micro-batches]` arrays of float `[targets]`, as `Trainer.evaluate` returned them.
+
+        Raises:
+            ValueError: values that do not fit the mini-batch, naming rank and micro-batch.
+        """
+        if name == "weight":
+            raise ValueError("the weights of targets follow from the aggregation and cannot be set")
+        field = self.fields.setdefault(name, np.zeros(self.targets, np.float32))
+        have = self._set.setdefault(name, np.zeros(self.targets, np.bool_))
+        if len(values) != minibatch.ranks:
+            raise ValueError(f"{name!r} has values of {len(values)} ranks, expected {minibatch.ranks}")
+        sizes = iter(np.diff(minibatch.target_bounds).tolist())
+        for rank, arrays in enumerate(values):
+            if len(arrays) != minibatch.microbatches:
+                raise ValueError(
+                    f"{name!r} has {len(arrays)} micro-batches of rank {rank}, expected {minibatch.microbatches}"
+                )
+            for number, (array, size) in enumerate(zip(arrays, sizes, strict=False)):
+                if array.shape != (size,):
+                    raise ValueError(
+                        f"{name!r} of rank {rank}, micro-batch {number} has shape {array.shape}, expected {(size,)}"
+                    )
+        index = minibatch.columns.index
+        real = index >= 0
+        field[index[real]] = np.concatenate([array for arrays in values for array in arrays])[real]
+        have[index[real]] = True
+
+    def set_per_target(self, name: str, values: np.ndarray) -> None:
+        """Gives every target its own value.
+
+        Args:
+            values: float `[targets]`, in the order of `sequences`; within a sequence in the order of its tokens.
+
+        Raises:
+            ValueError: a wrong shape, or a value that is not finite.
+        """
+        if name == "weight":
+            raise ValueError("the weights of targets follow from the aggregation and cannot be set")
+        flat = np.asarray(values, np.float32)
+        if flat.shape != (self.targets,):
+            raise ValueError(
+                f"{name!r} has values of shape {flat.shape}, expected one for each of {self.targets} targets"
+            )
+        if not np.isfinite(flat).all():
+            sequence = int(self.sequences[np.flatnonzero(~np.isfinite(flat))[0]])
+            raise ValueError(f"{name!r} is not finite for sequence {sequence}")
+        self.fields[name] = flat
+
+    def _split(self, order: np.ndarray, size: int | None) -> list[np.ndarray]:
+        if size is None:
+            return [order]
+        parts: list[list[int]] = [[]]
+        held = 0
+        sizes = self.forest.samples.tolist()
+        if sizes and (max(sizes) > size or (min(sizes) == max(sizes) > 0 and size % max(sizes))):
+            raise ValueError(
+                f"minibatch_size is {size}, but groups have up to {max(sizes)} completions and are not cut: "
+                f"use a multiple of {max(sizes)}"
+            )
+        for tree in order.tolist():
+            if held + sizes[tree] > size:
+                parts.append([])
+                held = 0
+            parts[-1].append(tree)
+            held += sizes[tree]
+        return [np.asarray(part) for part in parts]
+
+    def _make_mini_batch(
+        self, order: np.ndarray, aggregation: Aggregation, norm_length: int | None, idle: np.ndarray
+    ) -> MiniBatch:
+        for name, have in self._set.items():
+            if not have.all():
+                raise ValueError(f"field {name!r} is set for {int(have.sum())} of {self.targets} targets")
+        # The order decides which trees share an optimizer step, not their places in it.
+        part = np.sort(order)
+        plan = plan_packing(self.forest, part[~idle[part]], self.ranks, self.token_budget, self.mode)
+        weights, targets, sequences = self._weights(part, aggregation, norm_length)
+        found = build_mini_batch(plan, self.forest, {**self.fields, "weight": weights})
+        found.targets, found.sequences = targets, sequences
+        found.skipped = int(self.forest.sequences_of_tree[part[idle[part]]].sum())
+        return found
+
+    def _weights(
+        self, trees: np.ndarray, aggregation: Aggregation, norm_length: int | None
+    ) -> tuple[np.ndarray, int, int]:
+        """Weight of each target, float32 `[targets]`, 0 outside of `trees`; number of targets and sequences."""
+        bounds = self.forest.tree_bounds
+        inside = concatenated_ranges(bounds[trees], np.diff(bounds)[trees])
+        numbers = self.sequences[inside]
+        lengths = np.bincount(numbers)
+        weights = np.zeros(self.targets, np.float32)
+        weights[inside] = sequence_weights(torch.from_numpy(lengths), aggregation, norm_length).numpy()[numbers]
+        return weights, len(inside), int(np.count_nonzero(lengths))
+
+
+def zero_advantage_has_no_gradient(loss: PolicyLoss | CrossEntropy) -> bool:
+    """Whether a target whose advantage is zero has no gradient: policy losses are multiples of the advantage, a KL or
+    an entropy in the loss is not."""
+    kl = isinstance(loss, PolicyLoss) and loss.kl.coefficient > 0 and loss.kl.where == "loss"
+    return isinstance(loss, PolicyLoss) and not kl and not loss.entropy_coefficient
+
+
+def pack(forest: Forest, ranks: int, token_budget: int, mode: PackingMode = "forest") -> TrainingBatch:
+    """A batch of trees for `ranks` ranks, in rows of at most `token_budget` tokens.
+
+    Args:
+        mode: `forest` computes a shared prompt once (a tree over the budget is cut, its ancestors repeated);
+            `block` gives every sequence its own prompt, many sequences to a row; `single` one sequence per row.
+
+    Raises:
+        TokenBudgetExceeded: a sequence longer than the budget.
+        ValueError: sequences that are not single paths.
+    """
+    return TrainingBatch(forest, ranks, token_budget, mode)
