@@ -313,7 +313,7 @@ def reads() -> Iterator[Callable[[str], "subprocess.Popen[str]"]]:
     code = (
         "import sys, time; from pathlib import Path; from lockstep.weights.shared_memory_transport import StoreReader\n"
     )
-    code += "with Reader()(Path(sys.argv[1]), 0): print('reads', flush=True); time.sleep(120)"
+    code += "with StoreReader()(Path(sys.argv[1]), 0): print('reads', flush=True); time.sleep(120)"
     started = []
 
     def one(folder: str) -> "subprocess.Popen[str]":
