@@ -8,8 +8,6 @@ import pytest
 import torch
 import transformers
 
-from lockstep.rollout.vllm.direct_loading import apply_tensor_moves
-
 sys.path.insert(0, str(Path(__file__).parent))
 from test_vllm import ask, changed, error, publish, run, start  # noqa: F401 - a fixture
 
@@ -68,11 +66,11 @@ def test_a_family_takes_new_weights_as_they_are(start, family, tmp_path, monkeyp
     from lockstep.rollout.vllm import weight_transfer
 
     folder, known = family
-    carried, carry_out = [], apply_tensor_moves
+    carried, apply_tensor_moves = [], weight_transfer.apply_tensor_moves
 
     def carry(moves, tensors):
         carried.append(len(moves))
-        carry_out(moves, tensors)
+        apply_tensor_moves(moves, tensors)
 
     monkeypatch.setattr(weight_transfer, "apply_tensor_moves", carry)
     engine, requests, new = start(folder), ask(count=2, length=40), changed(folder)
