@@ -1,10 +1,10 @@
-"""Breaks a run twice, in front of whoever looks: in the middle of it a trainer rank is frozen, and some steps after the
-run has healed its rollout engine is killed while it generates. The run knows nothing of it.
+"""Injects two faults into a run: halfway through, a trainer rank is frozen; some steps after the run has recovered, its
+rollout engine is killed while it generates. The run does not know about this script.
 
     python examples/faults.py runs/sort-grpo -- lockstep train examples/grpo_sort.yaml
 
-Prints what the run prints, what is done to it, and at the end how long it took until each fault was told of and healed.
-The exit code is the run's own, or 1 where a fault was not told of within ten seconds or not healed.
+Prints the run's output, each fault as it is injected, and at the end how long the run took to report each fault and to
+recover from it. The exit code is the run's, or 1 if a fault was not reported within ten seconds or not recovered from.
 """
 
 import os
@@ -22,41 +22,41 @@ from lockstep.base.folders import run_shm_dir
 from lockstep.watch.beacon.beacon_records import BeaconState
 from lockstep.watch.beacon.reader import read_beacon, read_beacons
 
-TOLD_WITHIN_S = 10.0
-LOOK_S, FAR_S = 0.002, 0.05
-"""Between two looks at the run, near the moment of a fault and far from it."""
+REPORT_LIMIT_S = 10.0
+NEAR_INTERVAL_S, FAR_INTERVAL_S = 0.002, 0.05
+"""Seconds between two checks of the run: near the moment of a fault, and otherwise."""
 
 
 @dataclass
 class Fault:
-    """What is done to whom, and what became of it."""
+    """A fault, its victim, and how the run reacted."""
 
     verb: str
     role: str
     signal: signal.Signals
     stage: str
-    """Of the run, in which it is done."""
+    """The run's stage in which the fault is injected."""
     after: float
-    """Share of the run's steps that are done before."""
+    """The fraction of the run's steps that come before the fault."""
     victim: str = ""
     step: int = 0
     at: float = 0.0
-    # Seconds since then at which the run's console said so:
-    told: float | None = None
+    # Seconds from the fault until the run's console showed the event:
+    reported: float | None = None
     confirmed: float | None = None
     restarted: float | None = None
     stepped: float | None = None
 
     @property
     def fine(self) -> bool:
-        """Told of in time, and healed."""
-        return self.stepped is not None and self.told is not None and self.told <= TOLD_WITHIN_S
+        """Whether the fault was reported in time and recovered from."""
+        return self.stepped is not None and self.reported is not None and self.reported <= REPORT_LIMIT_S
 
-    def hear(self, line: str) -> None:
-        """A line of the run's console, since the fault."""
+    def read_line(self, line: str) -> None:
+        """Reads a line that the run's console printed after the fault."""
         after = time.monotonic() - self.at
-        if self.told is None and line.startswith(("notice: ", "confirmed: ")):
-            self.told = after
+        if self.reported is None and line.startswith(("notice: ", "confirmed: ")):
+            self.reported = after
         if self.confirmed is None and line.startswith("confirmed: "):
             self.confirmed = after
         if self.restarted is None and re.match(rf"{re.escape(self.victim)} .*; restarted in ", line):
@@ -66,12 +66,12 @@ class Fault:
 
 
 class Run:
-    """The run from outside: what its beacons say."""
+    """The run as its beacons show it from outside."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.moves = 0
-        self.look_s = FAR_S
+        self.look_s = FAR_INTERVAL_S
 
     def controller(self) -> BeaconState | None:
         try:
@@ -92,7 +92,7 @@ class Run:
         if controller is None or step is None:
             return None
         due = fault.after * (step.total or 0)
-        self.look_s = LOOK_S if step.value >= due - 1 else FAR_S
+        self.look_s = NEAR_INTERVAL_S if step.value >= due - 1 else FAR_INTERVAL_S
         if step.value < due:
             return None
         there = self.newest(controller.run, fault.role) if controller.stage == fault.stage else None
@@ -128,7 +128,7 @@ def strike(fault: Fault, victim: BeaconState, screen: Screen) -> None:
 
 
 def follow(process: "subprocess.Popen[bytes]", folder: Path, faults: list[Fault]) -> int:
-    """Until the run ends; its exit code. A fault is done when the one before is healed."""
+    """Follows the run to its end and returns its exit code. A fault waits until the run has recovered."""
     assert process.stdout is not None
     run, screen, rest, waiting = Run(folder), Screen(), b"", list(faults)
     current: Fault | None = None
@@ -139,24 +139,24 @@ def follow(process: "subprocess.Popen[bytes]", folder: Path, faults: list[Fault]
                 return process.wait(60)
             *lines, rest = (rest + read).split(b"\n")
             for line in (each.decode(errors="replace") for each in lines):
-                told = (
+                event = (
                     line.startswith(("notice: ", "confirmed: ", "resumed: ", "recovered: ", "  incident: "))
                     or "restart" in line
                 )
-                screen.show(line, "33" if told else "")
+                screen.show(line, "33" if event else "")
                 if current is not None:
-                    current.hear(line)
+                    current.read_line(line)
         if waiting and (current is None or current.stepped is not None) and (victim := run.victim(waiting[0])):
             current = waiting.pop(0)
             strike(current, victim, screen)
-            run.look_s = FAR_S
+            run.look_s = FAR_INTERVAL_S
 
 
 def summary(faults: list[Fault]) -> str:
     """A table of seconds after each fault."""
-    rows = [("", "told", "confirmed", "restarted", "next step")]
+    rows = [("", "reported", "confirmed", "restarted", "next step")]
     for fault in faults:
-        times = (fault.told, fault.confirmed, fault.restarted, fault.stepped)
+        times = (fault.reported, fault.confirmed, fault.restarted, fault.stepped)
         what = f"{fault.victim} ({fault.signal.name}) in step {fault.step + 1}" if fault.victim else f"no {fault.role}"
         rows.append((what, *("never" if each is None else f"{each:.1f} s" for each in times)))  # type: ignore[arg-type]
     return "\n".join(f"{row[0]:<32}" + "".join(f"{each:>11}" for each in row[1:]) for row in rows)
@@ -170,9 +170,9 @@ def main(folder: Path, command: list[str]) -> int:
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     try:
         code = follow(process, folder, faults)
-    except KeyboardInterrupt:  # the run has heard it as well, and finishes its step
+    except KeyboardInterrupt:  # the run received it as well, and finishes its step
         code = follow(process, folder, [])
-    sys.stdout.write(f"\nSeconds from each fault until the run said so:\n{summary(faults)}\n")
+    sys.stdout.write(f"\nSeconds from each fault until the run reported it and recovered:\n{summary(faults)}\n")
     return code or int(not all(fault.fine for fault in faults))
 
 

@@ -1,4 +1,4 @@
-"""An environment: guess a number, told each time whether it is higher or lower (docs/environments.md)."""
+"""An environment: guess a number; the reply says whether the number is higher or lower (docs/environments.md)."""
 
 import random
 

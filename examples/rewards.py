@@ -19,7 +19,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 
 def reward_func(queries, prompts, labels, **kwargs):
-    """OpenRLHF: whole texts in, a dict out. `check_rewards` are trained on, the rest is logged."""
+    """OpenRLHF: whole texts in, a dict out. `rewards` are trained on, the rest is logged."""
     completions = [query[len(prompt) :] for query, prompt in zip(queries, prompts, strict=True)]
     shares = [share(completion, label) for completion, label in zip(completions, labels, strict=True)]
     exact = [float(each == 1.0) for each in shares]

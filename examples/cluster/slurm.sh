@@ -19,7 +19,7 @@ port=${RAY_PORT:-6379}
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 head=${nodes[0]}
 
-# Equal on all nodes: who may join, and after how many seconds a node that is silent counts as lost.
+# Equal on all nodes: which processes may join, and after how many seconds a silent node counts as lost.
 export RAY_AUTH_MODE=token RAY_USAGE_STATS_ENABLED=0
 RAY_AUTH_TOKEN=$(od -An -tx1 -N32 /dev/urandom | tr -d ' \n')
 export RAY_AUTH_TOKEN
