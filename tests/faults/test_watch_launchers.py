@@ -120,7 +120,7 @@ BLOCKED: dict[str, Callable[[str], list[str]]] = {
 def test_who_blocks_is_named_with_its_line(tmp_path: Path, launcher: str) -> None:
     outcome = watch_until_confirmed(tmp_path, [*BLOCKED[launcher](free_port()), "--stuck", "1"])
     assert "rank 1" in outcome.notice, outcome.said
-    assert "ask_the_judge() at job.py" in outcome.notice, outcome.said
+    assert "ask_the_judge() at training_job.py" in outcome.notice, outcome.said
     assert (outcome.verdict["kind"], ranks_of(outcome)) == ("absent", [1]), outcome.said
     collective = outcome.verdict["collective"]
     assert isinstance(collective, dict)
@@ -140,7 +140,9 @@ def test_who_never_comes_to_the_rendezvous(tmp_path: Path, launcher: str) -> Non
     """It exists, and does something else: with its line."""
     outcome = watch_until_confirmed(tmp_path, [*LATE[launcher](free_port()), "--late", "1"])
     assert "rank 1 " in outcome.notice, outcome.said
-    assert "has not joined the rendezvous of 2 ranks; it is in load_the_data() at job.py" in outcome.notice
+    assert "has not joined the rendezvous of 2 ranks; it has been in load_the_data() at training_job.py" in (
+        outcome.notice
+    ), outcome.said
     assert (outcome.verdict["class"], ranks_of(outcome)) == ("rendezvous_incomplete", [1]), outcome.said
 
 
@@ -150,7 +152,7 @@ def test_who_does_not_even_import_torch(tmp_path: Path) -> None:
     """Nothing of ours has run in it yet."""
     outcome = watch_until_confirmed(tmp_path, torchrun(JOB, "--late-import"))
     assert "rank 1 " in outcome.notice
-    assert "<module> at job.py" in outcome.notice, outcome.said
+    assert "<module> at training_job.py" in outcome.notice, outcome.said
     assert (outcome.verdict["class"], ranks_of(outcome)) == ("rendezvous_incomplete", [1]), outcome.said
 
 

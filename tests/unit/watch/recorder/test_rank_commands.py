@@ -1,4 +1,4 @@
-"""Orders from the observer to the ranks."""
+"""Commands from the observer to the ranks."""
 
 import pickle
 import threading
@@ -30,7 +30,7 @@ def test_commands_reach_their_ranks_once_and_in_order():
 
 
 def test_commands_from_before_a_rank_started_are_ignored():
-    commands.send_command("run-1", "verdict", None, text="of the last life")
+    commands.send_command("run-1", "verdict", None, text="of the previous process")
     late = commands.CommandInbox("run-1", "policy-0")
     assert late.take() == [] and late.verdict is None and late.watched
 
@@ -85,7 +85,7 @@ def test_a_broken_connection_becomes_the_verdict():
     assert found.was == str(again) and inbox.translate(found) is found
     for other in (ValueError("closed"), RuntimeError("shape '[3]' is invalid")):
         assert inbox.translate(other) is other
-    assert [order.op for order in inbox.take()] == ["dump", "verdict"]  # whoever obeys them still gets them
+    assert [each.op for each in inbox.take()] == ["dump", "verdict"]  # translating takes none of them
 
 
 def test_an_old_verdict_explains_nothing(monkeypatch):
