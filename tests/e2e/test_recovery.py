@@ -161,7 +161,7 @@ def test_a_budget_that_is_spent_stops_the_run_which_resumes(reference: Reference
     assert launched.finish() == 1
     assert time.monotonic() - began < 20
     said = " ".join(launched.said().split())
-    assert "engine-0 died (SIGKILL), and is not restarted: 0 restarts within 3600 s are used up" in said
+    assert "engine-0 died (SIGKILL), and is not restarted: the limit of 0 restarts within 3600 s is reached" in said
     assert "recovery.rollout.max_restarts" in said and f"--resume {launched.folder}" in said
     assert [each["worker"] for each in recoveries(launched.folder, "gave up")] == ["engine-0"]
     launched = Launched.resume(launched.folder)
@@ -269,7 +269,7 @@ def test_fewer_ranks_where_no_replacement_can_be_had(reference: References, tmp_
     code = launched.finish()
     said = " ".join(launched.said().split())
     if not allowed:
-        assert code == 1 and "is not restarted: 5 restarts within 3600 s are used up" in said
+        assert code == 1 and "is not restarted: the limit of 5 restarts within 3600 s is reached" in said
         return
     assert code == 0, launched.text()
     assert "no replacement available; continuing with 1 ranks (recovery.fewer_ranks)" in said

@@ -1,4 +1,4 @@
-"""Why a run did not start or did not end well."""
+"""Errors for a run that did not start or did not end well."""
 
 from pathlib import Path
 

@@ -138,7 +138,7 @@ class Run:
         state that can be restored: later steps are trained again from their stored rollouts.
 
         Raises:
-            GaveUp: the restart budget is spent, or the same error came again.
+            GaveUp: the restart budget is spent, or the same error occurred again.
         """
         with self._recovering():
             yield

@@ -1,4 +1,4 @@
-"""From rewards to advantages, as the config says. Pure."""
+"""Computes advantages from rewards, as the config says."""
 
 import numpy as np
 import torch

@@ -1,4 +1,4 @@
-"""Starts the workers of a run as the plan says, and their successors after a failure."""
+"""Starts the workers of a run as the plan says, and their replacements after a failure."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -40,7 +40,7 @@ class RunWorkerLauncher:
     def __init__(self, prepared: PreparedRun, cluster: Cluster, generation: int) -> None:
         self.prepared, self.cluster, self.generation = prepared, cluster, generation
         self._latest: dict[tuple[str, int], str] = {}
-        """By role and rank: the name of the latest process."""
+        """The name of the latest process, by role and rank."""
         self._trainer_starts = 0
         self.relay_transport = "gloo"
         """The transport between relays."""

@@ -62,9 +62,9 @@ class EnginePool:
         self._answers: deque[tuple[EngineSlot, PendingResult[CompletionBatch]]] = deque()
         """Answered `collect` calls, appended without the lock: few of a thousand engines answer at a time."""
         self._completions: list[Completion] = []
-        """Arrived and not collected yet."""
+        """Completions that have arrived and were not collected yet."""
         self._incoming: dict[int, Worker] = {}
-        """By rank: engines that are excluded, or starting."""
+        """Engines that are excluded or starting, by rank."""
         self._weights: tuple[WeightSource, int] | None = None
         self._error: Exception | None = None
         self._closed = False
@@ -118,7 +118,7 @@ class EnginePool:
         return completions
 
     def begin_wait(self) -> None:
-        """A wait for completions begins: stragglers are measured from now on."""
+        """Notes that a wait for completions begins: stragglers are measured from now on."""
         with self._lock:
             self._stragglers.begin_wait(time.monotonic())
 
@@ -144,7 +144,7 @@ class EnginePool:
                 log.warning("engine-%d %s: reissuing %d requests to other engines", rank, straggler.why, count)
 
     def replace_stalled(self, error: Stalled) -> bool:
-        """Nothing has moved: engines with open requests are lost. Whether that helps."""
+        """Replaces the engines with open requests, because nothing has made progress. Returns whether that began."""
         live = [(slot, slot.worker) for slot in self._slots if slot.worker is not None]
         stalled = [(slot, worker) for slot, worker in live if self._router.open_requests(slot.rank)]
         for slot, worker in stalled:
@@ -180,7 +180,7 @@ class EnginePool:
             self._call_all(lambda worker: worker.submit(EngineAPI.sleep), "sleep")
 
     def counters(self) -> list[EngineProgress]:
-        """Counters of the engines that live and answer."""
+        """The counters of the live engines that answer."""
         names = {slot.worker.spec.name for slot in self._slots if slot.worker is not None and not slot.silent}
         return self._call_all(lambda worker: worker.submit(EngineAPI.progress), "progress", names)
 
@@ -207,7 +207,7 @@ class EnginePool:
         return bool(serving or incoming)
 
     def close(self) -> None:
-        """Engines are not replaced any more."""
+        """Stops replacing engines."""
         with self._lock:
             self._closed = True
 
@@ -263,7 +263,7 @@ class EnginePool:
     # --- with the lock held
 
     def _dispatch(self) -> list[_Dispatch]:
-        """Sends what is unassigned to live engines."""
+        """Sends unassigned requests to live engines."""
         dispatched = []
         for rank, requests in self._router.assign().items():
             slot = self._slots[rank]

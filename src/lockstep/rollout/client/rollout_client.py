@@ -1,4 +1,4 @@
-"""The rollout engines as the controller sees them: requests go out, completions come back."""
+"""The controller's client of the rollout engines: sends requests and collects completions."""
 
 import threading
 import time
@@ -52,18 +52,18 @@ class RolloutClient:
         """Set when completions may have arrived."""
         self._pool = EnginePool(workers, self._changed, self._choose_engine, launcher, recovery, reissue)
         self._queue_of: dict[str, str] = {}
-        """The queue of every open request."""
+        """The queue of every open request, by request id."""
         self._arrived: dict[str, list[Completion]] = {}
-        """By queue: completions that were not collected yet."""
+        """Completions that were not collected yet, by queue."""
         self.sampling, self.seed = sampling, seed
         self.stall_s, self.poll_interval_s = stall_s, PROGRESS_INTERVAL_S
         self.version = 0
         self._sampled = 0
-        """Calls of `sample`."""
+        """Number of calls of `sample`."""
         self._moves, self._moves_at = 0, 0.0
         """The engines' progress counter, and when it was read."""
         self._reissued = 0
-        """Reissued requests up to the last call of `metrics`."""
+        """Number of reissued requests at the last call of `metrics`."""
 
     @property
     def workers(self) -> list[Worker]:
@@ -185,11 +185,11 @@ class RolloutClient:
         self._pool.sleep()
 
     def counters(self) -> list[EngineProgress]:
-        """Counters of the engines that live and answer."""
+        """The counters of the live engines that answer."""
         return self._pool.counters()
 
     def close(self) -> None:
-        """Engines that end from now on are not replaced."""
+        """Stops replacing engines that end from now on."""
         self._pool.close()
 
     def request(

@@ -29,9 +29,9 @@ class Straggler:
     """An engine that is far behind."""
 
     why: str
-    """For a sentence that begins with the engine's name."""
+    """Why the engine counts as a straggler; completes a sentence that begins with the engine's name."""
     silent: bool
-    """Whether it makes no tokens at all."""
+    """Whether the engine makes no tokens at all."""
 
 
 @dataclass(slots=True)
@@ -45,7 +45,7 @@ class _EngineSpeed:
     speed: float | None = None
     """Tokens per second and sequence when it last made tokens."""
     rows: float = 0.0
-    """Its number of sequences then."""
+    """The number of sequences at that time."""
     speeds: dict[int, tuple[float, float]] = field(default_factory=dict)
     """By the number of sequences, in powers of two: the number, and the speed when it last had about as many."""
     slow_since: float | None = None
@@ -63,22 +63,22 @@ class StragglerDetector:
         self._engines: dict[int, _EngineSpeed] = {}
 
     def begin_wait(self, now: float) -> None:
-        """A wait begins: engines were not observed before it. Speeds are kept."""
+        """Begins a wait: forgets earlier observations of the engines, and keeps their speeds."""
         for engine in self._engines.values():
             engine.moved_at, engine.tokens, engine.slow_since = now, -1, None
 
     def mark_busy(self, rank: int, now: float) -> None:
-        """The engine has requests: silence counts from now on at the latest."""
+        """Notes that the engine has requests: its silence counts from now on at the latest."""
         self._engines.setdefault(rank, _EngineSpeed(now))
 
     def mark_idle(self, rank: int, now: float) -> None:
-        """The engine has no requests, so it may be silent."""
+        """Notes that the engine has no requests, so it may be silent."""
         if rank in self._engines:
             engine = self._engines[rank]
             engine.moved_at, engine.tokens, engine.slow_since = now, -1, None
 
     def forget(self, rank: int) -> None:
-        """The engine is replaced by another process."""
+        """Notes that the engine is replaced by another process."""
         self._engines.pop(rank, None)
 
     def observe(self, rank: int, now: float, progress: EngineProgress) -> None:
@@ -94,7 +94,7 @@ class StragglerDetector:
         engine.at, engine.tokens, engine.running = now, progress.tokens, progress.running
 
     def penalize(self, rank: int, straggler: Straggler, now: float) -> None:
-        """The engine gets no requests for a while: a silent one until it answers, a slow one for longer."""
+        """Withholds requests from the engine for a while: a silent one until it answers, a slow one for longer."""
         if rank in self._engines and not straggler.silent:
             self._engines[rank].penalty_until = now + SLOW_PENALTY * self.config.after_s
 

@@ -22,7 +22,7 @@ from lockstep.rollout.environments.environment_protocol import Observation
 log = logging.getLogger(__name__)
 
 MAX_LOST_PROCESSES = 3
-"""Processes that may be lost under a task before it is taken to be the cause."""
+"""Number of processes that may be lost while they run a task, before the task is taken to be the cause."""
 
 
 @dataclass(slots=True)
@@ -32,7 +32,7 @@ class EpisodeReply:
     episode: str
     observation: Observation | None
     failure: EnvironmentFailure | None
-    """Instead of an observation."""
+    """The failure that the environment had instead of replying; None if it replied."""
 
 
 @dataclass(slots=True)
@@ -44,9 +44,9 @@ class _Episode:
     action: str | None = None
     """The action of the running task."""
     lost: int = 0
-    """Processes lost under the task."""
+    """Number of processes that were lost while they ran the task."""
     nodes: int = 0
-    """Nodes lost under the task."""
+    """Number of nodes that were lost while they ran the task."""
 
 
 class EnvironmentPool:
@@ -60,7 +60,7 @@ class EnvironmentPool:
         self._episodes: dict[str, _Episode] = {}
         self._asked: dict[int, str] = {}
         self._outgoing: dict[str, None] = {}
-        """Episodes whose next task is to be sent."""
+        """Episodes whose next task has not been sent yet."""
         self._number = 0
         self._prepared = LoadedEnvironment()
         self.answers = 0

@@ -40,7 +40,7 @@ class EnvironmentProcess:
     def __init__(self, cluster: Cluster, config: Config, base: Path, rank: int) -> None:
         self.cluster, self.config, self.base, self.rank = cluster, config, base, rank
         self.open: dict[int, EnvironmentTask] = {}
-        """Tasks without a result."""
+        """Tasks that have no result yet."""
         self.known: set[str] = set()
         """Episodes that have an environment in the process."""
         self._worker: Worker | None = None
@@ -193,7 +193,7 @@ class EnvironmentProcess:
 
 
 def _call_succeeded(call: PendingResult[None]) -> bool:
-    """Whether a call was answered; raises its error."""
+    """Whether a call was answered. Raises the error that the call failed with."""
     if not call.done():
         return False
     call.result(why="hand over tasks")

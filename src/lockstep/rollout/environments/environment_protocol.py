@@ -1,4 +1,4 @@
-"""What a user's environment is: one object per conversation, with `reset` and `step`, plain or async."""
+"""The interface of users' environments: one object per conversation, with methods `reset` and `step`."""
 
 import math
 from collections.abc import Awaitable
@@ -31,14 +31,18 @@ class Observation:
 
 
 class Environment(Protocol):
-    """Made anew for every conversation, as `Class(**arguments)`. Both methods may be `async`.
+    """A user's environment. Every conversation gets a new one, `Class(**arguments)`. Both methods may be `async`.
 
-    It must be deterministic: if its process is lost, or if a conversation branches, `reset` and the steps so far are
-    repeated in a new one with the same prompt and actions. An optional method `close()` is called at the end.
+    An environment must be deterministic: if its process is lost, or if a conversation branches, `reset` and the steps
+    so far are repeated in a new environment with the same prompt and actions. An optional method `close()` is called
+    at the end.
     """
 
     def reset(self, prompt: Prompt) -> "Observation | str | Awaitable[Observation | str | None] | None":
-        """Starts a conversation; the model reads the result after the prompt. Optional."""
+        """Starts a conversation; the model reads the result after the prompt.
+
+        An environment without `reset` starts with the prompt alone.
+        """
 
     def step(self, action: str) -> "Observation | str | Awaitable[Observation | str]":
         """Replies to a turn of the model, given as decoded text."""
@@ -48,30 +52,30 @@ class BadObservation(ValueError):
     """An environment returned something that is not an observation."""
 
 
-def to_observation(value: object, after: str) -> Observation:
+def to_observation(value: object, method: str) -> Observation:
     """Checks and converts the result of a method.
 
     Args:
-        after: the method's name, for errors.
+        method: name of the method that returned it, for errors.
 
     Raises:
-        BadObservation: it is not an observation; with what was returned and what is expected.
+        BadObservation: the result is not a valid observation.
     """
     if isinstance(value, str):
         value = Observation(value)
-    if value is None and after == "reset":
+    if value is None and method == "reset":
         return Observation()
     if not isinstance(value, Observation):
-        raise BadObservation(f"{after} returned {type(value).__name__}, expected an Observation or text")
+        raise BadObservation(f"{method} returned {type(value).__name__}, expected an Observation or text")
     if value.text is not None and not isinstance(value.text, str):
-        raise BadObservation(f"{after}: the observation's text is {type(value.text).__name__}")
+        raise BadObservation(f"{method}: the observation's text must be a string, got {type(value.text).__name__}")
     if not isinstance(value.reward, int | float) or not math.isfinite(value.reward):
-        raise BadObservation(f"{after}: the reward {value.reward!r} is not a finite number")
+        raise BadObservation(f"{method}: the reward {value.reward!r} is not a finite number")
     for message in value.messages or []:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
-            raise BadObservation(f"{after}: {message!r} is not a message with role and content")
-    if after == "step" and not value.done and not value.turns():
-        raise BadObservation("step returned an observation that is neither done nor has anything to read")
+            raise BadObservation(f"{method}: {message!r} is not a message with role and content")
+    if method == "step" and not value.done and not value.turns():
+        raise BadObservation("step returned an observation that is not done but has neither text nor messages")
     value.reward = float(value.reward)
     value.metrics = {str(name): float(number) for name, number in value.metrics.items()}
     return value

@@ -1,4 +1,4 @@
-"""The vLLM engine: admit, step, collect."""
+"""The vLLM engine: admits requests, makes vLLM do steps, and returns completions."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,7 +17,7 @@ from lockstep.rollout.engine_protocol import EngineProgress, Request
 from lockstep.rollout.errors import BadLogits, InterruptedUpdate, NoWeights, TornEngine
 from lockstep.rollout.requests import check_request, contains_stop, empty_completion, eos_tokens, stop_window
 from lockstep.rollout.vllm.vllm_requests import (
-    RunningRequest,
+    TrackedRequest,
     WaitingQueue,
     check_sampling,
     core_request,
@@ -41,7 +41,7 @@ from lockstep.rollout.weight_loading import (
 )
 
 _MEMORY = ("weights", "kv_cache")
-"""What vLLM gives away and takes back, by its own names."""
+"""The parts of memory that vLLM can release, by vLLM's names."""
 _PROBE = Request("probe", "probe", np.zeros(1, np.int32), seed=0, max_tokens=1)
 
 
@@ -91,7 +91,7 @@ class VllmEngine:
         if reader is not None:
             info = {"reader": reader, "expected": expected}
             self.core.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": info})
-        self._waiting, self._running = WaitingQueue(), dict[str, RunningRequest]()
+        self._waiting, self._running = WaitingQueue(), dict[str, TrackedRequest]()
         self._ids: set[str] = set()
         self._entered, self._loads = 0, 0
         self._torn: int | None = None
@@ -100,9 +100,9 @@ class VllmEngine:
         self._fenced = False
         """Whether the weights are incomplete, so that no request is served."""
         self._asleep: frozenset[str] = frozenset()
-        """The parts of its memory that are released."""
+        """The parts of the engine's memory that are released at present."""
         self._forgotten = False
-        """Whether it has no weights."""
+        """Whether the engine has dropped its weights."""
         self._tokens, self._finished, self._paused = 0, 0, False
         self._queries, self._hits = 0, 0
         self._decoding = 0
@@ -195,7 +195,7 @@ class VllmEngine:
         request is served between the first bucket and the end, or after an incomplete version until a complete one.
 
         Raises:
-            WeightsMismatch: its tensors are not this model's; nothing was changed.
+            WeightsMismatch: the version's tensors are not this model's; nothing was changed.
             InterruptedUpdate: the version did not arrive completely.
         """
         self._receiver = self._receiver or open_receiver(where)
@@ -211,8 +211,8 @@ class VllmEngine:
         self._wake("weights")
         before, fenced = self._torn, self._fenced
         self._torn, self._fenced = version, False
-        with watch_worker_progress(self._workers) as tally:
-            answers = self.core.collective_rpc("take_weights", kwargs={"info": info, "tally": tally})
+        with watch_worker_progress(self._workers) as progress_file:
+            answers = self.core.collective_rpc("take_weights", kwargs={"info": info, "progress_file": progress_file})
         failed = sorted((each for each in answers if each.error is not None), key=lambda each: not each.touched)
         if failed:
             touched = any(each.touched for each in answers)
@@ -308,7 +308,7 @@ class VllmEngine:
         self._finished += len(done)
         return done
 
-    def _append(self, row: RunningRequest, output: Any) -> None:
+    def _append(self, row: TrackedRequest, output: Any) -> None:
         logprobs = output.new_logprobs.logprobs[:, 0]
         bad = np.flatnonzero(~np.isfinite(logprobs))
         if len(bad):
@@ -325,7 +325,7 @@ class VllmEngine:
         hits = contains_stop(self.tokenizer, tails, [row.request.stop for row in rows])
         return [name for name, hit in zip(watched, hits, strict=True) if hit]
 
-    def _finish(self, rows: dict[str, RunningRequest], reasons: dict[str, FinishReason]) -> list[Completion]:
+    def _finish(self, rows: dict[str, TrackedRequest], reasons: dict[str, FinishReason]) -> list[Completion]:
         if not rows:
             return []
         texts = self.tokenizer.batch_decode([row.tokens for row in rows.values()], skip_special_tokens=True)
@@ -339,7 +339,7 @@ class VllmEngine:
         early = [name for name, row in self._running.items() if not row.tokens]
         self.core.abort_requests(early)
         for name in early:
-            self._waiting.put_back(self._running.pop(name))
+            self._waiting.push(self._running.pop(name))
 
     def _count(self, stats: Any) -> None:
         if stats is None:

@@ -1,4 +1,4 @@
-"""Requests as vLLM takes them, and those that wait or run."""
+"""Converts requests to vLLM's types, and keeps the requests that are waiting or running."""
 
 import heapq
 from collections.abc import Iterable
@@ -15,12 +15,12 @@ from lockstep.rollout.vllm.vllm_setup import vllm_error
 
 
 def core_request(name: str, request: Request, eos: frozenset[int], salt: str) -> Any:
-    """A request as vLLM's core takes it.
+    """Converts a request to the type that vLLM's core receives.
 
     Args:
-        name: its id within vLLM, never used before.
-        eos: tokens that end it, unless it ignores them.
-        salt: part of the key of its prompt's blocks in the prefix cache.
+        name: the request's id within vLLM, never used before.
+        eos: tokens that end the completion, unless the request ignores them.
+        salt: part of the key of the prompt's blocks in the prefix cache.
     """
     from vllm.v1.engine import EngineCoreRequest
 
@@ -38,7 +38,7 @@ def core_request(name: str, request: Request, eos: frozenset[int], salt: str) ->
 
 
 def sampling_params(request: Request, eos: frozenset[int]) -> Any:
-    """vLLM's settings of a request. Raises vLLM's errors for unsupported ones."""
+    """Converts a request's settings to vLLM's. Raises vLLM's errors for unsupported settings."""
     from vllm import SamplingParams
 
     return SamplingParams(
@@ -64,7 +64,7 @@ def check_sampling(request: Request, eos: frozenset[int]) -> None:
 
 
 def vllm_finish_reason(output: Any) -> FinishReason:
-    """The finish reason. Raises RuntimeError for a request that vLLM gave up."""
+    """The finish reason. Raises RuntimeError for a request that vLLM aborted."""
     name = str(output.finish_reason)
     if name not in ("stop", "length"):
         raise RuntimeError(f"vLLM ended request {output.request_id} with {name!r} ({output.stop_reason})")
@@ -72,8 +72,8 @@ def vllm_finish_reason(output: Any) -> FinishReason:
 
 
 @dataclass(slots=True)
-class RunningRequest:
-    """A request and its tokens."""
+class TrackedRequest:
+    """A request and the tokens generated for it so far."""
 
     request: Request
     number: int
@@ -99,11 +99,14 @@ class RunningRequest:
 
 
 class WaitingQueue:
-    """Requests by priority, then in the order of submission. They wait here and not in vLLM, so that they only use
-    prefix cache of the weights that are served when they enter."""
+    """Holds requests by priority, then in the order of submission.
+
+    Requests wait here and not in vLLM because vLLM fixes the cache salt of a request when it receives the request. So a
+    request never uses prefix cache that was computed with older weights.
+    """
 
     def __init__(self) -> None:
-        self._heap: list[tuple[int, int, RunningRequest]] = []
+        self._heap: list[tuple[int, int, TrackedRequest]] = []
         self._count = 0
 
     def __len__(self) -> int:
@@ -111,18 +114,18 @@ class WaitingQueue:
 
     def add(self, requests: Iterable[Request]) -> None:
         for request in requests:
-            self.put_back(RunningRequest(request, self._count))
+            self.push(TrackedRequest(request, self._count))
             self._count += 1
 
-    def put_back(self, row: RunningRequest) -> None:
-        """Puts a request without tokens back to its place."""
+    def push(self, row: TrackedRequest) -> None:
+        """Adds a request that has no tokens yet, new or returned by vLLM, in the order of priority and submission."""
         heapq.heappush(self._heap, (row.request.priority, row.number, row))
 
-    def pop(self) -> RunningRequest:
+    def pop(self) -> TrackedRequest:
         return heapq.heappop(self._heap)[2]
 
     def withdraw(self, ids: set[str] | None) -> list[Request]:
-        """Removes requests (all if None)."""
+        """Removes the requests with the given ids (all if None) and returns them."""
         taken = [row.request for _, _, row in self._heap if ids is None or row.request.id in ids]
         self._heap = [entry for entry in self._heap if ids is not None and entry[2].request.id not in ids]
         heapq.heapify(self._heap)

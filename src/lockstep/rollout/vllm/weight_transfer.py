@@ -47,7 +47,8 @@ log = logging.getLogger(__name__)
 
 BACKEND = "lockstep"
 
-# It warns each time of layers that load nothing by themselves, such as tied heads; what is missing is an error here.
+# vLLM's layerwise reload warns about layers without tensors of their own, such as tied heads. The warning is not
+# needed: missing parameters raise WeightsMismatch.
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 
 
@@ -68,14 +69,16 @@ class WorkerExtension:
     update_weights: Any
     finish_weight_update: Any
 
-    def take_weights(self, info: dict[str, Any], tally: str = "") -> UpdateResult:
-        """Does a whole update; its progress is written to `tally`. Errors are part of the answer: of an exception in a
-        tensor-parallel worker vLLM keeps only the text, and takes the other workers' answers for those to the next
-        call."""
+    def take_weights(self, info: dict[str, Any], progress_file: str = "") -> UpdateResult:
+        """Does a whole update and writes its progress to `progress_file`.
+
+        Errors are returned, not raised: for an exception in a tensor-parallel worker vLLM keeps only its text, and
+        would take the other workers' replies for replies to the next call.
+        """
         transfer = self.weight_transfer_engine
         transfer.touched = False
         try:
-            with publish_worker_progress(tally, transfer.parallel_config.rank):
+            with publish_worker_progress(progress_file, transfer.parallel_config.rank):
                 self.start_weight_update()
                 self.update_weights(info)
                 self.finish_weight_update()
@@ -102,8 +105,8 @@ class StoreUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
     stream: dict[str, Any] | None = None
 
 
-class StoreTransfer(WeightTransferEngine[StoreInit, StoreUpdate]):  # type: ignore[misc]
-    """Loads a version in one call."""
+class LockstepTransferEngine(WeightTransferEngine[StoreInit, StoreUpdate]):  # type: ignore[misc]
+    """vLLM's weight-transfer engine for Lockstep's shared-memory store and streams. It loads a version in one call."""
 
     init_info_cls = StoreInit
     update_info_cls = StoreUpdate
@@ -114,8 +117,8 @@ class StoreTransfer(WeightTransferEngine[StoreInit, StoreUpdate]):  # type: igno
     _expected: ExpectedParameters | None = None
     _receiver: WeightReceiver | None = None
     _moves: list[TensorMove] | None = None
-    _looked = False
-    """Whether the moves were looked up."""
+    _moves_planned = False
+    """Whether `_moves` has been computed; the result may be None."""
 
     def init_transfer_engine(self, init_info: StoreInit) -> None:
         self._reader, self._expected = open_reader(init_info.reader), init_info.expected
@@ -141,7 +144,7 @@ class StoreTransfer(WeightTransferEngine[StoreInit, StoreUpdate]):  # type: igno
         pack_heads(self.model)
 
     def _receive(self, where: dict[str, Any], version: int) -> None:
-        """Loads buckets as they arrive, each checked before; each worker takes its shard."""
+        """Loads buckets as they arrive. Each bucket is checked before it is loaded; each worker loads its shard."""
         self._receiver = self._receiver or open_receiver(where)
         with contextlib.ExitStack() as stack:
             with unpinned_nccl_env():  # the trainer does not have vLLM's NCCL settings
@@ -154,13 +157,13 @@ class StoreTransfer(WeightTransferEngine[StoreInit, StoreUpdate]):  # type: igno
 
     def _direct(self, tensors: Mapping[str, Tensor]) -> list[TensorMove] | None:
         """The moves that replace vLLM's reload, if that is possible."""
-        if not self._looked:
+        if not self._moves_planned:
             alone = self.parallel_config.world_size == 1 and self.model_config.quantization is None
             like = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
             same = all(dtype == self.model_config.dtype for _, dtype in like.values())
             shapes = {name: shape for name, (shape, _) in like.items()}
             self._moves = plan_tensor_moves(self.model, shapes) if alone and same else None
-            self._looked = True
+            self._moves_planned = True
         return self._moves
 
     def _reload(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
@@ -169,7 +172,8 @@ class StoreTransfer(WeightTransferEngine[StoreInit, StoreUpdate]):  # type: igno
         try:
             loaded = self.model.load_weights(tensors)
         finally:
-            # Also after half a version: a layer would take the tensors it has buffered for a part of the next.
+            # Also after a failure: otherwise layers would count the tensors they have buffered as part of the next
+            # version.
             finalize_layerwise_reload(self.model, self.model_config)
         if loaded is not None and self.model_config.quantization is None and wanted - set(loaded):
             raise WeightsMismatch((), sorted(wanted - set(loaded)))
@@ -195,8 +199,11 @@ def _picklable(error: Exception) -> Exception:
 
 @torch.no_grad()
 def pack_heads(model: nn.Module) -> None:
-    """Renews the packed copies of output layers, which exist on a CPU. If an output layer is tied to the embedding,
-    vLLM's reload packs the weight for the embedding only, and the output layer would keep its old copy."""
+    """Packs the weights of output layers again on the CPU platform, where vLLM keeps a packed copy of them.
+
+    If an output layer is tied to the embedding, vLLM's reload packs the weight for the embedding only, and the output
+    layer would keep its old copy.
+    """
     if not current_platform.is_cpu():
         return
     for layer in model.modules():
@@ -204,4 +211,4 @@ def pack_heads(model: nn.Module) -> None:
             layer.quant_method.process_weights_after_loading(layer)
 
 
-WeightTransferEngineFactory.register_engine(BACKEND, StoreTransfer)
+WeightTransferEngineFactory.register_engine(BACKEND, LockstepTransferEngine)

@@ -247,7 +247,7 @@ class DryRun:
     config: SFTConfig | GRPOConfig
     plan: RunPlan
     model: ModelFacts | None
-    """None if the model could not be looked up."""
+    """The model's sizes; None if the model could not be looked up."""
     notes: list[str]
 
 

@@ -13,7 +13,7 @@ from lockstep.run.errors import RunRefused
 
 CONFIG_FILE = "run.yaml"
 MAX_PACKAGE_BYTES = 100 * 2**20
-"""Of all files together. Ray accepts 512 MiB, and copies them to every node."""
+"""Limit for all files together. Ray accepts 512 MiB, and copies the package to every node."""
 _FILE_FIELDS = ("path", "chat_template", "tools")
 """Config fields that may name files (or models on the hub)."""
 
@@ -24,7 +24,7 @@ class RayPackage:
 
     folder: Path
     files: list[str] = field(default_factory=list)
-    """Relative paths. Python files come with the others of their folder, which they may import."""
+    """Relative paths. A Python file is packed with the other Python files of its folder, which it may import."""
     elsewhere: list[str] = field(default_factory=list)
     """Absolute paths in the config: they must exist on the cluster's nodes as well."""
 

@@ -1,4 +1,4 @@
-"""What a plan is made from: the sizes of the model, read without its weights, and the resources of this host."""
+"""Measures what a plan is computed from: the model's sizes, without its weights, and this host's resources."""
 
 import os
 from collections.abc import Sequence
@@ -33,17 +33,17 @@ class AdapterFacts:
 
     parameters: int
     units: int
-    """Decoder layers with a part of it, plus the root if weights outside of the layers are trained."""
+    """Number of decoder layers with adapter weights, plus one if weights outside of the layers are trained."""
     first: int
     """The first layer that needs a backward pass."""
     saved: int = 0
-    """Parameters of the model itself that are trained in full as well."""
+    """Number of the base model's parameters that are trained in full beside the adapter."""
     begins_elsewhere: bool = False
     """Whether the initial policy, the reference of a KL penalty, differs from the model without the adapter."""
 
     @property
     def trained(self) -> int:
-        """Parameters that are trained."""
+        """Number of parameters that are trained."""
         return self.parameters + self.saved
 
 
@@ -52,7 +52,7 @@ class ModelFacts:
     """The size of a model."""
 
     parameters: int
-    """Without those of an adapter."""
+    """Number of the model's parameters, without an adapter's."""
     layers: int
     hidden: int
     vocabulary: int

@@ -12,7 +12,7 @@ from lockstep.weights.weight_transport import DevicePlacement, transport_refusal
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 METRICS_BYTES = 8 * 21
-"""Of the metrics vector of an optimizer step: `2 + len(lockstep.train.objective.METRIC_NAMES)` float64."""
+"""Bytes of the metrics vector of an optimizer step: `2 + len(lockstep.train.objective.METRIC_NAMES)` float64."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +33,9 @@ class PlannedCollective:
     operation: str
     communicator: str
     times: str
-    """How often in a step, with what decides it."""
+    """How often the collective runs in a step, and what determines that."""
     bytes: int
-    """Payload of the largest one."""
+    """Payload of the largest of these collectives."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Decides what to do about a failure. Pure: a function of the failure, of earlier ones, and of the budget."""
+"""Decides what to do about a failure. The decision depends only on the failure, earlier failures and the config."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,13 +13,13 @@ RETRYABLE = frozenset(
         "superseded", "wait_timeout",
     }
 )  # fmt: skip
-"""Codes of errors of this package that a restart may mend: a wait that another process broke, a collective that did
-not match. All its other errors say what is wrong with data, config or code, so a retry cannot help."""
+"""Codes of errors of this package that a restart may fix: a wait that failed because of another process, a mismatched
+collective. All other errors of this package report wrong data, config or code, so a retry cannot help."""
 
 
 @dataclass(frozen=True, slots=True)
 class RestartRole:
-    """Replace the worker; of the trainer all ranks."""
+    """Replace the failed worker; if it is a trainer rank, replace all trainer ranks."""
 
     number: int
     """Number of this restart within the window, from 1."""
@@ -28,7 +28,7 @@ class RestartRole:
 
 @dataclass(frozen=True, slots=True)
 class StopRun:
-    """End the run. It can be resumed."""
+    """End the run, which can be resumed later."""
 
     reason: str
     """Why there is no restart; "" if the error needs no further explanation."""
@@ -50,7 +50,7 @@ MAX_FAILED_STARTS = 2
 def decide_recovery(
     failure: WorkerFailure, history: Sequence[WorkerFailure], config: RecoveryConfig, fewer: int | None = None
 ) -> RecoveryAction:
-    """What to do about a failure.
+    """Decides what to do about a failure.
 
     Args:
         history: failures that were followed by a restart, oldest first.
@@ -62,15 +62,15 @@ def decide_recovery(
         if failure.code and failure.code not in RETRYABLE:
             return StopRun("")
         if any(failure.signature == earlier.signature for earlier in history if earlier.how == "raised"):
-            return StopRun(f"the same error came again in step {failure.step} after a restart; see {failure.place}")
+            return StopRun(f"the same error occurred again in step {failure.step} after a restart; see {failure.place}")
     if fewer is not None and config.fewer_ranks and _failed_starts([*history, failure]) >= MAX_FAILED_STARTS:
         return FewerRanks(fewer)
     budget = config.policy if failure.role == "policy" else config.rollout
     spent = sum(_in_same_budget(failure, earlier, budget) for earlier in history)
     if spent >= budget.max_restarts:
         return StopRun(
-            f"{spent} restarts within {budget.window_s:g} s are used up (recovery.{failure.role}.max_restarts "
-            f"{budget.max_restarts}, window_s {budget.window_s:g})"
+            f"the limit of {budget.max_restarts} restarts within {budget.window_s:g} s is reached "
+            f"(recovery.{failure.role}.max_restarts {budget.max_restarts}, window_s {budget.window_s:g})"
         )
     return RestartRole(spent + 1, budget)
 
@@ -82,13 +82,16 @@ def _in_same_budget(failure: WorkerFailure, earlier: WorkerFailure, budget: Rest
 
 
 def _failed_starts(failures: Sequence[WorkerFailure]) -> int:
-    """How many starts of trainer ranks have failed in a row, up to now."""
-    ranks = [failure.starting for failure in failures if failure.role == "policy"]
-    return next((number for number, starting in enumerate(reversed(ranks)) if not starting), len(ranks))
+    """Counts the latest starts of trainer ranks that failed in a row."""
+    was_starting = [failure.starting for failure in failures if failure.role == "policy"]
+    return next((number for number, starting in enumerate(reversed(was_starting)) if not starting), len(was_starting))
 
 
 def next_smaller_ranks(config: TrainerConfig, ranks: int) -> int | None:
-    """The largest smaller number of ranks that allows the same number of replicas."""
+    """The largest smaller number of ranks that allows the same number of replicas; None if there is none.
+
+    If there are several replicas, each must keep at least two ranks.
+    """
     for count in range(ranks - 1, 0, -1):
         shards, rest = divmod(count, config.replicas)
         if not rest and (config.replicas == 1 or shards > 1):

@@ -17,7 +17,8 @@ from lockstep.watch.supervisor.supervisor_client import SupervisorEvent
 log = logging.getLogger(__name__)
 
 USER_CODE_CONFIDENCE = 0.8
-"""Processes with users' code are killed only on structural proof: their own setting says how long they may take."""
+"""Processes that run users' code are killed only at this higher confidence: `reward.timeout_s` or
+`rollout.environment.timeout_s` already limits how long a call may take."""
 USER_CODE_ROLES = ("reward", "environment")
 
 VerdictAction = Callable[[Sequence[str], str], Sequence[str]]
@@ -30,13 +31,13 @@ class VerdictHandler:
     def __init__(self, console: LiveConsole, ledger: Ledger) -> None:
         self._console, self._ledger = console, ledger
         self._events: queue.SimpleQueue[SupervisorEvent] = queue.SimpleQueue()
-        """Not in the ledger yet."""
+        """Events that are not in the ledger yet."""
         self._actions: list[VerdictAction] = []
         self._acted_on: set[int] = set()
         self._noted: set[str] = set()
 
     def subscribe(self, act: VerdictAction) -> None:
-        """Makes each confirmed verdict call `act(culprits, why)` once, from any thread."""
+        """Registers `act(culprits, why)`, which is called once for each confirmed verdict, from any thread."""
         self._actions.append(act)
 
     def handle(self, event: SupervisorEvent) -> None:
@@ -47,7 +48,7 @@ class VerdictHandler:
             why = f"{event.level}: {event.headline}"
             killed = [name for act in self._actions for name in act(event.who, why)]
             if killed:
-                # Recovery reports it on the console.
+                # Only for the ledger: recovery reports the restart on the console.
                 self._events.put(replace(event, change="updated", level="act", done=f"killed {', '.join(killed)}"))
         self._report_environment(event)
 
@@ -67,7 +68,7 @@ class VerdictHandler:
             log.info("%s", line)
 
     def flush(self) -> None:
-        """Writes the events into the ledger. From the run's thread, the ledger's only writer."""
+        """Writes the events into the ledger. Only the run's thread may call it: no other thread may write there."""
         while not self._events.empty():
             event = self._events.get_nowait()
             self._ledger.event(
@@ -79,10 +80,14 @@ class VerdictHandler:
 
 
 def format_event(event: SupervisorEvent, acted_on: bool = False) -> list[str]:
-    """Up to two lines for the console; `acted_on`: recovery has handled the verdict."""
+    """Returns up to two lines for the console.
+
+    Args:
+        acted_on: whether recovery has killed processes because of the verdict.
+    """
     if event.change == "withdrawn":
-        culprits, kind = ", ".join(event.who) or "it", event.verdict["kind"]
-        if kind == "dead":  # recovery reports its successor
+        culprits, kind = ", ".join(event.who) or "unknown process", event.verdict["kind"]
+        if kind == "dead":  # recovery reports the restarted worker
             return []
         outcome = "recovered" if acted_on else "resumed"
         return [f"{outcome}: {culprits} ({kind}), after {format_duration(event.since_s)}"]

@@ -109,7 +109,7 @@ class RunReporter:
         )
         self.verdicts = VerdictHandler(self.console, ledger)
         self.worker_activity: Callable[[str], str] = lambda name: ""
-        """What the worker of that name does."""
+        """Describes what the worker of that name is doing."""
         self._sinks: MetricSinks | None = None
         self._reason = "failed"
         self._tokens = 0.0

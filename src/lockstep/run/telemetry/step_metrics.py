@@ -1,4 +1,4 @@
-"""Metrics of a step, computed by the controller from its rollouts. Pure."""
+"""Metrics of a step, computed by the controller from its rollouts."""
 
 from collections.abc import Mapping, Sequence
 

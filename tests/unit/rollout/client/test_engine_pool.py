@@ -209,7 +209,9 @@ def test_a_used_up_budget_ends_the_run(ledger: Ledger, launcher: FakeLauncher) -
     launcher.errors = [WorkerDied("engine-0.1", 0, 3, "")]
     one.die()
     launcher.wait(engines).die()
-    with pytest.raises(GaveUp, match=r"not restarted: 2 restarts within 3600 s are used up .*rollout.max_restarts 2"):
+    with pytest.raises(
+        GaveUp, match=r"not restarted: the limit of 2 restarts within 3600 s is reached .*rollout.max_restarts 2"
+    ):
         engines.collect()
     assert len(launcher.launched) == 1
 

@@ -83,7 +83,7 @@ def test_requests_wait_by_priority_and_order():
     prompt = np.ones(1, np.int32)
     waiting.add([Request(name, name, prompt, 0, priority=at) for name, at in (("c", 2), ("a", 1), ("d", 2), ("b", 1))])
     first = waiting.pop()
-    waiting.put_back(first)
+    waiting.push(first)
     assert [waiting.pop().request.id for _ in range(2)] == ["a", "b"]
     assert [empty_completion(each).request for each in waiting.withdraw({"c"})] == ["c"]
     assert [each.id for each in waiting.withdraw(None)] == ["d"] and not len(waiting)

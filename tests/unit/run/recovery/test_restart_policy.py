@@ -65,7 +65,9 @@ def test_trainer_ranks_share_a_budget_and_engines_have_one_each() -> None:
     assert decide_recovery(died("policy", 1, 50), [died("policy", 0, 10)], CONFIG) == RestartRole(2, CONFIG.policy)
     stop = decide_recovery(died("policy", 1, 50), [died("policy", 0, 10), died("policy", 1, 20)], CONFIG)
     assert isinstance(stop, StopRun)
-    assert stop.reason == ("2 restarts within 100 s are used up (recovery.policy.max_restarts 2, window_s 100)")
+    assert stop.reason == (
+        "the limit of 2 restarts within 100 s is reached (recovery.policy.max_restarts 2, window_s 100)"
+    )
     assert decide_recovery(died("rollout", 1, 5), [died("rollout", 0, 1)], CONFIG) == RestartRole(1, CONFIG.rollout)
     assert isinstance(decide_recovery(died("rollout", 0, 5), [died("rollout", 0, 1)], CONFIG), StopRun)
     assert decide_recovery(died("rollout", 0, 12), [died("rollout", 0, 1)], CONFIG) == RestartRole(1, CONFIG.rollout), (
@@ -77,7 +79,7 @@ def test_the_same_error_in_the_same_step_stops_the_run() -> None:
     first = raised("RuntimeError", 4)
     assert isinstance(decide_recovery(first, [], CONFIG), RestartRole)
     again = decide_recovery(raised("RuntimeError", 4), [first], CONFIG)
-    assert isinstance(again, StopRun) and "the same error came again in step 4" in again.reason
+    assert isinstance(again, StopRun) and "the same error occurred again in step 4" in again.reason
     assert isinstance(decide_recovery(raised("RuntimeError", 5), [first], CONFIG), RestartRole), (
         "another step, other data"
     )
