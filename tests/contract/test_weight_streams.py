@@ -174,6 +174,6 @@ def test_an_engine_that_expects_other_tensors_is_refused_before_bytes_move(stage
     there = stage(ranks=1)
     engine = there.engine()
     there.sync._plan = WeightPlan.of([("embed", (601, 64), "float32")]).to_json()
-    with pytest.raises(RemoteError, match="plan of the weights does not fit"):
+    with pytest.raises(RemoteError, match="weight plans of trainer and engine differ"):
         there.sync.publish(0, [engine])
     assert has(engine) == {}

@@ -197,7 +197,7 @@ def test_other_tensors_are_refused_before_bytes_move(build: Build, transport: st
 
 @pytest.mark.parametrize("transport", BETWEEN)
 def test_only_what_changed_travels(build: Build, transport: str) -> None:
-    house = build(transport, ["a"], ["b"], delta=True, bucket=20_000)
+    house = build(transport, ["a"], ["b"], delta=True, bucket_bytes=20_000)
     house.publish(0)
     whole = house.delivery.received["b"]
     assert whole.sent == whole.total
@@ -271,7 +271,7 @@ def test_another_version_than_was_asked_for_is_refused() -> None:
 
 @pytest.mark.parametrize("transport", BETWEEN)
 def test_what_is_kept_is_held_against_what_the_sender_has(build: Build, transport: str) -> None:
-    house = build(transport, ["a"], ["b"], delta=True, bucket=20_000, check="sampled")
+    house = build(transport, ["a"], ["b"], delta=True, bucket_bytes=20_000, check="sampled")
     house.publish(0)
     frozen = next(entry for entry in house.plan.entries if entry.name == "frozen")
     with (house.memory / "b" / "weights" / "buffer-0").open("r+b") as file:

@@ -25,7 +25,7 @@ def cable() -> Iterator[Cable]:
 def test_a_link_that_is_cut_in_mid_transfer(tmp_path: Path, cable: Cable) -> None:
     store = TCPStore(cable.here, 0, None, True, timedelta(seconds=60), wait_for_workers=False)
     house = House(
-        tmp_path / "run", "gloo", ["a"], ["b", "a"], limit_s=3.0, bucket=20_000,
+        tmp_path / "run", "gloo", ["a"], ["b", "a"], limit_s=3.0, bucket_bytes=20_000,
         addresses={"a": cable.here, "b": cable.there}, spaces={"b": cable.name}, store=(cable.here, store.port),
     )  # fmt: skip
     try:

@@ -44,7 +44,7 @@ def say(text):
 WRITER = (
     PRELUDE
     + """
-store = SharedWeights.open(folder, generation=1)
+store = WeightStore.open(folder, generation=1)
 for line in sys.stdin:
     store.write_shards(rank, int(line), part(int(line)))
     say("done")
@@ -60,14 +60,14 @@ def slow(version):
     yield next(shards)
     say("half")
     time.sleep(60)
-SharedWeights.open(folder, generation=1).write_shards(rank, int(sys.argv[3]), slow(int(sys.argv[3])))
+WeightStore.open(folder, generation=1).write_shards(rank, int(sys.argv[3]), slow(int(sys.argv[3])))
 """
 )
 
 READER = (
     PRELUDE
     + """
-store = SharedWeights.open(folder)
+store = WeightStore.open(folder)
 seen, end, last = set(), time.monotonic() + 60, int(sys.argv[3])
 while last not in seen and time.monotonic() < end:
     with store.reading(check="complete") as weights:
@@ -168,7 +168,7 @@ def test_a_reader_that_is_killed_frees_its_buffer(folder):
     code = (
         PRELUDE
         + """
-store = SharedWeights.open(folder)
+store = WeightStore.open(folder)
 with store.reading() as weights:
     say("reading")
     time.sleep(60)
