@@ -8,9 +8,9 @@ from lockstep.run.step_advantages import compute_advantages
 
 
 def grpo(run: Run, cfg: GRPOConfig) -> None:
-    """For each prompt a group of completions; those better than their group become likelier."""
+    """Samples a group of completions for each prompt, and makes those likelier that are better than their group."""
     for step in run.steps():
-        with run.transaction(step):  # where a trainer rank fails, it is healed and steps are trained again
+        with run.transaction(step):  # if a trainer rank fails, ranks are restarted and steps are trained again
             with run.stage("rollout"):
                 groups = run.groups(step)  # asks the engines for this step and the next rollout.max_staleness ones
             while groups.missing:  # more than once where groups without signal are replaced

@@ -7,7 +7,7 @@ from lockstep.run.run import Run
 
 
 def sft(run: Run, cfg: SFTConfig) -> None:
-    """Cross-entropy on the answers' tokens; documents of a step are packed together, isolated from each other."""
+    """Minimises the cross-entropy of the answers' tokens. Documents of a step are packed together, but isolated."""
     for step in run.steps():
         with run.transaction(step):
             with run.stage("pack"):

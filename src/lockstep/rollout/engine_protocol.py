@@ -1,4 +1,4 @@
-"""What every rollout engine can do, in process (`RolloutEngine`) and as a worker (`EngineAPI`)."""
+"""The interface of rollout engines, in process (`RolloutEngine`) and as a worker (`EngineAPI`)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -114,7 +114,7 @@ class CompletionBatch:
     finishes: list[FinishReason]
     texts: list[str]
     sizes: list[int]
-    """Tokens of each."""
+    """The number of tokens of each completion."""
     tokens: bytes
     """int32, one completion after the other."""
     logprobs: bytes
@@ -140,7 +140,7 @@ class CompletionBatch:
 
     @property
     def completions(self) -> list[Completion]:
-        """Each call copies the arrays."""
+        """Returns the completions. Each call copies the arrays."""
         tokens = np.frombuffer(bytearray(self.tokens), np.int32)
         logprobs = np.frombuffer(bytearray(self.logprobs), np.float32)
         versions = np.frombuffer(bytearray(self.versions), np.int32)

@@ -1,4 +1,4 @@
-"""How an engine loads weights: where it reads them, whether they fit its model, how progress is counted."""
+"""What all engines share about loading weights: sources, the check against the model, counters of progress."""
 
 import importlib
 import mmap
@@ -131,8 +131,10 @@ _COUNTER = struct.Struct("<Q")
 
 @contextmanager
 def watch_worker_progress(workers: int) -> Generator[str]:
-    """In the engine, during an update: shows the progress of its workers in its beacon. Yields the path of the shared
-    counters, "" if the only worker is this process."""
+    """Shows the progress of the engine's workers in the engine's beacon during an update.
+
+    Yields the path of the shared counters, "" if the only worker is this process.
+    """
     if workers == 1:
         yield ""
         return
@@ -153,7 +155,7 @@ def watch_worker_progress(workers: int) -> Generator[str]:
 
 @contextmanager
 def publish_worker_progress(path: str, worker: int) -> Generator[None]:
-    """In a worker, during an update: writes its progress into the shared counters. Does nothing for the path ""."""
+    """Writes a worker's progress into the shared counters, during an update. Does nothing for the path ""."""
     if not path:
         yield
         return

@@ -10,7 +10,7 @@ from lockstep.data.samples import Group, Rollouts
 
 
 class NoSignal(RuntimeError):
-    """In too many rounds, too few groups had completions with different rewards."""
+    """Too few groups had completions with different rewards, even after the allowed number of rounds."""
 
     def __init__(self, step: int, rounds: int, found: int, wanted: int, metric: str) -> None:
         super().__init__(
@@ -72,7 +72,7 @@ class GroupFilter:
 
     @property
     def rollouts(self) -> Rollouts:
-        """The step's groups; ValueError while some are missing."""
+        """Returns the step's groups. Raises ValueError while some are missing."""
         if self.stored is not None:
             return self.stored
         if self.missing:

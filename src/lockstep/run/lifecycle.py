@@ -89,7 +89,7 @@ def open_run(prepared: PreparedRun) -> Iterator[Run]:
 
 @contextmanager
 def finalize_run(run: Run) -> Iterator[None]:
-    """Around a recipe: exports the model if the recipe completes, and reports the end in any case."""
+    """Wraps a recipe: exports the model if the recipe completes, and reports the end in any case."""
     try:
         yield
         for name in run.config.exports:
@@ -143,9 +143,11 @@ def start_supervisor(
 
 
 def launch_all(prepared: PreparedRun, launcher: RunWorkerLauncher) -> tuple[list[Worker], list[Worker]]:
-    """Trainer ranks and engines. Engines that share devices with the ranks start alone on them and sleep before the
-    ranks are set up: vLLM refuses to start if less than its share of a GPU is free, or if other processes allocate
-    memory while it measures its own."""
+    """Starts trainer ranks and engines.
+
+    Engines that share devices with the ranks start alone on them and sleep before the ranks are set up: vLLM refuses to
+    start if less than its share of a GPU is free, or if other processes allocate memory while it measures its own.
+    """
     ranks, engines = launcher.launch_all()
     if prepared.config.placement.shared:
         gather_results([engine.submit(EngineAPI.sleep) for engine in engines], why="leave the devices")

@@ -80,7 +80,7 @@ class _RolloutRound:
     """When its completions were made durable last, or were requested."""
     done: dict[str, Completion] = field(default_factory=dict)
     fresh: list[Completion] = field(default_factory=list)
-    """Not durable yet."""
+    """Completions that are not durable yet."""
     ready: int = 0
     """Completions that had arrived when `take` was called."""
 
@@ -110,16 +110,16 @@ class RolloutBuffer:
         self.engines, self.ledger, self.sampler = engines, ledger, sampler
         self.group_size, self.steps, self.max_staleness = group_size, steps, max_staleness
         self._rounds: dict[int, _RolloutRound] = {}
-        """By step: the round that was requested and not taken yet."""
+        """The round of each step that was requested and not taken yet."""
         self._round_of: dict[str, _RolloutRound] = {}
         self._requested: dict[int, int] = {}
-        """By step: the number of rounds that were requested."""
+        """The number of requested rounds of each step."""
         self._counts: dict[int, dict[str, float]] = {}
-        """By step: for `metrics`."""
+        """Counts of each step, for `metrics`."""
         self._taken: dict[int, list[Rollouts]] = {}
-        """By unfinished step: the rounds that were taken."""
+        """The rounds of each unfinished step that were taken."""
         self._replay: dict[int, list[Rollouts]] = {}
-        """By step: the rounds that were taken before a rewind, to be taken first."""
+        """The rounds of each step that were taken before a rewind; they are taken again first."""
 
     def request(self, step: int) -> None:
         """Submits the requests that engines serve while `step` is generated and trained, as far as they are missing."""
@@ -150,7 +150,7 @@ class RolloutBuffer:
         return taken
 
     def rewind(self) -> None:
-        """An unfinished step starts again: the rounds that it has taken are returned again."""
+        """Starts an unfinished step again: the rounds that it has taken are returned again."""
         self._replay = {step: list(rounds) for step, rounds in self._taken.items()}
 
     def metrics(self, step: int) -> dict[str, float]:

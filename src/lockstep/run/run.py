@@ -134,7 +134,7 @@ class Run:
 
     @contextmanager
     def transaction(self, step: int) -> Iterator[None]:
-        """Around a step. If a trainer rank fails in it, all ranks are restarted, and `steps` resumes from the newest
+        """Wraps a step. If a trainer rank fails in it, all ranks are restarted, and `steps` resumes from the newest
         state that can be restored: later steps are trained again from their stored rollouts.
 
         Raises:
@@ -178,7 +178,7 @@ class Run:
         self.recovery.flush()
 
     def groups(self, step: int) -> GroupFilter:
-        """The step's groups: the stored ones if the step was collected before, else an empty filter to add groups to.
+        """Returns the step's groups: the stored ones if the step was collected before, else an empty filter.
         Submits the requests that are missing, also those of later steps up to `max_staleness`."""
         assert self.config.recipe == "grpo"
         self.rollouts.request(step)
@@ -213,7 +213,7 @@ class Run:
                 done = True
 
     def _boundary(self, version: int) -> None:
-        """After `version` steps: evaluation, checkpoint, end of an interrupted run."""
+        """Evaluates and writes a checkpoint after `version` steps if due, and ends an interrupted run."""
         last = version == self.config.steps
         evaluator = self.roles.evaluator
         if evaluator is not None and evaluator.due(version, last):

@@ -75,7 +75,7 @@ class SendResult:
 
     received: list[Worker] = field(default_factory=list)
     retryable: list[Worker] = field(default_factory=list)
-    """Engines that did not get it, perhaps because of others."""
+    """Engines that did not get the version, perhaps because of other processes."""
 
 
 class DeviceWeightSync:
@@ -90,15 +90,16 @@ class DeviceWeightSync:
         self._ranks, self._plan, self._settings = ranks, plan.to_json(), settings
         self._numbers = itertools.count(1)
         self._channel: StreamChannel | None = None
-        """The channel of the last version, if all engines got that."""
+        """The channel of the last version, if all engines got that version."""
         self._members: tuple[str, ...] = ()
         """Trainer ranks and engines of the channel."""
         self._missed: dict[str, int] = {}
-        """By engine: the number of versions in a row that it did not get this way."""
+        """The number of versions in a row that each engine did not get over the channel."""
 
     def publish(self, version: int, engines: Sequence[Worker]) -> list[Worker]:
-        """Sends a version; the engines that have it now. Takes at most about four limits of a receiver longer than the
-        transfer of the bytes.
+        """Sends a version and returns the engines that have it now.
+
+        It takes at most about four limits of a receiver longer than the transfer of the bytes.
 
         Raises:
             RemoteError: PlanMismatch or WeightsMismatch of an engine, or what a trainer rank raised.
@@ -170,7 +171,7 @@ class DeviceWeightSync:
         return result
 
     def _channel_to(self, engines: Sequence[Worker]) -> StreamChannel:
-        """The open channel if it has these members, else a new one."""
+        """Returns the open channel if it has these members, else opens a new one."""
         names = tuple(worker.spec.name for worker in engines)
         members = (*(worker.spec.name for worker in self._ranks.workers), *names)
         if self._channel is None or self._members != members:

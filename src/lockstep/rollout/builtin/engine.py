@@ -1,4 +1,4 @@
-"""The builtin engine: admit, decode, sample, retire."""
+"""The builtin engine: admits requests, decodes and samples a token of each, and returns completions."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -171,7 +171,7 @@ class BuiltinEngine:
         self._runner.free()
 
     def wake(self) -> None:
-        """Nothing to do."""
+        """Does nothing: the next request allocates the caches again."""
 
     def progress(self) -> EngineProgress:
         return EngineProgress(

@@ -40,7 +40,7 @@ class WeightSource(Protocol):
 
 
 class EngineRecovery(Protocol):
-    """What decides about restarts: the recovery manager of the run. Any thread may call."""
+    """Decides about restarts; implemented by the run's recovery manager. Any thread may call."""
 
     step: int
 
@@ -66,7 +66,7 @@ class EngineSlots(Protocol):
     def live_engines(self) -> int: ...
 
     def incoming(self, rank: int, worker: Worker) -> AbstractContextManager[None]:
-        """Within it the worker, which is in no slot, can be killed by `EnginePool.kill_engines`."""
+        """Inside this context the worker, which is in no slot, can be killed by `EnginePool.kill_engines`."""
 
     def install(self, rank: int, worker: Worker, weights: tuple[WeightSource, int] | None) -> bool:
         """Puts a worker with these weights into its slot and sends it requests; False if newer weights are out."""
@@ -120,7 +120,7 @@ class EngineFailover:
         threading.Thread(target=run, name=name, daemon=True).start()
 
     def _replace(self, rank: int, worker: Worker, failure: WorkerFailure, unfinished: int) -> None:
-        """Starts processes until one serves, as often as the budget allows."""
+        """Starts processes until one of them serves, at most as often as the budget allows."""
         assert self._launcher is not None and self._recovery is not None
         began = time.monotonic()
         while not self._slots.stopped:
@@ -163,7 +163,7 @@ class EngineFailover:
                 return
 
     def _load(self, worker: Worker, weights: tuple[WeightSource, int]) -> bool:
-        """Whether the version was still current."""
+        """Returns whether the version was still current."""
         source, version = weights
         source.fetch(worker, version)
         folder = source.where(worker, version)

@@ -229,7 +229,7 @@ class EnginePool:
 
     @contextlib.contextmanager
     def incoming(self, rank: int, worker: Worker) -> Iterator[None]:
-        """Within it the worker, which is in no slot, can be killed by `kill_engines`."""
+        """Inside this context the worker, which is in no slot, can be killed by `kill_engines`."""
         with self._lock:
             self._incoming[rank] = worker
         try:

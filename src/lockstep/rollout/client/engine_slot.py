@@ -15,11 +15,11 @@ MAX_HOLD_S = 1.0
 
 @dataclass(slots=True, eq=False)
 class EngineSlot:
-    """An engine, whichever process it is now."""
+    """The slot of one engine. Its process changes when the engine is replaced."""
 
     rank: int
     worker: Worker | None
-    """None while the engine is replaced or excluded."""
+    """The current process; None while the engine is replaced or excluded."""
     acknowledged: int = 0
     """Sequence number of the newest completion that arrived."""
     collecting: PendingResult[CompletionBatch] | None = None

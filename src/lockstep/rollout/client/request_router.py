@@ -10,7 +10,7 @@ from lockstep.data.samples import Completion
 from lockstep.rollout.engine_protocol import Request
 
 _HELD_BACK_LOAD = 1 << 40
-"""More than any engine's load."""
+"""A number greater than any engine's load."""
 
 
 class EngineLoad:
@@ -59,7 +59,7 @@ class EngineLoad:
 
 
 class RequestRouter:
-    """Which engine has which requests. Not thread-safe.
+    """Records which engine has which requests. Not thread-safe.
 
     Args:
         ranks: the engines, all live.
@@ -69,10 +69,10 @@ class RequestRouter:
     def __init__(self, ranks: Iterable[int], choose_engine: Callable[[Sequence[Request], EngineLoad], int]) -> None:
         self.choose_engine, self.load = choose_engine, EngineLoad()
         self._open: dict[int, dict[str, Request]] = {rank: {} for rank in ranks}
-        """By engine: its requests that have no completion yet, by id."""
+        """The requests of each engine that have no completion yet, by id."""
         self._unassigned: list[Request] = []
         self._copies: dict[str, set[int]] = {}
-        """Of requests that were issued a second time: the engines that have them."""
+        """The engines that have each request that was issued a second time."""
         for rank in self._open:
             self.load.set(rank, 0)
 
@@ -85,11 +85,11 @@ class RequestRouter:
         return any(self._open.values())
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Takes requests; the next `assign` gives them to engines."""
+        """Accepts requests; the next `assign` gives them to engines."""
         self._unassigned += requests
 
     def assign(self) -> dict[int, list[Request]]:
-        """Assigns what is unassigned to live engines, whole groups at a time; the new requests of each engine."""
+        """Assigns requests to live engines, whole groups at a time. Returns the new requests of each engine."""
         if not self.load or not self._unassigned:
             return {}
         groups: dict[str, list[Request]] = {}
@@ -156,11 +156,11 @@ class RequestRouter:
             self.load.set(rank, len(self._open[rank]))
 
     def add_engine(self, rank: int) -> None:
-        """An engine without requests is available."""
+        """Makes an engine without requests available."""
         self.load.set(rank, 0)
 
     def remove_engine(self, rank: int) -> int:
-        """Takes all requests from a lost engine; how many of them no other engine has."""
+        """Takes all requests from a lost engine. Returns how many of them no other engine has."""
         self.load.remove(rank)
         requests, self._open[rank] = self._open[rank], {}
         left = [request for request in requests.values() if not self._copies.pop(request.id, set()) - {rank}]

@@ -27,7 +27,7 @@ class EnvironmentTask:
     number: int
     episode: str
     action: str | None
-    """None for `reset`."""
+    """The action for `step`; None for `reset`."""
     prompt: Prompt | None = None
     """Set if the process does not know the episode; `history` then restores it."""
     history: list[ReplayedAction] = field(default_factory=list)
@@ -49,7 +49,7 @@ class TaskResult:
     number: int
     observation: Observation | None = None
     failure: EnvironmentFailure | None = None
-    """Instead of an observation."""
+    """The failure that the environment had instead of replying; None if it replied."""
     digest: int = 0
 
 
@@ -108,7 +108,7 @@ class EnvironmentCodeError(UserCodeError):
 
 
 class EnvironmentFailed(PicklableError, RuntimeError):
-    """An environment or tool failed, and by the config that ends the run."""
+    """An environment or tool failed, and the config says that this ends the run."""
 
     def __init__(self, path: str, problem: str, sample: str = "", turn: int = 0, traceback: str | None = None) -> None:
         where = f"\n  sample: {sample}, turn {turn}" if sample else ""

@@ -23,10 +23,11 @@ log = logging.getLogger(__name__)
 
 
 class VerdictSource(Protocol):
-    """Where confirmed verdicts come from."""
+    """The source of confirmed verdicts."""
 
     def subscribe(self, act: Callable[[Sequence[str], str], Sequence[str]]) -> None:
-        """Makes each confirmed verdict call `act(culprits, why)`, from any thread, which returns those it killed."""
+        """Registers `act(culprits, why)`, which is called for each confirmed verdict, from any thread. It kills
+        culprits and returns the names of those that it killed."""
 
 
 class RecoveryManager:
@@ -42,11 +43,11 @@ class RecoveryManager:
         self._lock = threading.Lock()
         self._kill: Callable[[str], bool] | None = None
         self._accused: dict[str, str] = {}
-        """By worker: the verdict that names it; "" if it had already ended, and its end is the better explanation."""
+        """The verdict that names each worker; "" if the worker had already ended, as its end explains more."""
         self._verdict_arrived = threading.Event()
 
     def decide(self, failure: WorkerFailure, cause: Exception, fewer: int | None = None) -> RestartRole | FewerRanks:
-        """The restart for a failure.
+        """Decides how to restart after a failure.
 
         Args:
             fewer: a smaller number of ranks with which the trainer could continue.
@@ -96,7 +97,7 @@ class RecoveryManager:
         self._events.put({"action": action, "at": time.time(), **fields})
 
     def flush(self) -> None:
-        """Writes the events into the ledger. From the run's thread, the ledger's only writer."""
+        """Writes the events into the ledger. Only the run's thread may call it: no other thread may write there."""
         while not self._events.empty():
             self._ledger.event(RECOVERY_EVENT, **self._events.get_nowait())
 
@@ -110,7 +111,7 @@ class RecoveryManager:
         verdicts.subscribe(self.kill_culprits)
 
     def kill_culprits(self, workers: Sequence[str], why: str) -> list[str]:
-        """Kills the workers that a verdict names; those that lived."""
+        """Kills the workers that a verdict names, and returns those that were still alive."""
         killed = []
         for worker in workers:
             self._accused[worker] = why  # before its death is reported

@@ -33,9 +33,9 @@ log = logging.getLogger(__name__)
 
 
 ABORT_LIMIT_S = VERDICT_WAIT_S + 1.0
-"""Within this time ranks leave an aborted collective. A rank that has not left it by then computes, and is killed."""
+"""Time limit for ranks to leave an aborted collective. A rank that is still computing then is killed."""
 VERDICT_LIMIT_S = 2.0
-"""How long the verdict that explains an abort is waited for."""
+"""Longest wait for the verdict that explains an abort."""
 
 
 class MemoryCheckpointer:
@@ -82,7 +82,7 @@ class RecoveryContext:
     manager: RecoveryManager
     launcher: WorkerLauncher
     memory: MemoryCheckpointer | None = None
-    """None if the state is not copied to shared memory."""
+    """The checkpoints in shared memory; None if the state is not copied there."""
 
 
 class TrainerRecovery:
@@ -173,7 +173,7 @@ class TrainerRecovery:
         return name, 0
 
     def _rebuild(self, ranks: int) -> int:
-        """Starts that many ranks and restores their state; the steps in it."""
+        """Starts that many ranks and restores their state. Returns the number of steps in the state."""
         self.launcher.kill(self.policy.workers)
         self.checkpoints.writer_lost()
         workers = self.launcher.launch("policy", range(ranks))
