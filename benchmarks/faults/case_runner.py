@@ -25,26 +25,27 @@ from lockstep.watch.supervisor.supervisor_settings import SupervisorSettings
 PATIENCE = StallThresholds(notice_s=1.0, still_s=2.5, busy_factor=4.0)
 START_S = 60.0
 TELL_S = 20.0
-"""The most that a verdict may take."""
+"""Time limit for a verdict, from the fault on."""
 CALM_S = SILENCE_S + 2.5
-"""So long nobody may be accused in a healthy case."""
+"""In a healthy case, no rank may be accused within this time."""
 FREE_S = 5.0
 LINGER_S = 1.5
-"""What is said after the verdict is heard for so long: that, too, must not accuse anybody else."""
+"""Events are collected for this long after the verdict: they must accuse no other rank either."""
 
 
 @dataclass
 class Outcome:
-    """What was told, and what became of the ranks. JSON throughout."""
+    """The supervisor's events and the ends of the ranks, as JSON values."""
 
     case: dict[str, Any]
     struck: float | None = None
-    """When it happened; the clock is time.time()."""
+    """When the fault happened, on the clock of time.time()."""
     told: list[dict[str, Any]] = field(default_factory=list)
-    """Frames: at (seconds after it happened), number, change, level, kind, class, ranks, confidence, collective,
-    where, text."""
+    """The supervisor's events: at (seconds after the fault), number, change, level, kind, class, ranks, confidence,
+    collective, where, text."""
     ends: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """By rank: code (None: it lived on), error, and freed: seconds from the confirmed verdict to its end."""
+    """The ends by rank: code (None: the rank still ran), error, and freed: seconds from the confirmed verdict to the
+    rank's end."""
     load: float = 0.0
     trouble: list[str] = field(default_factory=list)
 
@@ -78,7 +79,7 @@ class Site:
             return list(self._said)
 
     def start(self) -> None:
-        """The ranks begin once somebody watches."""
+        """Starts the ranks once the supervisor is connected."""
         _until(self.supervision.up.is_set, START_S)
         env = {
             **os.environ,
@@ -93,7 +94,7 @@ class Site:
             )  # fmt: skip
 
     def struck(self) -> float | None:
-        """When the first culprit did it."""
+        """When the first culprit's fault happened; None until all faults have happened."""
         found = []
         for rank in self.case.faults:
             with contextlib.suppress(OSError):
@@ -101,7 +102,7 @@ class Site:
         return min(found) if len(found) == len(self.case.faults) else None
 
     def ended(self, rank: int) -> dict[str, Any] | None:
-        """Of a rank whose collective ended with an error."""
+        """The error with which a rank's collective ended; None if there was none."""
         try:
             return dict(json.loads((self.folder / f"ended-{rank}").read_text()))
         except OSError:
@@ -113,7 +114,7 @@ class Site:
 
 
 def run(case: Case, folder: Path) -> Outcome:
-    """Runs a case to its verdict, and some time on."""
+    """Runs a case until its verdict, and `LINGER_S` longer."""
     site = Site(case, folder)
     try:
         site.start()

@@ -12,13 +12,13 @@ STEP_LAST = 6
 
 @dataclass(frozen=True)
 class Fault:
-    """A kind of fault, and what is to be said of it."""
+    """A kind of fault and the verdict that is expected for it."""
 
     kinds: tuple[str, ...]
     """Those that may be told; empty: nobody is to be accused."""
     level: str = "confirmed"
     structural: bool = True
-    """Proven by what is, not by how long it lasts."""
+    """Whether the verdict is proven by the state of the ranks, not by how long the state lasts."""
     call: bool = False
     """It is a wrong call: what may be refused."""
     where: str = ""
@@ -61,7 +61,7 @@ PAIRS = (
     ("stopped", "stopped"), ("killed", "killed"), ("killed", "raises"), ("stopped", "killed"), ("reward", "reward"),
     ("reward", "loader"), ("stopped", "reward"),
 )  # fmt: skip
-"""Of two at once."""
+"""Pairs of faults that happen at the same time."""
 
 
 @dataclass(frozen=True)
@@ -72,11 +72,11 @@ class Case:
     layout: str
     schedule: tuple[Call, ...]
     faults: dict[int, str]
-    """What each culprit does."""
+    """The fault of each culprit by rank."""
     step: int
-    """In which it happens ..."""
+    """The step in which the fault happens."""
     at: int
-    """... before which of its calls, or to which."""
+    """The index of the call in that step before which, or to which, the fault happens."""
     refuse: bool = False
 
     @property
@@ -147,7 +147,7 @@ def _crosses(schedule: Sequence[Call], groups: Groups, culprit: int, at: int) ->
 
 @dataclass(frozen=True)
 class Expected:
-    """What is to be said."""
+    """The expected verdict."""
 
     kinds: tuple[str, ...]
     level: str
@@ -159,7 +159,7 @@ class Expected:
 
 
 def expected(case: Case) -> Expected:
-    """What is to be said of a case."""
+    """Returns the expected verdict of a case."""
     about = case.about
     culprits = frozenset(case.faults) if about.kinds else frozenset()
     if not about.kinds:

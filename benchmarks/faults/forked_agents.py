@@ -1,4 +1,4 @@
-"""Agents that cost a fork instead of an import of torch: their template is forked from themselves."""
+"""Starts agents by a fork instead of an import of torch; their fork servers are forked from the agents."""
 
 import contextlib
 import logging
@@ -26,25 +26,25 @@ context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload([*PRELOAD, "benchmarks.faults.forked_agents"])
 
 
-class ForkingNursery(WorkerSpawner):
-    """Its templates have imported what they need before they begin."""
+class ForkingSpawner(WorkerSpawner):
+    """Forks its fork servers from the agent, which has imported the preloaded modules already."""
 
     def _start_template(self, key: tuple[Any, ...], preload: tuple[str, ...], order: SpawnRequest) -> _ForkServer:
-        ours, theirs = socket.socketpair()
+        own_end, its_end = socket.socketpair()
         agent = os.getpid()
         pid = os.fork()
         if pid == 0:
-            _become_template(theirs.fileno(), agent, preload)
-        theirs.close()
-        ours.setblocking(False)
-        made = self._templates[key] = _ForkServer(key, preload, _Forked(pid), ours)  # type: ignore[arg-type]
-        self._selector.register(ours, selectors.EVENT_READ, lambda mask: self._hear(made))
-        return made
+            _become_fork_server(its_end.fileno(), agent, preload)
+        its_end.close()
+        own_end.setblocking(False)
+        server = self._templates[key] = _ForkServer(key, preload, _ForkedProcess(pid), own_end)  # type: ignore[arg-type]
+        self._selector.register(own_end, selectors.EVENT_READ, lambda mask: self._receive(server))
+        return server
 
 
 @dataclass
-class _Forked:
-    """What a nursery has to know of a template's process."""
+class _ForkedProcess:
+    """The part of `subprocess.Popen` that a spawner uses of a fork server."""
 
     pid: int
     returncode: int | None = None
@@ -54,7 +54,7 @@ class _Forked:
         os.kill(self.pid, signal.SIGKILL)
 
 
-def _become_template(control: int, agent: int, preload: tuple[str, ...]) -> NoReturn:
+def _become_fork_server(control: int, agent: int, preload: tuple[str, ...]) -> NoReturn:
     code = 1
     try:
         os.setsid()
@@ -63,7 +63,7 @@ def _become_template(control: int, agent: int, preload: tuple[str, ...]) -> NoRe
             signal.signal(number, signal.SIG_DFL)
         os.closerange(3, control)
         os.closerange(control + 1, 1 << 16)
-        sys.argv = ["template", "--socket", str(control), "--agent", str(agent), "--preload", ",".join(preload)]
+        sys.argv = ["fork_server", "--socket", str(control), "--agent", str(agent), "--preload", ",".join(preload)]
         fork_server.main()
         code = 0
     except SystemExit as end:
@@ -84,13 +84,13 @@ def _serve(run: str, token: str, folder: str, controller: int) -> None:
         os.dup2(output.fileno(), 2)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     agent = NodeAgent(AgentSettings(run, 1, token, Path(folder), controller, 0.0, 0.2))
-    agent._nursery = ForkingNursery(agent._selector, agent._exited)
-    agent._watching._children = agent._nursery.children
+    agent._spawner = ForkingSpawner(agent._selector, agent._exited)
+    agent._monitoring._children = agent._spawner.children
     agent.run()
 
 
 def start(run: str, token: str, folder: Path) -> ServiceAddress:
-    """An agent that lives as long as this process, and where it listens."""
+    """Starts an agent that ends with this process, and returns its address."""
     process = context.Process(target=_serve, args=(run, token, str(folder), os.getpid()), daemon=True)
     process.start()
 

@@ -16,9 +16,9 @@ GOAL = 0.97
 class Judged:
     case: Case
     kind: str
-    """Of the first thing told at the level that is due; `nothing`."""
+    """The kind of the first verdict at the expected level; `nothing` if there was none."""
     who: frozenset[int]
-    """All that were ever named at that level."""
+    """All ranks that were ever named at that level."""
     right: bool
     """Exactly the culprits; where nobody is in the majority, both members with little confidence."""
     kind_right: bool
@@ -37,7 +37,7 @@ class Judged:
 
 
 def judge(outcome: dict[str, Any]) -> Judged:
-    """What one line of the record says."""
+    """Compares an outcome with the expected verdict of its case."""
     case = Case.of(outcome["case"])
     want, told = expected(case), [each for each in outcome["told"] if each["change"] != "withdrawn"]
     due = [each for each in told if each["level"] != "notice" or (want.kinds and want.level == "notice")]
@@ -126,7 +126,7 @@ def _times(values: Iterable[float | None]) -> str:
 
 
 def wrong(judged: Sequence[Judged]) -> list[str]:
-    """What is not as it should be, a line each."""
+    """Describes each wrong outcome in a line."""
     said = []
     for each in judged:
         if each.good:

@@ -88,7 +88,7 @@ class Rank:
         return bool(self.fault) and self.step == self.case.step
 
     def strike(self) -> None:
-        """Says when it happens."""
+        """Writes the time at which the fault happens."""
         draft = self.folder / f".struck-{self.rank}"
         draft.write_text(repr(time.time()))
         draft.rename(self.folder / f"struck-{self.rank}")

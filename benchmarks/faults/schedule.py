@@ -25,7 +25,7 @@ PLACES = {
     "meet": Place("barrier", 0),
 }
 FINISH = "meet"
-"""What the program calls on all ranks after its last step."""
+"""The operation that the program calls on all ranks after its last step."""
 
 
 @dataclass(frozen=True)
@@ -69,5 +69,5 @@ def draw(rng: Random, groups: Groups) -> tuple[Call, ...]:
 
 
 def members(groups: Groups, name: str, rank: int) -> tuple[int, ...]:
-    """Who is in a rank's communicator of that name; empty when it has none."""
+    """The members of a rank's communicator of that name; empty when the rank has none."""
     return next((each for each in groups[name] if rank in each), ())

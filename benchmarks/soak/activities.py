@@ -90,7 +90,7 @@ def slow_disk(seconds: float) -> None:
 
 
 def slow_disk_of_a_child(seconds: float) -> None:
-    """The same in a child, as savers of checkpoints do it."""
+    """Writes in a child process, as libraries that save checkpoints do."""
     subprocess.run([sys.executable, "-S", __file__, "slow_disk", str(seconds)], check=True)
 
 

@@ -21,7 +21,7 @@ SILENCE = 3.2
 
 
 class Site:
-    """A context manager; everything it started has ended after it."""
+    """A context manager that ends all processes it started."""
 
     def __init__(
         self, folder: Path, patience: StallThresholds, seed: int, tally: Tally, environment: dict[str, str],

@@ -14,7 +14,7 @@ from lockstep.watch.supervisor.supervisor_client import SupervisorEvent
 
 @dataclass
 class Tally:
-    """Of one site or run."""
+    """The findings of one site or run."""
 
     what: str
     notices: int = 0

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 EVERY_S, PIECE = 0.05, b" " * 128
-"""About what a language model's tokens are, each in an event of its own."""
+"""About the size of a language model's token sent as one event."""
 
 
 class _Handler(BaseHTTPRequestHandler):

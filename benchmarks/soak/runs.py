@@ -22,7 +22,7 @@ BOUND_S = 900.0
 
 
 class Run:
-    """A run of a few steps. A context manager; it has ended after it."""
+    """A run of a few steps: a context manager that ends the run."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class Run:
         return self
 
     def everybody(self) -> dict[str, int]:
-        """Pids by name of those who have a beacon, the watchers among them."""
+        """Returns the pids by name of all processes with a beacon, monitoring processes included."""
         try:
             run = (self.run / "run-id").read_text().strip()
             return {each.name: each.pid for each in read_beacons(run)} if run else {}
@@ -107,7 +107,7 @@ class Run:
         self.tally.acts(self.record, SILENCE * self.patience.still_s * 0.94)
 
     def _read(self) -> None:
-        """What the ledger says was said."""
+        """Adds the verdicts recorded in the ledger to the tally."""
         with Ledger.reader(self.run) as ledger:
             events = [each for each in ledger.events() if each.kind == "stall"]
         for each in events:

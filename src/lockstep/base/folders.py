@@ -1,4 +1,4 @@
-"""The folder of a run in the host's shared memory, where beacons live; private folders, file locks and atomic
+"""The folder of a run in the host's shared memory, which holds the beacons; private folders, file locks and atomic
 writes."""
 
 import contextlib
@@ -58,7 +58,7 @@ def file_lock(descriptor: int, seconds: float = 2.0) -> Iterator[None]:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Readers see the file with all of `data`, or as it was before."""
+    """Writes a file so that readers see either all of `data` or the file's former content."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     draft.write_bytes(data)
     draft.rename(path)

@@ -49,7 +49,7 @@ def route_source_address(peer: str, names: bool = False) -> str:
 
 
 PortRange = tuple[int, int]
-"""The first and the last of those that may be used."""
+"""The first and the last port that may be used."""
 
 
 class NoFreePort(PicklableError, OSError):

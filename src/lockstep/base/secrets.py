@@ -28,9 +28,9 @@ _SECRET_NAME = re.compile(
 )
 _SPECIAL_TOKEN_NAME = re.compile(r"(?:^|_)(?:eos|bos|pad|unk|sep|cls|mask|stop|image|video)_token$", re.I)
 _MIN_DIGITS = 3
-"""In a random text; names that people give have one or two."""
+"""The minimum number of digits in a random text; names that people give have one or two."""
 _MIN_VALUE_LENGTH = 8
-"""Of a variable: hiding shorter values would hide ordinary words."""
+"""Values of variables shorter than this are not hidden: they may be ordinary words."""
 
 
 def is_secret_name(name: str) -> bool:
@@ -85,7 +85,7 @@ def redact(values: Any, known: Collection[str] = (), name: str = "") -> Any:
 
 
 def _looks_random(text: str) -> bool:
-    """Whether it looks random: long, of the characters that keys have, letters and several digits, above 3
+    """Whether a text looks random: long, of the characters that keys have, letters and several digits, above 3
     bits a character (Shannon, of its own frequencies)."""
     if not re.fullmatch(r"[A-Za-z0-9._~+/=-]{16,}", text) or not re.search(r"[A-Za-z]", text):
         return False

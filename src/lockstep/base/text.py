@@ -30,13 +30,14 @@ def format_duration(seconds: float) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The point of a message: libraries add paragraphs of advice to it. The error's type where it says nothing."""
+    """Returns the first line of an error's message, since libraries add paragraphs of advice; the error's type if the
+    message is empty."""
     lines = _message_lines(error)
     return f"{lines[0]} {lines[1]}" if lines[0].endswith(":") and len(lines) > 1 else lines[0]
 
 
 def last_line(error: BaseException) -> str:
-    """The point of a message that has a traceback, or what was tried, before it."""
+    """Returns the last line of an error's message, which follows a traceback or a list of attempts."""
     return _message_lines(error)[-1]
 
 

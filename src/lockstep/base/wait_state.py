@@ -114,7 +114,7 @@ _thread_waits = _ThreadWaits()
 
 
 def _publish_wait(current: _ThreadWaits) -> None:
-    """Brings the thread's slot up to date with its innermost wait."""
+    """Writes the thread's innermost wait to the thread's slot of the display."""
     display = _find_display()
     if current.display is not display:  # opened, replaced or forked meanwhile
         current.display, current.slot = display, None
@@ -140,7 +140,7 @@ class Wait:
         self.progress: object = None
         self._thread = threading.current_thread().name
         self._thread_id = threading.get_native_id()
-        """From the kernel: in Python 3.11 the main thread of a forked process keeps its parent's id."""
+        """The thread's id from the kernel: in Python 3.11 `threading` keeps the parent's id after a fork."""
 
     def waited_s(self) -> float:
         return (time.monotonic_ns() - self.since_ns) / 1e9
@@ -157,7 +157,7 @@ class Wait:
         return True
 
     def remaining(self) -> float | None:
-        """Seconds until the nearer bound if nothing moves, at least 0; None without a bound."""
+        """Seconds until the nearer bound if the target makes no progress, at least 0; None without a bound."""
         bounds = []
         if self.timeout_s is not None:
             bounds.append(self.timeout_s - self.waited_s())
@@ -219,14 +219,14 @@ NOT_READY = NotReady()
 
 
 class WaitBounds(TypedDict, total=False):
-    """What every helper takes; at least one of the first two is required."""
+    """Keyword arguments of all helpers; `timeout_s` or `stall_s` is required."""
 
     timeout_s: float | None
-    """The wait ends with WaitTimeout after this long, whatever happens."""
+    """The wait ends with WaitTimeout after this many seconds, with or without progress."""
     stall_s: float | None
     """The wait ends with Stalled when `progress()` has not changed for this long."""
     progress: Callable[[], object] | None
-    """Cheap; called about four times a second."""
+    """Returns a value that changes with the target's progress. It is called about four times a second."""
     on_notice: Callable[["WaitState"], None] | None
     """Called while no progress is made, first after `notice_after_s`, then at doubling times; None: `log_notice`."""
     notice_after_s: float | None

@@ -67,7 +67,7 @@ class _PutQueue(Protocol[T_contra]):
 
 
 def queue_get(queue: _GetQueue[T], *, waits_for: str, why: str, **bounds: Unpack[WaitBounds]) -> T:
-    """The next item of a `queue.Queue`, `queue.SimpleQueue` or `multiprocessing.Queue`."""
+    """Waits for the next item of a `queue.Queue`, `queue.SimpleQueue` or `multiprocessing.Queue`."""
 
     def attempt(seconds: float) -> T | NotReady:
         try:
@@ -125,7 +125,7 @@ def condition(
 
 
 def future(fut: "concurrent.futures.Future[T]", *, waits_for: str, why: str, **bounds: Unpack[WaitBounds]) -> T:
-    """The result of a concurrent future, or the exception it ended with."""
+    """Waits for a concurrent future. Returns its result, or raises its exception."""
 
     def attempt(seconds: float) -> T | NotReady:
         concurrent.futures.wait([fut], seconds)
@@ -135,12 +135,12 @@ def future(fut: "concurrent.futures.Future[T]", *, waits_for: str, why: str, **b
 
 
 _CANCEL_S = 5.0
-"""A coroutine that was cancelled has this long to tidy up."""
+"""Seconds that a cancelled coroutine gets for its cleanup."""
 
 
 def coroutine(body: Coroutine[Any, Any, T], *, kind: str, waits_for: str, why: str, **bounds: Unpack[WaitBounds]) -> T:
-    """Runs a coroutine in an event loop of its own, and cancels it when the bound is reached. Its result, or the
-    exception it ended with."""
+    """Runs a coroutine in an event loop of its own, and cancels it when the bound is reached. Returns the
+    coroutine's result or raises its exception."""
     with asyncio.Runner() as runner:
         loop = runner.get_loop()
         task = loop.create_task(body)
@@ -172,7 +172,7 @@ def join(task: _Joinable, *, waits_for: str, why: str, **bounds: Unpack[WaitBoun
 
 
 def sleep(seconds: float, why: str) -> None:
-    """Sleeps; bounded by nature, published all the same."""
+    """Sleeps. The sleep is shown to other processes like a wait."""
     with track_wait("sleep", "the clock", why, seconds):
         time.sleep(seconds)
 
@@ -274,7 +274,7 @@ class _Store(Protocol):
 def store_get(
     store: _Store, key: str, *, waits_for: str, why: str, every_s: float = 0.02, **bounds: Unpack[WaitBounds]
 ) -> bytes:
-    """The value of a key of a torch Store, once it is set."""
+    """Waits until a key of a torch Store is set; returns its value."""
 
     def attempt(seconds: float) -> bytes | NotReady:
         if store.check([key]):

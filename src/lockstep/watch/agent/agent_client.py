@@ -70,7 +70,7 @@ class WorkerFacts:
     started_wall: float
     ended_wall: float | None
     note: str | None
-    """The note given when it was started."""
+    """The note that the controller gave when it started the worker."""
 
 
 class AgentClient:
@@ -96,7 +96,7 @@ class AgentClient:
         self._exits: dict[str, WorkerExit] = {}
         self._seen = after
         self.used_s = 0.0
-        """Of an agent on another host: CPU time of its workers, as of its last answer."""
+        """CPU time of the workers of an agent on another host, as of the agent's last answer."""
         self._closed = self.superseded = False
         """The latter: the agent has refused this controller because a later one has the run."""
         self._gone: AgentGone | None = None
@@ -157,7 +157,7 @@ class AgentClient:
         return found
 
     def kill(self, name: str, number: int = signal.SIGKILL) -> bool:
-        """Sends a signal to a worker; whether it was alive. Raises AgentError for an unknown name."""
+        """Sends a signal to a worker; returns whether the worker was alive. Raises AgentError for an unknown name."""
         return bool(self._call("kill", name=name, signal=int(number))["alive"])
 
     def forget(self, name: str) -> None:
@@ -166,7 +166,7 @@ class AgentClient:
         self._submit("forget", name=name)
 
     def exit_of(self, name: str) -> WorkerExit | None:
-        """How the latest worker of that name ended, None while it runs."""
+        """Returns how the latest worker of that name ended; None while the worker runs."""
         with self._lock:
             return self._exits.get(name)
 
@@ -304,7 +304,7 @@ class AgentClient:
             self.on_exit(done)
 
     def _reconnect(self, why: str) -> bool:
-        """Dials again while the agent lives; repeats what is unanswered. Whether it worked."""
+        """Reconnects while the agent lives, and repeats unanswered requests. Returns whether the connection is up."""
         while not self._closed:
             if self._heartbeat is not None:
                 self._heartbeat.tick()

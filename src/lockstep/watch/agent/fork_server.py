@@ -118,8 +118,8 @@ def _send_message(control: socket.socket, message: Mapping[str, object]) -> None
 
 
 def _double_fork() -> int:
-    """The pid of the grandchild; 0 in the grandchild. When it returns in the fork server, the
-    process in the middle has ended, so the grandchild belongs to the agent."""
+    """Forks twice. Returns the grandchild's pid, and 0 in the grandchild. On return in the fork server, the process in
+    the middle has ended, so the grandchild is a child of the agent."""
     reading, writing = os.pipe()
     middle = os.fork()
     if middle == 0:
@@ -145,7 +145,7 @@ def _double_fork() -> int:
 
 
 def run_as_worker(request: Mapping[str, Any], agent: int) -> None:
-    """Turns the forked process into the requested worker, and runs it to its end."""
+    """Turns the forked process into the requested worker, and runs the worker's program to its end."""
     os.setsid()
     _redirect_output(Path(request["log"]))
     _bind_to_agent(agent)
@@ -180,9 +180,9 @@ def _redirect_output(log: Path) -> None:
 
 
 def _bind_to_agent(agent: int) -> None:
-    """Ties this process's life to the agent's, once the agent is its parent.
+    """Has the kernel kill this process when the agent dies, once the agent is this process's parent.
 
-    Not earlier: the end of the process in the middle would count as the parent's death, and kill this one.
+    Before that, the process in the middle is the parent, and its end would kill this process.
     """
     for _ in range(10_000):
         if os.getppid() == agent:
@@ -191,7 +191,7 @@ def _bind_to_agent(agent: int) -> None:
         time.sleep(0.001)
     with contextlib.suppress(OSError):  # no Yama: nothing forbids it
         _prctl(_PR_SET_PTRACER, agent)  # the agent's py-spy may read this process's stacks
-    if os.getppid() != agent:  # it never was, or ended before the kernel knew
+    if os.getppid() != agent:  # the agent never became the parent, or ended before the prctl call
         sys.exit("the agent ended while this worker started")
 
 

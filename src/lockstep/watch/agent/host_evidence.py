@@ -20,7 +20,7 @@ DUMP_BYTES = 4 << 20
 _WAIT_KEYS = {"waits_for": "whom"}
 """Fields of a wait that `beacons.json` calls otherwise."""
 MAX_PROCESSES = 32
-"""Processes of a host, at most: with more, the rest are like those."""
+"""The maximum number of processes per host in an incident."""
 
 
 def collect_host_evidence(chosen: Iterable[ProcessState], lines: int) -> dict[str, Any]:
@@ -62,7 +62,7 @@ def read_dumps(folder: Path) -> dict[str, str]:
 
 
 def beacon_to_json(state: BeaconState) -> dict[str, Any]:
-    """A beacon as an incident's `beacons.json` holds it."""
+    """Converts a beacon to the form stored in an incident's `beacons.json`."""
     found = dict(_to_plain(dataclasses.asdict(state)))
     found["waits"] = [{_WAIT_KEYS.get(name, name): value for name, value in wait.items()} for wait in found["waits"]]
     return found
@@ -77,7 +77,7 @@ def _to_plain(value: Any) -> Any:
 
 
 def _read_current_beacon(seen: ProcessState) -> BeaconState | None:
-    """As it is now, events included."""
+    """Reads the process's beacon now, events included."""
     return read_beacon(seen.beacon.path) if seen.beacon is not None else None
 
 

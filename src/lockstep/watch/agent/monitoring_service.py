@@ -45,17 +45,17 @@ log = logging.getLogger(__name__)
 ReplyCallback = Callable[[str, dict[str, Any]], None]
 
 FORGET_S = 15.0
-"""For so long after a dead worker was replaced, its remains can still be collected."""
+"""The log and the beacon of a dead worker can be collected for this long after its replacement."""
 
 
 @dataclass
 class _Subscription:
     every_s: float
     calm_s: float
-    """Between samples while every process makes progress; an end is sampled at once in any case."""
+    """Seconds between samples while every process makes progress; the end of a process is sampled at once anyway."""
     suspect_after_s: float
     roster: int = 0
-    """Number of the last roster sent to it."""
+    """Number of the last roster sent to this subscriber."""
 
 
 class MonitoringService:
@@ -82,24 +82,24 @@ class MonitoringService:
         }  # fmt: skip
 
     def expect_end(self, name: str) -> None:
-        """The end of this worker, however it comes, is intended."""
+        """Marks the end of this worker as intended, whatever its exit code."""
         self._monitor.intended_ends.add(name)
 
     def worker_exited(self) -> None:
-        """A worker has ended: that is sampled and reported at once."""
+        """Has the next tick sample and report at once, because a worker has ended."""
         self._due = True
 
     def disconnected(self, connection: Connection) -> None:
         self._observers.pop(connection, None)
 
     def leaving(self, reason: str) -> None:
-        """All ends from here on are intended."""
+        """Tells supervisors that all processes that end from now on were ended on purpose."""
         for connection in list(self._observers):
             self._send(connection, {"m": "leaving", "host": self._host, "reason": reason})
         self._observers.clear()
 
     def tick(self) -> None:
-        """Samples and reports when it is time, if a supervisor observes."""
+        """Samples and reports when a sample is due and at least one supervisor observes."""
         self._sampler.tick()
         if not self._observers:
             return
@@ -134,7 +134,7 @@ class MonitoringService:
             if threads:
                 seen.take_stacks(threads, ordered)
             else:
-                seen.stack_ns = ordered  # none could be taken: not requested again at once
+                seen.stack_ns = ordered  # no stack could be taken: do not request it again at once
 
         return on_stacks
 
@@ -184,7 +184,7 @@ class MonitoringService:
         self._reply(number, {})
 
     def _free(self, connection: Connection, number: str, message: dict[str, Any]) -> None:
-        """Delivers the verdict to processes that wait in a collective, then breaks it."""
+        """Delivers the verdict to processes that wait in a collective, then aborts the collective."""
         names, text = [str(name) for name in message["names"]], str(message["text"])
         freed: list[str] = []
         if any(name in self._monitor.replaced for name in message["culprits"]):

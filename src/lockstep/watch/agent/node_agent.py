@@ -58,7 +58,7 @@ log = logging.getLogger("lockstep.watch.agent.node_agent")
 
 TICK_S = 0.2
 REAP_S = 5.0
-"""How long a SIGKILLed worker may take to disappear (a driver may hold it) before the agent exits without it."""
+"""After SIGKILL, the agent waits this long for its workers (a driver may delay their end), then exits anyway."""
 REMEMBERED_REPLIES = 4096
 """Replies kept for repeated requests."""
 
@@ -71,7 +71,7 @@ class AgentSettings:
     folder: Path
     """Where `agent.json`, the agent's address, is written."""
     controller: int | None
-    """Its pid if it is on this host."""
+    """The controller's pid if the controller is on this host."""
     orphan_grace_s: float
     kill_grace_s: float
     host: str = "127.0.0.1"

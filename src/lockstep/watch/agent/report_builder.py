@@ -29,7 +29,7 @@ from lockstep.watch.diagnosis.evidence_types import (
 )
 
 QUIET_S = 1.0
-"""Of processes that made progress within this time, the reports hold no details."""
+"""Reports hold no details of processes that made progress within this time."""
 CALLS_REPORTED = 8
 """Newest calls reported of a member that waits in one; of the others one is enough."""
 
@@ -48,7 +48,7 @@ class ReportBuilder:
         self._explained.clear()
 
     def build(self, monitor: ProcessMonitor, gaps: Sequence[str] = ()) -> tuple[Roster, StateReport]:
-        """The reports of the last sample. The roster has a higher number when it has changed."""
+        """Builds the reports of the last sample. A changed roster gets a higher number."""
         states = sorted(monitor.seen.values(), key=lambda seen: (seen.role, seen.rank, seen.name))
         memberships = [
             (index, record)

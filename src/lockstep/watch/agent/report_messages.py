@@ -1,4 +1,4 @@
-"""What an agent reports to the supervisor about its host's processes.
+"""The messages in which an agent reports the state of its host's processes to a supervisor.
 
 Two kinds of messages, both JSON-able. A *roster* lists processes and communicators; it is sent first, and again with
 the next number whenever one of them was added or removed. A *state* describes them; it is sent at every tick and names
@@ -98,7 +98,7 @@ class Roster:
 
 @dataclass(frozen=True, slots=True)
 class WaitReport:
-    """A wait of a process, by the names it gives. Ages in seconds."""
+    """A wait of a process, with the names that the process gave. Ages are in seconds."""
 
     process: int
     waits_for: str

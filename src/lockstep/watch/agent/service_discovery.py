@@ -31,20 +31,20 @@ class Superseded(PicklableError, RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Leader:
-    """A controller: where its workers dial, and for how long they outlive it."""
+    """A controller: the address its workers connect to, and how long they keep running after its end."""
 
     generation: int
     host: str
     port: int
     pid: int | None
-    """None if the controller is on another host."""
+    """The controller's pid; None if the controller is on another host."""
     start_ticks: int | None
     orphan_grace_s: float
     reconnect_s: float = 30.0
     """A controller that is alive (or on another host) and accepts no reconnection for this long is gone, too."""
 
     def publish(self, run: str) -> None:
-        """Makes it the run's leader. Raises Superseded when there is a later one."""
+        """Makes this controller the run's leader. Raises Superseded when the run has a later one."""
         path = make_run_shm_dir(run) / LEADER_FILE
         descriptor = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -66,7 +66,7 @@ class Leader:
 
 
 def is_superseded(run: str, generation: int) -> bool:
-    """Whether a later generation has the run."""
+    """Whether a later generation has taken the run over."""
     leader = Leader.read(run)
     return leader is not None and leader.generation > generation
 
@@ -169,7 +169,7 @@ class ControllerLiveness:
         return "the controller, on another host," if self.pid is None else f"the controller (pid {self.pid})"
 
     def missing_s(self, connected: bool) -> float | None:
-        """For how long it has been missing; None while it is there."""
+        """How long the controller has been missing; None while it is there."""
         if connected if self.pid is None else processes.is_alive(self.pid, self.start):
             self.gone_since = None
             return None

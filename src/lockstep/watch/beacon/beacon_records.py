@@ -28,28 +28,29 @@ class CallRecord:
     """One call on a communicator that was issued from Python. Times are nanoseconds of the host's monotonic clock."""
 
     number: int
-    """Of all calls of this member on this communicator, from 1, point-to-point included."""
+    """Counts all calls of this member on this communicator from 1, point-to-point calls included."""
     seq: int
     """The collective's sequence number on the communicator (collectives of C++ callers are counted too); of a
     point-to-point call that of the last collective before it."""
     issued: int
-    """How many collectives this member has issued from Python on it, this one included: members are compared by it."""
+    """How many collectives this member has issued from Python on the communicator, this one included: members are
+    compared by this number."""
     signature: int
     """64-bit digest of operation, shapes, dtype and root: equal on members that match."""
     operation: str
-    """Empty when it is no longer known; the signature remains."""
+    """Empty when the text is no longer known; the signature remains."""
     shapes: str
     dtype: str
     root: int | None
     site: str
     """`/path/file.py:31 in function`: the innermost frame outside torch and lockstep; empty when not known."""
     stage: str
-    """The stage it was issued in."""
+    """The stage in which the call was issued."""
     module: str
-    """What FSDP2 gathers or reduces for: `layers.3`; empty otherwise."""
+    """The module whose parameters FSDP2 gathers or reduces, for instance `layers.3`; empty for other calls."""
     entered_ns: int
     left_ns: int
-    """When the call returned to Python (an asynchronous one: when it was issued); 0 while it is inside."""
+    """When the call returned to Python (an asynchronous call returns once it is issued); 0 before that."""
     p2p: bool = False
     asynchronous: bool = False
     failed: bool = False
@@ -57,7 +58,7 @@ class CallRecord:
     refused: bool = False
     """It did not match what a peer had entered, and never reached the backend."""
     peer: int | None = None
-    """Of a point-to-point call, the other's rank in the communicator; None for a receive from any source."""
+    """The peer's rank in the communicator, for a point-to-point call; None for a receive from any source."""
 
     @property
     def inside(self) -> bool:
@@ -84,7 +85,7 @@ class CommunicatorRecord:
     backend: str
     size: int
     rank: int
-    """Of this process in the communicator."""
+    """The rank of this process in the communicator."""
     identity: int
     """Equal for all members of one communicator, also when they were given different member lists."""
     members: int
@@ -93,11 +94,11 @@ class CommunicatorRecord:
     loop_thread: int
     """Native id of gloo's thread for this communicator, 0 if not known; see `watch.recorder.abort`."""
     closed: bool
-    """It was destroyed."""
+    """Whether the communicator was destroyed."""
     blind: bool
-    """Point-to-point calls were made on it: counts may miss part of what it does, absence proves nothing."""
+    """Whether point-to-point calls were made on it. Counts may then miss calls: a missing call proves nothing."""
     counted: bool
-    """c10d's counts are read for it: collectives of C++ callers are in `entered`."""
+    """Whether c10d's counts are read for it: `entered` then includes collectives that C++ code calls."""
     entered: int
     entered_ns: int
     completed: int
@@ -111,13 +112,13 @@ class CommunicatorRecord:
 
     @property
     def label(self) -> str:
-        """Its description where it has one, else its name."""
+        """The communicator's description where it has one, else its name."""
         return self.description if self.description not in ("", "undefined") else self.name
 
 
 @dataclass(frozen=True, slots=True)
 class BeaconState:
-    """A beacon as it was read."""
+    """The contents of a beacon at the time of reading."""
 
     path: Path
     run: str

@@ -23,7 +23,7 @@ class BeaconSnapshot:
     """Monotonic clock of the host."""
     beacons: tuple[BeaconState, ...]
     states: Mapping[int, str | None]
-    """By pid: the state letter of /proc, None when the process is gone."""
+    """The state letter of /proc by pid; None when the process is gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class CounterRow:
     total: int | None
     rate: float | None
     still_s: float
-    """For how long it has not moved."""
+    """For how long the counter has not changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class CommunicatorRow:
     entered: int
     completed: int
     operation: str
-    """Of the current call, empty when there is none."""
+    """The operation of the current call; empty when there is none."""
     inside_s: float
 
 
@@ -77,7 +77,7 @@ class ProcessRow:
     stage: str
     stage_s: float
     beat_s: float | None
-    """Age of the last sign of life of a background thread; None when it gives none."""
+    """Age of the last heartbeat of a background thread; None when the thread sends none."""
     counters: tuple[CounterRow, ...]
     waits: tuple[WaitRow, ...]
     """The longest first."""
@@ -157,7 +157,7 @@ def _age_s(now: BeaconSnapshot, at_ns: int) -> float:
 
 
 def describe_process(row: ProcessRow) -> str:
-    """What a process does, in words: `waits 12 s for reward-0 (future): scores of step 7`, or its counters."""
+    """Describes what a process does: `waits 12 s for reward-0 (future): scores of step 7`, or its counters."""
     if not row.alive:
         return row.state
     if row.state in ("stopped", "traced"):

@@ -47,7 +47,7 @@ from lockstep.watch.beacon.file_format import (
 )
 
 FRESH_TEXTS = MAX_TEXTS // 2
-"""A text that is older by this many texts is written again when it is needed."""
+"""A text is written again, when a call needs it, once this many newer texts have been written."""
 TEXT_TURNOVER = MAX_TEXTS // 4
 """After this many new texts, caches of text numbers are cleared. So a text stays until at least this many newer ones
 have been written after the last call that refers to it."""
@@ -203,7 +203,7 @@ class CommunicatorSlot:
         self, seq: int, issued: int, signature: int, texts: int = 0, where: int = 0, flags: int = 0,
         peer: int = NO_PEER,
     ) -> int:  # fmt: skip
-        """Notes that a call begins; returns the index of the word for the time it leaves."""
+        """Records that a call begins; returns the index of the word for the time it leaves."""
         words, calls = self.words, self.calls
         at = self.ring + calls % CALLS_PER_RING * CALL_WORDS
         self.calls = calls = calls + 1

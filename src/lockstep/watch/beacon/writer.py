@@ -1,4 +1,4 @@
-"""The writing side of beacons: what this process does now, in shared memory, readable when it can no longer answer.
+"""The writing side of beacons: this process writes what it does to shared memory, readable even when it hangs.
 
 A beacon is one small file of fixed layout, mapped into its writer, at `<base>/<run>/<name>.beacon` where base is
 `$LOCKSTEP_BEACONS`, else `/dev/shm/lockstep`, else a folder in the temporary directory. Readers copy the file; they

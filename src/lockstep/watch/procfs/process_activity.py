@@ -31,7 +31,7 @@ _DIAG_MESSAGE = struct.Struct("=4B48x5I")
 _ATTRIBUTE = struct.Struct("=HH")
 _BYTES = struct.Struct("=QQ")
 _BYTES_AT = 120
-"""Of `tcpi_bytes_acked` and `tcpi_bytes_received` in `tcp_info`, since Linux 4.1."""
+"""Offset of `tcpi_bytes_acked` and `tcpi_bytes_received` in `tcp_info`, since Linux 4.1."""
 
 
 def tcp_bytes_by_inode() -> dict[int, int]:
@@ -130,7 +130,7 @@ class HostCounters:
 
 @dataclass(slots=True)
 class ProcessActivity:
-    """The activity of one process; each counter as of the last sample in which it was read."""
+    """The activity of one process. Each counter has its value of the last sample that read it."""
 
     pid: int
     _own: ProcessUsage | None = None
@@ -198,7 +198,7 @@ def _is_busy(before: ProcessUsage, now: ProcessUsage, seconds: float) -> bool:
 
 
 def _increases(before: dict[int, T], now: dict[int, T], value: Callable[[T], float]) -> list[float]:
-    """By how much each has grown; new ones count in full, vanished ones do not count."""
+    """Returns the growth of each counter; new counters count in full, vanished ones do not count."""
     return [value(each) - (value(before[key]) if key in before else 0.0) for key, each in now.items()]
 
 

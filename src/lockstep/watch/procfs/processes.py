@@ -109,12 +109,12 @@ TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True, slots=True)
 class ProcessUsage:
-    """What a process has used so far; counters only grow while it lives."""
+    """The resources that a process has used so far; counters only grow while the process lives."""
 
     state: str
     """Its letter in /proc."""
     cpu_s: float
-    """User and system time of all its threads, and of the children that it has collected."""
+    """User and system time of all threads of the process, and of the children that it has reaped."""
     read: int | None = None
     """Bytes read from anywhere, page cache and pipes included; None when not requested or not reported by the
     kernel."""
@@ -122,7 +122,7 @@ class ProcessUsage:
     stored: int | None = None
     """Bytes read from or written to storage: page faults on a mapped file count here and nowhere else."""
     ran_ns: int = 0
-    """CPU time of its main thread, to the nanosecond; 0 if the kernel does not report it."""
+    """CPU time of the main thread in nanoseconds; 0 if the kernel does not report it."""
 
     @property
     def moved(self) -> int | None:
@@ -143,7 +143,7 @@ def process_usage(pid: int, start: int | None = None, moved: bool = False) -> Pr
 
 
 def thread_ids(pid: int) -> list[str]:
-    """The ids of its threads, empty when it has ended."""
+    """Returns the ids of a process's threads; empty when the process has ended."""
     try:
         with os.scandir(f"/proc/{pid}/task") as found:
             return [each.name for each in found]
@@ -152,13 +152,13 @@ def thread_ids(pid: int) -> list[str]:
 
 
 def thread_state(pid: int, tid: str) -> str | None:
-    """The state letter of a thread, None when it has ended."""
+    """Returns the state letter of a thread; None when the thread has ended."""
     text = _read_proc(f"/proc/{pid}/task/{tid}/stat")
     return None if not text else text[text.rindex(")") + 2]
 
 
 def runnable_ns(pid: int, tid: str) -> int:
-    """How long a thread has run or waited for a core so far; 0 if the kernel does not report it."""
+    """Returns how long a thread has run or waited for a core so far; 0 if the kernel does not report it."""
     return sum(_schedstat(f"/proc/{pid}/task/{tid}"))
 
 
@@ -193,7 +193,7 @@ def descendants_cpu_s(pid: int) -> float:
 
 
 def child_pids(pid: int) -> list[int]:
-    """Pids of the living processes that it has started; empty where the kernel does not list them."""
+    """Returns the pids of a process's living children; empty where the kernel does not list them."""
     found: list[int] = []
     for task in thread_ids(pid):
         found += [int(child) for child in (_read_proc(f"/proc/{pid}/task/{task}/children") or "").split()]

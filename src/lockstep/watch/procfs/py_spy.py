@@ -185,14 +185,14 @@ class StackSampler:
         dump = self._now
         if dump is not None and time.monotonic() >= dump.deadline:
             log.warning("the stacks of %d took more than %g s", dump.pid, DUMP_LIMIT_S)
-            self._finish(dump, whole=False)
+            self._finish(dump, complete=False)
 
     def close(self) -> None:
         """Ends the dump in progress without a callback. Idempotent."""
         self._waiting.clear()
         if self._now is not None:
             self._now.callback = lambda threads: None
-            self._finish(self._now, whole=False)
+            self._finish(self._now, complete=False)
 
     def _next(self) -> None:
         while self._now is None and self._waiting:
@@ -223,18 +223,18 @@ class StackSampler:
             return
         dump.output += data
         if not data or len(dump.output) > MAX_DUMP_BYTES:
-            self._finish(dump, whole=not data)
+            self._finish(dump, complete=not data)
 
-    def _finish(self, dump: _Dump, whole: bool) -> None:
+    def _finish(self, dump: _Dump, complete: bool) -> None:
         assert dump.child is not None and dump.child.stdout is not None
         self._selector.unregister(dump.child.stdout)
         dump.child.stdout.close()
         if dump.pidfd >= 0:  # the agent's loop may have collected it already: its pid may have been reused
-            if not whole:
+            if not complete:
                 with contextlib.suppress(ProcessLookupError):
                     signal.pidfd_send_signal(dump.pidfd, signal.SIGKILL)
             os.close(dump.pidfd)
         dump.child.returncode = dump.child.returncode or 0  # the agent's loop collects it
         self._now = None
-        dump.callback(parse_stacks(dump.output) if whole else ())
+        dump.callback(parse_stacks(dump.output) if complete else ())
         self._next()

@@ -240,7 +240,7 @@ class Supervisor:
                 self._set_agents([address])
 
     def _connected(self, link: AgentConnection, connection: Connection) -> None:
-        """In a dialling thread."""
+        """Runs in the thread that connects to an agent."""
         self._dialled.put((link, connection))
         self._wake()
 

@@ -39,22 +39,22 @@ class SupervisorEvent:
     """An event of the supervisor: what it reports about a stall."""
 
     number: int
-    """The same for all events of one stall."""
+    """The number of the stall: all events of one stall share it."""
     change: str
     """told (new), updated or withdrawn."""
     level: str
     """notice, confirmed or act."""
     headline: str
     verdict: Mapping[str, Any]
-    """The one form of verdicts."""
+    """The verdict as JSON, see `Verdict.json`."""
     since_s: float
     incident: str | None
-    """Folder, where one was written."""
+    """The folder of the incident, if one was written."""
     wall: float
     who: tuple[str, ...] = ()
     """Names of the culprits."""
     done: str = ""
-    """At the level `act`: what was done about it."""
+    """What was done about the stall, at the level `act`."""
 
     @staticmethod
     def of(frame: Mapping[str, Any], before: int = 0) -> "SupervisorEvent":
@@ -82,7 +82,7 @@ def spawn_supervisor(settings: "SupervisorSettings", token: str) -> "subprocess.
 
 
 def read_supervisor_address(folder: Path) -> ServiceAddress | None:
-    """Where a folder's supervisor listens, None when none does."""
+    """Reads the address of a folder's supervisor; None when there is none."""
     try:
         return ServiceAddress(**json.loads((folder / "supervisor.json").read_text()))
     except (OSError, ValueError, TypeError):
@@ -90,7 +90,7 @@ def read_supervisor_address(folder: Path) -> ServiceAddress | None:
 
 
 def subscribe(address: ServiceAddress, token: str, name: str, after: int = 0, timeout_s: float = 5.0) -> Connection:
-    """A subscription; frames after number `after` are repeated. Raises wire.WireError."""
+    """Opens a subscription; the supervisor repeats frames after number `after`. Raises frames.WireError."""
     connection = auth_handshake.connect(
         address.host, address.port, token=token, run=address.run, generation=address.generation, name=name,
         timeout_s=timeout_s, max_frame=64 << 20,
@@ -132,7 +132,7 @@ class SupervisorClient:
 
     @property
     def pid(self) -> int | None:
-        """Of the supervisor, None while there is none."""
+        """The supervisor's pid; None while no supervisor runs."""
         popen = self._popen
         return popen.pid if popen is not None and popen.poll() is None else None
 
@@ -153,7 +153,7 @@ class SupervisorClient:
         popen = self._popen
         if popen is None:
             return
-        if self._connection is None:  # still on its way up
+        if self._connection is None:  # not connected yet
             popen.terminate()
         try:
             waits.process(popen, waits_for="supervisor", why="its end", timeout_s=timeout_s, notice_after_s=None)
@@ -184,7 +184,7 @@ class SupervisorClient:
             self._on_trouble(f"the supervisor ended ({_describe_exit(code)}), restarting it")
 
     def _hear(self, popen: "subprocess.Popen[bytes]") -> None:
-        """Until it ends."""
+        """Receives events until the supervisor ends."""
         started = time.monotonic()
         while popen.poll() is None and not self._closing.is_set():
             address = read_supervisor_address(self._settings.folder)

@@ -12,7 +12,7 @@ from lockstep.watch.diagnosis.verdict import StallThresholds
 
 @dataclass(frozen=True, slots=True)
 class WaitAlias:
-    """What a name in waits stands for that is neither a process nor a role: all or any processes of a role."""
+    """Resolves a name in waits that is neither a process nor a role: it means all or any processes of `role`."""
 
     role: str
     needs: WaitCondition = WaitCondition.ALL
@@ -26,14 +26,14 @@ class SupervisorSettings:
     run: str
     generation: int
     folder: Path
-    """Where `supervisor.json`, its address, is written."""
+    """The folder of `supervisor.json`, which holds the supervisor's address."""
     incidents: Path | None
     agents: list[ServiceAddress]
     controller: int | None = None
     patience: StallThresholds = field(default_factory=StallThresholds)
     on_stall: str = "report"
-    """On a confirmed stall: report, dump (native stacks as well) or free (processes that wait in a collective are
-    freed). A collective that breaks raises the verdict in any case."""
+    """On a confirmed stall: report, dump (native stacks as well) or free (collectives in which processes wait
+    are aborted). A collective that is aborted raises the verdict in any case."""
     aliases: dict[str, WaitAlias] = field(default_factory=dict)
     every_s: float = TICK_S
     facts: dict[str, Any] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class SupervisorSettings:
 
     @staticmethod
     def read(text: str) -> "SupervisorSettings":
-        """From JSON, as `dumped` writes it."""
+        """Reads the settings from JSON, as `dumped` writes them."""
         values = json.loads(text)
         values["folder"] = Path(values["folder"])
         values["incidents"] = None if values["incidents"] is None else Path(values["incidents"])

@@ -28,7 +28,7 @@ class VerdictUpdate:
     change: VerdictChange
     verdict: Verdict
     since: float
-    """When it was first published, on the clock of `at`."""
+    """When the verdict was first published, on the clock of `at`."""
     at: float
 
 
@@ -55,7 +55,7 @@ class VerdictTracker:
         self._hold_s = hold_s
         self._cases: dict[VerdictKey, _TrackedVerdict] = {}
         self._buried: set[VerdictKey] = set()
-        """Published deaths that are over: a process dies once, even if others wait for it again."""
+        """Deaths that are not published again, even if others wait for the process later: a process dies once."""
         self._count = 0
 
     @property
