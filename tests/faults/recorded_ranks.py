@@ -20,7 +20,7 @@ def settle() -> None:
     """Until c10d's threads have counted what is done: they do it after the call has returned."""
     end = time.monotonic() + BOUND_S
     while True:
-        recorder.current().tick()
+        recorder.current().poll_once()
         known = read_beacon(current_beacon().path).communicators
         if all(each.closed or each.entered <= max(0, each.completed) for each in known) or time.monotonic() > end:
             return

@@ -49,7 +49,7 @@ ENDED_S = 10.0
 UNKNOWN_RANK = -1
 """The rank of a process that may be one of the missing ranks, unknown which."""
 RANK_SEARCH_S = 1.0
-"""Between two searches for ranks that a rendezvous still lacks."""
+"""Seconds between two searches for ranks that are missing from a rendezvous."""
 LATE_SAMPLE_S = 3.0
 """A sample that comes so late means that the monitor itself was stopped or starved: it then counts no process as
 inactive."""
@@ -70,15 +70,16 @@ class ProcessState:
     life: Liveness = Liveness.RUNNING
     exit_code: int = NO_EXIT_CODE
     ended_ns: int = 0
-    """When it ended; for a stopped one, since when every sample found it stopped and it did not run in between."""
+    """When the process ended; for a stopped process, since when it has been stopped in every sample without running in
+    between."""
     moved_ns: int = 0
-    """When a counter, its stage or a collective last changed."""
+    """When a counter, the stage or a collective of the process last changed."""
     active_ns: int = 0
-    """When it, or a child, last used noticeable CPU time or moved a noticeable number of bytes."""
+    """When the process or a child last used noticeable CPU time or transferred a noticeable number of bytes."""
     same_stack_ns: int = 0
-    """Since when all stacks taken of its main thread have been equal."""
+    """Since when all sampled stacks of the main thread have been equal."""
     threads: tuple[py_spy.SampledThread, ...] = ()
-    """Its latest stacks."""
+    """The latest sampled stacks."""
     stack_ns: int = 0
     stacks_taken: int = 0
     where: str = ""
@@ -100,13 +101,13 @@ class ProcessState:
         return any(wait.why == WAITING_FOR_WORK and wait.thread == self.pid for wait in waits)
 
     def stop_watching(self) -> None:
-        """Stops watching for its end. Idempotent."""
+        """Stops watching for the end of the process. Idempotent."""
         if self.end is not None:
             self.end.close()
             self.end = None
 
     def take_stacks(self, threads: tuple[py_spy.SampledThread, ...], at_ns: int) -> None:
-        """Notes stacks that were taken of it."""
+        """Stores sampled stacks of this process."""
         main = py_spy.main_thread(threads, self.pid)
         if main is None:
             return
@@ -124,7 +125,7 @@ class ProcessMonitor:
 
     run: str
     intended_ends: set[str] = field(default_factory=set)
-    """Names of processes ended on purpose: their ends are effects, whatever the exit code."""
+    """Names of processes that were ended on purpose: their ends are no causes, whatever the exit code."""
     seen: dict[str, ProcessState] = field(default_factory=dict)
     replaced: dict[str, int] = field(default_factory=dict)
     """Replaced processes, and when they are dropped from the reports (monotonic ns)."""
@@ -166,12 +167,12 @@ class ProcessMonitor:
         return ended
 
     def forget(self, name: str, after_s: float) -> None:
-        """A process that ended was replaced: it explains nothing any more. Takes effect after `after_s`, as its remains
-        are still to be collected."""
+        """Drops an ended process that was replaced, since it explains no stall any more. Takes effect after `after_s`:
+        until then its log and beacon can be collected."""
         self.replaced[name] = time.monotonic_ns() + int(after_s * 1e9)
 
     def _gone(self, children: Mapping[str, WorkerProcess], now: int) -> set[str]:
-        """Names that are dropped from the reports now."""
+        """Returns the names that are dropped from the reports now."""
         gone = set()
         for name, due in list(self.replaced.items()):
             child = children.get(name)
@@ -190,8 +191,8 @@ class ProcessMonitor:
         return all(_is_calm(seen, now) for seen in self.seen.values())
 
     def suspects(self, after_s: float) -> Iterable[ProcessState]:
-        """Processes whose stacks should be taken now: alive, without progress for so long, and not waiting for work.
-        The longer it lasts, the rarer."""
+        """Processes whose stacks should be taken now: alive, without progress for `after_s`, and not waiting
+        for work. The longer a process makes no progress, the less often its stacks are taken."""
         now = time.monotonic_ns()
         for seen in self.seen.values():
             if not seen.living or seen.idle or now - max(seen.moved_ns, 1) < after_s * 1e9:
@@ -201,7 +202,7 @@ class ProcessMonitor:
                 yield seen
 
     def _add_worker(self, child: WorkerProcess, state: BeaconState | None) -> None:
-        """A worker that the agent started, with or without a beacon yet."""
+        """Adds a worker that the agent started; it need not have a beacon yet."""
         known = self.seen.get(child.name)
         if known is not None and known.pid == child.pid:
             return
@@ -269,7 +270,7 @@ class ProcessMonitor:
         seen.beacon = state
 
     def _observe(self, seen: ProcessState, child: WorkerProcess | None, held: int | None, now: int) -> bool:
-        """Updates its state and usage; False when it has ended."""
+        """Updates the state and usage of a process; returns False when the process has ended."""
         mine = child is not None and child.pid == seen.pid
         if mine and child is not None and child.exit_code is not None:
             self._ended(seen, child.exit_code, now)
@@ -299,7 +300,7 @@ class ProcessMonitor:
         return True
 
     def _stopped(self, seen: ProcessState, usage: ProcessUsage, held: int | None, now: int) -> None:
-        """Two samples that find it stopped may be two stops: then it has run in between."""
+        """Updates whether a process is stopped. If it ran since the last sample, that sample saw an earlier stop."""
         if usage.state not in "Tt":
             seen.life, seen.ended_ns = Liveness.RUNNING, 0
             return
@@ -310,7 +311,7 @@ class ProcessMonitor:
             seen.life, seen.ended_ns = Liveness.STOPPED, now
 
     def _ended(self, seen: ProcessState, code: int, now: int) -> None:
-        seen.life = Liveness.LEFT if code == 0 else Liveness.DEAD
+        seen.life = Liveness.EXITED if code == 0 else Liveness.DEAD
         seen.exit_code, seen.ended_ns = code, now
         seen.ours = seen.name in self.intended_ends
         known = None if code == NO_EXIT_CODE else code
@@ -321,7 +322,7 @@ class ProcessMonitor:
         seen.stop_watching()
 
     def _oom(self, seen: ProcessState, code: int | None) -> bool | None:
-        """Whether the kernel killed it for memory, as its counter and its log say."""
+        """Whether the kernel killed the process for memory, according to the kernel's counter and log."""
         if code not in (None, -9) or seen.ours:
             return False
         logged = exit_causes.was_oom_killed(seen.pid)

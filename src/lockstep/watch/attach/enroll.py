@@ -23,15 +23,15 @@ from lockstep.watch.procfs.processes import is_alive
 from lockstep.watch.recorder import recorder, rendezvous_wait
 
 CLAIM_VARIABLE = "LOCKSTEP_WATCH_RANK"
-"""`rank pid` of the process that is the rank, for its children."""
+"""Tells the children of a rank that their parent is the rank; the value is `RANK PID` of the parent."""
 WATCHED_ROLE = "rank"
 """The role of every rank of a job without roles."""
 DEVICE_MESH_MODULE = "torch.distributed.device_mesh"
-"""Imports `init_process_group` by name."""
+"""This module imports `init_process_group` by name, so its copy has to be replaced as well."""
 
 
 def enroll_process(run: str) -> None:
-    """Called once `torch.distributed` is imported. Raises the error that keeps this process from being recorded."""
+    """Enrolls this process, once `torch.distributed` has been imported. Errors that prevent recording propagate."""
     dist = importlib.import_module("torch.distributed")
     if not dist.is_available():
         return
@@ -50,7 +50,7 @@ def rank_is_claimed() -> bool:
 
 
 def _open_rank_beacon(run: str, rank: int) -> None:
-    """Opens the process's beacon, under a name that no living process uses."""
+    """Opens the beacon of this process, under a name that no other living process uses."""
     name = f"{WATCHED_ROLE}-{rank}"
     found = read_beacon(run_shm_dir(run) / f"{name}.beacon")
     if found is not None and found.pid != os.getpid() and is_alive(found.pid, found.start_ticks):

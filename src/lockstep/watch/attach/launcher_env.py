@@ -1,7 +1,7 @@
-"""What launchers tell their processes through the environment: rank, world size, local size.
+"""Reads rank, world size and local size from the environment variables that launchers set.
 
-It also finds processes of a watched command that are ranks without a beacon yet: those that sleep, import or load
-before the rendezvous. They are looked for only while other ranks wait for them.
+It also finds the processes of a watched command that are ranks without a beacon yet, because they sleep, import or
+load before the rendezvous. This search runs only while other ranks wait for them.
 """
 
 import ipaddress
@@ -46,7 +46,7 @@ def ranks_on_this_host(rank: int, world: int, url: str, variables: Mapping[str, 
     """First and last of the ranks that are certainly on this host; there may be more.
 
     Args:
-        url: of the rendezvous; `env://` if the environment holds its address.
+        url: the URL of the rendezvous; `env://` if the environment holds the address.
     """
     local = _read_number(variables, "LOCAL_RANK")
     size = next((each for name in _LOCAL_SIZE_VARIABLES if (each := _read_number(variables, name)) is not None), None)
@@ -82,7 +82,7 @@ HELPER_COMMANDS = ("resource_tracker", "forkserver import main")
 def find_unregistered_ranks(
     run: str, waiting: Mapping[int, int], missing: Collection[int], known: Collection[int]
 ) -> tuple[dict[int, int], list[int]]:
-    """Pids by rank of the ranks that a rendezvous misses, and pids of processes that may be one of them.
+    """Finds ranks that have not joined a rendezvous: their pids by rank, and else the pids of candidates.
 
     The launcher's environment identifies ranks, if it is right about the ranks that wait. Otherwise their siblings are
     taken in the order of their start, if there are as many as missing ranks: `torch.multiprocessing.spawn` starts them
@@ -140,7 +140,7 @@ def _age(pid: int) -> tuple[int, int]:
 
 
 def is_python(pid: int) -> bool:
-    """Whether it runs a Python interpreter; False if it is gone or belongs to another user."""
+    """Whether a process runs a Python interpreter; False if it is gone or belongs to another user."""
     try:
         return Path(f"/proc/{pid}/exe").readlink().name.startswith("python")
     except OSError:

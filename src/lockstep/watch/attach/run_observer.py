@@ -1,4 +1,4 @@
-"""Observes a run on this host from outside, with the same monitoring and diagnosis. Read-only."""
+"""Observes a run on this host from outside, read-only, with the same monitoring and diagnosis as the run itself."""
 
 import contextlib
 import subprocess
@@ -20,11 +20,11 @@ from lockstep.watch.supervisor.message_store import MessageStore
 from lockstep.watch.supervisor.supervisor_settings import WaitAlias
 
 STACK_INTERVAL_S = 3.0
-"""Between two dumps of an inactive process's stacks."""
+"""Seconds between two dumps of the stacks of inactive processes."""
 
 
 def run_of_process(pid: int) -> str | None:
-    """The run in which a process of this host has a beacon, None if it has none."""
+    """The run in which a process of this host has a beacon; None if the process has no beacon."""
     with contextlib.suppress(OSError):
         for path in shm_root().glob("*/*.beacon"):
             state = read_beacon(path, events=False)

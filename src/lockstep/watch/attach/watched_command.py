@@ -1,7 +1,7 @@
-"""`lockstep watch -- COMMAND`: runs any PyTorch job under the same monitoring, with no change to its code.
+"""`lockstep watch -- COMMAND`: runs any PyTorch job under the monitoring of Lockstep, without changing the job's code.
 
-The command runs in the foreground, with our terminal and our signals, beside an agent that observes and a
-supervisor that judges. A failure of these two never affects the command.
+The command runs in the foreground and gets the terminal's input and the signals. An agent observes its processes,
+and a supervisor diagnoses stalls. A failure of the agent or the supervisor never affects the command.
 """
 
 import contextlib
@@ -42,24 +42,25 @@ log = logging.getLogger(__name__)
 
 PAYLOAD = Path(__file__).with_name("payload")
 STALL_EXIT_CODE = 124
-"""Our exit code after ending the command because of a stall; timeout(1) uses the same."""
+"""The exit code of `lockstep watch` after it has ended a stalled command; timeout(1) uses the same code."""
 NOT_FOUND, NOT_EXECUTABLE = 127, 126
-"""The exit codes of shells."""
+"""The exit codes that shells use for a command that is not found or not executable."""
 GRACE_S = 30.0
-"""Between SIGTERM to a stalled command and SIGKILL to what is left of it: torchrun needs that long for its ranks."""
+"""Seconds between SIGTERM to a stalled command and SIGKILL to its remaining processes. torchrun may need that long to
+end its ranks."""
 FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 TERMINAL_SIGNALS = (signal.SIGINT, signal.SIGQUIT)
-"""The terminal sends these to the command as well, so we ignore them."""
+"""The terminal sends these signals to the command as well, so `lockstep watch` ignores them."""
 
 
 @dataclass(frozen=True, slots=True)
 class WatchedCommand:
-    """A command to watch, and how."""
+    """A command to watch, and the settings of its monitoring."""
 
     command: Sequence[str]
     incidents: Path
     on_stall: str = "report"
-    """report, dump (also flight recorders and native stacks) or kill."""
+    """`report`, `dump` (also dumps flight recorders and native stacks) or `kill` (ends the command)."""
     patience: StallThresholds = field(default_factory=StallThresholds)
     name: str = "watch"
     node: str = ""
@@ -120,7 +121,7 @@ def run_watched(
 
 
 def watched_environment(base: Mapping[str, str], run: str) -> dict[str, str]:
-    """The command's environment: ours, and a `PYTHONPATH` from which its Python processes load the payload."""
+    """The environment of the command: `base`, with a `PYTHONPATH` from which its Python processes load the payload."""
     path = os.pathsep.join(filter(None, [str(PAYLOAD), base.get("PYTHONPATH")]))
     rest = {name: value for name, value in base.items() if name != TOKEN_VARIABLE}
     return {**rest, "PYTHONPATH": path, "LOCKSTEP_WATCH": run}
@@ -162,7 +163,7 @@ def _monitoring(
     on_event: Callable[[SupervisorEvent], None],
     on_problem: Callable[[str], None],
 ) -> Iterator[None]:
-    """Runs an agent and a supervisor beside the command."""
+    """Runs an agent and a supervisor while the command runs."""
     meeting = watched.meeting
     try:
         host = meeting.local_address() if meeting else "127.0.0.1"
@@ -198,10 +199,10 @@ def _supervisor_settings(watched: WatchedCommand, run: str, folder: Path, agent:
 
 
 class _SignalForwarder:
-    """Forwards our signals to the command, including those that arrive before it runs.
+    """Forwards the signals of this process to the command, including signals that arrive before the command runs.
 
-    Signals that were ignored when we started (nohup) stay ignored for us and for the command; in it, a handler would be
-    reset to the default.
+    A signal that was ignored when this process started (nohup) stays ignored, also in the command. With a handler, the
+    command would start with the signal's default action.
     """
 
     def __init__(self) -> None:
@@ -234,7 +235,7 @@ class _SignalForwarder:
 
 
 def _ignore_signal(number: int, frame: object) -> None:
-    """Ignores a signal; unlike SIG_IGN, the command does not inherit a handler."""
+    """Ignores a signal. The command does not inherit this handler, as it would inherit SIG_IGN."""
 
 
 def _process_tree(pid: int) -> list[psutil.Process]:

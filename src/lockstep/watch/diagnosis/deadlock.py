@@ -1,4 +1,4 @@
-"""Deadlocks: cycles of AND waits, knots of OR waits, and which rank's order is the outlier."""
+"""Finds deadlocks (cycles of AND waits, knots of OR waits) and the rank whose order of calls is the outlier."""
 
 from collections.abc import Sequence
 
@@ -17,7 +17,7 @@ from lockstep.watch.diagnosis.wait_graph import WaitGraph, find_cycles_and_knots
 
 OUTLIER_CONFIDENCE, SYMMETRIC_CONFIDENCE = 0.75, 0.7
 _MAX_TRIED = 64
-"""Cycles up to this many nodes are searched for a process without which there is no deadlock."""
+"""In cycles of at most this many nodes, a process without which there is no deadlock is searched for."""
 
 
 def find_deadlocks(context: DiagnosisContext, graph: WaitGraph) -> list[Hypothesis]:

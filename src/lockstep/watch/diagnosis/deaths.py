@@ -1,4 +1,4 @@
-"""Deaths: which processes died on their own, and which died as an effect of another's end."""
+"""Finds the deaths that are causes, among deaths that only follow from the end of another process."""
 
 from collections.abc import Sequence
 
@@ -17,17 +17,17 @@ from lockstep.watch.diagnosis.verdict import Alternative, Fact, VerdictKind, Ver
 from lockstep.watch.diagnosis.wait_graph import BoolArray
 
 SELF_CAUSED = 0.85
-"""From this value on, a process failed on its own (a crash, a kill, its own exception)."""
+"""With at least this confidence, the process itself caused its failure (a crash, a kill, an exception)."""
 SIMULTANEOUS_S = 0.1
-"""Deaths this close together have no order: clocks and reapers are not more precise."""
+"""Deaths this close together have no reliable order, because clocks and the detection of exits are less precise."""
 TEARDOWN_S = 10.0
-"""A process that raised may need this long to exit, while peers that notice its closed sockets exit at once."""
+"""A process may need this long to exit after an exception, while peers that notice its closed sockets exit at once."""
 AFTERMATH_S = 5.0
-"""A process killed this long after another's death was killed because of it, by a launcher."""
+"""A process killed more than this long after another process died was killed by a launcher because of that death."""
 
 
 def find_deaths(context: DiagnosisContext, reached: BoolArray | None) -> list[Hypothesis]:
-    """Deaths that are causes: the first of each incident, and those that do not look like effects."""
+    """A hypothesis for each death that is a cause: the first one of each incident, and those that are no effects."""
     life = context.evidence.processes.life
     dead = [int(p) for p in np.flatnonzero(life == Liveness.DEAD) if not _was_intended(context, int(p))]
     dead = [p for p in dead if not _is_unobserved(context, p, reached)]
@@ -43,7 +43,7 @@ def find_deaths(context: DiagnosisContext, reached: BoolArray | None) -> list[Hy
     found = []
     for group in groups.values():
         culprits = _first_deaths(context, group, causes)
-        if all(causes[p].own < SELF_CAUSED for p in culprits):
+        if all(causes[p].culprit_confidence < SELF_CAUSED for p in culprits):
             behind = _late_members(context, culprits)
             found += behind
             if any(each.level is VerdictLevel.CONFIRMED for each in behind):
@@ -56,14 +56,14 @@ def find_deaths(context: DiagnosisContext, reached: BoolArray | None) -> list[Hy
 
 
 def _was_intended(context: DiagnosisContext, process: int) -> bool:
-    """Whether we ended it, or it ended by the verdict that freed it."""
+    """Whether Lockstep ended the process, or the process ended with the verdict that released it from a collective."""
     note = context.note(process)
     return note.ours or is_collective_stalled(note.error)
 
 
 def _is_unobserved(context: DiagnosisContext, process: int, reached: BoolArray | None) -> bool:
-    """Whether its exit is unknown and no process has waited for it for long: the normal end of a job that was observed
-    too late."""
+    """Whether nothing is known about how the process ended and no process has waited long for it. This is the normal
+    end of a job that was observed too late."""
     note = context.note(process)
     if int(context.evidence.processes.exit_code[process]) != NO_EXIT_CODE or note.error or note.cause:
         return False
@@ -77,7 +77,7 @@ def _is_unobserved(context: DiagnosisContext, process: int, reached: BoolArray |
 def _first_deaths(context: DiagnosisContext, group: Sequence[int], causes: dict[int, FailureClass]) -> list[int]:
     """The processes that died on their own; if none did, the ones that died first."""
     ended_at = {p: float(np.nan_to_num(context.evidence.processes.ended_at[p], nan=np.inf)) for p in group}
-    own = [p for p in group if causes[p].own >= SELF_CAUSED]
+    own = [p for p in group if causes[p].culprit_confidence >= SELF_CAUSED]
     if own:
         first = min(ended_at[p] for p in own)
         kept = [p for p in own if not (_is_kill(context, p) and ended_at[p] > first + AFTERMATH_S)]
@@ -87,11 +87,11 @@ def _first_deaths(context: DiagnosisContext, group: Sequence[int], causes: dict[
 
 
 def _earliest(group: Sequence[int], ended_at: dict[int, float], causes: dict[int, FailureClass]) -> list[int]:
-    real = [p for p in group if causes[p].own > 0.3] or list(group)
+    real = [p for p in group if causes[p].culprit_confidence > 0.3] or list(group)
     first = min(ended_at[p] for p in real)
     together = [p for p in real if ended_at[p] <= first + SIMULTANEOUS_S or not np.isfinite(ended_at[p])]
-    best = max(causes[p].own for p in together)
-    return sorted(p for p in together if causes[p].own == best)
+    best = max(causes[p].culprit_confidence for p in together)
+    return sorted(p for p in together if causes[p].culprit_confidence == best)
 
 
 def _late_members(context: DiagnosisContext, dead: Sequence[int]) -> list[Hypothesis]:
@@ -108,7 +108,7 @@ def _late_members(context: DiagnosisContext, dead: Sequence[int]) -> list[Hypoth
                 late.setdefault(other, (*place, float(members.entered_at[row]), float(processes.ended_at[process])))
     found = []
     for other, (communicator, seq, since, ended_at) in sorted(late.items()):
-        left = context.life(other) is Liveness.LEFT and not processes.ended_at[other] > ended_at + 1.0
+        left = context.life(other) is Liveness.EXITED and not processes.ended_at[other] > ended_at + 1.0
         still = (
             measure_inactivity(context, other).all_s >= context.patience.notice_s and context.moved(other) <= ended_at
         )
@@ -152,7 +152,7 @@ def _death_hypothesis(
     return Hypothesis(
         VerdictKind.DEAD,
         VerdictLevel.NOTICE if refused else VerdictLevel.CONFIRMED,  # the calls show which rank was wrong
-        cause.own,
+        cause.culprit_confidence,
         describe_end(context, process),
         (process,),
         node=node,

@@ -1,8 +1,8 @@
-"""From evidence to verdicts: a pure function, the same for live beacons, flight-recorder dumps and recorded incidents.
+"""Derives verdicts from evidence: a pure function, used for live beacons, flight-recorder dumps and recorded incidents.
 
-Structural causes come first: deaths, stopped processes, mismatched calls, cycles. Then the ends of the wait graph
-are judged: processes that others wait for and that wait for no other. Last, hypotheses that another one explains
-are dropped (the earliest cause wins), and hypotheses of one kind about one wait are merged into one verdict.
+It looks first for structural causes: deaths, stopped processes, mismatched calls, cycles. Then it judges the ends of
+the wait graph: processes that others wait for and that wait for no other process. Finally it drops hypotheses that
+another hypothesis explains (the earliest cause wins), and merges those of one kind about one wait into one verdict.
 """
 
 from collections.abc import Iterable
@@ -146,16 +146,19 @@ def _is_death(context: DiagnosisContext, hypothesis: Hypothesis) -> bool:
 
 
 def _follows_mismatch(context: DiagnosisContext, cause: Hypothesis, hypothesis: Hypothesis) -> bool:
-    """All effects do that do not prove themselves: aborts, resets, absences, deadlocks."""
+    """Whether a mismatch explains the hypothesis: aborts, resets, absences and deadlocks follow from it unless they are
+    proven to have a cause of their own."""
     if hypothesis.kind is VerdictKind.MISMATCH:
         return hypothesis.confidence < cause.confidence and bool({*cause.culprits} & {*hypothesis.culprits})
     if hypothesis.kind is VerdictKind.DEAD:
-        return any(context.life(p) is Liveness.LEFT for p in hypothesis.culprits) or hypothesis.confidence < SELF_CAUSED
+        return (
+            any(context.life(p) is Liveness.EXITED for p in hypothesis.culprits) or hypothesis.confidence < SELF_CAUSED
+        )
     return not hypothesis.structural or hypothesis.kind is VerdictKind.CYCLE
 
 
 def _came_after(context: DiagnosisContext, cause: Hypothesis, hypothesis: Hypothesis) -> bool:
-    """Whether an absent process is a victim of the cause: it was active until then, or still is."""
+    """Whether an absent process is a victim of the cause: the process was active until the cause, or still is."""
     last = [context.moved(p) for p in hypothesis.culprits]
     if not last or any(np.isnan(each) for each in last):
         return True

@@ -1,7 +1,7 @@
-"""What the detectors of `diagnose` share: the context (a snapshot and what is derived from it once), hypotheses, and
+"""Shared parts of the detectors of `diagnose`: the context (a snapshot with cached derived values), the hypothesis, and
 the measure of inactivity.
 
-Progress, not patience: a process that moves is never proven to hang.
+An active process is never proven to hang, however long others have waited for it.
 """
 
 import math
@@ -20,8 +20,8 @@ from lockstep.watch.diagnosis.wait_graph import BoolArray, PendingCollectives, W
 MAX_NOTICE_CONFIDENCE = 0.6
 """The highest confidence of a notice."""
 MAX_INACTIVITY_CONFIDENCE = 0.78
-"""The highest confidence of a verdict by inactivity: the cause may lie outside the evidence. Only structure proves
-more."""
+"""The highest confidence of a verdict based on inactivity, whose cause may lie outside the evidence. Only structural
+proof gives more."""
 
 _NO_NOTE = ProcessNote()
 _MAX_SITES = 64
@@ -44,7 +44,7 @@ class DiagnosisContext:
         return self.evidence.at
 
     def now(self, process: int) -> float:
-        """The time up to which a process is known."""
+        """The time of the last observation of a process."""
         seen = self.evidence.processes.seen_at
         return self.at if seen is None or not seen[process] < self.at else float(seen[process])
 
@@ -59,13 +59,13 @@ class DiagnosisContext:
 
     @cached_property
     def last_moved(self) -> FloatArray:
-        """`[processes]`: the last activity of a counter, the CPU, a disk, ...; NaN if unknown."""
+        """`[processes]`: when a counter last advanced, or the process last used CPU, a disk, ...; NaN if unknown."""
         processes = self.evidence.processes
         return np.fmax(processes.moved_at, processes.active_at)
 
     def moved(self, process: int) -> float:
-        """The last activity of a process, including its collectives; NaN if it is not observed: entering no collective
-        does not prove inactivity."""
+        """When a process was last active, including its collectives; NaN if its activity is not observed, because a
+        process that enters no collective may still be active."""
         last = float(self.last_moved[process])
         if np.isnan(last):
             return last
@@ -74,7 +74,7 @@ class DiagnosisContext:
         return float(np.fmax.reduce([last, *members.entered_at[rows], *members.completed_at[rows]]))
 
     def limit(self, process: int) -> float:
-        """The inactivity, in seconds, that proves a stall."""
+        """How many seconds of inactivity prove that a process is stalled."""
         expected = self.note(process).expected_s
         floor = self.patience.still_s
         return floor if np.isnan(expected) else max(floor, self.patience.history_factor * expected)
@@ -91,7 +91,7 @@ class DiagnosisContext:
 
     @cached_property
     def unclear(self) -> BoolArray:
-        """`[processes]`: its progress in some communicator is unknown, so it may wait there."""
+        """`[processes]`: true for processes whose progress in some communicator is unknown and that may wait there."""
         members = self.evidence.communicators
         mask = np.zeros(len(self.evidence.processes.info), dtype=np.bool_)
         mask[members.process[members.entered < 0]] = True
@@ -101,7 +101,7 @@ class DiagnosisContext:
 
     @cached_property
     def ranked(self) -> BoolArray:
-        """`[processes]`: members of a communicator or of a rendezvous, which are named by rank."""
+        """`[processes]`: true for members of a communicator or a rendezvous; texts name these by rank."""
         mask = np.zeros(len(self.evidence.processes.info), dtype=np.bool_)
         mask[self.evidence.communicators.process] = True
         for edge in self.evidence.edges:
@@ -190,9 +190,9 @@ class Hypothesis:
     node: int | None = None
     """The node of the graph that the others wait in."""
     collective: tuple[int, int] | None = None
-    """(communicator, sequence number), if it is not the node's."""
+    """(communicator, sequence number) if it differs from the collective of `node`."""
     since: float = float("nan")
-    """When it began, NaN if unknown."""
+    """When the failure began; NaN if unknown."""
     cause: str = "unknown"
     alternatives: tuple[Alternative, ...] = ()
     facts: tuple[Fact, ...] = ()
@@ -200,9 +200,9 @@ class Hypothesis:
     more: str = ""
     """Further sentences."""
     structural: bool = False
-    """Proven by structure, not by duration."""
+    """True if the structure of the evidence proves it, not the duration of a wait."""
     others: tuple[int, ...] = field(default=())
-    """Processes of the incident that are not accused; they connect hypotheses about one incident."""
+    """Innocent processes of the incident; hypotheses that share processes belong to one incident."""
 
     def capped(self) -> "Hypothesis":
         """The hypothesis with its confidence limited by its level."""
@@ -216,18 +216,18 @@ class Inactivity:
     """How many seconds a process has been inactive, up to its last observation; NaN if it is not observed."""
 
     all_s: float
-    """No activity of any kind."""
+    """Seconds without any activity."""
     counters_s: float
     activity_s: float
-    """No use of CPU, disk, network or GPU."""
+    """Seconds without use of CPU, disk, network or GPU."""
     stack_s: float
-    """All sampled stacks equal."""
+    """Seconds for which all sampled stacks have been equal."""
 
     def moves(self, within_s: float) -> bool:
         return self.all_s < within_s
 
     def counts(self, within_s: float) -> bool:
-        """Whether a counter advanced: it does work and does not only use CPU."""
+        """Whether a counter advanced, which shows work and not only use of CPU."""
         return self.counters_s < within_s
 
     def unproductive_s(self, waited_s: float) -> float:
@@ -262,7 +262,7 @@ def proven_inactive(context: DiagnosisContext, process: int, since: float) -> bo
 
 
 def all_proven_inactive(context: DiagnosisContext, processes: Sequence[int], since: float) -> bool:
-    """The same for several processes that have been inside a collective since then."""
+    """Whether several processes that have been inside a collective since then are all proven inactive."""
     rows = np.array(processes, dtype=np.int64)
     seen = context.evidence.processes.seen_at
     now = context.at if seen is None else np.fmin(seen[rows], context.at)
@@ -276,7 +276,7 @@ def all_proven_inactive(context: DiagnosisContext, processes: Sequence[int], sin
 
 
 def inactivity_facts(context: DiagnosisContext, process: int) -> tuple[Fact, ...]:
-    """The known facts about its inactivity."""
+    """What is known about the inactivity of a process, as facts for a verdict."""
     found, name = measure_inactivity(context, process), context.evidence.processes.info[process].name
     measures = (
         ("no counter progress", found.counters_s),

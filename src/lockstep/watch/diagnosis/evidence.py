@@ -1,8 +1,8 @@
-"""What is known of a job at one moment, from any source: live beacons, flight-recorder dumps, recorded incidents.
+"""A snapshot of a job, built from live beacons, flight-recorder dumps or recorded incidents.
 
-Arrays, because 16,000 ranks in several communicators are judged many times a minute. Times are seconds on one
-clock, that of the process that made the snapshot. NaN means "not known", and what is not known is never held
-against a process. A source fills in what it knows; every field with a default may be left out.
+It consists of arrays, because jobs of 16,000 ranks in several communicators are diagnosed many times a minute. Times
+are seconds on the clock of the process that made the snapshot. NaN means "unknown"; missing evidence never makes a
+process a culprit. Sources may omit every field that has a default.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -26,25 +26,26 @@ IntArray = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class ProcessTable:
-    """All processes; columns `[processes]`."""
+    """A table of all processes; columns `[processes]`."""
 
     info: Sequence[ProcessInfo]
     life: NDArray[np.int8]
     exit_code: NDArray[np.int32]
     """Negative signal number, as in subprocess, or `NO_EXIT_CODE`."""
     ended_at: FloatArray
-    """When it ended, or since when it is stopped."""
+    """When the process ended or was stopped."""
     moved_at: FloatArray
     """When a counter or the stage last changed."""
     active_at: FloatArray
-    """When it last made notable use of the CPU, a disk, a network or a GPU."""
+    """When the process last made notable use of the CPU, a disk, a network or a GPU."""
     same_stack_since: FloatArray
-    """Since when all its sampled stacks have been equal."""
+    """Since when all sampled stacks of the process have been equal."""
     stage: Sequence[str] = ()
     notes: Mapping[int, ProcessNote] = field(default_factory=dict)
-    """By index."""
+    """Notes by index of the process."""
     seen_at: FloatArray | None = None
-    """The time that a row describes; older than the snapshot if a host's report is late. None: the snapshot's."""
+    """When each process was last observed, which is before the snapshot if a host's report is late. None: all were
+    observed at the time of the snapshot."""
 
 
 @dataclass(frozen=True, slots=True)

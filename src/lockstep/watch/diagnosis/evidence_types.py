@@ -1,4 +1,4 @@
-"""The vocabulary of evidence: processes, calls, communicators. Imports no numpy."""
+"""Types of the evidence that need no numpy: processes, calls, communicators, and what ends a wait."""
 
 from dataclasses import dataclass
 from enum import IntEnum
@@ -6,7 +6,7 @@ from enum import IntEnum
 NO_EXIT_CODE = -(2**31)
 """The exit code of a process that has not ended, or whose code is unknown."""
 UNKNOWN = -1
-"""A sequence number without evidence. 0 means that certainly nothing was entered yet."""
+"""An unknown sequence number. 0 means that the process has certainly entered no collective yet."""
 
 
 class Liveness(IntEnum):
@@ -14,15 +14,15 @@ class Liveness(IntEnum):
 
     RUNNING = 0
     STOPPED = 1
-    """By a signal or a debugger (`T`, `t` in /proc)."""
+    """Stopped by a signal or a debugger (state `T` or `t` in /proc)."""
     DEAD = 2
-    """Ended by a signal or with an exit code that is not 0."""
-    LEFT = 3
-    """Ended with exit code 0."""
+    """The process ended by a signal or with an exit code other than 0."""
+    EXITED = 3
+    """The process ended with exit code 0."""
     UNSEEN = 4
-    """Expected, but never reported by any host."""
+    """The process is expected, but no host has ever reported it."""
     LOST = 5
-    """Its host no longer reports."""
+    """The host of the process no longer reports."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,18 +38,19 @@ class ProcessInfo:
 
 @dataclass(frozen=True, slots=True)
 class ProcessNote:
-    """What is known of a few processes only."""
+    """Facts about one process that exist for few processes only."""
 
     where: str = ""
     """The innermost line of the user's code: `score() at reward.py:31`."""
     error: str = ""
-    """The exception that it raised, as printed."""
+    """The exception that ended the process, as printed."""
     cause: str = ""
-    """The failure class (FAILURES.md) that its exit proves (`host_oom`, `storage_fault`); empty without proof."""
+    """The failure class (FAILURES.md) that the exit of the process proves (`host_oom`, `storage_fault`); empty without
+    proof."""
     ours: bool = False
-    """We ended or stopped it: an effect, never a cause."""
+    """Lockstep ended or stopped the process, so its end is an effect and never a cause."""
     expected_s: float = float("nan")
-    """The longest duration so far, in this job, of the stage it is in."""
+    """The longest duration so far, in this job, of the stage that the process is in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +73,9 @@ class CollectiveCall:
 
 
 class WaitCondition(IntEnum):
-    """What ends a wait."""
+    """Which of the processes that a process waits for must act to end the wait."""
 
     ALL = 0
-    """Every process waited for."""
+    """All of them must act."""
     ANY = 1
-    """Any of them: a queue fed by many, a receive from any source."""
+    """One of them is enough: a queue with several producers, a receive from any source."""

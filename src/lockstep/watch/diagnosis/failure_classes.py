@@ -1,7 +1,7 @@
-"""Failure classes (FAILURES.md): which one an exit code, exception or note proves, and which errors are only effects.
+"""Derives the failure class (FAILURES.md) of a process from its exit code, its exception, and what the agent found out.
 
-A class names the cause. A watchdog's timeout, a reset connection or a SIGABRT is never a cause by itself: it is
-what the other ranks see.
+A class names the cause. Errors that a process gets because another one failed first (a watchdog's timeout, a reset
+connection) prove no class; `is_secondary_error` recognises them.
 """
 
 import re
@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from lockstep.watch.diagnosis.evidence_types import NO_EXIT_CODE, Liveness, ProcessNote
 from lockstep.watch.diagnosis.verdict import Alternative
 
-_EFFECTS = re.compile(
+_SECONDARY_ERRORS = re.compile(
     r"connection (?:was )?(?:reset|closed|aborted)|reset by peer|closed by (?:remote )?peer|broken pipe|socket closed"
     r"|ncclRemoteError|communicator (?:was|has been) aborted|CollectiveStalled|WorkerDied|ActorDiedError"
     r"|watchdog (?:caught|thread)|DistBackendError.*timeout|timed? ?out waiting|Timed out after|TimeoutError"
@@ -21,9 +21,10 @@ _EFFECTS = re.compile(
 )
 
 _STALLED = re.compile(r"(?:\w+\.)*CollectiveStalled\b")
-"""The exception that the supervisor raises on freed ranks. Its text is the verdict on another process."""
+"""The exception on ranks that the supervisor releases from a blocked collective. Its text is the verdict on another
+process."""
 _REFUSED = re.compile(r"(?:\w+\.)*CollectiveRefused\b")
-"""Raised on the later of two ranks whose calls do not fit together, whichever of them is wrong."""
+"""The exception on the later of two ranks whose calls do not match, whichever of the two is wrong."""
 
 
 def _pattern(*alternatives: str) -> re.Pattern[str]:
@@ -95,12 +96,13 @@ _ERROR_CLASSES: tuple[tuple[str, re.Pattern[str]], ...] = (
     ("rank_divergent_branch", _pattern(r"Detected mismatch between collectives", r"op\.preamble")),
     ("config_error", _pattern(r"ValidationError", r"ConfigError")),
 )  # fmt: skip
-"""Which class the text of an exception proves: the first whose pattern matches. The only such table. The agent's exit
-causes, the diagnosis and the recovery of a run use it; a test keeps the doctor's knowledge base, which also reads what
-surrounds an exception, in agreement with it."""
+"""The text of an exception proves the first class whose pattern matches. The agent, the diagnosis and the recovery of
+a run all use this table. The doctor's knowledge base also looks at the lines around an exception; a test checks that
+it agrees with this table."""
 
-_REPORTED_BY_OTHERS = ("", "rendezvous_incomplete", "rank_divergent_branch")
-"""Classes whose message comes from any rank that notices, guilty or not."""
+_SEEN_BY_ANY_RANK = ("", "rendezvous_incomplete", "rank_divergent_branch")
+"""Classes whose message may come from any rank, whichever one caused the failure; the empty text stands for an
+exception that proves no class."""
 
 _CRASH_SIGNALS = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGSYS, signal.SIGTRAP})
 _TERMINATION_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGXCPU, signal.SIGUSR2})
@@ -108,61 +110,68 @@ _TERMINATION_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, 
 
 @dataclass(frozen=True, slots=True)
 class FailureClass:
-    """A class, its alternatives, and how surely the exit of the process alone makes it a culprit."""
+    """The failure class of a process that has ended, and how likely the process itself caused the failure."""
 
     name: str = "unknown"
     alternatives: tuple[Alternative, ...] = ()
-    own: float = 0.9
-    """0..1: how surely a process with this exit failed on its own, and not because of another process."""
+    culprit_confidence: float = 0.9
+    """How likely it is, from the exit alone, that this process caused the failure and no other: 0 to 1."""
 
 
 def is_secondary_error(error: str) -> bool:
-    """Whether an exception only says that another process is gone or late."""
+    """Whether an exception only reports that another process is gone or late."""
     if is_collective_stalled(error):
         return True
-    return bool(error) and bool(_EFFECTS.search(error)) and class_of_error(error) in _REPORTED_BY_OTHERS
+    return bool(error) and bool(_SECONDARY_ERRORS.search(error)) and class_of_error(error) in _SEEN_BY_ANY_RANK
 
 
 def is_collective_stalled(error: str) -> bool:
-    """Whether an exception is our own verdict, raised on a rank that waited."""
+    """Whether an exception is a verdict of Lockstep, raised on a rank that waited."""
     return bool(_STALLED.match(error))
 
 
 def is_collective_refused(error: str) -> bool:
-    """Whether an exception says that a call was refused because it did not fit a peer's."""
+    """Whether an exception reports that a call was refused because it did not match a peer's call."""
     return bool(_REFUSED.match(error))
 
 
 def class_of_error(error: str) -> str:
-    """The class that an exception's text proves, empty when it proves none."""
+    """The class that the text of an exception proves; empty if it proves none."""
     return next((name for name, pattern in _ERROR_CLASSES if pattern.search(error)), "")
 
 
 def class_of_own_error(error: str) -> str:
-    """The class of the exception that a process itself ended with: one that another process may have caused proves
-    nothing, and the exception stays `rank_exception_masked`."""
+    """The class of the exception that ended a process. Returns `rank_exception_masked` (an exception of unknown class,
+    which the errors of other ranks may hide) if another process may have caused the exception."""
     name = class_of_error(error)
-    return "rank_exception_masked" if name in _REPORTED_BY_OTHERS else name
+    return "rank_exception_masked" if name in _SEEN_BY_ANY_RANK else name
 
 
-def class_of_exit(life: int, code: int, note: ProcessNote) -> FailureClass:
+def class_of_exit(liveness: int, code: int, note: ProcessNote) -> FailureClass:
     """The class of the failure of a process that has ended."""
     if is_secondary_error(note.error):
         return FailureClass(
-            "unknown" if is_collective_stalled(note.error) else class_of_error(note.error) or "unknown", own=0.3
+            "unknown" if is_collective_stalled(note.error) else class_of_error(note.error) or "unknown",
+            culprit_confidence=0.3,
         )
     if is_collective_refused(note.error):
-        return FailureClass("rank_divergent_branch", own=0.5)
+        return FailureClass("rank_divergent_branch", culprit_confidence=0.5)
     if note.cause in ("", "external_kill") and NO_EXIT_CODE < code < 0:  # then `error` only names the signal
         return replace(_class_of_code(code), name=note.cause or _class_of_code(code).name)
     if note.cause:
-        return FailureClass(note.cause, own=0.95)
+        return FailureClass(note.cause, culprit_confidence=0.95)
     if note.error:
         proven = class_of_error(note.error)
-        return FailureClass(proven, own=0.95) if proven else FailureClass("rank_exception_masked", own=0.9)
-    if life == Liveness.LEFT or code == 0:
+        return (
+            FailureClass(proven, culprit_confidence=0.95)
+            if proven
+            else FailureClass("rank_exception_masked", culprit_confidence=0.9)
+        )
+    if liveness == Liveness.EXITED or code == 0:
         return FailureClass(
-            "unknown", (Alternative("uneven_data", 0.5), Alternative("rank_divergent_branch", 0.3)), own=0.85
+            "unknown",
+            (Alternative("uneven_data", 0.5), Alternative("rank_divergent_branch", 0.3)),
+            culprit_confidence=0.85,
         )
     return _class_of_code(code)
 
@@ -170,25 +179,31 @@ def class_of_exit(life: int, code: int, note: ProcessNote) -> FailureClass:
 def _class_of_code(code: int) -> FailureClass:
     number = -code if NO_EXIT_CODE < code < 0 else code - 128 if 128 < code < 128 + 65 else 0
     if number == signal.SIGKILL:
-        return FailureClass("unknown", (Alternative("host_oom", 0.5), Alternative("external_kill", 0.4)), own=0.9)
+        return FailureClass(
+            "unknown", (Alternative("host_oom", 0.5), Alternative("external_kill", 0.4)), culprit_confidence=0.9
+        )
     if number == signal.SIGBUS:
-        return FailureClass("unknown", (Alternative("shm_too_small", 0.6),), own=0.9)
+        return FailureClass("unknown", (Alternative("shm_too_small", 0.6),), culprit_confidence=0.9)
     if number in _CRASH_SIGNALS:
-        return FailureClass("unknown", (Alternative("framework_bug", 0.3),), own=0.9)
+        return FailureClass("unknown", (Alternative("framework_bug", 0.3),), culprit_confidence=0.9)
     if number in _TERMINATION_SIGNALS:
-        return FailureClass("external_kill", own=0.6)
+        return FailureClass("external_kill", culprit_confidence=0.6)
     if number == signal.SIGABRT:
         return FailureClass(
-            "unknown", (Alternative("rank_divergent_branch", 0.3), Alternative("framework_bug", 0.2)), own=0.5
+            "unknown",
+            (Alternative("rank_divergent_branch", 0.3), Alternative("framework_bug", 0.2)),
+            culprit_confidence=0.5,
         )
     if code == NO_EXIT_CODE:
-        return FailureClass("unknown", (Alternative("host_oom", 0.3), Alternative("external_kill", 0.3)), own=0.7)
-    return FailureClass("rank_exception_masked", (Alternative("unknown", 0.4),), own=0.6)
+        return FailureClass(
+            "unknown", (Alternative("host_oom", 0.3), Alternative("external_kill", 0.3)), culprit_confidence=0.7
+        )
+    return FailureClass("rank_exception_masked", (Alternative("unknown", 0.4),), culprit_confidence=0.6)
 
 
-def describe_exit(life: int, code: int) -> str:
-    """A verb phrase: `was killed by SIGKILL`."""
-    if life == Liveness.LEFT or code == 0:
+def describe_exit(liveness: int, code: int) -> str:
+    """How a process ended, as a verb phrase: `was killed by SIGKILL`."""
+    if liveness == Liveness.EXITED or code == 0:
         return "has ended with exit code 0"
     if code == NO_EXIT_CODE:
         return "has died"
@@ -217,4 +232,4 @@ CLASS_FIXES: dict[str, str] = {
     "external_kill": "Find out who sent the signal: a scheduler, a preemption, a shell.",
     "checkpoint_timeout": "Write checkpoints asynchronously or to a faster disk.",
 }
-"""The fix for each class."""
+"""What users can do about a failure of each class."""

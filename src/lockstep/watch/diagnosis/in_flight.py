@@ -1,4 +1,4 @@
-"""Collectives that all members have entered but not all complete, or about which too little is known."""
+"""Judges collectives that all members have entered but not all complete, and collectives with too little evidence."""
 
 from collections.abc import Collection
 from operator import attrgetter

@@ -1,7 +1,7 @@
-"""Calls that fit together but come from other lines, one call ahead or behind.
+"""Finds ranks that are one call ahead of or behind the others although operations and shapes match.
 
-One rank skipped a call, or made an extra one, of an operation and a shape that fitted the next: gloo and NCCL pair
-them in silence, and every later pair is wrong. Only the lines that issue the calls reveal it.
+If a rank skips a call or makes an extra one, and the next call has the same operation and shape, gloo and NCCL pair
+the wrong calls silently from then on. Only the lines that issue the calls reveal it.
 """
 
 from collections import Counter
@@ -12,10 +12,10 @@ from lockstep.watch.diagnosis.verdict import Alternative, Fact, VerdictKind, Ver
 
 OFF_BY_ONE_CONFIDENCE = 0.75
 MAX_SITES = 20_000
-"""The most call sites that are searched; the search visits all of them."""
+"""With more call sites than this the search is skipped, because it would visit all of them."""
 
 SitesByMember = Mapping[int, Mapping[int, str]]
-"""By member and sequence number."""
+"""Call sites by member and sequence number."""
 
 
 def find_off_by_one(context: DiagnosisContext, communicators: Collection[int]) -> list[Hypothesis]:

@@ -1,4 +1,4 @@
-"""Root causes: processes that others wait for and that wait for no other process."""
+"""Finds root causes: processes that others wait for and that wait for no other process."""
 
 from collections.abc import Iterable, Sequence
 
@@ -32,7 +32,7 @@ def find_root_causes(context: DiagnosisContext, graph: WaitGraph, reached: BoolA
         if not _has_alternative(context, graph, waiting, node, process):
             blocked.setdefault(process, []).append(node)
     found = _exited_early(
-        context, graph, {p: nodes for p, nodes in blocked.items() if context.life(p) is Liveness.LEFT}
+        context, graph, {p: nodes for p, nodes in blocked.items() if context.life(p) is Liveness.EXITED}
     )
     running = {
         p: nodes for p, nodes in blocked.items() if context.life(p) is Liveness.RUNNING and not context.note(p).ours
@@ -46,7 +46,7 @@ def find_root_causes(context: DiagnosisContext, graph: WaitGraph, reached: BoolA
 
 
 def _has_alternative(context: DiagnosisContext, graph: WaitGraph, waiting: BoolArray, node: int, process: int) -> bool:
-    """Whether any of several processes suffices, and another one can still arrive."""
+    """Whether one of several processes is enough to end the wait, and another one than `process` can still do so."""
     if not graph.any_of[node]:
         return False
     for other in graph.blockers(node):
@@ -170,14 +170,14 @@ def _exited_early(context: DiagnosisContext, graph: WaitGraph, blocked: dict[int
                 found.append(_extra_collective(context, graph, minority))
             continue
         node, _ = longest_waiting_node(graph, nodes)
-        cause = class_of_exit(Liveness.LEFT, 0, context.note(process))
+        cause = class_of_exit(Liveness.EXITED, 0, context.note(process))
         sure = not collectives or any(_majority_entered(context, graph, each) for each in collectives)
         starved = all(graph.any_of[each] for each in nodes)
         found.append(
             Hypothesis(
                 VerdictKind.STARVED if starved else VerdictKind.DEAD,
                 VerdictLevel.CONFIRMED,
-                cause.own if sure and not starved else 0.6,
+                cause.culprit_confidence if sure and not starved else 0.6,
                 "has ended with exit code 0 while others still wait for it",
                 (process,),
                 node=node,
@@ -192,11 +192,11 @@ def _exited_early(context: DiagnosisContext, graph: WaitGraph, blocked: dict[int
 
 
 def _entry_counts(context: DiagnosisContext, graph: WaitGraph, node: int) -> tuple[int, int, int]:
-    """The number of members that have entered, that have exited without entering, and of all."""
+    """Three numbers of members: those that have entered, those that exited without entering, and all."""
     members = context.members(int(graph.communicator[node]))
     entered = context.evidence.communicators.entered[members] >= graph.seq[node]
     life = context.evidence.processes.life[context.evidence.communicators.process[members]]
-    return int(entered.sum()), int(((life == Liveness.LEFT) & ~entered).sum()), len(entered)
+    return int(entered.sum()), int(((life == Liveness.EXITED) & ~entered).sum()), len(entered)
 
 
 def _minority_entered(context: DiagnosisContext, graph: WaitGraph, node: int) -> bool:
@@ -251,7 +251,7 @@ def _never_joined(context: DiagnosisContext, graph: WaitGraph, process: int, nod
 
 
 def _unranked(context: DiagnosisContext, role: str) -> list[int]:
-    """Living processes without a rank yet."""
+    """Living processes of the role whose rank is not known yet."""
     living = (Liveness.RUNNING, Liveness.STOPPED)
     info = context.evidence.processes.info
     return [p for p, each in enumerate(info) if each.role == role and each.rank < 0 and context.life(p) in living]
@@ -348,7 +348,7 @@ def _likely_causes(context: DiagnosisContext, process: int, slow: bool) -> tuple
 
 
 def find_waits_without_blocker(context: DiagnosisContext, graph: WaitGraph, reached: BoolArray) -> list[Hypothesis]:
-    """Waits for a target outside the job, and waits that no process can end."""
+    """Hypotheses about waits for a target outside the job, and about waits that no process can end."""
     found = []
     blocked = np.zeros(len(graph.seq), dtype=np.bool_)
     blocked[graph.block_node] = True

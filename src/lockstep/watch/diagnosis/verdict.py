@@ -1,4 +1,4 @@
-"""A verdict: what is wrong, the culprits, the confidence, the evidence; and its JSON form."""
+"""A verdict (what is wrong, which processes are the culprits, with what confidence and evidence) and its JSON form."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -6,12 +6,12 @@ from enum import StrEnum
 from typing import Any
 
 MIN_ACTION_CONFIDENCE = 0.75
-"""Confirmed verdicts with less confidence end no process. Proof by structure has more, as has inactivity with equal
-stacks."""
+"""No process is killed for a confirmed verdict with less confidence. Structural proof gives more, and so does
+inactivity with equal stacks."""
 
 
 class VerdictKind(StrEnum):
-    """The structure of the stall in the wait graph."""
+    """What kind of failure holds up the job."""
 
     DEAD = "dead"
     """The process ended while others needed it: by a signal, with an error, or with exit code 0 too early."""
@@ -19,18 +19,18 @@ class VerdictKind(StrEnum):
     """Members of a communicator made different calls at one sequence number (operation, shape, dtype, root, an extra or
     a missing call), or created it with different member lists."""
     ABSENT = "absent"
-    """Others wait for it: it has not entered their collective, or does not answer. Also a process stopped by a signal,
-    one that never joined, and a service outside the job."""
+    """A process that others wait for has not entered their collective, or does not answer. Stopped processes, ranks
+    that never joined, and services outside the job count as absent too."""
     DEVICE_LAG = "device_lag"
-    """It entered a collective that its peers have completed and it has not."""
+    """A process has entered a collective and not completed it, although its peers have completed it."""
     IN_FLIGHT = "in_flight"
-    """All members entered, none completes: the link or the kernel."""
+    """All members have entered a collective and none completes it, so the link or the kernel is at fault."""
     CYCLE = "cycle"
     """Processes wait for each other."""
     STARVED = "starved"
     """A process waits on an empty queue, and all processes that could fill it are idle or have exited."""
     SLOW = "slow"
-    """It progresses, but far behind its peers. Never more than a notice."""
+    """A process progresses, but far behind its peers. Such a verdict is never more than a notice."""
     UNKNOWN = "unknown"
     """The evidence does not decide; `collect` names what would."""
 
@@ -39,11 +39,11 @@ class VerdictLevel(StrEnum):
     """How certain a verdict is."""
 
     NOTICE = "notice"
-    """Which process waits for which; no action follows."""
+    """The verdict says which process waits for which; no action follows."""
     CONFIRMED = "confirmed"
-    """Proven by structure, or by long inactivity."""
+    """Structure or long inactivity proves the verdict."""
     ACT = "act"
-    """Confirmed and acted upon."""
+    """The verdict is confirmed and was acted upon."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Culprit:
     host: str = ""
     pid: int | None = None
     where: str = ""
-    """Its current line: `score() at reward.py:31`."""
+    """The current line of the process: `score() at reward.py:31`."""
     name: str = ""
 
 
@@ -175,7 +175,7 @@ def parse_verdict(data: Mapping[str, Any]) -> Verdict:
 
 @dataclass(frozen=True, slots=True)
 class StallThresholds:
-    """How long a wait or inactivity may last before it counts. Seconds."""
+    """How long waits and inactivity may last before they become verdicts, in seconds."""
 
     notice_s: float = 3.0
     """A wait without progress for this long becomes a notice."""
@@ -210,7 +210,7 @@ def first_verdict(verdicts: Sequence[Verdict]) -> Verdict | None:
 
 
 def labeled_rows(name: str, texts: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Rows of texts; only the first carries the name."""
+    """A row for each text; only the first row has the name."""
     for at, text in enumerate(texts):
         yield name if at == 0 else "", text
 

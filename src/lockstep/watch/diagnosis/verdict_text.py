@@ -93,7 +93,7 @@ def _join_words(words: list[str]) -> str:
 
 
 def _collective_key(context: DiagnosisContext, hypothesis: Hypothesis) -> tuple[int, int] | None:
-    """Communicator and sequence number."""
+    """Communicator and sequence number of the collective of the hypothesis; None if it has none."""
     if hypothesis.collective is not None:
         return hypothesis.collective
     if hypothesis.node is None or context.graph is None or context.graph.communicator[hypothesis.node] < 0:
@@ -124,7 +124,7 @@ def collective_text(context: DiagnosisContext, communicator: int, seq: int) -> s
 
 
 def _node_text(context: DiagnosisContext, node: int) -> str:
-    """What the processes of a node wait in."""
+    """A text that says what the processes of a node wait in."""
     graph = context.graph
     assert graph is not None
     if graph.edge[node] < 0:
@@ -167,7 +167,7 @@ def _wait_chain(context: DiagnosisContext, hypothesis: Hypothesis) -> tuple[tupl
 
 
 def _next_link(graph: WaitGraph, seen: BoolArray, waiters: IntArray) -> tuple[int, int | None]:
-    """Of the waiting processes, one that in turn holds up another, and the node of that wait; else the first."""
+    """One of the waiting processes, preferably one that other processes wait for, and the node of that wait."""
     candidates = np.zeros(graph.processes, dtype=np.bool_)
     candidates[waiters] = True
     blocks = candidates[graph.block_process]

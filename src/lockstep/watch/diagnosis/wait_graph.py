@@ -1,4 +1,4 @@
-"""The wait graph: which process waits for which, through what; its cycles and knots, and the ends of its waits.
+"""The wait graph: which process waits for which and in what, its cycles and knots, and the ends of its wait chains.
 
 Two kinds of nodes. A *wait node* is something that processes wait in: a collective (communicator, sequence number),
 or an edge of the evidence. Processes wait in nodes; nodes are blocked by processes: a collective by its members
@@ -6,7 +6,7 @@ that have not entered it or can take no further part, an edge by the processes i
 one of its nodes is (AND); a collective and an ALL edge are held up when one of their blockers is (AND); an ANY edge
 when all are (OR).
 
-Arrays throughout: in a stalled job of 16,000 ranks every rank waits.
+The graph consists of arrays, because in a stalled job of 16,000 ranks every rank waits.
 """
 
 from dataclasses import dataclass
@@ -37,11 +37,11 @@ class WaitGraph:
     edge: IntArray
     """`[nodes]`: index in the evidence's edges, -1 for a collective."""
     any_of: BoolArray
-    """`[nodes]`: any one of the blockers ends the wait."""
+    """`[nodes]`: true if any one of the blockers can end the wait."""
     since: FloatArray
-    """`[nodes]`: the start of its longest wait."""
+    """`[nodes]`: the start of the longest wait in the node."""
     stalled: BoolArray
-    """`[nodes]`: a wait in it is longer than the notice."""
+    """`[nodes]`: true if a wait in the node has lasted longer than `notice_s`."""
     wait_process: IntArray
     """Process of each (process, node) wait."""
     wait_node: IntArray
@@ -49,11 +49,11 @@ class WaitGraph:
     block_process: IntArray
     block_node: IntArray
     suspect_process: IntArray
-    """Processes that may block a node: their progress is unknown."""
+    """Processes of unknown progress, which may block a node."""
     suspect_node: IntArray
 
     def waiting(self) -> BoolArray:
-        """`[processes]`: waits in some node."""
+        """`[processes]`: true for processes that wait in some node."""
         mask = np.zeros(self.processes, dtype=np.bool_)
         mask[self.wait_process] = True
         return mask
@@ -77,14 +77,15 @@ class WaitGraph:
 
 @dataclass(frozen=True, slots=True)
 class PendingCollectives:
-    """Memberships that are inside a collective. `[memberships]`"""
+    """For each membership, whether the process is inside a collective of the communicator, and in which;
+    `[memberships]`."""
 
     communicator: IntArray
     waits: BoolArray
     seq: IntArray
-    """The first collective that it has not completed."""
+    """The first collective that the process has not completed."""
     since: FloatArray
-    """When it last entered or completed a collective there; NaN if unknown."""
+    """When the process last entered or completed a collective of the communicator; NaN if unknown."""
 
 
 def find_pending(evidence: Evidence) -> PendingCollectives:
@@ -151,7 +152,7 @@ def build_wait_graph(
 
 
 def _known_until(evidence: Evidence, process: IntArray | int) -> FloatArray | float:
-    """The time up to which processes are known: a wait may have ended since then."""
+    """When processes were last observed; a wait may have ended since then."""
     seen = evidence.processes.seen_at
     return evidence.at if seen is None else np.asarray(np.fmin(seen[process], evidence.at))
 
@@ -258,10 +259,10 @@ def _since(edge: WaitEdge) -> float:
 
 
 def find_permanently_blocked(graph: WaitGraph) -> tuple[BoolArray, BoolArray]:
-    """Processes and nodes that nothing can set free: `[processes]`, `[nodes]`.
+    """Masks of the processes and nodes whose waits no process can end: `[processes]`, `[nodes]`.
 
-    A process that does not wait is assumed to proceed, and so is a node without a known blocker; what this frees,
-    directly or indirectly, is not blocked. What remains contains a cycle or a knot.
+    A process that does not wait is assumed to proceed, and so is a node without a known blocker. Whatever they can end,
+    directly or indirectly, is not blocked permanently; the rest contains a cycle or a knot.
     """
     held_process = graph.waiting()
     blocks = np.flatnonzero(held_process[graph.block_process])

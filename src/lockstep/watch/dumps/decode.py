@@ -1,9 +1,9 @@
-"""Decodes one dump into columns of numbers: what a rank recorded of each of its communicators.
+"""Decodes one dump into columns of numbers: the calls of a rank on each of its communicators.
 
-Imports the standard library only and runs in a process of its own (`reader_process`), because dumps are untrusted:
-a value may have any type, and be far larger than the file.
+The decoder runs in a separate process (`reader_process`) with only the standard library, because dumps are untrusted:
+a value may have any type, and may be far larger than the file.
 
-The format has had versions 1.0 to 2.10 (torch/csrc/distributed/c10d/FlightRecorder.hpp). What differs here: 1.x
+The format has versions 1.0 to 2.10 (torch/csrc/distributed/c10d/FlightRecorder.hpp), which differ as follows: 1.x
 counts in `seq_id` and names no process group; 2.2 and older lack `is_p2p`, dtypes or `pg_status`; JSON has strings
 in `pg_status`, 0 for an unknown time and lists for tuples; a list of entries alone was the first form.
 """
@@ -42,7 +42,7 @@ class CommunicatorTrace:
     description: str = ""
     backend: str = ""
     members: str = ""
-    """Its ranks as the dump lists them, `[0, 1]`; empty if it does not."""
+    """The ranks of the communicator as the dump lists them, `[0, 1]`; empty if the dump does not list them."""
     entered: int = -1
     completed: int = -1
     entered_at: float = float("nan")
@@ -58,7 +58,7 @@ class CommunicatorTrace:
     blind: bool = False
     """The counters include calls without an entry (point-to-point with gloo)."""
     number: int = -1
-    """Its key in `pg_status`."""
+    """The key of the communicator in `pg_status`."""
     operations: int = -1
     """The number of started operations, including point-to-point ones."""
     gave_up: bool = False
@@ -84,12 +84,12 @@ class RankTrace:
     groups: list[CommunicatorTrace] = field(default_factory=list)
     entries: int = 0
     whole: bool = False
-    """It holds every collective since the process started."""
+    """True if the dump holds every collective since the process started."""
     began: float = float("nan")
     """When the first collective was entered, if that is still in the ring."""
     newest: float = float("nan")
     world: int = 0
-    """The job has at least this many ranks."""
+    """A lower bound of the number of ranks of the job."""
     sites: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -118,7 +118,7 @@ class DumpDecoder:
 
     def __init__(self) -> None:
         self.calls: dict[int, tuple[str, str, str]] = {}
-        """By signature: operation, shapes, dtype."""
+        """Operation, shapes and dtype by signature."""
         self._signatures: dict[bytes, int] = {}
 
     def read(self, data: bytes, full: bool = False) -> RankTrace:
@@ -126,7 +126,7 @@ class DumpDecoder:
         blocks, which is enough where ranks made the same calls.
 
         Raises:
-            NotADump: Empty, truncated, damaged, or something else.
+            NotADump: the file is empty, truncated, damaged, or no dump.
         """
         content = parse_dump(data)
         if isinstance(content, list):
@@ -160,7 +160,7 @@ class DumpDecoder:
         """Fills in the trace from the entries.
 
         Raises:
-            KeyError, TypeError, ValueError, OverflowError: An entry is not of the present form.
+            KeyError, TypeError, ValueError, OverflowError: an entry does not have the current format.
         """
         names = list(map(_PROCESS_GROUP, entries))
         different = dict.fromkeys(names)

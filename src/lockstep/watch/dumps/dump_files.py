@@ -12,7 +12,7 @@ from lockstep.watch.dumps.dump_format import MAX_RANKS
 
 _HEAD = 4096
 _MAX_DEPTH = 6
-"""Of folders below the given one; torchrun's are four deep (run, attempt, rank, file)."""
+"""The deepest level that is searched; torchrun's dumps are four levels deep (run, attempt, rank, file)."""
 _MAX_FILES = 100_000
 _DUMP_KEYS = (
     b"pg_config", b"pg_status", b"collective_seq_id", b"comm_lib_version", b"nccl_comm_state", b"nccl_version",
@@ -25,7 +25,7 @@ _RANK = (
     re.compile(r"(?<![a-z])(?:global[_-]?)?rank[_=.-]?(\d+)", re.IGNORECASE),
     re.compile(r"(\d+)$"),
 )
-"""Matched in the name without suffixes: a number after the word `rank`, else a number at the end."""
+"""Matches the rank in a file name without suffixes: a number after the word `rank`, else a number at the end."""
 _FOLDER_RANK = re.compile(r"(?:^|(?<![a-z])rank[_=.-]?)(\d+)$", re.IGNORECASE)
 _SUFFIXES = {".pickle", ".pkl", ".json", ".bin", ".dump", ".trace", ".pt", ".txt", ".log", ".out", ".dat"}
 
@@ -80,7 +80,7 @@ def rank_in_path(name: str) -> int | None:
 
 
 def _valid_rank(digits: str) -> int | None:
-    """The rank of a number; None for numbers that are too large (dates, process ids)."""
+    """The number as a rank; None if it is too large to be one (dates, process ids)."""
     return int(digits) if len(digits) <= 7 and int(digits) < MAX_RANKS else None
 
 
@@ -92,7 +92,7 @@ def _expression(pattern: str) -> re.Pattern[str]:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """Regular files, at most `_MAX_DEPTH` folders deep, sorted."""
+    """The regular files at most `_MAX_DEPTH` folders deep, sorted."""
     seen = 0
     folders = [(folder, 0)]
     while folders:
@@ -113,7 +113,7 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def _is_dump(path: Path, size: int) -> bool:
-    """Whether a file is a dump, by its first bytes; an empty file by its name."""
+    """Whether a file looks like a dump. The first bytes decide, and for an empty file the name."""
     if size == 0:
         return bool(_LIKELY_NAME.search(path.stem)) and path.suffix.lower() in {"", ".pickle", ".pkl", ".json"}
     try:

@@ -1,8 +1,8 @@
-"""The formats of flight-recorder dumps: pickle (restricted), JSON, entries of every version, stacks. Stdlib only.
+"""Parses flight-recorder dumps safely: restricted pickle, JSON, entries of every version, stacks.
 
-A dump holds dicts, lists, tuples, strings and numbers. A pickle that names a class or a function is refused, so no
-callable is ever resolved. The process that reads dumps (`reader_process`) bounds the memory and time that a hostile
-file may take: a pickle of few bytes can ask for gigabytes.
+A dump holds dicts, lists, tuples, strings and numbers. The unpickler refuses a pickle that names a class or a
+function, so a dump can execute no code. The process that reads dumps (`reader_process`) limits memory and time,
+because a hostile pickle of a few bytes can need gigabytes. This module imports only the standard library.
 """
 
 import io
@@ -21,7 +21,7 @@ _MAX_SITE_CHARS = 300
 
 
 class DumpCallSites:
-    """Call sites, each once. A dump shares frame objects, so known stacks are recognised by identity."""
+    """Numbers call sites. The entries of a dump share frame objects, so known stacks are recognised by identity."""
 
     def __init__(self) -> None:
         self.names: list[str] = [""]
@@ -51,7 +51,7 @@ class DumpCallSites:
 
 
 def bounded_text(value: Any) -> str:
-    """A text, bounded; empty for any other type."""
+    """The text, cut to the maximum length; empty if the value is no text."""
     return value[:_MAX_SITE_CHARS] if isinstance(value, str) else ""
 
 
@@ -85,7 +85,7 @@ MAX_RANKS = 1 << 17
 
 
 class NotADump(ValueError):
-    """The file is no dump, or is damaged; the text explains it."""
+    """The file is no dump, or is damaged; the message says why."""
 
 
 _PEEK_BYTES = 1 << 17
@@ -93,7 +93,7 @@ _PEEK_BYTES = 1 << 17
 
 
 class UnpickleRefused(pickle.UnpicklingError):
-    """The pickle holds more than containers and scalars."""
+    """The pickle contains objects other than containers, texts and numbers."""
 
 
 class _RestrictedUnpickler(pickle.Unpickler):
@@ -105,10 +105,12 @@ class _RestrictedUnpickler(pickle.Unpickler):
 
 
 def loads_restricted(data: bytes) -> Any:
-    """The object in `data`.
+    """Unpickles plain data.
 
-    Raises what the standard library's unpickler raises on truncated or damaged input, which is nearly anything
-    (`DAMAGED_INPUT_ERRORS`); `UnpickleRefused` for what is not plain data.
+    Raises:
+        UnpickleRefused: the pickle contains objects that are not plain data.
+
+    Truncated or damaged input may raise any of `DAMAGED_INPUT_ERRORS`.
     """
     # The C unpickler reads a file opcode by opcode, unless it can peek: four times as slow.
     return _RestrictedUnpickler(io.BufferedReader(io.BytesIO(data), _PEEK_BYTES)).load()
@@ -143,7 +145,7 @@ def parse_dump(data: bytes) -> Any:
 
 
 def normalize_entry(entry: Any) -> dict[str, Any] | None:
-    """An entry of any version with the fields of the current one; None if it lacks too many."""
+    """Converts an entry of any version to the current version; None if required fields are missing."""
     if not isinstance(entry, dict):
         return None
     group = entry.get("process_group", entry.get("pg_name"))

@@ -1,6 +1,7 @@
-"""Reads a folder of flight-recorder dumps, in processes that a hostile file may crash, and diagnoses the job.
+"""Reads the flight-recorder dumps in a folder and diagnoses the job.
 
-`read_dumps` returns the evidence, `explain_dumps` the verdicts.
+Separate processes read the files, because a hostile file may crash its reader. `read_dumps` returns the evidence,
+`explain_dumps` returns the verdicts.
 """
 
 import contextlib
@@ -27,13 +28,13 @@ from lockstep.watch.dumps.dump_files import DumpFile, UnreadableDump, find_dump_
 from lockstep.watch.dumps.reader_process import ANSWER_HEADER, unpack_trace
 
 MEMORY_BYTES = 2 << 30
-"""Address space of a reader process. A dump of 20,000 entries takes some 100 MiB."""
+"""The address space of a reader process, in bytes. A dump of 20,000 entries needs about 100 MiB."""
 _PREFETCH = 2
 """Files sent to a reader at a time, so that it never waits for the next."""
 _START_S = 60.0
 _END_S = 10.0
 _FILE_S, _PER_BYTE_S = 60.0, 1 / 500_000
-"""How long reading a file may take; a typical one takes hundredths of a second."""
+"""How long reading a file may take: a constant plus a time per byte. A typical file takes hundredths of a second."""
 
 
 @dataclass(eq=False)
@@ -189,13 +190,13 @@ def read_dumps(
     """The evidence in the dumps below a folder. `Evidence.gaps` names unreadable files.
 
     Args:
-        folder: A folder, or one dump.
+        folder: a folder, or one dump.
         ranks: where the rank is in the files' paths, `host-*/trace.{rank}.pickle`; None recognises the usual names.
         world_size: the number of ranks of the job; None takes it from the dumps.
         readers: the number of reading processes; None means one per CPU.
 
     Raises:
-        NoDumps: No file is a dump.
+        NoDumps: no file is a dump.
         ValueError: `ranks` has no `{rank}`.
     """
     if not folder.exists():

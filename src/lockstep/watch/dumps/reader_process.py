@@ -1,9 +1,9 @@
 """The process that reads dumps: `python -m lockstep.watch.dumps.reader_process MEMORY_BYTES`.
 
-For each file a line of JSON comes in on standard input: its path, and whether all of its calls are needed. The
-answer on standard output is two lengths (`<II`), a JSON object of the first length and numbers of the second. It is
-a process of its own because a hostile file may take all memory, all time, or crash the interpreter (a dictionary
-key nested a million deep does): then only this process ends, and the file is reported.
+For each file the parent writes a line of JSON to standard input: the path, and whether all calls are needed. The
+answer on standard output consists of two lengths (`<II`), a JSON object of the first length and numbers of the second.
+A hostile file may need too much memory or time, or crash the interpreter (a dictionary key nested a million deep
+does). In a separate process this ends only the reader, and the parent reports the file.
 """
 
 import dataclasses

@@ -1,16 +1,16 @@
-"""Aborts collectives that will never complete, frees the ranks that are blocked in them, and detects dead links.
+"""Aborts communicators, which releases the ranks that are blocked in their collectives, and detects dead links.
 
-Two backends behind one interface: `free(communicator)` makes every call that is blocked in it fail now.
+`CommunicatorAborter.abort` makes every call that is blocked in a communicator fail immediately:
 
-- gloo has no working abort (its own returns and changes nothing), but each of its communicators moves its bytes in a
-  thread of its own that sleeps in `epoll_wait`; the sockets in that epoll are exactly the communicator's. Once they
-  are shut down, the blocked call ends with "Connection closed by peer" within milliseconds and the process lives on.
-  This works from inside and, for a rank that holds the GIL or is stopped, from another process of the same user
-  (pidfd_getfd, Linux 5.6). It does not free a receive from any source, which ends at its own timeout.
-- NCCL: `_abort_process_group`, from inside only.
+- gloo's abort function returns without effect. But each communicator of gloo has a thread that sleeps in
+  `epoll_wait`, and the sockets in that epoll are exactly the sockets of the communicator. Once these are shut down,
+  the blocked call ends with "Connection closed by peer" within milliseconds, and the process continues. The rank
+  itself can shut them down; if it holds the GIL or is stopped, another process of the same user can (pidfd_getfd,
+  Linux 5.6). A receive from any source is not released; it ends when its timeout expires.
+- NCCL has `_abort_process_group`, which only the rank itself can call.
 
-A rank that breaks its own sockets frees only the ranks that wait for it; all members have to be freed.
-`release_ranks` does that for the ranks of this host, from the observer's side.
+If one rank shuts down its sockets, only the ranks that wait for this rank are released; so all members have to be
+aborted. `release_ranks` does that from the monitoring process for the ranks of this host.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from lockstep.watch.beacon.beacon_records import BeaconState, CommunicatorRecord
 from lockstep.watch.recorder import commands
 
 GLOO_THREAD_NAME = "gloo_tcp_loop"
-"""Name of gloo's threads; older versions give them none."""
+"""The name of gloo's threads; older versions of gloo do not name them."""
 _EPOLL_CALLS = {"22", "232", "281", "441"}
 """Numbers of epoll_wait, epoll_pwait and epoll_pwait2 on x86-64 and arm64."""
 _PIDFD_GETFD = 438
@@ -35,10 +35,10 @@ _SYSCALL_WAIT_S = 0.05
 
 
 def gloo_epolls(pid: int | None = None, threads: Iterable[int] | None = None) -> dict[int, int]:
-    """The descriptor of the epoll that each of gloo's threads waits in, by native id.
+    """For each of gloo's threads, by native id, the descriptor of the epoll that the thread waits in.
 
-    `threads` limits it to these; None means all threads with gloo's name. Threads that stay on the CPU for 50 ms are
-    left out.
+    `threads` restricts the result to some threads; None means all threads with gloo's name. Threads that stay on the
+    CPU for 50 ms are omitted.
     """
     found: dict[int, int] = {}
     until = time.monotonic() + _SYSCALL_WAIT_S
@@ -62,7 +62,7 @@ def list_threads() -> set[int]:
 
 
 def find_gloo_thread(threads: Iterable[int]) -> int:
-    """The only one of these threads of this process that belongs to a gloo communicator; 0 if none or several do."""
+    """The one of these threads of this process that belongs to a gloo communicator; 0 if none or several do."""
     candidates = set(threads)
     named = candidates & gloo_threads()
     found = named or set(gloo_epolls(None, candidates))
@@ -91,7 +91,7 @@ def _proc(pid: int | None) -> Path:
 
 
 def _epoll_of(pid: int | None, thread: int) -> int | None:
-    """The epoll that a thread waits in; None while it is on the CPU, -1 when it waits in something else."""
+    """The epoll that a thread waits in; None while the thread is on the CPU, -1 if it waits in something else."""
     try:
         words = (_proc(pid) / "task" / str(thread) / "syscall").read_text().split()
     except OSError:
@@ -120,9 +120,12 @@ def _is_socket(pid: int | None, descriptor: int) -> bool:
 
 @contextlib.contextmanager
 def duplicated_sockets(pid: int | None, descriptors: Iterable[int]) -> Iterator[list[socket.socket]]:
-    """Duplicates of a process's sockets, without listening ones; closing them does not affect the owner.
+    """Duplicates the sockets of a process, except listening ones; closing the duplicates does not affect the process.
 
-    Raises PermissionError when the process may not be inspected, ProcessLookupError when it is gone."""
+    Raises:
+        PermissionError: the process may not be inspected.
+        ProcessLookupError: the process is gone.
+    """
     pidfd = None if pid is None else os.pidfd_open(pid)
     taken: list[socket.socket] = []
     try:
@@ -152,11 +155,11 @@ def _duplicate(pidfd: int | None, descriptor: int) -> int:
 
 
 def abort_gloo(pid: int | None = None, threads: Iterable[int] | None = None) -> int:
-    """Shuts down the sockets of gloo communicators; returns how many.
+    """Shuts down the sockets of gloo communicators; returns the number of sockets.
 
     Args:
-        pid: of another process of this host, None for this one.
-        threads: native ids of the communicators' threads (`CommunicatorRecord.loop_thread`); None for all of them.
+        pid: the id of another process of this host; None means this process.
+        threads: native ids of the communicators' threads (`CommunicatorRecord.loop_thread`); None means all.
     """
     broken = 0
     with _gloo_sockets(pid, threads) as taken:
@@ -168,7 +171,8 @@ def abort_gloo(pid: int | None = None, threads: Iterable[int] | None = None) -> 
 
 
 def enable_keepalive(pid: int | None = None, threads: Iterable[int] | None = None) -> int:
-    """Makes gloo's sockets detect a dead link in about five seconds (gloo sets no keepalive); returns how many."""
+    """Makes gloo's sockets detect a dead link in about five seconds (gloo sets no keepalive); returns the number of
+    sockets."""
     watched = 0
     with _gloo_sockets(pid, threads) as taken:
         for each in taken:
@@ -192,29 +196,30 @@ def _gloo_sockets(pid: int | None, threads: Iterable[int] | None) -> Iterator[li
 class CommunicatorAborter(Protocol):
     """Aborts the calls that are blocked in a communicator of this process."""
 
-    def free(self) -> int:
-        """Returns how many connections (or communicators) were broken."""
+    def abort(self) -> int:
+        """Aborts the communicator; returns the number of broken connections (NCCL: of communicators)."""
         ...
 
 
 class GlooAborter:
-    """`thread`: the communicator's own; 0 means all gloo communicators of this process."""
+    """Aborts the gloo communicator of a thread, given by its native id; 0 means all gloo communicators of this
+    process."""
 
     def __init__(self, thread: int = 0) -> None:
         self._thread = thread
 
-    def free(self) -> int:
+    def abort(self) -> int:
         return abort_gloo(None, [self._thread] if self._thread else None)
 
 
 class NcclAborter:
-    """Aborts an NCCL communicator. Torch requires TORCH_NCCL_ASYNC_ERROR_HANDLING=0 for it; otherwise its own watchdog
+    """Aborts an NCCL communicator. This needs TORCH_NCCL_ASYNC_ERROR_HANDLING=0, because otherwise torch's watchdog
     may end the process first. A model that used the communicator must not be used afterwards."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
 
-    def free(self) -> int:
+    def abort(self) -> int:
         sys.modules["torch.distributed.distributed_c10d"]._abort_process_group(self._group)
         return 1
 
@@ -232,19 +237,19 @@ def aborters_for(backend: str, group: Any, loop_thread: int) -> list[Communicato
 def release_ranks(
     run: str, ranks: Iterable[BeaconState], text: str, verdict: dict[str, Any] | None = None
 ) -> dict[str, int]:
-    """Frees ranks of this host from the collectives that they are blocked in; their calls raise CollectiveStalled with
-    `text`.
+    """Releases ranks of this host from the collectives that they are blocked in; the blocked calls raise
+    CollectiveStalled with `text`.
 
-    The ranks get the verdict first. Then the connections of their open communicators are broken from outside, which
-    needs no cooperation of the rank. A rank that may not be inspected, or that uses NCCL, gets a command to do it
-    itself. All members of a communicator have to be released, those on other hosts too: one alone frees only the ranks
-    that wait for it.
+    The ranks first get the verdict. Then this process shuts down the connections of the communicators that they are
+    blocked in, which needs no cooperation of the ranks. A rank that may not be inspected, or that uses NCCL, gets a
+    command to abort its communicators. The members on other hosts have to be released as well, because aborting one
+    member releases only the ranks that wait for that member.
 
     Args:
-        verdict: its JSON form.
+        verdict: the verdict in its JSON form.
 
     Returns:
-        How many connections were broken from here, by beacon name, for the ranks that were inside a collective.
+        The number of connections that this process has broken, by beacon name, for ranks inside a collective.
     """
     states = {state.name: state for state in ranks}
     commands.send_command(run, "verdict", states, text=text, verdict=verdict or {}, freed=True)
@@ -252,7 +257,7 @@ def release_ranks(
 
 
 def announce_verdict(run: str, names: Iterable[str], text: str, verdict: dict[str, Any] | None = None) -> None:
-    """Gives these ranks the verdict for a collective that breaks on its own, as when one of its members dies."""
+    """Sends ranks the verdict on a collective that fails without an abort, for example because a member died."""
     commands.send_command(run, "verdict", names, text=text, verdict=verdict or {}, freed=False)
 
 

@@ -1,10 +1,11 @@
-"""How far each communicator is by c10d's own account, which sees what no wrapper sees: DDP's reducer, functional
-collectives, compiled graphs.
+"""Reads from c10d how many collectives of each communicator were entered and completed.
 
-The flight recorder keeps "last enqueued" and "last completed" per communicator (since which version:
-docs/recorder.md); reading these alone costs some ten microseconds. It numbers communicators itself, so the names
-are taken once from its entries. Without a flight recorder, the communicator's sequence number says what was
-entered, and nothing says what was completed.
+c10d also counts calls that pass no wrapper: of DDP's reducer, functional collectives, compiled graphs.
+
+The flight recorder keeps "last enqueued" and "last completed" per communicator (docs/recorder.md names the versions);
+reading these two takes about ten microseconds. The flight recorder has its own numbers for communicators, so their
+names are read once from its entries. Without a flight recorder, the sequence number of the communicator tells what
+was entered; what was completed remains unknown.
 """
 
 import json
@@ -15,11 +16,11 @@ from typing import Any
 from lockstep.watch.recorder.communicator import NOT_REPORTED, CommunicatorMember
 
 CollectiveCounts = dict[str, tuple[int, int]]
-"""Last enqueued and last completed collective, by c10d's number of the communicator; -1 for none."""
+"""The last enqueued and the last completed collective (-1: none), by c10d's number of the communicator."""
 
 
 class FlightRecorder:
-    """One flight recorder of this process: gloo's or NCCL's."""
+    """A flight recorder of this process, of gloo or of NCCL."""
 
     def __init__(self, kind: str, dump: Callable[..., Any]) -> None:
         self.kind, self._dump = kind, dump
@@ -27,7 +28,7 @@ class FlightRecorder:
         self._tries: dict[str, tuple[float, int]] = {}
 
     def status(self) -> CollectiveCounts:
-        """The counts of all communicators that have been used."""
+        """Reads the counts of all communicators that have been used."""
         found = json.loads(self._dump(includeCollectives=False)).get("pg_status") or {}
         return {
             number: (int(each.get("last_enqueued_collective", -1)), int(each.get("last_completed_collective", -1)))
@@ -35,8 +36,8 @@ class FlightRecorder:
         }
 
     def name(self, number: str) -> str | None:
-        """c10d's name of the communicator with that number; None while its entries lack it. Retried after one, two,
-        four ... seconds, because it takes a dump of all entries (0.1 to 40 ms)."""
+        """c10d's name of the communicator with that number; None until the flight recorder has an entry of it. The
+        search is repeated after one, two, four ... seconds, because it dumps all entries (0.1 to 40 ms)."""
         known = self._names.get(number)
         if known is not None:
             return known
@@ -50,12 +51,12 @@ class FlightRecorder:
         return self._names.get(number)
 
     def entries(self) -> dict[str, Any]:
-        """The whole dump."""
+        """Dumps the flight recorder and parses the dump."""
         dump: dict[str, Any] = json.loads(self._dump(includeCollectives=True))
         return dump
 
     def text(self) -> str | bytes:
-        """The whole dump as JSON."""
+        """Dumps the flight recorder as JSON."""
         text: str | bytes = self._dump(includeCollectives=True)
         return text
 
@@ -74,14 +75,14 @@ class C10dStatusReader:
     """Updates members with the counts of c10d's flight recorders, or with its sequence number where there are none."""
 
     def __init__(self, c10d: Any) -> None:
-        self.flights: list[FlightRecorder] = flight_recorders(c10d)
+        self.flight_recorders: list[FlightRecorder] = flight_recorders(c10d)
         self._by_number: dict[tuple[str, str], CommunicatorMember | None] = {}
-        """By flight recorder and its number of the communicator; None if it was destroyed."""
+        """Members by kind of the flight recorder and its number of the communicator; None for destroyed ones."""
 
     def count(self, members: Iterable[CommunicatorMember]) -> None:
-        """One poll. `members` in the order of their creation."""
+        """Updates the members, given in the order of their creation."""
         all_members, counted = list(members), set()
-        for flight in self.flights:
+        for flight in self.flight_recorders:
             for number, numbers in flight.status().items():
                 key = flight.kind, number
                 member = self._by_number[key] if key in self._by_number else self._assign(flight, number, all_members)
@@ -106,5 +107,5 @@ class C10dStatusReader:
         return free[-1]
 
     def forget(self, member: CommunicatorMember) -> None:
-        """Keeps the number reserved: a later communicator of the same name gets another."""
+        """Forgets the member of a destroyed communicator. A later communicator of the same name gets another number."""
         self._by_number = {key: None if kept is member else kept for key, kept in self._by_number.items()}

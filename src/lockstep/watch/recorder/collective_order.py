@@ -1,12 +1,12 @@
 """Checks the order of collectives across the ranks of one host, to refuse a wrong call before the backend sees it.
 
-gloo pairs whatever arrives: wrong tensors in silence, and with other sizes it aborts the rank that receives, which
-may be the innocent one. Members on one host share a file per communicator with a row per collective and a column
-per member. A rank that is about to enter a collective writes its intent, reads the row, and commits. Where another
-member has committed a different call there, the later one is refused.
+gloo pairs any two calls: silently if the sizes match, and otherwise it aborts the receiving rank, which may be the
+innocent one. The members of a communicator on one host share a file with a row per collective and a column per
+member. A rank that is about to enter a collective writes its intent to the row, reads the row, and commits. If
+another member has committed a different call in that row, the call of the rank is refused.
 
-Two ranks that write at the same time see each other's intent; the one in the lower column waits until the other has
-decided. That happens at once, unless the other is stopped; then it counts as committed.
+If two ranks write at the same time, each sees the intent of the other; the rank in the lower column waits until the
+other has decided. A rank that does not decide within `DECISION_S`, because it is stopped, counts as committed.
 """
 
 import mmap
@@ -34,7 +34,7 @@ _PRIME = 0xD6E8FEB86659FD93
 
 
 class OrderCheck:
-    """One member's view of the file. One thread uses it at a time."""
+    """Reads and writes the shared file for one member. Only one thread may use it at a time."""
 
     def __init__(self, run: str, identity: int, rank: int, beacon: str, slot: int) -> None:
         self.path = make_run_shm_dir(run) / f"{identity:016x}.board"
@@ -70,7 +70,7 @@ class OrderCheck:
         return not is_alive(pid, start)
 
     def member(self, column: int) -> tuple[int, str, int]:
-        """Rank, beacon's name and slot of a member."""
+        """Rank of a member, the name of its beacon, and its slot in the beacon."""
         at = _TABLE + column * _ENTRY
         name = bytes(self._memory[8 * (at + 4) : 8 * (at + 4) + _NAME]).rstrip(b"\0").decode()
         return self._words[at] - 1, name, self._words[at + 3]
@@ -95,8 +95,8 @@ class OrderCheck:
         return None
 
     def _find_conflict(self, at: int, number: int, tag: int) -> int | None:
-        """The column of a member that committed a different call. A row of an older collective means that the member
-        has not come so far; a row of a later one, that it is so far ahead that the row was reused."""
+        """The column of a member that committed a different call; None if no member did. An entry with an older number
+        belongs to a member that has not arrived yet; one with a later number, to a member that has reused the row."""
         words = self._words
         for column in range(words[0]):
             until = time.monotonic() + DECISION_S

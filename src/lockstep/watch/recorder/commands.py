@@ -1,12 +1,12 @@
-"""Commands from the observer of a job to its ranks: lines appended to one file in the run's shared folder.
+"""Commands from the monitoring processes to the ranks of a job: lines appended to one file in the run's shared folder.
 
-The recorder's thread checks the file's size about ten times a second. The file's existence says that the run is
-watched. A rank ignores commands that were sent before it started.
+The recorder's thread in each rank checks the size of the file about ten times a second. A run is watched if the file
+exists. A rank ignores commands that were sent before the rank started.
 
-    verdict   "text", "verdict", "freed": a rank that waits in a collective that breaks raises CollectiveStalled with
-              this; "freed" says that we broke it, and that a rank that is in none must not continue either
-    free      "communicator": break its connections from inside (see `abort`); None: all of them
-    dump      "folder": write what c10d's flight recorder holds there, as `<beacon's name>.json`
+    verdict   "text", "verdict", "freed": if a collective of the rank fails, the call raises CollectiveStalled with this
+              verdict. "freed" says that Lockstep released the rank; then a rank outside collectives must stop as well
+    free      "communicator": the rank aborts this communicator (see `abort`); None means all communicators
+    dump      "folder": the rank writes the content of c10d's flight recorder to this folder, as `BEACON_NAME.json`
 """
 
 import json
@@ -24,19 +24,19 @@ from lockstep.base.folders import file_lock, make_run_shm_dir, run_shm_dir
 
 COMMANDS_FILE = "orders.jsonl"
 VERDICT_WAIT_S = 2.0
-"""How long a broken collective waits for the observer's verdict, in a watched run."""
+"""How long a rank of a watched run waits for the verdict on a collective that failed."""
 VERDICT_MAX_AGE_S = 60.0
-"""An older verdict no longer explains an error."""
+"""A verdict older than this does not explain a new error."""
 _BROKEN_CONNECTION = re.compile(
     r"clos|reset|broken pipe|timed? ?out|abort|connect|nccl|gloo|remote|peer", re.IGNORECASE
 )
 MAX_LINE_BYTES = 1 << 20
-"""The longest line, in bytes."""
+"""The longest command, in bytes."""
 
 
 @dataclass(frozen=True)
 class RankCommand:
-    """A command to the beacons in `names`; None means all."""
+    """A command to the ranks whose beacons are in `names`; None means all ranks."""
 
     number: int
     op: str
@@ -46,7 +46,7 @@ class RankCommand:
 
 
 def open_command_file(run: str) -> Path:
-    """Creates the command file, which marks the run as watched."""
+    """Creates the command file and returns its path. The run counts as watched from then on."""
     path = make_run_shm_dir(run) / COMMANDS_FILE
     path.touch(mode=0o600)
     return path
@@ -81,7 +81,7 @@ def _count_lines(descriptor: int) -> int:
 
 
 class CommandInbox:
-    """The commands for one rank. Thread-safe."""
+    """Reads the commands for one rank. Thread-safe."""
 
     def __init__(self, run: str, name: str) -> None:
         self._path = run_shm_dir(run) / COMMANDS_FILE
@@ -104,7 +104,7 @@ class CommandInbox:
         return size
 
     def take(self) -> list[RankCommand]:
-        """The commands for this rank since the last call, in order."""
+        """Returns the commands for this rank since the last call, in order."""
         with self._lock:
             self._read_new()
             found, self._unread = self._unread, []
@@ -126,27 +126,30 @@ class CommandInbox:
                 if command.op == "verdict":
                     self.verdict = command
 
-    def stalled(self, freed: bool = False) -> CollectiveStalled | None:
-        """The verdict of the last minute, as an exception. `freed`: only one with which the observer broke this rank's
-        collectives."""
+    def stalled(self, released_only: bool = False) -> CollectiveStalled | None:
+        """The verdict of the last minute as an exception, None without one. With `released_only`, a verdict counts only
+        if Lockstep has released this rank with it."""
         with self._lock:
             self._read_new()
         newest = self.verdict
-        if newest is None or time.time() - newest.wall > VERDICT_MAX_AGE_S or (freed and not newest.body.get("freed")):
+        if (
+            newest is None
+            or time.time() - newest.wall > VERDICT_MAX_AGE_S
+            or (released_only and not newest.body.get("freed"))
+        ):
             return None
         return CollectiveStalled(str(newest.body.get("text", "")), newest.body.get("verdict"))
 
     def translate(self, error: Exception) -> Exception:
-        """The observer's verdict if freeing this rank caused the error, else the error itself.
+        """The verdict that explains the error of a broken connection, as an exception; else the error itself.
 
-        In a watched run, a broken connection waits `VERDICT_WAIT_S` for the verdict, once per error while it
-        propagates.
+        In a watched run, this waits up to `VERDICT_WAIT_S` for the verdict, once per error.
         """
         if not isinstance(error, RuntimeError) or isinstance(error, CollectiveStalled):
             return error
         if hasattr(error, "__lockstep__") or not _BROKEN_CONNECTION.search(str(error)):
             return error
-        error.__lockstep__ = True  # type: ignore[attr-defined]  # the verdict has been waited for
+        error.__lockstep__ = True  # type: ignore[attr-defined]  # this has waited for the verdict
         found = self.stalled()
         until = time.monotonic() + VERDICT_WAIT_S
         while found is None and self.watched and time.monotonic() < until:

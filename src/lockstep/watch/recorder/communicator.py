@@ -1,8 +1,7 @@
-"""A process as a member of one communicator: the calls it has issued, their sequence numbers, and whether they fit its
-peers' calls.
+"""Records and numbers the calls that this process issues on one communicator, and compares them with its peers' calls.
 
-c10d's sequence number also counts what is no collective (point-to-point with gloo); `SequenceOffsets` subtracts
-that, so that all members count alike.
+c10d's sequence number also counts calls that are no collectives (point-to-point calls with gloo); `SequenceOffsets`
+subtracts these, so that all members have equal numbers.
 """
 
 from time import monotonic_ns
@@ -36,7 +35,8 @@ class SequenceOffsets:
         self._forgotten = 0
 
     def skip(self, after: int, count: int) -> None:
-        """The backend's number is now `after`; `count` of the calls since the last one were no collectives."""
+        """Notes that the backend's number is now `after`, and that `count` calls since the last note were no
+        collectives."""
         if count:
             self.total += count
             self._steps.append((after, self.total))
@@ -62,9 +62,9 @@ NEVER_STEADY = -(1 << 62)
 
 
 class CommunicatorMember:
-    """One communicator of this process. Calls on it are issued by one thread at a time.
+    """The membership of this process in one communicator. Only one thread at a time issues calls on it.
 
-    A call's sequence number is c10d's, which other callers (C++) advance too. While all calls come from Python, it is
+    The sequence number of a call is c10d's, which callers from C++ advance too. While all calls come from Python, it is
     the number of issued calls plus a constant (`lead`), and c10d is queried only now and then: a query costs half as
     much as all the rest. Once another caller turns up, the calls since the last query are marked unsure, and from then
     on c10d is queried every time.
@@ -101,7 +101,7 @@ class CommunicatorMember:
         return self.ranks[self.rank] if self.rank < len(self.ranks) else self.rank
 
     def enter(self, what: CallKey) -> int:
-        """Records that a collective begins; returns what `CommunicatorSlot.leave` needs.
+        """Records that a collective begins; returns the position of its record, for `CommunicatorSlot.leave`.
 
         Raises:
             CollectiveRefused: another member on this host has entered a different call at this place.
@@ -138,12 +138,13 @@ class CommunicatorMember:
         self.steady = NEVER_STEADY if self.queried else 0
 
     def resynchronize(self) -> None:
-        """Queries c10d after a call that it may not have counted as one."""
+        """Queries c10d after a call that c10d may have counted several times or not at all."""
         self.lead = self.sequence() - self.offsets.total - self.issued
         self.queried, self.sure, self.until = self.issued, self.line.calls, 0
 
     def verify(self) -> None:
-        """From the recorder's thread: queries c10d about the newest call if none has followed since the last poll."""
+        """Queries c10d about the newest call, unless another has followed since the last poll. The recorder's thread
+        calls this."""
         issued, line = self.issued, self.line
         if issued != self.seen or issued <= self.queried or issued >= self.until:
             self.seen = issued
@@ -163,7 +164,7 @@ class CommunicatorMember:
         self.queried, self.sure = issued, newest
 
     def check_order(self, order_check: OrderCheck, what: CallKey, left: int) -> None:
-        """Raises CollectiveRefused if the call does not fit the peers' order."""
+        """Raises CollectiveRefused if a peer has entered a different call as the same collective."""
         other = order_check.enter(self.issued, what[0] ^ what[2])
         if other is not None:
             self.line.leave(left, FLAG_REFUSED)

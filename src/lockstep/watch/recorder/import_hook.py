@@ -1,4 +1,4 @@
-"""Calls a function as soon as a module has been imported, or now if it has been already."""
+"""Calls a function as soon as a module has been imported, or immediately if the module is already imported."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -50,8 +50,8 @@ _finder = _Finder()
 
 
 def when_imported(name: str, then: Callable[[ModuleType], object]) -> None:
-    """Calls `then(module)` when the module of that name has been executed; one hook per name. Errors of `then`
-    propagate out of the import."""
+    """Calls `then(module)` after the module with that name has been executed. A name has at most one hook. Errors of
+    `then` propagate out of the import."""
     loaded = sys.modules.get(name)
     if loaded is not None:
         then(loaded)

@@ -1,8 +1,8 @@
-"""The operations of torch.distributed: which functions communicate, what of their arguments must agree between
-members, and which line of the program issued a call.
+"""The operations of torch.distributed: the functions that communicate, the arguments that must agree between members,
+and the line of the program that issued a call.
 
-Torch has renamed several functions and kept the old names. A table by name, with argument positions read from the
-signatures of the installed version, fits them all.
+Torch has renamed several functions and kept the old names. The tables contain all names; the positions of arguments
+are read from the signatures of the installed version.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from lockstep.watch.beacon.file_format import SEPARATOR
 
 @dataclass(frozen=True)
 class Operation:
-    """An operation, whatever name torch gives it."""
+    """An operation, which torch may offer under several names."""
 
     name: str
     tensor: tuple[str, ...] = ()
@@ -27,12 +27,12 @@ class Operation:
     root: tuple[str, ...] = ()
     """Parameters that name the root: the first as a global rank, the second as a rank of the communicator."""
     peer: tuple[str, ...] = ()
-    """The same for the peer of a point-to-point call."""
+    """Parameters that name the peer of a point-to-point call, in the same order."""
     sized: bool = True
     """False if members may pass different shapes."""
     p2p: bool = False
     uncounted: bool = False
-    """With gloo, c10d neither records nor counts it, though its sequence number advances."""
+    """True if, with gloo, c10d neither records nor counts the call although its sequence number advances."""
 
 
 _SOURCE, _TARGET = ("src", "group_src"), ("dst", "group_dst")
@@ -91,7 +91,7 @@ FUNCTIONAL_OPERATIONS: dict[str, Operation] = {
     "all_to_all_single": Operation("all_to_all_single", ("self",), sized=False),
     "all_to_all_single_autograd": Operation("all_to_all_single", ("self",), sized=False),
 }
-"""Of torch.distributed._functional_collectives, which DTensor and tensor parallelism call from Python."""
+"""The functions of torch.distributed._functional_collectives, which DTensor and tensor parallelism call."""
 
 
 class ArgumentPositions:
@@ -156,7 +156,7 @@ def digest64(text: str) -> int:
 
 
 MAX_DEPTH = 80
-"""Frames that are searched: FSDP's hooks run some thirty frames below the line that called the model."""
+"""The most frames that are searched for the call site. FSDP's hooks run some thirty frames below the program's line."""
 _SKIPPED_FILES = ("/contextlib.py", "/functools.py", "/threading.py")
 _MAX_FILE_CHARS = 150
 _MODULE_DEPTH = 8
@@ -164,12 +164,13 @@ _PARAM_GROUP = "/_fsdp_param_group.py"
 
 
 class CallSites:
-    """Call sites, as the number of their text in the call rings and a digest of file name, line and function.
+    """Finds call sites. A call site is the number of its text in the call rings and a digest of file name, line and
+    function.
 
-    Cheap on the hot path: a site is identified by its code object and instruction, and formatted once."""
+    To be fast, it identifies a call site by code object and instruction, and formats the text only once."""
 
-    def __init__(self, tape: CallRings, torch_file: str) -> None:
-        self._tape = tape
+    def __init__(self, rings: CallRings, torch_file: str) -> None:
+        self._rings = rings
         package = Path(__file__).parents[2]
         self._inner = (f"{Path(torch_file).parent}/", f"{package}/watch/", f"{package}/base/", "<frozen ")
         self._files: dict[str, bool] = {}
@@ -188,7 +189,7 @@ class CallSites:
             inner = files.get(name)
             if not (self._is_inner(name) if inner is None else inner):
                 known = self._known.get((id(found.f_code), found.f_lasti))
-                return known if known is not None and self._tape.fresh(known[0]) else self._add(found)
+                return known if known is not None and self._rings.fresh(known[0]) else self._add(found)
             found = found.f_back
         return self._format(first)  # one of torch's own threads, or too deep
 
@@ -226,4 +227,4 @@ class CallSites:
         code = frame.f_code
         name: Any = getattr(code, "co_qualname", code.co_name)  # with the class since Python 3.11
         text = f"{code.co_filename[-_MAX_FILE_CHARS:]}:{frame.f_lineno} in {name}"
-        return self._tape.text(text), digest64(text.rsplit("/", 1)[-1])
+        return self._rings.text(text), digest64(text.rsplit("/", 1)[-1])

@@ -1,8 +1,8 @@
-"""The recorder runs inside a rank: it records what the rank does on its communicators and obeys the observer.
+"""The recorder runs inside a rank. It records the rank's calls on its communicators, and executes commands.
 
-It needs the standard library and the torch that the program uses. A failure of the recorder never fails the job: it
-is counted, logged once, and the job continues unrecorded. docs/recorder.md says what is seen of which library,
-backend and version of torch.
+It needs the standard library and the torch that the program uses. An internal error of the recorder never fails the
+job: the error is counted, the first one is logged, and the job continues unrecorded. docs/recorder.md describes what
+is recorded for each library, backend and version of torch.
 
     recorder.install()                # before the communicators are made; the beacon is open
 """
@@ -50,8 +50,8 @@ class Recorder:
         scope: distinguishes communicators of equal names (a role and its generation).
     """
 
-    def __init__(self, own: Beacon, tape: CallRings, refuse: bool, links: bool, scope: str) -> None:
-        self.tape, self._own, self._refuse, self._links, self.scope = tape, own, refuse, links, scope
+    def __init__(self, own: Beacon, rings: CallRings, refuse: bool, links: bool, scope: str) -> None:
+        self.rings, self._own, self._refuse, self._links, self.scope = rings, own, refuse, links, scope
         self.run = own.path.parent.name
         self.inbox = commands.CommandInbox(self.run, own.path.stem)
         self.missing: list[str] = []
@@ -61,9 +61,9 @@ class Recorder:
         self._torch: Any = None
         self._wait: Any = None
         self._members: dict[Any, CommunicatorMember] = {}
-        """By c10d's process group."""
+        """Memberships by c10d's process group."""
         self.member_cache: dict[Any, CommunicatorMember | None] = {}
-        """The same, by what callers pass as `group`: a process group, None, a name, a mesh."""
+        """Memberships by the values that callers pass as `group`: a process group, None, a name, a mesh."""
         self._unrecorded: set[str] = set()
         self._worlds = 0
         self._stop = threading.Event()
@@ -76,7 +76,7 @@ class Recorder:
     def attach(self, torch: Any) -> None:
         """Patches torch.distributed."""
         self._c10d = sys.modules[C10D_MODULE]
-        self.sites = CallSites(self.tape, torch.__file__)
+        self.sites = CallSites(self.rings, torch.__file__)
         self._c10d_status = C10dStatusReader(torch._C._distributed_c10d)
         self._wrappers = CollectiveWrappers(self, torch)
         self._torch = torch
@@ -90,7 +90,7 @@ class Recorder:
             self.add_communicator(group)
 
     def detach(self) -> None:
-        """Restores torch.distributed. Beacons keep what was written."""
+        """Restores torch.distributed. Recorded calls remain in the beacon."""
         self._stop.set()
         if self._thread is not None and self._thread.is_alive() and os.getpid() == self._pid:
             self._thread.join(2.0)
@@ -101,7 +101,7 @@ class Recorder:
         self.member_cache.clear()
 
     def detach_in_child(self) -> None:
-        """After a fork: the beacon and its mapping belong to the parent."""
+        """Restores torch.distributed in a forked child, without touching the beacon, which belongs to the parent."""
         self._restore()
 
     def _restore(self) -> None:
@@ -164,7 +164,7 @@ class Recorder:
         work.wait = wait
 
     def _report_missing_features(self, torch: Any) -> None:
-        kinds = {flight.kind for flight in self._c10d_status.flights}
+        kinds = {flight.kind for flight in self._c10d_status.flight_recorders}
         if "gloo" not in kinds:
             self.missing.append("gloo: completed collectives are not counted, and calls from C++ have no entries")
         if torch.distributed.is_nccl_available() and not kinds & {"nccl"}:
@@ -178,7 +178,7 @@ class Recorder:
     # --- communicators
 
     def member(self, group: Any) -> CommunicatorMember | None:
-        """This process's membership in a communicator (None: the default one); None if it is not a member."""
+        """The membership of this process in a communicator (`group` None: the default one); None if there is none."""
         try:
             return self.member_cache[group]
         except KeyError:
@@ -220,7 +220,7 @@ class Recorder:
             self._worlds += not self._members
             ranks = [int(rank) for rank in ranks or world.pg_group_ranks.get(group) or range(group.size())]
             description = str(getattr(group, "group_desc", "") or "")
-            line = self.tape.open_slot(
+            line = self.rings.open_slot(
                 self._identity(group, name), digest64(str(sorted(ranks))), name, description,
                 str(world.pg_backend_config.get(group) or world.pg_map[group][0]), group.size(), group.rank(),
                 loop,
@@ -273,10 +273,10 @@ class Recorder:
     def _poll(self) -> None:
         while not self._stop.wait(POLL_S) and self._own.call_rings() is not None:
             with contain_errors(self):
-                self.tick()
+                self.poll_once()
 
-    def tick(self) -> None:
-        """One poll of counts, links and commands; about 20 microseconds."""
+    def poll_once(self) -> None:
+        """Updates counts, enables keepalive on new links, and executes commands; takes about 20 microseconds."""
         self._own.beat()
         self._c10d_status.count(self._members.values())
         if self._links:
@@ -297,32 +297,32 @@ class Recorder:
         if command.op == "dump":
             done = self._dump(Path(command.body["folder"]))
         elif command.op == "free":
-            done = self.free(command.body.get("communicator"))
+            done = self.abort_communicators(command.body.get("communicator"))
         else:
             done = 0
         self._own.event("order", f"{command.number} {command.op} {done}")
 
     def _dump(self, folder: Path) -> int:
-        for flight in self._c10d_status.flights:
+        for flight in self._c10d_status.flight_recorders:
             text = flight.text()
             raw = text.encode() if isinstance(text, str) else bytes(text)
             name = self._own.path.stem + ("" if flight.kind == "gloo" else f"-{flight.kind}")
             write_atomically(folder / f"{name}.json", raw)
-        return len(self._c10d_status.flights)
+        return len(self._c10d_status.flight_recorders)
 
-    def free(self, communicator: str | None = None) -> int:
-        """Aborts a communicator (by name, description or identity in hex; None: all) from inside; returns the number of
-        broken connections."""
+    def abort_communicators(self, communicator: str | None = None) -> int:
+        """Aborts the communicator with this name, description or identity in hex (None: all communicators); returns
+        the number of broken connections."""
         broken = 0
         for member in list(self._members.values()):
             names = (member.name, member.label, f"{member.line.about[0]:016x}")
             if communicator is None or communicator in names:
                 backend = member.line.about[8].decode()
-                broken += sum(each.free() for each in abort.aborters_for(backend, member.group, member.line.about[5]))
+                broken += sum(each.abort() for each in abort.aborters_for(backend, member.group, member.line.about[5]))
         return broken
 
     def translate(self, error: Exception) -> Exception:
-        """The observer's verdict if freeing this rank caused the error, else the error itself."""
+        """The verdict that explains the error of a broken connection, as an exception; else the error itself."""
         try:
             return self.inbox.translate(error)
         except (OSError, ValueError) as failure:
@@ -330,7 +330,7 @@ class Recorder:
             return error
 
     def record_failure(self, error: Exception) -> None:
-        """Counts an internal error; the first is logged."""
+        """Counts an internal error; logs the first one."""
         self.failures += 1
         if self.failures == 1:
             log.warning("the recorder failed (the job continues; further failures are only counted)", exc_info=error)
@@ -349,7 +349,7 @@ _current: Recorder | None = None
 
 
 def current() -> Recorder | None:
-    """The process's recorder."""
+    """The recorder of this process; None if none is installed."""
     return _current
 
 
@@ -363,10 +363,10 @@ def install(*, refuse: bool = False, links: bool = False, scope: str = "") -> Re
         _current.scope = scope
         return _current
     torch, own = importlib.import_module("torch"), current_beacon()
-    tape = own.call_rings()
-    if tape is None or not importlib.import_module("torch.distributed").is_available():
+    rings = own.call_rings()
+    if rings is None or not importlib.import_module("torch.distributed").is_available():
         return None
-    _current = made = Recorder(own, tape, refuse, links, scope)
+    _current = made = Recorder(own, rings, refuse, links, scope)
     atexit.register(uninstall)
     with contain_errors(made):
         made.attach(torch)
@@ -376,7 +376,7 @@ def install(*, refuse: bool = False, links: bool = False, scope: str = "") -> Re
 
 
 def uninstall() -> None:
-    """Stops recording and puts torch.distributed back as it was."""
+    """Stops recording and restores torch.distributed."""
     global _current
     previous, _current = _current, None
     if previous is not None:
@@ -385,14 +385,14 @@ def uninstall() -> None:
 
 
 def translate_error(error: Exception) -> Exception:
-    """`Recorder.translate` for errors of C++ callers (a backward pass), which pass no wrapper."""
+    """Translates the error of a call from C++ (in a backward pass), which no wrapper sees; see `Recorder.translate`."""
     return error if _current is None else _current.translate(error)
 
 
 def raise_if_stalled() -> None:
-    """Raises CollectiveStalled if the observer has freed this rank. Called where a late error must not be missed:
-    before an optimizer step, a publish, a commit."""
-    found = None if _current is None else _current.inbox.stalled(freed=True)
+    """Raises CollectiveStalled if Lockstep has released this rank from a collective. Callers use it before steps that
+    must not follow a failed collective: an optimizer step, a publish, a commit."""
+    found = None if _current is None else _current.inbox.stalled(released_only=True)
     if found is not None:
         raise found
 

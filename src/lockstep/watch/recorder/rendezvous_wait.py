@@ -21,7 +21,7 @@ class ExpectedRanks:
 
     first: int
     last: int
-    """`first` and `last` of the ranks on the waiting rank's host."""
+    """`first` and `last` are the first and the last rank on the host of the waiting rank."""
     size: int
     """The number of participants on all hosts."""
 
@@ -35,7 +35,7 @@ class RendezvousInfo(NamedTuple):
     """The rendezvous that a wait is in."""
 
     name: str = ""
-    """Empty outside a rendezvous."""
+    """The name of the rendezvous; empty if the wait is in none."""
     members: str = ""
     """The member list that the process creates the communicator with, if it shows one."""
     expected: ExpectedRanks | None = None
@@ -58,14 +58,14 @@ def parse_rendezvous(kind: str, waits_for: str, why: str) -> RendezvousInfo:
 
 MAX_SHOWN_MEMBERS = 8
 MAX_TARGET_CHARS = 96
-"""A beacon has no room for more members or longer names; the wait is not shown then."""
+"""With more members or longer names than this, the wait is not shown, because the beacon has no room for it."""
 
 
 def group_init_wait(
     own: Beacon, world: Any, ranks: Sequence[int], name: str, about: str | None
 ) -> contextlib.AbstractContextManager[object]:
-    """Shows that this process waits for the other members while a communicator is created, and its list of members:
-    processes with different lists wait for each other forever.
+    """Shows, while a communicator is created, that this process waits for the other members, and its list of members.
+    Processes with different lists wait for each other forever.
 
     Does nothing for the default communicator (`world` is None, or no ranks are given), whose rendezvous the program
     starts itself.

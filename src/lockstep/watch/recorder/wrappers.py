@@ -1,7 +1,7 @@
 """Wraps the functions of torch.distributed that communicate, under all their names.
 
-A function that calls another of them (object collectives, batches) is recorded once. The wrappers keep name,
-signature and documentation of what they wrap.
+If one of these functions calls another (object collectives, batches), only the outer call is recorded. A wrapper has
+the name, the signature and the documentation of the wrapped function.
 """
 
 import contextlib
@@ -37,10 +37,10 @@ FUNCTIONAL_MODULE = "torch.distributed._functional_collectives"
 class WrapperOwner(Protocol):
     """The part of the recorder that the wrappers use."""
 
-    tape: CallRings
+    rings: CallRings
     sites: CallSites
     member_cache: dict[Any, CommunicatorMember | None]
-    """By what callers pass as `group`."""
+    """Memberships by the values that callers pass as `group`."""
 
     def member(self, group: Any) -> CommunicatorMember | None: ...
     def record_failure(self, error: Exception) -> None: ...
@@ -48,7 +48,7 @@ class WrapperOwner(Protocol):
 
 
 _recording_threads: set[int] = set()
-"""Threads inside a recorded call; further calls that they make are part of it."""
+"""Threads inside a recorded call; their further calls are part of that call."""
 
 
 def in_recorded_call() -> bool:
@@ -62,12 +62,12 @@ class CollectiveWrappers:
     def __init__(self, owner: WrapperOwner, torch: Any) -> None:
         self._owner, self._torch = owner, torch
         self._wrapped: dict[int, tuple[Any, Any]] = {}
-        """By the original's id: the original and its wrapper."""
+        """The original function and its wrapper, by the id of the original."""
         self._put: list[tuple[ModuleType, str, Any]] = []
         self._texts: dict[Any, tuple[int, str]] = {}
         self._known: list[dict[Any, CallKey]] = []
         """For each wrapper, its cache of call keys."""
-        owner.tape.on_turn.append(self._forget)
+        owner.rings.on_turn.append(self._forget)
 
     def _forget(self) -> None:
         for known in self._known:
@@ -133,9 +133,9 @@ class CollectiveWrappers:
         return wrapper
 
     def _collective(self, original: Callable[..., Any], operation: Operation) -> Callable[..., Any]:
-        """The common case, written for speed: docs/recorder.md says what a wrapper costs."""
+        """The wrapper of a collective, optimised for speed; docs/recorder.md describes how its cost is measured."""
         owner, inside, getframe = self._owner, _recording_threads, sys._getframe
-        found, tape, words, look_up = owner.member_cache, owner.tape, owner.tape.words, self._look_up
+        found, rings, words, look_up = owner.member_cache, owner.rings, owner.rings.words, self._look_up
         positions = ArgumentPositions(original, operation)
         (group_at, group_name), (tensor_at, tensor_name) = positions.group, positions.tensor
         roots, nests = positions.root, _calls_others(original)
@@ -177,8 +177,8 @@ class CollectiveWrappers:
                     words[begin + 3] = monotonic_ns()
                     words[begin + 4] = 0
                     words[begin + 5], words[begin + 6], _ = what
-                    where = tape.where
-                    words[begin + 7] = tape.pack_stage() if where is None else where
+                    where = rings.where
+                    words[begin + 7] = rings.pack_stage() if where is None else where
                     words[begin + 8] = calls
                     words[line.calls_word] = calls
                     at = begin + LEFT_WORD
@@ -238,7 +238,7 @@ class CollectiveWrappers:
         site, where = owner.sites.find(frame)
         direct = owner.sites.is_site(frame)
         signature, text = self._described(operation, tensors, root, "" if direct else owner.sites.module(frame))
-        label = owner.tape.text(text)
+        label = owner.rings.text(text)
         what = signature, pack_text_numbers(label, site), where
         if direct and (tensors is None or hasattr(tensors, "dtype")):
             if len(known) >= _MAX_CACHED:
@@ -247,8 +247,8 @@ class CollectiveWrappers:
         return what
 
     def _uncounted(self, original: Callable[..., Any], operation: Operation) -> Callable[..., Any]:
-        """Point-to-point calls, and collectives that c10d does not account for: recorded, and subtracted from its
-        sequence number."""
+        """The wrapper of a point-to-point call, or of a collective that c10d does not count. It records the call and
+        subtracts it from c10d's sequence number."""
         owner = self._owner
         positions = ArgumentPositions(original, operation)
 
@@ -323,7 +323,7 @@ def _group_of(operation: Operation, positions: ArgumentPositions, args: tuple[An
 
 
 def _raise_translated(owner: WrapperOwner, member: CommunicatorMember, left: int, error: Exception) -> None:
-    """Records that a call failed, and raises the observer's verdict if there is one."""
+    """Records that a call failed, and raises the verdict that explains the failure, if there is one."""
     with contain_errors(owner):
         member.line.leave(left, FLAG_FAILED)
         member.resynchronize()
@@ -333,7 +333,7 @@ def _raise_translated(owner: WrapperOwner, member: CommunicatorMember, left: int
 
 
 def _calls_others(function: Callable[..., Any]) -> bool:
-    """Whether it may call another wrapped function, which is then part of the same call."""
+    """Whether a function may call another wrapped function, which is then part of the same call."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     names = set(code.co_names) if code is not None else set(OPERATIONS)
     return bool(names & (OPERATIONS.keys() | FUNCTIONAL_OPERATIONS.keys()) - {function.__name__})

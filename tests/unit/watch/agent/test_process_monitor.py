@@ -71,7 +71,7 @@ def test_a_wait_is_reported_with_its_age(run: str) -> None:
 @pytest.mark.parametrize(
     ("how", "life", "code"),
     [
-        ("sys.exit(0)", Liveness.LEFT, 0),
+        ("sys.exit(0)", Liveness.EXITED, 0),
         ("sys.exit(3)", Liveness.DEAD, 3),
         ("import os; os.abort()", Liveness.DEAD, -6),
     ],
@@ -97,7 +97,7 @@ def test_the_exit_code_of_another_process_s_child_is_known(run: str, how: str, l
     assert known in (code, None)
     if known is None:
         pytest.skip("this kernel tells exit codes to parents only (Linux before 6.15)")
-    assert (Liveness.LEFT if known == 0 else Liveness.DEAD) == life
+    assert (Liveness.EXITED if known == 0 else Liveness.DEAD) == life
 
 
 @pytest.fixture

@@ -149,7 +149,7 @@ class Job:
         if fault is not None and fault(rank, self.now) is True:
             return
         if rank.at >= len(rank.program):
-            rank.life, rank.code, rank.ended = Liveness.LEFT, 0, self.now
+            rank.life, rank.code, rank.ended = Liveness.EXITED, 0, self.now
             return
         op = rank.program[rank.at]
         rank.at += 1
@@ -425,13 +425,16 @@ def simulate(fault: str, seed: int, delay: float, shape: tuple[int, int, int] | 
     if truth is None:
         return None
     last = job.run()
-    ended = all(rank.life is Liveness.LEFT for rank in job.ranks)
+    ended = all(rank.life is Liveness.EXITED for rank in job.ranks)
     if fault not in ("healthy", "slow") and ended:
         return None
     if fault in ("healthy", "slow"):
         return Case(fault, job, truth, healthy(job, rng, one if fault == "slow" else None), (dp, tp, pp))
     for number in (one, two):
-        if fault in ("kill", "two_kills", "raise", "exit") and job.ranks[number].life in (Liveness.DEAD, Liveness.LEFT):
+        if fault in ("kill", "two_kills", "raise", "exit") and job.ranks[number].life in (
+            Liveness.DEAD,
+            Liveness.EXITED,
+        ):
             job.after_death(number)
     if fault.endswith("timeouts"):
         last = job.give_up(last)
@@ -521,7 +524,7 @@ def at_process(job: Job, what: dict[int, str], where: int, exactly: bool = False
         elif fault == "kill":
             rank.life, rank.code, rank.ended = Liveness.DEAD, -9, now
         elif fault == "exit":
-            rank.life, rank.code, rank.ended = Liveness.LEFT, 0, now
+            rank.life, rank.code, rank.ended = Liveness.EXITED, 0, now
         elif fault == "raise":
             rank.life, rank.code, rank.ended = Liveness.DEAD, 1, now
             rank.error = "ValueError: not enough values to unpack"

@@ -333,7 +333,7 @@ def test_a_process_ended_by_its_launcher_is_no_culprit() -> None:
 
 def test_resets_are_effects_of_an_exit() -> None:
     """The neighbours of a rank that exits early see reset connections; no rank may be left waiting for it."""
-    left, fell = One("policy-1", Liveness.LEFT, 0, AT - 9), One("policy-0", Liveness.DEAD, 1, AT - 8.5, note=RESET)
+    left, fell = One("policy-1", Liveness.EXITED, 0, AT - 9), One("policy-0", Liveness.DEAD, 1, AT - 8.5, note=RESET)
     two = Group("fsdp", [0, 1], [412, 411], [412, 411], 9.0)
     check(diagnose(snapshot([fell, left], [two])), VerdictKind.DEAD, ["policy-1"])
     check(diagnose(snapshot(policy(4, p0=fell, p1=left), [fsdp(since=9.0)])), VerdictKind.DEAD, ["policy-1"])
@@ -366,7 +366,7 @@ def test_an_action_of_ours_is_no_cause() -> None:
 
 
 def test_left_early() -> None:
-    left = One("policy-1", Liveness.LEFT, 0, AT - 9)
+    left = One("policy-1", Liveness.EXITED, 0, AT - 9)
     verdict = check(diagnose(snapshot(policy(4, p1=left), [fsdp(since=8.0)])), VerdictKind.DEAD, ["policy-1"])
     assert "ended with exit code 0" in verdict.explanation
     assert verdict.alternatives[0].what == "uneven_data"
@@ -374,14 +374,14 @@ def test_left_early() -> None:
 
 def test_one_too_many_at_the_end() -> None:
     """All others exited normally: the waiting rank made an extra call."""
-    ranks = [One(f"policy-{i}", Liveness.LEFT, 0, AT - 9) for i in range(4)]
+    ranks = [One(f"policy-{i}", Liveness.EXITED, 0, AT - 9) for i in range(4)]
     ranks[2] = One("policy-2")
     group = Group("fsdp", [0, 1, 2, 3], [411, 411, 412, 411], [411] * 4, 8.0)
     check(diagnose(snapshot(ranks, [group])), VerdictKind.MISMATCH, ["policy-2"])
 
 
 def test_a_normal_exit_at_the_end_is_no_fault() -> None:
-    ranks = [One("policy-0", Liveness.LEFT, 0, AT - 1), One("policy-1", still=0.1)]
+    ranks = [One("policy-0", Liveness.EXITED, 0, AT - 1), One("policy-1", still=0.1)]
     assert diagnose(snapshot(ranks, [Group("fsdp", [0, 1], [9, 9], [9, 9], 1.0)])) == []
 
 

@@ -144,5 +144,5 @@ def test_every_backend_of_a_communicator_is_freed(monkeypatch: pytest.MonkeyPatc
     assert [type(each) for each in abort.aborters_for("cpu:gloo,cuda:gloo", group, 7)] == [abort.GlooAborter]
     both = abort.aborters_for("cpu:gloo,cuda:nccl", group, 7)
     assert [type(each) for each in both] == [abort.GlooAborter, abort.NcclAborter]
-    assert abort.aborters_for("nccl", group, 0)[0].free() == 1 and aborted == [group]
+    assert abort.aborters_for("nccl", group, 0)[0].abort() == 1 and aborted == [group]
     assert abort.aborters_for("mpi", group, 0) == []
