@@ -139,7 +139,7 @@ def test_an_environment_that_answers_otherwise_when_asked_again_is_found_out(poo
     begin(made, "a", "b")
     ask(made, a="x", b="y")
     assert "exited with 7" in ask(made, a="exit")["a"].failure.problem
-    assert "NotTheSame" in ask(made, b="z")["b"].failure.problem
+    assert "NondeterministicEnvironment" in ask(made, b="z")["b"].failure.problem
 
 
 def test_a_branch_is_where_its_origin_was(pool):
@@ -158,7 +158,7 @@ def test_no_reset_is_no_answer(pool):
     assert ask(made, a="x")["a"].observation.done
 
 
-@pytest.mark.parametrize("name, words", [("NoStep", "no class with a method step"), ("missing", "has no 'missing'")])
+@pytest.mark.parametrize("name, words", [("NoStep", "not a class with a method step"), ("missing", "has no 'missing'")])
 def test_what_cannot_be_used_is_refused_at_the_start(pool, name, words):
     with pytest.raises(EnvironmentFailed, match=words):
         pool(name)

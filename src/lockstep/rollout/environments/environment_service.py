@@ -216,8 +216,9 @@ def observation_digest(found: Observation) -> int:
 def _check_same_observation(before: int, again: Observation, method: str) -> None:
     if observation_digest(again) != before:
         raise NondeterministicEnvironment(
-            f"{method} does not answer what it answered before with the same prompt and actions: after its process was "
-            "lost, or where conversations branch, that is done again; draw what is random from the prompt"
+            f"{method} returned another observation than before for the same prompt and actions. Environments must be "
+            "deterministic: calls are repeated if a process is lost, and where conversations branch. Derive random "
+            "numbers from the prompt."
         )
 
 
