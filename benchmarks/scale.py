@@ -73,12 +73,12 @@ class Draws:
 class Here:
     """Weights that are on every node already."""
 
-    def where(self, worker: Worker, version: int) -> str | None:
+    def store_folder(self, worker: Worker, version: int) -> str | None:
         return "/nowhere"
 
     def fetch(self, worker: Worker, version: int) -> None: ...
 
-    def moves(self) -> object:
+    def progress(self) -> object:
         return 0
 
 

@@ -175,7 +175,7 @@ class Between:
             (memory / name).mkdir()
             hires = Nodes(cluster, memory / name, generation=generation, **relay)
             delivery = RelayTransport(hires, hires, plan, 60.0)
-            (folder,) = delivery.lay_out([rank])  # type: ignore[list-item]
+            (folder,) = delivery.prepare_stores([rank])  # type: ignore[list-item]
             self.ways[name] = delivery, WeightStore.open(Path(folder), plan, generation)
         host, port = cluster.store()
         about = {"world": 3, "host": host, "port": port, "nbytes": plan.nbytes}

@@ -44,7 +44,7 @@ def build(tmp_path: Path, cluster: LocalCluster) -> Iterator[Build]:
 
     def one(transport: str, *where: Any, **options: Any) -> House:
         made.append(House(tmp_path / f"run-{len(made)}", transport, *where, cluster=cluster, **options))
-        made[-1].lay_out()
+        made[-1].prepare_stores()
         return made[-1]
 
     yield one
@@ -58,7 +58,7 @@ def test_every_engine_reads_what_the_ranks_wrote(build: Build, transport: str) -
     for version in (0, 1, 2):
         assert house.publish(version) == [True, True, True]
         house.check(version)
-    assert house.delivery.where(house.engines[0], 1) is None or transport == "shared"
+    assert house.delivery.store_folder(house.engines[0], 1) is None or transport == "shared"
 
 
 @pytest.mark.parametrize("transport", BETWEEN)
@@ -74,10 +74,10 @@ def test_another_number_of_ranks(build: Build, transport: str) -> None:
     house = build(transport, ["a", "a"], ["b"])
     house.publish(0)
     house.ranks.pop()
-    house.lay_out()
+    house.prepare_stores()
     house.check(0)  # until the next publish
     assert house.publish(1) == [True]
-    house.delivery.served()
+    house.delivery.delete_former_stores()
     house.check(1)
 
 
@@ -86,7 +86,7 @@ def test_who_joins_late_gets_the_current_version(build: Build, transport: str) -
     house = build(transport, ["a"], ["b"])
     house.publish(0)
     house.engines.append(type(house.engines[0])(house.engines[0].spec, "late"))
-    assert house.delivery.where(house.engines[1], 0) is None
+    assert house.delivery.store_folder(house.engines[1], 0) is None
     house.fetch(1, 0)
     house.check(0)
     assert house.publish(1) == [True, True]
@@ -98,7 +98,7 @@ def test_a_receiver_killed_in_mid_transfer(build: Build, transport: str, times: 
     house = build(transport, ["a"], ["b", "c"])
     house.publish(0)
     for version in range(1, times + 1):
-        before = Path(house.delivery.where(house.engines[0], version - 1))
+        before = Path(house.delivery.store_folder(house.engines[0], version - 1))
         assert house.caught("b", version, lambda pid: os.kill(pid, signal.SIGKILL)) == [False, True]
         house.check(version, 1)
         with house.reader(before, version - 1) as found:  # not torn: still what it was
@@ -117,9 +117,9 @@ def test_a_receiver_that_is_stopped_holds_nobody(build: Build, times: int) -> No
         assert house.caught("b", version, lambda pid: os.kill(pid, signal.SIGSTOP)) == [False, True]
         assert time.monotonic() - began < 20
         house.check(version, 1)
-        assert house.delivery.hanging() == []  # nobody says who reads there
+        assert house.delivery.blocking_readers() == []  # nobody says who reads there
         began = time.monotonic()
-        assert house.delivery.hanging() == [] and time.monotonic() - began < 1
+        assert house.delivery.blocking_readers() == [] and time.monotonic() - began < 1
         began = time.monotonic()
         house.write(version + 100)  # the trainer's buffer is free, whatever b does
         assert time.monotonic() - began < 10
@@ -335,15 +335,15 @@ def test_a_reader_that_hangs_with_what_the_next_version_needs_is_named(
 ) -> None:
     house = build(transport, ["a"], ["a"], limit_s=1.0)
     house.start()
-    reader = reads(house.delivery.where(house.engines[0], 0))
+    reader = reads(house.delivery.store_folder(house.engines[0], 0))
     assert house.publish(1) == [True]
     with pytest.raises(BufferHeld, match=rf"pid {reader.pid} has been reading") as told:
         house.publish(2)
     house.check(1)
     house.engines[0].pid = os.getpid()  # it reads by a process of its own
-    assert house.delivery.reads(house.engines[0], told.value)
+    assert house.delivery.holds_buffer(house.engines[0], told.value)
     house.engines[0].pid = 1 << 30
-    assert not house.delivery.reads(house.engines[0], told.value)
+    assert not house.delivery.holds_buffer(house.engines[0], told.value)
     reader.kill()
     reader.wait(30)
     assert house.publish(2) == [True]
@@ -355,15 +355,15 @@ def test_a_reader_that_hangs_where_no_rank_is_leaves_its_node_behind_until_it_is
 ) -> None:
     house = build("gloo", ["a"], ["b", "c"], limit_s=3.0)
     house.start()
-    reader = reads(house.delivery.where(house.engines[0], 0))
-    assert house.publish(1) == [True, True] and house.delivery.hanging() == []
+    reader = reads(house.delivery.store_folder(house.engines[0], 0))
+    assert house.publish(1) == [True, True] and house.delivery.blocking_readers() == []
     assert house.publish(2) == [False, True]
-    (held,) = house.delivery.hanging()
+    (held,) = house.delivery.blocking_readers()
     house.engines[0].pid = house.engines[1].pid = reader.pid  # numbers of processes repeat from node to node
-    assert [house.delivery.reads(each, held) for each in house.engines] == [True, False]
+    assert [house.delivery.holds_buffer(each, held) for each in house.engines] == [True, False]
     reader.kill()
     reader.wait(30)
-    assert house.delivery.hanging() == []
+    assert house.delivery.blocking_readers() == []
     house.fetch(0, 2)
     house.check(2)
 
@@ -372,12 +372,12 @@ def test_as_many_ranks_as_before_last(build: Build) -> None:
     house = build("gloo", ["a", "a", "a"], ["b"])
     house.publish(0)
     gone = [house.ranks.pop(), house.ranks.pop()]
-    house.lay_out()
+    house.prepare_stores()
     house.ranks += gone
-    house.lay_out()  # nothing was published for one rank
+    house.prepare_stores()  # nothing was published for one rank
     house.check(0)
     assert house.publish(1) == [True]
-    house.delivery.served()
+    house.delivery.delete_former_stores()
     house.check(1)
     for node in "ab":
         until(lambda node=node: len(house.buffers(node)) == 2, f"only one store is left on {node}")

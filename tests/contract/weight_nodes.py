@@ -145,12 +145,12 @@ class House:
 
     # --- what tests do
 
-    def lay_out(self) -> None:
+    def prepare_stores(self) -> None:
         for store in self.stores:
             store.close()
         self.stores = [
             WeightStore.open(Path(folder), self.plan, generation=self.generation)
-            for folder in self.delivery.lay_out(self.ranks)
+            for folder in self.delivery.prepare_stores(self.ranks)
         ]
 
     def write(self, version: int) -> None:
@@ -166,7 +166,7 @@ class House:
             return self.engines
 
         self.delivery.publish(version, write)
-        return [self.delivery.where(engine, version) is not None for engine in self.engines]
+        return [self.delivery.store_folder(engine, version) is not None for engine in self.engines]
 
     def start(self) -> None:
         """Publishes version 0, however long relays take to come up."""
@@ -178,7 +178,7 @@ class House:
         """What these engines (all when none is named) read is what was written, to the byte."""
         expected = self.make(version)
         for number in engines or range(len(self.engines)):
-            folder = self.delivery.where(self.engines[number], version)
+            folder = self.delivery.store_folder(self.engines[number], version)
             assert folder is not None, f"engine {number} has no version {version}"
             with self.reader(Path(folder), version) as found:
                 for name, tensor in expected.items():

@@ -29,7 +29,7 @@ def test_a_link_that_is_cut_in_mid_transfer(tmp_path: Path, cable: Cable) -> Non
         addresses={"a": cable.here, "b": cable.there}, spaces={"b": cable.name}, store=(cable.here, store.port),
     )  # fmt: skip
     try:
-        house.lay_out()
+        house.prepare_stores()
         house.start()
         house.check(0)
         began = time.monotonic()

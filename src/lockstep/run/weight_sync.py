@@ -208,7 +208,7 @@ class WeightPublisher:
     def open_on_ranks(self) -> None:
         """Makes the policy's ranks open the stores they write to, new ones if the number of ranks has changed."""
         workers = self.policy.workers
-        folders = self.delivery.lay_out(workers)
+        folders = self.delivery.prepare_stores(workers)
         opened = [worker.submit(PolicyAPI.open_weights, where) for worker, where in zip(workers, folders, strict=True)]
         gather_results(opened, why="open weights")
 
@@ -230,19 +230,19 @@ class WeightPublisher:
         self.engines.load_weights(self.delivery, version, having)
         self.ledger.published(version)
         self.published = version
-        self.delivery.served()
+        self.delivery.delete_former_stores()
 
     def _transfer(self, version: int, write: WriteVersion) -> None:
         """Makes the ranks write the version and transfers it to the engines' nodes. Kills engines that block it."""
-        for held in self.delivery.hanging():
-            self.engines.kill_engines(partial(self.delivery.reads, held=held), str(held))
+        for held in self.delivery.blocking_readers():
+            self.engines.kill_engines(partial(self.delivery.holds_buffer, held=held), str(held))
         began, before = time.monotonic(), self.engines.moves_by_engine(lambda _: True)
         while True:
             try:
                 self.delivery.publish(version, write)
                 return
             except BufferHeld as held:
-                reads = partial(self.delivery.reads, held=held)
+                reads = partial(self.delivery.holds_buffer, held=held)
                 now = self.engines.moves_by_engine(reads)
                 if any(before.get(name) != moves for name, moves in now.items()):
                     before |= now  # a large copy makes progress: it will release the buffer

@@ -99,10 +99,10 @@ class SharedMemoryTransport:
     def store(self) -> WeightStore:
         """The store that the next version goes to."""
         if self._store is None:
-            raise RuntimeError("no store is open; call lay_out() first")
+            raise RuntimeError("no store is open; call prepare_stores() first")
         return self._store
 
-    def lay_out(self, ranks: Sequence[Worker]) -> list[str]:
+    def prepare_stores(self, ranks: Sequence[Worker]) -> list[str]:
         left = self._store
         if left is None or left.control.writers != len(ranks):
             folder = self._folder if left is None else self._folder.with_name(f"{self._folder.name}-{len(ranks)}")
@@ -126,23 +126,23 @@ class SharedMemoryTransport:
         write()
         self.store.commit(version)
 
-    def hanging(self) -> list[BufferHeld]:
+    def blocking_readers(self) -> list[BufferHeld]:
         return []
 
-    def reads(self, engine: Worker, held: BufferHeld) -> bool:
+    def holds_buffer(self, engine: Worker, held: BufferHeld) -> bool:
         return any(engine.pid in each for each in held.readers)
 
-    def where(self, worker: Worker, version: int) -> str | None:
+    def store_folder(self, worker: Worker, version: int) -> str | None:
         stores = [self._store, self._former]
         return next((str(each.folder) for each in stores if each is not None and each.version() == version), None)
 
     def fetch(self, worker: Worker, version: int) -> None:
         return
 
-    def moves(self) -> object:
+    def progress(self) -> object:
         return None
 
-    def served(self) -> None:
+    def delete_former_stores(self) -> None:
         if self._former is not None:
             _delete_store(self._former)
             self._former = None

@@ -147,22 +147,22 @@ WriteVersion = Callable[[], Sequence[Worker]]
 class WeightTransport(Protocol):
     """Brings weights from the trainer's ranks to the nodes of all engines."""
 
-    def where(self, worker: Worker, version: int) -> str | None:
+    def store_folder(self, worker: Worker, version: int) -> str | None:
         """The folder of the store on the worker's node; None if that store lacks the version. Thread-safe."""
 
     def fetch(self, worker: Worker, version: int) -> None:
         """Brings the version to the worker's node, which was left behind or is new. Thread-safe; may take as long as
         bytes keep moving. Raises Stalled, WorkerDied, RemoteError."""
 
-    def moves(self) -> object:
+    def progress(self) -> object:
         """A value that changes while any transfer makes progress."""
 
-    def lay_out(self, ranks: Sequence[Worker]) -> list[str]:
+    def prepare_stores(self, ranks: Sequence[Worker]) -> list[str]:
         """Prepares a store for each of these trainer ranks; returns its folder, by rank. Idempotent."""
 
     def publish(self, version: int, write: WriteVersion) -> None:
         """Writes a version by `write` and brings it to every node with engines. No other transfer to the ranks' nodes
-        runs until it is committed. A node that fails or makes no progress is left behind: `where` is then None for its
+        runs until it is committed. A node that fails or makes no progress is left behind: `store_folder` is then None for its
         engines.
 
         Raises:
@@ -170,12 +170,12 @@ class WeightTransport(Protocol):
             IncompleteWeights, PlanMismatch: the version cannot be committed.
         """
 
-    def hanging(self) -> list[BufferHeld]:
+    def blocking_readers(self) -> list[BufferHeld]:
         """Readers that keep a node without trainer ranks from getting a version. Called before a publish, which leaves
         their engines out."""
 
-    def reads(self, engine: Worker, held: BufferHeld) -> bool:
+    def holds_buffer(self, engine: Worker, held: BufferHeld) -> bool:
         """Whether this engine is the reader that holds the buffer."""
 
-    def served(self) -> None:
+    def delete_former_stores(self) -> None:
         """All engines have the latest version: older stores may be deleted."""

@@ -89,7 +89,7 @@ def run(tmp_path: Path) -> Iterator[Run]:
     """A run with two engines that has published version 1; readers have a second."""
     folder = Path("/dev/shm") / f"lockstep-test-{tmp_path.parent.name}-{tmp_path.name}-{time.monotonic_ns()}"
     store = SharedMemoryTransport(folder, WeightPlan.of([("w", (4,), "float32")]), 1, limit_s=1.0)
-    store.lay_out([object()])  # type: ignore[list-item]
+    store.prepare_stores([object()])  # type: ignore[list-item]
 
     def write(version: int) -> None:
         store.store.write_shards(0, version, [ParameterShard("w", (4,), 0, torch.full((4,), float(version)))], False)

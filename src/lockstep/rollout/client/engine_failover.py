@@ -29,13 +29,13 @@ _STALE_VERSION = "stale_version"
 class WeightSource(Protocol):
     """Where an engine finds a version of the weights. Any thread may call."""
 
-    def where(self, worker: Worker, version: int) -> str | None:
+    def store_folder(self, worker: Worker, version: int) -> str | None:
         """The folder of the store on the engine's node; None if that does not have the version (yet)."""
 
     def fetch(self, worker: Worker, version: int) -> None:
         """Brings the version to the engine's node, as long as bytes move. Raises Stalled, WorkerDied, RemoteError."""
 
-    def moves(self) -> object:
+    def progress(self) -> object:
         """Changes as long as bytes of any transfer move."""
 
 
@@ -166,7 +166,7 @@ class EngineFailover:
         """Returns whether the version was still current."""
         source, version = weights
         source.fetch(worker, version)
-        folder = source.where(worker, version)
+        folder = source.store_folder(worker, version)
         try:
             if folder is not None:
                 worker.submit(EngineAPI.load_weights, folder, version).result(why=f"weights of version {version}")
@@ -177,6 +177,6 @@ class EngineFailover:
         waits.poll(
             lambda: True if self._slots.weights != weights or self._slots.stopped else None, kind="queue",
             waits_for="controller", why="the version after the one that is replaced", stall_s=NEXT_VERSION_LIMIT_S,
-            progress=source.moves,
+            progress=source.progress,
         )  # fmt: skip
         return self._slots.stopped

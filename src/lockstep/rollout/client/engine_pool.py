@@ -161,7 +161,7 @@ class EnginePool:
             self._weights = source, version
             for slot in self._slots:
                 if slot.worker is not None and slot.worker not in having:
-                    folder = source.where(slot.worker, version)
+                    folder = source.store_folder(slot.worker, version)
                     if folder is None:
                         self._exclude(slot, slot.worker, "until its node has the weights")
                     elif slot.silent:

@@ -69,7 +69,7 @@ class RelayTransport:
         self._moves = 0
         """Grows whenever bytes move."""
 
-    def lay_out(self, ranks: Sequence[Worker]) -> list[str]:
+    def prepare_stores(self, ranks: Sequence[Worker]) -> list[str]:
         homes = [self._node(worker) for worker in ranks]
         with self._lock:
             before = self._posts.writers
@@ -98,7 +98,7 @@ class RelayTransport:
             self._publishing = False
             self._release(claim)
 
-    def hanging(self) -> list[BufferHeld]:
+    def blocking_readers(self) -> list[BufferHeld]:
         with self._lock:
             behind = [(node, node.relay) for node in self._nodes.values() if node.behind]
         # A relay that waits for a reader is stuck, but still answers this call.
@@ -114,11 +114,11 @@ class RelayTransport:
                 found.append(self._held(node, readers))
         return found
 
-    def reads(self, engine: Worker, held: BufferHeld) -> bool:
+    def holds_buffer(self, engine: Worker, held: BufferHeld) -> bool:
         known_as = self._cluster.node_of(engine).name
         return known_as == held.node and any(engine.pid in each for each in held.readers)
 
-    def where(self, worker: Worker, version: int) -> str | None:
+    def store_folder(self, worker: Worker, version: int) -> str | None:
         with self._lock:
             served = self._node(worker).served
         return served[0] if served is not None and served[1] == version else None
@@ -138,10 +138,10 @@ class RelayTransport:
             waits_for, why = f"relay of {node.info.name}", f"weights of version {version}: {problem}"
             raise Stalled("transfer", waits_for, why, self._limit_s, self._limit_s)
 
-    def moves(self) -> object:
+    def progress(self) -> object:
         return self._published, self._moves
 
-    def served(self) -> None:
+    def delete_former_stores(self) -> None:
         with self._lock:
             former, self._former = [name for name in self._former if name != self._posts.name], []
             nodes = list(self._nodes.values())
@@ -170,16 +170,16 @@ class RelayTransport:
         def free() -> bool:
             return node.claim is None and (urgent or not node.urgent)
 
-        def moves() -> object:
+        def progress_of_transfers() -> object:
             # A publish has bounds of its own.
-            return self.moves(), time.monotonic() if self._publishing and not urgent else None
+            return self.progress(), time.monotonic() if self._publishing and not urgent else None
 
         with self._changed:
             node.urgent = node.urgent or urgent
             try:
                 waits.condition(
                     self._changed, free, waits_for=f"relay of {node.info.name}", why="its transfer under way",
-                    stall_s=self._limit_s + SENDER_ANSWER_S, progress=moves,
+                    stall_s=self._limit_s + SENDER_ANSWER_S, progress=progress_of_transfers,
                 )  # fmt: skip
             finally:
                 node.urgent = node.urgent and not urgent

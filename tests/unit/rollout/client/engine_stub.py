@@ -143,7 +143,7 @@ class FakeWeights:
     def __init__(self, *behind: str) -> None:
         self.behind, self.fetch_allowed = set(behind), threading.Event()
 
-    def where(self, worker: Any, version: int) -> str | None:
+    def store_folder(self, worker: Any, version: int) -> str | None:
         return None if worker.name in self.behind else "/w"
 
     def fetch(self, worker: Any, version: int) -> None:
@@ -151,7 +151,7 @@ class FakeWeights:
             assert self.fetch_allowed.wait(10)
             self.behind.discard(worker.name)
 
-    def moves(self) -> object:
+    def progress(self) -> object:
         return None
 
 

@@ -239,12 +239,12 @@ def test_a_slow_load_of_all_engines_excludes_none() -> None:
 class Shelf:
     """Weights that are everywhere."""
 
-    def where(self, worker: Any, version: int) -> str:
+    def store_folder(self, worker: Any, version: int) -> str:
         return "/w"
 
     def fetch(self, worker: Any, version: int) -> None: ...
 
-    def moves(self) -> object:
+    def progress(self) -> object:
         return 0
 
 
