@@ -1,4 +1,7 @@
-"""Assigns each process of a run to a node of the cluster before anything starts."""
+"""The placement algorithm: assigns processes to given nodes, and says what would fit if they do not.
+
+`run.planning.node_placement` calls it when a run is planned, and `reservations` when resources are reserved.
+"""
 
 import math
 from collections.abc import Callable, Sequence

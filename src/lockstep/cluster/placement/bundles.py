@@ -20,7 +20,7 @@ class NodeResources:
 
     id: str
     name: str
-    """As users know it."""
+    """Name shown to users: the host's name, with its address where another node has the same."""
     address: str
     cpus: float
     gpus: float
@@ -41,7 +41,7 @@ class ProcessRequest:
     rank: int
     cpus: float
     gpus: int = 0
-    """On one node: an engine's GPUs are its tensor-parallel group."""
+    """Number of GPUs, all on one node. For an engine: its tensor-parallel size."""
     memory: int = 0
     """Bytes of the node's memory; 0 where unknown."""
 
@@ -58,19 +58,20 @@ class Bundle:
     """By process, the indices of the bundle's GPUs that it uses."""
     roles: tuple[str, ...] = ()
     alone: bool = False
-    """At most one bundle of its kind per node: the placement sets the number of nodes of the role."""
+    """Whether no other bundle of the same kind may be on its node, because the placement fixes how many processes of
+    the role each node has."""
     node: int | None = None
-    """Index of its node in the given list; None before it is placed."""
+    """Index of its node in the list passed to `assign`; None before it is placed."""
 
     def needs(self) -> str:
-        """For people."""
+        """Human-readable resources, such as `2 GPUs and 4 CPUs`."""
         cpus = f"{self.cpus:g} CPU{'s' * (self.cpus != 1)}"
         gpus = f"{self.gpus} GPU{'s' * (self.gpus != 1)} and " if self.gpus else ""
         memory = f" and {format_bytes(self.memory)} of memory" if self.memory else ""
         return gpus + cpus + memory
 
     def title(self) -> str:
-        """Its processes, for people."""
+        """Human-readable names of its processes."""
         return abbreviate_names(self.processes)
 
 
@@ -79,9 +80,11 @@ class PlacementError(ValueError):
 
 
 def make_bundles(requests: Sequence[ProcessRequest], placement: PlacementConfig) -> list[Bundle]:
-    """Groups all processes into bundles: one per process; one for a role's share of a node where the placement sets the
-    number of nodes; one for an engine and the ranks that share GPUs. Ranks keep their order, so neighbours stay
-    together.
+    """Groups all processes into bundles. Ranks keep their order, so neighbours stay together.
+
+    - If the placement fixes how many processes of a role each node has: one bundle per node, with these processes.
+    - Otherwise, if engines share GPUs with ranks: one bundle per engine, with the ranks whose GPUs it uses.
+    - Otherwise: one bundle per process.
 
     Raises:
         PlacementError: nodes, GPUs per node and number of processes contradict each other.
@@ -114,7 +117,8 @@ def _separate_bundles(processes: Sequence[ProcessRequest], role: RolePlacement) 
 def _colocated_bundles(
     ranks: Sequence[ProcessRequest], engines: Sequence[ProcessRequest], placement: PlacementConfig
 ) -> list[Bundle]:
-    """Puts engine e of width w with the ranks from e*w on, whose GPUs it uses."""
+    """Bundles for ranks and engines that share GPUs: an engine that uses the GPUs of w ranks gets ranks e*w to
+    (e+1)*w-1, where e is its number."""
     width = max(engines[0].gpus // max(ranks[0].gpus, 1), 1)
     if len(engines) * width > len(ranks):
         raise PlacementError(
@@ -159,8 +163,8 @@ def _merge_role_placements(placement: PlacementConfig) -> RolePlacement:
 
 
 def processes_per_node(role: str, role_placement: RolePlacement, count: int, width: int) -> int | None:
-    """How many processes of `width` GPUs each node of the role has; None where the placement leaves it open. On CPUs
-    (`width` 1), GPUs per node mean processes per node.
+    """How many processes of `width` GPUs each node of the role has; None if the placement does not fix it. For
+    processes without GPUs (`width` 1), `gpus_per_node` is the number of processes.
 
     Raises:
         PlacementError: the placement contradicts the number of processes.
@@ -201,7 +205,7 @@ def _single_bundle(process: ProcessRequest) -> Bundle:
 
 
 def _combined_bundle(roles: Sequence[Sequence[ProcessRequest]], alone: bool = False) -> Bundle:
-    """A bundle for roles that share GPUs; each process of one role has its own."""
+    """A bundle in which processes of different roles share GPUs; processes of the same role do not."""
     slots: dict[str, tuple[int, ...]] = {}
     gpus = 0
     for role in roles:
@@ -223,7 +227,7 @@ def place_bundle(bundle: Bundle, node: int | None) -> Bundle:
 
 
 def format_bytes(size: float) -> str:
-    """For people."""
+    """Human-readable size, such as `1.5 GiB`."""
     return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
 
 

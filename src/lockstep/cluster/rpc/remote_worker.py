@@ -48,7 +48,7 @@ class RemoteWorker:
         """`wake` is called when a connection has data left to write, or is closed."""
         self.spec, self.name, self.node = spec, spec.name, node
         self.log = node.logs / f"{spec.name}.log"
-        """On the node."""
+        """Path of the worker's log on its node."""
         self.pid = 0
         self.stall_limit_s, self.notice_after_s = stall_limit_s, notice_after_s
         self.moves, self.moved_at = 0, time.monotonic()
@@ -66,7 +66,7 @@ class RemoteWorker:
         self._heartbeat: HeartbeatMessage | None = None
         self._observed: object = None
         self.started: PendingCall[None] = PendingCall(self, "start", lambda payload: None)
-        """Settled when the service is constructed or renewed."""
+        """Settled when the service is constructed, or has been taken over by this controller."""
 
     def __repr__(self) -> str:
         return f"RemoteWorker({self.name}, pid {self.pid}, {'dead' if self._death else 'alive'})"
@@ -105,7 +105,8 @@ class RemoteWorker:
         )
 
     def on_death(self, callback: Callable[[WorkerDied], None]) -> None:
-        """Calls `callback` once the worker's end is known, in the thread that learns of it; at once when it is."""
+        """Calls `callback` once the worker's end is known, in the thread that learns of it, or immediately if it is
+        already known."""
         with self._lock:
             if self._death is None:
                 self._death_callbacks.append(callback)
@@ -114,17 +115,17 @@ class RemoteWorker:
 
     @property
     def dead(self) -> bool:
-        """Whether its end is known."""
+        """Whether the worker is known to have ended."""
         return self._death is not None
 
     @property
     def death(self) -> WorkerDied | None:
-        """Its end, once it is known."""
+        """How the worker ended; None while that is not known."""
         return self._death
 
     @property
     def busy(self) -> bool:
-        """Whether calls are unanswered."""
+        """Whether the worker has unanswered calls, or is still starting."""
         return bool(self._open_calls) or not self.started.done()
 
     @property
@@ -132,12 +133,13 @@ class RemoteWorker:
         return self._connection
 
     def leave(self, why: str) -> None:
-        """Tells it to exit after the running call."""
+        """Tells the worker to exit after the running call."""
         with self._lock:
             self._send(pack_message(LeaveMessage(why)))
 
     def describe(self) -> str:
-        """What it does now, as a predicate: from its beacon if it is on this host, else from its last heartbeat."""
+        """What the worker does now, as a verb phrase (`is in stage ...`): from its beacon if it is on this host, else
+        from its last heartbeat."""
         here = self.node.here
         if here and self.pid and processes.process_state(self.pid) in ("T", "t"):
             return "is stopped (SIGSTOP, or a debugger)"
@@ -188,7 +190,7 @@ class RemoteWorker:
         self.moved_at = time.monotonic()
 
     def observe(self, value: object) -> None:
-        """Takes a value that changes as the worker progresses: bytes of a frame in transfer, CPU time during
+        """Records a value that changes as the worker progresses: bytes of a frame in transfer, CPU time during
         imports."""
         if value != self._observed:
             self._observed = value
@@ -210,7 +212,7 @@ class RemoteWorker:
                 self._send(pack_message(AckMessage(arrived)))
 
     def mark_dead(self, exit_code: int | None, log_end: str = "") -> None:
-        """Records its end, with the end of its log from the node: all open calls fail. Idempotent."""
+        """Records that the worker ended, with the last lines of its log: all open calls fail. Idempotent."""
         with self._lock:
             if self._death is not None:
                 return
@@ -260,12 +262,13 @@ class RemoteWorker:
 
 
 def worker_and_node(worker: Worker) -> str:
-    """A worker for people, with its node if it has one."""
+    """Human-readable name of a worker, with its node if known."""
     return f"{worker.spec.name} on {worker.node.info.name}" if isinstance(worker, RemoteWorker) else worker.spec.name
 
 
 def spawn_worker_process(worker: RemoteWorker, environment: Mapping[str, str], note: str, device: str) -> "Future[int]":
-    """Requests the process from the agent of the worker's node; its pid, which the handle gets as well."""
+    """Asks the agent of the worker's node to start the process. Returns a future of its pid, which is also stored in
+    the handle."""
     node: ClusterNode = worker.node
     if node.agent is None:
         raise AgentGone("start", f"{node.info.name} has no agent")
@@ -283,4 +286,4 @@ def spawn_worker_process(worker: RemoteWorker, environment: Mapping[str, str], n
 def _set_pid(worker: RemoteWorker, done: "Future[int]") -> None:
     if done.exception() is None:
         worker.pid = done.result(timeout=0)
-        worker.record_progress()  # its stall clock starts with its life
+        worker.record_progress()  # the stall clock starts when the process starts

@@ -1,4 +1,7 @@
-"""Assigns the processes of a run to the nodes of a cluster before it starts."""
+"""The nodes that a run's plan is based on: lists the cluster's nodes and adds an assignment to the plan.
+
+The placement algorithm itself is in `cluster.placement.assignment`.
+"""
 
 import os
 import socket
