@@ -15,19 +15,19 @@ class Fault:
     """A kind of fault and the verdict that is expected for it."""
 
     kinds: tuple[str, ...]
-    """Those that may be told; empty: nobody is to be accused."""
+    """The kinds of verdict that are accepted; empty: no rank may be accused."""
     level: str = "confirmed"
     structural: bool = True
     """Whether the verdict is proven by the state of the ranks, not by how long the state lasts."""
     call: bool = False
-    """It is a wrong call: what may be refused."""
+    """Whether the fault is a wrong call, which may be refused."""
     where: str = ""
-    """The function that a verdict is to name."""
+    """The function that the verdict must name."""
 
 
 GONE, STILL, BUSY = ("dead",), ("absent",), ("absent", "slow")
 WRONG = ("mismatch", "cycle")
-"""Who is in another collective than the others: of one communicator, or of two."""
+"""Kinds of verdict for ranks in different collectives, of one communicator or of two."""
 FAULTS = {
     "stopped": Fault(STILL),
     "killed": Fault(GONE),
@@ -203,7 +203,7 @@ def waited_for(case: Case, ahead: int = 1) -> frozenset[tuple[str, int]]:
 
 
 AT_BEGIN = ("loader", "reward", "gil", "spins", "memory", "uneven", "slow", "tail cpu", "tail io", "tail counter")
-"""What happens in functions that a step begins with, before its first call."""
+"""Faults in functions that run at the beginning of a step, before its first call."""
 
 Signature = tuple[str, int, str, int]
 
@@ -249,7 +249,7 @@ def other(call: Call) -> Signature:
 
 
 def partings(case: Case) -> list[tuple[str, int]]:
-    """Of each communicator, the first number under which its members call different things."""
+    """Returns, for each communicator, the first sequence number at which its members' calls differ."""
     culprit = next(iter(case.faults))
     peers = [rank for rank in range(case.world) if rank != culprit]
     found = []

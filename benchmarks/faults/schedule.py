@@ -35,7 +35,7 @@ class Call:
 
 
 Groups = dict[str, tuple[tuple[int, ...], ...]]
-"""By name: the communicators of that name, each with its ranks; a rank is in one of them at most."""
+"""The communicators of each name, each as the tuple of its ranks; a rank is in at most one communicator of a name."""
 
 WORLD = "default_pg"
 

@@ -25,7 +25,7 @@ THROTTLE = "SOAK_THROTTLE"
 JUDGE = "SOAK_JUDGE"
 """`host:port` of a judge that thinks, see `judge.py`."""
 SHORT = 0.6
-"""Of the time a process may be still, what one that really does nothing takes."""
+"""An idle act takes this share of the time for which a process may make no progress."""
 
 
 def compute(seconds: float) -> None:
@@ -75,7 +75,7 @@ def reads_slowly(seconds: float) -> None:
 
 
 def child_reads(seconds: float) -> None:
-    """The same in a child."""
+    """Does the same in a child process."""
     subprocess.run([sys.executable, "-S", __file__, "reads_slowly", str(seconds)], check=True)
 
 

@@ -1,3 +1,2 @@
-"""The ground floor: waits, errors, text, secrets, folders, network, threads, transport. Every room may import it; it
-imports nothing of Lockstep and needs the standard library only.
-"""
+"""Basics that every package may import: waits, errors, text, secrets, folders, network, threads, transport. They import
+nothing else of Lockstep and need the standard library only."""

@@ -1,6 +1,7 @@
 """A wait in progress: its bounds, its progress, its notices, and where it is shown. Used through `base.waits`.
 
-Apart from `base.waits` because the recorder loads it into other people's jobs, on Python 3.10 too.
+It is separate from `base.waits` because the recorder loads this module into jobs of other frameworks, on Python 3.10
+too.
 """
 
 import contextlib

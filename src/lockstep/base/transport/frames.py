@@ -95,7 +95,7 @@ class Connection:
         return self._closed
 
     def fileno(self) -> int:
-        """For selectors; -1 once closed."""
+        """Returns the socket's descriptor, for selectors; -1 once closed."""
         return self._socket.fileno()
 
     def queue(self, *parts: Buffer) -> None:

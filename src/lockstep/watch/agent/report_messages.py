@@ -1,8 +1,8 @@
 """The messages in which an agent reports the state of its host's processes to a supervisor.
 
 Two kinds of messages, both JSON-able. A *roster* lists processes and communicators; it is sent first, and again with
-the next number whenever one of them was added or removed. A *state* describes them; it is sent at every tick and names
-the roster that its indices refer to. A state of an unknown roster is dropped, so a roster goes first after every
+the next number whenever one of them was added or removed. A *state* describes them; it is sent after every sample and
+names the roster that its indices refer to. A state of an unknown roster is dropped, so a roster goes first after every
 reconnect. Times are sent as *ages*, seconds before the message was built, NaN if unknown: the clocks of hosts need not
 agree.
 
@@ -57,11 +57,11 @@ from lockstep.watch.recorder.rendezvous_wait import ExpectedRanks, parse_rendezv
 NAN = float("nan")
 
 PROCESS_RECORD = struct.Struct("<biffff")
-"""life, exit code, then ages: ended (or stopped, where it is), moved, active, same stack."""
+"""Fields: liveness, exit code; then the ages of: end (or stop), last progress, last activity, same stack."""
 MEMBER_RECORD = struct.Struct("<qqffbB")
-"""entered, completed, then ages: entered, completed; blocked (1, 0, -1), blind (1, 0)."""
+"""Fields: entered, completed; the ages of entered and completed; blocked (1, 0, -1), blind (1, 0)."""
 CALL_RECORD = struct.Struct("<IqQ")
-"""member, sequence number, signature."""
+"""Fields: member, sequence number, signature."""
 
 WAITING_FOR_WORK = "the next call"
 """The reason of a service's wait when it waits for work and has nothing to answer."""
@@ -107,7 +107,7 @@ class WaitReport:
     since: float = NAN
     moved: float = NAN
     needs: WaitCondition | None = None
-    """None: as the alias defines it, else all."""
+    """Which processes of the role are needed; None: as the alias defines, or all if there is no alias."""
     main: bool = True
     idle: bool = False
     meeting: str = ""
@@ -164,7 +164,7 @@ def pack_member(
 
 
 def pack_calls(calls: Iterable[tuple[int, int, int]]) -> bytes:
-    """Of (member, sequence number, signature)."""
+    """Tuples of (member, sequence number, signature)."""
     return b"".join(CALL_RECORD.pack(member, seq, signature & (2**64 - 1)) for member, seq, signature in calls)
 
 

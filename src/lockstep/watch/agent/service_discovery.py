@@ -94,7 +94,7 @@ class PeerHeartbeat:
         self._pinged_at = 0.0
 
     def tick(self) -> bool:
-        """To be called about once a second; whether the peer should be pinged now."""
+        """Call it about once a second. Returns whether the peer should be pinged now."""
         now = time.monotonic()
         if now - self._ticked_at > FROZEN_S:
             self._received_at += now - self._ticked_at
@@ -105,12 +105,12 @@ class PeerHeartbeat:
         return True
 
     def received(self) -> None:
-        """A message of the peer has arrived."""
+        """Records that a message of the peer has arrived."""
         self._received_at = time.monotonic()
 
     @property
     def too_long(self) -> bool:
-        """As of the last `tick`."""
+        """Whether the peer has been silent for too long, as of the last `tick`."""
         return self._ticked_at - self._received_at > self.limit_s
 
 
@@ -151,11 +151,11 @@ class ControllerLiveness:
     """Whether the controller, whose death ends the run, is there: on this host its process, else its connection."""
 
     pid: int | None
-    """None if it is on another host."""
+    """The controller's pid; None if the controller is on another host."""
     start: int | None
     patience_s: float = 0.0
-    """It may be missing for so long, even if orphans have no grace: a connection may break and be made
-    again."""
+    """How long the controller may be missing at least, even without grace for orphans: a connection may break and be
+    restored."""
     gone_since: float | None = None
 
     @staticmethod
@@ -179,5 +179,5 @@ class ControllerLiveness:
         return now - self.gone_since
 
     def grace_s(self, orphan_grace_s: float) -> float:
-        """For how long it may be missing."""
+        """How long the controller may be missing."""
         return max(orphan_grace_s, self.patience_s)

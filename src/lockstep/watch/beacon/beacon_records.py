@@ -54,9 +54,9 @@ class CallRecord:
     p2p: bool = False
     asynchronous: bool = False
     failed: bool = False
-    """It ended with an exception of the backend."""
+    """Whether the call ended with an exception of the backend."""
     refused: bool = False
-    """It did not match what a peer had entered, and never reached the backend."""
+    """Whether the call was refused: it did not match the call of a peer, and never reached the backend."""
     peer: int | None = None
     """The peer's rank in the communicator, for a point-to-point call; None for a receive from any source."""
 

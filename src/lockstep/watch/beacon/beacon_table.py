@@ -73,7 +73,7 @@ class ProcessRow:
     pid: int
     alive: bool
     state: str
-    """running, sleeping, in the kernel, stopped, traced, idle, dead, or gone."""
+    """One of: running, sleeping, in the kernel, stopped, traced, idle, dead, or gone."""
     stage: str
     stage_s: float
     beat_s: float | None

@@ -159,7 +159,7 @@ class CallRings:
 
 
 class CommunicatorSlot:
-    """What one process does on one communicator; written by the thread that issues."""
+    """The calls of one process on one communicator, written by the thread that issues them."""
 
     __slots__ = (
         "_about",

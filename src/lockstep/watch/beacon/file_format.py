@@ -158,5 +158,5 @@ COMMUNICATORS_AT = WAITS_AT + MAX_WAITS * 384
 EVENTS_AT = COMMUNICATORS_AT + COMMUNICATORS_BYTES
 RINGS_AT = EVENTS_AT + MAX_EVENTS * 128
 FIXED_SIZE = RINGS_AT
-"""What a reader copies at once; the rings of calls behind it are read where they are needed."""
+"""The size of the part that readers copy at once; the rings of calls after that part are read only when needed."""
 FILE_SIZE = FIXED_SIZE + RINGS_BYTES

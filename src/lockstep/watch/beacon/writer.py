@@ -74,7 +74,7 @@ class Beacon:
         return self._moves
 
     def call_rings(self) -> call_ring.CallRings | None:
-        """Where calls on communicators are noted; None when the beacon is closed."""
+        """The rings in which calls on communicators are recorded; None when the beacon is closed."""
         with self._lock:
             if self._open and self._call_rings is None:
                 self._call_rings = call_ring.CallRings(self._memory, COMMUNICATORS_AT, RINGS_AT)

@@ -27,7 +27,7 @@ class ExitCause:
 
     cause: str = ""
     error: str = ""
-    """Its last exception, or a description of the signal."""
+    """The last exception of the process, or a description of the signal."""
 
 
 def oom_kill_count(pid: int | str = "self") -> int | None:

@@ -140,7 +140,7 @@ class ProcessActivity:
     _runnable_ns: dict[int, int] = field(default_factory=dict)
     _disks: int = 0
     _deep_ns: int = 0
-    """When it and its descendants were sampled last; 0 if that is too long ago to compare with."""
+    """When the process and its descendants were last sampled; 0 if that is too long ago for a comparison."""
     _runnable: int = 0
     _in_disk: int = 0
 

@@ -70,7 +70,7 @@ def process_state(pid: int, start: int | None = None) -> str | None:
 
 
 def parent_pid(pid: int) -> int | None:
-    """Its parent's pid, None when there is no such process."""
+    """Returns the pid of a process's parent; None when there is no such process."""
     facts = _proc_stat(pid)
     return None if facts is None else int(facts[1])
 
@@ -112,7 +112,7 @@ class ProcessUsage:
     """The resources that a process has used so far; counters only grow while the process lives."""
 
     state: str
-    """Its letter in /proc."""
+    """The state letter in /proc."""
     cpu_s: float
     """User and system time of all threads of the process, and of the children that it has reaped."""
     read: int | None = None

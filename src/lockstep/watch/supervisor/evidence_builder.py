@@ -54,7 +54,7 @@ class JobLayout:
     unseen: int
     """How many of them no host reports."""
     first_process: tuple[int, ...]
-    """By host."""
+    """Keys are hosts."""
     first_member: tuple[int, ...]
     about: tuple[CommunicatorInfo, ...]
     starts: IntArray
@@ -200,7 +200,7 @@ def _silence_text(host: HostState, at: float) -> str:
 
 
 def _report_times(hosts: Sequence[HostState], counts: Sequence[int], more: int) -> FloatArray:
-    """When the state of each record came."""
+    """When the state report of each record arrived."""
     times = np.repeat(np.array([each.at for each in hosts], dtype=np.float64), counts)
     return np.concatenate([times, np.full(more, np.nan)])
 

@@ -55,12 +55,12 @@ class IncidentContents:
     at_ns: int
     """The supervisor's monotonic clock."""
     bundles: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """By host: the evidence of its agent, see `host_evidence`."""
+    """The evidence of each host's agent, see `host_evidence`; keys are hosts."""
     stacks: Mapping[str, Any] = field(default_factory=dict)
-    """By process: its threads, as `stacks.to_json` has them."""
+    """The threads of each process, in the form of `py_spy.stacks_to_json`; keys are names of processes."""
     native: Mapping[str, Any] = field(default_factory=dict)
     offsets: Mapping[str, int] = field(default_factory=dict)
-    """By host: nanoseconds that its monotonic clock is ahead."""
+    """Nanoseconds that each host's monotonic clock is ahead; keys are hosts."""
     facts: Mapping[str, Any] = field(default_factory=dict)
     told: Sequence[Mapping[str, Any]] = ()
     gaps: Sequence[str] = ()

@@ -1,8 +1,10 @@
-"""What agents have reported, kept between the supervisor's ticks.
+"""Stores the reports of agents for the supervisor's periodic diagnosis:
 
-store = MessageStore(expected=processes_of_the_run, aliases={"the scorers": WaitAlias("reward", Needs.ANY)})
-store.receive(parse_report(frame), now) # every message of every agent diagnose(store.evidence(now), patience) # at
-every tick
+    store = MessageStore(aliases={"the scorers": WaitAlias("reward", WaitCondition.ANY)})
+    store.receive(decode_report(frame), now)  # for each message of an agent
+    diagnose(store.evidence(now), patience)  # periodically
+
+The store keeps the newest report of each host.
 """
 
 from collections.abc import Iterable, Mapping
@@ -37,7 +39,7 @@ class MessageStore:
         self._expected, self._aliases, self._host_s = tuple(expected), dict(aliases or {}), host_s
         self._hosts: dict[str, HostState] = {}
         self._meetings: dict[str, frozenset[tuple[str, int, int]]] = {}
-        """By host: role, first and last of the ranks that its rendezvous expect."""
+        """The role, first and last rank that the rendezvous of each host expect; keys are hosts."""
         self._layout: JobLayout | None = None
         self._judged_at = self._listening_since = float("-inf")
 

@@ -38,7 +38,7 @@ class SupervisorEndpoint:
 
     @staticmethod
     def read(place: str) -> "SupervisorEndpoint":
-        """Of `HOST:PORT` or `HOST`, and the token in the environment.
+        """Parses `HOST:PORT` or `HOST`, and reads the token from the environment.
 
         Raises:
             ValueError: there is no such host, the port is no number, or no token is set.

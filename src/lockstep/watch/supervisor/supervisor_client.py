@@ -41,9 +41,9 @@ class SupervisorEvent:
     number: int
     """The number of the stall: all events of one stall share it."""
     change: str
-    """told (new), updated or withdrawn."""
+    """One of: told (new), updated, withdrawn."""
     level: str
-    """notice, confirmed or act."""
+    """One of: notice, confirmed, act."""
     headline: str
     verdict: Mapping[str, Any]
     """The verdict as JSON, see `Verdict.json`."""

@@ -24,7 +24,7 @@ class VerdictUpdate:
     """A verdict to publish now, and how it relates to earlier ones."""
 
     number: int
-    """The same for all events of one stall."""
+    """The number of the stall: all events of one stall share it."""
     change: VerdictChange
     verdict: Verdict
     since: float
