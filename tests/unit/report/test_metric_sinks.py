@@ -92,7 +92,7 @@ def test_a_non_numeric_row_is_rejected(tmp_path):
 
 
 def test_the_report_imports_no_torch():
-    modules = ["metric_sinks", "live_console", "run_summary", "html_report", "process_table", "charts"]
+    modules = ["metric_sinks", "live_console", "run_summary", "html_report", "top_table", "charts"]
     code = f"import sys; from lockstep.report import {', '.join(modules)}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 

@@ -17,19 +17,25 @@ from lockstep.doctor.logs.stack_traces import (
     TraceFrame,
 )
 
-_COLLECTIVE_NAMES = (
+_OPERATION_NAMES = (
     ("reduce_scatter", re.compile(r"reduce_?scatter")), ("allreduce", re.compile(r"all_?reduce")),
     ("allgather", re.compile(r"all_?gather")), ("alltoall", re.compile(r"all_?to_?all")),
     ("broadcast", re.compile(r"broadcast|_bcast|_sync_module_states|_sync_params")),
     ("barrier", re.compile(r"(?:^|_)barrier$|wait_for_everyone")), ("gather", re.compile(r"^gather")),
     ("scatter", re.compile(r"^scatter")), ("reduce", re.compile(r"^reduce$")),
     ("send", re.compile(r"^i?send(?:_object_list)?$")), ("recv", re.compile(r"^i?recv(?:_object_list)?$")),
+)  # fmt: skip
+"""How operations and the functions that run them are spelled."""
+_IMPLYING_FUNCTIONS = (
     ("allreduce", re.compile(r"run_backward|^backward$|_engine_run_backward")),
     ("allgather", re.compile(r"^unshard$|wait_for_unshard|_pre_forward_unshard")),
 )  # fmt: skip
+"""Functions that run a collective without naming it."""
+_COLLECTIVE_NAMES = (*_OPERATION_NAMES, *_IMPLYING_FUNCTIONS)
 _COMMON_NAMES = ("send", "recv", "reduce", "gather", "scatter", "broadcast")
 _COMMUNICATION_FILE = re.compile(r"torch|distributed|deepspeed|collective|comm|nccl")
-"""Files in which functions with common names are collectives; `http.client` has a `send` too."""
+"""A function with one of `_COMMON_NAMES` counts as a collective only if the path of its file matches this pattern:
+`http.client` has a `send` too."""
 _COLLECTIVE_CALL = re.compile(r"\b(?:dist|distributed|collective|c10d|group|comm|pg)\.(\w+)\(")
 """A collective call in source text."""
 
@@ -62,7 +68,7 @@ _ACTIVITY_CLASSES = (
     ),
     ("slow_collective_timeout", re.compile(r"(?i)generat|rollout|sampl|eval|decod|scor|reward")),
 )
-"""What a rank does while its peers wait for it; the first match counts."""
+"""Failure classes, each with a pattern for what a rank does while its peers wait for it; the first match counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +77,9 @@ class CollectiveWait:
 
     Attributes:
         path: The frames outside libraries, outermost first; empty if only the watchdog reported the wait.
-        timed_out: Its own timeout ended the wait; otherwise a peer left, or it still waits.
-        file, line, text: The evidence.
+        timed_out: Whether the timeout of this rank ended the wait.
+        peer_lost: Whether the wait ended because a peer disconnected. If both are false, the rank still waits.
+        file, line, text: The log line that shows the wait.
     """
 
     rank: int | None
@@ -80,7 +87,7 @@ class CollectiveWait:
     operation: str
     path: tuple[TraceFrame, ...] = ()
     timed_out: bool = False
-    lost: bool = False
+    peer_lost: bool = False
     seq: int | None = None
     numel: int | None = None
     started: float | None = None
@@ -90,7 +97,7 @@ class CollectiveWait:
     text: str = ""
 
     @property
-    def place(self) -> tuple[str, str, int]:
+    def innermost_frame(self) -> tuple[str, str, int]:
         """File, function and line of the innermost frame outside libraries."""
         if not self.path:
             return "", "", 0
@@ -99,14 +106,15 @@ class CollectiveWait:
 
     @property
     def where(self) -> str:
-        file, function, line = self.place
+        """Returns the innermost frame outside libraries as text; "" if there is none."""
+        file, function, line = self.innermost_frame
         return f"{function}() at {file}:{line}" if file else ""
 
 
 def collective_of_frames(frames: Iterable[TraceFrame]) -> str:
-    """The collective in a stack, found from the innermost frame outwards; "" if no frame names one.
+    """Finds the collective in a stack, from the innermost frame outwards; "" if no frame names one.
 
-    A backward pass that waits does so in the reducer's all-reduce.
+    A stack that blocks in `backward()` is counted as the gradient all-reduce of DistributedDataParallel.
     """
     known = list(frames)
     for frame in reversed(known):
@@ -122,7 +130,7 @@ def collective_of_frames(frames: Iterable[TraceFrame]) -> str:
 def wait_of_traceback(
     origin: LineOrigin, when: float | None, found: Traceback, log: ParsedLog
 ) -> CollectiveWait | None:
-    """The wait that an exception ended; None if no collective raised it."""
+    """Returns the wait that an exception ended; None if no collective raised the exception."""
     message = f"{found.type}: {found.message}"
     timed_out, lost = bool(TIMEOUT_MESSAGE.search(message)), bool(PEER_LOST_MESSAGE.search(message))
     if not (timed_out or lost):
@@ -142,12 +150,13 @@ def wait_of_traceback(
 
 
 def user_frames(frames: Sequence[TraceFrame]) -> tuple[TraceFrame, ...]:
+    """Returns the frames outside libraries; if there are none, those outside torch."""
     own = tuple(each for each in frames if not LIBRARY_FILE.search(each.file))
     return own or tuple(each for each in frames if "torch/" not in each.file)
 
 
 def waits_by_rank(history: JobHistory) -> Mapping[int, CollectiveWait]:
-    """The first ended wait of each rank, completed by the watchdog's reports."""
+    """Returns the first wait of each rank that ended in an exception, supplemented with the watchdog's reports."""
     found: dict[int, CollectiveWait] = {}
     for each in _waits_of_tracebacks(history):
         if each.rank is not None and each.rank not in found:
@@ -188,7 +197,7 @@ def _add_watchdog_reports(history: JobHistory, found: dict[int, CollectiveWait])
                 known, seq=timeout.seq if known.seq is None else known.seq,
                 numel=timeout.numel if known.numel is None else known.numel,
                 started=started if known.started is None else known.started,
-                timed_out=True, lost=False, operation=known.operation or normalize_collective(timeout.operation),
+                timed_out=True, peer_lost=False, operation=known.operation or normalize_collective(timeout.operation),
             )  # fmt: skip
 
 
@@ -225,22 +234,22 @@ def _waits_of_tracebacks(history: JobHistory) -> Iterator[CollectiveWait]:
 
 
 def count_collectives(history: JobHistory) -> Counter[str]:
-    """The collectives in all tracebacks."""
+    """Counts the collectives in all tracebacks."""
     names = (collective_of_frames(traceback.frames) for _, _, traceback, _ in history.tracebacks)
     return Counter(name for name in names if name)
 
 
 def normalize_collective(text: str) -> str:
-    """`_ALLGATHER_BASE`, `all_reduce` -> `allgather`, `allreduce`."""
+    """Returns the common spelling of an operation: `_ALLGATHER_BASE`, `all_reduce` -> `allgather`, `allreduce`."""
     low = text.lower().strip("_")
-    for name, pattern in _COLLECTIVE_NAMES[:11]:
+    for name, pattern in _OPERATION_NAMES:
         if pattern.search(low):
             return name
     return low
 
 
 def main_stack_by_rank(history: JobHistory) -> Mapping[int, LoggedStack]:
-    """The main thread's stack of each rank that has one."""
+    """Returns the stack of the main thread of each rank for which the logs contain one."""
     found: dict[int, LoggedStack] = {}
     for log in history.logs:
         for stack in log.stacks:
@@ -259,5 +268,5 @@ def any_sharded_generation(stacks: Iterable[LoggedStack]) -> bool:
 
 
 def class_of_activity(text: str) -> str | None:
-    """The class suggested by function names or by a rank's log line."""
+    """Returns the failure class suggested by function names or by a log line of a rank."""
     return next((cls for cls, pattern in _ACTIVITY_CLASSES if pattern.search(text)), None)

@@ -1,6 +1,6 @@
 """The history of a job from all its logs: attempts, ranks, progress, and how each rank ended.
 
-Nothing here knows failure classes; rules and scoring ask for traits.
+It derives properties of the job, the traits of `knowledge_schema.JOB_TRAITS`, on which rules and scoring depend.
 """
 
 import re
@@ -20,7 +20,7 @@ from lockstep.doctor.logs.step_progress import StepHistory
 from lockstep.doctor.logs.timestamps import TimestampParser
 
 PERSISTENT_CLASSES = ("gpu_hardware_fault",)
-"""Classes that persist in the next attempt on the same hosts."""
+"""Failure classes that persist in the next attempt on the same hosts."""
 _TAIL_LINES = 4
 _TROUBLE_WORDS = re.compile(
     r"\b(?:ERROR|CRITICAL|FATAL|[A-Z]\w*Error|failed|Killed|killed|[Aa]borted|crashed|OOM|out of memory|marked dead)\b"
@@ -30,14 +30,14 @@ _ADDRESS = re.compile(r"\d{1,3}(?:\.\d{1,3}){3}")
 _MAX_RANKS = 100_000
 _EXCEPTION_LINE = re.compile(r"\s*(?:[a-z_]\w*\.)*[A-Z]\w*(?:Error|Exception): ")
 _SURE_STRENGTH = 0.7
-"""A cause of at least this strength ends a job, whatever success it reported before."""
+"""A cause with a rule of at least this strength outweighs an earlier report of success."""
 _RANKS_PER_HOST = 8
 """With more ranks, several hosts may take part even if no line names them."""
 
 
 @dataclass(frozen=True, slots=True)
 class CollectiveTimeout:
-    """A rank waited in a collective until its timeout."""
+    """A timeout of a collective, as one rank reported it."""
 
     origin: LineOrigin
     operation: str
@@ -46,7 +46,7 @@ class CollectiveTimeout:
     ran_ms: float | None
     timeout_ms: float | None
     group: str
-    """The number of its process group, if known."""
+    """The number of the process group, if known."""
     match: RuleMatch
 
 
@@ -64,6 +64,7 @@ class JobHistory:
     """Sources of earlier attempts."""
 
     def facts(self, name: str) -> list[RuleMatch]:
+        """Returns the matches, in the last attempt, of the rules that state the fact `name` (see `facts.yaml`)."""
         return self._facts.get(name, [])
 
     @cached_property
@@ -86,7 +87,7 @@ class JobHistory:
 
     @cached_property
     def steps(self) -> StepHistory:
-        """The steps after each line of each file."""
+        """Training progress by file and line: tells whether steps follow a line."""
         return StepHistory(self.logs, self.old_sources)
 
     @cached_property
@@ -97,10 +98,11 @@ class JobHistory:
         """Whether a line belongs to the last attempt."""
         return source not in self.old_sources and line >= self.starts.get(source, 0)
 
-    def survived(self, match: RuleMatch) -> bool:
-        """Whether the same file shows later steps, of the same rank if ranks are known.
+    def continued_after(self, match: RuleMatch) -> bool:
+        """Whether training continued after the line: the same file shows later steps, of the same rank if it is known.
 
-        After a fatal line only steps of that very rank count, or so many steps that no rank can be missing.
+        After a fatal line, steps of other ranks count only if there are at least `MANY_STEPS` of them: with a rank
+        missing, the others would stop earlier.
         """
         return self.steps.continued_after(
             match.source, match.origin.rank, match.line, fatal=match.rule.signature.fatal is True
@@ -108,11 +110,12 @@ class JobHistory:
 
     @cached_property
     def period(self) -> attempts.TimeSpan:
-        """When the last attempt ran."""
+        """The time span of the last attempt."""
         return attempts.job_time_span(self.logs, self.old_sources, self.starts)
 
     def outside_job(self, match: RuleMatch) -> float:
-        """Seconds by which a host record lies before or after the job; 0 inside or if unknown."""
+        """Returns the seconds by which a line of a kernel log or other host log lies before or after the job; 0 if
+        the line is inside, or if the times are unknown."""
         return attempts.seconds_outside_job(match, self.by_source[match.source], self.period)
 
     @cached_property
@@ -152,12 +155,13 @@ class JobHistory:
 
     @cached_property
     def nodes(self) -> frozenset[str]:
-        """Hosts that take part. Ray names the host of a line only if it is not the driver's."""
+        """The hosts that take part. Ray omits the host of a line that comes from the driver's host, so that host is
+        added without its name."""
         origins = [origin for log in self.logs for origin in (*log.origins, log.origin)]
         found = {origin.host for origin in origins if origin.host} | set(self.hosts.values())
         found = {min(each, self.alias(each)) for each in found}
         remote = any(origin.host and origin.role for origin in origins)
-        return frozenset(found | ({"the driver's"} if remote and len(found) == 1 else set()))
+        return frozenset(found | ({"<driver host>"} if remote and len(found) == 1 else set()))
 
     @cached_property
     def foreign_connections(self) -> list[RuleMatch]:
@@ -179,7 +183,7 @@ class JobHistory:
         return found
 
     def alias(self, host: str) -> str:
-        """The other name of a host, or the same one if none is known."""
+        """Returns the other name of a host, or the given one if no other is known."""
         return self._names.get(host, host)
 
     @cached_property
@@ -198,7 +202,7 @@ class JobHistory:
         return ranks_by_pid(reports, origins, one_host=len(self.nodes) <= 1 and len(self.ranks) <= _RANKS_PER_HOST)
 
     def rank(self, match: RuleMatch) -> int | None:
-        """The rank that a match is about: the rank it names, the line's origin, or the rank of its process."""
+        """Returns the rank that a match is about: the rank that the line names, that wrote it, or that has its pid."""
         if match.fields.get("rank", "").isdigit():
             return int(match.fields["rank"])
         if match.origin.rank is not None:
@@ -207,8 +211,8 @@ class JobHistory:
         return self.rank_of_pid.get(int(pid)) if pid is not None and str(pid).isdigit() else None
 
     def reporting_rank(self, match: RuleMatch) -> int | None:
-        """The rank that reports a match. `Rank` in the middle of a c10d line is counted in its group, not in the
-        job."""
+        """Returns the rank that reports a match. `Rank` in the middle of a c10d line is the rank within the process
+        group, not the global rank."""
         return match.origin.rank if match.origin.rank is not None else self.rank(match)
 
     @cached_property
@@ -233,13 +237,13 @@ class JobHistory:
 
     @cached_property
     def failures(self) -> list[RuleMatch]:
-        """Whatever ended processes, in time order."""
+        """The matches that report the end of a process or of a wait, in time order."""
         names = ("collective_timeout", "peer_lost", "exit", "crash", "cancelled")
         return sorted((each for name in names for each in self.facts(name)), key=match_order)
 
     def _first_collective(self) -> bool:
-        """Whether the first collective timed out, by its number or by the reported state of that group; other groups
-        may be idle."""
+        """Whether the first collective of a process group timed out, according to its sequence number or to the
+        reported state of the group."""
         numbers = [each.seq for each in self.timeouts if each.seq is not None]
         if numbers:
             return max(numbers) <= 1
@@ -251,7 +255,7 @@ class JobHistory:
     @cached_property
     def ended_well(self) -> bool:
         """Whether the job reports success, nothing failed later, and earlier failures did not stop it."""
-        done = [each for each in self.facts("done") if not (self.survived(each) or self._is_partial(each))]
+        done = [each for each in self.facts("done") if not (self.continued_after(each) or self._is_partial(each))]
         if not done:
             return False
         first, last = done[0], {each.source: each.line for each in sorted(done, key=lambda each: each.line)}
@@ -282,11 +286,10 @@ class JobHistory:
     def _is_fatal(self, match: RuleMatch) -> bool:
         signature = match.rule.signature
         sure = signature.role == "cause" and signature.strength >= _SURE_STRENGTH and signature.fatal is not False
-        return sure and not signature.needs and not self.survived(match)
+        return sure and not signature.needs and not self.continued_after(match)
 
     def _raises_after(self, source: int, line: int) -> bool:
-        """Whether the last lines of a file name an exception without a traceback; tracebacks have rules of their
-        own."""
+        """Whether the last lines of a file name an exception without a traceback; other rules cover tracebacks."""
         texts = [
             each.text for of_rank in self.by_source[source].tail_lines.values() for each in of_rank if each.line > line
         ]
@@ -295,7 +298,7 @@ class JobHistory:
         )
 
     def _ended_process(self, match: RuleMatch) -> bool:
-        return match.rule.signature.fact != "peer_lost" and _exit_code(match) != 0 and not self.survived(match)
+        return match.rule.signature.fact != "peer_lost" and _exit_code(match) != 0 and not self.continued_after(match)
 
     @cached_property
     def ends_with_trouble(self) -> bool:
@@ -323,7 +326,7 @@ class JobHistory:
             found.add("ended_well")
         if len({(tick.epoch, tick.step) for tick in self.ticks}) > 1:
             found.add("progressed")
-        if all(self.survived(each) for each in self.failures) and not self.tracebacks:
+        if all(self.continued_after(each) for each in self.failures) and not self.tracebacks:
             found.add("running")
         if timeouts:
             found.add("collective_timeout")
@@ -343,12 +346,12 @@ class JobHistory:
             found.add("crashed")
         if self.tracebacks:
             found.add("exception")
-        hosts = {
+        size_traits = {
             "one_rank": len(self.ranks) <= 1,
             "many_hosts": len(self.nodes) > 1,
             "foreign_address": self.foreign_connections,
         }
-        found |= {name for name, holds in hosts.items() if holds}
+        found |= {name for name, holds in size_traits.items() if holds}
         saves, done = self.facts("checkpoint"), self.facts("checkpoint_done")
         if saves and (not done or match_order(saves[-1]) > match_order(done[-1])):
             found.add("saving")
@@ -378,7 +381,7 @@ def _was_handled(found: Traceback | None, at: RuleMatch | ParsedLog, done: RuleM
 
 
 def _cleans_up(match: RuleMatch, done: Mapping[int, int]) -> bool:
-    """Whether a launcher ended a process of its own before it reported success."""
+    """Whether a launcher stopped one of its processes before the job reported success."""
     return (
         match.rule.signature.fact == "cancelled" and "signal" in match.fields and match.line < done.get(match.source, 0)
     )
@@ -399,7 +402,8 @@ def build_history(logs: Sequence[ParsedLog]) -> JobHistory:
         for each in log.matches:
             persists = each.rule.cls in PERSISTENT_CLASSES and (not each.origin.host or each.origin.host in hosts)
             in_last_attempt = persists or (
-                history.in_last_attempt(each.source, each.line) and history.outside_job(each) < attempts.TIME_ZONES_S
+                history.in_last_attempt(each.source, each.line)
+                and history.outside_job(each) < attempts.MAX_CLOCK_OFFSET_S
             )
             (history.matches if in_last_attempt else history.earlier).append(each)
     history.matches.sort(key=match_order)

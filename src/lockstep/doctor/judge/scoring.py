@@ -107,7 +107,9 @@ def rank_candidates(history: JobHistory, structural: Iterable[Candidate] = ()) -
 def _drop_explained(history: JobHistory, causes: list[RuleMatch]) -> list[RuleMatch]:
     """Drops causes that another one explains, in whatever order they occur. What the job survived, or what is dated
     outside it, explains nothing."""
-    present = {each.rule.id: each for each in causes if not (history.survived(each) or history.outside_job(each))}
+    present = {
+        each.rule.id: each for each in causes if not (history.continued_after(each) or history.outside_job(each))
+    }
     kept = [each for each in causes if not any(_explains(one, each) for one in present.values())]
     return kept or causes
 
@@ -153,7 +155,7 @@ def _by_class(history: JobHistory, causes: Sequence[RuleMatch]) -> dict[str, Can
         weight = signature.strength
         if signature.role == "sign":
             weight = min(weight, MAX_SIGN_WEIGHT)
-        if history.survived(each):
+        if history.continued_after(each):
             weight *= SURVIVED_FACTOR
         if history.outside_job(each):
             weight = min(weight, MAX_OUTSIDE_WEIGHT)
@@ -216,14 +218,14 @@ def _discount_final_kill(history: JobHistory, candidates: Mapping[str, Candidate
         return
     before = [match for each in candidates.values() if each is not end and each.weight >= STRONG_WEIGHT
               for match in each.matches]  # fmt: skip
-    if any(_long_before(match, end.matches[0]) and not history.survived(match) for match in before):
+    if any(_long_before(match, end.matches[0]) and not history.continued_after(match) for match in before):
         end.weight *= FINAL_KILL_FACTOR
 
 
 def _ends_with_trouble(history: JobHistory, candidates: Mapping[str, Candidate]) -> bool:
     """Whether some match was not followed by further steps."""
     return history.ends_with_trouble or any(
-        not history.survived(match) for each in candidates.values() for match in each.matches
+        not history.continued_after(match) for each in candidates.values() for match in each.matches
     )
 
 

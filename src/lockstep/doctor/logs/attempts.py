@@ -17,7 +17,7 @@ _END_FACTS = ("exit", "crash", "cancelled", "done")
 
 
 def earlier_attempts(logs: Sequence[ParsedLog]) -> frozenset[int]:
-    """Sources of earlier attempts.
+    """Returns the sources of earlier attempts.
 
     These are all but the last of numbered folders such as `run_001/` and `run_002/`, or of files of one kind that do
     not overlap in time.
@@ -85,7 +85,7 @@ def _ended_between(ends: Sequence[int], after: int, before: int) -> bool:
     return at < len(ends) and ends[at] < before
 
 
-TIME_ZONES_S = 14 * 3600.0
+MAX_CLOCK_OFFSET_S = 14 * 3600.0
 """Largest clock difference within one job: a host's kernel logs local time, a container mostly UTC."""
 _MARGIN_BEFORE_S = 300.0
 _MARGIN_AFTER_S = 3600.0
@@ -99,7 +99,7 @@ _HALF_YEAR_S = 183 * 86_400.0
 
 @dataclass(frozen=True, slots=True)
 class TimeSpan:
-    """Seconds since 1970; infinite where no log tells."""
+    """A time span in seconds since 1970; an end that no log shows is infinite."""
 
     first: float = float("-inf")
     last: float = float("inf")
@@ -112,7 +112,10 @@ class TimeSpan:
 
 
 def job_time_span(logs: Sequence[ParsedLog], old: Collection[int], starts: Mapping[int, int]) -> TimeSpan:
-    """From the first to the last line of the last attempt, if all its logs have timestamps at both ends."""
+    """Returns the time from the first to the last line of the last attempt.
+
+    The span is infinite at both ends unless all logs of the attempt have timestamps.
+    """
     logs = [each for each in logs if each.kind == "log" and each.source not in old and each.lines >= _MIN_LINES]
     dated = [each for each in logs if each.kind == "log" and each.source not in old and each.first is not None]
     if not dated or any(each not in dated for each in logs):

@@ -25,7 +25,7 @@ def difference_candidates(history: JobHistory) -> Iterator[Candidate]:
 def _different_operations(history: JobHistory) -> Iterator[Candidate]:
     """Ranks called different collectives under one sequence number; the same operation with other shapes is uneven
     data."""
-    mismatches = [each for each in history.facts("mismatch") if not history.survived(each)]
+    mismatches = [each for each in history.facts("mismatch") if not history.continued_after(each)]
     if not mismatches:
         return
     operations = {each.fields[key] for each in mismatches for key in ("op", "peer_op") if key in each.fields}

@@ -129,7 +129,7 @@ def _first_exception(history: JobHistory) -> Iterator[Candidate]:
 
 def _left_early(waiting: WaitingRanks) -> Iterator[Candidate]:
     """No rank timed out and some lost a peer: a known rank without any report has left."""
-    lost = [each for each in waiting.waits.values() if each.lost]
+    lost = [each for each in waiting.waits.values() if each.peer_lost]
     if not lost or any(is_primary(traceback) for _, _, traceback, _ in waiting.history.tracebacks):
         return
     gone = [each for each in first_failed(waiting.history) if each.rank is not None and each.rank not in waiting.waits]
@@ -188,7 +188,7 @@ def _waits_by_place(waiting: WaitingRanks) -> list[list[CollectiveWait]]:
     for each in waiting.waits.values():
         if framed:
             if each.path:
-                groups[each.operation, each.place].append(each)
+                groups[each.operation, each.innermost_frame].append(each)
         elif each.timed_out and each.operation:
             groups[each.operation, each.numel, each.seq].append(each)
     return sorted(groups.values(), key=len, reverse=True)
@@ -294,7 +294,7 @@ def _activity_of_absent(waiting: WaitingRanks, ranks: Sequence[int]) -> tuple[st
 
 
 def _in_another_call(waiting: WaitingRanks, call: str) -> bool:
-    """Whether it is a collective other than the timed-out ones: a rank that waits there is not slow."""
+    """Whether `call` is a collective other than those that timed out: a rank that waits in another one is not slow."""
     return bool(call) and call not in {each.operation for each in waiting.timed_out}
 
 
@@ -347,7 +347,8 @@ def _last_begun(waiting: WaitingRanks) -> Iterator[Candidate]:
 
 
 def _sole_actor(waiting: WaitingRanks, begun: Sequence[str]) -> tuple[int, ...]:
-    """The rank that began the activity and was not with the majority: named in its lines, or the only one elsewhere."""
+    """Returns the rank that began the activity and did not wait with the majority: its lines name the rank, or only
+    this rank waited elsewhere."""
     groups = _waits_by_place(waiting)
     most = {each.rank for each in groups[0]} if groups and len(groups[0]) > 1 else set(waiting.waits)
     named = {int(rank) for text in begun for rank in _ON_RANK.findall(text)} - most

@@ -99,7 +99,7 @@ def _persistent_nan(history: JobHistory) -> Iterator[Candidate]:
     rows: dict[tuple[int, int | None], list[RuleMatch]] = defaultdict(list)
     for each in history.facts("no_number"):
         rows[each.source, each.origin.rank].append(each)
-    lasting = [each for each in rows.values() if len(each) >= _MIN_ROWS and not history.survived(each[-1])]
+    lasting = [each for each in rows.values() if len(each) >= _MIN_ROWS and not history.continued_after(each[-1])]
     if lasting:
         first = min(lasting, key=lambda each: each[0].line)
         text = "The loss or the gradient norm became NaN and stayed NaN until the last row."
