@@ -148,7 +148,7 @@ def _check_host(report: "CheckReport", request: "CheckRequest") -> None:
     from lockstep.doctor.check.facts.host_system import HostSystem
     from lockstep.doctor.check.host_check import HOST_SECTIONS, gather_host, judge_host
 
-    needs = requirements_of(request.config, request.several)
+    needs = requirements_of(request.config, request.names_other_hosts)
     facts = gather_host(HostSystem(), needs)
     for section, findings in judge_host(facts, needs).items():
         title, parts = HOST_SECTIONS[section]
@@ -184,7 +184,7 @@ def _lint_environment(
     if files:
         environments, installed, job = environments_from_files(files), {}, JobTraits()
     else:
-        needs = requirements_of(request.config, request.several)
+        needs = requirements_of(request.config, request.names_other_hosts)
         environments, installed, job = (
             [current_environment()],
             library_versions(),

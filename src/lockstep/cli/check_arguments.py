@@ -21,12 +21,12 @@ class HostSelection:
 
     hosts: tuple[str, ...] = ()
     address: str | None = None
-    """Address of this host for the others."""
+    """Address under which the other hosts reach this one."""
     ports: tuple[int, ...] = ()
     wait_s: float = PROBE_WAIT_S
-    """Time limit for starting probes by hand."""
+    """How long to wait for the probes that the user starts on the other hosts."""
     cluster: LocalClusterConfig | RayClusterConfig | None = None
-    """Cluster of which the hosts are checked if none are named."""
+    """Cluster whose hosts are checked if `hosts` is empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class CheckRequest:
     selection: HostSelection
 
     @property
-    def several(self) -> bool:
+    def names_other_hosts(self) -> bool:
         """Whether the command line itself names other hosts."""
         return bool(self.selection.hosts) or (
             self.config is None and isinstance(self.selection.cluster, RayClusterConfig)
@@ -123,16 +123,17 @@ def cluster_section(word: str, environ: Mapping[str, str] = os.environ) -> dict[
 
 
 def _cluster_override(word: str, section: Mapping[str, Any], file: Path, overrides: Sequence[str]) -> str:
-    """`--cluster` as an override of a config: its section with another kind and, for `local`, without Ray's fields.
+    """`--cluster` as an override of the config's `cluster` section.
 
+    `kind` is replaced, and for `local` Ray's fields are removed.
     `--cluster ray` keeps the address in the file. Raises ConfigError.
     """
     given = apply_overrides(read_yaml(file), overrides).get("cluster")
-    foreign = (
+    ray_only = (
         RayClusterConfig.model_fields.keys() - LocalClusterConfig.model_fields.keys()
         if section["kind"] == "local"
         else ()
     )
-    own = {key: value for key, value in given.items() if key not in foreign} if isinstance(given, dict) else {}
-    stays = {"address": own["address"]} if word == "ray" and own.get("address") else {}
-    return f"cluster={json.dumps({**own, **section, **stays})}"
+    kept = {key: value for key, value in given.items() if key not in ray_only} if isinstance(given, dict) else {}
+    address = {"address": kept["address"]} if word == "ray" and kept.get("address") else {}
+    return f"cluster={json.dumps({**kept, **section, **address})}"

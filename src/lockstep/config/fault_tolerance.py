@@ -34,7 +34,7 @@ class RecoveryConfig(Section):
 
 
 class WatchConfig(Section):
-    """A supervisor beside the run, which reports which process the others wait for, since when, and in which line."""
+    """A supervisor process: it reports which process the others wait for, since when, and in which line."""
 
     enable: bool = True
     notice_s: float = Field(3.0, gt=0)

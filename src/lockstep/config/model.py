@@ -26,8 +26,8 @@ class AdapterConfig(Section):
     target_modules: Literal["all-linear"] | tuple[str, ...] = Field("all-linear", min_length=1)
     """Names of linear layers, or suffixes (`q_proj`); `all-linear` means all except the output layer."""
     modules_to_save: tuple[str, ...] = ()
-    """Names of modules, or suffixes (`lm_head`, `embed_tokens`, `norm`), that are fully trained beside the adapter and
-    exported with it. Weights that the model ties stay tied."""
+    """Names of modules, or suffixes (`lm_head`, `embed_tokens`, `norm`), that are fully trained in addition to the
+    adapter and exported with it. Weights that the model ties stay tied."""
     use_rslora: bool = False
     """Scale by `lora_alpha / sqrt(r)` (Kalajdzievski 2023)."""
     init_lora_weights: Literal[True, "gaussian"] = True
@@ -65,7 +65,7 @@ class ModelConfig(Section):
     adapter: AdapterConfig | None = None
     """Train a LoRA or DoRA adapter; all weights are trained when absent."""
     quantization: QuantizationConfig | None = None
-    """Quantization of the frozen weights beside an adapter."""
+    """Quantization of the frozen weights under an adapter."""
     max_length: int | None = Field(None, gt=0)
     """Longest sequence (prompt and completion); the model's own limit when absent."""
 

@@ -43,7 +43,8 @@ class GRPOConfig(RunConfig):
     recipe: Literal["grpo"]
     prompts_per_step: int = Field(32, gt=0)
     group_size: int = Field(8, gt=0)
-    """Completions per prompt; 1 only with the advantage `reinforce_plus_plus`, which compares with the whole step."""
+    """Completions per prompt; 1 only with the advantage `reinforce_plus_plus`, whose baseline is the mean reward of the
+    whole step."""
     epochs: int = Field(1, gt=0)
     """Passes over a step's rollouts."""
     minibatch_size: int | None = Field(None, gt=0)
@@ -73,19 +74,20 @@ class GRPOConfig(RunConfig):
             )
         if self.model.max_length is not None and self.model.max_length < longest:
             raise ValueError(
-                f"model.max_length {self.model.max_length} leaves no room for a prompt beside "
+                f"model.max_length {self.model.max_length} leaves no room for a prompt in addition to "
                 f"rollout.sampling.max_tokens {longest - 1}"
             )
         if self.group_size == 1 and self.advantage.kind != "reinforce_plus_plus":
             raise ValueError(
-                f"group_size 1 leaves nothing to compare with for the advantage {self.advantage.kind}: set it to 2 or "
-                "more, or advantage.kind=reinforce_plus_plus"
+                f"group_size 1 with advantage {self.advantage.kind}, which compares the completions of a group: set "
+                "group_size to 2 or more, or advantage.kind=reinforce_plus_plus"
             )
         if self.group_size == 1 and self.filter_groups.enable:
             raise ValueError(
-                "filter_groups.enable with group_size 1: a group of one never has signal; set it to 2 or more"
+                "filter_groups.enable with group_size 1: the rewards in a group of one never differ, so that every "
+                "group would be filtered out. Set group_size to 2 or more"
             )
-        _check_ratio(self.rollout.sampling, self.loss)
+        _check_sampling(self.rollout.sampling, self.loss)
         _check_conversations(self)
         _check_staleness(self.rollout.max_staleness, self.loss)
         if self.rollout.max_staleness and self.trainer.offload.anything:
@@ -98,20 +100,22 @@ class GRPOConfig(RunConfig):
         return self
 
 
-def _check_ratio(sampling: SamplingConfig, loss: PolicyLoss) -> None:
-    """Checks that the configured ratio is right for the engine's samples."""
+def _check_sampling(sampling: SamplingConfig, loss: PolicyLoss) -> None:
+    """Checks that the sampling settings suit training and the importance ratio."""
     if sampling.temperature == 0:
         raise ValueError(
             "with rollout.sampling.temperature 0 all completions of a group are the same, and training needs their "
             "differences: set it above 0 (evaluation.sampling may be greedy)"
         )
-    cuts = {name: getattr(sampling, name) for name in ("top_p", "top_k", "min_p")}
-    cuts = {name: value for name, value in cuts.items() if value != SamplingConfig.model_fields[name].default}
-    if cuts and loss.old_logprobs == "engine":
-        named = " and ".join(f"rollout.sampling.{name} {value}" for name, value in cuts.items())
+    chosen = {name: getattr(sampling, name) for name in ("top_p", "top_k", "min_p")}
+    defaults = SamplingConfig.model_fields
+    truncations = {name: value for name, value in chosen.items() if value != defaults[name].default}
+    if truncations and loss.old_logprobs == "engine":
+        named = " and ".join(f"rollout.sampling.{name} {value}" for name, value in truncations.items())
         raise ValueError(
-            f"with {named} the engine's log-probabilities cover the remaining tokens only, and the trainer's all "
-            "tokens: ratios would start below 1, and whole updates be clipped. Set loss.old_logprobs=trainer"
+            f"with {named} the engine's log-probabilities are normalised over the tokens that sampling keeps, "
+            "the trainer's over all tokens: ratios would start below 1, and whole updates would be clipped. "
+            "Set loss.old_logprobs=trainer"
         )
 
 
@@ -135,8 +139,8 @@ def _check_staleness(max_staleness: int, loss: PolicyLoss) -> None:
     if max_staleness and loss.old_logprobs == "trainer" and loss.importance.kind == "off":
         raise ValueError(
             f"rollout.max_staleness {max_staleness} with loss.old_logprobs trainer treats tokens of older weights as "
-            "tokens of the newest: set loss.old_logprobs=engine (the ratio corrects), or "
-            "loss.importance.kind=truncate or mask"
+            "tokens of the newest: set loss.old_logprobs=engine (the importance ratio then corrects "
+            "for the older weights), or loss.importance.kind=truncate or mask"
         )
 
 

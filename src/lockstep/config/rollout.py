@@ -78,7 +78,7 @@ def _check_pattern(pattern: str, tools: int) -> None:
 
 class SamplingConfig(Section):
     """Sampling parameters, named as in vLLM and transformers. GRPO with `top_p`, `top_k` or `min_p` needs
-    `loss.old_logprobs: trainer`: the engine's log-probabilities cover the remaining tokens only."""
+    `loss.old_logprobs: trainer`: the engine's log-probabilities are normalised over the tokens that sampling keeps."""
 
     temperature: float = Field(1.0, ge=0)
     """0 is greedy."""

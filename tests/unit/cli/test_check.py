@@ -127,8 +127,8 @@ def test_the_command_line_overrides_the_cluster_of_a_config(tmp_path: Path, monk
     monkeypatch.setenv("RAY_ADDRESS", "given:6379")
     assert cluster("ray", "cluster.device=cpu") == RayClusterConfig(device="cpu")
     alone = read_arguments(None, (), None, "ray", None, None, None)
-    assert alone.several and alone.selection.cluster == RayClusterConfig()
-    assert not read_arguments(None, (), None, "local", None, None, None).several
+    assert alone.names_other_hosts and alone.selection.cluster == RayClusterConfig()
+    assert not read_arguments(None, (), None, "local", None, None, None).names_other_hosts
 
 
 @pytest.mark.parametrize(

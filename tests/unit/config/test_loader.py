@@ -111,7 +111,7 @@ def test_an_empty_name_or_a_missing_field_is_named() -> None:
         ({"loss": {"importance": {"kind": "mask", "floor": 3}, "old_logprobs": "trainer"}}, ["less than cap 2"]),
         (
             {"rollout": {"max_staleness": 1}, "loss": {"old_logprobs": "trainer"}},
-            ["old_logprobs=engine (the ratio"],
+            ["old_logprobs=engine (the importance ratio"],
         ),
         (
             {"group_size": 1, "advantage": {"kind": "reinforce_plus_plus"}, "filter_groups": {"enable": True}},

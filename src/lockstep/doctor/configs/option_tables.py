@@ -97,7 +97,7 @@ def _version_key(version: str) -> tuple[int, ...]:
 
 @cache
 def read_option_data(name: str) -> Any:
-    """Reads one of the data files beside this module."""
+    """Reads one of the data files next to this module."""
     text = resources.files("lockstep.doctor.configs").joinpath("options", f"{name}.yaml").read_text(encoding="utf-8")
     return yaml.load(text, _Loader)
 

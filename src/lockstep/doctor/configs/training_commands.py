@@ -142,7 +142,7 @@ class TrainingCommand:
     program: str
     """Module, subcommand or file."""
     words: tuple[ShellWord, ...]
-    """Its arguments."""
+    """The program's arguments."""
     place: ConfigLocation
     launcher: LaunchCommand = field(default_factory=LaunchCommand)
     shell: dict[str, ShellWord] = field(default_factory=dict)

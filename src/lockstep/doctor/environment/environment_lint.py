@@ -45,7 +45,7 @@ class ProcessEnvironment:
 
 @dataclass(frozen=True, slots=True)
 class JobTraits:
-    """What is known of the job with these environments."""
+    """What is known about the job that runs with these environments."""
 
     several: bool | None = None
     """Whether it has several hosts; None if not known."""

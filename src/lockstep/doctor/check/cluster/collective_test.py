@@ -33,7 +33,7 @@ class PlannedCommunicator:
     """Its purpose, in a few words."""
 
     def json(self, ranks: Sequence[str]) -> dict[str, Any]:
-        """For the ranks of the self-test: members as ranks."""
+        """Converts the group to the form that the self-test's ranks read: its members as rank numbers."""
         return {**asdict(self), "members": [ranks.index(each) for each in self.members]}
 
 

@@ -156,7 +156,7 @@ _ORDER_ERRORS = OSError, ValueError, LookupError, TypeError, ArithmeticError, As
 
 
 def _show_nothing(text: str) -> None:
-    """For a probe that is started by a program."""
+    """Drops the text: the default where a program, not a person, has started the probe."""
 
 
 class ProbeNotJoined(ConnectionError):

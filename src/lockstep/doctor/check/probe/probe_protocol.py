@@ -72,9 +72,9 @@ class ProbeInfo:
     """Name of the host according to the launcher or the person who started the probe."""
     hostname: ShortText
     address: NumericAddress
-    """Its address in the connection with the head, or a given one: by this address others reach it."""
+    """Address under which other hosts reach this one: that of its connection with the head, or a given one."""
     came_from: ShortText = ""
-    """Its address in the same connection as seen by the head; different if an address is translated on the way."""
+    """This host's address as the head sees it; it differs if addresses are translated on the way."""
     dialled: ShortText = ""
     """The head's address as given to the probe."""
     interfaces: tuple[HostInterface, ...] = ()

@@ -27,7 +27,7 @@ class ProcessMemory:
 
     device: Literal["cpu", "cuda"]
     bytes: int
-    """Of one GPU, or of the host; 0 if not known."""
+    """Memory of one GPU, or of the host; 0 if not known."""
     name: str = ""
     """Name of the GPU."""
 

@@ -40,7 +40,7 @@ _TYPES = (
 
 
 def judge_accelerate(advice: ConfigFindings, document: ConfigDocument) -> ConfigSettings:
-    """Judges the file and returns its settings."""
+    """Checks the file, adds findings to `advice`, and returns the settings in the file."""
     settings, options = load_deepspeed(document), option_table("accelerate", "config")
     top = [each for each in settings if "." not in each.name]
     within = [each for each in settings if "." in each.name]
@@ -55,9 +55,9 @@ def judge_accelerate(advice: ConfigFindings, document: ConfigDocument) -> Config
         version,
         option_tables.OptionSyntax("", "The launcher ignores it: the setting has no effect.", fatal=False),
     )
-    _processes(advice, settings, document)
-    _deepspeed(advice, settings)
-    _fsdp(advice, settings)
+    _check_processes(advice, settings, document)
+    _check_deepspeed(advice, settings)
+    _check_fsdp(advice, settings)
     return settings
 
 
@@ -90,7 +90,7 @@ def accelerate_zero_stage(settings: ConfigSettings) -> int | None:
     return 0 if kind in ("MULTI_GPU", "NO") else None
 
 
-def _processes(advice: ConfigFindings, settings: ConfigSettings, document: ConfigDocument) -> None:
+def _check_processes(advice: ConfigFindings, settings: ConfigSettings, document: ConfigDocument) -> None:
     kind = settings.text("distributed_type")
     if "distributed_type" not in settings:
         advice.error(
@@ -129,7 +129,7 @@ def _processes(advice: ConfigFindings, settings: ConfigSettings, document: Confi
             LAUNCH_SOURCE,
             settings.place("distributed_type"),
         )
-    _machines(advice, settings, machines)
+    _check_machines(advice, settings, machines)
     if settings.text("gpu_ids") not in (None, "all") and processes:
         ids = str(settings.get("gpu_ids")).count(",") + 1
         if ids * machines != processes:
@@ -143,8 +143,8 @@ def _processes(advice: ConfigFindings, settings: ConfigSettings, document: Confi
             )
 
 
-def _machines(advice: ConfigFindings, settings: ConfigSettings, machines: int) -> None:
-    """Judges the address of the first machine."""
+def _check_machines(advice: ConfigFindings, settings: ConfigSettings, machines: int) -> None:
+    """Checks the address of the first machine."""
     if machines > 1:
         address = settings.text("main_process_ip")
         if not address:
@@ -160,18 +160,20 @@ def _machines(advice: ConfigFindings, settings: ConfigSettings, machines: int) -
             advice.error(
                 "accelerate-address",
                 f"main_process_ip {address} with {machines} machines",
-                "On each machine it means that machine itself: they wait for each other.",
-                "the first machine's address",
+                "Each machine takes it for its own address, so each waits for the others.",
+                "main_process_ip: the first machine's address",
                 LAUNCH_SOURCE,
                 settings.place("main_process_ip"),
             )
         if settings.whole("main_process_port") is None:
             advice.note(
-                "accelerate-address", "main_process_port is not set: 29500", at=settings.place("main_process_ip")
+                "accelerate-address",
+                "main_process_port is not set: the default 29500 is used",
+                at=settings.place("main_process_ip"),
             )
 
 
-def _deepspeed(advice: ConfigFindings, settings: ConfigSettings) -> None:
+def _check_deepspeed(advice: ConfigFindings, settings: ConfigSettings) -> None:
     given = [each.name for each in settings if each.name.startswith(f"{DEEPSPEED_SECTION}.")]
     if given and settings.text("distributed_type") not in ("DEEPSPEED", None):
         advice.warn(
@@ -188,7 +190,7 @@ def _deepspeed(advice: ConfigFindings, settings: ConfigSettings) -> None:
             advice.error(
                 "accelerate-deepspeed-file",
                 f"{', '.join(both)} together with deepspeed_config_file",
-                "accelerate refuses it: they belong in the DeepSpeed file.",
+                "accelerate refuses them: they belong in the DeepSpeed file.",
                 f"remove {', '.join(both)}",
                 PLUGIN_SOURCE,
                 settings.place(f"{DEEPSPEED_SECTION}.{both[0]}"),
@@ -203,10 +205,10 @@ def _deepspeed(advice: ConfigFindings, settings: ConfigSettings) -> None:
                 settings.place("mixed_precision"),
             )
         return
-    _zero(advice, settings)
+    _check_zero(advice, settings)
 
 
-def _zero(advice: ConfigFindings, settings: ConfigSettings) -> None:
+def _check_zero(advice: ConfigFindings, settings: ConfigSettings) -> None:
     zero = settings.whole(f"{DEEPSPEED_SECTION}.zero_stage")
     if zero is not None and zero != 3:
         for name in ("zero3_init_flag", "zero3_save_16bit_model"):
@@ -239,7 +241,7 @@ def _zero(advice: ConfigFindings, settings: ConfigSettings) -> None:
         )
 
 
-def _fsdp(advice: ConfigFindings, settings: ConfigSettings) -> None:
+def _check_fsdp(advice: ConfigFindings, settings: ConfigSettings) -> None:
     given = [each.name for each in settings if each.name.startswith("fsdp_config.")]
     if given and settings.text("distributed_type") not in ("FSDP", None):
         advice.warn(
