@@ -9,8 +9,8 @@ from lockstep.rewards import verifiers
 
 
 def checked_exact_match(completion: str, answer: object) -> float:
-    """1 if the stripped completion equals the stripped answer: the evaluation's accuracy. Raises ValueError without an
-    answer."""
+    """1 if the stripped completion equals the stripped answer, else 0. Evaluation uses it as accuracy. Raises
+    ValueError without an answer."""
     if answer is None:
         raise ValueError("exact match needs an answer, and the row has none; set data.answer_column")
     return verifiers.exact_match(completion, answer)
@@ -31,7 +31,7 @@ def groups_without_signal(rollouts: Rollouts) -> float:
 
 def reward_metrics(rollouts: Rollouts) -> dict[str, float]:
     """`reward/mean`, `/std` (population), `/min`, `/max` over all completions, `rollout/groups_without_signal`, and
-    the breakdown. Raises ValueError if a group has no rewards yet."""
+    the metrics of each reward term. Raises ValueError if a group has no rewards yet."""
     every = np.concatenate([_scored_rewards(group.rewards) for group in rollouts.groups]).astype(np.float64)
     return {
         "reward/mean": float(every.mean()),
@@ -44,20 +44,21 @@ def reward_metrics(rollouts: Rollouts) -> dict[str, float]:
 
 
 def breakdown_metrics(groups: Sequence[Group], prefix: str) -> dict[str, float]:
-    """`PREFIX TERM/mean` and `/std` (population) of every term before its weight, over the completions to which it
-    applies; for an extra number (`TERM/KEY` of the breakdown) the mean as `PREFIX TERM/KEY`. Terms that apply to no
-    completion are left out."""
-    found: dict[str, float] = {}
-    own: dict[str, float] = {}
+    """Returns the metrics `{prefix}{term}/mean` and `{prefix}{term}/std` (population) of each term's unweighted reward,
+    over the completions to which the term applies. For extra values that a reward function returns (breakdown keys
+    `TERM/KEY`), returns only the mean, as `{prefix}{term}/{key}`. Terms that apply to no completion have no metrics."""
+    extra_means: dict[str, float] = {}
+    term_statistics: dict[str, float] = {}
     for name in dict.fromkeys(name for group in groups for name in group.breakdown):
         parts = [group.breakdown[name] for group in groups if name in group.breakdown]
         values = np.concatenate(parts).astype(np.float64)
         values = values[~np.isnan(values)]
         if values.size and "/" in name:
-            found[f"{prefix}{name}"] = float(values.mean())
+            extra_means[f"{prefix}{name}"] = float(values.mean())
         elif values.size:
-            own |= {f"{prefix}{name}/mean": float(values.mean()), f"{prefix}{name}/std": float(values.std())}
-    return found | own
+            term_statistics[f"{prefix}{name}/mean"] = float(values.mean())
+            term_statistics[f"{prefix}{name}/std"] = float(values.std())
+    return extra_means | term_statistics
 
 
 def _scored_rewards(rewards: np.ndarray | None) -> np.ndarray:

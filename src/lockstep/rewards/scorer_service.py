@@ -1,7 +1,8 @@
 """A scorer process: runs verifiers and users' functions, isolated from the rest of the run.
 
-Calls run in the process's main thread, so that functions may use signals (math-verify's limits do). What users
-print goes to the worker's log. Imports no torch: such a process is small, and quick to replace.
+Calls run in the process's main thread, so that functions may use signals (math-verify's limits do). Output of
+users' functions goes to the worker's log. The module does not import torch, so that a scorer process is small and
+quick to replace.
 """
 
 import logging
@@ -37,7 +38,8 @@ class ScorerService:
         timeout_s: float,
         share: tuple[int, int] = (0, 1),
     ) -> None:
-        """`share`: index of this scorer and number of scorers, which divide a term's concurrent requests among them."""
+        """`base` is the folder of the config, from which relative paths start. `share` holds the index of this scorer
+        and the number of scorers, which divide a term's concurrent requests among them."""
         adapter: TypeAdapter[tuple[config.RewardTerm, ...]] = TypeAdapter(tuple[config.RewardTerm, ...])
         self._configs = adapter.validate_python(terms)
         self._base, self._memory_mb, self._timeout_s = Path(base), memory_mb, timeout_s
@@ -74,26 +76,26 @@ class ScorerService:
         """Nothing to reset: a scorer has no state but its terms, which stay loaded."""
 
     def score(self, term: int, batch: ScoringBatch) -> TermScores:
-        """One term over one batch; progress moves with every sample the term finishes."""
-        here, chosen = current_beacon(), self._terms[term]
-        here.stage(f"scoring {chosen.name}")
+        """Scores a batch with one term, and reports progress after each sample."""
+        beacon, scored_term = current_beacon(), self._terms[term]
+        beacon.stage(f"scoring {scored_term.name}")
 
-        watchdog = Watchdog(0.8 * max(self._timeout_s, chosen.limit_s))
+        watchdog = Watchdog(0.8 * max(self._timeout_s, scored_term.limit_s))
 
         def advance(samples: int) -> None:
-            here.add("samples scored", samples)
+            beacon.add("samples scored", samples)
             watchdog.pat()
 
         watchdog.start()
         try:
-            return chosen.score(batch, advance)
+            return scored_term.score(batch, advance)
         except BadReward as error:
             return TermScores(
                 failure=TermFailure(error.problem, error.position, error.returned, error.traceback, error.count)
             )
         finally:
             watchdog.stop()
-            here.stage("ready")
+            beacon.stage("ready")
 
     def _requests(self, term: config.RewardTerm) -> int:
         """How many concurrent requests this scorer may send for a term."""

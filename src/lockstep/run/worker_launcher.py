@@ -8,10 +8,10 @@ from lockstep.cluster.protocol import Cluster, NodeInfo, Worker, WorkerSpec, suc
 from lockstep.run.planning.prepare import PreparedRun
 from lockstep.run.planning.run_plan import PlannedProcess
 from lockstep.run.run_id import read_run_id
+from lockstep.weights.relay.relay_api import RELAY_SERVICE
 
 POLICY_SERVICE = "lockstep.run.policy_service:PolicyService"
 ENGINE_SERVICE = "lockstep.rollout.engine_service:EngineService"
-RELAY_SERVICE = "lockstep.weights.relay.weight_relay:WeightRelay"
 WEIGHT_READERS = {
     "sampled": "lockstep.weights.shared_memory_transport:StoreReader",
     "complete": "lockstep.weights.shared_memory_transport:complete_store_reader",

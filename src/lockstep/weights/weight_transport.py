@@ -1,6 +1,6 @@
-"""What brings published weights to the engines: the protocol of transports, and the choice of one for a run.
+"""The protocol of weight transports, which bring published weights to the engines, and the choice of one for a run.
 
-The choice is a pure function of where the run's processes and devices are, and gives its reason in words.
+The choice depends only on the config and on where the run's processes and devices are, and states its reason.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -11,14 +11,14 @@ from lockstep.cluster.protocol import Worker
 from lockstep.weights.errors import BufferHeld
 
 HostTransport = Literal["shared", "gloo", "files"]
-"""Through host memory."""
+"""Transports through host memory."""
 DeviceTransport = Literal["nccl", "cuda_ipc"]
-"""From device to device."""
+"""Transports from device to device."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostTransportChoice:
-    """What carries weights through host memory, and why."""
+    """The selected transport through host memory, and why."""
 
     transport: HostTransport
     reason: str
@@ -26,7 +26,7 @@ class HostTransportChoice:
 
 @dataclass(frozen=True, slots=True)
 class DeviceTransportChoice:
-    """What carries weights from device to device (None: nothing does), and why."""
+    """The selected transport from device to device (None if there is none), and why."""
 
     way: DeviceTransport | None
     reason: str
@@ -38,7 +38,7 @@ class DevicePlacement:
 
     cuda: bool
     shared: Literal["none", "some", "all"]
-    """How many of the engines' GPUs trainer ranks use, too."""
+    """How many of the engines' GPUs are also used by trainer ranks."""
     crowded: bool = False
     """Whether two engines share a GPU."""
     slower: str = ""
@@ -148,22 +148,22 @@ class WeightTransport(Protocol):
     """Brings weights from the trainer's ranks to the nodes of all engines."""
 
     def store_folder(self, worker: Worker, version: int) -> str | None:
-        """The folder of the store on the worker's node; None if that store lacks the version. Thread-safe."""
+        """Returns the folder of the store on the worker's node, None if that store lacks the version. Thread-safe."""
 
     def fetch(self, worker: Worker, version: int) -> None:
         """Brings the version to the worker's node, which was left behind or is new. Thread-safe; may take as long as
         bytes keep moving. Raises Stalled, WorkerDied, RemoteError."""
 
     def progress(self) -> object:
-        """A value that changes while any transfer makes progress."""
+        """Returns a value that changes while any transfer makes progress."""
 
     def prepare_stores(self, ranks: Sequence[Worker]) -> list[str]:
         """Prepares a store for each of these trainer ranks; returns its folder, by rank. Idempotent."""
 
     def publish(self, version: int, write: WriteVersion) -> None:
         """Writes a version by `write` and brings it to every node with engines. No other transfer to the ranks' nodes
-        runs until it is committed. A node that fails or makes no progress is left behind: `store_folder` is then None for its
-        engines.
+        runs until it is committed. A node that fails or makes no progress is left behind: `store_folder` then returns
+        None for its engines.
 
         Raises:
             BufferHeld: a reader holds the memory that the version needs; nothing was written.
@@ -171,11 +171,11 @@ class WeightTransport(Protocol):
         """
 
     def blocking_readers(self) -> list[BufferHeld]:
-        """Readers that keep a node without trainer ranks from getting a version. Called before a publish, which leaves
-        their engines out."""
+        """Returns the readers that keep a node without trainer ranks from getting a version. Called before a publish,
+        so that the engines that block it can be killed."""
 
     def holds_buffer(self, engine: Worker, held: BufferHeld) -> bool:
-        """Whether this engine is the reader that holds the buffer."""
+        """Returns whether this engine is the reader that holds the buffer."""
 
     def delete_former_stores(self) -> None:
-        """All engines have the latest version: older stores may be deleted."""
+        """Deletes stores that were replaced. Call it when all engines have the latest version."""
