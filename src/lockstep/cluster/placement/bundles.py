@@ -122,9 +122,9 @@ def _colocated_bundles(
     width = max(engines[0].gpus // max(ranks[0].gpus, 1), 1)
     if len(engines) * width > len(ranks):
         raise PlacementError(
-            f"placement.colocate shares the GPUs of {len(ranks)} policy ranks, and {len(engines)} engines of {width} "
-            f"need {len(engines) * width}: set rollout.engine.count={max(len(ranks) // width, 1)} or fewer, or "
-            f"trainer.ranks={len(engines) * width}"
+            f"placement.colocate shares the GPUs of {len(ranks)} policy ranks, and {len(engines)} engines with {width} "
+            f"GPUs each need {len(engines) * width}: set rollout.engine.count={max(len(ranks) // width, 1)} or fewer, "
+            f"or trainer.ranks={len(engines) * width}"
         )
     each = processes_per_node("policy", _merge_role_placements(placement), len(ranks), 1)
     if each is not None and each % width:
@@ -180,12 +180,13 @@ def processes_per_node(role: str, role_placement: RolePlacement, count: int, wid
         of_each = f", {width} for each" if width > 1 else ""
         raise PlacementError(
             f"{name}.nodes {nodes} x {name}.gpus_per_node {gpus} are {nodes * gpus} GPUs, and {field} {count} needs "
-            f"{count * width}{of_each}: set {field}={nodes * gpus // width}, or leave one of the other two out"
+            f"{count * width}{of_each}: set {field}={nodes * gpus // width}, or omit "
+            f"{name}.nodes or {name}.gpus_per_node"
         )
     if gpus is not None:
         if count % (gpus // width):
             raise PlacementError(
-                f"{field} {count} does not fill nodes of {name}.gpus_per_node {gpus}: set it to a multiple of "
+                f"{field} {count} does not fill nodes with {name}.gpus_per_node {gpus}: set {field} to a multiple of "
                 f"{gpus // width}"
             )
         return gpus // width

@@ -149,10 +149,10 @@ class RemoteWorker:
         if state is not None and state.pid != self.pid:
             state = None
         stage, wait = self._stage_and_wait(state)
-        place = f"is in stage {stage}" if stage else "names no stage"
+        place = f"is in stage {stage}" if stage else "reports no stage"
         waits_for = f", waits for {wait}" if wait else ""
         silent_s = 0.0 if state is None or not state.beat_ns else (time.monotonic_ns() - state.beat_ns) / 1e9
-        frozen = f", frozen: no thread of it ran for {silent_s:.0f} s" if silent_s > OVERDUE_CHECK_S else ""
+        frozen = f", frozen: none of its threads has run for {silent_s:.0f} s" if silent_s > OVERDUE_CHECK_S else ""
         lost = "" if self._connection is not None else ", and its connection is down"
         return place + waits_for + frozen + lost
 
@@ -173,7 +173,7 @@ class RemoteWorker:
                 self._settle_call(number, None, payload)
             case ResumeMessage(received=received, pid=pid):
                 if self.pid not in (0, pid):
-                    raise ValueError(f"process {pid} is not {self.name}, which is {self.pid}")
+                    raise ValueError(f"process {pid} connected as {self.name}, whose pid is {self.pid}")
                 self._resume(connection, received)
             case FailureMessage(id=number):
                 error = RemoteError(
