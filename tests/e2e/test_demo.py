@@ -68,7 +68,7 @@ def test_the_demo_learns_while_a_rank_is_frozen_and_its_engine_killed(tmp_path: 
     assert ">1<" in timeline and ">2<" in timeline and "var(--warn)" in timeline
     # What the README shows is what is printed, up to numbers and places.
     lines = said.splitlines()
-    shown = re.findall(r"^    ((?:--|confirmed:|over:|engine-0|policy-1) .*)$", readme_section(), re.MULTILINE)
+    shown = re.findall(r"^    ((?:--|confirmed:|recovered:|engine-0|policy-1) .*)$", readme_section(), re.MULTILINE)
     assert len(shown) == 11
     for each in shown:
         assert any(line.startswith(" ".join(each.split()[:2])) for line in lines), each
