@@ -77,7 +77,7 @@ class FakeConnection:
         self._question: tuple[int, int, float] | None = None
         """Number, acknowledgement and patience of the call for completions."""
         self._lock = threading.RLock()
-        self.worker.hear(self, ResumeMessage(0, 1), memoryview(b""))  # type: ignore[arg-type]
+        self.worker.handle_message(self, ResumeMessage(0, 1), memoryview(b""))  # type: ignore[arg-type]
 
     def queue(self, *parts: Any) -> None:
         began = time.thread_time_ns()
@@ -124,7 +124,7 @@ class FakeConnection:
         frame = bytearray(b"".join(pack_message(ResultMessage(number), signature_of(method).encode_result(value))))
         began = time.thread_time_ns()
         message, body = unpack_to_controller(frame)
-        self.worker.hear(self, message, body)  # type: ignore[arg-type]
+        self.worker.handle_message(self, message, body)  # type: ignore[arg-type]
         self.account.ours(began)
 
 

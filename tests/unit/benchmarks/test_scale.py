@@ -63,7 +63,7 @@ def test_what_all_ranks_get_is_encoded_once_and_equal_answers_are_decoded_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     of = world(tmp_path, 2, 64)
-    counted = {"encode": 0, "decode": 0}
+    counted = {"encode_payload": 0, "decode_payload": 0}
 
     def counting(name: str) -> None:
         function = getattr(codec, name)
@@ -74,11 +74,11 @@ def test_what_all_ranks_get_is_encoded_once_and_equal_answers_are_decoded_once(
 
         monkeypatch.setattr(codec, name, wrapped)
 
-    counting("encode")
-    counting("decode")
+    counting("encode_payload")
+    counting("decode_payload")
     of.policy.write_weights(7)
     # The 64 stand-ins decode their arguments and encode their answers with the same functions.
-    assert counted == {"encode": 1 + 64, "decode": 64 + 1}
+    assert counted == {"encode_payload": 1 + 64, "decode_payload": 64 + 1}
     assert of.calls()["write_weights"] == 64
     of.close()
 
