@@ -1,7 +1,8 @@
-"""The trainer as the controller sees it: typed remote calls without tensors of the model.
+"""The remote calls that the controller makes to the trainer's ranks. They carry no tensors of the model.
 
-The service behind it is `lockstep.train.trainer_service:TrainerService`, one per rank. Every call but `saved` goes to
-all ranks in the same order, because the ranks enter collectives inside.
+`lockstep.train.trainer_service.TrainerService` implements them, one per rank; `lockstep.run.policy_service` adds the
+calls about weights and is the service that the controller starts. Every call but `saved` goes to all ranks in the same
+order, because the ranks enter collectives in it.
 """
 
 from abc import ABC, abstractmethod
@@ -14,41 +15,38 @@ from lockstep.data.micro_batch import EncodedMicroBatches
 from lockstep.data.packing import PackingMode
 from lockstep.train.trainer_protocol import EvaluateOutput, ParameterInfo, StepStats
 
-TRAINER_SERVICE = "lockstep.train.trainer_service:TrainerService"
-"""The value of `WorkerSpec.service`."""
-
-TRAINER_PRELOAD = ("torch", "transformers", "lockstep.train.trainer_service")
-"""Modules that the fork server imports before it forks trainer ranks."""
-
 
 @dataclass(slots=True)
 class TrainerInfo:
-    """A rank after its setup."""
+    """What a rank reports after its setup."""
 
     rank: int
     world: int
     device: str
     compute_dtype: str
-    """Precision of forward and backward, e.g. `bfloat16`; the engine serves this one."""
+    """Precision of forward and backward, e.g. `bfloat16`; the engines use the same."""
     parameters: list[ParameterInfo]
     packing: PackingMode
     packing_reason: str
     context_length: int
     reference: bool
-    """Whether there is a reference: a model of its own, or the policy without its adapter."""
+    """Whether there is a reference: a separate model, or the policy without its adapter."""
     optimizer_step: int
-    """Optimizer steps behind the weights: 0, or a loaded checkpoint's."""
+    """Optimizer steps taken so far: 0, or those of the loaded checkpoint."""
     slower: str = ""
-    """Why the collectives run on gloo although NCCL was expected, and what they cost; else empty."""
+    """Why the collectives run on gloo although NCCL was expected, and what they cost; empty if they run as expected."""
 
 
 class TrainerAPI(ABC):
-    """Signatures of one rank's calls."""
+    """The calls to one rank."""
 
     @abstractmethod
     def setup(self, names: list[str] | None = None) -> TrainerInfo:
-        """Joins the communicator and loads the model. `names` of all ranks with their nodes identify ranks that do not
-        come. Raises ValueErrors such as ModelError for what cannot be loaded."""
+        """Joins the communicator and loads the model. Raises a ValueError, such as ModelError, if it cannot be loaded.
+
+        Args:
+            names: the name and node of every rank, for the error about ranks that do not join.
+        """
 
     @abstractmethod
     def info(self) -> TrainerInfo:
@@ -56,40 +54,46 @@ class TrainerAPI(ABC):
 
     @abstractmethod
     def evaluate(self, microbatches: EncodedMicroBatches, outputs: list[EvaluateOutput]) -> list[dict[str, np.ndarray]]:
-        """Per micro-batch the requested values, float32 `[targets]`, without gradients."""
+        """Returns the requested values of each micro-batch, float32 `[targets]`, computed without gradients."""
 
     @abstractmethod
     def step(self, microbatches: EncodedMicroBatches, loss: dict[str, Any]) -> StepStats:
-        """One optimizer step; `loss` is the config's, as `model_dump(mode="json")`. Raises NonFinite before weights
-        are touched."""
+        """Takes one optimizer step. Raises NonFinite if the loss or a gradient is not finite; then no weight changed.
+
+        Args:
+            loss: the loss of the run's config, as `model_dump(mode="json")` returns it.
+        """
 
     @abstractmethod
     def save(self, folder: str) -> None:
-        """Begins a checkpoint that appears under `folder` when it is complete; returns once the weights are copied,
-        so that training can continue. Waits first for an earlier save to end. Raises CheckpointError."""
+        """Begins to write a checkpoint, which appears as `folder` when it is complete.
+
+        Waits for an earlier save to end, then returns as soon as the weights are copied, so that training can
+        continue. Raises CheckpointError if the earlier save failed.
+        """
 
     @abstractmethod
     def saved(self) -> bool:
-        """Whether the last save is complete, durable and visible, with the parts of all ranks; raises CheckpointError
-        if it failed on any."""
+        """Whether the last save is complete, durable and visible, with the parts of all ranks. Raises CheckpointError
+        if it failed on a rank."""
 
     @abstractmethod
     def load(self, folder: str) -> int:
-        """Loads a complete checkpoint of any number of ranks; returns the optimizer step behind it. Raises
-        CheckpointError for an incomplete one or one of another model."""
+        """Loads a complete checkpoint, written by any number of ranks, and returns its optimizer step. Raises
+        CheckpointError if it is incomplete or of another model."""
 
     @abstractmethod
     def save_to_memory(self, folder: str, version: int) -> None:
-        """Copies what a checkpoint holds into shared memory in `folder`. Raises SharedMemoryFull."""
+        """Copies the content of a checkpoint into shared memory in `folder`. Raises SharedMemoryFull."""
 
     @abstractmethod
     def load_from_memory(self, folder: str, version: int) -> int:
-        """Loads a memory checkpoint of as many ranks; returns the optimizer step behind it. Raises
+        """Loads a memory checkpoint, written by the same number of ranks, and returns its optimizer step. Raises
         MemoryCheckpointMissing."""
 
     @abstractmethod
     def export(self, folder: str) -> None:
-        """Writes a folder that `AutoModelForCausalLM.from_pretrained` loads, an adapter merged."""
+        """Writes a folder that `AutoModelForCausalLM.from_pretrained` loads. An adapter is merged into the weights."""
 
     @abstractmethod
     def export_adapter(self, folder: str) -> None:
@@ -101,7 +105,7 @@ class TrainerAPI(ABC):
 
     @abstractmethod
     def onload(self) -> None:
-        """Moves them back to the device."""
+        """Moves parameters and optimizer state back to the device."""
 
     @abstractmethod
     def close(self) -> None:
