@@ -34,7 +34,7 @@ class TokenizerError(ValueError):
 
 
 class TemplateRenderer:
-    """Renders samples of one data set for one tokenizer.
+    """Renders samples of one dataset for one tokenizer.
 
     Args:
         tools: schemas of the functions that a model may call, for samples that bring none of their own.

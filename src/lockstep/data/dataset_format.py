@@ -1,4 +1,4 @@
-"""What the columns of a data set mean: prompt, completion, answer, and everything else."""
+"""What the columns of a dataset mean: prompt, completion, answer, and everything else."""
 
 import json
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from lockstep.config.data import DatasetConfig
-from lockstep.data.dataset_rows import BadRow, DataError, DatasetRow, DatasetRows, nearest_name
+from lockstep.data.dataset_rows import BadRow, DataError, DatasetRow, DatasetRows, name_hint
 
 FormatName = Literal["prompt_answer", "prompt_completion", "messages", "verl", "text"]
 Message = dict[str, Any]
@@ -37,7 +37,7 @@ class DatasetSample:
 
 
 class DatasetFormat:
-    """Reads rows of one data set.
+    """Reads rows of one dataset.
 
     Args:
         rows: the data; only its column names are looked at here.
@@ -88,7 +88,7 @@ class DatasetFormat:
 
     def _need(self, column: str, setting: str) -> str:
         if column not in self._rows.columns:
-            remedy = f"{nearest_name(column, self._rows.columns)} Set data.{setting}."
+            remedy = f"{name_hint(column, self._rows.columns)} Set data.{setting}."
             raise DataError(self._rows.path, "there is no such column", remedy, column=column)
         return column
 
@@ -109,7 +109,7 @@ class DatasetFormat:
         try:
             return self._read(self._rows[row])
         except BadRow as bad:
-            raise self._rows.refuse(row, bad) from bad
+            raise self._rows.data_error(row, bad) from bad
 
     def _read(self, row: DatasetRow) -> DatasetSample:
         prompt = _content(row, self._prompt)
@@ -139,7 +139,7 @@ class DatasetFormat:
 
 def _value(row: DatasetRow, column: str) -> Any:
     if column not in row:
-        raise BadRow(column, "the row has no such column", f"{nearest_name(column, list(row))}")
+        raise BadRow(column, "the row has no such column", f"{name_hint(column, list(row))}")
     return row[column]
 
 

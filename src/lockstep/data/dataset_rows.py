@@ -1,7 +1,7 @@
-"""Rows of a data set, wherever they are kept: JSONL, JSON, Arrow tables, several files, and what can be wrong with
-one.
+"""Access to the rows of a dataset (JSONL, JSON, Arrow table, several files), and the errors about unusable rows.
 
-Files stay on disk or in Arrow memory; a row becomes Python objects when it is read.
+JSONL stays on disk and tables stay in Arrow memory: a row becomes Python objects when it is read. A JSON array is
+parsed into memory as a whole.
 """
 
 import difflib
@@ -20,7 +20,7 @@ DatasetRow = dict[str, Any]
 
 
 class BadRow(ValueError):
-    """A row that cannot be used. `DatasetRows.refuse` adds its place and makes a DataError of it."""
+    """A row that cannot be used. `DatasetRows.data_error` adds path and line and converts it to a DataError."""
 
     def __init__(self, column: str | None, message: str, remedy: str) -> None:
         self.column, self.message, self.remedy = column, message, remedy
@@ -28,13 +28,13 @@ class BadRow(ValueError):
 
 
 class DataError(ValueError):
-    """Data that cannot be used.
+    """A dataset, a file or a row that cannot be used.
 
     Attributes:
         path: file, folder or hub name.
-        place: `line 12` or `row 12` (rows count from 0), None where it is about the whole.
-        column: the column it is about, if any.
-        remedy: what to do.
+        place: `line 12` or `row 12` (rows count from 0); None if the error concerns the whole file.
+        column: the column that the error concerns; None if it concerns no single column.
+        remedy: what the user can do about it.
     """
 
     def __init__(
@@ -62,25 +62,25 @@ class DatasetRows(ABC):
     def __getitem__(self, row: int) -> DatasetRow: ...
 
     def place(self, row: int) -> tuple[str, str]:
-        """(path, place) of a row, for error messages."""
+        """Returns the path and the line or row number of a row, for error messages."""
         return self.path, f"row {row}"
 
-    def refuse(self, row: int, bad: BadRow) -> DataError:
-        """The error to raise about a row."""
+    def data_error(self, row: int, bad: BadRow) -> DataError:
+        """Returns the error to raise about a row."""
         path, place = self.place(row)
         return DataError(path, bad.message, bad.remedy, place=place, column=bad.column)
 
 
-def nearest_name(name: str, names: Sequence[str]) -> str:
-    """A hint that ends a message: the closest of the names, or all of them."""
+def name_hint(name: str, names: Sequence[str]) -> str:
+    """Returns a hint to end an error message with: the name that was probably meant, or all names."""
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
-    return f"Did you mean {close[0]!r}?" if close else f"There is: {', '.join(sorted(names)) or 'nothing'}."
+    return f"Did you mean {close[0]!r}?" if close else f"Available: {', '.join(sorted(names)) or 'none'}."
 
 
 class JsonLines(DatasetRows):
-    """One JSON object per line; the file stays on disk, only the lines' places are kept.
+    """A file with one JSON object per line. The file stays on disk; only the byte offsets of its lines are in memory.
 
-    Every line is parsed once when it is opened. Blank lines are skipped.
+    All lines are parsed once, when the file is opened, to find errors. Blank lines are skipped.
     """
 
     def __init__(self, path: Path, limit: int | None = None) -> None:
@@ -112,7 +112,7 @@ class JsonLines(DatasetRows):
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             remedy = "Each line must be one JSON object."
             if number == 1 and line.lstrip().startswith(b"["):
-                remedy = "A JSON array over several lines is read from a file that ends in .json."
+                remedy = "To read the file as one JSON array, rename it to end in .json."
             raise DataError(self.path, f"not JSON: {error}", remedy, place=f"line {number}") from error
         if not isinstance(row, dict):
             what = f"expected an object with named columns, found {type(row).__name__}"
@@ -132,7 +132,7 @@ class JsonLines(DatasetRows):
 
 
 class JsonArray(DatasetRows):
-    """A JSON file that holds an array of objects; it is parsed into memory."""
+    """A JSON file that holds an array of objects. It is parsed into memory as a whole."""
 
     def __init__(self, path: Path, limit: int | None = None) -> None:
         self.path = str(path)
@@ -167,13 +167,13 @@ def _line_of_error(error: Exception, content: bytes) -> str | None:
 
 
 class TableRows(DatasetRows):
-    """An Arrow table or a Hugging Face dataset: columns outside of Python, rows on demand."""
+    """An Arrow table or a Hugging Face dataset. Columns stay in Arrow memory; a row is converted when it is read."""
 
     def __init__(self, path: str, columns: Sequence[str], source: Any, limit: int | None = None) -> None:
         self.path, self.columns, self._source = path, tuple(columns), source
         self._count = min(len(source), limit or len(source))
         if self._count == 0:
-            raise DataError(path, "the data set has no rows", "Choose another split or file.")
+            raise DataError(path, "the dataset has no rows", "Choose another split or file.")
 
     def __len__(self) -> int:
         return self._count

@@ -1,4 +1,4 @@
-"""Opens data sets: files, folders, Hugging Face datasets, procedural tasks of reasoning-gym.
+"""Opens datasets: files, folders, Hugging Face datasets, procedural tasks of reasoning-gym.
 
 Everything that can be wrong with a file is reported when it is opened. A row of a reasoning-gym task is a pure
 function of the task's name, arguments, seed and the row's number, so the scorer makes it again instead of receiving
@@ -22,7 +22,7 @@ from lockstep.data.dataset_rows import (
     JsonArray,
     JsonLines,
     TableRows,
-    nearest_name,
+    name_hint,
 )
 
 LARGE_PARQUET_BYTES = 2**30
@@ -39,17 +39,13 @@ def load_rows(cfg: DatasetConfig) -> DatasetRows:
         DataError: it is missing, empty, malformed, or of a kind that is not known.
     """
     if cfg.kind == "reasoning_gym":
-        # merged  # takes seconds to import
-
         return TaskRows(cfg)
     path = Path(cfg.path).expanduser()
     if cfg.kind == "hub" or (cfg.kind == "auto" and not path.exists() and _looks_like_hub(cfg.path)):
         return _load_from_hub(cfg)
     if not path.exists():
         siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-        hint = (
-            nearest_name(path.name, siblings) if siblings else f"The folder {str(path.parent)!r} does not exist either."
-        )
+        hint = name_hint(path.name, siblings) if siblings else f"The folder {str(path.parent)!r} does not exist either."
         raise DataError(cfg.path, "there is no such file or folder", hint)
     if path.is_dir():
         return _open_folder(path, cfg)
@@ -105,7 +101,7 @@ def _open_folder(path: Path, cfg: DatasetConfig) -> DatasetRows:
     if splits:
         files = [file for file in files if named[file] == cfg.split]
         if not files:
-            raise DataError(str(path), f"no file of split {cfg.split!r}", f"Set data.split. {nearest_name('', splits)}")
+            raise DataError(str(path), f"no file of split {cfg.split!r}", f"Set data.split. {name_hint('', splits)}")
     elif cfg.split != "train":
         remedy = "Name the file itself, or put the split's name in front of the file's."
         raise DataError(str(path), f"the files' names do not say which is split {cfg.split!r}", remedy)
@@ -132,7 +128,7 @@ def _open_saved_dataset(path: Path, cfg: DatasetConfig) -> DatasetRows:
         raise DataError(str(path), f"the saved dataset cannot be read: {error}", "Save it again.") from error
     if isinstance(source, datasets.DatasetDict):
         if cfg.split not in source:
-            raise DataError(str(path), f"there is no split {cfg.split!r}", nearest_name(cfg.split, list(source)))
+            raise DataError(str(path), f"there is no split {cfg.split!r}", name_hint(cfg.split, list(source)))
         source = source[cfg.split]
     return TableRows(str(path), source.column_names, source, cfg.limit)
 
@@ -216,7 +212,7 @@ def _make_task(name: str, settings: str) -> Any:
     known = [field.name for field in dataclasses.fields(config_class) if field.name not in ("size", "seed")]
     for argument in task["arguments"]:
         if argument not in known:
-            raise DataError(name, f"the task has no argument {argument!r}", nearest_name(argument, known))
+            raise DataError(name, f"the task has no argument {argument!r}", name_hint(argument, known))
     try:
         config = config_class(size=task["size"], seed=task["seed"], **task["arguments"])
         config.validate()

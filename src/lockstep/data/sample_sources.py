@@ -90,7 +90,7 @@ MEASURED_ROWS = 512
 
 
 class PromptSource:
-    """Prompts of a data set, rendered and tokenized when they are taken.
+    """Prompts of a dataset, rendered and tokenized when they are taken.
 
     All rows are read and measured once at the beginning, so that bad data is refused before anything starts.
 
@@ -134,7 +134,7 @@ class PromptSource:
             sample.prompt = sample.completion
         if self._answers and sample.answer is None:
             remedy = "The reward compares with it: set data.answer_column, or leave the row out."
-            raise self._rows.refuse(row, BadRow(None, "there is no answer", remedy))
+            raise self._rows.data_error(row, BadRow(None, "there is no answer", remedy))
         return sample
 
     def _text(self, row: int) -> tuple[DatasetSample, str, bool]:
@@ -142,7 +142,7 @@ class PromptSource:
         try:
             return sample, self._renderer.prompt(sample), self._renderer.is_chat(sample.prompt)
         except BadRow as bad:
-            raise self._rows.refuse(row, bad) from bad
+            raise self._rows.data_error(row, bad) from bad
 
     def _lengths(self, rows: Sequence[int]) -> list[int]:
         rendered = [self._text(row)[1:] for row in rows]
@@ -153,7 +153,7 @@ class PromptSource:
         sample, text, chat = self._text(row)
         tokens = self._renderer.encode(text, chat)
         if not 0 < tokens.size <= self._limit:
-            raise self._rows.refuse(row, length_problem("prompt", tokens.size, self._limit))
+            raise self._rows.data_error(row, length_problem("prompt", tokens.size, self._limit))
         messages = None if isinstance(sample.prompt, str) else sample.prompt
         return Prompt(make_uid(epoch, row), row, tokens, text, messages, sample.answer, sample.columns)
 
@@ -194,7 +194,7 @@ def select_fitting_rows(
         chosen = range(begin, min(begin + MEASURED_ROWS, len(rows)))
         for row, tokens in zip(chosen, lengths(chosen), strict=True):
             if tokens == 0 or (tokens > limit and overlong == "error"):
-                raise rows.refuse(row, length_problem(what, tokens, limit))
+                raise rows.data_error(row, length_problem(what, tokens, limit))
             if tokens <= limit:
                 kept.append(row)
         if begin and begin % (100 * MEASURED_ROWS) == 0:
@@ -221,7 +221,7 @@ end are undone; counted exactly where it matters."""
 
 
 class DocumentSource:
-    """Documents of a data set, rendered and tokenized when they are taken.
+    """Documents of a dataset, rendered and tokenized when they are taken.
 
     Answers and completions that are plain text end with the end-of-sequence token; conversations end as their
     template defines. The targets are answers, completions or assistant turns; with `train_on_prompt` all tokens.
@@ -265,7 +265,7 @@ class DocumentSource:
         turns = sample.prompt if sample.learn_history and isinstance(sample.prompt, list) else []
         if not sample.completion and not any(turn["role"] == "assistant" for turn in turns):
             remedy = "Supervised fine-tuning needs an answer, a completion or assistant turns."
-            raise self._rows.refuse(row, BadRow(None, "there is nothing to learn", remedy))
+            raise self._rows.data_error(row, BadRow(None, "there is nothing to learn", remedy))
         return sample
 
     def _lengths(self, rows: Sequence[int]) -> list[int]:
@@ -276,7 +276,7 @@ class DocumentSource:
                 texts.append(self._renderer.document(sample))
                 chat.append(self._renderer.is_chat(sample.prompt))
             except BadRow as bad:
-                raise self._rows.refuse(row, bad) from bad
+                raise self._rows.data_error(row, bad) from bad
         lengths = self._renderer.count(texts, chat)
         for n, row in enumerate(rows):
             if not chat[n] and abs(lengths[n] - self._limit) <= TOKEN_SLACK:
@@ -287,13 +287,13 @@ class DocumentSource:
         try:
             return self._renderer.tokens_of_document(self._sample(row))
         except BadRow as bad:
-            raise self._rows.refuse(row, bad) from bad
+            raise self._rows.data_error(row, bad) from bad
 
     def document(self, row: int, epoch: int = 0) -> Document:
         """The document of a row of the data."""
         tokens, learned = self._tokens(row)
         if not 0 < tokens.size <= self._limit:
-            raise self._rows.refuse(row, length_problem("document", tokens.size, self._limit))
+            raise self._rows.data_error(row, length_problem("document", tokens.size, self._limit))
         if self._whole:
             learned = np.arange(tokens.size) > 0
         return Document(make_uid(epoch, row), row, tokens, learned)

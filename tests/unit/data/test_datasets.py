@@ -142,7 +142,7 @@ def test_missing_file_names_the_nearest(tmp_path) -> None:
         (b'{"a": 1}\n{"a": 2\n', "line 2", "not JSON"),
         (b'{"a": 1}\n\n[1, 2]\n', "line 3", "found list"),
         (b'{"a": 1}\n{"a": "\xff\xfe"}\n', "line 2", "not JSON"),
-        (b'[\n{"a": 1}\n]\n', "line 1", "JSON array over several lines"),
+        (b'[\n{"a": 1}\n]\n', "line 1", "read the file as one JSON array, rename it to end in"),
         (b"\n  \n\n", None, "has no rows"),
         (b"", None, "is empty"),
     ],
