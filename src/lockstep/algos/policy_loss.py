@@ -29,7 +29,7 @@ class PolicyTerms:
     """bool `[targets]`: negative advantage, ratio above the dual clip: no gradient."""
 
     def sums(self, weights: Tensor) -> Tensor:
-        """Sums over the targets with a weight other than zero, float32 `[len(STATS)]`.
+        """Sums over the targets with a weight other than zero, float32 `[len(POLICY_STATS)]`.
 
         Divided by the number of those targets over all ranks they are the mean ratio, the clip fractions and two
         estimates of KL(old || new): k1 = -log r and k3 = r - 1 - log r, with r = new / old, on tokens of the old

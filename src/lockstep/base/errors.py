@@ -53,7 +53,7 @@ class CollectiveRefused(PicklableError, RuntimeError):
 class CollectiveStalled(PicklableError, RuntimeError):
     """A collective ended because the supervisor published a verdict and freed the waiting ranks.
 
-    `verdict` is its JSON form (see `watch.verdict`), empty when only a text was given; `was` is the backend's
+    `verdict` is its JSON form (see `watch.diagnosis.verdict`), empty when only a text was given; `was` is the backend's
     message."""
 
     error_code = "collective_stalled"

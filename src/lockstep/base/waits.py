@@ -1,8 +1,8 @@
 """The one way to wait.
 
-Every helper takes the kind of the wait, its target, the reason and the bounds; publishes them in the process's beacon
-while the wait lasts; and raises an error with the same words when a bound is reached. At least one of two bounds is
-required: `timeout_s` for the whole wait, and `stall_s`, the longest time without progress of the target: whenever the
+Every helper takes the target of the wait, the reason and the bounds, publishes them with the kind of the wait in the
+process's beacon while the wait lasts, and raises an error with the same words when a bound is reached. `sleep` alone
+needs no bound but its length. At least one of two bounds is required: `timeout_s` for the whole wait, and `stall_s`, the longest time without progress of the target: whenever the
 value of `progress()` changes, the stall clock restarts. So a long wait that makes progress is never cut, and a short
 limit needs no tuning.
 

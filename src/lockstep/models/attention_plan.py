@@ -248,8 +248,9 @@ def _ancestor_calls(subset: QuerySubset) -> Iterator[AttentionCall]:
 
 
 def ancestor_levels(subset: QuerySubset) -> list[list[tuple[range, Sequence[int]]]]:
-    """By depth: each ancestor's tokens, and its descendants' tokens in the subset. Tokens outside the subset at the
-    beginning of a segment is an ancestor of the rest. Those of one depth have none in common."""
+    """Groups ancestors by depth: each ancestor's tokens, and its descendants' tokens in the subset. The tokens at the
+    beginning of a segment that are outside the subset count as an ancestor of the rest. Ancestors of one depth share
+    no descendants."""
     layout = subset.layout
     depth: list[int] = []
     below: dict[int, list[int]] = {}

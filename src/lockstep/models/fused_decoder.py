@@ -154,7 +154,7 @@ class FusedDecoder:
     """Gives the layers of a backbone the forward of this module, and its last norm a faster one.
 
     Raises:
-        UnknownLayers: they are not those of `FUSED_FAMILIES`, to the letter.
+        UnsupportedLayers: the layers differ from those of `FUSED_FAMILIES`.
     """
 
     def __init__(self, layers: list[nn.Module], norm: Any) -> None:

@@ -160,7 +160,7 @@ def _correct_signature(context: DiagnosisContext, divergence: _Divergence) -> tu
         return (
             in_turn,
             LIKELY,
-            "Another member has not arrived there yet and waits in a collective that they skipped.",
+            "Another member has not arrived there yet and waits in a collective that the culprits skipped.",
         )
     return None, UNDECIDED, "There is no majority, so it is unknown which call is correct."
 
