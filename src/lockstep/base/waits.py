@@ -3,8 +3,8 @@
 Every helper takes the target of the wait, the reason and the bounds, publishes them with the kind of the wait in the
 process's beacon while the wait lasts, and raises an error with the same words when a bound is reached. `sleep` alone
 needs no bound but its length. At least one of two bounds is required: `timeout_s` for the whole wait, and `stall_s`,
-the longest time without progress of the target: whenever the value of `progress()` changes, the stall clock restarts. So a
-long wait that makes progress is never cut, and a short limit needs no tuning.
+the longest time without progress of the target: whenever the value of `progress()` changes, the stall clock restarts.
+So a long wait that makes progress is never cut, and a short limit needs no tuning.
 
     result = waits.future(pending, waits_for="reward-0", why="scores of step 7", stall_s=60, progress=worker.moves)
 """
