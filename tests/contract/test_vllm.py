@@ -328,7 +328,7 @@ def test_a_sleeping_engine_wakes_when_something_is_wanted(start, folder):
     after = run(engine, requests)
     assert all(after[name].tokens.tolist() == each.tokens.tolist() for name, each in before.items())
     engine.submit(ask(name="busy"))
-    with pytest.raises(ValueError, match="6 requests under way"):
+    with pytest.raises(ValueError, match="6 open requests"):
         engine.sleep()
 
 
