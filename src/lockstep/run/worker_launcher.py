@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.cluster.protocol import Cluster, NodeInfo, Worker, WorkerSpec, successor_name
+from lockstep.rollout.engine_protocol import ENGINE_SERVICE
 from lockstep.run.planning.prepare import PreparedRun
 from lockstep.run.planning.run_plan import PlannedProcess
 from lockstep.run.run_id import read_run_id
 from lockstep.weights.relay.relay_api import RELAY_SERVICE
 
 POLICY_SERVICE = "lockstep.run.policy_service:PolicyService"
-ENGINE_SERVICE = "lockstep.rollout.engine_service:EngineService"
 WEIGHT_READERS = {
     "sampled": "lockstep.weights.shared_memory_transport:StoreReader",
     "complete": "lockstep.weights.shared_memory_transport:complete_store_reader",
