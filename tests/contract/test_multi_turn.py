@@ -19,10 +19,10 @@ from lockstep.data.sample_sources import PromptSource
 from lockstep.ledger.ledger import Ledger
 from lockstep.models.tiny_model import make_tiny
 from lockstep.rollout.client.multi_turn import MultiTurnClient
+from lockstep.rollout.engine_protocol import ENGINE_SERVICE
 from lockstep.rollout.environments.environment_messages import EnvironmentFailed
 from lockstep.rollout.environments.environment_pool import EnvironmentPool
 from lockstep.run.rollout_buffer import PromptSampler, RolloutBuffer
-from lockstep.run.worker_launcher import ENGINE_SERVICE
 
 HERE = Path(__file__).parent
 DIGITS = "0123456789"
