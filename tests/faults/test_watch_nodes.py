@@ -68,7 +68,7 @@ def test_a_rank_of_the_other_node_that_blocks_is_named(tmp_path: Path, cable: Ca
     bound.start()
     said = [each.communicate()[1] for each in nodes]
     bound.cancel()
-    line = "ask_the_judge() at job.py" if fault == "stuck" else "load_the_data() at job.py"
+    line = f"{'ask_the_judge' if fault == 'stuck' else 'load_the_data'}() at {Path(JOB).name}"
     for text in said:
         assert "lockstep watch: notice: rank 1 (host b) has not" in text, said
         assert line in text, said
