@@ -9,7 +9,7 @@ from collections.abc import Callable
 from lockstep.base.folders import new_run_id, run_shm_dir
 from lockstep.base.wait_state import track_wait
 from lockstep.watch.beacon import beacon_table
-from lockstep.watch.beacon.file_format import FIXED_SIZE
+from lockstep.watch.beacon.beacon_records import FIXED_SIZE
 from lockstep.watch.beacon.reader import read_beacon
 from lockstep.watch.beacon.writer import close_beacon, open_beacon
 

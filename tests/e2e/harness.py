@@ -24,8 +24,14 @@ from safetensors.numpy import load_file
 from lockstep.base.folders import run_shm_dir
 from lockstep.ledger.ledger import Ledger
 from lockstep.models.tiny_model import make_tiny
-from lockstep.watch.beacon.beacon_records import BeaconState
-from lockstep.watch.beacon.file_format import COUNTER_STRUCT, COUNTERS_AT, MAX_COUNTERS, STAGE_AT, STAGE_STRUCT
+from lockstep.watch.beacon.beacon_records import (
+    COUNTER_STRUCT,
+    COUNTERS_AT,
+    MAX_COUNTERS,
+    STAGE_AT,
+    STAGE_STRUCT,
+    BeaconState,
+)
 from lockstep.watch.beacon.reader import read_beacon, read_beacons
 from lockstep.watch.procfs.processes import is_alive
 

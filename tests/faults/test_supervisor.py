@@ -20,8 +20,12 @@ from lockstep.watch.diagnosis.verdict import StallThresholds
 from lockstep.watch.procfs import processes
 from lockstep.watch.procfs.exit_causes import read_tail
 from lockstep.watch.supervisor.agent_connections import AgentConnection
-from lockstep.watch.supervisor.supervisor_client import SupervisorClient, SupervisorEvent, read_supervisor_address
-from lockstep.watch.supervisor.supervisor_settings import SupervisorSettings
+from lockstep.watch.supervisor.supervisor_client import (
+    SupervisorClient,
+    SupervisorEvent,
+    SupervisorSettings,
+    read_supervisor_address,
+)
 
 TOKEN = "the-run's-token"
 PATIENCE = StallThresholds(notice_s=1.0, still_s=4.0)
@@ -103,7 +107,7 @@ class Site:
                 env={**os.environ, "DB_PASSWORD": "tr0ub4dor-and-3"},
             )  # fmt: skip
         until(lambda: (self.folder / "policy-1.3").exists(), 30, "the workers work")
-        until(self.supervision.up.is_set, 30, "the supervisor is up")
+        until(self.supervision.connected.is_set, 30, "the supervisor is up")
         until(lambda: self.heard_of(2), 30, "the supervisor hears of both")
 
     @property
@@ -219,7 +223,11 @@ def test_a_supervisor_that_is_killed_is_started_again_and_still_sees(site: Site)
     first = site.supervision.pid
     assert first is not None
     os.kill(first, signal.SIGKILL)
-    until(lambda: site.supervision.pid not in (None, first) and site.supervision.up.is_set(), 30, "another one is up")
+    until(
+        lambda: site.supervision.pid not in (None, first) and site.supervision.connected.is_set(),
+        30,
+        "another one is up",
+    )
     assert any("SIGKILL" in text for text in site.trouble)
     os.kill(site.pids["policy-1"], signal.SIGKILL)
     assert site.until_said("policy-1", "confirmed").verdict["kind"] == "dead"
@@ -241,7 +249,7 @@ def test_the_incident_is_complete_and_without_secrets(site: Site) -> None:
 
 
 def test_no_setting_is_an_argument_that_others_can_read(site: Site) -> None:
-    until(lambda: site.supervision.pid and site.supervision.up.is_set(), 30, "the supervisor is up")
+    until(lambda: site.supervision.pid and site.supervision.connected.is_set(), 30, "the supervisor is up")
     arguments = Path(f"/proc/{site.supervision.pid}/cmdline").read_bytes().split(b"\0")
     assert arguments[1:] == [b"-m", b"lockstep.watch.supervisor.supervisor", b""]
 
@@ -259,7 +267,7 @@ import os, signal, sys
 from pathlib import Path
 from lockstep.watch.agent.agent_client import AgentClient
 from lockstep.watch.agent.agent_client import start_agent
-from lockstep.watch.supervisor.supervisor_settings import SupervisorSettings
+from lockstep.watch.supervisor.supervisor_client import SupervisorSettings
 from lockstep.watch.supervisor.supervisor_client import SupervisorClient
 run, folder = sys.argv[1], Path(sys.argv[2])
 address = start_agent(run, "the-run's-token", folder, orphan_grace_s=1.0, kill_grace_s=0.5)
@@ -267,7 +275,7 @@ client = AgentClient(address, "the-run's-token")
 settings = SupervisorSettings(run, 1, folder, folder / "incidents", [address], os.getpid())
 supervision = SupervisorClient(settings, "the-run's-token", lambda said: None)
 client.spawn("policy-0", ["sleep", "1000"], log_path=folder / "policy-0.log")
-supervision.up.wait(30)
+supervision.connected.wait(30)
 print(supervision.pid, flush=True)
 signal.pause()
 """
@@ -321,7 +329,7 @@ def test_two_agents_are_heard_as_two_hosts(tmp_path: Path) -> None:
             pids[number] = client.spawn(
                 f"policy-{number}", [*argv, "policy-1"], log_path=tmp_path / f"{number}.log", env=env
             )
-        until(lambda: (tmp_path / "policy-1.3").exists() and supervision.up.is_set(), 30, "both work")
+        until(lambda: (tmp_path / "policy-1.3").exists() and supervision.connected.is_set(), 30, "both work")
         time.sleep(1.0)
         os.kill(pids[1], signal.SIGSTOP)
         until(lambda: any(each.level == "confirmed" for each in said), 15, f"it is confirmed; said {said}")
@@ -338,7 +346,7 @@ BLOCKED = """
 import ctypes, json, os, select, socket, sys, threading
 from lockstep.watch.beacon.writer import open_beacon
 from lockstep.watch.recorder.commands import CommandInbox
-from lockstep.watch.beacon.file_format import SEPARATOR
+from lockstep.watch.beacon.beacon_records import SEPARATOR
 
 run, name = sys.argv[1], sys.argv[2]
 own = open_beacon(run, name, "policy", 0)
@@ -376,7 +384,7 @@ def test_who_waits_in_a_collective_is_freed_with_the_verdict(site: Site) -> None
     argv = [sys.executable, "-c", BLOCKED, site.run, "policy-0"]
     site.client.spawn("policy-0", argv, log_path=site.folder / "policy-0.log")
     until(lambda: "up" in read_tail(site.folder / "policy-0.log"), 20, "it waits")
-    until(site.supervision.up.is_set, 20, "the supervisor is up")
+    until(site.supervision.connected.is_set, 20, "the supervisor is up")
     asked: list[dict[str, object]] = []
     link = AgentConnection(site.address, TOKEN, 1, lambda link, connection: link.attach(connection))
     until(lambda: link.connection is not None, 10, "connected")

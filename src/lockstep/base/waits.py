@@ -134,6 +134,24 @@ def future(fut: "concurrent.futures.Future[T]", *, waits_for: str, why: str, **b
     return wait_for("future", waits_for, why, attempt, bounds)
 
 
+def run_in_thread(call: Callable[[], T], name: str) -> "concurrent.futures.Future[T]":
+    """Starts a call that has no bound of its own in a daemon thread; `future` waits for the result within the caller's
+    bound. The thread is left behind if the bound is reached."""
+    answer: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+    def make() -> None:
+        try:
+            answer.set_result(call())
+        except BaseException as error:  # noqa: BLE001 - handed over to whoever waits
+            answer.set_exception(error)
+
+    try:
+        threading.Thread(target=make, name=name, daemon=True).start()
+    except RuntimeError:  # the interpreter is shutting down and starts no threads any more
+        make()
+    return answer
+
+
 _CANCEL_S = 5.0
 """Seconds that a cancelled coroutine gets for its cleanup."""
 

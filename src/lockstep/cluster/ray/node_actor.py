@@ -28,7 +28,6 @@ import ray
 from lockstep.base import waits
 from lockstep.base.folders import make_private_dir, run_shm_dir, shm_root, write_atomically
 from lockstep.base.network import PortRange, check_reachable
-from lockstep.base.threads import run_in_thread
 from lockstep.base.wait_state import WaitTimeout
 from lockstep.cluster import node_versions
 from lockstep.cluster.node_network import network_interfaces, reachable_address
@@ -226,7 +225,7 @@ class NodeActor:
                 self._end()
                 with contextlib.suppress(WaitTimeout):  # they end with this actor in any case
                     waits.future(
-                        run_in_thread(self._release_groups, "releases"), waits_for="Ray",
+                        waits.run_in_thread(self._release_groups, "releases"), waits_for="Ray",
                         why="releasing the reservations",
                         timeout_s=RELEASE_S,
                     )  # fmt: skip

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lockstep.base import waits
-from lockstep.base.threads import run_in_thread
 from lockstep.base.wait_state import WaitTimeout, track_wait
 
 T = TypeVar("T")
@@ -227,7 +226,7 @@ def _client(address: str) -> Any:
 def _call_dashboard(call: Callable[[], T], address: str, what: str, limit_s: float) -> T:
     """The result of a call to the dashboard. Its thread is abandoned at the limit."""
     try:
-        return waits.future(run_in_thread(call, what), waits_for=address, why=what, timeout_s=limit_s)
+        return waits.future(waits.run_in_thread(call, what), waits_for=address, why=what, timeout_s=limit_s)
     except WaitTimeout as error:
         raise SubmissionError(f"cannot {what}: {address} did not answer for {limit_s:g} s; {_ADDRESS_HINT}") from error
     except (ConnectionError, OSError) as error:

@@ -22,7 +22,6 @@ from ray import _raylet
 from lockstep.base import waits
 from lockstep.base.network import check_reachable
 from lockstep.base.text import first_line
-from lockstep.base.threads import run_in_thread
 from lockstep.base.wait_state import WaitTimeout
 from lockstep.cluster.placement.reservations import AllocatorUnavailable
 from lockstep.config.cluster import RayClusterConfig as Config
@@ -76,7 +75,7 @@ def ray_call(call: Callable[[], T], why: str, timeout_s: float = RAY_CALL_S) -> 
     silent_s = _silence.still()
     if silent_s is not None:
         raise RayUnresponsive(f"Ray has not responded for {silent_s:.0f} s ({why})")
-    since, question = time.monotonic(), run_in_thread(call, "calls Ray")
+    since, question = time.monotonic(), waits.run_in_thread(call, "calls Ray")
     try:
         return waits.future(question, waits_for="Ray", why=why, timeout_s=timeout_s)
     except ray.exceptions.RayError as error:
@@ -165,7 +164,7 @@ def close_session() -> None:
 
 def _disconnect() -> None:
     global _unfinished
-    _unfinished = run_in_thread(ray.shutdown, "disconnects from Ray")
+    _unfinished = waits.run_in_thread(ray.shutdown, "disconnects from Ray")
     try:
         waits.future(_unfinished, waits_for="Ray", why="this process disconnects", timeout_s=DISCONNECT_S)
     except WaitTimeout as error:

@@ -12,11 +12,11 @@ from pathlib import Path
 
 from lockstep.watch.agent.report_messages import WAITING_FOR_WORK
 from lockstep.watch.agent.worker_spawner import WorkerProcess
-from lockstep.watch.attach.launcher_env import find_unregistered_ranks
 from lockstep.watch.beacon.beacon_records import BeaconState
 from lockstep.watch.beacon.reader import BeaconReader
 from lockstep.watch.diagnosis.evidence_types import NO_EXIT_CODE, Liveness
 from lockstep.watch.procfs import exit_causes, processes, py_spy
+from lockstep.watch.procfs.launcher_env import find_unregistered_ranks
 from lockstep.watch.procfs.process_activity import HostCounters, ProcessActivity
 from lockstep.watch.procfs.processes import PidfdHandle, ProcessUsage
 from lockstep.watch.recorder.rendezvous_wait import parse_rendezvous

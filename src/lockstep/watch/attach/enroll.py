@@ -16,9 +16,9 @@ from urllib.parse import parse_qs, urlparse
 
 from lockstep.base.folders import run_shm_dir
 from lockstep.base.wait_state import track_wait
-from lockstep.watch.attach import launcher_env
 from lockstep.watch.beacon.reader import read_beacon
 from lockstep.watch.beacon.writer import open_beacon
+from lockstep.watch.procfs import launcher_env
 from lockstep.watch.procfs.processes import is_alive
 from lockstep.watch.recorder import recorder, rendezvous_wait
 

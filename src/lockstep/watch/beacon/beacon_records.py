@@ -1,7 +1,19 @@
-"""The contents of a beacon, as read: counters, waits, events, calls, communicators."""
+"""The records of a beacon: their decoded contents, and how a process writes them to a file from which others read them
+without locks.
 
+Every record in the file begins and ends with its write number (`front body back`) and is written by one `pack_into`. A
+record is valid when front equals back and two successive copies agree. This detects a copy made during a write, and a
+writer that died in the middle of one.
+"""
+
+import mmap
+import os
+import struct
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from lockstep.base.wait_state import WaitRecord
 
@@ -141,3 +153,152 @@ class BeaconState:
     """Grows with every change of a counter or of the stage, and with every call on a communicator."""
     torn: int = 0
     """Records that could not be read: the writer died or was stopped while it wrote them."""
+
+
+UINT64 = struct.Struct("<Q")
+EMPTY = 1
+"""The write number of a record that has not been written yet; zero is a record in the middle of its writing."""
+
+MappedMemory = mmap.mmap | memoryview
+
+
+def encode_text(text: str, size: int) -> bytes:
+    raw = text.encode("utf-8", "replace")
+    return raw if len(raw) <= size else raw[:size]
+
+
+def decode_text(raw: bytes) -> str:
+    return raw.rstrip(b"\0").decode("utf-8", "ignore")
+
+
+def clear_record(memory: MappedMemory, at: int, layout: struct.Struct) -> None:
+    """Frames a record as empty."""
+    for end in (at, at + layout.size - UINT64.size):
+        UINT64.pack_into(memory, end, EMPTY)
+
+
+class RecordSlot:
+    """One record of the mapped file."""
+
+    __slots__ = ("layout", "memory", "number", "offset")
+
+    def __init__(self, memory: MappedMemory, offset: int, layout: struct.Struct) -> None:
+        self.memory, self.offset, self.layout, self.number = memory, offset, layout, EMPTY
+
+    def write(self, *fields: object) -> None:
+        self.number += 1
+        self.layout.pack_into(self.memory, self.offset, self.number, *fields, self.number)
+
+
+class RecordReader:
+    """Two copies of a part of a file that begins at `start`, and the means to copy a record again that changed
+    between them."""
+
+    def __init__(self, descriptor: int, start: int, size: int) -> None:
+        self.descriptor, self.start = descriptor, start
+        self.first, self.second = os.pread(descriptor, size, start), os.pread(descriptor, size, start)
+        self._patience = 20
+        """Milliseconds that all records together may be waited for."""
+        self.torn = 0
+
+    @property
+    def complete(self) -> int:
+        """Bytes that both copies have."""
+        return min(len(self.first), len(self.second))
+
+    def number(self, offset: int) -> int:
+        """A single number, which has no frame; its writer stores it at once."""
+        return int.from_bytes(self.second[offset - self.start : offset - self.start + 8], "little")
+
+    def record(self, offset: int, layout: struct.Struct, expected: int = 0) -> tuple[int, tuple[Any, ...]] | None:
+        """Write number and fields of a record, None when it was never written or is torn.
+
+        With `expected`, only the record of that write number counts; one that has been overwritten is None."""
+        at = offset - self.start
+        end = at + layout.size
+        older, newer = self.first[at:end], self.second[at:end]
+        tries = 0
+        while True:
+            front = newer[:8]
+            if older == newer and front == newer[-8:]:  # all zero: `pack_into` clears before it writes
+                number = int.from_bytes(front, "little")
+                if number and expected:
+                    return (number, layout.unpack(newer)[1:-1]) if number == expected else None
+                if number:
+                    return None if number == EMPTY else (number - EMPTY, layout.unpack(newer)[1:-1])
+            tries += 1
+            if tries > 20:  # a writer that lost its CPU in the middle gets it back; a stopped or dead one does not
+                if self._patience == 0:
+                    break
+                self._patience -= 1
+                time.sleep(1e-3)
+            older, newer = newer, os.pread(self.descriptor, layout.size, offset)
+        self.torn += 1
+        return None
+
+    def records(
+        self, offset: int, stride: int, count: int, layout: struct.Struct
+    ) -> Iterator[tuple[int, tuple[Any, ...]]]:
+        for i in range(count):
+            found = self.record(offset + i * stride, layout)
+            if found is not None:
+                yield found
+
+
+MAX_COMMUNICATORS = 32
+CALLS_PER_RING = 256
+MAX_TEXTS = 1024
+
+FLAG_P2P, FLAG_ASYNC, FLAG_FAILED, FLAG_REFUSED, FLAG_CLOSED, FLAG_COUNTED, FLAG_UNSURE = 1, 2, 4, 8, 16, 32, 64
+NO_PEER = -1
+SEPARATOR = "\x1f"
+"""Between operation, dtype, root, module and shapes in the text of a call; the long part comes last."""
+
+COMMUNICATOR_STRUCT = struct.Struct("<QQQQiiQ64s64s32sQ")
+# front identity members created_ns size rank loop_thread name description backend back
+COUNTS_STRUCT = struct.Struct("<QqqQQQ")  # front entered completed entered_ns completed_ns back
+CALL_STRUCT = struct.Struct("<QqQQQQIIIIQ")
+# front seq issued entered_ns left_ns signature label site flags+peer context back
+TEXT_STRUCT = struct.Struct("<Q176sQ")  # front text back
+CALL_WORDS = 9
+SEQ_WORD, LEFT_WORD, WHERE_WORD = 1, 4, 7
+"""Words of a call."""
+PEER_SHIFT = 8
+"""Flags below, the peer's rank + 1 above."""
+
+COMMUNICATOR_STRIDE = 512
+COUNTS_AT = 256
+CALLS_AT = 384
+FLAGS_AT = 392
+BLIND_AT = 400
+RING_BYTES = CALLS_PER_RING * CALL_STRUCT.size
+COMMUNICATORS_BYTES = MAX_COMMUNICATORS * COMMUNICATOR_STRIDE
+RINGS_BYTES = MAX_TEXTS * TEXT_STRUCT.size + MAX_COMMUNICATORS * RING_BYTES
+
+
+MAGIC = b"LOCKSTEP"
+VERSION = 3
+MAX_COUNTERS = 24
+MAX_WAITS = 16
+MAX_EVENTS = 128
+
+HEADER_STRUCT = struct.Struct(
+    "<8sIIIiQQd64s96s32s"
+)  # magic version size pid rank start created_ns created_wall run name role
+STAGE_STRUCT = struct.Struct("<QQ96sQ")  # front since_ns stage back
+COUNTER_STRUCT = struct.Struct("<QqqQ40sQ")  # front value total updated_ns name back
+WAIT_STRUCT = struct.Struct(
+    "<QQQQQ24s96s160s32sQ"
+)  # front thread since_ns deadline_ns moved_ns kind waits_for why thread_name back
+EVENT_STRUCT = struct.Struct("<QQ24s72sQ")  # front at_ns kind text back
+
+BEAT_AT = 512
+STAGE_AT = 576
+COUNTERS_AT = 768
+WAITS_AT = COUNTERS_AT + MAX_COUNTERS * 96
+COMMUNICATORS_AT = WAITS_AT + MAX_WAITS * 384
+EVENTS_AT = COMMUNICATORS_AT + COMMUNICATORS_BYTES
+RINGS_AT = EVENTS_AT + MAX_EVENTS * 128
+FIXED_SIZE = RINGS_AT
+"""The size of the part that readers copy at once; the rings of calls after that part are read only when needed."""
+FILE_SIZE = FIXED_SIZE + RINGS_BYTES

@@ -10,8 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from lockstep.watch.beacon.beacon_records import CallRecord, CommunicatorRecord
-from lockstep.watch.beacon.file_format import (
+from lockstep.watch.beacon.beacon_records import (
     BLIND_AT,
     CALL_STRUCT,
     CALL_WORDS,
@@ -38,6 +37,8 @@ from lockstep.watch.beacon.file_format import (
     SEPARATOR,
     TEXT_STRUCT,
     WHERE_WORD,
+    CallRecord,
+    CommunicatorRecord,
     MappedMemory,
     RecordReader,
     RecordSlot,

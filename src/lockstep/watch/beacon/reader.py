@@ -10,12 +10,6 @@ from lockstep.base.folders import run_shm_dir
 from lockstep.base.wait_state import WaitRecord
 from lockstep.watch.beacon import call_ring
 from lockstep.watch.beacon.beacon_records import (
-    BeaconEvent,
-    BeaconState,
-    CallRecord,
-    ProgressCounter,
-)
-from lockstep.watch.beacon.file_format import (
     BEAT_AT,
     CALLS_PER_RING,
     COMMUNICATORS_AT,
@@ -35,6 +29,10 @@ from lockstep.watch.beacon.file_format import (
     VERSION,
     WAIT_STRUCT,
     WAITS_AT,
+    BeaconEvent,
+    BeaconState,
+    CallRecord,
+    ProgressCounter,
     RecordReader,
     decode_text,
 )

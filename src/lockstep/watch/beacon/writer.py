@@ -17,7 +17,7 @@ from pathlib import Path
 from lockstep.base.folders import make_run_shm_dir
 from lockstep.base.wait_state import WaitRecord, show_waits_on
 from lockstep.watch.beacon import call_ring
-from lockstep.watch.beacon.file_format import (
+from lockstep.watch.beacon.beacon_records import (
     BEAT_AT,
     COMMUNICATORS_AT,
     COUNTER_STRUCT,

@@ -9,9 +9,7 @@ from typing import Any
 
 from lockstep.base.errors import CollectiveRefused
 from lockstep.base.folders import run_shm_dir
-from lockstep.watch.beacon.beacon_records import CallRecord
-from lockstep.watch.beacon.call_ring import CommunicatorSlot
-from lockstep.watch.beacon.file_format import (
+from lockstep.watch.beacon.beacon_records import (
     CALLS_PER_RING,
     FLAG_P2P,
     FLAG_REFUSED,
@@ -20,7 +18,9 @@ from lockstep.watch.beacon.file_format import (
     NO_PEER,
     SEQ_WORD,
     WHERE_WORD,
+    CallRecord,
 )
+from lockstep.watch.beacon.call_ring import CommunicatorSlot
 from lockstep.watch.beacon.reader import read_calls
 from lockstep.watch.beacon.writer import current_beacon
 from lockstep.watch.recorder.collective_order import OrderCheck

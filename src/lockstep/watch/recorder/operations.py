@@ -13,8 +13,8 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
+from lockstep.watch.beacon.beacon_records import SEPARATOR
 from lockstep.watch.beacon.call_ring import CallRings
-from lockstep.watch.beacon.file_format import SEPARATOR
 
 
 @dataclass(frozen=True)

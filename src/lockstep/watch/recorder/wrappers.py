@@ -15,8 +15,8 @@ from types import FrameType, ModuleType
 from typing import Any, Protocol
 
 from lockstep.base.errors import CollectiveRefused
+from lockstep.watch.beacon.beacon_records import CALL_WORDS, CALLS_PER_RING, FLAG_ASYNC, FLAG_FAILED, LEFT_WORD
 from lockstep.watch.beacon.call_ring import CallRings, pack_text_numbers
-from lockstep.watch.beacon.file_format import CALL_WORDS, CALLS_PER_RING, FLAG_ASYNC, FLAG_FAILED, LEFT_WORD
 from lockstep.watch.recorder.communicator import CallKey, CommunicatorMember
 from lockstep.watch.recorder.operations import (
     FUNCTIONAL_OPERATIONS,

@@ -17,7 +17,6 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d as c10d
 
 from lockstep.base import waits
-from lockstep.base.threads import run_in_thread
 from lockstep.base.wait_state import WaitTimeout, track_wait
 from lockstep.weights.distributed_setup import init_default_group
 from lockstep.weights.errors import LinkFailed, WeightsError
@@ -50,7 +49,7 @@ class BroadcastGroup:
         with broadcast_errors(channel, self._peer):
             if self._nccl:
                 # Forming an NCCL communicator blocks without a bound if a peer is lost, so another thread does it.
-                forming = run_in_thread(lambda: self._form(store, rank), f"forms {channel.name}")
+                forming = waits.run_in_thread(lambda: self._form(store, rank), f"forms {channel.name}")
                 self._group = waits.future(
                     forming,
                     waits_for="all members",

@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 
 from lockstep.base.folders import new_run_id, run_shm_dir
 from lockstep.base.wait_state import track_wait
-from lockstep.watch.beacon.beacon_records import BeaconState
-from lockstep.watch.beacon.file_format import (
+from lockstep.watch.beacon.beacon_records import (
     COUNTER_STRUCT,
     COUNTERS_AT,
     FIXED_SIZE,
     MAX_COUNTERS,
     MAX_EVENTS,
     MAX_WAITS,
+    BeaconState,
 )
 from lockstep.watch.beacon.reader import read_beacons
 from lockstep.watch.beacon.writer import close_beacon, current_beacon, open_beacon

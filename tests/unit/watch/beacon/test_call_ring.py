@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.watch.beacon import call_ring
-from lockstep.watch.beacon.beacon_records import CommunicatorRecord
-from lockstep.watch.beacon.file_format import (
+from lockstep.watch.beacon.beacon_records import (
     CALL_WORDS,
     CALLS_PER_RING,
     FILE_SIZE,
@@ -22,6 +21,7 @@ from lockstep.watch.beacon.file_format import (
     MAX_TEXTS,
     RINGS_AT,
     SEPARATOR,
+    CommunicatorRecord,
 )
 from lockstep.watch.beacon.reader import read_beacon, read_calls
 from lockstep.watch.beacon.writer import Beacon, close_beacon, open_beacon

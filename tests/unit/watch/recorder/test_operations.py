@@ -11,7 +11,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.watch.beacon.file_format import SEPARATOR
+from lockstep.watch.beacon.beacon_records import SEPARATOR
 from lockstep.watch.recorder import import_hook, operations
 from lockstep.watch.recorder.c10d_status import FlightRecorder
 from lockstep.watch.recorder.communicator import SequenceOffsets

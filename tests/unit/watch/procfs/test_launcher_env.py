@@ -21,17 +21,17 @@ from lockstep.watch.agent.report_messages import (
     wait_report,
 )
 from lockstep.watch.attach.enroll import _RendezvousArguments
-from lockstep.watch.attach.launcher_env import (
+from lockstep.watch.beacon.beacon_records import BeaconState
+from lockstep.watch.diagnosis.diagnose import diagnose
+from lockstep.watch.diagnosis.evidence_types import Liveness, ProcessInfo, ProcessNote
+from lockstep.watch.diagnosis.verdict import VerdictKind, VerdictLevel
+from lockstep.watch.procfs.launcher_env import (
     certain_rank,
     find_unregistered_ranks,
     launcher_rank,
     launcher_world_size,
     ranks_on_this_host,
 )
-from lockstep.watch.beacon.beacon_records import BeaconState
-from lockstep.watch.diagnosis.diagnose import diagnose
-from lockstep.watch.diagnosis.evidence_types import Liveness, ProcessInfo, ProcessNote
-from lockstep.watch.diagnosis.verdict import VerdictKind, VerdictLevel
 from lockstep.watch.recorder.rendezvous_wait import (
     ExpectedRanks,
     parse_rendezvous,
