@@ -19,8 +19,7 @@ from benchmarks.runner import ROOT
 from lockstep.base.folders import new_run_id
 from lockstep.watch.agent.agent_client import AgentClient
 from lockstep.watch.diagnosis.verdict import StallThresholds
-from lockstep.watch.supervisor.supervisor_client import SupervisorClient, SupervisorEvent
-from lockstep.watch.supervisor.supervisor_settings import SupervisorSettings
+from lockstep.watch.supervisor.supervisor_client import SupervisorClient, SupervisorEvent, SupervisorSettings
 
 PATIENCE = StallThresholds(notice_s=1.0, still_s=2.5, busy_factor=4.0)
 START_S = 60.0
@@ -80,7 +79,7 @@ class Site:
 
     def start(self) -> None:
         """Starts the ranks once the supervisor is connected."""
-        _until(self.supervision.up.is_set, START_S)
+        _until(self.supervision.connected.is_set, START_S)
         env = {
             **os.environ,
             "OMP_NUM_THREADS": "1",

@@ -11,8 +11,7 @@ from benchmarks.soak.finding_counts import Tally
 from lockstep.base.folders import new_run_id, run_shm_dir
 from lockstep.watch.agent.agent_client import AgentClient, start_agent
 from lockstep.watch.diagnosis.verdict import StallThresholds
-from lockstep.watch.supervisor.supervisor_client import SupervisorClient
-from lockstep.watch.supervisor.supervisor_settings import SupervisorSettings
+from lockstep.watch.supervisor.supervisor_client import SupervisorClient, SupervisorSettings
 
 TOKEN = "the-soak's-token"
 FOLLOWERS = ("policy-1", "policy-2", "engine-0", "reward-0")

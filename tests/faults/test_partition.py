@@ -17,8 +17,7 @@ from lockstep.base.folders import new_run_id
 from lockstep.watch.agent.agent_client import AgentClient
 from lockstep.watch.agent.service_discovery import ServiceAddress
 from lockstep.watch.diagnosis.verdict import StallThresholds
-from lockstep.watch.supervisor.supervisor_client import SupervisorClient, SupervisorEvent
-from lockstep.watch.supervisor.supervisor_settings import SupervisorSettings
+from lockstep.watch.supervisor.supervisor_client import SupervisorClient, SupervisorEvent, SupervisorSettings
 
 pytestmark = needs_namespaces
 
@@ -90,7 +89,7 @@ def two_hosts(folder: Path, link: Cable, patience: StallThresholds) -> Iterator[
             argv = [sys.executable, str(folder / "worker.py"), run, name, other, str(folder)]
             environment = {**os.environ, "LOCKSTEP_BEACONS": str(folder / node / "shm")}
             client.spawn(name, argv, log_path=folder / f"{name}.log", env=environment)
-        until(lambda: (folder / "policy-1.5").exists() and supervision.up.is_set(), 30, "both work")
+        until(lambda: (folder / "policy-1.5").exists() and supervision.connected.is_set(), 30, "both work")
         time.sleep(1.5)
         assert [each.headline for each in said if each.level != "notice"] == []
         link.cut()

@@ -28,10 +28,10 @@ from lockstep.cluster.rpc.rpc_messages import MANIFEST_VARIABLE, WorkerManifest,
 from lockstep.cluster.rpc.rpc_server import RpcServer
 from lockstep.watch.agent.agent_client import AgentClient, AgentError, AgentGone, WorkerExit
 from lockstep.watch.agent.service_discovery import ServiceAddress, is_superseded
+from lockstep.watch.diagnosis.evidence_types import WaitAlias
 from lockstep.watch.diagnosis.verdict import StallThresholds
 from lockstep.watch.procfs import processes
-from lockstep.watch.supervisor.supervisor_client import SupervisorClient, SupervisorEvent
-from lockstep.watch.supervisor.supervisor_settings import SupervisorSettings, WaitAlias
+from lockstep.watch.supervisor.supervisor_client import SupervisorClient, SupervisorEvent, SupervisorSettings
 
 log = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ from lockstep.config.roles import ROLE_OF_PROCESSES
 from lockstep.watch.attach.run_observer import RunObserver
 from lockstep.watch.beacon import beacon_table
 from lockstep.watch.beacon.beacon_table import CounterRow, ProcessRow
+from lockstep.watch.diagnosis.evidence_types import WaitAlias
 from lockstep.watch.diagnosis.verdict import Verdict, VerdictLevel
 from lockstep.watch.supervisor.incident import verdict_headline
-from lockstep.watch.supervisor.supervisor_settings import WaitAlias
 
 _STALE_BEAT_S = 5.0
 _LONG_WAIT_S = 10.0

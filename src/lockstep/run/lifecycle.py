@@ -35,15 +35,14 @@ from lockstep.run.recovery.trainer_recovery import MemoryCheckpointer, RecoveryC
 from lockstep.run.rollout_buffer import PromptSampler, RolloutBuffer
 from lockstep.run.run import Run, RunRoles
 from lockstep.run.run_id import claim_run_id
-from lockstep.run.telemetry.controller_log import controller_logging
-from lockstep.run.telemetry.run_reporter import RunReporter
+from lockstep.run.run_reporter import RunReporter, controller_logging
 from lockstep.run.trainer_group import TrainerGroup, set_up_ranks
 from lockstep.run.weight_sync import WeightPublisher, make_device_sync, make_weight_delivery
 from lockstep.run.worker_launcher import RunWorkerLauncher
 from lockstep.train.trainer_api import TrainerInfo
 from lockstep.watch.beacon.writer import open_beacon
+from lockstep.watch.diagnosis.evidence_types import WaitAlias
 from lockstep.watch.diagnosis.verdict import StallThresholds
-from lockstep.watch.supervisor.supervisor_settings import WaitAlias
 
 log = logging.getLogger(__name__)
 

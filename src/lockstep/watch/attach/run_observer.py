@@ -14,10 +14,10 @@ from lockstep.watch.agent.report_messages import encode_report
 from lockstep.watch.beacon.reader import read_beacon
 from lockstep.watch.diagnosis.diagnose import diagnose
 from lockstep.watch.diagnosis.evidence import drop_uninformative
+from lockstep.watch.diagnosis.evidence_types import WaitAlias
 from lockstep.watch.diagnosis.verdict import StallThresholds, Verdict
 from lockstep.watch.procfs import py_spy
 from lockstep.watch.supervisor.message_store import MessageStore
-from lockstep.watch.supervisor.supervisor_settings import WaitAlias
 
 STACK_INTERVAL_S = 3.0
 """Seconds between two dumps of the stacks of inactive processes."""

@@ -35,8 +35,7 @@ from lockstep.watch.supervisor.multi_node import (
     RemoteSupervisorClient,
     SupervisorEndpoint,
 )
-from lockstep.watch.supervisor.supervisor_client import SupervisorClient, SupervisorEvent
-from lockstep.watch.supervisor.supervisor_settings import SupervisorSettings
+from lockstep.watch.supervisor.supervisor_client import SupervisorClient, SupervisorEvent, SupervisorSettings
 
 log = logging.getLogger(__name__)
 

@@ -79,3 +79,11 @@ class WaitCondition(IntEnum):
     """All of them must act."""
     ANY = 1
     """One of them is enough: a queue with several producers, a receive from any source."""
+
+
+@dataclass(frozen=True, slots=True)
+class WaitAlias:
+    """Resolves a name in waits that is neither a process nor a role: it means all or any processes of `role`."""
+
+    role: str
+    needs: WaitCondition = WaitCondition.ALL

@@ -19,7 +19,7 @@ from itertools import compress
 from operator import itemgetter, not_
 from typing import Any
 
-from lockstep.watch.dumps.dump_format import (
+from lockstep.watch.dumps.dump_parser import (
     DAMAGED_INPUT_ERRORS,
     MAX_RANKS,
     MAX_TEXT_CHARS,

@@ -17,7 +17,7 @@ from array import array
 from typing import Any, BinaryIO
 
 from lockstep.watch.dumps.decode import CommunicatorTrace, DumpDecoder, RankTrace
-from lockstep.watch.dumps.dump_format import NotADump
+from lockstep.watch.dumps.dump_parser import NotADump
 
 ANSWER_HEADER = struct.Struct("<II")
 TRACE_COLUMNS = (("digests", "Q"), ("sequence", "q"), ("signature", "Q"), ("created", "q"), ("site", "i"))

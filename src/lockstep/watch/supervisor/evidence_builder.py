@@ -22,9 +22,9 @@ from lockstep.watch.diagnosis.evidence_types import (
     Liveness,
     ProcessInfo,
     ProcessNote,
+    WaitAlias,
     WaitCondition,
 )
-from lockstep.watch.supervisor.supervisor_settings import WaitAlias
 
 _PROCESS_DTYPE = np.dtype(
     [("life", "i1"), ("code", "<i4"), ("ended", "<f4"), ("moved", "<f4"), ("active", "<f4"), ("same", "<f4")]

@@ -19,9 +19,8 @@ from lockstep.watch.agent.report_messages import (
     decode_report,
 )
 from lockstep.watch.diagnosis.evidence import Evidence
-from lockstep.watch.diagnosis.evidence_types import ProcessInfo
+from lockstep.watch.diagnosis.evidence_types import ProcessInfo, WaitAlias
 from lockstep.watch.supervisor.evidence_builder import HostState, JobLayout, build_evidence, build_layout
-from lockstep.watch.supervisor.supervisor_settings import WaitAlias
 
 _REMEMBERED_SIGNATURES = 4096
 """Signatures of a host that are kept; a job with ever new shapes must not fill the supervisor's memory."""

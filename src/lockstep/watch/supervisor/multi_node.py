@@ -125,4 +125,4 @@ class RemoteSupervisorClient:
             message = {} if frame is None else json.loads(frame)
             if "told" in message and (key := (int(message["told"]), float(message["wall"]))) not in self._heard:
                 self._heard.add(key)
-                self._on_event(SupervisorEvent.of(message))
+                self._on_event(SupervisorEvent.parse(message))

@@ -44,7 +44,7 @@ from lockstep.watch.supervisor.agent_connections import AgentConnection
 from lockstep.watch.supervisor.incident import IncidentCollection
 from lockstep.watch.supervisor.message_store import MessageStore
 from lockstep.watch.supervisor.subscribers import Subscribers, unregister
-from lockstep.watch.supervisor.supervisor_settings import SupervisorSettings
+from lockstep.watch.supervisor.supervisor_client import SupervisorSettings
 from lockstep.watch.supervisor.verdict_tracker import VerdictChange, VerdictTracker, VerdictUpdate
 
 log = logging.getLogger("lockstep.watch.supervisor.supervisor")
@@ -356,7 +356,7 @@ def main() -> None:
     if not token:
         sys.exit("LOCKSTEP_TOKEN is not set: the supervisor needs the run's token")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    Supervisor(SupervisorSettings.read(sys.stdin.read()), token).run()
+    Supervisor(SupervisorSettings.parse(sys.stdin.read()), token).run()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The controller's client of the supervisor: starts it, receives its events, restarts it when it dies."""
+"""The supervisor's settings, and the client that starts a supervisor, receives its events and restarts it."""
 
 import contextlib
 import json
@@ -12,31 +12,80 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lockstep.base import waits
 from lockstep.base.transport import auth_handshake
 from lockstep.base.transport.frames import Connection, WireError
 from lockstep.base.wait_state import WaitTimeout
 from lockstep.watch.agent.service_discovery import ServiceAddress, is_superseded
+from lockstep.watch.diagnosis.evidence_types import WaitAlias, WaitCondition
+from lockstep.watch.diagnosis.verdict import StallThresholds
 from lockstep.watch.procfs import processes
-
-if TYPE_CHECKING:
-    from lockstep.watch.supervisor.supervisor_settings import SupervisorSettings
 
 log = logging.getLogger(__name__)
 
 MAX_RESTARTS = 5
 RESTARTS_WITHIN_S = 600.0
-"""After more deaths of the supervisor than this in so long, it is not restarted and the run continues unwatched."""
+"""If the supervisor dies more than `MAX_RESTARTS` times in this period, the run continues without a supervisor."""
 START_S = 60.0
+"""A supervisor that has not published its address after this time is killed and restarted."""
+TICK_S = 0.5
+"""How often agents sample their processes."""
+
+
+@dataclass
+class SupervisorSettings:
+    """Everything that a supervisor needs to start; it reads them as JSON from its standard input."""
+
+    run: str
+    generation: int
+    folder: Path
+    """The folder of `supervisor.json`, which holds the supervisor's address."""
+    incidents: Path | None
+    """The folder for incidents; None writes none."""
+    agents: list[ServiceAddress]
+    controller: int | None = None
+    """The controller's pid; None without a controller."""
+    patience: StallThresholds = field(default_factory=StallThresholds)
+    on_stall: str = "report"
+    """The action on a confirmed stall: `report`, `dump` (collect native stacks too) or `free` (abort the collectives in
+    which processes wait). However a collective ends, it raises the verdict."""
+    aliases: dict[str, WaitAlias] = field(default_factory=dict)
+    """Targets of waits that are neither a process nor a role, by name."""
+    every_s: float = TICK_S
+    facts: dict[str, Any] = field(default_factory=dict)
+    """Facts about the run for incidents: its config, versions, command."""
+    host: str = "127.0.0.1"
+    port: int = 0
+    """0: any free port."""
+
+    @staticmethod
+    def parse(text: str) -> "SupervisorSettings":
+        """Parses the JSON of `to_json`."""
+        values = json.loads(text)
+        values["folder"] = Path(values["folder"])
+        values["incidents"] = None if values["incidents"] is None else Path(values["incidents"])
+        values["agents"] = [ServiceAddress(**each) for each in values["agents"]]
+        values["patience"] = StallThresholds(**values["patience"])
+        values["aliases"] = {
+            name: WaitAlias(each["role"], WaitCondition(each["needs"]))
+            for name, each in values.get("aliases", {}).items()
+        }
+        return SupervisorSettings(**values)
+
+    def to_json(self) -> str:
+        values = asdict(self)
+        values["folder"] = str(self.folder)
+        values["incidents"] = None if self.incidents is None else str(self.incidents)
+        return json.dumps(values)
 
 
 @dataclass(frozen=True, slots=True)
 class SupervisorEvent:
-    """An event of the supervisor: what it reports about a stall."""
+    """What the supervisor reports about a stall."""
 
     number: int
     """The number of the stall: all events of one stall share it."""
@@ -57,24 +106,28 @@ class SupervisorEvent:
     """What was done about the stall, at the level `act`."""
 
     @staticmethod
-    def of(frame: Mapping[str, Any], before: int = 0) -> "SupervisorEvent":
-        """`before`: the greatest number given by earlier supervisors, which is not given again."""
+    def parse(frame: Mapping[str, Any], number_offset: int = 0) -> "SupervisorEvent":
+        """Parses a frame of the supervisor. `number_offset` is added to the stall's number, because a restarted
+        supervisor counts from 1 again."""
         return SupervisorEvent(
-            before + int(frame["number"]), str(frame["change"]), str(frame["level"]), str(frame["headline"]),
+            number_offset + int(frame["number"]), str(frame["change"]), str(frame["level"]), str(frame["headline"]),
             frame["verdict"], float(frame["since_s"]), frame["incident"], float(frame["wall"]),
             tuple(frame["who"]), str(frame["done"]),
         )  # fmt: skip
 
 
-def spawn_supervisor(settings: "SupervisorSettings", token: str) -> "subprocess.Popen[bytes]":
-    """Starts a supervisor in a session of its own; its output goes to `folder/supervisor.log`. Its settings hold the
-    run's config, so they come from a file without a name: arguments are shown to every user of the host."""
+def spawn_supervisor(settings: SupervisorSettings, token: str) -> "subprocess.Popen[bytes]":
+    """Starts a supervisor process in a new session; its output goes to `supervisor.log` in the settings' folder.
+
+    The settings contain the run's config, so they are passed in an unnamed file: every user of the host can see a
+    process's arguments.
+    """
     folder = settings.folder
     folder.mkdir(parents=True, exist_ok=True)
     argv = [sys.executable, "-m", "lockstep.watch.supervisor.supervisor"]
     environment = {**os.environ, "LOCKSTEP_TOKEN": token, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     with (folder / "supervisor.log").open("ab") as output, tempfile.TemporaryFile() as source:
-        source.write(settings.dumped().encode())
+        source.write(settings.to_json().encode())
         source.seek(0)
         return subprocess.Popen(
             argv, env=environment, stdin=source, stdout=output, stderr=output, start_new_session=True
@@ -82,7 +135,7 @@ def spawn_supervisor(settings: "SupervisorSettings", token: str) -> "subprocess.
 
 
 def read_supervisor_address(folder: Path) -> ServiceAddress | None:
-    """Reads the address of a folder's supervisor; None when there is none."""
+    """Reads the supervisor's address from its folder; None if there is none."""
     try:
         return ServiceAddress(**json.loads((folder / "supervisor.json").read_text()))
     except (OSError, ValueError, TypeError):
@@ -90,7 +143,11 @@ def read_supervisor_address(folder: Path) -> ServiceAddress | None:
 
 
 def subscribe(address: ServiceAddress, token: str, name: str, after: int = 0, timeout_s: float = 5.0) -> Connection:
-    """Opens a subscription; the supervisor repeats frames after number `after`. Raises frames.WireError."""
+    """Connects to a supervisor and subscribes; the supervisor first repeats the frames after number `after`.
+
+    Raises:
+        WireError: the supervisor cannot be reached.
+    """
     connection = auth_handshake.connect(
         address.host, address.port, token=token, run=address.run, generation=address.generation, name=name,
         timeout_s=timeout_s, max_frame=64 << 20,
@@ -106,14 +163,15 @@ def subscribe(address: ServiceAddress, token: str, name: str, after: int = 0, ti
 
 
 class SupervisorClient:
-    """Keeps a supervisor running and receives its events, in a thread of its own: starting it delays nothing, and a run
-    never fails because its supervisor did.
+    """Keeps a supervisor running and receives its events in a background thread, so starting the supervisor delays
+    nothing, and the run continues if the supervisor fails.
 
-    `on_event` is called in that thread, once for each event; it must be quick. `on_trouble` is called with a
-    message when the supervisor died or cannot be started."""
+    `on_event` is called in that thread, once for each event; it must be quick. `on_trouble` is called with a message if
+    the supervisor has died or cannot be started.
+    """
 
     def __init__(
-        self, settings: "SupervisorSettings", token: str, on_event: Callable[[SupervisorEvent], None],
+        self, settings: SupervisorSettings, token: str, on_event: Callable[[SupervisorEvent], None],
         on_trouble: Callable[[str], None] = log.warning, name: str = "controller",
     ) -> None:  # fmt: skip
         self._settings, self._token, self._name = settings, token, name
@@ -121,13 +179,13 @@ class SupervisorClient:
         self._lock = threading.Lock()
         self._connection: Connection | None = None
         self._popen: subprocess.Popen[bytes] | None = None
-        self._heard, self._closing = 0, threading.Event()
-        self._before = self._number = 0
-        """The greatest stall number: of earlier supervisors, and so far."""
+        self._last_frame, self._closing = 0, threading.Event()
+        self._number_offset = self._last_number = 0
+        """The greatest stall number of earlier supervisors, and of all supervisors."""
         self._deaths: deque[float] = deque(maxlen=MAX_RESTARTS)
-        self.up = threading.Event()
+        self.connected = threading.Event()
         """Set while a supervisor is connected."""
-        self._thread = threading.Thread(target=self._keep, name="supervision", daemon=True)
+        self._thread = threading.Thread(target=self._keep_running, name="supervision", daemon=True)
         self._thread.start()
 
     @property
@@ -142,7 +200,7 @@ class SupervisorClient:
         self._send({"id": "agents", "op": "agents", "agents": [asdict(each) for each in agents]})
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Ends the supervisor: processes that end from here on are ended on purpose. Idempotent."""
+        """Ends the supervisor, so that it does not report processes that end from now on. Idempotent."""
         if self._closing.is_set():
             return
         self._closing.set()
@@ -161,16 +219,16 @@ class SupervisorClient:
             popen.kill()
             waits.process(popen, waits_for="supervisor", why="its end after SIGKILL", timeout_s=10.0)
 
-    def _keep(self) -> None:
+    def _keep_running(self) -> None:
         while not self._closing.is_set() and not is_superseded(self._settings.run, self._settings.generation):
             try:
                 self._popen = spawn_supervisor(self._settings, self._token)
             except OSError as error:
                 self._on_trouble(f"cannot start the supervisor ({error}); continuing without it")
                 return
-            self._heard, self._before = 0, self._number
-            self._hear(self._popen)
-            self.up.clear()
+            self._last_frame, self._number_offset = 0, self._last_number
+            self._receive_events(self._popen)
+            self.connected.clear()
             if self._closing.is_set():
                 return
             code = self._popen.poll()
@@ -183,7 +241,7 @@ class SupervisorClient:
             self._deaths.append(now)
             self._on_trouble(f"the supervisor ended ({_describe_exit(code)}), restarting it")
 
-    def _hear(self, popen: "subprocess.Popen[bytes]") -> None:
+    def _receive_events(self, popen: "subprocess.Popen[bytes]") -> None:
         """Receives events until the supervisor ends."""
         started = time.monotonic()
         while popen.poll() is None and not self._closing.is_set():
@@ -194,12 +252,12 @@ class SupervisorClient:
                 time.sleep(0.05)
                 continue
             try:
-                with subscribe(address, self._token, self._name, self._heard) as connection:
+                with subscribe(address, self._token, self._name, self._last_frame) as connection:
                     self._connection = connection
-                    self.up.set()
+                    self.connected.set()
                     self._listen(connection)
             except WireError:
-                self.up.clear()
+                self.connected.clear()
                 time.sleep(0.1)
         if not self._closing.is_set():
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -213,11 +271,11 @@ class SupervisorClient:
             if frame is None:
                 continue
             message = json.loads(frame)
-            if "told" not in message or message["told"] <= self._heard:
+            if "told" not in message or message["told"] <= self._last_frame:
                 continue
-            self._heard = int(message["told"])
-            event = SupervisorEvent.of(message, self._before)
-            self._number = max(self._number, event.number)
+            self._last_frame = int(message["told"])
+            event = SupervisorEvent.parse(message, self._number_offset)
+            self._last_number = max(self._last_number, event.number)
             try:
                 self._on_event(event)
             except Exception:

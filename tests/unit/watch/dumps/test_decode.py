@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.dump_files import Call, Comm, Job, as_json, dump, steps
 from lockstep.watch.dumps.decode import BLOCK, CommunicatorTrace, DumpDecoder, RankTrace
-from lockstep.watch.dumps.dump_format import user_call_site
+from lockstep.watch.dumps.dump_parser import user_call_site
 from lockstep.watch.dumps.reader_process import pack_trace, unpack_trace
 
 WORLD = Comm("0", (0, 1, 2), "default_pg")

@@ -28,11 +28,11 @@ from lockstep.watch.diagnosis.evidence_types import (
     Liveness,
     ProcessInfo,
     ProcessNote,
+    WaitAlias,
     WaitCondition,
 )
 from lockstep.watch.supervisor.agent_connections import parse_report
 from lockstep.watch.supervisor.message_store import MessageStore
-from lockstep.watch.supervisor.supervisor_settings import WaitAlias
 
 FSDP = CommunicatorInfo("fsdp", "sharding", "gloo")
 

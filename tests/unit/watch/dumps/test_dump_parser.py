@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from benchmarks.dump_files import Comm, dump, steps
 from lockstep.watch.dumps.decode import DumpDecoder
 from lockstep.watch.dumps.dump_files import UnreadableDump, find_dump_files
-from lockstep.watch.dumps.dump_format import DAMAGED_INPUT_ERRORS, NotADump, loads_restricted
+from lockstep.watch.dumps.dump_parser import DAMAGED_INPUT_ERRORS, NotADump, loads_restricted
 from lockstep.watch.dumps.explain_dumps import read_traces
 
 SMALL = steps(2, [Comm("0", (0, 1), "default_pg")], 6).play()
