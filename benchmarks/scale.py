@@ -37,7 +37,7 @@ from lockstep.rollout.client.engine_slot import MAX_HOLD_S
 from lockstep.rollout.client.rollout_client import RolloutClient
 from lockstep.run.lifecycle import infrequent_gc
 from lockstep.run.rollout_buffer import RolloutBuffer
-from lockstep.run.telemetry.step_metrics import rollout_metrics, update_metrics
+from lockstep.run.step_metrics import rollout_metrics, update_metrics
 from lockstep.run.trainer_group import TrainerGroup
 from lockstep.train.trainer_api import TrainerInfo
 

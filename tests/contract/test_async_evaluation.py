@@ -17,7 +17,7 @@ from lockstep.rollout.client import rollout_client as engines_room
 from lockstep.rollout.client.rollout_client import RolloutClient
 from lockstep.rollout.engine_protocol import CompletionBatch
 from lockstep.rollout.engine_service import EngineService
-from lockstep.run.telemetry.step_metrics import rollout_metrics
+from lockstep.run.step_metrics import rollout_metrics
 
 torch.set_num_threads(1)
 

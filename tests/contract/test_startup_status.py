@@ -17,7 +17,7 @@ from lockstep.cluster.rpc.remote_worker import worker_and_node
 from lockstep.config.cluster import LocalClusterConfig as Config
 from lockstep.config.loader import check_config
 from lockstep.models.tiny_model import make_tiny
-from lockstep.run.telemetry.run_reporter import format_wait, startup_status
+from lockstep.run.run_reporter import format_wait, startup_status
 from lockstep.train.trainer_api import TrainerAPI
 from lockstep.watch.beacon.writer import close_beacon, open_beacon
 
@@ -74,7 +74,7 @@ def test_who_is_missing_at_the_rendezvous_is_told_to_who_waits_for_the_trainer(
 
     def tell(text: str) -> None:
         told.append(text)
-        if "policy-0 is in stage setup, waits for policy-1 (all ranks are there)" in text and not there.is_set():
+        if "policy-0 is in stage setup, waits for policy-1 (all ranks have joined)" in text and not there.is_set():
             there.set()
             ranks[1].submit(TrainerAPI.setup, names)
 

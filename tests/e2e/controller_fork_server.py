@@ -87,7 +87,7 @@ def become(request: dict, control: socket.socket) -> None:
 
 def hold(stage: str, seconds: float, at_end: bool) -> None:
     """Makes a stage last longer that is over before anybody could look."""
-    from lockstep.run.telemetry.run_reporter import StageTimers
+    from lockstep.run.run_reporter import StageTimers
 
     original = StageTimers.__call__
 

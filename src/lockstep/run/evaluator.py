@@ -12,7 +12,7 @@ from lockstep.ledger.sqlite_index import EvaluationSample
 from lockstep.rewards.reward_metrics import breakdown_metrics, checked_exact_match
 from lockstep.rewards.scorer_pool import ScorerPool
 from lockstep.rollout.client.rollout_client import RolloutClient
-from lockstep.run.telemetry.run_reporter import RunReporter
+from lockstep.run.run_reporter import RunReporter
 
 EXACT_MATCH = "eval/exact_match"
 

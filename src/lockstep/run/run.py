@@ -20,8 +20,8 @@ from lockstep.run.group_filter import GroupFilter
 from lockstep.run.interrupt import InterruptHandler
 from lockstep.run.recovery.trainer_recovery import RecoveryContext, TrainerRecovery
 from lockstep.run.rollout_buffer import RolloutBuffer
-from lockstep.run.telemetry.run_reporter import RunReporter
-from lockstep.run.telemetry.step_metrics import rollout_metrics, update_metrics
+from lockstep.run.run_reporter import RunReporter
+from lockstep.run.step_metrics import rollout_metrics, update_metrics
 from lockstep.run.trainer_group import TrainerGroup
 from lockstep.run.weight_sync import WeightPublisher
 

@@ -15,7 +15,7 @@ from lockstep.run.lifecycle import launch_all
 from lockstep.run.recovery.recovery_manager import RecoveryManager
 from lockstep.run.recovery.trainer_recovery import RecoveryContext
 from lockstep.run.run import Run, RunRoles
-from lockstep.run.telemetry.run_reporter import StageTimers
+from lockstep.run.run_reporter import StageTimers
 from lockstep.run.trainer_group import TrainerGroup
 from lockstep.run.weight_sync import WeightPublisher
 

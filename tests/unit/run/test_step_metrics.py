@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from lockstep.data.samples import Completion, Group, Prompt, Rollouts
-from lockstep.run.telemetry.step_metrics import rollout_metrics, update_metrics
+from lockstep.run.step_metrics import rollout_metrics, update_metrics
 
 
 def test_update_metrics_are_means_sums_of_counts_and_maxima() -> None:

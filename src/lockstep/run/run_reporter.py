@@ -1,5 +1,8 @@
-"""Reports a run while it runs and after it ended: console, metrics, stage timers, startup status, summary, report."""
+"""Reports a run: console, log, metrics, stage times and startup status while it runs, summary and report at its end."""
 
+import contextlib
+import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -7,6 +10,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from lockstep.base import waits
+from lockstep.base.secrets import redact_text, secret_values
 from lockstep.base.text import format_duration
 from lockstep.base.wait_state import WaitRecord
 from lockstep.config.recipes import GRPOConfig, SFTConfig
@@ -15,8 +19,11 @@ from lockstep.report.live_console import LiveConsole, beacon_activity
 from lockstep.report.metric_sinks import MetricSink, MetricSinks, open_sinks
 from lockstep.report.run_incidents import incidents_of, incidents_summary
 from lockstep.report.run_summary import package_versions, write_summary
+from lockstep.run.errors import Interrupted
 from lockstep.run.recovery.verdict_handler import VerdictHandler
 from lockstep.watch.beacon.writer import current_beacon
+
+log = logging.getLogger(__name__)
 
 STATUS_INTERVAL_S = 0.5
 MAX_WORKERS_SHOWN = 2
@@ -203,3 +210,62 @@ class RunReporter:
         self.console.close()
         if self._sinks is not None:
             self._sinks.close(self._reason)
+
+
+class _LogFile(logging.FileHandler):
+    """A log that cannot be written, as on a full disk, must neither end the run nor hide why it ended."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
+        pass
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # closing flushes
+            super().close()
+
+
+class _RedactingFormatter(logging.Formatter):
+    """Redacts secrets, and what looks like one: an error message may contain any."""
+
+    def __init__(self, known: tuple[str, ...]) -> None:
+        super().__init__("%(asctime)s controller %(levelname).1s %(name)s: %(message)s")
+        self._known = known
+
+    def format(self, record: logging.LogRecord) -> str:
+        return redact_text(super().format(record), self._known)
+
+
+class _ConsoleHandler(logging.Handler):
+    def __init__(self, console: LiveConsole, known: tuple[str, ...]) -> None:
+        super().__init__(logging.WARNING)
+        self._console, self._known = console, known
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info is None:  # tracebacks go to the file; the command prints a short message
+            self._console.warning(redact_text(record.getMessage(), self._known))
+
+
+@contextmanager
+def controller_logging(file: Path, console: LiveConsole) -> Iterator[None]:
+    """Sends the log of this process to the file and its warnings to the console; the file also gets the final error."""
+    file.parent.mkdir(exist_ok=True)
+    to_file = _LogFile(file, delay=True, encoding="utf-8")
+    known = secret_values(os.environ)
+    to_file.setFormatter(_RedactingFormatter(known))
+    handlers = (to_file, _ConsoleHandler(console, known))
+    logger = logging.getLogger("lockstep")
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    for handler in handlers:
+        logger.addHandler(handler)
+    try:
+        yield
+    except (Interrupted, KeyboardInterrupt):
+        raise
+    except BaseException:
+        log.exception("the run failed")
+        raise
+    finally:
+        for handler in handlers:
+            logger.removeHandler(handler)
+            handler.close()
+        logger.setLevel(level)

@@ -1,1 +1,0 @@
-"""Console, log and metrics of a running run."""
