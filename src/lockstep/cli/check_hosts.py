@@ -13,7 +13,7 @@ import psutil
 from lockstep.base import waits
 from lockstep.base.wait_state import WaitTimeout
 from lockstep.cli.check_arguments import HostSelection
-from lockstep.cli.extras import require_extra
+from lockstep.cli.terminal import require_extra
 from lockstep.cluster.local_cluster import LocalProbes
 from lockstep.config.cluster import RayClusterConfig
 from lockstep.doctor.check.cluster import collective_test, host_comparison, host_pairs, nccl_isolation, rendezvous_rules
@@ -264,7 +264,7 @@ def _launcher(selection: HostSelection, say: ShowNote, show_token: bool) -> tupl
         return CombinedLauncher([local, PrintedLauncher(others, say, show_token)]), selection.address
     if isinstance(selection.cluster, RayClusterConfig):
         require_extra("train", "lockstep check of a Ray cluster")
-        from lockstep.run.planning.node_placement import list_cluster_nodes, uses_existing_cluster  # imports torch
+        from lockstep.run.planning.resources import list_cluster_nodes, uses_existing_cluster  # imports torch
 
         if not uses_existing_cluster(selection.cluster):
             return _local_probes(), selection.address

@@ -1,6 +1,6 @@
 """The placement algorithm: assigns processes to given nodes, and says what would fit if they do not.
 
-`run.planning.node_placement` calls it when a run is planned, and `reservations` when resources are reserved.
+`run.planning.run_plan` calls it when a run is planned, and `reservations` when resources are reserved.
 """
 
 import math

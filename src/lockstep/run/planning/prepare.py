@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.cluster.placement.bundles import NodeResources
-from lockstep.config.cluster import RayClusterConfig
+from lockstep.config.cluster import PlacementConfig, RayClusterConfig
 from lockstep.config.data import DatasetConfig
 from lockstep.config.loader import apply_overrides, check_config
 from lockstep.config.recipes import GRPOConfig, SFTConfig
@@ -28,15 +28,17 @@ from lockstep.rewards.reward_terms import check_terms, needs_answers, term_names
 from lockstep.rollout.environments.tools import chat_template_tools
 from lockstep.rollout.vllm.vllm_setup import check_installed
 from lockstep.run.errors import RunFinished, RunRefused
-from lockstep.run.planning.node_placement import (
-    assign_nodes,
+from lockstep.run.planning.resources import (
+    UNLIMITED,
+    HostResources,
+    ModelFacts,
+    host_resources,
     list_cluster_nodes,
     local_node,
-    placement_notes,
+    model_facts,
     uses_existing_cluster,
 )
-from lockstep.run.planning.resources import UNLIMITED, HostResources, ModelFacts, host_resources, model_facts
-from lockstep.run.planning.run_plan import RunPlan, make_plan, needs_engine
+from lockstep.run.planning.run_plan import RunPlan, assign_nodes, make_plan, needs_engine
 from lockstep.run.run_id import release_shared_memory
 
 START_EVENT = "start"
@@ -133,6 +135,14 @@ def resolve_run_adapter(config: SFTConfig | GRPOConfig) -> SFTConfig | GRPOConfi
         return config
     model = config.model.model_copy(update={"adapter": resolve_adapter(config.model.adapter)})
     return config.model_copy(update={"model": model})
+
+
+def placement_notes(config: SFTConfig | GRPOConfig) -> list[str]:
+    """Notes on placement settings that have no effect on one host."""
+    others = config.placement.model_copy(update={"colocate": ()})
+    if config.cluster.kind == "ray" or others == PlacementConfig():
+        return []
+    return ["of placement, only `colocate` applies outside Ray: on this host, processes take the GPUs in turn"]
 
 
 def _check_filter_metric(config: SFTConfig | GRPOConfig) -> None:

@@ -1,15 +1,19 @@
-"""Measures what a plan is computed from: the model's sizes, without its weights, and this host's resources."""
+"""Measures what a plan is computed from: the sizes of the model, without loading its weights, and the resources of this
+host and of the cluster's nodes.
+"""
 
 import os
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 
-from lockstep.cluster.placement.bundles import NodeResources
+from lockstep.cluster.placement.bundles import NodeResources, ProcessRequest
 from lockstep.config.cluster import LocalClusterConfig, RayClusterConfig
 from lockstep.config.model import AdapterConfig, ModelConfig
 from lockstep.models.errors import ModelError
@@ -160,3 +164,25 @@ def _cgroup_memory() -> int:
         if allowed != "max":
             return max(0, int(allowed) - taken)
     return UNLIMITED
+
+
+def uses_existing_cluster(cluster: RayClusterConfig) -> bool:
+    """Whether the run uses an existing Ray cluster, instead of starting its own."""
+    return bool(cluster.address or os.environ.get("RAY_ADDRESS"))
+
+
+def list_cluster_nodes(cluster: RayClusterConfig) -> list[NodeResources]:
+    """Lists the nodes of an existing Ray cluster. Raises ConnectionError if the cluster cannot be reached."""
+    if find_spec("ray") is None:
+        raise ConnectionError("cluster.kind ray needs Ray, which is not installed here: pip install 'lockstep-rl[ray]'")
+    from lockstep.cluster.ray.ray_nodes import query_nodes  # imports ray
+
+    nodes: list[NodeResources] = query_nodes(cluster)
+    return nodes
+
+
+def local_node(requests: Sequence[ProcessRequest], host: HostResources) -> NodeResources:
+    """This host as the only node of a private Ray. If the processes request more CPUs than it has cores, they share the
+    cores, as without Ray."""
+    name, cpus = socket.gethostname(), float(max(host.cores, sum(each.cpus for each in requests)))
+    return NodeResources(name, name, "127.0.0.1", cpus, host.gpus, cpus, host.gpus, host.memory, head=True)

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from lockstep.cluster.placement.assignment import Assignment
-from lockstep.cluster.placement.bundles import ProcessRequest
+from lockstep.cluster.placement.assignment import Assignment, NodesBusy, assign
+from lockstep.cluster.placement.bundles import NodeResources, ProcessRequest, make_bundles
+from lockstep.config.cluster import PlacementConfig
 from lockstep.config.recipes import GRPOConfig, SFTConfig
 from lockstep.run.planning.resources import HostResources, ModelFacts
 from lockstep.weights.weight_transport import DevicePlacement, transport_refusal
@@ -69,7 +70,7 @@ def needs_engine(config: SFTConfig | GRPOConfig) -> bool:
 
 def make_plan(config: SFTConfig | GRPOConfig, model: ModelFacts | None, host: HostResources) -> RunPlan:
     """The processes of the run and what they need. Without a model, only what does not depend on it: no sizes, no
-    collectives. Processes on Ray need not fit this host: `lockstep.run.planning.node_placement` assigns their nodes.
+    collectives. Processes on Ray need not fit this host: `assign_nodes` chooses their nodes.
 
     Raises:
         InfeasibleError: a context without room for prompts, more ranks than GPUs, too little memory or shared memory.
@@ -119,6 +120,22 @@ def make_plan(config: SFTConfig | GRPOConfig, model: ModelFacts | None, host: Ho
     else:
         _check_fits_host(plan, config, host)
     return plan if model is None else replace(plan, memory_copy=_reserved_checkpoint_bytes(config, model, plan, host))
+
+
+def assign_nodes(plan: RunPlan, placement: PlacementConfig, nodes: Sequence[NodeResources] | None) -> RunPlan:
+    """Adds a node for every process to the plan, if the nodes are known.
+
+    Raises:
+        PlacementError: the placement contradicts itself or the config.
+        DoesNotFit: the nodes can never hold the run; the message says what would fit.
+    """
+    if nodes is None:
+        make_bundles(plan.wanted, placement)  # raises PlacementError
+        return plan
+    try:
+        return replace(plan, assignment=assign(plan.wanted, placement, nodes))
+    except NodesBusy as error:
+        return replace(plan, busy=str(error))
 
 
 def engine_dtype(config: SFTConfig | GRPOConfig, model: ModelFacts) -> str:

@@ -146,3 +146,22 @@ def test_copies_of_the_trainers_state_count_as_memory() -> None:
         with pytest.raises(InfeasibleError, match=r"recovery.memory_copy needs 23 MiB"):
             make_plan(config(recovery={"memory_copy": True}), MODEL, tight)
     assert make_plan(config(), MODEL, replace(HOST, memory=needed)).memory_copy == size
+
+
+def test_a_prompt_needs_room_beside_its_completion() -> None:
+    for field, changes in (
+        ("rollout.sampling.max_tokens", {"rollout": {"sampling": {"max_tokens": 512}}}),
+        (
+            "evaluation.sampling.max_tokens",
+            {"evaluation": {"data": {"path": "e.jsonl"}, "sampling": {"max_tokens": 512}}},
+        ),
+    ):
+        with pytest.raises(InfeasibleError, match=f"{field} 512 leaves no room .* context of 512 .* 511 at most"):
+            make_plan(config(**changes), MODEL, HOST)
+    sft = {"recipe": "sft", "reward": None, "rollout": {"sampling": {"max_tokens": 512}}}
+    make_plan(config(**sft), MODEL, HOST)  # generates nothing
+
+
+def test_cuda_without_a_gpu_is_refused_for_any_number_of_ranks() -> None:
+    with pytest.raises(InfeasibleError, match=r"finds no GPU .* cluster\.device=cpu"):
+        make_plan(config(), MODEL, replace(HOST, device="cuda", gpus=0))

@@ -1,4 +1,4 @@
-"""The placement of a run on the nodes of a cluster, and its notes."""
+"""The plan of a run on the nodes of a Ray cluster."""
 
 from pathlib import Path
 from typing import Any
@@ -10,20 +10,12 @@ from typer.testing import CliRunner
 from lockstep.cli import app
 from lockstep.cluster.placement.assignment import DoesNotFit
 from lockstep.cluster.placement.bundles import NodeResources, PlacementError
-from lockstep.config.cluster import RayClusterConfig
 from lockstep.config.loader import check_config
 from lockstep.config.recipes import GRPOConfig, SFTConfig
 from lockstep.models.tiny_model import make_tiny
-from lockstep.run.planning.node_placement import (
-    assign_nodes,
-    list_cluster_nodes,
-    local_node,
-    placement_notes,
-    uses_existing_cluster,
-)
-from lockstep.run.planning.prepare import prepare_run
-from lockstep.run.planning.resources import HostResources, ModelFacts
-from lockstep.run.planning.run_plan import InfeasibleError, make_plan
+from lockstep.run.planning.prepare import placement_notes, prepare_run
+from lockstep.run.planning.resources import HostResources, ModelFacts, local_node
+from lockstep.run.planning.run_plan import InfeasibleError, assign_nodes, make_plan
 
 MODEL = ModelFacts(
     parameters=1_000_000, layers=2, hidden=128, vocabulary=64, kv_heads=2, head_dim=32, context=512, dtype="float32"
@@ -98,19 +90,6 @@ def test_placement_settings_without_effect_on_one_host_are_noted() -> None:
     for said in (config(cluster="local"), config(placement={"strategy": "spread"})):
         assert placement_notes(said) == []
     assert placement_notes(config(cluster="local", placement={"colocate": "all"})) == [], "engines sleep here as well"
-
-
-def test_an_address_means_an_existing_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    assert uses_existing_cluster(RayClusterConfig(address="auto")) and not uses_existing_cluster(RayClusterConfig())
-    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6379")
-    assert uses_existing_cluster(RayClusterConfig())
-
-
-def test_missing_ray_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.run.planning.node_placement.find_spec", lambda name: None)
-    with pytest.raises(ConnectionError, match=r"pip install 'lockstep-rl\[ray\]'"):
-        list_cluster_nodes(RayClusterConfig(address="auto"))
 
 
 @pytest.fixture
