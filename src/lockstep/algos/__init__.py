@@ -1,1 +1,1 @@
-"""Advantages, losses, KL and aggregation: pure tensor functions."""
+"""Advantages, importance weights, losses and their aggregation: pure tensor functions."""

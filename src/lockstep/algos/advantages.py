@@ -1,8 +1,8 @@
 """Advantages without a critic, from rewards alone.
 
-Those that compare within a group take rewards `[groups, group size]` and return advantages of that shape. A group
-whose rewards are all equal has no signal: its advantages are exactly zero, without rounding errors. Those
-of REINFORCE++ compare with the whole batch and are made per token.
+Group-relative methods take rewards `[groups, group size]` and return advantages of that shape. A group whose rewards
+are all equal has no signal: its advantages are exactly zero, without rounding errors. REINFORCE++ normalises over the
+whole batch and returns one advantage per token.
 """
 
 import torch
@@ -16,7 +16,7 @@ def grpo_advantages(rewards: Tensor, epsilon: float = 1e-4) -> Tensor:
     verl.
 
     Raises:
-        ValueError: not a matrix of at least two finite rewards per group.
+        ValueError: the rewards are not a matrix of finite numbers with at least two per group.
     """
     centered = dr_grpo_advantages(rewards)
     deviation = rewards.std(dim=1, keepdim=True)
@@ -30,7 +30,7 @@ def dr_grpo_advantages(rewards: Tensor) -> Tensor:
     that are nearly always or nearly never solved.
 
     Raises:
-        ValueError: not a matrix of at least two finite rewards per group.
+        ValueError: the rewards are not a matrix of finite numbers with at least two per group.
     """
     _check_rewards(rewards)
     return _zero_without_signal(rewards, rewards - rewards.mean(dim=1, keepdim=True))
@@ -42,7 +42,7 @@ def rloo_advantages(rewards: Tensor) -> Tensor:
     Ahmadian et al. 2024, "Back to Basics: Revisiting REINFORCE Style Optimization"; Kool et al. 2019.
 
     Raises:
-        ValueError: not a matrix of at least two finite rewards per group.
+        ValueError: the rewards are not a matrix of finite numbers with at least two per group.
     """
     _check_rewards(rewards)
     size = rewards.shape[1]
@@ -55,16 +55,16 @@ def reinforce_plus_plus_advantages(
 ) -> Tensor:
     """Returns, normalised over all tokens of the batch: (R_t - mean) / (std + epsilon), `[targets]`.
 
-    Hu 2025, "REINFORCE++": a token's return is the reward of its sequence less the KL penalties from
-    it on, R_t = r - sum_{u >= t} penalty_u. Mean and deviation are over tokens, as in OpenRLHF and verl.
+    Hu 2025, "REINFORCE++": a token's return is the reward of its sequence minus the KL penalties of this token and
+    those after it, R_t = r - sum_{u >= t} penalty_u. Mean and deviation are over tokens, as in OpenRLHF and verl.
 
     Args:
         rewards: float `[groups, group size]`; sequence `g * group size + k` is completion k of group g.
         sequences: int64 `[targets]`: the sequence of each target; targets of one sequence in the order of its tokens.
-        penalties: `[targets]`, coefficient times the estimated KL of the token.
+        penalties: `[targets]`, the KL coefficient times the estimated KL of the token.
 
     Raises:
-        ValueError: rewards that are no matrix of finite numbers.
+        ValueError: the rewards are not a matrix of finite numbers.
     """
     _check_rewards(rewards, smallest=1)
     return normalize_values(returns_to_go(rewards.flatten(), sequences, penalties), epsilon)
@@ -73,29 +73,29 @@ def reinforce_plus_plus_advantages(
 def reinforce_plus_plus_baseline_advantages(
     rewards: Tensor, sequences: Tensor, penalties: Tensor | None = None, epsilon: float = 1e-8
 ) -> Tensor:
-    """`reinforce_plus_plus_advantages` of rewards minus their group's mean: a group that is always or never right no
-    longer pulls in one direction (Hu 2025, "REINFORCE++", its baseline variant)."""
+    """`reinforce_plus_plus_advantages` of rewards minus their group's mean, so that a prompt that is always or never
+    solved does not push the policy (the baseline variant of Hu 2025, "REINFORCE++")."""
     return normalize_values(returns_to_go(dr_grpo_advantages(rewards).flatten(), sequences, penalties), epsilon)
 
 
 def returns_to_go(rewards: Tensor, sequences: Tensor, penalties: Tensor | None = None) -> Tensor:
-    """The reward of each target's sequence, less the penalties of this target and those after it: `[targets]`."""
+    """The reward of each target's sequence minus the penalties of this target and those after it: `[targets]`."""
     returns = rewards[sequences]
     if penalties is None:
         return returns
-    order = torch.argsort(sequences, stable=True).flip(0)  # sequence by sequence, each from its end
-    own, owners = penalties.double()[order], sequences[order]
+    order = torch.argsort(sequences, stable=True).flip(0)  # sequence by sequence, last token first
+    ordered, owners = penalties.double()[order], sequences[order]
     first = torch.ones_like(owners, dtype=torch.bool)
     first[1:] = owners[1:] != owners[:-1]
     start = torch.where(first, torch.arange(owners.numel()), torch.zeros_like(owners)).cummax(0).values
-    summed = own.cumsum(0)
-    ahead = torch.empty_like(summed)
-    ahead[order] = summed - (summed - own)[start]
-    return (returns.double() - ahead).to(returns.dtype)
+    summed = ordered.cumsum(0)
+    remaining = torch.empty_like(summed)
+    remaining[order] = summed - (summed - ordered)[start]
+    return (returns.double() - remaining).to(returns.dtype)
 
 
 def normalize_values(values: Tensor, epsilon: float = 1e-8) -> Tensor:
-    """(x - mean) / (std + epsilon) over all values, with the sample's deviation; zeros where all are equal."""
+    """(x - mean) / (std + epsilon) over all values, with the sample's deviation; zeros if all are equal."""
     if values.numel() < 2 or not bool(values.amax() > values.amin()):
         return torch.zeros_like(values)
     wide = values.double()
@@ -103,7 +103,7 @@ def normalize_values(values: Tensor, epsilon: float = 1e-8) -> Tensor:
 
 
 def groups_with_signal(rewards: Tensor) -> Tensor:
-    """bool `[groups]`: whether not all rewards of the group are equal."""
+    """Whether the rewards of each group differ: bool `[groups]`."""
     return rewards.amax(dim=1) > rewards.amin(dim=1)
 
 
@@ -118,7 +118,7 @@ def _check_rewards(rewards: Tensor, smallest: int = 2) -> None:
             f"got {rewards.dtype} {list(rewards.shape)}"
         )
     if not torch.isfinite(rewards).all():
-        group, place = (~torch.isfinite(rewards)).nonzero()[0].tolist()
+        group, index = (~torch.isfinite(rewards)).nonzero()[0].tolist()
         raise ValueError(
-            f"rewards: {rewards[group, place].item()} of completion {place} in group {group} is not finite"
+            f"rewards: {rewards[group, index].item()} of completion {index} in group {group} is not finite"
         )

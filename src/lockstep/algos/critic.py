@@ -72,5 +72,5 @@ def value_loss(
     if old_values is None or clip <= 0:
         raise ValueError(f"clip must be positive and needs old_values, got clip {clip}")
     old = old_values.detach()
-    held = (values.clamp(old - clip, old + clip) - returns.detach()).square() / 2
-    return torch.maximum(error, held), (held > error).detach()
+    clipped = (values.clamp(old - clip, old + clip) - returns.detach()).square() / 2
+    return torch.maximum(error, clipped), (clipped > error).detach()

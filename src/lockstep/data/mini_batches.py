@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
-from lockstep.algos.aggregation import sequence_weights
+from lockstep.algos.losses import sequence_weights
 from lockstep.config.algorithm import Aggregation, CrossEntropy, PolicyLoss
 from lockstep.data.forest import Forest, concatenated_ranges
 from lockstep.data.micro_batch import MiniBatch, build_mini_batch

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from lockstep.algos import advantages as formulas
-from lockstep.algos.kl import kl_divergence
+from lockstep.algos.losses import kl_divergence
 from lockstep.config.algorithm import Advantage, KLPenalty
 from lockstep.data.mini_batches import TrainingBatch
 

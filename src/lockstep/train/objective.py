@@ -11,12 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.algos import importance_sampling, policy_loss
-from lockstep.algos.aggregation import sum_weighted_losses
-from lockstep.algos.entropy import cross_entropy, entropy_loss
+from lockstep.algos import importance_sampling, losses
 from lockstep.algos.importance_sampling import ImportanceWeights, logprob_gap
-from lockstep.algos.kl import kl_divergence
-from lockstep.algos.policy_loss import PolicyTerms
+from lockstep.algos.losses import PolicyTerms, cross_entropy, entropy_loss, kl_divergence, sum_weighted_losses
 from lockstep.config.algorithm import CISPO, GSPO, CrossEntropy, PolicyLoss, PPOClip
 from lockstep.data.micro_batch import MicroBatch
 
@@ -26,7 +23,7 @@ TOTAL_METRICS = ("tokens", "loss", "policy_loss", "kl_loss", "entropy_loss")
 MEAN_METRICS = (
     "logprob",
     "entropy",
-    *policy_loss.POLICY_STATS,
+    *losses.POLICY_STATS,
     "kl",
     "engine_gap_mean",
     "importance_weight",
@@ -147,7 +144,7 @@ def _policy_loss_output(
         fields.get("old_logprob", logprobs), engine, weights
     )
     metrics |= {"loss": total.detach(), "entropy": _masked_sum(entropies, live)}
-    metrics |= dict(zip(policy_loss.POLICY_STATS, terms.sums(weights).unbind(), strict=True))
+    metrics |= dict(zip(losses.POLICY_STATS, terms.sums(weights).unbind(), strict=True))
     return LossOutput(total, metrics)
 
 
@@ -158,11 +155,11 @@ def _policy_terms(
     old = fields["old_logprob" if loss.old_logprobs == "trainer" else "engine_logprob"]
     advantages = fields["advantage"]
     if isinstance(loss, PPOClip):
-        return policy_loss.ppo_clip(logprobs, old, advantages, loss.clip_low, loss.clip_high, loss.dual_clip)
+        return losses.ppo_clip(logprobs, old, advantages, loss.clip_low, loss.clip_high, loss.dual_clip)
     if isinstance(loss, CISPO):
-        return policy_loss.cispo(logprobs, old, advantages, loss.clip_low, loss.clip_high)
+        return losses.cispo(logprobs, old, advantages, loss.clip_low, loss.clip_high)
     if isinstance(loss, GSPO) and sequences is not None:
-        return policy_loss.gspo(logprobs, old, advantages, sequences, live, loss.clip_low, loss.clip_high)
+        return losses.gspo(logprobs, old, advantages, sequences, live, loss.clip_low, loss.clip_high)
     raise TypeError(f"there is no policy loss {type(loss).__name__}")
 
 
