@@ -52,7 +52,7 @@ def test_who_did_not_come_is_named_by_everybody_who_did(tmp_path: Path, coming: 
             assert f"{missing[0]} of 3 ranks did not come" in said["text"]
     if coming == (0, 1):
         lines = (tmp_path / "0.log").read_text().splitlines()
-        assert len([line for line in lines if "2 of 3 ranks are there, missing: policy-2 on node-b" in line]) >= 2
+        assert len([line for line in lines if "2 of 3 ranks have joined, missing: policy-2 on node-b" in line]) >= 2
 
 
 def test_the_wait_names_who_is_missing(tmp_path: Path) -> None:

@@ -286,7 +286,8 @@ def test_torn_checkpoints_are_refused(folder: Path, checkpoint: Path) -> None:
     content = data.read_bytes()
     data.write_bytes(content[:-1])
     assert (
-        refused(folder, checkpoint) == f"is torn: __0_0.distcp has {len(content) - 1} bytes instead of {len(content)}"
+        refused(folder, checkpoint)
+        == f"is incomplete: __0_0.distcp has {len(content) - 1} bytes instead of {len(content)}"
     )
     data.unlink()
     assert "__0_0.distcp is missing" in refused(folder, checkpoint)
@@ -295,8 +296,8 @@ def test_torn_checkpoints_are_refused(folder: Path, checkpoint: Path) -> None:
     (checkpoint / "checkpoint.json").write_text("{")
     assert "cannot be read" in refused(folder, checkpoint)
     (checkpoint / "checkpoint.json").unlink()
-    assert "no complete checkpoint" in refused(folder, checkpoint)
-    assert "no complete checkpoint" in refused(folder, checkpoint.with_name("nothing"))
+    assert "not a complete checkpoint" in refused(folder, checkpoint)
+    assert "not a complete checkpoint" in refused(folder, checkpoint.with_name("nothing"))
 
 
 def test_unfinished_and_foreign_checkpoints_are_refused(folder: Path, checkpoint: Path) -> None:

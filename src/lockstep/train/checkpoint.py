@@ -1,9 +1,9 @@
-"""Checkpoints: torch distributed checkpoints that are complete or not at all.
+"""Reads and writes checkpoints with torch.distributed.checkpoint, so that a folder is either complete or not usable.
 
-A save copies the state to host memory and returns; a thread writes it into `<name>.tmp-...`, with its own gloo
-communicator, so that its collectives never mix with those of training. When every rank's files are on disk (fsync),
-rank 0 writes the manifest, syncs the folder, renames it, and tells the other ranks. A folder with the final name and a
-manifest that fits is complete; everything else is refused.
+`save` copies the state to host memory and returns. A thread then writes the copy into `<name>.tmp-...`. The thread has
+a gloo communicator of its own, so that its collectives never mix with those of training. When every rank's files are
+on disk (fsync), rank 0 writes the manifest, syncs the folder, renames it, and notifies the other ranks. A folder is
+complete if it has the final name and its manifest matches its files; loading any other folder raises CheckpointError.
 """
 
 import errno
@@ -40,7 +40,7 @@ from lockstep.watch.beacon.writer import current_beacon
 
 log = logging.getLogger(__name__)
 
-# One rank saves, and every rank loads, without collectives on purpose, of which torch warns each time.
+# A single rank saves, and every rank loads, without collectives. That is intended, but torch warns each time.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 MANIFEST_FILE = "checkpoint.json"
@@ -50,15 +50,15 @@ _DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 @dataclass(slots=True)
 class LocalRows:
-    """This rank's rows of a tensor that is sharded by rows over all ranks (the whole tensor at one rank)."""
+    """This rank's rows of a tensor that is sharded by rows over all ranks; all rows if there is only one rank."""
 
     local: Tensor
     shape: tuple[int, ...]
-    """The whole tensor's."""
+    """Shape of the whole tensor."""
 
 
 class _FileWriter(FileSystemWriter):
-    """torch's writer, which reports the operating system's error when a write fails."""
+    """torch's file writer; if a write fails, it raises the operating system's error."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
         try:
@@ -85,12 +85,12 @@ class CheckpointWriter:
     def save(
         self, folder: Path, sharded: Mapping[str, LocalRows], whole: Mapping[str, Tensor], manifest: dict[str, Any]
     ) -> None:
-        """Copies the state and begins to write it; an earlier save is waited for first.
+        """Waits for an earlier save, copies the state, and begins to write it in the background.
 
         Args:
             sharded: tensors sharded by rows over the ranks.
             whole: tensors that only this rank has, under names that no other rank uses.
-            manifest: further JSON-like values for the manifest; the same on all ranks.
+            manifest: additional JSON values for the manifest; the same on all ranks.
 
         Raises:
             CheckpointError: the earlier save failed, and `saved` has not reported it yet.
@@ -100,7 +100,7 @@ class CheckpointWriter:
         state: dict[str, Tensor] = {
             name: _as_dtensor(rows.local.detach().to("cpu", copy=True), rows.shape, self._mesh)
             for name, rows in sharded.items()
-            if self.ranks.replica == 0  # the other copies hold the same
+            if self.ranks.replica == 0  # the other replicas hold the same rows
         }
         state.update({name: tensor.detach().to("cpu", copy=True) for name, tensor in whole.items()})
         temporary = folder.with_name(f"{folder.name}.tmp-{self.generation}-{self._count}")
@@ -117,10 +117,10 @@ class CheckpointWriter:
         return self._future is None
 
     def finish(self) -> None:
-        """Returns when no save is under way. Raises CheckpointError if it failed."""
+        """Waits until no save is in progress. Raises CheckpointError if the save failed."""
         future, self._future = self._future, None
         if future is not None:
-            # Two collectives and the writing itself: each of the former has the communicator's bound.
+            # A save consists of two collectives, each with the communicator's time limit, and the writing.
             waits.future(
                 future, waits_for="checkpoint writer", why="the last save ends", timeout_s=3 * self.ranks.timeout_s
             )
@@ -160,7 +160,8 @@ class CheckpointWriter:
             raise error or OSError(f"rank 0 could not complete {temporary}; see its log")
 
     def _complete(self, temporary: Path, folder: Path, metadata: Metadata, manifest: dict[str, Any]) -> None:
-        """Rank 0, when the files of all ranks are on disk: the manifest, and the final name."""
+        """Writes the manifest and gives the folder its final name. Rank 0 calls it when all ranks' files are on
+        disk."""
         names = {stored.relative_path for stored in (metadata.storage_data or {}).values()} | {".metadata"}
         files = {name: (temporary / name).stat().st_size for name in sorted(names)}
         _write_json_durably(
@@ -171,7 +172,8 @@ class CheckpointWriter:
 
 
 def commit_folder(temporary: Path, folder: Path) -> None:
-    """Gives a finished folder its final name, durably; one of the same name (a step done again) is replaced."""
+    """Renames a finished folder to its final name, durably. Replaces a folder of that name, which exists if a step was
+    repeated."""
     sync_folder(temporary)
     stale = folder.with_name(f"{folder.name}.tmp-replaced")
     if folder.exists():
@@ -183,29 +185,34 @@ def commit_folder(temporary: Path, folder: Path) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a complete checkpoint: format, world, files and the metadata given to `save`.
+    """Returns the manifest of a complete checkpoint: format, world, files and the metadata given to `save`.
 
     Raises:
-        CheckpointError: no such folder, no manifest, a file missing or of another size, another format.
+        CheckpointError: the folder or its manifest does not exist, a file is missing or has another size, or the
+            format is unknown.
     """
     if ".tmp-" in folder.name:
-        raise CheckpointError(folder, "is the temporary folder of a save that did not end; use a complete one")
+        raise CheckpointError(
+            folder, "is the temporary folder of a save that did not finish; use a complete checkpoint"
+        )
     try:
         manifest = json.loads((folder / MANIFEST_FILE).read_text())
         files: dict[str, int] = manifest["files"]
-        found = manifest["format"]
+        file_format = manifest["format"]
     except FileNotFoundError:
-        raise CheckpointError(folder, f"has no {MANIFEST_FILE}: it is no complete checkpoint") from None
+        raise CheckpointError(folder, f"has no {MANIFEST_FILE}, so it is not a complete checkpoint") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(folder, f"{MANIFEST_FILE} cannot be read ({error})") from error
-    if found != CHECKPOINT_FORMAT:
-        raise CheckpointError(folder, f"has format {found}, this version of lockstep reads {CHECKPOINT_FORMAT}")
+    if file_format != CHECKPOINT_FORMAT:
+        raise CheckpointError(
+            folder, f"has format {file_format}; this version of lockstep reads format {CHECKPOINT_FORMAT}"
+        )
     for name, size in files.items():
         path = folder / name
         actual = path.stat().st_size if path.exists() else None
         if actual != size:
             what = "is missing" if actual is None else f"has {actual} bytes instead of {size}"
-            raise CheckpointError(folder, f"is torn: {name} {what}")
+            raise CheckpointError(folder, f"is incomplete: {name} {what}")
     return manifest  # type: ignore[no-any-return]
 
 
@@ -216,10 +223,10 @@ def load_checkpoint(
     ranks: ParallelContext,
     expected: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Fills this rank's tensors from a checkpoint of any number of ranks; without collectives.
+    """Fills this rank's tensors from a checkpoint that any number of ranks wrote. Uses no collectives.
 
-    Nothing is changed unless all of it could be read. Names in `whole` that the checkpoint lacks (a rank it did
-    not have) keep their values.
+    Changes no tensor unless everything could be read. Tensors in `whole` that the checkpoint lacks, because fewer
+    ranks wrote it, keep their values.
 
     Args:
         expected: values that the manifest must contain, such as the digest of an adapter's base model.
@@ -228,27 +235,31 @@ def load_checkpoint(
         The manifest.
 
     Raises:
-        CheckpointError: torn, of a model with other parameters, or with other expected values.
+        CheckpointError: the checkpoint is incomplete, has other parameters, or has other values than `expected`.
     """
     manifest = read_manifest(folder)
     for name, value in (expected or {}).items():
         if manifest.get(name) != value:
             what = f"{name} {manifest.get(name)!r}, expected {value!r}"
-            raise CheckpointError(folder, f"was made on {manifest.get('model')} as it was then: {what}; restore it")
+            raise CheckpointError(
+                folder, f"belongs to an earlier content of {manifest.get('model')}: {what}; restore that model"
+            )
     reader = FileSystemReader(folder)
-    known = reader.read_metadata().state_dict_metadata
+    stored_tensors = reader.read_metadata().state_dict_metadata
     for name, rows in sharded.items():
-        stored = known.get(name)
+        stored = stored_tensors.get(name)
         shape = tuple(stored.size) if isinstance(stored, TensorStorageMetadata) else None
         if shape != rows.shape:
             what = "does not have" if shape is None else f"has with shape {shape}"
-            raise CheckpointError(folder, f"is of another model: it {what} {name!r}, expected shape {rows.shape}")
+            raise CheckpointError(folder, f"belongs to another model: it {what} {name!r}, expected shape {rows.shape}")
     mesh = _storage_mesh(ranks)
     state: dict[str, Tensor] = {
         name: _as_dtensor(torch.empty_like(rows.local, device="cpu"), rows.shape, mesh)
         for name, rows in sharded.items()
     }
-    state.update({name: torch.empty_like(tensor, device="cpu") for name, tensor in whole.items() if name in known})
+    state.update(
+        {name: torch.empty_like(tensor, device="cpu") for name, tensor in whole.items() if name in stored_tensors}
+    )
     try:
         dcp_load(state, storage_reader=reader, no_dist=True)
     except (CheckpointException, OSError, RuntimeError, ValueError) as error:
@@ -285,14 +296,14 @@ def _write_json_durably(path: Path, content: dict[str, Any]) -> None:
 
 
 def _storage_mesh(ranks: ParallelContext) -> DeviceMesh | None:
-    """The mesh of the ranks that share the rows of one copy."""
+    """Returns the mesh of the ranks over which one replica of the parameters is sharded."""
     if ranks.storage is None or ranks.world == 1:
         return None
     return DeviceMesh.from_group(ranks.copy_storage or ranks.storage, "cpu")
 
 
 def _as_dtensor(local: Tensor, shape: tuple[int, ...], mesh: DeviceMesh | None) -> Tensor:
-    """The rows as a tensor that knows its place in the whole, for torch's planner."""
+    """Wraps the rows in a DTensor, so that torch's planner knows their position in the whole tensor."""
     if mesh is None:
         return local
     stride = torch.empty(shape, device="meta").stride()
@@ -304,7 +315,8 @@ def _to_local(tensor: Tensor) -> Tensor:
 
 
 def _free_space_hint(problem: BaseException, folder: Path) -> str:
-    """The free space and a fix, where a full disk was the cause; torch may have wrapped that error twice."""
+    """Returns the free space and a fix if a full disk was the cause, else "". torch may have wrapped that error
+    twice."""
     inner: list[BaseException] = [error for error, _ in getattr(problem, "failures", {}).values()] or [problem]
     if not any(isinstance(error, OSError) and error.errno in _DISK_FULL_ERRNOS for error in inner):
         return ""
@@ -312,7 +324,7 @@ def _free_space_hint(problem: BaseException, folder: Path) -> str:
 
 
 def _first_failure(problem: BaseException) -> str:
-    """The first failure, named by rank where torch wrapped one."""
+    """Describes the first failure, with its rank if torch reports one."""
     if isinstance(problem, CheckpointException) and problem.failures:
         rank, (inner, frames) = min(problem.failures.items())
         log.error("checkpoint failed on rank %d: %s\n%s", rank, inner, "".join(traceback.format_list(frames)))

@@ -1,6 +1,6 @@
-"""Checkpoint folders: which to keep, how to delete them, how many bytes a save has written.
+"""Decides which checkpoint folders to keep, deletes the others, and measures their size.
 
-A file of its own, so that the controller does not import the checkpoint writer.
+Separate from `checkpoint`, so that the controller does not import torch.
 """
 
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def checkpoints_to_keep(steps: Mapping[int, float | None], keep_last: int, keep_best: bool) -> set[int]:
-    """Which checkpoints to keep: the newest `keep_last`, and the one with the highest metric (the newest of equals)."""
+    """Returns the steps to keep: the newest `keep_last`, and the one with the highest metric (of equals the newest)."""
     keep = set(sorted(steps)[-keep_last:])
     rated = [(metric, step) for step, metric in steps.items() if metric is not None]
     if keep_best and rated:
@@ -19,11 +19,11 @@ def checkpoints_to_keep(steps: Mapping[int, float | None], keep_last: int, keep_
 
 
 def remove_checkpoint(folder: Path) -> None:
-    """Deletes a checkpoint; an interrupted deletion leaves nothing that looks complete."""
-    doomed = folder.with_name(f"{folder.name}.tmp-removed")
-    shutil.rmtree(doomed, ignore_errors=True)
-    folder.rename(doomed)
-    shutil.rmtree(doomed)
+    """Deletes a checkpoint. It is renamed first, so that an interrupted deletion leaves nothing that looks complete."""
+    renamed = folder.with_name(f"{folder.name}.tmp-removed")
+    shutil.rmtree(renamed, ignore_errors=True)
+    folder.rename(renamed)
+    shutil.rmtree(renamed)
 
 
 def remove_leftovers(parent: Path) -> list[Path]:
@@ -35,7 +35,7 @@ def remove_leftovers(parent: Path) -> list[Path]:
 
 
 def checkpoint_bytes(parent: Path) -> int:
-    """Bytes of all checkpoints in `parent`, unfinished ones included: grows while a save makes progress."""
+    """Returns the bytes of all checkpoints in `parent`, also unfinished ones: the sum grows while a save progresses."""
     total = 0
     for folder, _, files in os.walk(parent):  # unlike rglob, it tolerates folders that are renamed meanwhile
         for name in files:

@@ -1,8 +1,8 @@
-"""Selects NCCL or gloo for all ranks of a trainer: every rank tries NCCL, one decision holds for all of them.
+"""Selects NCCL or gloo for all ranks of a trainer: every rank tries NCCL, and rank 0 decides for all.
 
-Each rank runs one small all-reduce on a communicator of its own for a bounded time and writes the result into the
-store. Rank 0 reads all results and writes the decision, which the others take. No collective decides, because one
-that hangs on some ranks could not. So no rank is on NCCL while another is on gloo.
+Each rank tries one small all-reduce on a temporary NCCL communicator, for a limited time, and writes the result into
+the store. Rank 0 reads all results and writes the decision, which the others adopt, so that all ranks use the same
+backend. The decision goes through the store because a collective could hang on some of the ranks.
 """
 
 import json
@@ -25,11 +25,11 @@ from lockstep.base.wait_state import WaitTimeout
 log = logging.getLogger(__name__)
 
 NCCL_TRIAL_S = 90.0
-"""Bound of a rank's trial: NCCL needs seconds on one host, and tens of seconds on hundreds of hosts."""
+"""Time limit of a rank's trial: NCCL needs seconds on one host, and tens of seconds on hundreds of hosts."""
 TRIAL_MARGIN_S = 30.0
-"""Ranks begin their trials within this time of each other."""
+"""The first and the last rank begin their trials at most this far apart."""
 LATENCY_ELEMENTS, BANDWIDTH_ELEMENTS = 1024, 1 << 22
-"""Elements (float32) of the collectives whose cost is measured: latency, bandwidth."""
+"""Number of float32 elements in the collectives that measure latency and bandwidth."""
 MEASURED_ROUNDS = 5
 
 _FAILED_KEY = "failed"
@@ -41,22 +41,22 @@ NCCL_ADVICE = (
     ("has no NCCL", "install a CUDA build of torch"),
     ("Duplicate GPU", "two ranks share a GPU, which NCCL refuses: use as many GPUs as trainer.ranks"),
     ("no result", "that rank ended or was never started: see its log"),
-    ("did not come up", "a link or an interface that does not carry it: check NCCL_SOCKET_IFNAME, firewalls between "
-     "the hosts, and try NCCL_IB_DISABLE=1 and NCCL_P2P_DISABLE=1 one at a time"),
+    ("did not come up", "a network interface or a link between GPUs does not work: check NCCL_SOCKET_IFNAME and "
+     "firewalls between the hosts, and try NCCL_IB_DISABLE=1 and NCCL_P2P_DISABLE=1 one at a time"),
     ("unhandled system error", "a system call failed: check NCCL_SOCKET_IFNAME, the size of /dev/shm and memlock"),
-    ("unhandled cuda error", "driver and CUDA build of torch must fit: compare nvidia-smi with torch.version.cuda"),
+    ("unhandled cuda error", "the driver must support the CUDA of torch: compare nvidia-smi with torch.version.cuda"),
 )  # fmt: skip
-"""Fixes for errors, by words in their messages."""
+"""(part of an error's message, its fix)."""
 
 
 @dataclass(frozen=True, slots=True)
 class NcclTrialResult:
-    """The result of one rank's trial."""
+    """The result of one rank's attempt to use NCCL."""
 
     rank: int
     host: str
     error: str
-    """Empty where NCCL came up."""
+    """Empty if NCCL works."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class CollectiveCost:
 
 
 class NcclUnusable(RuntimeError):
-    """NCCL could not be brought up by all ranks, and the config has no fallback."""
+    """NCCL does not work on all ranks, and the config has no fallback."""
 
     def __init__(self, results: Sequence[NcclTrialResult]) -> None:
         super().__init__(f"{explain_nccl_failure(results)}. Or set communication.fallback=gloo, which is slower")
@@ -84,15 +84,15 @@ class NcclUnusable(RuntimeError):
 
 
 def explain_nccl_failure(results: Sequence[NcclTrialResult]) -> str:
-    """Which ranks failed, why, and what to do about it. Ranks that only waited for others are left out where another
-    rank gives a cause."""
+    """Describes which ranks failed, why, and a fix. Leaves out ranks that only waited for others, if another rank
+    reports a cause."""
     failed = [result for result in results if result.error]
     causes = [result for result in failed if "did not come up" not in result.error] or failed
     shown = "; ".join(f"rank {result.rank} ({result.host}): {result.error}" for result in causes[:3])
     more = f"; and {len(causes) - 3} more" if len(causes) > 3 else ""
     advice = next((fix for sign, fix in NCCL_ADVICE if any(sign in result.error for result in causes)), "")
     return (
-        f"NCCL could not be brought up by {len(failed)} of {len(results)} ranks: {shown}{more}. "
+        f"NCCL does not work on {len(failed)} of {len(results)} ranks: {shown}{more}. "
         f"{f'{advice[0].upper()}{advice[1:]}. ' if advice else ''}"
         "NCCL_DEBUG=INFO with NCCL_DEBUG_SUBSYS=INIT,NET writes more into the ranks' logs"
     )
@@ -106,17 +106,17 @@ def choose_backend(
     fallback: BackendFallback,
     trial_s: float = NCCL_TRIAL_S,
 ) -> tuple[CollectiveBackend, str]:
-    """The backend of all ranks, the same on each, and the reason where it is not NCCL.
+    """Returns the backend, the same on every rank, and the reason if it is not NCCL.
 
     Args:
-        store: of this purpose and this life of the role alone.
-        trial: brings up NCCL with all ranks and raises what fails; may hang, also in a store, so it has a client of its
-            own.
-        trial_s: bound of the trial.
+        store: a store whose prefix is used only for this decision and this start of the role.
+        trial: runs NCCL with all ranks and raises the error if that fails. It may hang, also in the store, so it must
+            not share the connection of `store`.
+        trial_s: time limit of the trial.
 
     Raises:
-        NcclUnusable: on every rank, where it failed on one and there is no fallback.
-        WaitTimeout: rank 0 did not answer.
+        NcclUnusable: on every rank, if NCCL failed on one of them and there is no fallback.
+        WaitTimeout: rank 0 wrote no decision.
     """
     error = _run_trial(trial, lambda: bool(store.check([_FAILED_KEY])), trial_s)
     if error:
@@ -139,9 +139,9 @@ def choose_backend(
 
 
 def _run_trial(trial: Callable[[], None], failed: Callable[[], bool], bound_s: float) -> str:
-    """The error of the trial, empty when it succeeded. A trial that hangs, or waits for a failed rank, is left in its
-    thread."""
-    news = threading.Event()
+    """Runs the trial in a thread. Returns its error, empty if it succeeded. If the trial hangs, or another rank has
+    failed, returns without waiting for the thread."""
+    finished = threading.Event()
     outcome: list[str] = []
 
     def attempt() -> None:
@@ -151,13 +151,13 @@ def _run_trial(trial: Callable[[], None], failed: Callable[[], bool], bound_s: f
             outcome.append(": ".join([type(problem).__name__, *str(problem).strip().splitlines()[:1]]))
         else:
             outcome.append("")
-        news.set()
+        finished.set()
 
-    threading.Thread(target=attempt, name="tries NCCL", daemon=True).start()
+    threading.Thread(target=attempt, name="NCCL trial", daemon=True).start()
     try:
         waits.poll(
             lambda: True if outcome or failed() else None, kind="rendezvous", waits_for="NCCL",
-            why="whether it can be brought up", every_s=0.25, wake=news, timeout_s=bound_s,
+            why="whether it can be brought up", every_s=0.25, wake=finished, timeout_s=bound_s,
         )  # fmt: skip
     except WaitTimeout:
         return f"it did not come up within {bound_s:.0f} s"
@@ -176,12 +176,12 @@ def _read_trial_result(store: Store, rank: int, until: float) -> NcclTrialResult
 
 
 def nccl_trial(store: Store, rank: int, world: int, device: torch.device, bound_s: float = NCCL_TRIAL_S) -> None:
-    """One small all-reduce on a temporary NCCL communicator."""
+    """Runs one small all-reduce on a temporary NCCL communicator."""
     if not dist.is_nccl_available():
         raise RuntimeError("this torch has no NCCL")
-    torch.cuda.set_device(device)  # of this thread
+    torch.cuda.set_device(device)  # applies to this thread only
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timedelta(seconds=2 * bound_s)  # its watchdog ends the process, so our own bound must come first
+    options._timeout = timedelta(seconds=2 * bound_s)  # longer than our own, because NCCL's watchdog ends the process
     group = dist.ProcessGroupNCCL(PrefixStore("nccl", store), rank, world, options)
     try:
         ones = torch.ones(LATENCY_ELEMENTS, device=device)
@@ -197,14 +197,14 @@ def measure_collectives(group: dist.ProcessGroup, world: int, device: torch.devi
     """Measures an all_reduce and an all_gather among all ranks. Every rank calls it."""
     latency, rate = {}, {}
     for size in (LATENCY_ELEMENTS, BANDWIDTH_ELEMENTS):
-        mine = torch.zeros(size, device=device)
-        parts = [torch.empty_like(mine) for _ in range(world)]
+        local = torch.zeros(size, device=device)
+        parts = [torch.empty_like(local) for _ in range(world)]
 
-        def all_reduce(mine: torch.Tensor = mine) -> Any:
-            return dist.all_reduce(mine, group=group, async_op=True)
+        def all_reduce(local: torch.Tensor = local) -> Any:
+            return dist.all_reduce(local, group=group, async_op=True)
 
-        def all_gather(mine: torch.Tensor = mine, parts: list[torch.Tensor] = parts) -> Any:
-            return dist.all_gather(parts, mine, group=group, async_op=True)
+        def all_gather(local: torch.Tensor = local, parts: list[torch.Tensor] = parts) -> Any:
+            return dist.all_gather(parts, local, group=group, async_op=True)
 
         for name, issue in (("all_reduce", all_reduce), ("all_gather", all_gather)):
             seconds = min(_time_collective(issue, name, timeout_s) for _ in range(MEASURED_ROUNDS))

@@ -1,14 +1,13 @@
-"""A rank among its peers: the rendezvous of all trainer ranks, their communicators, and the collectives that the
-trainer issues itself.
+"""The rendezvous of the trainer's ranks, their communicators, and the collectives that the trainer issues itself.
 
 Rendezvous: each rank writes a key into the store. Rank 0 polls these keys, logs the missing ranks every second, and
-writes one result for all: complete, or which ranks are missing. Its wait names the missing ranks too, so the controller
-shows them.
+writes one result for all: complete, or which ranks are missing. The controller shows the missing ranks too, because
+rank 0 publishes them with its wait.
 
-There are five collectives: `gather` of one fixed vector per step, `gather_flat` of an adapter before weights leave,
-`gather_bucket` of some weights on their way from device to device, `gather_rows` of one parameter during an export, and
-`broadcast_flag` at the end of a checkpoint. All others are FSDP2's and, on a communicator of their own, torch's
-checkpoint writer's.
+The trainer issues five collectives itself: `gather` (one vector of fixed size per step), `gather_flat` (the adapter,
+before weight sync or export), `gather_bucket` (some weights, during a sync from device to device), `gather_rows` (one
+parameter, during an export) and `broadcast_flag` (at the end of a checkpoint). FSDP2 issues all others, except those of
+torch's checkpoint writer, which have a communicator of their own.
 """
 
 import json
@@ -36,32 +35,32 @@ log = logging.getLogger(__name__)
 MISSING_LOG_EVERY_S = 1.0
 STORE_POLL_EVERY_S = 0.05
 RESULT_MARGIN_S = 10.0
-"""The other ranks wait this much longer than rank 0 for its result."""
+"""The other ranks wait this much longer for the result than rank 0 waits for the ranks."""
 _MAX_NAMES = 8
 _MAX_BEACON_NAMES = 4
-"""As many names fit in a beacon."""
+"""A beacon has room for this many names."""
 
 
 class RanksMissing(RuntimeError):
-    """Some ranks did not come to the rendezvous."""
+    """Some ranks did not join the rendezvous."""
 
     def __init__(self, missing: Sequence[str], world: int, after_s: float) -> None:
         super().__init__(
-            f"{summarize_list(missing, _MAX_NAMES)} of {world} ranks did not come to the rendezvous within "
+            f"{summarize_list(missing, _MAX_NAMES)} of {world} ranks did not join the rendezvous within "
             f"{after_s:g} s: look at the end of their logs, and check that their nodes reach the store"
         )
         self.missing, self.world, self.after_s = tuple(missing), world, after_s
 
 
 def wait_for_ranks(store: Store, rank: int, world: int, names: Sequence[str], bound_s: float) -> None:
-    """Returns when all ranks have come.
+    """Waits until all ranks have joined.
 
     Args:
-        store: of this rendezvous alone; rank r writes its host to `joined/r`.
-        names: of all ranks, for messages: `policy-3 on node-b`.
+        store: a store whose prefix is used only for this rendezvous; rank r writes its host to `joined/r`.
+        names: names and nodes of all ranks, for messages: `policy-3 on node-b`.
 
     Raises:
-        RanksMissing: on every rank that came, with the same names.
+        RanksMissing: on every rank that joined, with the same missing ranks.
     """
     store.set(f"joined/{rank}", json.dumps({"host": socket.gethostname()}))
     if rank == 0:
@@ -69,7 +68,7 @@ def wait_for_ranks(store: Store, rank: int, world: int, names: Sequence[str], bo
         return
     try:
         result = waits.store_get(
-            store, "over", waits_for=_without_nodes(names[:1]), why="all ranks are there", every_s=STORE_POLL_EVERY_S,
+            store, "over", waits_for=_without_nodes(names[:1]), why="all ranks have joined", every_s=STORE_POLL_EVERY_S,
             timeout_s=bound_s + RESULT_MARGIN_S,
         )  # fmt: skip
         missing = json.loads(result)
@@ -80,7 +79,7 @@ def wait_for_ranks(store: Store, rank: int, world: int, names: Sequence[str], bo
 
 
 def _collect_ranks(store: Store, world: int, names: Sequence[str], bound_s: float) -> None:
-    """The part of rank 0: polls all keys and writes the result."""
+    """Polls all keys and writes the result, on rank 0."""
     missing, logged = list(range(world)), time.monotonic()
 
     def complete() -> bool | None:
@@ -90,7 +89,7 @@ def _collect_ranks(store: Store, world: int, names: Sequence[str], bound_s: floa
         if missing and time.monotonic() - logged >= MISSING_LOG_EVERY_S:
             logged = time.monotonic()
             log.warning(
-                "%d of %d ranks are there, missing: %s",
+                "%d of %d ranks have joined, missing: %s",
                 world - len(missing),
                 world,
                 summarize_list(_names_of(names, missing), _MAX_NAMES),
@@ -99,7 +98,7 @@ def _collect_ranks(store: Store, world: int, names: Sequence[str], bound_s: floa
 
     try:
         waits.poll(
-            complete, kind="rendezvous", waits_for=_without_nodes(names), why="all ranks are there",
+            complete, kind="rendezvous", waits_for=_without_nodes(names), why="all ranks have joined",
             every_s=STORE_POLL_EVERY_S, timeout_s=bound_s,
         )  # fmt: skip
     except WaitTimeout as error:
@@ -117,61 +116,62 @@ def _names_of(names: Sequence[str], ranks: Sequence[int]) -> list[str]:
 
 
 def _without_nodes(names: Sequence[str]) -> str:
-    """The names as waits spell them: without the nodes."""
+    """Returns the names without their nodes, as waits show them."""
     return summarize_list(names, _MAX_BEACON_NAMES, lambda name: name.partition(" on ")[0])
 
 
 def shard_rows(rank: int, world: int, rows: int) -> tuple[int, int]:
-    """First and last (exclusive) row of `rank` where `rows` are sharded over `world` ranks as FSDP2 does:
-    chunks of `ceil(rows / world)`, the last ones shorter or empty."""
+    """Returns the first and last (exclusive) row of `rank` if `rows` are sharded over `world` ranks as FSDP2 does: in
+    chunks of `ceil(rows / world)`, of which the last may be shorter or empty."""
     chunk = -(-rows // world)
     return min(rank * chunk, rows), min((rank + 1) * chunk, rows)
 
 
 RENDEZVOUS_S = 600.0
-"""Bound of the rendezvous of all ranks: torch's import alone can take a minute on a loaded host."""
+"""Time limit of the rendezvous: importing torch alone can take a minute on a loaded host."""
 
 
 @dataclass(slots=True)
 class ParallelContext:
-    """This rank's place and its communicators."""
+    """This rank's number, device and communicators."""
 
     rank: int = 0
     world: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     timeout_s: float = 1800.0
-    """Bound of one collective."""
+    """Time limit of one collective."""
     group: dist.ProcessGroup | None = None
-    """Parameters, gradients, metrics; None for a single rank on a CPU."""
+    """The communicator for parameters, gradients and metrics; None for a single rank on a CPU."""
     storage: dist.ProcessGroup | None = None
-    """gloo, for the checkpoint writer's thread alone, so that its collectives have an order of their own."""
+    """A gloo communicator for the checkpoint writer's thread only, so that the order of its collectives is independent
+    of training."""
     replicas: int = 1
-    """Copies of the sharded parameters (HSDP); the ranks of a copy are neighbours."""
+    """Number of copies of the sharded parameters (HSDP). The ranks of a copy have consecutive numbers."""
     copy: dist.ProcessGroup | None = None
-    """The ranks of this rank's copy; None at one, where it is `group`."""
+    """Communicator of the ranks that share this rank's copy; None if there is only one copy (use `group`)."""
     across: dist.ProcessGroup | None = None
-    """The ranks that hold the same rows in every copy."""
+    """Communicator of the ranks that hold the same rows, one of each copy."""
     copy_storage: dist.ProcessGroup | None = None
-    """The ranks of `copy` by gloo, for the places of tensors in checkpoints."""
+    """Gloo communicator of the ranks of `copy`, for the mesh of checkpoints."""
     slower: str = ""
-    """Why the collectives run on gloo although NCCL was expected, and what they cost; else empty."""
+    """Why the collectives run on gloo although NCCL was expected, and what they cost; empty if they run as expected."""
 
     @property
     def shards(self) -> int:
-        """Ranks over which one copy of the parameters is sharded."""
+        """Number of ranks over which one copy of the parameters is sharded."""
         return self.world // self.replicas
 
     @property
     def replica(self) -> int:
-        """The copy of which this rank holds a part."""
+        """Number of the copy of which this rank holds a part."""
         return self.rank // self.shards
 
     def rows(self, count: int) -> tuple[int, int]:
-        """First and last (exclusive) row that this rank holds of a parameter with `count` rows."""
+        """Returns the first and last (exclusive) row that this rank holds of a parameter with `count` rows."""
         return shard_rows(self.rank % self.shards, self.shards, count)
 
     def mesh(self) -> DeviceMesh:
-        """FSDP2's device mesh: `[ranks]`, with several copies `[copies, ranks of one]`."""
+        """Returns FSDP2's device mesh: `[ranks]`, or `[copies, ranks per copy]` if there are several copies."""
         if self.group is None:
             raise RuntimeError("one rank on a CPU has no communicator")
         if self.replicas == 1:
@@ -183,24 +183,25 @@ class ParallelContext:
         return DeviceMesh.from_group([self.across, self.copy], self.device.type, mesh=places, mesh_dim_names=names)
 
     def gather(self, vector: Tensor, why: str) -> Tensor:
-        """Every rank's `vector` as float64 `[world, values]` on the CPU, the same on all ranks."""
+        """Gathers every rank's `vector` on all ranks, as float64 `[world, values]` on the CPU."""
         if self.world == 1:
             return vector.detach().to("cpu", torch.float64)[None]
-        mine = vector.detach().to(self.device, torch.float64)
-        everyone = [torch.empty_like(mine) for _ in range(self.world)]
-        self._finish(dist.all_gather(everyone, mine, group=self.group, async_op=True), "all_gather", why)
-        return torch.stack(everyone).cpu()
+        local = vector.detach().to(self.device, torch.float64)
+        gathered = [torch.empty_like(local) for _ in range(self.world)]
+        self._finish(dist.all_gather(gathered, local, group=self.group, async_op=True), "all_gather", why)
+        return torch.stack(gathered).cpu()
 
     def gather_flat(self, flat: Tensor, why: str) -> Tensor:
-        """The `flat` of every rank of this copy as `[shards, values]` on the device, in its precision."""
+        """Gathers `flat` from every rank of this copy on all of them, as `[shards, values]` on the device."""
         if self.world == 1:
             return flat[None]
-        everyone = [torch.empty_like(flat) for _ in range(self.shards)]
-        self._finish(dist.all_gather(everyone, flat, group=self.copy or self.group, async_op=True), "all_gather", why)
-        return torch.stack(everyone)
+        gathered = [torch.empty_like(flat) for _ in range(self.shards)]
+        self._finish(dist.all_gather(gathered, flat, group=self.copy or self.group, async_op=True), "all_gather", why)
+        return torch.stack(gathered)
 
     def gather_bucket(self, flat: Tensor, everyone: bool, why: str) -> list[Tensor] | None:
-        """The `flat` of every rank of this copy, in their order: on each, or on the first alone (None elsewhere)."""
+        """Gathers `flat` from every rank of this copy, in the order of the ranks: on all of them, or only on the first
+        (None elsewhere)."""
         group = self.copy or self.group
         keeps = everyone or self.rank % self.shards == 0
         parts = [torch.empty_like(flat) for _ in range(self.shards)] if keeps else None
@@ -211,21 +212,22 @@ class ParallelContext:
         return parts
 
     def gather_rows(self, local: Tensor, rows: int, why: str) -> Tensor | None:
-        """On rank 0 the whole of a tensor that is sharded by rows, on the CPU; None elsewhere. One copy gathers."""
+        """Gathers a tensor that is sharded by rows on the CPU of rank 0; returns None elsewhere. Only the first copy
+        takes part."""
         if self.world == 1:
             return local.detach().cpu()
         if self.replica:
             return None
         first, last = shard_rows(0, self.shards, rows)
-        mine = local.new_zeros((last - first, *local.shape[1:]))
-        mine[: local.shape[0]] = local.detach()
-        parts = [torch.empty_like(mine) for _ in range(self.shards)] if self.rank == 0 else None
-        work = dist.gather(mine, parts, dst=0, group=self.copy or self.group, async_op=True)
+        padded = local.new_zeros((last - first, *local.shape[1:]))
+        padded[: local.shape[0]] = local.detach()
+        parts = [torch.empty_like(padded) for _ in range(self.shards)] if self.rank == 0 else None
+        work = dist.gather(padded, parts, dst=0, group=self.copy or self.group, async_op=True)
         self._finish(work, "gather", why)
         return None if parts is None else torch.cat([part.cpu() for part in parts])[:rows]
 
     def broadcast_flag(self, value: bool, why: str) -> bool:
-        """Rank 0's value, on all ranks; on the storage communicator, for the checkpoint writer's thread."""
+        """Returns rank 0's value on all ranks. Uses the storage communicator, for the checkpoint writer's thread."""
         if self.world == 1:
             return value
         flag = torch.tensor([int(value)])
@@ -239,7 +241,7 @@ class ParallelContext:
 
     def _finish(self, work: dist.Work | None, operation: str, why: str) -> None:
         if work is None:
-            raise RuntimeError(f"{operation} returned no work: rank {self.rank} is no member of its own communicator")
+            raise RuntimeError(f"{operation} returned no work: rank {self.rank} is not a member of its communicator")
         waits.work(work, communicator="trainer", operation=operation, why=why, timeout_s=self.timeout_s)
 
 
@@ -256,21 +258,22 @@ def join_ranks(
 ) -> ParallelContext:
     """Waits for the other ranks at the store that the controller hosts, and creates the communicators.
 
-    From here on this process's collectives are recorded, and a collective that does not match what a peer on this host
-    has entered is refused (CollectiveRefused).
+    Afterwards, this process's collectives are recorded, and a collective that does not match the one that a peer on
+    this host has entered raises CollectiveRefused.
 
     Args:
-        store: host and port of a TCPStore that lives outside the ranks; needed from two ranks on.
-        prefix: of all keys in it, unique per role and generation, so that a restarted role never reads its old keys.
-        timeout_s: bound of one collective, on every communicator (`new_group` inherits none).
-        replicas: copies of the sharded parameters.
-        fallback: the backend of ranks on GPUs where NCCL does not work for all of them.
-        names: of all ranks with their nodes, to report which are missing.
+        store: host and port of a TCPStore outside the ranks; required for two or more ranks.
+        prefix: prefix of all keys in the store. It is unique per start of a role, so that a restarted role never reads
+            its old keys.
+        timeout_s: time limit of one collective, on every communicator (`new_group` does not inherit it).
+        replicas: number of copies of the sharded parameters.
+        fallback: the backend to use on GPUs if NCCL does not work on all ranks.
+        names: names and nodes of all ranks, to report which are missing.
 
     Raises:
-        ValueError: two or more ranks and no store.
+        ValueError: there are two or more ranks and no store.
         NcclUnusable: NCCL does not work and there is no fallback.
-        RanksMissing: other ranks did not come.
+        RanksMissing: other ranks did not join.
         torch.distributed.DistStoreError: the store cannot be reached.
     """
     if world == 1 and device.type == "cpu":
@@ -281,14 +284,14 @@ def join_ranks(
     if device.type == "cuda":
         torch.cuda.set_device(device)
     with track_wait("rendezvous", f"{world} trainer ranks", f"rank {rank} joins {prefix}", RENDEZVOUS_S):
-        meeting: Store = (
+        base_store: Store = (
             HashStore() if store is None else TCPStore(*store, is_master=False, timeout=timedelta(seconds=RENDEZVOUS_S))
         )
         names = names or [f"rank {each}" for each in range(world)]
-        wait_for_ranks(PrefixStore(f"{prefix}/meeting", meeting), rank, world, names, RENDEZVOUS_S)
-        backend, slower = _select_backend(PrefixStore(f"{prefix}/backend", meeting), rank, world, device, fallback)
-        bound, own = timedelta(seconds=timeout_s), PrefixStore(prefix, meeting)
-        dist.init_process_group(backend, store=own, rank=rank, world_size=world, timeout=bound)
+        wait_for_ranks(PrefixStore(f"{prefix}/meeting", base_store), rank, world, names, RENDEZVOUS_S)
+        backend, slower = _select_backend(PrefixStore(f"{prefix}/backend", base_store), rank, world, device, fallback)
+        bound, group_store = timedelta(seconds=timeout_s), PrefixStore(prefix, base_store)
+        dist.init_process_group(backend, store=group_store, rank=rank, world_size=world, timeout=bound)
         storage = dist.new_group(backend="gloo", timeout=bound, group_desc="checkpoint")
     ranks = ParallelContext(rank, world, device, timeout_s, dist.group.WORLD, storage, replicas)
     if slower:
@@ -301,18 +304,19 @@ def join_ranks(
 
 
 def _select_backend(
-    table: Store, rank: int, world: int, device: torch.device, fallback: BackendFallback
+    store: Store, rank: int, world: int, device: torch.device, fallback: BackendFallback
 ) -> tuple[str, str]:
-    """The backend of the communicators, and why it is slower than NCCL where it is. Every rank gets the same."""
+    """Returns the backend of the communicators, the same on every rank, and the reason if it is not NCCL as
+    expected."""
     if device.type != "cuda":
         return "gloo", ""
-    own: Store = table.clone()  # type: ignore[attr-defined]  # a trial that hangs holds its client's lock
-    found, slower = choose_backend(table, rank, world, lambda: nccl_trial(own, rank, world, device), fallback)
-    return ("cpu:gloo,cuda:nccl" if found == "nccl" else "cpu:gloo,cuda:gloo"), slower
+    trial_store: Store = store.clone()  # type: ignore[attr-defined]  # a trial that hangs holds its client's lock
+    backend, slower = choose_backend(store, rank, world, lambda: nccl_trial(trial_store, rank, world, device), fallback)
+    return ("cpu:gloo,cuda:nccl" if backend == "nccl" else "cpu:gloo,cuda:gloo"), slower
 
 
 def _make_replica_groups(ranks: ParallelContext, bound: timedelta) -> None:
-    """Makes the communicators within and across copies."""
+    """Creates the communicators within and across copies."""
     places = torch.arange(ranks.world).view(ranks.replicas, ranks.shards)
     ranks.copy = _new_group_with(places.tolist(), ranks.rank, bound, "copy")
     ranks.across = _new_group_with(places.T.tolist(), ranks.rank, bound, "across copies")
@@ -322,7 +326,8 @@ def _make_replica_groups(ranks: ParallelContext, bound: timedelta) -> None:
 def _new_group_with(
     members: list[list[int]], rank: int, bound: timedelta, name: str, backend: str | None = None
 ) -> dist.ProcessGroup | None:
-    """The one of several disjoint communicators that this rank is in; every rank makes all of them."""
+    """Creates several disjoint communicators, as every rank must, and returns the one that has this rank as a
+    member."""
     mine: dist.ProcessGroup | None = None
     for each in members:
         made = dist.new_group(each, timeout=bound, backend=backend, group_desc=name)

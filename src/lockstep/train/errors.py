@@ -1,10 +1,10 @@
-"""Errors of a trainer that the controller decides by. Imports no torch."""
+"""Errors of a trainer that the controller handles by their code. Imports no torch."""
 
 from pathlib import Path
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that could not be written or must not be read."""
+    """A checkpoint could not be written, or cannot be used."""
 
     error_code = "checkpoint_unusable"
 
@@ -14,7 +14,7 @@ class CheckpointError(RuntimeError):
 
 
 class SharedMemoryFull(RuntimeError):
-    """Shared memory has no room for two copies of a rank's state; bytes."""
+    """Shared memory has no room for two copies of a rank's state. `needed` and `available` are bytes."""
 
     error_code = "no_room_for_copy"
 
@@ -27,7 +27,7 @@ class SharedMemoryFull(RuntimeError):
 
 
 class MemoryCheckpointMissing(RuntimeError):
-    """There is no whole copy of that version, or it is of other tensors."""
+    """There is no complete copy of that version, or it has other tensors."""
 
     error_code = "no_copy"
 
@@ -37,19 +37,19 @@ class MemoryCheckpointMissing(RuntimeError):
 
 
 class NonFinite(ArithmeticError):
-    """The loss or a gradient is infinite or NaN; the weights and the optimizer are as before the step.
+    """The loss or a gradient is infinite or NaN. The step changed neither weights nor optimizer.
 
     Attributes:
         step: optimizer step, from 0.
         what: `loss` or `gradient`.
-        places: (rank, micro-batch) of each first bad loss; for gradients the ranks that hold bad rows, with
-            micro-batch None, as gradients of a step's micro-batches are summed before they are looked at.
+        places: for a loss, each affected rank and its first affected micro-batch. For a gradient, the ranks whose rows
+            are affected; their micro-batch is None, because gradients are checked after they were summed.
     """
 
     def __init__(self, step: int, what: str, places: list[tuple[int, int | None]]) -> None:
         where = ", ".join(f"rank {rank}" + ("" if m is None else f" micro-batch {m}") for rank, m in places[:8])
         super().__init__(
             f"{what} of optimizer step {step} is not finite ({where}); no weight was changed. Look at the samples of "
-            "that micro-batch, a lower trainer.optimizer.lr, or more warm-up"
+            "that micro-batch, or try a lower trainer.optimizer.lr or more warm-up steps"
         )
         self.step, self.what, self.places = step, what, places

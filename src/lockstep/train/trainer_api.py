@@ -1,8 +1,8 @@
 """The remote calls that the controller makes to the trainer's ranks. They carry no tensors of the model.
 
 `lockstep.train.trainer_service.TrainerService` implements them, one per rank; `lockstep.run.policy_service` adds the
-calls about weights and is the service that the controller starts. Every call but `saved` goes to all ranks in the same
-order, because the ranks enter collectives in it.
+calls about weights and is the service that the controller starts. Every call except `saved` goes to all ranks in the
+same order, because the ranks enter collectives in it.
 """
 
 from abc import ABC, abstractmethod
@@ -50,7 +50,7 @@ class TrainerAPI(ABC):
 
     @abstractmethod
     def info(self) -> TrainerInfo:
-        """What `setup` returned, with the current optimizer step."""
+        """Returns what `setup` returned, with the current optimizer step."""
 
     @abstractmethod
     def evaluate(self, microbatches: EncodedMicroBatches, outputs: list[EvaluateOutput]) -> list[dict[str, np.ndarray]]:
@@ -74,8 +74,8 @@ class TrainerAPI(ABC):
 
     @abstractmethod
     def saved(self) -> bool:
-        """Whether the last save is complete, durable and visible, with the parts of all ranks. Raises CheckpointError
-        if it failed on a rank."""
+        """Returns whether the last save is complete on disk, with the parts of all ranks. Raises CheckpointError if it
+        failed on a rank."""
 
     @abstractmethod
     def load(self, folder: str) -> int:
