@@ -76,25 +76,25 @@ def healthy(ranks: int) -> Evidence:
     rows = len(process)
     processes = ProcessTable(
         info=[ProcessInfo(f"policy-{i}", "policy", i, f"host{i // PER_HOST}", 1000 + i) for i in range(ranks)],
-        life=np.zeros(ranks, dtype=np.int8),
+        liveness=np.zeros(ranks, dtype=np.int8),
         exit_code=np.full(ranks, NO_EXIT_CODE, dtype=np.int32),
         ended_at=np.full(ranks, np.nan),
-        moved_at=AT - rng.uniform(0.0, 0.5, ranks),
+        progressed_at=AT - rng.uniform(0.0, 0.5, ranks),
         active_at=AT - rng.uniform(0.0, 0.2, ranks),
         same_stack_since=np.full(ranks, np.nan),
         stage=["train"] * ranks,
     )
     inside = rng.random(rows) < 0.3
     communicators = MembershipTable(
-        about=about,
+        info=about,
         starts=np.concatenate([[0], np.cumsum(sizes)]),
         process=process,
         entered=SEQ + inside.astype(np.int64),
         completed=np.full(rows, SEQ),
         entered_at=AT - rng.uniform(0.0, 0.05, rows),
         completed_at=AT - rng.uniform(0.05, 0.1, rows),
-        ranks=np.repeat(sizes, sizes),
-        blind=np.zeros(rows, dtype=np.bool_),
+        member_list=np.repeat(sizes, sizes),
+        uncertain=np.zeros(rows, dtype=np.bool_),
         blocked=np.full(rows, -1, dtype=np.int8),
     )
     seqs = np.stack([communicators.entered - 1, communicators.entered], axis=1).reshape(-1)
@@ -112,9 +112,9 @@ def stalled(evidence: Evidence, culprit: int, waits_s: float = 60.0, everybody: 
     free = np.ones(ranks, dtype=np.bool_)
     free[culprit] = everybody
     sizes = np.diff(members.starts)
-    kind = np.repeat([0 if each.description == "world" else 1 for each in members.about], sizes)
+    kind = np.repeat([0 if each.description == "world" else 1 for each in members.info], sizes)
     for name in ("tp", "pp", "dp", "world"):
-        for communicator in [i for i, each in enumerate(members.about) if each.description == name]:
+        for communicator in [i for i, each in enumerate(members.info) if each.description == name]:
             rows = slice(int(members.starts[communicator]), int(members.starts[communicator + 1]))
             process = members.process[rows]
             if name == "world" or (~free[process]).any():
@@ -130,7 +130,7 @@ def stalled(evidence: Evidence, culprit: int, waits_s: float = 60.0, everybody: 
     still = np.full(ranks, AT - waits_s)
     return replace(
         evidence,
-        processes=replace(evidence.processes, moved_at=still, active_at=still, same_stack_since=still),
+        processes=replace(evidence.processes, progressed_at=still, active_at=still, same_stack_since=still),
         communicators=replace(
             members, entered=entered, entered_at=np.full(len(entered), AT - waits_s),
             completed_at=np.full(len(entered), AT - waits_s - 1),
@@ -139,13 +139,15 @@ def stalled(evidence: Evidence, culprit: int, waits_s: float = 60.0, everybody: 
     )  # fmt: skip
 
 
-def with_life(evidence: Evidence, process: int, life: Liveness, code: int = NO_EXIT_CODE) -> Evidence:
-    lives, codes = evidence.processes.life.copy(), evidence.processes.exit_code.copy()
+def with_liveness(evidence: Evidence, process: int, liveness: Liveness, code: int = NO_EXIT_CODE) -> Evidence:
+    liveness_column, codes = evidence.processes.liveness.copy(), evidence.processes.exit_code.copy()
     ended = evidence.processes.ended_at.copy()
-    lives[process], codes[process] = life, code
-    if life is Liveness.DEAD:
+    liveness_column[process], codes[process] = liveness, code
+    if liveness is Liveness.DEAD:
         ended[process] = AT - 60
-    return replace(evidence, processes=replace(evidence.processes, life=lives, exit_code=codes, ended_at=ended))
+    return replace(
+        evidence, processes=replace(evidence.processes, liveness=liveness_column, exit_code=codes, ended_at=ended)
+    )
 
 
 def in_world(evidence: Evidence, completed: int) -> Evidence:
@@ -159,7 +161,7 @@ def in_world(evidence: Evidence, completed: int) -> Evidence:
     still = np.full(ranks, AT - 60.0)
     return replace(
         evidence,
-        processes=replace(evidence.processes, moved_at=still, active_at=still, same_stack_since=still),
+        processes=replace(evidence.processes, progressed_at=still, active_at=still, same_stack_since=still),
         communicators=replace(members, entered=entered, completed=done, entered_at=since, completed_at=since - 1),
         calls=replace(evidence.calls, seq=np.stack([entered - 1, entered], axis=1).reshape(-1)),
     )
@@ -170,8 +172,8 @@ def scenarios(ranks: int) -> dict[str, Evidence]:
     base, odd = healthy(ranks), ranks // 3
     waiting = stalled(base, odd)
     found = {"healthy": base}
-    found["dead"] = with_life(waiting, odd, Liveness.DEAD, -9)
-    found["absent (stopped)"] = with_life(waiting, odd, Liveness.STOPPED)
+    found["dead"] = with_liveness(waiting, odd, Liveness.DEAD, -9)
+    found["absent (stopped)"] = with_liveness(waiting, odd, Liveness.STOPPED)
     found["absent (still)"] = waiting
     moving = waiting.processes.active_at.copy()
     moving[odd] = AT
@@ -200,7 +202,7 @@ def in_circle(evidence: Evidence, odd: int) -> Evidence:
     """One rank in a tensor parallel collective, all others in the world's."""
     members, entered = evidence.communicators, evidence.communicators.entered.copy()
     entered[odd] = SEQ
-    tensor = [i for i, each in enumerate(members.about) if each.description == "tp"]
+    tensor = [i for i, each in enumerate(members.info) if each.description == "tp"]
     rows = [i for c in tensor for i in range(int(members.starts[c]), int(members.starts[c + 1]))]
     own = next(i for i in rows if members.process[i] == odd)
     entered[own] = SEQ + 1
@@ -217,7 +219,7 @@ def messages(evidence: Evidence) -> tuple[list[bytes], list[bytes]]:
     order = np.argsort(members.process, kind="stable")
     first = np.searchsorted(members.process[order], np.arange(len(processes.info) + 1))
     place = np.arange(len(members.process)) - np.repeat(members.starts[:-1], np.diff(members.starts))
-    communicator = np.repeat(np.arange(len(members.about)), np.diff(members.starts))
+    communicator = np.repeat(np.arange(len(members.info)), np.diff(members.starts))
     sizes = np.diff(members.starts)
     seqs, signatures = evidence.calls.seq.reshape(-1, 2), evidence.calls.signature.reshape(-1, 2)
     rosters, states = [], []
@@ -229,7 +231,7 @@ def messages(evidence: Evidence) -> tuple[list[bytes], list[bytes]]:
         rosters.append(
             Roster(
                 host, 1, tuple(processes.info[i] for i in own),
-                tuple(RosterCommunicator(members.about[c].name, members.about[c], int(sizes[c])) for c in known),
+                tuple(RosterCommunicator(members.info[c].name, members.info[c], int(sizes[c])) for c in known),
                 tuple(
                     RosterMember(int(members.process[r]) - begin, known.index(c), int(place[r]), int(sizes[c]))
                     for r, c in zip(rows, communicator[rows].tolist(), strict=True)
@@ -241,8 +243,9 @@ def messages(evidence: Evidence) -> tuple[list[bytes], list[bytes]]:
                 host, 1,
                 b"".join(
                     pack_process(
-                        Liveness(int(processes.life[i])), int(processes.exit_code[i]), AT - processes.ended_at[i],
-                        AT - processes.moved_at[i], AT - processes.active_at[i], AT - processes.same_stack_since[i],
+                        Liveness(int(processes.liveness[i])), int(processes.exit_code[i]), AT - processes.ended_at[i],
+                        AT - processes.progressed_at[i], AT - processes.active_at[i],
+                        AT - processes.same_stack_since[i],
                     )
                     for i in own
                 ),

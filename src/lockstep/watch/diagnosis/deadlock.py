@@ -46,7 +46,7 @@ def _deadlock_hypothesis(context: DiagnosisContext, graph: WaitGraph, core: IntA
     proven = all_proven_inactive(context, involved, since)
     if collectives and not proven:  # an asynchronous collective may still complete
         proven = not any(
-            measure_inactivity(context, each).counts(context.patience.notice_s) for each in involved[:_MAX_TRIED]
+            measure_inactivity(context, each).progresses(context.thresholds.notice_s) for each in involved[:_MAX_TRIED]
         )
     return Hypothesis(
         VerdictKind.CYCLE,
@@ -64,7 +64,7 @@ def _deadlock_hypothesis(context: DiagnosisContext, graph: WaitGraph, core: IntA
         facts=tuple(
             _wait_fact(context, graph, each, side) for each, side in zip(core[:16].tolist(), sides, strict=False)
         ),
-        structural=True,
+        proven_by_structure=True,
         others=tuple(involved),
     )
 
@@ -105,7 +105,7 @@ def _outliers_by_count(
                 own = context.evidence.communicators.entered[rows][
                     context.evidence.communicators.process[rows] == odd[0]
                 ]
-                name = context.evidence.communicators.about[there].name
+                name = context.evidence.communicators.info[there].name
                 return odd, f"has entered {int(own[0])} collectives of '{name}' where its peers have entered {usual}"
     return None
 
@@ -115,15 +115,15 @@ def _typical_count(context: DiagnosisContext, graph: WaitGraph, x: int, y: int) 
     most have entered, and which have entered a different number; None if there is no majority."""
     members = context.evidence.communicators
     here, there = int(graph.communicator[x]), int(graph.communicator[y])
-    if not members.about[there].description or here == there:
+    if not members.info[there].description or here == there:
         return None, set()
-    family = [each for each in (there, *context.sisters(there)) if each != here]
+    family = [each for each in (there, *context.parallel_groups(there)) if each != here]
     rows = context.members(here)
     came = np.zeros(graph.processes, dtype=np.bool_)
     came[members.process[rows][members.entered[rows] >= graph.seq[x]]] = True
-    inside = np.zeros(len(members.about), dtype=np.bool_)
+    inside = np.zeros(len(members.info), dtype=np.bool_)
     inside[family] = True
-    of = np.flatnonzero(inside[context.inside.communicator] & came[members.process])
+    of = np.flatnonzero(inside[context.pending.communicator] & came[members.process])
     counts = members.entered[of]
     if len(counts) < 3 or (counts < 0).any():
         return None, set()
@@ -162,7 +162,7 @@ def _wait_fact(context: DiagnosisContext, graph: WaitGraph, node: int, side: set
         return Fact(f"{waiting} waits for {waits_for} ({edge.kind}): {edge.why}", "waits")
     communicator, seq = int(graph.communicator[node]), int(graph.seq[node])
     call, site = context.call(communicator, seq)
-    name = context.evidence.communicators.about[communicator].name
+    name = context.evidence.communicators.info[communicator].name
     operation = call.operation if call else "collective"
     at = f" at {site}" if site else ""
     return Fact(f"{waiting} in {operation} #{seq} on '{name}'{at}, which {waits_for} has not entered", "waits")

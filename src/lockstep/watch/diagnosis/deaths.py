@@ -28,8 +28,8 @@ AFTERMATH_S = 5.0
 
 def find_deaths(context: DiagnosisContext, reached: BoolArray | None) -> list[Hypothesis]:
     """A hypothesis for each death that is a cause: the first one of each incident, and those that are no effects."""
-    life = context.evidence.processes.life
-    dead = [int(p) for p in np.flatnonzero(life == Liveness.DEAD) if not _was_intended(context, int(p))]
+    liveness = context.evidence.processes.liveness
+    dead = [int(p) for p in np.flatnonzero(liveness == Liveness.DEAD) if not _was_intended(context, int(p))]
     dead = [p for p in dead if not _is_unobserved(context, p, reached)]
     if not dead:
         return []
@@ -37,7 +37,7 @@ def find_deaths(context: DiagnosisContext, reached: BoolArray | None) -> list[Hy
         p: class_of_exit(Liveness.DEAD, int(context.evidence.processes.exit_code[p]), context.note(p)) for p in dead
     }
     groups: dict[int, list[int]] = {}
-    label = context.incident_of if len(dead) > 1 else np.zeros(len(life), dtype=np.int64)
+    label = context.connected_part if len(dead) > 1 else np.zeros(len(liveness), dtype=np.int64)
     for process in dead:
         groups.setdefault(int(label[process]), []).append(process)
     found = []
@@ -71,7 +71,7 @@ def _is_unobserved(context: DiagnosisContext, process: int, reached: BoolArray |
         return True
     nodes = context.graph.block_node[context.graph.block_process == process]
     waited = context.graph.since[nodes[reached[nodes]]]
-    return not (context.at - waited >= context.patience.notice_s).any()
+    return not (context.at - waited >= context.thresholds.notice_s).any()
 
 
 def _first_deaths(context: DiagnosisContext, group: Sequence[int], causes: dict[int, FailureClass]) -> list[int]:
@@ -101,20 +101,21 @@ def _late_members(context: DiagnosisContext, dead: Sequence[int]) -> list[Hypoth
     late: dict[int, tuple[int, int, float, float]] = {}
     for process in dead:
         for row in np.flatnonzero((members.process == process) & (members.entered > 0)).tolist():
-            rows = context.members(int(context.inside.communicator[row]))
+            rows = context.members(int(context.pending.communicator[row]))
             behind = (members.entered[rows] >= 0) & (members.entered[rows] < members.entered[row])
             for other in members.process[rows][behind].tolist():
-                place = int(context.inside.communicator[row]), int(members.entered[row])
+                place = int(context.pending.communicator[row]), int(members.entered[row])
                 late.setdefault(other, (*place, float(members.entered_at[row]), float(processes.ended_at[process])))
     found = []
     for other, (communicator, seq, since, ended_at) in sorted(late.items()):
-        left = context.life(other) is Liveness.EXITED and not processes.ended_at[other] > ended_at + 1.0
+        left = context.liveness(other) is Liveness.EXITED and not processes.ended_at[other] > ended_at + 1.0
         still = (
-            measure_inactivity(context, other).all_s >= context.patience.notice_s and context.moved(other) <= ended_at
+            measure_inactivity(context, other).any_activity_s >= context.thresholds.notice_s
+            and context.last_activity(other) <= ended_at
         )
-        if context.note(other).ours or not (left or (still and context.life(other) is Liveness.RUNNING)):
+        if context.note(other).ours or not (left or (still and context.liveness(other) is Liveness.RUNNING)):
             continue
-        proven = left or (proven_inactive(context, other, since) and not context.unclear[other])
+        proven = left or (proven_inactive(context, other, since) and not context.progress_unknown[other])
         found.append(
             Hypothesis(
                 VerdictKind.DEAD if left else VerdictKind.ABSENT,
@@ -123,7 +124,7 @@ def _late_members(context: DiagnosisContext, dead: Sequence[int]) -> list[Hypoth
                 f"has {'ended with exit code 0' if left else 'not entered {collective}, which others gave up on'}",
                 (other,),
                 collective=(communicator, seq),
-                structural=left,
+                proven_by_structure=left,
                 others=tuple(dead),
                 since=float(processes.ended_at[other]) if left else since,
                 alternatives=(Alternative("uneven_data", 0.5),) if left else (),
@@ -161,6 +162,6 @@ def _death_hypothesis(
         alternatives=cause.alternatives,
         facts=tuple(facts),
         collect=("the last lines of its log, and the kernel log of its host (dmesg)",) if unknown else (),
-        structural=True,
+        proven_by_structure=True,
         others=tuple(effects),
     )

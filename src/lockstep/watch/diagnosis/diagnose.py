@@ -49,8 +49,8 @@ def diagnose(evidence: Evidence, patience: StallThresholds | None = None) -> lis
     verdicts.
     """
     patience = patience or StallThresholds()
-    life = evidence.processes.life
-    trouble = bool(((life == Liveness.DEAD) | (life == Liveness.STOPPED)).any())
+    liveness = evidence.processes.liveness
+    trouble = bool(((liveness == Liveness.DEAD) | (liveness == Liveness.STOPPED)).any())
     inside = graphs.find_pending(evidence)
     graph = graphs.build_wait_graph(evidence, inside, patience.notice_s, always=trouble)
     context = DiagnosisContext(evidence, patience, inside, graph)
@@ -77,7 +77,7 @@ def _sort_key(context: DiagnosisContext, hypothesis: Hypothesis) -> tuple[object
     names = tuple((info[p].role, info[p].rank, info[p].name) for p in hypothesis.culprits)
     return (
         hypothesis.level is VerdictLevel.NOTICE,
-        not hypothesis.structural,
+        not hypothesis.proven_by_structure,
         round(since, 3),
         -hypothesis.confidence,
         names,
@@ -86,7 +86,7 @@ def _sort_key(context: DiagnosisContext, hypothesis: Hypothesis) -> tuple[object
 
 def _drop_explained(context: DiagnosisContext, found: list[Hypothesis]) -> list[Hypothesis]:
     """Drops hypotheses that another one of the same incident explains."""
-    causes = [each for each in found if each.structural and each.level is VerdictLevel.CONFIRMED]
+    causes = [each for each in found if each.proven_by_structure and each.level is VerdictLevel.CONFIRMED]
     if not causes or len(found) == 1:
         return found
     places = {id(each): _footprint(context, each) for each in found}
@@ -103,7 +103,7 @@ def _footprint(context: DiagnosisContext, hypothesis: Hypothesis) -> BoolArray:
     """`[processes + communicators]`: those that a hypothesis involves; hypotheses of one incident overlap."""
     members, graph = context.evidence.communicators, context.graph
     involved = np.zeros(len(context.evidence.processes.info), dtype=np.bool_)
-    communicators = np.zeros(len(members.about), dtype=np.bool_)
+    communicators = np.zeros(len(members.info), dtype=np.bool_)
     involved[list(hypothesis.culprits)] = True
     involved[list(hypothesis.others)] = True
     if hypothesis.node is not None and graph is not None:
@@ -112,14 +112,14 @@ def _footprint(context: DiagnosisContext, hypothesis: Hypothesis) -> BoolArray:
             communicators[graph.communicator[hypothesis.node]] = True
     if hypothesis.collective is not None:
         communicators[hypothesis.collective[0]] = True
-    communicators[context.inside.communicator[involved[members.process]]] = True
+    communicators[context.pending.communicator[involved[members.process]]] = True
     return np.concatenate([involved, communicators])
 
 
 def _explains(context: DiagnosisContext, cause: Hypothesis, hypothesis: Hypothesis) -> bool:
     """Whether `hypothesis` is an observable effect of `cause`."""
     if hypothesis.kind in _CONSEQUENCES:
-        return not (hypothesis.structural and hypothesis.level is VerdictLevel.CONFIRMED)
+        return not (hypothesis.proven_by_structure and hypothesis.level is VerdictLevel.CONFIRMED)
     if cause.kind is VerdictKind.MISMATCH:
         return _follows_mismatch(context, cause, hypothesis)
     if hypothesis.kind is VerdictKind.MISMATCH:
@@ -134,7 +134,7 @@ def _explains(context: DiagnosisContext, cause: Hypothesis, hypothesis: Hypothes
         return _is_death(context, cause) and cause.confidence >= SELF_CAUSED and hypothesis.since >= cause.since - 1.0
     if hypothesis.kind is VerdictKind.CYCLE:
         return cause.kind is VerdictKind.DEAD and hypothesis.since >= cause.since - 1.0
-    if hypothesis.structural:
+    if hypothesis.proven_by_structure:
         return False
     if cause.kind is VerdictKind.CYCLE:
         return True
@@ -142,7 +142,9 @@ def _explains(context: DiagnosisContext, cause: Hypothesis, hypothesis: Hypothes
 
 
 def _is_death(context: DiagnosisContext, hypothesis: Hypothesis) -> bool:
-    return hypothesis.kind is VerdictKind.DEAD and any(context.life(p) is Liveness.DEAD for p in hypothesis.culprits)
+    return hypothesis.kind is VerdictKind.DEAD and any(
+        context.liveness(p) is Liveness.DEAD for p in hypothesis.culprits
+    )
 
 
 def _follows_mismatch(context: DiagnosisContext, cause: Hypothesis, hypothesis: Hypothesis) -> bool:
@@ -152,19 +154,20 @@ def _follows_mismatch(context: DiagnosisContext, cause: Hypothesis, hypothesis: 
         return hypothesis.confidence < cause.confidence and bool({*cause.culprits} & {*hypothesis.culprits})
     if hypothesis.kind is VerdictKind.DEAD:
         return (
-            any(context.life(p) is Liveness.EXITED for p in hypothesis.culprits) or hypothesis.confidence < SELF_CAUSED
+            any(context.liveness(p) is Liveness.EXITED for p in hypothesis.culprits)
+            or hypothesis.confidence < SELF_CAUSED
         )
-    return not hypothesis.structural or hypothesis.kind is VerdictKind.CYCLE
+    return not hypothesis.proven_by_structure or hypothesis.kind is VerdictKind.CYCLE
 
 
 def _came_after(context: DiagnosisContext, cause: Hypothesis, hypothesis: Hypothesis) -> bool:
     """Whether an absent process is a victim of the cause: the process was active until the cause, or still is."""
-    last = [context.moved(p) for p in hypothesis.culprits]
+    last = [context.last_activity(p) for p in hypothesis.culprits]
     if not last or any(np.isnan(each) for each in last):
         return True
     if cause.kind is VerdictKind.DEAD and np.isfinite(cause.since):
         return max(last) >= cause.since - 1.0
-    return any(measure_inactivity(context, p).moves(context.patience.notice_s) for p in hypothesis.culprits)
+    return any(measure_inactivity(context, p).is_active(context.thresholds.notice_s) for p in hypothesis.culprits)
 
 
 def _merge_alike(context: DiagnosisContext, found: Iterable[Hypothesis]) -> list[Hypothesis]:

@@ -33,17 +33,17 @@ class DiagnosisContext:
     """A snapshot, its wait graph (None without waits), and the thresholds."""
 
     evidence: Evidence
-    patience: StallThresholds
-    inside: PendingCollectives
+    thresholds: StallThresholds
+    pending: PendingCollectives
     graph: WaitGraph | None
     _communicators: dict[int, frozenset[int]] = field(default_factory=dict, repr=False)
-    _called: dict[tuple[int, int], tuple[CollectiveCall | None, str]] = field(default_factory=dict, repr=False)
+    _call_cache: dict[tuple[int, int], tuple[CollectiveCall | None, str]] = field(default_factory=dict, repr=False)
 
     @property
     def at(self) -> float:
         return self.evidence.at
 
-    def now(self, process: int) -> float:
+    def observed_at(self, process: int) -> float:
         """The time of the last observation of a process."""
         seen = self.evidence.processes.seen_at
         return self.at if seen is None or not seen[process] < self.at else float(seen[process])
@@ -51,56 +51,56 @@ class DiagnosisContext:
     def note(self, process: int) -> ProcessNote:
         return self.evidence.processes.notes.get(process, _NO_NOTE)
 
-    def life(self, process: int) -> Liveness:
-        return Liveness(int(self.evidence.processes.life[process]))
+    def liveness(self, process: int) -> Liveness:
+        return Liveness(int(self.evidence.processes.liveness[process]))
 
     def role(self, process: int) -> str:
         return self.evidence.processes.info[process].role
 
     @cached_property
-    def last_moved(self) -> FloatArray:
+    def last_active(self) -> FloatArray:
         """`[processes]`: when a counter last advanced, or the process last used CPU, a disk, ...; NaN if unknown."""
         processes = self.evidence.processes
-        return np.fmax(processes.moved_at, processes.active_at)
+        return np.fmax(processes.progressed_at, processes.active_at)
 
-    def moved(self, process: int) -> float:
+    def last_activity(self, process: int) -> float:
         """When a process was last active, including its collectives; NaN if its activity is not observed, because a
         process that enters no collective may still be active."""
-        last = float(self.last_moved[process])
+        last = float(self.last_active[process])
         if np.isnan(last):
             return last
         members = self.evidence.communicators
         rows = members.process == process
         return float(np.fmax.reduce([last, *members.entered_at[rows], *members.completed_at[rows]]))
 
-    def limit(self, process: int) -> float:
+    def inactivity_limit_s(self, process: int) -> float:
         """How many seconds of inactivity prove that a process is stalled."""
         expected = self.note(process).expected_s
-        floor = self.patience.still_s
-        return floor if np.isnan(expected) else max(floor, self.patience.history_factor * expected)
+        floor = self.thresholds.still_s
+        return floor if np.isnan(expected) else max(floor, self.thresholds.history_factor * expected)
 
-    def unhurried(self, process: int) -> float:
+    def progress_limit_s(self, process: int) -> float:
         """How many seconds a process that uses CPU or moves bytes may go without counter progress before a notice."""
-        floor, expected = self.patience.busy_factor * self.patience.notice_s, self.note(process).expected_s
+        floor, expected = self.thresholds.busy_factor * self.thresholds.notice_s, self.note(process).expected_s
         return floor if np.isnan(expected) else max(floor, expected)
 
     @cached_property
-    def idle(self) -> Mapping[int, WaitEdge]:
+    def idle_waits(self) -> Mapping[int, WaitEdge]:
         """Processes that wait for their next request."""
         return {edge.process: edge for edge in self.evidence.edges if edge.idle and edge.main}
 
     @cached_property
-    def unclear(self) -> BoolArray:
+    def progress_unknown(self) -> BoolArray:
         """`[processes]`: true for processes whose progress in some communicator is unknown and that may wait there."""
         members = self.evidence.communicators
         mask = np.zeros(len(self.evidence.processes.info), dtype=np.bool_)
         mask[members.process[members.entered < 0]] = True
-        if members.blind is not None:
-            mask[members.process[members.blind]] = True
+        if members.uncertain is not None:
+            mask[members.process[members.uncertain]] = True
         return mask
 
     @cached_property
-    def ranked(self) -> BoolArray:
+    def named_by_rank(self) -> BoolArray:
         """`[processes]`: true for members of a communicator or a rendezvous; texts name these by rank."""
         mask = np.zeros(len(self.evidence.processes.info), dtype=np.bool_)
         mask[self.evidence.communicators.process] = True
@@ -110,23 +110,23 @@ class DiagnosisContext:
         return mask
 
     @cached_property
-    def _families(self) -> Mapping[tuple[str, int], list[int]]:
+    def _groups_by_kind(self) -> Mapping[tuple[str, int], list[int]]:
         """Communicators by description and size."""
         members, found = self.evidence.communicators, defaultdict(list)
-        for number, (about, size) in enumerate(zip(members.about, np.diff(members.starts).tolist(), strict=True)):
+        for number, (about, size) in enumerate(zip(members.info, np.diff(members.starts).tolist(), strict=True)):
             if about.description:
                 found[about.description, size].append(number)
         return found
 
-    def sisters(self, communicator: int) -> list[int]:
+    def parallel_groups(self, communicator: int) -> list[int]:
         """The other communicators of the same description and size; their members should make the same calls."""
         members = self.evidence.communicators
         rows = self.members(communicator)
-        key = (members.about[communicator].description, rows.stop - rows.start)
-        return [each for each in self._families.get(key, ()) if each != communicator]
+        key = (members.info[communicator].description, rows.stop - rows.start)
+        return [each for each in self._groups_by_kind.get(key, ()) if each != communicator]
 
     @cached_property
-    def incident_of(self) -> IntArray:
+    def connected_part(self) -> IntArray:
         """`[processes]`: a label, equal for processes that communicators or waits connect, directly or indirectly."""
         members = self.evidence.communicators
         label = np.arange(len(self.evidence.processes.info))
@@ -152,19 +152,19 @@ class DiagnosisContext:
     def communicators_of(self, process: int) -> frozenset[int]:
         if process not in self._communicators:
             rows = np.flatnonzero(self.evidence.communicators.process == process)
-            self._communicators[process] = frozenset(self.inside.communicator[rows].tolist())
+            self._communicators[process] = frozenset(self.pending.communicator[rows].tolist())
         return self._communicators[process]
 
     def call(self, communicator: int, seq: int) -> tuple[CollectiveCall | None, str]:
         """The most frequent call at that number, and its call site."""
-        if (communicator, seq) not in self._called:
-            self._called[communicator, seq] = self._call(communicator, seq)
-        return self._called[communicator, seq]
+        if (communicator, seq) not in self._call_cache:
+            self._call_cache[communicator, seq] = self._call(communicator, seq)
+        return self._call_cache[communicator, seq]
 
     def _call(self, communicator: int, seq: int) -> tuple[CollectiveCall | None, str]:
         calls = self.evidence.calls
         rows = np.flatnonzero(calls.seq == seq)
-        rows = rows[self.inside.communicator[calls.membership[rows]] == communicator]
+        rows = rows[self.pending.communicator[calls.membership[rows]] == communicator]
         if not len(rows):
             return None, ""
         said = calls.signature[rows]
@@ -172,7 +172,7 @@ class DiagnosisContext:
         if (said != most).any():
             signatures, counts = np.unique(said, return_counts=True)
             most = signatures[np.argmax(counts)]
-        call = calls.about.get(int(most))
+        call = calls.by_signature.get(int(most))
         keys = ((int(calls.membership[row]), seq) for row in rows[:_MAX_SITES])
         return call, next((calls.sites[key] for key in keys if key in calls.sites), call.site if call else "")
 
@@ -199,7 +199,7 @@ class Hypothesis:
     collect: tuple[str, ...] = ()
     more: str = ""
     """Further sentences."""
-    structural: bool = False
+    proven_by_structure: bool = False
     """True if the structure of the evidence proves it, not the duration of a wait."""
     others: tuple[int, ...] = field(default=())
     """Innocent processes of the incident; hypotheses that share processes belong to one incident."""
@@ -215,7 +215,7 @@ class Hypothesis:
 class Inactivity:
     """How many seconds a process has been inactive, up to its last observation; NaN if it is not observed."""
 
-    all_s: float
+    any_activity_s: float
     """Seconds without any activity."""
     counters_s: float
     activity_s: float
@@ -223,10 +223,10 @@ class Inactivity:
     stack_s: float
     """Seconds for which all sampled stacks have been equal."""
 
-    def moves(self, within_s: float) -> bool:
-        return self.all_s < within_s
+    def is_active(self, within_s: float) -> bool:
+        return self.any_activity_s < within_s
 
-    def counts(self, within_s: float) -> bool:
+    def progresses(self, within_s: float) -> bool:
         """Whether a counter advanced, which shows work and not only use of CPU."""
         return self.counters_s < within_s
 
@@ -234,16 +234,16 @@ class Inactivity:
         """Seconds without counter progress; without counters, the seconds that another process has waited."""
         return waited_s if math.isnan(self.counters_s) else self.counters_s
 
-    def burns(self, within_s: float) -> bool:
+    def spins(self, within_s: float) -> bool:
         """Whether it uses CPU in one place without counter progress."""
-        return self.moves(within_s) and self.stack_s >= within_s and not self.counters_s < self.stack_s
+        return self.is_active(within_s) and self.stack_s >= within_s and not self.counters_s < self.stack_s
 
 
 def measure_inactivity(context: DiagnosisContext, process: int) -> Inactivity:
-    processes, now = context.evidence.processes, context.now(process)
+    processes, now = context.evidence.processes, context.observed_at(process)
     return Inactivity(
-        now - context.moved(process),
-        now - float(processes.moved_at[process]),
+        now - context.last_activity(process),
+        now - float(processes.progressed_at[process]),
         now - float(processes.active_at[process]),
         now - float(processes.same_stack_since[process]),
     )
@@ -252,12 +252,12 @@ def measure_inactivity(context: DiagnosisContext, process: int) -> Inactivity:
 def proven_inactive(context: DiagnosisContext, process: int, since: float) -> bool:
     """Whether it was inactive for longer than its limit while another process waited (`since`), or used CPU in one
     place for many times as long."""
-    found, limit, waited = measure_inactivity(context, process), context.limit(process), context.at - since
-    if context.evidence.source == "dumps" and math.isnan(found.all_s):
+    found, limit, waited = measure_inactivity(context, process), context.inactivity_limit_s(process), context.at - since
+    if context.evidence.source == "dumps" and math.isnan(found.any_activity_s):
         return waited >= limit  # dumps hold no activity: that it wrote no entry for so long is the only evidence
-    if found.all_s >= limit and waited >= limit and not found.stack_s < limit:
+    if found.any_activity_s >= limit and waited >= limit and not found.stack_s < limit:
         return True
-    limit *= context.patience.busy_factor
+    limit *= context.thresholds.busy_factor
     return found.stack_s >= limit and waited >= limit and not found.counters_s < limit
 
 
@@ -267,10 +267,10 @@ def all_proven_inactive(context: DiagnosisContext, processes: Sequence[int], sin
     seen = context.evidence.processes.seen_at
     now = context.at if seen is None else np.fmin(seen[rows], context.at)
     notes = context.evidence.processes.notes
-    limit = np.full(len(rows), context.patience.still_s)
+    limit = np.full(len(rows), context.thresholds.still_s)
     if notes:
-        limit[:] = [context.limit(each) for each in processes]
-    still = now - context.last_moved[rows] >= limit
+        limit[:] = [context.inactivity_limit_s(each) for each in processes]
+    still = now - context.last_active[rows] >= limit
     same = ~(now - context.evidence.processes.same_stack_since[rows] < limit)
     return bool((still & same & (context.at - since >= limit)).all())
 
@@ -286,5 +286,5 @@ def inactivity_facts(context: DiagnosisContext, process: int) -> tuple[Fact, ...
     return tuple(
         Fact(f"{name}: {what} for {seconds:.0f} s", "agent")
         for what, seconds in measures
-        if seconds >= context.patience.notice_s
+        if seconds >= context.thresholds.notice_s
     )

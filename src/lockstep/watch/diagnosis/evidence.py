@@ -29,12 +29,12 @@ class ProcessTable:
     """A table of all processes; columns `[processes]`."""
 
     info: Sequence[ProcessInfo]
-    life: NDArray[np.int8]
+    liveness: NDArray[np.int8]
     exit_code: NDArray[np.int32]
     """Negative signal number, as in subprocess, or `NO_EXIT_CODE`."""
     ended_at: FloatArray
     """When the process ended or was stopped."""
-    moved_at: FloatArray
+    progressed_at: FloatArray
     """When a counter or the stage last changed."""
     active_at: FloatArray
     """When the process last made notable use of the CPU, a disk, a network or a GPU."""
@@ -52,7 +52,7 @@ class ProcessTable:
 class MembershipTable:
     """Memberships of processes in communicators; columns `[memberships]`, grouped by communicator in rank order."""
 
-    about: Sequence[CommunicatorInfo]
+    info: Sequence[CommunicatorInfo]
     starts: IntArray
     """`[communicators + 1]`: the first membership of each."""
     process: IntArray
@@ -62,10 +62,10 @@ class MembershipTable:
     completed: IntArray
     entered_at: FloatArray
     completed_at: FloatArray
-    ranks: IntArray | None = None
+    member_list: IntArray | None = None
     """Identifies the member list that the process created the communicator with (a digest, or its size), or `UNKNOWN`;
     detects different lists."""
-    blind: NDArray[np.bool_] | None = None
+    uncertain: NDArray[np.bool_] | None = None
     """True where counts are incomplete or include other calls (point-to-point with gloo): absence proves nothing."""
     blocked: NDArray[np.int8] | None = None
     """1 if a relevant thread waits inside the collective entered last (or in its handle's `wait()`), 0 if it does not
@@ -73,7 +73,7 @@ class MembershipTable:
 
     def peers_of(self, processes: Collection[int]) -> set[int]:
         """All other processes that communicators connect with these, directly or indirectly."""
-        group = np.repeat(np.arange(len(self.about)), np.diff(self.starts))
+        group = np.repeat(np.arange(len(self.info)), np.diff(self.starts))
         found, before = set(processes), -1
         while len(found) > before:
             before = len(found)
@@ -92,7 +92,7 @@ class CallTable:
     """A digest of operation, shapes, dtype and root: equal where the members' calls match. It should leave out shapes
     that may differ. Signatures of different sources (Python's calls, the flight recorder) must not be mixed within a
     communicator."""
-    about: Mapping[int, CollectiveCall]
+    by_signature: Mapping[int, CollectiveCall]
     """By signature, one of the calls."""
     sites: Mapping[tuple[int, int], str] = field(default_factory=dict)
     """By (membership, sequence number), where known."""
@@ -115,7 +115,7 @@ class WaitEdge:
     kind: str = ""
     why: str = ""
     since: float = float("nan")
-    moved_at: float = float("nan")
+    progressed_at: float = float("nan")
     """When the target last made progress, as seen by the waiting process."""
     until: float = float("nan")
     """When the wait times out as things stand; NaN without a known bound."""

@@ -68,7 +68,10 @@ def _none_completes(context: DiagnosisContext, graph: WaitGraph, nodes: list[int
     waits[nodes] = True
     waiters = graph.wait_process[waits[graph.wait_node]][:_MAX_WAITERS].tolist()
     since = float(graph.since[nodes[0]])
-    if _any_active(context, waiters) and context.at - since < context.patience.busy_factor * context.patience.notice_s:
+    if (
+        _any_active(context, waiters)
+        and context.at - since < context.thresholds.busy_factor * context.thresholds.notice_s
+    ):
         return []  # bytes are under way
     proven = all_proven_inactive(context, waiters, since)
     if odd:
@@ -104,7 +107,7 @@ def _none_completes(context: DiagnosisContext, graph: WaitGraph, nodes: list[int
 def _any_active(context: DiagnosisContext, processes: list[int]) -> bool:
     """Whether any of the processes uses CPU, a network or a GPU."""
     rows = np.array(processes, dtype=np.int64)
-    return bool((context.at - context.evidence.processes.active_at[rows] < context.patience.notice_s).any())
+    return bool((context.at - context.evidence.processes.active_at[rows] < context.thresholds.notice_s).any())
 
 
 def _common_host(context: DiagnosisContext, graph: WaitGraph, nodes: list[int]) -> tuple[list[int], set[str]]:
@@ -127,7 +130,7 @@ def _insufficient_evidence(context: DiagnosisContext, graph: WaitGraph, node: in
     suspects = graph.suspects(node)
     info = context.evidence.processes.info
     names = summarize_list(suspects, 4, lambda each: info[each].name)
-    unseen = [each for each in suspects if context.life(each) is Liveness.UNSEEN]
+    unseen = [each for each in suspects if context.liveness(each) is Liveness.UNSEEN]
     what = "a beacon, a dump or the log" if unseen else "the stack and the counts"
     return Hypothesis(
         VerdictKind.UNKNOWN,

@@ -65,17 +65,17 @@ def _find_divergences(context: DiagnosisContext) -> list[_Divergence]:
     calls = context.evidence.calls
     if not len(calls.seq):
         return []
-    communicator = context.inside.communicator[calls.membership]
+    communicator = context.pending.communicator[calls.membership]
     # By number, then by communicator: most members are at the same few numbers, so little of the table is touched.
-    place = (calls.seq & (WINDOW - 1)) * len(context.evidence.communicators.about) + communicator
+    place = (calls.seq & (WINDOW - 1)) * len(context.evidence.communicators.info) + communicator
     # Number and signature in one word: it differs if either of them does.
     words = calls.signature ^ (np.asarray(calls.seq, dtype=np.int64).view(np.uint64) * _HASH_MULTIPLIER)
-    table = np.empty(len(context.evidence.communicators.about) * WINDOW, dtype=np.uint64)
+    table = np.empty(len(context.evidence.communicators.info) * WINDOW, dtype=np.uint64)
     table[place] = words
     odd = table[place] != words
     if not odd.any():
         return []
-    doubtful = np.zeros(len(context.evidence.communicators.about), dtype=np.bool_)
+    doubtful = np.zeros(len(context.evidence.communicators.info), dtype=np.bool_)
     doubtful[communicator[odd]] = True
     rows = np.flatnonzero(doubtful[communicator])
     numbers = np.empty(len(table), dtype=np.int64)
@@ -111,7 +111,7 @@ def _comparable(calls: CallTable, rows: IntArray) -> SignatureArray:
     """Signatures for comparison: of operations whose shapes may differ, they cover only the operation and the root."""
     signature = calls.signature[rows].copy()
     for each in np.unique(signature).tolist():
-        call = calls.about.get(each)
+        call = calls.by_signature.get(each)
         if call is not None and call.operation in calls.sizes_vary:
             signature[signature == np.uint64(each)] = hash((call.operation, call.root)) & (2**63 - 1)
     return signature
@@ -137,7 +137,7 @@ def _mismatch_hypothesis(context: DiagnosisContext, divergence: _Divergence) -> 
         facts=tuple(_call_fact(context, divergence, p) for p in shown[:8]),
         collect=() if confidence > UNDECIDED else ("the schedule of the step, or the calls of a third rank",),
         more=why,
-        structural=True,
+        proven_by_structure=True,
     )
 
 
@@ -168,7 +168,7 @@ def _correct_signature(context: DiagnosisContext, divergence: _Divergence) -> tu
 def _signature_in_sequence(context: DiagnosisContext, divergence: _Divergence) -> int | None:
     """Of two sides, the call of the one that skipped nothing: if a member that has not arrived yet waits in another
     communicator, the side whose processes have not entered that collective arrived out of order."""
-    members, inside = context.evidence.communicators, context.inside
+    members, inside = context.evidence.communicators, context.pending
     rows, votes = context.members(divergence.communicator), divergence.votes()
     behind = members.process[rows][(members.entered[rows] >= 0) & (members.entered[rows] < divergence.seq)]
     if len(votes) != 2 or not len(behind):
@@ -186,23 +186,23 @@ def _may_be_decided(context: DiagnosisContext, divergence: _Divergence) -> bool:
     """Whether a further call may still decide: of a member that has not arrived yet, or whose call is not known yet."""
     rows, members = context.members(divergence.communicator), context.evidence.communicators
     counted = members.process[rows][members.entered[rows] >= 0]
-    others = [p for p in np.setdiff1d(counted, divergence.process).tolist() if context.life(p) is Liveness.RUNNING]
-    return any(measure_inactivity(context, p).moves(context.patience.notice_s) for p in others[:WINDOW])
+    others = [p for p in np.setdiff1d(counted, divergence.process).tolist() if context.liveness(p) is Liveness.RUNNING]
+    return any(measure_inactivity(context, p).is_active(context.thresholds.notice_s) for p in others[:WINDOW])
 
 
 def _sister_signature(context: DiagnosisContext, divergence: _Divergence) -> int | None:
     """The call at that number of all members of all sister communicators (same description and size), if equal."""
     calls = context.evidence.calls
-    sisters = context.sisters(divergence.communicator)
+    sisters = context.parallel_groups(divergence.communicator)
     rows = np.flatnonzero(calls.seq == divergence.seq)
-    rows = rows[np.isin(context.inside.communicator[calls.membership[rows]], sisters)]
+    rows = rows[np.isin(context.pending.communicator[calls.membership[rows]], sisters)]
     found = np.unique(calls.signature[rows])
     return int(found[0]) if len(found) == 1 and len(rows) >= 2 else None
 
 
 def _difference_text(context: DiagnosisContext, divergence: _Divergence, right: int | None, wrong: int) -> str:
     """What the culprits called instead, as text."""
-    about = context.evidence.calls.about
+    about = context.evidence.calls.by_signature
     if right is None:
         both = " and ".join(sorted({_call_name(about.get(each)) for each, _ in divergence.votes()}))
         return f"called different things ({both}) as {{collective}}"
@@ -261,7 +261,7 @@ def _call_fact(context: DiagnosisContext, divergence: _Divergence, process: int)
     calls = context.evidence.calls
     rows = context.members(divergence.communicator)
     member = rows.start + int(np.argmax(context.evidence.communicators.process[rows] == process))
-    call = calls.about.get(_signatures_by_seq(context, divergence, process).get(divergence.seq, -1))
+    call = calls.by_signature.get(_signatures_by_seq(context, divergence, process).get(divergence.seq, -1))
     site = calls.sites.get((member, divergence.seq)) or (call.site if call else "")
     info = context.evidence.processes.info[process]
     return Fact(f"{info.name} called {_call_name(call)} as #{divergence.seq}{f' at {site}' if site else ''}", "calls")
@@ -270,15 +270,15 @@ def _call_fact(context: DiagnosisContext, divergence: _Divergence, process: int)
 def _different_member_lists(context: DiagnosisContext, reached: BoolArray | None) -> list[Hypothesis]:
     """Communicators with a wait whose members created them with different member lists."""
     members, graph = context.evidence.communicators, context.graph
-    if members.ranks is None or graph is None or reached is None or not len(members.ranks):
+    if members.member_list is None or graph is None or reached is None or not len(members.member_list):
         return []
     nodes = np.flatnonzero(reached & graph.stalled & (graph.communicator >= 0))
     filled = np.flatnonzero(np.diff(members.starts) > 0)
-    most = np.full(len(members.about), -1, dtype=np.int64)
+    most = np.full(len(members.info), -1, dtype=np.int64)
     least = most.copy()
     starts = members.starts[filled]
-    most[filled] = np.maximum.reduceat(members.ranks, starts)
-    lists = np.where(members.ranks < 0, most[context.inside.communicator], members.ranks)
+    most[filled] = np.maximum.reduceat(members.member_list, starts)
+    lists = np.where(members.member_list < 0, most[context.pending.communicator], members.member_list)
     least[filled] = np.minimum.reduceat(lists, starts)
     node_of = {int(graph.communicator[node]): int(node) for node in nodes[::-1]}
     differing = sorted(c for c in np.flatnonzero(least < most).tolist() if c in node_of)
@@ -317,8 +317,8 @@ def _rendezvous_hypothesis(name: str, lists: Sequence[str], there: Sequence[tupl
 
 def _member_list_hypothesis(context: DiagnosisContext, communicator: int, node: int) -> Hypothesis:
     members, rows = context.evidence.communicators, context.members(communicator)
-    assert members.ranks is not None
-    lists, process = members.ranks[rows], members.process[rows]
+    assert members.member_list is not None
+    lists, process = members.member_list[rows], members.process[rows]
     known = lists >= 0
     vote = _vote(lists[known].tolist(), size=len(lists))
     wrong = process[known][vote.wrong].tolist()
@@ -360,5 +360,5 @@ def _membership_hypothesis(vote: _Vote, text: str, culprits: Iterable[int], node
         cause="rank_divergent_branch",
         alternatives=(Alternative("config_error", 0.3),),
         more=agreed if vote.most is not None else "There is no majority.",
-        structural=True,
+        proven_by_structure=True,
     )

@@ -24,7 +24,7 @@ def find_off_by_one(context: DiagnosisContext, communicators: Collection[int]) -
     if not sites or len(sites) > MAX_SITES or not communicators:
         return []
     lines: dict[int, dict[int, dict[int, str]]] = {}
-    of = context.inside.communicator
+    of = context.pending.communicator
     for (member, seq), site in sites.items():
         lines.setdefault(int(of[member]), {}).setdefault(member, {})[seq] = site
     found = []
@@ -47,7 +47,7 @@ def _majority_sites(
     rows = context.members(communicator)
     voters, size = list(own.values()), rows.stop - rows.start
     if size < 3:
-        sisters = context.sisters(communicator)
+        sisters = context.parallel_groups(communicator)
         voters += [each for sister in sisters for each in lines.get(sister, {}).values()]
         size += size * len(sisters)
     if size < 3:
@@ -86,5 +86,5 @@ def _detect_shift(
         alternatives=(Alternative("rank_divergent_branch", 0.6), Alternative("uneven_data", 0.3)),
         facts=(Fact(f"#{parted} came from {own[parted]}, the others' from {usual[parted]}", "calls"),),
         more="Operations and shapes matched, so the backend silently paired the wrong calls.",
-        structural=True,
+        proven_by_structure=True,
     )

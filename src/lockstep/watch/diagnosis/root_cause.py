@@ -32,15 +32,15 @@ def find_root_causes(context: DiagnosisContext, graph: WaitGraph, reached: BoolA
         if not _has_alternative(context, graph, waiting, node, process):
             blocked.setdefault(process, []).append(node)
     found = _exited_early(
-        context, graph, {p: nodes for p, nodes in blocked.items() if context.life(p) is Liveness.EXITED}
+        context, graph, {p: nodes for p, nodes in blocked.items() if context.liveness(p) is Liveness.EXITED}
     )
     running = {
-        p: nodes for p, nodes in blocked.items() if context.life(p) is Liveness.RUNNING and not context.note(p).ours
+        p: nodes for p, nodes in blocked.items() if context.liveness(p) is Liveness.RUNNING and not context.note(p).ours
     }
     for process in _least_active(context, running):
         found += _judge_running(context, graph, process, running[process])
     for process, nodes in blocked.items():
-        if context.life(process) is Liveness.UNSEEN:
+        if context.liveness(process) is Liveness.UNSEEN:
             found += _never_joined(context, graph, process, nodes)
     return found
 
@@ -50,9 +50,9 @@ def _has_alternative(context: DiagnosisContext, graph: WaitGraph, waiting: BoolA
     if not graph.any_of[node]:
         return False
     for other in graph.blockers(node):
-        if other == process or context.life(other) is not Liveness.RUNNING or waiting[other]:
+        if other == process or context.liveness(other) is not Liveness.RUNNING or waiting[other]:
             continue
-        if not measure_inactivity(context, other).all_s >= context.patience.notice_s:
+        if not measure_inactivity(context, other).any_activity_s >= context.thresholds.notice_s:
             return True
     return False
 
@@ -62,27 +62,27 @@ def _least_active(context: DiagnosisContext, running: Iterable[int]) -> list[int
     if len(candidates) <= _MAX_RUNNING:
         return candidates
     processes = np.array(candidates, dtype=np.int64)
-    last = np.nan_to_num(context.last_moved[processes], nan=np.inf)
+    last = np.nan_to_num(context.last_active[processes], nan=np.inf)
     chosen = processes[np.argsort(last, kind="stable")[:_MAX_RUNNING]]
-    late = context.at - context.last_moved[chosen] >= context.patience.notice_s
+    late = context.at - context.last_active[chosen] >= context.thresholds.notice_s
     return [int(each) for each in chosen[late]]
 
 
 def find_stopped(context: DiagnosisContext, reached: BoolArray | None) -> list[Hypothesis]:
     """Processes stopped by a signal or a debugger, whether others wait for them or not. If all are stopped, the job was
     suspended, and nothing is confirmed."""
-    life = context.evidence.processes.life
-    all_stopped = not ((life == Liveness.RUNNING) | (life == Liveness.DEAD)).any()
+    liveness = context.evidence.processes.liveness
+    all_stopped = not ((liveness == Liveness.RUNNING) | (liveness == Liveness.DEAD)).any()
     found = []
-    for process in np.flatnonzero(life == Liveness.STOPPED).tolist():
+    for process in np.flatnonzero(liveness == Liveness.STOPPED).tolist():
         if context.note(process).ours:
             continue
         node, since = longest_wait_on(context, process, reached)
         began = float(context.evidence.processes.ended_at[process])
         if np.isnan(began):
-            last = context.moved(process)
+            last = context.last_activity(process)
             began = since if np.isnan(last) else last
-        if not context.now(process) - began >= context.patience.notice_s:
+        if not context.observed_at(process) - began >= context.thresholds.notice_s:
             continue  # py-spy stops a process for a moment, and its state since the last observation is unknown
         sure = not all_stopped
         found.append(
@@ -95,7 +95,7 @@ def find_stopped(context: DiagnosisContext, reached: BoolArray | None) -> list[H
                 node=node,
                 since=began,
                 facts=(Fact(f"{context.evidence.processes.info[process].name}: state T (stopped)", "/proc"),),
-                structural=True,
+                proven_by_structure=True,
             )
         )
     return found
@@ -126,8 +126,8 @@ def find_lost_hosts(context: DiagnosisContext, graph: WaitGraph | None, reached:
     """Hosts that no longer report; a hypothesis for each whose processes others wait for."""
     if graph is None or reached is None:
         return []
-    life = context.evidence.processes.life
-    rows = reached[graph.block_node] & (life[graph.block_process] == Liveness.LOST)
+    liveness = context.evidence.processes.liveness
+    rows = reached[graph.block_node] & (liveness[graph.block_process] == Liveness.LOST)
     hosts: dict[str, list[int]] = {}
     for process in np.unique(graph.block_process[rows]).tolist():
         hosts.setdefault(context.evidence.processes.info[process].host, []).append(process)
@@ -137,7 +137,7 @@ def find_lost_hosts(context: DiagnosisContext, graph: WaitGraph | None, reached:
         nodes = graph.block_node[rows & np.isin(graph.block_process, processes)]
         node, since = longest_waiting_node(graph, nodes.tolist())
         seen = since if seen_at is None else float(np.max(seen_at[processes]))
-        proven = context.at - seen >= context.patience.still_s
+        proven = context.at - seen >= context.thresholds.still_s
         found.append(
             Hypothesis(
                 VerdictKind.ABSENT,
@@ -150,7 +150,7 @@ def find_lost_hosts(context: DiagnosisContext, graph: WaitGraph | None, reached:
                 alternatives=(Alternative("network_blocked", 0.5), Alternative("external_kill", 0.2)),
                 facts=tuple(Fact(gap, "supervisor") for gap in context.evidence.gaps if host in gap),
                 collect=(f"ping of host {host}, its power state and its kernel log",),
-                structural=True,
+                proven_by_structure=True,
             )
         )
     return found
@@ -185,7 +185,7 @@ def _exited_early(context: DiagnosisContext, graph: WaitGraph, blocked: dict[int
                 cause=cause.name,
                 alternatives=cause.alternatives,
                 facts=(Fact(f"{context.evidence.processes.info[process].name}: exit code 0", "its parent"),),
-                structural=True,
+                proven_by_structure=True,
             )
         )
     return found
@@ -195,8 +195,8 @@ def _entry_counts(context: DiagnosisContext, graph: WaitGraph, node: int) -> tup
     """Three numbers of members: those that have entered, those that exited without entering, and all."""
     members = context.members(int(graph.communicator[node]))
     entered = context.evidence.communicators.entered[members] >= graph.seq[node]
-    life = context.evidence.processes.life[context.evidence.communicators.process[members]]
-    return int(entered.sum()), int(((life == Liveness.EXITED) & ~entered).sum()), len(entered)
+    liveness = context.evidence.processes.liveness[context.evidence.communicators.process[members]]
+    return int(entered.sum()), int(((liveness == Liveness.EXITED) & ~entered).sum()), len(entered)
 
 
 def _minority_entered(context: DiagnosisContext, graph: WaitGraph, node: int) -> bool:
@@ -221,7 +221,7 @@ def _extra_collective(context: DiagnosisContext, graph: WaitGraph, node: int) ->
         since=float(graph.since[node]),
         cause="unknown",
         alternatives=(Alternative("uneven_data", 0.5), Alternative("rank_divergent_branch", 0.4)),
-        structural=True,
+        proven_by_structure=True,
     )
 
 
@@ -229,9 +229,11 @@ def _never_joined(context: DiagnosisContext, graph: WaitGraph, process: int, nod
     node, since = longest_waiting_node(graph, nodes)
     unranked = _unranked(context, context.role(process))
     measures = [measure_inactivity(context, each) for each in unranked]
-    if any(each.moves(context.patience.notice_s) and not each.burns(context.patience.notice_s) for each in measures):
+    if any(
+        each.is_active(context.thresholds.notice_s) and not each.spins(context.thresholds.notice_s) for each in measures
+    ):
         return []  # one of them may be on its way
-    proven = context.at - since >= context.patience.still_s and not unranked
+    proven = context.at - since >= context.thresholds.still_s and not unranked
     rendezvous = _rendezvous_of(context, graph, node) if node is not None else ""
     identity = f"it may be {_name_candidates(context, unranked)}" if unranked else "no such process is known"
     return [
@@ -254,7 +256,7 @@ def _unranked(context: DiagnosisContext, role: str) -> list[int]:
     """Living processes of the role whose rank is not known yet."""
     living = (Liveness.RUNNING, Liveness.STOPPED)
     info = context.evidence.processes.info
-    return [p for p, each in enumerate(info) if each.role == role and each.rank < 0 and context.life(p) in living]
+    return [p for p, each in enumerate(info) if each.role == role and each.rank < 0 and context.liveness(p) in living]
 
 
 def _name_candidates(context: DiagnosisContext, processes: list[int]) -> str:
@@ -268,15 +270,20 @@ def _judge_running(context: DiagnosisContext, graph: WaitGraph, process: int, no
     """A running process that others wait for and that is not known to wait for any other."""
     node, since = longest_waiting_node(graph, [each for each in nodes if graph.stalled[each]] or nodes)
     assert node is not None
-    request = context.idle.get(process)
-    if request is not None and any(context.life(each) is not Liveness.RUNNING for each in request.on):
+    request = context.idle_waits.get(process)
+    if request is not None and any(context.liveness(each) is not Liveness.RUNNING for each in request.on):
         return []  # the process that sends its requests cannot
-    found, notice_s = measure_inactivity(context, process), context.patience.notice_s
-    collective, moves, burns = bool(graph.edge[node] < 0), found.moves(notice_s), found.burns(notice_s)
+    found, notice_s = measure_inactivity(context, process), context.thresholds.notice_s
+    collective, moves, burns = bool(graph.edge[node] < 0), found.is_active(notice_s), found.spins(notice_s)
     slow = moves and not burns and _far_behind(context, graph, process, node)
-    if moves and not burns and not slow and found.unproductive_s(context.at - since) < context.unhurried(process):
+    if (
+        moves
+        and not burns
+        and not slow
+        and found.unproductive_s(context.at - since) < context.progress_limit_s(process)
+    ):
         return []  # it is working, and its peers are not faster
-    unclear = bool(context.unclear[process])
+    unclear = bool(context.progress_unknown[process])
     proven = proven_inactive(context, process, since) and not unclear
     confidence = 0.45 if burns else 0.3 if moves else 0.5
     if proven:
@@ -311,7 +318,7 @@ def _absence_text(context: DiagnosisContext, graph: WaitGraph, node: int) -> str
 def _missing_evidence(context: DiagnosisContext, process: int, found: Inactivity, unclear: bool) -> tuple[str, ...]:
     """The evidence that would decide about a process."""
     collect = []
-    if np.isnan(found.all_s):
+    if np.isnan(found.any_activity_s):
         collect.append("whether it uses CPU, disk or network")
     if np.isnan(found.stack_s) and not context.note(process).where:
         collect.append("its stack (py-spy dump)")
@@ -331,11 +338,11 @@ def _far_behind(context: DiagnosisContext, graph: WaitGraph, process: int, node:
     arrived = there & (members.entered[rows] >= seq)
     needed = (members.entered_at[rows] - members.completed_at[rows])[arrived]
     own = members.process[rows] == process
-    needs = (context.now(process) - members.completed_at[rows])[own & there]
+    needs = (context.observed_at(process) - members.completed_at[rows])[own & there]
     needed = needed[needed >= 0]
     if 2 * len(needed) < len(own) or not len(needs) or np.isnan(needs[0]):
         return False
-    return bool(needs[0] >= context.patience.slow_factor * max(float(np.median(needed)), 1e-3))
+    return bool(needs[0] >= context.thresholds.slow_factor * max(float(np.median(needed)), 1e-3))
 
 
 def _likely_causes(context: DiagnosisContext, process: int, slow: bool) -> tuple[Alternative, ...]:
@@ -366,7 +373,7 @@ def find_waits_without_blocker(context: DiagnosisContext, graph: WaitGraph, reac
                 cause=cause, alternatives=(Alternative("network_blocked", 0.2),), others=(edge.process,),
             )  # fmt: skip
         elif edge.rendezvous:
-            if measure_inactivity(context, edge.process).moves(context.patience.notice_s):
+            if measure_inactivity(context, edge.process).is_active(context.thresholds.notice_s):
                 continue
             hypothesis = _unwatched_ranks(edge, since) if edge.unwatched else _complete_rendezvous(edge, since, level)
         else:
@@ -403,5 +410,5 @@ def _complete_rendezvous(edge: WaitEdge, since: float, level: VerdictLevel) -> H
 def describe_end(context: DiagnosisContext, process: int) -> str:
     """How a process ended, as text, with its exception."""
     processes, note = context.evidence.processes, context.note(process)
-    text = describe_exit(int(processes.life[process]), int(processes.exit_code[process]))
+    text = describe_exit(int(processes.liveness[process]), int(processes.exit_code[process]))
     return f"{text} ({note.error.strip().splitlines()[-1][:200]})" if note.error.strip() else text

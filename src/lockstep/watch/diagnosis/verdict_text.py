@@ -57,7 +57,7 @@ def process_label(context: DiagnosisContext, process: int) -> str:
     """`rank 1 (policy, host b)`, or `scorer-0 (host b)` for a process in no communicator."""
     each = context.evidence.processes.info[process]
     host = f"host {each.host}" if each.host else ""
-    if each.rank >= 0 and context.ranked[process]:
+    if each.rank >= 0 and context.named_by_rank[process]:
         about = ", ".join(part for part in (_role_text(each.role), host) if part)
         return f"rank {each.rank} ({about})" if about else f"rank {each.rank}"
     return f"{each.name} ({host})" if host else each.name
@@ -65,7 +65,7 @@ def process_label(context: DiagnosisContext, process: int) -> str:
 
 def short_label(context: DiagnosisContext, process: int) -> str:
     each = context.evidence.processes.info[process]
-    return f"rank {each.rank}" if each.rank >= 0 and context.ranked[process] else each.name
+    return f"rank {each.rank}" if each.rank >= 0 and context.named_by_rank[process] else each.name
 
 
 def join_labels(context: DiagnosisContext, processes: tuple[int, ...]) -> str:
@@ -74,7 +74,7 @@ def join_labels(context: DiagnosisContext, processes: tuple[int, ...]) -> str:
         return process_label(context, processes[0])
     info = context.evidence.processes.info
     roles = {info[p].role for p in processes}
-    if len(roles) == 1 and all(info[p].rank >= 0 and context.ranked[p] for p in processes):
+    if len(roles) == 1 and all(info[p].rank >= 0 and context.named_by_rank[p] for p in processes):
         numbers = [str(info[p].rank) for p in sorted(processes, key=lambda p: info[p].rank)]
         role = _role_text(roles.pop())
         return f"ranks {_join_words(numbers)}" + (f" ({role})" if role else "")
@@ -112,14 +112,14 @@ def _stalled_collective(
     if place is None:
         return None
     call, site = context.call(*place)
-    name = context.evidence.communicators.about[place[0]].name
+    name = context.evidence.communicators.info[place[0]].name
     return StalledCollective(name, place[1], call.operation if call else "", site)
 
 
 def collective_text(context: DiagnosisContext, communicator: int, seq: int) -> str:
     """`all_reduce #412 on 'fsdp'`"""
     call, _ = context.call(communicator, seq)
-    name = context.evidence.communicators.about[communicator].name
+    name = context.evidence.communicators.info[communicator].name
     return f"{call.operation if call else 'collective'} #{seq} on '{name}'"
 
 
@@ -188,7 +188,7 @@ def _explanation(context: DiagnosisContext, hypothesis: Hypothesis, chain: tuple
     text = hypothesis.text
     if place is not None:
         text = text.replace("{collective}", collective_text(context, *place))
-        text = text.replace("{communicator}", f"'{context.evidence.communicators.about[place[0]].name}'")
+        text = text.replace("{communicator}", f"'{context.evidence.communicators.info[place[0]].name}'")
     text = text.replace("{collective}", "the collective that the others wait in").replace(
         "{communicator}", "the communicator"
     )
@@ -217,17 +217,17 @@ def _locations_text(context: DiagnosisContext, hypothesis: Hypothesis) -> str:
 
 
 def _location_text(context: DiagnosisContext, process: int) -> str:
-    if context.life(process) not in (Liveness.RUNNING, Liveness.STOPPED):
+    if context.liveness(process) not in (Liveness.RUNNING, Liveness.STOPPED):
         return ""
-    if process in context.idle and not context.note(process).where:
-        waited = context.at - context.idle[process].since
+    if process in context.idle_waits and not context.note(process).where:
+        waited = context.at - context.idle_waits[process].since
         return (
             f"has waited {waited:.0f} s for its next request" if np.isfinite(waited) else "waits for its next request"
         )
     stage = context.evidence.processes.stage[process] if context.evidence.processes.stage else ""
     where = context.note(process).where or (f"stage {stage!r}" if stage else "")
-    since = context.now(process) - float(
-        np.fmin(context.evidence.processes.same_stack_since[process], context.moved(process))
+    since = context.observed_at(process) - float(
+        np.fmin(context.evidence.processes.same_stack_since[process], context.last_activity(process))
     )
     if not where:
         return ""

@@ -97,7 +97,7 @@ def find_pending(evidence: Evidence) -> PendingCollectives:
     if (completed < 0).any():
         completed = np.where((completed < 0) & (members.entered >= 1), members.entered - 1, completed)
     waits = members.entered > completed
-    waits &= evidence.processes.life[members.process] == Liveness.RUNNING
+    waits &= evidence.processes.liveness[members.process] == Liveness.RUNNING
     if members.blocked is not None:
         waits &= members.blocked != 0
     return PendingCollectives(communicator, waits, completed + 1, np.fmax(members.entered_at, members.completed_at))
@@ -195,11 +195,11 @@ def _blockers(
     evidence: Evidence, inside: PendingCollectives, communicator: IntArray, seq: IntArray, since: FloatArray
 ) -> tuple[IntArray, IntArray, IntArray, IntArray]:
     """(blocker, node) and (suspect, node) rows of collective nodes."""
-    members, life = evidence.communicators, evidence.processes.life[evidence.communicators.process]
-    gone = (life != Liveness.RUNNING) & (life != Liveness.UNSEEN)
-    firm = (members.entered >= 0) & (life != Liveness.UNSEEN)
-    if members.blind is not None:
-        firm &= ~members.blind
+    members, liveness = evidence.communicators, evidence.processes.liveness[evidence.communicators.process]
+    gone = (liveness != Liveness.RUNNING) & (liveness != Liveness.UNSEEN)
+    firm = (members.entered >= 0) & (liveness != Liveness.UNSEEN)
+    if members.uncertain is not None:
+        firm &= ~members.uncertain
     seen = evidence.processes.seen_at
     seen = None if seen is None else seen[members.process]
     found: list[tuple[IntArray, IntArray, IntArray, IntArray]] = []
@@ -208,9 +208,9 @@ def _blockers(
     all_rows = np.arange(len(members.process))
     for depth in range(int(level.max()) + 1 if len(level) else 0):
         nodes = np.flatnonzero(level == depth)
-        node_of = np.full(len(members.about), -1, dtype=np.int64)
+        node_of = np.full(len(members.info), -1, dtype=np.int64)
         node_of[communicator[nodes]] = nodes
-        rows = all_rows if len(nodes) == len(members.about) else _membership_rows(members, communicator[nodes])
+        rows = all_rows if len(nodes) == len(members.info) else _membership_rows(members, communicator[nodes])
         node = node_of[inside.communicator[rows]]
         late = members.entered[rows] < seq[node]
         out = gone[rows] & (members.completed[rows] < seq[node])
@@ -237,7 +237,7 @@ def _membership_rows(members: MembershipTable, of: IntArray) -> IntArray:
 def _blocking_edges(evidence: Evidence) -> list[tuple[int, WaitEdge, tuple[int, ...]]]:
     """The edges that hold up a process, by index, and their actual targets: in a rendezvous the processes that have not
     joined, and no idle processes, unless all targets are idle."""
-    life = evidence.processes.life
+    liveness = evidence.processes.liveness
     idle = {edge.process for edge in evidence.edges if edge.idle and edge.main}
     there: dict[str, set[int]] = {}
     for edge in evidence.edges:
@@ -245,7 +245,7 @@ def _blocking_edges(evidence: Evidence) -> list[tuple[int, WaitEdge, tuple[int, 
             there.setdefault(edge.rendezvous, set()).add(edge.process)
     found = []
     for index, edge in enumerate(evidence.edges):
-        if not edge.main or edge.idle or life[edge.process] != Liveness.RUNNING:
+        if not edge.main or edge.idle or liveness[edge.process] != Liveness.RUNNING:
             continue
         on = tuple(each for each in edge.on if each not in there[edge.rendezvous]) if edge.rendezvous else edge.on
         if edge.needs is WaitCondition.ALL and idle:
@@ -255,7 +255,7 @@ def _blocking_edges(evidence: Evidence) -> list[tuple[int, WaitEdge, tuple[int, 
 
 
 def _since(edge: WaitEdge) -> float:
-    return float(np.fmax(edge.since, edge.moved_at))
+    return float(np.fmax(edge.since, edge.progressed_at))
 
 
 def find_permanently_blocked(graph: WaitGraph) -> tuple[BoolArray, BoolArray]:

@@ -55,13 +55,13 @@ class CommunicatorTrace:
     """The oldest collective in the ring."""
     waits: list[tuple[str, float]] = field(default_factory=list)
     """Open sends and receives: (`recv 1<-0`, since)."""
-    blind: bool = False
+    uncertain: bool = False
     """The counters include calls without an entry (point-to-point with gloo)."""
     number: int = -1
     """The key of the communicator in `pg_status`."""
     operations: int = -1
     """The number of started operations, including point-to-point ones."""
-    gave_up: bool = False
+    timed_out: bool = False
     """The watchdog gave up on the newest collective."""
     digested: int = -1
     """The number of the first block of `BLOCK` collectives in `digests`; -1 if there is none."""
@@ -83,7 +83,7 @@ class RankTrace:
     library: str = ""
     groups: list[CommunicatorTrace] = field(default_factory=list)
     entries: int = 0
-    whole: bool = False
+    complete: bool = False
     """True if the dump holds every collective since the process started."""
     began: float = float("nan")
     """When the first collective was entered, if that is still in the ring."""
@@ -180,8 +180,8 @@ class DumpDecoder:
         trace.entries = len(entries)
         if entries:
             ids = [entry.get("record_id", -1) for entry in (entries[0], entries[-1])]
-            trace.whole = ids == [0, len(entries) - 1] and all(group.first <= 1 for group in trace.groups)
-            trace.began = _CREATED(entries[0]) / 1e9 if trace.whole else float("nan")
+            trace.complete = ids == [0, len(entries) - 1] and all(group.first <= 1 for group in trace.groups)
+            trace.began = _CREATED(entries[0]) / 1e9 if trace.complete else float("nan")
             trace.newest = _CREATED(entries[-1]) / 1e9
         return trace
 
@@ -291,7 +291,7 @@ def _record_progress(group: CommunicatorTrace, entries: Sequence[Mapping[str, An
     group.completed = group.ended if group.ended >= 0 else group.first - 1
     if gloo:
         group.completed = min(compress(sequences, map(not_, ended)), default=group.entered + 1) - 1
-    group.gave_up = not gloo and not ended[-1] and bool(newest["retired"])
+    group.timed_out = not gloo and not ended[-1] and bool(newest["retired"])
     sure = group.completed - (gloo and group.completed == group.entered)
     for sequence, entry in zip(reversed(sequences), reversed(entries), strict=True):
         if sequence == group.completed and not gloo:
@@ -300,7 +300,7 @@ def _record_progress(group: CommunicatorTrace, entries: Sequence[Mapping[str, An
         if sequence <= sure and entry["profiling_name"].partition(":")[2].lower().startswith(_SYNCHRONIZING):
             group.certain = sequence
             break
-    group.blind = gloo and group.operations > sequences[-1]
+    group.uncertain = gloo and group.operations > sequences[-1]
 
 
 def _members(ranks: Any) -> str:
@@ -332,7 +332,7 @@ def _apply_config(trace: RankTrace, config: Any) -> None:
         same = [group for group in trace.groups if group.name == name]
         if not same:
             trace.groups.append(
-                CommunicatorTrace(name, bounded_text(about.get("desc")), entered=0 if trace.whole else -1)
+                CommunicatorTrace(name, bounded_text(about.get("desc")), entered=0 if trace.complete else -1)
             )
             same = trace.groups[-1:]
             same[0].completed = same[0].entered
@@ -354,7 +354,7 @@ def _apply_status(trace: RankTrace, status: Any) -> None:
         entered, completed = (_parse_int(counters.get(f"last_{what}_collective")) for what in ("enqueued", "completed"))
         if number in of_number:
             group = of_number[number]
-            group.blind |= group.backend == "gloo" and entered > group.operations >= 0
+            group.uncertain |= group.backend == "gloo" and entered > group.operations >= 0
             continue
         default = [group for group in silent if number == "0" and "default_pg" in (group.name, group.description)]
         mine = default or (silent if len(silent) == len(spare) == 1 else [])

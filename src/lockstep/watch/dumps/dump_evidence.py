@@ -163,9 +163,9 @@ def _process_table(
     seen = np.array([by_rank[rank].taken_at if rank in by_rank else math.nan for rank in ranks])
     return ProcessTable(
         info=[ProcessInfo(f"rank {rank}", "", rank) for rank in ranks],
-        life=np.full(len(ranks), Liveness.RUNNING, np.int8),
+        liveness=np.full(len(ranks), Liveness.RUNNING, np.int8),
         exit_code=np.full(len(ranks), NO_EXIT_CODE, np.int32),
-        ended_at=nothing, moved_at=np.array([newest.get(rank, math.nan) for rank in ranks]),
+        ended_at=nothing, progressed_at=np.array([newest.get(rank, math.nan) for rank in ranks]),
         active_at=nothing.copy(), same_stack_since=nothing.copy(), stage=[""] * len(ranks), seen_at=seen,
     )  # fmt: skip
 
@@ -267,7 +267,7 @@ def _correct_gloo_counts(communicator: _DumpedCommunicator, by_rank: Mapping[int
         others = reached[0] if group.completed == reached[-1] else reached[-1]
         if len(reached) > 1 and group.completed < min(group.ended, others):
             group.completed = min(group.ended, others)
-    entered = [records[rank].entered if rank in records else 0 if by_rank[rank].trace.whole else UNKNOWN
+    entered = [records[rank].entered if rank in records else 0 if by_rank[rank].trace.complete else UNKNOWN
                for rank in communicator.ranks if rank in records or rank in by_rank]  # fmt: skip
     lowest = min((each for each in entered if each != UNKNOWN), default=UNKNOWN)
     for group in records.values():
@@ -289,26 +289,26 @@ def _membership_table(
     for communicator in communicators:
         for rank in communicator.ranks:
             group = communicator.records.get(rank)
-            whole = rank in by_rank and by_rank[rank].trace.whole
+            whole = rank in by_rank and by_rank[rank].trace.complete
             nothing = 0 if whole else UNKNOWN
             columns["process"].append(index[rank])
             columns["entered"].append(group.entered if group else nothing)
             columns["completed"].append(group.completed if group else nothing)
             columns["entered_at"].append(group.entered_at if group else math.nan)
             columns["completed_at"].append(group.completed_at if group else math.nan)
-            columns["ranks"].append(crc32(group.members.encode()) if group and group.members else UNKNOWN)
-            columns["blind"].append(group.blind if group else False)
+            columns["member_list"].append(crc32(group.members.encode()) if group and group.members else UNKNOWN)
+            columns["uncertain"].append(group.uncertain if group else False)
         starts.append(len(columns["process"]))
     return MembershipTable(
-        about=_communicator_names(communicators),
+        info=_communicator_names(communicators),
         starts=np.array(starts, np.int64),
         process=np.array(columns["process"], np.int64),
         entered=np.array(columns["entered"], np.int64),
         completed=np.array(columns["completed"], np.int64),
         entered_at=np.array(columns["entered_at"], np.float64),
         completed_at=np.array(columns["completed_at"], np.float64),
-        ranks=np.array(columns["ranks"], np.int64),
-        blind=np.array(columns["blind"], np.bool_),
+        member_list=np.array(columns["member_list"], np.int64),
+        uncertain=np.array(columns["uncertain"], np.bool_),
     )
 
 
@@ -361,7 +361,7 @@ def _call_table(
         membership=np.concatenate(memberships or [np.empty(0, np.int64)]),
         seq=np.concatenate(sequences or [np.empty(0, np.int64)]),
         signature=signature,
-        about={each: CollectiveCall(*call) for each, call in known.items() if each in used},
+        by_signature={each: CollectiveCall(*call) for each, call in known.items() if each in used},
         sites=sites,
     )
 

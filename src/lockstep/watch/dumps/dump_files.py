@@ -191,7 +191,7 @@ def _preference(dump: RankDump) -> tuple[float, bool, int, bool, float]:
     """Sort key: a newer dump is better; among equally new ones, the fuller one."""
     trace = dump.trace
     newest = -math.inf if math.isnan(trace.newest) else trace.newest
-    return newest, trace.whole, trace.entries, len(trace.sites) > 1, dump.file.modified
+    return newest, trace.complete, trace.entries, len(trace.sites) > 1, dump.file.modified
 
 
 def _newest_run(dumps: list[RankDump], gaps: list[str]) -> list[RankDump]:

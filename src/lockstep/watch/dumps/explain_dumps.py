@@ -282,7 +282,7 @@ def _last_entries(verdict: Verdict, evidence: Evidence) -> Iterator[Fact]:
     communicator_name = verdict.collective.communicator if verdict.collective else ""
     members, info = evidence.communicators, evidence.processes.info
     of_rank = {each.rank: at for at, each in enumerate(info)}
-    names = [about.name for about in members.about]
+    names = [about.name for about in members.info]
     communicator = np.repeat(np.arange(len(names)), np.diff(members.starts))
     for culprit in verdict.culprits[:_MAX_CULPRITS]:
         process = -1 if culprit.rank is None else of_rank.get(culprit.rank, -1)
@@ -298,7 +298,7 @@ def _entry_text(evidence: Evidence, row: int, communicator: str, rank: int) -> s
     members, calls = evidence.communicators, evidence.calls
     seq = int(members.entered[row])
     found = np.flatnonzero((calls.membership == row) & (calls.seq == seq))
-    call = calls.about.get(int(calls.signature[found[0]])) if len(found) else None
+    call = calls.by_signature.get(int(calls.signature[found[0]])) if len(found) else None
     site = calls.sites.get((row, seq), "")
     entered = members.entered_at[row]
     when = "" if np.isnan(entered) else time.strftime(", entered %Y-%m-%d %H:%M:%S", time.localtime(entered))

@@ -27,7 +27,7 @@ from lockstep.watch.diagnosis.evidence_types import (
 )
 
 _PROCESS_DTYPE = np.dtype(
-    [("life", "i1"), ("code", "<i4"), ("ended", "<f4"), ("moved", "<f4"), ("active", "<f4"), ("same", "<f4")]
+    [("liveness", "i1"), ("code", "<i4"), ("ended", "<f4"), ("moved", "<f4"), ("active", "<f4"), ("same", "<f4")]
 )
 _MEMBER_DTYPE = np.dtype(
     [("entered", "<i8"), ("completed", "<i8"), ("in", "<f4"), ("out", "<f4"), ("blocked", "i1"), ("blind", "u1")]
@@ -56,7 +56,7 @@ class JobLayout:
     first_process: tuple[int, ...]
     """Keys are hosts."""
     first_member: tuple[int, ...]
-    about: tuple[CommunicatorInfo, ...]
+    communicators: tuple[CommunicatorInfo, ...]
     starts: IntArray
     process: IntArray
     """`[memberships]`"""
@@ -112,7 +112,7 @@ def build_layout(rosters: Sequence[Roster], expected: Sequence[ProcessInfo] = ()
         unseen=len(processes) - reported,
         first_process=tuple(first_process),
         first_member=tuple(first_member),
-        about=tuple(group.about for group in in_order),
+        communicators=tuple(group.about for group in in_order),
         starts=np.cumsum([0, *(len(group.members) for group in in_order)], dtype=np.int64),
         process=np.ascontiguousarray(rows[:, 0]),
         made_with=np.ascontiguousarray(rows[:, 2]),
@@ -212,10 +212,10 @@ def _build_processes(layout: JobLayout, hosts: Sequence[HostState], lost: Sequen
     parts.append(pack_process(Liveness.UNSEEN) * layout.unseen)
     table = np.frombuffer(b"".join(parts), dtype=_PROCESS_DTYPE)
     at = _report_times(hosts, counts, layout.unseen)
-    life = table["life"].copy()
+    liveness = table["liveness"].copy()
     if any(lost):
         gone = np.concatenate([np.repeat(np.array(lost, dtype=bool), counts), np.zeros(layout.unseen, dtype=bool)])
-        life[gone & (life <= Liveness.STOPPED)] = Liveness.LOST
+        liveness[gone & (liveness <= Liveness.STOPPED)] = Liveness.LOST
     stage: list[str] = []
     notes: dict[int, ProcessNote] = {}
     for each, count, first in zip(hosts, counts, layout.first_process, strict=True):
@@ -225,10 +225,10 @@ def _build_processes(layout: JobLayout, hosts: Sequence[HostState], lost: Sequen
             notes.update({first + index: note for index, note in state.notes.items()})
     return ProcessTable(
         info=layout.processes,
-        life=life,
+        liveness=liveness,
         exit_code=table["code"].copy(),
         ended_at=at - table["ended"],
-        moved_at=at - table["moved"],
+        progressed_at=at - table["moved"],
         active_at=at - table["active"],
         same_stack_since=at - table["same"],
         stage=stage + [""] * layout.unseen,
@@ -245,15 +245,15 @@ def _build_communicators(layout: JobLayout, hosts: Sequence[HostState]) -> Membe
     table = np.frombuffer(b"".join(parts), dtype=_MEMBER_DTYPE).take(layout.record)  # a tenth of the time of an index
     at = _report_times(hosts, counts, 1).take(layout.record)
     return MembershipTable(
-        about=layout.about,
+        info=layout.communicators,
         starts=layout.starts,
         process=layout.process,
         entered=table["entered"].astype(np.int64),
         completed=table["completed"].astype(np.int64),
         entered_at=at - table["in"],
         completed_at=at - table["out"],
-        ranks=layout.made_with,
-        blind=table["blind"].astype(np.bool_),
+        member_list=layout.made_with,
+        uncertain=table["blind"].astype(np.bool_),
         blocked=table["blocked"].astype(np.int8),
     )
 
@@ -274,7 +274,7 @@ def _build_calls(layout: JobLayout, hosts: Sequence[HostState], about: Mapping[i
         membership=membership,
         seq=table["seq"].astype(np.int64),
         signature=table["signature"].astype(np.uint64),
-        about=about,
+        by_signature=about,
         sites=sites,
     )
 
@@ -307,7 +307,7 @@ def _build_edge(
         kind=wait.kind,
         why=wait.why,
         since=at - wait.since,
-        moved_at=at - wait.moved,
+        progressed_at=at - wait.moved,
         until=at + wait.left,
         main=wait.main,
         idle=wait.idle,

@@ -295,7 +295,7 @@ class IncidentCollection:
     def _innocent(self, culprits: set[tuple[str, int | None]]) -> int | None:
         """Index of a living process that is no culprit, preferably of one that waits."""
         processes = self.evidence.processes
-        living = np.flatnonzero(processes.life == Liveness.RUNNING)
+        living = np.flatnonzero(processes.liveness == Liveness.RUNNING)
         others = [int(i) for i in living if (processes.info[i].host, processes.info[i].pid) not in culprits]
         waiting = {each.who for each in self.update.verdict.waiting}
         return next((i for i in others if processes.info[i].name in waiting), others[0] if others else None)
@@ -329,7 +329,7 @@ class IncidentCollection:
             if native:
                 self._pending += 1
                 link.request("stacks", on_stacks(self._native), NATIVE_LIMIT_S, pids=list(names), native=True)
-        if here and len(self.evidence.communicators.about):
+        if here and len(self.evidence.communicators.info):
             self._pending += 1  # of the answer to the question that follows
             self._dumping.append(link)
             link.request("dump", lambda reply: None, COLLECT_LIMIT_S, names=[who.name for _, who in ordered])

@@ -348,7 +348,7 @@ class Supervisor:
             link.close()
         self._subscribers.close()
         close_beacon(remove=True)
-        ServiceAddress.withdraw(self._path)
+        ServiceAddress.remove(self._path)
 
 
 def main() -> None:

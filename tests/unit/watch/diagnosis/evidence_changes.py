@@ -16,7 +16,7 @@ def shifted(evidence: Evidence, by: float) -> Evidence:
         evidence,
         at=evidence.at + by,
         processes=replace(
-            processes, ended_at=processes.ended_at + by, moved_at=processes.moved_at + by,
+            processes, ended_at=processes.ended_at + by, progressed_at=processes.progressed_at + by,
             active_at=processes.active_at + by, same_stack_since=processes.same_stack_since + by,
             seen_at=None if processes.seen_at is None else processes.seen_at + by,
         ),
@@ -24,7 +24,7 @@ def shifted(evidence: Evidence, by: float) -> Evidence:
             members, entered_at=members.entered_at + by, completed_at=members.completed_at + by
         ),
         edges=[
-            replace(edge, since=edge.since + by, moved_at=edge.moved_at + by, until=edge.until + by)
+            replace(edge, since=edge.since + by, progressed_at=edge.progressed_at + by, until=edge.until + by)
             for edge in evidence.edges
         ],
     )  # fmt: skip
@@ -36,7 +36,7 @@ def permuted(evidence: Evidence, rng: random.Random) -> Evidence:
     new_to_old = list(range(len(processes.info)))
     rng.shuffle(new_to_old)
     place = np.argsort(new_to_old)
-    order = list(range(len(members.about)))
+    order = list(range(len(members.info)))
     rng.shuffle(order)
     rows: list[int] = []
     starts = [0]
@@ -52,18 +52,18 @@ def permuted(evidence: Evidence, rng: random.Random) -> Evidence:
     return replace(
         evidence,
         processes=ProcessTable(
-            info=[processes.info[i] for i in new_to_old], life=processes.life[pick],
+            info=[processes.info[i] for i in new_to_old], liveness=processes.liveness[pick],
             exit_code=processes.exit_code[pick], ended_at=processes.ended_at[pick],
-            moved_at=processes.moved_at[pick], active_at=processes.active_at[pick],
+            progressed_at=processes.progressed_at[pick], active_at=processes.active_at[pick],
             same_stack_since=processes.same_stack_since[pick], stage=[processes.stage[i] for i in new_to_old],
             notes={int(place[i]): note for i, note in processes.notes.items()},
             seen_at=None if processes.seen_at is None else processes.seen_at[pick],
         ),
         communicators=replace(
-            members, about=[members.about[i] for i in order], starts=np.array(starts),
+            members, info=[members.info[i] for i in order], starts=np.array(starts),
             process=place[members.process[rows]], entered=members.entered[rows], completed=members.completed[rows],
             entered_at=members.entered_at[rows], completed_at=members.completed_at[rows],
-            ranks=None if members.ranks is None else members.ranks[rows],
+            member_list=None if members.member_list is None else members.member_list[rows],
         ),
         calls=replace(
             calls, membership=moved[calls.membership[shuffled]], seq=calls.seq[shuffled],
@@ -89,8 +89,8 @@ def renamed(evidence: Evidence) -> Evidence:
         ),
         communicators=replace(
             evidence.communicators,
-            about=[
-                CommunicatorInfo(f"x-{c.name}", f"x-{c.description}", c.backend) for c in evidence.communicators.about
+            info=[
+                CommunicatorInfo(f"x-{c.name}", f"x-{c.description}", c.backend) for c in evidence.communicators.info
             ],
         ),
     )
@@ -106,26 +106,26 @@ def with_healthy(evidence: Evidence, count: int) -> Evidence:
         evidence,
         processes=ProcessTable(
             info=[*processes.info, *(ProcessInfo(f"more-{i}", "critic", i, "hx", 5000 + i) for i in range(count))],
-            life=np.append(processes.life, np.zeros(count, dtype=np.int8)),
+            liveness=np.append(processes.liveness, np.zeros(count, dtype=np.int8)),
             exit_code=np.append(processes.exit_code, np.full(count, processes.exit_code.min())),
             ended_at=np.append(processes.ended_at, np.full(count, np.nan)),
-            moved_at=np.append(processes.moved_at, now), active_at=np.append(processes.active_at, now),
+            progressed_at=np.append(processes.progressed_at, now), active_at=np.append(processes.active_at, now),
             same_stack_since=np.append(processes.same_stack_since, now), stage=[*processes.stage, *["train"] * count],
             notes=processes.notes,
         ),
         communicators=MembershipTable(
-            about=[*members.about, CommunicatorInfo("more", "more", "gloo")],
+            info=[*members.info, CommunicatorInfo("more", "more", "gloo")],
             starts=np.append(members.starts, members.starts[-1] + count),
             process=np.append(members.process, np.arange(first, first + count)),
             entered=np.append(members.entered, np.full(count, 9) + (np.arange(count) % 2)),
             completed=np.append(members.completed, np.full(count, 9)),
             entered_at=np.append(members.entered_at, now), completed_at=np.append(members.completed_at, now),
-            ranks=None if members.ranks is None else np.append(members.ranks, np.full(count, count)),
+            member_list=None if members.member_list is None else np.append(members.member_list, np.full(count, count)),
         ),
         calls=CallTable(
             np.append(calls.membership, np.arange(len(members.process), len(members.process) + count)),
             np.append(calls.seq, np.full(count, 9)), np.append(calls.signature, np.full(count, signature)),
-            {**calls.about, 77: CollectiveCall("barrier")}, calls.sites,
+            {**calls.by_signature, 77: CollectiveCall("barrier")}, calls.sites,
         ),
     )  # fmt: skip
 
@@ -139,14 +139,14 @@ def without_some(evidence: Evidence, rng: random.Random) -> Evidence:
         chosen = rng.random() < 0.6
         return np.array([chosen and rng.random() < share for _ in range(count)], dtype=np.bool_)
 
-    life = processes.life.copy()
-    unseen = lost(len(life))
-    life[unseen] = Liveness.UNSEEN
+    liveness = processes.liveness.copy()
+    unseen = lost(len(liveness))
+    liveness[unseen] = Liveness.UNSEEN
     hidden = unseen[members.process] | lost(len(members.process))
     entered, completed = members.entered.copy(), members.completed.copy()
     entered[hidden] = completed[hidden] = -1
     moved, active, stack = (
-        each.copy() for each in (processes.moved_at, processes.active_at, processes.same_stack_since)
+        each.copy() for each in (processes.progressed_at, processes.active_at, processes.same_stack_since)
     )
     for column in (moved, active, stack):
         column[unseen | lost(len(column))] = np.nan
@@ -155,7 +155,7 @@ def without_some(evidence: Evidence, rng: random.Random) -> Evidence:
     return replace(
         evidence,
         processes=replace(
-            processes, life=life, moved_at=moved, active_at=active, same_stack_since=stack,
+            processes, liveness=liveness, progressed_at=moved, active_at=active, same_stack_since=stack,
             notes={i: note for i, note in processes.notes.items() if not unseen[i] and not gone[i]},
         ),
         communicators=replace(members, entered=entered, completed=completed),

@@ -63,7 +63,7 @@ class Rank:
 
     program: list[Op]
     at: int = 0
-    life: Liveness = Liveness.RUNNING
+    liveness: Liveness = Liveness.RUNNING
     code: int = NO_EXIT_CODE
     error: str = ""
     ended: float = NAN
@@ -85,7 +85,7 @@ class Rank:
 class Service:
     """A scorer or an engine."""
 
-    life: Liveness = Liveness.RUNNING
+    liveness: Liveness = Liveness.RUNNING
     moved: float = 0.0
     stuck_since: float | None = None
     free_at: float = 0.0
@@ -141,7 +141,7 @@ class Job:
 
     def step(self, number: int) -> None:
         rank = self.ranks[number]
-        if rank.life is not Liveness.RUNNING or rank.frozen:
+        if rank.liveness is not Liveness.RUNNING or rank.frozen:
             return
         rank.moved = rank.active = rank.stack = self.now
         rank.asking = None
@@ -149,7 +149,7 @@ class Job:
         if fault is not None and fault(rank, self.now) is True:
             return
         if rank.at >= len(rank.program):
-            rank.life, rank.code, rank.ended = Liveness.EXITED, 0, self.now
+            rank.liveness, rank.code, rank.ended = Liveness.EXITED, 0, self.now
             return
         op = rank.program[rank.at]
         rank.at += 1
@@ -165,7 +165,7 @@ class Job:
         service, rank = self.services[op.service], self.ranks[number]
         rank.asking = (op.service, self.now)
         rank.where = "result() at pool.py:50"
-        if service.life is Liveness.RUNNING and service.stuck_since is None:
+        if service.liveness is Liveness.RUNNING and service.stuck_since is None:
             service.moved = max(service.moved, self.now) + op.seconds
             self.plan(service.moved, number)
 
@@ -191,7 +191,7 @@ class Job:
         late = self.late.get((name, seq), frozenset())
         for number in there:
             rank = self.ranks[number]
-            if number in late or rank.life is not Liveness.RUNNING or rank.frozen:
+            if number in late or rank.liveness is not Liveness.RUNNING or rank.frozen:
                 continue
             rank.completed[name], rank.completed_at[name] = seq, self.now + 0.005
             self.plan(self.now + 0.005, number)
@@ -199,7 +199,7 @@ class Job:
     def abort(self, members: list[int]) -> None:
         """gloo: whoever gets the larger message aborts, the others see their connections reset."""
         victim = self.random.choice(members)
-        self.ranks[victim].life, self.ranks[victim].code = Liveness.DEAD, -6
+        self.ranks[victim].liveness, self.ranks[victim].code = Liveness.DEAD, -6
         self.ranks[victim].ended = self.now + 0.05
         for number in members:
             if number != victim and self.random.random() < 0.6:
@@ -208,7 +208,7 @@ class Job:
     def fall(self, number: int, at: float) -> None:
         """A rank that ends because a connection was reset; what it was in counts as completed."""
         rank = self.ranks[number]
-        rank.life, rank.code, rank.ended = Liveness.DEAD, 1, at
+        rank.liveness, rank.code, rank.ended = Liveness.DEAD, 1, at
         rank.error = "RuntimeError: [transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.2]:4242"
         for name in rank.entered:
             rank.completed[name] = rank.entered[name]
@@ -221,15 +221,15 @@ class Job:
             for number in group.members:
                 rank = self.ranks[number]
                 inside = rank.entered.get(group.name, 0) > rank.completed.get(group.name, 0)
-                if number != dead and inside and rank.life is Liveness.RUNNING and self.random.random() < 0.4:
+                if number != dead and inside and rank.liveness is Liveness.RUNNING and self.random.random() < 0.4:
                     self.fall(number, self.ranks[dead].ended + 0.02 + 0.5 * self.random.random())
 
     def give_up(self, last: float) -> float:
         """Everybody inside of a collective ends by its time-out of half a minute."""
         for rank in self.ranks:
             inside = [name for name, seq in rank.entered.items() if seq > rank.completed.get(name, 0)]
-            if rank.life is Liveness.RUNNING and inside:
-                rank.life, rank.code = Liveness.DEAD, 1
+            if rank.liveness is Liveness.RUNNING and inside:
+                rank.liveness, rank.code = Liveness.DEAD, 1
                 rank.ended = max(rank.entered_at[name] for name in inside) + 30.0
                 rank.error = "RuntimeError: [unbound_buffer.cc:84] Timed out waiting 30000ms for recv operation"
                 for name in inside:
@@ -249,9 +249,13 @@ class Job:
             who.append(ProcessInfo(name, name.split("-")[0], int(name.split("-")[1]), "h0", 900 + len(who)))
         who.append(ProcessInfo("controller", "controller", 0, "h0", 999))
         index = {each.name: i for i, each in enumerate(who)}
-        life = [rank.life for rank in self.ranks] + [self.services[n].life for n in services] + [Liveness.RUNNING]
-        life = [Liveness.LOST if each.host in {f"h{h}" for h in self.lost_hosts} and i < len(self.ranks) else life[i]
-                for i, each in enumerate(who)]  # fmt: skip
+        liveness = (
+            [rank.liveness for rank in self.ranks] + [self.services[n].liveness for n in services] + [Liveness.RUNNING]
+        )
+        lost = {f"h{host}" for host in self.lost_hosts}
+        liveness = [
+            Liveness.LOST if each.host in lost and i < len(self.ranks) else liveness[i] for i, each in enumerate(who)
+        ]
         stack, active, moved = [], [], []
         for rank in self.ranks:
             active.append(at if rank.busy else rank.active)
@@ -268,12 +272,12 @@ class Job:
         notes = {i: ProcessNote(where=rank.where, error=rank.error) for i, rank in enumerate(self.ranks)}
         processes = ProcessTable(
             info=who,
-            life=np.array(life, dtype=np.int8),
+            liveness=np.array(liveness, dtype=np.int8),
             exit_code=np.array(
                 [rank.code for rank in self.ranks] + [NO_EXIT_CODE] * (len(services) + 1), dtype=np.int32
             ),
             ended_at=np.array([rank.ended for rank in self.ranks] + [NAN] * (len(services) + 1)),
-            moved_at=np.array(moved),
+            progressed_at=np.array(moved),
             active_at=np.array(active),
             same_stack_since=np.array(stack),
             stage=["train"] * len(self.ranks) + ["serve"] * len(services) + ["train"],
@@ -285,23 +289,33 @@ class Job:
     def edges(self, index: dict[str, int], services: list[str]) -> list[WaitEdge]:
         edges = []
         for number, rank in enumerate(self.ranks):
-            if rank.asking is not None and rank.life is Liveness.RUNNING:
+            if rank.asking is not None and rank.liveness is Liveness.RUNNING:
                 waits_for, since = rank.asking
                 edges.append(
                     WaitEdge(
-                        number, (index[waits_for],), kind="future", why="scores of a step", since=since, moved_at=since
+                        number,
+                        (index[waits_for],),
+                        kind="future",
+                        why="scores of a step",
+                        since=since,
+                        progressed_at=since,
                     )
                 )
         asked = {rank.asking[0] for rank in self.ranks if rank.asking is not None}
         for name in services:
-            if self.services[name].life is Liveness.RUNNING and name not in asked:
+            if self.services[name].liveness is Liveness.RUNNING and name not in asked:
                 edges.append(
                     WaitEdge(
-                        index[name], (index["controller"],), why="the next call", since=0.0, moved_at=0.0, idle=True
+                        index[name],
+                        (index["controller"],),
+                        why="the next call",
+                        since=0.0,
+                        progressed_at=0.0,
+                        idle=True,
                     )
                 )
         everybody = tuple(range(len(self.ranks)))
-        edges.append(WaitEdge(index["controller"], everybody, kind="call", why="step 7", since=0.5, moved_at=0.5))
+        edges.append(WaitEdge(index["controller"], everybody, kind="call", why="step 7", since=0.5, progressed_at=0.5))
         return edges
 
     def members(self, at: float) -> tuple[MembershipTable, CallTable]:
@@ -327,20 +341,20 @@ class Job:
             starts.append(len(process))
         table = np.array(rows, dtype=object).reshape(-1, 3)
         communicators = MembershipTable(
-            about=[CommunicatorInfo(name, self.groups[name].description, "gloo") for name in names],
+            info=[CommunicatorInfo(name, self.groups[name].description, "gloo") for name in names],
             starts=np.array(starts),
             process=np.array(process),
             entered=np.array(entered),
             completed=np.array(completed),
             entered_at=np.array(ins),
             completed_at=np.array(outs),
-            ranks=np.array(ranks),
+            member_list=np.array(ranks),
         )
         calls = CallTable(
             membership=table[:, 0].astype(np.int64),
             seq=table[:, 1].astype(np.int64),
             signature=table[:, 2].astype(np.uint64),
-            about=about,
+            by_signature=about,
             sites=sites,
         )
         return communicators, calls
@@ -425,13 +439,13 @@ def simulate(fault: str, seed: int, delay: float, shape: tuple[int, int, int] | 
     if truth is None:
         return None
     last = job.run()
-    ended = all(rank.life is Liveness.EXITED for rank in job.ranks)
+    ended = all(rank.liveness is Liveness.EXITED for rank in job.ranks)
     if fault not in ("healthy", "slow") and ended:
         return None
     if fault in ("healthy", "slow"):
         return Case(fault, job, truth, healthy(job, rng, one if fault == "slow" else None), (dp, tp, pp))
     for number in (one, two):
-        if fault in ("kill", "two_kills", "raise", "exit") and job.ranks[number].life in (
+        if fault in ("kill", "two_kills", "raise", "exit") and job.ranks[number].liveness in (
             Liveness.DEAD,
             Liveness.EXITED,
         ):
@@ -506,7 +520,7 @@ def inject(fault: str, job: Job, rng: random.Random, one: int, two: int, where: 
             rank.program = list(rank.program)
         job.ranks[one].program.insert(where, Ask(service, 0.2))
         if fault == "scorer_stopped":
-            job.services[service].life = Liveness.STOPPED
+            job.services[service].liveness = Liveness.STOPPED
         else:
             job.services[service].stuck_since = 0.0
         return Truth(fault, frozenset({service}), fault == "scorer_stopped", frozenset({"absent"}))
@@ -520,13 +534,13 @@ def at_process(job: Job, what: dict[int, str], where: int, exactly: bool = False
         if fault is None:
             return False
         if fault == "stop":
-            rank.life = Liveness.STOPPED
+            rank.liveness = Liveness.STOPPED
         elif fault == "kill":
-            rank.life, rank.code, rank.ended = Liveness.DEAD, -9, now
+            rank.liveness, rank.code, rank.ended = Liveness.DEAD, -9, now
         elif fault == "exit":
-            rank.life, rank.code, rank.ended = Liveness.EXITED, 0, now
+            rank.liveness, rank.code, rank.ended = Liveness.EXITED, 0, now
         elif fault == "raise":
-            rank.life, rank.code, rank.ended = Liveness.DEAD, 1, now
+            rank.liveness, rank.code, rank.ended = Liveness.DEAD, 1, now
             rank.error = "ValueError: not enough values to unpack"
         else:
             rank.frozen, rank.busy = True, fault == "busy"

@@ -30,7 +30,7 @@ class One:
     """A process, and how it was `still` seconds ago for the last time."""
 
     name: str
-    life: Liveness = Liveness.RUNNING
+    liveness: Liveness = Liveness.RUNNING
     code: int = NO_EXIT_CODE
     ended: float = NAN
     still: float = 60.0
@@ -75,7 +75,7 @@ def snapshot(processes: list[One], groups: list[Group] | None = None, edges: lis
         )
     ago = [each.still for each in processes]
     columns = {
-        "moved_at": [AT - s for s in ago],
+        "progressed_at": [AT - s for s in ago],
         "active_at": [AT - (s if each.cpu is None else each.cpu) for s, each in zip(ago, processes, strict=True)],
         "same_stack_since": [AT - (s if e.stack is None else e.stack) for s, e in zip(ago, processes, strict=True)],
     }
@@ -98,25 +98,25 @@ def snapshot(processes: list[One], groups: list[Group] | None = None, edges: lis
         AT,
         ProcessTable(
             info=who,
-            life=np.array([each.life for each in processes], dtype=np.int8),
+            liveness=np.array([each.liveness for each in processes], dtype=np.int8),
             exit_code=np.array([each.code for each in processes], dtype=np.int32),
             ended_at=np.array([each.ended for each in processes]),
-            moved_at=np.array(columns["moved_at"]),
+            progressed_at=np.array(columns["progressed_at"]),
             active_at=np.array(columns["active_at"]),
             same_stack_since=np.array(columns["same_stack_since"]),
             stage=[each.stage for each in processes],
             notes={i: each.note for i, each in enumerate(processes)},
         ),
         MembershipTable(
-            about=[CommunicatorInfo(g.name, g.description, "gloo") for g in groups],
+            info=[CommunicatorInfo(g.name, g.description, "gloo") for g in groups],
             starts=np.cumsum([0, *(len(g.members) for g in groups)]),
             process=np.array([g.members[i] for g, i in flat], dtype=np.int64),
             entered=np.array([g.entered[i] for g, i in flat], dtype=np.int64),
             completed=np.array([g.completed[i] for g, i in flat], dtype=np.int64),
             entered_at=np.array([AT - g.since for g, _ in flat]),
             completed_at=np.array([AT - g.since - 1 for g, _ in flat]),
-            ranks=np.array([-1 if g.ranks is None else g.ranks[i] for g, i in flat], dtype=np.int64),
-            blind=np.array([g.blind for g, _ in flat], dtype=np.bool_),
+            member_list=np.array([-1 if g.ranks is None else g.ranks[i] for g, i in flat], dtype=np.int64),
+            uncertain=np.array([g.blind for g, _ in flat], dtype=np.bool_),
         ),
         CallTable(table[:, 0], table[:, 1], table[:, 2].astype(np.uint64), about, sites),
         edges or [],
@@ -148,7 +148,7 @@ def check(
 
 
 def wait(process: int, *on: int, since: float = 60.0, **more: object) -> WaitEdge:
-    return WaitEdge(process, on, since=AT - since, moved_at=AT - since, **more)  # type: ignore[arg-type]
+    return WaitEdge(process, on, since=AT - since, progressed_at=AT - since, **more)  # type: ignore[arg-type]
 
 
 # --- one process
@@ -451,7 +451,7 @@ def test_work_without_counter_progress_becomes_a_late_notice() -> None:
     edges = [wait(0, 1, kind="call", why="step 7", since=20.0)]
     working = One("policy-1", still=20.0, cpu=0.1, stack=0.1)
     assert diagnose(snapshot([One("controller"), working], [], edges)) == []
-    later = [replace(edges[0], since=AT - 40.0, moved_at=AT - 40.0)]
+    later = [replace(edges[0], since=AT - 40.0, progressed_at=AT - 40.0)]
     long = replace(working, still=40.0)
     told = check(
         diagnose(snapshot([One("controller"), long], [], later)), VerdictKind.ABSENT, ["policy-1"], VerdictLevel.NOTICE
@@ -476,7 +476,7 @@ def test_inactivity_counts_up_to_the_last_observation() -> None:
 
 def test_unknown_activity_is_no_proof() -> None:
     job = snapshot(policy(4), [fsdp(since=600.0)])
-    job.processes.moved_at[1] = job.processes.active_at[1] = job.processes.same_stack_since[1] = NAN
+    job.processes.progressed_at[1] = job.processes.active_at[1] = job.processes.same_stack_since[1] = NAN
     notice = check(diagnose(job), VerdictKind.ABSENT, ["policy-1"], VerdictLevel.NOTICE)
     assert "whether it uses CPU, disk or network" in notice.collect
 
@@ -833,5 +833,5 @@ def test_a_complete_rendezvous_that_does_not_end_is_reported() -> None:
     verdict = check(diagnose(snapshot(policy(3), edges=edges)), VerdictKind.UNKNOWN, [])
     assert "all ranks have joined late, but none proceeds" in verdict.explanation.lower()
     assert verdict.confidence <= 0.5 and verdict.collect
-    soon = [replace(each, since=AT - 1.0, moved_at=AT - 1.0) for each in edges]
+    soon = [replace(each, since=AT - 1.0, progressed_at=AT - 1.0) for each in edges]
     assert diagnose(snapshot([replace(each, still=1.0) for each in policy(3)], edges=soon)) == []

@@ -25,10 +25,10 @@ AT = 100.0
 def nobody(count: int) -> ProcessTable:
     return ProcessTable(
         info=[ProcessInfo(f"p{i}", "policy", i) for i in range(count)],
-        life=np.zeros(count, dtype=np.int8),
+        liveness=np.zeros(count, dtype=np.int8),
         exit_code=np.zeros(count, dtype=np.int32),
         ended_at=np.full(count, np.nan),
-        moved_at=np.full(count, np.nan),
+        progressed_at=np.full(count, np.nan),
         active_at=np.full(count, np.nan),
         same_stack_since=np.full(count, np.nan),
     )
@@ -195,7 +195,7 @@ def test_far_apart_and_many_different_numbers() -> None:
 
 def test_a_dead_or_stopped_member_blocks_and_does_not_wait() -> None:
     evidence = with_groups(3, [[0, 1, 2]], [5, 5, 5], [4, 4, 4])
-    evidence.processes.life[:2] = [Liveness.STOPPED, Liveness.DEAD]
+    evidence.processes.liveness[:2] = [Liveness.STOPPED, Liveness.DEAD]
     graph = graph_of(evidence)
     assert graph.waiters(0) == [2]
     assert graph.blockers(0) == [0, 1]

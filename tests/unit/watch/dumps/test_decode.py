@@ -30,7 +30,7 @@ def read(content: Any) -> RankTrace:
 def numbers(trace: RankTrace) -> list[tuple[Any, ...]]:
     """What must be alike whatever form a dump has."""
     return [
-        (g.name, g.description, g.backend, g.members, g.entered, g.completed, g.entered_at, g.certain, g.blind,
+        (g.name, g.description, g.backend, g.members, g.entered, g.completed, g.entered_at, g.certain, g.uncertain,
          list(g.sequence), list(g.signature), list(g.created))
         for g in trace.groups
     ]  # fmt: skip
@@ -41,7 +41,7 @@ def test_pickle_and_json_say_the_same(backend: str) -> None:
     job = stopped(backend)
     content = dump(job, 0)
     first, second = read(content), read(as_json(content))
-    assert numbers(first) == numbers(second) and first.whole and second.whole
+    assert numbers(first) == numbers(second) and first.complete and second.complete
     world, pair = first.groups
     assert (world.entered, world.completed, world.first) == (11, 10, 1)
     assert (pair.entered, pair.completed, pair.members) == (10, 10, "" if backend == "gloo" else "[0, 1]")
@@ -102,7 +102,7 @@ def test_only_active_entries_and_the_counters_say_how_far_it_is() -> None:
     job = stopped()
     trace = read(dump(job, 0, only_active=True))
     world, pair = (next(g for g in trace.groups if g.name == name) for name in "01")
-    assert (world.entered, world.completed, len(world.sequence)) == (11, 10, 1) and not trace.whole
+    assert (world.entered, world.completed, len(world.sequence)) == (11, 10, 1) and not trace.complete
     assert (pair.entered, pair.completed, len(pair.sequence)) == (10, 10, 0), "from pg_status: the only one left"
     absent = read(dump(job, 2, only_active=True))
     assert [(g.entered, g.completed) for g in absent.groups] == [(10, 10)] and absent.entries == 0
@@ -110,7 +110,7 @@ def test_only_active_entries_and_the_counters_say_how_far_it_is() -> None:
 
 def test_a_wrapped_ring_counts_on() -> None:
     trace = read(dump(stopped(calls=30), 0, ring=5))
-    assert not trace.whole and trace.began != trace.began
+    assert not trace.complete and trace.began != trace.began
     assert [(g.entered, g.first) for g in trace.groups] == [(11, 9), (10, 9)]
 
 
@@ -228,9 +228,9 @@ def test_a_trace_survives_the_way_between_processes() -> None:
 
 def test_gloo_shows_that_it_did_something_else() -> None:
     content = dump(stopped("gloo"), 0)
-    assert not any(g.blind for g in read(content).groups)
+    assert not any(g.uncertain for g in read(content).groups)
     content["pg_status"]["0"]["last_enqueued_collective"] += 1
-    assert [g.blind for g in read(content).groups] == [True, False], "a send, a receive or a monitored barrier"
+    assert [g.uncertain for g in read(content).groups] == [True, False], "a send, a receive or a monitored barrier"
     assert isinstance(read(content).groups[0], CommunicatorTrace)
 
 

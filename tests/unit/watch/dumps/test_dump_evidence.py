@@ -35,7 +35,7 @@ def names(evidence: Evidence) -> list[tuple[str, list[int]]]:
     members, who = evidence.communicators, evidence.processes.info
     return [
         (about.name, [who[p].rank for p in members.process[members.starts[i] : members.starts[i + 1]]])
-        for i, about in enumerate(members.about)
+        for i, about in enumerate(members.info)
     ]
 
 
@@ -47,8 +47,8 @@ def test_the_rank_that_has_not_entered_is_named(tmp_path: Path, backend: str, na
     assert names(evidence) == [("default_pg", [0, 1, 2, 3])]
     assert counts(evidence) == ([31, 31, 30, 31], [30, 30, 30, 30])
     assert evidence.source == "dumps" and evidence.gaps == ()
-    assert math.isclose(evidence.at - np.nanmax(evidence.processes.moved_at), STUCK_S, abs_tol=0.1)
-    assert (evidence.processes.life == Liveness.RUNNING).all()
+    assert math.isclose(evidence.at - np.nanmax(evidence.processes.progressed_at), STUCK_S, abs_tol=0.1)
+    assert (evidence.processes.liveness == Liveness.RUNNING).all()
     assert [each.rank for each in evidence.processes.info] == [0, 1, 2, 3]
 
 
@@ -57,7 +57,7 @@ def test_a_rank_without_a_dump_is_unknown(tmp_path: Path) -> None:
     evidence = read_dumps(tmp_path)
     assert counts(evidence) == ([31, UNKNOWN, 30, 31], [30, UNKNOWN, 30, 30])
     assert evidence.gaps == ("no dump of rank 1",)
-    assert evidence.processes.life[1] == Liveness.RUNNING and np.isnan(evidence.processes.moved_at[1])
+    assert evidence.processes.liveness[1] == Liveness.RUNNING and np.isnan(evidence.processes.progressed_at[1])
 
 
 def test_gloo_says_nothing_of_members(tmp_path: Path) -> None:
@@ -119,8 +119,8 @@ def test_members_with_other_lists_are_in_one_communicator_and_differ(tmp_path: P
     job.comms[0] = Comm("0", (1, 2), "default_pg")
     write(job, tmp_path, ranks=[2])
     members = read_dumps(tmp_path).communicators
-    assert members.ranks is not None and len(members.ranks) == 3
-    assert members.ranks[0] == members.ranks[1] != members.ranks[2]
+    assert members.member_list is not None and len(members.member_list) == 3
+    assert members.member_list[0] == members.member_list[1] != members.member_list[2]
 
 
 def test_the_calls_from_where_ranks_parted_are_there(tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_the_calls_from_where_ranks_parted_are_there(tmp_path: Path) -> None:
     at = calls.seq == 401
     assert at.sum() == 8 and len(np.unique(calls.signature[at])) == 2
     odd = int(calls.signature[at & (calls.membership == 5)][0])
-    assert calls.about[odd].operation == "broadcast" and calls.sites[5, 401] == "train.py:77 in training_step"
+    assert calls.by_signature[odd].operation == "broadcast" and calls.sites[5, 401] == "train.py:77 in training_step"
 
 
 def test_calls_that_parted_long_ago_are_found_call_by_call(tmp_path: Path) -> None:
@@ -144,7 +144,10 @@ def test_calls_that_parted_long_ago_are_found_call_by_call(tmp_path: Path) -> No
     write(job, tmp_path)
     calls = read_dumps(tmp_path).calls
     at = calls.seq == 301
-    assert at.sum() == 4 and calls.about[int(calls.signature[at & (calls.membership == 2)][0])].operation == "broadcast"
+    assert (
+        at.sum() == 4
+        and calls.by_signature[int(calls.signature[at & (calls.membership == 2)][0])].operation == "broadcast"
+    )
     assert calls.sites[2, 301] == "train.py:77 in training_step" and calls.sites[0, 301] != calls.sites[2, 301]
 
 

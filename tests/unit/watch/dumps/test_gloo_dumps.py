@@ -19,7 +19,7 @@ COMMON = 6
 
 
 def counts(evidence: Evidence) -> tuple[list[int], list[int]]:
-    assert [about.description for about in evidence.communicators.about] == ["default_pg"]
+    assert [about.description for about in evidence.communicators.info] == ["default_pg"]
     return evidence.communicators.entered.tolist(), evidence.communicators.completed.tolist()
 
 
@@ -34,14 +34,14 @@ def test_how_far_the_ranks_came(case: str, entered: list[int], completed: list[i
     evidence = read_dumps(HERE / "files" / f"gloo_{case}")
     assert counts(evidence) == (entered, completed)
     assert evidence.gaps == () and evidence.edges == []
-    assert evidence.communicators.blind is not None
-    assert evidence.communicators.blind.tolist() == ([True, False, True] if case == "recv" else [False] * 3)
+    assert evidence.communicators.uncertain is not None
+    assert evidence.communicators.uncertain.tolist() == ([True, False, True] if case == "recv" else [False] * 3)
 
 
 def test_what_they_called_and_where() -> None:
     calls = read_dumps(HERE / "files" / "gloo_mismatch").calls
     said = {
-        int(m): calls.about[int(s)]
+        int(m): calls.by_signature[int(s)]
         for m, n, s in zip(calls.membership, calls.seq, calls.signature, strict=True)
         if n == 7
     }

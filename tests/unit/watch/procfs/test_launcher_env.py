@@ -205,7 +205,7 @@ def test_a_late_rank_of_this_host_is_named_whatever_other_hosts_hold() -> None:
 
 def test_a_finished_rendezvous_expects_no_rank() -> None:
     inbox = evidence_of([0, 1, 2], [0, 1, 2], ExpectedRanks(0, 3, 4))
-    assert Liveness.UNSEEN in inbox.evidence(100.0).processes.life
+    assert Liveness.UNSEEN in inbox.evidence(100.0).processes.liveness
     inbox.receive(encode_report(StateReport("a", 1, pack_process() * 3)), 101.0)
     assert len(inbox.evidence(101.0).processes.info) == 3
 

@@ -104,7 +104,7 @@ def test_evidence_joins_the_reports_of_all_hosts() -> None:
         assert inbox.receive(wired(state(host, ranks)), at)
     seen = inbox.evidence(12.0)
     assert [each.name for each in seen.processes.info] == ["policy-0", "policy-1", "policy-2", "policy-3"]
-    assert seen.processes.moved_at.tolist() == [8.5, 8.5, 9.5, 9.5]
+    assert seen.processes.progressed_at.tolist() == [8.5, 8.5, 9.5, 9.5]
     assert seen.processes.seen_at is not None
     assert seen.processes.seen_at.tolist() == [10.0, 10.0, 11.0, 11.0]
     communicators = seen.communicators
@@ -127,8 +127,10 @@ def test_unreported_members_are_members() -> None:
     names = [seen.processes.info[i].name for i in seen.communicators.process]
     assert names == ["policy-0", "policy-1", "policy-2", "policy-3"]
     assert seen.communicators.entered.tolist() == [7, UNKNOWN, 9, UNKNOWN]
-    life = {each.name: Liveness(value) for each, value in zip(seen.processes.info, seen.processes.life, strict=True)}
-    assert life == {
+    liveness = {
+        each.name: Liveness(value) for each, value in zip(seen.processes.info, seen.processes.liveness, strict=True)
+    }
+    assert liveness == {
         "policy-0": Liveness.RUNNING, "policy-1": Liveness.UNSEEN, "policy-2": Liveness.RUNNING,
         "policy-3": Liveness.UNSEEN,
     }  # fmt: skip
@@ -151,13 +153,13 @@ def test_a_silent_host_is_lost_and_a_silent_world_is_not() -> None:
         inbox.receive(wired(state(host, ranks)), 0.0)
     for second in range(7):
         inbox.receive(wired(state("a", [0, 1])), float(second))
-        assert Liveness.LOST not in inbox.evidence(float(second)).processes.life[:2]
+        assert Liveness.LOST not in inbox.evidence(float(second)).processes.liveness[:2]
     seen = inbox.evidence(7.0)
-    assert seen.processes.life.tolist() == [Liveness.RUNNING, Liveness.RUNNING, Liveness.LOST, Liveness.LOST]
+    assert seen.processes.liveness.tolist() == [Liveness.RUNNING, Liveness.RUNNING, Liveness.LOST, Liveness.LOST]
     assert seen.gaps == ["no report from host b for 7 s"]
     for second in range(8, 14):
         seen = inbox.evidence(float(second))
-    assert set(seen.processes.life.tolist()) == {Liveness.RUNNING}
+    assert set(seen.processes.liveness.tolist()) == {Liveness.RUNNING}
     assert seen.at == 6.0
 
 
@@ -169,7 +171,7 @@ def test_a_supervisor_that_was_stopped_counts_no_host_as_silent() -> None:
         inbox.receive(wired(state(host, ranks)), 0.0)
     inbox.evidence(0.1)
     inbox.receive(wired(state("a", [0, 1])), 60.0)
-    assert Liveness.LOST not in inbox.evidence(60.0).processes.life
+    assert Liveness.LOST not in inbox.evidence(60.0).processes.liveness
 
 
 def test_a_state_needs_its_roster() -> None:
@@ -181,7 +183,7 @@ def test_a_state_needs_its_roster() -> None:
         inbox.receive(wired(state("a", [0], number=2)), 1.0)
     with pytest.raises(ValueError, match="no report"):
         inbox.receive({"m": "hello"}, 1.0)
-    assert np.isnan(inbox.evidence(2.0).processes.moved_at).all()
+    assert np.isnan(inbox.evidence(2.0).processes.progressed_at).all()
 
 
 def test_targets_of_waits() -> None:
@@ -213,7 +215,7 @@ def test_explained_signatures_are_kept() -> None:
     inbox.receive(wired(roster("a", [0])), 1.0)
     inbox.receive(wired(replace(state("a", [0]), about={5: CollectiveCall("barrier")})), 1.0)
     inbox.receive(wired(state("a", [0])), 2.0)
-    assert inbox.evidence(2.0).calls.about[5].operation == "barrier"
+    assert inbox.evidence(2.0).calls.by_signature[5].operation == "barrier"
 
 
 def test_a_rendezvous_is_a_meeting_of_the_role() -> None:
