@@ -256,7 +256,7 @@ def main_stack_by_rank(history: JobHistory) -> Mapping[int, LoggedStack]:
             rank = stack.origin.rank
             if rank is None and stack.pid is not None:
                 rank = history.rank_of_pid.get(stack.pid)
-            if rank is not None and stack.main:
+            if rank is not None and stack.is_main_thread:
                 found.setdefault(rank, stack)
     return found
 

@@ -12,9 +12,8 @@ from math import prod
 
 from lockstep.doctor.logs import attempts, line_origin
 from lockstep.doctor.logs.attempts import earlier_attempts, last_attempt_start
-from lockstep.doctor.logs.line_origin import LineOrigin
-from lockstep.doctor.logs.parsed_log import ParsedLog, ProgressTick, RuleMatch
-from lockstep.doctor.logs.rank_resolver import ranks_by_pid
+from lockstep.doctor.logs.line_origin import LineOrigin, ranks_by_pid
+from lockstep.doctor.logs.parsed_log import ParsedLog, ProgressCounter, RuleMatch
 from lockstep.doctor.logs.stack_traces import TRACEBACK_START, Traceback, is_primary
 from lockstep.doctor.logs.step_progress import StepHistory
 from lockstep.doctor.logs.timestamps import TimestampParser
@@ -76,14 +75,14 @@ class JobHistory:
         return found
 
     @cached_property
-    def ticks(self) -> list[ProgressTick]:
+    def counters(self) -> list[ProgressCounter]:
         """The progress counters of the last attempt."""
-        return [tick for log in self.logs if log.source not in self.old_sources for tick in log.ticks
-                if tick.line >= self.starts.get(log.source, 0)]  # fmt: skip
+        return [counter for log in self.logs if log.source not in self.old_sources for counter in log.counters
+                if counter.line >= self.starts.get(log.source, 0)]  # fmt: skip
 
-    def ticks_of(self, source: int) -> list[ProgressTick]:
+    def counters_of(self, source: int) -> list[ProgressCounter]:
         """The progress counters of one file."""
-        return self.by_source[source].ticks if source in self.by_source else []
+        return self.by_source[source].counters if source in self.by_source else []
 
     @cached_property
     def steps(self) -> StepHistory:
@@ -133,7 +132,7 @@ class JobHistory:
         """All known ranks."""
         found = {origin.rank for log in self.logs for origin in log.origins}
         found |= {log.origin.rank for log in self.logs}
-        found |= {tick.origin.rank for tick in self.ticks}
+        found |= {counter.origin.rank for counter in self.counters}
         found |= {each.origin.rank for each in self.matches}
         reports = [*self.facts("world"), *self.facts("placed")]
         size = max((int(each.fields["size"]) for each in reports if "size" in each.fields), default=0)
@@ -275,13 +274,13 @@ class JobHistory:
 
     def _is_partial(self, done: RuleMatch) -> bool:
         """Whether only an evaluation or test ended: the counter before it had not reached its total."""
-        before = [tick for tick in self.ticks_of(done.source) if tick.line < done.line]
+        before = [counter for counter in self.counters_of(done.source) if counter.line < done.line]
         return "part" in done.fields and bool(before) and before[-1].step + 1 < before[-1].of
 
     def _has_step_between(self, source: int, rank: int | None, line: int, until: int) -> bool:
         """Whether a step was made between two lines."""
-        return any(line < tick.line <= until and (rank is None or tick.origin.rank in (None, rank))
-                   for tick in self.ticks_of(source))  # fmt: skip
+        return any(line < counter.line <= until and (rank is None or counter.origin.rank in (None, rank))
+                   for counter in self.counters_of(source))  # fmt: skip
 
     def _is_fatal(self, match: RuleMatch) -> bool:
         signature = match.rule.signature
@@ -307,7 +306,7 @@ class JobHistory:
             lines = sorted(
                 (tail for of_rank in log.tail_lines.values() for tail in of_rank), key=lambda tail: tail.line
             )
-            after = max((tick.line for tick in log.ticks), default=0)
+            after = max((counter.line for counter in log.counters), default=0)
             last = [tail.text for tail in lines[-_TAIL_LINES:] if tail.line > after]
             if log.source not in self.old_sources and any(_TROUBLE_WORDS.search(each) for each in last):
                 return True
@@ -324,7 +323,7 @@ class JobHistory:
         timeouts = self.timeouts
         if self.ended_well:
             found.add("ended_well")
-        if len({(tick.epoch, tick.step) for tick in self.ticks}) > 1:
+        if len({(counter.epoch, counter.step) for counter in self.counters}) > 1:
             found.add("progressed")
         if all(self.continued_after(each) for each in self.failures) and not self.tracebacks:
             found.add("running")
@@ -377,7 +376,7 @@ def _network_prefix(address: str) -> str:
 
 def _was_handled(found: Traceback | None, at: RuleMatch | ParsedLog, done: RuleMatch) -> bool:
     """Whether only the last line of an exception was printed and the job then finished."""
-    return found is not None and found.alone and at.source == done.source and found.number < done.line
+    return found is not None and found.is_last_line_only and at.source == done.source and found.number < done.line
 
 
 def _cleans_up(match: RuleMatch, done: Mapping[int, int]) -> bool:

@@ -1,4 +1,4 @@
-"""Renders the catalogue of failures as Markdown: `python -m lockstep.doctor.knowledge.catalogue`."""
+"""Renders the catalogue of failures, `docs/failures.md`: `python -m lockstep.doctor.knowledge.catalogue`."""
 
 import re
 import sys
@@ -8,29 +8,31 @@ from typing import get_args
 from lockstep.doctor.knowledge.knowledge_base import FailureRule, KnowledgeBase, load_knowledge
 from lockstep.doctor.knowledge.knowledge_schema import FailureClass, KnowledgeFile
 
-_ROLES = {
-    "cause": "shows it",
-    "sign": "hints at it",
-    "victim": "a consequence or wrapper of it",
+_ROLE_TEXTS = {
+    "cause": "shows this failure",
+    "sign": "hints at this failure",
+    "victim": "is a consequence or wrapper of this failure",
     "healthy": "is harmless",
     "context": "states a fact",
 }
 _MAX_CHARS = 200
-"""Longer lines are shortened."""
+"""Longer log lines are shortened."""
 
 
 def render_catalogue(rules: KnowledgeBase | None = None) -> str:
-    """One section per class: what it is, its fix, what to collect, and the lines that show it."""
+    """Renders one section per failure class: explanation, fix, next steps, and the log lines that show it."""
     rules = rules or load_knowledge()
     classes = [name for name in get_args(FailureClass) if name in rules.about]
     lines = [
         "# Known failures",
         "",
-        "What `lockstep explain` recognises, by class. A class names the cause, not the symptom: a watchdog's timeout",
-        "is not a class. The lines are examples as programs print them; words in *italics* stand for captured values.",
-        "This page is generated from the [knowledge](knowledge.md): `python -m lockstep.doctor.knowledge.catalogue`.",
+        "The failures that `lockstep explain` recognises, by class. A class names the cause, not the symptom: the",
+        "timeout of a watchdog is not a class. The log lines are examples, as programs print them; the number in",
+        "brackets is the probability of the class if nothing else is known. Words in *italics* stand for captured",
+        "values. This page is generated from the [knowledge base](knowledge.md):",
+        "`python -m lockstep.doctor.knowledge.catalogue`.",
         "",
-        "| class | what it is | rules |",
+        "| class | description | rules |",
         "|---|---|---|",
     ]
     of_class = {name: [rule for rule in rules.rules if rule.cls == name] for name in classes}
@@ -58,21 +60,21 @@ def _section(name: str, about: KnowledgeFile, rules: Iterable[FailureRule]) -> I
 def _entry(rule: FailureRule) -> Iterator[str]:
     signature = rule.signature
     yield f"- {_inline_code(signature.examples[0])}<br>"
-    sentences = [f"{_ROLES[signature.role]} ({signature.strength:g})"]
+    sentences = [f"{_ROLE_TEXTS[signature.role]} ({signature.strength:g})"]
     sentences += [_prose(each) for each in (signature.explanation, signature.fix) if each]
     where = " ".join(f"<{each}>" for each in signature.sources[:1])
     yield f"  {'. '.join(each.rstrip('.') for each in sentences)}. {where}".rstrip()
 
 
 def _inline_code(line: str) -> str:
-    """A log line as inline code, shortened."""
+    """Returns a log line as inline code, shortened if it is long."""
     text = " ".join(line.split())
     text = text if len(text) <= _MAX_CHARS else text[: _MAX_CHARS - 3] + "..."
     return f"`` {text} ``"
 
 
 def _prose(text: str) -> str:
-    """Text with fields in italics and Markdown escaped outside code."""
+    """Returns a text with its fields in italics, and with Markdown escaped outside code."""
     parts = re.split(r"(`[^`]+`)", " ".join(text.split()))
     return "".join(part if part.startswith("`") else _escaped(part) for part in parts)
 

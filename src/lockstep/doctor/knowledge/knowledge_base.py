@@ -18,24 +18,24 @@ _YAML_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class InvalidRule(ValueError):
-    """A knowledge file that violates the schema.
+    """A knowledge file violates the schema.
 
     Attributes:
-        file: The file of the rule.
-        rule: Its id, or "" if the file as a whole is meant.
-        key: The key, dotted.
-        why: What is wrong.
+        file: The file.
+        rule: The id of the rule; "" if the error concerns the whole file.
+        key: The dotted key.
+        why: The problem.
     """
 
     def __init__(self, file: Path, rule: str, key: str, why: str) -> None:
         self.file, self.rule, self.key, self.why = file, rule, key, why
-        place = ": ".join(part for part in (str(file), rule and f"rule {rule!r}", key) if part)
-        super().__init__(f"{place}: {why}")
+        location = ": ".join(part for part in (str(file), rule and f"rule {rule!r}", key) if part)
+        super().__init__(f"{location}: {why}")
 
 
 @dataclass(frozen=True)
 class FailureRule:
-    """A signature with its file's entry."""
+    """A signature with the file that contains it."""
 
     signature: FailureSignature
     about: KnowledgeFile
@@ -58,6 +58,7 @@ class FailureRule:
         return None if self.signature.frames is None else re.compile(self.signature.frames, re.MULTILINE)
 
     def match(self, text: str) -> re.Match[str] | None:
+        """Matches the patterns with a text, in order."""
         for each in self.regexes:
             found = each.search(text)
             if found:
@@ -65,7 +66,7 @@ class FailureRule:
         return None
 
     def fields(self, found: re.Match[str]) -> dict[str, str]:
-        """The captured groups; a culprit group has all values in the text if the rule asks for all."""
+        """Returns the captured groups. If the rule asks for all culprits, their groups have all values in the text."""
         fields = {name: value for name, value in found.groupdict().items() if value}
         culprit = self.signature.culprit
         if isinstance(culprit, CulpritSelector) and culprit.all and not culprit.facts:
@@ -77,6 +78,8 @@ class FailureRule:
 
 @dataclass(frozen=True)
 class KnowledgeBase:
+    """All rules, with indexes."""
+
     rules: tuple[FailureRule, ...]
 
     @cached_property
@@ -85,7 +88,7 @@ class KnowledgeBase:
 
     @cached_property
     def by_literal(self) -> Mapping[str, tuple[FailureRule, ...]]:
-        """Line rules, by each literal of which they need one."""
+        """The rules for lines, by each of the literals of which a match contains at least one."""
         found: dict[str, list[FailureRule]] = {}
         for rule in self.rules:
             if rule.signature.match == "line":
@@ -99,7 +102,7 @@ class KnowledgeBase:
 
     @cached_property
     def about(self) -> Mapping[str, KnowledgeFile]:
-        """The first file of each class."""
+        """The first file of each failure class."""
         found: dict[str, KnowledgeFile] = {}
         for rule in self.rules:
             if rule.cls is not None:
@@ -108,7 +111,7 @@ class KnowledgeBase:
 
 
 def load_knowledge(*folders: Path) -> KnowledgeBase:
-    """Loads the package's knowledge base and further folders; a rule there replaces one of the same id.
+    """Loads the knowledge base of the package and of further folders, whose rules replace those of the same id.
 
     Raises:
         InvalidRule: A file violates the schema.
@@ -118,12 +121,12 @@ def load_knowledge(*folders: Path) -> KnowledgeBase:
     for folder in (KNOWLEDGE_FOLDER, *folders):
         if not folder.is_dir():
             raise NotADirectoryError(f"{folder} is not a folder of rules")
-        here: dict[str, Path] = {}
+        file_of_rule: dict[str, Path] = {}
         for file in sorted((*folder.glob("*.yaml"), *folder.glob("*.yml"))):
             for rule in _read_rules(file):
-                if rule.id in here:
-                    raise InvalidRule(file, rule.id, "id", f"is also used in {here[rule.id]}")
-                here[rule.id] = file
+                if rule.id in file_of_rule:
+                    raise InvalidRule(file, rule.id, "id", f"is also used in {file_of_rule[rule.id]}")
+                file_of_rule[rule.id] = file
                 found[rule.id] = rule
     rules = KnowledgeBase(tuple(found.values()))
     _check_references(rules)
@@ -154,25 +157,26 @@ def _read_rules(file: Path) -> Iterable[FailureRule]:
 def _rule_literals(rule: FailureRule) -> tuple[str, ...]:
     if rule.signature.literals:
         if min(map(len, rule.signature.literals)) < MIN_LITERAL_CHARS:
-            raise ValueError(f"literals of less than {MIN_LITERAL_CHARS} characters")
+            raise ValueError(f"literals of fewer than {MIN_LITERAL_CHARS} characters")
         return tuple(each.lower() for each in rule.signature.literals)
     return tuple(dict.fromkeys(text for each in rule.signature.all_patterns for text in required_literals(each)))
 
 
 def _invalid_rule(file: Path, content: dict[str, Any], error: ValidationError) -> InvalidRule:
-    """The first error, with the id of its rule."""
+    """Converts the first error of a file, with the id of its rule."""
     first = error.errors()[0]
-    place = [str(each) for each in first["loc"]]
+    path = [str(each) for each in first["loc"]]
     rule = ""
-    if len(place) > 1 and place[0] == "signatures" and place[1].isdigit():
-        entry = content["signatures"][int(place[1])]
-        rule = str(entry.get("id", f"number {int(place[1]) + 1}")) if isinstance(entry, dict) else ""
-        place = place[2:]
+    if len(path) > 1 and path[0] == "signatures" and path[1].isdigit():
+        entry = content["signatures"][int(path[1])]
+        rule = str(entry.get("id", f"number {int(path[1]) + 1}")) if isinstance(entry, dict) else ""
+        path = path[2:]
     why = "is not a known key" if first["type"] == "extra_forbidden" else first["msg"].removeprefix("Value error, ")
-    return InvalidRule(file, rule, ".".join(place), why)
+    return InvalidRule(file, rule, ".".join(path), why)
 
 
 def _check_references(rules: KnowledgeBase) -> None:
+    """Raises InvalidRule if a rule refers to a rule, fact or class that does not exist."""
     facts = {each.signature.fact for each in rules.rules if each.signature.fact}
     classes = set(rules.about)
     for rule in rules.rules:

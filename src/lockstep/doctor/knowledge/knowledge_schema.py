@@ -16,13 +16,13 @@ FailureClass = Literal[
     "storage_fault", "config_error", "benign", "unknown",
 ]  # fmt: skip
 SignatureRole = Literal["cause", "sign", "victim", "context", "healthy"]
-"""cause: shows the class by itself; sign: supports it; victim: a consequence of something else; context: states a fact;
-healthy: argues that nothing is wrong."""
+"""cause: proves the class by itself; sign: supports the class; victim: a consequence of another failure; context:
+states a fact; healthy: a sign that nothing is wrong."""
 LineKind = Literal["log", "kernel", "stack", "process", "gpu", "environment"]
 """Kind of a file: console and framework logs; dmesg and syslog; py-spy, faulthandler, gdb; ps and top; nvidia-smi and
 its CSV; `env` and `pip list`. A line of a log can have another kind (a kernel line in a console)."""
 CULPRIT_GROUPS = ("rank", "host", "address", "interface", "device", "peer", "port", "service", "pid")
-"""Groups that `culprit: {group: ...}` may name."""
+"""Names of groups that `culprit: {group: ...}` may use."""
 
 SignatureId = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]*$", max_length=64)]
 Url = Annotated[str, Field(pattern=r"^https?://")]
@@ -33,10 +33,10 @@ class _KnowledgeModel(BaseModel):
 
 
 class RuleCondition(_KnowledgeModel):
-    """Another match in the same attempt, in a relation to the match of this rule.
+    """A condition for a match: another match in the same attempt, in a given relation to it, or a trait of the job.
 
-    Exactly one of `id` (a signature), `class` (any cause or sign of it), `fact` (see `facts.yaml`), `story` (a trait
-    of the job, see `JOB_TRAITS`) or `any` (one of several conditions).
+    It names exactly one of `id` (a signature), `class` (any cause or sign of a class), `fact` (see `facts.yaml`),
+    `story` (a trait of the job, see `JOB_TRAITS`) or `any` (several conditions, of which one must be met).
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
@@ -47,30 +47,30 @@ class RuleCondition(_KnowledgeModel):
     story: str | None = None
     any: "tuple[RuleCondition | str, ...]" = ()
     who: Literal["same", "other", "any"] = "any"
-    """From the same rank or host, or from another one. An unknown origin is neither."""
+    """Whether the other match is from the same rank or host, or from another one. An unknown origin is neither."""
     when: Literal["before", "after", "any"] = "any"
     within_s: Annotated[float, Field(gt=0)] | None = None
     within_lines: Annotated[int, Field(gt=0)] | None = None
-    """Maximal distance in lines, in the same file."""
+    """Maximum distance in lines, within the same file."""
     matches: dict[str, str] = {}
     """Regular expressions that fields of the other match must match as a whole."""
 
     @model_validator(mode="after")
-    def _one_of(self) -> Self:
+    def _names_exactly_one(self) -> Self:
         if sum(bool(each) for each in (self.id, self.cls, self.fact, self.story, self.any)) != 1:
             raise ValueError("name exactly one of id, class, fact, story, any")
         return self
 
 
 class CulpritSelector(_KnowledgeModel):
-    """The culprits: what the groups of the pattern captured."""
+    """Names the culprits: the values that groups of the pattern captured."""
 
     group: str | tuple[str, ...]
     fact: str | tuple[str, ...] | None = None
-    """Take the groups from this fact's matches in the same attempt, of several facts from the first that was matched:
-    for example an interface that is set on another line."""
+    """Take the groups from the matches of this fact in the same attempt, for example an interface that another line
+    names. Of several facts, the first that was matched is used."""
     all: bool = False
-    """Take all groups that captured something instead of the first, and all places in the line that match."""
+    """Take all groups that captured something instead of the first, and all matches of the pattern in the line."""
 
     @property
     def facts(self) -> tuple[str, ...]:
@@ -78,36 +78,38 @@ class CulpritSelector(_KnowledgeModel):
 
 
 class FailureSignature(_KnowledgeModel):
+    """A pattern of log lines or exceptions, and what a match means."""
+
     id: SignatureId
     pattern: str | None = None
     patterns: tuple[str, ...] = ()
-    """Alternatives of `pattern`; one of the two is required."""
+    """Alternative patterns; `pattern` or `patterns` is required."""
     literals: tuple[str, ...] = ()
-    """For the prefilter, if the pattern implies no text of 4 characters: each match contains one of these."""
+    """For the prefilter, if the pattern itself requires no text of 4 characters: each match contains one of these."""
     match: Literal["line", "exception"] = "line"
-    """exception: matched against `module.Type: message` of a whole traceback, with all lines of the message."""
+    """exception: the pattern is matched with `module.Type: message` of a traceback, with all lines of the message."""
     frames: str | None = None
-    """For `exception`: matched against the frames, one per line: `file:line in function: source text`."""
+    """For `exception`: a pattern for the frames, one per line: `file:line in function: source text`."""
     lines: Annotated[int, Field(ge=1, le=40)] = 1
-    """The pattern sees this many lines of the same origin, joined by newlines, starting with the one that has its
-    literal."""
+    """The pattern is matched with this many lines of the same origin, joined by newlines. The first of them is the line
+    that contains the literal."""
     kinds: tuple[LineKind, ...] = ()
-    """Only in files or lines of these kinds; empty: in all."""
+    """The kinds of files or lines in which the pattern is searched; empty: all kinds."""
     role: SignatureRole = "cause"
     strength: Annotated[float, Field(ge=0, le=1)] = 0.8
     """Probability of the class if nothing else is known."""
     needs: tuple[RuleCondition | str, ...] = ()
     unless: tuple[RuleCondition | str, ...] = ()
     explains: tuple[str, ...] = ()
-    """Classes or ids whose matches are consequences of this one, in whatever order they appear."""
+    """Classes or ids whose matches are consequences of a match of this signature, in whatever order they appear."""
     culprit: Literal["line", "others", "none"] | CulpritSelector = "line"
-    """line: the origin of the line (rank, else host); others: the known ranks or hosts without such a line."""
+    """line: the origin of the line (its rank, else its host); others: the known ranks or hosts without such a line."""
     collective: str | None = None
-    """The operation, if there is no group `op`."""
+    """The collective operation, if the pattern has no group `op`."""
     fact: str | None = None
     """The fact that a match states; see `facts.yaml`."""
     fatal: bool | None = None
-    """False: jobs continue after it; True: they never do. None: the following lines decide."""
+    """False: jobs continue after such a line; True: they never do; None: the following lines decide."""
     framework: tuple[str, ...] = ()
     explanation: str | None = None
     """Replaces the file's explanation for this signature."""
@@ -122,7 +124,7 @@ class FailureSignature(_KnowledgeModel):
         return (*((self.pattern,) if self.pattern else ()), *self.patterns)
 
     @model_validator(mode="after")
-    def _whole(self) -> Self:
+    def _check_patterns(self) -> Self:
         if not self.all_patterns:
             raise ValueError("pattern: missing")
         groups = {name for each in self.all_patterns for name in parse_pattern(each).state.groupdict}
@@ -151,21 +153,21 @@ class FailureSignature(_KnowledgeModel):
 
 
 class KnowledgeFile(_KnowledgeModel):
-    """One file: a class with its signatures, or facts without a class."""
+    """A knowledge file: a failure class with its signatures, or facts without a class."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
 
     cls: FailureClass | None = Field(None, alias="class")
     title: str = ""
     explanation: str = ""
-    """Plain language; `{field}` is replaced by a captured group, and a sentence with an unknown field is omitted."""
+    """For users. `{field}` is replaced by a captured group; a sentence with an unknown field is omitted."""
     fix: str = ""
     collect: tuple[str, ...] = ()
     docs: tuple[Url, ...] = ()
     signatures: tuple[FailureSignature, ...]
 
     @model_validator(mode="after")
-    def _told(self) -> Self:
+    def _check_class(self) -> Self:
         for each in self.signatures:
             if self.cls is None and each.role not in ("context", "victim", "healthy"):
                 raise ValueError(f"{each.id}: role {each.role} needs a class in the file")
@@ -176,11 +178,11 @@ class KnowledgeFile(_KnowledgeModel):
 
 JOB_TRAITS = {
     "ended_well": "the last attempt reports success, and nothing fatal follows",
-    "running": "no end is visible: counters kept moving after all failures",
-    "progressed": "steps were made before the first failure",
+    "running": "the logs show no end: progress continued after all failures",
+    "progressed": "the job made steps before the first failure",
     "collective_timeout": "a rank timed out in a collective",
     "peer_lost": "a rank lost the connection to a peer",
-    "first_collective": "it was the first collective of the group that timed out",
+    "first_collective": "the first collective of a process group timed out",
     "scalar": "the collective that timed out had one element: a barrier, a flag, a loss",
     "silent_ranks": "some ranks did not report the timeout that their peers report",
     "mismatch": "the ranks called different collectives, or with different shapes",
@@ -189,6 +191,6 @@ JOB_TRAITS = {
     "exception": "a rank raised an exception that no collective raised",
     "one_rank": "only one rank or process is known",
     "many_hosts": "more than one host takes part",
-    "foreign_address": "a connection was attempted to an address outside the networks of Ray's hosts",
+    "foreign_address": "a process tried to connect to an address outside the networks of Ray's hosts",
 }
-"""What `story:` in a condition may name."""
+"""The traits of a job, which `story:` in a condition may name."""

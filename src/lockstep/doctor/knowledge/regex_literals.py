@@ -1,7 +1,7 @@
-"""Finds the literal texts that every match of a regular expression contains, for the prefilter.
+"""Finds literal texts of which every match of a regular expression contains at least one, for the prefilter.
 
-They come from the parse tree of `re`: of a sequence the most selective part counts, of an alternation all branches
-together.
+The texts come from the parse tree of `re`: those of the most selective part of a sequence, and those of all branches
+of an alternation.
 """
 
 import re
@@ -13,7 +13,7 @@ from typing import Any
 MIN_LITERAL_CHARS = 4
 """Shorter literals occur in too many lines."""
 _MAX_LITERALS = 256
-"""A pattern with more literals is a word list, not a signature."""
+"""A pattern that needs more literals is rejected: it is a word list, not a signature."""
 _MAX_COMBINED = 64
 _MAX_ALTERNATIVES = 3
 _EMPTY_TEXT = frozenset([""])
@@ -28,19 +28,19 @@ _WORDS = """
     batch data dataset process processes group torch distributed python file line with from this that while request
     requests token tokens rate learning grad norm reward value values eval test init version config """
 _COMMON_WORDS = frozenset(_WORDS.split())
-"""Words of healthy logs: a pattern that needs only one of them makes most lines candidates."""
+"""Words that are common in healthy logs. A pattern that needs only one of them would make most lines candidates."""
 
 
 @cache
 def required_literals(pattern: str) -> tuple[str, ...]:
-    """Lower-case texts of which every match contains at least one.
+    """Returns texts in lower case, of which every match of the pattern contains at least one.
 
     Raises:
-        ValueError: There are none of at least `MIN_LITERAL_CHARS` characters.
+        ValueError: There are no such texts of at least `MIN_LITERAL_CHARS` characters, or too many.
     """
     found = _most_selective(list(parse_pattern(pattern)))
     if not found or min(map(len, found)) < MIN_LITERAL_CHARS:
-        raise ValueError(f"holds no text of {MIN_LITERAL_CHARS} or more characters that each match contains")
+        raise ValueError(f"contains no text of {MIN_LITERAL_CHARS} or more characters that is part of every match")
     if len(found) > _MAX_LITERALS:
         raise ValueError(f"needs {len(found)} different texts, more than {_MAX_LITERALS}; split it")
     return tuple(sorted(found))
@@ -48,11 +48,12 @@ def required_literals(pattern: str) -> tuple[str, ...]:
 
 @cache
 def parse_pattern(pattern: str) -> Any:
-    """The parse tree; `.state.groupdict` has the named groups. Parsing is much faster than compiling, which is deferred
-    until a line contains one of the literals.
+    """Returns the parse tree of a pattern; its `.state.groupdict` has the named groups.
+
+    Parsing is much faster than compiling, which is deferred until a line contains one of the literals.
 
     Raises:
-        ValueError: It is not a regular expression.
+        ValueError: The pattern is not a regular expression.
     """
     try:
         return parser.parse(pattern)
@@ -61,25 +62,25 @@ def parse_pattern(pattern: str) -> Any:
 
 
 def _most_selective(items: list[Any]) -> frozenset[str]:
-    """The most selective literals of a sequence; empty if there are none.
+    """Returns the most selective literals of a sequence; empty if there are none.
 
     Neighbouring items with known texts are concatenated: `(?:run|job) (?:is )?done` needs `run done`, `run is done`,
     `job done` or `job is done`, each of which is rarer than its parts.
     """
-    offers: list[frozenset[str]] = []
+    choices: list[frozenset[str]] = []
     run = _EMPTY_TEXT
     for op, value in items:
         exact = _exact_texts(op, value)
         if exact and len(run) * len(exact) <= _MAX_COMBINED:
             run = frozenset(before + after for before in run for after in exact)
             continue
-        offers += [run, _literals_of_item(op, value)]
+        choices += [run, _literals_of_item(op, value)]
         run = exact or _EMPTY_TEXT
-    return max((each for each in (*offers, run) if all(each)), key=_selectivity, default=frozenset())
+    return max((each for each in (*choices, run) if all(each)), key=_selectivity, default=frozenset())
 
 
 def _exact_texts(op: Any, value: Any) -> frozenset[str]:
-    """All texts, in lower case, that an item matches, if they are few; else empty."""
+    """Returns all texts that an item matches, in lower case; empty if there are too many."""
     if op is ops.LITERAL:
         return frozenset([chr(value).lower()]) if value < 128 and value != _NEWLINE else frozenset()
     if (
@@ -102,6 +103,7 @@ def _exact_texts(op: Any, value: Any) -> frozenset[str]:
 
 
 def _exact_sequence(items: Any) -> frozenset[str]:
+    """Returns all texts that a sequence of items matches, in lower case; empty if there are too many."""
     found = _EMPTY_TEXT
     for op, value in items:
         exact = _exact_texts(op, value)
@@ -111,15 +113,17 @@ def _exact_sequence(items: Any) -> frozenset[str]:
     return found
 
 
-def _selectivity(offer: frozenset[str]) -> tuple[bool, bool, int, int]:
-    if not offer:
+def _selectivity(literals: frozenset[str]) -> tuple[bool, bool, int, int]:
+    """Sort key: literals with a higher key make fewer lines candidates."""
+    if not literals:
         return False, False, 0, 0
-    shortest = min(map(len, offer))
-    common = any(each.strip(" :=[](){}'\"-_.,") in _COMMON_WORDS for each in offer)
-    return shortest >= MIN_LITERAL_CHARS, not common, min(12, shortest), -len(offer)
+    shortest = min(map(len, literals))
+    common = any(each.strip(" :=[](){}'\"-_.,") in _COMMON_WORDS for each in literals)
+    return shortest >= MIN_LITERAL_CHARS, not common, min(12, shortest), -len(literals)
 
 
 def _literals_of_item(op: Any, value: Any) -> frozenset[str]:
+    """Returns the most selective literals of an item; empty if there are none."""
     if op is ops.SUBPATTERN:
         return _most_selective(list(value[3]))
     if op in (ops.MAX_REPEAT, ops.MIN_REPEAT, ops.POSSESSIVE_REPEAT) and value[0] >= 1:

@@ -1,8 +1,8 @@
 """Estimates and removes clock offsets between hosts, from events that happen on all of them at the same time.
 
-Ranks of one job count their steps together and time out in the same collective, and each rank dates the event by
-its own clock. A difference that is constant over several steps, or a whole number of half hours, is a clock offset
-and is removed; one that varies is a delay of the rank and is kept.
+The ranks of a job count their steps together and time out in the same collective, and each rank dates these events
+by its own clock. A difference that is constant over several steps, or a whole number of half hours, is a clock offset
+and is removed. A difference that varies is a delay of the rank and is kept.
 """
 
 import time
@@ -16,13 +16,13 @@ from lockstep.doctor.logs.parsed_log import ParsedLog
 from lockstep.doctor.logs.timestamps import UNDATED_YEAR, move_to_year
 
 MIN_OFFSET_S = 2.0
-"""Smaller clock differences are not corrected: writing a line takes time too."""
+"""Smaller clock differences are not corrected, because they may come from the time between event and log line."""
 MAX_JITTER_S = 1.0
 """Largest variation of a clock offset between steps."""
 MIN_COMMON_EVENTS = 3
-"""Number of common events from which an offset may be any value."""
+"""With at least this many common events, an offset may have any value."""
 ZONE_S, _NEAR_ZONE_S = 1800.0, 5.0
-"""Spacing of time zones, and how close to a multiple of it an offset must be if there are fewer common events."""
+"""Spacing of time zones, and how close an offset must be to a multiple of it if there are fewer common events."""
 _MAX_EVENTS = 2_000
 
 EventTimes = Mapping[Hashable, float]
@@ -30,7 +30,10 @@ EventTimes = Mapping[Hashable, float]
 
 
 def clock_offsets(clocks: Mapping[Hashable, EventTimes]) -> dict[Hashable, float]:
-    """Seconds by which each clock is ahead of the majority; clocks that agree or share too few events are left out."""
+    """Returns the seconds by which each clock is ahead of the majority.
+
+    Omits clocks that agree with the majority or have too few events in common with it.
+    """
     if not clocks:
         return {}
     reference = max(clocks, key=lambda each: len(clocks[each]))
@@ -45,7 +48,7 @@ def clock_offsets(clocks: Mapping[Hashable, EventTimes]) -> dict[Hashable, float
 
 
 def _clock_difference(own: EventTimes, other: EventTimes) -> float | None:
-    """Seconds by which one clock is ahead of another; None if this cannot be determined."""
+    """Returns the seconds by which one clock is ahead of another; None if they cannot be determined."""
     differences = sorted(own[event] - other[event] for event in own.keys() & other.keys())
     if not differences:
         return None
@@ -60,9 +63,9 @@ def _clock_difference(own: EventTimes, other: EventTimes) -> float | None:
 
 
 def align_clocks(logs: Sequence[ParsedLog]) -> dict[Hashable, float]:
-    """Moves the files of different ranks or hosts onto one clock; returns the seconds subtracted from each.
+    """Moves the files of different ranks or hosts onto one clock; returns the seconds subtracted from each clock.
 
-    A file without rank, host or node is unchanged: it may be another attempt, which counts the same steps later.
+    A file without rank, host or node is not changed: it may be another attempt, which counts the same steps later.
     """
     files: dict[Hashable, list[ParsedLog]] = defaultdict(list)
     for each in logs:
@@ -81,11 +84,11 @@ def _subtract(seconds: float, at: float) -> float:
 
 
 def _shared_events(logs: Sequence[ParsedLog]) -> EventTimes:
-    """Steps and collective timeouts, each with its first timestamp."""
+    """Returns the steps and collective timeouts, each with its first timestamp."""
     found: dict[Hashable, float] = {}
-    for tick in (tick for each in logs for tick in each.ticks):
-        if tick.when is not None and len(found) < _MAX_EVENTS:
-            found.setdefault((tick.epoch, tick.step, tick.of), tick.when)
+    for counter in (counter for each in logs for counter in each.counters):
+        if counter.when is not None and len(found) < _MAX_EVENTS:
+            found.setdefault((counter.epoch, counter.step, counter.of), counter.when)
     for match in (match for each in logs for match in each.matches):
         fields = match.fields
         if match.rule.signature.fact == "collective_timeout" and match.when is not None and fields.get("seq"):
@@ -111,7 +114,7 @@ def shift_times(log: ParsedLog, move: Callable[[float], float]) -> None:
 
     log.first, log.last = moved(log.first), moved(log.last)
     log.matches = [replace(match, when=moved(match.when)) for match in log.matches]
-    log.ticks = [replace(tick, when=moved(tick.when)) for tick in log.ticks]
+    log.counters = [replace(counter, when=moved(counter.when)) for counter in log.counters]
     log.tracebacks = [(origin, moved(when), traceback) for origin, when, traceback in log.tracebacks]
     log.tail_lines = {rank: [replace(tail, when=moved(tail.when)) for tail in lines]
                     for rank, lines in log.tail_lines.items()}  # fmt: skip

@@ -1,19 +1,20 @@
-"""Which rank, host, role or process a log line comes from.
+"""Finds the rank, host, role and process that wrote a log line.
 
-Read from the prefixes of launchers and frameworks, from file names, launcher labels and pids.
+The sources are the prefixes of launchers and frameworks, file names, launcher labels and pids.
 """
 
 import re
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 
 from lockstep.doctor.logs.timestamps import TimestampParser
 
 _MAX_PREFIXES = 8
-"""Prefixes of one line at most."""
+"""Maximum number of prefixes parsed per line."""
 _HEAD_CHARS = 400
-"""Characters searched for a rank without brackets."""
+"""Characters of a line that are searched for a rank without brackets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,18 +25,18 @@ class LineOrigin:
     host: str = ""
     role: str = ""
     pid: int | None = None
-    local: int | None = None
-    """The process's number on its host."""
+    local_rank: int | None = None
+    """The number of the process or its GPU on the host."""
     label: int | None = None
-    """The launcher's number of a process: srun's or mpirun's task, torchrun's local rank."""
-    guessed: bool = False
-    """The rank is only the label, because the line holds nothing more precise."""
+    """The number that the launcher gives a process: the task of srun or mpirun, the local rank of torchrun."""
+    rank_is_label: bool = False
+    """`rank` is only a copy of the label, because the line contains nothing more precise."""
 
     def __bool__(self) -> bool:
         return self.rank is not None or bool(self.host or self.role) or self.pid is not None
 
     def with_defaults(self, other: "LineOrigin") -> "LineOrigin":
-        """This origin, its unknown parts filled in from another one."""
+        """Returns this origin with its unknown parts filled in from another origin."""
         if not other:
             return self
         if not self:
@@ -46,7 +47,7 @@ class LineOrigin:
             host=self.host or other.host,
             role=self.role or other.role,
             pid=self.pid if self.pid is not None else other.pid,
-            local=self.local if self.local is not None else other.local,
+            local_rank=self.local_rank if self.local_rank is not None else other.local_rank,
         )
 
 
@@ -61,7 +62,7 @@ _STAMPS = (
 )
 _RANK = r"(?:[Gg]lobal[_ ]?)?(?:rank|Rank|RANK)"
 _PART = r"(?:local|node|group|[A-Z]{2}|tensor|pipeline|data|expert|model)"
-"""Kinds of rank that do not count over the whole job."""
+"""Kinds of rank that number only a part of the job."""
 _LEVEL = r"(?:TRACE|DEBUG|INFO|NOTICE|SUCCESS|WARN(?:ING)?|ERROR|CRITICAL|FATAL)"
 _HOST = r"(?:\d{1,3}(?:\.\d{1,3}){3}|(?=[\w.-]*\d)(?=[\w.-]*[-.]|[a-z]+\d{2,}|[a-z]{1,5}\d+\b)[A-Za-z][\w.-]{2,62})"
 _PREFIX = re.compile(
@@ -104,9 +105,9 @@ _PREFIX = re.compile(
     r")"
 )
 _SEPARATOR = re.compile(r"\s*[-|](?=\s) ?")
-"""Separates the last prefix from the message."""
+"""The separator between the last prefix and the message."""
 _KEY_VALUES = re.compile(rf"\s*(?:[\w.]+=(?:\"[^\"]*\"|\S+)\s+){{0,6}}{_RANK}=(?P<rank>\d{{1,6}})(?=\s|$)")
-"""A line of names and values, `time=... level=info rank=3 msg=...`."""
+"""A line of names and values, such as `time=... level=info rank=3 msg=...`."""
 _MENTIONED_RANK = re.compile(
     r"\[PG (?:ID )?[^\]]{0,60}?Rank (?P<a>\d+)\]|\[Rank (?P<b>\d+)\]|\"rank\": ?(?P<c>\d+)"
     r"|\brank[ =:_]{1,2}(?P<d>\d+)\b|\bRank[ =:]{1,2}(?P<e>\d+)\b|\[rank(?P<f>\d+)\]"
@@ -130,13 +131,13 @@ _TOOL_NAME = re.compile(
 _KERNEL_LOG = r"(?:dmesg|kern(?:el)?|syslog|messages|journal(?:ctl)?)"
 _KERNEL_FILE = re.compile(rf"^{_KERNEL_LOG}(?:\.log|[_-]T)?[_.@-](?P<after>.+)$|^(?P<before>.+?)[_.-]{_KERNEL_LOG}$")
 _KERNEL_HOST = re.compile(r"(?=[^\d]*\d|(?:host|node|gpu|worker|server|head|master|login|compute)[-_.])[A-Za-z][\w.-]*")
-"""The host in the name of a kernel log. Kernel logs belong to a host, and their names have fewer forms than others."""
+"""The host in the name of a kernel log. A kernel log always belongs to a host, so fewer forms of names are excluded."""
 _NOT_A_HOST = re.compile(r"(?:job|slurm|run|attempt|step|boot|part|after|before)[-_.]?\d*")
 _PROGRAM_NAME = re.compile(
     r"^(?:raylet|gcs(?:[-_]server)?|dashboard(?:[-_]agent)?|(?:runtime[-_]env[-_])?agent|(?:log[-_])?monitor"
     r"|(?:python[-_])?core[-_](?:worker|driver)|torchrun|elastic|watchdog)(?:[-_.]\d+)?(?:[-_](?=\D)|$)"
 )
-"""Programs that run on every host. A number after the name only distinguishes instances; the host may follow."""
+"""Programs that run on every host. A number after the name only distinguishes instances; the host may come next."""
 _FILE_ADDRESS = re.compile(
     r"(?<![\d.])(?:(?:25[0-5]|2[0-4]\d|1?\d?\d)\.){3}(?:25[0-5]|2[0-4]\d|1?\d?\d)(?=[_.-]|$)(?!\.\d)"
 )
@@ -152,8 +153,8 @@ class ParsedPrefix:
 
     Attributes:
         origin: What the prefixes say about the line's origin.
-        at: Where in the line the message begins.
-        when: The line's own timestamp, None if it has none.
+        at: Position in the line at which the message begins.
+        when: The timestamp of the line; None if the line has none.
     """
 
     origin: LineOrigin
@@ -178,12 +179,12 @@ def parse_prefixes(line: str, clock: TimestampParser) -> ParsedPrefix:
             break
         origin = _with_prefix(origin, found)
         at = found.end()
-    left = _SEPARATOR.match(line, at) if at else None
-    at = left.end() if left else at
-    if (origin.rank is None or origin.guessed) and "ank" in line[:_HEAD_CHARS]:
+    separator = _SEPARATOR.match(line, at) if at else None
+    at = separator.end() if separator else at
+    if (origin.rank is None or origin.rank_is_label) and "ank" in line[:_HEAD_CHARS]:
         found = _PROCESS_GROUP_RANK.search(line[at : at + _HEAD_CHARS]) or _KEY_VALUES.match(line, at)
         if found:
-            origin = replace(origin, rank=int(next(each for each in found.groups() if each)), guessed=False)
+            origin = replace(origin, rank=int(next(each for each in found.groups() if each)), rank_is_label=False)
     return ParsedPrefix(origin, at, clock.read(line))
 
 
@@ -195,16 +196,16 @@ _OUTERMOST_GROUPS = ("slurm", "pdsh", "container")
 
 
 def _with_prefix(origin: LineOrigin, found: re.Match[str]) -> LineOrigin:
-    """Adds what one prefix says. A rank takes precedence over a label, and of nested Ray actors the innermost is the
-    origin."""
+    """Adds the information of one prefix. A rank takes precedence over a label; of nested Ray actors, the innermost is
+    the origin."""
     if found.lastindex is None:
         return origin
-    rank, guessed = origin.rank, origin.guessed
+    rank, rank_is_label = origin.rank, origin.rank_is_label
     number, label = _first_group(found, _RANK_GROUPS), _first_group(found, _LABEL_GROUPS)
-    if number and (rank is None or guessed):
-        rank, guessed = int(number), False
+    if number and (rank is None or rank_is_label):
+        rank, rank_is_label = int(number), False
     if label and rank is None:
-        rank, guessed = int(label), True
+        rank, rank_is_label = int(label), True
     host = found["ip"] or found["dip"] or origin.host or _first_group(found, _HOST_GROUPS)
     role = found["actor"] or found["daemon"] or origin.role
     worker = _VLLM_WORKER.match(role) if found["actor"] and rank is None else None
@@ -215,9 +216,9 @@ def _with_prefix(origin: LineOrigin, found: re.Match[str]) -> LineOrigin:
         host,
         role,
         int(process) if process else origin.pid,
-        int(device) if device and origin.local is None and not device.startswith("-") else origin.local,
+        int(device) if device and origin.local_rank is None and not device.startswith("-") else origin.local_rank,
         int(label) if label else origin.label,
-        guessed,
+        rank_is_label,
     )
 
 
@@ -226,13 +227,13 @@ def _first_group(found: re.Match[str], names: Iterable[str]) -> str:
 
 
 def mentioned_rank(line: str) -> int | None:
-    """A rank mentioned in a line whose prefixes name none."""
+    """Returns the rank mentioned in the text of a line whose prefixes name none; None if there is none."""
     found = _MENTIONED_RANK.search(line[:400])
     return None if found is None else int(next(each for each in found.groups() if each))
 
 
 def origin_of_file(name: str) -> tuple[LineOrigin, int | None]:
-    """The origin of a file's lines according to its name, and the node number in the name."""
+    """Returns the origin of the lines of a file according to its name, and the node number in the name."""
     attempt = _TORCHRUN_FILE.search(name)
     if attempt:
         return LineOrigin(int(attempt["rank"])), None
@@ -260,7 +261,7 @@ _NUMBERED_PROCESS = re.compile(
 _RANK_SUFFIX = re.compile(
     r"[_.-](?:(?:global|local)_?)?(?:rank|proc|process|r|trainer)[_.-]?\d+(?:[_.-]of[_.-]\d+)?$", re.IGNORECASE
 )
-"""Follows the host in a name."""
+"""The rank that follows the host in a file name."""
 _RUN_NAME = re.compile(r"^[a-z]+-[a-z]+-\d+(?:_|$)|^[a-z]+-[a-z]+$|_\d{5,}")
 """Names generated by experiment trackers and schedulers."""
 
@@ -279,3 +280,72 @@ def _host_of_folder(stem: str) -> str:
     parent = PurePosixPath(stem).parent.name
     found = _FILE_HOST.match(parent) if parent and not _NOT_A_HOST.fullmatch(parent) else None
     return found["host"] if found and not _NUMBERED_PROCESS.match(found["host"]) else ""
+
+
+def ranks_by_label(origins: Iterable[LineOrigin]) -> Mapping[int, set[int]]:
+    """Returns the ranks that appear together with each label on lines that name both."""
+    found: dict[int, set[int]] = defaultdict(set)
+    for origin in origins:
+        if origin.label is not None and origin.rank is not None and not origin.rank_is_label:
+            found[origin.label].add(origin.rank)
+    return found
+
+
+def with_exit_rank(origin: LineOrigin, fact: str | None, fields: Mapping[str, str]) -> LineOrigin:
+    """Corrects the origin of a launcher's report that a rank ended: if the line has only a label, the origin is the
+    reported rank."""
+    rank = fields.get("rank", "") if fact in ("exit", "first_failure") else ""
+    return replace(origin, rank=int(rank), rank_is_label=False) if origin.rank_is_label and rank.isdigit() else origin
+
+
+def label_resolver(known: Mapping[int, set[int]]) -> Callable[[LineOrigin], LineOrigin]:
+    """Returns a function that replaces labels by ranks.
+
+    If no line contradicts it, a label is the rank itself. Otherwise it stands for the only rank that appears with this
+    label and with no other; if there is no such rank, the label is kept. A rank that appears with several labels is
+    ignored: every process that does not know of the others calls itself rank 0.
+
+    Args:
+        known: The result of `ranks_by_label`.
+    """
+    label_counts: Counter[int | None] = Counter(rank for ranks in known.values() for rank in ranks)
+    unique = {label: {rank for rank in ranks if label_counts[rank] == 1} for label, ranks in known.items()}
+    labels_differ = any(ranks - {label} for label, ranks in unique.items())
+
+    def resolve(origin: LineOrigin) -> LineOrigin:
+        if origin.label is None:
+            return origin
+        rank = origin.rank
+        if origin.rank_is_label and labels_differ:
+            ranks = unique.get(origin.label, set())
+            rank = min(ranks) if len(ranks) == 1 else None
+        elif not labels_differ and label_counts[rank] > 1:
+            rank = origin.label
+        return replace(origin, rank=rank, label=None if rank is not None else origin.label, rank_is_label=False)
+
+    return resolve
+
+
+def ranks_by_pid(
+    reports: Iterable[Mapping[str, str]], origins: Iterable[LineOrigin], *, one_host: bool
+) -> dict[int, int]:
+    """Returns the rank of each pid.
+
+    Args:
+        reports: Fields of lines that name pid and rank, or pid and local rank.
+        origins: Origins, some with both pid and rank. A pid that several ranks have, on different hosts, is ignored.
+        one_host: Whether the job has one host, so that the local rank is the rank.
+    """
+    fields = [each for each in reports if each.get("pid")]
+    found = {int(each["pid"]): int(each["rank"]) for each in fields if each.get("rank")}
+    ranks_of_pid: dict[int, set[int]] = defaultdict(set)
+    for origin in origins:
+        if origin.pid is not None and origin.rank is not None:
+            ranks_of_pid[origin.pid].add(origin.rank)
+    for pid, ranks in ranks_of_pid.items():
+        if len(ranks) == 1:
+            found.setdefault(pid, min(ranks))
+    for each in fields if one_host else ():
+        if each.get("local"):
+            found.setdefault(int(each["pid"]), int(each["local"]))
+    return found

@@ -1,7 +1,7 @@
 """Splits byte streams into pages of whole lines and decodes lines into clean text.
 
-Only a newline ends a line, and lines are numbered from 1. A progress bar rewrites its line with carriage returns:
-that stays one line, whose parts are examined one by one.
+Only a newline ends a line, and lines are numbered from 1. A line that a progress bar rewrites with carriage returns
+is one line, whose parts are examined one by one.
 """
 
 import codecs
@@ -33,11 +33,11 @@ _FILE_HEADS = (
 _PROCESS_LINE = re.compile(r"^\s*(?:[a-z_][\w-]*\s+)?\d+\s+(?:\d+\s+)?(?:[\d.]+\s+){0,4}\S*\s*[RSDZTI][sl<NL+]*\s+\S+")
 _KERNEL_LINE = re.compile(rf" kernel: |\bNVRM: |^\[ *\d+\.\d{{6}}\] |{_DMESG_DATE}")
 _HEAD_BYTES = 2_000
-"""Bytes in which a heading decides a file's kind: the log of a job may contain a process list without being one."""
+"""Only headings in these first bytes decide the kind of a file: the log of a job may contain a process list."""
 
 
 def kind_of_file(name: str, head: str) -> str:
-    """A file's kind according to its first lines or its name; `log` otherwise."""
+    """Returns the kind of a file according to its first lines or its name; otherwise `log`."""
     for kind, pattern in _FILE_HEADS:
         found = pattern.search(head[:_HEAD_BYTES])
         if found and found.start() < _HEAD_BYTES // 8:
@@ -49,7 +49,7 @@ def kind_of_file(name: str, head: str) -> str:
 
 
 def kind_of_line(kind: str, line: str) -> str:
-    """The kind of a line, in a file of the given kind."""
+    """Returns the kind of a line in a file of the given kind."""
     if _KERNEL_LINE.search(line):
         return "kernel"
     return "process" if _PROCESS_LINE.match(line) else kind
@@ -58,10 +58,10 @@ def kind_of_line(kind: str, line: str) -> str:
 MAX_LINE_CHARS = 16 << 10
 """Longer lines, or parts of lines, are cut."""
 EDGE_PARTS = 6
-"""Of a line rewritten with `\\r`, this many parts at both ends are searched for counters."""
+"""Number of parts searched for counters at both ends of a line that was rewritten with `\\r`."""
 _NEWLINE = ord("\n")
 LOOKAHEAD_BYTES = 64 << 10
-"""Bytes of the next page available, for tracebacks that cross the page boundary."""
+"""Bytes of the next page that are kept with a page, for tracebacks that cross the page boundary."""
 _ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|\x1b[@-Z\\-_]?")
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069\ufeff]")
 
@@ -83,30 +83,29 @@ class Page:
     newlines: int = 0
 
     def lookahead(self, start: int) -> bytes:
-        """The data from a byte on, as far as a traceback may reach."""
+        """Returns the data from byte `start` on, as far as a traceback may reach."""
         data = self.data[start : start + LOOKAHEAD_BYTES]
         return data if len(data) == LOOKAHEAD_BYTES else data + self.after
 
 
 def split_pages(blocks: Iterable[bytes]) -> Iterator[Page]:
-    """Splits a stream into pages; each line is in exactly one. UTF-16 and UTF-32 with a byte order mark become
-    UTF-8."""
-    held: list[bytes | memoryview] = []
+    """Splits a stream into pages of whole lines. Converts UTF-16 and UTF-32 with a byte order mark to UTF-8."""
+    incomplete: list[bytes | memoryview] = []
     waiting, number = b"", 1
     for block in _decode_to_utf8(blocks):
         end = block.rfind(b"\n") + 1
-        if not end and sum(map(len, held)) < MAX_LINE_CHARS * 256:
-            held.append(block)
+        if not end and sum(map(len, incomplete)) < MAX_LINE_CHARS * 256:
+            incomplete.append(block)
             continue
         end = end or block.rfind(b"\r") + 1 or len(block)
-        page = b"".join((*held, memoryview(block)[:end]))
-        held = [block[end:]]
+        page = b"".join((*incomplete, memoryview(block)[:end]))
+        incomplete = [block[end:]]
         if waiting:
             newlines = count_newlines(waiting)
             yield Page(waiting, number, page[:LOOKAHEAD_BYTES], newlines)
             number += newlines
         waiting = page
-    rest = b"".join(held)
+    rest = b"".join(incomplete)
     if waiting:
         newlines = count_newlines(waiting)
         yield Page(waiting, number, rest[:LOOKAHEAD_BYTES], newlines)
@@ -151,48 +150,48 @@ def clean_text(raw: bytes) -> str:
 
 
 def rewritten_parts(raw: bytes) -> Sequence[bytes]:
-    """The successive contents of a line rewritten with `\\r`; of many, `EDGE_PARTS` at both ends."""
+    """Returns the successive contents of a line rewritten with `\\r`; if there are many, `EDGE_PARTS` at both ends."""
     if b"\r" not in raw:
         return (raw,)
     found = [each for each in raw.split(b"\r") if each]
     return (found if len(found) <= 2 * EDGE_PARTS else [*found[:EDGE_PARTS], *found[-EDGE_PARTS:]]) or (b"",)
 
 
-_NARROWEST, _WIDEST, _CUTS = 60, 400, 3
+_MIN_WIDTH, _MAX_WIDTH, _MIN_CUT_LINES = 60, 400, 3
 _DIGITS = re.compile(r"\d+")
 
 
 def wrap_width(head: str) -> int:
-    """The width at which a terminal or a mail program wrapped the lines of a file; 0 if they are whole.
+    """Returns the width at which a terminal or a mail program wrapped the lines of a file; 0 if they are not wrapped.
 
     In a wrapped file no line is longer than that width, and several different lines have exactly that length and end
     within a word.
     """
     lines = head.split("\n")
     width = max(map(len, lines))
-    if "\r" in head.replace("\r\n", "") or not _NARROWEST <= width <= _WIDEST:
+    if "\r" in head.replace("\r\n", "") or not _MIN_WIDTH <= width <= _MAX_WIDTH:
         return 0
     cut = [one for one, other in pairwise(lines) if len(one) == width and one[-1].isalnum() and other[:1].isalnum()]
-    return width if len({_DIGITS.sub("#", each)[:_NARROWEST] for each in cut}) >= _CUTS else 0
+    return width if len({_DIGITS.sub("#", each)[:_MIN_WIDTH] for each in cut}) >= _MIN_CUT_LINES else 0
 
 
 def unwrap_page(page: Page, width: int) -> Page:
     """Joins wrapped lines; empty lines replace the continuation lines, so that line numbers stay valid."""
-    whole: list[bytes] = []
-    left, broken = 0, False
+    joined: list[bytes] = []
+    replaced, continues = 0, False
     for line in page.data.split(b"\n"):
-        if broken:
-            whole[-1] += line
-            left += 1
+        if continues:
+            joined[-1] += line
+            replaced += 1
         else:
-            whole += [*[b""] * left, line]
-            left = 0
-        broken = len(line.decode("utf-8", "replace")) == width
-    return replace(page, data=b"\n".join([*whole, *[b""] * left]))
+            joined += [*[b""] * replaced, line]
+            replaced = 0
+        continues = len(line.decode("utf-8", "replace")) == width
+    return replace(page, data=b"\n".join([*joined, *[b""] * replaced]))
 
 
 def excerpt(text: str, at: int = 0, most: int = 400) -> str:
-    """The part of a line that evidence quotes: at most `most` characters, around `at` if that is far to the right."""
+    """Returns the part of a line that evidence quotes: at most `most` characters, around `at` if that is far right."""
     if len(text) > most:
         begin = 0 if at < most * 3 // 4 else at - most // 4
         text = text[begin : begin + most]
@@ -200,7 +199,7 @@ def excerpt(text: str, at: int = 0, most: int = 400) -> str:
 
 
 def numbered_lines(page: Page, most: int | None = None) -> Iterator[tuple[int, bytes]]:
-    """Number and bytes of each line of a page, or of its first `most` bytes."""
+    """Yields number and bytes of each line of a page, or of each line that begins in the first `most` bytes."""
     at, number = 0, page.first
     stop = len(page.data) if most is None else min(most, len(page.data))
     while at < stop:
@@ -226,7 +225,7 @@ _STRUCTURED_SAMPLE = re.compile(
 _SAMPLE_MARK = re.compile(
     rb"^[^\n]{0,120}?\[(?P<mark>prompt|response|ground_truth|score)\]", re.MULTILINE | re.IGNORECASE
 )
-"""verl prints multi-line samples between such marks."""
+"""A mark between which verl prints multi-line samples."""
 _OPENING_MARKS = (b"prompt", b"response")
 _OPENING_TEXTS = (b"[prompt]", b"[Prompt]", b"[response]", b"[Response]")
 SAMPLE_BYTES = 8 << 10
@@ -246,7 +245,7 @@ def is_quoted(line: str, at: int, begin: int = 0) -> bool:
 
 
 def sample_start(before: bytes, after: bytes) -> bytes | None:
-    """The line that starts the multi-line sample that ends in `after`; None if there is none."""
+    """Returns the line that starts the multi-line sample which ends in `after`; None if there is none."""
     if not any(each in before for each in _OPENING_TEXTS):
         return None
     last = None
@@ -266,6 +265,6 @@ _CAUSE_LIST = re.compile(
 
 
 def is_supposition(line: str, at: int) -> bool:
-    """Whether position `at` of a line is in a list of possible causes that a library prints without knowing which
-    applies."""
+    """Whether position `at` of a line is in a list of possible causes, printed by a library that does not know which
+    of them applies."""
     return _CAUSE_LIST.search(line, 0, at) is not None

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from lockstep.doctor.knowledge.knowledge_base import FailureRule, KnowledgeBase
-from lockstep.doctor.logs import line_origin, log_lines, rank_resolver, stack_traces, step_progress
+from lockstep.doctor.logs import line_origin, log_lines, stack_traces, step_progress
 from lockstep.doctor.logs.attempts import earlier_attempts
 from lockstep.doctor.logs.clock_alignment import align_clocks, assign_years
 from lockstep.doctor.logs.line_origin import LineOrigin
@@ -23,44 +23,51 @@ from lockstep.doctor.logs.log_lines import (
     wrap_width,
 )
 from lockstep.doctor.logs.log_sources import CollectedSources, open_streams
-from lockstep.doctor.logs.parsed_log import ParsedLog, ProgressTick, RuleMatch, TailLine
+from lockstep.doctor.logs.parsed_log import ParsedLog, ProgressCounter, RuleMatch, TailLine
 from lockstep.doctor.logs.prefilter import Prefilter
 from lockstep.doctor.logs.stack_traces import EXCEPTION_MARKS, TRACEBACK_STARTS, Traceback
 from lockstep.doctor.logs.timestamps import TimestampParser, find_year
 
 HEAD_BYTES = 512 << 10
 TAIL_BYTES = 1 << 20
-"""Bytes at the ends of a source whose lines are all searched for counters and timestamps, at about 15 us each."""
+"""In the first `HEAD_BYTES` and the last `TAIL_BYTES` of a source, every line is searched for counters and timestamps,
+which takes about 15 us per line."""
 MIN_BYTES = 4 << 10
 TOTAL_BYTES = 16 << 20
-"""The limit for all sources together; with many sources each gets a smaller share, at least `MIN_BYTES`."""
+"""The limit for all sources together. With many sources, each gets a smaller share, but at least `MIN_BYTES`."""
 MATCHES_PER_ORIGIN = 12
-"""Matches of one rule kept per origin: the first so many, and the last."""
+"""Number of first matches of a rule that are kept per origin; the last match is kept too."""
 MATCHES_PER_RULE = 2_000
 LAST_LINES = 12
-"""Last lines kept per rank."""
+"""Number of last lines that are kept per rank."""
 _LINES_BACK = 12
-"""Preceding lines searched for a timestamp if a line has none."""
+"""Number of preceding lines that are searched for a timestamp if a line has none."""
 
 _SPAWN_HEADER = re.compile(r"-- Process (?P<rank>\d+) terminated with the following error")
 """The header that torch.multiprocessing.spawn prints before the traceback of a process."""
 _TORCHRUN_RANK = re.compile(r"rank +: (?P<rank>\d+) \(local_rank: \d+\)")
 _TORCHRUN_TRACEBACK = re.compile(r"\btraceback : Traceback")
-"""torchrun's table of failed ranks, whose last row is a traceback."""
+"""The last row for a rank in torchrun's table of failed ranks."""
 _IGNORED_EXCEPTION = "Exception ignored in"
-"""Python prints this before the traceback of a finaliser; the process continues."""
+"""Python prints this before an exception in a finaliser, after which the process continues."""
 _INTERLEAVED = re.compile(r"(?:\[(?:rank|default)\d+\]:\s*)+Traceback \(most")
 _PROGRESS_BAR = re.compile(r"\d(?:/\d+|[a-z]{2,12}) \[\d[\d:]*(?:<[\d:?]+)?(?:, [^\]]*)?\]\s*(?=\S)")
 """A progress bar followed by other text on the same line."""
 _SOURCE_INDENT = "    "
-"""Source lines in a traceback: `if step == 11` is not a counter."""
+"""Begins the source lines in a traceback, which are not searched for counters: `if step == 11` is none."""
 
 
 class LogParser:
     """Parses one source."""
 
     def __init__(self, rules: KnowledgeBase, prefilter: Prefilter, name: str, source: int, sources: int = 1) -> None:
-        """`sources` is the number of all sources."""
+        """Creates a parser.
+
+        Args:
+            name: The name of the source.
+            source: The number of the source.
+            sources: The number of all sources.
+        """
         self._rules, self._filter = rules, prefilter
         share = TOTAL_BYTES // max(1, sources)
         self._head_bytes = min(HEAD_BYTES, max(MIN_BYTES, share // 3))
@@ -76,6 +83,7 @@ class LogParser:
         self._exception_lines: set[int] = set()
 
     def read(self, pages: Iterator[Page]) -> ParsedLog:
+        """Parses all pages of the source."""
         recent: deque[Page] = deque(maxlen=2)
         for page in pages:
             if page.first == 1:
@@ -86,22 +94,22 @@ class LogParser:
             page = unwrap_page(page, self._width) if self._width else page
             if page.first == 1:
                 if self.log.kind == "stack":
-                    whole = ((number, clean_text(raw)) for number, raw in numbered_lines(page))
-                    self.log.stacks += stack_traces.parse_stacks(whole, self.log.origin, self.log.name)
-                self._head(page)
+                    lines = ((number, clean_text(raw)) for number, raw in numbered_lines(page))
+                    self.log.stacks += stack_traces.parse_stacks(lines, self.log.origin, self.log.name)
+                self._examine_head(page)
             for number, start, end in self._filter.candidates(page):
                 self._examine_candidate(page, number, start, end)
             recent.append(page)
-        self._tail(list(recent))
+        self._examine_tail(list(recent))
         found = self.log
         kept = {id(each) for each in found.matches}
         found.matches += [each for each in self._latest.values() if id(each) not in kept]
         found.matches.sort(key=lambda each: each.line)
         found.has_year = bool(self._clock.year)
         reported = [
-            rank_resolver.with_exit_rank(each.origin, each.rule.signature.fact, each.fields) for each in found.matches
+            line_origin.with_exit_rank(each.origin, each.rule.signature.fact, each.fields) for each in found.matches
         ]
-        self._resolve_labels(rank_resolver.label_resolver(rank_resolver.ranks_by_label([*found.origins, *reported])))
+        self._resolve_labels(line_origin.label_resolver(line_origin.ranks_by_label([*found.origins, *reported])))
         return found
 
     def _resolve_labels(self, resolve: Callable[[LineOrigin], LineOrigin]) -> None:
@@ -109,7 +117,7 @@ class LogParser:
         found = self.log
         found.origins = {resolve(origin): line for origin, line in found.origins.items()}
         found.matches = [replace(each, origin=resolve(each.origin)) for each in found.matches]
-        found.ticks = [replace(each, origin=resolve(each.origin)) for each in found.ticks]
+        found.counters = [replace(each, origin=resolve(each.origin)) for each in found.counters]
         found.tracebacks = [(resolve(origin), when, traceback) for origin, when, traceback in found.tracebacks]
         for origin, lines in self._tail_lines.items():
             tail = found.tail_lines.setdefault(resolve(origin).rank, [])
@@ -119,14 +127,15 @@ class LogParser:
         }
 
     def _excerpt(self, line: str, at: int = 0) -> str:
-        """The text that evidence quotes; of a wrapped line only what is certainly in its first part."""
+        """Returns the text that evidence quotes; of a wrapped line only what was certainly in its first part."""
         return excerpt(line[: self._width * 2 // 3] if self._width else line, at)
 
-    def _head(self, page: Page) -> None:
+    def _examine_head(self, page: Page) -> None:
         for number, raw in numbered_lines(page, self._head_bytes):
             self._examine_edge_line(number, raw)
 
-    def _tail(self, recent: list[Page]) -> None:
+    def _examine_tail(self, recent: list[Page]) -> None:
+        """Examines the lines in the last `TAIL_BYTES`, except those that were examined with the head."""
         if not recent:
             return
         last = recent[-1]
@@ -149,7 +158,7 @@ class LogParser:
                 self._examine_edge_line(number, raw)
 
     def _examine_edge_line(self, number: int, raw: bytes) -> None:
-        """Examines a line near an end of the file, or its remaining parts: origin, timestamp, counters, last lines."""
+        """Examines all parts of a line near an end of the file, and keeps the line if it is one of the rank's last."""
         *before, last = rewritten_parts(raw)
         for each in before:
             self._examine_line(number, clean_text(each))
@@ -157,14 +166,14 @@ class LogParser:
         origin, when = self._examine_line(number, line)
         if line and not line.isspace():
             rank_of = origin if origin.rank is not None else self.log.origin
-            key = LineOrigin(rank_of.rank, label=rank_of.label, guessed=rank_of.guessed)
+            key = LineOrigin(rank_of.rank, label=rank_of.label, rank_is_label=rank_of.rank_is_label)
             lines = self._tail_lines.get(key)
             if lines is None:
                 lines = self._tail_lines[key] = deque(maxlen=LAST_LINES)
             lines.append((number, when, line))
 
     def _examine_line(self, number: int, line: str) -> tuple[LineOrigin, float | None]:
-        """The line's origin and timestamp."""
+        """Records origin, timestamp and counter of a line; returns origin and timestamp."""
         prefix = line_origin.parse_prefixes(line, self._clock)
         found = self.log
         if prefix.when is not None:
@@ -176,13 +185,14 @@ class LogParser:
         if origin:
             found.origins[origin] = number
         when = prefix.when if prefix.when is not None else self._stamp[1] if self._stamp else None
-        tick = None if line.startswith(_SOURCE_INDENT, prefix.at) else step_progress.parse_step(line)
-        if tick is not None:
+        counter = None if line.startswith(_SOURCE_INDENT, prefix.at) else step_progress.parse_step(line)
+        if counter is not None:
             rank = origin if origin.rank is not None else _with_rank(origin, line_origin.mentioned_rank(line))
-            found.ticks.append(ProgressTick(rank.with_defaults(found.origin), number, when, *tick))
+            found.counters.append(ProgressCounter(rank.with_defaults(found.origin), number, when, *counter))
         return origin, when
 
     def _examine_candidate(self, page: Page, number: int, start: int, end: int) -> None:
+        """Matches rules and exceptions with a line that the prefilter selected."""
         line = clean_text(page.data[start:end])
         texts = self._filter.texts(line)
         prefix = _parse_line_end(line, self._clock)
@@ -206,17 +216,17 @@ class LogParser:
         kinds = rule.signature.kinds
         if kinds and log_lines.kind_of_line(self.log.kind, line) not in kinds:
             return
-        whole = line
+        text = line
         if rule.signature.lines > 1:
-            whole = "\n".join(text for _, text in self._lines_of_origin(page, number, start, rule.signature.lines))
-        found = rule.match(whole)
+            text = "\n".join(each for _, each in self._lines_of_origin(page, number, start, rule.signature.lines))
+        found = rule.match(text)
         if found is None:
             return
         when = self._time_before(page, start) if when is None else when
         at = found.start()
-        before = whole.count("\n", 0, at)
+        before = text.count("\n", 0, at)
         if before:
-            number, line, at = number + before, whole.split("\n")[before], 0
+            number, line, at = number + before, text.split("\n")[before], 0
         elif log_lines.is_supposition(line, at) or self._is_quoted(
             page, start, line, at if at > begin else min(found.end(), len(line)), begin
         ):
@@ -226,7 +236,12 @@ class LogParser:
         self._add_match(match)
 
     def _is_quoted(self, page: Page, start: int, line: str, at: int, begin: int) -> bool:
-        """Whether a text is part of a printed sample."""
+        """Whether position `at` of a line is part of a printed sample.
+
+        Args:
+            start: The byte of the page at which the line starts.
+            begin: The position in the line at which its message begins.
+        """
         if log_lines.is_quoted(line, at, begin):
             return True
         data = page.data
@@ -259,27 +274,27 @@ class LogParser:
         if _IGNORED_EXCEPTION in before:
             return
         about = _SPAWN_HEADER.match(before) or _torchrun_rank(page.data[max(0, start - 1000) : start], line)
-        if about and (origin.rank is None or origin.guessed):
+        if about and (origin.rank is None or origin.rank_is_label):
             origin = _with_rank(origin, int(about["rank"]))
         self._add_exception(found, origin, when)
 
     def _add_exception(self, found: Traceback, origin: LineOrigin, when: float | None) -> None:
-        """Adds an exception and the matches of exception rules."""
+        """Adds an exception, and the matches of rules for exceptions."""
         found = replace(found, text=self._excerpt(found.text))
         self.log.tracebacks.append((origin, when, found))
-        whole = f"{found.type}: {found.message}"
+        text = f"{found.type}: {found.message}"
         frames = "\n".join(str(each) for each in found.frames)
         for rule in self._rules.exceptions:
             if rule.frames is not None and not rule.frames.search(frames):
                 continue
-            match = rule.match(whole)
+            match = rule.match(text)
             if match is not None:
                 fields = {"where": found.where, "exception": found.type, "ip": found.ip, **rule.fields(match)}
                 self._add_match(RuleMatch(rule, origin, when, self.log.name, self.log.source, found.number,
                                     found.text, fields, found))  # fmt: skip
 
     def _lines_of_origin(self, page: Page, number: int, start: int, most: int) -> list[tuple[int, str]]:
-        """The line at `start` and the following lines of the same origin, without their prefixes."""
+        """Returns the line at `start` and the following lines of the same origin, without their prefixes."""
         collected: list[tuple[int, str]] = []
         own = None
         misses = 0
@@ -304,7 +319,7 @@ class LogParser:
         return collected
 
     def _time_before(self, page: Page, start: int) -> float | None:
-        """The nearest timestamp before a line."""
+        """Returns the nearest timestamp before a line; None if none of the `_LINES_BACK` preceding lines has one."""
         end = start - 1
         for _ in range(_LINES_BACK):
             if end <= 0:
@@ -319,9 +334,9 @@ class LogParser:
 
 
 def _parse_line_end(line: str, clock: TimestampParser) -> line_origin.ParsedPrefix:
-    """Parses the prefixes of a line that may follow a progress bar or an unfinished line of another thread."""
-    glued = _INTERLEAVED.search(line)
-    cut = glued.start() if glued else max((each.end() for each in _PROGRESS_BAR.finditer(line)), default=0)
+    """Parses the prefixes of a line that may begin with a progress bar or an unfinished line of another thread."""
+    interleaved = _INTERLEAVED.search(line)
+    cut = interleaved.start() if interleaved else max((each.end() for each in _PROGRESS_BAR.finditer(line)), default=0)
     if not cut:
         return line_origin.parse_prefixes(line, clock)
     last, whole = line_origin.parse_prefixes(line[cut:], clock), line_origin.parse_prefixes(line, clock)
@@ -334,19 +349,19 @@ def _parse_line_end(line: str, clock: TimestampParser) -> line_origin.ParsedPref
 
 
 def _has_no_origin(origin: LineOrigin, own: LineOrigin) -> bool:
-    """Whether a line may continue the previous one: it has no origin of its own, or only its launcher's label."""
-    return not origin or (origin.guessed and origin.label == own.label and origin.host == own.host)
+    """Whether a line may continue the previous one: its prefixes name no origin, or only the launcher's label."""
+    return not origin or (origin.rank_is_label and origin.label == own.label and origin.host == own.host)
 
 
 def _torchrun_rank(before: bytes, line: str) -> re.Match[str] | None:
-    """The rank whose traceback begins in a line of torchrun's summary."""
+    """Finds the rank whose traceback begins in this line of torchrun's summary."""
     if not _TORCHRUN_TRACEBACK.search(line):
         return None
     return next(iter([*_TORCHRUN_RANK.finditer(before.decode("utf-8", "replace"))][-1:]), None)
 
 
 def _with_rank(origin: LineOrigin, rank: int | None) -> LineOrigin:
-    return origin if rank is None else replace(origin, rank=rank, guessed=False)
+    return origin if rank is None else replace(origin, rank=rank, rank_is_label=False)
 
 
 def parse_logs(found: CollectedSources, rules: KnowledgeBase) -> list[ParsedLog]:

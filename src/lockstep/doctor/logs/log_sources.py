@@ -23,7 +23,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
 MAX_ZIP_BYTES = 256 << 20
-"""Limit for a zip file inside another archive, which is held in memory because its directory is at its end."""
+"""Limit for a zip file inside another archive. It is held in memory, because its directory is at its end."""
 ARCHIVE_ERRORS = (
     OSError,
     tarfile.TarError,
@@ -36,65 +36,67 @@ ARCHIVE_ERRORS = (
     OverflowError,
     struct.error,
 )
-"""Raised for damaged archives; zipfile also lets through the errors caused by negative sizes and odd names."""
+"""The errors of damaged archives. The last four come from `zipfile`, for negative sizes and malformed names."""
 _TAR_NAMES = re.compile(r"\.(?:tar|tgz|tbz2?|txz|tzst)$|\.tar\.(?:gz|bz2|xz|zst|lzma)$")
 MAX_ENTRIES = 200_000
-"""Entries of one tar file, folders and links included."""
+"""Maximum number of entries of one tar file, including folders and links."""
 
 
 def archive_kind(name: str) -> str:
-    """`tar` or `zip` if the name is that of an archive, else empty."""
-    low = name.rsplit("/", 1)[-1].lower()
-    if low.endswith(".zip"):
+    """Returns `tar` or `zip` if the name is that of an archive, else ""."""
+    lower = name.rsplit("/", 1)[-1].lower()
+    if lower.endswith(".zip"):
         return "zip"
-    return "tar" if _TAR_NAMES.search(low) else ""
+    return "tar" if _TAR_NAMES.search(lower) else ""
 
 
 def archive_members(raw: Any, name: str) -> Iterator[tuple[str, int, Callable[[], IO[bytes]]]]:
-    """Name, size and stream of each regular member, in archive order. A stream ends when the next member is requested.
+    """Yields name, size and a function that opens the stream of each regular member, in archive order.
+
+    A stream can be read until the next member is requested.
 
     Args:
-        raw: The bytes of the archive; needs `peek`.
+        raw: The stream of the archive; it must have `peek`.
         name: The archive's name.
 
     Raises:
-        ARCHIVE_ERRORS: It is not an archive, or damaged.
+        ARCHIVE_ERRORS: The stream is not an archive, or is damaged.
     """
     if archive_kind(name) == "zip":
         with zipfile.ZipFile(
-            raw if isinstance(raw, io.BufferedReader) and _is_file(raw) else _buffered(raw)
+            raw if isinstance(raw, io.BufferedReader) and _is_file(raw) else _read_into_memory(raw)
         ) as archive:
             for each in archive.infolist():
                 if not each.is_dir():
                     yield each.filename, each.file_size, partial(archive.open, each)
         return
     with tarfile.open(fileobj=decompressed(raw), mode="r|") as tar:
-        for number, about in enumerate(tar):
+        for number, member in enumerate(tar):
             if number > MAX_ENTRIES:
                 raise tarfile.TarError(f"has more than {MAX_ENTRIES} entries; the rest was not read")
-            if about.isreg():
-                yield about.name, about.size, partial(_open_member, tar, about)
+            if member.isreg():
+                yield member.name, member.size, partial(_open_member, tar, member)
 
 
 def _is_file(raw: io.BufferedReader) -> bool:
     return isinstance(raw.raw, io.FileIO)
 
 
-def _buffered(raw: IO[bytes]) -> IO[bytes]:
+def _read_into_memory(raw: IO[bytes]) -> IO[bytes]:
     data = raw.read(MAX_ZIP_BYTES + 1)
     if len(data) > MAX_ZIP_BYTES:
-        raise zipfile.BadZipFile(f"a zip file of more than {MAX_ZIP_BYTES >> 20} MiB inside of an archive is not read")
+        raise zipfile.BadZipFile(f"a zip file of more than {MAX_ZIP_BYTES >> 20} MiB inside an archive is not read")
     return io.BytesIO(data)
 
 
-def _open_member(tar: tarfile.TarFile, about: tarfile.TarInfo) -> IO[bytes]:
-    found = tar.extractfile(about)
-    assert found is not None
-    return found
+def _open_member(tar: tarfile.TarFile, member: tarfile.TarInfo) -> IO[bytes]:
+    stream = tar.extractfile(member)
+    assert stream is not None
+    return stream
 
 
 def decompressed(raw: Any) -> Any:
-    """The decompressed stream if its first bytes show a compression format, else the stream itself."""
+    """Returns the decompressed stream if the first bytes show a compression format, else the stream itself."""
     head = raw.peek(10)[:10]
     if head[:3] == b"\x1f\x8b\x08":
         return gzip.GzipFile(fileobj=raw)
@@ -130,12 +132,12 @@ class _ZstdStream(io.RawIOBase):
 BLOCK_BYTES = 4 << 20
 MAX_FILES = 20_000
 MAX_UNPACKED_BYTES = 8 << 30
-"""Unpacked bytes of one archive at most."""
+"""Maximum number of unpacked bytes of one archive."""
 MAX_RATIO = 1_000
-"""A member may grow by this factor beyond its first `FREE_BYTES`; text grows 20 to 200 times."""
+"""A packed file of more than `FREE_BYTES` may unpack to this many times its size; text unpacks to 20 to 200 times."""
 FREE_BYTES = 64 << 20
 MAX_NESTING = 2
-"""Depth of archives within archives."""
+"""Maximum depth of archives within archives."""
 _SKIPPED = re.compile(
     r"\.(?:py|pyc|so|pt|pth|safetensors|bin|npz?|parquet|arrow|ckpt|png|jpe?g|pdf|whl|mp4|ipynb|svg|gif|o|a|db|sqlite"
     r"|tfevents[^/]*)$|(?:^|/)(?:\.git|__pycache__|node_modules|\.venv)/|events\.out\.tfevents"
@@ -144,7 +146,7 @@ _PACKED = re.compile(r"\.(?:gz|xz|bz2|zst|lzma|tgz|tbz2|txz)$")
 
 
 class NoSuchPath(ValueError):
-    """A path or pattern that matches nothing."""
+    """A path or pattern matches nothing."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -156,9 +158,9 @@ class LogSource:
     """A file, a member of an archive, or standard input.
 
     Attributes:
-        name: Relative to the given path, as evidence cites it.
+        name: The name relative to the given path, as evidence cites it.
         path: The file; None for standard input.
-        inside: Member names, outermost first.
+        inside: The names of the archive members that lead to it, outermost first.
     """
 
     name: str
@@ -169,13 +171,15 @@ class LogSource:
 
 @dataclass
 class CollectedSources:
+    """The sources below the given paths."""
+
     sources: list[LogSource] = field(default_factory=list)
     gaps: list[str] = field(default_factory=list)
     """What could not be read, and why."""
 
 
 def collect_sources(paths: list[str]) -> CollectedSources:
-    """All streams below the paths; "-" is standard input.
+    """Lists all sources below the paths; "-" is standard input.
 
     Raises:
         NoSuchPath: A path does not exist and matches nothing as a pattern.
@@ -195,7 +199,7 @@ def collect_sources(paths: list[str]) -> CollectedSources:
 
 
 def _glob(pattern: Path) -> list[Path]:
-    """The matches of a pattern."""
+    """Returns the paths that match a pattern."""
     parts = pattern.parts
     at = next((at for at, part in enumerate(parts) if set("*?[") & set(part)), None)
     if at is None:
@@ -229,7 +233,10 @@ def _collect_below(top: Path, found: CollectedSources, *, several: bool) -> None
 
 
 def _walk(top: Path) -> Iterator[tuple[Path, list[str], list[str]]]:
-    """Folders below, following links and skipping unreadable folders."""
+    """Yields each folder below `top`, and `top` itself, with the names of its folders and files.
+
+    Follows links, and skips unreadable folders.
+    """
     folders: list[str] = []
     names: list[str] = []
     try:
@@ -260,16 +267,16 @@ def _add_file(path: Path, name: str, found: CollectedSources) -> None:
 
 
 class _LimitReached(Exception):
-    """A limit ends the listing."""
+    """A limit was reached, so that the rest of an archive is not listed."""
 
 
-def _add_members(raw: Any, file: str, about: LogSource, found: CollectedSources, left: list[int]) -> None:
-    """Adds one source per member that can hold lines, including members of nested archives.
+def _add_members(raw: Any, file: str, archive: LogSource, found: CollectedSources, left: list[int]) -> None:
+    """Adds a source for each member that can contain log lines, including members of nested archives.
 
     Args:
-        raw, file: The bytes and the name of the archive.
-        about: The archive, with the name that evidence cites.
-        left: Remaining unpacked bytes, as a list of one number.
+        raw, file: The stream and the name of the archive.
+        archive: The archive, with the name that evidence cites.
+        left: The number of bytes that may still be unpacked, as a list of one number, which is updated.
     """
     listed: set[str] = set()
     for member, size, opened in archive_members(raw, file):
@@ -281,8 +288,8 @@ def _add_members(raw: Any, file: str, about: LogSource, found: CollectedSources,
         if member in listed:
             continue
         listed.add(member)
-        name = f"{about.name}/{_member_name(member)}"
-        each = LogSource(name, about.path, (*about.inside, member), size)
+        name = f"{archive.name}/{_member_name(member)}"
+        each = LogSource(name, archive.path, (*archive.inside, member), size)
         if not archive_kind(member):
             if not _SKIPPED.search(member):
                 found.sources.append(each)
@@ -297,15 +304,15 @@ def _add_members(raw: Any, file: str, about: LogSource, found: CollectedSources,
 
 
 def _member_name(member: str) -> str:
-    """A member's name as evidence cites it; names in archives may hold any bytes."""
+    """Returns the name of a member as evidence cites it; names in archives may contain any bytes."""
     text = member.encode("utf-8", "replace").decode()
     return str(PurePosixPath("/" + text.lstrip("/")).relative_to("/"))
 
 
 def open_streams(sources: Sequence[LogSource], gaps: list[str]) -> Iterator[tuple[LogSource, Iterator[bytes]]]:
-    """Each source with its bytes, which end when the next source is requested; an archive is read once.
+    """Yields each source with its blocks of bytes, which must be read before the next source is requested.
 
-    An error is added to `gaps` and ends that source.
+    An archive is read only once. An error ends its source and is added to `gaps`.
     """
     for (path, packed), group in groupby(sources, key=lambda each: (each.path, bool(each.inside))):
         if path is None or not packed:
@@ -320,7 +327,7 @@ def open_streams(sources: Sequence[LogSource], gaps: list[str]) -> Iterator[tupl
 
 
 def read_blocks(source: LogSource, gaps: list[str]) -> Iterator[bytes]:
-    """The bytes of one source."""
+    """Yields the blocks of one source."""
     for _, found in open_streams([source], gaps):
         yield from found
 
@@ -336,7 +343,11 @@ def _read_whole(source: LogSource, gaps: list[str]) -> Iterator[bytes]:
 def _read_archive(
     raw: Any, file: str, sources: Sequence[LogSource], depth: int, gaps: list[str]
 ) -> Iterator[tuple[LogSource, Iterator[bytes]]]:
-    """The sources inside an archive, in its order, `depth` archives deep."""
+    """Yields the sources inside an archive, in the archive's order.
+
+    Args:
+        depth: The number of archives around this one.
+    """
     groups = ((name, list(same)) for name, same in groupby(sources, key=lambda each: each.inside[depth]))
     next_group = next(groups, None)
     for member, _, opened in archive_members(raw, file):

@@ -1,4 +1,4 @@
-"""What is extracted from one log file: rule matches, progress ticks, tracebacks, stacks, last lines."""
+"""The data extracted from one log file: rule matches, progress counters, tracebacks, stacks, last lines."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -14,10 +14,10 @@ class RuleMatch:
     """A match of a rule.
 
     Attributes:
-        origin: The line's origin, completed from the file's name.
+        origin: The origin of the line, completed from the name of the file.
         when: Seconds since 1970 on the file's clock; None if no nearby line has a timestamp.
         file: Name of the source.
-        source: Number of the source, in the order given.
+        source: Number of the source, counted in the order in which the sources were given.
         line: Number of the line.
         fields: Named groups of the pattern.
     """
@@ -38,7 +38,7 @@ class RuleMatch:
 
 
 @dataclass(frozen=True, slots=True)
-class ProgressTick:
+class ProgressCounter:
     """A progress counter on a line."""
 
     origin: LineOrigin
@@ -61,7 +61,7 @@ class TailLine:
 
 @dataclass
 class ParsedLog:
-    """What was extracted from one source."""
+    """The data extracted from one source."""
 
     name: str
     source: int
@@ -73,16 +73,16 @@ class ParsedLog:
     first: float | None = None
     last: float | None = None
     dated_lines: tuple[int, int] = (0, 0)
-    """The first and the last examined line with a timestamp of its own."""
+    """The first and the last examined line that have a timestamp."""
     matches: list[RuleMatch] = field(default_factory=list)
-    ticks: list[ProgressTick] = field(default_factory=list)
+    counters: list[ProgressCounter] = field(default_factory=list)
     tracebacks: list[tuple[LineOrigin, float | None, Traceback]] = field(default_factory=list)
     origins: dict[LineOrigin, int] = field(default_factory=dict)
-    """The origins seen, each with its last line."""
+    """The origins in the file, each with its last line."""
     tail_lines: dict[int | None, list[TailLine]] = field(default_factory=dict)
     """The last lines of each rank."""
     stacks: list[LoggedStack] = field(default_factory=list)
     has_year: bool = False
-    """Some line names the year."""
+    """Whether some line names the year."""
     counts: Counter[str] = field(default_factory=Counter)
     """Number of matches per rule."""

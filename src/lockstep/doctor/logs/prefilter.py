@@ -1,10 +1,10 @@
-"""Selects the lines worth parsing: one pass over large blocks for all literals of the knowledge base.
+"""Selects the lines worth parsing: searches large blocks for all literals of the knowledge base in one pass.
 
-`python -m benchmarks.log_reading` compares the alternatives. On one core, ahocorasick_rs does 440 MB/s with 400 and
-with 3000 texts, pyahocorasick 70, hyperscan 1300 to 2000; google-re2 gives up its automaton at 800 texts and needs
-minutes. Hyperscan's lead is lost in the cost of the rest of the pipeline, it has no wheels for Arm, and its
-patterns are a subset of Python's; ahocorasick_rs is small, has wheels for every platform of torch, and builds its
-automaton in milliseconds.
+`python -m benchmarks.log_reading` compares libraries. On one core, ahocorasick_rs searches 440 MB/s for 400 or 3000
+texts, pyahocorasick 70, hyperscan 1300 to 2000; google-re2 cannot build its automaton for 800 texts and needs minutes.
+We use ahocorasick_rs: it is small, has wheels for every platform of torch, and builds its automaton in milliseconds.
+Hyperscan is faster, but the rest of the pipeline dominates; it has no wheels for Arm and only a subset of Python's
+patterns.
 """
 
 from collections.abc import Collection, Iterator
@@ -17,7 +17,7 @@ from lockstep.doctor.logs.log_lines import MAX_LINE_CHARS, Page
 
 
 class Prefilter:
-    """Finds lines that contain one of several texts, ignoring (ASCII) case."""
+    """Finds lines that contain one of several texts, ignoring ASCII case."""
 
     def __init__(self, texts: Collection[str]) -> None:
         self._texts = sorted({each.lower() for each in texts})
@@ -29,9 +29,9 @@ class Prefilter:
         self._lines: Any = AhoCorasick(self._texts)
 
     def candidates(self, page: Page) -> Iterator[tuple[int, int, int]]:
-        """Line number, first and last byte of each part of a page's line that contains a text.
+        """Yields line number, first and last byte of each part of a line that contains a text.
 
-        A line has several parts if `\\r` rewrites it.
+        A line has several parts if it was rewritten with `\\r`.
         """
         data = page.data
         number, line, end, last = page.first, 0, -1, -1
@@ -50,6 +50,6 @@ class Prefilter:
             yield number, start, last
 
     def texts(self, line: str) -> frozenset[str]:
-        """All texts that a line contains."""
+        """Returns all texts that a line contains."""
         low = line[:MAX_LINE_CHARS].lower()
         return frozenset(self._texts[each] for each, _, _ in self._lines.find_matches_as_indexes(low, overlapping=True))

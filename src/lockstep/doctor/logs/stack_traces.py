@@ -8,9 +8,9 @@ from lockstep.doctor.logs.line_origin import UNKNOWN_ORIGIN, LineOrigin
 
 TRACEBACK_START = "Traceback (most recent call last)"
 TRACEBACK_STARTS = (TRACEBACK_START, "error raised in its creation task", "Unhandled error (suppress with")
-"""Ray omits the first one when it reports an exception of a constructor or a task."""
+"""Starts of a traceback. Ray omits the usual one when it reports an exception of a constructor or a task."""
 EXCEPTION_MARKS = ("error: ", "exception: ")
-"""Texts on the last line of a traceback, in lower case."""
+"""Texts that the last line of a traceback contains, in lower case."""
 _LONE_EXCEPTION = re.compile(
     r"\s?(?:Uncaught (?P<uncaught>[A-Z]\w*)|(?P<type>(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception)))"
     r": (?P<message>\S.*)$"
@@ -26,7 +26,7 @@ _RAY_ERROR = re.compile(
     r"(?:RayTaskError|\w*Actor\w*Error: The actor died because of an error raised in its creation task)"
     r".*?\(pid=\d+(?:, ip=(?P<ip>[\w.:]+))?"
 )
-"""The traceback of the remote task follows."""
+"""The line with which Ray introduces the traceback of a remote task."""
 _RAY_TASK = re.compile(r"ray::\S+ \(pid=\d+(?:, ip=(?P<ip>[\w.:]+))?")
 LIBRARY_FILE = re.compile(
     r"site-packages/|dist-packages/|lib/python3|<frozen |/bin/|torch/distributed|<string>|/ray/_private/"
@@ -48,10 +48,10 @@ _WRAPPER_EXCEPTIONS = re.compile(
     r"|CancelledError|GetTimeoutError|RPC call to \w+ timed out"
     r"|NCCL (?:error|communicator)|cancelled|worker process|Child process|terminated with"
 )
-"""Exceptions that report another failure."""
+"""Exceptions that only report another failure."""
 _MAX_LINES = 200
 _MESSAGE_LINES = 16
-"""Lines of a message at most."""
+"""Maximum number of lines of a message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +70,10 @@ class Traceback:
     """An exception with its frames.
 
     Attributes:
-        type: As printed, with its module if that is printed.
+        type: The type as printed, with its module if the module is printed.
         number: The line of the file that names the exception.
         first: The line on which the traceback begins.
-        chained: Another exception caused this one or follows from it; the first of a chain is the cause.
+        chained: Whether another exception was raised from this one or while it was handled.
     """
 
     type: str
@@ -84,16 +84,16 @@ class Traceback:
     text: str
     chained: bool = False
     ip: str = ""
-    """The node on which a remote task raised it."""
+    """The address of the node on which a remote task raised the exception."""
 
     @property
-    def alone(self) -> bool:
-        """Only the last line of the traceback is there."""
+    def is_last_line_only(self) -> bool:
+        """Whether only the last line of the traceback was printed."""
         return self.first == self.number
 
     @property
-    def user(self) -> TraceFrame | None:
-        """The innermost frame outside libraries, else the innermost frame."""
+    def user_frame(self) -> TraceFrame | None:
+        """The innermost frame outside libraries; if there is none, the innermost frame."""
         for each in reversed(self.frames):
             if not LIBRARY_FILE.search(each.file):
                 return each
@@ -101,13 +101,16 @@ class Traceback:
 
     @property
     def where(self) -> str:
-        frame = self.user
+        """The user frame as text."""
+        frame = self.user_frame
         return "" if frame is None else f"{frame.function}() at {frame.file.rsplit('/', 1)[-1]}:{frame.line}"
 
 
 def is_primary(found: Traceback) -> bool:
-    """Whether the exception is a failure of its own. A `TimeoutError` without a message in vLLM only means that a
-    worker did not answer."""
+    """Whether an exception is a failure itself and does not only report another one.
+
+    A `TimeoutError` without a message in vLLM only means that a worker did not answer.
+    """
     if not found.message and found.type == "TimeoutError" and found.frames and "/vllm/" in found.frames[-1].file:
         return False
     return not is_secondary(f"{found.type}: {found.message}")
@@ -121,7 +124,7 @@ def is_secondary(message: str) -> bool:
 
 
 def parse_lone_exception(number: int, text: str) -> Traceback | None:
-    """Parses the last line of a traceback whose other lines are missing; None if the line is not one."""
+    """Parses the last line of a traceback whose other lines are missing; None if the line names no exception."""
     found = _LONE_EXCEPTION.match(text)
     if found is None:
         return None
@@ -130,13 +133,14 @@ def parse_lone_exception(number: int, text: str) -> Traceback | None:
 
 
 def parse_traceback(numbered: Sequence[tuple[int, str]]) -> Traceback | None:
-    """Parses the lines of one origin, the first of which is one of `TRACEBACK_STARTS`; None if no exception follows.
+    """Parses a traceback; None if no exception follows its start.
 
     Args:
-        numbered: Line numbers and texts without prefixes.
+        numbered: Line numbers and texts, without prefixes, of the lines of one origin. The first contains one of
+            `TRACEBACK_STARTS`.
     """
     frames: list[TraceFrame] = []
-    held: Traceback | None = None
+    ray_error: Traceback | None = None
     task = _RAY_TASK.search(numbered[0][1])
     lines = iter(range(1, min(len(numbered), _MAX_LINES)))
     indent = len(numbered[0][1]) - len(numbered[0][1].lstrip())
@@ -157,25 +161,25 @@ def parse_traceback(numbered: Sequence[tuple[int, str]]) -> Traceback | None:
         error = _EXCEPTION.match(body.rstrip())
         if error is None:
             if frames:
-                return held
+                return ray_error
             continue
         message = _message(error["message"] or "", numbered, at + 1, indent)
         remote = _RAY_ERROR.match(body)
         if remote:
             frames.clear()
             address = (remote["ip"] or "").rstrip(",")
-            held = Traceback(
+            ray_error = Traceback(
                 error["type"], error["message"] or "", (), number, numbered[0][0], line.strip(), ip=address
             )
             continue
         chained = any(_CHAIN.search(each) for _, each in numbered[at + 1 : at + 4])
-        address = held.ip if held else (task["ip"] or "").rstrip(",") if task else ""
+        address = ray_error.ip if ray_error else (task["ip"] or "").rstrip(",") if task else ""
         return Traceback(error["type"], message, tuple(frames), number, numbered[0][0], line.strip(), chained, address)
-    return held
+    return ray_error
 
 
 def _message(first: str, numbered: Sequence[tuple[int, str]], at: int, indent: int) -> str:
-    """The message, which ends at an empty line, another traceback or a chained exception."""
+    """Returns the message, which ends before an empty line, another traceback or a chained exception."""
     lines = [first]
     for _, line in numbered[at : at + _MESSAGE_LINES]:
         if not line.strip() or TRACEBACK_START in line or _CHAIN.search(line) or _TRACEBACK_FRAME.match(line):
@@ -194,7 +198,7 @@ _FAULTHANDLER_FRAME = re.compile(r'^ {2}File "(?P<file>[^"]+)", line (?P<line>\d
 
 
 UNREADABLE = "unreadable"
-"""State of a process whose stack could not be read: it is in the kernel, or belongs to another user."""
+"""State of a process whose stack could not be read, because it is in the kernel or belongs to another user."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,12 +219,12 @@ class LoggedStack:
     text: str
 
     @property
-    def main(self) -> bool:
+    def is_main_thread(self) -> bool:
         return self.thread in ("MainThread", "")
 
 
 def parse_stacks(lines: Iterator[tuple[int, str]], origin: LineOrigin, file: str) -> Iterator[LoggedStack]:
-    """All stacks of a file."""
+    """Yields all stacks of a file."""
     pid: int | None = None
     stack: LoggedStack | None = None
     frames: list[TraceFrame] = []

@@ -1,4 +1,4 @@
-"""Parses progress counters (steps, epochs, progress bars) and tells how many steps follow a line."""
+"""Parses progress counters (steps, epochs, progress bars) and finds out whether training continued after a line."""
 
 import re
 from bisect import bisect_right
@@ -6,11 +6,11 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from lockstep.doctor.logs.parsed_log import ParsedLog, ProgressTick
+from lockstep.doctor.logs.parsed_log import ParsedLog, ProgressCounter
 
 _DIGIT = re.compile(r"\d")
 _HEAD_CHARS = 600
-"""Characters searched for a counter; a trainer's metric rows have theirs at the end."""
+"""Characters of a line that are searched for a counter. Rows of metrics, which end with it, are searched as a whole."""
 _STEP = re.compile(
     r"(?:\"(?:step|iteration|global_step|it)\": ?|\b(?:global[_ ]?)?(?:step|steps|iteration|iter|Step|Iteration|Iter"
     r"|STEP|update|batch|Batch|it)(?:s)?[ =:#\[(]{1,12})(?P<step>\d{1,9})(?: ?(?:/|of) *(?P<of>\d{1,9}))?\b"
@@ -24,15 +24,16 @@ _BAR = re.compile(r"\|\s*(?P<bar>\d{1,9})/(?P<total>\d{1,9}) \[[\d:]+<")
 _WITHIN = re.compile(
     r"(?i)\b(?:step|iteration|iter|batch|it)s?[ =:#\[(]{1,12}(?P<step>\d{1,9})(?: ?(?:/|of) *(?P<of>\d{1,9}))?\b"
 )
-"""Follows the number of an epoch: `epoch 3 batch 11`."""
+"""A counter after the number of an epoch: `epoch 3 batch 11`."""
 _ROW = re.compile(r"\{.*['\"]epoch['\"]: ?['\"]?(?P<at>\d{1,6}(?:\.\d+)?(?:e-?\d{1,2})?)")
 """Rows of transformers' and TRL's trainers, which count fractions of an epoch: `{'loss': 0.61, ..., 'epoch': 0.12}`,
 with quoted numbers from release 5 on."""
-_PARTS = 1_000_000
+_UNITS_PER_EPOCH = 1_000_000
+"""A fraction of an epoch is converted to this many steps."""
 
 
 def parse_step(line: str) -> tuple[int, int, int, bool] | None:
-    """Epoch, step, total, and whether it is a progress bar; None if the line has no counter."""
+    """Returns epoch, step, total, and whether the counter is a progress bar; None if the line has no counter."""
     if _DIGIT.search(line, 0, 400) is None:
         return None
     found = _STEP.search(line[:_HEAD_CHARS])
@@ -49,7 +50,7 @@ def parse_step(line: str) -> tuple[int, int, int, bool] | None:
 
 
 def _step_within_epoch(line: str, epoch: re.Match[str] | None) -> tuple[int, int, int, bool] | None:
-    """The counter within an epoch: a bar or step after the epoch, or a row that gives the epoch as a fraction."""
+    """Returns the counter within an epoch: a bar or step after the epoch, or the fraction of an epoch in a row."""
     if epoch is not None:
         bar, within = _BAR.search(line, epoch.end(), _HEAD_CHARS), _WITHIN.search(line, epoch.end(), _HEAD_CHARS)
         if bar is not None:
@@ -58,14 +59,14 @@ def _step_within_epoch(line: str, epoch: re.Match[str] | None) -> tuple[int, int
     row = _ROW.search(line) if "{" in line and "epoch" in line else None
     if row is None:
         return None
-    whole, part = divmod(float(row["at"]), 1.0)
-    return int(whole), round(part * _PARTS), 0, False
+    epochs, fraction = divmod(float(row["at"]), 1.0)
+    return int(epochs), round(fraction * _UNITS_PER_EPOCH), 0, False
 
 
 FEW_STEPS = 2
-"""This many steps after a failure may have been under way already."""
+"""This many steps may still end after a failure, because they had already begun."""
 MANY_STEPS = 10
-"""More than ranks that wait for a dead rank can make."""
+"""More steps than ranks can make that wait for a dead rank."""
 _ANY_RANK = -1
 
 
@@ -74,74 +75,75 @@ class _RankSteps:
     """The counters of one rank, in line order.
 
     Attributes:
-        lines: Their line numbers.
-        left: Number of different counters on each of these lines and after it.
-        most: The highest of these counters.
-        reached: The highest of all.
+        lines: The line numbers of the counters.
+        remaining: For each of these lines the number of different counters from there on.
+        highest_remaining: For each of these lines the highest counter from there on, as epoch and step.
+        highest: The highest counter.
     """
 
     lines: list[int]
-    left: list[int]
-    most: list[tuple[int, int]]
-    reached: tuple[int, int]
+    remaining: list[int]
+    highest_remaining: list[tuple[int, int]]
+    highest: tuple[int, int]
 
 
 class StepHistory:
     """The steps in all files of an attempt."""
 
     def __init__(self, logs: Sequence[ParsedLog], old: Collection[int]) -> None:
-        self._after = {log.source: _steps_of_ranks(log.ticks) for log in logs if log.source not in old}
+        self._by_source = {log.source: _steps_of_ranks(log.counters) for log in logs if log.source not in old}
 
     def continued_after(self, source: int, rank: int | None, line: int, *, fatal: bool = False) -> bool:
-        """Whether steps follow a line: of the same rank if it is known, else of any rank.
+        """Whether steps follow a line: steps of the same rank if the rank is known, otherwise of any rank.
 
-        If that rank counted before and does not any more, the others must get many steps further than it: in a file
-        merged from those of several ranks, their lines follow its last ones.
+        If the rank printed counters before the line and none after it, the other ranks must get many steps further than
+        that rank: in a file merged from the files of several ranks, lines of others can follow the rank's last lines.
 
         Args:
             fatal: No process survives what the line reports, so many steps of other ranks are needed.
         """
-        counted = self._after.get(source, {})
-        own, all_of_them = counted.get(rank), counted.get(_ANY_RANK)
-        if own is not None:
-            at = bisect_right(own.lines, line)
-            if at < len(own.lines):
-                return own.left[at] > (MANY_STEPS if fatal and rank is None else FEW_STEPS)
-        if all_of_them is None:
+        by_rank = self._by_source.get(source, {})
+        of_rank, of_all = by_rank.get(rank), by_rank.get(_ANY_RANK)
+        if of_rank is not None:
+            at = bisect_right(of_rank.lines, line)
+            if at < len(of_rank.lines):
+                return of_rank.remaining[at] > (MANY_STEPS if fatal and rank is None else FEW_STEPS)
+        if of_all is None:
             return False
-        at = bisect_right(all_of_them.lines, line)
-        if at == len(all_of_them.lines):
+        at = bisect_right(of_all.lines, line)
+        if at == len(of_all.lines):
             return False
-        if own is not None and rank is not None:
-            epoch, step = own.reached
-            return all_of_them.left[at] > MANY_STEPS and all_of_them.most[at] > (epoch, step + 1)
-        return all_of_them.left[at] > (MANY_STEPS if fatal else FEW_STEPS)
+        if of_rank is not None and rank is not None:
+            epoch, step = of_rank.highest
+            return of_all.remaining[at] > MANY_STEPS and of_all.highest_remaining[at] > (epoch, step + 1)
+        return of_all.remaining[at] > (MANY_STEPS if fatal else FEW_STEPS)
 
 
-def _steps_of_ranks(ticks: Sequence[ProgressTick]) -> dict[int | None, _RankSteps]:
-    """The steps of each rank."""
-    of_rank: dict[int | None, list[ProgressTick]] = defaultdict(list)
-    for tick in ticks:
-        of_rank[_ANY_RANK].append(tick)
-        of_rank[tick.origin.rank].append(tick)
+def _steps_of_ranks(counters: Sequence[ProgressCounter]) -> dict[int | None, _RankSteps]:
+    """Returns the steps of each rank, and those of all ranks under `_ANY_RANK`."""
+    by_rank: dict[int | None, list[ProgressCounter]] = defaultdict(list)
+    for counter in counters:
+        by_rank[_ANY_RANK].append(counter)
+        by_rank[counter.origin.rank].append(counter)
     found = {}
-    for rank, own in of_rank.items():
+    for rank, own in by_rank.items():
         seen: set[tuple[int, int]] = set()
-        left, most = [], []
+        remaining, highest_remaining = [], []
         highest = (0, 0)
-        for tick in reversed(own):
-            seen.add((tick.epoch, tick.step))
-            highest = max(highest, (tick.epoch, tick.step))
-            left.append(len(seen))
-            most.append(highest)
-        found[rank] = _RankSteps([tick.line for tick in own], left[::-1], most[::-1], highest)
+        for counter in reversed(own):
+            seen.add((counter.epoch, counter.step))
+            highest = max(highest, (counter.epoch, counter.step))
+            remaining.append(len(seen))
+            highest_remaining.append(highest)
+        lines = [counter.line for counter in own]
+        found[rank] = _RankSteps(lines, remaining[::-1], highest_remaining[::-1], highest)
     return found
 
 
-def last_step_by_rank(ticks: Iterable[ProgressTick]) -> Mapping[int, ProgressTick]:
-    """The last counter of each rank."""
-    found: dict[int, ProgressTick] = {}
-    for tick in ticks:
-        if tick.origin.rank is not None:
-            found[tick.origin.rank] = tick
+def last_step_by_rank(counters: Iterable[ProgressCounter]) -> Mapping[int, ProgressCounter]:
+    """Returns the last counter of each rank."""
+    found: dict[int, ProgressCounter] = {}
+    for counter in counters:
+        if counter.origin.rank is not None:
+            found[counter.origin.rank] = counter
     return found

@@ -31,10 +31,10 @@ _TIME_OF_DAY = re.compile(
     r"(?:^|[\[ ])(?P<h>[01]\d|2[0-3]):(?P<m>[0-5]\d):(?P<s>[0-5]\d)(?:[.,](?P<f>\d+))?(?=[\] ,|]|$)"
 )
 _HEAD_CHARS = 240
-"""Characters searched for a timestamp."""
+"""Characters of a line that are searched for a timestamp."""
 DAY_S = 86_400.0
 UNDATED_YEAR = 2000
-"""The year of timestamps in a file that names no year."""
+"""The year given to timestamps in a file that does not name the year."""
 _YEAR = re.compile(
     r"(?:^|[\s\[\"T])(20\d\d)-[01]\d-[0-3]\d[ T_]|\"t\": ?(1[5-9]\d{8})\b"
     r"|(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun) [A-Z][a-z]{2} .{0,24}?\b(20\d\d)\b|\b[01]\d/[0-3]\d/(20\d\d)[ ,]",
@@ -51,16 +51,16 @@ class TimestampParser:
     _last: float = 0.0
 
     def read(self, line: str) -> float | None:
-        """The timestamp of a line; None if it has none."""
+        """Returns the timestamp of a line; None if it has none."""
         head = line[:_HEAD_CHARS]
         found = _ISO.search(head)
         if found:
             self.year = int(found["year"])
-            return self._add_match(_seconds_since_epoch(found, self.year, int(found["month"])))
+            return self._remember_day(_seconds_since_epoch(found, self.year, int(found["month"])))
         if "." in head:
             found = _GLOG.search(head)
             if found:
-                return self._add_match(
+                return self._remember_day(
                     _seconds_since_epoch(found, int(found["year"] or self._year()), int(found["month"]))
                 )
         if '"' in head:
@@ -68,18 +68,18 @@ class TimestampParser:
             if found:
                 at = float(found["t"]) + int(found["ms"] or 0) / 1000
                 self.year = time.gmtime(at).tm_year
-                return self._add_match(at)
+                return self._remember_day(at)
         found = _US_DATE.search(head) if "/" in head else None
         if found:
             self.year = int(found["year"])
-            return self._add_match(_seconds_since_epoch(found, self.year, int(found["month"])))
+            return self._remember_day(_seconds_since_epoch(found, self.year, int(found["month"])))
         found = _SYSLOG.search(head)
         if found:
             month = _MONTHS[found["name"].lower()]
-            return self._add_match(_seconds_since_epoch(found, int(found["year"] or self._year()), month))
+            return self._remember_day(_seconds_since_epoch(found, int(found["year"] or self._year()), month))
         found = _VLLM_DATE.search(head)
         if found and 1 <= int(found["month"]) <= 12:
-            return self._add_match(_seconds_since_epoch(found, self._year(), int(found["month"])))
+            return self._remember_day(_seconds_since_epoch(found, self._year(), int(found["month"])))
         found = _TIME_OF_DAY.search(head[:120]) if self.day else None
         if not found:
             return None
@@ -89,14 +89,14 @@ class TimestampParser:
     def _year(self) -> int:
         return self.year or UNDATED_YEAR
 
-    def _add_match(self, at: float | None) -> float | None:
+    def _remember_day(self, at: float | None) -> float | None:
         if at is not None:
             self.day, self._last = at - at % DAY_S, at
         return at
 
 
 def find_year(text: str) -> int:
-    """The year of the first full date in a text; 0 if there is none."""
+    """Returns the year of the first full date in a text; 0 if there is none."""
     found = _YEAR.search(text)
     if found is None:
         return 0
@@ -104,9 +104,9 @@ def find_year(text: str) -> int:
 
 
 def move_to_year(at: float, year: int) -> float:
-    """The same date and time in another year."""
-    was = time.gmtime(at)
-    return calendar.timegm((year, *was[1:6], 0, 0, 0)) + at % 1.0
+    """Returns the same date and time in another year."""
+    date = time.gmtime(at)
+    return calendar.timegm((year, *date[1:6], 0, 0, 0)) + at % 1.0
 
 
 def _seconds_since_epoch(found: re.Match[str], year: int, month: int) -> float | None:

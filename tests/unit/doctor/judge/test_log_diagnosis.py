@@ -93,7 +93,7 @@ def test_the_package_knows_no_example_job() -> None:
 def test_lines_of_a_short_file_are_counted_once(tmp_path: Path) -> None:
     (tmp_path / "a.log").write_text("".join(f"step {at} loss 0.5\n" for at in range(8)))
     found = explain([str(tmp_path)])
-    assert [tick.step for tick in found.history.ticks] == list(range(8))
+    assert [counter.step for counter in found.history.counters] == list(range(8))
 
 
 def test_standard_input() -> None:
@@ -142,5 +142,5 @@ def test_a_restored_connection_does_not_end_a_healthy_run(tmp_path: Path) -> Non
     lines.insert(30, "reward client: [Errno 104] Connection reset by peer, once more")
     (tmp_path / "a.log").write_text("\n".join(lines))
     found = explain([str(tmp_path)])
-    assert [tick.step for tick in found.history.ticks] == list(range(60))
+    assert [counter.step for counter in found.history.counters] == list(range(60))
     assert found.verdict.cause == "benign"

@@ -245,10 +245,10 @@ def test_an_exception_without_a_rule_undoes_the_success_of_another_rank(tmp_path
 
 
 def test_an_evaluation_that_ended_is_not_the_end_of_the_training(tmp_path: Path) -> None:
-    ticks = [f"step {at}/1000 loss 0.5" for at in range(50)]
-    among = judged(tmp_path, job=[*ticks, "Evaluation completed: accuracy 0.3"])
+    counters = [f"step {at}/1000 loss 0.5" for at in range(50)]
+    among = judged(tmp_path, job=[*counters, "Evaluation completed: accuracy 0.3"])
     assert among.confidence < 0.8
-    assert judged(tmp_path / "all", job=[*ticks, "step 1000/1000", "Evaluation completed"]).confidence >= 0.8
+    assert judged(tmp_path / "all", job=[*counters, "step 1000/1000", "Evaluation completed"]).confidence >= 0.8
 
 
 def test_an_engine_timeout_is_weak_evidence(tmp_path: Path) -> None:

@@ -31,5 +31,5 @@ def test_fields_are_words_and_markup_in_sentences_is_escaped(tmp_path: Path) -> 
         " examples: ['some words x | y'], sources: ['https://example.org/x']}]"
     )
     text = render_catalogue(load_knowledge(tmp_path))
-    assert "- `` some words x | y ``<br>\n  shows it (0.8). Port *port* of" in text
+    assert "- `` some words x | y ``<br>\n  shows this failure (0.8). Port *port* of" in text
     assert "of \\<a\\_b\\> `c_d`. <https://example.org/x>" in text

@@ -1,8 +1,18 @@
-"""Origins of lines and files."""
+"""Origins of lines and files, launcher labels, and ranks by pid."""
+
+from pathlib import Path
 
 import pytest
 
-from lockstep.doctor.logs.line_origin import LineOrigin, origin_of_file, parse_prefixes
+from lockstep.doctor.judge.log_diagnosis import explain
+from lockstep.doctor.logs.line_origin import (
+    LineOrigin,
+    label_resolver,
+    origin_of_file,
+    parse_prefixes,
+    ranks_by_label,
+    ranks_by_pid,
+)
 from lockstep.doctor.logs.timestamps import TimestampParser
 
 
@@ -11,10 +21,10 @@ from lockstep.doctor.logs.timestamps import TimestampParser
     [
         ("[rank3]: RuntimeError: x", LineOrigin(3), " RuntimeError: x"),
         ("[default4]:[rank12]:   File", LineOrigin(12, label=4), "   File"),
-        ("[default4]:words", LineOrigin(4, label=4, guessed=True), "words"),
+        ("[default4]:words", LineOrigin(4, label=4, rank_is_label=True), "words"),
         ("0: [rank3]: words", LineOrigin(3, label=0), " words"),
         ("[1,0]<stderr>:[rank3]: words", LineOrigin(3, label=0), " words"),
-        ("[1,mpirank:4,algo-1]<stderr>:words", LineOrigin(4, host="algo-1", label=4, guessed=True), "words"),
+        ("[1,mpirank:4,algo-1]<stderr>:words", LineOrigin(4, host="algo-1", label=4, rank_is_label=True), "words"),
         ("trainer-1  | [rank3]: words", LineOrigin(3, host="trainer-1"), " words"),
         ("trainer-1  | words", LineOrigin(host="trainer-1"), "words"),
         ("sft-worker-1 pytorch [rank3]: words", LineOrigin(3, host="sft-worker-1"), " words"),
@@ -28,11 +38,15 @@ from lockstep.doctor.logs.timestamps import TimestampParser
         ),
         ("(WorkerDict pid=41, ip=10.0.0.3) words", LineOrigin(host="10.0.0.3", role="WorkerDict", pid=41), " words"),
         ("(Worker_TP1 pid=7) INFO x", LineOrigin(1, role="Worker_TP1", pid=7), " INFO x"),
-        ("[1,3]<stderr>:words", LineOrigin(3, label=3, guessed=True), "words"),
-        ("12: words", LineOrigin(12, label=12, guessed=True), "words"),
+        ("[1,3]<stderr>:words", LineOrigin(3, label=3, rank_is_label=True), "words"),
+        ("12: words", LineOrigin(12, label=12, rank_is_label=True), "words"),
         ("gpu-node-07: words", LineOrigin(host="gpu-node-07"), "words"),
         ("[cn0029] + ray start", LineOrigin(host="cn0029"), " + ray start"),
-        ("h100-54:1033461:1034250 [7] NCCL INFO x", LineOrigin(host="h100-54", pid=1033461, local=7), " NCCL INFO x"),
+        (
+            "h100-54:1033461:1034250 [7] NCCL INFO x",
+            LineOrigin(host="h100-54", pid=1033461, local_rank=7),
+            " NCCL INFO x",
+        ),
         ("Apr 13 14:01:40 lab-gpu10 kernel: [34.5] NVRM: x", LineOrigin(host="lab-gpu10"), " NVRM: x"),
         ("2026-11-21 14:43:14,513 words", LineOrigin(), " words"),
         ("[2026-11-21 14:43:14,513][pretrain][ERROR] - [stage 1] words", LineOrigin(1), " words"),
@@ -180,3 +194,54 @@ def test_the_host_in_the_name_of_a_file(name: str, host: str) -> None:
 )
 def test_forms_of_times(line: str, seconds: float) -> None:
     assert TimestampParser().read(line) == seconds
+
+
+TRACEBACK = """[rank{rank}]: Traceback (most recent call last):
+[rank{rank}]:   File "/app/train.py", line 12, in step
+[rank{rank}]:     loss = batch["labels"].sum()
+[rank{rank}]: KeyError: 'labels'
+"""
+
+
+def test_labels_are_ranks_unless_a_line_contradicts() -> None:
+    origin = LineOrigin(3, label=3)
+    assert label_resolver(ranks_by_label([origin]))(LineOrigin(2, label=2, rank_is_label=True)) == LineOrigin(2)
+    tasks = label_resolver(ranks_by_label([origin, LineOrigin(9, label=1)]))
+    assert tasks(origin) == LineOrigin(3)
+    assert tasks(LineOrigin(1, label=1, rank_is_label=True)) == LineOrigin(9)
+    assert tasks(LineOrigin(2, label=2, rank_is_label=True)) == LineOrigin(label=2)
+    assert label_resolver(ranks_by_label([LineOrigin(2, label=0), LineOrigin(3, label=0)]))(
+        LineOrigin(0, label=0, rank_is_label=True)
+    ) == LineOrigin(label=0)
+    shared_rank = label_resolver(
+        ranks_by_label([LineOrigin(0, label=0), LineOrigin(0, label=1), LineOrigin(0, label=2)])
+    )
+    assert [shared_rank(LineOrigin(0, label=2)), shared_rank(LineOrigin(5, label=5, rank_is_label=True))] == [
+        LineOrigin(2),
+        LineOrigin(5),
+    ]
+
+
+def _job(folder: Path, label: str) -> Path:
+    lines = [*(f"step {each} loss 1.{each}" for each in range(20)), *TRACEBACK.format(rank=11).splitlines()]
+    (folder / "job.out").write_text("".join(f"{label}{each}\n" for each in lines))
+    return folder
+
+
+def test_an_exception_after_a_task_label_is_the_exception_of_the_rank(tmp_path: Path) -> None:
+    for number, label in enumerate(("1: ", "[1,1]<stderr>:", "[default3]:", "trainer-1  | ", "(Actor pid=7) ")):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        verdict = explain([str(_job(folder, label))]).verdict
+        assert (verdict.cause, [each.rank for each in verdict.culprits]) == ("rank_exception_masked", [11]), label
+
+
+def test_explicit_ranks_take_precedence() -> None:
+    said = [{"pid": "7", "rank": "3", "local": "1"}, {"pid": "8", "local": "2"}, {"code": "1"}]
+    assert ranks_by_pid(said, [LineOrigin(5, pid=7)], one_host=True) == {7: 3, 8: 2}
+    assert ranks_by_pid(said, [], one_host=False) == {7: 3}
+
+
+def test_a_pid_shared_by_two_ranks_is_ignored() -> None:
+    origins = [LineOrigin(1, pid=50), LineOrigin(2, pid=51), LineOrigin(6, pid=51), LineOrigin(pid=52), LineOrigin(4)]
+    assert ranks_by_pid([], origins, one_host=False) == {50: 1}

@@ -1,14 +1,20 @@
-"""Pages and lines from arbitrary bytes."""
+"""Pages, lines, kinds of files and lines, and printed samples."""
+
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lockstep.doctor.judge.log_diagnosis import explain
 from lockstep.doctor.logs import log_lines
 from lockstep.doctor.logs.log_lines import (
     Page,
     clean_text,
     excerpt,
+    is_quoted,
+    kind_of_file,
+    kind_of_line,
     numbered_lines,
     rewritten_parts,
     split_pages,
@@ -16,6 +22,7 @@ from lockstep.doctor.logs.log_lines import (
     wrap_width,
 )
 from lockstep.doctor.logs.prefilter import Prefilter
+from tests.unit.doctor.job_logs import raised, steps, write
 
 _BLOCKS = st.lists(
     st.binary(max_size=40) | st.sampled_from([b"\n", b"a\nb", b"\r\n", b"\n\n", b"\r", b"needle"]), max_size=12
@@ -126,3 +133,71 @@ def test_wrapped_lines_are_joined_and_keep_their_numbers() -> None:
 )
 def test_unwrapped_lines(whole: list[str]) -> None:
     assert wrap_width("\n".join(whole)) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "head", "kind"),
+    [
+        ("dmesg.log", "", "kernel"),
+        ("x.txt", "Apr 13 14:01:40 lab-gpu10 kernel: [1.2] mce: x", "kernel"),
+        ("x.txt", "[ 1234.567890] NVRM: Xid", "kernel"),
+        ("x.txt", "[Fri Jul 11 10:31:02 2025] EXT4-fs error", "kernel"),
+        ("pyspy_rank0.txt", "Process 12: python\nPython v3.11", "stack"),
+        ("x.txt", "  PID STAT WCHAN   ELAPSED COMMAND\n1 S x", "process"),
+        ("gpu_usage.csv", "a, b", "gpu"),
+        ("train.log", "step 1", "log"),
+        ("gpu-a100-052.log", "step 1", "log"),
+    ],
+)
+def test_kind_of_a_file(name: str, head: str, kind: str) -> None:
+    assert kind_of_file(name, head) == kind
+
+
+def test_kind_of_a_line() -> None:
+    assert kind_of_line("log", "Apr 13 14:01:40 lab kernel: NVRM: Xid") == "kernel"
+    assert kind_of_line("stack", "x") == "stack"
+
+
+_OOM = "Out of memory: Killed process 881 (python) total-vm:1kB"
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        "completion: dmesg says: ",
+        "sample 3 | prompt: ",
+        "Generated text: ",
+        "[response] the log says ",
+        '{"step": 4, "completion": "it says ',
+        "{'role': 'user', 'content': 'why ",
+        "<|im_start|>user ",
+        "\u2502 what is this? ",
+        "(TaskRunner pid=3) completions = [",
+    ],
+)
+def test_samples(before: str) -> None:
+    at = len("(TaskRunner pid=3) ") if before.startswith("(") else 0
+    assert is_quoted(before + _OOM, len(before), at)
+
+
+@pytest.mark.parametrize(
+    "before", ["[4411.2] ", "RuntimeError: ", "error while waiting for a completion: ", "response: ", "stderr output: "]
+)
+def test_lines_outside_samples(before: str) -> None:
+    assert not is_quoted(before + _OOM, len(before))
+
+
+def test_a_sample_is_neither_cause_nor_end(tmp_path: Path) -> None:
+    sample = [f"[rank0] completion: dmesg says: {_OOM}", "completion: Training completed"]
+    verdict = explain([write(tmp_path, train=[*steps(0, 9), *sample, *steps(0, 9, 9)])]).verdict
+    assert verdict.cause == "benign" and verdict.confidence < 0.8, "nothing says that it ended"
+    verdict = explain([write(tmp_path, train=[*steps(0, 9), *sample, *raised(0, "KeyError: 'label'")])]).verdict
+    assert verdict.cause == "rank_exception_masked"
+
+
+def test_a_sample_of_several_lines(tmp_path: Path) -> None:
+    sample = ["[prompt] what does this mean?", _OOM, "[response] it means that", _OOM, "[ground_truth] memory"]
+    verdict = explain([write(tmp_path, train=[*steps(0, 9), *sample, *steps(0, 2, 9)])]).verdict
+    assert verdict.cause == "benign"
+    verdict = explain([write(tmp_path, train=[*steps(0, 9), *sample, _OOM])]).verdict
+    assert verdict.cause == "host_oom"

@@ -76,16 +76,16 @@ def minority_ranks(reports: Iterable[tuple[int, int | None, Hashable]]) -> tuple
 
 def _different_totals(history: JobHistory) -> Iterator[Candidate]:
     """Ranks count to different totals, and one with the smaller total has finished while others wait."""
-    last = last_step_by_rank(each for each in history.ticks if each.of)
-    totals = Counter(tick.of for tick in last.values())
+    last = last_step_by_rank(each for each in history.counters if each.of)
+    totals = Counter(counter.of for counter in last.values())
     if len(totals) < 2 or not history.traits & {"collective_timeout", "peer_lost"}:
         return
     least, most = min(totals), max(totals)
-    through = any(tick.step + 1 >= tick.of for tick in last.values() if tick.of < most)
-    if not through or least < _SIMILAR_TOTALS * most or len({tick.epoch for tick in last.values()}) > 1:
+    through = any(counter.step + 1 >= counter.of for counter in last.values() if counter.of < most)
+    if not through or least < _SIMILAR_TOTALS * most or len({counter.epoch for counter in last.values()}) > 1:
         return
     usual, _ = max(totals.items(), key=lambda each: (each[1], each[0]))
-    odd = sorted(rank for rank, tick in last.items() if tick.of != usual)
+    odd = sorted(rank for rank, counter in last.items() if counter.of != usual)
     text = f"The ranks count to different totals, {least} and {most}: they have different numbers of batches."
     yield Candidate(
         "uneven_data",
@@ -94,17 +94,17 @@ def _different_totals(history: JobHistory) -> Iterator[Candidate]:
         tuple(odd),
         "",
         text,
-        [*_last_tick_facts(history, odd), *_last_tick_facts(history, last)][:4],
+        [*_last_counter_facts(history, odd), *_last_counter_facts(history, last)][:4],
     )
 
 
-def _last_tick_facts(history: JobHistory, ranks: Iterable[int]) -> Iterator[Fact]:
+def _last_counter_facts(history: JobHistory, ranks: Iterable[int]) -> Iterator[Fact]:
     """The last line of each rank with a counter."""
     for rank in ranks:
-        tick = next(each for each in reversed(history.ticks) if each.origin.rank == rank and each.of)
+        counter = next(each for each in reversed(history.counters) if each.origin.rank == rank and each.of)
         for log in history.logs:
-            tail = next((each for each in log.tail_lines.get(rank, ()) if each.line == tick.line), None)
-            if tail is not None and any(each is tick for each in log.ticks):
+            tail = next((each for each in log.tail_lines.get(rank, ()) if each.line == counter.line), None)
+            if tail is not None and any(each is counter for each in log.counters):
                 yield Fact(tail.text, file=log.name, line=tail.line)
 
 

@@ -30,7 +30,7 @@ def stack_snapshots(history: JobHistory) -> list[StackSnapshot]:
     found = []
     for log in history.logs:
         for stack in log.stacks if log.source not in history.old_sources else ():
-            if stack.main:
+            if stack.is_main_thread:
                 own = [frame.function for frame in stack.frames if "torch/" not in frame.file]
                 found.append(StackSnapshot(stack, collective_of_frames(stack.frames), own[-1] if own else ""))
     return found

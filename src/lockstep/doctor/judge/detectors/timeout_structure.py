@@ -68,7 +68,7 @@ def find_waiting_ranks(history: JobHistory) -> WaitingRanks:
     for log in history.logs:
         if log.source not in history.old_sources:
             writing |= {rank for rank in log.tail_lines if rank is not None}
-            writing |= {tick.origin.rank for tick in log.ticks if tick.origin.rank is not None}
+            writing |= {counter.origin.rank for counter in log.counters if counter.origin.rank is not None}
     raised = {history.rank(each) for each in history.exceptions}
     named = {int(rank) for each in history.facts("absent") for rank in re.findall(r"\d+", each.fields.get("peer", ""))}
     return WaitingRanks(
@@ -201,8 +201,8 @@ def _different_places(waiting: WaitingRanks, groups: Sequence[Sequence[Collectiv
     fewer = sorted(each.rank for each in (ahead or others) if each.rank is not None)
     if len(most) == len(others) and not ahead:
         fewer = sorted(each.rank for each in [*most, *others] if each.rank is not None) if len(others) > 1 else fewer
-    steps = last_step_by_rank(waiting.history.ticks)
-    counts = {rank: (tick.epoch, tick.step) for rank, tick in steps.items() if rank in waiting.waits}
+    steps = last_step_by_rank(waiting.history.counters)
+    counts = {rank: (counter.epoch, counter.step) for rank, counter in steps.items() if rank in waiting.waits}
     later = any(_FINAL_PHASE.search(each.where) for each in others)
     left = any(len(each.path) < len(most[0].path) for each in ahead)
     uneven = _at_another_step(counts, fewer) or bool(ahead and (left or later)) or (later and not others[0].path)
@@ -330,8 +330,8 @@ def _last_begun(waiting: WaitingRanks) -> Iterator[Candidate]:
         min((each for each in waiting.timed_out), key=lambda each: (each.ended or 0.0, each.line)),
     )
     source = next((log.source for log in history.logs if log.name == first.file), -1)
-    ticks = [tick.line for tick in history.ticks_of(source) if tick.line < first.line]
-    last = max(ticks, default=0)
+    counters = [counter.line for counter in history.counters_of(source) if counter.line < first.line]
+    last = max(counters, default=0)
     found = [
         (each.line, cls, each)
         for name, cls in _BEGUN_FACTS for each in history.facts(name)
