@@ -1,4 +1,4 @@
-"""`lockstep check CONFIG`: placement, memory and time, the self-test, and two small steps."""
+"""`lockstep check CONFIG`: placement, memory and time, the self-test, and a trial run of two steps."""
 
 import json
 import os
@@ -87,26 +87,26 @@ def test_a_bundle_that_has_no_place_is_named_with_what_would_fit(
 
 
 @pytest.mark.slow
-def test_two_small_steps_run_through_the_ordinary_command_and_leave_nothing(run_file: Path) -> None:
+def test_the_trial_run_uses_lockstep_train_and_leaves_no_files(run_file: Path) -> None:
     code, report = check(run_file, "--small-first")
-    (small,) = rungs(report, "small-first")
-    assert small["severity"] == "ok", small
+    (trial,) = rungs(report, "small-first")
+    assert trial["severity"] == "ok", trial
     assert not (run_file.parent / "runs").exists()
-    assert code in (0, 1), "what the host lacks is not this test's"
+    assert code in (0, 1), "other findings about this host do not matter here"
 
 
 @pytest.mark.slow
-def test_a_run_that_fails_small_is_told_with_its_own_last_words(run_file: Path) -> None:
+def test_a_failed_trial_run_is_reported_with_the_end_of_its_output(run_file: Path) -> None:
     config = load_config(run_file, ["data.path=nowhere.jsonl"])
     report = CheckReport()
-    check_plan.run_small(report, config, run_file, ["data.path=nowhere.jsonl"])
+    check_plan.run_trial(report, config, run_file, ["data.path=nowhere.jsonl"])
     (error,) = report.findings
     assert error.severity == "error" and "nowhere.jsonl" in error.seen and "exit code 2" in error.seen
 
 
-def test_small_leaves_placement_and_model_as_they_are(run_file: Path) -> None:
-    words = check_plan.small_overrides(load_config(run_file))
-    fields = {word.partition("=")[0] for word in words}
+def test_the_trial_run_keeps_placement_and_model(run_file: Path) -> None:
+    overrides = check_plan.trial_overrides(load_config(run_file))
+    fields = {override.partition("=")[0] for override in overrides}
     assert not {field for field in fields if field.startswith(("model", "cluster", "placement", "trainer.ranks"))}
-    tiny = load_config(run_file, words)
+    tiny = load_config(run_file, overrides)
     assert tiny.steps == 2 and tiny.trainer.ranks == 2

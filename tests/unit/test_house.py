@@ -14,8 +14,8 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 REPEATED_STEMS = {"__init__", "__main__", "errors", "protocol"}
 """Every room may have one of these."""
-SIBLINGS = (PACKAGE / "rollout", PACKAGE / "doctor" / "configs")
-"""Their folders implement one protocol, each for another backend or framework, in files of the same names."""
+SIBLINGS = (PACKAGE / "rollout",)
+"""Their folders implement one protocol, each for another backend, in files of the same names."""
 PAYLOAD = PACKAGE / "watch" / "attach" / "payload"
 """No package: the folder that `lockstep watch` puts on the path of the jobs that it watches."""
 MOST_FILES = 20

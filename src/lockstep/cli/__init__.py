@@ -11,17 +11,17 @@ from lockstep import __version__
 _COMMANDS = {
     "train": "Train a model: SFT or GRPO, as configured in the file.",
     "tiny": "Create a tiny Qwen2- or Llama-type model with random weights and a character-level tokenizer.",
-    "check": "Check before a run what would make it fail, hang or crawl, and show the fix.",
-    "watch": "Run a command and report which process blocks it: torchrun, accelerate, mpirun, plain Python.",
+    "check": "Find out before a run what would make it fail, hang or crawl, and how to fix it.",
+    "watch": "Run any training command (torchrun, accelerate, mpirun, python) and report which process blocks it.",
     "top": "Show every process of a run: stage, progress, collectives and waits; suspects are at the top.",
     "report": "Write the HTML report of a run, finished or not, and list its incidents.",
     "explain": "Find out what went wrong in a job, and how to fix it, from logs, dumps and incidents.",
 }
-"""By name, the first paragraph of its help: `lockstep --help` imports no subcommand."""
+"""The first paragraph of each subcommand's help, repeated here so that `lockstep --help` imports no subcommand."""
 
 
 class _LazyGroup(TyperGroup):
-    """Lists stubs of all subcommands and imports the one that runs."""
+    """Lists all subcommands without importing them, and imports the one that runs."""
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
@@ -29,13 +29,13 @@ class _LazyGroup(TyperGroup):
             self.add_command(TyperCommand(name, help=text, short_help=text))
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Name, command and remaining arguments, with the command's module imported."""
+        """Returns the name, the imported command and the remaining arguments."""
         name, command, rest = super().resolve_command(ctx, args)
         return name, load_command(name) if name in _COMMANDS else command, rest
 
 
 def load_command(name: str) -> Any:
-    """The command of that name, with its module imported."""
+    """Imports a subcommand and returns it."""
     single = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
     single.command(name)(import_module(f"lockstep.cli.{name}").command)
     return typer.main.get_command(single)
@@ -52,14 +52,14 @@ app = typer.Typer(
 )
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _show_version(requested: bool) -> None:
+    if requested:
         typer.echo(f"lockstep {__version__}")
         raise typer.Exit
 
 
 @app.callback()
 def main(
-    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Show the version."),
+    version: bool = typer.Option(False, "--version", callback=_show_version, is_eager=True, help="Show the version."),
 ) -> None:
     """Reinforcement-learning post-training that never waits in silence."""

@@ -1,4 +1,4 @@
-"""`lockstep check`: will a run work, and if not, which host, cable, variable or setting is wrong."""
+"""`lockstep check`: finds what would make a run fail, hang or crawl, and names the host, variable or setting to fix."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lockstep.cli.terminal import FAILED, REFUSED, show_note, show_refusal
+from lockstep.cli.terminal import FAILED, REFUSED, require_extra, show_note, show_refusal
 
 if TYPE_CHECKING:
     from lockstep.cli.check_arguments import CheckRequest
@@ -39,18 +39,18 @@ def command(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Launcher of the workers on other hosts: accelerate, deepspeed, lockstep, mpirun, openrlhf, ray, "
-            "slurm, ssh, torchrun, verl, vllm. Reports which variables of this shell it does not forward. Default: "
-            "ray if "
-            "RAY_ADDRESS is set.",
+            help="What starts the workers on other hosts: accelerate, deepspeed, lockstep, mpirun, openrlhf, ray, "
+            "slurm, ssh, torchrun, verl or vllm. Reports which variables of this shell it does not forward to them. "
+            "Default: ray if RAY_ADDRESS is set.",
         ),
     ] = None,
     hosts: Annotated[
-        str | None, typer.Option(metavar="A,B,C", help="Check these hosts together; prints the command to run on each.")
+        str | None,
+        typer.Option(metavar="A,B,C", help="Check these hosts together; prints a command to run on each."),
     ] = None,
     cluster: Annotated[
         str | None,
-        typer.Option(metavar="CLUSTER", help=f"Check the hosts of this cluster, whatever the config says: {CLUSTERS}."),
+        typer.Option(metavar="CLUSTER", help=f"Check the hosts of this cluster instead of the config's: {CLUSTERS}."),
     ] = None,
     join: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="Run as this host's probe for the check at this address.")
@@ -59,7 +59,7 @@ def command(
         str | None, typer.Option(metavar="NAME", help="With --join: name of this host in the report.")
     ] = None,
     address: Annotated[
-        str | None, typer.Option(metavar="ADDRESS", help="Address by which other hosts reach this host.")
+        str | None, typer.Option(metavar="ADDRESS", help="Address at which other hosts can reach this host.")
     ] = None,
     ports: Annotated[
         str | None, typer.Option(metavar="PORTS", help="Ports that the run will use, such as 29500,10002-10100.")
@@ -70,17 +70,18 @@ def command(
             min=1,
             max=3000,
             metavar="SECONDS",
-            help="How long to wait for manually started probes (120), or with --join for the head (30).",
+            help="How long to wait for probes that are started by hand (default: 120), or with --join for the check "
+            "that this probe joins (default: 30).",
         ),
     ] = None,
     small_first: Annotated[
-        bool, typer.Option("--small-first", help="Also run the config with two steps and tiny sizes.")
+        bool, typer.Option("--small-first", help="Also train with this config for two steps with tiny sizes.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print only JSON.")] = False,
 ) -> None:
-    """Check before a run what would make it fail, hang or crawl, and show the fix.
+    """Find out before a run what would make it fail, hang or crawl, and how to fix it.
 
-    The exit code is 0 if nothing is wrong, 1 if something is, 2 if the given input cannot be checked.
+    The exit code is 0 without errors, 1 with errors, and 2 if the given input cannot be checked.
 
     Examples:
 
@@ -103,9 +104,8 @@ def command(
         lockstep check --join 192.0.2.7:41234 --name node-b
     """
     from lockstep.cli.check_arguments import read_arguments
-    from lockstep.cli.check_report import LiveReport
-    from lockstep.cli.extras import require_extra
     from lockstep.config.errors import ConfigError
+    from lockstep.doctor.output.findings_table import LiveReport
 
     try:
         if join is not None:
@@ -114,7 +114,7 @@ def command(
             run_probe(join, name, address, wait)
             raise typer.Exit
         if small_first and file is None:
-            raise ValueError("--small-first runs a config: give its file")
+            raise ValueError("--small-first needs the file of a config")
         request = read_arguments(file, overrides or (), hosts, cluster, address, ports, wait)
     except (ConfigError, ValueError, OSError) as error:
         show_refusal(error)
@@ -129,16 +129,16 @@ def command(
         if not env and not env_files:
             _check_beyond_host(report, request)
         if small_first and request.config is not None and file is not None:
-            from lockstep.cli.check_plan import run_small
+            from lockstep.cli.check_plan import run_trial
 
-            run_small(report, request.config, Path(file), request.overrides)
+            run_trial(report, request.config, Path(file), request.overrides)
     except BaseException as error:
-        report.break_off(error)
+        report.finish_early(error)
         if isinstance(error, (ConfigError, ValueError, OSError)):
             show_refusal(error)
             raise typer.Exit(REFUSED) from error
         raise
-    report.end()
+    report.finish()
     raise typer.Exit(0 if report.passed else FAILED)
 
 
@@ -156,7 +156,7 @@ def _check_host(report: "CheckReport", request: "CheckRequest") -> None:
 
 
 def _check_beyond_host(report: "CheckReport", request: "CheckRequest") -> None:
-    """Checks the config, and several hosts together."""
+    """Checks the config, and the other hosts together with this one."""
     from lockstep.cli import check_hosts
 
     plan = None
@@ -200,10 +200,13 @@ def _lint_environment(
 
 
 def _worker_environment(shell: "ProcessEnvironment", cluster: "RayClusterConfig") -> "ProcessEnvironment":
-    """The environment that workers on other nodes get from this shell; those withheld on purpose count as present."""
+    """The environment that workers on other nodes get from this shell.
+
+    It contains variables that Lockstep withholds on purpose, so that they are not reported as missing.
+    """
     from lockstep.cluster.worker_environment import forward_environment
     from lockstep.doctor.environment.environment_lint import ProcessEnvironment
 
     forwarded = forward_environment(shell.variables, cluster.forward_env, cluster.env, cluster.interface)
-    own = {name: shell.variables[name] for name in forwarded.kept_back if name in shell.variables}
-    return ProcessEnvironment("", {**own, **forwarded.values}, "workers on other nodes")
+    withheld = {name: shell.variables[name] for name in forwarded.kept_back if name in shell.variables}
+    return ProcessEnvironment("", {**withheld, **forwarded.values}, "workers on other nodes")

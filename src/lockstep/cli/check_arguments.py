@@ -1,4 +1,4 @@
-"""Parses the arguments of `lockstep check`. Imports little, so that wrong arguments are reported at once."""
+"""Parses the arguments of `lockstep check`. It imports little, so that wrong arguments are reported quickly."""
 
 import json
 import os
@@ -17,11 +17,11 @@ PROBE_WAIT_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class HostSelection:
-    """Which hosts to check besides this one."""
+    """The hosts to check, and how to reach them."""
 
     hosts: tuple[str, ...] = ()
     address: str | None = None
-    """Address under which the other hosts reach this one."""
+    """Address at which the other hosts reach this one."""
     ports: tuple[int, ...] = ()
     wait_s: float = PROBE_WAIT_S
     """How long to wait for the probes that the user starts on the other hosts."""
@@ -58,29 +58,26 @@ def read_arguments(
     """
     if cluster is not None and hosts is not None:
         raise ValueError("--cluster and --hosts both select the hosts: give only one of them")
-    names, numbers, words = split_names(hosts), split_ports(ports), list(overrides)
+    names, numbers, assignments = split_names(hosts), split_ports(ports), list(overrides)
     section = None if cluster is None else cluster_section(cluster)
     if file is None:
-        kind = (
-            None
-            if section is None
-            else RayClusterConfig(**section)
-            if section["kind"] == "ray"
-            else LocalClusterConfig()
-        )
-        return CheckRequest(None, words, HostSelection(names, address, numbers, wait_s or PROBE_WAIT_S, kind))
+        selected = None
+        if section is not None:
+            selected = RayClusterConfig(**section) if section["kind"] == "ray" else LocalClusterConfig()
+        return CheckRequest(None, assignments, HostSelection(names, address, numbers, wait_s or PROBE_WAIT_S, selected))
     if cluster is not None and section is not None:
-        words.append(_cluster_override(cluster, section, Path(file), words))
-    config = load_config(Path(file), words)
-    return CheckRequest(config, words, HostSelection(names, address, numbers, wait_s or PROBE_WAIT_S, config.cluster))
+        assignments.append(_cluster_override(cluster, section, Path(file), assignments))
+    config = load_config(Path(file), assignments)
+    selection = HostSelection(names, address, numbers, wait_s or PROBE_WAIT_S, config.cluster)
+    return CheckRequest(config, assignments, selection)
 
 
 def split_address(where: str) -> tuple[str, int]:
-    """`HOST:PORT`, `[IPv6]:PORT`. Raises ValueError."""
+    """Parses `HOST:PORT` or `[IPv6]:PORT`. Raises ValueError."""
     host, colon, port = where.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ValueError(f"--join {where}: expected HOST:PORT, as printed by the check on the head")
+        raise ValueError(f"--join {where}: expected HOST:PORT, as the check on the other host printed it")
     return host, int(port)
 
 
@@ -111,7 +108,7 @@ def split_ports(ports: str | None) -> tuple[int, ...]:
 
 
 def cluster_section(word: str, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """The config section for `--cluster`, which replaces the one in the file. Raises ValueError."""
+    """The fields of the config's `cluster` section that `--cluster` sets. Raises ValueError."""
     if word == "local":
         return {"kind": "local"}
     if word == "ray":
@@ -123,10 +120,10 @@ def cluster_section(word: str, environ: Mapping[str, str] = os.environ) -> dict[
 
 
 def _cluster_override(word: str, section: Mapping[str, Any], file: Path, overrides: Sequence[str]) -> str:
-    """`--cluster` as an override of the config's `cluster` section.
+    """Converts `--cluster` to an override of the config's `cluster` section.
 
-    `kind` is replaced, and for `local` Ray's fields are removed.
-    `--cluster ray` keeps the address in the file. Raises ConfigError.
+    `kind` is replaced, for `local` Ray's fields are removed, and `ray` keeps the address in the file.
+    Raises ConfigError.
     """
     given = apply_overrides(read_yaml(file), overrides).get("cluster")
     ray_only = (

@@ -17,10 +17,10 @@ from lockstep.doctor.check.probe.probe_protocol import TOKEN_VARIABLE
 
 
 def run_probe(where: str, name: str | None, address: str | None, wait_s: float | None) -> None:
-    """Serves as this host's probe until the head dismisses it.
+    """Runs as this host's probe until the head of the check dismisses it.
 
     Args:
-        wait_s: how long to try to reach the head, if not the default.
+        wait_s: how long to try to reach the head; None means the default.
 
     Raises:
         ValueError: an argument is invalid.
@@ -30,20 +30,22 @@ def run_probe(where: str, name: str | None, address: str | None, wait_s: float |
     token = os.environ.get(TOKEN_VARIABLE, "")
     if not token:
         if not sys.stdin.isatty():
-            raise ValueError(f"no token: set {TOKEN_VARIABLE} to the token printed by the check on the head")
+            raise ValueError(f"no token: set {TOKEN_VARIABLE} to the token that the check printed")
         token = str(typer.prompt("token of the check", hide_input=True)).strip()
     for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup leaves it
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup lets the process ignore SIGHUP
             signal.signal(number, _exit_on_signal)
-    serve_probe(host, port, token, name or socket.gethostname(), address, _look, wait_s or JOIN_TIMEOUT_S, show_note)
+    serve_probe(
+        host, port, token, name or socket.gethostname(), address, _gather_facts, wait_s or JOIN_TIMEOUT_S, show_note
+    )
 
 
-def _look(order: Mapping[str, Any]) -> dict[str, Any]:
+def _gather_facts(order: Mapping[str, Any]) -> dict[str, Any]:
     from lockstep.doctor.check.cluster.host_comparison import answer_look
 
     return answer_look(order)
 
 
 def _exit_on_signal(number: int, frame: FrameType | None) -> None:
-    """Raises SystemExit, so that the ranks of a self-test are ended."""
+    """Raises SystemExit, so that the probe ends the ranks of a self-test before it exits."""
     raise SystemExit(128 + number)

@@ -1,4 +1,4 @@
-"""The part of `lockstep check` that needs only a config: placement, memory, time, and a small first run."""
+"""The part of `lockstep check` that needs only a config: placement, memory, time, and a trial run of two steps."""
 
 import json
 import os
@@ -26,27 +26,28 @@ from lockstep.run.planning.run_plan import RunPlan
 
 Config = GRPOConfig | SFTConfig
 
-SMALL_BOUND_S = 900.0
+TRIAL_TIMEOUT_S = 900.0
+"""Time limit of the trial run, including the start of its processes."""
 
 
 def check_plan(report: CheckReport, config: Config, overrides: Sequence[str], memory: ProcessMemory) -> RunPlan | None:
     """Checks placement, memory and time; returns the plan if there is one.
 
     Args:
-        memory: available to one process on this host.
+        memory: what one process can use on this host.
     """
     began = time.monotonic()
     found, findings = _dry_run(config, overrides)
     report.add("placement", "Placement", findings, time.monotonic() - began)
     if any(each.id == "model" for each in findings):
-        return None  # the size of an unavailable model is not known
+        return None  # without its config.json, the model's size is not known
     began = time.monotonic()
     report.add("memory", "Memory and time", _judge_sizes(config, memory), time.monotonic() - began)
     return None if found is None else found.plan
 
 
 def _dry_run(config: Config, overrides: Sequence[str]) -> tuple[DryRun | None, list[Finding]]:
-    """The dry run of this config, or the reason why the run would be refused."""
+    """The dry run of this config (None if the run would be refused), and findings about the placement."""
     why = "the run would refuse to start for the same reason"
     try:
         found = dry_run(config, None, overrides)
@@ -58,7 +59,7 @@ def _dry_run(config: Config, overrides: Sequence[str]) -> tuple[DryRun | None, l
     except RunFinished as error:
         return None, [Finding("placement", "note", "", str(error))]
     except (RunRefused, LedgerError, ValueError, OSError) as error:
-        return None, [_refused(error, why)]
+        return None, [_refusal_finding(error, why)]
     findings = [Finding("placement", "note", "", note) for note in found.notes]
     if found.plan.busy:
         findings.append(Finding("placement", "warning", "", found.plan.busy, "the run waits until they are free"))
@@ -74,7 +75,11 @@ def _dry_run(config: Config, overrides: Sequence[str]) -> tuple[DryRun | None, l
     return found, findings
 
 
-def _refused(error: Exception, why: str) -> Finding:
+def _refusal_finding(error: Exception, why: str) -> Finding:
+    """The finding for an error that refuses the run.
+
+    The fix is the error's `remedy`, or without one the part of its message after the last colon.
+    """
     text, remedy = str(error), str(getattr(error, "remedy", ""))
     problem = text.replace(remedy, "").rstrip("; ") if remedy else text.rpartition(": ")[0]
     remedy = remedy or (text.rpartition(": ")[2] if problem else "")
@@ -83,6 +88,7 @@ def _refused(error: Exception, why: str) -> Finding:
 
 
 def _judge_sizes(config: Config, memory: ProcessMemory) -> list[Finding]:
+    """Estimates whether the run fits into memory, and how long its stages take."""
     try:
         shape = model_shape_of(_model_config(config))
     except (UnknownModelShape, ModelError, OSError, ValueError) as error:
@@ -101,60 +107,62 @@ def _model_config(config: Config) -> dict[str, object]:
     values = json.loads((folder / "config.json").read_text())
     if not isinstance(values, dict):
         raise ValueError(f"{folder}/config.json is not a JSON object")
-    text = values.get("text_config")
-    return {**text, "model_type": text.get("model_type", "")} if isinstance(text, dict) else values
+    text_config = values.get("text_config")
+    if isinstance(text_config, dict):  # a multimodal model nests the config of its language model
+        return {**text_config, "model_type": text_config.get("model_type", "")}
+    return values
 
 
-def run_small(report: CheckReport, config: Config, file: Path, overrides: Sequence[str]) -> None:
-    """Runs the config with two steps and tiny sizes through `lockstep train`, in a temporary folder."""
-    with tempfile.TemporaryDirectory(prefix="lockstep-small-") as folder:
-        words = [*overrides, *small_overrides(config), f"folder={folder}"]
-        command = [sys.executable, "-m", "lockstep", "train", str(file), *words]
+def run_trial(report: CheckReport, config: Config, file: Path, overrides: Sequence[str]) -> None:
+    """Trains with this config for two steps with tiny sizes, through `lockstep train` in a temporary folder."""
+    with tempfile.TemporaryDirectory(prefix="lockstep-trial-") as folder:
+        arguments = [*overrides, *trial_overrides(config), f"folder={folder}"]
+        command = [sys.executable, "-m", "lockstep", "train", str(file), *arguments]
         began = time.monotonic()
         try:
-            done = waits.run(command, why="two small steps", timeout_s=SMALL_BOUND_S, notice_after_s=None)
+            done = waits.run(command, why="a trial run of two steps", timeout_s=TRIAL_TIMEOUT_S, notice_after_s=None)
         except WaitTimeout:
             finding = Finding(
-                "small-first", "error", "", f"two small steps did not finish within {SMALL_BOUND_S:.0f} s",
+                "small-first", "error", "", f"the trial run of two steps did not finish within {TRIAL_TIMEOUT_S:.0f} s",
                 "the run itself would not finish either",
                 "run `lockstep train` with these settings and watch it with `lockstep top`: "
-                + " ".join(small_overrides(config)),
+                + " ".join(trial_overrides(config)),
             )  # fmt: skip
-            report.add("small-first", "Small first", [finding], time.monotonic() - began)
+            report.add("small-first", "Trial run", [finding], time.monotonic() - began)
             return
     took = time.monotonic() - began
     if done.returncode == 0:
-        seen = f"two small steps succeeded ({' '.join(small_overrides(config))})"
-        report.add("small-first", "Small first", [Finding("small-first", "ok", "", seen)], took)
+        seen = f"a trial run of two steps succeeded ({' '.join(trial_overrides(config))})"
+        report.add("small-first", "Trial run", [Finding("small-first", "ok", "", seen)], took)
         return
     last = " ".join((done.stderr.strip() or done.stdout.strip()).split()[-80:])
     finding = Finding(
-        "small-first", "error", "", f"two small steps failed with exit code {done.returncode}: {last}",
+        "small-first", "error", "", f"the trial run of two steps failed with exit code {done.returncode}: {last}",
         "the run itself would fail in the same way, only later",
-        "fix that error; `lockstep train` with the same settings reproduces it: " + " ".join(small_overrides(config)),
+        "fix that error; `lockstep train` with the same settings reproduces it: " + " ".join(trial_overrides(config)),
     )  # fmt: skip
-    report.add("small-first", "Small first", [finding], took)
+    report.add("small-first", "Trial run", [finding], took)
 
 
-def small_overrides(config: Config) -> list[str]:
+def trial_overrides(config: Config) -> list[str]:
     """Overrides that make a run tiny but keep its placement, model, data and communicators."""
     ranks = config.trainer.ranks
-    words = ["steps=2", "checkpoint.every=1", "checkpoint.export=false", "watch.notice_s=3"]
+    overrides = ["steps=2", "checkpoint.every=1", "checkpoint.export=false", "watch.notice_s=3"]
     if config.recipe == "grpo":
         group = config.group_size
         prompts = max(2, ranks)
-        words += [f"prompts_per_step={prompts}", f"minibatch_size={group}" if config.minibatch_size else ""]
+        overrides += [f"prompts_per_step={prompts}", f"minibatch_size={group}" if config.minibatch_size else ""]
         tokens = min(16, config.rollout.sampling.max_tokens)
-        words.append(f"rollout.sampling.max_tokens={tokens}")
+        overrides.append(f"rollout.sampling.max_tokens={tokens}")
     else:
-        words.append(f"batch_size={min(config.batch_size, 2 * ranks)}")
+        overrides.append(f"batch_size={min(config.batch_size, 2 * ranks)}")
     if config.evaluation is not None:
-        words.append("evaluation.prompts=2")
+        overrides.append("evaluation.prompts=2")
         if config.evaluation.sampling is not None:
-            words.append(f"evaluation.sampling.max_tokens={min(16, config.evaluation.sampling.max_tokens)}")
+            overrides.append(f"evaluation.sampling.max_tokens={min(16, config.evaluation.sampling.max_tokens)}")
     if config.trainer.schedule.warmup_steps:
-        words.append("trainer.schedule.warmup_steps=1")
+        overrides.append("trainer.schedule.warmup_steps=1")
     if config.trainer.schedule.total_steps is not None:
-        words.append("trainer.schedule.total_steps=2")
-    words += ["tracking=[]"] if config.tracking else []
-    return [word for word in words if word]
+        overrides.append("trainer.schedule.total_steps=2")
+    overrides += ["tracking=[]"] if config.tracking else []
+    return [each for each in overrides if each]

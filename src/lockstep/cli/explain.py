@@ -19,8 +19,8 @@ def command(
         list[str] | None,
         typer.Argument(
             metavar="PATH...",
-            help="Any mixture of logs, folders of logs, archives, glob patterns, '-' for standard input, "
-            "flight-recorder dumps and incidents.",
+            help="Logs, folders of logs, archives, flight-recorder dumps and incidents, in any mixture; glob patterns; "
+            "'-' for standard input.",
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print only JSON.")] = False,
@@ -37,7 +37,10 @@ def command(
     ] = None,
     ranks: Annotated[
         str | None,
-        typer.Option(metavar="PATTERN", help="Position of the rank in the dumps' names: 'host-*/trace-{rank}.bin'."),
+        typer.Option(
+            metavar="PATTERN",
+            help="Where the rank is in the dumps' names, such as 'host-*/trace-{rank}.bin'.",
+        ),
     ] = None,
     world_size: Annotated[
         int | None,
@@ -48,8 +51,8 @@ def command(
         typer.Option(
             "--config",
             metavar="FILE",
-            help="Instead of logs: a script or config of OpenRLHF, verl, TRL, accelerate or DeepSpeed to check for "
-            "problems. Repeat it for files that belong together.",
+            help="Check a launch script or config of OpenRLHF, verl, TRL, accelerate or DeepSpeed instead of logs. "
+            "Repeat the option for files that belong together.",
         ),
     ] = None,
     gpu_gib: Annotated[
@@ -101,15 +104,14 @@ def command(
 
 
 def _show(explained: "Explanation") -> None:
-    """Prints the first verdict in full and each further recorded verdict in one line."""
+    """Prints the first verdict in full, and each further verdict of the given incidents in one line."""
     from rich.console import Console
 
-    from lockstep.doctor.output.explanation import render_explanation
-    from lockstep.doctor.output.explanation import render_verdict as render_recorded
+    from lockstep.doctor.output.explanation import render_explanation, render_verdict
     from lockstep.watch.supervisor.incident import verdict_headline
 
     console = Console(soft_wrap=False)
-    console.print(render_recorded(explained.verdict) if explained.recorded else render_explanation(explained))
+    console.print(render_verdict(explained.verdict) if explained.recorded else render_explanation(explained))
     for verdict in explained.recorded[1:]:
         console.print(f"also: {verdict.kind}: {verdict_headline(verdict)}", style="dim", markup=False, highlight=False)
 
@@ -128,7 +130,7 @@ def _show_environment_findings(paths: list[str]) -> None:
 
 
 def _show_advice(files: Sequence[Path], gpu_gib: float | None, as_json: bool) -> None:
-    """Prints findings about the configs; exits with 0 without errors, 1 with errors, 2 if a file cannot be read."""
+    """Prints findings about the configs. Exits with 0 without errors, 1 with errors, and 2 if a file cannot be read."""
     from rich.console import Console
 
     from lockstep.doctor.configs.config_advisor import advise_configs

@@ -23,12 +23,12 @@ from lockstep.config.errors import ConfigError
 from lockstep.ledger.errors import LedgerError
 from lockstep.ledger.run_folder import INDEX_FILE
 from lockstep.rewards.scoring_messages import RewardError
-from lockstep.rollout.environments.environment_messages import EnvironmentFailed
+from lockstep.rollout.environments.environment_protocol import EnvironmentFailed
 from lockstep.run.errors import GaveUp, NotStarted
 from lockstep.watch.agent.agent_client import AgentError
 
 LOG_TAIL_LINES = 12
-"""Shown of a dead worker's log."""
+"""Lines of a dead worker's log that are shown."""
 _DUMP = "(most recent call first)"
 """Header of each thread's stack in faulthandler's output."""
 _FRAME = re.compile(r'\s+File "(?P<file>.+)", line \d+,? in ')
@@ -42,26 +42,26 @@ _LIBRARY_PREFIXES = (
 
 @dataclass(slots=True)
 class FailureSummary:
-    """An error as it is shown to a person."""
+    """What the terminal shows about an error."""
 
-    what: str
-    facts: list[tuple[str, str]] = field(default_factory=list)
+    headline: str
+    details: list[tuple[str, str]] = field(default_factory=list)
     """Labels and values, one per line."""
     lines: list[str] = field(default_factory=list)
     """Lines of a traceback or log."""
 
 
 def show_failure(error: BaseException, folder: Path) -> None:
-    """Prints what failed, where, and how to resume on standard error."""
+    """Prints on standard error what failed, where, and how to resume."""
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     cause = error.__cause__ or error if isinstance(error, NotStarted) else error
     summary = describe_failure(cause)
     if isinstance(cause, GaveUp) and cause.__cause__ is not None:
-        why = describe_failure(cause.__cause__)
-        summary = FailureSummary(summary.what, why.facts, why.lines)
-    console.print(f"[bold red]error[/] {escape(summary.what)}")
-    width = max((len(label) for label, _ in summary.facts), default=0)
-    for label, value in summary.facts:
+        details = describe_failure(cause.__cause__)
+        summary = FailureSummary(summary.headline, details.details, details.lines)
+    console.print(f"[bold red]error[/] {escape(summary.headline)}")
+    width = max((len(label) for label, _ in summary.details), default=0)
+    for label, value in summary.details:
         console.print(f"  [bold]{label:<{width}}[/]  {escape(value)}")
     for line in ["", *summary.lines, ""] if summary.lines else []:
         console.print(f"    {escape(line)}".rstrip())
@@ -75,7 +75,7 @@ def show_failure(error: BaseException, folder: Path) -> None:
 
 
 def show_interruption(folder: Path) -> None:
-    """Prints how to resume after Ctrl-C."""
+    """Prints, after Ctrl-C, how to resume."""
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     console.print(f"resume with: lockstep train --resume {escape(str(folder))}")
 
@@ -107,11 +107,11 @@ def describe_failure(error: BaseException) -> FailureSummary:
 
 
 def user_frames(text: str) -> list[str]:
-    """The frames of the user's own code in a printed traceback or in faulthandler's dump, innermost call last."""
-    dumped = _DUMP in text
-    latest = text.rpartition("Timeout (")[2] if dumped else text
+    """The frames of the user's own code in a traceback or in faulthandler's output, innermost call last."""
+    is_dump = _DUMP in text
+    latest = text.rpartition("Timeout (")[2] if is_dump else text  # faulthandler may have dumped repeatedly
     frames = [lines for file, lines in _frames(latest) if not file.startswith(_LIBRARY_PREFIXES)]
-    if dumped:
+    if is_dump:
         frames.reverse()
     return [line for lines in frames for line in lines]
 
@@ -129,34 +129,35 @@ def _frames(text: str) -> list[tuple[str, list[str]]]:
 
 def _remote_lines(error: RemoteError) -> list[str]:
     """The user's own frames; without any, Lockstep's innermost frame, unless the error has a code that explains it."""
-    own = user_frames(error.traceback)
-    if own or error.code:
-        return own
-    ours = [lines for file, lines in _frames(error.traceback) if file.startswith(_PACKAGE_FOLDER)]
-    return ours[-1] if ours else []
+    frames = user_frames(error.traceback)
+    if frames or error.code:
+        return frames
+    lockstep_frames = [lines for file, lines in _frames(error.traceback) if file.startswith(_PACKAGE_FOLDER)]
+    return lockstep_frames[-1] if lockstep_frames else []
 
 
 def _reward_failure(error: RewardError) -> FailureSummary:
-    facts = [
+    details = [
         ("sample", None if error.uid is None else f"{error.uid} (row {error.row} of the data)"),
         ("completion", None if error.completion is None else repr(_shortened(error.completion))),
         ("returned", error.returned),
     ]
-    known = [(label, value) for label, value in facts if value is not None]
-    text = error.traceback or ""
-    own = user_frames(text) if _DUMP in text else []
-    lines = ["running at:", *own] if own else text.rstrip().splitlines()
-    return FailureSummary(f"reward {error.function}: {error.problem}", known, lines)
+    known = [(label, value) for label, value in details if value is not None]
+    return FailureSummary(f"reward {error.function}: {error.problem}", known, _user_code_lines(error.traceback or ""))
 
 
 def _environment_failure(error: EnvironmentFailed) -> FailureSummary:
-    facts = (
+    details = (
         [("sample", f"{error.sample} (step/prompt/completion)"), ("turn", str(error.turn + 1))] if error.sample else []
     )
-    text = error.traceback or ""
-    own = user_frames(text) if _DUMP in text else []
-    lines = ["running at:", *own] if own else text.rstrip().splitlines()
-    return FailureSummary(f"environment {error.path}: {error.problem}", facts, lines)
+    lines = _user_code_lines(error.traceback or "")
+    return FailureSummary(f"environment {error.path}: {error.problem}", details, lines)
+
+
+def _user_code_lines(text: str) -> list[str]:
+    """Where the user's code was running, if the text contains a dump of its stack; else the whole traceback."""
+    frames = user_frames(text) if _DUMP in text else []
+    return ["running at:", *frames] if frames else text.rstrip().splitlines()
 
 
 def _class_name(kind: str) -> str:

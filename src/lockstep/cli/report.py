@@ -1,17 +1,15 @@
-"""`lockstep report`: rewrites the report of a run."""
+"""`lockstep report`: writes the HTML report of a run."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from lockstep.cli.terminal import REFUSED, show_refusal
+from lockstep.cli.terminal import REFUSED, require_extra, show_refusal
 
 
-def command(run: Annotated[Path, typer.Argument(help="The run's folder; the run may still be running.")]) -> None:
+def command(run: Annotated[Path, typer.Argument(help="Folder of the run, which may still be running.")]) -> None:
     """Write the HTML report of a run, finished or not, and list its incidents."""
-    from lockstep.cli.extras import require_extra
-
     require_extra("train", "lockstep report")
     from lockstep.ledger.errors import LedgerError
     from lockstep.ledger.ledger import Ledger

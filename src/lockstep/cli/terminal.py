@@ -1,4 +1,4 @@
-"""How errors and notes look on the terminal, and the exit codes.
+"""What the commands share: exit codes, errors and notes on the terminal, and the check for optional dependencies.
 
 | code | meaning |
 |---|---|
@@ -8,35 +8,59 @@
 | 130 | ended by Ctrl-C; the run can be resumed |
 """
 
+from importlib.util import find_spec
+
+import typer
+
 FAILED, REFUSED, INTERRUPTED = 1, 2, 130
+
+_TRAIN = (
+    "torch", "transformers", "datasets", "pyarrow", "safetensors", "tokenizers", "accelerate", "peft",
+    "huggingface_hub", "httpx", "matplotlib", "tensorboard",
+)  # fmt: skip
+_MODULES = {"train": _TRAIN, "ray": (*_TRAIN, "ray")}
+"""The modules that each extra of the distribution installs."""
 
 
 def show_refusal(error: Exception) -> None:
-    """Prints why nothing was started on standard error, one problem per line."""
+    """Prints on standard error why nothing was started, one problem per line."""
     from rich.console import Console
 
     from lockstep.config.errors import ConfigError
 
     console = Console(stderr=True, soft_wrap=True)
     if isinstance(error, ConfigError):
-        console.print(f"[bold red]refused[/] {_shown(error.source)}")
+        console.print(f"[bold red]refused[/] {_escaped(error.source)}")
         for problem in error.problems:
-            field = f"[bold]{_shown(problem.field)}[/]: " if problem.field else ""
-            hint = f" [dim]({_shown(problem.hint)})[/]" if problem.hint else ""
-            console.print(f"  {field}{_shown(problem.message)}{hint}")
+            field = f"[bold]{_escaped(problem.field)}[/]: " if problem.field else ""
+            hint = f" [dim]({_escaped(problem.hint)})[/]" if problem.hint else ""
+            console.print(f"  {field}{_escaped(problem.message)}{hint}")
     else:
-        console.print(f"[bold red]refused[/] {_shown(str(error))}")
+        console.print(f"[bold red]refused[/] {_escaped(str(error))}")
 
 
 def show_note(text: str) -> None:
     """Prints a note on standard error."""
     from rich.console import Console
 
-    Console(stderr=True, soft_wrap=True).print(f"[yellow]note[/] {_shown(text)}")
+    Console(stderr=True, soft_wrap=True).print(f"[yellow]note[/] {_escaped(text)}")
 
 
-def _shown(text: str) -> str:
-    """Escapes rich markup and terminal control sequences: some texts come from other hosts."""
+def require_extra(extra: str, command: str) -> None:
+    """Exits with a hint to install an extra of the distribution if one of its modules is missing.
+
+    Args:
+        command: the command that needs the extra, as the user types it.
+    """
+    missing = next((name for name in _MODULES[extra] if find_spec(name) is None), None)
+    if missing is not None:
+        text = f"{command} needs {missing}, which is not installed: pip install 'lockstep-rl[{extra}]'"
+        show_refusal(ModuleNotFoundError(text))
+        raise typer.Exit(REFUSED)
+
+
+def _escaped(text: str) -> str:
+    """Escapes rich markup and terminal control sequences, because some texts come from other hosts."""
     from rich.markup import escape
 
     from lockstep.base.text import terminal_safe

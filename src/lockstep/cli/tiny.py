@@ -5,12 +5,12 @@ from typing import Annotated
 
 import typer
 
-from lockstep.cli.terminal import REFUSED, show_refusal
+from lockstep.cli.terminal import REFUSED, require_extra, show_refusal
 
 
 def command(
-    folder: Annotated[Path, typer.Argument(help="Output folder; every command accepts it as a model.")],
-    family: Annotated[str, typer.Option(help="qwen2 or llama.")] = "qwen2",
+    folder: Annotated[Path, typer.Argument(help="Output folder; model.path can name it.")],
+    family: Annotated[str, typer.Option(help="Architecture: qwen2 or llama.")] = "qwen2",
     hidden: Annotated[int, typer.Option(help="Hidden size.")] = 128,
     layers: Annotated[int, typer.Option(help="Decoder layers.")] = 2,
     heads: Annotated[int, typer.Option(help="Attention heads.")] = 4,
@@ -25,8 +25,6 @@ def command(
     seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
 ) -> None:
     """Create a tiny Qwen2- or Llama-type model with random weights and a character-level tokenizer."""
-    from lockstep.cli.extras import require_extra
-
     require_extra("train", "lockstep tiny")
     from lockstep.models.tiny_model import DEFAULT_ALPHABET, TinyModel, make_tiny
 
@@ -48,4 +46,4 @@ def command(
     except (ValueError, OSError) as error:
         show_refusal(error)
         raise typer.Exit(REFUSED) from error
-    typer.echo(f"{folder}: {family}, {layers} layers of {hidden}, seed {seed}")
+    typer.echo(f"{folder}: {family}, {layers} layers, hidden size {hidden}, seed {seed}")

@@ -1,4 +1,4 @@
-"""`lockstep top`: what every process of a run is doing."""
+"""`lockstep top`: shows what every process of a run is doing."""
 
 from pathlib import Path
 from typing import Annotated
@@ -17,7 +17,7 @@ def command(
 ) -> None:
     """Show every process of a run: stage, progress, collectives and waits; suspects are at the top.
 
-    Only reads. Stop with Ctrl-C."""
+    It changes nothing in the run. Stop it with Ctrl-C."""
     from rich.console import Console
 
     from lockstep.report import top_table
@@ -33,7 +33,7 @@ def command(
 
 
 def _run_name(run: Path) -> str:
-    """The run id that names the beacons. Exits if the run has none."""
+    """The run id, after which the status files (beacons) of the processes are named. Exits if there is none."""
     from lockstep.watch.attach.run_observer import run_of_process
 
     file = run / "run-id"
@@ -42,7 +42,7 @@ def _run_name(run: Path) -> str:
     run_id = run_of_process(int(run.name)) if run.name.isdigit() and not run.exists() else None
     if run_id is not None:
         return run_id
-    problem = f"process {run} has no beacon" if run.name.isdigit() else f"{run} has no run-id"
+    problem = f"process {run} belongs to no run" if run.name.isdigit() else f"{run} is not the folder of a run"
     show_refusal(
         ValueError(f"{problem}: give the folder of a run started on this host, or the pid of one of its processes")
     )
@@ -50,7 +50,7 @@ def _run_name(run: Path) -> str:
 
 
 def _describe_ended(run: Path) -> str:
-    """The state of a run that has no process on this host, from its ledger."""
+    """Describes, from its ledger, a run that has no process on this host."""
     from lockstep.ledger.ledger import Ledger
 
     with Ledger.reader(run) as ledger:

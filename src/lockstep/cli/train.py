@@ -1,22 +1,22 @@
-"""`lockstep train`: runs a recipe."""
+"""`lockstep train`: trains a model as configured."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from lockstep.cli.terminal import REFUSED, show_refusal
+from lockstep.cli.terminal import REFUSED, require_extra, show_refusal
 
 
 def command(
     file: Annotated[
-        str | None, typer.Argument(metavar="FILE.yaml", help="Config of the run; not needed with --resume.")
+        str | None, typer.Argument(metavar="FILE.yaml", help="Config of the run; with --resume it may be omitted.")
     ] = None,
     overrides: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="SECTION.KEY=VALUE",
-            help="Overrides of the file's values; list items by index: reward.terms.0.weight=2.",
+            help="Overrides values of the file; an index selects an item of a list: reward.terms.0.weight=2.",
         ),
     ] = None,
     resume: Annotated[Path | None, typer.Option(metavar="RUN", help="Resume the run in this folder.")] = None,
@@ -49,9 +49,9 @@ def command(
     from lockstep.config.loader import load_config
 
     if gpus is not None and not dry_run:
-        raise typer.BadParameter("requires --dry-run: a run uses the GPUs of its host", param_hint="--gpus")
+        raise typer.BadParameter("requires --dry-run: a real run uses the GPUs of its host", param_hint="--gpus")
     if submit is not None and dry_run:
-        raise typer.BadParameter("cannot be combined with --dry-run: it starts the run", param_hint="--submit")
+        raise typer.BadParameter("cannot be combined with --dry-run, which starts nothing", param_hint="--submit")
     values = list(overrides or [])
     if resume is not None and file is not None and "=" in file:
         values.insert(0, file)
@@ -61,14 +61,12 @@ def command(
     except ConfigError as error:
         show_refusal(error)
         raise typer.Exit(REFUSED) from error
-    from lockstep.cli.extras import require_extra
-
     require_extra("train", "lockstep train")
     if submit is not None:
         from lockstep.cli.train_submit import submit_run
 
         raise typer.Exit(submit_run(submit, config, resume, values))
-    # Imported late: torch and transformers take seconds, and a misspelt key is reported without them.
+    # Imported only now, so that a misspelt key is reported without the seconds that importing torch takes.
     from lockstep.cli.train_run import run_training, show_plan
 
     if dry_run:

@@ -23,7 +23,7 @@ from lockstep.run.planning.resources import ModelFacts
 from lockstep.run.planning.run_plan import RunPlan
 
 Config = SFTConfig | GRPOConfig | None
-Found = TypeVar("Found", PreparedRun, DryRun)
+PlanOrRun = TypeVar("PlanOrRun", PreparedRun, DryRun)
 
 
 def run_training(config: Config, resume: Path | None, overrides: Sequence[str]) -> int:
@@ -50,10 +50,10 @@ def run_training(config: Config, resume: Path | None, overrides: Sequence[str]) 
 def show_plan(
     config: Config, resume: Path | None, overrides: Sequence[str], console: Console, gpus: int | None = None
 ) -> int:
-    """Prints the resolved config and the plan and returns the exit code.
+    """Prints the resolved config and the plan; returns the exit code.
 
     Args:
-        gpus: of the host to plan for; this host's by default.
+        gpus: number of GPUs of the host to plan for; by default that of this host.
     """
     found = _prepare_or_exit_code(lambda: dry_run(config, resume, overrides, gpus))
     if isinstance(found, int):
@@ -69,8 +69,8 @@ def show_plan(
     return 0
 
 
-def _prepare_or_exit_code(prepare: Callable[[], Found]) -> Found | int:
-    """Shows the notes of the prepared run, or explains why there is nothing to start and returns the exit code."""
+def _prepare_or_exit_code(prepare: Callable[[], PlanOrRun]) -> PlanOrRun | int:
+    """Prepares the run and shows its notes; if nothing can be started, says why and returns the exit code."""
     try:
         found = prepare()
     except RunFinished as done:
@@ -89,11 +89,11 @@ def _prepare_or_exit_code(prepare: Callable[[], Found]) -> Found | int:
 def _size_line(plan: RunPlan, model: ModelFacts) -> str:
     adapter = model.adapter
     trained = "" if adapter is None else f", {adapter.trained / 1e6:,.2f} M trained (adapter)"
-    copies = plan.memory_copy
-    kept = f", {copies / 2**20:,.0f} MiB for copies of the trainer's state" if copies else ""
+    snapshots = plan.memory_copy
+    snapshots_text = f", {snapshots / 2**20:,.0f} MiB for snapshots of the trainer's state" if snapshots else ""
     return (
         f"{model.parameters / 1e6:,.2f} M parameters, {model.dtype}{trained}; about {plan.memory / 2**30:.2f} GiB in "
-        f"all, {plan.shared_memory / 2**20:,.0f} MiB of shared memory for published weights{kept}"
+        f"all, {plan.shared_memory / 2**20:,.0f} MiB of shared memory for published weights{snapshots_text}"
     )
 
 
@@ -116,9 +116,9 @@ def _placement_table(plan: RunPlan, placement: PlacementConfig) -> Table:
         for row in plan.assignment.rows():
             table.add_row(*row)
         return table
-    title = "bundles, each on one node" + (" (others use the nodes now)" if plan.busy else "")
+    title = "bundles, each on one node" + (" (the nodes are in use now)" if plan.busy else "")
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    for column in ("processes", "bundles", "each"):
+    for column in ("processes", "bundles", "each needs"):
         table.add_column(column)
     for group in group_alike(make_bundles(plan.wanted, placement)):
         names = abbreviate_names([name for bundle in group for name in bundle.processes])

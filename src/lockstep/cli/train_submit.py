@@ -16,13 +16,16 @@ from lockstep.config.recipes import GRPOConfig, SFTConfig
 from lockstep.run.errors import RunRefused
 from lockstep.run.planning.ray_package import CONFIG_FILE, build_ray_package
 
-_PYTHONPATH = "it lists folders of the submitting host"
+_WHY_NO_PYTHONPATH = "it lists folders of this host"
 
 
 def submit_run(
     address: str, config: SFTConfig | GRPOConfig | None, resume: Path | None, overrides: Sequence[str]
 ) -> int:
-    """Submits the run, follows it and returns its exit code. Ctrl-C detaches, as with `ray job submit`."""
+    """Submits the run, follows its log and returns its exit code.
+
+    Ctrl-C stops following; the job continues, as with `ray job submit`.
+    """
     requested: list[RayJob] = []
     try:
         job = _submit_job(address, config, resume, overrides, requested.append)
@@ -55,8 +58,8 @@ def _submit_job(
         raise RunRefused(f"--resume {resume} must be the absolute path of the run folder on the cluster")
     if config is None:
         if resume is None:
-            raise RunRefused("name a file to train from, or a run with --resume")
-        _must_be_public(overrides)
+            raise RunRefused("nothing to submit: give FILE.yaml or --resume RUN")
+        _refuse_secrets(overrides)
         words = ["python", "-m", "lockstep", "train", "--resume", str(resume), *overrides]
         return submit_job(address, resume.name, shlex.join(words), None, {}, on_request)
     config = _require_ray(config)
@@ -64,9 +67,9 @@ def _submit_job(
     forwarded = _job_environment(config.cluster)
     _show_forwarded(forwarded)
     with tempfile.TemporaryDirectory(prefix="lockstep-submit-") as folder:
-        staged = build_ray_package(config, Path(folder))
-        if staged.elsewhere:
-            show_note(f"not sent, must exist on the cluster: {', '.join(staged.elsewhere)}")
+        package = build_ray_package(config, Path(folder))
+        if package.elsewhere:
+            show_note(f"these paths are not uploaded and must exist on the cluster: {', '.join(package.elsewhere)}")
         words = [
             "python",
             "-m",
@@ -75,17 +78,17 @@ def _submit_job(
             CONFIG_FILE,
             *(["--resume", str(resume)] if resume is not None else []),
         ]
-        return submit_job(address, config.name, shlex.join(words), staged.folder, forwarded.values, on_request)
+        return submit_job(address, config.name, shlex.join(words), package.folder, forwarded.values, on_request)
 
 
-def _must_be_public(overrides: Sequence[str]) -> None:
-    """Raises RunRefused for a secret: the dashboard shows the command of a job."""
+def _refuse_secrets(overrides: Sequence[str]) -> None:
+    """Raises RunRefused if an override contains a secret: Ray's dashboard shows the command of a job."""
     for override in overrides:
         name, _, value = override.partition("=")
         if value and (is_secret_name(name) or secret_kind(value) is not None):
             raise RunRefused(
-                f"{name} looks like a secret, and the dashboard shows the command of a job to everyone: set it in the "
-                "environment in which the cluster was started"
+                f"{name} looks like a secret, and Ray's dashboard shows the command of a job to everyone: set it in "
+                "the environment in which the cluster is started"
             )
 
 
@@ -94,22 +97,22 @@ def _require_ray(config: SFTConfig | GRPOConfig) -> SFTConfig | GRPOConfig:
         return config
     if "cluster" in config.model_fields_set:
         raise RunRefused("--submit runs on a Ray cluster, but cluster.kind is local: set cluster=ray")
-    show_note("using cluster=ray: the run is submitted to a Ray cluster and its file configures none")
+    show_note("using cluster=ray: the run is submitted to a Ray cluster, and its config names no cluster")
     return config.model_copy(update={"cluster": RayClusterConfig()})
 
 
 def _job_environment(cluster: RayClusterConfig) -> ForwardedEnvironment:
-    """Variables of this shell for the job's driver, which forwards them to all workers."""
+    """The variables of this shell that the job's driver gets and forwards to all workers."""
     given = without_secrets(forward_environment(os.environ, cluster.forward_env, {}))
     if "PYTHONPATH" not in given.values:
         return given
     values = {name: value for name, value in given.values.items() if name != "PYTHONPATH"}
-    return ForwardedEnvironment(values, given.kept_back | {"PYTHONPATH": _PYTHONPATH})
+    return ForwardedEnvironment(values, given.kept_back | {"PYTHONPATH": _WHY_NO_PYTHONPATH})
 
 
 def _show_forwarded(given: ForwardedEnvironment) -> None:
     if given.values:
-        show_note(f"forwarding variables of this shell: {', '.join(given.values)}")
+        show_note(f"forwarding these variables of this shell: {', '.join(given.values)}")
     for name, why in given.kept_back.items():
         show_note(f"not forwarding {name}: {why}")
 
@@ -124,7 +127,7 @@ def _exit_code(ended: RayJobResult) -> int:
         show_note("the job was stopped")
         return INTERRUPTED
     if ended.status == "FAILED":
-        why = ended.message.partition(", last available logs")[0]  # they were shown
+        why = ended.message.partition(", last available logs")[0]  # the log was already shown
         show_note(f"the job failed: {' '.join(why.split())[:500]}")
         return ended.exit_code if ended.exit_code is not None and ended.exit_code > 0 else FAILED
     return 0

@@ -1,4 +1,4 @@
-"""`lockstep watch`: the same monitoring around any job."""
+"""`lockstep watch`: monitors any job for stalls, as `lockstep train` monitors its own."""
 
 import logging
 from enum import StrEnum
@@ -26,31 +26,32 @@ def command(
     on_stall: Annotated[
         OnStall,
         typer.Option(
-            help="On a confirmed stall: report it; dump also flight recorders and native stacks; kill the command, "
-            "which ends with exit code 124."
+            help="What to do on a confirmed stall: report it; dump flight recorders and native stacks as well; or kill "
+            "the command, with exit code 124."
         ),
     ] = OnStall.report,
-    incidents: Annotated[Path, typer.Option(help="Folder for the evidence collected around a confirmed stall.")] = Path(
+    incidents: Annotated[Path, typer.Option(help="Folder for the evidence about a confirmed stall.")] = Path(
         "incidents"
     ),
     notice_after: Annotated[float, typer.Option(help="Warn after this many seconds without progress.", min=0.2)] = 3.0,
     confirm_after: Annotated[
         float,
-        typer.Option(help="Confirm a stall after this many seconds in which the blocking process was idle.", min=1.0),
+        typer.Option(help="Confirm a stall when the blocking process has been idle for this many seconds.", min=1.0),
     ] = 40.0,
     supervisor: Annotated[
         str,
         typer.Option(
             metavar="HOST:PORT",
-            help="For a job on several nodes: where its only supervisor listens, an address of one of the nodes. Give "
-            "the same on every node; LOCKSTEP_TOKEN holds the shared secret.",
+            help="For a job on several nodes: address and port on one of the nodes where the job's supervisor listens. "
+            "Give the same value on every node, and the same secret in LOCKSTEP_TOKEN.",
         ),
     ] = "",
     node: Annotated[str, typer.Option(help="Name of this host in verdicts; its host name by default.")] = "",
 ) -> None:
-    """Run a command and report which process blocks it: torchrun, accelerate, mpirun, plain Python.
+    """Run any training command (torchrun, accelerate, mpirun, python) and report which process blocks it.
 
-    Neither the code nor the Python environment of the command needs a change. The exit code is the command's."""
+    The command needs no changes, neither in its code nor in its Python environment. The exit code is the
+    command's."""
     from lockstep.watch.attach.watched_command import CommandNotStarted, WatchedCommand, run_watched
     from lockstep.watch.diagnosis.verdict import StallThresholds
     from lockstep.watch.supervisor.multi_node import SupervisorEndpoint

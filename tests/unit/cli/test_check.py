@@ -1,4 +1,4 @@
-"""The command `lockstep check`: what it prints and how it ends."""
+"""The output and the exit codes of `lockstep check`."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from lockstep.config.loader import load_config
 from lockstep.doctor.check.facts.host_requirements import requirements_of
 
 
-def test_json_is_all_that_is_printed() -> None:
+def test_with_json_nothing_else_is_printed() -> None:
     result = CliRunner().invoke(app, ["check", "--json"])
     report = json.loads(result.stdout)
     assert result.exit_code == (0 if report["passed"] else 1)
@@ -28,7 +28,7 @@ def _found(result: Result) -> dict[str, dict[str, str]]:
     return {found["id"]: found for found in json.loads(result.stdout)["findings"]}
 
 
-def test_an_interface_that_is_not_there_ends_it_with_1() -> None:
+def test_a_missing_interface_is_an_error() -> None:
     result = CliRunner().invoke(app, ["check", "--json"], env={"NCCL_SOCKET_IFNAME": "nosuch0"})
     found = _found(result)["interface-nccl"]
     assert result.exit_code == 1 and found["severity"] == "error" and "nosuch0" in found["seen"] and found["source"]
@@ -44,15 +44,15 @@ def test_a_busy_master_port_is_reported_with_its_process() -> None:
     assert "is taken by" in " ".join(result.stdout.split()) and f"(pid {os.getpid()})" in result.stdout
 
 
-def test_what_a_config_asks_for_and_is_not_there(tmp_path: Path) -> None:
+def test_the_requirements_of_a_config(tmp_path: Path) -> None:
     example = Path(__file__).parents[3] / "examples" / "grpo_sort.yaml"
-    wanted = [
+    overrides = [
         "cluster.kind=ray",
         "cluster.device=cuda",
         "cluster.interface=nosuch",
         "cluster.address=nosuch.invalid:6379",
     ]
-    config = load_config(example, [*wanted, f"folder={tmp_path}"])
+    config = load_config(example, [*overrides, f"folder={tmp_path}"])
     needs = requirements_of(config)
     assert needs.several and needs.gpus and needs.interface == "nosuch" and needs.names == ("nosuch.invalid",)
     assert "ray" in needs.packages and str(tmp_path / config.name) in needs.folders
@@ -70,7 +70,7 @@ EXAMPLE = Path(__file__).parents[3] / "examples" / "sft_sort.yaml"
 @pytest.mark.parametrize(
     ("error", "code"), [(ValueError("no way"), 2), (OSError("no such host"), 2), (KeyError("x"), 1)]
 )
-def test_what_was_found_is_printed_where_a_later_rung_breaks(
+def test_complete_sections_are_printed_even_if_a_later_check_fails(
     monkeypatch: pytest.MonkeyPatch, error: Exception, code: int
 ) -> None:
     def broken(*given: object) -> None:
@@ -107,10 +107,10 @@ def test_the_command_line_overrides_the_cluster_of_a_config(tmp_path: Path, monk
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
 
     def cluster(word: str | None, *overrides: str) -> object:
-        asked = read_arguments(str(EXAMPLE), overrides, None, word, None, None, None)
-        assert asked.config is not None and load_config(EXAMPLE, asked.overrides) == asked.config
-        assert asked.selection.cluster == asked.config.cluster
-        return asked.config.cluster
+        request = read_arguments(str(EXAMPLE), overrides, None, word, None, None, None)
+        assert request.config is not None and load_config(EXAMPLE, request.overrides) == request.config
+        assert request.selection.cluster == request.config.cluster
+        return request.config.cluster
 
     on_ray = ["cluster.kind=ray", "cluster.address=head:1", "cluster.env.A=b", "cluster.device=cpu"]
     assert cluster("local", *on_ray) == LocalClusterConfig(device="cpu")
@@ -126,15 +126,15 @@ def test_the_command_line_overrides_the_cluster_of_a_config(tmp_path: Path, monk
         cluster("local", "cluster.devise=cpu")
     monkeypatch.setenv("RAY_ADDRESS", "given:6379")
     assert cluster("ray", "cluster.device=cpu") == RayClusterConfig(device="cpu")
-    alone = read_arguments(None, (), None, "ray", None, None, None)
-    assert alone.names_other_hosts and alone.selection.cluster == RayClusterConfig()
+    without_config = read_arguments(None, (), None, "ray", None, None, None)
+    assert without_config.names_other_hosts and without_config.selection.cluster == RayClusterConfig()
     assert not read_arguments(None, (), None, "local", None, None, None).names_other_hosts
 
 
 @pytest.mark.parametrize(
-    "words", [["--cluster", "slurm"], ["--cluster", "ray", "--hosts", "a,b"], ["--hosts", "a"], ["--ports", "x"],
+    "arguments", [["--cluster", "slurm"], ["--cluster", "ray", "--hosts", "a,b"], ["--hosts", "a"], ["--ports", "x"],
               ["--join", "nowhere"], ["--join", "a:1", "--wait", "0"]],
 )  # fmt: skip
-def test_arguments_that_cannot_be_are_refused(words: list[str]) -> None:
-    result = CliRunner().invoke(app, ["check", *words])
+def test_invalid_arguments_are_refused(arguments: list[str]) -> None:
+    result = CliRunner().invoke(app, ["check", *arguments])
     assert result.exit_code == 2 and not result.stdout and "Traceback" not in result.output

@@ -1,4 +1,4 @@
-"""`lockstep check --env`: from the shell and from blocks that are pasted, with its exit codes."""
+"""`lockstep check --env` and `--env-file`: findings and exit codes."""
 
 import json
 from pathlib import Path
@@ -24,8 +24,8 @@ def check(*arguments: str, text: str | None = None, env: dict[str, str] | None =
 def test_a_pasted_block() -> None:
     code, output = check("--env-file", "-", text=BLOCK)
     assert code == 1
-    for said in ("nothing reads NCCL_TIMEOUT=3600", "Did you mean NCCL_SOCKET_IFNAME?", "NCCL_P2P_LEVEL=NVL"):
-        assert said in " ".join(output.split())
+    for text in ("nothing reads NCCL_TIMEOUT=3600", "Did you mean NCCL_SOCKET_IFNAME?", "NCCL_P2P_LEVEL=NVL"):
+        assert text in " ".join(output.split())
     assert "0123456789abcdef" not in output
 
 
@@ -39,7 +39,7 @@ def test_json_and_several_files_as_hosts(tmp_path: Path) -> None:
     assert [each["host"] for each in differs] == ["one, two"] and differs[0]["rung"] == "environment"
 
 
-def test_the_shell_and_what_its_workers_do_not_see(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_variables_of_the_shell_that_workers_do_not_get(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
     (tmp_path / ".nccl.conf").write_text("# site\nNCCL_IB_HCA=mlx5_0\nNCCL_DEBUG=INFO\n")
     for name in ("NCCL_CONF_FILE", "NCCL_IB_HCA"):
@@ -53,7 +53,7 @@ def test_the_shell_and_what_its_workers_do_not_see(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(
-    ("arguments", "text", "said"),
+    ("arguments", "text", "message"),
     [
         (["--env-file", "/nowhere/x"], None, "/nowhere/x"),
         (["--env-file", "-"], "nothing here", "-: sets no variable"),
@@ -61,17 +61,17 @@ def test_the_shell_and_what_its_workers_do_not_see(monkeypatch: pytest.MonkeyPat
         (["--env", "--launcher", "carrier-pigeon"], None, "unknown launcher 'carrier-pigeon'"),
     ],
 )
-def test_invalid_input_is_refused(arguments: list[str], text: str | None, said: str) -> None:
+def test_invalid_input_is_refused(arguments: list[str], text: str | None, message: str) -> None:
     code, output = check(*arguments, text=text)
-    assert code == 2 and said in output and "Traceback" not in output
+    assert code == 2 and message in output and "Traceback" not in output
 
 
-def test_terminal_escapes_do_not_get_through() -> None:
+def test_terminal_escapes_are_not_printed() -> None:
     _, output = check("--env-file", "-", text="NCCL_DEBUG='\x1b[31mINFO\x1b]0;x\x07'")
     assert "\x1b]0" not in output and "\x07" not in output
 
 
-def test_what_a_config_makes_of_the_shell_on_other_nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_environment_of_workers_on_other_nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
     config = [str(Path(__file__).parents[3] / "examples" / "grpo_sort.yaml"), "cluster.kind=ray"]
     shell = {"DEEPSPEED_TIMEOUT": "30", "NCCL_DEBUG": "WARN", "GLOO_SOCKET_IFNAME": "eth0"}

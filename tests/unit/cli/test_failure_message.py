@@ -1,4 +1,4 @@
-"""The report of a failed run: brief, with the user's own lines."""
+"""The message about a failed run is brief and shows the user's own stack frames."""
 
 import subprocess
 import sys
@@ -27,7 +27,7 @@ def users_module(folder: Path, text: str) -> dict:
 
 
 def remote(error: BaseException) -> RemoteError:
-    """As it arrives from a worker."""
+    """The error as it arrives from a worker."""
     summary = failure_message(1, error)
     return RemoteError("policy-1", 1, summary.kind, summary.message, summary.traceback, summary.code)
 
@@ -37,13 +37,13 @@ def caught(call, *arguments) -> BaseException:
         call(*arguments)
     error = info.value
     assert error.__traceback__ is not None
-    return error.with_traceback(error.__traceback__.tb_next)  # without the frame of this function, a user's too
+    return error.with_traceback(error.__traceback__.tb_next)  # without this function's frame
 
 
-def test_of_a_workers_traceback_the_users_frames_are_shown(tmp_path: Path) -> None:
+def test_the_users_frames_of_a_workers_traceback_are_shown(tmp_path: Path) -> None:
     names = users_module(tmp_path, "import json\n\n\ndef read(text):\n    return json.loads(text)\n")
     summary = describe_failure(remote(caught(names["read"], "{")))
-    assert summary.what.startswith("policy-1: JSONDecodeError: Expecting property name")
+    assert summary.headline.startswith("policy-1: JSONDecodeError: Expecting property name")
     assert summary.lines[:2] == [f'File "{tmp_path}/users.py", line 5, in read', "  return json.loads(text)"]
     assert "json/" not in "".join(summary.lines)
 
@@ -52,19 +52,19 @@ def test_without_user_frames_lockstep_frames_are_shown() -> None:
     summary = describe_failure(
         remote(caught(RewardError, 1, 2, 3, 4, 5, 6, 7, 8))
     )  # too many arguments: raised outside of lockstep
-    assert (summary.what.partition(": ")[2].partition(":")[0], summary.lines) == ("TypeError", [])
+    assert (summary.headline.partition(": ")[2].partition(":")[0], summary.lines) == ("TypeError", [])
     summary = describe_failure(remote(caught(LedgerFull, Path("x"), "many", 1)))
-    assert summary.what.startswith("policy-1: ValueError")
+    assert summary.headline.startswith("policy-1: ValueError")
     assert "ledger/errors.py" in summary.lines[0] and "need" in summary.lines[1]
 
 
-def test_an_error_of_ours_needs_no_traceback() -> None:
+def test_an_error_with_a_code_is_shown_without_traceback() -> None:
     summary = describe_failure(remote(ModelError("model.path", "x", "is torn", "fetch it again")))
-    assert (summary.what, summary.lines) == ("policy-1: ModelError: model.path = 'x': is torn; fetch it again", [])
+    assert (summary.headline, summary.lines) == ("policy-1: ModelError: model.path = 'x': is torn; fetch it again", [])
 
 
-def test_of_a_stuck_process_the_users_frames_are_shown_innermost_last(tmp_path: Path) -> None:
-    """What faulthandler wrote twice, of two threads."""
+def test_the_users_frames_of_a_stuck_process_are_shown_innermost_last(tmp_path: Path) -> None:
+    """Faulthandler has dumped the stacks of two threads twice."""
     file = tmp_path / "stuck.py"
     file.write_text(
         "import faulthandler, json, sys, threading, time\n"
@@ -81,20 +81,20 @@ def test_of_a_stuck_process_the_users_frames_are_shown_innermost_last(tmp_path: 
     assert [line.rpartition(" in ")[2] for line in frames] == ["<module>", "score", "wait_for_ever"]
     summary = describe_failure(RewardError("f.py:score", "did not finish", "0:1#2", 1, "42", traceback=log))
     assert summary.lines == ["running at:", *frames]
-    assert summary.facts == [("sample", "0:1#2 (row 1 of the data)"), ("completion", "'42'")]
+    assert summary.details == [("sample", "0:1#2 (row 1 of the data)"), ("completion", "'42'")]
 
 
-def test_the_log_of_a_dead_worker_ends_the_telling() -> None:
+def test_the_end_of_a_dead_workers_log_is_shown() -> None:
     log = "\n".join(f"line {n}" for n in range(40))
     summary = describe_failure(WorkerDied("engine-0", 0, -9, log))
-    assert summary.what.startswith("engine-0 was killed by SIGKILL (out of memory?")
+    assert summary.headline.startswith("engine-0 was killed by SIGKILL (out of memory?")
     assert (summary.lines[0], summary.lines[-1], len(summary.lines)) == ("line 28", "line 39", 12)
-    assert describe_failure(WorkerDied("engine-0", 0, 3, log)).what == "engine-0 exited with 3; the end of its log:"
-    assert describe_failure(WorkerDied("engine-0", 0, None, log)).what == "engine-0 vanished"
+    assert describe_failure(WorkerDied("engine-0", 0, 3, log)).headline == "engine-0 exited with 3; the end of its log:"
+    assert describe_failure(WorkerDied("engine-0", 0, None, log)).headline == "engine-0 vanished"
 
 
 @pytest.mark.parametrize(
-    ("error", "what"),
+    ("error", "headline"),
     [
         (ConfigError("run.yaml", [ConfigProblem("steps", "is required")]), "run.yaml: steps: is required"),
         (WaitTimeout("queue", "engines", "step 3", 2.0), "waited 2.0 s for engines (queue): step 3"),
@@ -102,11 +102,11 @@ def test_the_log_of_a_dead_worker_ends_the_telling() -> None:
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_other_errors(error: Exception, what: str) -> None:
-    assert describe_failure(error).what == what
+def test_other_errors(error: Exception, headline: str) -> None:
+    assert describe_failure(error).headline == headline
 
 
-def test_what_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_printed_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     error = RewardError("f.py:score", "raised [bold]", "0:1#2", 1, "\x1b[31m[red]", traceback="Traceback\n  [x]\n")
     Ledger.create(tmp_path / "run", {}).close()
     show_failure(error, tmp_path / "run")
@@ -125,7 +125,7 @@ def test_what_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     ]
 
 
-def test_a_run_that_never_began_is_not_offered_for_resuming(tmp_path: Path, capsys) -> None:
+def test_a_run_that_did_not_start_cannot_be_resumed(tmp_path: Path, capsys) -> None:
     try:
         raise NotStarted(tmp_path / "run", tmp_path / "run.failed-1") from ValueError("no")
     except NotStarted as error:

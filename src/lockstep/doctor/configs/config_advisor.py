@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from lockstep.doctor.configs import shared_rules
-from lockstep.doctor.configs.accelerate.rules import judge_accelerate
+from lockstep.doctor.configs.accelerate_rules import judge_accelerate
 from lockstep.doctor.configs.config_files import ConfigDocument, leaves, read_config
 from lockstep.doctor.configs.config_settings import (
     ConfigFindings,
@@ -17,8 +17,8 @@ from lockstep.doctor.configs.config_settings import (
     ConfigSetting,
     ConfigSettings,
 )
-from lockstep.doctor.configs.deepspeed.rules import judge_deepspeed, load_deepspeed
-from lockstep.doctor.configs.openrlhf.rules import judge_openrlhf
+from lockstep.doctor.configs.deepspeed_rules import judge_deepspeed, load_deepspeed
+from lockstep.doctor.configs.openrlhf_rules import judge_openrlhf
 from lockstep.doctor.configs.option_tables import option_table
 from lockstep.doctor.configs.shell_scripts import ShellWord
 from lockstep.doctor.configs.training_commands import (
@@ -27,10 +27,10 @@ from lockstep.doctor.configs.training_commands import (
     add_overrides,
     find_training_commands,
 )
-from lockstep.doctor.configs.trl.rules import judge_trl
-from lockstep.doctor.configs.trl.settings import TRLConfig, trl_options, trl_program
-from lockstep.doctor.configs.verl.rules import judge_verl
-from lockstep.doctor.configs.verl.settings import (
+from lockstep.doctor.configs.trl_rules import judge_trl
+from lockstep.doctor.configs.trl_settings import TRLConfig, trl_options, trl_program
+from lockstep.doctor.configs.verl_rules import judge_verl
+from lockstep.doctor.configs.verl_settings import (
     VERL_PROGRAM,
     judge_verl_environment,
 )

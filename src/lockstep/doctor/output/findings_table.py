@@ -1,8 +1,10 @@
-"""Renders a report of findings in the terminal."""
+"""Renders a report of findings for the terminal, as a whole or section by section while a check runs."""
 
-from collections.abc import Iterator
+import json
+import sys
+from collections.abc import Iterable, Iterator
 
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -71,3 +73,36 @@ def _finding_lines(finding: Finding, several: bool) -> Iterator[Text]:
         yield Text.assemble(("fix: ", "bold"), terminal_safe(finding.fix))
     if finding.source and finding.severity in ("error", "warning"):
         yield Text(terminal_safe(finding.source), "dim")
+
+
+class LiveReport(CheckReport):
+    """A report that prints every section as soon as it is complete.
+
+    Args:
+        as_json: print nothing before the end, and then the whole report as one JSON object.
+    """
+
+    def __init__(self, as_json: bool) -> None:
+        super().__init__()
+        self._json, self._console = as_json, Console(soft_wrap=False)
+
+    def add(self, name: str, title: str, findings: Iterable[Finding], seconds: float = 0.0) -> None:
+        """Adds a section."""
+        CheckReport.add(self, name, title, findings, seconds)
+        if not self._json and self.rungs[-1].findings:
+            self._console.print(render_section(self.rungs[-1], covers_several_hosts(self)))
+
+    def finish(self) -> None:
+        """Prints the summary in one line, or the whole report as JSON."""
+        if self._json:
+            sys.stdout.write(json.dumps(self.json(), indent=2) + "\n")
+            sys.stdout.flush()
+        else:
+            self._console.print(report_summary(self))
+
+    def finish_early(self, error: BaseException) -> None:
+        """Finishes the report after an error; prints nothing if no section is complete."""
+        if self.rungs:
+            seen = f"the remaining checks were not run: {str(error) or type(error).__name__}"
+            self.add("ended", "Not checked", [Finding("check-ended", "unchecked", "", seen)])
+            self.finish()

@@ -73,7 +73,7 @@ def test_facts_are_requested_from_all_hosts_in_parallel() -> None:
     assert sorted(facts) == ["a", "b"] and [known.host for known in facts.values()] == ["a", "b"]
     assert all(known.limits and known.versions and known.disks for known in facts.values())
     assert "its answer is invalid" in lost["c"]
-    said = {finding.id: finding for finding in judge_other_hosts(facts, lost, needs, lambda name: name == "a")}
+    said = {finding.id: finding for finding in judge_other_hosts(facts, lost, needs, {"a"})}
     assert said["host"].host == "c" and said["host"].severity == "unchecked"
     assert not [finding for finding in said.values() if finding.severity == "ok" and "a" in finding.host.split(",")]
 
@@ -102,10 +102,7 @@ def test_equal_findings_of_hosts_are_merged() -> None:
     facts |= {f"s{number}": HostFacts(f"s{number}", limits=small) for number in range(3)}
     facts["odd"] = HostFacts("odd", limits=FINE, versions=HostVersions({"torch": "2.12.0"}))
     facts["h0"] = replace(facts["h0"], versions=HostVersions({"torch": "2.13.0"}))
-    found = {
-        each.id: each
-        for each in judge_other_hosts(facts, {}, HostRequirements(packages=(), shared=True), lambda name: False)
-    }
+    found = {each.id: each for each in judge_other_hosts(facts, {}, HostRequirements(packages=(), shared=True), ())}
     assert found["shm-size"].host == "s0,s1,s2" and found["shm-size"].severity == "error"
     assert found["differs-torch"].host == "odd" and found["hosts"].host == "h0,h1,h2,h3,h4"
 
@@ -123,5 +120,5 @@ def test_facts_that_cannot_be_judged_do_not_affect_other_hosts() -> None:
         "odd": HostFacts("odd", kernel=KernelLog([KernelEvent("of a later version", "?")]), limits=FINE),
         "small": HostFacts("small", limits=small),
     }
-    found = {each.id: each for each in judge_other_hosts(facts, {}, HostRequirements(packages=()), lambda name: False)}
+    found = {each.id: each for each in judge_other_hosts(facts, {}, HostRequirements(packages=()), ())}
     assert found["shm-size"].host == "small" and found["host"].host == "odd" and found["host"].severity == "unchecked"

@@ -18,8 +18,8 @@ from lockstep.doctor.check.cluster.collective_test import (
 from lockstep.doctor.check.cluster.collective_test import SelfTestResult as Outcome
 from lockstep.doctor.check.cluster.probe_rendezvous import (
     CombinedLauncher,
+    ManualLauncher,
     MissingHost,
-    PrintedLauncher,
     ProbeRendezvous,
     join_command,
 )
@@ -267,7 +267,7 @@ def test_translated_shared_and_loopback_addresses_are_found() -> None:
 
 def test_a_printed_launcher_keeps_the_token_out_of_commands() -> None:
     said: list[str] = []
-    launcher = CombinedLauncher([PrintedLauncher(["b", "c"], said.append, show_token=True)])
+    launcher = CombinedLauncher([ManualLauncher(["b", "c"], said.append, show_token=True)])
     launcher.start("fd00::1", 4000, "secret")
     assert launcher.hosts == ("b", "c")
     assert said[0].endswith("lockstep check --join [fd00::1]:4000 --name b")

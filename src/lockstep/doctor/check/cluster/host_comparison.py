@@ -2,7 +2,7 @@
 
 import ipaddress
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations
 from pathlib import Path
@@ -262,14 +262,14 @@ def compare_environments(head: CheckHead, names: Sequence[str]) -> list[Finding]
 
 
 def judge_other_hosts(
-    facts: Mapping[str, HostFacts], lost: Mapping[str, str], needs: HostRequirements, here: Callable[[str], bool]
+    facts: Mapping[str, HostFacts], lost: Mapping[str, str], needs: HostRequirements, own_names: Collection[str]
 ) -> list[Finding]:
     """Judges the other hosts, merges equal findings, and reports differences between all hosts.
 
     Args:
-        here: whether a name means this host, which is already judged.
+        own_names: names of this host, which is already judged.
     """
-    others = {name: known for name, known in facts.items() if not here(name)}
+    others = {name: known for name, known in facts.items() if name not in own_names}
     seen: list[Finding] = []
     odd: dict[str, str] = {}
     for name, known in others.items():

@@ -38,7 +38,7 @@ def join_command(head: str, port: int, name: str) -> str:
     return f"lockstep check --join {where} --name {name}"
 
 
-class PrintedLauncher:
+class ManualLauncher:
     """Asks people to start the probes.
 
     Args:

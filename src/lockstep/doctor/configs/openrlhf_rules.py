@@ -4,7 +4,7 @@ from pathlib import Path
 
 from lockstep.doctor.configs import model_memory, option_tables, shared_rules
 from lockstep.doctor.configs.config_settings import ConfigFindings, ConfigSettings
-from lockstep.doctor.configs.openrlhf.settings import (
+from lockstep.doctor.configs.openrlhf_settings import (
     BATCH_SOURCE,
     OpenRLHFConfig,
     judge_openrlhf_environment,

@@ -6,7 +6,7 @@ from lockstep.doctor.configs import option_tables, shared_rules
 from lockstep.doctor.configs.config_settings import ConfigFindings, ConfigLocation, ConfigSettings
 from lockstep.doctor.configs.option_tables import option_table
 from lockstep.doctor.configs.shell_scripts import ShellWord
-from lockstep.doctor.configs.verl.settings import (
+from lockstep.doctor.configs.verl_settings import (
     ACTOR,
     REFERENCE,
     ROLLOUT,

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lockstep.doctor.configs import model_memory, option_tables
-from lockstep.doctor.configs.accelerate.rules import accelerate_zero_stage
+from lockstep.doctor.configs.accelerate_rules import accelerate_zero_stage
 from lockstep.doctor.configs.config_settings import ConfigFindings, ConfigLocation, ConfigSetting, ConfigSettings
 from lockstep.doctor.configs.option_tables import OptionSpec, OptionTable, option_table
 from lockstep.doctor.configs.shared_rules import judge_heads, judge_positions

@@ -4,9 +4,9 @@ from pathlib import Path
 
 from lockstep.doctor.configs import shared_rules
 from lockstep.doctor.configs.config_settings import ConfigFindings, ConfigSettings
-from lockstep.doctor.configs.deepspeed.rules import FILL_SOURCE
+from lockstep.doctor.configs.deepspeed_rules import FILL_SOURCE
 from lockstep.doctor.configs.option_tables import option_table
-from lockstep.doctor.configs.trl.settings import (
+from lockstep.doctor.configs.trl_settings import (
     ONLINE,
     TRLConfig,
     judge_option_names,

@@ -3,7 +3,7 @@
 from lockstep.doctor.configs import option_tables
 from lockstep.doctor.configs.config_files import ConfigDocument
 from lockstep.doctor.configs.config_settings import ConfigFindings, ConfigSettings
-from lockstep.doctor.configs.deepspeed.rules import load_deepspeed
+from lockstep.doctor.configs.deepspeed_rules import load_deepspeed
 from lockstep.doctor.configs.option_tables import option_table
 
 CONFIG_SOURCE = "https://github.com/huggingface/accelerate/blob/v1.15.0/src/accelerate/commands/config/config_args.py"

@@ -1,1 +1,0 @@
-"""accelerate's YAML."""

@@ -1,1 +1,0 @@
-"""DeepSpeed's JSON."""

@@ -1,1 +1,0 @@
-"""OpenRLHF's command lines."""

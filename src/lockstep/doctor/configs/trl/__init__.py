@@ -1,1 +1,0 @@
-"""TRL's trainers and other scripts on transformers' Trainer."""

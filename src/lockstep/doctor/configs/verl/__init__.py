@@ -1,1 +1,0 @@
-"""verl's command lines and YAML."""
