@@ -68,8 +68,8 @@ def _submit_job(
     _show_forwarded(forwarded)
     with tempfile.TemporaryDirectory(prefix="lockstep-submit-") as folder:
         package = build_ray_package(config, Path(folder))
-        if package.elsewhere:
-            show_note(f"these paths are not uploaded and must exist on the cluster: {', '.join(package.elsewhere)}")
+        if package.absolute_paths:
+            show_note(f"these paths are not uploaded and must exist on the cluster: {', '.join(package.absolute_paths)}")
         words = [
             "python",
             "-m",

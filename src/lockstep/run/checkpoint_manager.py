@@ -1,4 +1,4 @@
-"""Decides when to write a checkpoint, when it counts, and which ones to keep."""
+"""Decides when to write a checkpoint and which ones to keep, and enters complete ones into the ledger."""
 
 import logging
 import re
@@ -37,14 +37,14 @@ class CheckpointLoader(Protocol):
 
 
 def restore_checkpoint(loader: CheckpointLoader, ledger: Ledger) -> int:
-    """Loads the newest checkpoint, or the one before if that is damaged (step files are kept as long). Returns the
-    number of steps in it, 0 if there is no checkpoint.
+    """Loads the newest checkpoint, or the one before it if the newest is damaged. Returns the number of steps in it, 0
+    if there is no checkpoint.
 
     Raises:
-        RemoteError: neither can be loaded; the error of the newest.
+        RemoteError: neither can be loaded; this is the error for the newest.
     """
     newest = ledger.checkpoints()[-2:][::-1]
-    damage: list[RemoteError] = []
+    errors: list[RemoteError] = []
     for row in newest:
         try:
             loader.load(row.path)
@@ -52,19 +52,19 @@ def restore_checkpoint(loader: CheckpointLoader, ledger: Ledger) -> int:
             if error.code != CheckpointError.error_code:
                 raise
             log.warning("%s", error.message)
-            damage.append(error)
+            errors.append(error)
             continue
-        for damaged in newest[: len(damage)]:
+        for damaged in newest[: len(errors)]:
             log.warning("resuming from %s instead; later steps are repeated", row.path)
             ledger.forget_checkpoint(damaged.step)
         return row.step + 1
-    if damage:
-        raise damage[0]
+    if errors:
+        raise errors[0]
     return 0
 
 
 class CheckpointManager:
-    """Writes checkpoints in the background. A checkpoint counts once it is in the ledger, which happens when it is
+    """Writes checkpoints in the background. A checkpoint is valid once it is in the ledger, which happens when it is
     complete on disk."""
 
     def __init__(self, config: CheckpointConfig, folder: Path, ledger: Ledger, saver: CheckpointSaver) -> None:
@@ -84,9 +84,9 @@ class CheckpointManager:
         return None if newest is None else newest.step + 1
 
     def begin(self, version: int, metric: float | None) -> None:
-        """Starts to write a checkpoint in the background, after an earlier one is finished."""
+        """Starts writing a checkpoint in the background, once an earlier one is finished."""
         self.finish()
-        path = self.folder / f"{version:08d}"  # as _NAME has it
+        path = self.folder / f"{version:08d}"  # matches _CHECKPOINT_NAME
         self.saver.save(path)
         self._pending = (version, path, metric)
 
@@ -116,7 +116,8 @@ class CheckpointManager:
         )
 
     def writer_lost(self) -> None:
-        """The ranks that write are lost: a completed checkpoint counts, an incomplete one is deleted."""
+        """Handles the loss of the ranks that write a checkpoint: enters it into the ledger if it is complete, else
+        deletes it."""
         pending, self._pending = self._pending, None
         if pending is not None and pending[1].is_dir():  # only a complete checkpoint has this name
             version, path, metric = pending
@@ -135,8 +136,8 @@ class CheckpointManager:
         self.ledger.retain()
 
     def _clear(self) -> None:
-        """Deletes what a killed run has left: incomplete checkpoints, and complete ones that are not in the ledger.
-        Folders with other names are not ours, and stay."""
+        """Deletes what a killed run left behind: incomplete checkpoints, and complete ones that are not in the ledger.
+        Keeps folders whose names are not those of checkpoints."""
         if not self.folder.is_dir():
             return
         self.ledger.fence()

@@ -12,11 +12,11 @@ class Interrupted(Exception):
 
 
 class NotStarted(RuntimeError):
-    """The roles of a new run could not start; nothing was trained. `__cause__` is the reason.
+    """The processes of a new run could not start; nothing was trained. `__cause__` is the reason.
 
     Args:
-        folder: the run's folder; its name is free again.
-        kept: the folder with the logs under its new name; None if it could not be moved.
+        folder: the folder that the run was to have; its name is free again.
+        kept: the new path of the folder, which contains the logs; None if it could not be moved.
     """
 
     def __init__(self, folder: Path, kept: Path | None) -> None:
@@ -26,15 +26,15 @@ class NotStarted(RuntimeError):
 
 
 class RunFinished(Exception):
-    """The run to resume is finished already. Nothing was started, and nothing on disk was touched."""
+    """The run to resume has already finished. Nothing was started, and nothing on disk was touched."""
 
 
 class GaveUp(RuntimeError):
-    """A failure without a (further) restart. `__cause__` is the failure itself.
+    """A worker failed and is not restarted (again). `__cause__` is the failure itself.
 
     Args:
         worker: the worker that failed.
-        what: how it failed, for a sentence that begins with its name.
+        what: how it failed, as a verb phrase (`died (SIGKILL)`).
         reason: why it was not restarted.
     """
 

@@ -1,4 +1,4 @@
-"""Evaluation: completions on held-out prompts, scored; a few samples are kept for reading."""
+"""Evaluates on held-out prompts: samples completions, scores them, and keeps a few for people to read."""
 
 from collections.abc import Sequence
 
@@ -18,7 +18,7 @@ EXACT_MATCH = "eval/exact_match"
 
 
 class Evaluator:
-    """Evaluates versions of the weights, each at most once, always with the same seeds."""
+    """Evaluates versions of the weights: each at most once, all with the same seeds."""
 
     def __init__(
         self,
@@ -44,19 +44,19 @@ class Evaluator:
 
     def metric(self, version: int) -> float | None:
         """The metric that selects the best checkpoint: the mean reward if there is one, else exact match (which stays
-        at zero where answers contain reasoning, as in mathematics)."""
+        at zero if completions contain reasoning, as in mathematics)."""
         metrics = self.history.get(version, {})
         return metrics.get("eval/reward_mean", metrics.get(EXACT_MATCH))
 
     def improved(self, version: int) -> bool:
         """Whether this version was evaluated, by this attempt or an earlier one, and is better than all before it."""
         value = self.metric(version)
-        earlier = [self.metric(seen) for seen in self.history if seen < version]
+        earlier = [self.metric(each) for each in self.history if each < version]
         return value is not None and all(value > other for other in earlier if other is not None)
 
     def report_again(self, version: int) -> None:
-        """Reports the evaluation of an earlier attempt, if there is one, as the metric sinks were cut back to the
-        checkpoint before it."""
+        """Reports the evaluation of an earlier attempt again, if there is one: on resuming, the metric sinks were cut
+        back to the checkpoint before it."""
         if version in self.history and version not in self._reported:
             self._reported.add(version)
             self.reporter.evaluated(version, self.history[version])

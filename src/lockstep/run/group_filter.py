@@ -1,4 +1,4 @@
-"""Filters the groups of a step: all that were sampled, or only those with a learning signal (dynamic sampling)."""
+"""Collects the groups of a step: all that were sampled, or only those with a learning signal (dynamic sampling)."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -29,7 +29,8 @@ class GroupFilter:
 
     Args:
         wanted: the number of groups of the step.
-        stored: the step's rollouts, if they are durable already, and what was stored with them.
+        stored: the step's rollouts, if they are durable already.
+        extra: what `GroupFilter.extra` returned when they were stored.
     """
 
     def __init__(
@@ -56,19 +57,19 @@ class GroupFilter:
         """Adds the groups of a round.
 
         Raises:
-            NoSignal: groups are missing after the last round, and by the config that is an error.
+            NoSignal: groups are missing after the last round, and `at_limit` is `error`.
         """
         self._version = rollouts.version if self.rounds == 0 else self._version
         self.rounds += 1
         for group in rollouts.groups:
-            good = not self.config.enable or has_signal(group, self.config.metric)
-            (self._groups if good and self.missing else self._discarded).append(group)
+            usable = not self.config.enable or has_signal(group, self.config.metric)
+            (self._groups if usable and self.missing else self._discarded).append(group)
         if self.missing and self.rounds >= self.config.max_num_gen_batches:
             if self.config.at_limit == "error":
                 raise NoSignal(self.step, self.rounds, len(self._groups), self.wanted, self.config.metric)
-            fill = self.missing
-            self._groups += self._discarded[:fill]
-            del self._discarded[:fill]
+            count = self.missing
+            self._groups += self._discarded[:count]
+            del self._discarded[:count]
 
     @property
     def rollouts(self) -> Rollouts:
@@ -86,7 +87,7 @@ class GroupFilter:
 
     @property
     def extra(self) -> dict[str, Any]:
-        """What is stored with the rollouts."""
+        """Values to store with the rollouts."""
         return {"rounds": self.rounds, "discarded": self.discarded} if self.config.enable else {}
 
     def metrics(self) -> dict[str, float]:
@@ -96,10 +97,10 @@ class GroupFilter:
 
 
 def has_signal(group: Group, metric: str) -> bool:
-    """Whether the group's completions differ in `reward`, or in the reward term of that name. A completion to
-    which the term does not apply (NaN) counts neither way. ValueError where there is no such term."""
+    """Whether the group's completions differ in `reward`, or in the reward term of that name. Ignores completions to
+    which the term does not apply (NaN). Raises ValueError if there is no such term."""
     values = group.rewards if metric == "reward" else group.breakdown.get(metric)
     if values is None:
-        raise ValueError(f"filter_groups.metric {metric!r} is none of reward, {', '.join(group.breakdown)}")
+        raise ValueError(f"filter_groups.metric {metric!r} is not one of reward, {', '.join(group.breakdown)}")
     known = values[~np.isnan(values)]
     return bool(known.size) and bool(known.max() > known.min())

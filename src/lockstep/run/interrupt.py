@@ -1,6 +1,6 @@
-"""Ctrl-C: the first ends the run cleanly after the current step, the second at once. Either way it can be resumed.
+"""Ctrl-C: the first ends the run cleanly after the current step, the second at once. Either way the run can be resumed.
 
-While no step is running, as at the start or during a recovery, the first one ends the run at once: the wait for a free
+While no step is running, as during the start or a recovery, the first Ctrl-C ends the run at once: waiting for a free
 node may take very long.
 """
 
@@ -14,15 +14,15 @@ log = logging.getLogger(__name__)
 
 
 class InterruptHandler:
-    """Whether the user, or a scheduler with SIGTERM, has asked the run to stop."""
+    """Records whether the user, or a scheduler with SIGTERM, has asked the run to stop."""
 
     def __init__(self) -> None:
         self.requested = False
-        self._steps = False
+        self._in_steps = False
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Handles SIGINT and SIGTERM. The second of either raises KeyboardInterrupt in the controller; outside of steps
+        """Handles SIGINT and SIGTERM. The second signal raises KeyboardInterrupt in the controller; outside of steps
         the first one does."""
         previous = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
@@ -33,21 +33,21 @@ class InterruptHandler:
 
     def steps_begin(self) -> None:
         """From now on the first signal lets the current step finish."""
-        self._steps = True
+        self._in_steps = True
 
     @contextmanager
     def recovering(self) -> Iterator[None]:
-        """Around a recovery, in which no step is running."""
-        before, self._steps = self._steps, False
+        """Wraps a recovery, during which no step is running."""
+        before, self._in_steps = self._in_steps, False
         try:
             yield
         finally:
-            self._steps = before
+            self._in_steps = before
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        name, now = signal.Signals(number).name, self.requested or not self._steps
+        name, stops_at_once = signal.Signals(number).name, self.requested or not self._in_steps
         self.requested = True
-        if now:
+        if stops_at_once:
             log.warning("%s: stopping at once", name)
             raise KeyboardInterrupt
         log.warning("%s: finishing this step; repeat to stop at once", name)

@@ -1,4 +1,4 @@
-"""Starts a prepared run (ledger, cluster, roles, supervisor) and ends it: export, summary, shutdown."""
+"""Starts a prepared run (ledger, cluster, roles, supervisor), and ends it (export, summary, shutdown)."""
 
 import gc
 import logging
@@ -47,8 +47,8 @@ from lockstep.watch.diagnosis.verdict import StallThresholds
 log = logging.getLogger(__name__)
 
 GC_THRESHOLD = 50_000
-"""Net allocations before Python's garbage collector looks for cycles. With its own 700 it does so some hundred times in
-a step of four thousand completions, which takes a sixth of the controller's time."""
+"""Net allocations before Python's garbage collector looks for cycles. With Python's default of 700 it runs some hundred
+times in a step of four thousand completions, which takes a sixth of the controller's time."""
 
 
 @contextmanager
@@ -56,8 +56,8 @@ def open_run(prepared: PreparedRun) -> Iterator[Run]:
     """Starts everything, yields the run, and stops everything, whatever happens.
 
     Raises:
-        RunRefused: the folder cannot be made, or another process runs this run; nothing was started.
-        NotStarted: a role of a new run could not start; its name is free for the next try.
+        RunRefused: the folder cannot be created, or another process has this run open; nothing was started.
+        NotStarted: a role of a new run could not start; the run's name can be used again.
         RemoteError, WorkerDied, RewardError: a role of a resumed run could not start.
     """
     ledger = _open_ledger(prepared)
@@ -105,7 +105,7 @@ def finalize_run(run: Run) -> Iterator[None]:
 @contextmanager
 def infrequent_gc() -> Iterator[None]:
     """Excludes all objects that exist now from garbage collection, as they live as long as the run, and collects cycles
-    among later ones rarely. Arrays and other objects outside of cycles are freed at once as ever."""
+    among later ones rarely. Arrays and other objects outside of cycles are freed immediately, as always."""
     before = gc.get_threshold()
     gc.collect()
     gc.freeze()
@@ -144,12 +144,12 @@ def start_supervisor(
 def launch_all(prepared: PreparedRun, launcher: RunWorkerLauncher) -> tuple[list[Worker], list[Worker]]:
     """Starts trainer ranks and engines.
 
-    Engines that share devices with the ranks start alone on them and sleep before the ranks are set up: vLLM refuses to
-    start if less than its share of a GPU is free, or if other processes allocate memory while it measures its own.
+    Engines that share GPUs with the ranks are put to sleep before the ranks use the GPUs: vLLM refuses to start if less
+    than its share of a GPU is free, or if other processes allocate memory while it measures its own.
     """
     ranks, engines = launcher.launch_all()
     if prepared.config.placement.shared:
-        gather_results([engine.submit(EngineAPI.sleep) for engine in engines], why="leave the devices")
+        gather_results([engine.submit(EngineAPI.sleep) for engine in engines], why="free the GPUs")
     return ranks, engines
 
 
@@ -164,17 +164,17 @@ def _open_ledger(prepared: PreparedRun) -> Ledger:
 
 
 def _owns_run(ledger: Ledger) -> bool:
-    """Whether no other process has claimed the run since."""
+    """Whether no other process has claimed the run in the meantime."""
     try:
-        with Ledger.reader(ledger.folder) as now:
-            return now.generation == ledger.generation
+        with Ledger.reader(ledger.folder) as current:
+            return current.generation == ledger.generation
     except (LedgerError, OSError):
         return True
 
 
 def _rename_failed_folder(folder: Path) -> Path | None:
-    """Frees the name of a run that never started. The folder may show why, so it is kept; its new path, or None if it
-    cannot be renamed."""
+    """Renames the folder of a run that did not start, so that the name can be used again; its logs may show why.
+    Returns the new path, or None if the folder cannot be renamed."""
     kept = folder.with_name(f"{folder.name}.failed-{time.strftime('%Y%m%d-%H%M%S')}")
     try:
         folder.rename(kept)
@@ -191,7 +191,7 @@ def _report_end(run: Run, reason: str) -> None:
         run.ledger.event("end", reason=reason, steps=run.ledger.done())
         run.reporter.finish(reason)
     except (LedgerError, OSError) as error:
-        # A full disk may be what ended the run: the first error is the one to raise.
+        # Not raised: if a full disk ended the run, its first error is the one to report.
         log.warning("summary and report could not be written: %s", error)
 
 
@@ -230,7 +230,7 @@ def _start_run(
 
 
 def _start_trainer(prepared: PreparedRun, ledger: Ledger, workers: list[Worker]) -> tuple[TrainerGroup, int]:
-    """The trainer ranks with the newest checkpoint loaded, and its version."""
+    """Sets up the trainer ranks and loads the newest checkpoint. Returns them and the number of steps done."""
     policy = TrainerGroup(workers, set_up_ranks(workers), prepared.config.trainer.offload)
     _log_packing(prepared, policy.info)
     if policy.info.slower:
@@ -239,15 +239,19 @@ def _start_trainer(prepared: PreparedRun, ledger: Ledger, workers: list[Worker])
 
 
 def _log_packing(prepared: PreparedRun, info: TrainerInfo) -> None:
-    """Logs the packing mode; as a warning if the model trains slower than its user may expect."""
+    """Logs the packing mode, as a warning if training is slower than the user may expect."""
     chosen = prepared.config.model.packing != "auto"
-    means = {"forest": "", "block": ": prompts are not shared", "single": ": one sample per row, which is slower"}
+    notes = {
+        "forest": "",
+        "block": ": prompts are not shared",
+        "single": ": one sample per row, which is slower",
+    }
     level = logging.INFO if chosen or info.packing == "forest" else logging.WARNING
-    log.log(level, "packing %s%s (%s)", info.packing, means[info.packing], info.packing_reason)
+    log.log(level, "packing %s%s (%s)", info.packing, notes[info.packing], info.packing_reason)
 
 
 def _warn_slow_engines(engines: list[Worker]) -> None:
-    """Logs why the model decodes slowly, if it does; all engines have the same model."""
+    """Warns if the model decodes slowly on the engines, with the reason."""
     reasons = gather_results([worker.submit(EngineAPI.slower) for worker in engines], why="load the model")
     for reason in dict.fromkeys(reasons):
         if reason:
@@ -271,14 +275,14 @@ def _make_roles(
     if engines is None:
         return roles
     roles.engines = engines
-    where = prepared, policy, engines.workers, cluster, launcher
-    roles.weights = WeightPublisher(policy, engines, make_weight_delivery(*where), ledger, make_device_sync(*where))
+    setup = prepared, policy, engines.workers, cluster, launcher
+    roles.weights = WeightPublisher(policy, engines, make_weight_delivery(*setup), ledger, make_device_sync(*setup))
     roles.weights.open_on_ranks()
     roles.weights.publish(version)
     if config.recipe == "grpo" and prepared.prompts is not None:
         sampler = PromptSampler(prepared.prompts, ledger, config.prompts_per_step, config.filter_groups.enable)
-        size, ahead = config.group_size, config.rollout.max_staleness
-        roles.rollouts = RolloutBuffer(engines, ledger, sampler, size, config.steps, ahead)
+        size, staleness = config.group_size, config.rollout.max_staleness
+        roles.rollouts = RolloutBuffer(engines, ledger, sampler, size, config.steps, staleness)
     if config.evaluation is not None:
         roles.evaluator = Evaluator(
             config.evaluation,

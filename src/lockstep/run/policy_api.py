@@ -15,9 +15,9 @@ class PolicyAPI(TrainerAPI):
 
     @abstractmethod
     def write_weights(self, version: int) -> None:
-        """Writes this rank's rows into the store's inactive buffer, as `version_numbers`."""
+        """Writes this rank's rows of the weights into the store's inactive buffer, as this version."""
 
     @abstractmethod
     def stream_weights(self, channel: StreamChannel, version: int) -> str:
         """Gathers the weights with the other ranks, bucket by bucket, and sends them to the channel's engines. Returns
-        why that failed, "" if it did not."""
+        the reason if that failed, else ""."""

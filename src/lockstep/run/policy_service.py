@@ -1,4 +1,4 @@
-"""A trainer rank of the policy: the train room's service plus the weight store."""
+"""A trainer rank of the policy: a trainer service that also publishes its weights."""
 
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ class PolicyService(TrainerService, PolicyAPI):
     """A trainer rank of the policy."""
 
     def __init__(self, run_id: str, **arguments: Any) -> None:
-        """`run_id` is that of the run's folder. Raises FolderNotShared if this host does not see that folder."""
+        """`run_id` is the id in the run's folder. Raises FolderNotShared if this host does not see that folder."""
         super().__init__(**arguments)
         check_folder_shared(self.run_folder, run_id)
         self._weights: WeightStore | None = None
@@ -37,14 +37,15 @@ class PolicyService(TrainerService, PolicyAPI):
 
     def stream_weights(self, channel: StreamChannel, version: int) -> str:
         if self._weights is None:
-            raise RuntimeError("no weight store is open, which has the plan; call open_weights() first")
+            raise RuntimeError("no weight store is open; call open_weights() first")
         recorder.raise_if_stalled()
         current_beacon().stage("publish")
         if self._sender is None:
             self._sender = StreamSender(self.rank, self.device)
         plan = self._weights.plan
         buckets = [
-            [(each.name, each.torch_dtype) for each in lot.entries] for lot in cut_buckets(plan, channel.bucket_bytes)
+            [(entry.name, entry.torch_dtype) for entry in bucket.entries]
+            for bucket in cut_buckets(plan, channel.bucket_bytes)
         ]
         gathered = self.trainer.gather_weights(buckets, everyone=channel.way == "cuda_ipc")
         return self._sender.send(channel, plan, version, gathered)

@@ -1,9 +1,9 @@
-"""A bounded buffer of rollouts for coming steps, and the prompts each step gets. Each step is generated with weights
-at most `max_staleness` versions old.
+"""A bounded buffer of rollouts for coming steps, and the prompts of each step. A step is generated with weights that
+are at most `max_staleness` versions old.
 
 Engines decode in processes of their own, so generation overlaps training without a thread: the requests of the next
 `max_staleness` steps are handed to the engines before a step is trained, and collected when their turn comes.
-Published weights are taken between two decode steps, and every token says which version made it.
+Engines load published weights between two decode steps, and every token records the version that generated it.
 """
 
 import time
@@ -20,14 +20,14 @@ from lockstep.watch.beacon.writer import current_beacon
 
 
 class PromptSampler:
-    """Draws every position of the data once.
+    """Draws prompts from the data, each position once.
 
     Normally a step's prompts follow from its number. If groups are filtered, the number of prompts that a step needs is
     not known beforehand, so the ledger records each draw before it is used: a resumed run repeats the draws.
 
     Args:
         per_step: prompts of a step's first round.
-        filtered: whether steps may need more rounds.
+        filtered: whether groups are filtered, so that steps may need more rounds.
     """
 
     def __init__(self, source: PromptSource, ledger: Ledger, per_step: int, filtered: bool) -> None:
@@ -35,7 +35,7 @@ class PromptSampler:
         self.per_step, self.filtered = per_step, filtered
 
     def draw(self, step: int, round: int = 0, count: int | None = None) -> list[Prompt]:
-        """The prompts of a round of a step: `count` of them, or as many as it had before a restart."""
+        """Returns the prompts of a round of a step: `count` new ones, or those that the round had before a restart."""
         wanted = self.per_step if count is None else count
         if not self.filtered:
             return self.source.take(step * self.per_step, wanted)
@@ -43,7 +43,7 @@ class PromptSampler:
 
 
 PERSIST_INTERVAL_S = 1.0
-"""How often finished completions of unfinished steps are made durable, besides when a step has all of its own."""
+"""How often finished completions of unfinished steps are made durable; those of a complete step always are."""
 ROLLOUT_QUEUE = "rollouts"
 
 
@@ -56,7 +56,7 @@ class TooStale(RuntimeError):
 
 
 def steps_to_request(step: int, steps: int, max_staleness: int) -> range:
-    """The steps whose requests are with the engines while `step` is generated and trained.
+    """Returns the steps whose requests are at the engines while `step` is generated and trained.
 
     Engines serve version `step` by then. A later step m of them is trained at version m, so its oldest token is
     m - step <= max_staleness versions old: the time of the request gives the bound, however long generation takes.
@@ -77,9 +77,9 @@ class _RolloutRound:
     requested: int
     """Completions that the ledger did not have."""
     saved_at: float
-    """When its completions were made durable last, or were requested."""
+    """When its completions were last made durable; at first, when they were requested."""
     done: dict[str, Completion] = field(default_factory=dict)
-    fresh: list[Completion] = field(default_factory=list)
+    unsaved: list[Completion] = field(default_factory=list)
     """Completions that are not durable yet."""
     ready: int = 0
     """Completions that had arrived when `take` was called."""
@@ -95,7 +95,7 @@ class RolloutBuffer:
     Args:
         group_size: completions of each prompt.
         steps: the run's number of steps; nothing is requested for later ones.
-        max_staleness: how many steps ahead; 0 is synchronous.
+        max_staleness: how many steps ahead completions are requested; 0 is synchronous.
     """
 
     def __init__(
@@ -122,14 +122,14 @@ class RolloutBuffer:
         """The rounds of each step that were taken before a rewind; they are taken again first."""
 
     def request(self, step: int) -> None:
-        """Submits the requests that engines serve while `step` is generated and trained, as far as they are missing."""
+        """Submits the requests that engines serve while `step` is generated and trained, unless submitted before."""
         self._taken = {each: rounds for each, rounds in self._taken.items() if each >= step}
         for ahead in steps_to_request(step, self.steps, self.max_staleness):
             if ahead not in self._requested and not self.ledger.is_collected(ahead):
                 self._request_round(ahead, self.sampler.draw(ahead))
 
     def take(self, step: int, count: int) -> Rollouts:
-        """Waits for the next round of a step: the first one as it was requested, later ones of `count` new prompts."""
+        """Waits for the next round of a step: the first round as requested, later rounds of `count` new prompts."""
         if self._replay.get(step):
             return self._replay[step].pop(0)
         if step not in self._rounds:
@@ -138,7 +138,7 @@ class RolloutBuffer:
         self._collect()
         current.ready += len(current.done)
         self.engines.wait_until(lambda: self._poll(current), why=f"rollouts of step {step}", step=step)
-        self._persist_due()  # scoring may take as long again
+        self._persist_due()  # now, because scoring may take long
         self._finish(current)
         groups = [
             Group(prompt, [current.done[id] for id in ids])
@@ -150,16 +150,16 @@ class RolloutBuffer:
         return taken
 
     def rewind(self) -> None:
-        """Starts an unfinished step again: the rounds that it has taken are returned again."""
+        """Prepares for repeating an unfinished step: `take` will return the rounds that the step has taken again."""
         self._replay = {step: list(rounds) for step, rounds in self._taken.items()}
 
     def metrics(self, step: int) -> dict[str, float]:
         """Metrics of the rounds of a step; `rollout/ready` is the share of completions that caused no wait."""
         counts = self._counts.pop(step, {"requested": 0.0, "ready": 0.0, "total": 0.0})
-        found = {"rollout/generated": counts["requested"]}
+        metrics = {"rollout/generated": counts["requested"]}
         if self.max_staleness and counts["total"]:
-            found["rollout/ready"] = counts["ready"] / counts["total"]
-        return found | self.engines.metrics()
+            metrics["rollout/ready"] = counts["ready"] / counts["total"]
+        return metrics | self.engines.metrics()
 
     def _request_round(self, step: int, prompts: Sequence[Prompt]) -> None:
         ids = [[f"{step}/{prompt.uid}/{k}" for k in range(self.group_size)] for prompt in prompts]
@@ -189,13 +189,13 @@ class RolloutBuffer:
         for completion in self.engines.collect(queue=ROLLOUT_QUEUE):
             its_round = self._round_of.pop(completion.request)
             its_round.done[completion.request] = completion
-            its_round.fresh.append(completion)
+            its_round.unsaved.append(completion)
 
     def _persist_due(self) -> None:
         for each in self._rounds.values():
-            if each.fresh and time.monotonic() - each.saved_at > PERSIST_INTERVAL_S:
-                self.ledger.keep(each.step, each.fresh)
-                each.fresh, each.saved_at = [], time.monotonic()
+            if each.unsaved and time.monotonic() - each.saved_at > PERSIST_INTERVAL_S:
+                self.ledger.keep(each.step, each.unsaved)
+                each.unsaved, each.saved_at = [], time.monotonic()
 
     def _finish(self, current: _RolloutRound) -> None:
         step = current.step

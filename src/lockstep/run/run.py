@@ -114,10 +114,10 @@ class Run:
         return self.config.seed * 1_000_003 + step
 
     def steps(self) -> Iterator[int]:
-        """The steps to do, each followed by evaluation and checkpoint if they are due.
+        """Yields the steps to do. After each it evaluates and writes a checkpoint, if they are due.
 
         Raises:
-            Interrupted: after a Ctrl-C, when the step is finished and its checkpoint is complete.
+            Interrupted: after Ctrl-C, once the current step is finished and its checkpoint is complete.
         """
         self.reporter.begin(self._start)
         self.interrupt.steps_begin()
@@ -138,7 +138,7 @@ class Run:
         state that can be restored: later steps are trained again from their stored rollouts.
 
         Raises:
-            GaveUp: the restart budget is spent, or the same error occurred again.
+            GaveUp: no restart is left in the budget, or the same error occurred again.
         """
         with self._recovering():
             yield
@@ -162,13 +162,13 @@ class Run:
             self.reporter.step_ends(step, row)
             self._last_reported = step
         else:
-            self.reporter.step_again(step)
+            self.reporter.step_repeated(step)
         self._version = step + 1
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Times and shows a stage of the current step. If the config says so, the trainer frees its devices while
-        engines generate, and engines free them while it trains."""
+        """Times and shows a stage of the current step. If the config says so, the trainer frees its GPUs while engines
+        generate, and engines free theirs while the trainer trains."""
         with self.reporter.stage(name):
             if name in GENERATION_STAGES and self.config.trainer.offload.anything:
                 self.policy.offload()
@@ -195,7 +195,11 @@ class Run:
         self._row |= rollout_metrics(groups.rollouts) | groups.metrics() | self.rollouts.metrics(step)
 
     def commit(self, step: int, stats: Sequence[Mapping[str, float]]) -> None:
-        """Records that the step is trained, with the metrics of its optimizer steps."""
+        """Records that the step is trained.
+
+        Args:
+            stats: the metrics of its optimizer steps.
+        """
         joined = update_metrics(stats)
         self._row |= {name if "/" in name else f"policy/{name}": value for name, value in joined.items()}
         self.ledger.commit(step, joined)
@@ -204,7 +208,7 @@ class Run:
                 self.memory.write(step + 1)
 
     def export(self, name: str) -> None:
-        """Writes the model to the folder `export` or `adapter`."""
+        """Writes the model, or its adapter, to the subfolder `export` or `adapter`."""
         done = False
         while not done:
             with self._recovering():
@@ -213,7 +217,7 @@ class Run:
                 done = True
 
     def _boundary(self, version: int) -> None:
-        """Evaluates and writes a checkpoint after `version` steps if due, and ends an interrupted run."""
+        """Evaluates and writes a checkpoint after `version` steps, if they are due; ends an interrupted run."""
         last = version == self.config.steps
         evaluator = self.roles.evaluator
         if evaluator is not None and evaluator.due(version, last):

@@ -28,7 +28,7 @@ class FolderNotShared(RuntimeError):
 
 
 def read_run_id(folder: Path) -> str:
-    """The id that `claim_run_id` wrote; "" if there is none."""
+    """Returns the id that `claim_run_id` wrote; "" if there is none."""
     try:
         return (folder / RUN_ID_FILE).read_text().strip()
     except FileNotFoundError:
@@ -36,7 +36,7 @@ def read_run_id(folder: Path) -> str:
 
 
 def check_folder_shared(folder: Path, expected: str) -> None:
-    """Raises FolderNotShared if the folder that this host sees is not that of the run with this id."""
+    """Raises FolderNotShared if the folder, as this host sees it, is not that of the run with this id."""
     if read_run_id(folder) != expected:
         raise FolderNotShared(folder, socket.gethostname())
 
@@ -50,13 +50,14 @@ def claim_run_id(folder: Path, name: str) -> str:
 
 
 def release_shared_memory(folder: Path) -> None:
-    """Deletes the shared memory that killed processes of the run have left: their beacons, and two copies of the
-    weights. If a process is still alive, so is its agent, which does it at its end."""
+    """Deletes the shared memory that killed processes of the run left behind: their beacons, and two copies of the
+    weights. Deletes nothing while a process of the run is alive: then its agent deletes the shared memory at the
+    end."""
     run = read_run_id(folder)
     if not run:
         return
-    living = [state.name for state in read_beacons(run) if is_alive(state.pid, state.start_ticks)]
-    if living:
-        log.info("%s of the earlier attempt %s are still running", ", ".join(living), run)
+    alive = [state.name for state in read_beacons(run) if is_alive(state.pid, state.start_ticks)]
+    if alive:
+        log.info("%s of the earlier attempt %s are still running", ", ".join(alive), run)
     else:
         shutil.rmtree(run_shm_dir(run), ignore_errors=True)

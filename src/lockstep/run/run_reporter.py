@@ -27,25 +27,25 @@ log = logging.getLogger(__name__)
 
 STATUS_INTERVAL_S = 0.5
 MAX_WORKERS_SHOWN = 2
-"""Workers of a wait whose activity is shown."""
+"""Number of awaited workers whose activity is shown."""
 
 
 @contextmanager
 def startup_status(show: Callable[[str], None], worker_activity: Callable[[str], str]) -> Iterator[None]:
-    """Shows twice a second, from a thread of its own, what the calling thread waits for; "" while it does not wait.
+    """Shows twice a second, from another thread, what the calling thread waits for; "" while it does not wait.
 
     Args:
-        worker_activity: what the worker of that name does, for a sentence that begins with its name; "" if unknown.
+        worker_activity: returns what the worker of that name is doing, as a verb phrase; "" if unknown.
     """
     thread, done, lock = threading.get_native_id(), threading.Event(), threading.Lock()
 
     def poll() -> None:
         while not done.is_set():
-            text = format_wait(current_beacon().waiting(thread), worker_activity, time.monotonic_ns())
-            with lock:  # a text shown after the end would stay
+            status = format_wait(current_beacon().waiting(thread), worker_activity, time.monotonic_ns())
+            with lock:  # a text shown after the end would not be removed
                 if not done.is_set():
-                    show(text)
-            waits.sleep(STATUS_INTERVAL_S, "the next look at the wait")
+                    show(status)
+            waits.sleep(STATUS_INTERVAL_S, "the next status update")
 
     threading.Thread(target=poll, name="startup-status", daemon=True).start()
     try:
@@ -57,7 +57,7 @@ def startup_status(show: Callable[[str], None], worker_activity: Callable[[str],
 
 
 def format_wait(wait: WaitRecord | None, worker_activity: Callable[[str], str], now_ns: int) -> str:
-    """A wait, and what the workers it waits for do."""
+    """Describes a wait, and what the awaited workers are doing."""
     if wait is None:
         return ""
     names = wait.waits_for.partition(" and ")[0].split(", ")
@@ -102,7 +102,7 @@ STARTUP_STAGES = ("start", "recovery")
 
 
 class RunReporter:
-    """Reports what happens to the console and the metric sinks. Everything it shows is in the ledger as well."""
+    """Reports what happens in a run to the console and the metric sinks. All of it is in the ledger as well."""
 
     def __init__(self, config: SFTConfig | GRPOConfig, folder: Path, ledger: Ledger, run_id: str) -> None:
         self.config, self.folder, self.ledger = config, folder, ledger
@@ -123,7 +123,7 @@ class RunReporter:
         self._start = 0
 
     def begin(self, version: int) -> None:
-        """The run begins with `version` steps done; later rows of an earlier attempt are superseded."""
+        """Begins the reports of a run that has done `version` steps. Later rows of earlier attempts are superseded."""
         rows = self.ledger.metrics_rows()
         self._start = version
         self._tokens = max((row.values.get("tokens/total", 0.0) for row in rows if row.step < version), default=0.0)
@@ -170,14 +170,14 @@ class RunReporter:
             self._sinks.write(step, row)
         self.console.step(step, row)
 
-    def step_again(self, step: int) -> None:
-        """A reported step was trained again after a fault: its metrics are the same, its time is added."""
+    def step_repeated(self, step: int) -> None:
+        """Adds the time of a step that was trained again after a fault; its metrics were reported before."""
         seconds = self.stages.take()
         recovery = seconds.pop("recovery", 0.0)
         self.ledger.metrics(step, {"time/recovery_s": recovery, "time/again_s": sum(seconds.values())})
 
     def boundary_ends(self, version: int) -> None:
-        """Adds the time of evaluation and checkpoint to the step before them, unless that is of an earlier attempt."""
+        """Adds the time of evaluation and checkpoint to the step before them, if this attempt did that step."""
         seconds = {f"time/{name}_s": value for name, value in self.stages.take().items()}
         if version > self._start and seconds:
             self.ledger.metrics(version - 1, seconds)
@@ -202,7 +202,7 @@ class RunReporter:
         self._reason = reason
         self.verdicts.flush()
         report = write_report(self.ledger, reason) if self.config.report.html else None
-        write_summary(self.ledger, reason)  # last: a summary that says finished means that all is done
+        write_summary(self.ledger, reason)  # last: if the summary says `finished`, everything else is written
         incidents = incidents_summary(incidents_of(self.ledger.events()))
         self.console.finish(reason.partition(":")[0], report, incidents)
 
@@ -213,7 +213,7 @@ class RunReporter:
 
 
 class _LogFile(logging.FileHandler):
-    """A log that cannot be written, as on a full disk, must neither end the run nor hide why it ended."""
+    """A log file that ignores errors, such as a full disk: they must neither end the run nor hide why it ended."""
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
         pass
@@ -224,7 +224,7 @@ class _LogFile(logging.FileHandler):
 
 
 class _RedactingFormatter(logging.Formatter):
-    """Redacts secrets, and what looks like one: an error message may contain any."""
+    """Redacts secrets, and text that looks like a secret: error messages may contain either."""
 
     def __init__(self, known: tuple[str, ...]) -> None:
         super().__init__("%(asctime)s controller %(levelname).1s %(name)s: %(message)s")

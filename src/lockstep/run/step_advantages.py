@@ -1,4 +1,4 @@
-"""Computes advantages from rewards, as the config says."""
+"""Computes the advantages of a step from its rewards, with the formula that the config names."""
 
 import numpy as np
 import torch
@@ -10,14 +10,15 @@ from lockstep.data.mini_batches import TrainingBatch
 
 
 def compute_advantages(rewards: np.ndarray, batch: TrainingBatch, config: Advantage, kl: KLPenalty) -> np.ndarray:
-    """The advantage of every target of the batch, float32 `[targets]`.
+    """Returns the advantage of every target of the batch, float32 `[targets]`.
 
     If the config puts the KL penalty into the reward, group advantages use each completion's reward minus its total
     penalty (Ouyang et al. 2022, eq. 2); REINFORCE++ subtracts it token by token.
 
     Args:
         rewards: float `[groups, group size]`; completion k of group g is the batch's sequence `g * group size + k`.
-        batch: with `engine_logprob` or `old_logprob`, and `reference_logprob` for a penalty (`Policy.annotate`).
+        batch: contains `engine_logprob` or `old_logprob`, and `reference_logprob` for a penalty, see
+            `TrainerGroup.annotate`.
     """
     penalties = kl_penalties(batch, kl)
     if config.kind == "reinforce_plus_plus" or config.kind == "reinforce_plus_plus_baseline":
@@ -26,25 +27,25 @@ def compute_advantages(rewards: np.ndarray, batch: TrainingBatch, config: Advant
             "reinforce_plus_plus_baseline": formulas.reinforce_plus_plus_baseline_advantages,
         }[config.kind]
         sequences = torch.from_numpy(batch.sequences.astype(np.int64))
-        given = None if penalties is None else torch.from_numpy(penalties)
-        return formula(_to_float_tensor(rewards), sequences, given, config.epsilon).numpy()
+        token_penalties = None if penalties is None else torch.from_numpy(penalties)
+        return formula(_to_float_tensor(rewards), sequences, token_penalties, config.epsilon).numpy()
     if penalties is not None:
         per_sequence = np.bincount(batch.sequences, weights=penalties, minlength=rewards.size)
         rewards = np.asarray(rewards - per_sequence.reshape(rewards.shape), np.float32)
     values = _to_float_tensor(rewards)
     match config.kind:
         case "grpo":
-            found = formulas.grpo_advantages(values, config.epsilon)
+            advantages = formulas.grpo_advantages(values, config.epsilon)
         case "dr_grpo":
-            found = formulas.dr_grpo_advantages(values)
+            advantages = formulas.dr_grpo_advantages(values)
         case "rloo":
-            found = formulas.rloo_advantages(values)
-    return np.asarray(found.numpy().ravel()[batch.sequences])
+            advantages = formulas.rloo_advantages(values)
+    return np.asarray(advantages.numpy().ravel()[batch.sequences])
 
 
 def kl_penalties(batch: TrainingBatch, kl: KLPenalty) -> np.ndarray | None:
-    """`coefficient` times each token's estimated KL to the reference, float32 `[targets]`; None unless it is subtracted
-    from the reward."""
+    """Returns `coefficient` times each token's estimated KL to the reference, float32 `[targets]`; None unless the
+    config subtracts it from the reward."""
     if kl.where != "reward" or kl.coefficient == 0:
         return None
     policy = torch.from_numpy(batch.fields.get("old_logprob", batch.fields["engine_logprob"]))

@@ -1,4 +1,4 @@
-"""Metrics of a step, computed by the controller from its rollouts."""
+"""The metrics of a step: from its rollouts, and from its optimizer steps."""
 
 from collections.abc import Mapping, Sequence
 
@@ -9,11 +9,11 @@ from lockstep.rewards.reward_metrics import reward_metrics
 
 
 def rollout_metrics(rollouts: Rollouts) -> dict[str, float]:
-    """Rewards, lengths and staleness under their usual names.
+    """Returns metrics of rewards, lengths and staleness.
 
-    The staleness of a token is the trained version, which is the number of the step, minus the version that made the
-    token. `rollout/groups_without_signal` is the share of groups whose completions all have the same reward, which have
-    no gradient. `reward/std` is over all completions, as in TRL and verl.
+    The staleness of a token is the trained version (the number of the step) minus the version that generated the token.
+    `rollout/groups_without_signal` is the share of groups whose completions all have the same reward and so give no
+    gradient. `reward/std` is over all completions, as in TRL and verl.
     """
     completions = [completion for group in rollouts.groups for completion in group.completions]
     lengths = np.array([completion.generated for completion in completions], dtype=np.float64)
@@ -35,32 +35,33 @@ def rollout_metrics(rollouts: Rollouts) -> dict[str, float]:
 
 
 def _episode_metrics(completions: Sequence[Completion]) -> dict[str, float]:
-    """Metrics of conversations: turns of the model, tokens of the environment, ends, the environment's own metrics."""
+    """Metrics of conversations: turns, tokens of the environment, how they ended, and the environment's own metrics."""
     episodes = [each.episode for each in completions if each.episode is not None]
     if not episodes:
         return {}
     turns = np.array([episode.turns for episode in episodes], dtype=np.float64)
     written = np.mean([len(each.tokens) - each.generated for each in completions])
-    found = {
+    metrics = {
         "rollout/turns_mean": float(turns.mean()),
         "rollout/turns_max": float(turns.max()),
         "rollout/environment_tokens_mean": float(written),
         "environment/reward": float(np.mean([sum(episode.rewards) for episode in episodes])),
     }
     for ended in ("turns", "tokens", "error"):
-        found[f"environment/ended_{ended}"] = float(np.mean([episode.ended == ended for episode in episodes]))
+        metrics[f"environment/ended_{ended}"] = float(np.mean([episode.ended == ended for episode in episodes]))
     for name in sorted({name for episode in episodes for name in episode.metrics}):
-        found[f"environment/{name}"] = float(np.mean([episode.metrics.get(name, 0.0) for episode in episodes]))
-    return found
+        metrics[f"environment/{name}"] = float(np.mean([episode.metrics.get(name, 0.0) for episode in episodes]))
+    return metrics
 
 
 def update_metrics(stats: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The metrics of all optimizer steps of a step: sums of counts, maxima of names that end in `_max`, else means."""
+    """Combines the metrics of a step's optimizer steps: counts are summed, names in `_max` take the maximum, others the
+    mean."""
 
-    def joined(name: str) -> float:
+    def combine(name: str) -> float:
         values = [each[name] for each in stats]
         if name in ("tokens", "batch/skipped_sequences"):
             return float(np.sum(values))
         return float(np.max(values) if name.endswith("_max") else np.mean(values))
 
-    return {name: joined(name) for name in stats[0]}
+    return {name: combine(name) for name in stats[0]}

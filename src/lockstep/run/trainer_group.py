@@ -1,4 +1,4 @@
-"""The policy's trainer ranks as one object: every call goes to all ranks and gives one answer."""
+"""The policy's trainer ranks as one object: every method calls all ranks and returns one result."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,16 +25,16 @@ def set_up_ranks(workers: Sequence[Worker]) -> list[TrainerInfo]:
 
 
 class TrainerGroup:
-    """The trainer ranks of the policy. Every method goes to all ranks, in rank order, with equal schedules."""
+    """The trainer ranks of the policy."""
 
     def __init__(
         self, workers: Sequence[Worker], infos: Sequence[TrainerInfo], offload: OffloadConfig | None = None
     ) -> None:
         self._offload = offload or OffloadConfig()
-        self.use(workers, infos)
+        self.replace_ranks(workers, infos)
 
-    def use(self, workers: Sequence[Worker], infos: Sequence[TrainerInfo]) -> None:
-        """Replaces the ranks by others, which are set up."""
+    def replace_ranks(self, workers: Sequence[Worker], infos: Sequence[TrainerInfo]) -> None:
+        """Replaces the ranks by others that are already set up."""
         self.workers = list(workers)
         self.info = infos[0]
         self._offloaded = False
@@ -44,7 +44,7 @@ class TrainerGroup:
         return len(self.workers)
 
     def evaluate(self, minibatch: MiniBatch, want: Sequence[EvaluateOutput]) -> list[list[dict[str, np.ndarray]]]:
-        """`[ranks][micro-batches]` dicts of the wanted values, float32 `[targets]`."""
+        """Returns the wanted values, float32 `[targets]`, as dicts by `[ranks][micro-batches]`."""
         self.onload()
         return gather_results(
             [
@@ -55,7 +55,7 @@ class TrainerGroup:
         )
 
     def offload(self) -> None:
-        """Moves state to host memory while engines generate, as the config says; methods that need it bring it back."""
+        """Moves state to host memory while engines generate, if the config says so; other methods bring it back."""
         if self._offload.anything and not self._offloaded:
             moved = self._offload.parameters, self._offload.optimizer
             gather_identical([worker.submit(PolicyAPI.offload, *moved) for worker in self.workers], why="offload")
@@ -84,7 +84,7 @@ class TrainerGroup:
                 batch.set_field(field, minibatch, [[row[name] for row in rank] for rank in values])
 
     def step(self, minibatch: MiniBatch, loss: PolicyLoss | CrossEntropy) -> dict[str, float]:
-        """One optimizer step; metrics reduced over the ranks. Raises RemoteError for a non-finite loss, before
+        """Does one optimizer step, and returns metrics over all ranks. Raises RemoteError for a non-finite loss, before
         weights change."""
         self.onload()
         settings = encode_once(loss.model_dump(mode="json"))

@@ -1,5 +1,6 @@
-"""Publishes weights from the trainer to the engines: versioned, fenced, idempotent; from device to device where
-possible, through host memory otherwise.
+"""Publishes weights from the trainer to the engines: from GPU to GPU if possible, otherwise through host memory.
+
+Publishing is versioned, fenced and idempotent.
 """
 
 import itertools
@@ -38,15 +39,15 @@ from lockstep.weights.write_records import ChecksumMode
 log = logging.getLogger(__name__)
 
 MAX_SEND_ATTEMPTS = 2
-"""How often a version is sent: to all engines, and again to those that did not get it because of others."""
+"""How often a version is sent: first to all engines, then to those that may have missed it because of others."""
 MAX_MISSED_VERSIONS = 2
 """Versions in a row that an engine may miss before it gets all of them through host memory."""
 ANSWER_LIMIT_S = 5.0
-"""Added to a receiver's own limit. An engine that has not answered then gets the version through host memory."""
+"""Added to a receiver's own limit. An engine that has not replied by then gets the version through host memory."""
 _RETRYABLE_ERRORS = frozenset({"weight_link_failed", "torn_weights", "interrupted_update"})
-"""Error codes of receivers that other processes may have caused."""
+"""Error codes of receivers whose cause may be another process."""
 _MISMATCH_ERRORS = frozenset({"plan_mismatch", "weights_mismatch"})
-"""Error codes that no transport can avoid."""
+"""Error codes that every transport would give."""
 
 
 class TrainerRanks(Protocol):
@@ -79,8 +80,8 @@ class SendResult:
 
 
 class DeviceWeightSync:
-    """Sends versions to all engines at once, over one channel that lasts as long as its members do. An engine that
-    fails gets the version through host memory, where every version is as well.
+    """Sends versions to all engines at once, over one channel that stays open as long as its members stay the same. An
+    engine that fails gets the version through host memory, to which every version is written as well.
 
     Args:
         ranks: the trainer, with its current ranks.
@@ -88,7 +89,7 @@ class DeviceWeightSync:
 
     def __init__(self, ranks: TrainerRanks, plan: WeightPlan, settings: ChannelSettings) -> None:
         self._ranks, self._plan, self._settings = ranks, plan.to_json(), settings
-        self._numbers = itertools.count(1)
+        self._channel_numbers = itertools.count(1)
         self._channel: StreamChannel | None = None
         """The channel of the last version, if all engines got that version."""
         self._members: tuple[str, ...] = ()
@@ -99,11 +100,11 @@ class DeviceWeightSync:
     def publish(self, version: int, engines: Sequence[Worker]) -> list[Worker]:
         """Sends a version and returns the engines that have it now.
 
-        It takes at most about four limits of a receiver longer than the transfer of the bytes.
+        Failures delay it by at most about four times a receiver's limit.
 
         Raises:
-            RemoteError: PlanMismatch or WeightsMismatch of an engine, or what a trainer rank raised.
-            WorkerDied, Stalled: a trainer rank's.
+            RemoteError: PlanMismatch or WeightsMismatch of an engine, or any error of a trainer rank.
+            WorkerDied, Stalled: a trainer rank died or stalled.
         """
         members = [engine for engine in engines if self._missed.get(engine.spec.name, 0) < MAX_MISSED_VERSIONS]
         received: list[Worker] = []
@@ -118,7 +119,7 @@ class DeviceWeightSync:
         return received
 
     def _count_missed(self, version: int, members: Sequence[Worker], received: Collection[str]) -> None:
-        """Excludes engines that fail again and again: each failure delays all by a receiver's limit."""
+        """Excludes engines that fail repeatedly, since each failure delays all engines by a receiver's limit."""
         for name in (engine.spec.name for engine in members):
             if name in received:
                 self._missed.pop(name, None)
@@ -154,7 +155,7 @@ class DeviceWeightSync:
     def _receive_results(
         self, channel: StreamChannel, version: int, engines: Sequence[Worker], receiving: Sequence[PendingResult[None]]
     ) -> SendResult:
-        """The answers of the receivers: a receiver that succeeds has checked every bucket."""
+        """Collects the receivers' results. A receiver that succeeds has checked every bucket."""
         result = SendResult()
         outcomes = gather_outcomes(receiving, f"weights of version {version}", channel.limit_s + ANSWER_LIMIT_S)
         for engine, outcome in zip(engines, outcomes, strict=True):
@@ -178,20 +179,20 @@ class DeviceWeightSync:
             settings = self._settings
             self._members = members
             self._channel = StreamChannel(
-                next(self._numbers), settings.way, settings.backend, settings.store, settings.scope, names,
+                next(self._channel_numbers), settings.way, settings.backend, settings.store, settings.scope, names,
                 settings.width, settings.bucket_bytes, settings.check, settings.limit_s,
             )  # fmt: skip
         return self._channel
 
 
 class WeightPublisher:
-    """Publishes versions. Trainer ranks write their rows into the inactive buffer of their node's store; the version is
-    committed, after which it can be read, and transferred to the engines' nodes; the engines load it.
+    """Publishes versions. Trainer ranks write their rows into the inactive buffer of their node's store. The version is
+    then committed, so that it can be read, and transferred to the engines' nodes, and the engines load it.
 
     Args:
         delivery: transfers versions through host memory.
-        devices: sends weights from GPU to GPU, if the placement allows. What the ranks write then serves engines that
-            miss a version.
+        devices: sends weights from GPU to GPU, if the placement allows. What the ranks write is then read only by
+            engines that missed a version.
     """
 
     def __init__(
@@ -206,28 +207,28 @@ class WeightPublisher:
         self.published: int | None = None
 
     def open_on_ranks(self) -> None:
-        """Makes the policy's ranks open the stores they write to, new ones if the number of ranks has changed."""
+        """Makes the policy's ranks open the stores they write to: new stores if the number of ranks has changed."""
         workers = self.policy.workers
         folders = self.delivery.prepare_stores(workers)
         opened = [worker.submit(PolicyAPI.open_weights, where) for worker, where in zip(workers, folders, strict=True)]
         gather_results(opened, why="open weights")
 
     def publish(self, version: int) -> None:
-        """Makes the engines serve a version. Does nothing if they serve it, or a later one, already: steps that are
-        trained again after a fault produce the same versions again."""
+        """Makes the engines serve a version. Does nothing if they already serve this version or a later one: a step
+        that is trained again after a fault produces the same version again."""
         if self.published is not None and version <= self.published:
             return
-        having: list[Worker] = []
+        received: list[Worker] = []
 
         def write() -> list[Worker]:
             self.policy.write_weights(version)
             self.policy.offload()  # engines on the same devices wake to load the weights
             engines = self.engines.workers
-            having[:] = [] if self.devices is None else self.devices.publish(version, engines)
-            return [engine for engine in engines if engine not in having]
+            received[:] = [] if self.devices is None else self.devices.publish(version, engines)
+            return [engine for engine in engines if engine not in received]
 
         self._transfer(version, write)
-        self.engines.load_weights(self.delivery, version, having)
+        self.engines.load_weights(self.delivery, version, received)
         self.ledger.published(version)
         self.published = version
         self.delivery.delete_former_stores()
@@ -242,16 +243,16 @@ class WeightPublisher:
                 self.delivery.publish(version, write)
                 return
             except BufferHeld as held:
-                reads = partial(self.delivery.holds_buffer, held=held)
-                now = self.engines.moves_by_engine(reads)
+                holds = partial(self.delivery.holds_buffer, held=held)
+                now = self.engines.moves_by_engine(holds)
                 if any(before.get(name) != moves for name, moves in now.items()):
                     before |= now  # a large copy makes progress: it will release the buffer
-                elif not self.engines.kill_engines(reads, str(held)) and time.monotonic() - began > FENCE_TIMEOUT_S:
-                    raise  # held neither by an engine of this run nor by one that is just being killed
+                elif not self.engines.kill_engines(holds, str(held)) and time.monotonic() - began > FENCE_TIMEOUT_S:
+                    raise  # no engine of this run holds the buffer, and none that is being killed
 
 
 def make_weight_plan(prepared: PreparedRun, policy: TrainerGroup) -> WeightPlan:
-    """The plan that all sides agree on before bytes move."""
+    """The plan of the weights, which all processes agree on before any bytes are sent."""
     dtype = engine_dtype(prepared.config, prepared.model)
     return WeightPlan.of([(each.name, each.shape, dtype) for each in policy.info.parameters])
 

@@ -1,4 +1,4 @@
-"""Starts the workers of a run as the plan says, and their replacements after a failure."""
+"""Starts the workers of a run as planned, and their replacements after a failure."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +22,7 @@ PRELOAD_MODULES = {
                 "lockstep.rollout.builtin"),
     "vllm": ("torch", "transformers", "lockstep.run.policy_service", "lockstep.rollout.engine_service"),
 }  # fmt: skip
-"""By the kind of engines: the modules that the template process imports for trainer ranks and engines. vLLM is imported
+"""By the kind of engines: the modules that the template process of trainer ranks and engines imports. vLLM is imported
 by the engines themselves: its import sets up a platform and threads, which trainer ranks must not inherit."""
 WORKER_ENVIRONMENT = {"OMP_WAIT_POLICY": "passive", "TOKENIZERS_PARALLELISM": "false"}
 """Environment of trainer ranks and engines. Idle OpenMP threads sleep instead of spinning, as the roles take turns on
@@ -30,7 +30,7 @@ the same cores. The number of threads is an argument of each service: all worker
 template process serves them all."""
 
 PLACEMENT_LIMIT_S = 60.0
-"""How long a rank that has lost its node waits for another one, if the trainer may continue without it."""
+"""How long a rank that lost its node waits for another node, if the trainer may continue without the rank."""
 
 
 class RunWorkerLauncher:
@@ -45,10 +45,10 @@ class RunWorkerLauncher:
         self.relay_transport = "gloo"
         """The transport between relays."""
         self._relay_ranks: dict[str, int] = {}
-        """By node."""
+        """Ranks of the relays, by node."""
 
     def launch_all(self) -> tuple[list[Worker], list[Worker]]:
-        """Starts trainer ranks and engines side by side. Engines load their models as they start; ranks use no device
+        """Starts trainer ranks and engines in parallel. Engines load their models as they start; ranks use no device
         before they are set up."""
         specs = self._trainer_specs(self.prepared.config.trainer.ranks)
         specs += [self._engine_spec(process) for process in self._planned("rollout")]
@@ -56,7 +56,7 @@ class RunWorkerLauncher:
         return [w for w in workers if w.spec.role == "policy"], [w for w in workers if w.spec.role == "rollout"]
 
     def launch(self, role: str, ranks: Sequence[int] = (), node: NodeInfo | None = None) -> list[Worker]:
-        """See `WorkerLauncher`. Trainer ranks start all together: `ranks` counts from 0."""
+        """See `WorkerLauncher`. Trainer ranks always start together, so their `ranks` begin at 0."""
         if node is not None:
             return self._start([self._relay_spec(node)])
         if role == "policy":
@@ -65,7 +65,7 @@ class RunWorkerLauncher:
         return self._start([self._engine_spec(planned[rank]) for rank in ranks])
 
     def kill(self, workers: Sequence[Worker]) -> None:
-        """Ends workers at once, whatever they do; they may have ended already."""
+        """Kills workers at once, whatever they are doing; some may have ended already."""
         for worker in workers:
             self.cluster.stop(worker, grace_s=0.0)
 
@@ -78,10 +78,10 @@ class RunWorkerLauncher:
         return [process for process in self.prepared.plan.processes if process.role == role]
 
     def _trainer_specs(self, count: int) -> list[WorkerSpec]:
-        life, self._trainer_starts = self._trainer_starts, self._trainer_starts + 1
-        return [self._trainer_spec(process, life, count) for process in self._planned("policy")[:count]]
+        start, self._trainer_starts = self._trainer_starts, self._trainer_starts + 1
+        return [self._trainer_spec(process, start, count) for process in self._planned("policy")[:count]]
 
-    def _trainer_spec(self, process: PlannedProcess, life: int, world: int) -> WorkerSpec:
+    def _trainer_spec(self, process: PlannedProcess, start: int, world: int) -> WorkerSpec:
         config = self.prepared.config
         trainer = config.trainer.model_copy(update={"threads": process.threads, "ranks": world})
         host, port = self.cluster.store()
@@ -96,7 +96,7 @@ class RunWorkerLauncher:
             "run_id": read_run_id(folder),
             "device": process.device,
             "generation": self.generation,
-            "life": life,
+            "restarts": start,
         }
         spec = self._spec(process, POLICY_SERVICE, arguments)
         if config.recovery.fewer_ranks:
@@ -142,7 +142,7 @@ class RunWorkerLauncher:
     ) -> WorkerSpec:
         slot = process.role, process.rank
         name = self._latest[slot] = successor_name(self._latest[slot]) if slot in self._latest else process.name
-        # A forked process cannot use CUDA that its parent has initialised: there, workers are not forked.
+        # A forked process cannot use CUDA that its parent has initialised, so workers with a GPU are not forked.
         preload = PRELOAD_MODULES[self.prepared.config.rollout.engine.kind] if process.device == "cpu" else ()
         return WorkerSpec(
             name, process.role, process.rank, service, arguments, dict(WORKER_ENVIRONMENT), preload, adoptable

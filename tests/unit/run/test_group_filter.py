@@ -63,7 +63,7 @@ def test_the_metric_may_be_a_term() -> None:
     assert not has_signal(shaped, "exact_match"), "both wrong, one of them longer"
     assert not has_signal(group(0, 1, 0, judge=[np.nan, 1.0]), "judge"), "it applies to one only"
     assert not has_signal(group(0, 1, 0, judge=[np.nan, np.nan]), "judge")
-    with pytest.raises(ValueError, match="none of reward, exact_match, length"):
+    with pytest.raises(ValueError, match="not one of reward, exact_match, length"):
         has_signal(shaped, "math")
 
 

@@ -47,7 +47,7 @@ START_EVENT = "start"
 
 @dataclass(slots=True)
 class PreparedRun:
-    """A run that may start."""
+    """A run that passed all checks and may start."""
 
     config: SFTConfig | GRPOConfig
     folder: Path
@@ -59,13 +59,13 @@ class PreparedRun:
     documents: DocumentSource | None
     held_out: list[Prompt]
     turns: TurnTokenizer | None
-    """For conversations with an environment."""
+    """Tokenizes the turns of conversations; None without an environment."""
     notes: list[str]
-    """What the user should know before it starts."""
+    """Notes for the user before the run starts."""
 
     @property
     def rows(self) -> int:
-        """The number of rows in use, which determines their order."""
+        """The number of dataset rows in use, which determines their order."""
         source = self.prompts if self.prompts is not None else self.documents
         return 0 if source is None else len(source)
 
@@ -80,16 +80,16 @@ def prepare_run(
     """Checks a whole run.
 
     Args:
-        config: of the file; None to resume a run with its own config.
+        config: the config from a file; None to resume a run with its stored config.
         resume: folder of the run to resume.
-        overrides: applied to the run's own config, if there is no file.
-        host: to plan for, instead of this one.
-        list_nodes: gives the nodes of an existing Ray cluster; None if they are unknown.
+        overrides: changes to the stored config of a resumed run; only if `config` is None.
+        host: resources to plan for, instead of those of this host.
+        list_nodes: returns the nodes of an existing Ray cluster; None if they are unknown.
 
     Raises:
         RunRefused, ConfigError, LedgerError, DataError, ModelError, InfeasibleError, PlacementError,
-            VllmUnsupported, ConnectionError: what is wrong and what to do.
-        RunFinished: there is nothing left to do.
+            VllmUnsupported, ConnectionError: the run cannot start; says what is wrong and what to do.
+        RunFinished: the run to resume has done all its steps.
     """
     notes: list[str] = []
     if config is not None:
@@ -130,7 +130,8 @@ def prepare_run(
 
 
 def resolve_run_adapter(config: SFTConfig | GRPOConfig) -> SFTConfig | GRPOConfig:
-    """The config with the settings of the adapter that it starts from, if any. Raises ModelError if they contradict."""
+    """Adds the settings of the adapter that the run starts from, if any. Raises ModelError if the config contradicts
+    them."""
     if config.model.adapter is None:
         return config
     model = config.model.model_copy(update={"adapter": resolve_adapter(config.model.adapter)})
@@ -163,12 +164,12 @@ def _sources(
     open_turn = environment is None or environment.path is None
     turns = TurnTokenizer(tokenizer, config.data, tools) if environment is not None else None
     rows = load_rows(config.data)
-    compares = needs_answers(config.reward.terms) if config.reward is not None else False
+    answers = needs_answers(config.reward.terms) if config.reward is not None else False
     prompts: PromptSource | None = None
     documents: DocumentSource | None = None
     if config.recipe == "grpo":
         longest = min(model.context, config.token_budget) - config.rollout.sampling.max_tokens
-        prompts = PromptSource(rows, config.data, tokenizer, config.seed, longest, compares, tools, open_turn)
+        prompts = PromptSource(rows, config.data, tokenizer, config.seed, longest, answers, tools, open_turn)
     else:
         longest = min(model.context, config.token_budget)
         documents = DocumentSource(rows, config.data, tokenizer, config.seed, longest, config.train_on_prompt)
@@ -177,7 +178,7 @@ def _sources(
         # Never shuffled: with `prompts` or `limit`, runs of other seeds are measured on the same rows.
         data = config.evaluation.data.model_copy(update={"shuffle": False})
         room = model.context - (config.evaluation.sampling or config.rollout.sampling).max_tokens
-        source = PromptSource(load_rows(data), data, tokenizer, config.seed, room, compares, tools, open_turn)
+        source = PromptSource(load_rows(data), data, tokenizer, config.seed, room, answers, tools, open_turn)
         held_out = source.take(0, min(len(source), config.evaluation.prompts or len(source)))
     if turns is not None:
         first = prompts.take(0, 1) if prompts is not None else held_out[:1]
@@ -198,7 +199,8 @@ def _check_tools_reach_model(turns: TurnTokenizer, prompt: Prompt, tools: Sequen
 def _resumed_config(
     config: SFTConfig | GRPOConfig | None, folder: Path, overrides: Sequence[str]
 ) -> tuple[SFTConfig | GRPOConfig, list[str]]:
-    """The config of a resumed run, and notes on changes; refuses changes that would change its result."""
+    """Returns the config of a resumed run, and notes on changes. Raises RunRefused for changes that would change the
+    result."""
     with Ledger.reader(folder) as ledger:
         old: dict[str, Any] = ledger.config()
         if config is None:
@@ -215,18 +217,18 @@ def _resumed_config(
 
 
 def _check_same_data(prepared: PreparedRun) -> None:
-    """Raises RunRefused if the number of rows has changed since the run began: it would repeat some and skip others."""
+    """Raises RunRefused if the number of rows has changed since the run began: rows would be repeated or skipped."""
     with Ledger.reader(prepared.folder) as ledger:
-        begun = [int(event.fields["rows"]) for event in ledger.events() if event.kind == START_EVENT]
-    if begun and begun[0] != prepared.rows:
+        row_counts = [int(event.fields["rows"]) for event in ledger.events() if event.kind == START_EVENT]
+    if row_counts and row_counts[0] != prepared.rows:
         raise RunRefused(
-            f"{prepared.config.data.path} had {begun[0]} rows to use when {prepared.folder} began, and has "
+            f"{prepared.config.data.path} had {row_counts[0]} rows to use when {prepared.folder} began, and has "
             f"{prepared.rows} now, in another order: restore the data, or start a new run (name=...)"
         )
 
 
 def _check_not_finished(config: SFTConfig | GRPOConfig, ledger: Ledger) -> None:
-    """Raises RunFinished if the newest attempt is finished and wrote its summary, the last file it writes."""
+    """Raises RunFinished if the newest attempt did all steps and wrote its summary, which is the last file of a run."""
     try:
         summary = json.loads((ledger.folder / "summary.json").read_text())
         attempt, reason, done = summary["generation"], summary["exit_reason"], summary["steps"]["done"]
@@ -257,19 +259,19 @@ class DryRun:
     config: SFTConfig | GRPOConfig
     plan: RunPlan
     model: ModelFacts | None
-    """The model's sizes; None if the model could not be looked up."""
+    """The sizes of the model; None if the model was not reachable."""
     notes: list[str]
 
 
 def dry_run(
     config: SFTConfig | GRPOConfig | None, resume: Path | None, overrides: Sequence[str] = (), gpus: int | None = None
 ) -> DryRun:
-    """Prepares a run without starting it. A Ray cluster that cannot be reached is no error here, nor is a model or data
-    set that is neither on this machine nor reachable on the hub: notes say what is unknown then. Other problems are
-    refused as in `prepare_run`.
+    """Prepares a run without starting it, as far as possible: an unreachable Ray cluster, and a model or dataset that
+    is neither on this machine nor reachable on the hub, only lead to notes on what is unknown. Other problems raise
+    errors as in `prepare_run`.
 
     Args:
-        gpus: plan for a host with that many GPUs, instead of this one.
+        gpus: plan for a host with this many GPUs, instead of this host.
     """
     host = None if gpus is None else _host_with(gpus)
     notes = []

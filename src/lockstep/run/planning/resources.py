@@ -36,14 +36,14 @@ class AdapterFacts:
     """The size of an adapter."""
 
     parameters: int
-    units: int
+    trained_blocks: int
     """Number of decoder layers with adapter weights, plus one if weights outside of the layers are trained."""
-    first: int
+    first_trained_layer: int
     """The first layer that needs a backward pass."""
     saved: int = 0
-    """Number of the base model's parameters that are trained in full beside the adapter."""
-    begins_elsewhere: bool = False
-    """Whether the initial policy, the reference of a KL penalty, differs from the model without the adapter."""
+    """Number of the base model's parameters that are trained in full, in addition to the adapter."""
+    reference_differs_from_base: bool = False
+    """Whether the initial policy, which is the reference of a KL penalty, differs from the model without adapter."""
 
     @property
     def trained(self) -> int:
@@ -83,8 +83,8 @@ class HostResources:
 
 
 def model_facts(cfg: ModelConfig, device: str) -> ModelFacts:
-    """Builds the model without weights and measures it. ModelError if it cannot be built, or if the weights in a local
-    folder or the adapter do not fit it."""
+    """Builds the model without weights and measures it. Raises ModelError if the model cannot be built, or if the
+    weights in a local folder or the adapter do not match it."""
     policy = load_policy(cfg, "cpu", meta=True)
     folder = Path(cfg.path).expanduser()
     if folder.is_dir():  # weights of a hub name may not be downloaded yet
@@ -107,23 +107,23 @@ def model_facts(cfg: ModelConfig, device: str) -> ModelFacts:
 def _adapter_facts(policy: PolicyModel, cfg: AdapterConfig) -> AdapterFacts:
     add_adapter(policy, cfg)
     check_adapter(policy, cfg)
-    low = sum(parameter.numel() for _, parameter in named_adapter(policy))
+    adapter_parameters = sum(parameter.numel() for _, parameter in named_adapter(policy))
     saved = sum(parameter.numel() for _, parameter in named_saved_weights(policy))
     inside = {id(parameter) for layer in policy.layers for parameter in layer.parameters()}
     outside = any(p.requires_grad for p in policy.parameters() if id(p) not in inside)
     embedding = policy.lm.get_input_embeddings().weight.requires_grad
     trained = [any(parameter.requires_grad for parameter in layer.parameters()) for layer in policy.layers]
     return AdapterFacts(
-        parameters=low,
+        parameters=adapter_parameters,
         saved=saved,
-        units=sum(trained) + outside,
-        first=0 if embedding else trained.index(True) if any(trained) else len(trained),
-        begins_elsewhere=starts_from_other_weights(policy, cfg),
+        trained_blocks=sum(trained) + outside,
+        first_trained_layer=0 if embedding else trained.index(True) if any(trained) else len(trained),
+        reference_differs_from_base=starts_from_other_weights(policy, cfg),
     )
 
 
 def _context_length(cfg: ModelConfig, config: Any) -> int:
-    """The smaller of the user's limit and the model's, which a state-space model may lack."""
+    """The smaller of the user's limit and the model's limit, which a state-space model may lack."""
     if cfg.max_length is None:
         return context_length(config)
     try:
@@ -135,8 +135,8 @@ def _context_length(cfg: ModelConfig, config: Any) -> int:
 def host_resources(
     cfg: LocalClusterConfig | RayClusterConfig, nodes: Sequence[NodeResources] | None = None
 ) -> HostResources:
-    """Cores, memory (the container's limit if that is less) and shared memory of this host; the GPUs of the nodes, if
-    these are known."""
+    """Returns the cores, memory (at most the container's limit), shared memory and GPUs of this host; if `nodes` are
+    given, the GPUs of the nodes instead."""
     gpus = 0
     if cfg.device != "cpu":
         gpus = torch.cuda.device_count() if nodes is None else int(sum(node.gpus for node in nodes))
@@ -150,7 +150,7 @@ def host_resources(
 
 
 def _cgroup_memory() -> int:
-    """Available bytes within the container's limit; `UNLIMITED` without one."""
+    """Bytes that the container's memory limit still allows; `UNLIMITED` if there is no limit."""
     root = Path("/sys/fs/cgroup")
     for limit, used in (
         ("memory.max", "memory.current"),

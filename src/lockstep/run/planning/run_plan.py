@@ -1,4 +1,4 @@
-"""What a run will start and need, computed before anything starts: processes, threads, memory, collectives."""
+"""What a run will start and need: processes, threads, memory, collectives. Computed before anything starts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -29,7 +29,7 @@ class PlannedProcess:
 
 @dataclass(frozen=True, slots=True)
 class PlannedCollective:
-    """One line of the schedule of a step."""
+    """A kind of collective that the trainer runs in each step."""
 
     operation: str
     communicator: str
@@ -48,11 +48,11 @@ class RunPlan:
     memory_copy: int = 0
     """Bytes of /dev/shm for in-memory checkpoints; 0 if there are none."""
     wanted: list[ProcessRequest] = field(default_factory=list)
-    """What the processes need on the nodes of a cluster; empty on one host."""
+    """The resources that processes need on the nodes of a cluster; empty on one host."""
     assignment: Assignment | None = None
     """The node of every process; None if the nodes are unknown or in use."""
     busy: str = ""
-    """What the run waits for, if the nodes are in use."""
+    """If other runs use the nodes: what this run will wait for."""
 
     @property
     def memory(self) -> int:
@@ -60,7 +60,7 @@ class RunPlan:
 
 
 class InfeasibleError(ValueError):
-    """The plan does not fit this machine: which part does not, and what would fit."""
+    """The plan does not fit this machine. Says which part does not fit, and what would."""
 
 
 def needs_engine(config: SFTConfig | GRPOConfig) -> bool:
@@ -69,11 +69,12 @@ def needs_engine(config: SFTConfig | GRPOConfig) -> bool:
 
 
 def make_plan(config: SFTConfig | GRPOConfig, model: ModelFacts | None, host: HostResources) -> RunPlan:
-    """The processes of the run and what they need. Without a model, only what does not depend on it: no sizes, no
-    collectives. Processes on Ray need not fit this host: `assign_nodes` chooses their nodes.
+    """Plans the processes of the run and what they need. Without a model, sizes and collectives are left out. Processes
+    on Ray need not fit this host: `assign_nodes` chooses their nodes.
 
     Raises:
-        InfeasibleError: a context without room for prompts, more ranks than GPUs, too little memory or shared memory.
+        InfeasibleError: the context has no room for prompts, or there are too few GPUs, or too little memory or shared
+            memory.
     """
     if model is not None:
         _check_context_room(config, model)
@@ -139,17 +140,19 @@ def assign_nodes(plan: RunPlan, placement: PlacementConfig, nodes: Sequence[Node
 
 
 def engine_dtype(config: SFTConfig | GRPOConfig, model: ModelFacts) -> str:
-    """The precision of the engine's weights: its own setting, else the model's."""
+    """The precision of the engine's weights: the engine's setting, by default the model's."""
     chosen = config.rollout.engine.dtype
     return model.dtype if chosen == "auto" else chosen
 
 
 def trainer_memory(config: SFTConfig | GRPOConfig, model: ModelFacts) -> int:
-    """Bytes of one rank: fp32 weights, gradients and two Adam moments, sharded (with an adapter only its own, beside
-    the model's weights in compute precision); activations of one row.
+    """Estimates the bytes of one rank: its shard of fp32 weights, gradients and two Adam moments, and the activations
+    of one row. With an adapter, only the adapter has gradients and moments; the model's weights are in compute
+    precision.
 
-    Activations follow Korthikanti et al. 2022 (eq. 2), `34 * tokens * hidden` bytes a layer in 16 bit, without its
-    attention term, as attention keeps no scores; double in 32 bit, one tensor a layer under checkpointing.
+    Activations follow Korthikanti et al. 2022 (eq. 2): `34 * tokens * hidden` bytes per layer in 16 bit, without the
+    attention term, as attention keeps no scores. In 32 bit it is twice as much; with checkpointing, one tensor per
+    layer.
     """
     width, adapter = DTYPE_BYTES[model.dtype], model.adapter
     if adapter is None:
@@ -171,7 +174,7 @@ def trainer_memory(config: SFTConfig | GRPOConfig, model: ModelFacts) -> int:
 
 
 def engine_memory(config: SFTConfig | GRPOConfig, model: ModelFacts) -> int:
-    """Bytes of one engine: weights and preallocated KV cache."""
+    """Estimates the bytes of one engine: weights and preallocated KV cache."""
     engine = config.rollout.engine
     width = DTYPE_BYTES[engine_dtype(config, model)]
     if engine.kind == "vllm":
@@ -190,13 +193,13 @@ def memory_checkpoint_bytes(config: SFTConfig | GRPOConfig, model: ModelFacts) -
 def _reserved_checkpoint_bytes(
     config: SFTConfig | GRPOConfig, model: ModelFacts, plan: RunPlan, host: HostResources
 ) -> int:
-    """Bytes for in-memory checkpoints; 0 if they are off, or on auto do not fit. They count as memory of the
-    container."""
-    kept = config.recovery.memory_copy
-    if not kept or not config.recovery.enable:
+    """Bytes for in-memory checkpoints; 0 if they are off, or if they are `auto` and do not fit. The container's memory
+    limit includes them."""
+    setting = config.recovery.memory_copy
+    if not setting or not config.recovery.enable:
         return 0
     if config.cluster.kind == "ray":
-        if kept == "auto":
+        if setting == "auto":
             return 0
         raise InfeasibleError(
             "recovery.memory_copy is in the shared memory of one host, and with cluster.kind ray the trainer's ranks "
@@ -207,7 +210,7 @@ def _reserved_checkpoint_bytes(
     free = min(memory, host.shared_memory - plan.shared_memory)
     if size <= free:
         return size
-    if kept == "auto":
+    if setting == "auto":
         return 0
     raise InfeasibleError(
         f"recovery.memory_copy needs {size / 2**20:.0f} MiB of shared memory for two copies of the trainer's state and "
@@ -216,22 +219,22 @@ def _reserved_checkpoint_bytes(
 
 
 def trainer_collectives(config: SFTConfig | GRPOConfig, model: ModelFacts) -> list[PlannedCollective]:
-    """The collectives that every rank enters in a step. They do not depend on the data of a rank."""
+    """The collectives that every rank enters in a step. They do not depend on a rank's data."""
     if config.trainer.ranks == 1:
         return []
     layers, units, updates, models = model.layers, model.layers + 1, 1, 0
     adapter = model.adapter
     # FSDP2 gathers one layer ahead of the next backward, even if there is none.
-    backward = layers if adapter is None else layers - max(adapter.first - 1, 0)
-    reduced = units if adapter is None else adapter.units
+    backward = layers if adapter is None else layers - max(adapter.first_trained_layer - 1, 0)
+    reduced = units if adapter is None else adapter.trained_blocks
     if config.recipe == "grpo":
         loss = config.loss
         updates = config.epochs * (
             config.completions_per_step // (config.minibatch_size or config.completions_per_step)
         )
         models = int(loss.old_logprobs == "trainer") + int(loss.kl.coefficient > 0)
-    # Without its adapter the policy is the reference; where the reference is what it began with, it is gathered anew.
-    held = models if adapter is None or adapter.begins_elsewhere else min(models, 1)
+    # The policy without its adapter serves as the reference, unless the adapter was loaded with weights.
+    held = models if adapter is None or adapter.reference_differs_from_base else min(models, 1)
     if config.trainer.reshard_after_forward:
         # A layer is gathered again for its backward; the root (embedding, last norm, head) is kept until then.
         before = f"{models * layers} per micro-batch, and {held}"
@@ -243,7 +246,7 @@ def trainer_collectives(config: SFTConfig | GRPOConfig, model: ModelFacts) -> li
     largest = max((model.parameters - embedding) // max(layers, 1), embedding)
     width = DTYPE_BYTES[model.dtype]
     found = [PlannedCollective("all_gather", "fsdp", f"{before} (log-probabilities before training)", largest * width)]
-    scattered = largest if adapter is None else adapter.trained // max(adapter.units, 1)
+    scattered = largest if adapter is None else adapter.trained // max(adapter.trained_blocks, 1)
     found = [
         *(found if models else []),
         PlannedCollective("all_gather", "fsdp", gathers, largest * width),
@@ -268,36 +271,36 @@ def _replica_collectives(config: SFTConfig | GRPOConfig, times: int, size: int) 
 
 
 def resource_requests(config: SFTConfig | GRPOConfig, processes: Sequence[PlannedProcess]) -> list[ProcessRequest]:
-    """What each process needs of a node: a rank one GPU, an engine the GPUs of its tensor-parallel group, others a
-    core. On CPUs also memory."""
+    """The resources that each process needs on a node: a rank one GPU, an engine the GPUs of its tensor-parallel group,
+    other processes a core. Processes without GPUs also request memory."""
     width, found = _gpus_per_engine(config), []
     for process in processes:
-        many = width if process.role == "rollout" else 1
+        parts = width if process.role == "rollout" else 1  # GPUs, or processes on CPUs
         role = {"policy": config.placement.policy, "rollout": config.placement.rollout}.get(process.role)
-        cpus = 1.0 if role is None else role.cpus * many
+        cpus = 1.0 if role is None else role.cpus * parts
         on_gpu = process.device != "cpu"
-        memory = 0 if on_gpu else process.memory * many
-        found.append(ProcessRequest(process.name, process.role, process.rank, cpus, many if on_gpu else 0, memory))
+        memory = 0 if on_gpu else process.memory * parts
+        found.append(ProcessRequest(process.name, process.role, process.rank, cpus, parts if on_gpu else 0, memory))
     return found
 
 
 def _device(config: SFTConfig | GRPOConfig, host: HostResources, index: int) -> str:
-    """One GPU per process; with fewer GPUs, processes share them in turn. On a Ray cluster each process sees only its
-    own GPUs."""
+    """The device of a process. Each gets one GPU; if there are fewer GPUs, processes share them. On a Ray cluster each
+    process sees only its own GPUs."""
     if host.device == "cpu":
         return "cpu"
     return "cuda:0" if config.cluster.kind == "ray" else f"cuda:{index % max(host.gpus, 1)}"
 
 
 def _engine_device(config: SFTConfig | GRPOConfig, host: HostResources, rank: int) -> str:
-    """The first GPU of an engine: after those of the ranks, or among them if they are shared."""
+    """The first GPU of an engine: after the GPUs of the ranks, or among them if engines and ranks share GPUs."""
     width, ranks = _gpus_per_engine(config), config.trainer.ranks
     first = rank * width % ranks if config.placement.shared else ranks + rank * width
     return _device(config, host, min(first % max(host.gpus, 1), max(host.gpus - width, 0)))
 
 
 def _gpus_per_engine(config: SFTConfig | GRPOConfig) -> int:
-    """The number of GPUs, or of processes, of one engine."""
+    """The number of GPUs (or processes) of one engine."""
     engine = config.rollout.engine
     return engine.tensor_parallel_size if engine.kind == "vllm" else 1
 
@@ -308,7 +311,7 @@ def weight_devices(
     """The devices of trainer ranks and engines, for the choice of a weight transport.
 
     Args:
-        slower: why the trainer's collectives do not run on NCCL although they should.
+        slower: why the trainer's collectives run on gloo although NCCL is expected.
     """
     ranks = {process.device for process in processes if process.role == "policy"}
     firsts = [process.device for process in processes if process.role == "rollout"]
@@ -326,11 +329,13 @@ def weight_devices(
     )
 
 
-def _threads(config: SFTConfig | GRPOConfig, host: HostResources, role: Literal["policy", "rollout"], many: int) -> int:
-    """Threads of a process by default: its share of this host's cores, or on Ray the cores that it reserves."""
+def _threads(
+    config: SFTConfig | GRPOConfig, host: HostResources, role: Literal["policy", "rollout"], count: int
+) -> int:
+    """The default number of threads of a process: its share of the cores, or on Ray the cores it reserves."""
     if config.cluster.kind == "ray":
         return max(1, int(getattr(config.placement, role).cpus))
-    return max(1, host.cores // many)
+    return max(1, host.cores // count)
 
 
 def _check_context_room(config: SFTConfig | GRPOConfig, model: ModelFacts) -> None:

@@ -1,5 +1,5 @@
-"""Keeps the history of failures, decides what to do about each, and reports it: on the console at once, in the ledger
-from the run's thread.
+"""Keeps the history of failures, decides what to do about each, and reports it: immediately in the log and on the
+console, later in the ledger, which only the run's thread writes.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from lockstep.config.fault_tolerance import RecoveryConfig as Config
 from lockstep.ledger.ledger import Ledger
 from lockstep.report.run_incidents import RECOVERY_EVENT
 from lockstep.run.errors import GaveUp
-from lockstep.run.recovery.restart_policy import FewerRanks, RestartRole, StopRun, decide_recovery
+from lockstep.run.recovery.restart_policy import FewerRanks, RestartWorkers, StopRun, decide_recovery
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ class VerdictSource(Protocol):
 
 
 class RecoveryManager:
-    """Decides about failed workers of all roles. Any thread may call."""
+    """Decides about failed workers of all roles. Any thread may call its methods, except for `flush`."""
 
     def __init__(self, config: Config, ledger: Ledger) -> None:
         self.config = config
@@ -43,24 +43,25 @@ class RecoveryManager:
         self._lock = threading.Lock()
         self._kill: Callable[[str], bool] | None = None
         self._accused: dict[str, str] = {}
-        """The verdict that names each worker; "" if the worker had already ended, as its end explains more."""
+        """By worker, the text of the verdict that names it; "" if the worker had already ended, as its end explains
+        more."""
         self._verdict_arrived = threading.Event()
 
-    def decide(self, failure: WorkerFailure, cause: Exception, fewer: int | None = None) -> RestartRole | FewerRanks:
+    def decide(self, failure: WorkerFailure, cause: Exception, fewer: int | None = None) -> RestartWorkers | FewerRanks:
         """Decides how to restart after a failure.
 
         Args:
             fewer: a smaller number of ranks with which the trainer could continue.
 
         Raises:
-            GaveUp: there is no restart for it; with the reason.
-            Exception: `cause`, if it needs no further explanation.
+            GaveUp: the worker is not restarted; says why.
+            Exception: `cause` itself, if the worker is not restarted and `cause` needs no further explanation.
         """
         with self._lock:
             action = decide_recovery(failure, self._history, self.config, fewer)
             if not isinstance(action, StopRun):
                 self._history.append(failure)
-        what, why = self._what(failure), self._accused.get(failure.worker)
+        what, why = self._failure_text(failure), self._accused.get(failure.worker)
         facts = {"worker": failure.worker, "role": failure.role, "what": failure.what, "step": failure.step}
         self.note("failed", **facts, **({"why": why} if why else {}))
         if isinstance(action, StopRun):
@@ -84,16 +85,16 @@ class RecoveryManager:
 
     def restarted(self, failure: WorkerFailure, seconds: float, text: str, **facts: Any) -> None:
         """Reports a restart; `text` continues the log message after its duration."""
-        log.warning("%s %s; restarted in %.1f s%s", failure.worker, self._what(failure), seconds, text)
+        log.warning("%s %s; restarted in %.1f s%s", failure.worker, self._failure_text(failure), seconds, text)
         facts |= {"what": failure.what, "step": failure.step, "seconds": round(seconds, 3)}
         self.note("restarted", worker=failure.worker, role=failure.role, **facts)
 
-    def _what(self, failure: WorkerFailure) -> str:
-        """How a worker failed; "was killed" if that was for a verdict, which is in the line before."""
+    def _failure_text(self, failure: WorkerFailure) -> str:
+        """How a worker failed; only "was killed" if a verdict, named in the message before, was the reason."""
         return "was killed" if self._accused.get(failure.worker) and failure.how == "died" else failure.what
 
     def note(self, action: str, **fields: Any) -> None:
-        """Keeps an event for the ledger; the next `flush` writes it."""
+        """Queues an event for the ledger; the next `flush` writes it."""
         self._events.put({"action": action, "at": time.time(), **fields})
 
     def flush(self) -> None:
@@ -102,10 +103,10 @@ class RecoveryManager:
             self._ledger.event(RECOVERY_EVENT, **self._events.get_nowait())
 
     def listen(self, verdicts: VerdictSource, kill: Callable[[str], bool]) -> None:
-        """Makes confirmed verdicts kill their culprits; recovery from their deaths follows.
+        """Makes confirmed verdicts kill their culprits, so that recovery restarts these.
 
         Args:
-            kill: kills the worker of that name; whether there was one.
+            kill: kills the worker of that name; returns whether it was running.
         """
         self._kill = kill
         verdicts.subscribe(self.kill_culprits)
@@ -123,8 +124,8 @@ class RecoveryManager:
         self._verdict_arrived.set()
         return killed
 
-    def accused(self, workers: Collection[str], timeout_s: float) -> str | None:
-        """One of these workers that a verdict names, now or within the timeout."""
+    def accused_worker(self, workers: Collection[str], timeout_s: float) -> str | None:
+        """Returns one of these workers that a verdict names, now or within the timeout; None if there is none."""
         until = time.monotonic() + timeout_s
         while True:
             self._verdict_arrived.clear()

@@ -18,7 +18,7 @@ collective. All other errors of this package report wrong data, config or code, 
 
 
 @dataclass(frozen=True, slots=True)
-class RestartRole:
+class RestartWorkers:
     """Replace the failed worker; if it is a trainer rank, replace all trainer ranks."""
 
     number: int
@@ -36,12 +36,12 @@ class StopRun:
 
 @dataclass(frozen=True, slots=True)
 class FewerRanks:
-    """Continue training with fewer ranks: no replacement is available."""
+    """Continue training with fewer ranks, because no replacement is available."""
 
     ranks: int
 
 
-RecoveryAction = RestartRole | FewerRanks | StopRun
+RecoveryAction = RestartWorkers | FewerRanks | StopRun
 
 MAX_FAILED_STARTS = 2
 """Failed starts of trainer ranks in a row, after which fewer ranks are started."""
@@ -72,7 +72,7 @@ def decide_recovery(
             f"the limit of {budget.max_restarts} restarts within {budget.window_s:g} s is reached "
             f"(recovery.{failure.role}.max_restarts {budget.max_restarts}, window_s {budget.window_s:g})"
         )
-    return RestartRole(spent + 1, budget)
+    return RestartWorkers(spent + 1, budget)
 
 
 def _in_same_budget(failure: WorkerFailure, earlier: WorkerFailure, budget: RestartBudget) -> bool:

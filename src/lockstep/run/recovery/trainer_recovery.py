@@ -1,8 +1,8 @@
-"""Restarts the trainer after a failure: all ranks are replaced, engines stay warm, and state is restored from the
-newest in-memory or on-disk checkpoint.
+"""Restarts the trainer after a failure: replaces all ranks, keeps the engines running, and restores the state from the
+newest checkpoint in memory or on disk.
 
-A model is never used after one of its ranks has failed: the others are in collectives that will never complete.
-Every rank is ended and started again from the warm template.
+Once a rank has failed, the other ranks are in collectives that will never complete. So every rank is killed and started
+again, from the template process.
 """
 
 import contextlib
@@ -31,7 +31,6 @@ from lockstep.watch.recorder.commands import VERDICT_WAIT_S
 
 log = logging.getLogger(__name__)
 
-
 ABORT_LIMIT_S = VERDICT_WAIT_S + 1.0
 """Time limit for ranks to leave an aborted collective. A rank that is still computing then is killed."""
 VERDICT_LIMIT_S = 2.0
@@ -39,16 +38,16 @@ VERDICT_LIMIT_S = 2.0
 
 
 class MemoryCheckpointer:
-    """Checkpoints in shared memory, written after every commit. They are lost with the run's shared memory."""
+    """Writes checkpoints to shared memory after every commit."""
 
     def __init__(self, policy: TrainerGroup, folder: Path) -> None:
         self.policy, self.folder = policy, folder
         self._full = False
-        shutil.rmtree(folder, ignore_errors=True)  # an earlier controller's ranks may have been ahead of this run
+        shutil.rmtree(folder, ignore_errors=True)  # checkpoints of an earlier controller may be of later steps
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def write(self, version: int) -> None:
-        """Makes every rank copy its part. If there is no room, logs a warning and stops copying."""
+        """Makes every rank copy its part. If there is no room, logs a warning and never copies again."""
         if self._full:
             return
         try:
@@ -61,7 +60,8 @@ class MemoryCheckpointer:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def restore(self, at_least: int) -> int | None:
-        """Loads the newest copy that all ranks have and returns its version; None if it is older than `at_least`."""
+        """Loads the newest copy that all ranks have and returns its version. Returns None if there is none, or if it is
+        older than `at_least`."""
         version = newest_memory_checkpoint(self.folder, self.policy.ranks)
         if version is None or version < at_least:
             return None
@@ -86,7 +86,7 @@ class RecoveryContext:
 
 
 class TrainerRecovery:
-    """Restarts all ranks of the policy."""
+    """Restarts the trainer ranks of the policy, all together."""
 
     def __init__(
         self,
@@ -102,11 +102,15 @@ class TrainerRecovery:
         self.manager, self.launcher, self.memory = context.manager, context.launcher, context.memory
 
     def recover(self, error: CallError, version: int) -> int:
-        """Restarts the ranks after an error that came when `version` steps were done; the steps in the restored state.
+        """Restarts the ranks after an error. Returns the number of steps in the restored state.
+
+        Args:
+            version: the number of steps that were done.
 
         Raises:
-            GaveUp: the failure gets no (further) restart.
-            RemoteError, WorkerDied, Stalled: `error`, if it is not the trainer's or needs no further explanation.
+            GaveUp: the ranks are not restarted (again).
+            RemoteError, WorkerDied, Stalled: `error` itself, if it is not from the trainer, or if there is no restart
+                and `error` needs no further explanation.
         """
         began = time.monotonic()
         failure = self._root_cause(error)
@@ -117,8 +121,8 @@ class TrainerRecovery:
                 restored = self._rebuild(ranks)
             except (RemoteError, WorkerDied, Stalled) as again:
                 culprit = self._culprit(again, starting=True)
-                late = describe_failure(again, "policy", *culprit, self.manager.step, starting=True)
-                action = self.manager.decide(late, again, next_smaller_ranks(self.config, ranks))
+                failed_start = describe_failure(again, "policy", *culprit, self.manager.step, starting=True)
+                action = self.manager.decide(failed_start, again, next_smaller_ranks(self.config, ranks))
                 ranks = action.ranks if isinstance(action, FewerRanks) else ranks
         count = version - restored
         trained_again = f", {count} step{'s are' if count > 1 else ' is'} trained again" if count > 0 else ""
@@ -126,9 +130,9 @@ class TrainerRecovery:
         return restored
 
     def _root_cause(self, error: CallError) -> WorkerFailure:
-        """The first failure. The error of a rank whose collective was aborted is an effect: the cause is a rank that
-        died meanwhile, or one that a verdict names, whichever is known first. Raises `error` if it is not the
-        trainer's."""
+        """Finds the failure that came first. If the error comes from an aborted collective, the cause is another rank:
+        one that died meanwhile, or one that a verdict names, whichever is known first. Raises `error` if it is not from
+        the trainer."""
         failure = describe_failure(error, "policy", *self._culprit(error), self.manager.step)
         if not is_effect(error) and not isinstance(error, WorkerDied):
             return failure
@@ -138,13 +142,14 @@ class TrainerRecovery:
             return failure
         if dead is not None:
             return describe_failure(dead, "policy", dead.worker, dead.rank, self.manager.step)
-        name = self.manager.accused(ranks, VERDICT_LIMIT_S)
+        name = self.manager.accused_worker(ranks, VERDICT_LIMIT_S)
         if name is None:
             return failure
         return WorkerFailure("policy", name, ranks[name], "stalled", "held up the other ranks", step=self.manager.step)
 
     def _wait_for_aborts(self) -> WorkerDied | None:
-        """Waits until the ranks have left their aborted collectives, so that their logs say why; a rank that died."""
+        """Waits until the ranks have left their aborted collectives, so that their logs say why they did. Returns the
+        death of a rank, if one died."""
         calls = [worker.submit(PolicyAPI.info) for worker in self.policy.workers]
         with contextlib.suppress(WaitTimeout):
             waits.poll(
@@ -162,8 +167,8 @@ class TrainerRecovery:
         return None
 
     def _culprit(self, error: CallError, starting: bool = False) -> tuple[str, int]:
-        """Name and rank of the worker that failed. Raises `error` if it is not the policy's. While ranks are starting,
-        any error is theirs."""
+        """Returns name and rank of the worker that failed. Raises `error` if it is not from a rank of the policy. While
+        ranks are starting, every error is from a rank."""
         name = error.waits_for if isinstance(error, Stalled) else error.worker
         ranks = {worker.spec.name: worker.spec.rank for worker in self.policy.workers}
         if name in ranks:
@@ -173,12 +178,12 @@ class TrainerRecovery:
         return name, 0
 
     def _rebuild(self, ranks: int) -> int:
-        """Starts that many ranks and restores their state. Returns the number of steps in the state."""
+        """Starts this many ranks and restores their state. Returns the number of steps in the state."""
         self.launcher.kill(self.policy.workers)
         self.checkpoints.writer_lost()
         workers = self.launcher.launch("policy", range(ranks))
         try:
-            self.policy.use(workers, set_up_ranks(workers))
+            self.policy.replace_ranks(workers, set_up_ranks(workers))
         except BaseException:
             self.launcher.kill(workers)
             raise

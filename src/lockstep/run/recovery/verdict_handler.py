@@ -1,4 +1,4 @@
-"""Handles the supervisor's verdicts: prints them, writes them to the ledger, hands confirmed ones to recovery."""
+"""Handles the supervisor's verdicts: prints them, writes them to the ledger, passes confirmed ones to recovery."""
 
 import logging
 import queue
@@ -53,7 +53,7 @@ class VerdictHandler:
         self._report_environment(event)
 
     def _report_environment(self, event: SupervisorEvent) -> None:
-        """Prints problems in the environment of an incident's processes, once, after everything urgent."""
+        """Prints problems in the environment of an incident's processes, once for each incident."""
         if event.incident is None or event.incident in self._noted:
             return
         self._noted.add(event.incident)

@@ -42,7 +42,7 @@ def test_only_files_named_in_the_config_are_packed(here: Path, tmp_path: Path) -
     staged = build_ray_package(config(steps=7), tmp_path / "to")
     assert sent(staged.folder) == {CONFIG_FILE, "data/rows.jsonl", "code/reward.py", "code/helper.py"}
     assert load_config(staged.folder / CONFIG_FILE) == config(steps=7)
-    assert staged.elsewhere == []
+    assert staged.absolute_paths == []
 
 
 def test_folders_are_packed_and_absolute_paths_are_not(here: Path, tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ def test_folders_are_packed_and_absolute_paths_are_not(here: Path, tmp_path: Pat
     data = str(here / "data" / "rows.jsonl")
     staged = build_ray_package(config(model={"path": "model"}, data={"path": data}), tmp_path / "to")
     assert "model/config.json" in sent(staged.folder) and "data/rows.jsonl" not in sent(staged.folder)
-    assert staged.elsewhere == [data]
+    assert staged.absolute_paths == [data]
 
 
 def test_what_would_be_lost_or_is_too_large_is_refused(

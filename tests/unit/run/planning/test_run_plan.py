@@ -69,7 +69,9 @@ def test_the_schedule_of_collectives_follows_sharding_and_updates() -> None:
 
 
 def test_an_adapter_needs_optimizer_state_for_itself_only_and_no_reference_model() -> None:
-    model = replace(MODEL, dtype="bfloat16", adapter=AdapterFacts(parameters=20_000, units=2, first=0))
+    model = replace(
+        MODEL, dtype="bfloat16", adapter=AdapterFacts(parameters=20_000, trained_blocks=2, first_trained_layer=0)
+    )
     penalised = config(loss={"kl": {"coefficient": 0.1}})
     whole, adapter = make_plan(penalised, replace(model, adapter=None), HOST), make_plan(penalised, model, HOST)
     saved = whole.processes[0].memory - adapter.processes[0].memory

@@ -19,7 +19,7 @@ from lockstep.models.errors import ModelError
 from lockstep.run.recovery.restart_policy import (
     RETRYABLE,
     FewerRanks,
-    RestartRole,
+    RestartWorkers,
     StopRun,
     decide_recovery,
     next_smaller_ranks,
@@ -62,30 +62,32 @@ def test_descriptions_of_failures() -> None:
 
 
 def test_trainer_ranks_share_a_budget_and_engines_have_one_each() -> None:
-    assert decide_recovery(died("policy", 1, 50), [died("policy", 0, 10)], CONFIG) == RestartRole(2, CONFIG.policy)
+    assert decide_recovery(died("policy", 1, 50), [died("policy", 0, 10)], CONFIG) == RestartWorkers(2, CONFIG.policy)
     stop = decide_recovery(died("policy", 1, 50), [died("policy", 0, 10), died("policy", 1, 20)], CONFIG)
     assert isinstance(stop, StopRun)
     assert stop.reason == (
         "the limit of 2 restarts within 100 s is reached (recovery.policy.max_restarts 2, window_s 100)"
     )
-    assert decide_recovery(died("rollout", 1, 5), [died("rollout", 0, 1)], CONFIG) == RestartRole(1, CONFIG.rollout)
+    assert decide_recovery(died("rollout", 1, 5), [died("rollout", 0, 1)], CONFIG) == RestartWorkers(1, CONFIG.rollout)
     assert isinstance(decide_recovery(died("rollout", 0, 5), [died("rollout", 0, 1)], CONFIG), StopRun)
-    assert decide_recovery(died("rollout", 0, 12), [died("rollout", 0, 1)], CONFIG) == RestartRole(1, CONFIG.rollout), (
-        "long ago"
-    )
+    assert decide_recovery(died("rollout", 0, 12), [died("rollout", 0, 1)], CONFIG) == RestartWorkers(
+        1, CONFIG.rollout
+    ), "long ago"
 
 
 def test_the_same_error_in_the_same_step_stops_the_run() -> None:
     first = raised("RuntimeError", 4)
-    assert isinstance(decide_recovery(first, [], CONFIG), RestartRole)
+    assert isinstance(decide_recovery(first, [], CONFIG), RestartWorkers)
     again = decide_recovery(raised("RuntimeError", 4), [first], CONFIG)
     assert isinstance(again, StopRun) and "the same error occurred again in step 4" in again.reason
-    assert isinstance(decide_recovery(raised("RuntimeError", 5), [first], CONFIG), RestartRole), (
+    assert isinstance(decide_recovery(raised("RuntimeError", 5), [first], CONFIG), RestartWorkers), (
         "another step, other data"
     )
     elsewhere = raised("RuntimeError", 4, TRACE.replace("line 70", "line 71"))
-    assert isinstance(decide_recovery(elsewhere, [first], CONFIG), RestartRole)
-    assert isinstance(decide_recovery(died(step=4), [died(step=4)], CONFIG), RestartRole), "a death is no error of data"
+    assert isinstance(decide_recovery(elsewhere, [first], CONFIG), RestartWorkers)
+    assert isinstance(decide_recovery(died(step=4), [died(step=4)], CONFIG), RestartWorkers), (
+        "a death is no error of data"
+    )
 
 
 @pytest.mark.parametrize("kind", [NonFinite, ModelError, CheckpointError])
@@ -95,7 +97,7 @@ def test_an_error_in_data_config_or_code_is_not_retried(kind: type[Exception]) -
 
 @pytest.mark.parametrize("kind", [WaitTimeout, Stalled, CollectiveStalled, CollectiveRefused, AgentGone, NoFreePort])
 def test_a_wait_broken_by_another_process_is_restarted(kind: type[Exception]) -> None:
-    assert isinstance(decide_recovery(raised(kind.__name__, code=error_code(kind)), [], CONFIG), RestartRole)
+    assert isinstance(decide_recovery(raised(kind.__name__, code=error_code(kind)), [], CONFIG), RestartWorkers)
 
 
 def test_every_retryable_code_is_declared_by_an_error() -> None:
@@ -105,7 +107,7 @@ def test_every_retryable_code_is_declared_by_an_error() -> None:
 
 
 @pytest.mark.parametrize(
-    "kind, action", [(WaitTimeout, RestartRole), (CollectiveStalled, RestartRole), (NonFinite, StopRun)]
+    "kind, action", [(WaitTimeout, RestartWorkers), (CollectiveStalled, RestartWorkers), (NonFinite, StopRun)]
 )
 def test_a_class_that_moves_to_another_file_and_name_is_recognised(kind: type[Exception], action: type) -> None:
     body = {name: value for name, value in vars(kind).items() if name not in ("__dict__", "__weakref__")}
@@ -131,14 +133,14 @@ def test_nothing_is_restarted_if_recovery_is_off() -> None:
 def test_fewer_ranks_after_repeated_failed_starts() -> None:
     late = replace(died(), starting=True)
     some = RecoveryConfig(fewer_ranks=True)
-    assert isinstance(decide_recovery(late, [died()], some, 1), RestartRole), "one more try"
+    assert isinstance(decide_recovery(late, [died()], some, 1), RestartWorkers), "one more try"
     assert decide_recovery(late, [died(), late], some, 1) == FewerRanks(1)
-    assert isinstance(decide_recovery(late, [died(), late], some, None), RestartRole), "there is no smaller number"
-    assert isinstance(decide_recovery(late, [died(), late], RecoveryConfig(), 1), RestartRole), (
+    assert isinstance(decide_recovery(late, [died(), late], some, None), RestartWorkers), "there is no smaller number"
+    assert isinstance(decide_recovery(late, [died(), late], RecoveryConfig(), 1), RestartWorkers), (
         "the config does not allow it"
     )
-    assert isinstance(decide_recovery(late, [late, died()], some, 1), RestartRole), "not in a row"
-    assert isinstance(decide_recovery(died(), [late, late], some, 1), RestartRole), "they came up"
+    assert isinstance(decide_recovery(late, [late, died()], some, 1), RestartWorkers), "not in a row"
+    assert isinstance(decide_recovery(died(), [late, late], some, 1), RestartWorkers), "they came up"
 
 
 def test_fewer_ranks_keep_the_number_of_replicas() -> None:
@@ -154,6 +156,6 @@ def test_there_are_never_more_restarts_in_a_window_than_the_budget(
     history: list[WorkerFailure] = []
     for at in sorted(times):
         failure = died(at=at)
-        if isinstance(decide_recovery(failure, history, config), RestartRole):
+        if isinstance(decide_recovery(failure, history, config), RestartWorkers):
             history.append(failure)
             assert sum(at - each.at <= window for each in history) <= most
