@@ -1,11 +1,11 @@
-"""The places in the pages of docs that measured tables go to."""
+"""Replaces measured tables in the pages of docs, between two markers."""
 
 import re
 from pathlib import Path
 
 
 def into_page(page: Path, text: str, name: str = "measured") -> None:
-    """Puts the text between the two markers of that name. ValueError where the page has none."""
+    """Replace what is between the two markers of that name. ValueError if the page has no such markers."""
     begin, end = markers(name)
     old = page.read_text()
     pattern = re.compile(f"{re.escape(begin)}.*{re.escape(end)}", re.DOTALL)
@@ -15,5 +15,5 @@ def into_page(page: Path, text: str, name: str = "measured") -> None:
 
 
 def markers(name: str = "measured") -> tuple[str, str]:
-    """Where a table begins and ends."""
+    """The two markers around a table."""
     return f"<!-- {name}: begin -->", f"<!-- {name}: end -->"

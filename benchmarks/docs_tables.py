@@ -1,8 +1,8 @@
-"""The tables of docs/weight-sync.md and docs/engines.md, from the committed results: `python -m
+"""Writes the tables of docs/weight-sync.md and docs/engines.md from the committed results: `python -m
 benchmarks.docs_tables`.
 
-Needs nothing of what was measured: a test holds the pages against the results. Goals are those that were set before
-anything was measured; which of them is not met stands below each table.
+Needs none of the measured programs. A test compares the pages with the results. The goals were set before anything was
+measured; those that are not met are listed below each table.
 """
 
 import json
@@ -22,21 +22,20 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """A ratio that was to be reached."""
+    """A measured ratio and its goal."""
 
     what: str
-    found: float
-    wanted: float
-    most: bool = False
-    """Whether less is better."""
+    measured: float
+    goal: float
+    is_upper_bound: bool = False
 
     @property
     def met(self) -> bool:
-        return self.found <= self.wanted if self.most else self.found >= self.wanted
+        return self.measured <= self.goal if self.is_upper_bound else self.measured >= self.goal
 
     @property
     def limit(self) -> str:
-        return f"{'at most ' if self.most else ''}{self.wanted:g}"
+        return f"{'at most ' if self.is_upper_bound else ''}{self.goal:g}"
 
     @property
     def cell(self) -> str:
@@ -44,8 +43,9 @@ class Goal:
 
 
 def weights(lines: Sequence[Row]) -> list[str]:
-    """Of `benchmarks.weights`: medians, and medians of what the bare way takes of the same repeat's time."""
-    out = markdown_head("model", "what", "ms", "GB/s", "of the bare way", "goal")
+    """The table of `benchmarks.weights`: medians, and medians of the speed relative to the bare copy in the same
+    repeat."""
+    out = markdown_head("model", "what", "ms", "GB/s", "speed / bare", "goal")
     goals: list[Goal] = []
     for size in dict.fromkeys(line["size"] for line in lines):
         for part, bare, ways in (("host", "memcpy", HOST), ("nodes", "broadcast", NODES)):
@@ -66,23 +66,23 @@ def weights(lines: Sequence[Row]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A row: the sum of some times."""
+    """A row of the table: the sum of some measured times."""
 
     title: str
     parts: tuple[str, ...]
     times: int = 1
-    """How often it moves the bytes, and how many bare ones it is held against."""
+    """How often the row moves the bytes: it is compared with as many bare copies."""
     goal: float | None = None
-    """For the model of 100 M parameters."""
+    """The goal for the model of 100 M parameters."""
 
 
 HOST = (
     Way("bare memcpy, one thread", ("memcpy",)),
     Way("a rank writes, sampled checksums", ("write_sampled", "commit_sampled")),
-    Way("the builtin engine takes, sampled", ("load_sampled",)),
-    Way("both, against two memcpys", ("write_sampled", "commit_sampled", "load_sampled"), 2, 0.6),
+    Way("the builtin engine loads, sampled checksums", ("load_sampled",)),
+    Way("both, compared with two memcpys", ("write_sampled", "commit_sampled", "load_sampled"), 2, 0.6),
     Way("both, complete checksums", ("write_complete", "commit_complete", "load_complete"), 2),
-    Way("a reader that only checks and copies", ("take_sampled",)),
+    Way("a reader that only verifies and copies", ("take_sampled",)),
 )
 NODES = (
     Way("bare gloo broadcast to two", ("broadcast",)),
@@ -94,44 +94,44 @@ NODES = (
 
 
 def update(rows: Sequence[Row]) -> list[str]:
-    """Of `benchmarks.vllm_engine update`."""
+    """The table of `benchmarks.vllm_engine update`."""
     out = markdown_head(
-        "parameters", "memcpy", "our part before vLLM's", "in memcpys", "whole update",
+        "parameters", "memcpy", "Lockstep's part, before vLLM's", "in memcpys", "full update",
         "`reload_weights` from a RAM disk", "reload / update", "with writing its files",
     )  # fmt: skip
     goals = []
     for row in rows:
-        part = Goal(f"{row['model']}, our part in memcpys", row["write/copy"], 2, most=True)
-        whole = Goal(f"{row['model']}, `reload_weights` over the update", row["reload/update"], 1.3)
-        goals += [part, whole]
+        part = Goal(f"{row['model']}, Lockstep's part in memcpys", row["write/copy"], 2, is_upper_bound=True)
+        full = Goal(f"{row['model']}, `reload_weights` / update", row["reload/update"], 1.3)
+        goals += [part, full]
         ms = {name: f"{row[f'{name} ms']:.3g} ms" for name in ("copy", "write", "update", "reload", "reload+save")}
-        cells = ms["copy"], ms["write"], f"{part.found:.2f}", ms["update"], ms["reload"], f"{whole.found:.2f}"
+        cells = ms["copy"], ms["write"], f"{part.measured:.2f}", ms["update"], ms["reload"], f"{full.measured:.2f}"
         out.append(markdown(row["model"], *cells, ms["reload+save"]))
-    goal = "Goals: our part at most 2 memcpys, the update 1.3 times as fast as `reload_weights`."
+    goal = "Goals: Lockstep's part at most 2 memcpys, the update 1.3 times as fast as `reload_weights`."
     return [*out, "", f"{goal} {' '.join(verdicts(goals))}", "", _about(rows)]
 
 
 def generate(rows: Sequence[Row]) -> list[str]:
-    """Of `benchmarks.vllm_engine generate`."""
+    """The table of `benchmarks.vllm_engine generate`."""
     out = markdown_head(
-        "parameters", "work", "our engine", "our speed / `LLM` as ours", "our speed / `LLM` by default", "goal"
+        "parameters", "work", "Lockstep", "speed / `LLM`, same arguments", "speed / `LLM`, its defaults", "goal"
     )
     goals = []
     for row in rows:
         same = row["generate median"] / row["ours median"]
         own = row["defaults median"] / row["ours median"] if "defaults median" in row else None
         what = f"{row['model']} {row['work']}"
-        mine = [Goal(f"{what}, as ours", same, 0.95)]
-        mine += [] if own is None else [Goal(f"{what}, by default", own, 0.95)]
-        goals += mine
-        met = "0.95" if all(goal.met for goal in mine) else "0.95 (not met)"
+        reached = [Goal(f"{what}, same arguments", same, 0.95)]
+        reached += [] if own is None else [Goal(f"{what}, its defaults", own, 0.95)]
+        goals += reached
+        met = "0.95" if all(goal.met for goal in reached) else "0.95 (not met)"
         cells = f"{row['ours median']:.2f} s", f"{same:.2f}", "not measured" if own is None else f"{own:.2f}", met
         out.append(markdown(row["model"], row["work"], *cells))
     return [*out, "", *verdicts(goals), "", _about(rows)]
 
 
 def builtin(rows: Sequence[Row]) -> list[str]:
-    """Of `benchmarks.vllm_engine builtin`."""
+    """The table of `benchmarks.vllm_engine builtin`."""
     out = markdown_head("parameters", "work", "builtin", "vLLM", "speed of builtin / vLLM")
     for row in rows:
         ours, theirs = row["builtin median"], row["vllm median"]
@@ -140,13 +140,13 @@ def builtin(rows: Sequence[Row]) -> list[str]:
 
 
 def verdicts(goals: Iterable[Goal]) -> list[str]:
-    """A line with those that are not met."""
-    missed = [f"{goal.what} {goal.found:.2f}, wanted {goal.limit}" for goal in goals if not goal.met]
+    """A line that lists the goals that are not met."""
+    missed = [f"{goal.what} {goal.measured:.2f}, goal {goal.limit}" for goal in goals if not goal.met]
     return [f"**Goal not met**: {'; '.join(missed)}." if missed else "All goals are met."]
 
 
 def _about(rows: Sequence[Row]) -> str:
-    """How much was measured, and how quiet the machine was, where the results tell."""
+    """The number of repeats, and the load of the machine if the results have it."""
     loads = [row["load"] for row in rows if "load" in row]
     busy = f", load average {min(loads):.1f} to {max(loads):.1f}" if loads else ""
     repeats = [row.get("repeats", row.get("repeat")) for row in rows if "repeats" in row or "repeat" in row]
@@ -161,7 +161,7 @@ TABLES: tuple[Table, ...] = (
     ("engines.md", "generate", "vllm-generate.json", generate),
     ("engines.md", "update", "vllm-update.json", update),
 )
-"""Page, name of its markers, results, and what makes the table of them."""
+"""Page, name of its markers, file of results, and the function that makes the table."""
 
 
 def read(path: Path) -> list[Row]:

@@ -1,12 +1,12 @@
 """Runs random faults on real gloo ranks under a real agent and supervisor, and prints their verdicts.
 
     python -m benchmarks.faults --cases 200 --seed 1          about ten minutes
-    python -m benchmarks.faults --cases 200 --seed 1 --resume goes on where it was
-    python -m benchmarks.faults --table                       the tables of what was measured
+    python -m benchmarks.faults --cases 200 --seed 1 --resume continues a stopped record
+    python -m benchmarks.faults --table                       the tables of the recorded cases
     python -m benchmarks.faults --only skips extra --cases 20
 
-One JSON line per case is appended to the file; what went wrong keeps its folder. The supervisor's patience is 1 s to a
-notice and 2.5 s of stillness to a confirmation, so that a case takes seconds.
+One JSON line per case is appended to the file; folders of cases with wrong verdicts are kept. The supervisor gives a
+notice after 1 s and confirms after 2.5 s of inactivity, so that a case takes seconds.
 """
 
 import argparse
@@ -58,18 +58,18 @@ def main() -> None:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The lines of a record; the unfinished last one of a run that was killed is cut off."""
+    """The lines of a record. Removes an unfinished last line, which a killed run leaves."""
     if not path.exists():
         return []
     text = path.read_text()
-    whole = text[: text.rfind("\n") + 1]
-    if whole != text:
-        path.write_text(whole)
-    return [json.loads(line) for line in whole.splitlines()]
+    complete = text[: text.rfind("\n") + 1]
+    if complete != text:
+        path.write_text(complete)
+    return [json.loads(line) for line in complete.splitlines()]
 
 
 def report(done: Sequence[dict[str, Any]]) -> str:
-    """The tables in Markdown, and what was wrong."""
+    """The tables in Markdown, and the wrong verdicts."""
     judged = [judge(each) for each in done]
     loads = sorted(each.load for each in judged) or [0.0]
     load = f"Load of the machine: {loads[0]:.1f} to {loads[-1]:.1f}, median {loads[len(loads) // 2]:.1f}."
@@ -86,7 +86,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", default=tuple(FAULTS), choices=tuple(FAULTS), metavar="KIND")
     parser.add_argument("--jobs", type=int, default=2, help="cases at once (default 2)")
     parser.add_argument("--out", type=Path, default=OUT, metavar="FILE")
-    parser.add_argument("--resume", action="store_true", help="leave out what FILE has already")
+    parser.add_argument("--resume", action="store_true", help="leave out the cases that FILE has already")
     parser.add_argument("--table", action="store_true", help="run nothing")
     parser.add_argument("--docs", type=Path, metavar="PAGE", help="put the tables into this page, between its markers")
     return parser.parse_args()

@@ -61,21 +61,21 @@ class Site:
         (folder / "case.json").write_text(json.dumps(case.json()))
         self.run, token = new_run_id("matrix"), secrets.token_hex(8)
         self._lock = threading.Lock()
-        self._said: list[SupervisorEvent] = []
+        self._events: list[SupervisorEvent] = []
         self.trouble: list[str] = []
         self.client = AgentClient(forked_agents.start(self.run, token, folder), token)
         settings = SupervisorSettings(
             self.run, 1, folder, folder / "incidents", [self.client.address], os.getpid(), PATIENCE, "free"
         )
-        self.supervision = SupervisorClient(settings, token, self._hear, self.trouble.append)
+        self.supervision = SupervisorClient(settings, token, self._add_event, self.trouble.append)
 
-    def _hear(self, said: SupervisorEvent) -> None:
+    def _add_event(self, event: SupervisorEvent) -> None:
         with self._lock:
-            self._said.append(said)
+            self._events.append(event)
 
-    def said(self) -> list[SupervisorEvent]:
+    def events(self) -> list[SupervisorEvent]:
         with self._lock:
-            return list(self._said)
+            return list(self._events)
 
     def start(self) -> None:
         """Starts the ranks once the supervisor is connected."""
@@ -93,7 +93,7 @@ class Site:
             )  # fmt: skip
 
     def struck(self) -> float | None:
-        """When the first culprit's fault happened; None until all faults have happened."""
+        """When the first fault happened; None until all faults have happened."""
         found = []
         for rank in self.case.faults:
             with contextlib.suppress(OSError):
@@ -109,7 +109,7 @@ class Site:
 
     def close(self) -> None:
         self.supervision.close()
-        self.client.leave(0.1)
+        self.client.shut_down(0.1)
 
 
 def run(case: Case, folder: Path) -> Outcome:
@@ -136,7 +136,7 @@ def run(case: Case, folder: Path) -> Outcome:
 def _named(site: Site, level: str, culprits: frozenset[int]) -> bool:
     """Whether all culprits have been named, at that level or a higher one."""
     levels = ("confirmed", "act") if level == "confirmed" else ("notice", "confirmed", "act")
-    named = {each["rank"] for said in site.said() if said.level in levels for each in said.verdict["culprits"]}
+    named = {each["rank"] for event in site.events() if event.level in levels for each in event.verdict["culprits"]}
     return culprits <= named
 
 
@@ -147,18 +147,18 @@ def _over(site: Site, rank: int) -> bool:
 def _outcome(site: Site, began: float | None) -> Outcome:
     found = Outcome(site.case.json(), began, load=os.getloadavg()[0], trouble=list(site.trouble))
     since = began or 0.0
-    for said in site.said():
+    for event in site.events():
         found.told.append(
             {
-                "at": round(said.wall - since, 3), "number": said.number, "change": said.change, "level": said.level,
-                "kind": said.verdict["kind"], "class": said.verdict["class"],
-                "ranks": sorted(each["rank"] for each in said.verdict["culprits"]),
-                "where": [each["where"] for each in said.verdict["culprits"]],
-                "confidence": said.verdict["confidence"], "collective": said.verdict["collective"],
-                "text": said.headline,
+                "at": round(event.wall - since, 3), "number": event.number, "change": event.change,
+                "level": event.level, "kind": event.verdict["kind"], "class": event.verdict["class"],
+                "ranks": sorted(each["rank"] for each in event.verdict["culprits"]),
+                "where": [each["where"] for each in event.verdict["culprits"]],
+                "confidence": event.verdict["confidence"], "collective": event.verdict["collective"],
+                "text": event.headline,
             }
         )  # fmt: skip
-    confirmed = [said.wall for said in site.said() if said.level != "notice"]
+    confirmed = [event.wall for event in site.events() if event.level != "notice"]
     for rank in range(site.case.world):
         done, end = site.client.exit_of(f"policy-{rank}"), site.ended(rank) or {}
         found.ends[str(rank)] = {

@@ -123,7 +123,7 @@ def case(rng: Random, fault: str, name: str) -> Case:
 
 
 def _place(rng: Random, fault: str, schedule: Sequence[Call], groups: Groups, culprit: int) -> int | None:
-    """Before which call it happens; None where this kind has no place in the schedule."""
+    """The index of the call before which the fault happens; None if the kind does not fit into the schedule."""
     own = [i for i, call in enumerate(schedule) if members(groups, call.group, culprit)]
     if fault == "order":
         own = [i for i in own if _crosses(schedule, groups, culprit, i)]
@@ -135,8 +135,8 @@ def _place(rng: Random, fault: str, schedule: Sequence[Call], groups: Groups, cu
 
 
 def _crosses(schedule: Sequence[Call], groups: Groups, culprit: int, at: int) -> bool:
-    """Whether a call and the next one, exchanged, wait for each other: on two communicators with two common members,
-    and nobody leaves them before all have come."""
+    """Whether a call and the next one wait for each other when exchanged: they are on two communicators with two common
+    members, and return on no member before all have entered."""
     if at + 1 == len(schedule):
         return False
     here, there = schedule[at], schedule[at + 1]
@@ -153,9 +153,9 @@ class Expected:
     level: str
     culprits: frozenset[int]
     open_to: frozenset[int] = field(default_factory=frozenset)
-    """The members of a communicator in which nobody is in the majority: all of them is as good an answer."""
+    """The members of a communicator without a majority: naming all of them is right as well."""
     collectives: frozenset[tuple[str, int]] = field(default_factory=frozenset)
-    """(communicator, sequence number): one of these; empty where none has to be named."""
+    """(communicator, sequence number) of the collectives of which one must be named; empty if none has to be."""
 
 
 def expected(case: Case) -> Expected:
@@ -184,8 +184,8 @@ def _pair(who: tuple[int, ...]) -> frozenset[int]:
 
 
 def waited_for(case: Case, ahead: int = 1) -> frozenset[tuple[str, int]]:
-    """The collectives that culprits would enter next when it happens, on each of their communicators; with `ahead`
-    2, those after them too."""
+    """The collectives that the culprits would enter next when the fault happens, on each of their communicators; with
+    `ahead` 2, also the ones after these."""
     found = set()
     for rank in case.faults:
         done = dict.fromkeys(case.groups, 0)
@@ -209,7 +209,7 @@ Signature = tuple[str, int, str, int]
 
 
 def done_by(case: Case, rank: int, steps: int) -> list[tuple[str, Signature]]:
-    """(communicator, operation, size, dtype and root) of all calls of a rank in so many steps, its fault included."""
+    """(communicator, (operation, size, dtype, root)) of all calls of a rank in so many steps, its fault included."""
     fault, found = case.faults.get(rank), []
     for step in range(1, steps + 1):
         if fault == "uneven" and step == case.step:
@@ -244,7 +244,7 @@ def _instead(fault: str, call: Call, usual: tuple[str, Signature]) -> list[tuple
 
 
 def other(call: Call) -> Signature:
-    """Another operation than that of a call, on the same communicator."""
+    """The signature of another operation than the call's."""
     return _signature(Call("gradients" if PLACES[call.place].operation != "all_reduce" else "meet", call.group))
 
 

@@ -29,7 +29,7 @@ context.set_forkserver_preload([*PRELOAD, "benchmarks.faults.forked_agents"])
 class ForkingSpawner(WorkerSpawner):
     """Forks its fork servers from the agent, which has imported the preloaded modules already."""
 
-    def _start_template(self, key: tuple[Any, ...], preload: tuple[str, ...], order: SpawnRequest) -> _ForkServer:
+    def _start_fork_server(self, key: tuple[Any, ...], preload: tuple[str, ...], request: SpawnRequest) -> _ForkServer:
         own_end, its_end = socket.socketpair()
         agent = os.getpid()
         pid = os.fork()
@@ -37,7 +37,7 @@ class ForkingSpawner(WorkerSpawner):
             _become_fork_server(its_end.fileno(), agent, preload)
         its_end.close()
         own_end.setblocking(False)
-        server = self._templates[key] = _ForkServer(key, preload, _ForkedProcess(pid), own_end)  # type: ignore[arg-type]
+        server = self._servers[key] = _ForkServer(key, preload, _ForkedProcess(pid), own_end)  # type: ignore[arg-type]
         self._selector.register(own_end, selectors.EVENT_READ, lambda mask: self._receive(server))
         return server
 
@@ -84,7 +84,7 @@ def _serve(run: str, token: str, folder: str, controller: int) -> None:
         os.dup2(output.fileno(), 2)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     agent = NodeAgent(AgentSettings(run, 1, token, Path(folder), controller, 0.0, 0.2))
-    agent._spawner = ForkingSpawner(agent._selector, agent._exited)
+    agent._spawner = ForkingSpawner(agent._selector, agent._worker_exited)
     agent._monitoring._children = agent._spawner.children
     agent.run()
 

@@ -20,12 +20,12 @@ class Judged:
     who: frozenset[int]
     """All ranks that were ever named at that level."""
     right: bool
-    """Exactly the culprits; where nobody is in the majority, both members with little confidence."""
+    """Whether exactly the culprits were named; without a majority, both members with low confidence."""
     kind_right: bool
     collective_right: bool
     where_right: bool
     innocents: tuple[int, ...]
-    """Named with `SURE` or more."""
+    """Innocent ranks that were named with a confidence of `SURE` or more."""
     notice_s: float | None
     confirmed_s: float | None
     freed_s: tuple[float, ...]
@@ -64,7 +64,8 @@ def judge(outcome: dict[str, Any]) -> Judged:
 
 
 def _collective_right(want: Expected, first: dict[str, Any], case: Case) -> bool:
-    """The dead may have been left by all who waited; a meeting is no collective."""
+    """Whether the verdict names an expected collective. A verdict `dead` need not name one: the other ranks may have
+    left the collective already."""
     said = first["collective"]
     if said is None:
         return not want.collectives or first["kind"] == "dead"
@@ -72,7 +73,7 @@ def _collective_right(want: Expected, first: dict[str, Any], case: Case) -> bool
 
 
 def matrix(judged: Sequence[Judged]) -> str:
-    """Faults by what was told first, in Markdown."""
+    """A table of faults by the kind of the first verdict, in Markdown."""
     kinds = sorted({each.kind for each in judged})
     counts = Counter((each.case.fault, each.kind) for each in judged)
     lines = [f"| fault | cases | culprits exactly right | {' | '.join(kinds)} |", "|---" * (3 + len(kinds)) + "|"]
@@ -85,28 +86,29 @@ def matrix(judged: Sequence[Judged]) -> str:
 
 
 def numbers(judged: Sequence[Judged]) -> str:
-    """Shares and times, in Markdown."""
+    """A table of shares and times, in Markdown."""
     faulty = [each for each in judged if each.case.about.kinds]
     healthy = [each for each in judged if not each.case.about.kinds]
     lines = [
         "| measure | value |",
         "|---|---|",
-        f"| cases, of them healthy | {len(judged)}, {len(healthy)} |",
+        f"| cases; healthy ones among them | {len(judged)}, {len(healthy)} |",
         f"| culprit set exactly right | {_share(each.right for each in faulty)} |",
         f"| kind right | {_share(each.kind_right for each in faulty)} |",
         f"| collective right | {_share(each.collective_right for each in faulty)} |",
-        f"| cases with an innocent named with {SURE} or more | {sum(bool(each.innocents) for each in judged)} |",
-        f"| healthy cases in which somebody was accused | {sum(not each.right for each in healthy)} |",
+        f"| cases in which an innocent rank was named with {SURE} or more | "
+        f"{sum(bool(each.innocents) for each in judged)} |",
+        f"| healthy cases in which a rank was accused | {sum(not each.right for each in healthy)} |",
     ]
     structural = [each for each in faulty if each.case.about.structural]
     still = [each for each in faulty if not each.case.about.structural]
     dead = [each for each in faulty if each.kind == "dead"]
     rows: tuple[tuple[str, Iterable[float | None]], ...] = (
-        ("fault to the first word of the culprit", (each.notice_s for each in faulty)),
-        ("the same, of the dead", (each.notice_s for each in dead)),
+        ("fault to the first message that names the culprit", (each.notice_s for each in faulty)),
+        ("the same for dead ranks", (each.notice_s for each in dead)),
         ("fault to confirmed, by structure", (each.confirmed_s for each in structural)),
-        ("fault to confirmed, by stillness", (each.confirmed_s for each in still)),
-        ("confirmed to an innocent freed", (seconds for each in faulty for seconds in each.freed_s)),
+        ("fault to confirmed, by inactivity", (each.confirmed_s for each in still)),
+        ("confirmed to the release of an innocent rank", (seconds for each in faulty for seconds in each.freed_s)),
     )
     return "\n".join([*lines, *(f"| {name}, median / 95th percentile | {_times(values)} |" for name, values in rows)])
 
@@ -134,7 +136,7 @@ def wrong(judged: Sequence[Judged]) -> list[str]:
         want = expected(each.case)
         what = [name for name in ("right", "kind_right", "collective_right", "where_right") if not getattr(each, name)]
         said.append(
-            f"{each.case.name} {each.case.fault} {each.case.faults}: told {each.kind} of {sorted(each.who)}, "
+            f"{each.case.name} {each.case.fault} {each.case.faults}: reported {each.kind} of {sorted(each.who)}, "
             f"expected {'/'.join(want.kinds) or 'nothing'} of {sorted(want.culprits)} ({', '.join(what)}"
             f"{f'; innocents {list(each.innocents)}' if each.innocents else ''})"
         )

@@ -1,4 +1,4 @@
-"""A rank of a small training, which does what a case says: `python -m benchmarks.faults.rank FOLDER RUN RANK`."""
+"""A rank of a small training job with the faults of a case: `python -m benchmarks.faults.rank FOLDER RUN RANK`."""
 
 import json
 import os
@@ -24,7 +24,7 @@ FOREVER_S = 1000.0
 ELSEWHERE = ("checkpoint", "slow disk", "never", "members")
 """Faults that do not happen at a call."""
 SILENCE_S = 7.5
-"""Of those that do something: three times what confirms who does nothing."""
+"""Seconds of a healthy pause: three times the inactivity after which a verdict is confirmed."""
 
 
 class Rank:
@@ -74,7 +74,7 @@ class Rank:
             self.later()
 
     def later(self) -> None:
-        """A communicator of all; the culprit takes itself for its only member."""
+        """Create a communicator of all ranks; the culprit passes itself as the only member."""
         dist.barrier()
         ranks = list(range(self.case.world))
         if self.fault:
@@ -88,7 +88,7 @@ class Rank:
         return bool(self.fault) and self.step == self.case.step
 
     def strike(self) -> None:
-        """Writes the time at which the fault happens."""
+        """Write the time at which the fault happens."""
         draft = self.folder / f".struck-{self.rank}"
         draft.write_text(repr(time.time()))
         draft.rename(self.folder / f"struck-{self.rank}")
@@ -130,7 +130,7 @@ class Rank:
             self.tail(self.fault.removeprefix("tail "))
 
     def tail(self, moves: str) -> None:
-        """A long silence in which something moves."""
+        """A long pause without collectives in which the process is active in one way: `moves` is cpu, io or counter."""
         until = time.monotonic() + SILENCE_S
         count = 0
         with (self.folder / f"scratch-{self.rank}").open("wb", buffering=0) as scratch:
@@ -160,7 +160,7 @@ class Rank:
         self.own.stage("train")
 
     def call(self, i: int, call: Call) -> None:
-        """A collective of the schedule, or what a culprit does instead."""
+        """Make a call of the schedule, or the culprit's fault instead."""
         fault = self.fault if self.now() else ""
         if fault == "order" and i == self.case.at:
             self.strike()

@@ -1,4 +1,4 @@
-"""The collectives of a step, and which of them ranks that do something wrong come to call under one number."""
+"""The lines of the job that issue collectives, the communicators, and the random schedule of a step."""
 
 from dataclasses import dataclass
 from random import Random
@@ -12,7 +12,7 @@ class Place:
 
     operation: str
     size: int
-    """Numbers of float32; 0 without a tensor."""
+    """Number of float32 elements; 0 without a tensor."""
 
 
 PLACES = {
@@ -41,7 +41,7 @@ WORLD = "default_pg"
 
 
 def layouts(world: int) -> dict[str, Groups]:
-    """Communicators by the layout's name; the default one is in each."""
+    """Communicators by the layout's name; each layout contains the default group."""
     everybody = tuple(range(world))
     found: dict[str, Groups] = {
         "world": {WORLD: (everybody,)},
@@ -57,7 +57,8 @@ def layouts(world: int) -> dict[str, Groups]:
 
 
 def draw(rng: Random, groups: Groups) -> tuple[Call, ...]:
-    """A step's calls: each communicator has two with different signatures, so that one too few or too many shows."""
+    """Draws the calls of a step. Each communicator has two with different signatures, so that a missing or extra call
+    is visible."""
     calls = []
     for group in groups:
         first = rng.choice([place for place in PLACES if place != FINISH])
@@ -69,5 +70,5 @@ def draw(rng: Random, groups: Groups) -> tuple[Call, ...]:
 
 
 def members(groups: Groups, name: str, rank: int) -> tuple[int, ...]:
-    """The members of a rank's communicator of that name; empty when the rank has none."""
+    """The members of a rank's communicator of that name; empty if it has none."""
     return next((each for each in groups[name] if rank in each), ())

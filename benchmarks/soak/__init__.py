@@ -1,2 +1,2 @@
-"""The soak: runs that are slow, long-tailed, stopped for moments and starved, and healthy all the time. Whoever is
-confirmed to hang in them is accused wrongly."""
+"""The soak benchmark counts false alarms: its runs are slow, irregular, briefly stopped and starved, but healthy, so
+every confirmed verdict is wrong."""

@@ -1,12 +1,12 @@
-"""Healthy runs under everything that is not a fault; counts the verdicts on them: `python -m benchmarks.soak`.
+"""Counts the verdicts on healthy runs that are slowed down in many ways: `python -m benchmarks.soak`.
 
     python -m benchmarks.soak                        five minutes
     python -m benchmarks.soak --minutes 60 --seed 7 --out benchmarks/results/cpu/soak.jsonl
-    python -m benchmarks.soak --sites --acts throttled slow_disk     bare sites only, with these acts
+    python -m benchmarks.soak --sites --acts throttled slow_disk     bare jobs only, with these activities
 
-Bare sites (agent, supervisor, five processes without torch and two gloo ranks without Lockstep) and real GRPO runs (two
-ranks, an engine, two scorers, an HTTP judge) at the same time, on a machine that is loaded by turns. Exit code 1 if
-anybody was confirmed to hang: all were healthy. Floors are short, so that a minute here is worth many at the defaults.
+Bare jobs (agent, supervisor, five processes without torch and two gloo ranks without Lockstep) and real GRPO runs (two
+ranks, an engine, two scorers, an HTTP judge) run at the same time, on a machine that is loaded from time to time. Exit
+code 1 if any process was confirmed to hang. Thresholds are short, so that a minute here is worth many at the defaults.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from pathlib import Path
 from benchmarks.soak.activities import ACTS, JUDGE, THROTTLE
 from benchmarks.soak.bare_processes import Site
 from benchmarks.soak.disturbances import Disturber
-from benchmarks.soak.finding_counts import Tally, told
+from benchmarks.soak.finding_counts import Tally, findings_table
 from benchmarks.soak.http_judge import thinking
 from benchmarks.soak.load import Load, cgroups
 from benchmarks.soak.runs import Run
@@ -58,7 +58,7 @@ def main() -> None:
                 shutil.rmtree(folder / str(number), ignore_errors=True)
     minutes = (time.monotonic() - began) / 60
     floors = {"notice_s": patience.notice_s, "still_s": patience.still_s}
-    print(told(tallies, minutes, floors, os.getloadavg()[0]))
+    print(findings_table(tallies, minutes, floors, os.getloadavg()[0]))
     if options.out is not None:
         write(options.out, tallies, minutes, floors, options.seed)
     sys.exit(1 if any(each.wrong for each in tallies) else 0)
@@ -72,7 +72,7 @@ def one_round(
     options: argparse.Namespace,
     left_s: float,
 ) -> list[Tally]:
-    """A run from its beginning to its end, and a bare site for as long, or only that one for a minute."""
+    """Runs a GRPO run to its end and a bare job for as long; or only a bare job, for a minute."""
     site_tally, run_tally = Tally(f"site {seed}"), Tally(f"run {seed}")
     with ExitStack() as stack:
         folder.mkdir(parents=True)
@@ -86,7 +86,8 @@ def one_round(
         )  # fmt: skip
 
         def processes() -> Mapping[str, int]:
-            return site.everybody() | ({f"run {n}": p for n, p in run.everybody().items()} if run is not None else {})
+            of_run = {f"run {name}": pid for name, pid in run.process_ids().items()} if run is not None else {}
+            return site.process_ids() | of_run
 
         disturber = stack.enter_context(Disturber(processes, patience.notice_s, seed, environment.get(THROTTLE)))
         end = time.monotonic() + min(ROUND_S, left_s)
@@ -98,7 +99,7 @@ def one_round(
 
 
 def write(path: Path, tallies: Sequence[Tally], minutes: float, floors: Mapping[str, float], seed: int) -> None:
-    """A line of JSON for this soak."""
+    """Append a line of JSON about this benchmark."""
     path.parent.mkdir(parents=True, exist_ok=True)
     line = {
         "seed": seed, "minutes": round(minutes, 2), "floors": floors, "cores": os.cpu_count(),
@@ -118,9 +119,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--notice", type=float, default=0.75, help="seconds (default 0.75)")
     parser.add_argument("--floor", type=float, default=4.0, help="confirmed after so many seconds (default 4)")
     parser.add_argument("--sites", action="store_true", help="bare sites only")
-    parser.add_argument("--idle", action="store_true", help="no load beside")
+    parser.add_argument("--idle", action="store_true", help="no additional load")
     parser.add_argument("--acts", nargs="+", default=[], choices=sorted(ACTS), metavar="ACT", help="in bare sites")
-    parser.add_argument("--keep", help="folder for what is left of rounds in which somebody was accused")
+    parser.add_argument("--keep", help="folder for the files of rounds with a confirmed verdict")
     return parser.parse_args()
 
 

@@ -1,5 +1,5 @@
-"""What healthy processes do for long without a counter moving: each act takes about so many seconds and comes to its
-end by itself. Standard library only: workers without torch and reward functions use the same ones."""
+"""Long activities of healthy processes without progress of a counter. Each takes about the given seconds and ends by
+itself. Standard library only: workers without torch and reward functions use the same ones."""
 
 import gc
 import hashlib
@@ -19,17 +19,17 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 QUOTA = "SOAK_QUOTA"
-"""Names the folder of a cgroup with next to no CPU, where there is one."""
+"""Environment variable: the folder of a cgroup with little CPU, if there is one."""
 THROTTLE = "SOAK_THROTTLE"
-"""The same with a slow disk."""
+"""Environment variable: the folder of a cgroup with a slow disk, if there is one."""
 JUDGE = "SOAK_JUDGE"
-"""`host:port` of a judge that thinks, see `judge.py`."""
+"""Environment variable: `host:port` of a slow judge, see `http_judge.py`."""
 SHORT = 0.6
-"""An idle act takes this share of the time for which a process may make no progress."""
+"""An idle activity takes this share of the threshold for inactivity."""
 
 
 def compute(seconds: float) -> None:
-    """Python, one core, the GIL held, always the same line."""
+    """Compute in Python on one core, with the GIL held, always in the same line."""
     end, number = time.monotonic() + seconds, 0
     while time.monotonic() < end:
         number = sum(range(20_000))
@@ -37,27 +37,27 @@ def compute(seconds: float) -> None:
 
 
 def compute_native(seconds: float) -> None:
-    """One call into C after the other, without the GIL."""
+    """Call C functions that release the GIL, one after the other."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         hashlib.pbkdf2_hmac("sha256", b"secret", b"salt", 300_000)
 
 
 def other_thread(seconds: float) -> None:
-    """The main thread waits for another that works."""
+    """The main thread waits for another thread that works."""
     worker = threading.Thread(target=compute, args=(seconds,))
     worker.start()
     worker.join()
 
 
 def subprocess_judge(seconds: float) -> None:
-    """A child works."""
+    """A child process works."""
     code = f"import time; end = time.monotonic() + {seconds}\nwhile time.monotonic() < end: sum(range(20000))"
     subprocess.run([sys.executable, "-S", "-c", code], check=True)
 
 
 def many_children(seconds: float) -> None:
-    """Children that live for milliseconds, one after the other: compilers, checkers, shells."""
+    """Start child processes that live for milliseconds, one after the other, like compilers, checkers and shells."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         subprocess.run(["/bin/sh", "-c", "for i in 1 2 3 4 5 6 7 8; do /bin/true; done"], check=True)
@@ -65,7 +65,7 @@ def many_children(seconds: float) -> None:
 
 
 def reads_slowly(seconds: float) -> None:
-    """A file comes in pieces from something slow."""
+    """Read a file in pieces, as from a slow file system."""
     end = time.monotonic() + seconds
     with Path(sys.executable).open("rb", buffering=0) as file:
         while time.monotonic() < end:
@@ -75,12 +75,12 @@ def reads_slowly(seconds: float) -> None:
 
 
 def child_reads(seconds: float) -> None:
-    """Does the same in a child process."""
+    """Read a file in pieces in a child process."""
     subprocess.run([sys.executable, "-S", __file__, "reads_slowly", str(seconds)], check=True)
 
 
 def slow_disk(seconds: float) -> None:
-    """A checkpoint to a slow disk: written at once, then one long fsync. Throttled by a cgroup where there is one."""
+    """Write a checkpoint at once, then wait in one long fsync. A cgroup throttles the disk, if there is one."""
     with tempfile.NamedTemporaryFile(dir=os.environ.get("SOAK_DISK"), buffering=0) as file, _within(THROTTLE):
         end = time.monotonic() + seconds
         while time.monotonic() < end:
@@ -90,12 +90,12 @@ def slow_disk(seconds: float) -> None:
 
 
 def slow_disk_of_a_child(seconds: float) -> None:
-    """Writes in a child process, as libraries that save checkpoints do."""
+    """Write in a child process, as libraries that save checkpoints do."""
     subprocess.run([sys.executable, "-S", __file__, "slow_disk", str(seconds)], check=True)
 
 
 def direct_reads(seconds: float) -> None:
-    """Page faults on a file that is mapped and in no cache: nothing is read by a call."""
+    """Read a mapped file that is not in the page cache: bytes arrive by page faults, not by read calls."""
     size = 64 << 20
     with tempfile.NamedTemporaryFile(dir=os.environ.get("SOAK_DISK")) as file:
         file.truncate(size)
@@ -114,7 +114,7 @@ def direct_reads(seconds: float) -> None:
 
 
 def starved(seconds: float) -> None:
-    """Works with the lowest priority: where the machine is loaded it hardly gets a core."""
+    """Work at the lowest priority: on a loaded machine the process hardly gets a core."""
     before = os.getpriority(os.PRIO_PROCESS, 0)
     os.setpriority(os.PRIO_PROCESS, 0, 19)
     try:
@@ -125,13 +125,13 @@ def starved(seconds: float) -> None:
 
 
 def throttled(seconds: float) -> None:
-    """Works with a hundredth of a core."""
+    """Work with a small share of a core."""
     with _within(QUOTA):
         compute(seconds)
 
 
 def collects_garbage(seconds: float) -> None:
-    """Pauses in which nothing of Python runs."""
+    """Collect garbage for long: no Python code runs meanwhile."""
     end = time.monotonic() + seconds
     kept = [[number] for number in range(400_000)]
     while time.monotonic() < end:
@@ -140,7 +140,7 @@ def collects_garbage(seconds: float) -> None:
 
 
 def imports(seconds: float) -> None:
-    """An import storm: another interpreter loads half of the standard library, again and again."""
+    """Start interpreters that import half of the standard library, again and again."""
     names = "asyncio, email, http.server, xml.dom.minidom, unittest, multiprocessing, sqlite3, ssl, ctypes, decimal"
     end = time.monotonic() + seconds
     while time.monotonic() < end:
@@ -148,17 +148,17 @@ def imports(seconds: float) -> None:
 
 
 def still_for_a_while(seconds: float) -> None:
-    """Does nothing at all, for less than would be proof."""
+    """Do nothing, for less than the threshold."""
     time.sleep(SHORT * seconds / 3.2)
 
 
 def judge_that_streams(seconds: float) -> None:
-    """An answer comes over a socket, some bytes at a time."""
+    """Receive an answer over a socket, some bytes at a time."""
     _ask(f"/drip/{seconds}", seconds)
 
 
 def silent_in_parts(seconds: float) -> None:
-    """Stands still for less than would be proof, works a little, and again."""
+    """Alternate between doing nothing for less than the threshold and working a little."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         time.sleep(SHORT * seconds / 3.2)
@@ -175,7 +175,7 @@ def _ask(path: str, seconds: float) -> None:
 
 @contextmanager
 def _within(name: str) -> Iterator[None]:
-    """This process in a cgroup (v1), and back; nothing where there is none."""
+    """Move this process into a cgroup (v1) and back; do nothing if there is none."""
     folder = os.environ.get(name)
     if folder is None:
         yield
@@ -198,7 +198,7 @@ ACTS: dict[str, Callable[[float], None]] = {
 
 
 def perform(name: str, seconds: float, record: Path | None) -> None:
-    """Does an act; a line about it goes to `record` at its beginning and its end."""
+    """Perform an activity; write a line to `record` at its beginning and its end."""
     who = f"{os.getpid()}"
     _note(record, {"pid": who, "act": name, "begins": time.time()})
     began = time.monotonic()

@@ -1,4 +1,4 @@
-"""A bare site: a real agent, a real supervisor, and processes without torch that do healthy things."""
+"""A bare job: a real agent, a real supervisor, and processes without torch that do healthy work."""
 
 import os
 import shutil
@@ -16,7 +16,7 @@ from lockstep.watch.supervisor.supervisor_client import SupervisorClient, Superv
 TOKEN = "the-soak's-token"
 FOLLOWERS = ("policy-1", "policy-2", "engine-0", "reward-0")
 SILENCE = 3.2
-"""Times the floor: how long an act is without a counter."""
+"""Duration of an activity without counter progress, in multiples of the threshold."""
 
 
 class Site:
@@ -26,7 +26,7 @@ class Site:
         self, folder: Path, patience: StallThresholds, seed: int, tally: Tally, environment: dict[str, str],
         followers: Sequence[str] = FOLLOWERS, acts: Sequence[str] = (), ranks: bool = False,
     ) -> None:  # fmt: skip
-        """With `ranks`, two that train without Lockstep beside the others."""
+        """With `ranks`, two ranks that train without Lockstep run as well."""
         self.folder, self.patience, self.seed, self.tally = folder, patience, seed, tally
         self._environment, self._followers, self._acts = environment, followers, acts
         self._ranks = ranks
@@ -40,7 +40,7 @@ class Site:
         settings = SupervisorSettings(
             self._run, 1, self.folder, self.folder / "incidents", [self._address], os.getpid(), self.patience
         )
-        self._supervision = SupervisorClient(settings, TOKEN, self.tally.hear, self.tally.trouble)
+        self._supervision = SupervisorClient(settings, TOKEN, self.tally.add_event, self.tally.trouble)
         silence_s = SILENCE * self.patience.still_s
         for name in (*self._followers, "policy-0"):
             rest = self._followers if name == "policy-0" else self._acts
@@ -55,8 +55,8 @@ class Site:
             name, [*argv, *words], log_path=self.folder / f"{name}.log", env={**os.environ, **self._environment}
         )
 
-    def everybody(self) -> dict[str, int]:
-        """Pids by name, the watchers among them."""
+    def process_ids(self) -> dict[str, int]:
+        """Pids by name, agent and supervisor included."""
         supervisor = self._supervision.pid
         watchers = {"agent": self._address.pid} | ({} if supervisor is None else {"supervisor": supervisor})
         return self.pids | watchers
@@ -71,6 +71,6 @@ class Site:
 
     def __exit__(self, *_: object) -> None:
         self._supervision.close()
-        self._client.leave(0.2)
+        self._client.shut_down(0.2)
         shutil.rmtree(run_shm_dir(self._run), ignore_errors=True)
         self.tally.acts(self.folder / "acts.jsonl", SILENCE * self.patience.still_s * 0.94)

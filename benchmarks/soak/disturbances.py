@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 class Disturber:
-    """Disturbs processes at random in a thread of its own, and leaves them as they were.
+    """Disturbs random processes from a thread, and restores them.
 
     `processes()` returns the pids of the running ones by name. `throttle` names a cgroup (v1) with a slow disk, where
     there is one."""
@@ -35,15 +35,15 @@ class Disturber:
         self._thread.join(60)
 
     def late(self, name: str, at: float) -> bool:
-        """Whether somebody was stopped for longer than meant, shortly before this wall time: this machine was too
-        busy to let it go on in time. To call it stopped was right then."""
+        """Whether a process was stopped for longer than intended shortly before this wall time, because the machine was
+        too busy to resume it in time. Then a verdict that it was stopped is right."""
         return any(
             what == "stopped" and target == name and took >= 0.9 * self._notice_s and 0 <= at - began < 15.0
             for began, what, target, took in self.done
         )
 
     def _go(self) -> None:
-        with suppress(PermissionError):  # what it stops has to go on in time
+        with suppress(PermissionError):  # so that stopped processes are resumed in time
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), -20)
         while not self._end.wait(self._chance.uniform(0.3, 2.5)):
             running = sorted(self._processes().items())
@@ -71,7 +71,7 @@ class Disturber:
             self._end.wait(0.02)
 
     def _starve(self, name: str, pid: int) -> None:
-        """Every thread of it: priorities are a thread's own."""
+        """Lower the priority of every thread of the process: priorities are per thread."""
         seconds = self._chance.uniform(1.0, 12.0) * self._notice_s
         self.done.append((time.time(), "starved", name, round(seconds, 3)))
         before = {tid: os.getpriority(os.PRIO_PROCESS, tid) for tid in _threads(pid)}

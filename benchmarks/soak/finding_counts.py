@@ -14,7 +14,7 @@ from lockstep.watch.supervisor.supervisor_client import SupervisorEvent
 
 @dataclass
 class Tally:
-    """The findings of one site or run."""
+    """The findings of one bare job or run."""
 
     what: str
     notices: int = 0
@@ -22,21 +22,24 @@ class Tally:
     wrong: list[dict[str, Any]] = field(default_factory=list)
     """Confirmed verdicts."""
     right: list[dict[str, Any]] = field(default_factory=list)
-    """Confirmed verdicts that were right: this machine was too busy to let a stopped process go on in time."""
+    """Confirmed verdicts that were right: the machine was too busy to resume a stopped process in time."""
     silences: Counter[str] = field(default_factory=Counter)
-    """Acts that lasted longer than three times the floor, by name."""
+    """Number of activities longer than three times the threshold, by name."""
     longest_s: float = 0.0
     troubles: list[str] = field(default_factory=list)
     _confirmed: set[int] = field(default_factory=set)
 
-    def hear(self, said: SupervisorEvent) -> None:
-        self.note(said.number, said.change, said.level, said.headline, said.verdict, said.incident, said.wall, said.who)
+    def add_event(self, event: SupervisorEvent) -> None:
+        self.note(
+            event.number, event.change, event.level, event.headline, event.verdict, event.incident, event.wall,
+            event.who,
+        )  # fmt: skip
 
     def note(
         self, number: int, change: str, level: str, headline: str, verdict: Mapping[str, Any], incident: str | None,
         wall: float, who: Sequence[str],
     ) -> None:  # fmt: skip
-        """Something was said."""
+        """Count a message of the supervisor."""
         if change == "withdrawn":
             self.withdrawn += 1
             return
@@ -57,8 +60,8 @@ class Tally:
     def disturbed(
         self, done: Sequence[tuple[float, str, str, float]], late: Callable[[str, float], bool], prefix: str
     ) -> None:
-        """Notes with each wrong verdict what had been done to whom in the half minute before it. It was right where it
-        calls stopped whom the soak itself let go on too late."""
+        """Add to each wrong verdict the disturbances of the half minute before it. Verdicts that a process was stopped
+        move to the right ones if the benchmark itself resumed it too late."""
         wrong, self.wrong = self.wrong, []
         for each in wrong:
             each["disturbed"] = [one for one in done if 0 <= each["at"] - one[0] < 30]
@@ -74,7 +77,7 @@ class Tally:
         }  # fmt: skip
 
     def acts(self, record: Path, longer_than_s: float) -> None:
-        """Counts the long ones of a file that `acts.perform` wrote."""
+        """Count the long activities in a file that `activities.perform` wrote."""
         for line in record.read_text().splitlines() if record.exists() else ():
             took = float(json.loads(line).get("took_s", 0.0))
             self.longest_s = max(self.longest_s, took)
@@ -82,8 +85,8 @@ class Tally:
                 self.silences[json.loads(line)["act"]] += 1
 
 
-def told(tallies: list[Tally], minutes: float, patience: Mapping[str, float], load: float) -> str:
-    """The table."""
+def findings_table(tallies: list[Tally], minutes: float, patience: Mapping[str, float], load: float) -> str:
+    """The table, as text."""
     silences = sum((each.silences for each in tallies), Counter[str]())
     rows = [
         ("minutes", f"{minutes:.1f}"),
@@ -94,7 +97,7 @@ def told(tallies: list[Tally], minutes: float, patience: Mapping[str, float], lo
         ("longest silence", f"{max((each.longest_s for each in tallies), default=0.0):.1f} s"),
         ("notices (allowed)", f"{sum(each.notices for each in tallies)}"),
         ("of these taken back", f"{sum(each.withdrawn for each in tallies)}"),
-        ("stopped for too long by the soak itself, and told", f"{sum(len(each.right) for each in tallies)}"),
+        ("stopped too long by the benchmark itself, and reported", f"{sum(len(each.right) for each in tallies)}"),
         ("confirmed verdicts, all of them wrong", f"{sum(len(each.wrong) for each in tallies)}"),
         ("load average at the end", f"{load:.1f}"),
     ]

@@ -1,5 +1,5 @@
-"""A judge over HTTP that thinks: `/drip/S` sends its answer over S seconds, `/think/S` is silent for as long,
-`/sometimes/S` does one or the other now and then."""
+"""A slow judge over HTTP: `/drip/S` sends its answer over S seconds, `/think/S` answers after S seconds of silence, and
+`/sometimes/S` sometimes does one or the other."""
 
 import json
 import random
@@ -34,7 +34,7 @@ class _Handler(BaseHTTPRequestHandler):
                 time.sleep(EVERY_S)
             self.wfile.write(answer)
         except OSError:
-            self.close_connection = True  # who asked has gone
+            self.close_connection = True  # the client has disconnected
 
     def log_message(self, *_: object) -> None:
         pass
@@ -42,7 +42,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def thinking() -> Iterator[str]:
-    """`host:port` of a judge."""
+    """Run a judge; yields its `host:port`."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
     server.daemon_threads = True
     thread = threading.Thread(target=server.serve_forever, daemon=True)

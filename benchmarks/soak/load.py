@@ -1,4 +1,4 @@
-"""A busy machine: busy loops, writers, and cgroups with little CPU and a slow disk."""
+"""Load on the machine: busy loops, writers, and cgroups with little CPU and a slow disk."""
 
 import os
 import random
@@ -25,7 +25,7 @@ BYTES_PER_S = 1 << 20
 
 
 class Load:
-    """Busy loops on every core and writers, for a while on and for a while off, in a thread of its own."""
+    """Switches busy loops on every core and writers on and off, from a thread."""
 
     def __init__(self, folder: Path, seed: int) -> None:
         self._folder, self._chance = folder, random.Random(f"{seed} load")
@@ -71,8 +71,8 @@ def _running(code: str, *words: str) -> Iterator[None]:
 
 @contextmanager
 def cgroups(name: str) -> Iterator[dict[str, str]]:
-    """Environment that names a cgroup with a fiftieth of a core and one with a slow disk; empty where none can be
-    made, and the acts that use them are what they are without."""
+    """Environment variables that name a cgroup with a fiftieth of a core and one with a slow disk; empty if they cannot
+    be created, and then the activities are not throttled."""
     made: list[Path] = []
     found: dict[str, str] = {}
     try:

@@ -1,8 +1,7 @@
 """A rank that trains without Lockstep: `python -m benchmarks.soak.ranks RUN NAME FOLDER SEED SILENCE_S`.
 
-Two of them, gloo, two communicators. Before a collective one of the two now and then has something to do that lasts:
-a data loader that is slow on one rank, a checkpoint that one rank writes, work beside a collective under way.
-"""
+There are two gloo ranks with two communicators. Before a collective, one of them sometimes works for long: a data
+loader that is slow on one rank, a checkpoint that one rank writes, work during an asynchronous collective."""
 
 import random
 import sys
@@ -21,7 +20,7 @@ BOUND = timedelta(hours=1)
 
 
 def train(rank: int, folder: Path, chance: random.Random, silence_s: float) -> None:
-    """Both ranks draw the same numbers, and so agree on who is slow, and on the next collective."""
+    """Both ranks draw the same random numbers, so they agree on the slow rank and on the next collective."""
     second = dist.new_group(group_desc="second", timeout=BOUND)
     value, step = torch.ones(1000), 0
     while True:

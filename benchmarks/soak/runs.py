@@ -83,7 +83,7 @@ class Run:
             )  # fmt: skip
         return self
 
-    def everybody(self) -> dict[str, int]:
+    def process_ids(self) -> dict[str, int]:
         """Returns the pids by name of all processes with a beacon, monitoring processes included."""
         try:
             run = (self.run / "run-id").read_text().strip()

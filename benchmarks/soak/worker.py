@@ -1,7 +1,7 @@
-"""A process of a bare site: `python -m benchmarks.soak.worker RUN NAME FOLDER SEED SILENCE_S [ACT ...]`.
+"""A process of a bare job: `python -m benchmarks.soak.worker RUN NAME FOLDER SEED SILENCE_S [ACTIVITY ...]`.
 
-`policy-0` asks for one step after the other and waits until all others have done it; the others wait for their next
-order, do an act in which no counter of theirs moves, then count it. One out of two acts is short: a step with a tail.
+`policy-0` requests one step after the other and waits until all others have done it. The others wait for their next
+request, perform an activity without counter progress, and then count it. Every second activity is short.
 """
 
 import random
@@ -41,7 +41,7 @@ def follow(folder: Path, name: str, chance: random.Random, silence_s: float, act
             why=WAITING_FOR_WORK, timeout_s=BOUND_S, notice_after_s=None, every_s=0.05,
         )  # fmt: skip
         act = chance.choice(acts)
-        current_beacon().stage(f"step {step}")  # of its own each: no history makes anybody patient
+        current_beacon().stage(f"step {step}")  # a new stage name, so that no earlier duration raises the threshold
         perform(act, silence_s * chance.choice((0.3, 1.0, 1.15)), folder / "acts.jsonl")
         current_beacon().progress("step", step)
         (folder / f"{name}.{step}").touch()

@@ -51,7 +51,7 @@ def test_the_nastiest_of_the_soak_accuse_nobody(tmp_path: Path, one_core: None) 
     with thinking() as judge:
         environment = {JUDGE: judge, "SOAK_DISK": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
         site = Site(tmp_path / "site", PATIENCE, SEED, tally, environment, ("policy-1", "policy-2"), NASTIEST)
-        with busy(2), site, Disturber(site.everybody, PATIENCE.notice_s, SEED) as disturber:
+        with busy(2), site, Disturber(site.process_ids, PATIENCE.notice_s, SEED) as disturber:
             end = time.monotonic() + BOUND_S
             while long_acts(site) < 2 and time.monotonic() < end:
                 site.soak(0.5)

@@ -27,25 +27,25 @@ def host(size, memcpy, write, load):
 def test_ratios_are_medians_of_those_within_a_repeat():
     lines = [host("100M", 1.0, 1.0, 1.0), host("100M", 1.0, 2.0, 2.0), host("100M", 3.0, 3.0, 7.0)]
     text = "\n".join(docs_tables.weights(lines))
-    assert "| 100M | both, against two memcpys | 4000.0 | 0.00 | 0.60 | 0.6 |" in text  # of 1, 0.5 and 0.6
+    assert "| 100M | both, compared with two memcpys | 4000.0 | 0.00 | 0.60 | 0.6 |" in text  # of 1, 0.5 and 0.6
     assert "All goals are met." in text and "load average 2.0 to 2.0" in text
 
 
-def test_a_goal_that_is_not_met_is_said_and_held_at_its_size_only():
+def test_a_goal_that_is_not_met_is_reported_for_its_size_only():
     text = "\n".join(docs_tables.weights([host("3M", 1.0, 9.0, 9.0), host("100M", 1.0, 2.0, 2.0)]))
     assert "| 0.50 | 0.6 (not met) |" in text
-    assert "**Goal not met**: 100M, both, against two memcpys 0.50, wanted 0.6." in text
+    assert "**Goal not met**: 100M, both, compared with two memcpys 0.50, goal 0.6." in text
 
 
-def test_an_update_is_held_against_both_goals():
+def test_an_update_is_compared_with_both_goals():
     row = {f"{name} ms": 10.0 for name in ("copy", "write", "update", "reload", "reload+save")}
     row |= {"model": "3M", "write/copy": 2.5, "reload/update": 1.2, "repeats": 5, "load": 0.5}
     text = "\n".join(docs_tables.update([row]))
-    assert "3M, our part in memcpys 2.50, wanted at most 2" in text and "over the update 1.20, wanted 1.3." in text
+    assert "3M, Lockstep's part in memcpys 2.50, goal at most 2" in text and "/ update 1.20, goal 1.3." in text
 
 
-def test_generation_is_held_against_both_of_theirs():
+def test_generation_is_compared_with_both_settings_of_vllm():
     row = {"model": "3M", "work": "tail", "ours median": 1.0, "generate median": 1.0}
     assert "| 1.00 | not measured | 0.95 |" in "\n".join(docs_tables.generate([row]))
     text = "\n".join(docs_tables.generate([row | {"defaults median": 0.9}]))
-    assert "| 1.00 | 0.90 | 0.95 (not met) |" in text and "3M tail, by default 0.90, wanted 0.95" in text
+    assert "| 1.00 | 0.90 | 0.95 (not met) |" in text and "3M tail, its defaults 0.90, goal 0.95" in text
