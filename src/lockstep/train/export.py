@@ -1,4 +1,4 @@
-"""Writing a model as an ordinary Hugging Face folder, parameter by parameter."""
+"""Exports a model, or its adapter, as a Hugging Face folder, one parameter at a time."""
 
 import copy
 import json
@@ -25,7 +25,7 @@ from lockstep.train.merged_weights import LazyWeight
 from lockstep.watch.beacon.writer import current_beacon
 
 MAX_FILE_BYTES = 5_000_000_000
-"""A safetensors file is closed when the next tensor would make it larger than this."""
+"""Largest safetensors file, unless a single tensor is larger."""
 
 
 def export_model(
@@ -39,10 +39,10 @@ def export_model(
 ) -> None:
     """Writes config, tokenizer and weights (in `dtype`) into `folder`, which appears when it is complete.
 
-    All ranks call it. Rank 0 holds one file's tensors at most, the others never more than their own rows.
+    All ranks call it. Rank 0 holds the tensors of at most one file, the others only their own rows.
 
     Raises:
-        CheckpointError: on rank 0, when something could not be written; `folder` is then as it was.
+        CheckpointError: something could not be written; raised on rank 0 only, and `folder` is unchanged.
     """
     temporary = folder.with_name(f"{folder.name}.tmp-export")
     sizes = {name: _tensor_bytes(weight.shape, dtype) for name, weight in weights.items()}
@@ -50,7 +50,7 @@ def export_model(
     buffers = {name: value for name, value in named_state(policy) if not isinstance(value, nn.Parameter)}
     error: OSError | SafetensorError | None = None
     if ranks.rank == 0:
-        shutil.rmtree(temporary, ignore_errors=True)  # of an export that was cut
+        shutil.rmtree(temporary, ignore_errors=True)  # left by an interrupted export
     done = 0
     for file, names in files.items():
         tensors: dict[str, Tensor] = {} if done else {name: buffer.cpu() for name, buffer in buffers.items()}
@@ -75,11 +75,14 @@ def export_model(
 def export_adapter(
     folder: Path, policy: PolicyModel, adapter: Mapping[str, Tensor], model: ModelConfig, ranks: ParallelContext
 ) -> None:
-    """Writes an adapter with what is trained beside it, whole and by the names of peft's files, as peft does, with the
-    tokenizer; rank 0 alone.
+    """Writes an adapter, the weights that are trained with it (`modules_to_save`), and the tokenizer, as peft does.
+    Only rank 0 writes.
+
+    Args:
+        adapter: all trained tensors, complete, by their names in peft's files.
 
     Raises:
-        CheckpointError: something could not be written; `folder` is then as it was.
+        CheckpointError: something could not be written; `folder` is unchanged.
     """
     if ranks.rank or model.adapter is None:
         return
@@ -116,7 +119,7 @@ def _finish_export(
 
 @contextmanager
 def _commit_or_discard(temporary: Path, folder: Path, what: str) -> Iterator[None]:
-    """Makes what the block writes durable and renames it to its final name, or deletes it."""
+    """Syncs the files that the block writes and renames the folder to its final name. Deletes it if the block fails."""
     try:
         yield
         for path in temporary.iterdir():
@@ -133,11 +136,11 @@ def _write_weights(folder: Path, file: str, tensors: dict[str, Tensor]) -> None:
 
 
 def _write_config_and_tokenizer(folder: Path, policy: PolicyModel, model: ModelConfig, dtype: torch.dtype) -> None:
-    """Config, generation config, tokenizer, a remote model's code."""
+    """Writes config, generation config, tokenizer, and the code of a model with remote code."""
     source = resolve_folder(model.path, model.revision)
     config = copy.deepcopy(policy.config)
     config.dtype = dtype
-    if hasattr(config, "quantization_config"):  # what is written are plain weights
+    if hasattr(config, "quantization_config"):  # the exported weights are not quantized
         del config.quantization_config
     config.architectures = [type(policy.lm).__name__.removeprefix("FSDP")]
     with quiet_transformers():
@@ -154,7 +157,7 @@ def _write_index(folder: Path, files: Mapping[str, list[str]], total: int) -> No
 
 
 def _plan_files(sizes: Mapping[str, int], limit: int) -> dict[str, list[str]]:
-    """The names in each file, in the order of `sizes`, named as transformers names them."""
+    """Returns the tensors of each file, in the order of `sizes`. File names are those that transformers uses."""
     groups = list(_group_by_size(sizes, limit))
     if len(groups) == 1:
         return {"model.safetensors": groups[0]}

@@ -1,4 +1,4 @@
-"""The FSDP2 trainer: one rank of a policy with its optimizer, and the frozen reference where a KL term needs one."""
+"""The FSDP2 trainer: one rank of a policy with its optimizer, and the frozen reference if a KL term needs one."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -54,16 +54,16 @@ from lockstep.watch.recorder import recorder
 class FSDP2Trainer:
     """One rank of a trainer (`lockstep.train.trainer_protocol.Trainer`).
 
-    The model's dropout is off, as a ratio of two probabilities under different masks is noise; the adapter's dropout is
-    on in steps.
+    The model's dropout is off, because the ratio of two probabilities under different dropout masks is noise. The
+    adapter's dropout is on during steps.
 
     Args:
-        config: the run's.
-        ranks: from `lockstep.train.distributed.join_ranks`.
-        generation: the run's, for the temporary names of checkpoints.
+        config: the run's config.
+        ranks: returned by `lockstep.train.distributed.join_ranks`.
+        generation: generation of the run, part of the temporary names of checkpoints.
 
     Raises:
-        ModelError: the model cannot be used, or its checkpoint does not fit it.
+        ModelError: the model cannot be used, or its checkpoint does not match it.
     """
 
     def __init__(self, config: RecipeConfig, ranks: ParallelContext, generation: int = 1) -> None:
@@ -74,28 +74,30 @@ class FSDP2Trainer:
         self.policy = load_sharded_policy(
             config, ranks, self.compute_dtype, parameter_dtype(config.model, ranks, self.compute_dtype), self.adapter
         )
-        # Taken while no layer is gathered: a gathered layer has plain parameters in the module's place.
+        # Created while no layer is gathered, because a gathered layer holds plain parameters instead of its shards.
         self.merged_weights = MergedWeights(self.policy, ranks)
         self.has_reference = isinstance(config.loss, PolicyLoss) and config.loss.kl.coefficient > 0
         self.reference: PolicyModel | None = None
-        """A separate model. With an adapter the reference is the policy without it, or with its initial values."""
+        """The reference as a separate model. With an adapter it is None: the policy without the adapter, or with the
+        adapter's initial values, is the reference."""
         if self.has_reference and self.adapter is None:
             self.reference = load_sharded_policy(config, ranks, self.compute_dtype, self.compute_dtype).requires_grad_(
                 False
             )
-        other_start = self.adapter is not None and starts_from_other_weights(self.policy, self.adapter)
-        self.initial_adapter = InitialAdapter(self._rows()) if self.has_reference and other_start else None
+        other_weights = self.adapter is not None and starts_from_other_weights(self.policy, self.adapter)
+        self.initial_adapter = InitialAdapter(self._rows()) if self.has_reference and other_weights else None
         norms = norm_parameter_ids(self.policy)
         undecayed = [name for name, parameter in self.trained_parameters.items() if id(parameter) in norms]
         self.optimizer = ShardedAdamW(self._rows(), config.trainer.optimizer, undecayed)
         self.writer = checkpoint.CheckpointWriter(ranks, generation)
         self.base_digests = base_digests(config.model)
-        """Of the model that an adapter was trained on, for its checkpoints."""
+        """Digests of the model on which the adapter is trained, for its checkpoints."""
         self.offloaded = False
 
     @property
     def trained_parameters(self) -> dict[str, nn.Parameter]:
-        """With an adapter its parameters and the weights trained beside it, by name in peft's files; else all."""
+        """With an adapter, its parameters and the weights that are trained with it, by their names in peft's files;
+        else all."""
         return self.merged_weights.trained
 
     @property
@@ -105,11 +107,11 @@ class FSDP2Trainer:
 
     @property
     def optimizer_step(self) -> int:
-        """Optimizer steps behind the weights."""
+        """Number of optimizer steps taken, also those before a loaded checkpoint."""
         return self.optimizer.steps
 
     def parameters(self) -> list[ParameterInfo]:
-        """Every weight that goes to engines."""
+        """Returns every weight that engines receive."""
         weights = self.merged_weights
         return [
             ParameterInfo(name, weights.shape(name), str(parameter.dtype).removeprefix("torch."))
@@ -117,15 +119,15 @@ class FSDP2Trainer:
         ]
 
     def probe_packing(self) -> PackingProbeResult:
-        """How rows may be packed for the model. All ranks call it."""
-        found = probe_packing(self.policy, self.compute_dtype)
+        """Finds out how rows may be packed for the model. All ranks call it."""
+        result = probe_packing(self.policy, self.compute_dtype)
         free_gathered(self.policy)
-        return found
+        return result
 
     def evaluate(
         self, microbatches: Sequence[MicroBatch[np.ndarray]], outputs: Sequence[EvaluateOutput]
     ) -> list[dict[str, np.ndarray]]:
-        """Per micro-batch the requested values, float32 `[targets]`, without gradients.
+        """Computes the requested values of each micro-batch, float32 `[targets]`, without gradients.
 
         Raises:
             ValueError: reference log-probabilities are requested and no reference is loaded.
@@ -135,24 +137,25 @@ class FSDP2Trainer:
             raise ValueError(
                 "reference_logprobs are requested, but loss.kl.coefficient is 0, so no reference is loaded"
             )
-        found: list[dict[str, np.ndarray]] = [{} for _ in microbatches]
-        own = [name for name in outputs if name != "reference_logprobs"]
+        results: list[dict[str, np.ndarray]] = [{} for _ in microbatches]
+        policy_outputs = [name for name in outputs if name != "reference_logprobs"]
         with torch.no_grad():
-            if own:
-                self._evaluate_each(microbatches, lambda batch: self._values(batch, own), found)
+            if policy_outputs:
+                self._evaluate_each(microbatches, lambda batch: self._values(batch, policy_outputs), results)
             if "reference_logprobs" in outputs:
                 with self._as_reference() as reference:
-                    self._evaluate_each(microbatches, lambda batch: self._reference_values(reference, batch), found)
+                    self._evaluate_each(microbatches, lambda batch: self._reference_values(reference, batch), results)
         for model in self._models():
             free_gathered(model)
-        return found
+        return results
 
     def step(self, microbatches: Sequence[MicroBatch[np.ndarray]], loss: PolicyLoss | CrossEntropy) -> StepStats:
-        """One optimizer step on the sum of the losses of all targets of all ranks.
+        """Takes one optimizer step on the sum of the losses of all targets of all ranks.
 
         Raises:
-            ValueError: no micro-batches, or a field that the loss needs is missing; before any collective.
-            NonFinite: on all ranks alike, before any weight is changed.
+            ValueError: there are no micro-batches, or a field that the loss needs is missing; raised before any
+                collective.
+            NonFinite: the loss or a gradient is not finite; raised on all ranks, before any weight is changed.
             CollectiveStalled: the node agent has aborted this rank's collectives.
         """
         self._check_on_device()
@@ -165,16 +168,16 @@ class FSDP2Trainer:
                 self._backward(microbatch.to(self.ranks.device), loss, metrics)
                 current_beacon().progress("microbatches", done, len(microbatches))
         gradients = {name: local_shard(p.grad) for name, p in self.trained_parameters.items() if p.grad is not None}
-        # Replicas have the same gradient: it counts once.
+        # All replicas have the same gradient; only one of them adds it to the norm.
         squares = square_norm(gradients if self.ranks.replica == 0 else {})
-        everyone = self.ranks.gather(metrics.vector(squares), why=f"metrics of step {self.optimizer.steps}")
-        totals = objective.ReducedMetrics(everyone)
+        vectors = self.ranks.gather(metrics.vector(squares), why=f"metrics of step {self.optimizer.steps}")
+        totals = objective.ReducedMetrics(vectors)
         try:
             self._check_finite(totals)
             norm = totals.square_norm**0.5
             lr = self.learning_rate()
             clip_gradients(gradients, norm, self.config.trainer.max_grad_norm)
-            # NCCL ends an aborted collective without an error, and its tensors must not be used.
+            # An aborted NCCL collective ends without an error, but its result must not be used.
             recorder.raise_if_stalled()
             self.optimizer.step(self._rows(), gradients, lr)
         finally:
@@ -184,12 +187,12 @@ class FSDP2Trainer:
         return StepStats({**totals.metrics(loss), "grad_norm": norm, "lr": lr})
 
     def learning_rate(self) -> float:
-        """The rate of the next optimizer step."""
+        """Returns the learning rate of the next optimizer step."""
         trainer = self.config.trainer
         return learning_rate(self.optimizer.steps, trainer.optimizer.lr, trainer.schedule, self.total_steps)
 
     def shards(self) -> Iterator[ParameterShard]:
-        """This rank's rows of every weight, merged with the adapter, for weight sync. All ranks call it."""
+        """Yields this rank's rows of every weight, merged with the adapter, for weight sync. All ranks call it."""
         for index, (name, weight) in enumerate(self.merged_weights.merged().items()):
             if index % self.ranks.replicas != self.ranks.replica:
                 continue  # replicas take turns, so that every row is written once
@@ -198,23 +201,23 @@ class FSDP2Trainer:
                 yield ParameterShard(name, weight.shape, self.ranks.rows(weight.shape[0])[0], rows, weight.constant)
 
     def gather_weights(self, buckets: Sequence[BucketWeights], everyone: bool) -> Iterator[GatheredRows | None]:
-        """Every weight, merged with the adapter, bucket by bucket; see `gather_buckets`."""
+        """Yields every weight, merged with the adapter, bucket by bucket; see `gather_buckets`."""
         return gather_buckets(self.merged_weights.merged(), buckets, self.ranks, everyone)
 
     def save(self, folder: Path) -> None:
-        """Begins writing what is trained, optimizer, schedule step and random state; see `CheckpointWriter`."""
+        """Begins to write trained parameters, optimizer, schedule step and random state; see `CheckpointWriter`."""
         metadata = {"optimizer_step": self.optimizer.steps, "model": self.config.model.path, **self.base_digests}
         self.writer.save(folder, self._state(), self._random_state(), metadata)
 
     def saved(self) -> bool:
-        """Whether the last `save` is complete on disk; raises CheckpointError if it failed."""
+        """Returns whether the last `save` is complete on disk. Raises CheckpointError if it failed."""
         return self.writer.saved()
 
     def load(self, folder: Path) -> None:
-        """Continues from a checkpoint of any number of ranks.
+        """Loads a checkpoint that any number of ranks wrote.
 
         Raises:
-            CheckpointError: torn, incomplete, or of another model; nothing is changed then.
+            CheckpointError: the checkpoint is incomplete or belongs to another model; nothing was changed.
         """
         self._check_on_device()
         for model in self._models():
@@ -225,11 +228,11 @@ class FSDP2Trainer:
         self._set_random_state(random)
 
     def save_to_memory(self, checkpoints: MemoryCheckpoints, version: int) -> None:
-        """Copies what a checkpoint holds into shared memory. Raises SharedMemoryFull."""
+        """Copies the content of a checkpoint into shared memory. Raises SharedMemoryFull."""
         checkpoints.write(version, self._full_state(), {"optimizer_step": self.optimizer.steps})
 
     def load_from_memory(self, checkpoints: MemoryCheckpoints, version: int) -> None:
-        """Continues from a memory checkpoint of as many ranks. Raises MemoryCheckpointMissing."""
+        """Loads a memory checkpoint that the same number of ranks wrote. Raises MemoryCheckpointMissing."""
         self._check_on_device()
         for model in self._models():
             free_gathered(model)
@@ -243,9 +246,10 @@ class FSDP2Trainer:
         return {name: rows.local for name, rows in self._state().items()} | self._random_state()
 
     def export(self, folder: Path) -> None:
-        """Writes a folder that `AutoModelForCausalLM.from_pretrained` loads, in the compute precision, merged.
+        """Writes a folder that `AutoModelForCausalLM.from_pretrained` loads, in the compute precision, with a merged
+        adapter.
 
-        Rank 0 gathers parameter by parameter; no other rank holds more than its own rows.
+        Rank 0 gathers one parameter at a time; the other ranks hold only their own rows.
         """
         export_model(
             folder, self.policy, self.merged_weights.merged(), self.config.model, self.compute_dtype, self.ranks
@@ -259,13 +263,13 @@ class FSDP2Trainer:
         export_adapter(folder, self.policy, parts, self.config.model, self.ranks)
 
     def offload(self, parameters: bool = True, optimizer: bool = True) -> None:
-        """Moves parameters, optimizer state or both to host memory, so that an engine can have the device's. Weights
-        can be published and checkpoints written from there."""
+        """Moves parameters, optimizer state or both to host memory, so that an engine can use the device's memory.
+        While offloaded, weights can be published and checkpoints written."""
         self._move(torch.device("cpu"), parameters, optimizer)
         self.offloaded = self.ranks.device.type != "cpu" and (parameters or optimizer)
 
     def onload(self) -> None:
-        """Moves them back."""
+        """Moves parameters and optimizer state back to the device."""
         self._move(self.ranks.device, True, True)
         self.offloaded = False
 
@@ -280,7 +284,7 @@ class FSDP2Trainer:
         return with_dropout(self.policy) if self.adapter and self.adapter.lora_dropout else nullcontext()
 
     def _seed_dropout(self, microbatch: int) -> None:
-        """Makes dropout masks differ between micro-batches and equal when a step is repeated."""
+        """Seeds dropout so that masks differ between micro-batches, but are the same when a step is repeated."""
         if self.adapter and self.adapter.lora_dropout:
             torch.manual_seed(derived_seed(self.config.seed, self.optimizer.steps, microbatch, self.ranks.rank))
 
@@ -288,12 +292,12 @@ class FSDP2Trainer:
         self,
         microbatches: Sequence[MicroBatch[np.ndarray]],
         evaluate: Callable[[MicroBatch[Tensor]], dict[str, Tensor]],
-        found: list[dict[str, np.ndarray]],
+        results: list[dict[str, np.ndarray]],
     ) -> None:
-        """Adds the values of each micro-batch to `found`."""
+        """Adds the values of each micro-batch to `results`."""
         for done, microbatch in enumerate(microbatches, start=1):
             values = evaluate(microbatch.to(self.ranks.device))
-            found[done - 1] |= {name: value.float().cpu().numpy() for name, value in values.items()}
+            results[done - 1] |= {name: value.float().cpu().numpy() for name, value in values.items()}
             current_beacon().progress("microbatches", done, len(microbatches))
 
     def _values(self, batch: MicroBatch[Tensor], outputs: Sequence[EvaluateOutput]) -> dict[str, Tensor]:
@@ -306,7 +310,8 @@ class FSDP2Trainer:
 
     @contextmanager
     def _as_reference(self) -> Iterator[PolicyModel]:
-        """The reference: a separate model, the policy without its adapter, or the policy with its initial values."""
+        """Yields the reference: a separate model, the policy without its adapter, or with the adapter's initial
+        values."""
         if self.reference is not None:
             yield self.reference
         elif self.initial_adapter is None:
@@ -331,7 +336,7 @@ class FSDP2Trainer:
     def _forward(
         self, model: PolicyModel, batch: MicroBatch[Tensor], entropy: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """(log-probabilities, entropies) `[targets]` under the distribution that the engine samples from."""
+        """Returns (log-probabilities, entropies) `[targets]` under the distribution that the engine samples from."""
         values: tuple[Tensor, Tensor | None] = model(
             batch.tokens,
             batch.layout(),
@@ -358,7 +363,7 @@ class FSDP2Trainer:
         return {name: local_shard(parameter) for name, parameter in self.trained_parameters.items()}
 
     def _state(self) -> dict[str, LocalRows]:
-        """Everything that is sharded by rows, by its name in checkpoints."""
+        """Returns everything that is sharded by rows, by its name in checkpoints."""
         state = {}
         for name, parameter in self.trained_parameters.items():
             shape = tuple(parameter.shape)
@@ -389,7 +394,7 @@ class FSDP2Trainer:
         if optimizer:
             self.optimizer.to(device)
         if device.type == "cpu" and self.ranks.device.type == "cuda":
-            torch.cuda.empty_cache()  # for the other process on this device
+            torch.cuda.empty_cache()  # so that an engine on this device can use the memory
 
     def _check_on_device(self) -> None:
         if self.offloaded:

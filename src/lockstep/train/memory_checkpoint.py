@@ -1,7 +1,7 @@
-"""Checkpoints of a rank's state in shared memory: they outlive the rank, so that its successor loses no finished step.
+"""Keeps checkpoints of a rank's state in shared memory, so that a rank that replaces a dead one loses no finished step.
 
-Two slots are used in turn: while one is written the other stays whole. A slot is valid when its description file is
-there, which is removed before the first byte of the slot changes and put back, by a rename, after the last.
+Two slots are used in turn: while one is written, the other stays complete. A slot is valid if its description file
+exists. That file is deleted before the slot is written, and created again, by a rename, after the last byte.
 """
 
 import contextlib
@@ -27,8 +27,8 @@ class MemoryCheckpoints:
     """The memory checkpoints of one rank.
 
     Args:
-        folder: in shared memory, not owned by the rank.
-        world: ranks among which the state is divided; a copy can only be loaded by the same number.
+        folder: a folder in shared memory that outlives the rank.
+        world: number of ranks over which the state is divided; only the same number of ranks can load it.
     """
 
     def __init__(self, folder: Path, rank: int, world: int) -> None:
@@ -38,7 +38,7 @@ class MemoryCheckpoints:
     def write(self, version: int, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> None:
         """Copies the tensors into the oldest slot. Raises SharedMemoryFull."""
         layout, size = _slot_layout(tensors)
-        slot = self._oldest(version)
+        slot = self._slot_to_overwrite(version)
         description = self._description(slot)
         description.unlink(missing_ok=True)
         memory = memoryview(self._mapped(slot, size))
@@ -59,7 +59,7 @@ class MemoryCheckpoints:
             if found is None or found["version"] != version:
                 continue
             if found["world"] != self.world or found["layout"] != [list(each) for each in layout]:
-                raise MemoryCheckpointMissing(self.folder, self.rank, version, "it is of other tensors")
+                raise MemoryCheckpointMissing(self.folder, self.rank, version, "it has other tensors")
             memory = memoryview(self._mapped(slot, size))
             for (_, dtype, shape, offset), tensor in zip(layout, tensors.values(), strict=True):
                 if tensor.numel():
@@ -76,12 +76,13 @@ class MemoryCheckpoints:
                 memory.close()
         self._memory.clear()
 
-    def _oldest(self, version: int) -> int:
-        """The slot to overwrite: one of this version or a later one, else an empty one, else the older one."""
-        held = [read_slot(self.folder, self.rank, slot) for slot in range(MEMORY_SLOTS)]
-        versions = [-1 if each is None else int(each["version"]) for each in held]
-        again = [slot for slot, each in enumerate(versions) if each >= version]
-        return again[0] if again else versions.index(min(versions))
+    def _slot_to_overwrite(self, version: int) -> int:
+        """Returns the slot to overwrite: one that has this version or a later one, else an empty one, else the older
+        one."""
+        descriptions = [read_slot(self.folder, self.rank, slot) for slot in range(MEMORY_SLOTS)]
+        versions = [-1 if each is None else int(each["version"]) for each in descriptions]
+        obsolete = [slot for slot, each in enumerate(versions) if each >= version]
+        return obsolete[0] if obsolete else versions.index(min(versions))
 
     def _mapped(self, slot: int, size: int) -> mmap.mmap:
         if slot not in self._memory:
@@ -104,7 +105,7 @@ class MemoryCheckpoints:
 
 
 def newest_memory_checkpoint(folder: Path, world: int) -> int | None:
-    """The newest version of which all ranks have a whole copy."""
+    """Returns the newest version of which all ranks have a complete copy; None if there is none."""
     common: set[int] | None = None
     for rank in range(world):
         found = [read_slot(folder, rank, slot) for slot in range(MEMORY_SLOTS)]
@@ -114,7 +115,7 @@ def newest_memory_checkpoint(folder: Path, world: int) -> int | None:
 
 
 def read_slot(folder: Path, rank: int, slot: int) -> dict[str, Any] | None:
-    """The description of a slot; None where the slot is incomplete."""
+    """Returns the description of a slot; None if the slot is incomplete."""
     try:
         found: dict[str, Any] = json.loads(_slot_file(folder, rank, slot).read_text())
     except (FileNotFoundError, ValueError):
@@ -127,7 +128,7 @@ def _slot_file(folder: Path, rank: int, slot: int) -> Path:
 
 
 def _slot_layout(tensors: Mapping[str, Tensor]) -> tuple[list[tuple[str, str, Sequence[int], int]], int]:
-    """(name, type, shape, offset) of every tensor, and their total size."""
+    """Returns (name, dtype, shape, offset) of every tensor, and their total size in bytes."""
     layout: list[tuple[str, str, Sequence[int], int]] = []
     offset = 0
     for name, tensor in tensors.items():

@@ -1,5 +1,5 @@
-"""The weights that leave the trainer for engines and exports: adapters merged, gathered from the ranks' rows bucket by
-bucket, so that no rank holds a second copy of the model.
+"""Computes the weights that engines and exports get from the trainer: merges adapters, and gathers the ranks' rows
+bucket by bucket, so that no rank holds a second copy of the model.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,19 +27,19 @@ from lockstep.train.trainer_protocol import BucketWeights, GatheredRows
 
 @dataclass(frozen=True, slots=True)
 class LazyWeight:
-    """A weight of which this rank computes its rows on demand."""
+    """A weight; this rank's rows of it are computed on demand."""
 
     shape: tuple[int, ...]
-    """Of the whole weight."""
+    """Shape of the whole weight."""
     rows: Callable[[], Tensor]
-    """This rank's rows; a view of the trainer's memory where nothing is merged."""
+    """Returns this rank's rows; a view of the trainer's memory if nothing is merged."""
     constant: bool = False
-    """Whether it is the same in every version."""
+    """Whether the weight is the same in every version."""
 
 
 @dataclass(frozen=True, slots=True)
 class _AdaptedLayer:
-    """Names of an adapted layer's parts."""
+    """Names of an adapted layer's adapter parameters, and how they are merged."""
 
     down: str
     up: str
@@ -49,16 +49,17 @@ class _AdaptedLayer:
 
 
 class MergedWeights:
-    """A policy's weights as they leave the trainer. Created while none of its layers is gathered."""
+    """A policy's weights with the adapter merged. Create it while none of the policy's layers is gathered."""
 
     def __init__(self, policy: PolicyModel, ranks: ParallelContext) -> None:
         self.ranks = ranks
         self.weights: dict[str, nn.Parameter] = dict(named_weights(policy))
-        """The model's own, by checkpoint name."""
+        """The model's weights, by their names in checkpoints."""
         self.adapter: dict[str, nn.Parameter] = dict(named_adapter(policy))
-        """By name in peft's files; empty without one."""
+        """The adapter's parameters, by their names in peft's files; empty without an adapter."""
         self.saved: dict[str, nn.Parameter] = dict(named_saved_weights(policy))
-        """The weights that are trained whole beside an adapter, by name in peft's files."""
+        """The weights that are trained in full along with an adapter (`modules_to_save`), by their names in peft's
+        files."""
         self._saved_names = saved_names(policy)
         names = {id(parameter): name for name, parameter in self.adapter.items()}
         self._layers = {}
@@ -71,28 +72,28 @@ class MergedWeights:
                 layer.scaling[ADAPTER_NAME],
                 getattr(layer, "fan_in_fan_out", False),
             )
-        self._packed = _quantized_layers(policy)
+        self._quantized = _quantized_layers(policy)
 
     @property
     def trained(self) -> dict[str, nn.Parameter]:
-        """With an adapter its parameters and the weights beside it, by name in peft's files; else all weights."""
+        """With an adapter, its parameters and the weights trained with it, by their names in peft's files; else all."""
         return self.adapter | self.saved or self.weights
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a weight as it leaves, also where it is kept quantized."""
+        """Returns the shape of a weight when it is exported, also if the trainer keeps it quantized."""
         parameter = self.weights[name]
-        module = self._packed.get(name)
+        module = self._quantized.get(name)
         return tuple(parameter.shape) if module is None else dequantized_shape(module, parameter)
 
     def merged(self) -> dict[str, LazyWeight]:
-        """Every weight of the model, merged with its adapter where it has one.
+        """Returns every weight of the model, merged with the adapter of its layer if there is one.
 
-        All ranks call it: each gathers the whole adapter, as a row of `B A` needs all of A.
+        All ranks call it: each gathers the whole adapter, because a row of `B A` needs all of A.
         """
         whole, saved = self.gather_adapter(), {id(parameter) for parameter in self.saved.values()}
         found = {}
         for name, parameter in self.weights.items():
-            layer, rows = self._layers.get(name), partial(self._plain, name)
+            layer, rows = self._layers.get(name), partial(self._unmerged, name)
             if layer is not None:
                 magnitude = None if layer.magnitude is None else whole[layer.magnitude]
                 factors = LowRankFactors(whole[layer.down], whole[layer.up], layer.scaling, magnitude, layer.transposed)
@@ -102,34 +103,36 @@ class MergedWeights:
             found[name] = LazyWeight(self.shape(name), rows, constant)
         return found
 
-    def _plain(self, name: str) -> Tensor:
-        module = self._packed.get(name)
+    def _unmerged(self, name: str) -> Tensor:
+        module = self._quantized.get(name)
         return local_shard(self.weights[name]) if module is None else dequantized_weight(module)
 
     @torch.no_grad()
     def _merged(self, factors: LowRankFactors, name: str, first: int) -> Tensor:
-        return factors.merged(self._plain(name), first)
+        return factors.merged(self._unmerged(name), first)
 
     @torch.no_grad()
     def gather_adapter(self) -> dict[str, Tensor]:
-        """The whole adapter, float32, on every rank (at one rank the trainer's own memory); empty without one."""
+        """Gathers the whole adapter on every rank, in float32. With one rank, returns the trainer's own memory. Empty
+        without an adapter."""
         if self.ranks.world == 1 or not self.adapter:
             return {name: local_shard(parameter) for name, parameter in self.adapter.items()}
         shards = self.ranks.shards
         chunks = {name: shard_rows(0, shards, parameter.shape[0])[1] for name, parameter in self.adapter.items()}
         parts = [_pad_rows(local_shard(parameter), chunks[name]).flatten() for name, parameter in self.adapter.items()]
-        everyone = self.ranks.gather_flat(torch.cat(parts), why="the adapter, to merge it")
+        gathered = self.ranks.gather_flat(torch.cat(parts), why="the adapter, to merge it")
         whole, at = {}, 0
         for name, parameter in self.adapter.items():
             rest = tuple(parameter.shape[1:])
             size = chunks[name] * torch.Size(rest).numel()
-            whole[name] = everyone[:, at : at + size].reshape(-1, *rest)[: parameter.shape[0]]
+            whole[name] = gathered[:, at : at + size].reshape(-1, *rest)[: parameter.shape[0]]
             at += size
         return whole
 
     def gather_saved(self) -> dict[str, Tensor]:
-        """The weights trained whole beside an adapter, on rank 0 and its CPU, tied weights under each of their names;
-        empty elsewhere. All ranks call it."""
+        """Gathers the weights that are trained in full along with an adapter, on the CPU of rank 0; returns nothing on
+        other
+        ranks. Tied weights appear under each of their names. All ranks call it."""
         found: dict[str, Tensor] = {}
         for name, parameter in self.saved.items():
             whole = self.ranks.gather_rows(local_shard(parameter), parameter.shape[0], why=f"export {name}")
@@ -143,7 +146,7 @@ def _pad_rows(rows: Tensor, count: int) -> Tensor:
 
 
 def _quantized_layers(policy: PolicyModel) -> dict[str, nn.Module]:
-    """The layers that keep their weight in other bits than its own, by the weight's checkpoint name."""
+    """Returns the layers with quantized weights, by the weight's name in checkpoints."""
     linear = ((path, module) for path, module in policy.named_modules() if isinstance(module, nn.Linear))
     return {hf_name(f"{path}.weight"): module for path, module in linear if not module.weight.is_floating_point()}
 
@@ -152,12 +155,12 @@ def _quantized_layers(policy: PolicyModel) -> dict[str, nn.Module]:
 def gather_buckets(
     weights: Mapping[str, LazyWeight], buckets: Sequence[BucketWeights], ranks: ParallelContext, everyone: bool
 ) -> Iterator[GatheredRows | None]:
-    """Per bucket what all ranks have of its weights. All ranks call it with the same buckets and go through all of
-    them: each bucket is one collective on the trainer's own communicator.
+    """Gathers the weights of each bucket from all ranks. All ranks call it with the same buckets and consume all of
+    them, because each bucket is one collective on the trainer's communicator.
 
     Args:
-        everyone: whether each rank gets it. Otherwise the first one does, and the others get None; of several copies
-            of the parameters only the first copy gathers then.
+        everyone: whether each rank gets the weights. If not, only the first rank gets them and the others get None; of
+            several copies of the parameters, only the first copy takes part.
     """
     for number, bucket in enumerate(buckets):
         if ranks.replica and not everyone:
@@ -175,7 +178,7 @@ def gather_buckets(
 
 
 def _pad_bytes(rows: Tensor, weight: LazyWeight, shards: int) -> Tensor:
-    """A rank's rows as bytes, as many as the first rank's."""
+    """Returns a rank's rows as bytes, padded to the size of the first rank's."""
     raw = _as_bytes(rows)
     size = _rows_per_shard(weight, shards) * _row_bytes(weight, rows.dtype)
     return raw if raw.numel() == size else torch.cat([raw, raw.new_zeros(size - raw.numel())])
@@ -204,7 +207,7 @@ def _row_count(weight: LazyWeight) -> int:
 
 
 def _rows_per_shard(weight: LazyWeight, shards: int) -> int:
-    """Rows of the first rank."""
+    """Returns the number of rows that the first rank has; no rank has more."""
     return shard_rows(0, shards, _row_count(weight))[1]
 
 

@@ -1,7 +1,7 @@
-"""What a trainer learns from: the fields that a loss needs, the loss from them (`lockstep.algos`), and its metrics as
-one fixed vector per step.
+"""Computes the loss of a micro-batch by the formulas in `lockstep.algos`, and reduces its metrics to one vector of
+fixed size per step.
 
-Nothing here communicates, and data decides no shape.
+Nothing here communicates, and the shape of the vector does not depend on the data.
 """
 
 from collections.abc import Sequence
@@ -29,24 +29,24 @@ MEAN_METRICS = (
     "importance_weight",
     "importance_cut",
 )
-"""Summed likewise, unweighted, and divided by `tokens` at the end."""
+"""Summed over targets, micro-batches and ranks, unweighted, and divided by `tokens` at the end."""
 
 MAX_METRICS = ("engine_gap_max", "importance_weight_max")
-"""Reduced by maximum."""
+"""Metrics of which the maximum over targets, micro-batches and ranks is taken."""
 
 METRIC_NAMES = (*TOTAL_METRICS, *MEAN_METRICS, *MAX_METRICS)
 
 
 @dataclass(slots=True)
 class LossOutput:
-    """The loss of one micro-batch, a scalar with gradient, and its metrics by the names above."""
+    """The loss of one micro-batch (a scalar with gradient) and its metrics, by the names in METRIC_NAMES."""
 
     loss: Tensor
     metrics: dict[str, Tensor] = field(default_factory=dict)
 
 
 def required_fields(loss: PolicyLoss | CrossEntropy) -> tuple[str, ...]:
-    """The fields that `MicroBatch` must have for a loss."""
+    """Returns the fields that a `MicroBatch` must have for a loss."""
     if isinstance(loss, CrossEntropy):
         return ("weight",)
     fields = ["weight", "advantage", "engine_logprob"]
@@ -58,28 +58,29 @@ def required_fields(loss: PolicyLoss | CrossEntropy) -> tuple[str, ...]:
 
 
 def has_kl_loss(loss: PolicyLoss) -> bool:
-    """Whether the KL to the reference is a term of the loss (and not of the reward, or absent)."""
+    """Returns whether the KL to the reference is a term of the loss."""
     return loss.kl.coefficient > 0 and loss.kl.where == "loss"
 
 
 def needs_sequences(loss: PolicyLoss | CrossEntropy) -> bool:
-    """Whether a target's loss depends on the other targets of its sequence, which must then be in the same row."""
+    """Returns whether a target's loss depends on the other targets of its sequence; these must then be in the same
+    row."""
     return isinstance(loss, GSPO) or (isinstance(loss, PolicyLoss) and loss.importance.level == "sequence")
 
 
 def check_fields(microbatches: Sequence[MicroBatch[np.ndarray]], loss: PolicyLoss | CrossEntropy) -> None:
-    """Raises ValueError, before any work, where there is no micro-batch or a field is missing."""
+    """Raises ValueError if there is no micro-batch, or a field is missing."""
     if not microbatches:
         raise ValueError("a step needs at least one micro-batch, got none; an idle rank gets an empty one")
     for number, microbatch in enumerate(microbatches):
-        lost = [name for name in required_fields(loss) if name not in microbatch.fields]
-        if lost:
+        missing = [name for name in required_fields(loss) if name not in microbatch.fields]
+        if missing:
             raise ValueError(
-                f"micro-batch {number} has no field {lost[0]!r}, which the loss {loss.kind} needs as it is configured "
+                f"micro-batch {number} has no field {missing[0]!r}, which the configured loss {loss.kind} needs "
                 f"(it has {', '.join(sorted(microbatch.fields))}); set it with TrainingBatch.set_field"
             )
         if needs_sequences(loss) and microbatch.sequences is None:
-            raise ValueError(f"micro-batch {number} does not say to which sequence its targets belong: pack it")
+            raise ValueError(f"micro-batch {number} has no sequences of its targets; create it with pack()")
 
 
 def compute_loss(
@@ -89,13 +90,13 @@ def compute_loss(
     entropies: Tensor | None,
     sequences: Tensor | None = None,
 ) -> LossOutput:
-    """The loss of a micro-batch: a plain sum over its targets, as the weights hold the denominators.
+    """Computes the loss of a micro-batch: a sum over its targets, whose weights include the denominators.
 
     Args:
         fields: as in `MicroBatch`, float32 `[targets]`.
         logprobs: `[targets]`, with gradient.
         entropies: `[targets]`, for a policy loss.
-        sequences: int64 `[targets]`, as in `MicroBatch`; where `needs_sequences`.
+        sequences: int64 `[targets]`, as in `MicroBatch`; required if `needs_sequences`.
     """
     weights = fields["weight"]
     live = weights != 0
@@ -106,7 +107,7 @@ def compute_loss(
     if entropies is None:
         raise ValueError("a policy loss needs entropies, got None")
     if sequences is None and needs_sequences(loss):
-        raise ValueError(f"the loss {loss.kind} needs the sequences of the targets as it is configured, got None")
+        raise ValueError(f"the configured loss {loss.kind} needs the sequences of the targets, got None")
     return _policy_loss_output(loss, fields, logprobs, entropies, sequences, metrics)
 
 
@@ -128,18 +129,18 @@ def _policy_loss_output(
         metrics["importance_weight"] = _masked_sum(correction.weights, live)
         metrics["importance_cut"] = _masked_sum(correction.cut, live)
         metrics["importance_weight_max"] = torch.where(live, correction.raw, torch.zeros_like(correction.raw)).amax()
-    total = parts = sum_weighted_losses(per_token, weights)
-    metrics["policy_loss"] = parts.detach()
+    total = term = sum_weighted_losses(per_token, weights)
+    metrics["policy_loss"] = term.detach()
     if "reference_logprob" in fields and loss.kl.coefficient > 0:
         divergence = kl_divergence(logprobs, fields["reference_logprob"], loss.kl.estimator)
         metrics["kl"] = _masked_sum(divergence, live)
         if has_kl_loss(loss):
-            parts = loss.kl.coefficient * sum_weighted_losses(divergence, weights)
-            total, metrics["kl_loss"] = total + parts, parts.detach()
+            term = loss.kl.coefficient * sum_weighted_losses(divergence, weights)
+            total, metrics["kl_loss"] = total + term, term.detach()
     if loss.entropy_coefficient:
-        parts = sum_weighted_losses(entropy_loss(entropies, loss.entropy_coefficient), weights)
-        total, metrics["entropy_loss"] = total + parts, parts.detach()
-    # Where the trainer's own old log-probabilities are known, updates since then are no part of the gap.
+        term = sum_weighted_losses(entropy_loss(entropies, loss.entropy_coefficient), weights)
+        total, metrics["entropy_loss"] = total + term, term.detach()
+    # If the trainer's old log-probabilities are known, use them, so that the gap excludes the updates since then.
     metrics["engine_gap_mean"], metrics["engine_gap_max"] = logprob_gap(
         fields.get("old_logprob", logprobs), engine, weights
     )
@@ -151,7 +152,7 @@ def _policy_loss_output(
 def _policy_terms(
     loss: PolicyLoss, fields: dict[str, Tensor], logprobs: Tensor, sequences: Tensor | None, live: Tensor
 ) -> PolicyTerms:
-    """The policy loss per token, by its kind."""
+    """Computes the policy loss per token."""
     old = fields["old_logprob" if loss.old_logprobs == "trainer" else "engine_logprob"]
     advantages = fields["advantage"]
     if isinstance(loss, PPOClip):
@@ -166,7 +167,7 @@ def _policy_terms(
 def _importance_correction(
     loss: PolicyLoss, fields: dict[str, Tensor], sequences: Tensor | None, live: Tensor
 ) -> ImportanceWeights | None:
-    """Importance weights from the engine's to the trainer's log-probabilities; None where they are off."""
+    """Computes the importance weights of the trainer's over the engine's probabilities; None if they are off."""
     config = loss.importance
     if config.kind == "off":
         return None
@@ -181,52 +182,52 @@ def _importance_correction(
 
 
 class MetricAccumulator:
-    """Sums one rank's micro-batches on the device; nothing is read back before the step's one vector."""
+    """Sums the metrics of one rank's micro-batches on the device, without a copy to the host per micro-batch."""
 
     def __init__(self, device: torch.device) -> None:
         self._values = torch.zeros(len(METRIC_NAMES), dtype=torch.float64, device=device)
         self._first_bad = torch.zeros((), dtype=torch.float64, device=device)
         """Number of the first micro-batch whose loss is not finite, counted from 1; 0 for none."""
-        self._seen = 0
+        self._count = 0
 
     @torch.no_grad()
     def add(self, outcome: LossOutput) -> None:
-        """Adds a micro-batch."""
-        self._seen += 1
+        """Adds the metrics of a micro-batch."""
+        self._count += 1
         zero = torch.zeros((), dtype=torch.float64, device=self._values.device)
         values = torch.stack([outcome.metrics.get(name, zero).detach().double() for name in METRIC_NAMES])
         summed = len(METRIC_NAMES) - len(MAX_METRICS)
         self._values[:summed] += values[:summed]
         self._values[summed:] = torch.maximum(self._values[summed:], values[summed:])
         bad = ~torch.isfinite(outcome.loss.detach())
-        self._first_bad = torch.where(bad & (self._first_bad == 0), float(self._seen), self._first_bad)
+        self._first_bad = torch.where(bad & (self._first_bad == 0), float(self._count), self._first_bad)
 
     def vector(self, square_norm: Tensor) -> Tensor:
-        """float64 `[2 + len(METRIC_NAMES)]`: what the ranks exchange once per step."""
+        """Returns the float64 `[2 + len(METRIC_NAMES)]` that the ranks exchange once per step."""
         head = torch.stack([square_norm.to(self._values.device, torch.float64), self._first_bad])
         return torch.cat([head, self._values])
 
 
 class ReducedMetrics:
-    """The vectors of all ranks, read the same way by each of them.
+    """The metrics of a step, reduced from the vectors of all ranks. All ranks get the same result.
 
     Args:
-        everyone: float64 `[ranks, 2 + len(METRIC_NAMES)]`.
+        vectors: float64 `[ranks, 2 + len(METRIC_NAMES)]`.
     """
 
-    def __init__(self, everyone: Tensor) -> None:
-        norms, first_bad, values = everyone[:, 0], everyone[:, 1], everyone[:, 2:]
+    def __init__(self, vectors: Tensor) -> None:
+        norms, first_bad, values = vectors[:, 0], vectors[:, 1], vectors[:, 2:]
         self.square_norm = float(norms.sum())
         self.bad_microbatches = [(rank, int(bad) - 1) for rank, bad in enumerate(first_bad.tolist()) if bad > 0]
-        """(rank, its first micro-batch) whose loss is not finite."""
+        """(rank, micro-batch) of each rank's first loss that is not finite."""
         self.bad_gradients = [rank for rank, norm in enumerate(norms.tolist()) if not norm < float("inf")]
-        """Ranks with rows of a gradient that is not finite."""
+        """Ranks with gradients that are not finite."""
         summed = len(METRIC_NAMES) - len(MAX_METRICS)
         reduced = torch.cat([values[:, :summed].sum(0), values[:, summed:].amax(0)])
         self._values = dict(zip(METRIC_NAMES, reduced.tolist(), strict=True))
 
     def metrics(self, loss: PolicyLoss | CrossEntropy) -> dict[str, float]:
-        """The metrics of this loss by name: losses as aggregated, everything else per token."""
+        """Returns the metrics of this loss by name: losses as aggregated, everything else per token."""
         values = {name: self._values[name] for name in (*TOTAL_METRICS, *MAX_METRICS)}
         tokens = max(values["tokens"], 1.0)
         values |= {name: self._values[name] / tokens for name in MEAN_METRICS}
@@ -237,21 +238,21 @@ class ReducedMetrics:
 
 
 def _unused_metrics(loss: PolicyLoss) -> set[str]:
-    """Metrics that are always zero under this config."""
-    silent = set()
+    """Returns the metrics that are always zero with this config."""
+    unused = set()
     if loss.kl.coefficient == 0:
-        silent |= {"kl"}
+        unused |= {"kl"}
     if not has_kl_loss(loss):
-        silent |= {"kl_loss"}
+        unused |= {"kl_loss"}
     if not loss.entropy_coefficient:
-        silent |= {"entropy_loss"}
+        unused |= {"entropy_loss"}
     if loss.importance.kind == "off":
-        silent |= {"importance_weight", "importance_cut", "importance_weight_max"}
+        unused |= {"importance_weight", "importance_cut", "importance_weight_max"}
     if not isinstance(loss, PPOClip) or loss.dual_clip is None:
-        silent |= {"clip_dual"}
-    return silent
+        unused |= {"clip_dual"}
+    return unused
 
 
 def _masked_sum(values: Tensor, live: Tensor) -> Tensor:
-    """Over the targets that count, without gradient."""
+    """Returns the sum over the targets with a loss, without gradient."""
     return torch.where(live, values.detach().double(), 0.0).sum()

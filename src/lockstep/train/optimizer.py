@@ -1,6 +1,6 @@
-"""AdamW over the rows that this rank holds, and the learning rate as a pure function of the optimizer step.
+"""AdamW on the rows that this rank holds, and the learning rate as a pure function of the optimizer step.
 
-AdamW is elementwise, so every rank updates its own rows: plain tensors, no DTensor dispatch per parameter.
+AdamW is elementwise, so every rank updates its own rows as plain tensors, without the cost of DTensor dispatch.
 """
 
 import math
@@ -18,23 +18,23 @@ _NOT_DECAYED = re.compile(r"bias|layernorm|rmsnorm|(^|\.)norm(\.|$)|_norm(\.|$)"
 
 
 def is_decayed(name: str) -> bool:
-    """Whether weight decay applies to a parameter by its name: to all but biases and norms. With `norm_parameter_ids`
-    that equals transformers' Trainer (and so TRL)."""
+    """Returns whether weight decay applies to a parameter with this name: to all but biases and norms. Together with
+    `norm_parameter_ids`, the rule is the same as in transformers' Trainer (and so in TRL)."""
     return _NOT_DECAYED.search(name.lower()) is None
 
 
 def norm_parameter_ids(model: nn.Module) -> set[int]:
-    """Ids of the parameters of `nn.LayerNorm`s, whatever they are called (GPT-2: `ln_1`)."""
+    """Returns the `id` of every parameter of an `nn.LayerNorm`, whatever its name is (GPT-2: `ln_1`)."""
     modules = (module for module in model.modules() if isinstance(module, nn.LayerNorm))
     return {id(parameter) for module in modules for parameter in module.parameters(recurse=False)}
 
 
 class ShardedAdamW:
-    """Decoupled weight decay Adam (Loshchilov & Hutter 2019), torch's fused kernels.
+    """Adam with decoupled weight decay (Loshchilov & Hutter 2019), by torch's fused kernels.
 
     Args:
-        parameters: this rank's rows by name; updated in place.
-        norms: names that are not decayed, beside those that `is_decayed` excludes.
+        parameters: this rank's rows by name.
+        norms: names that are not decayed, in addition to those that `is_decayed` excludes.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], config: AdamWConfig, norms: Collection[str] = ()) -> None:
@@ -47,21 +47,21 @@ class ShardedAdamW:
 
     @torch.no_grad()
     def step(self, parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor], lr: float) -> None:
-        """One update; a parameter without gradient is left alone."""
+        """Updates the parameters that have a gradient, in place."""
         self.steps += 1
-        names = [name for name in gradients if gradients[name].numel()]
+        with_gradient = [name for name in gradients if gradients[name].numel()]
         for decayed in (True, False):
-            chosen = [name for name in names if self._decays[name] is decayed]
-            if not chosen:
+            names_of_kind = [name for name in with_gradient if self._decays[name] is decayed]
+            if not names_of_kind:
                 continue
             adamw(
-                [parameters[name] for name in chosen],
-                [gradients[name] for name in chosen],
-                [self.exp_avg[name] for name in chosen],
-                [self.exp_avg_sq[name] for name in chosen],
+                [parameters[name] for name in names_of_kind],
+                [gradients[name] for name in names_of_kind],
+                [self.exp_avg[name] for name in names_of_kind],
+                [self.exp_avg_sq[name] for name in names_of_kind],
                 [],
-                # The kernel counts before it uses them, so each wants a counter of its own.
-                [torch.full((), self.steps - 1.0, device=gradients[name].device) for name in chosen],
+                # The kernel increments each counter before it uses it, so every parameter needs its own.
+                [torch.full((), self.steps - 1.0, device=gradients[name].device) for name in names_of_kind],
                 fused=True,
                 amsgrad=False,
                 beta1=self.config.betas[0],
@@ -73,7 +73,7 @@ class ShardedAdamW:
             )
 
     def to(self, device: torch.device) -> None:
-        """Moves the moments."""
+        """Moves the moments to the device."""
         for moments in (self.exp_avg, self.exp_avg_sq):
             for name in moments:
                 moments[name] = moments[name].to(device)
@@ -81,7 +81,7 @@ class ShardedAdamW:
 
 @torch.no_grad()
 def square_norm(gradients: Mapping[str, Tensor]) -> Tensor:
-    """Sum of squares of this rank's gradients, float64 scalar. Not finite where one of them is not."""
+    """Returns the sum of squares of this rank's gradients, a float64 scalar. It is not finite if a gradient is not."""
     present = [gradient for gradient in gradients.values() if gradient.numel()]
     if not present:
         return torch.zeros((), dtype=torch.float64)
@@ -91,13 +91,14 @@ def square_norm(gradients: Mapping[str, Tensor]) -> Tensor:
 
 @torch.no_grad()
 def clip_gradients(gradients: Mapping[str, Tensor], norm: float, max_norm: float | None) -> None:
-    """Clips to a global norm (Pascanu et al. 2013), with torch's `1e-6` in the divisor."""
+    """Scales gradients so that their global norm is at most `max_norm` (Pascanu et al. 2013), with torch's `1e-6` in
+    the divisor."""
     if max_norm is not None and norm > max_norm:
         torch._foreach_mul_(list(gradients.values()), max_norm / (norm + 1e-6))
 
 
 def optimizer_steps(config: RecipeConfig) -> int:
-    """Optimizer steps of a whole run: what a schedule without `total_steps` decays over."""
+    """Returns the number of optimizer steps of a whole run, over which a schedule without `total_steps` decays."""
     if isinstance(config, GRPOConfig):
         completions = config.prompts_per_step * config.group_size
         return config.steps * config.epochs * math.ceil(completions / (config.minibatch_size or completions))
@@ -105,11 +106,11 @@ def optimizer_steps(config: RecipeConfig) -> int:
 
 
 def learning_rate(step: int, peak: float, schedule: LRScheduleConfig, total: int) -> float:
-    """The rate of optimizer step `step` (the first is 0) of `total`.
+    """Returns the learning rate of optimizer step `step` (the first is 0) of `total`.
 
-    Warm-up rises linearly to the peak, which the step after the last of warm-up has; the first step's rate is
-    `peak / (warmup_steps + 1)`, never 0, so that no batch is wasted. Then constant, or linear or half-cosine
-    (Loshchilov & Hutter 2017) decay to `final * peak`, which holds from step `total` on.
+    During warm-up the rate rises linearly. It starts at `peak / (warmup_steps + 1)` and not at 0, so that no batch is
+    wasted, and the first step after warm-up has the peak. Afterwards it is constant, or decays linearly or by a half
+    cosine (Loshchilov & Hutter 2017) to `final * peak`, which it keeps from step `total` on.
     """
     total = schedule.total_steps or total
     warmup = schedule.warmup_steps
@@ -118,5 +119,5 @@ def learning_rate(step: int, peak: float, schedule: LRScheduleConfig, total: int
     if schedule.kind == "constant":
         return peak
     progress = min(1.0, (step - warmup) / max(1, total - warmup))
-    left = 1 - progress if schedule.kind == "linear" else (1 + math.cos(math.pi * progress)) / 2
-    return peak * (schedule.final + (1 - schedule.final) * left)
+    remaining = 1 - progress if schedule.kind == "linear" else (1 + math.cos(math.pi * progress)) / 2
+    return peak * (schedule.final + (1 - schedule.final) * remaining)

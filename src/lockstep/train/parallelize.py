@@ -1,5 +1,5 @@
-"""Builds the policy that a rank trains: loads its own rows, fuses or compiles layers, checkpoints activations, shards
-with FSDP2.
+"""Builds the policy that a rank trains: loads the rank's rows, fuses or compiles layers, checkpoints activations, and
+shards with FSDP2.
 """
 
 import logging
@@ -32,13 +32,13 @@ log = logging.getLogger(__name__)
 def shard_policy(
     policy: PolicyModel, ranks: ParallelContext, reshard_after_forward: bool, compute: torch.dtype
 ) -> None:
-    """Shards every decoder layer, then the root with what is left (embedding, last norm, head).
+    """Shards every decoder layer, then the root with the other parameters (embedding, last norm, head).
 
-    Gradients are summed over ranks, not averaged: the denominators are in the weights of the targets. With one rank
-    there is nothing to shard and the module stays plain, unless compute is in a lower precision than the master
-    weights, which FSDP2's mixed precision provides for one rank as well as for many.
+    Gradients are summed over ranks, not averaged, because the weights of the targets include the denominators. With a
+    single rank the module is not sharded, unless it computes in a lower precision than that of the master weights, for
+    which FSDP2's mixed precision is needed.
 
-    Weights that an adapter froze are sharded beside those that are trained; they have no gradients to reduce.
+    Frozen weights of a model with an adapter are sharded as well; they have no gradients to reduce.
     """
     mixed = any(parameter.dtype != compute for parameter in policy.parameters())
     if ranks.group is None or (ranks.world == 1 and not mixed):
@@ -51,18 +51,18 @@ def shard_policy(
     )
     for layer in policy.layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=precision)
-    # Backward needs the root's own parameters (embedding, last norm, head) first: freeing them gains nothing.
+    # Backward begins with the root's own parameters (embedding, last norm, head), so freeing them would save nothing.
     fully_shard(policy, mesh=mesh, reshard_after_forward=False, mp_policy=precision)
     for module in sharded_modules(policy):
         module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
+        module.set_force_sum_reduction_for_comms(True)  # gloo does not support pre-multiplied sums
 
 
 def checkpoint_activations(policy: PolicyModel) -> None:
     """Recomputes each decoder layer in the backward pass instead of keeping its activations.
 
-    The layer's own forward is replaced, not the module, so that parameter names stay, and FSDP2's hooks stay outside:
-    a layer is gathered once for its recomputation and its backward.
+    Replaces the layer's forward and not the module, so that parameter names do not change and FSDP2's hooks run outside
+    of it: a layer is gathered once for its recomputation and its backward.
     """
 
     def recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -78,16 +78,16 @@ def checkpoint_activations(policy: PolicyModel) -> None:
 
 
 def sharded_modules(module: nn.Module) -> list[FSDPModule]:
-    """The modules under FSDP2, none where the policy is plain."""
+    """Returns the modules that FSDP2 shards; none if the policy is not sharded."""
     return [found for found in module.modules() if isinstance(found, FSDPModule)]
 
 
 def begin_microbatch(policy: nn.Module, last: bool, reshard_after_forward: bool) -> None:
-    """Sets whether the next backward reduces gradients over the ranks (the last micro-batch of a step) or only sums
-    them locally (all others): a constant of the step, independent of the data.
+    """Sets whether the next backward reduces gradients over the ranks (for the last micro-batch of a step) or only sums
+    them locally (for all others). So the number of reductions does not depend on the data.
 
-    Where layers stay gathered after forward (ZeRO-2), they stay so for the whole step: one gather, whatever the
-    number of micro-batches.
+    Without `reshard_after_forward` (ZeRO-2), layers stay gathered for the whole step, so that they are gathered once,
+    whatever the number of micro-batches.
     """
     if isinstance(policy, FSDPModule):
         policy.set_requires_gradient_sync(last)
@@ -95,19 +95,20 @@ def begin_microbatch(policy: nn.Module, last: bool, reshard_after_forward: bool)
 
 
 def free_gathered(policy: nn.Module) -> None:
-    """Frees what a forward without backward has left gathered, so that parameters are this rank's rows again."""
+    """Frees layers that a forward without backward has left gathered, so that parameters hold this rank's rows
+    again."""
     for module in sharded_modules(policy):
         module.reshard()
 
 
 def local_shard(tensor: Tensor) -> Tensor:
-    """This rank's rows of a parameter or gradient, sharing its memory."""
+    """Returns this rank's rows of a parameter or gradient, as a view."""
     with torch.no_grad():
         return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 class CompilerMissing(ValueError):
-    """Layers shall be compiled for the CPU, and there is no C++ compiler."""
+    """trainer.compile is `layers` on a CPU, but there is no C++ compiler."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -117,34 +118,35 @@ class CompilerMissing(ValueError):
 
 
 def compile_layers(policy: PolicyModel, device: torch.device) -> None:
-    """Compiles the decoder layers' forward and backward, attention left as it is.
+    """Compiles the decoder layers' forward and backward, except attention.
 
-    Shapes are symbolic: one compilation serves all rows, no padding to buckets. Evaluations and empty micro-batches
-    (of one token, which the compiler takes for a constant) run as before, so that they cost no compilation.
+    Shapes are symbolic: one compilation serves rows of all sizes, without padding. Evaluations and empty micro-batches
+    run uncompiled, so that they cost no compilation. (Empty ones have one token, a size that the compiler would
+    specialize.)
 
     Raises:
-        CompilerMissing: on a CPU without a C++ compiler.
+        CompilerMissing: the device is a CPU and there is no C++ compiler.
     """
     if device.type == "cpu":
         require_compiler()
-    torch._inductor.config.compile_threads = 1  # its pool would be processes without monitoring
+    torch._inductor.config.compile_threads = 1  # more would start a pool of processes that nothing monitors
     hide_from_compiler()
 
-    def faster(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def compiled_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
         compiled = torch.compile(forward, dynamic=True)
 
         def run(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-            plain = not torch.is_grad_enabled() or hidden.shape[1] < 2
-            return forward(hidden, *args, **kwargs) if plain else compiled(hidden, *args, **kwargs)
+            uncompiled = not torch.is_grad_enabled() or hidden.shape[1] < 2
+            return forward(hidden, *args, **kwargs) if uncompiled else compiled(hidden, *args, **kwargs)
 
         return run
 
     for layer in policy.layers:
-        layer.forward = faster(layer.forward)
+        layer.forward = compiled_forward(layer.forward)
 
 
 def require_compiler() -> None:
-    """Raises CompilerMissing where torch would find no C++ compiler."""
+    """Raises CompilerMissing if torch would find no C++ compiler."""
     if not any(shutil.which(name) for name in (os.environ.get("CXX", ""), "g++", "clang++") if name):
         raise CompilerMissing
 
@@ -156,11 +158,14 @@ def load_sharded_policy(
     kept: torch.dtype,
     adapter: AdapterConfig | None = None,
 ) -> PolicyModel:
-    """A policy with parameters in `kept` that computes in `compute`, with an adapter in float32. Each rank reads its
-    own rows.
+    """Loads a policy and shards it over the ranks. Each rank reads its own rows.
+
+    Args:
+        compute: precision of forward and backward.
+        kept: precision of the parameters; an adapter's are float32.
 
     Raises:
-        ModelError: the model cannot be used, or its checkpoint does not fit it.
+        ModelError: the model cannot be used, or its checkpoint does not match it.
     """
     trainer, quantized = config.trainer, config.model.quantization is not None
     if quantized:
@@ -169,7 +174,7 @@ def load_sharded_policy(
         policy = load_policy(config.model, ranks.device, meta=True, dtype=kept)
     if adapter is not None:
         add_adapter(policy, adapter)
-    unfused = _fuse_layers(policy, ranks.device, compute)
+    not_fused_reason = _fuse_layers(policy, ranks.device, compute)
     if trainer.compile == "layers":
         compile_layers(policy, ranks.device)
     if trainer.activation_checkpointing:
@@ -179,14 +184,15 @@ def load_sharded_policy(
         fill_policy(policy, _model_folder(config.model), ranks.device)
     if adapter is not None:
         fill_adapter(policy, adapter, config.seed, ranks.device)
-    log.info("rank %d computes decoder layers by %s", ranks.rank, unfused or probe_fused_decoder(policy))
+    log.info("rank %d computes decoder layers by %s", ranks.rank, not_fused_reason or probe_fused_decoder(policy))
     free_gathered(policy)
     return policy
 
 
 def parameter_dtype(model: ModelConfig, ranks: ParallelContext, compute: torch.dtype) -> torch.dtype:
-    """Precision of the parameters. Weights frozen by an adapter need no master weights; but a plain module, without
-    FSDP2's mixed precision, cannot mix them with weights that are trained whole."""
+    """Returns the precision of the parameters. Frozen weights need no master weights in float32. But without FSDP2's
+    mixed
+    precision, frozen weights and weights that are trained in full must have the same precision."""
     if model.adapter is None:
         return torch.float32
     mixes = bool(model.adapter.modules_to_save) and ranks.group is None
@@ -194,16 +200,21 @@ def parameter_dtype(model: ModelConfig, ranks: ParallelContext, compute: torch.d
 
 
 def base_digests(model: ModelConfig) -> dict[str, str]:
-    """Digests of the model that an adapter was trained on, for its checkpoints; empty without an adapter."""
+    """Returns digests of the model on which an adapter is trained, for its checkpoints; empty without an adapter."""
     if model.adapter is None:
         return {}
-    begun = model.adapter.path
-    first = {} if begun is None else {"adapter": folder_digest(resolve_folder(begun, field="model.adapter.path"))}
-    return {"base": folder_digest(_model_folder(model)), **first}
+    adapter_path = model.adapter.path
+    adapter_digest = (
+        {}
+        if adapter_path is None
+        else {"adapter": folder_digest(resolve_folder(adapter_path, field="model.adapter.path"))}
+    )
+    return {"base": folder_digest(_model_folder(model)), **adapter_digest}
 
 
 def _fuse_layers(policy: PolicyModel, device: torch.device, compute: torch.dtype) -> str | None:
-    """Fuses the layers where memory bandwidth limits them, in float32 on a CPU; returns why not elsewhere."""
+    """Fuses the layers if memory bandwidth limits them: in float32 on a CPU. Returns why they are not fused, or
+    None."""
     if device.type != "cpu" or compute != torch.float32:
         return "the model's own forward: there is no other for this device and precision"
     refusal = policy.fuse_layers()
@@ -215,13 +226,13 @@ def _model_folder(model: ModelConfig) -> Path:
 
 
 class InitialAdapter:
-    """This rank's rows of what is trained, as they were when the run began, in host memory.
+    """The initial values of this rank's rows of all trained parameters, kept in host memory.
 
-    They are the reference of a KL penalty where the model without its adapter is not the initial policy: the run began
-    from an adapter, or other weights are trained beside it.
+    They are the reference of a KL penalty if the model without its adapter is not the initial policy, because the run
+    started from an adapter or trains other weights too.
 
     Args:
-        rows: of each trained parameter, by name.
+        rows: this rank's rows of each trained parameter, by name.
     """
 
     def __init__(self, rows: Mapping[str, Tensor]) -> None:
@@ -229,14 +240,15 @@ class InitialAdapter:
 
     @contextmanager
     def restored(self, rows: Mapping[str, Tensor]) -> Iterator[None]:
-        """Puts the initial values into `rows` and afterwards restores the current ones, bit by bit. No layer may be
-        gathered when the context begins or ends, as its gathered copy would keep the other values."""
-        kept = {name: tensor.clone() for name, tensor in rows.items()}
+        """Puts the initial values into `rows`, and restores the current ones exactly when the context ends. No layer
+        may
+        be gathered when the context begins or ends, because its gathered copy would keep the old values."""
+        current = {name: tensor.clone() for name, tensor in rows.items()}
         _copy_shards(self._rows, rows)
         try:
             yield
         finally:
-            _copy_shards(kept, rows)
+            _copy_shards(current, rows)
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""What every trainer can do, seen from inside one rank, and the types of what it returns."""
+"""The protocol of a trainer within one rank, and the types of its results."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,20 +21,20 @@ EvaluateOutput = Literal["logprobs", "entropy", "reference_logprobs"]
 
 @dataclass(slots=True)
 class StepStats:
-    """Metrics of one optimizer step, already reduced over the ranks in one fixed vector."""
+    """Metrics of one optimizer step, reduced over all ranks."""
 
     values: dict[str, float]
 
 
 @dataclass(slots=True)
 class ParameterInfo:
-    """One weight of the policy, tied ones once; an adapter is merged into them."""
+    """One weight of the policy. Tied weights are listed once; adapters are merged into the weights."""
 
     name: str
     """The name in Hugging Face checkpoints."""
     shape: tuple[int, ...]
     dtype: str
-    """The master weights', e.g. `float32`."""
+    """Precision of the master weights, e.g. `float32`."""
 
 
 @dataclass(slots=True)
@@ -48,20 +48,20 @@ class ParameterShard:
     """Index of the first row that this rank holds."""
     tensor: Tensor
     """`[rows, ...]` in the master precision, a view of the trainer's memory: copy it before the next step.
-    A rank beyond the last row holds no rows and yields no shard."""
+    A rank without rows yields no shard."""
     constant: bool = False
-    """Whether it is the same in every version, as weights without an adapter are beside adapted ones."""
+    """Whether the rows are the same in every version, because only an adapter of other weights is trained."""
 
 
 BucketWeights = Sequence[tuple[str, torch.dtype]]
 """Names of weights, and the precision in which they leave the trainer."""
 GatheredRows = dict[str, list[Tensor]]
-"""By name, the rows of all ranks in their order, uint8 `[bytes]` each."""
+"""Rows of all ranks in the order of the ranks, by name, uint8 `[bytes]` each."""
 
 
 class Trainer(Protocol):
     """One rank of a trainer. Every rank gets the same sequence of calls with the same number of micro-batches,
-    so that the schedule of collectives is a constant of the step."""
+    so that all ranks enter the same collectives."""
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -77,53 +77,53 @@ class Trainer(Protocol):
 
     @property
     def optimizer_step(self) -> int:
-        """Optimizer steps behind the weights."""
+        """Number of optimizer steps taken, also those before a loaded checkpoint."""
 
     def parameters(self) -> list[ParameterInfo]:
-        """Every weight that goes to engines."""
+        """Returns every weight that engines receive."""
 
     def probe_packing(self) -> "PackingProbeResult":
-        """How rows may be packed for the model. All ranks call it."""
+        """Finds out how rows may be packed for the model. All ranks call it."""
 
     def evaluate(
         self, microbatches: Sequence[MicroBatch[np.ndarray]], outputs: Sequence[EvaluateOutput]
     ) -> list[dict[str, np.ndarray]]:
-        """Per micro-batch the requested values, float32 `[targets]`, without gradients."""
+        """Computes the requested values of each micro-batch, float32 `[targets]`, without gradients."""
 
     def step(self, microbatches: Sequence[MicroBatch[np.ndarray]], loss: PolicyLoss | CrossEntropy) -> StepStats:
         """Accumulates gradients over the micro-batches, clips them and takes one optimizer step.
 
         Raises:
-            NonFinite: on all ranks alike, before any weight is changed.
+            NonFinite: the loss or a gradient is not finite; raised on all ranks, before any weight is changed.
         """
 
     def shards(self) -> Iterator[ParameterShard]:
-        """This rank's rows of every weight, merged with the adapter. All ranks call it."""
+        """Yields this rank's rows of every weight, merged with the adapter. All ranks call it."""
 
     def gather_weights(self, buckets: Sequence[BucketWeights], everyone: bool) -> Iterator[GatheredRows | None]:
-        """Every weight, merged with the adapter, bucket by bucket: on each rank, or on the first alone (None
-        elsewhere).
+        """Yields every weight, merged with the adapter, bucket by bucket: on every rank if `everyone`, else only on the
+        first (None elsewhere).
 
         All ranks call it and consume all buckets.
         """
 
     def save(self, folder: Path) -> None:
-        """Begins writing parameters, optimizer, schedule and random state into `folder`."""
+        """Begins to write trained parameters, optimizer, schedule step and random state into `folder`."""
 
     def saved(self) -> bool:
-        """Whether the last `save` is complete on disk (fsync included); raises CheckpointError if it failed."""
+        """Returns whether the last `save` is complete on disk (synced). Raises CheckpointError if it failed."""
 
     def load(self, folder: Path) -> None:
-        """Reads what `save` wrote, with any number of ranks. Raises CheckpointError."""
+        """Loads a checkpoint that any number of ranks wrote. Raises CheckpointError."""
 
     def save_to_memory(self, checkpoints: "MemoryCheckpoints", version: int) -> None:
-        """Copies what a checkpoint holds into shared memory. Raises SharedMemoryFull."""
+        """Copies the content of a checkpoint into shared memory. Raises SharedMemoryFull."""
 
     def load_from_memory(self, checkpoints: "MemoryCheckpoints", version: int) -> None:
-        """Continues from a memory checkpoint of as many ranks. Raises MemoryCheckpointMissing."""
+        """Loads a memory checkpoint that the same number of ranks wrote. Raises MemoryCheckpointMissing."""
 
     def export(self, folder: Path) -> None:
-        """Writes a folder that `AutoModelForCausalLM.from_pretrained` loads, an adapter merged."""
+        """Writes a folder that `AutoModelForCausalLM.from_pretrained` loads, with a merged adapter."""
 
     def export_adapter(self, folder: Path) -> None:
         """Writes a folder that peft's `PeftModel.from_pretrained` loads. Raises ValueError without an adapter."""
@@ -132,7 +132,7 @@ class Trainer(Protocol):
         """Moves parameters, optimizer state or both to host memory."""
 
     def onload(self) -> None:
-        """Moves them back to the device."""
+        """Moves parameters and optimizer state back to the device."""
 
     def close(self) -> None:
         """Ends the save in progress and leaves the communicators. Raises CheckpointError."""

@@ -1,4 +1,4 @@
-"""The trainer's worker process: one rank, driven by remote calls of the controller."""
+"""The trainer's worker process: one rank, which the controller drives by remote calls."""
 
 import logging
 import os
@@ -29,7 +29,7 @@ _LOSS_ADAPTER: TypeAdapter[Loss] = TypeAdapter(Loss)
 
 
 def create_trainer(config: RecipeConfig, ranks: ParallelContext, generation: int) -> Trainer:
-    """The trainer that a config asks for."""
+    """Creates the trainer for a config."""
     return FSDP2Trainer(config, ranks, generation)
 
 
@@ -37,12 +37,12 @@ class TrainerService(TrainerAPI):
     """One rank of the trainer.
 
     Args:
-        config: the run's, resolved, as `model_dump(mode="json")`.
-        rank, world: among the ranks of this role.
-        store_host, store_port: the store at which two or more ranks meet.
-        generation: the run's.
-        life: how many times this role was started before in this generation; each start uses its own keys.
-        device: `cpu`, `cuda` or `cuda:1`; `auto` takes a GPU where there is one.
+        config: the run's resolved config, as `model_dump(mode="json")` returns it.
+        rank, world: number of this rank, and number of all ranks of the role.
+        store_host, store_port: the store for the rendezvous of two or more ranks.
+        generation: generation of the run.
+        restarts: number of earlier starts of this role in this generation; each start uses its own keys.
+        device: `cpu`, `cuda` or `cuda:1`; `auto` uses a GPU if there is one.
         role: prefix of the store's keys.
     """
 
@@ -57,10 +57,10 @@ class TrainerService(TrainerAPI):
         device: str = "auto",
         generation: int = 1,
         role: str = "policy",
-        life: int = 0,
+        restarts: int = 0,
     ) -> None:
         self.config = _CONFIG_ADAPTER.validate_python(config)
-        self.rank, self.world, self.generation, self.role, self.life = rank, world, generation, role, life
+        self.rank, self.world, self.generation, self.role, self.restarts = rank, world, generation, role, restarts
         self.run_folder = Path(run_folder)
         self.store = None if store_host is None or store_port is None else (store_host, store_port)
         self.device = choose_device(device, rank)
@@ -75,7 +75,7 @@ class TrainerService(TrainerAPI):
         """Joins the other ranks and loads the model.
 
         Args:
-            names: of all ranks with their nodes, to report which are missing.
+            names: names and nodes of all ranks, to report which are missing.
         """
         if self._info is not None:
             return self.info()
@@ -85,7 +85,7 @@ class TrainerService(TrainerAPI):
             self.world,
             self.device,
             self.store,
-            prefix=f"gen{self.generation}/{self.role}/{self.life}",
+            prefix=f"gen{self.generation}/{self.role}/{self.restarts}",
             timeout_s=self.config.trainer.collective_timeout_s,
             replicas=self.config.trainer.replicas,
             fallback=self.config.communication.fallback,
@@ -178,16 +178,17 @@ class TrainerService(TrainerAPI):
         return self._memory
 
     def _packing(self, trainer: Trainer) -> tuple[PackingMode, str]:
-        """The configured packing, or the densest one that the model computes correctly; and why."""
+        """Returns the configured packing, or else the densest one that the model computes correctly, and the reason."""
         chosen = self.config.model.packing
         if chosen != "auto":
-            return chosen, "model.packing says so"
-        found = trainer.probe_packing()
-        return found.mode, found.reason
+            return chosen, "set by model.packing"
+        probed = trainer.probe_packing()
+        return probed.mode, probed.reason
 
 
 def choose_device(name: str, rank: int) -> torch.device:
-    """`auto` is the rank's own GPU where the host has GPUs, else the CPU; a bare `cuda` is the rank's own.
+    """Resolves a device name: `auto` is the rank's own GPU if the host has GPUs, else the CPU; `cuda` is the rank's
+    own.
 
     Raises:
         ValueError: this host does not have that GPU.
@@ -201,6 +202,6 @@ def choose_device(name: str, rank: int) -> torch.device:
     index = rank % max(count, 1) if device.type == name else device.index
     if index >= count:
         raise ValueError(
-            f"device {name!r} was asked for rank {rank}, but this host has {count} GPUs; set cluster.device"
+            f"device {name!r} was requested for rank {rank}, but this host has {count} GPUs; set cluster.device"
         )
     return torch.device("cuda", index)

@@ -185,5 +185,5 @@ def test_importance_of_sequences_and_masks() -> None:
 def test_rows_made_by_hand_need_sequences(loss: PolicyLoss) -> None:
     one = np.ones(1, np.int32)
     fields = {name: np.ones(1, np.float32) for name in ("weight", "advantage", "engine_logprob")}
-    with pytest.raises(ValueError, match="to which sequence"):
+    with pytest.raises(ValueError, match="no sequences of its targets"):
         check_fields([MicroBatch(one, one, -one, 0 * one, one, one.astype(np.int64), fields)], loss)
