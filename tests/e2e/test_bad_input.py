@@ -140,8 +140,8 @@ LONG = '{"prompt": "' + 29 * "1" + '=", "answer": "1"}\n'
         ("a.jsonl", GOOD + LONG, {}, ["line 2", "30 tokens", "28 that fit", "data.overlong", "max_tokens"]),
         ("a.jsonl", LONG, {"overlong": "drop"}, ["each of the 1 rows is longer than 28 tokens", "model.max_length"]),
         ("a.jsonl", "\x00\x01\x02", {}, ["line 1", "not JSON"]),
-        ("a.parquet", "no parquet", {}, ["not a Parquet file"]),
-        ("a.txt", GOOD, {}, ["'.txt'", "are not known", "data.kind"]),
+        ("a.parquet", "no parquet", {}, ["cannot be read as a Parquet file"]),
+        ("a.txt", GOOD, {}, ["'.txt'", "unknown file suffix", "data.kind"]),
         ("a.json", '[{"prompt": "1=",\n"answer"}]', {}, ["line 2", "not JSON"]),
     ],
     ids=[

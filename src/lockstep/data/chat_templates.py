@@ -1,8 +1,10 @@
-"""From samples to tokens: chat templates, plain text, which tokens are learned, and the tokens between two turns.
+"""Turns samples into tokens: renders chat templates, marks the tokens to learn, and adds the tokens between two turns.
 
-The mask of a conversation comes from the template's own `{% generation %}` blocks, or else from rendering it turn
-by turn, which is refused where a template rewrites earlier turns. In conversations with an environment, what was
-sampled is never tokenized again: the answer's tokens are appended, as the template writes them between two turns.
+The mask of a conversation comes from the template's `{% generation %}` blocks. Without such blocks, the conversation is
+rendered turn by turn, which raises BadRow if the template rewrites earlier turns. In a conversation with an
+environment,
+sampled tokens are never tokenized again: the tokens of the environment's answer, and what the template writes around
+it, are appended to them.
 """
 
 import json
@@ -26,7 +28,7 @@ _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class TokenizerError(ValueError):
-    """The tokenizer lacks what the data needs."""
+    """The tokenizer lacks a feature that the data needs."""
 
     def __init__(self, tokenizer: "Tokenizer", missing: str, remedy: str) -> None:
         self.tokenizer, self.missing, self.remedy = str(tokenizer.name_or_path), missing, remedy
@@ -37,13 +39,13 @@ class TemplateRenderer:
     """Renders samples of one dataset for one tokenizer.
 
     Args:
-        tools: schemas of the functions that a model may call, for samples that bring none of their own.
-        open_turn: whether a prompt ends where the model begins to write; otherwise before that, since an environment
-            may have something to say first (`TurnTokenizer.opening`).
+        tools: schemas of the functions that a model may call, for samples without tools.
+        open_turn: whether a prompt includes the beginning of the model's turn. With an environment it does not, because
+            the environment may write first (`TurnTokenizer.opening`).
 
     Raises:
-        TokenizerError: no chat template where conversations are rendered.
-        ValueError: a `data.template` that cannot be used.
+        TokenizerError: conversations are rendered, but the tokenizer has no chat template.
+        ValueError: `data.template` cannot be used.
     """
 
     def __init__(
@@ -71,7 +73,7 @@ class TemplateRenderer:
             raise TokenizerError(self.tokenizer, "end-of-sequence token", remedy)
 
     def is_chat(self, content: Content) -> bool:
-        """Whether this goes through the chat template."""
+        """Returns whether the chat template applies to a prompt."""
         if isinstance(content, str):
             return bool(self._cfg.chat)
         if self._cfg.chat is False:
@@ -82,7 +84,7 @@ class TemplateRenderer:
         return True
 
     def prompt(self, sample: DatasetSample) -> str:
-        """The prompt as the model sees it, up to where it begins to write."""
+        """Renders the prompt, up to where the model begins to write."""
         if self.is_chat(sample.prompt):
             messages = self.conversation(sample.prompt)
             return self._render(messages, sample, open_turn=self._open_turn or messages[-1]["role"] == "assistant")
@@ -90,7 +92,7 @@ class TemplateRenderer:
         return self._wrap(sample.prompt)
 
     def document(self, sample: DatasetSample) -> str:
-        """The whole sample as text, without the end-of-sequence token that `tokens_of_document` adds."""
+        """Renders the whole sample, without the end-of-sequence token that `tokens_of_document` adds."""
         if self.is_chat(sample.prompt):
             messages = [*self.conversation(sample.prompt), *_completion_messages(sample.completion)]
             return self._render(messages, sample, open_turn=False)
@@ -98,10 +100,10 @@ class TemplateRenderer:
         return (self._wrap(sample.prompt) if sample.prompt else "") + sample.completion
 
     def encode(self, text: str, chat: bool) -> np.ndarray:
-        """int32 `[tokens]`. Templates write their own special tokens; plain text gets the tokenizer's
-        beginning-of-sequence token, but never an end."""
+        """Tokenizes a text: int32 `[tokens]`. Plain text gets the tokenizer's beginning-of-sequence token, but no
+        end-of-sequence token; a chat template writes its own special tokens."""
         if self.tokenizer.is_fast:
-            # Straight to the Rust tokenizer: what transformers puts around it costs five times as much as the work.
+            # Call the Rust tokenizer directly: transformers' wrapper costs five times as much as the tokenization.
             tokens = self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=not chat).ids
         else:
             tokens = self.tokenizer(text, add_special_tokens=not chat, verbose=False)["input_ids"]
@@ -110,7 +112,7 @@ class TemplateRenderer:
         return np.asarray(tokens, np.int32)
 
     def count(self, texts: Sequence[str], chat: Sequence[bool]) -> list[int]:
-        """Tokens of each text, as `encode` makes them."""
+        """Returns the number of tokens that `encode` makes of each text."""
         counts = np.zeros(len(texts), np.int64)
         for kind in (False, True):
             chosen = [i for i, is_chat in enumerate(chat) if is_chat == kind]
@@ -122,10 +124,10 @@ class TemplateRenderer:
         return [int(count) for count in counts]
 
     def tokens_of_document(self, sample: DatasetSample) -> tuple[np.ndarray, np.ndarray]:
-        """(tokens int32, learned bool), both `[tokens]`: completions, answers or assistant turns are learned.
+        """Returns (tokens int32, learned bool), both `[tokens]`. Completions, answers or assistant turns are learned.
 
         Raises:
-            BadRow: nothing can be learned, or the template does not show which turns are the assistant's.
+            BadRow: there is nothing to learn, or the template does not show which turns are the assistant's.
         """
         if self.is_chat(sample.prompt):
             tokens, mask = self._conversation_tokens(sample)
@@ -141,7 +143,7 @@ class TemplateRenderer:
         return prompt if self._cfg.template is None else self._cfg.template.format(prompt=prompt)
 
     def conversation(self, prompt: Content) -> list[Message]:
-        """The prompt as messages, with the configured system message where it has none."""
+        """Returns the prompt as messages. Adds the configured system message if the prompt has none."""
         messages = [{"role": "user", "content": self._wrap(prompt)}] if isinstance(prompt, str) else list(prompt)
         if self._cfg.system and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": self._cfg.system})
@@ -150,15 +152,15 @@ class TemplateRenderer:
     def _render(self, messages: list[Message], sample: DatasetSample, *, open_turn: bool) -> str:
         from jinja2 import TemplateError
 
-        # A prompt that ends within the assistant's turn is continued, not answered.
-        begun = open_turn and messages[-1]["role"] == "assistant"
+        # If a prompt ends with an assistant's message, the model continues that message.
+        continues = open_turn and messages[-1]["role"] == "assistant"
         try:
             text = self.tokenizer.apply_chat_template(
                 messages,
                 tools=sample.tools or self._tools,
                 tokenize=False,
-                add_generation_prompt=open_turn and not begun,
-                continue_final_message=begun,
+                add_generation_prompt=open_turn and not continues,
+                continue_final_message=continues,
                 **sample.template_arguments,
             )
         except (TemplateError, TypeError, ValueError) as error:
@@ -170,15 +172,15 @@ class TemplateRenderer:
         assert isinstance(sample.prompt, str) and isinstance(sample.completion, str)
         self.need_eos()
         tokens = self.encode(self.document(sample), chat=False)
-        known = 0
+        prompt_size = 0
         if sample.prompt:
-            # The prompt's tokens are those that generation starts from, even where a merge would cross its end.
+            # The prompt is tokenized alone, as for generation, even if a merge would cross its end.
             prompt = self.encode(self._wrap(sample.prompt), chat=False)
-            known = prompt.size
-            if not np.array_equal(tokens[:known], prompt):
+            prompt_size = prompt.size
+            if not np.array_equal(tokens[:prompt_size], prompt):
                 tokens = np.concatenate([prompt, self.encode(sample.completion, chat=True)])
         tokens = np.append(tokens, np.int32(self.tokenizer.eos_token_id))
-        return tokens, np.arange(tokens.size) >= known
+        return tokens, np.arange(tokens.size) >= prompt_size
 
     def _conversation_tokens(self, sample: DatasetSample) -> tuple[np.ndarray, np.ndarray]:
         history = self.conversation(sample.prompt)
@@ -204,10 +206,10 @@ class TemplateRenderer:
         return str(self.tokenizer.get_chat_template(tools=sample.tools))
 
     def _generation_spans(self, messages: list[Message], sample: DatasetSample) -> list[CharSpan]:
-        """The places of the template's generation blocks in the rendered text.
+        """Returns the positions of the template's generation blocks in the rendered text.
 
-        The same renderer as `return_assistant_tokens_mask`, which loses all further turns when a block begins
-        with a character that no token holds.
+        `return_assistant_tokens_mask` uses the same renderer, but loses all further turns if a block begins with a
+        character that no token holds.
         """
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -222,7 +224,7 @@ class TemplateRenderer:
         return [(int(start), int(stop)) for start, stop in spans[0]]
 
     def _turn_span(self, messages: list[Message], turn: int, sample: DatasetSample, text: str) -> CharSpan:
-        """The place of an assistant turn in the text, from the rendering of the turns before it."""
+        """Finds the position of an assistant turn in the text by rendering the turns before it."""
         before = self._render(messages[:turn], sample, open_turn=True) if turn else ""
         after = self._render(messages[: turn + 1], sample, open_turn=False)
         if not (text.startswith(before) and text.startswith(after) and len(before) < len(after)):
@@ -235,10 +237,10 @@ class TemplateRenderer:
         return len(before), len(after)
 
     def _mask(self, text: str, spans: Sequence[CharSpan], trim: bool = False) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens of the text, and which lie within the spans; `trim` ends a span with its last eos token, as what a
-        template writes after it is never generated."""
+        """Tokenizes the text and marks the tokens within the spans. `trim` ends a span at its last eos token, because
+        the model never generates what a template writes after it."""
         if not self.tokenizer.is_fast:
-            raise TokenizerError(self.tokenizer, "offsets of its tokens", "Use its fast version for conversations.")
+            raise TokenizerError(self.tokenizer, "token offsets", "Use its fast version for conversations.")
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         tokens = np.asarray(encoded["input_ids"], np.int32)
         begins, ends = np.asarray(encoded["offset_mapping"], np.int64).reshape(-1, 2).T
@@ -261,8 +263,8 @@ def _check_template(template: str) -> None:
         first, second = template.format(prompt="\x00"), template.format(prompt="\x01")
     except (KeyError, IndexError, ValueError, AttributeError) as error:
         raise ValueError(
-            f"data.template {template!r} cannot be filled in ({type(error).__name__}: {error}): it knows {{prompt}} "
-            "only, and other braces must be doubled"
+            f"data.template {template!r} cannot be filled in ({type(error).__name__}: {error}): the only "
+            "placeholder is {{prompt}}, and other braces must be doubled"
         ) from error
     if first == second:
         raise ValueError(f"data.template {template!r} does not contain {{prompt}}")
@@ -272,22 +274,22 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
 _USER_MARKER, _ASSISTANT_MARKER = "zzaskedzz", "zzsaidzz"
-"""Words that no template contains."""
+"""Texts that no template contains."""
 
 
 class TurnError(ValueError):
-    """A chat template that cannot continue a conversation."""
+    """The chat template cannot continue a conversation."""
 
     def __init__(self, problem: str) -> None:
-        super().__init__(f"{problem}; set model.chat_template to one that can")
+        super().__init__(f"{problem}; set model.chat_template to a template that supports this")
         self.problem = problem
 
 
 class TurnTokenizer:
-    """Tokens between the turns of conversations.
+    """Makes the tokens between the turns of conversations.
 
     Args:
-        tools: as in the prompts' rendering.
+        tools: schemas of the functions that a model may call, as for `TemplateRenderer`.
     """
 
     def __init__(self, tokenizer: "Tokenizer", cfg: DatasetConfig, tools: Sequence[dict[str, Any]] = ()) -> None:
@@ -295,15 +297,15 @@ class TurnTokenizer:
         self._bare_opening = lru_cache(maxsize=16)(self._opening)
 
     def is_chat(self, prompt: Prompt) -> bool:
-        """Whether the prompt went through the chat template."""
+        """Returns whether the chat template was applied to the prompt."""
         return prompt.messages is not None or bool(self._cfg.chat)
 
     def opening(self, prompt: Prompt, messages: Sequence[Message] = ()) -> np.ndarray:
-        """int32 `[tokens]`: from a prompt that was rendered without an open turn to where the model begins to write,
-        with the environment's first messages in between.
+        """Returns the tokens (int32) between a prompt that was rendered without an open turn and the model's first
+        turn, including the environment's first messages.
 
         Raises:
-            TurnError: the template does not take these messages there.
+            TurnError: the template cannot render these messages there.
         """
         if not self.is_chat(prompt):
             return self._encode(_joined_contents(messages))
@@ -323,17 +325,17 @@ class TurnTokenizer:
         return self._encode(after[len(before) :])
 
     def reply(self, prompt: Prompt, messages: Sequence[Message], last: int) -> np.ndarray:
-        """int32 `[tokens]`: from the end of a turn of the model, whose last token is `last`, through the answer to
-        where the model begins to write again.
+        """Returns the tokens (int32) between a turn of the model, whose last token is `last`, and its next turn,
+        including the environment's answer.
 
         Raises:
-            TurnError: the template does not take these messages there.
+            TurnError: the template cannot render these messages there.
         """
         if not self.is_chat(prompt):
             return self._encode(_joined_contents(messages))
         arguments = _template_arguments_key(prompt)
-        dialogue = [{"role": "user", "content": _USER_MARKER}, {"role": "assistant", "content": _ASSISTANT_MARKER}]
-        text = self._render([*dialogue, *messages], arguments, open_turn=True)
+        exchange = [{"role": "user", "content": _USER_MARKER}, {"role": "assistant", "content": _ASSISTANT_MARKER}]
+        text = self._render([*exchange, *messages], arguments, open_turn=True)
         _, found, tail = text.partition(_ASSISTANT_MARKER)
         if not found:
             raise TurnError("the chat template does not write the assistant's message")
@@ -343,7 +345,7 @@ class TurnTokenizer:
         return self._encode(tail)
 
     def check(self, prompt: Prompt, role: str) -> None:
-        """Whether an answer of this role can stand between two turns. Raises TurnError."""
+        """Raises TurnError if the template cannot render an answer of this role between two turns."""
         if self.is_chat(prompt):
             self.opening(prompt)
             self.reply(prompt, [{"role": role, "name": "probe", "content": "answer"}], self.tokenizer.eos_token_id or 0)
@@ -370,7 +372,7 @@ class TurnTokenizer:
 
 
 def _template_arguments_key(prompt: Prompt) -> str:
-    """The template arguments of a row as JSON, which can be a cache key."""
+    """Returns the template arguments of a row as JSON, because a dict cannot be a cache key."""
     found = prompt.columns.get("chat_template_kwargs")
     given = {name: value for name, value in found.items() if value is not None} if isinstance(found, dict) else {}
     return json.dumps(given, sort_keys=True)

@@ -1,4 +1,4 @@
-"""What the columns of a dataset mean: prompt, completion, answer, and everything else."""
+"""Finds the prompt, completion and answer in the columns of a dataset."""
 
 import json
 from collections.abc import Sequence
@@ -19,32 +19,32 @@ VERL_COLUMNS = ("data_source", "prompt", "reward_model")
 
 @dataclass(slots=True)
 class DatasetSample:
-    """A row, read."""
+    """A row of a dataset, with the roles of its columns resolved."""
 
     prompt: Content
-    """Text, or a conversation up to the turn to generate. Empty for plain text."""
+    """Text, or a conversation up to the turn to generate. Empty in format `text`."""
     completion: Content | None
-    """The target of supervised fine-tuning: text, or the turns that follow; None where the data has none."""
+    """The target of supervised fine-tuning: text, or the turns that follow; None if the data has none."""
     answer: Any
     """Ground truth for the verifiers."""
     columns: dict[str, Any]
-    """Every column but the prompt's, as it is."""
+    """All columns except the prompt's, unchanged."""
     learn_history: bool = False
-    """Whether the assistant turns of the prompt are learned as well (a whole conversation)."""
+    """Whether the assistant turns of the prompt are learned as well, because the row is a whole conversation."""
     tools: list[Any] | None = None
     template_arguments: dict[str, Any] = field(default_factory=dict)
     """TRL's column `chat_template_kwargs`."""
 
 
 class DatasetFormat:
-    """Reads rows of one dataset.
+    """Reads the rows of one dataset as samples.
 
     Args:
-        rows: the data; only its column names are looked at here.
-        cfg: names the format and columns, or leaves them to be found.
+        rows: the data; the constructor uses only its column names.
+        cfg: names the format and columns; those it does not name are detected.
 
     Raises:
-        DataError: columns that are missing, or that have the same role.
+        DataError: a column is missing, or several columns could have the same role.
     """
 
     def __init__(self, rows: DatasetRows, cfg: DatasetConfig) -> None:
@@ -74,8 +74,8 @@ class DatasetFormat:
             return "text"
         raise DataError(
             self._rows.path,
-            f"no column is known to be a prompt, among {', '.join(self._rows.columns)}",
-            "Expected `prompt`, `messages`, `text` or verl's columns; or name yours in data.prompt_column.",
+            f"no known prompt column among {', '.join(self._rows.columns)}",
+            "Expected `prompt`, `messages`, `text` or verl's columns; for another name set data.prompt_column.",
         )
 
     def _prompt_column(self, cfg: DatasetConfig) -> str:
@@ -101,10 +101,10 @@ class DatasetFormat:
         return found[0] if found else None
 
     def read(self, row: int) -> DatasetSample:
-        """Row number `row`.
+        """Reads row number `row`.
 
         Raises:
-            DataError: it lacks a column or holds something of another kind, with its line or row.
+            DataError: the row lacks a column, or a value has the wrong type. Names the line or row.
         """
         try:
             return self._read(self._rows[row])
@@ -122,7 +122,7 @@ class DatasetFormat:
             sample.completion = _content(row, "completion")
             if isinstance(prompt, str) != isinstance(sample.completion, str):
                 raise BadRow(
-                    "completion", "is a conversation where the prompt is text or the reverse", "Make them alike."
+                    "completion", "prompt and completion must both be text or both be messages", "Convert one of them."
                 )
             del columns["completion"]
             sample.answer = answer if self._answer else _text_of(sample.completion)
@@ -150,7 +150,7 @@ def _text(value: Any, column: str) -> str:
 
 
 def _content(row: DatasetRow, column: str) -> Content:
-    """Text or a conversation, not empty."""
+    """Returns a column's text or conversation. Raises BadRow if it is empty."""
     value = _value(row, column)
     if isinstance(value, str) and value:
         return value
@@ -165,7 +165,7 @@ def _message(message: Any, column: str, number: int) -> Message:
     remedy = 'A message is {"role": "user", "content": "..."}.'
     if not isinstance(message, dict):
         raise BadRow(column, f"message {number} is {type(message).__name__}", remedy)
-    # Arrow fills fields that other messages have with nulls, which templates would print.
+    # Arrow sets fields that only other messages have to null, which templates would print.
     found = {name: value for name, value in message.items() if value is not None}
     if not isinstance(found.get("role"), str):
         extra = ' ShareGPT\'s "from" and "value" must be renamed.' if "from" in found else ""
@@ -200,7 +200,7 @@ def _text_of(completion: Content) -> str:
 
 
 def _split_conversation(sample: DatasetSample, column: str, has_answer: bool) -> None:
-    """Cuts a conversation before a final assistant turn; one that ends otherwise is a prompt as a whole."""
+    """Splits a conversation before its last turn if that is the assistant's; otherwise all of it is the prompt."""
     messages = sample.prompt
     if isinstance(messages, str):
         raise BadRow(column, "expected a list of messages, found text", "Use format prompt_answer or text.")

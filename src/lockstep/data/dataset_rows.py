@@ -46,7 +46,7 @@ class DataError(ValueError):
 
 
 class HubDataUnreachable(DataError):
-    """A hub dataset that is not on this machine while the hub cannot be reached."""
+    """A hub dataset is not on this machine, and the hub cannot be reached."""
 
 
 class DatasetRows(ABC):

@@ -1,8 +1,7 @@
-"""Opens datasets: files, folders, Hugging Face datasets, procedural tasks of reasoning-gym.
+"""Opens datasets: files, folders, Hugging Face datasets, and procedural tasks of reasoning-gym.
 
-Everything that can be wrong with a file is reported when it is opened. A row of a reasoning-gym task is a pure
-function of the task's name, arguments, seed and the row's number, so the scorer makes it again instead of receiving
-it.
+Errors in a file are reported when it is opened. A row of a reasoning-gym task is a pure function of the task's name,
+arguments and seed, and of the row's number, so a scorer computes the row again instead of receiving it.
 """
 
 import dataclasses
@@ -33,10 +32,10 @@ SPLITS = ("train", "training", "test", "validation", "valid", "val", "dev", "eva
 
 
 def load_rows(cfg: DatasetConfig) -> DatasetRows:
-    """Opens what the config names.
+    """Opens the dataset of a config.
 
     Raises:
-        DataError: it is missing, empty, malformed, or of a kind that is not known.
+        DataError: the dataset is missing, empty, malformed, or of an unknown kind.
     """
     if cfg.kind == "reasoning_gym":
         return TaskRows(cfg)
@@ -69,8 +68,8 @@ def _open_file(path: Path, kind: str, limit: int | None) -> DatasetRows:
         return JsonArray(path, limit) if head.startswith(b"[") else JsonLines(path, limit)
     if kind == "jsonl" or suffix in SUFFIXES:
         return JsonLines(path, limit)
-    remedy = f"Known are {', '.join(SUFFIXES)}; for another name set data.kind to jsonl or parquet."
-    raise DataError(str(path), f"files that end in {suffix!r} are not known", remedy)
+    remedy = f"Known suffixes: {', '.join(SUFFIXES)}; for another name set data.kind to jsonl or parquet."
+    raise DataError(str(path), f"unknown file suffix {suffix!r}", remedy)
 
 
 def _open_parquet(path: Path, limit: int | None) -> DatasetRows:
@@ -85,7 +84,7 @@ def _open_parquet(path: Path, limit: int | None) -> DatasetRows:
             return TableRows(str(path), source.column_names, source, limit)
         table = pq.read_table(path, memory_map=True)
     except (pa.ArrowException, OSError) as error:
-        raise DataError(str(path), f"not a Parquet file that can be read: {error}", "Write it again.") from error
+        raise DataError(str(path), f"cannot be read as a Parquet file: {error}", "Write it again.") from error
     return TableRows(str(path), table.column_names, table, limit)
 
 
@@ -95,7 +94,9 @@ def _open_folder(path: Path, cfg: DatasetConfig) -> DatasetRows:
     suffixes = {"jsonl": SUFFIXES[:2], "parquet": SUFFIXES[3:]}.get(cfg.kind, SUFFIXES)
     files = sorted(file for file in path.rglob("*") if file.is_file() and file.suffix.lower() in suffixes)
     if not files:
-        raise DataError(str(path), f"no file in the folder ends in {', '.join(suffixes)}", "Name the file itself.")
+        raise DataError(
+            str(path), f"no file in the folder ends in {', '.join(suffixes)}", "Set data.path to the file itself."
+        )
     named = {file: _split_of(file.relative_to(path)) for file in files}
     splits = sorted({split for split in named.values() if split})
     if splits:
@@ -103,14 +104,14 @@ def _open_folder(path: Path, cfg: DatasetConfig) -> DatasetRows:
         if not files:
             raise DataError(str(path), f"no file of split {cfg.split!r}", f"Set data.split. {name_hint('', splits)}")
     elif cfg.split != "train":
-        remedy = "Name the file itself, or put the split's name in front of the file's."
+        remedy = "Set data.path to the file itself, or let its name begin with that of the split."
         raise DataError(str(path), f"the files' names do not say which is split {cfg.split!r}", remedy)
     parts = [_open_file(file, "auto", cfg.limit) for file in files]
     return parts[0] if len(parts) == 1 else ConcatenatedRows(str(path), parts, cfg.limit)
 
 
 def _split_of(file: Path) -> str | None:
-    """The split that a file's name (`train-00000-of-00002.parquet`) or its folder's names."""
+    """Returns the split in a file's name (`train-00000-of-00002.parquet`) or in its folder's."""
     for part in (file.stem, *reversed(file.parts[:-1])):
         word = part.replace("_", "-").replace(".", "-").split("-")[0].lower()
         if word in SPLITS:
@@ -119,7 +120,7 @@ def _split_of(file: Path) -> str | None:
 
 
 def _open_saved_dataset(path: Path, cfg: DatasetConfig) -> DatasetRows:
-    """A folder that `Dataset.save_to_disk` or `DatasetDict.save_to_disk` wrote."""
+    """Opens a folder that `Dataset.save_to_disk` or `DatasetDict.save_to_disk` wrote."""
     import datasets
 
     try:
@@ -141,10 +142,10 @@ def _load_from_hub(cfg: DatasetConfig) -> DatasetRows:
         source = datasets.load_dataset(cfg.path, cfg.name, split=cfg.split)
     except (DatasetsError, OSError, ValueError) as error:
         remedy = (
-            "Check data.path, data.name and data.split, the network and HF_TOKEN; a local file needs its whole path."
+            "Check data.path, data.name and data.split, the network and HF_TOKEN; a local file needs its full path."
         )
-        refusal = HubDataUnreachable if isinstance(error, ConnectionError) else DataError
-        raise refusal(cfg.path, f"the hub dataset cannot be loaded: {error}", remedy) from error
+        error_class = HubDataUnreachable if isinstance(error, ConnectionError) else DataError
+        raise error_class(cfg.path, f"the hub dataset cannot be loaded: {error}", remedy) from error
     return TableRows(cfg.path, source.column_names, source, cfg.limit)
 
 
@@ -153,10 +154,10 @@ TASK_COLUMN = "reasoning_gym"
 
 
 class TaskRows(DatasetRows):
-    """Rows `question` and `answer` of a task.
+    """Rows of a task, with columns `question` and `answer`.
 
     Raises:
-        DataError: reasoning-gym is not installed, or there is no such task or argument.
+        DataError: reasoning-gym is not installed, or has no such task or argument.
     """
 
     columns = ("question", "answer", TASK_COLUMN)
@@ -173,33 +174,33 @@ class TaskRows(DatasetRows):
         if not 0 <= row < self._count:
             raise IndexError(f"row {row} of {self._count}")
         entry = self._source[row]
-        made = {"task": self.path, "row": row, **self._task.model_dump(mode="json")}
-        return {"question": entry["question"], "answer": entry["answer"], TASK_COLUMN: made}
+        task_row = {"task": self.path, "row": row, **self._task.model_dump(mode="json")}
+        return {"question": entry["question"], "answer": entry["answer"], TASK_COLUMN: task_row}
 
 
-def task_score(made: dict[str, Any], answer: str) -> float:
-    """The score of an answer by the task's scorer, 0 to 1.
+def task_score(task_row: dict[str, Any], answer: str) -> float:
+    """Scores an answer by the task's scorer, from 0 to 1.
 
     Args:
-        made: the row's column `reasoning_gym`.
+        task_row: the row's column `reasoning_gym`.
     """
-    task = ProceduralTask(size=made["size"], seed=made["seed"], arguments=made["arguments"])
-    source = _make_task(made["task"], task.model_dump_json())
+    task = ProceduralTask(size=task_row["size"], seed=task_row["seed"], arguments=task_row["arguments"])
+    source = _make_task(task_row["task"], task.model_dump_json())
     return float(
-        source.score_answer(answer=answer, entry=_task_entry(made["task"], task.model_dump_json(), made["row"]))
+        source.score_answer(answer=answer, entry=_task_entry(task_row["task"], task.model_dump_json(), task_row["row"]))
     )
 
 
 @lru_cache(maxsize=4096)
 def _task_entry(name: str, task: str, row: int) -> dict[str, Any]:
-    """A group's completions share one."""
+    """Returns a row of a task. Cached, because all completions of a group need the same one."""
     entry: dict[str, Any] = _make_task(name, task)[row]
     return entry
 
 
 @lru_cache(maxsize=16)
 def _make_task(name: str, settings: str) -> Any:
-    """The dataset of a task; `settings` as JSON, which can be a key."""
+    """Returns the dataset of a task. `settings` is JSON, because a dict cannot be a cache key."""
     try:
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
@@ -219,11 +220,11 @@ def _make_task(name: str, settings: str) -> Any:
         return dataset_class(config=config)
     except (AssertionError, TypeError, ValueError) as error:
         remedy = "Check data.task.arguments."
-        raise DataError(name, f"the task refuses its arguments: {error}", remedy) from error
+        raise DataError(name, f"the task does not accept its arguments: {error}", remedy) from error
 
 
 def _nearest_tasks(name: str, names: list[str]) -> str:
     close = difflib.get_close_matches(name, names, n=3, cutoff=0.4)
     close += [each for each in names if name and name in each and each not in close][:3]
     listed = " or ".join(repr(each) for each in close)
-    return f"Did you mean {listed}?" if close else f"There are {len(names)}, from {names[0]!r} to {names[-1]!r}."
+    return f"Did you mean {listed}?" if close else f"There are {len(names)} tasks, from {names[0]!r} to {names[-1]!r}."

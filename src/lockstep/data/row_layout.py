@@ -1,7 +1,7 @@
-"""The layout of a packed row: a forest of segments.
+"""The layout of a packed row: the positions of its segments, and which segments they attend to.
 
-A segment attends to itself (causally) and to its ancestors (wholly). A document is a root; a completion's parent is
-its prompt; a turn's parent is the turn before. One row holds many trees.
+The segments of a row form trees. A segment attends to itself (causally) and to all tokens of its ancestors. A document
+is a root; the parent of a completion is its prompt; the parent of a turn is the turn before it.
 """
 
 from collections.abc import Callable, Hashable, Iterator
@@ -14,17 +14,17 @@ Cached = TypeVar("Cached")
 
 
 class RowLayout:
-    """The place and the parent of each segment of a packed row.
+    """Start, length and parent of each segment of a packed row.
 
-    An opaque class on purpose: FSDP2's mixed precision copies dataclasses layer by layer and would cast their
-    tensors. All indices are Python ints or int64 tensors.
+    Not a dataclass, because FSDP2's mixed precision copies dataclasses for every layer and would cast their tensors.
+    All indices are Python ints or int64 tensors.
 
     Args:
-        lengths: tokens of each segment, in row order; the row is their concatenation.
-        parents: index of each segment's parent, smaller than its own, or -1.
+        lengths: number of tokens of each segment, in the order of the row.
+        parents: index of each segment's parent, smaller than the segment's own; -1 for a root.
 
     Raises:
-        ValueError: empty row, a length below 1, or a parent that does not precede its child.
+        ValueError: the row is empty, a length is below 1, or a parent does not precede its child.
     """
 
     __slots__ = ("_cache", "lengths", "parents", "starts", "tokens")
@@ -47,27 +47,27 @@ class RowLayout:
         self._cache: dict[Hashable, Any] = {}
 
     def cached(self, name: Hashable, make: Callable[["RowLayout"], Cached]) -> Cached:
-        """The result of `make` for this layout, computed at the first call of that name only: once per row, not per
-        layer."""
+        """Returns the result of `make` for this layout. Computes it at the first call with that name, so that it is
+        computed once per row and not once per layer."""
         if name not in self._cache:
             self._cache[name] = make(self)
-        made: Cached = self._cache[name]
-        return made
+        value: Cached = self._cache[name]
+        return value
 
     def ancestors(self, segment: int) -> list[int]:
-        """The segment's ancestors, nearest first."""
+        """Returns the segment's ancestors, nearest first."""
         found = []
         while (segment := self.parents[segment]) >= 0:
             found.append(segment)
         return found
 
     def segments(self) -> Iterator[tuple[int, int, int]]:
-        """(start, stop, parent) of each segment."""
+        """Yields (start, stop, parent) of each segment."""
         for start, length, parent in zip(self.starts, self.lengths, self.parents, strict=True):
             yield start, start + length, parent
 
     def positions(self) -> Tensor:
-        """int64 `[tokens]`: distance of each token from the beginning of its sequence (root to token)."""
+        """Returns the position of each token in its sequence (the path from the root), int64 `[tokens]`."""
         offsets: list[int] = []
         parts = []
         for length, parent in zip(self.lengths, self.parents, strict=True):
@@ -78,14 +78,14 @@ class RowLayout:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest path from a root."""
+        """Number of tokens of the longest path from a root."""
         ends: list[int] = []
         for length, parent in zip(self.lengths, self.parents, strict=True):
             ends.append(length + (0 if parent < 0 else ends[parent]))
         return max(ends)
 
     def pairs(self) -> int:
-        """Number of (query, key) pairs, the cost of attention."""
+        """Returns the number of (query, key) pairs, the cost of attention."""
         total = 0
         depth: list[int] = []
         for length, parent in zip(self.lengths, self.parents, strict=True):
@@ -95,10 +95,10 @@ class RowLayout:
         return total
 
     def mask(self, device: torch.device | str = "cpu", window: int | None = None) -> Tensor:
-        """bool `[tokens, tokens]`: True where the query (row) may see the key (column). Kept after the first call.
+        """Returns a bool `[tokens, tokens]`: True where the query (row) may attend to the key (column). Cached.
 
         Args:
-            window: sliding window: also hide keys `window` or more tokens before the query on its path.
+            window: size of a sliding window: also masks keys `window` or more tokens before the query on its path.
         """
         return self.cached(("mask", torch.device(device), window), lambda layout: layout._mask(window).to(device))
 
@@ -114,16 +114,16 @@ class RowLayout:
         return mask
 
     def parts(self, tokens: int = 256) -> list[tuple[int, int, "RowLayout"]]:
-        """(start, stop, layout) of pieces of the row that see nothing of each other: attention runs on each alone.
+        """Returns (start, stop, layout) of independent pieces of the row: no token attends to another piece.
 
-        Neighbouring trees are kept together up to `tokens`, because a small piece costs more in calls than in
-        pairs; a larger tree is a piece of its own. Kept after the first call.
+        Consecutive trees form one piece of up to `tokens`, because a call of attention costs more than the pairs of a
+        small tree; a larger tree is a piece of its own. Cached.
         """
         bounds = self._piece_bounds
         return self.cached(("parts", tokens), lambda layout: [layout._slice(*piece) for piece in bounds(tokens)])
 
     def _piece_bounds(self, tokens: int) -> list[tuple[int, int]]:
-        """Segment ranges of the pieces: a range can begin where no later segment has an earlier parent."""
+        """Returns the segment ranges of the pieces. A piece can begin where no later segment has an earlier parent."""
         count = len(self.lengths)
         lowest = count
         begins = []

@@ -1,7 +1,7 @@
-"""The data types: prompts, completions, groups, rollouts, documents.
+"""The types of training data: prompts, completions, groups, rollouts, documents.
 
-All are plain dataclasses of numpy arrays and JSON-like values, so that they travel between processes
-and into the ledger without pickle.
+All are dataclasses of numpy arrays and JSON values, so that they are sent between processes and stored in the ledger
+without pickle.
 """
 
 from dataclasses import dataclass, field
@@ -11,28 +11,27 @@ import numpy as np
 
 FinishReason = Literal["stop", "length", "abort"]
 EpisodeEnd = Literal["answer", "environment", "turns", "tokens", "error", "abort"]
-"""Why a conversation with an environment ended: the model's turn called no tool, the environment ended it,
-a limit of turns or of tokens, a failure of the environment, or the run."""
+"""Why a conversation with an environment ended: the model's turn called no tool, the environment ended it, the limit of
+turns or of tokens was reached, the environment failed, or the run aborted it."""
 
 
 @dataclass(slots=True)
 class Prompt:
-    """A prompt ready to be completed."""
+    """A tokenized prompt with the other columns of its row."""
 
     uid: str
-    """`"{epoch}:{row}"`: names this use of this row; a run uses each uid once."""
+    """`"{epoch}:{row}"`: identifies this use of the row. A run uses each uid once."""
     row: int
     """Row of the dataset."""
     tokens: np.ndarray
     """int32 `[prompt tokens]`."""
     text: str
     messages: list[dict[str, Any]] | None = None
-    """The conversation as it stood in the data, where it was one."""
+    """The conversation as it is in the data; None if the prompt is text."""
     answer: Any = None
-    """Ground truth for the verifiers, None where the data has none."""
+    """Ground truth for the verifiers; None if the data has none."""
     columns: dict[str, Any] = field(default_factory=dict)
-    """Every column of the row but the prompt (and the completion), the answer's included, as it is: handed to
-    reward functions."""
+    """All columns of the row except prompt and completion, unchanged; passed to reward functions."""
 
 
 @dataclass(slots=True)
@@ -42,51 +41,51 @@ class Episode:
     messages: list[dict[str, Any]]
     """The messages after the prompt, with `role` and `content`: the model's and the environment's."""
     rewards: list[float]
-    """The environment's reward for each of the model's turns that it answered."""
+    """The environment's reward for each turn of the model that it answered."""
     ended: EpisodeEnd
     metrics: dict[str, float] = field(default_factory=dict)
-    """Counts of what happened, such as `calls` of tools and their `errors`."""
+    """Counts of events, such as `calls` of tools and their `errors`."""
 
     @property
     def turns(self) -> int:
-        """Turns of the model."""
+        """Number of the model's turns."""
         return sum(message.get("role") == "assistant" for message in self.messages)
 
 
 @dataclass(slots=True)
 class Completion:
-    """One completion of a prompt, with what is needed to learn from it."""
+    """One completion of a prompt, with the values that training needs."""
 
     request: str
-    """Id of the request it answers."""
+    """Id of the request that produced it."""
     tokens: np.ndarray
-    """int32 `[tokens]`, the end-of-sequence token included where it was generated."""
+    """int32 `[tokens]`, including the end-of-sequence token if it was generated."""
     logprobs: np.ndarray
-    """float32 `[tokens]`, under the distribution that was sampled from; 0 where an environment wrote the token."""
+    """float32 `[tokens]`, under the distribution that was sampled from; 0 for tokens that an environment wrote."""
     versions: np.ndarray
-    """int32 `[tokens]`: the weights version that made each token; -1 where an environment wrote it."""
+    """int32 `[tokens]`: version of the weights that generated each token; -1 for tokens that an environment wrote."""
     finish: FinishReason
     text: str
-    """Decoded without special tokens. Of a conversation with an environment the model's last turn, which has the
-    answer; all of it is in `episode`."""
+    """The text without special tokens. With an environment: the model's last turn, which has the answer. The whole
+    conversation is in `episode`."""
     mask: np.ndarray | None = None
-    """bool `[tokens]`: False where an environment wrote the token, which is not learned; None: the model wrote all."""
+    """bool `[tokens]`: False for tokens that an environment wrote, which are not learned; None if there are none."""
     episode: Episode | None = None
     """None without an environment."""
 
     @property
     def generated(self) -> int:
-        """Tokens that the model wrote: lengths, limits and denominators count these."""
+        """Number of tokens that the model wrote; lengths, limits and denominators count only these."""
         return len(self.tokens) if self.mask is None else int(np.count_nonzero(self.mask))
 
     def own(self, values: np.ndarray) -> np.ndarray:
-        """The per-token values `[tokens]` of the tokens that the model wrote."""
+        """Selects the values of the tokens that the model wrote from values `[tokens]`."""
         return values if self.mask is None else values[self.mask]
 
 
 @dataclass(slots=True)
 class Group:
-    """The completions of one prompt, and their rewards once they are scored."""
+    """The completions of one prompt, with their rewards after scoring."""
 
     prompt: Prompt
     completions: list[Completion]
@@ -102,12 +101,12 @@ class Rollouts:
 
     step: int
     version: int
-    """Weights version current when the step's generation began."""
+    """Version of the weights with which the step's generation began."""
     groups: list[Group]
 
     @property
     def rewards(self) -> np.ndarray:
-        """float32 `[groups, group size]`; ValueError while a group is not scored."""
+        """float32 `[groups, group size]`. Raises ValueError if a group is not scored."""
         rows = [group.rewards for group in self.groups if group.rewards is not None]
         if len(rows) != len(self.groups):
             raise ValueError(f"{len(self.groups) - len(rows)} of {len(self.groups)} groups are not scored")
@@ -123,4 +122,4 @@ class Document:
     tokens: np.ndarray
     """int32 `[tokens]`."""
     loss_mask: np.ndarray
-    """bool `[tokens]`: which tokens are targets; the first never is."""
+    """bool `[tokens]`: which tokens are targets; the first token never is one."""

@@ -174,12 +174,12 @@ def test_malformed_json_is_refused(tmp_path, content, place, message) -> None:
 
 def test_other_files_are_refused(tmp_path) -> None:
     (tmp_path / "a.parquet").write_text("no parquet")
-    with pytest.raises(DataError, match="not a Parquet file"):
+    with pytest.raises(DataError, match="cannot be read as a Parquet file"):
         load(tmp_path / "a.parquet")
     with pytest.raises(DataError, match="has no rows"):
         load(parquet(tmp_path / "b.parquet", []))
     (tmp_path / "a.csv").write_text("a,b")
-    with pytest.raises(DataError, match=r"end in '.csv' are not known. Known are .jsonl"):
+    with pytest.raises(DataError, match=r"unknown file suffix '.csv'. Known suffixes: .jsonl"):
         load(tmp_path / "a.csv")
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match="no file in the folder ends in"):

@@ -189,7 +189,7 @@ def test_missing_and_ambiguous_columns_are_refused(source) -> None:
         source([{"prompt": "a", "solution": "1", "answer": "2"}])
     with pytest.raises(DataError, match=r"'prompt' and 'question' could both be the prompt"):
         source([{"prompt": "a", "question": "1", "answer": "2"}])
-    with pytest.raises(DataError, match=r"no column is known to be a prompt, among x, y. .*prompt_column"):
+    with pytest.raises(DataError, match=r"no known prompt column among x, y. .*prompt_column"):
         source([{"x": "a", "y": "1"}])
     with pytest.raises(DataError, match="column 'messages': there is no such column"):
         source([{"prompt": "a"}], format="messages")
@@ -198,7 +198,7 @@ def test_missing_and_ambiguous_columns_are_refused(source) -> None:
     verl = {"data_source": "x", "prompt": user("a"), "reward_model": {"style": "rule"}}
     with pytest.raises(DataError, match="line 1, column 'reward_model': has no ground_truth"):
         source([verl])
-    with pytest.raises(DataError, match="is a conversation where the prompt is text"):
+    with pytest.raises(DataError, match="must both be text or both be messages"):
         source([{"prompt": "a", "completion": user("x")}])
     with pytest.raises(DataError, match="nothing comes before"):
         source([{"messages": [{"role": "assistant", "content": "x"}]}])

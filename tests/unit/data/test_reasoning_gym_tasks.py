@@ -62,7 +62,7 @@ def test_answers_are_learned_by_supervision() -> None:
         (data("chain_sums"), "reasoning-gym has no such task. Did you mean 'chain_sum'"),
         (data("zzzzzz"), "There are "),
         (data(arguments={"max_term": 2}), "no argument 'max_term'. Did you mean 'max_terms'"),
-        (data(arguments={"min_terms": 0}), "refuses its arguments: min_terms must be positive"),
+        (data(arguments={"min_terms": 0}), "does not accept its arguments: min_terms must be positive"),
     ],
 )
 def test_unknown_tasks_and_arguments_are_refused(cfg: DatasetConfig, words: str) -> None:
