@@ -148,7 +148,7 @@ def site(folder: Path) -> Iterator[Site]:
     address = start_agent(run, TOKEN, folder, kill_grace_s=0.5)
     client = AgentClient(address, TOKEN, on_exit=exits.append)
     yield Site(run, folder, client, exits)
-    client.leave(0.2)
+    client.shut_down(0.2)
     assert not processes.is_alive(address.pid, address.start_ticks)
     assert not run_shm_dir(run).exists()
 
@@ -331,13 +331,13 @@ def test_leaving_kills_what_is_stopped_or_does_not_listen(folder: Path) -> None:
     assert len(everybody) >= 5  # two workers, one's child in a session of its own, two templates
     client.kill("stopped", signal.SIGSTOP)
     started = time.monotonic()
-    assert client.leave(0.3) == []
+    assert client.shut_down(0.3) == []
     assert time.monotonic() - started < 5
     assert not [process.pid for process in everybody if processes.is_alive(process.pid)]
     assert not any(map(processes.is_alive, pids))
     assert not run_shm_dir(run).exists()
     assert not (folder / "agent.json").exists()
-    assert client.leave() == []
+    assert client.shut_down() == []
     with pytest.raises(AgentGone):
         here.spawn("late", "sleep")
 
@@ -413,7 +413,7 @@ def test_a_successor_takes_over_and_the_stale_one_is_refused(folder: Path) -> No
         third = AgentClient(ServiceAddress.read(folder), TOKEN, generation=2, on_exit=exits.append)
         until(lambda: len(exits) == 2, 5, "a client that comes later hears of earlier ends")
         assert exits[0] == exits[1]
-        assert third.leave(0.3) == []
+        assert third.shut_down(0.3) == []
         until(lambda: not any(map(processes.is_alive, pids)), 5, "all left")
 
 
@@ -462,7 +462,7 @@ def test_when_the_agent_is_killed_the_kernel_kills_the_workers_and_the_client_sa
         with pytest.raises(AgentGone):
             until(lambda: client.list(), 10, "the client notices")
         assert not client.alive
-        assert client.leave() == []
+        assert client.shut_down() == []
     finally:
         run_shm_dir(run).joinpath("agent.beacon").unlink(missing_ok=True)
         run_shm_dir(run).rmdir()

@@ -99,7 +99,7 @@ def two_hosts(folder: Path, link: Cable, patience: StallThresholds) -> Iterator[
         link.mend()
         supervision.close()
         for client, agent in zip(clients, agents, strict=True):
-            client.leave(0.2)
+            client.shut_down(0.2)
             agent.send_signal(signal.SIGTERM)
             agent.wait(10)
 

@@ -150,7 +150,7 @@ def site(tmp_path: Path) -> Iterator[Site]:
         yield made
     finally:
         supervision.close()
-        made.client.leave(0.2)
+        made.client.shut_down(0.2)
     assert supervision.pid is None
 
 
@@ -338,7 +338,7 @@ def test_two_agents_are_heard_as_two_hosts(tmp_path: Path) -> None:
     finally:
         supervision.close()
         for client, _, agent in clients:
-            client.leave(0.2)
+            client.shut_down(0.2)
             agent.wait(10)
 
 

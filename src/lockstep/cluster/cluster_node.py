@@ -1,4 +1,4 @@
-"""The hosts on which a run has processes: the agent that starts them, and where their files are."""
+"""The hosts on which a run has processes: the agent that starts the processes, and the paths of their files."""
 
 import math
 import os
@@ -14,31 +14,32 @@ from lockstep.watch.agent.agent_client import AgentClient
 from lockstep.watch.procfs import processes
 
 _LOOPBACK_ENVIRONMENT = {"GLOO_SOCKET_IFNAME": "lo"} if Path("/sys/class/net/lo").exists() else {}
-"""Without it, gloo listens on the address of the host's name, which may be unreachable, or reachable from outside."""
+"""By default gloo listens on the address of the host's name, which may be unreachable, or reachable from outside."""
 
 
 class NodeRefused(RuntimeError):
-    """The run cannot use a node: which one, why, and how to fix it."""
+    """The run cannot use a node. Says which node, why, and how to fix it."""
 
 
 class ClusterNode:
-    """The controller's host.
+    """A host on which a run has processes; here the controller's host.
 
     Args:
-        cluster_dir: folder of the agent, with the manifests of all workers, on the node.
-        logs: folder of the workers' logs, on the node.
+        cluster_dir: folder on the node for the agent's files and the manifests of all workers.
+        logs: folder on the node for the workers' logs.
     """
 
-    here = True
-    """Whether this process sees the host's pids, files and shared memory."""
+    is_local = True
+    """Whether this process sees the node's process ids, files and shared memory."""
     why_lost = ""
+    """Why the node is lost, as a sentence; empty for the controller's host."""
     id = ""
-    """The cluster's id of the node; empty where the cluster has only one."""
+    """The node's id in the cluster; empty if the cluster has only one node."""
 
     def __init__(self, info: NodeInfo, cluster_dir: Path, logs: Path) -> None:
         self.info, self.cluster_dir, self.logs = info, cluster_dir, logs
         self.agent: AgentClient | None = None
-        """None before it has started."""
+        """The node's agent; None before it has started."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.info.name})"
@@ -57,7 +58,8 @@ class ClusterNode:
         return sys.executable, Path.cwd()
 
     def cpu_used_s(self) -> float:
-        """CPU time of the agent and its descendants: it grows while workers import and cannot send messages yet."""
+        """CPU time of the agent and its descendants. It grows while workers import modules and cannot send messages
+        yet."""
         return 0.0 if self.agent is None else processes.descendants_cpu_s(self.agent.address.pid)
 
     def uses_cuda(self, device: str, environment: Mapping[str, str]) -> bool:
@@ -71,52 +73,53 @@ class RayNode(ClusterNode):
     """A node of a Ray cluster, with the actor that holds its agent.
 
     Args:
+        resources: the node in Ray.
         actor: the actor's handle.
-        found: the actor's facts about its node.
-        given: the controller's variables that are forwarded to workers.
+        facts: what the actor reports about its node (`NodeActor.facts`).
+        forwarded: the controller's variables that workers get.
         gpus: returns the ids of the GPUs that are reserved for a worker.
-        here: whether it is the controller's host.
+        on_controller_host: whether the node is the controller's host.
     """
 
     def __init__(
         self,
-        facts: NodeResources,
+        resources: NodeResources,
         actor: Any,
-        found: Mapping[str, Any],
-        given: ForwardedEnvironment,
+        facts: Mapping[str, Any],
+        forwarded: ForwardedEnvironment,
         gpus: Callable[[WorkerSpec], tuple[str, ...]],
-        here: bool,
+        on_controller_host: bool,
     ) -> None:
-        info = NodeInfo(facts.name, found["address"], Path(found["shared"]))
-        super().__init__(info, Path(found["cluster_dir"]), Path(found["logs"]))
-        self.id, self.actor, self.found, self.given = facts.id, actor, found, given
-        self.here = here and found["place"] == processes.pid_namespace()
-        self.has_gpus, self._gpus = facts.gpus > 0, gpus
+        info = NodeInfo(resources.name, facts["address"], Path(facts["shared"]))
+        super().__init__(info, Path(facts["cluster_dir"]), Path(facts["logs"]))
+        self.id, self.actor, self.facts, self.forwarded = resources.id, actor, facts, forwarded
+        self.is_local = on_controller_host and facts["place"] == processes.pid_namespace()
+        self.has_gpus, self._gpus = resources.gpus > 0, gpus
         self.refused_at = -math.inf
-        """Monotonic time of the last failed request for a new agent."""
+        """Monotonic time when a new agent was last requested in vain."""
 
     @property
     def why_lost(self) -> str:  # type: ignore[override]
-        """Why the node is lost, for people."""
+        """Why the node is lost, as a sentence."""
         why = "its agent has ended" if self.agent is None else self.agent.why_gone or "its agent is gone"
         return f"its node {self.info.name} is lost: {why}"
 
     def environment_of(self, spec: WorkerSpec) -> dict[str, str]:
         of_node = {
-            "GLOO_SOCKET_IFNAME": self.found["interface"], "VLLM_HOST_IP": self.found["address"],
-            "LOCKSTEP_BEACONS": self.found["beacons"],
+            "GLOO_SOCKET_IFNAME": self.facts["interface"], "VLLM_HOST_IP": self.facts["address"],
+            "LOCKSTEP_BEACONS": self.facts["beacons"],
         }  # fmt: skip
         if self.has_gpus:
             of_node["CUDA_VISIBLE_DEVICES"] = ",".join(self._gpus(spec))
-        return worker_environment(self.found["environment"], self.given, spec.environment, of_node)
+        return worker_environment(self.facts["environment"], self.forwarded, spec.environment, of_node)
 
     def python_and_folder(self) -> tuple[str, Path]:
-        return self.found["python"], Path(self.found["cwd"])
+        return self.facts["python"], Path(self.facts["cwd"])
 
     def cpu_used_s(self) -> float:
-        if self.here or self.agent is None:
+        if self.is_local or self.agent is None:
             return super().cpu_used_s()
-        return self.agent.used_s
+        return self.agent.workers_cpu_s
 
     def uses_cuda(self, device: str, environment: Mapping[str, str]) -> bool:
         return device != "cpu" and bool(environment.get("CUDA_VISIBLE_DEVICES", "" if self.has_gpus else None))

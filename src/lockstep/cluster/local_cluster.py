@@ -129,7 +129,7 @@ class LocalCluster(AgentCluster):
         if self._node.agent is None:
             self._abandon_nodes()
             return
-        remaining = self._node.agent.leave(CLOSE_GRACE_S)
+        remaining = self._node.agent.shut_down(CLOSE_GRACE_S)
         if remaining:
             log.error("still running after SIGKILL: %s", ", ".join(remaining))
         shutil.rmtree(run_shm_dir(self._run), ignore_errors=True)  # a killed agent does not remove it

@@ -58,7 +58,7 @@ def follow_processes(run: str, console: Console, every_s: float = 1.0, turns: in
             while turns is None or turn < turns:
                 now = beacon_table.take_snapshot(run)
                 live.update(
-                    render_processes(beacon_table.process_rows(now, before), run, onlooker.look()), refresh=True
+                    render_processes(beacon_table.process_rows(now, before), run, onlooker.poll()), refresh=True
                 )
                 before, turn = now, turn + 1
                 if turns is None or turn < turns:
@@ -72,11 +72,11 @@ def print_processes(run: str, console: Console, settle: Callable[[], None] | Non
     onlooker = _run_observer(run)
     before = beacon_table.take_snapshot(run)
     if settle is not None:
-        onlooker.look()
+        onlooker.poll()
         settle()
     now = beacon_table.take_snapshot(run)
     console.print(
-        render_processes(beacon_table.process_rows(now, before if settle is not None else None), run, onlooker.look())
+        render_processes(beacon_table.process_rows(now, before if settle is not None else None), run, onlooker.poll())
     )
 
 

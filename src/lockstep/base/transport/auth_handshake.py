@@ -1,11 +1,11 @@
-"""Framed, authenticated sockets between the processes of a run.
+"""Opens authenticated connections between the processes of a run; `frames` describes what travels over them.
 
-A frame is an 8-byte length and as many bytes. When a connection opens, both sides prove by HMAC-SHA256 over two
-nonces that they know the run's token, which itself never travels; the dialling side identifies itself (run,
-generation, name) and is refused, with a reason, when its token, run or generation is wrong. Whatever else talks to
-the port (scanners, garbage, silent peers) loses its own connection and disturbs no other.
+When a connection opens, both sides prove by HMAC-SHA256 over two nonces that they know the run's token, which is never
+sent. The connecting side identifies itself (run, generation, name) and is refused, with a reason, if its token, run or
+generation is wrong. Other programs that connect to the port (scanners, silent peers) are disconnected without effect
+on valid peers.
 
-The peers are authenticated, the bytes are not encrypted: bind to loopback or to a trusted network.
+Peers are authenticated, but data is not encrypted: bind to loopback or to a trusted network.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ from lockstep.base.transport.frames import (
 )
 
 HANDSHAKE_S = 10.0
-"""A dialling peer proves itself within this time or is dropped."""
+"""A connecting peer that has not authenticated within this time is dropped."""
 
 _MAGIC = b"LKSTEP\x01\n"
 _NONCE = _MAC = 32
@@ -44,7 +44,7 @@ _LENGTH = struct.Struct(">H")
 
 @dataclass(slots=True)
 class _HalfOpen:
-    """A peer that has not proved itself yet."""
+    """A peer that has not authenticated yet."""
 
     socket: socket.socket
     nonce: bytes
@@ -53,11 +53,11 @@ class _HalfOpen:
 
 
 class Listener:
-    """Accepts authenticated connections of one run. One thread accepts.
+    """Accepts authenticated connections of one run, in one thread.
 
-    `highest` is the highest generation seen, its own included; a peer of a smaller one is refused. Handshakes run
-    interleaved inside `accept`, so a silent peer does not delay the others. `fileno` is readable when `accept(0)` has
-    work."""
+    `highest_generation` is the highest generation among the peers so far and the listener itself; a peer of a lower
+    generation is refused. `accept` runs handshakes concurrently, so a silent peer does not delay the others. `fileno`
+    is readable when `accept(0)` has something to do."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class Listener:
         self._selector = selectors.EpollSelector()
         self._selector.register(self._socket, selectors.EVENT_READ, None)
         self._closed = False
-        self.highest = generation
+        self.highest_generation = generation
         address = self._socket.getsockname()
         self.host: str = address[0]
         self.port: int = address[1]
@@ -88,7 +88,7 @@ class Listener:
         return self._selector.fileno()
 
     def accept(self, timeout_s: float) -> Connection | None:
-        """The next peer that proved itself, or None after `timeout_s` (0: only what is ready now)."""
+        """The next authenticated connection, or None after `timeout_s` (0: only one that is ready now)."""
         deadline = time.monotonic() + timeout_s
         while not self._closed:
             soonest = min([deadline, *(peer.deadline for peer in self._half_open.values())])
@@ -134,7 +134,7 @@ class Listener:
         self._send(peer, _MAGIC + peer.nonce)
 
     def _advance(self, peer: _HalfOpen) -> Connection | None:
-        """Reads what the peer sent; a connection when its hello is complete and good."""
+        """Reads what the peer sent. Returns a connection once the hello is complete and valid."""
         try:
             data = peer.socket.recv(_HELLO_LIMIT + 64)
         except (BlockingIOError, InterruptedError):
@@ -161,17 +161,16 @@ class Listener:
         known = hmac.compare_digest(proof, _mac(self._token, b"dials", seed))
         identity = _parse_identity(hello) if known else None
         code, why = ("token", "the token is not this run's") if not known else self._check_identity(identity)
-        reply = json.dumps(
-            {"code": code, "why": why, "run": self._me.run, "generation": self.highest, "name": self._me.name}
-            if known
-            else {"code": code, "why": why}
-        ).encode()
+        fields: dict[str, Any] = {"code": code, "why": why}
+        if known:
+            fields |= {"run": self._me.run, "generation": self.highest_generation, "name": self._me.name}
+        reply = json.dumps(fields).encode()
         mac = _mac(self._token, b"listens", seed + reply) if known else bytes(_MAC)
         sent = self._send(peer, _LENGTH.pack(_MAC + len(reply)) + mac + reply)
         self._discard(peer, close=code is not None or not sent)
         if code is not None or identity is None or not sent:
             return None
-        self.highest = max(self.highest, identity.generation)
+        self.highest_generation = max(self.highest_generation, identity.generation)
         _set_tcp_options(peer.socket)
         return Connection(peer.socket, identity, self._max_frame)
 
@@ -180,12 +179,12 @@ class Listener:
             return "protocol", "the hello is unreadable"
         if identity.run != self._me.run:
             return "run", f"this is run {self._me.run!r}, not {identity.run!r}"
-        if identity.generation < self.highest:
-            return "generation", f"generation {identity.generation} is stale, {self.highest} has been seen"
+        if identity.generation < self.highest_generation:
+            return "generation", f"generation {identity.generation} is stale, {self.highest_generation} has been seen"
         return None, ""
 
     def _send(self, peer: _HalfOpen, data: bytes) -> bool:
-        """A few hundred bytes into an empty socket buffer: all or the peer is dropped by its deadline."""
+        """Sends a few hundred bytes, which fit an empty socket buffer; returns whether all were sent."""
         try:
             return peer.socket.send(data) == len(data)
         except OSError:
@@ -214,11 +213,11 @@ def connect(
     timeout_s: float = HANDSHAKE_S,
     max_frame: int = MAX_FRAME,
 ) -> Connection:
-    """Dials a `Listener` and proves both sides, within `timeout_s` altogether.
+    """Connects to a `Listener` and authenticates both sides, within `timeout_s` in total.
 
     Raises:
         HandshakeRefused: wrong token (of either side), other run, stale generation, or another program at that port.
-        ConnectionClosed: nothing listens there, or it closed during the handshake.
+        ConnectionClosed: nothing listens there, or the peer closed the connection during the handshake.
     """
     deadline = time.monotonic() + timeout_s
     where = f"{host}:{port}"
@@ -241,7 +240,7 @@ def _prove_identity(sock: socket.socket, where: str, token: bytes, me: PeerIdent
     greeting = _recv_exactly(sock, len(_MAGIC) + _NONCE, where, deadline)
     if greeting[: len(_MAGIC)] != _MAGIC:
         raise HandshakeRefused(
-            where, "protocol", "what listens there is no process of a run, or one of another version"
+            where, "protocol", "the listening program is not a process of a run, or has another version"
         )
     nonce = secrets.token_bytes(_NONCE)
     hello = json.dumps({"run": me.run, "generation": me.generation, "name": me.name}).encode()
@@ -295,7 +294,7 @@ def _mac(token: bytes, side: bytes, seed: bytes) -> bytes:
 
 
 def _set_tcp_options(sock: socket.socket) -> None:
-    """Small frames leave at once; a host that vanished is noticed in about ten seconds."""
+    """Makes small frames leave immediately, and a lost host noticed within about ten seconds."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, seconds in (("TCP_KEEPIDLE", 4), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3)):

@@ -62,7 +62,7 @@ def stop_agents(agents: Iterable[AgentClient]) -> None:
 
 def _stop_agent(agent: AgentClient) -> None:
     with contextlib.suppress(AgentError, WaitTimeout):
-        remaining = agent.leave(CLOSE_GRACE_S)
+        remaining = agent.shut_down(CLOSE_GRACE_S)
         if remaining:
             log.error("still running after SIGKILL: %s", ", ".join(remaining))
 
@@ -160,7 +160,7 @@ class RayCluster(PlacedCluster):
                 heir = self._node(known[left.node], StartedActor(left.actor, left.found))
                 heir.agent = left.agent
                 self._nodes.append(heir)
-        self._versions = {node.info.name: node.found["versions"] for node in self._ray_nodes}
+        self._versions = {node.info.name: node.facts["versions"] for node in self._ray_nodes}
         self._publish_leader()
         for node in self._ray_nodes:
             if node.agent is None:
@@ -168,7 +168,7 @@ class RayCluster(PlacedCluster):
                 continue
             with contextlib.suppress(AgentGone):
                 self._orphans.add(node, node.agent.list())
-                node.agent.lead(self._leader(node.here))
+                node.agent.publish_leader(self._leader(node.is_local))
         self._save_reservations()
 
     # --- nodes
@@ -190,7 +190,9 @@ class RayCluster(PlacedCluster):
         nodes = [self._node(each, of) for each, of in zip(facts, found, strict=True)]
         try:
             check_reachable_from_nodes(
-                [(node.info.name, node.actor) for node in nodes if not node.here], self._listening_addresses, self.ports
+                [(node.info.name, node.actor) for node in nodes if not node.is_local],
+                self._listening_addresses,
+                self.ports,
             )
         except BaseException:
             actors.kill_actors(node.actor for node in nodes)
@@ -205,17 +207,17 @@ class RayCluster(PlacedCluster):
     def _start_agents(self, nodes: Sequence[RayNode]) -> None:
         """Starts agents side by side. Raises AgentError, NodeRefused, Ray's errors, Superseded, WaitTimeout,
         WireError."""
-        refs = [actors.request_agent(node.actor, self._leader(node.here), self._grace_s) for node in nodes]
+        refs = [actors.request_agent(node.actor, self._leader(node.is_local), self._grace_s) for node in nodes]
         for node, ref in zip(nodes, refs, strict=True):
             self._attach(node, ref, ray_session.CONNECT_S)
 
     def _attach(self, node: RayNode, ref: Any, timeout_s: float) -> None:
         where = ServiceAddress(**ray_session.ray_get(ref, node.info.name, "its agent starts", timeout_s=timeout_s))
-        if not node.here:
+        if not node.is_local:
             check_reachable_from_here(
                 ListeningPort("the run's agent", node.info.name, where.host, where.port), self.ports
             )
-        lost_after_s = None if node.here else self._config.node_lost_after_s
+        lost_after_s = None if node.is_local else self._config.node_lost_after_s
         node.agent = AgentClient(where, self._token, on_exit=self._exited, lost_after_s=lost_after_s)
 
     @property
@@ -269,7 +271,7 @@ class RayCluster(PlacedCluster):
             node.agent.close()
         bound_s = max(10.0, 2 * self._config.node_lost_after_s)
         try:
-            ref = actors.request_agent(node.actor, self._leader(node.here), self._grace_s)
+            ref = actors.request_agent(node.actor, self._leader(node.is_local), self._grace_s)
             self._attach(node, ref, bound_s)
         except Superseded as error:
             self._outdated = True
@@ -314,7 +316,7 @@ class RayCluster(PlacedCluster):
             raise
         held: list[Reservation] = []
         try:
-            own = [(node.info.name, node.actor, True) for node in new if node.here]
+            own = [(node.info.name, node.actor, True) for node in new if node.is_local]
             actors.tie_to_controller(own, self._generation, self._grace_s)
             node_actors = {node.id: node.actor for node in (*self._ray_nodes, *new)}
             held = reserve_groups(
@@ -323,7 +325,7 @@ class RayCluster(PlacedCluster):
             self._start_agents(new)
             with self._lock:
                 self._check_open()
-                self._nodes = sorted([*self._nodes, *new], key=lambda node: not node.here)
+                self._nodes = sorted([*self._nodes, *new], key=lambda node: not node.is_local)
         except BaseException as error:
             self._outdated = self._outdated or isinstance(error, Superseded)
             self._unfit |= {node.id for node in new} if isinstance(error, NodeRefused) else set()

@@ -1,4 +1,4 @@
-"""Starting a node agent, and the controller's client of one."""
+"""Starts node agents, and sends a controller's requests to them."""
 
 import builtins
 import contextlib
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 class AgentError(PicklableError, RuntimeError):
-    """The agent refused a request (`why`), or ended."""
+    """The agent refused a request (`why`), or has ended."""
 
     error_code = "agent"
 
@@ -39,12 +39,12 @@ class AgentError(PicklableError, RuntimeError):
 
 
 class AgentGone(AgentError):
-    """The agent has ended, and the workers with it."""
+    """The agent has ended, and its workers with it."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerExit:
-    """A worker ended. `exit_code` is minus the signal's number when a signal ended it."""
+    """The end of a worker. `exit_code` is minus the signal's number if a signal ended the worker."""
 
     number: int
     name: str
@@ -52,12 +52,12 @@ class WorkerExit:
     exit_code: int
     at: float
     log_tail: str = ""
-    """The end of its log."""
+    """The end of the worker's log."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerFacts:
-    """A worker as the agent knows it."""
+    """What an agent knows about a worker."""
 
     name: str
     pid: int
@@ -74,12 +74,14 @@ class WorkerFacts:
 
 
 class AgentClient:
-    """Requests to an agent, and its events. Thread-safe. Reconnects while the agent lives; a request under way is
-    repeated then, and carried out once.
+    """Sends requests to an agent and receives its events. Thread-safe. Reconnects while the agent is alive, and then
+    repeats unanswered requests; the agent carries out each request once.
 
-    `on_exit` is called in the client's thread for every worker that ends, once per worker, in order; it must be
-    quick. It may be set later. `after` is the number of the last event known already. With `lost_after_s` the agent
-    is on another host, of which only the connection shows signs: silent for so long, it counts as ended."""
+    Args:
+        on_exit: called in the client's thread once for every worker that ends; must be quick, and may be set later.
+        after: the number of the last event that is known already.
+        lost_after_s: for an agent on another host: counts as ended once it has been silent for this long.
+    """
 
     def __init__(
         self, address: ServiceAddress, token: str, *, generation: int | None = None, name: str = "controller",
@@ -94,13 +96,14 @@ class AgentClient:
         self._prefix, self._count = secrets.token_hex(6), 0
         self._requests: dict[str, tuple[bytes, str, Future[dict[str, Any]]]] = {}
         self._exits: dict[str, WorkerExit] = {}
-        self._seen = after
-        self.used_s = 0.0
+        self._last_event = after
+        self.workers_cpu_s = 0.0
         """CPU time of the workers of an agent on another host, as of the agent's last answer."""
-        self._closed = self.superseded = False
-        """The latter: the agent has refused this controller because a later one has the run."""
+        self._closed = False
+        self.superseded = False
+        """Whether the agent has refused this controller because a later one has taken over the run."""
         self._gone: AgentGone | None = None
-        self._connection = self._dial(timeout_s)
+        self._connection = self._connect(timeout_s)
         self._thread = threading.Thread(target=self._listen, name="agent-client", daemon=True)
         self._thread.start()
 
@@ -116,11 +119,16 @@ class AgentClient:
         self, name: str, argv: Sequence[str], *, log_path: Path, env: Mapping[str, str] | None = None,
         cwd: Path | None = None, preload: Sequence[str] = (), note: str | None = None, trusted: bool = False,
     ) -> "Future[int]":  # fmt: skip
-        """Requests a worker. `env` is its whole environment (None: this process's), and for one that is `trusted` the
-        run's token, which the agent adds: it is not sent. With `preload`, a command
-        `[sys.executable, "-m", module, ...]` is forked from a template process that has imported those modules;
-        where that is impossible it starts plainly. The name must not be that of a living worker.
-        `note` is put into the agent's folder as `NAME.json`."""
+        """Requests the start of a worker, and returns a future of its pid.
+
+        Args:
+            name: a name that no running worker has.
+            env: the whole environment of the worker; None: that of this process.
+            preload: modules that a fork server imports before it forks the worker, which runs
+                `[sys.executable, "-m", module, ...]`. Where a fork is impossible, the worker starts as a new process.
+            note: the agent writes this text to its folder as `NAME.json`.
+            trusted: the agent adds the run's token to the environment; the token itself is not sent.
+        """
         pid: Future[int] = Future()
         reply = self._submit(
             "spawn", name=name, argv=list(argv), env=dict(os.environ if env is None else env), token=trusted,
@@ -138,18 +146,19 @@ class AgentClient:
         return pid
 
     def take_over(self, orphan_grace_s: float) -> None:
-        """Takes over the workers of the previous controller; they outlive this one by `orphan_grace_s`.
-        Raises AgentError when the agent is leaving, as the grace is over."""
+        """Takes over the workers of the previous controller. They outlive this controller by `orphan_grace_s`.
+        Raises AgentError if the agent is shutting down because the previous grace is over."""
         self._call("take_over", orphan_grace_s=orphan_grace_s)
 
-    def lead(self, leader: Leader) -> None:
-        """Publishes the controller to the workers of that host. Raises AgentError when a later one has the run."""
+    def publish_leader(self, leader: Leader) -> None:
+        """Publishes the controller to the workers of the agent's host. Raises AgentError if a later controller has
+        taken over the run."""
         self._call("lead", leader=asdict(leader))
 
     def list(self) -> "builtins.list[WorkerFacts]":
-        """All workers of the run on this node, those that ended included."""
+        """All workers of the run on this node, including ended ones."""
         found = [WorkerFacts(**facts) for facts in self._call("list")["workers"]]
-        with self._lock:  # an earlier generation's worker may have ended under the name of one that lives
+        with self._lock:  # an ended worker of an earlier generation may have had the name of a living one
             for facts in found:
                 known = self._exits.get(facts.name)
                 if facts.alive and known is not None and known.pid != facts.pid:
@@ -161,8 +170,8 @@ class AgentClient:
         return bool(self._call("kill", name=name, signal=int(number))["alive"])
 
     def forget(self, name: str) -> None:
-        """A worker that ended was replaced: its remains explain nothing any more. Returns at once.
-        Raises AgentGone."""
+        """Has the agent stop reporting an ended worker, because the worker was replaced. Does not wait. Raises
+        AgentGone."""
         self._submit("forget", name=name)
 
     def exit_of(self, name: str) -> WorkerExit | None:
@@ -171,7 +180,7 @@ class AgentClient:
             return self._exits.get(name)
 
     def wait_exit(self, name: str, why: str, timeout_s: float) -> WorkerExit:
-        """Waits for a worker's end. Raises AgentGone, WaitTimeout."""
+        """Waits until a worker has ended. Raises AgentGone, WaitTimeout."""
 
         def ended() -> WorkerExit | None:
             if self._gone is not None:
@@ -180,12 +189,12 @@ class AgentClient:
 
         return waits.poll(ended, kind="process", waits_for=name, why=why, timeout_s=timeout_s)
 
-    def leave(self, grace_s: float = 2.0) -> "builtins.list[str]":
-        """Ends all workers (SIGTERM, after `grace_s` SIGKILL) and the agent; names of those that even SIGKILL did
-        not remove within seconds. Idempotent."""
+    def shut_down(self, grace_s: float = 2.0) -> "builtins.list[str]":
+        """Ends all workers (SIGTERM, after `grace_s` SIGKILL) and the agent. Returns the names of workers that
+        survived SIGKILL for several seconds. Idempotent."""
         try:
             pending = self._submit("leave", grace_s=grace_s)
-            reply = waits.future(pending, waits_for="agent", why="all workers leave", timeout_s=grace_s + 15.0)
+            reply = waits.future(pending, waits_for="agent", why="the end of all workers", timeout_s=grace_s + 15.0)
             remaining = [str(name) for name in reply["remaining"]]
         except AgentGone:
             remaining = []
@@ -198,7 +207,7 @@ class AgentClient:
         return remaining
 
     def close(self) -> None:
-        """Disconnects without ending the agent: a successor may attach. Idempotent."""
+        """Disconnects without ending the agent, to which another client may attach. Idempotent."""
         self._closed = True
         self._connection.close()
         if threading.current_thread() is not self._thread:
@@ -210,16 +219,16 @@ class AgentClient:
 
     @property
     def why_gone(self) -> str | None:
-        """Why the agent counts as ended: it exited, or has been silent too long; None while it is there."""
+        """Why the agent counts as ended: it exited, or has been silent too long; None while it is alive."""
         return self._gone.why if self._gone is not None else self._why_gone()
 
     def _why_gone(self) -> str | None:
         if self._heartbeat is not None:
             return f"it has been silent for {self._heartbeat.limit_s:g} s" if self._heartbeat.too_long else None
-        there = processes.is_alive(self.address.pid, self.address.start_ticks)
-        return None if there else f"the agent (pid {self.address.pid}) has ended"
+        alive = processes.is_alive(self.address.pid, self.address.start_ticks)
+        return None if alive else f"the agent (pid {self.address.pid}) has ended"
 
-    # --- the wire
+    # --- the connection
 
     def _call(self, operation: str, **arguments: Any) -> dict[str, Any]:
         pending = self._submit(operation, **arguments)
@@ -237,11 +246,11 @@ class AgentClient:
             if operation == "spawn":
                 self._exits.pop(arguments["name"], None)
             connection = self._connection
-        with contextlib.suppress(WireError):  # the listening thread reconnects and repeats it
+        with contextlib.suppress(WireError):  # the listening thread reconnects and repeats the request
             connection.send(frame)
         return answer
 
-    def _dial(self, timeout_s: float) -> Connection:
+    def _connect(self, timeout_s: float) -> Connection:
         connection = auth_handshake.connect(
             self.address.host, self.address.port, token=self._token, run=self.address.run,
             generation=self.generation, name=self._name, timeout_s=timeout_s, max_frame=64 << 20,
@@ -251,7 +260,7 @@ class AgentClient:
             "id": f"{self._prefix}-attach-{secrets.token_hex(4)}", "op": "attach", "pid": pid,
             "start": processes.start_ticks(pid),
             "place": processes.pid_namespace() if self._heartbeat is None else "elsewhere",
-            "patience_s": 0.0 if self._heartbeat is None else self._heartbeat.limit_s, "after": self._seen,
+            "patience_s": 0.0 if self._heartbeat is None else self._heartbeat.limit_s, "after": self._last_event,
         }  # fmt: skip
         connection.send(json.dumps(attach).encode())
         return connection
@@ -280,7 +289,7 @@ class AgentClient:
         if "event" in message:
             self._handle_event(message)
             return
-        self.used_s = message.get("used_s", self.used_s)
+        self.workers_cpu_s = message.get("used_s", self.workers_cpu_s)
         with self._lock:
             _, operation, answer = self._requests.pop(message["reply"], (b"", "", None))
         if answer is None:
@@ -291,14 +300,14 @@ class AgentClient:
             answer.set_result(message)
 
     def _handle_event(self, message: dict[str, Any]) -> None:
-        if message["event"] <= self._seen:
+        if message["event"] <= self._last_event:
             return
         done = WorkerExit(
             message["event"], message["name"], message["pid"], int(message["exit_code"]), message["at"],
             str(message["log_tail"]),
         )  # fmt: skip
         with self._lock:
-            self._seen = done.number
+            self._last_event = done.number
             self._exits[done.name] = done
         if self.on_exit is not None:
             self.on_exit(done)
@@ -312,7 +321,7 @@ class AgentClient:
                 self._gone = AgentGone("request", gone)
                 return False
             try:
-                connection = self._dial(5.0 if self._heartbeat is None else 1.0)
+                connection = self._connect(5.0 if self._heartbeat is None else 1.0)
             except HandshakeRefused as error:
                 self.superseded = error.code == "generation"
                 self._gone = AgentGone("request", str(error))
@@ -343,9 +352,9 @@ def start_agent(
     kill_grace_s: float = 2.0, timeout_s: float = 60.0, host: str = "127.0.0.1", node: str = "",
     controller: int | None = 0, ports: PortRange | None = None,
 ) -> ServiceAddress:  # fmt: skip
-    """Starts an agent in a session of its own; its output goes to `folder/agent.log`. `controller` is the pid of its
-    controller, 0 for this process, or None where that is on another host. Raises AgentError when it does not come
-    up."""
+    """Starts an agent in a new session, with its output in `folder/agent.log`. `controller` is the pid of its
+    controller, 0 for this process, None if the controller is on another host. Raises AgentError if the agent does not
+    start."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "agent.json").unlink(missing_ok=True)
     controller_option = [] if controller is None else ["--controller", str(controller or os.getpid())]
@@ -361,7 +370,7 @@ def start_agent(
             stderr=output, start_new_session=True,
         )  # fmt: skip
 
-    # a thread waits for it, so that it never remains as a zombie
+    # a thread waits for the agent, so that it does not remain as a zombie
     threading.Thread(target=popen.wait, name="agent-reaper", daemon=True).start()
 
     def up() -> ServiceAddress | None:

@@ -1,4 +1,4 @@
-"""What an agent collects about its host's processes for an incident: beacons, ends of logs, environments, facts."""
+"""Collects an agent's evidence about the processes of its host for an incident: beacons, logs, environment, machine."""
 
 import dataclasses
 import os
@@ -18,36 +18,38 @@ from lockstep.watch.procfs import exit_causes
 DUMP_BYTES = 4 << 20
 """The limit for all flight-recorder dumps of a host."""
 _WAIT_KEYS = {"waits_for": "whom"}
-"""Fields of a wait that `beacons.json` calls otherwise."""
+"""Fields of a wait that have other names in `beacons.json`."""
 MAX_PROCESSES = 32
 """The maximum number of processes per host in an incident."""
 
 
 def collect_host_evidence(chosen: Iterable[ProcessState], lines: int) -> dict[str, Any]:
-    """All evidence about these processes, JSON-able. Times of beacons are of the host's monotonic clock; `now` says
-    what it and the wall clock read."""
-    some = list(chosen)[:MAX_PROCESSES]
-    environment = _first_environment(some)
+    """The evidence about these processes in JSON form, with secrets redacted. Times in beacons are on the host's
+    monotonic clock; `now` has the current time of this clock and of the wall clock."""
+    selected = list(chosen)[:MAX_PROCESSES]
+    environment = _first_environment(selected)
     known = {value for each in (environment, os.environ) for value in secret_values(each)}
     found = {
         "now": {"monotonic_ns": time.monotonic_ns(), "wall": time.time()},
         "beacons": {
-            seen.name: beacon_to_json(state) for seen in some if (state := _read_current_beacon(seen)) is not None
+            process.name: beacon_to_json(state)
+            for process in selected
+            if (state := _read_current_beacon(process)) is not None
         },
-        "logs": {seen.name: _last_lines(seen.log, lines) for seen in some if seen.log is not None},
-        "processes": [_process_to_json(seen) for seen in some],
+        "logs": {process.name: _last_lines(process.log, lines) for process in selected if process.log is not None},
+        "processes": [_process_to_json(process) for process in selected],
         "environment": environment,
         "machine": {
             "node": platform.node(), "system": platform.platform(), "python": sys.version.split()[0],
             "cpus": os.cpu_count(), "load": list(os.getloadavg()), "memory": host_memory(),
         },
     }  # fmt: skip
-    redacted: dict[str, Any] = redact(found, sorted(known, key=len, reverse=True))  # before it travels
+    redacted: dict[str, Any] = redact(found, sorted(known, key=len, reverse=True))  # before anything is sent
     return redacted
 
 
 def read_dumps(folder: Path) -> dict[str, str]:
-    """The flight-recorder dumps in a folder, by file name, as text; those that are complete and not too large."""
+    """The text of the flight-recorder dumps in a folder, by file name, up to `DUMP_BYTES` in total."""
     found: dict[str, str] = {}
     left = DUMP_BYTES
     try:
@@ -76,30 +78,31 @@ def _to_plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def _read_current_beacon(seen: ProcessState) -> BeaconState | None:
+def _read_current_beacon(process: ProcessState) -> BeaconState | None:
     """Reads the process's beacon now, events included."""
-    return read_beacon(seen.beacon.path) if seen.beacon is not None else None
+    return read_beacon(process.beacon.path) if process.beacon is not None else None
 
 
 def _last_lines(log: Path, lines: int) -> str:
     return "\n".join(exit_causes.read_tail(log).splitlines()[-lines:])
 
 
-def _process_to_json(seen: ProcessState) -> dict[str, Any]:
-    usage = seen.usage
+def _process_to_json(process: ProcessState) -> dict[str, Any]:
+    usage = process.usage
     return {
-        "name": seen.name, "role": seen.role, "rank": seen.rank, "pid": seen.pid, "life": seen.life.name.lower(),
-        "exit_code": None if seen.living else seen.exit_code, "where": seen.where, "error": seen.error,
-        "cause": seen.cause, "state": usage.state if usage else None, "cpu_s": usage.cpu_s if usage else None,
+        "name": process.name, "role": process.role, "rank": process.rank, "pid": process.pid,
+        "life": process.liveness.name.lower(), "exit_code": None if process.living else process.exit_code,
+        "where": process.where, "error": process.error,
+        "cause": process.cause, "state": usage.state if usage else None, "cpu_s": usage.cpu_s if usage else None,
         "read": usage.read if usage else None, "written": usage.written if usage else None,
     }  # fmt: skip
 
 
-def _first_environment(some: Iterable[ProcessState]) -> dict[str, str]:
-    """The environment of the first of them that still has one, else the agent's own."""
-    for seen in some:
+def _first_environment(selected: Iterable[ProcessState]) -> dict[str, str]:
+    """The environment of the first process that can be read, else that of the agent."""
+    for process in selected:
         try:
-            raw = Path(f"/proc/{seen.pid}/environ").read_bytes()
+            raw = Path(f"/proc/{process.pid}/environ").read_bytes()
         except OSError:
             continue
         pairs = [part.decode(errors="replace").partition("=") for part in raw.split(b"\0") if b"=" in part]

@@ -1,20 +1,21 @@
-"""The monitoring side of a node agent: sends reports to supervisors and serves their requests.
+"""The part of a node agent that monitors processes: sends reports to supervisors and serves their requests.
 
-    {"id", "op": "observe", "every_s", "calm_s", "suspect_after_s"} -> {"host", "pid"}; then rosters and states
+    {"id", "op": "observe", "every_s", "calm_s", "suspect_after_s"} -> {"host", "pid"}, followed by rosters and states,
+        every `calm_s` while all processes make progress or are idle, else every `every_s`
     {"id", "op": "clock"} -> {"monotonic_ns", "wall"}
     {"id", "op": "stacks", "pids", "native"} -> {"stacks": {pid: threads}}
     {"id", "op": "collect", "names", "lines"} -> {"beacons", "logs", "environment", "facts"}, see `host_evidence`
-    {"id", "op": "end", "pid", "signal"} -> {"sent"}   signals a process of the run, worker or not
-    {"id", "op": "forget", "name"} -> {}   a worker that ended and was replaced
-    {"id", "op": "free", "names", "culprits", "text", "verdict", "breaks"} -> {"freed"}   a collective of these
-        processes that breaks raises the verdict; with `breaks`, the collectives they are in are broken, and "freed"
-        names those that were in one; does nothing when a culprit has been replaced meanwhile
-    {"id", "op": "dump", "names"} -> {"folder"}   flight recorders are written there, see `commands`
-    {"id", "op": "dumps"} -> {"dumps": {name: text}}   what has been written so far
-    <- states also have "calm": every process makes progress or has nothing to do
-    <- {"m": "leaving", "host", "reason"}: processes that end from here on were ended on purpose
+    {"id", "op": "end", "pid", "signal"} -> {"sent"}   sends a signal to a process of the run, worker or not
+    {"id", "op": "forget", "name"} -> {}   reports a worker no more that ended and was replaced
+    {"id", "op": "free", "names", "culprits", "text", "verdict", "breaks"} -> {"freed"}   if a collective of these
+        processes fails, it raises the verdict; with `breaks`, the collectives that the processes are in are aborted,
+        and "freed" names the processes that were in one; does nothing if a culprit has been replaced meanwhile
+    {"id", "op": "dump", "names"} -> {"folder"}   has flight recorders written to this folder, see `commands`
+    {"id", "op": "dumps"} -> {"dumps": {name: text}}   the dumps that have been written so far
+    <- states also have "calm": every process makes progress or is idle
+    <- {"m": "leaving", "host", "reason"}: the agent shuts down; processes that end from now on are ended on purpose
 
-Driven by the agent's loop; nothing here blocks.
+The agent's loop drives the service, which never blocks.
 """
 
 import contextlib
@@ -52,14 +53,15 @@ FORGET_S = 15.0
 class _Subscription:
     every_s: float
     calm_s: float
-    """Seconds between samples while every process makes progress; the end of a process is sampled at once anyway."""
+    """Seconds between samples while every process makes progress or is idle. The end of a worker is sampled
+    immediately."""
     suspect_after_s: float
     roster: int = 0
     """Number of the last roster sent to this subscriber."""
 
 
 class MonitoringService:
-    """Samples the processes of the run, and reports to the supervisors that observe them."""
+    """Samples the processes of a run, and reports to the supervisors that have subscribed."""
 
     def __init__(
         self,
@@ -74,7 +76,7 @@ class MonitoringService:
         self._host, self._children, self._send, self._reply = host, children, send, reply
         self._observers: dict[Connection, _Subscription] = {}
         self._sampled_at = 0.0
-        self._due, self._calm = False, False
+        self._sample_now, self._no_stall = False, False
         self._dump_folder = run_shm_dir(run) / "dumps"
         self.operations: Mapping[str, Callable[[Connection, str, dict[str, Any]], None]] = {
             "observe": self._observe, "clock": self._clock, "stacks": self._stacks, "collect": self._collect,
@@ -86,37 +88,37 @@ class MonitoringService:
         self._monitor.intended_ends.add(name)
 
     def worker_exited(self) -> None:
-        """Has the next tick sample and report at once, because a worker has ended."""
-        self._due = True
+        """Has the next tick sample and report immediately, because a worker has ended."""
+        self._sample_now = True
 
     def disconnected(self, connection: Connection) -> None:
         self._observers.pop(connection, None)
 
-    def leaving(self, reason: str) -> None:
-        """Tells supervisors that all processes that end from now on were ended on purpose."""
+    def announce_shutdown(self, reason: str) -> None:
+        """Reports to supervisors that the agent shuts down, and ends the subscriptions."""
         for connection in list(self._observers):
             self._send(connection, {"m": "leaving", "host": self._host, "reason": reason})
         self._observers.clear()
 
     def tick(self) -> None:
-        """Samples and reports when a sample is due and at least one supervisor observes."""
+        """Samples and reports if a sample is due and at least one supervisor has subscribed."""
         self._sampler.tick()
         if not self._observers:
             return
         now = time.monotonic()
-        every_s = min(each.calm_s if self._calm else each.every_s for each in self._observers.values())
-        if self._due or now - self._sampled_at >= every_s:
+        every_s = min(each.calm_s if self._no_stall else each.every_s for each in self._observers.values())
+        if self._sample_now or now - self._sampled_at >= every_s:
             self._sample(now)
 
     def close(self) -> None:
         self._sampler.close()
 
     def _sample(self, now: float) -> None:
-        self._sampled_at, self._due = now, False
+        self._sampled_at, self._sample_now = now, False
         self._monitor.sample(self._children, self._sampler.stopped_pid)
-        self._calm = self._monitor.is_calm()
+        self._no_stall = self._monitor.shows_no_stall()
         roster, state = self._reports.build(self._monitor)
-        message = encode_report(state) | {"calm": self._calm}
+        message = encode_report(state) | {"calm": self._no_stall}
         for connection, observer in list(self._observers.items()):
             if observer.roster != roster.number:
                 observer.roster = roster.number
@@ -124,17 +126,17 @@ class MonitoringService:
             self._send(connection, message)
         if not self._sampler.busy:
             after_s = min((each.suspect_after_s for each in self._observers.values()), default=2.0)
-            for seen in list(self._monitor.suspects(after_s)):
-                self._sampler.request(seen.pid, self._stacks_handler(seen))
+            for process in list(self._monitor.stack_candidates(after_s)):
+                self._sampler.request(process.pid, self._stacks_handler(process))
 
-    def _stacks_handler(self, seen: ProcessState) -> Callable[[tuple[py_spy.SampledThread, ...]], None]:
-        ordered = time.monotonic_ns()
+    def _stacks_handler(self, process: ProcessState) -> Callable[[tuple[py_spy.SampledThread, ...]], None]:
+        requested_ns = time.monotonic_ns()
 
         def on_stacks(threads: tuple[py_spy.SampledThread, ...]) -> None:
             if threads:
-                seen.take_stacks(threads, ordered)
+                process.store_stacks(threads, requested_ns)
             else:
-                seen.stack_ns = ordered  # no stack could be taken: do not request it again at once
+                process.stack_ns = requested_ns  # sampling failed: do not repeat the request immediately
 
         return on_stacks
 
@@ -144,27 +146,27 @@ class MonitoringService:
         every_s, calm_s, after_s = (float(message[name]) for name in ("every_s", "calm_s", "suspect_after_s"))
         self._observers[connection] = _Subscription(every_s, calm_s, after_s)
         self._reports.forget()
-        with contextlib.suppress(OSError):  # from now on a broken collective waits for a verdict
+        with contextlib.suppress(OSError):  # from now on, ranks whose collective fails wait for a verdict
             commands.open_command_file(self._monitor.run)
-        self._due = True
+        self._sample_now = True
         self._reply(number, {"host": self._host, "pid": os.getpid()})
 
     def _clock(self, connection: Connection, number: str, message: dict[str, Any]) -> None:
         self._reply(number, {"monotonic_ns": time.monotonic_ns(), "wall": time.time()})
 
     def _stacks(self, connection: Connection, number: str, message: dict[str, Any]) -> None:
-        living = {seen.pid: seen for seen in self._monitor.seen.values() if seen.living}
+        living = {process.pid: process for process in self._monitor.tracked.values() if process.living}
         pids = [int(pid) for pid in message["pids"] if int(pid) in living]
         found: dict[str, Any] = {}
         if not pids:
             self._reply(number, {"stacks": {}})
 
-        def taken(pid: int) -> Callable[[tuple[py_spy.SampledThread, ...]], None]:
-            note = self._stacks_handler(living[pid])
+        def stacks_handler(pid: int) -> Callable[[tuple[py_spy.SampledThread, ...]], None]:
+            store = self._stacks_handler(living[pid])
 
             def on_stacks(threads: tuple[py_spy.SampledThread, ...]) -> None:
                 if not message.get("native"):
-                    note(threads)
+                    store(threads)
                 found[str(pid)] = py_spy.stacks_to_json(threads)
                 if len(found) == len(pids):
                     self._reply(number, {"stacks": found})
@@ -172,11 +174,11 @@ class MonitoringService:
             return on_stacks
 
         for pid in reversed(pids):
-            self._sampler.request(pid, taken(pid), native=bool(message.get("native")), first=True)
+            self._sampler.request(pid, stacks_handler(pid), native=bool(message.get("native")), first=True)
 
     def _collect(self, connection: Connection, number: str, message: dict[str, Any]) -> None:
         names = set(message["names"])
-        chosen = [seen for seen in self._monitor.seen.values() if seen.name in names]
+        chosen = [process for process in self._monitor.tracked.values() if process.name in names]
         self._reply(number, {"host": self._host, **host_evidence.collect_host_evidence(chosen, int(message["lines"]))})
 
     def _forget(self, connection: Connection, number: str, message: dict[str, Any]) -> None:
@@ -184,22 +186,22 @@ class MonitoringService:
         self._reply(number, {})
 
     def _free(self, connection: Connection, number: str, message: dict[str, Any]) -> None:
-        """Delivers the verdict to processes that wait in a collective, then aborts the collective."""
+        """Sends the verdict to processes that wait in a collective, then aborts the collective."""
         names, text = [str(name) for name in message["names"]], str(message["text"])
-        freed: list[str] = []
+        released: list[str] = []
         if any(name in self._monitor.replaced for name in message["culprits"]):
-            self._reply(number, {"freed": freed})  # replaced: the processes wait for its replacement now
+            self._reply(number, {"freed": released})  # the processes now wait for the replacement
             return
         try:
             if message["breaks"]:
-                living = [self._monitor.seen[name] for name in names if name in self._monitor.seen]
-                now = [read_beacon(each.beacon.path, events=False) for each in living if each.living and each.beacon]
-                freed = list(release_ranks(self._monitor.run, filter(None, now), text, message["verdict"]))
+                tracked = [self._monitor.tracked[name] for name in names if name in self._monitor.tracked]
+                now = [read_beacon(each.beacon.path, events=False) for each in tracked if each.living and each.beacon]
+                released = list(release_ranks(self._monitor.run, filter(None, now), text, message["verdict"]))
             else:
                 announce_verdict(self._monitor.run, names, text, message["verdict"])
         except (OSError, ValueError) as error:
-            log.warning("no process could be freed: %s", error)
-        self._reply(number, {"freed": freed})
+            log.warning("no process could be released: %s", error)
+        self._reply(number, {"freed": released})
 
     def _dump(self, connection: Connection, number: str, message: dict[str, Any]) -> None:
         self._dump_folder = run_shm_dir(self._monitor.run) / "dumps" / str(time.monotonic_ns())
@@ -216,10 +218,10 @@ class MonitoringService:
     def _end(self, connection: Connection, number: str, message: dict[str, Any]) -> None:
         """Sends a signal to a process of the run."""
         pid = int(message["pid"])
-        seen = next((each for each in self._monitor.seen.values() if each.pid == pid and each.living), None)
+        process = next((each for each in self._monitor.tracked.values() if each.pid == pid and each.living), None)
         sent = False
-        if seen is not None and processes.is_alive(pid, seen.start_ticks or None):
-            self.expect_end(seen.name)
+        if process is not None and processes.is_alive(pid, process.start_ticks or None):
+            self.expect_end(process.name)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.Signals(int(message["signal"])))
                 sent = True

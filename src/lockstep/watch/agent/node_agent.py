@@ -1,29 +1,27 @@
 """The node agent: a process per node that is the parent of the workers (`python -m lockstep.watch.agent.node_agent`).
 
-It spawns and kills workers, reports their ends, and outlives whatever they do. It watches the controller by pid, start
-time and connection (`service_discovery.ControllerLiveness`); `orphan_grace_s` after the controller is gone it ends all
+It spawns and kills workers and reports their ends. It watches the controller by pid, start time and connection
+(`service_discovery.ControllerLiveness`). `orphan_grace_s` after the controller has ended, the agent terminates all
 workers (SIGTERM, then SIGKILL), removes the run's beacons, and exits. If the agent itself is killed, the kernel kills
 the workers.
 
-One thread, one selector. JSON frames over `base.transport`:
+The agent has one thread and one selector. It exchanges JSON frames over `base.transport`:
 
-    {"id", "op": "attach", "pid", "start", "place", "patience_s", "after"}   a controller; events after number `after`
-                                             are repeated, and it may be disconnected for `patience_s`
+    {"id", "op": "attach", "pid", "start", "place", "patience_s", "after"}   from a controller: `place` is its pid
+                                             namespace; events after number `after` are repeated; the controller may be
+                                             disconnected for `patience_s`
     {"id", "op": "spawn", "name", "argv", "env", "token", "log", "cwd", "preload", "note"} -> {"pid", ...}
-    {"id", "op": "take_over", "orphan_grace_s"} -> {}   a later controller takes these workers over
-    {"id", "op": "lead", "leader"} -> {}     publishes the run's controller, which is on another host, for the workers
+    {"id", "op": "take_over", "orphan_grace_s"} -> {}   a later controller takes over the workers
+    {"id", "op": "lead", "leader"} -> {}     shows the workers the run's controller, which is on another host
     {"id", "op": "list"} -> {"workers": [...]}     {"id", "op": "kill", "name", "signal"} -> {"alive"}
-    {"id", "op": "ping"} -> {"used_s"}     CPU time of its workers, for controllers on other hosts
+    {"id", "op": "ping"} -> {"used_s"}     CPU time of the workers, for controllers on other hosts
     {"id", "op": "leave", "grace_s"} -> {}, when all workers have ended
     <- {"reply": id, ...} or {"reply": id, "error": why}
     <- {"event": n, "kind": "exit", "name", "pid", "exit_code", "at", "log_tail"}
 
-A `note` is opaque to the agent: it is written to the agent's folder as `NAME.json` before the worker starts, and `list`
-returns it.
-
-What it observes of the processes goes to supervisors: see `monitoring_service`.
-
-A request that is repeated with the same id after a reconnect is carried out once.
+A `note` is opaque to the agent, which writes it to its folder as `NAME.json` before the worker starts; `list` returns
+it. A request that is repeated with the same id after a reconnect is carried out once. The requests of supervisors are
+described in `monitoring_service`.
 """
 
 import argparse
@@ -60,7 +58,7 @@ TICK_S = 0.2
 REAP_S = 5.0
 """After SIGKILL, the agent waits this long for its workers (a driver may delay their end), then exits anyway."""
 REMEMBERED_REPLIES = 4096
-"""Replies kept for repeated requests."""
+"""The number of replies kept for requests that are repeated."""
 
 
 @dataclass
@@ -90,28 +88,28 @@ class _Shutdown:
 
 
 class NodeAgent:
-    """The process's state and its loop."""
+    """The agent's state and main loop."""
 
     def __init__(self, settings: AgentSettings) -> None:
         self.settings = settings
         self._selector = selectors.DefaultSelector()
-        self._spawner = WorkerSpawner(self._selector, self._exited)
-        place = settings.host, settings.ports
-        self._listener = Listener(settings.token, settings.run, settings.generation, "agent", *place, 64 << 20)
+        self._spawner = WorkerSpawner(self._selector, self._worker_exited)
+        address = settings.host, settings.ports
+        self._listener = Listener(settings.token, settings.run, settings.generation, "agent", *address, 64 << 20)
         self._connections: dict[Connection, bool] = {}
-        """Open connections; whether each receives events (it has attached)."""
+        """Open connections, and whether each has attached: then it receives events."""
         self._events: list[dict[str, Any]] = []
         self._replies: OrderedDict[str, dict[str, Any] | None] = OrderedDict()
         self._requesters: dict[str, Connection] = {}
         self._controller = ControllerLiveness.expected(settings.controller)
-        self._leaving: _Shutdown | None = None
+        self._shutdown: _Shutdown | None = None
         self._selector.register(self._listener, selectors.EVENT_READ, lambda mask: self._accept())
         self._wake, wake_end = socket.socketpair()
         self._wake.setblocking(False)
         wake_end.setblocking(False)
         self._wake_end = wake_end
-        self._selector.register(self._wake, selectors.EVENT_READ, lambda mask: self._woken())
-        self._leave_reason: str | None = None
+        self._selector.register(self._wake, selectors.EVENT_READ, lambda mask: self._drain_wakeups())
+        self._shutdown_reason: str | None = None
         self._monitoring = MonitoringService(
             settings.run, settings.node, self._selector, self._spawner.children, self._send, self._reply
         )
@@ -123,8 +121,8 @@ class NodeAgent:
         own = open_beacon(self.settings.run, "agent", "agent", 0)
         own.stage("serving")
         path = self.settings.folder / "agent.json"
-        highest, host, port = self._listener.highest, self._listener.host, self._listener.port
-        ServiceAddress(self.settings.run, highest, host, port, os.getpid()).publish(path)
+        generation, host, port = self._listener.highest_generation, self._listener.host, self._listener.port
+        ServiceAddress(self.settings.run, generation, host, port, os.getpid()).publish(path)
         try:
             while not self._finished():
                 for key, mask in self._selector.select(TICK_S):
@@ -147,7 +145,7 @@ class NodeAgent:
         signal.signal(signal.SIGTERM, self._on_term)
 
     def _on_term(self, number: int, frame: object) -> None:
-        self._leave_reason = "SIGTERM"
+        self._shutdown_reason = "SIGTERM"
 
     def _clean_up(self) -> None:
         for connection in list(self._connections):
@@ -157,18 +155,19 @@ class NodeAgent:
         self._listener.close()
         close_beacon(remove=True)
         shutil.rmtree(run_shm_dir(self.settings.run), ignore_errors=True)
-        ServiceAddress.withdraw(self.settings.folder / "agent.json")
+        ServiceAddress.remove(self.settings.folder / "agent.json")
 
     # --- events
 
-    def _woken(self) -> None:
+    def _drain_wakeups(self) -> None:
         with contextlib.suppress(BlockingIOError):
             while self._wake.recv(4096):
                 pass
 
     def _accept(self) -> None:
         while (connection := self._listener.accept(0)) is not None:
-            for older in [c for c in self._connections if c.peer.generation < self._listener.highest]:
+            generation = self._listener.highest_generation
+            for older in [each for each in self._connections if each.peer.generation < generation]:
                 log.warning("generation %d is superseded", older.peer.generation)
                 self._drop(older)
             self._connections[connection] = False
@@ -205,15 +204,14 @@ class NodeAgent:
                 self._drop(connection)
 
     def _flush(self, connection: Connection) -> None:
-        """Writes what the socket takes; the selector signals when the rest can follow. A peer that does not read delays
-        no other."""
-        done = connection.flush()
-        mask = selectors.EVENT_READ if done else selectors.EVENT_READ | selectors.EVENT_WRITE
+        """Writes as much as the socket accepts without blocking; the selector signals when the rest can follow."""
+        all_written = connection.flush()
+        mask = selectors.EVENT_READ if all_written else selectors.EVENT_READ | selectors.EVENT_WRITE
         key = self._selector.get_key(connection)
         if key.events != mask:
             self._selector.modify(connection, mask, key.data)
 
-    def _exited(self, child: WorkerProcess) -> None:
+    def _worker_exited(self, child: WorkerProcess) -> None:
         event = {
             "event": len(self._events) + 1, "kind": "exit", "name": child.name, "pid": child.pid,
             "exit_code": child.exit_code, "at": child.ended_wall, "log_tail": child.log_tail(),
@@ -255,8 +253,8 @@ class NodeAgent:
             self._send(requester, reply)
 
     def _op_attach(self, connection: Connection, number: str, message: dict[str, Any]) -> None:
-        here = message["place"] == processes.pid_namespace()
-        pid, start = (message["pid"], message["start"]) if here else (None, None)
+        is_local = message["place"] == processes.pid_namespace()
+        pid, start = (message["pid"], message["start"]) if is_local else (None, None)
         self._controller = ControllerLiveness(pid, start, float(message["patience_s"]))
         self._connections[connection] = True
         self._reply(number, {"pid": os.getpid(), "run": self.settings.run})
@@ -264,12 +262,12 @@ class NodeAgent:
             self._send(connection, event)
 
     def _op_take_over(self, connection: Connection, number: str, message: dict[str, Any]) -> None:
-        if self._leaving is not None:
-            self._reply(number, {"error": "the agent is leaving"})
+        if self._shutdown is not None:
+            self._reply(number, {"error": "the agent is shutting down"})
             return
-        log.info("generation %d has taken the workers over", connection.peer.generation)
+        log.info("generation %d has taken over the workers", connection.peer.generation)
         self.settings.orphan_grace_s = float(message["orphan_grace_s"])
-        self._spawner.withdraw(f"generation {connection.peer.generation} has taken over")
+        self._spawner.cancel_pending(f"generation {connection.peer.generation} has taken over")
         self._reply(number, {})
 
     def _op_lead(self, connection: Connection, number: str, message: dict[str, Any]) -> None:
@@ -284,8 +282,8 @@ class NodeAgent:
         self._reply(number, {"used_s": processes.descendants_cpu_s(os.getpid())})
 
     def _op_spawn(self, connection: Connection, number: str, message: dict[str, Any]) -> None:
-        if self._leaving is not None:
-            self._reply(number, {"error": "the agent is leaving"})
+        if self._shutdown is not None:
+            self._reply(number, {"error": "the agent is shutting down"})
             return
         if message["note"] is not None:
             write_atomically(self.settings.folder / f"{message['name']}.json", str(message["note"]).encode())
@@ -309,57 +307,57 @@ class NodeAgent:
         self._reply(number, {"alive": self._spawner.kill(name, int(message["signal"]))})
 
     def _op_leave(self, connection: Connection, number: str, message: dict[str, Any]) -> None:
-        self._leave(f"requested by {connection.peer.name}", float(message["grace_s"]))
-        if self._leaving is not None:
-            self._leaving.requests.append((connection, number))
+        self._begin_shutdown(f"requested by {connection.peer.name}", float(message["grace_s"]))
+        if self._shutdown is not None:
+            self._shutdown.requests.append((connection, number))
 
-    # --- the controller's death, and leaving
+    # --- the end of the controller, and shutting down
 
     def _tick(self) -> None:
-        if self._leaving is not None:
-            self._continue_leaving(self._leaving)
+        if self._shutdown is not None:
+            self._continue_shutdown(self._shutdown)
             return
-        if self._leave_reason is not None:
-            self._leave(self._leave_reason, self.settings.kill_grace_s)
+        if self._shutdown_reason is not None:
+            self._begin_shutdown(self._shutdown_reason, self.settings.kill_grace_s)
             return
         controller = self._controller
-        was_there, grace_s = controller.gone_since is None, controller.grace_s(self.settings.orphan_grace_s)
+        was_alive, grace_s = controller.missing_since is None, controller.grace_s(self.settings.orphan_grace_s)
         missing_s = controller.missing_s(any(self._connections.values()))
         if missing_s is None:
             return
-        if was_there:
+        if was_alive:
             log.warning("%s is gone: terminating its workers in %.1f s", controller, grace_s)
         if missing_s >= grace_s:
-            self._leave(f"{controller} is gone", self.settings.kill_grace_s)
+            self._begin_shutdown(f"{controller} is gone", self.settings.kill_grace_s)
 
-    def _leave(self, reason: str, grace_s: float) -> None:
-        if self._leaving is not None:
-            self._leaving.kill_at = min(self._leaving.kill_at, time.monotonic() + grace_s)
+    def _begin_shutdown(self, reason: str, grace_s: float) -> None:
+        if self._shutdown is not None:
+            self._shutdown.kill_at = min(self._shutdown.kill_at, time.monotonic() + grace_s)
             return
-        log.info("leaving: %s", reason)
-        current_beacon().stage("leaving")
-        self._monitoring.leaving(reason)
+        log.info("shutting down: %s", reason)
+        current_beacon().stage("shutting down")
+        self._monitoring.announce_shutdown(reason)
         kill_at = time.monotonic() + grace_s
-        self._leaving = _Shutdown(reason, kill_at, kill_at + REAP_S)
+        self._shutdown = _Shutdown(reason, kill_at, kill_at + REAP_S)
         self._spawner.terminate()
 
-    def _continue_leaving(self, leaving: _Shutdown) -> None:
-        if not leaving.killed and time.monotonic() >= leaving.kill_at:
-            leaving.killed = True
+    def _continue_shutdown(self, shutdown: _Shutdown) -> None:
+        if not shutdown.killed and time.monotonic() >= shutdown.kill_at:
+            shutdown.killed = True
             left = [child.name for child in self._spawner.living()]
             if left:
                 log.warning("killing %s, which did not exit on SIGTERM", ", ".join(left))
             self._spawner.kill_all()
 
     def _finished(self) -> bool:
-        leaving = self._leaving
-        if leaving is None or (self._spawner.living() and time.monotonic() < leaving.end_at):
+        shutdown = self._shutdown
+        if shutdown is None or (self._spawner.living() and time.monotonic() < shutdown.end_at):
             return False
         self._spawner.kill_all()
         remaining = [child.name for child in self._spawner.living()]
         if remaining:
-            log.error("leaving although %s survived SIGKILL", ", ".join(remaining))
-        for connection, number in leaving.requests:
+            log.error("exiting although %s survived SIGKILL", ", ".join(remaining))
+        for connection, number in shutdown.requests:
             self._requesters[number] = connection
             self._reply(number, {"remaining": remaining})
         return True
@@ -375,7 +373,7 @@ def main() -> None:
     parser.add_argument("--kill-grace", type=float, default=2.0, help="between SIGTERM and SIGKILL")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--node", default=platform.node(), help="the name of this host in verdicts")
-    parser.add_argument("--ports", type=int, nargs=2, help="the first and the last to choose from")
+    parser.add_argument("--ports", type=int, nargs=2, help="the first and the last port that may be used")
     chosen = parser.parse_args()
     token = os.environ.pop("LOCKSTEP_TOKEN", "")
     if not token:

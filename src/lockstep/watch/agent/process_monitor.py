@@ -1,7 +1,7 @@
-"""Monitors the processes of a run on this host: their beacons, their state and use of the machine, their ends.
+"""Monitors the processes of a run on this host: their beacons, states, resource usage and ends.
 
-Nothing here blocks or needs a process's cooperation: it may be stopped, wedged or dead. Times are nanoseconds of the
-host's monotonic clock, 0 where nothing is known.
+Nothing here blocks or needs the cooperation of a monitored process, which may be stopped, hung or dead. Times are
+nanoseconds of the host's monotonic clock, 0 if unknown.
 """
 
 import re
@@ -24,34 +24,34 @@ from lockstep.watch.recorder.rendezvous_wait import parse_rendezvous
 
 @dataclass
 class StageDurations:
-    """The longest of each (role, stage). Seconds."""
+    """The longest duration of each stage of each role, in seconds."""
 
     longest: dict[tuple[str, str], float] = field(default_factory=dict)
 
     def stage_ended(self, role: str, stage: str, since_ns: int, until_ns: int) -> None:
-        """A stage has ended. Samples twice a second may have missed others in between: then it seems longer than it
-        was, which makes later verdicts more careful."""
+        """Records that a stage has ended. If the samples have missed other stages in between, the recorded duration is
+        too long, which makes later verdicts more careful."""
         if stage and until_ns > since_ns > 0:
             key = (role, stage)
             self.longest[key] = max(self.longest.get(key, 0.0), (until_ns - since_ns) / 1e9)
 
     def expected_s(self, role: str, stage: str) -> float:
-        """The longest so far, NaN for a stage that no process of the role has finished yet."""
+        """The longest duration so far; NaN for a stage that no process of the role has finished yet."""
         return self.longest.get((role, stage), float("nan"))
 
 
 MONITORING_ROLES = ("agent", "supervisor")
 """Roles of monitoring processes, which take no part in the job."""
-CALM_S = 1.0
-"""A process that made progress within this time is making progress."""
+RECENT_S = 1.0
+"""A process whose last progress is not older than this is making progress."""
 ENDED_S = 10.0
-"""A process that waits for one that ended starts to wait within this time, or others stop making progress."""
+"""If other processes depend on one that ended, they begin to wait within this time."""
 UNKNOWN_RANK = -1
-"""The rank of a process that may be one of the missing ranks, unknown which."""
+"""The rank of a process that may be one of the missing ranks, but cannot be assigned to one."""
 RANK_SEARCH_S = 1.0
 """Seconds between two searches for ranks that are missing from a rendezvous."""
 LATE_SAMPLE_S = 3.0
-"""A sample that comes so late means that the monitor itself was stopped or starved: it then counts no process as
+"""If a sample comes this late, the monitor itself was stopped or starved, and the sample counts no process as
 inactive."""
 _NAME_WITH_RANK = re.compile(r"(.+?)-(\d+)")
 
@@ -67,12 +67,11 @@ class ProcessState:
     start_ticks: int
     log: Path | None = None
     beacon: BeaconState | None = None
-    life: Liveness = Liveness.RUNNING
+    liveness: Liveness = Liveness.RUNNING
     exit_code: int = NO_EXIT_CODE
     ended_ns: int = 0
-    """When the process ended; for a stopped process, since when it has been stopped in every sample without running in
-    between."""
-    moved_ns: int = 0
+    """When the process ended; for a stopped process, since when it has been stopped without running in between."""
+    progress_ns: int = 0
     """When a counter, the stage or a collective of the process last changed."""
     active_ns: int = 0
     """When the process or a child last used noticeable CPU time or transferred a noticeable number of bytes."""
@@ -85,28 +84,28 @@ class ProcessState:
     where: str = ""
     error: str = ""
     cause: str = ""
-    ours: bool = False
+    ended_on_purpose: bool = False
     usage: ProcessUsage | None = None
     activity: ProcessActivity | None = None
-    end: PidfdHandle | None = None
+    pidfd: PidfdHandle | None = None
 
     @property
     def living(self) -> bool:
-        return self.life in (Liveness.RUNNING, Liveness.STOPPED)
+        return self.liveness in (Liveness.RUNNING, Liveness.STOPPED)
 
     @property
     def idle(self) -> bool:
-        """Whether its main thread waits for work."""
+        """Whether the main thread of the process waits for work."""
         waits = self.beacon.waits if self.beacon is not None else ()
         return any(wait.why == WAITING_FOR_WORK and wait.thread == self.pid for wait in waits)
 
     def stop_watching(self) -> None:
         """Stops watching for the end of the process. Idempotent."""
-        if self.end is not None:
-            self.end.close()
-            self.end = None
+        if self.pidfd is not None:
+            self.pidfd.close()
+            self.pidfd = None
 
-    def take_stacks(self, threads: tuple[py_spy.SampledThread, ...], at_ns: int) -> None:
+    def store_stacks(self, threads: tuple[py_spy.SampledThread, ...], at_ns: int) -> None:
         """Stores sampled stacks of this process."""
         main = py_spy.main_thread(threads, self.pid)
         if main is None:
@@ -125,10 +124,11 @@ class ProcessMonitor:
 
     run: str
     intended_ends: set[str] = field(default_factory=set)
-    """Names of processes that were ended on purpose: their ends are no causes, whatever the exit code."""
-    seen: dict[str, ProcessState] = field(default_factory=dict)
+    """Names of processes that were ended on purpose, so their exit codes do not matter."""
+    tracked: dict[str, ProcessState] = field(default_factory=dict)
+    """All processes by name, including ended ones."""
     replaced: dict[str, int] = field(default_factory=dict)
-    """Replaced processes, and when they are dropped from the reports (monotonic ns)."""
+    """When replaced processes are dropped from the reports, by name."""
     history: StageDurations = field(default_factory=StageDurations)
 
     def __post_init__(self) -> None:
@@ -138,22 +138,22 @@ class ProcessMonitor:
         self._host, self._looked_ns, self._late = HostCounters(), 0, False
 
     def sample(self, children: Mapping[str, WorkerProcess], held: int | None = None) -> list[ProcessState]:
-        """Samples every process once; returns those that were found to have ended since the last sample.
+        """Samples every process once; returns the processes that have ended since the last sample.
 
         Args:
-            held: the pid of a process that py-spy stops for a moment to take its native stack.
+            held: the pid of a process that py-spy stops for a moment to sample its native stack.
         """
         now = time.monotonic_ns()
         self._late, self._looked_ns = now - self._looked_ns > LATE_SAMPLE_S * 1e9, now
         self._host = HostCounters()
-        gone = self._gone(children, now)
+        dropped = self._drop_replaced(children, now)
         beacons = {
             state.name: state
             for state in self._reader.read()
-            if state.role not in MONITORING_ROLES and state.name not in gone
+            if state.role not in MONITORING_ROLES and state.name not in dropped
         }
         for each in children.values():
-            if each.name not in gone:
+            if each.name not in dropped:
                 self._add_worker(each, beacons.get(each.name))
         for state in beacons.values():
             child = children.get(state.name)
@@ -161,171 +161,173 @@ class ProcessMonitor:
                 self._read(state)
         self._add_missing_ranks(now)
         ended = []
-        for seen in self.seen.values():
-            if seen.living and not self._observe(seen, children.get(seen.name), held, now):
-                ended.append(seen)
+        for process in self.tracked.values():
+            if process.living and not self._observe(process, children.get(process.name), held, now):
+                ended.append(process)
         return ended
 
     def forget(self, name: str, after_s: float) -> None:
-        """Drops an ended process that was replaced, since it explains no stall any more. Takes effect after `after_s`:
-        until then its log and beacon can be collected."""
+        """Drops an ended process that was replaced, because it no longer explains a stall. Takes effect after
+        `after_s`; until then its log and beacon can be collected."""
         self.replaced[name] = time.monotonic_ns() + int(after_s * 1e9)
 
-    def _gone(self, children: Mapping[str, WorkerProcess], now: int) -> set[str]:
-        """Returns the names that are dropped from the reports now."""
-        gone = set()
+    def _drop_replaced(self, children: Mapping[str, WorkerProcess], now: int) -> set[str]:
+        """Drops replaced processes from the reports once it is time; returns their names."""
+        dropped = set()
         for name, due in list(self.replaced.items()):
             child = children.get(name)
             if child is not None and child.exit_code is None:  # the name is in use again
                 del self.replaced[name]
             elif now >= due:
-                gone.add(name)
-                seen = self.seen.pop(name, None)
-                if seen is not None:
-                    seen.stop_watching()
-        return gone
+                dropped.add(name)
+                process = self.tracked.pop(name, None)
+                if process is not None:
+                    process.stop_watching()
+        return dropped
 
-    def is_calm(self) -> bool:
-        """Whether every process makes progress or has nothing to do, and none has just ended."""
+    def shows_no_stall(self) -> bool:
+        """Whether every process makes progress or is idle, and none has just ended."""
         now = time.monotonic_ns()
-        return all(_is_calm(seen, now) for seen in self.seen.values())
+        return all(_shows_no_stall(process, now) for process in self.tracked.values())
 
-    def suspects(self, after_s: float) -> Iterable[ProcessState]:
-        """Processes whose stacks should be taken now: alive, without progress for `after_s`, and not waiting
-        for work. The longer a process makes no progress, the less often its stacks are taken."""
+    def stack_candidates(self, after_s: float) -> Iterable[ProcessState]:
+        """Processes whose stacks should be sampled now: alive, without progress for `after_s`, and not waiting for
+        work. The longer a process makes no progress, the less often its stacks are sampled."""
         now = time.monotonic_ns()
-        for seen in self.seen.values():
-            if not seen.living or seen.idle or now - max(seen.moved_ns, 1) < after_s * 1e9:
+        for process in self.tracked.values():
+            if not process.living or process.idle or now - max(process.progress_ns, 1) < after_s * 1e9:
                 continue
-            since_s = (now - seen.moved_ns) / 1e9
-            if now - seen.stack_ns >= min(10.0, max(after_s / 2, since_s / 4)) * 1e9:
-                yield seen
+            since_s = (now - process.progress_ns) / 1e9
+            if now - process.stack_ns >= min(10.0, max(after_s / 2, since_s / 4)) * 1e9:
+                yield process
 
     def _add_worker(self, child: WorkerProcess, state: BeaconState | None) -> None:
-        """Adds a worker that the agent started; it need not have a beacon yet."""
-        known = self.seen.get(child.name)
+        """Adds a worker that the agent started and that may have no beacon yet."""
+        known = self.tracked.get(child.name)
         if known is not None and known.pid == child.pid:
             return
         matched = _NAME_WITH_RANK.fullmatch(child.name)
         role, rank = (matched[1], int(matched[2])) if matched else (child.name, 0)
         if state is not None and state.pid == child.pid:
             role, rank = state.role, state.rank
-        self._begin(ProcessState(child.name, role, rank, child.pid, child.start_ticks, Path(child.log)))
+        self._track(ProcessState(child.name, role, rank, child.pid, child.start_ticks, Path(child.log)))
 
     def _add_missing_ranks(self, now: int) -> None:
-        """Finds processes that others wait for in a rendezvous and that have no beacon yet."""
+        """Finds processes that have no beacon yet and that others wait for in a rendezvous."""
         if now - self._searched_ns < RANK_SEARCH_S * 1e9:
             return
-        there: dict[tuple[str, int], dict[int, int]] = {}
-        for seen in self.seen.values():
-            for wait in seen.beacon.waits if seen.living and seen.beacon is not None else ():
+        waiting_ranks: dict[tuple[str, int], dict[int, int]] = {}
+        for process in self.tracked.values():
+            for wait in process.beacon.waits if process.living and process.beacon is not None else ():
                 expected = parse_rendezvous(wait.kind, wait.waits_for, wait.why).expected
                 if expected is not None and now - wait.since_ns > RANK_SEARCH_S * 1e9:
-                    there.setdefault((seen.role, expected.size), {})[seen.rank] = seen.pid
-        if not there:
+                    waiting_ranks.setdefault((process.role, expected.size), {})[process.rank] = process.pid
+        if not waiting_ranks:
             return
         self._searched_ns = now
-        known = {each.pid for each in self.seen.values() if each.rank >= 0}
-        for (role, size), waiting in there.items():
-            ranks = {each.rank for each in self.seen.values() if each.role == role and each.living}
+        known = {each.pid for each in self.tracked.values() if each.rank >= 0}
+        for (role, size), waiting in waiting_ranks.items():
+            ranks = {each.rank for each in self.tracked.values() if each.role == role and each.living}
             missing = [rank for rank in range(size) if rank not in ranks]
             if missing:
-                placed, unplaced = find_unregistered_ranks(self.run, waiting, missing, known)
-                for rank, pid in (*placed.items(), *((UNKNOWN_RANK, pid) for pid in unplaced)):
-                    self._place(role, rank, pid)
+                found, candidates = find_unregistered_ranks(self.run, waiting, missing, known)
+                for rank, pid in (*found.items(), *((UNKNOWN_RANK, pid) for pid in candidates)):
+                    self._add_missing_rank(role, rank, pid)
 
-    def _place(self, role: str, rank: int, pid: int) -> None:
-        """Notes a process without a beacon."""
+    def _add_missing_rank(self, role: str, rank: int, pid: int) -> None:
+        """Adds a process without a beacon."""
         name = f"{role}-{rank}" if rank >= 0 else f"process {pid}"
-        if name not in self.seen or self.seen[name].pid != pid:
-            self._displace(pid)
-            self._begin(ProcessState(name, role, rank, pid, processes.start_ticks(pid) or 0))
+        if name not in self.tracked or self.tracked[name].pid != pid:
+            self._remove_without_beacon(pid)
+            self._track(ProcessState(name, role, rank, pid, processes.start_ticks(pid) or 0))
 
-    def _displace(self, pid: int) -> None:
-        """Removes the entries of a pid that was taken for another process."""
-        for name in [name for name, each in self.seen.items() if each.pid == pid and each.beacon is None]:
-            self.seen.pop(name).stop_watching()
+    def _remove_without_beacon(self, pid: int) -> None:
+        """Removes entries without a beacon of a pid, which were made before its real name was known."""
+        for name in [name for name, each in self.tracked.items() if each.pid == pid and each.beacon is None]:
+            self.tracked.pop(name).stop_watching()
 
-    def _begin(self, seen: ProcessState) -> None:
-        before = self.seen.get(seen.name)
+    def _track(self, process: ProcessState) -> None:
+        before = self.tracked.get(process.name)
         if before is not None:
             before.stop_watching()
-        self.intended_ends.discard(seen.name)
-        seen.moved_ns = seen.active_ns = time.monotonic_ns()
-        self.seen[seen.name] = seen
+        self.intended_ends.discard(process.name)
+        process.progress_ns = process.active_ns = time.monotonic_ns()
+        self.tracked[process.name] = process
 
     def _read(self, state: BeaconState) -> None:
-        seen = self.seen.get(state.name)
-        if seen is None or (seen.pid, seen.start_ticks) != (state.pid, state.start_ticks):
-            if seen is not None and seen.pid == state.pid:  # a child whose start time was not known when it was met
-                seen.start_ticks = state.start_ticks
+        process = self.tracked.get(state.name)
+        if process is None or (process.pid, process.start_ticks) != (state.pid, state.start_ticks):
+            if process is not None and process.pid == state.pid:  # added before its start time was known
+                process.start_ticks = state.start_ticks
             else:
-                self._displace(state.pid)
-                seen = ProcessState(state.name, state.role, state.rank, state.pid, state.start_ticks)
-                self._begin(seen)
-        seen.role, seen.rank = state.role, state.rank
-        if seen.beacon is not None and seen.beacon.stage_since_ns != state.stage_since_ns:
-            self.history.stage_ended(seen.role, seen.beacon.stage, seen.beacon.stage_since_ns, state.stage_since_ns)
-        seen.moved_ns = max(seen.moved_ns, last_progress_ns(state))
-        seen.beacon = state
+                self._remove_without_beacon(state.pid)
+                process = ProcessState(state.name, state.role, state.rank, state.pid, state.start_ticks)
+                self._track(process)
+        process.role, process.rank = state.role, state.rank
+        if process.beacon is not None and process.beacon.stage_since_ns != state.stage_since_ns:
+            self.history.stage_ended(
+                process.role, process.beacon.stage, process.beacon.stage_since_ns, state.stage_since_ns
+            )
+        process.progress_ns = max(process.progress_ns, last_progress_ns(state))
+        process.beacon = state
 
-    def _observe(self, seen: ProcessState, child: WorkerProcess | None, held: int | None, now: int) -> bool:
+    def _observe(self, process: ProcessState, child: WorkerProcess | None, held: int | None, now: int) -> bool:
         """Updates the state and usage of a process; returns False when the process has ended."""
-        mine = child is not None and child.pid == seen.pid
-        if mine and child is not None and child.exit_code is not None:
-            self._ended(seen, child.exit_code, now)
+        is_worker = child is not None and child.pid == process.pid
+        if is_worker and child is not None and child.exit_code is not None:
+            self._ended(process, child.exit_code, now)
             return False
-        still = now - seen.moved_ns > CALM_S * 1e9
-        usage = processes.process_usage(seen.pid, seen.start_ticks or None, moved=still)
+        no_progress = now - process.progress_ns > RECENT_S * 1e9
+        usage = processes.process_usage(process.pid, process.start_ticks or None, with_bytes=no_progress)
         if usage is None or usage.state in "ZX":
-            if mine:  # the agent reaps it in a moment and then knows its exit code
+            if is_worker:  # the agent reaps it in a moment and then knows its exit code
                 return True
-            code = seen.end.exit_code() if seen.end is not None else None
-            self._ended(seen, NO_EXIT_CODE if code is None else code, now)
+            code = process.pidfd.exit_code() if process.pidfd is not None else None
+            self._ended(process, NO_EXIT_CODE if code is None else code, now)
             return False
-        if seen.end is None and not mine:
+        if process.pidfd is None and not is_worker:
             try:
-                seen.end = PidfdHandle(seen.pid)
+                process.pidfd = PidfdHandle(process.pid)
             except OSError:
-                seen.end = None
-        self._stopped(seen, usage, held, now)
-        if seen.activity is None or seen.activity.pid != seen.pid:
-            seen.activity = ProcessActivity(seen.pid)
-        if not still:
-            seen.active_ns = max(seen.active_ns, seen.moved_ns)
-            seen.activity.rest(usage, now)
-        elif seen.activity.seen(usage, now, self._host, closer=not seen.idle) or self._late:
-            seen.active_ns = now
-        seen.usage = usage
+                process.pidfd = None
+        self._update_stopped(process, usage, held, now)
+        if process.activity is None or process.activity.pid != process.pid:
+            process.activity = ProcessActivity(process.pid)
+        if not no_progress:
+            process.active_ns = max(process.active_ns, process.progress_ns)
+            process.activity.skip(usage, now)
+        elif process.activity.sample(usage, now, self._host, closer=not process.idle) or self._late:
+            process.active_ns = now
+        process.usage = usage
         return True
 
-    def _stopped(self, seen: ProcessState, usage: ProcessUsage, held: int | None, now: int) -> None:
-        """Updates whether a process is stopped. If it ran since the last sample, that sample saw an earlier stop."""
+    def _update_stopped(self, process: ProcessState, usage: ProcessUsage, held: int | None, now: int) -> None:
+        """Updates whether a process is stopped. If the process ran since the last sample, this is a new stop."""
         if usage.state not in "Tt":
-            seen.life, seen.ended_ns = Liveness.RUNNING, 0
+            process.liveness, process.ended_ns = Liveness.RUNNING, 0
             return
-        ran = seen.usage is not None and seen.usage.ran_ns != usage.ran_ns
-        if seen.life is Liveness.STOPPED and ran:
-            seen.ended_ns = now
-        elif seen.life is not Liveness.STOPPED and seen.pid != held:
-            seen.life, seen.ended_ns = Liveness.STOPPED, now
+        ran = process.usage is not None and process.usage.ran_ns != usage.ran_ns
+        if process.liveness is Liveness.STOPPED and ran:
+            process.ended_ns = now
+        elif process.liveness is not Liveness.STOPPED and process.pid != held:
+            process.liveness, process.ended_ns = Liveness.STOPPED, now
 
-    def _ended(self, seen: ProcessState, code: int, now: int) -> None:
-        seen.life = Liveness.EXITED if code == 0 else Liveness.DEAD
-        seen.exit_code, seen.ended_ns = code, now
-        seen.ours = seen.name in self.intended_ends
+    def _ended(self, process: ProcessState, code: int, now: int) -> None:
+        process.liveness = Liveness.EXITED if code == 0 else Liveness.DEAD
+        process.exit_code, process.ended_ns = code, now
+        process.ended_on_purpose = process.name in self.intended_ends
         known = None if code == NO_EXIT_CODE else code
-        end = exit_causes.explain_exit(
-            known, exit_causes.read_tail(seen.log) if seen.log is not None else "", self._oom(seen, known), seen.ours
-        )
-        seen.cause, seen.error = end.cause, end.error
-        seen.stop_watching()
+        log_text = exit_causes.read_tail(process.log) if process.log is not None else ""
+        out_of_memory = self._was_oom_killed(process, known)
+        explained = exit_causes.explain_exit(known, log_text, out_of_memory, process.ended_on_purpose)
+        process.cause, process.error = explained.cause, explained.error
+        process.stop_watching()
 
-    def _oom(self, seen: ProcessState, code: int | None) -> bool | None:
+    def _was_oom_killed(self, process: ProcessState, code: int | None) -> bool | None:
         """Whether the kernel killed the process for memory, according to the kernel's counter and log."""
-        if code not in (None, -9) or seen.ours:
+        if code not in (None, -9) or process.ended_on_purpose:
             return False
-        logged = exit_causes.was_oom_killed(seen.pid)
+        logged = exit_causes.was_oom_killed(process.pid)
         kills = exit_causes.oom_kill_count()
         rose = None if kills is None or self._oom_kills is None else kills > self._oom_kills
         self._oom_kills = kills
@@ -334,17 +336,17 @@ class ProcessMonitor:
         return rose if logged is None or rose else False
 
 
-def _is_calm(seen: ProcessState, now: int) -> bool:
-    if not seen.living:
-        return now - seen.ended_ns > ENDED_S * 1e9
-    return seen.life is Liveness.RUNNING and (seen.idle or now - seen.moved_ns < CALM_S * 1e9)
+def _shows_no_stall(process: ProcessState, now: int) -> bool:
+    if not process.living:
+        return now - process.ended_ns > ENDED_S * 1e9
+    return process.liveness is Liveness.RUNNING and (process.idle or now - process.progress_ns < RECENT_S * 1e9)
 
 
 def last_progress_ns(state: BeaconState) -> int:
     """When a counter, the stage or a communicator of a beacon last changed."""
-    moves = [state.created_ns, state.stage_since_ns, *(counter.updated_ns for counter in state.counters.values())]
+    times = [state.created_ns, state.stage_since_ns, *(counter.updated_ns for counter in state.counters.values())]
     for communicator in state.communicators:
-        moves += (communicator.created_ns, communicator.entered_ns, communicator.completed_ns)
+        times += (communicator.created_ns, communicator.entered_ns, communicator.completed_ns)
         if communicator.newest is not None:
-            moves += (communicator.newest.entered_ns, communicator.newest.left_ns)
-    return max(moves)
+            times += (communicator.newest.entered_ns, communicator.newest.left_ns)
+    return max(times)

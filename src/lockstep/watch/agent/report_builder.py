@@ -29,9 +29,9 @@ from lockstep.watch.diagnosis.evidence_types import (
 )
 
 QUIET_S = 1.0
-"""Reports hold no details of processes that made progress within this time."""
+"""Reports contain no details of processes that made progress within this time."""
 CALLS_REPORTED = 8
-"""Newest calls reported of a member that waits in one; of the others one is enough."""
+"""The number of newest calls that are reported for a member without recent progress; for others it is one."""
 
 
 @dataclass
@@ -41,20 +41,20 @@ class ReportBuilder:
     host: str
     roster: Roster = field(default_factory=lambda: Roster("", 0))
     _explained: set[int] = field(default_factory=set)
-    """Signatures that all observers have received."""
+    """Signatures whose calls all supervisors have received."""
 
     def forget(self) -> None:
-        """A new observer: signatures are explained again."""
+        """Reports all signatures again, for a new supervisor."""
         self._explained.clear()
 
     def build(self, monitor: ProcessMonitor, gaps: Sequence[str] = ()) -> tuple[Roster, StateReport]:
-        """Builds the reports of the last sample. A changed roster gets a higher number."""
-        states = sorted(monitor.seen.values(), key=lambda seen: (seen.role, seen.rank, seen.name))
+        """Builds the reports of the last sample. A changed roster gets the next number."""
+        states = sorted(monitor.tracked.values(), key=lambda process: (process.role, process.rank, process.name))
         memberships = [
             (index, record)
-            for index, seen in enumerate(states)
-            if seen.beacon is not None
-            for record in seen.beacon.communicators
+            for index, process in enumerate(states)
+            if process.beacon is not None
+            for record in process.beacon.communicators
             if not record.closed
         ]
         self._update_roster(states, memberships)
@@ -78,7 +78,7 @@ class ReportBuilder:
     def _update_roster(
         self, states: Sequence[ProcessState], memberships: Sequence[tuple[int, CommunicatorRecord]]
     ) -> None:
-        """Gives the roster a new number when it has changed."""
+        """Replaces the roster, with the next number, if it has changed."""
         processes = tuple(ProcessInfo(each.name, each.role, each.rank, self.host, each.pid) for each in states)
         named: dict[int, RosterCommunicator] = {}
         for _, each in memberships:
@@ -99,17 +99,17 @@ class ReportBuilder:
             for call in some
             if call.signature not in self._explained and call.operation
         }
-        if len(self._explained) > 2048:  # ever new shapes: observers drop the oldest, too
+        if len(self._explained) > 2048:  # the job uses ever new shapes; supervisors drop the oldest as well
             self._explained.clear()
         self._explained.update(about)
         return about
 
 
-def _pack_process_state(seen: ProcessState, now: int) -> bytes:
-    code = None if seen.exit_code == NO_EXIT_CODE else seen.exit_code
+def _pack_process_state(process: ProcessState, now: int) -> bytes:
+    code = None if process.exit_code == NO_EXIT_CODE else process.exit_code
     return pack_process(
-        seen.life, code, _age_s(seen.ended_ns, now), _age_s(seen.moved_ns, now), _age_s(seen.active_ns, now),
-        _age_s(seen.same_stack_ns, now),
+        process.liveness, code, _age_s(process.ended_ns, now), _age_s(process.progress_ns, now),
+        _age_s(process.active_ns, now), _age_s(process.same_stack_ns, now),
     )  # fmt: skip
 
 
@@ -122,34 +122,36 @@ def _pack_membership(record: CommunicatorRecord, now: int) -> bytes:
     )  # fmt: skip
 
 
-def _newest_calls(seen: ProcessState, record: CommunicatorRecord, now: int) -> Sequence[CallRecord]:
-    """The newest collectives of a member: more if it has stopped, as earlier calls show what went wrong."""
+def _newest_calls(process: ProcessState, record: CommunicatorRecord, now: int) -> Sequence[CallRecord]:
+    """The newest collectives of a member: several if it makes no progress, because earlier calls show the cause."""
     newest = record.newest
-    if newest is None or seen.beacon is None:
+    if newest is None or process.beacon is None:
         return ()
-    if now - seen.moved_ns < QUIET_S * 1e9:
+    if now - process.progress_ns < QUIET_S * 1e9:
         found: Sequence[CallRecord] = (newest,)
     else:
-        found = read_calls(seen.beacon.path, record.slot, CALLS_REPORTED)
+        found = read_calls(process.beacon.path, record.slot, CALLS_REPORTED)
     return [call for call in found if not call.p2p and call.seq != UNKNOWN]
 
 
-def _process_note(seen: ProcessState, monitor: ProcessMonitor, now: int) -> ProcessNote | None:
-    """Details of a process that ended, or has made no progress for a while."""
-    if seen.living and now - seen.moved_ns < QUIET_S * 1e9:
+def _process_note(process: ProcessState, monitor: ProcessMonitor, now: int) -> ProcessNote | None:
+    """Details of a process that has ended or makes no progress."""
+    if process.living and now - process.progress_ns < QUIET_S * 1e9:
         return None
-    stage = seen.beacon.stage if seen.beacon is not None else ""
-    # A stack older than the last progress shows another place.
-    where = seen.where if seen.stack_ns >= seen.moved_ns else ""
-    return ProcessNote(where, seen.error, seen.cause, seen.ours, monitor.history.expected_s(seen.role, stage))
+    stage = process.beacon.stage if process.beacon is not None else ""
+    # A stack that is older than the last progress shows an earlier position.
+    where = process.where if process.stack_ns >= process.progress_ns else ""
+    return ProcessNote(
+        where, process.error, process.cause, process.ended_on_purpose, monitor.history.expected_s(process.role, stage)
+    )
 
 
 def _wait_reports(states: Iterable[ProcessState], now: int) -> Iterable[WaitReport]:
-    for index, seen in enumerate(states):
-        if not seen.living or seen.beacon is None:
+    for index, process in enumerate(states):
+        if not process.living or process.beacon is None:
             continue
-        for record in seen.beacon.waits:
-            yield wait_report(index, record, now, main=record.thread == seen.pid)
+        for record in process.beacon.waits:
+            yield wait_report(index, record, now, main=record.thread == process.pid)
 
 
 def _age_s(at_ns: int, now: int) -> float:

@@ -1,8 +1,8 @@
-"""How the processes of a run find each other: the run's leader (its controller), and the addresses of agents and
-supervisor.
+"""How the processes of a run find each other: the run's leader (its controller), and the addresses of the agents and
+the supervisor. It also determines whether a peer or the controller is alive.
 
-The leader is one small file in the run's shared memory. A controller that takes a run over replaces its
-predecessor's; from then on the predecessor is superseded, should it still live (stopped, say, and continued).
+The leader is one small file in the run's shared memory. A controller that takes over a run replaces the file. From then
+on the previous controller is superseded, even if it is still alive, for example because it was stopped and continued.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ class Leader:
     start_ticks: int | None
     orphan_grace_s: float
     reconnect_s: float = 30.0
-    """A controller that is alive (or on another host) and accepts no reconnection for this long is gone, too."""
+    """A controller that accepts no reconnection for this long counts as ended, even if its process is alive."""
 
     def publish(self, run: str) -> None:
         """Makes this controller the run's leader. Raises Superseded when the run has a later one."""
@@ -77,8 +77,8 @@ def _leader_path(run: str) -> Path:
 
 PING_S = 1.0
 FROZEN_S = 2.5
-"""`tick` is due once a second. When it comes this late, this process itself was stopped or starved, and the peer may
-well have sent messages meanwhile."""
+"""`tick` is due once a second. If it comes this late, this process itself was stopped or starved, and the peer may have
+sent messages meanwhile."""
 
 
 class PeerHeartbeat:
@@ -116,7 +116,7 @@ class PeerHeartbeat:
 
 @dataclass(frozen=True, slots=True)
 class ServiceAddress:
-    """Where an agent or supervisor listens, as in its `agent.json` or `supervisor.json`."""
+    """Where an agent or supervisor listens: the content of its `agent.json` or `supervisor.json`."""
 
     run: str
     generation: int
@@ -130,8 +130,8 @@ class ServiceAddress:
         write_atomically(path, json.dumps(asdict(self)).encode())
 
     @staticmethod
-    def withdraw(path: Path) -> None:
-        """Removes the file if this process wrote it; a later one may have replaced it."""
+    def remove(path: Path) -> None:
+        """Removes the file if this process wrote it, and not if another process has replaced it."""
         with contextlib.suppress(OSError, ValueError):
             if json.loads(path.read_text())["pid"] == os.getpid():
                 path.unlink()
@@ -143,20 +143,20 @@ class ServiceAddress:
 
 
 FIRST_ATTACH_S = 60.0
-"""A controller on another host, known by its connection only, attaches within this."""
+"""A controller on another host, which is known by its connection only, has to attach within this time."""
 
 
 @dataclass
 class ControllerLiveness:
-    """Whether the controller, whose death ends the run, is there: on this host its process, else its connection."""
+    """Determines whether the controller is alive: on this host by its process, on another host by its connection."""
 
     pid: int | None
     """The controller's pid; None if the controller is on another host."""
     start: int | None
     patience_s: float = 0.0
-    """How long the controller may be missing at least, even without grace for orphans: a connection may break and be
-    restored."""
-    gone_since: float | None = None
+    """The minimum time for which the controller may be missing, also without a grace for orphans, because a broken
+    connection may be restored."""
+    missing_since: float | None = None
 
     @staticmethod
     def expected(pid: int | None) -> "ControllerLiveness":
@@ -169,14 +169,14 @@ class ControllerLiveness:
         return "the controller, on another host," if self.pid is None else f"the controller (pid {self.pid})"
 
     def missing_s(self, connected: bool) -> float | None:
-        """How long the controller has been missing; None while it is there."""
+        """How long the controller has been missing; None while it is alive."""
         if connected if self.pid is None else processes.is_alive(self.pid, self.start):
-            self.gone_since = None
+            self.missing_since = None
             return None
         now = time.monotonic()
-        if self.gone_since is None:
-            self.gone_since = now
-        return now - self.gone_since
+        if self.missing_since is None:
+            self.missing_since = now
+        return now - self.missing_since
 
     def grace_s(self, orphan_grace_s: float) -> float:
         """How long the controller may be missing."""

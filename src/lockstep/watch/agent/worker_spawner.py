@@ -1,7 +1,7 @@
 """The agent's children: fork servers, and the workers they fork.
 
-`WorkerSpawner` knows no clients. The agent's loop drives it: it registers its sockets with the loop's selector, and
-reports through callbacks.
+The agent's loop drives `WorkerSpawner`, which registers its sockets with the loop's selector and reports through
+callbacks.
 """
 
 import json
@@ -31,9 +31,10 @@ _IMPORT_TIME_PREFIXES = (
     "OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "MALLOC_", "LD_", "PYTHON", "TORCH", "PYTORCH", "HF_",
     "TRANSFORMERS_", "TOKENIZERS_", "VLLM_", "CUDA_", "NCCL_", "LOCKSTEP_BEACONS",
 )  # fmt: skip
-"""Variables read while modules are imported: workers that differ in them do not share a fork server."""
+"""Prefixes of variables that modules read while they are imported. Workers that differ in one of these do not share a
+fork server."""
 _MAX_DEATHS = 3
-"""A fork server that died this often is given up; its workers start without one."""
+"""After this many deaths of a fork server, its workers start without preloaded modules."""
 
 
 @dataclass
@@ -54,7 +55,7 @@ class SpawnRequest:
 
 @dataclass
 class WorkerProcess:
-    """A worker that was started."""
+    """A worker of this agent, running or ended."""
 
     name: str
     pid: int
@@ -76,7 +77,7 @@ class WorkerProcess:
         }  # fmt: skip
 
     def log_tail(self) -> str:
-        """The end of its log, for controllers on other hosts."""
+        """The end of the worker's log, for controllers on other hosts."""
         return log_tail(Path(self.log))
 
 
@@ -91,66 +92,72 @@ class _ForkServer:
     forking: SpawnRequest | None = None
     received: bytes = b""
 
+    def unfinished(self) -> list[SpawnRequest]:
+        """Requests that have not been answered."""
+        return [request for request in (self.forking, *self.waiting) if request is not None]
+
 
 class WorkerSpawner:
-    """Starts, watches and kills workers. `exited` is called at each worker's end."""
+    """Starts, watches and kills workers. `on_exit` is called when a worker has ended."""
 
-    def __init__(self, selector: selectors.BaseSelector, exited: Callable[[WorkerProcess], None]) -> None:
+    def __init__(self, selector: selectors.BaseSelector, on_exit: Callable[[WorkerProcess], None]) -> None:
         self.children: dict[str, WorkerProcess] = {}
         self._selector = selector
-        self._exited = exited
-        self._templates: dict[tuple[Any, ...], _ForkServer] = {}
+        self._on_exit = on_exit
+        self._servers: dict[tuple[Any, ...], _ForkServer] = {}
         self._deaths: dict[tuple[Any, ...], int] = {}
-        self._unnamed_exits: dict[int, int] = {}
-        """Exit codes of children without a name yet: a worker may end before its fork server reports its pid."""
+        self._unreported_exits: dict[int, int] = {}
+        """Exit codes by pid of children that no fork server has reported yet, because they ended early."""
 
     def living(self) -> list[WorkerProcess]:
+        """The workers that have not ended."""
         return [child for child in self.children.values() if child.exit_code is None]
 
     def busy(self) -> bool:
-        return any(template.waiting or template.forking for template in self._templates.values())
+        """Whether a worker is being started."""
+        return any(server.waiting or server.forking for server in self._servers.values())
 
-    def spawn(self, order: SpawnRequest) -> None:
-        """Starts a worker; `order.started` or `order.refused` is called, now or later."""
-        under_way = [o.name for t in self._templates.values() for o in (*t.waiting, t.forking) if o is not None]
-        child = self.children.get(order.name)
-        if order.name in under_way or (child is not None and child.exit_code is None):
-            order.refused(f"a worker named {order.name!r} is running already")
+    def spawn(self, request: SpawnRequest) -> None:
+        """Starts a worker; calls `request.started` or `request.refused`, now or later."""
+        pending = [each.name for server in self._servers.values() for each in server.unfinished()]
+        child = self.children.get(request.name)
+        if request.name in pending or (child is not None and child.exit_code is None):
+            request.refused(f"a worker named {request.name!r} is running already")
             return
-        warm = bool(order.preload) and can_fork(order.argv)
-        self._dispatch(order, order.preload if warm else ())
+        warm = bool(request.preload) and can_fork(request.argv)
+        self._dispatch(request, request.preload if warm else ())
 
-    def _dispatch(self, order: SpawnRequest, preload: tuple[str, ...]) -> None:
-        key: tuple[Any, ...] = (preload, *self._import_variables(order.env)) if preload else ()
+    def _dispatch(self, request: SpawnRequest, preload: tuple[str, ...]) -> None:
+        key: tuple[Any, ...] = (preload, *self._import_variables(request.env)) if preload else ()
         if preload and self._deaths.get(key, 0) >= _MAX_DEATHS:
-            self._dispatch(order, ())
+            self._dispatch(request, ())
             return
-        template = self._templates.get(key)
-        if template is None:
+        server = self._servers.get(key)
+        if server is None:
             try:
-                template = self._start_template(key, preload, order)
+                server = self._start_fork_server(key, preload, request)
             except OSError as error:
-                order.refused(f"cannot start a fork server: {error}")
+                request.refused(f"cannot start a fork server: {error}")
                 return
-        template.waiting.append(order)
-        self._next(template)
+        server.waiting.append(request)
+        self._send_next(server)
 
     @staticmethod
     def _import_variables(env: dict[str, str]) -> Iterator[tuple[str, str]]:
         return ((name, env[name]) for name in sorted(env) if name.startswith(_IMPORT_TIME_PREFIXES))
 
-    def _start_template(self, key: tuple[Any, ...], preload: tuple[str, ...], order: SpawnRequest) -> _ForkServer:
+    def _start_fork_server(self, key: tuple[Any, ...], preload: tuple[str, ...], request: SpawnRequest) -> _ForkServer:
         own_end, its_end = socket.socketpair()
         argv = [
             sys.executable, "-m", "lockstep.watch.agent.fork_server", "--socket", str(its_end.fileno()),
             "--agent", str(os.getpid()), "--preload", ",".join(preload),
         ]  # fmt: skip
-        # What a process starts with stays readable in its /proc/PID/environ, and in that of all it forks. The token
-        # reaches a worker with its request: a user's function then finds it neither there nor in `os.environ`.
-        env = {name: value for name, value in order.env.items() if name != "LOCKSTEP_TOKEN"} if preload else None
+        # /proc/PID/environ shows the environment that a process or its fork server started with. The token is left out
+        # and reaches a worker with its request, so that users' functions find it neither there nor in `os.environ`.
+        env = {name: value for name, value in request.env.items() if name != "LOCKSTEP_TOKEN"} if preload else None
         try:
             popen = subprocess.Popen(
-                argv, env=env, cwd=order.cwd if preload else None,
+                argv, env=env, cwd=request.cwd if preload else None,
                 stdin=subprocess.DEVNULL, pass_fds=[its_end.fileno()], start_new_session=True,
             )  # fmt: skip
         except OSError:
@@ -159,109 +166,110 @@ class WorkerSpawner:
         finally:
             its_end.close()
         own_end.setblocking(False)
-        template = self._templates[key] = _ForkServer(key, preload, popen, own_end)
-        self._selector.register(own_end, selectors.EVENT_READ, lambda mask: self._receive(template))
+        server = self._servers[key] = _ForkServer(key, preload, popen, own_end)
+        self._selector.register(own_end, selectors.EVENT_READ, lambda mask: self._receive(server))
         log.info("fork server %d for %s", popen.pid, ", ".join(preload) or "workers without preloads")
-        return template
+        return server
 
-    def _next(self, template: _ForkServer) -> None:
-        """Sends the fork server its next request; one at a time, so that a message fits its socket's buffer."""
-        if not template.ready or template.forking is not None or not template.waiting:
+    def _send_next(self, server: _ForkServer) -> None:
+        """Sends the fork server its next request: one at a time, so that the message fits the socket's buffer."""
+        if not server.ready or server.forking is not None or not server.waiting:
             return
-        order = template.forking = template.waiting.popleft()
+        request = server.forking = server.waiting.popleft()
         message = {
-            "name": order.name, "argv": order.argv, "env": order.env, "log": order.log, "cwd": order.cwd,
-            "warm": bool(template.preload),
+            "name": request.name, "argv": request.argv, "env": request.env, "log": request.log, "cwd": request.cwd,
+            "warm": bool(server.preload),
         }  # fmt: skip
         data = json.dumps(message).encode() + b"\n"
         try:
-            template.socket.settimeout(5.0)
-            template.socket.sendall(data)
-            template.socket.setblocking(False)
+            server.socket.settimeout(5.0)
+            server.socket.sendall(data)
+            server.socket.setblocking(False)
         except OSError:
-            self._discard(template)
+            self._discard(server)
 
-    def _receive(self, template: _ForkServer) -> None:
+    def _receive(self, server: _ForkServer) -> None:
         try:
-            data = template.socket.recv(1 << 16)
+            data = server.socket.recv(1 << 16)
         except BlockingIOError:
             return
         except OSError:
             data = b""
         if not data:
-            self._discard(template)
+            self._discard(server)
             return
-        template.received += data
-        while b"\n" in template.received and self._templates.get(template.key) is template:
-            line, template.received = template.received.split(b"\n", 1)
-            self._handle_message(template, json.loads(line))
+        server.received += data
+        while b"\n" in server.received and self._servers.get(server.key) is server:
+            line, server.received = server.received.split(b"\n", 1)
+            self._handle_message(server, json.loads(line))
 
-    def _handle_message(self, template: _ForkServer, message: dict[str, Any]) -> None:
+    def _handle_message(self, server: _ForkServer, message: dict[str, Any]) -> None:
         if "failed" in message:
             log.warning(
-                "cannot preload %s; its workers start without a fork server:\n%s", template.preload, message["failed"]
+                "cannot preload %s; its workers start without a fork server:\n%s", server.preload, message["failed"]
             )
-            self._deaths[template.key] = _MAX_DEATHS
-            self._discard(template)
+            self._deaths[server.key] = _MAX_DEATHS
+            self._discard(server)
             return
         if "ready" in message:
-            template.ready = True
-        order, template.forking = template.forking, None
-        if order is not None and "pid" in message:
-            self._register(order, message["pid"], warm=bool(template.preload))
-        elif order is not None and template.preload:
-            log.warning("%s starts without a fork server: %s", order.name, message["error"])
-            self._dispatch(order, ())
-        elif order is not None:
-            order.refused(message["error"])
+            server.ready = True
+        request, server.forking = server.forking, None
+        if request is not None and "pid" in message:
+            self._register(request, message["pid"], warm=bool(server.preload))
+        elif request is not None and server.preload:
+            log.warning("%s starts without a fork server: %s", request.name, message["error"])
+            self._dispatch(request, ())
+        elif request is not None:
+            request.refused(message["error"])
         if not self.busy():
-            self._unnamed_exits.clear()
-        self._next(template)
+            self._unreported_exits.clear()
+        self._send_next(server)
 
-    def _register(self, order: SpawnRequest, pid: int, warm: bool) -> None:
+    def _register(self, request: SpawnRequest, pid: int, warm: bool) -> None:
         child = WorkerProcess(
-            order.name, pid, start_ticks(pid) or 0, order.argv, order.log, warm, time.time(), note=order.note
+            request.name, pid, start_ticks(pid) or 0, request.argv, request.log, warm, time.time(), note=request.note
         )
-        self.children[order.name] = child
-        order.started(child)
-        if pid in self._unnamed_exits:
-            self._end(child, self._unnamed_exits.pop(pid))
+        self.children[request.name] = child
+        request.started(child)
+        if pid in self._unreported_exits:
+            self._end(child, self._unreported_exits.pop(pid))
 
-    def _discard(self, template: _ForkServer) -> None:
-        """Discards a fork server that ended or must end: a new one gets its requests, or the workers start without
-        one."""
-        if self._templates.get(template.key) is not template:
+    def _discard(self, server: _ForkServer) -> None:
+        """Discards a fork server that ended or must end, and starts its pending workers otherwise: by a new fork
+        server, or without preloaded modules."""
+        if self._servers.get(server.key) is not server:
             return
-        del self._templates[template.key]
-        self._deaths[template.key] = self._deaths.get(template.key, 0) + 1
-        self._selector.unregister(template.socket)
-        template.socket.close()
-        if template.popen.returncode is None:
-            template.popen.kill()
-        orders = [order for order in (template.forking, *template.waiting) if order is not None]
-        if template.forking is not None:
-            self._kill_unreported(template, template.forking)
-        for order in orders:
-            if template.preload:
-                self._dispatch(order, template.preload)
-            elif self._deaths[template.key] < _MAX_DEATHS:
-                self._dispatch(order, ())
+        del self._servers[server.key]
+        self._deaths[server.key] = self._deaths.get(server.key, 0) + 1
+        self._selector.unregister(server.socket)
+        server.socket.close()
+        if server.popen.returncode is None:
+            server.popen.kill()
+        requests = server.unfinished()
+        if server.forking is not None:
+            self._kill_unreported(server, server.forking)
+        for request in requests:
+            if server.preload:
+                self._dispatch(request, server.preload)
+            elif self._deaths[server.key] < _MAX_DEATHS:
+                self._dispatch(request, ())
             else:
-                order.refused("the process that starts workers died repeatedly; see the agent's log")
+                request.refused("the fork server died repeatedly; see the agent's log")
 
-    def _kill_unreported(self, template: _ForkServer, order: SpawnRequest) -> None:
-        """The fork server may have died between forking a worker and reporting it: that worker must not run twice."""
-        known = {child.pid for child in self.living()} | {t.popen.pid for t in (template, *self._templates.values())}
+    def _kill_unreported(self, server: _ForkServer, request: SpawnRequest) -> None:
+        """Kills a worker that the fork server may have forked but not reported before it died, so that the worker does
+        not run twice."""
+        known = {child.pid for child in self.living()} | {each.popen.pid for each in (server, *self._servers.values())}
         for process in psutil.Process().children():
             try:
-                is_worker = process.pid not in known and process.cmdline() in (template.popen.args, order.argv)
+                is_worker = process.pid not in known and process.cmdline() in (server.popen.args, request.argv)
             except psutil.Error:
                 continue
             if is_worker:
                 process.kill()
 
     def reap(self) -> None:
-        """Collects every child that ended. Call it on SIGCHLD."""
+        """Collects the exit codes of all children that ended. Call it on SIGCHLD."""
         while True:
             try:
                 ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -271,49 +279,49 @@ class WorkerSpawner:
                 return
             pid = ended.si_pid
             child = next((child for child in self.living() if child.pid == pid), None)
-            if child is not None:  # while the zombie keeps the group's number taken: no descendant survives its worker
+            if child is not None:  # no descendant may survive; the uncollected zombie keeps its group id from reuse
                 _signal_group(pid, signal.SIGKILL)
             code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-            template = next((t for t in self._templates.values() if t.popen.pid == pid), None)
+            server = next((each for each in self._servers.values() if each.popen.pid == pid), None)
             if child is not None:
                 self._end(child, code)
-            elif template is not None:
-                template.popen.returncode = code
+            elif server is not None:
+                server.popen.returncode = code
                 log.warning("fork server %d ended with %d", pid, code)
-                self._receive(template)  # its last messages count
-                self._discard(template)
+                self._receive(server)  # messages that it sent before its end
+                self._discard(server)
             elif self.busy():
-                self._unnamed_exits[pid] = code
+                self._unreported_exits[pid] = code
 
     def _end(self, child: WorkerProcess, code: int) -> None:
         child.exit_code, child.ended_wall = code, time.time()
         log.info("worker %s (%d) ended with %d", child.name, child.pid, code)
-        self._exited(child)
+        self._on_exit(child)
 
     def kill(self, name: str, number: int) -> bool:
-        """Sends a signal to a worker; whether it was alive."""
+        """Sends a signal to a worker. Returns whether the worker was alive."""
         child = self.children.get(name)
         if child is None or child.exit_code is not None:
             return False
         os.kill(child.pid, number)  # a child that is not reaped keeps its pid
         return True
 
-    def withdraw(self, why: str) -> None:
-        """Cancels all pending requests."""
-        for template in list(self._templates.values()):
-            orders = [order for order in (template.forking, *template.waiting) if order is not None]
-            template.waiting.clear()
-            if template.forking is not None:  # its worker would have no owner, and must not take a name
-                template.forking = None
-                self._discard(template)
-            for order in orders:
-                order.refused(why)
+    def cancel_pending(self, why: str) -> None:
+        """Refuses all pending requests."""
+        for server in list(self._servers.values()):
+            requests = server.unfinished()
+            server.waiting.clear()
+            if server.forking is not None:  # discard the server, so that its worker does not start without an owner
+                server.forking = None
+                self._discard(server)
+            for request in requests:
+                request.refused(why)
 
     def terminate(self) -> None:
-        """Asks all workers to exit and starts no more."""
-        self.withdraw("the agent is leaving")
-        for template in list(self._templates.values()):
-            self._discard(template)
+        """Sends SIGTERM to all workers, and stops starting new ones."""
+        self.cancel_pending("the agent is shutting down")
+        for server in list(self._servers.values()):
+            self._discard(server)
         for child in self.living():
             _signal_group(child.pid, signal.SIGTERM)
 

@@ -46,7 +46,7 @@ class RunObserver:
         self._messages = MessageStore(aliases=self.aliases)
         self._dumped = 0.0
 
-    def look(self) -> list[Verdict]:
+    def poll(self) -> list[Verdict]:
         """The current verdicts, the one that explains the others first."""
         self._monitor.sample({})
         self._dump()
@@ -59,13 +59,13 @@ class RunObserver:
         now = time.monotonic()
         if now - self._dumped < STACK_INTERVAL_S:
             return
-        for seen in self._monitor.suspects(self.patience.notice_s):
-            argv = py_spy.py_spy_command(seen.pid)
+        for process in self._monitor.stack_candidates(self.patience.notice_s):
+            argv = py_spy.py_spy_command(process.pid)
             if argv is None:
                 return
             self._dumped, taken_ns = now, time.monotonic_ns()
             with contextlib.suppress(OSError, WaitTimeout, subprocess.SubprocessError):
-                done = waits.run(argv, why=f"the stacks of {seen.name}", timeout_s=2.0, notice_after_s=None)
-                seen.take_stacks(py_spy.parse_stacks(done.stdout.encode()), taken_ns)
-            seen.stack_ns = taken_ns
+                done = waits.run(argv, why=f"the stacks of {process.name}", timeout_s=2.0, notice_after_s=None)
+                process.store_stacks(py_spy.parse_stacks(done.stdout.encode()), taken_ns)
+            process.stack_ns = taken_ns
             return

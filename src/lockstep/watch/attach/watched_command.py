@@ -182,7 +182,7 @@ def _monitoring(
     finally:
         supervisor.close()
         with contextlib.suppress(AgentError):
-            client.leave(0.0)
+            client.shut_down(0.0)
         client.close()
 
 

@@ -1,7 +1,6 @@
-"""Why a process ended, where that can be proven: by the kernel's counters and log, and by the last exception in its
-log.
+"""Determines why a process ended, from the kernel's counters and log and from the last exception in the process's log.
 
-Answers are classes of the failure vocabulary (`host_oom`, `storage_fault`, ...), "" without proof.
+Causes are failure classes (`host_oom`, `storage_fault`, ...), or "" if there is no proof.
 """
 
 import contextlib
@@ -31,7 +30,7 @@ class ExitCause:
 
 
 def oom_kill_count(pid: int | str = "self") -> int | None:
-    """How often the kernel has killed for memory in the cgroup of a process; None if nothing counts it."""
+    """How many processes in the cgroup of this process the kernel has killed for lack of memory; None if unknown."""
     try:
         lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
     except OSError:
@@ -50,7 +49,7 @@ def oom_kill_count(pid: int | str = "self") -> int | None:
 
 
 def _cgroup_folder(root: Path, path: str) -> Path:
-    """The folder of a cgroup: in a container its own may be the root of what is mounted."""
+    """The folder of a cgroup. In a container, the container's cgroup may be mounted as the root."""
     inside = root / path.lstrip("/")
     return inside if inside.is_dir() else root
 
@@ -65,7 +64,8 @@ def _read_field(folder: Path, file: str, name: str) -> int | None:
 
 
 def was_oom_killed(pid: int) -> bool | None:
-    """Whether the kernel's log says that it killed this process for memory; None where the log cannot be read."""
+    """Whether the kernel's log contains that it killed this process for lack of memory; None if the log cannot be
+    read."""
     try:
         descriptor = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -77,7 +77,7 @@ def was_oom_killed(pid: int) -> bool | None:
                 record = os.read(descriptor, 8192)
             except BlockingIOError:
                 break
-            except BrokenPipeError:  # overwritten during the read: continue with the next
+            except BrokenPipeError:  # the record was overwritten meanwhile: continue with the next
                 continue
             match = _OOM_KILL.search(record)
             found = found or (match is not None and int(match[1]) == pid)
@@ -89,7 +89,7 @@ def was_oom_killed(pid: int) -> bool | None:
 
 
 def read_tail(log: Path, limit: int = TAIL_BYTES) -> str:
-    """The end of a log, "" if there is none."""
+    """The end of a log; "" if there is no log."""
     try:
         with log.open("rb") as file:
             file.seek(0, os.SEEK_END)
@@ -100,7 +100,7 @@ def read_tail(log: Path, limit: int = TAIL_BYTES) -> str:
 
 
 def last_exception(text: str) -> str:
-    """The last exception of a log: the line after the last traceback's frames, "" if there is no traceback."""
+    """The last exception in a log: the line after the frames of the last traceback; "" if there is no traceback."""
     lines = text.splitlines()
     starts = [i for i, line in enumerate(lines) if line.strip().endswith("Traceback (most recent call last):")]
     if not starts:
@@ -112,13 +112,13 @@ def last_exception(text: str) -> str:
     return ""
 
 
-def explain_exit(code: int | None, log_text: str, oom: bool | None, ours: bool) -> ExitCause:
-    """Why a process ended with this code.
+def explain_exit(code: int | None, log_text: str, oom: bool | None, on_purpose: bool) -> ExitCause:
+    """Determines why a process ended.
 
     Args:
-        code: minus the signal's number; None if unknown.
-        oom: whether the kernel killed for memory (its counter rose, or its log names the process); None: unknown.
-        ours: whether Lockstep killed it.
+        code: the exit code, or minus the signal's number; None if unknown.
+        oom: whether the kernel killed a process for lack of memory; None if unknown.
+        on_purpose: whether Lockstep ended the process.
     """
     if code == 0:
         return ExitCause()
@@ -127,12 +127,12 @@ def explain_exit(code: int | None, log_text: str, oom: bool | None, ours: bool) 
     error = last_exception(log_text)
     if error:
         return ExitCause(class_of_own_error(error), error)
-    if code is None or code > 0 or ours:
+    if code is None or code > 0 or on_purpose:
         return ExitCause()
     name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
     if -code in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         return ExitCause("external_kill", f"ended by {name} from outside")
     if -code == signal.SIGKILL:
-        known = "" if oom is None else "; the kernel did not kill it for memory"
+        known = "" if oom is None else "; not for lack of memory"
         return ExitCause("external_kill" if oom is False else "", f"killed by {name}{known}")
     return ExitCause("", f"ended by {name}")

@@ -1,7 +1,5 @@
-"""Reads rank, world size and local size from the environment variables that launchers set.
-
-It also finds the processes of a watched command that are ranks without a beacon yet, because they sleep, import or
-load before the rendezvous. This search runs only while other ranks wait for them.
+"""Reads rank, world size and local size from the environment variables that launchers set, and finds the processes of
+a watched command that are ranks but have no beacon yet.
 """
 
 import ipaddress
@@ -15,7 +13,8 @@ RANK_VARIABLE = "RANK"
 """Set by torchrun, accelerate and deepspeed, together with `LOCAL_RANK`. Alone it may be a node's number, as with
 Kubeflow."""
 SCHEDULER_RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK", "SLURM_PROCID")
-"""Set by Open MPI, PMIx, MPICH and Intel MPI, MVAPICH2, Slurm for the processes they start, which may be launchers."""
+"""Set by Open MPI, PMIx, MPICH and Intel MPI, MVAPICH2 and Slurm for the processes that they start, which may be
+launchers."""
 _WORLD_SIZE_VARIABLES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_NTASKS")
 _LOCAL_SIZE_VARIABLES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")
 """`LOCAL_SIZE` is DeepSpeed's."""
@@ -23,7 +22,7 @@ _CERTAIN, _LIKELY, _POSSIBLE = 0, 1, 2
 
 
 def launcher_rank(variables: Mapping[str, str]) -> tuple[int, int] | None:
-    """The rank that the launcher assigned, and its uncertainty (0: certain). None if it assigned none."""
+    """The rank that the launcher assigned, and how uncertain it is (0: certain). None if there is no rank."""
     if RANK_VARIABLE in variables and variables[RANK_VARIABLE].isdecimal():
         return int(variables[RANK_VARIABLE]), _CERTAIN if "LOCAL_RANK" in variables else _LIKELY
     values = (variables.get(name, "") for name in SCHEDULER_RANK_VARIABLES)
@@ -31,19 +30,19 @@ def launcher_rank(variables: Mapping[str, str]) -> tuple[int, int] | None:
 
 
 def certain_rank(variables: Mapping[str, str]) -> int | None:
-    """The rank, if the process certainly is one and not a launcher."""
+    """The rank, if the process certainly is a rank and not a launcher; else None."""
     found = launcher_rank(variables)
     return found[0] if found is not None and found[1] == _CERTAIN else None
 
 
 def launcher_world_size(variables: Mapping[str, str]) -> int | None:
-    """The world size that the launcher states."""
+    """The world size that the launcher set; None if it set none."""
     values = (variables.get(name, "") for name in _WORLD_SIZE_VARIABLES)
     return next((int(value) for value in values if value.isdecimal()), None)
 
 
 def ranks_on_this_host(rank: int, world: int, url: str, variables: Mapping[str, str]) -> tuple[int, int]:
-    """First and last of the ranks that are certainly on this host; there may be more.
+    """The first and the last of the ranks that are certainly on this host; there may be more.
 
     Args:
         url: the URL of the rendezvous; `env://` if the environment holds the address.
@@ -76,17 +75,18 @@ def _read_number(variables: Mapping[str, str], name: str) -> int | None:
 
 
 HELPER_COMMANDS = ("resource_tracker", "forkserver import main")
-"""Found in the command lines of the helper processes that Python's multiprocessing starts."""
+"""Parts of the command lines of helper processes that Python's multiprocessing starts."""
 
 
 def find_unregistered_ranks(
     run: str, waiting: Mapping[int, int], missing: Collection[int], known: Collection[int]
 ) -> tuple[dict[int, int], list[int]]:
-    """Finds ranks that have not joined a rendezvous: their pids by rank, and else the pids of candidates.
+    """Finds ranks that have no beacon yet, because they have not reached the rendezvous. Returns their pids by rank; if
+    these cannot be determined, the pids of candidates.
 
-    The launcher's environment identifies ranks, if it is right about the ranks that wait. Otherwise their siblings are
-    taken in the order of their start, if there are as many as missing ranks: `torch.multiprocessing.spawn` starts them
-    so, and for a single missing rank the order does not matter.
+    The launcher's variables identify ranks, if they are right about the waiting ranks. Otherwise the siblings of the
+    waiting ranks are assigned in the order of their start, if there are as many as missing ranks. This is the order in
+    which `torch.multiprocessing.spawn` starts ranks.
 
     Args:
         waiting: pids of the waiting ranks, by rank.
@@ -95,16 +95,16 @@ def find_unregistered_ranks(
     environments = _environments(run)
     launched = {rank: launcher_rank(environments.get(pid, {})) for rank, pid in waiting.items()}
     if all(launched[rank] is not None and launched[rank][0] == rank for rank in waiting):  # type: ignore[index]
-        found = _by_environment(environments, missing, known)
+        found = _find_by_environment(environments, missing, known)
         if found:
             return found, []
-    siblings = _siblings(environments, waiting.values(), known)
+    siblings = _sibling_workers(environments, waiting.values(), known)
     if len(siblings) == len(missing):
         return dict(zip(sorted(missing), siblings, strict=True)), []
     return {}, siblings
 
 
-def _by_environment(
+def _find_by_environment(
     environments: Mapping[int, Mapping[str, str]], missing: Collection[int], known: Collection[int]
 ) -> dict[int, int]:
     launched = {pid: launcher_rank(variables) for pid, variables in environments.items()}
@@ -123,7 +123,7 @@ def _by_environment(
     return found
 
 
-def _siblings(
+def _sibling_workers(
     environments: Mapping[int, Mapping[str, str]], waiting: Collection[int], known: Collection[int]
 ) -> list[int]:
     parents = {parent for pid in waiting if (parent := processes.parent_pid(pid)) is not None}
@@ -140,7 +140,7 @@ def _age(pid: int) -> tuple[int, int]:
 
 
 def is_python(pid: int) -> bool:
-    """Whether a process runs a Python interpreter; False if it is gone or belongs to another user."""
+    """Whether a process runs a Python interpreter; False if it has ended or belongs to another user."""
     try:
         return Path(f"/proc/{pid}/exe").readlink().name.startswith("python")
     except OSError:

@@ -1,9 +1,10 @@
-"""Whether a process does anything, or would if it got a core: by what the kernel counts for it and for all it started.
+"""Determines from kernel counters whether a process and its descendants are active, or would be if they got a core.
 
-Sampled again and again, cheap counters first: CPU time and bytes of the process itself; then, for everything below
-it, bytes over its TCP sockets (by netlink, sock_diag(7) with INET_DIAG, as `ss -ti` does: Linux counts network
-bytes by socket, not by process), whether a thread waits for a core (a starved process uses none), and whether one
-is in an uninterruptible wait while the disks move (a long fsync, page faults).
+Cheap counters are sampled first: CPU time and bytes of the process itself. If they do not grow, a closer look includes
+the descendants: their CPU time and bytes; bytes over TCP sockets (by netlink, sock_diag(7) with INET_DIAG, as `ss -ti`
+does, because Linux counts network bytes by socket, not by process); whether a thread waits for a core (a starved
+process uses no CPU time); and whether one is in an uninterruptible wait while disks transfer data (a long fsync, page
+faults).
 """
 
 import contextlib
@@ -35,12 +36,12 @@ _BYTES_AT = 120
 
 
 def tcp_bytes_by_inode() -> dict[int, int]:
-    """Bytes read from each established TCP socket of this network namespace, or sent over it and acknowledged, by
-    inode. Received but unread bytes are the peer's activity and do not count."""
+    """Bytes read from each established TCP socket of this network namespace, or sent and acknowledged, by inode.
+    Excludes received bytes that have not been read, because they are the peer's activity."""
     found: dict[int, int] = {}
     try:
         with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_SOCK_DIAG) as netlink:
-            netlink.settimeout(0.2)  # the kernel answers at once or not at all
+            netlink.settimeout(0.2)  # the kernel replies immediately or not at all
             for family in (socket.AF_INET, socket.AF_INET6):
                 body = _DIAG_REQUEST.pack(family, socket.IPPROTO_TCP, 1 << (_INET_DIAG_INFO - 1), 1 << _ESTABLISHED)
                 header = _NETLINK_HEADER.pack(
@@ -55,7 +56,7 @@ def tcp_bytes_by_inode() -> dict[int, int]:
 
 
 def _parse_datagram(data: bytes, found: dict[int, int]) -> bool:
-    """Parses one datagram of the reply; whether more follow."""
+    """Parses one datagram of the reply. Returns whether more follow."""
     at = 0
     while at + _NETLINK_HEADER.size <= len(data):
         length, kind, _, _, _ = _NETLINK_HEADER.unpack_from(data, at)
@@ -63,18 +64,18 @@ def _parse_datagram(data: bytes, found: dict[int, int]) -> bool:
             return False
         message = _DIAG_MESSAGE.unpack_from(data, at + _NETLINK_HEADER.size)
         unread, inode = message[5], message[8]
-        place, end = at + _NETLINK_HEADER.size + _DIAG_MESSAGE.size, at + length
-        while place + _ATTRIBUTE.size <= end:
-            size, what = _ATTRIBUTE.unpack_from(data, place)
+        attribute_at, end = at + _NETLINK_HEADER.size + _DIAG_MESSAGE.size, at + length
+        while attribute_at + _ATTRIBUTE.size <= end:
+            size, what = _ATTRIBUTE.unpack_from(data, attribute_at)
             if what == _INET_DIAG_INFO and size >= _ATTRIBUTE.size + _BYTES_AT + _BYTES.size:
-                found[inode] = sum(_BYTES.unpack_from(data, place + _ATTRIBUTE.size + _BYTES_AT)) - unread
-            place += max(4, (size + 3) & ~3)
+                found[inode] = sum(_BYTES.unpack_from(data, attribute_at + _ATTRIBUTE.size + _BYTES_AT)) - unread
+            attribute_at += max(4, (size + 3) & ~3)
         at += (length + 3) & ~3
     return True
 
 
 def socket_inodes(pids: Iterable[int]) -> set[int]:
-    """The sockets that these processes hold open."""
+    """The inodes of the sockets that these processes have open."""
     found = set()
     for pid in pids:
         try:
@@ -92,20 +93,24 @@ def socket_inodes(pids: Iterable[int]) -> set[int]:
 T = TypeVar("T")
 
 BUSY_CPU_SHARE = 0.06
-"""A process that uses more of a core than this is active; polling and heartbeats beside a stuck thread use less."""
-MOVED_BYTES = 32 << 10
-"""Read and written in a second: less is a line in a log, or monitoring."""
-SENT_BYTES = 1 << 10
-"""Read from one TCP socket, or sent over it, in a second: less is a heartbeat; a streamed answer is more."""
+"""A process that uses more of a core than this is active; polling and heartbeats in other threads than a stuck one use
+less."""
+ACTIVE_BYTES = 32 << 10
+"""A process that reads and writes more bytes per second is active; log lines and monitoring need less."""
+ACTIVE_SOCKET_BYTES = 1 << 10
+"""A process with a TCP socket that transfers more bytes per second is active; heartbeats need less, streamed answers
+more."""
 RUNNABLE_SAMPLES = 4
-"""Consecutive samples in which some thread is runnable. Polling threads are runnable in fewer."""
+"""A process with a runnable thread in this many consecutive samples is active. Polling threads are runnable in
+fewer."""
 RUNNABLE_SHARE = 0.3
-"""A thread that ran or waited for a core for more than this share of the time between two samples had work. Polling ten
-times a second on a core with five busy loops comes to 0.2."""
+"""A thread that ran or waited for a core for more than this share of the time between two samples is active. A thread
+that polls ten times a second, on a core with five busy loops, reaches 0.2."""
 SAMPLE_S = 0.5
-"""The usual time between two samples: when a sample is late, short work in between still counts as activity."""
+"""The usual time between two samples. If a sample is late, short work in between still counts as activity."""
 DISK_WAIT_SAMPLES = 2
-"""Consecutive samples with a thread in an uninterruptible wait."""
+"""A process with a thread in an uninterruptible wait in this many consecutive samples, while disks transfer data, is
+active."""
 
 
 @dataclass(slots=True)
@@ -122,7 +127,7 @@ class HostCounters:
         return self._disks
 
     def sockets(self) -> dict[int, int]:
-        """Bytes by inode of the socket."""
+        """Transferred bytes of TCP sockets, by inode."""
         if self._sockets is None:
             self._sockets = tcp_bytes_by_inode()
         return self._sockets
@@ -130,7 +135,7 @@ class HostCounters:
 
 @dataclass(slots=True)
 class ProcessActivity:
-    """The activity of one process. Each counter has its value of the last sample that read it."""
+    """The activity of one process. Each counter has its value from the last sample that read it."""
 
     pid: int
     _own: ProcessUsage | None = None
@@ -139,31 +144,31 @@ class ProcessActivity:
     _sent: dict[int, int] = field(default_factory=dict)
     _runnable_ns: dict[int, int] = field(default_factory=dict)
     _disks: int = 0
-    _deep_ns: int = 0
-    """When the process and its descendants were last sampled; 0 if that is too long ago for a comparison."""
+    _closer_ns: int = 0
+    """When the last closer look was; 0 if there is none to compare with."""
     _runnable: int = 0
     _in_disk: int = 0
 
-    def rest(self, usage: ProcessUsage, now: int) -> None:
-        """Notes a process whose own counters move: no closer look is needed."""
-        self._own, self._own_ns, self._deep_ns = usage, now, 0
+    def skip(self, usage: ProcessUsage, now: int) -> None:
+        """Stores the usage of a process that makes progress, whose activity need not be determined."""
+        self._own, self._own_ns, self._closer_ns = usage, now, 0
 
-    def seen(self, usage: ProcessUsage, now: int, host: HostCounters, closer: bool = True) -> bool:
-        """Whether it was active since the last sample; True in its first. Without `closer`, the checks of descendants
-        and of single threads are skipped."""
+    def sample(self, usage: ProcessUsage, now: int, host: HostCounters, closer: bool = True) -> bool:
+        """Returns whether the process was active since the last sample; True for the first sample. Without `closer`,
+        descendants and single threads are not checked."""
         before, since, self._own, self._own_ns = self._own, self._own_ns, usage, now
-        works = before is None or _is_busy(before, usage, (now - since) / 1e9)
-        if works or not closer:
-            self._deep_ns = 0
-            return works
-        return self._deep(now, host)
+        active = before is None or _is_busy(before, usage, (now - since) / 1e9)
+        if active or not closer:
+            self._closer_ns = 0
+            return active
+        return self._look_closer(now, host)
 
-    def _deep(self, now: int, host: HostCounters) -> bool:
-        """Runs all checks, as each keeps what the next sample is compared with."""
+    def _look_closer(self, now: int, host: HostCounters) -> bool:
+        """Runs all checks, also after one has succeeded, because each stores values for the next sample."""
         below = {
             pid: used
             for pid in processes.descendant_pids(self.pid)
-            if (used := processes.process_usage(pid, moved=True))
+            if (used := processes.process_usage(pid, with_bytes=True))
         }
         known = host.sockets()
         sent = {inode: known[inode] for inode in socket_inodes([self.pid, *below]) if inode in known}
@@ -172,39 +177,39 @@ class ProcessActivity:
             int(tid): processes.runnable_ns(pid, tid) for pid in (self.pid, *below) for tid in processes.thread_ids(pid)
         }
         disks = host.disks() if in_disk else self._disks
-        seconds = (now - self._deep_ns) / 1e9 if self._deep_ns else 0.0
+        seconds = (now - self._closer_ns) / 1e9 if self._closer_ns else 0.0
         self._runnable = self._runnable + 1 if runnable else 0
         self._in_disk = self._in_disk + 1 if in_disk else 0
         found = self._runnable >= RUNNABLE_SAMPLES
         if seconds:
             found |= sum(_increases(self._below, below, lambda used: used.cpu_s)) > BUSY_CPU_SHARE * seconds + TICK_S
-            found |= sum(_increases(self._below, below, lambda used: used.moved or 0)) > MOVED_BYTES * seconds
+            found |= sum(_increases(self._below, below, lambda used: used.total_bytes or 0)) > ACTIVE_BYTES * seconds
             found |= (
                 max(_increases(self._runnable_ns, runnable_ns, float), default=0.0)
                 > RUNNABLE_SHARE * min(seconds, SAMPLE_S) * 1e9
             )
-            found |= max(_increases(self._sent, sent, float), default=0.0) > SENT_BYTES * seconds
-            found |= self._in_disk >= DISK_WAIT_SAMPLES and disks - self._disks > MOVED_BYTES * seconds
-        self._below, self._sent, self._runnable_ns, self._disks, self._deep_ns = below, sent, runnable_ns, disks, now
+            found |= max(_increases(self._sent, sent, float), default=0.0) > ACTIVE_SOCKET_BYTES * seconds
+            found |= self._in_disk >= DISK_WAIT_SAMPLES and disks - self._disks > ACTIVE_BYTES * seconds
+        self._below, self._sent, self._runnable_ns, self._disks, self._closer_ns = below, sent, runnable_ns, disks, now
         return found
 
 
 def _is_busy(before: ProcessUsage, now: ProcessUsage, seconds: float) -> bool:
     if now.cpu_s - before.cpu_s > BUSY_CPU_SHARE * seconds + TICK_S:
         return True
-    if before.moved is None or now.moved is None:
+    if before.total_bytes is None or now.total_bytes is None:
         return False
-    return now.moved - before.moved > MOVED_BYTES * seconds
+    return now.total_bytes - before.total_bytes > ACTIVE_BYTES * seconds
 
 
 def _increases(before: dict[int, T], now: dict[int, T], value: Callable[[T], float]) -> list[float]:
-    """Returns the growth of each counter; new counters count in full, vanished ones do not count."""
+    """Returns the growth of each counter. A new counter has grown from 0; a vanished one is left out."""
     return [value(each) - (value(before[key]) if key in before else 0.0) for key, each in now.items()]
 
 
 def _thread_states(pids: list[int]) -> tuple[bool, bool]:
-    """Whether some thread of these is runnable, and whether one is in an uninterruptible wait. A frozen process (a
-    paused container) looks like one and waits for nothing."""
+    """Whether a thread of these processes is runnable, and whether one is in an uninterruptible wait. A frozen process
+    (a paused container) has the state of such a wait, but is left out."""
     runnable = in_disk = False
     for pid in pids:
         letters = {processes.thread_state(pid, tid) for tid in processes.thread_ids(pid)}

@@ -14,10 +14,10 @@ _EXIT_CODE_AT = 60
 
 
 class PidfdHandle:
-    """Watches a process for its end: `fileno` becomes readable then."""
+    """Watches for the end of a process: `fileno` becomes readable then."""
 
     def __init__(self, pid: int) -> None:
-        """Raises OSError when there is no such process, or no pidfd (Linux before 5.3)."""
+        """Raises OSError if there is no such process, or no support for pidfds (Linux before 5.3)."""
         self.pid = pid
         self._descriptor = os.pidfd_open(pid)
 
@@ -25,8 +25,8 @@ class PidfdHandle:
         return self._descriptor
 
     def exit_code(self) -> int | None:
-        """Minus the number of the signal that ended it, or its exit code; None while unknown (kernels before 6.15
-        report it to the parent only)."""
+        """The exit code, or minus the number of the signal that ended the process; None if unknown (kernels before
+        6.15 report it to the parent only)."""
         info = bytearray(struct.pack("<Q", _PIDFD_INFO_EXIT) + bytes(56))
         try:
             fcntl.ioctl(self._descriptor, _PIDFD_GET_INFO, info)
@@ -39,7 +39,7 @@ class PidfdHandle:
         return os.waitstatus_to_exitcode(status)
 
     def _zombie_code(self) -> int | None:
-        """The code of a zombie, which its parent has not collected yet."""
+        """The exit code of a zombie; None if the process is not a zombie."""
         try:
             facts = Path(f"/proc/{self.pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
         except OSError:
@@ -62,7 +62,8 @@ def start_ticks(pid: int) -> int | None:
 
 
 def process_state(pid: int, start: int | None = None) -> str | None:
-    """The state letter of /proc (R, S, D, T, Z, ...), None when the process is gone or is another one."""
+    """The state letter in /proc (R, S, D, T, Z, ...); None if the process has ended, or if the pid now belongs to a
+    process with another start time."""
     facts = _proc_stat(pid)
     if facts is None or (start is not None and int(facts[19]) != start):
         return None
@@ -76,7 +77,7 @@ def parent_pid(pid: int) -> int | None:
 
 
 def is_alive(pid: int, start: int | None = None) -> bool:
-    """Whether the process exists and is no zombie."""
+    """Whether the process exists and is not a zombie."""
     return process_state(pid, start) not in (None, "Z", "X")
 
 
@@ -86,8 +87,8 @@ def _proc_stat(pid: int) -> list[str] | None:
 
 
 def _read_proc(path: str, most: int = 8192) -> str | None:
-    """A file of /proc, None when its process is gone. Called many times a second; pathlib would take five times as
-    long."""
+    """The text of a file in /proc; None if the process has ended. Called many times a second; pathlib would take five
+    times as long."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -125,19 +126,20 @@ class ProcessUsage:
     """CPU time of the main thread in nanoseconds; 0 if the kernel does not report it."""
 
     @property
-    def moved(self) -> int | None:
-        """All bytes, some counted twice."""
+    def total_bytes(self) -> int | None:
+        """The sum of all bytes, some of which are counted twice."""
         if self.read is None or self.written is None:
             return None
         return self.read + self.written + (self.stored or 0)
 
 
-def process_usage(pid: int, start: int | None = None, moved: bool = False) -> ProcessUsage | None:
-    """What a process has used (with `moved`, the bytes as well), None when it is gone or is another one."""
+def process_usage(pid: int, start: int | None = None, with_bytes: bool = False) -> ProcessUsage | None:
+    """The resources that a process has used, including bytes if requested; None if the process has ended, or if the pid
+    now belongs to a process with another start time."""
     facts = _proc_stat(pid)
     if facts is None or (start is not None and int(facts[19]) != start):
         return None
-    read, written, stored = _io_bytes(pid) if moved else (None, None, None)
+    read, written, stored = _io_bytes(pid) if with_bytes else (None, None, None)
     ran, _ = _schedstat(f"/proc/{pid}") if facts[0] in "Tt" else (0, 0)
     return ProcessUsage(facts[0], _cpu_s(facts), read, written, stored, ran)
 
@@ -163,7 +165,7 @@ def runnable_ns(pid: int, tid: str) -> int:
 
 
 def is_frozen(pid: int) -> bool:
-    """Whether the freezer of its cgroup (version 1 or 2) has frozen it; False if that cannot be read."""
+    """Whether the freezer of the process's cgroup (version 1 or 2) has frozen it; False if that cannot be read."""
     for line in (_read_proc(f"/proc/{pid}/cgroup") or "").splitlines():
         number, controllers, path = line.split(":", 2)
         if (
@@ -177,7 +179,7 @@ def is_frozen(pid: int) -> bool:
 
 
 def descendant_pids(pid: int) -> list[int]:
-    """Pids of all living processes below this one; empty where the kernel does not list children."""
+    """Pids of all living descendants of a process; empty where the kernel does not list children."""
     found: list[int] = []
     todo = [pid]
     while todo:
@@ -188,7 +190,7 @@ def descendant_pids(pid: int) -> list[int]:
 
 
 def descendants_cpu_s(pid: int) -> float:
-    """CPU time that all its descendants have used."""
+    """CPU time that all descendants of a process have used."""
     return sum(used.cpu_s for below in descendant_pids(pid) if (used := process_usage(below)) is not None)
 
 
@@ -201,7 +203,7 @@ def child_pids(pid: int) -> list[int]:
 
 
 def disk_bytes() -> int:
-    """Bytes that all block devices of this host have read and written so far, partitions counted again."""
+    """Bytes that all block devices of this host have read and written so far; those of partitions count twice."""
     lines = [line.split() for line in (_read_proc("/proc/diskstats", 1 << 18) or "").splitlines()]
     return 512 * sum(int(words[5]) + int(words[9]) for words in lines if len(words) > 9)
 
@@ -211,7 +213,7 @@ def _cpu_s(facts: list[str]) -> float:
 
 
 def _schedstat(folder: str) -> tuple[int, int]:
-    """Nanoseconds that a thread ran, and waited for a core; 0 if the kernel does not report it."""
+    """Nanoseconds for which a thread has run and waited for a core; 0 if the kernel does not report it."""
     words = (_read_proc(f"{folder}/schedstat") or "").split()
     return (int(words[0]), int(words[1])) if words else (0, 0)
 

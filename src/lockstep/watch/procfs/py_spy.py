@@ -1,7 +1,7 @@
-"""Stacks of other processes, by py-spy: without their help and without stopping them.
+"""Samples the stacks of other processes with py-spy, without their cooperation.
 
-`--nonblocking` reads the memory of a running, blocked or SIGSTOPped process; the others need it to be stoppable. An
-agent runs one py-spy at a time, with a bound, driven by its selector.
+With `--nonblocking`, py-spy reads the memory of a process without stopping it; native stacks need a process that can be
+stopped. An agent runs one py-spy at a time, with a time limit, driven by the agent's selector.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 DUMP_LIMIT_S = 5.0
-"""A dump takes 13 to 30 ms, one with native frames below a second; on a busy machine many times that."""
+"""The time limit of a dump. It takes 13 to 30 ms, with native frames up to a second, on a busy machine far longer."""
 MAX_DUMP_BYTES = 4 << 20
 
 _PACKAGE = str(Path(__file__).resolve().parents[2])
@@ -55,10 +55,10 @@ class SampledThread:
 
 
 def py_spy_command(pid: int, native: bool = False) -> list[str] | None:
-    """The command that prints the stacks of a process as JSON; None if py-spy is not installed. Native frames need
-    a process that can be stopped for a moment, so not one that is stopped already."""
-    beside = Path(sys.executable).with_name("py-spy")
-    found = str(beside) if beside.exists() else shutil.which("py-spy")
+    """The command that prints the stacks of a process as JSON; None if py-spy is not installed. For native frames, the
+    process must not be stopped already."""
+    own = Path(sys.executable).with_name("py-spy")
+    found = str(own) if own.exists() else shutil.which("py-spy")
     if found is None:
         return None
     return [found, "dump", "--json", "--full-filenames", "--native" if native else "--nonblocking", "--pid", str(pid)]
@@ -85,12 +85,12 @@ def _parse_thread(thread: dict[str, Any]) -> SampledThread:
 
 
 def main_thread(threads: Sequence[SampledThread], pid: int) -> SampledThread | None:
-    """The thread whose id is the process's; else the first."""
+    """The thread whose id is the process's id; else the first one; None if there is none."""
     return next((each for each in threads if each.native_id == pid), threads[0] if threads else None)
 
 
 def user_code_line(frames: Iterable[StackFrame]) -> str:
-    """The innermost line of the user's own code as text; if there is none, of Lockstep's, else of any code."""
+    """The innermost line of the user's code as text; if there is none, of Lockstep's code, else of any code."""
     known = [frame for frame in frames if not frame.file.startswith("<")]
     for distance in (0, 1, 2):
         found = next((frame for frame in known if _distance(frame.file) == distance), None)
@@ -100,8 +100,8 @@ def user_code_line(frames: Iterable[StackFrame]) -> str:
 
 
 def _distance(file: str) -> int:
-    """0 for the user's code, 1 for Lockstep's, 2 for libraries, the interpreter and monitoring: the recorder's
-    frames surround every collective, those of waits every wait."""
+    """0 for the user's code, 1 for Lockstep's, 2 for libraries, the interpreter, and Lockstep's recorder and waits,
+    whose frames surround every collective and every wait."""
     if file.startswith(_PACKAGE):
         return 2 if file.startswith(_WATCH_ROOMS) else 1
     parts = PurePath(file).parts
@@ -110,17 +110,17 @@ def _distance(file: str) -> int:
 
 
 def _in_stdlib(parts: Sequence[str]) -> bool:
-    """Whether it belongs to another interpreter's standard library: `.../lib/python3.12/threading.py`."""
+    """Whether a path is in the standard library of any interpreter, such as `.../lib/python3.12/threading.py`."""
     return any(
         before == "lib" and after.startswith("python3") for before, after in itertools.pairwise(parts)
     )  # fmt: skip
 
 
 def format_stacks(threads: Sequence[SampledThread]) -> str:
-    """Stacks as a person reads them, innermost frame first."""
+    """The stacks as text, innermost frame first."""
     lines = []
     for thread in threads:
-        marks = [mark for mark, is_so in (("active", thread.active), ("holds the GIL", thread.holds_gil)) if is_so]
+        marks = [mark for mark, applies in (("active", thread.active), ("holds the GIL", thread.holds_gil)) if applies]
         lines.append(f"thread {thread.native_id} {thread.name or '(no name)'} {' '.join(marks)}".rstrip())
         lines += [f"    {frame.function} ({frame.file}:{frame.line})" for frame in thread.frames]
     return "\n".join(lines)
@@ -139,7 +139,7 @@ def stacks_to_json(threads: Sequence[SampledThread]) -> list[dict[str, Any]]:
 log = logging.getLogger(__name__)
 
 StacksCallback = Callable[[tuple[SampledThread, ...]], None]
-"""Receives the stacks; an empty tuple when none could be taken."""
+"""Receives the stacks; an empty tuple if sampling failed."""
 
 
 @dataclass
@@ -154,22 +154,22 @@ class _Dump:
 
 
 class StackSampler:
-    """Samples stacks of processes. `callback` is called from the agent's loop, exactly once per request."""
+    """Samples stacks of processes. The agent's loop calls the callback of each request exactly once."""
 
     def __init__(self, selector: selectors.BaseSelector) -> None:
         self._selector = selector
         self._waiting: deque[_Dump] = deque()
-        self._now: _Dump | None = None
+        self._current: _Dump | None = None
         self.available = py_spy_command(1) is not None
 
     @property
     def busy(self) -> bool:
-        return self._now is not None or bool(self._waiting)
+        return self._current is not None or bool(self._waiting)
 
     @property
     def stopped_pid(self) -> int | None:
-        """The process that is stopped, or about to be, for its native stack."""
-        return self._now.pid if self._now is not None and self._now.native else None
+        """The process that py-spy stops or is about to stop, to sample its native stack."""
+        return self._current.pid if self._current is not None and self._current.native else None
 
     def request(self, pid: int, callback: StacksCallback, native: bool = False, first: bool = False) -> None:
         """Requests the stacks of a process; `first` puts the request before all pending ones."""
@@ -178,24 +178,24 @@ class StackSampler:
             self._waiting.appendleft(dump)
         else:
             self._waiting.append(dump)
-        self._next()
+        self._start_next()
 
     def tick(self) -> None:
-        """Ends a dump that takes too long."""
-        dump = self._now
+        """Aborts a dump that takes too long."""
+        dump = self._current
         if dump is not None and time.monotonic() >= dump.deadline:
             log.warning("the stacks of %d took more than %g s", dump.pid, DUMP_LIMIT_S)
             self._finish(dump, complete=False)
 
     def close(self) -> None:
-        """Ends the dump in progress without a callback. Idempotent."""
+        """Aborts the dump in progress without calling its callback. Idempotent."""
         self._waiting.clear()
-        if self._now is not None:
-            self._now.callback = lambda threads: None
-            self._finish(self._now, complete=False)
+        if self._current is not None:
+            self._current.callback = lambda threads: None
+            self._finish(self._current, complete=False)
 
-    def _next(self) -> None:
-        while self._now is None and self._waiting:
+    def _start_next(self) -> None:
+        while self._current is None and self._waiting:
             dump = self._waiting.popleft()
             argv = py_spy_command(dump.pid, dump.native)
             try:
@@ -212,10 +212,10 @@ class StackSampler:
             with contextlib.suppress(OSError):
                 dump.pidfd = os.pidfd_open(child.pid)
             os.set_blocking(child.stdout.fileno(), False)
-            self._now = dump
-            self._selector.register(child.stdout, selectors.EVENT_READ, lambda mask, dump=dump: self._hear(dump))
+            self._current = dump
+            self._selector.register(child.stdout, selectors.EVENT_READ, lambda mask, dump=dump: self._read_output(dump))
 
-    def _hear(self, dump: _Dump) -> None:
+    def _read_output(self, dump: _Dump) -> None:
         assert dump.child is not None and dump.child.stdout is not None
         try:
             data = os.read(dump.child.stdout.fileno(), 1 << 16)
@@ -229,12 +229,12 @@ class StackSampler:
         assert dump.child is not None and dump.child.stdout is not None
         self._selector.unregister(dump.child.stdout)
         dump.child.stdout.close()
-        if dump.pidfd >= 0:  # the agent's loop may have collected it already: its pid may have been reused
+        if dump.pidfd >= 0:  # the agent's loop may have reaped py-spy, so that its pid may be reused
             if not complete:
                 with contextlib.suppress(ProcessLookupError):
                     signal.pidfd_send_signal(dump.pidfd, signal.SIGKILL)
             os.close(dump.pidfd)
-        dump.child.returncode = dump.child.returncode or 0  # the agent's loop collects it
-        self._now = None
+        dump.child.returncode = dump.child.returncode or 0  # the agent's loop reaps py-spy
+        self._current = None
         dump.callback(parse_stacks(dump.output) if complete else ())
-        self._next()
+        self._start_next()

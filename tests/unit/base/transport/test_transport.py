@@ -188,7 +188,7 @@ def test_a_newer_generation_makes_the_older_stale() -> None:
         assert accepted[0] is not None
         with accepting(listener, 0.5), pytest.raises(HandshakeRefused, match="generation 1 is stale, 2"):
             dial(listener)
-        assert listener.highest == 2
+        assert listener.highest_generation == 2
         newer.close()
 
 

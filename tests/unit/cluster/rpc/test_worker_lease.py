@@ -286,7 +286,7 @@ def test_a_superseded_worker_exits(tmp_path: Path) -> None:
     with worker(tmp_path) as (listener, process):
         line = Line(listener)
         line.hear(ResultMessage)
-        listener.highest = 2
+        listener.highest_generation = 2
         line.connection.close()
         deadline = time.monotonic() + 8
         while process.poll() is None and time.monotonic() < deadline:
@@ -333,7 +333,7 @@ def test_a_worker_switches_to_a_later_controller(tmp_path: Path, stranger: subpr
             assert new.hear(ResultMessage) == ResultMessage(second), "earlier calls are dropped"
             assert MethodSignature(Protocol.add).decode_result(new.payload) == 1, "and not run"
             if not dead:
-                listener.highest = 1  # the worker does not connect to it again
+                listener.highest_generation = 1  # the worker does not connect to it again
                 assert listener.accept(1.5) is None
             new.connection.send(*pack_message(LeaveMessage("test")))
             assert process.wait(10) == 0

@@ -1,4 +1,4 @@
-"""What an agent sees of real processes, without asking them."""
+"""The agent's view of real processes, which do not cooperate."""
 
 import os
 import signal
@@ -47,8 +47,14 @@ def test_a_sample_reports_processes_and_their_progress(run: str) -> None:
     monitor, builder = ProcessMonitor(run), ReportBuilder("here")
     monitor.sample({})
     roster, state = builder.build(monitor)
-    (who,) = roster.processes
-    assert (who.name, who.role, who.rank, who.pid, who.host) == ("policy-0", "policy", 0, os.getpid(), "here")
+    (process,) = roster.processes
+    assert (process.name, process.role, process.rank, process.pid, process.host) == (
+        "policy-0",
+        "policy",
+        0,
+        os.getpid(),
+        "here",
+    )
     life, _, ended, moved, _, same = PROCESS_RECORD.unpack(state.processes)
     assert life == Liveness.RUNNING and moved < 5 and ended != ended and same != same and state.stages == ("train",)
     current_beacon().progress("steps", 1)
@@ -76,8 +82,8 @@ def test_a_wait_is_reported_with_its_age(run: str) -> None:
         ("import os; os.abort()", Liveness.DEAD, -6),
     ],
 )
-def test_the_exit_code_of_another_process_s_child_is_known(run: str, how: str, life: Liveness, code: int) -> None:
-    """A grandchild: its parent collects it before anybody looks."""
+def test_the_exit_code_of_a_grandchild_is_known(run: str, how: str, life: Liveness, code: int) -> None:
+    """The process is a grandchild, whose parent reaps it before its exit code is read."""
     parent = subprocess.Popen(
         [sys.executable, "-c", "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', sys.argv[1]]);"
          "print(p.pid, flush=True); p.wait(); print('over', flush=True); sys.stdin.readline()", CHILD + how],
@@ -96,7 +102,7 @@ def test_the_exit_code_of_another_process_s_child_is_known(run: str, how: str, l
     parent.wait()
     assert known in (code, None)
     if known is None:
-        pytest.skip("this kernel tells exit codes to parents only (Linux before 6.15)")
+        pytest.skip("this kernel reports exit codes to parents only (Linux before 6.15)")
     assert (Liveness.EXITED if known == 0 else Liveness.DEAD) == life
 
 
@@ -116,47 +122,47 @@ def child(run: str) -> Iterator["subprocess.Popen[str]"]:
         made.wait()
 
 
-def test_a_stopped_process_is_seen_as_stopped(run: str, child: "subprocess.Popen[str]") -> None:
+def test_a_stopped_process_is_reported_as_stopped(run: str, child: "subprocess.Popen[str]") -> None:
     monitor = ProcessMonitor(run)
     monitor.sample({})
-    assert monitor.seen["policy-1"].life is Liveness.RUNNING
+    assert monitor.tracked["policy-1"].liveness is Liveness.RUNNING
     os.kill(child.pid, signal.SIGSTOP)
     until(lambda: processes.process_state(child.pid) == "T")
-    monitor.sample({}, held=child.pid)  # for a stack of ours
-    assert monitor.seen["policy-1"].life is Liveness.RUNNING
+    monitor.sample({}, held=child.pid)  # py-spy stops it to sample its stack
+    assert monitor.tracked["policy-1"].liveness is Liveness.RUNNING
     monitor.sample({})
-    seen = monitor.seen["policy-1"]
-    assert seen.life is Liveness.STOPPED
-    stopped = seen.ended_ns
+    process = monitor.tracked["policy-1"]
+    assert process.liveness is Liveness.STOPPED
+    stopped = process.ended_ns
     assert 0 < stopped <= time.monotonic_ns()
     monitor.sample({})
-    assert seen.ended_ns == stopped
+    assert process.ended_ns == stopped
     child.kill()
     child.wait()
     (ended,) = monitor.sample({})
-    assert ended.name == "policy-1" and ended.life is Liveness.DEAD and ended.exit_code in (-9, -(2**31))
+    assert ended.name == "policy-1" and ended.liveness is Liveness.DEAD and ended.exit_code in (-9, -(2**31))
     assert monitor.sample({}) == []
 
 
-def test_two_moments_of_a_stop_are_not_one_long_one(run: str, child: "subprocess.Popen[str]") -> None:
+def test_two_short_stops_are_not_one_long_stop(run: str, child: "subprocess.Popen[str]") -> None:
     monitor = ProcessMonitor(run)
     monitor.sample({})
-    seen = monitor.seen["policy-1"]
+    process = monitor.tracked["policy-1"]
     os.kill(child.pid, signal.SIGSTOP)
     until(lambda: processes.process_state(child.pid) == "T")
     monitor.sample({})
-    first = seen.ended_ns
+    first = process.ended_ns
     monitor.sample({})
-    assert seen.life is Liveness.STOPPED and seen.ended_ns == first > seen.moved_ns
+    assert process.liveness is Liveness.STOPPED and process.ended_ns == first > process.progress_ns
     _, state = ReportBuilder("here").build(monitor)
     ended = [PROCESS_RECORD.unpack_from(state.processes, at)[2] for at in (0, PROCESS_RECORD.size)]
-    assert ended[0] != ended[0] and 0 <= ended[1] < 5, "since when it is stopped, not since when nothing moved"
+    assert ended[0] != ended[0] and 0 <= ended[1] < 5, "the age of the stop, not of the last progress"
     os.kill(child.pid, signal.SIGCONT)
     until(lambda: processes.process_state(child.pid) == "S")
     os.kill(child.pid, signal.SIGSTOP)
     until(lambda: processes.process_state(child.pid) == "T")
     monitor.sample({})
-    assert seen.life is Liveness.STOPPED and seen.ended_ns > first
+    assert process.liveness is Liveness.STOPPED and process.ended_ns > first
 
 
 def test_a_late_sample_counts_no_process_as_inactive(
@@ -164,18 +170,18 @@ def test_a_late_sample_counts_no_process_as_inactive(
 ) -> None:
     from lockstep.watch.agent import process_monitor as module
 
-    monkeypatch.setattr(module, "CALM_S", 0.0)
+    monkeypatch.setattr(module, "RECENT_S", 0.0)
     until(lambda: processes.process_state(child.pid) == "S")
     monitor = ProcessMonitor(run)
     for _ in range(3):
         monitor.sample({})
-    seen = monitor.seen["policy-1"]
-    before = seen.active_ns
+    process = monitor.tracked["policy-1"]
+    before = process.active_ns
     monitor.sample({})
-    assert seen.active_ns == before
+    assert process.active_ns == before
     monkeypatch.setattr(module, "LATE_SAMPLE_S", 0.0)
     monitor.sample({})
-    assert seen.active_ns > before
+    assert process.active_ns > before
 
 
 def test_work_counts_as_activity_and_waiting_does_not(run: str) -> None:
@@ -194,48 +200,48 @@ def test_work_counts_as_activity_and_waiting_does_not(run: str) -> None:
         until(lambda: processes.process_state(child.pid) == "S")
         monitor = ProcessMonitor(run)
         monitor.sample({})
-        seen = monitor.seen["policy-1"]
-        began = seen.active_ns
+        process = monitor.tracked["policy-1"]
+        began = process.active_ns
         time.sleep(0.2)
         monitor.sample({})
-        assert seen.active_ns == began
+        assert process.active_ns == began
         child.stdin.write("\n")
         child.stdin.flush()
         assert child.stdout.readline() == "done\n"
         monitor.sample({})
-        assert seen.active_ns > began
+        assert process.active_ns > began
     finally:
         child.kill()
         child.wait()
 
 
-def test_it_is_calm_while_everybody_moves_or_has_nothing_to_do(run: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_stall_while_all_processes_make_progress_or_are_idle(run: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from lockstep.watch.agent import process_monitor as module
     from lockstep.watch.agent.report_messages import WAITING_FOR_WORK
 
     monitor = ProcessMonitor(run)
     monitor.sample({})
-    assert monitor.is_calm()
-    monkeypatch.setattr(module, "CALM_S", 0.0)
-    assert not monitor.is_calm()
+    assert monitor.shows_no_stall()
+    monkeypatch.setattr(module, "RECENT_S", 0.0)
+    assert not monitor.shows_no_stall()
     with track_wait("condition", "controller", WAITING_FOR_WORK):
         monitor.sample({})
-        assert monitor.is_calm()
+        assert monitor.shows_no_stall()
 
 
-def test_suspects_are_those_that_stand_still_and_are_not_idle(run: str) -> None:
+def test_stacks_are_sampled_of_processes_that_make_no_progress_and_are_not_idle(run: str) -> None:
     from lockstep.watch.agent.report_messages import WAITING_FOR_WORK
 
     monitor = ProcessMonitor(run)
     monitor.sample({})
-    assert list(monitor.suspects(60.0)) == []
-    assert [seen.name for seen in monitor.suspects(0.0)] == ["policy-0"]
+    assert list(monitor.stack_candidates(60.0)) == []
+    assert [process.name for process in monitor.stack_candidates(0.0)] == ["policy-0"]
     with track_wait("condition", "controller", WAITING_FOR_WORK):
         monitor.sample({})
-        assert list(monitor.suspects(0.0)) == []
+        assert list(monitor.stack_candidates(0.0)) == []
 
 
-def test_stages_that_ended_are_what_others_are_held_against(run: str) -> None:
+def test_the_duration_of_an_ended_stage_is_the_expected_one(run: str) -> None:
     monitor = ProcessMonitor(run)
     monitor.sample({})
     current_beacon().stage("save")
@@ -244,7 +250,7 @@ def test_stages_that_ended_are_what_others_are_held_against(run: str) -> None:
     assert monitor.history.expected_s("policy", "save") != monitor.history.expected_s("policy", "save")
 
 
-def test_the_longest_of_a_stage_counts() -> None:
+def test_the_longest_duration_of_a_stage_is_kept() -> None:
     history = StageDurations()
     for took in (3, 7, 5):
         history.stage_ended("policy", "train", 10, 10 + took * 10**9)
@@ -252,7 +258,7 @@ def test_the_longest_of_a_stage_counts() -> None:
     assert history.longest == {("policy", "train"): 7.0}
 
 
-def test_the_quickest_answer_sets_the_clock() -> None:
+def test_the_clock_offset_is_that_of_the_quickest_reply() -> None:
     clock = ClockOffset()
     assert not clock.known and clock.ns == 0
     clock.add(0, 1_000_000 + 400, 800)
@@ -265,7 +271,7 @@ def test_the_quickest_answer_sets_the_clock() -> None:
     assert len(clock.samples) == clock.window
 
 
-def test_one_that_ended_and_was_replaced_explains_nothing_any_more(run: str) -> None:
+def test_a_replaced_process_is_dropped_from_the_reports(run: str) -> None:
     monitor, builder = ProcessMonitor(run), ReportBuilder("here")
     child = subprocess.Popen([sys.executable, "-c", CHILD], stdin=subprocess.PIPE)
     before = WorkerProcess("engine-0", child.pid, processes.start_ticks(child.pid) or 0, [], "log", False, time.time())
@@ -273,19 +279,19 @@ def test_one_that_ended_and_was_replaced_explains_nothing_any_more(run: str) -> 
     child.kill()
     before.exit_code = child.wait(10)
     monitor.sample({"engine-0": before})
-    assert monitor.seen["engine-0"].life == Liveness.DEAD
+    assert monitor.tracked["engine-0"].liveness == Liveness.DEAD
     monitor.forget("engine-0", 60.0)
     monitor.sample({"engine-0": before})
-    assert "engine-0" in monitor.seen, "what it left can be collected for a while"
+    assert "engine-0" in monitor.tracked, "its log and beacon can be collected for a while"
     monitor.forget("engine-0", 0.0)
     monitor.forget("policy-0", 0.0)
     monitor.sample({"engine-0": before})
-    assert monitor.seen == {} and builder.build(monitor)[0].processes == (), "nor does its beacon bring it back"
+    assert monitor.tracked == {} and builder.build(monitor)[0].processes == (), "its beacon does not bring it back"
     again = WorkerProcess(
         "engine-0", os.getpid(), processes.start_ticks(os.getpid()) or 0, [], "log", False, time.time()
     )
     monitor.sample({"engine-0": again})
-    assert monitor.seen["engine-0"].living, "the name is somebody's again"
+    assert monitor.tracked["engine-0"].living, "a new process has the name"
 
 
 WAITS = """
@@ -303,7 +309,7 @@ time.sleep(600)
 """
 
 
-def test_an_observer_from_outside_sees_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_observer_from_outside_finds_the_same_verdicts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("LOCKSTEP_BEACONS", str(tmp_path))
     run = new_run_id("look")
     children = [
@@ -314,12 +320,12 @@ def test_an_observer_from_outside_sees_the_same(monkeypatch: pytest.MonkeyPatch,
         for child in children:
             assert child.stdout is not None and child.stdout.readline() == "up\n"
         assert run_of_process(children[1].pid) == run and run_of_process(1) is None
-        onlooker = RunObserver(run, StallThresholds(notice_s=0.2))
-        until(lambda: onlooker.look())
-        (verdict,) = onlooker.look()
+        observer = RunObserver(run, StallThresholds(notice_s=0.2))
+        until(lambda: observer.poll())
+        (verdict,) = observer.poll()
         assert [each.pid for each in verdict.culprits] == [children[1].pid]
         os.kill(children[1].pid, signal.SIGKILL)
-        until(lambda: any(each.kind is VerdictKind.DEAD for each in onlooker.look()))
+        until(lambda: any(each.kind is VerdictKind.DEAD for each in observer.poll()))
     finally:
         for child in children:
             child.kill()

@@ -1,4 +1,4 @@
-"""Why processes ended, from what the kernel counts and what they said last."""
+"""Why processes ended, from the kernel's counters and the last lines of logs."""
 
 import signal
 from pathlib import Path
@@ -39,32 +39,32 @@ leaving
 def test_the_last_exception_names_the_class(last: str, cause: str) -> None:
     text = TRACEBACK.format(last=last)
     assert last_exception(text) == last
-    assert explain_exit(1, text, None, ours=False) == ExitCause(cause, last)
+    assert explain_exit(1, text, None, on_purpose=False) == ExitCause(cause, last)
 
 
 def test_text_without_a_traceback_has_no_exception() -> None:
     assert last_exception("OSError: [Errno 28] No space left on device\n") == ""
-    assert explain_exit(3, "nothing", None, ours=False) == ExitCause()
+    assert explain_exit(3, "nothing", None, on_purpose=False) == ExitCause()
 
 
-def test_a_kill_is_the_kernels_only_with_proof() -> None:
+def test_a_kill_is_attributed_to_the_kernel_only_with_proof() -> None:
     kill = -signal.SIGKILL
-    assert explain_exit(kill, "", True, ours=False).cause == "host_oom"
-    assert explain_exit(kill, "", None, ours=False) == ExitCause("", "killed by SIGKILL")
-    assert explain_exit(kill, "", False, ours=False).cause == "external_kill"
-    assert explain_exit(kill, "", False, ours=True) == ExitCause()
-    assert explain_exit(-signal.SIGTERM, "", None, ours=False).cause == "external_kill"
-    assert explain_exit(-signal.SIGSEGV, "", None, ours=False) == ExitCause("", "ended by SIGSEGV")
+    assert explain_exit(kill, "", True, on_purpose=False).cause == "host_oom"
+    assert explain_exit(kill, "", None, on_purpose=False) == ExitCause("", "killed by SIGKILL")
+    assert explain_exit(kill, "", False, on_purpose=False).cause == "external_kill"
+    assert explain_exit(kill, "", False, on_purpose=True) == ExitCause()
+    assert explain_exit(-signal.SIGTERM, "", None, on_purpose=False).cause == "external_kill"
+    assert explain_exit(-signal.SIGSEGV, "", None, on_purpose=False) == ExitCause("", "ended by SIGSEGV")
 
 
 def test_a_counter_that_rose_beats_an_older_traceback_but_not_an_exit_code() -> None:
     text = TRACEBACK.format(last="KeyError: 'answer'")
-    assert explain_exit(-signal.SIGKILL, text, True, ours=False).cause == "host_oom"
-    assert explain_exit(1, text, True, ours=False).cause == "rank_exception_masked"
+    assert explain_exit(-signal.SIGKILL, text, True, on_purpose=False).cause == "host_oom"
+    assert explain_exit(1, text, True, on_purpose=False).cause == "rank_exception_masked"
 
 
-def test_leaving_with_0_needs_no_cause() -> None:
-    assert explain_exit(0, TRACEBACK.format(last="KeyError: 'answer'"), True, ours=False) == ExitCause()
+def test_exit_code_0_needs_no_cause() -> None:
+    assert explain_exit(0, TRACEBACK.format(last="KeyError: 'answer'"), True, on_purpose=False) == ExitCause()
 
 
 def test_counters_of_both_kinds_of_cgroups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

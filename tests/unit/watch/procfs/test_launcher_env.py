@@ -56,14 +56,14 @@ TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE
     ],
     ids=["nothing", "torchrun", "by hand", "Open MPI", "Hydra", "torchrun in Slurm", "nonsense"],
 )
-def test_what_launchers_say(
+def test_variables_of_launchers(
     variables: dict[str, str], rank: tuple[int, int] | None, sure: int | None, world: int | None
 ) -> None:
     assert (launcher_rank(variables), certain_rank(variables), launcher_world_size(variables)) == (rank, sure, world)
 
 
 @pytest.mark.parametrize(
-    ("rank", "world", "place", "variables", "here"),
+    ("rank", "world", "url", "variables", "here"),
     [
         (5, 8, "env://", TORCHRUN, (4, 7)),
         (1, 4, "tcp://127.0.0.1:29500", {}, (0, 3)),
@@ -75,10 +75,8 @@ def test_what_launchers_say(
     ],
     ids=["two nodes", "loopback", "localhost", "another host", "more than were started", "file", "deepspeed"],
 )
-def test_ranks_on_this_host(
-    rank: int, world: int, place: str, variables: dict[str, str], here: tuple[int, int]
-) -> None:
-    assert ranks_on_this_host(rank, world, place, variables) == here
+def test_ranks_on_this_host(rank: int, world: int, url: str, variables: dict[str, str], here: tuple[int, int]) -> None:
+    assert ranks_on_this_host(rank, world, url, variables) == here
 
 
 @pytest.mark.parametrize(
@@ -104,7 +102,7 @@ def test_ranks_on_this_host(
     ],
     ids=["environment", "arguments", "query", "positional", "store", "mpi", "nothing"],
 )
-def test_what_a_call_of_init_process_group_says(
+def test_arguments_of_init_process_group(
     args: tuple[object, ...], given: dict[str, object], variables: dict[str, str], joins: _RendezvousArguments
 ) -> None:
     assert _RendezvousArguments.read(args, given, variables) == joins
@@ -127,12 +125,11 @@ def test_a_rendezvous_as_text_and_back() -> None:
 
 
 def evidence_of(here: list[int], waiting: list[int], expected: ExpectedRanks) -> MessageStore:
-    """A host whose ranks `here` are known and those `waiting` have been in the rendezvous for 60 s,
-    or 10."""
+    """Evidence of a host with the ranks `here`, of which those in `waiting` have been in the rendezvous for 10 s."""
     inbox = MessageStore()
     processes = tuple(ProcessInfo(f"rank-{rank}", "rank", rank, "a", 100 + rank) for rank in here)
-    record = pack_process(moved=10.0, active=10.0, same_stack=10.0)
-    said = WaitRecord(
+    packed = pack_process(moved=10.0, active=10.0, same_stack=10.0)
+    record = WaitRecord(
         "rendezvous",
         rendezvous_target(expected),
         rendezvous_reason(0, "the rendezvous"),
@@ -142,8 +139,8 @@ def evidence_of(here: list[int], waiting: list[int], expected: ExpectedRanks) ->
         1,
         "MainThread",
     )
-    waits = tuple(wait_report(here.index(rank), said, 11 * 10**9) for rank in waiting)
-    for message in (Roster("a", 1, processes), StateReport("a", 1, record * len(here), waits=waits)):
+    waits = tuple(wait_report(here.index(rank), record, 11 * 10**9) for rank in waiting)
+    for message in (Roster("a", 1, processes), StateReport("a", 1, packed * len(here), waits=waits)):
         inbox.receive(encode_report(message), 100.0)
     return inbox
 
@@ -159,7 +156,7 @@ def test_a_missing_rank_of_this_host_is_named() -> None:
     assert "rank 3 has not joined the rendezvous; no such process is known" in verdict.explanation
 
 
-def test_several_at_once() -> None:
+def test_several_missing_ranks_are_named() -> None:
     (verdict,) = diagnose(evidence_of([1], [1], ExpectedRanks(0, 3, 4)).evidence(100.0))
     assert [each.rank for each in verdict.culprits] == [0, 2, 3]
     assert "ranks 0, 2 and 3 have not joined the rendezvous" in verdict.explanation
@@ -168,7 +165,7 @@ def test_several_at_once() -> None:
 def test_candidates_for_a_missing_rank_are_named_without_confirmation() -> None:
     inbox = evidence_of([0, -1], [0], ExpectedRanks(0, 1, 2))
     state = StateReport("a", 1, pack_process(moved=90.0, active=90.0, same_stack=90.0) * 2)
-    said = WaitRecord(
+    record = WaitRecord(
         "rendezvous",
         rendezvous_target(ExpectedRanks(0, 1, 2)),
         rendezvous_reason(0, "the rendezvous"),
@@ -180,7 +177,7 @@ def test_candidates_for_a_missing_rank_are_named_without_confirmation() -> None:
     )
     inbox.receive(
         encode_report(
-            replace(state, waits=(wait_report(0, said, 91 * 10**9),), notes={1: ProcessNote("load() at job.py:7")})
+            replace(state, waits=(wait_report(0, record, 91 * 10**9),), notes={1: ProcessNote("load() at job.py:7")})
         ),
         100.0,
     )
@@ -189,7 +186,7 @@ def test_candidates_for_a_missing_rank_are_named_without_confirmation() -> None:
     assert "rank 1 has not joined the rendezvous; it may be rank--1 in load() at job.py:7." in verdict.explanation
 
 
-def test_ranks_of_unwatched_hosts_are_not_accused() -> None:
+def test_ranks_of_unwatched_hosts_are_no_culprits() -> None:
     (verdict,) = diagnose(evidence_of([0, 1], [0, 1], ExpectedRanks(0, 1, 4)).evidence(100.0))
     assert (verdict.kind, verdict.level, verdict.culprits) == (VerdictKind.UNKNOWN, VerdictLevel.NOTICE, ())
     assert verdict.explanation.startswith(
@@ -197,7 +194,7 @@ def test_ranks_of_unwatched_hosts_are_not_accused() -> None:
     )
 
 
-def test_a_late_rank_of_this_host_is_named_whatever_other_hosts_hold() -> None:
+def test_a_late_rank_of_this_host_is_named_whatever_the_other_hosts_do() -> None:
     (verdict,) = diagnose(evidence_of([0, 1], [0], ExpectedRanks(0, 1, 4)).evidence(100.0))
     assert [each.rank for each in verdict.culprits] == [1]
     assert "has not joined the rendezvous" in verdict.explanation
@@ -215,9 +212,9 @@ def test_expected_ranks_survive_encoding() -> None:
         "rendezvous", rendezvous_target(ExpectedRanks(0, 3, 4)), rendezvous_reason(0, "it"), 1, None, 1, 1, "MainThread"
     )
     state = StateReport("a", 1, waits=(wait_report(0, record, 2),))
-    told = decode_report(encode_report(state))
-    assert isinstance(told, StateReport)
-    assert told.waits[0].expected == ExpectedRanks(0, 3, 4)
+    decoded = decode_report(encode_report(state))
+    assert isinstance(decoded, StateReport)
+    assert decoded.waits[0].expected == ExpectedRanks(0, 3, 4)
 
 
 # --- processes without a beacon
@@ -226,10 +223,10 @@ SLEEP = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
 
 
 class Started:
-    """Sleeping processes of a watched run; a thing to end them all."""
+    """Sleeping processes of a watched run, which a fixture ends."""
 
     def __init__(self) -> None:
-        self.run = f"newcomers-{os.getpid()}-{time.monotonic_ns()}"
+        self.run = f"unregistered-{os.getpid()}-{time.monotonic_ns()}"
         self.processes: list[subprocess.Popen[bytes]] = []
 
     def start(self, *wrapper: str, **variables: str) -> int:
@@ -237,7 +234,7 @@ class Started:
         self.processes.append(subprocess.Popen([*wrapper, *SLEEP], env=environment))
         pid = self.processes[-1].pid
         deadline = time.monotonic() + 20
-        while not Path(f"/proc/{pid}/environ").read_bytes():  # the kernel gives it one after the exec is known
+        while not Path(f"/proc/{pid}/environ").read_bytes():  # the kernel fills it in shortly after the exec
             assert time.monotonic() < deadline
             time.sleep(0.001)
         return pid
@@ -263,7 +260,7 @@ def test_unregistered_ranks_by_their_order_among_siblings(started: Started) -> N
     waits, second, third = (started.start() for _ in range(3))
     assert find_unregistered_ranks(started.run, {0: waits}, [1, 2], {waits}) == ({1: second, 2: third}, [])
     assert find_unregistered_ranks(started.run, {0: waits}, [1], {waits}) == ({}, [second, third]), (
-        "two could be the one"
+        "either could be the missing rank"
     )
 
 
@@ -273,7 +270,7 @@ def test_an_environment_that_is_wrong_about_waiting_ranks_is_ignored(started: St
     assert find_unregistered_ranks(started.run, {1: waits}, [0], {waits}) == ({0: late}, [])
 
 
-def test_processes_of_other_runs_are_none(started: Started) -> None:
+def test_processes_of_other_runs_are_ignored(started: Started) -> None:
     waits = started.start()
     started.start(LOCKSTEP_WATCH="another")
     assert find_unregistered_ranks(started.run, {0: waits}, [1], {waits}) == ({}, [])
@@ -284,11 +281,11 @@ def test_a_misidentified_process_is_not_counted_twice(started: Started, tmp_path
     monitor = ProcessMonitor(started.run)
     first, second = started.start(), started.start()
     for pid in (first, second):
-        monitor._place("rank", UNKNOWN_RANK, pid)
-    assert [(each.rank, each.pid) for each in monitor.seen.values()] == [(-1, first), (-1, second)]
-    monitor._place("rank", 1, second)
+        monitor._add_missing_rank("rank", UNKNOWN_RANK, pid)
+    assert [(each.rank, each.pid) for each in monitor.tracked.values()] == [(-1, first), (-1, second)]
+    monitor._add_missing_rank("rank", 1, second)
     monitor._read(BeaconState(tmp_path, started.run, "rank-2", "rank", 2, second, 0, 1, 0.0, 0, "", 1))
-    assert {(each.name, each.pid) for each in monitor.seen.values()} == {
+    assert {(each.name, each.pid) for each in monitor.tracked.values()} == {
         (f"process {first}", first),
         ("rank-2", second),
     }

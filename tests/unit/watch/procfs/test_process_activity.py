@@ -1,4 +1,4 @@
-"""What counts as doing something, seen from outside; and what does not, however loaded the machine is."""
+"""What counts as activity, observed from outside, and what does not, however loaded the machine is."""
 
 import os
 import socket
@@ -22,7 +22,7 @@ POLLS = "import threading, time; threading.Thread(target=lambda: [time.sleep(0.1
 
 @contextmanager
 def running(code: str, *words: str, **options: object) -> Iterator["subprocess.Popen[str]"]:
-    """Python that has said that it is up."""
+    """Starts Python with this code, and waits until it runs."""
     argv = [sys.executable, "-c", "print('up', flush=True)\n" + code, *words]
     child = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, **options)  # type: ignore[call-overload]
     try:
@@ -33,27 +33,27 @@ def running(code: str, *words: str, **options: object) -> Iterator["subprocess.P
         child.wait()
 
 
-def looks(pid: int, count: int) -> list[bool]:
-    """What so many looks say, the first excepted, which cannot know."""
+def samples(pid: int, count: int) -> list[bool]:
+    """The results of several samples, without the first, which has nothing to compare with."""
     activity, found = ProcessActivity(pid), []
     for _ in range(count + 1):
-        usage = processes.process_usage(pid, moved=True)
+        usage = processes.process_usage(pid, with_bytes=True)
         assert usage is not None
-        found.append(activity.seen(usage, time.monotonic_ns(), HostCounters()))
+        found.append(activity.sample(usage, time.monotonic_ns(), HostCounters()))
         time.sleep(EVERY_S)
     return found[1:]
 
 
-def ever(pid: int, settle: int = 3) -> bool:
-    """Whether it is active at some look, those of its beginning excepted; looks for long where it is not."""
+def ever_active(pid: int, settle: int = 3) -> bool:
+    """Whether the process is active in a sample after the first few; samples up to `BOUND_S`."""
     end = time.monotonic() + BOUND_S
     while time.monotonic() < end:
-        if any(looks(pid, settle + 2 * RUNNABLE_SAMPLES)[settle:]):
+        if any(samples(pid, settle + 2 * RUNNABLE_SAMPLES)[settle:]):
             return True
     return False
 
 
-DOES: dict[str, str] = {
+WORK: dict[str, str] = {
     "computes": "while True: pass",
     "in a thread": "import threading; t = threading.Thread(target=lambda: [sum(range(99999)) for _ in iter(int, 1)]);"
     "t.start(); t.join()",
@@ -66,17 +66,17 @@ DOES: dict[str, str] = {
 }
 
 
-@pytest.mark.parametrize("what", DOES)
-def test_it_does_something(what: str) -> None:
-    with running(f"import os; os.setpgid(0, 0)\n{DOES[what]}") as child:
+@pytest.mark.parametrize("kind", WORK)
+def test_work_is_activity(kind: str) -> None:
+    with running(f"import os; os.setpgid(0, 0)\n{WORK[kind]}") as child:
         try:
-            assert ever(child.pid)
+            assert ever_active(child.pid)
         finally:
             os.killpg(child.pid, 9)
 
 
-def test_an_answer_that_is_streamed_is_something() -> None:
-    """128 bytes twenty times a second: hardly any CPU, and no byte that Linux counts for the process."""
+def test_receiving_a_streamed_answer_is_activity() -> None:
+    """128 bytes twenty times a second need hardly any CPU time, and Linux counts them for no process."""
     server = socket.create_server(("127.0.0.1", 0))
     with running("import socket, sys; s = socket.create_connection(('127.0.0.1', int(sys.argv[1])))\n"
                  "while s.recv(4096): pass", str(server.getsockname()[1])) as child:  # fmt: skip
@@ -90,7 +90,7 @@ def test_an_answer_that_is_streamed_is_something() -> None:
         thread = threading.Thread(target=stream)
         thread.start()
         try:
-            assert ever(child.pid)
+            assert ever_active(child.pid)
         finally:
             end.set()
             thread.join()
@@ -110,13 +110,15 @@ def test_bytes_on_sockets_are_counted() -> None:
             unread = process_activity.tcp_bytes_by_inode()
             assert len(accepted.recv(5000, socket.MSG_WAITALL)) == 5000
             after = process_activity.tcp_bytes_by_inode()
-    assert [unread[each] - before[each] for each in names] == [5000, 0], "what nobody has read is nobody's"
+    assert [unread[each] - before[each] for each in names] == [5000, 0], (
+        "bytes that have not been read are not counted for the receiver"
+    )
     assert [after[each] - before[each] for each in names] == [5000, 5000]
 
 
 @contextmanager
 def crowd(count: int) -> Iterator[Callable[[], None]]:
-    """Busy loops on one core, and what a child calls to be there too."""
+    """Runs busy loops on one core; yields a function that moves the calling process to this core."""
     core = {min(os.sched_getaffinity(0))}
 
     def join() -> None:
@@ -129,29 +131,29 @@ def crowd(count: int) -> Iterator[Callable[[], None]]:
 
 
 def test_a_starved_process_counts_as_active() -> None:
-    """It gets a hundredth of a core: less than what polls beside a stuck thread uses on an idle machine."""
+    """It gets a hundredth of a core, which is less than polling threads use on an idle machine."""
     with crowd(2) as join, running("import os; os.nice(19)\nwhile True: pass", preexec_fn=join) as child:
-        assert ever(child.pid, settle=6)
+        assert ever_active(child.pid, settle=6)
 
 
-def test_a_little_work_now_and_then_is_something_on_a_loaded_machine() -> None:
-    """It gets a tenth of what it wants: its CPU time does not tell it from what polls."""
+def test_short_bursts_of_work_are_activity_on_a_loaded_machine() -> None:
+    """It gets a tenth of the CPU time that it needs, so its CPU time does not distinguish it from polling."""
     code = "import time\nwhile True:\n    time.sleep(0.6); end = time.monotonic() + 0.1\n"
     code += "    while time.monotonic() < end: pass"
     with crowd(4) as join, running(f"import os; os.nice(5)\n{code}", preexec_fn=join) as child:
-        assert ever(child.pid)
+        assert ever_active(child.pid)
 
 
 def test_a_stuck_process_is_inactive_on_a_loaded_machine() -> None:
-    """A stuck main thread, and one beside it that wakes ten times a second, as beacons and recorders do."""
+    """The main thread is stuck; another thread wakes up ten times a second, as the recorder does."""
     with crowd(2) as join, running(POLLS + "time.sleep(600)", preexec_fn=join) as child:
         time.sleep(1.0)
-        found = looks(child.pid, 40)
+        found = samples(child.pid, 40)
     assert sum(found) <= 2, found
 
 
-def test_an_uninterruptible_wait_is_something_while_the_disks_move(tmp_path: Path) -> None:
-    """Who spawns waits so until the other has begun its program; this one waits for somebody who writes to it."""
+def test_an_uninterruptible_wait_is_activity_while_disks_transfer_data(tmp_path: Path) -> None:
+    """posix_spawn waits uninterruptibly until the child runs its program; this child waits for a writer first."""
     os.mkfifo(tmp_path / "fifo")
     code = "import os, sys; os.posix_spawn('/bin/true', ['true'], {}, "
     code += "file_actions=[(os.POSIX_SPAWN_OPEN, 0, sys.argv[1], os.O_RDONLY, 0)])"
@@ -161,30 +163,30 @@ def test_an_uninterruptible_wait_is_something_while_the_disks_move(tmp_path: Pat
             assert time.monotonic() < end
             time.sleep(0.01)
 
-        def seen(moved: Callable[[int], int]) -> list[bool]:
+        def disk_samples(disk_bytes: Callable[[int], int]) -> list[bool]:
             activity, found = ProcessActivity(child.pid), []
             for number in range(DISK_WAIT_SAMPLES + 4):
-                usage = processes.process_usage(child.pid, moved=True)
+                usage = processes.process_usage(child.pid, with_bytes=True)
                 assert usage is not None
-                found.append(activity.seen(usage, 10**9 * (1 + number), HostCounters(moved(number))))
+                found.append(activity.sample(usage, 10**9 * (1 + number), HostCounters(disk_bytes(number))))
             return found[-2:]
 
         try:
-            assert seen(lambda number: number << 20) == [True, True]
-            assert seen(lambda number: 7 << 20) == [False, False]
+            assert disk_samples(lambda number: number << 20) == [True, True]
+            assert disk_samples(lambda number: 7 << 20) == [False, False]
         finally:
             with (tmp_path / "fifo").open("wb"):
                 pass
 
 
-def test_rest_compares_nothing_with_long_ago() -> None:
-    """Whoever moved by itself for a while is looked at anew, not by what was before."""
+def test_a_sample_is_not_compared_with_one_before_a_skip() -> None:
+    """After a skip, the next closer look starts anew."""
     with running("import time; time.sleep(600)") as child:
         before = None
-        while (now := processes.process_usage(child.pid, moved=True)) != before:  # it has begun to sleep
+        while (now := processes.process_usage(child.pid, with_bytes=True)) != before:  # until it sleeps
             before = now
             time.sleep(0.2)
-        activity, usage = ProcessActivity(child.pid), processes.process_usage(child.pid, moved=True)
-        assert usage is not None and activity.seen(usage, 10**9, HostCounters())
-        activity.rest(usage, 2 * 10**9)
-        assert [activity.seen(usage, number * 10**9, HostCounters()) for number in range(3, 7)] == [False] * 4
+        activity, usage = ProcessActivity(child.pid), processes.process_usage(child.pid, with_bytes=True)
+        assert usage is not None and activity.sample(usage, 10**9, HostCounters())
+        activity.skip(usage, 2 * 10**9)
+        assert [activity.sample(usage, number * 10**9, HostCounters()) for number in range(3, 7)] == [False] * 4
