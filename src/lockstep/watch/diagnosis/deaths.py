@@ -1,4 +1,4 @@
-"""Finds the deaths that are causes, among deaths that only follow from the end of another process."""
+"""Finds the deaths that caused a failure, among deaths that only followed from the end of another process."""
 
 from collections.abc import Sequence
 
@@ -19,15 +19,16 @@ from lockstep.watch.diagnosis.wait_graph import BoolArray
 SELF_CAUSED = 0.85
 """With at least this confidence, the process itself caused its failure (a crash, a kill, an exception)."""
 SIMULTANEOUS_S = 0.1
-"""Deaths this close together have no reliable order, because clocks and the detection of exits are less precise."""
+"""Deaths at most this far apart have no reliable order, because clocks and the detection of exits are imprecise."""
 TEARDOWN_S = 10.0
-"""A process may need this long to exit after an exception, while peers that notice its closed sockets exit at once."""
+"""A process may need this long to exit after an exception, while peers whose connections to it break exit at once."""
 AFTERMATH_S = 5.0
-"""A process killed more than this long after another process died was killed by a launcher because of that death."""
+"""A process killed more than this long after another process died was killed by its launcher because of that death."""
 
 
 def find_deaths(context: DiagnosisContext, reached: BoolArray | None) -> list[Hypothesis]:
-    """A hypothesis for each death that is a cause: the first one of each incident, and those that are no effects."""
+    """A hypothesis for each death that is a cause: the first of each incident, and those that the process itself
+    caused."""
     liveness = context.evidence.processes.liveness
     dead = [int(p) for p in np.flatnonzero(liveness == Liveness.DEAD) if not _was_intended(context, int(p))]
     dead = [p for p in dead if not _is_unobserved(context, p, reached)]
@@ -37,16 +38,16 @@ def find_deaths(context: DiagnosisContext, reached: BoolArray | None) -> list[Hy
         p: class_of_exit(Liveness.DEAD, int(context.evidence.processes.exit_code[p]), context.note(p)) for p in dead
     }
     groups: dict[int, list[int]] = {}
-    label = context.connected_part if len(dead) > 1 else np.zeros(len(liveness), dtype=np.int64)
+    incident = context.connected_part if len(dead) > 1 else np.zeros(len(liveness), dtype=np.int64)
     for process in dead:
-        groups.setdefault(int(label[process]), []).append(process)
+        groups.setdefault(int(incident[process]), []).append(process)
     found = []
     for group in groups.values():
         culprits = _first_deaths(context, group, causes)
         if all(causes[p].culprit_confidence < SELF_CAUSED for p in culprits):
-            behind = _late_members(context, culprits)
-            found += behind
-            if any(each.level is VerdictLevel.CONFIRMED for each in behind):
+            late_members = _late_members(context, culprits)
+            found += late_members
+            if any(each.level is VerdictLevel.CONFIRMED for each in late_members):
                 continue
         for process in culprits:
             found.append(
@@ -56,14 +57,14 @@ def find_deaths(context: DiagnosisContext, reached: BoolArray | None) -> list[Hy
 
 
 def _was_intended(context: DiagnosisContext, process: int) -> bool:
-    """Whether Lockstep ended the process, or the process ended with the verdict that released it from a collective."""
+    """Whether Lockstep ended the process, or the process ended with the exception that Lockstep raised on it."""
     note = context.note(process)
     return note.ours or is_collective_stalled(note.error)
 
 
 def _is_unobserved(context: DiagnosisContext, process: int, reached: BoolArray | None) -> bool:
-    """Whether nothing is known about how the process ended and no process has waited long for it. This is the normal
-    end of a job that was observed too late."""
+    """Whether it is unknown how the process ended and no process has waited long for it, as at the normal end of a job
+    that was observed too late."""
     note = context.note(process)
     if int(context.evidence.processes.exit_code[process]) != NO_EXIT_CODE or note.error or note.cause:
         return False
@@ -75,59 +76,67 @@ def _is_unobserved(context: DiagnosisContext, process: int, reached: BoolArray |
 
 
 def _first_deaths(context: DiagnosisContext, group: Sequence[int], causes: dict[int, FailureClass]) -> list[int]:
-    """The processes that died on their own; if none did, the ones that died first."""
+    """The processes that caused their self_caused deaths; if there are none, those that died first."""
     ended_at = {p: float(np.nan_to_num(context.evidence.processes.ended_at[p], nan=np.inf)) for p in group}
-    own = [p for p in group if causes[p].culprit_confidence >= SELF_CAUSED]
-    if own:
-        first = min(ended_at[p] for p in own)
-        kept = [p for p in own if not (_is_kill(context, p) and ended_at[p] > first + AFTERMATH_S)]
-        earlier = [p for p in group if p not in own and ended_at[p] < first - TEARDOWN_S]
-        return sorted(kept + (_earliest(earlier, ended_at, causes) if earlier else []))
+    self_caused = [p for p in group if causes[p].culprit_confidence >= SELF_CAUSED]
+    if self_caused:
+        first = min(ended_at[p] for p in self_caused)
+        first_and_independent = [
+            p for p in self_caused if not (_is_kill(context, p) and ended_at[p] > first + AFTERMATH_S)
+        ]
+        earlier = [p for p in group if p not in self_caused and ended_at[p] < first - TEARDOWN_S]
+        return sorted(first_and_independent + (_earliest(earlier, ended_at, causes) if earlier else []))
     return _earliest(group, ended_at, causes)
 
 
 def _earliest(group: Sequence[int], ended_at: dict[int, float], causes: dict[int, FailureClass]) -> list[int]:
-    real = [p for p in group if causes[p].culprit_confidence > 0.3] or list(group)
-    first = min(ended_at[p] for p in real)
-    together = [p for p in real if ended_at[p] <= first + SIMULTANEOUS_S or not np.isfinite(ended_at[p])]
-    best = max(causes[p].culprit_confidence for p in together)
-    return sorted(p for p in together if causes[p].culprit_confidence == best)
+    """The processes that died first; of those that died simultaneous, the ones most likely to be the cause."""
+    likely = [p for p in group if causes[p].culprit_confidence > 0.3] or list(group)
+    first = min(ended_at[p] for p in likely)
+    simultaneous = [p for p in likely if ended_at[p] <= first + SIMULTANEOUS_S or not np.isfinite(ended_at[p])]
+    best = max(causes[p].culprit_confidence for p in simultaneous)
+    return sorted(p for p in simultaneous if causes[p].culprit_confidence == best)
 
 
 def _late_members(context: DiagnosisContext, dead: Sequence[int]) -> list[Hypothesis]:
-    """Members that the dead processes waited for, if their deaths look like effects: members that had not entered the
-    same collective, and that exited earlier or have been inactive since before those deaths."""
+    """Hypotheses about members for which the dead processes waited when they died, if their deaths look like effects.
+    Such a member had not entered the collective of the dead processes, and exited earlier or has been inactive since
+    before their deaths."""
     members, processes = context.evidence.communicators, context.evidence.processes
     late: dict[int, tuple[int, int, float, float]] = {}
     for process in dead:
         for row in np.flatnonzero((members.process == process) & (members.entered > 0)).tolist():
             rows = context.members(int(context.pending.communicator[row]))
-            behind = (members.entered[rows] >= 0) & (members.entered[rows] < members.entered[row])
-            for other in members.process[rows][behind].tolist():
-                place = int(context.pending.communicator[row]), int(members.entered[row])
-                late.setdefault(other, (*place, float(members.entered_at[row]), float(processes.ended_at[process])))
+            not_entered = (members.entered[rows] >= 0) & (members.entered[rows] < members.entered[row])
+            for other in members.process[rows][not_entered].tolist():
+                collective = int(context.pending.communicator[row]), int(members.entered[row])
+                late.setdefault(
+                    other, (*collective, float(members.entered_at[row]), float(processes.ended_at[process]))
+                )
     found = []
     for other, (communicator, seq, since, ended_at) in sorted(late.items()):
-        left = context.liveness(other) is Liveness.EXITED and not processes.ended_at[other] > ended_at + 1.0
-        still = (
+        has_exited = context.liveness(other) is Liveness.EXITED and not processes.ended_at[other] > ended_at + 1.0
+        is_inactive = (
             measure_inactivity(context, other).any_activity_s >= context.thresholds.notice_s
             and context.last_activity(other) <= ended_at
         )
-        if context.note(other).ours or not (left or (still and context.liveness(other) is Liveness.RUNNING)):
+        if context.note(other).ours or not (
+            has_exited or (is_inactive and context.liveness(other) is Liveness.RUNNING)
+        ):
             continue
-        proven = left or (proven_inactive(context, other, since) and not context.progress_unknown[other])
+        proven = has_exited or (proven_inactive(context, other, since) and not context.progress_unknown[other])
         found.append(
             Hypothesis(
-                VerdictKind.DEAD if left else VerdictKind.ABSENT,
+                VerdictKind.DEAD if has_exited else VerdictKind.ABSENT,
                 VerdictLevel.CONFIRMED if proven else VerdictLevel.NOTICE,
                 0.7 if proven else 0.5,
-                f"has {'ended with exit code 0' if left else 'not entered {collective}, which others gave up on'}",
+                "has ended with exit code 0" if has_exited else "has not entered {collective}, which others gave up on",
                 (other,),
                 collective=(communicator, seq),
-                proven_by_structure=left,
+                proven_by_structure=has_exited,
                 others=tuple(dead),
-                since=float(processes.ended_at[other]) if left else since,
-                alternatives=(Alternative("uneven_data", 0.5),) if left else (),
+                since=float(processes.ended_at[other]) if has_exited else since,
+                alternatives=(Alternative("uneven_data", 0.5),) if has_exited else (),
                 facts=tuple(
                     Fact(f"{processes.info[p].name} {describe_end(context, p)}", "its parent") for p in dead[:4]
                 ),
@@ -152,7 +161,7 @@ def _death_hypothesis(
     refused = is_collective_refused(context.note(process).error)
     return Hypothesis(
         VerdictKind.DEAD,
-        VerdictLevel.NOTICE if refused else VerdictLevel.CONFIRMED,  # the calls show which rank was wrong
+        VerdictLevel.NOTICE if refused else VerdictLevel.CONFIRMED,  # the recorded calls show which rank was wrong
         cause.culprit_confidence,
         describe_end(context, process),
         (process,),

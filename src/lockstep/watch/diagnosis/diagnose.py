@@ -1,8 +1,8 @@
 """Derives verdicts from evidence: a pure function, used for live beacons, flight-recorder dumps and recorded incidents.
 
-It looks first for structural causes: deaths, stopped processes, mismatched calls, cycles. Then it judges the ends of
-the wait graph: processes that others wait for and that wait for no other process. Finally it drops hypotheses that
-another hypothesis explains (the earliest cause wins), and merges those of one kind about one wait into one verdict.
+First come causes that the structure of the evidence proves: mismatched calls, deaths, stopped processes, deadlocks.
+Then come processes that others wait for and that wait for no other process. Finally, hypotheses that another hypothesis
+explains are dropped (the earliest cause wins), and those of one kind about one wait are merged into one verdict.
 """
 
 from collections.abc import Iterable
@@ -42,29 +42,30 @@ MAX_VERDICTS = 64
 """The most verdicts on one snapshot."""
 
 
-def diagnose(evidence: Evidence, patience: StallThresholds | None = None) -> list[Verdict]:
+def diagnose(evidence: Evidence, thresholds: StallThresholds | None = None) -> list[Verdict]:
     """The verdicts on a snapshot, the one that explains the others first; empty if nothing is wrong.
 
-    Notices say which process waits for which; only confirmed verdicts accuse. Independent incidents give separate
-    verdicts.
+    Notices only say which process waits for which. Independent incidents give separate verdicts.
     """
-    patience = patience or StallThresholds()
+    thresholds = thresholds or StallThresholds()
     liveness = evidence.processes.liveness
-    trouble = bool(((liveness == Liveness.DEAD) | (liveness == Liveness.STOPPED)).any())
-    inside = graphs.find_pending(evidence)
-    graph = graphs.build_wait_graph(evidence, inside, patience.notice_s, always=trouble)
-    context = DiagnosisContext(evidence, patience, inside, graph)
+    any_ended = bool(((liveness == Liveness.DEAD) | (liveness == Liveness.STOPPED)).any())
+    pending = graphs.find_pending(evidence)
+    graph = graphs.build_wait_graph(evidence, pending, thresholds.notice_s, always=any_ended)
+    context = DiagnosisContext(evidence, thresholds, pending, graph)
     reached = None if graph is None else graphs.reachable_from_stalled(graph)
     found = find_mismatches(context, reached)
-    if trouble:
+    if any_ended:
         found += find_deaths(context, reached) + find_stopped(context, reached)
     if graph is not None and reached is not None and graph.stalled.any():
         found += find_deadlocks(context, graph)
         found += find_lost_hosts(context, graph, reached) + find_root_causes(context, graph, reached)
-        known = {
+        mismatched = {
             each.collective[0] for each in found if each.kind is VerdictKind.MISMATCH and each.collective is not None
         }
-        found += find_in_flight(context, graph, reached, known) + find_waits_without_blocker(context, graph, reached)
+        found += find_in_flight(context, graph, reached, mismatched) + find_waits_without_blocker(
+            context, graph, reached
+        )
     kept = _merge_alike(context, _drop_explained(context, [each.capped() for each in found]))
     return [
         to_verdict(context, each) for each in sorted(kept, key=lambda each: _sort_key(context, each))[:MAX_VERDICTS]
@@ -89,18 +90,20 @@ def _drop_explained(context: DiagnosisContext, found: list[Hypothesis]) -> list[
     causes = [each for each in found if each.proven_by_structure and each.level is VerdictLevel.CONFIRMED]
     if not causes or len(found) == 1:
         return found
-    places = {id(each): _footprint(context, each) for each in found}
+    footprints = {id(each): _footprint(context, each) for each in found}
     return [
         each
         for each in found
         if not any(
-            _explains(context, c, each) for c in causes if c is not each and (places[id(c)] & places[id(each)]).any()
+            _explains(context, c, each)
+            for c in causes
+            if c is not each and (footprints[id(c)] & footprints[id(each)]).any()
         )
     ]
 
 
 def _footprint(context: DiagnosisContext, hypothesis: Hypothesis) -> BoolArray:
-    """`[processes + communicators]`: those that a hypothesis involves; hypotheses of one incident overlap."""
+    """`[processes + communicators]`: true for those that a hypothesis involves; hypotheses of one incident overlap."""
     members, graph = context.evidence.communicators, context.graph
     involved = np.zeros(len(context.evidence.processes.info), dtype=np.bool_)
     communicators = np.zeros(len(members.info), dtype=np.bool_)
@@ -124,7 +127,7 @@ def _explains(context: DiagnosisContext, cause: Hypothesis, hypothesis: Hypothes
         return _follows_mismatch(context, cause, hypothesis)
     if hypothesis.kind is VerdictKind.MISMATCH:
         return False
-    if hypothesis.kind is VerdictKind.DEAD:  # other deaths are compared among themselves
+    if hypothesis.kind is VerdictKind.DEAD:  # `find_deaths` compares deaths with each other
         if _is_death(context, hypothesis):
             return (
                 hypothesis.confidence < SELF_CAUSED
@@ -138,7 +141,7 @@ def _explains(context: DiagnosisContext, cause: Hypothesis, hypothesis: Hypothes
         return False
     if cause.kind is VerdictKind.CYCLE:
         return True
-    return _came_after(context, cause, hypothesis)
+    return _may_be_victim(context, cause, hypothesis)
 
 
 def _is_death(context: DiagnosisContext, hypothesis: Hypothesis) -> bool:
@@ -148,8 +151,8 @@ def _is_death(context: DiagnosisContext, hypothesis: Hypothesis) -> bool:
 
 
 def _follows_mismatch(context: DiagnosisContext, cause: Hypothesis, hypothesis: Hypothesis) -> bool:
-    """Whether a mismatch explains the hypothesis: aborts, resets, absences and deadlocks follow from it unless they are
-    proven to have a cause of their own."""
+    """Whether a mismatch explains the hypothesis: aborts, reset connections, absences and deadlocks follow from it
+    unless another cause of them is proven."""
     if hypothesis.kind is VerdictKind.MISMATCH:
         return hypothesis.confidence < cause.confidence and bool({*cause.culprits} & {*hypothesis.culprits})
     if hypothesis.kind is VerdictKind.DEAD:
@@ -160,8 +163,8 @@ def _follows_mismatch(context: DiagnosisContext, cause: Hypothesis, hypothesis: 
     return not hypothesis.proven_by_structure or hypothesis.kind is VerdictKind.CYCLE
 
 
-def _came_after(context: DiagnosisContext, cause: Hypothesis, hypothesis: Hypothesis) -> bool:
-    """Whether an absent process is a victim of the cause: the process was active until the cause, or still is."""
+def _may_be_victim(context: DiagnosisContext, cause: Hypothesis, hypothesis: Hypothesis) -> bool:
+    """Whether an absent process may be a victim of the cause, because it was active until then or still is."""
     last = [context.last_activity(p) for p in hypothesis.culprits]
     if not last or any(np.isnan(each) for each in last):
         return True
@@ -174,11 +177,11 @@ def _merge_alike(context: DiagnosisContext, found: Iterable[Hypothesis]) -> list
     """Merges hypotheses of one kind and level about the same role and the same wait or communicator."""
     kept: list[Hypothesis] = []
     for each in found:
-        twin = next((i for i, other in enumerate(kept) if _are_alike(context, other, each)), None)
-        if twin is None:
+        alike = next((i for i, other in enumerate(kept) if _are_alike(context, other, each)), None)
+        if alike is None:
             kept.append(each)
         else:
-            kept[twin] = _merge_pair(context, kept[twin], each)
+            kept[alike] = _merge_pair(context, kept[alike], each)
     return kept
 
 

@@ -1,5 +1,5 @@
-"""Shared parts of the detectors of `diagnose`: the context (a snapshot with cached derived values), the hypothesis, and
-the measure of inactivity.
+"""What the detectors of `diagnose` share: the context (a snapshot with cached derived values), the hypothesis, and the
+measure of inactivity.
 
 An active process is never proven to hang, however long others have waited for it.
 """
@@ -30,7 +30,7 @@ _MAX_SITES = 64
 
 @dataclass(frozen=True)
 class DiagnosisContext:
-    """A snapshot, its wait graph (None without waits), and the thresholds."""
+    """A snapshot, its pending collectives and wait graph (None without waits), and the thresholds."""
 
     evidence: Evidence
     thresholds: StallThresholds
@@ -41,6 +41,7 @@ class DiagnosisContext:
 
     @property
     def at(self) -> float:
+        """The time of the snapshot."""
         return self.evidence.at
 
     def observed_at(self, process: int) -> float:
@@ -59,13 +60,14 @@ class DiagnosisContext:
 
     @cached_property
     def last_active(self) -> FloatArray:
-        """`[processes]`: when a counter last advanced, or the process last used CPU, a disk, ...; NaN if unknown."""
+        """`[processes]`: when a counter of the process last advanced or the process last used CPU, a disk, a network or
+        a GPU; NaN if unknown."""
         processes = self.evidence.processes
         return np.fmax(processes.progressed_at, processes.active_at)
 
     def last_activity(self, process: int) -> float:
-        """When a process was last active, including its collectives; NaN if its activity is not observed, because a
-        process that enters no collective may still be active."""
+        """When a process was last active, which includes entering or completing a collective; NaN if its activity is
+        not observed, because a process that enters no collective may still be active."""
         last = float(self.last_active[process])
         if np.isnan(last):
             return last
@@ -80,18 +82,19 @@ class DiagnosisContext:
         return floor if np.isnan(expected) else max(floor, self.thresholds.history_factor * expected)
 
     def progress_limit_s(self, process: int) -> float:
-        """How many seconds a process that uses CPU or moves bytes may go without counter progress before a notice."""
+        """How many seconds an active process may go without counter progress before a notice."""
         floor, expected = self.thresholds.busy_factor * self.thresholds.notice_s, self.note(process).expected_s
         return floor if np.isnan(expected) else max(floor, expected)
 
     @cached_property
     def idle_waits(self) -> Mapping[int, WaitEdge]:
-        """Processes that wait for their next request."""
+        """The waits of processes for their next request, by process."""
         return {edge.process: edge for edge in self.evidence.edges if edge.idle and edge.main}
 
     @cached_property
     def progress_unknown(self) -> BoolArray:
-        """`[processes]`: true for processes whose progress in some communicator is unknown and that may wait there."""
+        """`[processes]`: true for processes whose progress in some communicator is unknown, so that they may wait in a
+        collective of it."""
         members = self.evidence.communicators
         mask = np.zeros(len(self.evidence.processes.info), dtype=np.bool_)
         mask[members.process[members.entered < 0]] = True
@@ -101,7 +104,7 @@ class DiagnosisContext:
 
     @cached_property
     def named_by_rank(self) -> BoolArray:
-        """`[processes]`: true for members of a communicator or a rendezvous; texts name these by rank."""
+        """`[processes]`: true for members of a communicator or a rendezvous, which texts name by rank."""
         mask = np.zeros(len(self.evidence.processes.info), dtype=np.bool_)
         mask[self.evidence.communicators.process] = True
         for edge in self.evidence.edges:
@@ -111,7 +114,7 @@ class DiagnosisContext:
 
     @cached_property
     def _groups_by_kind(self) -> Mapping[tuple[str, int], list[int]]:
-        """Communicators by description and size."""
+        """The communicators of each description and size."""
         members, found = self.evidence.communicators, defaultdict(list)
         for number, (about, size) in enumerate(zip(members.info, np.diff(members.starts).tolist(), strict=True)):
             if about.description:
@@ -119,7 +122,7 @@ class DiagnosisContext:
         return found
 
     def parallel_groups(self, communicator: int) -> list[int]:
-        """The other communicators of the same description and size; their members should make the same calls."""
+        """The other communicators of the same description and size, whose members should make the same calls."""
         members = self.evidence.communicators
         rows = self.members(communicator)
         key = (members.info[communicator].description, rows.stop - rows.start)
@@ -127,7 +130,8 @@ class DiagnosisContext:
 
     @cached_property
     def connected_part(self) -> IntArray:
-        """`[processes]`: a label, equal for processes that communicators or waits connect, directly or indirectly."""
+        """`[processes]`: a number that is equal for processes that communicators or waits connect, directly or
+        indirectly."""
         members = self.evidence.communicators
         label = np.arange(len(self.evidence.processes.info))
         starts = members.starts[:-1][np.diff(members.starts) > 0]
@@ -137,15 +141,16 @@ class DiagnosisContext:
         while True:
             before = label.copy()
             if len(starts):
-                least = np.repeat(np.minimum.reduceat(label[members.process], starts), sizes)
-                np.minimum.at(label, members.process, least)
-            for joined in edges:
-                rows = list(joined)
+                lowest = np.repeat(np.minimum.reduceat(label[members.process], starts), sizes)
+                np.minimum.at(label, members.process, lowest)
+            for edge_processes in edges:
+                rows = list(edge_processes)
                 label[rows] = label[rows].min()
             if (label == before).all():
                 return label
 
     def members(self, communicator: int) -> slice:
+        """The rows of a communicator's memberships."""
         starts = self.evidence.communicators.starts
         return slice(int(starts[communicator]), int(starts[communicator + 1]))
 
@@ -156,7 +161,7 @@ class DiagnosisContext:
         return self._communicators[process]
 
     def call(self, communicator: int, seq: int) -> tuple[CollectiveCall | None, str]:
-        """The most frequent call at that number, and its call site."""
+        """The most frequent call at a sequence number (None if no call is known), and its call site."""
         if (communicator, seq) not in self._call_cache:
             self._call_cache[communicator, seq] = self._call(communicator, seq)
         return self._call_cache[communicator, seq]
@@ -167,28 +172,30 @@ class DiagnosisContext:
         rows = rows[self.pending.communicator[calls.membership[rows]] == communicator]
         if not len(rows):
             return None, ""
-        said = calls.signature[rows]
-        most = said[0]
-        if (said != most).any():
-            signatures, counts = np.unique(said, return_counts=True)
-            most = signatures[np.argmax(counts)]
-        call = calls.by_signature.get(int(most))
+        signatures_seen = calls.signature[rows]
+        most_frequent = signatures_seen[0]
+        if (signatures_seen != most_frequent).any():
+            signatures, counts = np.unique(signatures_seen, return_counts=True)
+            most_frequent = signatures[np.argmax(counts)]
+        call = calls.by_signature.get(int(most_frequent))
         keys = ((int(calls.membership[row]), seq) for row in rows[:_MAX_SITES])
         return call, next((calls.sites[key] for key in keys if key in calls.sites), call.site if call else "")
 
 
 @dataclass(frozen=True, slots=True)
 class Hypothesis:
-    """A possible cause. `text` is a verb phrase about the culprits: `has not entered {collective}`."""
+    """A possible cause of the failure."""
 
     kind: VerdictKind
     level: VerdictLevel
     confidence: float
     text: str
+    """A verb phrase about the culprits: `has not entered {collective}`."""
     culprits: tuple[int, ...] = ()
     outside: str = ""
+    """The culprit if it is a service outside the job."""
     node: int | None = None
-    """The node of the graph that the others wait in."""
+    """The node of the wait graph in which the others wait."""
     collective: tuple[int, int] | None = None
     """(communicator, sequence number) if it differs from the collective of `node`."""
     since: float = float("nan")
@@ -197,12 +204,13 @@ class Hypothesis:
     alternatives: tuple[Alternative, ...] = ()
     facts: tuple[Fact, ...] = ()
     collect: tuple[str, ...] = ()
-    more: str = ""
-    """Further sentences."""
+    """Further evidence worth collecting."""
+    details: str = ""
+    """Further sentences of the explanation."""
     proven_by_structure: bool = False
-    """True if the structure of the evidence proves it, not the duration of a wait."""
+    """True if the evidence proves the hypothesis however long the waits last, as a death or a mismatch does."""
     others: tuple[int, ...] = field(default=())
-    """Innocent processes of the incident; hypotheses that share processes belong to one incident."""
+    """Innocent processes of the incident. Hypotheses that share processes belong to one incident."""
 
     def capped(self) -> "Hypothesis":
         """The hypothesis with its confidence limited by its level."""
@@ -218,28 +226,32 @@ class Inactivity:
     any_activity_s: float
     """Seconds without any activity."""
     counters_s: float
+    """Seconds without counter progress."""
     activity_s: float
     """Seconds without use of CPU, disk, network or GPU."""
     stack_s: float
     """Seconds for which all sampled stacks have been equal."""
 
     def is_active(self, within_s: float) -> bool:
+        """Whether the process was active in the last `within_s` seconds."""
         return self.any_activity_s < within_s
 
     def progresses(self, within_s: float) -> bool:
-        """Whether a counter advanced, which shows work and not only use of CPU."""
+        """Whether a counter advanced in the last `within_s` seconds, which shows work and not only use of CPU."""
         return self.counters_s < within_s
 
     def unproductive_s(self, waited_s: float) -> float:
-        """Seconds without counter progress; without counters, the seconds that another process has waited."""
+        """Seconds without counter progress; `waited_s`, the wait of another process, if counters are unknown."""
         return waited_s if math.isnan(self.counters_s) else self.counters_s
 
     def spins(self, within_s: float) -> bool:
-        """Whether it uses CPU in one place without counter progress."""
+        """Whether the process is active with equal stacks for `within_s` seconds and without counter progress, like a
+        busy loop."""
         return self.is_active(within_s) and self.stack_s >= within_s and not self.counters_s < self.stack_s
 
 
 def measure_inactivity(context: DiagnosisContext, process: int) -> Inactivity:
+    """The inactivity of a process, up to its last observation."""
     processes, now = context.evidence.processes, context.observed_at(process)
     return Inactivity(
         now - context.last_activity(process),
@@ -250,11 +262,11 @@ def measure_inactivity(context: DiagnosisContext, process: int) -> Inactivity:
 
 
 def proven_inactive(context: DiagnosisContext, process: int, since: float) -> bool:
-    """Whether it was inactive for longer than its limit while another process waited (`since`), or used CPU in one
-    place for many times as long."""
+    """Whether a process was inactive for longer than its limit while another process waited (since `since`), or had
+    equal stacks without counter progress for `busy_factor` times as long."""
     found, limit, waited = measure_inactivity(context, process), context.inactivity_limit_s(process), context.at - since
     if context.evidence.source == "dumps" and math.isnan(found.any_activity_s):
-        return waited >= limit  # dumps hold no activity: that it wrote no entry for so long is the only evidence
+        return waited >= limit  # dumps record no activity: the only evidence is the time without a new entry
     if found.any_activity_s >= limit and waited >= limit and not found.stack_s < limit:
         return True
     limit *= context.thresholds.busy_factor
@@ -262,7 +274,7 @@ def proven_inactive(context: DiagnosisContext, process: int, since: float) -> bo
 
 
 def all_proven_inactive(context: DiagnosisContext, processes: Sequence[int], since: float) -> bool:
-    """Whether several processes that have been inside a collective since then are all proven inactive."""
+    """Whether several processes that have been inside a collective since `since` are all proven inactive."""
     rows = np.array(processes, dtype=np.int64)
     seen = context.evidence.processes.seen_at
     now = context.at if seen is None else np.fmin(seen[rows], context.at)
@@ -276,7 +288,7 @@ def all_proven_inactive(context: DiagnosisContext, processes: Sequence[int], sin
 
 
 def inactivity_facts(context: DiagnosisContext, process: int) -> tuple[Fact, ...]:
-    """What is known about the inactivity of a process, as facts for a verdict."""
+    """The inactivity of a process as facts for a verdict."""
     found, name = measure_inactivity(context, process), context.evidence.processes.info[process].name
     measures = (
         ("no counter progress", found.counters_s),

@@ -1,9 +1,8 @@
 """A snapshot of a job, built from live beacons, flight-recorder dumps or recorded incidents.
 
-It consists of arrays, because jobs of 16,000 ranks in several communicators are diagnosed many times a minute. Times
-are seconds on the clock of the process that made the snapshot. NaN means "unknown"; missing evidence never makes a
-process a culprit. Sources may omit every field that has a default.
-"""
+A snapshot consists of arrays, because jobs of 16,000 ranks in several communicators are diagnosed many times a minute.
+Times are seconds on the clock of the process that made the snapshot; NaN means "unknown". Missing evidence never makes
+a process a culprit. Fields with a default are optional."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -39,13 +38,13 @@ class ProcessTable:
     active_at: FloatArray
     """When the process last made notable use of the CPU, a disk, a network or a GPU."""
     same_stack_since: FloatArray
-    """Since when all sampled stacks of the process have been equal."""
+    """The time since which all sampled stacks of the process have been equal."""
     stage: Sequence[str] = ()
     notes: Mapping[int, ProcessNote] = field(default_factory=dict)
     """Notes by index of the process."""
     seen_at: FloatArray | None = None
-    """When each process was last observed, which is before the snapshot if a host's report is late. None: all were
-    observed at the time of the snapshot."""
+    """When each process was last observed, which is earlier than the snapshot if a host's report is late. None if all
+    were observed at the time of the snapshot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,52 +53,54 @@ class MembershipTable:
 
     info: Sequence[CommunicatorInfo]
     starts: IntArray
-    """`[communicators + 1]`: the first membership of each."""
+    """`[communicators + 1]`: the first membership of each communicator."""
     process: IntArray
     """Index of the process."""
     entered: IntArray
     """Sequence number of the last collective entered; `UNKNOWN` without evidence."""
     completed: IntArray
+    """Sequence number of the last collective completed; `UNKNOWN` without evidence."""
     entered_at: FloatArray
     completed_at: FloatArray
     member_list: IntArray | None = None
-    """Identifies the member list that the process created the communicator with (a digest, or its size), or `UNKNOWN`;
-    detects different lists."""
+    """A number (a digest or the size) that identifies the member list with which the process created the communicator,
+    or `UNKNOWN`. The diagnosis detects different lists by it."""
     uncertain: NDArray[np.bool_] | None = None
-    """True where counts are incomplete or include other calls (point-to-point with gloo): absence proves nothing."""
+    """True where the counts are incomplete or include other calls (point-to-point with gloo), so that they do not prove
+    that the process has not entered a collective."""
     blocked: NDArray[np.int8] | None = None
-    """1 if a relevant thread waits inside the collective entered last (or in its handle's `wait()`), 0 if it does not
-    (an asynchronous one runs in the background), else `UNKNOWN`."""
+    """1 if a thread of the process waits in the collective that it entered last (or in its handle's `wait()`), 0 if
+    none does (an asynchronous collective runs in the background), else `UNKNOWN`."""
 
     def peers_of(self, processes: Collection[int]) -> set[int]:
-        """All other processes that communicators connect with these, directly or indirectly."""
+        """All other processes that communicators connect with the given ones, directly or indirectly."""
         group = np.repeat(np.arange(len(self.info)), np.diff(self.starts))
         found, before = set(processes), -1
         while len(found) > before:
             before = len(found)
-            theirs = group[np.isin(self.process, list(found))]
-            found.update(self.process[np.isin(group, theirs)].tolist())
+            groups_found = group[np.isin(self.process, list(found))]
+            found.update(self.process[np.isin(group, groups_found)].tolist())
         return found - set(processes)
 
 
 @dataclass(frozen=True, slots=True)
 class CallTable:
-    """The newest collectives of members whose arguments are known; columns `[calls]`."""
+    """The newest collective calls of each member, if their arguments are known; columns `[calls]`."""
 
     membership: IntArray
     seq: IntArray
     signature: NDArray[np.uint64]
-    """A digest of operation, shapes, dtype and root: equal where the members' calls match. It should leave out shapes
-    that may differ. Signatures of different sources (Python's calls, the flight recorder) must not be mixed within a
-    communicator."""
+    """A digest of operation, shapes, dtype and root; matching calls have equal signatures. It should leave out shapes
+    that may differ between ranks. All signatures of a communicator must come from one source (the recorded Python calls
+    or the flight recorder)."""
     by_signature: Mapping[int, CollectiveCall]
-    """By signature, one of the calls."""
+    """One call of each signature."""
     sites: Mapping[tuple[int, int], str] = field(default_factory=dict)
-    """By (membership, sequence number), where known."""
+    """Call sites by (membership, sequence number), as far as known."""
     sizes_vary: frozenset[str] = frozenset({"all_to_all", "gather_object", "all_gather_object", "send", "recv"})
     """Operations whose shapes may differ between ranks."""
     schedule: Mapping[tuple[int, int], int] = field(default_factory=dict)
-    """By (communicator, sequence number), the signature that the step's schedule expects, if there is one."""
+    """The signature that the step's schedule expects, by (communicator, sequence number); empty without a schedule."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,34 +109,35 @@ class WaitEdge:
 
     process: int
     on: tuple[int, ...]
-    """Processes; empty if it waits for something outside the job."""
+    """The processes that the process waits for; empty if the target is outside the job."""
     outside: str = ""
     """The target outside the job: `judge.example:8000`."""
     needs: WaitCondition = WaitCondition.ALL
     kind: str = ""
     why: str = ""
+    """What the wait is for: `scores of step 7`."""
     since: float = float("nan")
     progressed_at: float = float("nan")
     """When the target last made progress, as seen by the waiting process."""
     until: float = float("nan")
-    """When the wait times out as things stand; NaN without a known bound."""
+    """When the wait will time out if there is no further progress; NaN if unknown."""
     main: bool = True
-    """False for a wait of a background thread, which holds up no other process."""
+    """False for a wait of a background thread, which blocks no other process."""
     idle: bool = False
-    """A wait for the next request of the process it serves: it has answered all requests, so it holds up no other
-    process, and mutual waits with that process are no deadlock."""
+    """True if a service waits for its next request: it has answered all requests, so it blocks no other process, and a
+    mutual wait with its client is no deadlock."""
     rendezvous: str = ""
-    """Waits with equal, non-empty names wait for each other's arrival (a rendezvous, a store barrier): a process in it
-    has arrived, and the others no longer wait for it."""
+    """The name of the rendezvous or store barrier that the process has joined; it waits only for processes that have
+    not joined yet."""
     members: str = ""
-    """The member list that the process joins the rendezvous with; it must be equal on all members."""
+    """The member list with which the process joins the rendezvous; all members must give the same list."""
     unwatched: int = 0
     """The number of participants in the rendezvous on hosts that are not watched."""
 
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """A snapshot."""
+    """A snapshot of a job."""
 
     at: float
     processes: ProcessTable
@@ -143,19 +145,20 @@ class Evidence:
     calls: CallTable
     edges: Sequence[WaitEdge] = ()
     source: str = "beacons"
-    """beacons, dumps or incident."""
+    """`beacons`, `dumps` or `incident`."""
     gaps: Sequence[str] = ()
     """Missing evidence, as text: `no dump of rank 3`."""
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 
 SERVICE_WAIT_KINDS = ("http", "read", "write", "send", "store", "connect")
-"""Kinds of waits whose unknown targets are services. In other kinds they are the process's own threads, or nothing."""
+"""Kinds of waits whose unknown targets are services outside the job. In other kinds, an unknown target is a thread of
+the same process or no process at all."""
 
 
 def drop_uninformative(evidence: Evidence) -> Evidence:
-    """Drops edges without a meaningful target: a thread's own helper, a file, the clock. A process that waits so is
-    treated as waiting for no other process."""
+    """Drops waits without a meaningful target, such as a thread of the same process, a file or the clock. A process
+    with only such waits counts as waiting for no other process."""
     return replace(evidence, edges=[edge for edge in evidence.edges if _is_informative(edge)])
 
 

@@ -1,4 +1,4 @@
-"""Types of the evidence that need no numpy: processes, calls, communicators, and what ends a wait."""
+"""Types of the evidence that need no numpy: processes, calls, communicators and targets of waits."""
 
 from dataclasses import dataclass
 from enum import IntEnum
@@ -20,7 +20,7 @@ class Liveness(IntEnum):
     EXITED = 3
     """The process ended with exit code 0."""
     UNSEEN = 4
-    """The process is expected, but no host has ever reported it."""
+    """The process is expected, but no host has reported it yet."""
     LOST = 5
     """The host of the process no longer reports."""
 
@@ -38,7 +38,7 @@ class ProcessInfo:
 
 @dataclass(frozen=True, slots=True)
 class ProcessNote:
-    """Facts about one process that exist for few processes only."""
+    """Facts about a process that are known for few processes only."""
 
     where: str = ""
     """The innermost line of the user's code: `score() at reward.py:31`."""
@@ -48,7 +48,7 @@ class ProcessNote:
     """The failure class (FAILURES.md) that the exit of the process proves (`host_oom`, `storage_fault`); empty without
     proof."""
     ours: bool = False
-    """Lockstep ended or stopped the process, so its end is an effect and never a cause."""
+    """True if Lockstep ended or stopped the process, so its end is never the cause of a failure."""
     expected_s: float = float("nan")
     """The longest duration so far, in this job, of the stage that the process is in."""
 
@@ -83,7 +83,7 @@ class WaitCondition(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class WaitAlias:
-    """Resolves a name in waits that is neither a process nor a role: it means all or any processes of `role`."""
+    """The meaning of a name in waits that is neither a process nor a role: all or any of the processes of `role`."""
 
     role: str
     needs: WaitCondition = WaitCondition.ALL

@@ -21,10 +21,10 @@ _SECONDARY_ERRORS = re.compile(
 )
 
 _STALLED = re.compile(r"(?:\w+\.)*CollectiveStalled\b")
-"""The exception on ranks that the supervisor releases from a blocked collective. Its text is the verdict on another
-process."""
+"""The exception that is raised on ranks when the supervisor aborts the collective in which they wait. Its text is the
+verdict on another process."""
 _REFUSED = re.compile(r"(?:\w+\.)*CollectiveRefused\b")
-"""The exception on the later of two ranks whose calls do not match, whichever of the two is wrong."""
+"""The exception on the later of two ranks whose calls do not match; either of the two calls may be wrong."""
 
 
 def _pattern(*alternatives: str) -> re.Pattern[str]:
@@ -115,18 +115,18 @@ class FailureClass:
     name: str = "unknown"
     alternatives: tuple[Alternative, ...] = ()
     culprit_confidence: float = 0.9
-    """How likely it is, from the exit alone, that this process caused the failure and no other: 0 to 1."""
+    """How likely it is, judging by the exit alone, that this process caused the failure: 0 to 1."""
 
 
 def is_secondary_error(error: str) -> bool:
-    """Whether an exception only reports that another process is gone or late."""
+    """Whether an exception only reports that another process has ended or is late."""
     if is_collective_stalled(error):
         return True
     return bool(error) and bool(_SECONDARY_ERRORS.search(error)) and class_of_error(error) in _SEEN_BY_ANY_RANK
 
 
 def is_collective_stalled(error: str) -> bool:
-    """Whether an exception is a verdict of Lockstep, raised on a rank that waited."""
+    """Whether an exception is a `CollectiveStalled`, which carries the verdict on another process."""
     return bool(_STALLED.match(error))
 
 

@@ -1,4 +1,5 @@
-"""Judges collectives that all members have entered but not all complete, and collectives with too little evidence."""
+"""Judges stalled collectives without a known blocker: all members have entered but not all complete, or it is unknown
+whether all members have entered."""
 
 from collections.abc import Collection
 from operator import attrgetter
@@ -21,15 +22,15 @@ _MAX_WAITERS = 256
 def find_in_flight(
     context: DiagnosisContext, graph: WaitGraph, reached: BoolArray, explained: Collection[int] = ()
 ) -> list[Hypothesis]:
-    """Hypotheses about stalled collectives without a known blocker, except those of `explained` communicators."""
+    """Hypotheses about stalled collectives without a known blocker, except collectives of `explained` communicators."""
     blocked = np.zeros(len(graph.seq), dtype=np.bool_)
     blocked[graph.block_node] = True
-    doubtful = np.zeros(len(graph.seq), dtype=np.bool_)
-    doubtful[graph.suspect_node] = True
-    open_ = reached & graph.stalled & (graph.communicator >= 0) & ~blocked
-    nodes = [node for node in np.flatnonzero(open_).tolist() if int(graph.communicator[node]) not in explained]
-    complete = [node for node in nodes if not doubtful[node]]
-    found = [_insufficient_evidence(context, graph, node) for node in nodes if doubtful[node]]
+    has_suspects = np.zeros(len(graph.seq), dtype=np.bool_)
+    has_suspects[graph.suspect_node] = True
+    unblocked = reached & graph.stalled & (graph.communicator >= 0) & ~blocked
+    nodes = [node for node in np.flatnonzero(unblocked).tolist() if int(graph.communicator[node]) not in explained]
+    complete = [node for node in nodes if not has_suspects[node]]
+    found = [_insufficient_evidence(context, graph, node) for node in nodes if has_suspects[node]]
     lagging = [each for node in complete if (each := _lagging_members(context, graph, node)) is not None]
     if lagging:
         return found + lagging
@@ -37,7 +38,7 @@ def find_in_flight(
 
 
 def _lagging_members(context: DiagnosisContext, graph: WaitGraph, node: int) -> Hypothesis | None:
-    """Members that have not completed a collective that most others have."""
+    """A hypothesis about members that have not completed a collective that most others have completed; else None."""
     waiters = graph.waiters(node) if graph.few_wait(node, _MAX_WAITERS) else []
     members = context.evidence.communicators
     rows = context.members(int(graph.communicator[node]))
@@ -59,11 +60,13 @@ def _lagging_members(context: DiagnosisContext, graph: WaitGraph, node: int) -> 
 
 
 def _none_completes(context: DiagnosisContext, graph: WaitGraph, nodes: list[int]) -> list[Hypothesis]:
+    """A hypothesis about collectives that all members have entered and none completes: the members entered them in
+    different orders, or the link or the kernel is at fault."""
     if not nodes:
         return []
     nodes = sorted(nodes, key=lambda each: (graph.since[each], each))
     collectives = [(int(graph.communicator[each]), int(graph.seq[each])) for each in nodes[:MAX_COMPARED]]
-    odd = find_out_of_order(context, collectives) if len(nodes) > 1 else []
+    out_of_order = find_out_of_order(context, collectives) if len(nodes) > 1 else []
     waits = np.zeros(len(graph.seq), dtype=np.bool_)
     waits[nodes] = True
     waiters = graph.wait_process[waits[graph.wait_node]][:_MAX_WAITERS].tolist()
@@ -72,32 +75,38 @@ def _none_completes(context: DiagnosisContext, graph: WaitGraph, nodes: list[int
         _any_active(context, waiters)
         and context.at - since < context.thresholds.busy_factor * context.thresholds.notice_s
     ):
-        return []  # bytes are under way
+        return []  # the transfer may still be running
     proven = all_proven_inactive(context, waiters, since)
-    if odd:
+    level = VerdictLevel.CONFIRMED if proven else VerdictLevel.NOTICE
+    if out_of_order:
         return [
             Hypothesis(
-                VerdictKind.CYCLE, VerdictLevel.CONFIRMED if proven else VerdictLevel.NOTICE, 0.65 if proven else 0.5,
-                "entered its collectives in a different order than the others", tuple(odd), node=nodes[0], since=since,
+                VerdictKind.CYCLE, level, 0.65 if proven else 0.5,
+                "entered its collectives in a different order than the others", tuple(out_of_order),
+                node=nodes[0], since=since,
                 alternatives=(Alternative("rank_divergent_branch", 0.5),), others=tuple(waiters),
             )
         ]  # fmt: skip
     culprits, hosts = _common_host(context, graph, nodes)
-    several = len(hosts) > 1
-    links = summarize_list(sorted(hosts), 4)
+    several_hosts = len(hosts) > 1
+    host_names = summarize_list(sorted(hosts), 4)
     return [
         Hypothesis(
             VerdictKind.IN_FLIGHT,
-            VerdictLevel.CONFIRMED if proven else VerdictLevel.NOTICE,
+            level,
             0.6 if proven else 0.45,
             "all members have entered {collective} and none completes it",
             tuple(culprits),
             node=nodes[0],
             since=since,
-            alternatives=(Alternative("network_blocked", 0.5),) if several else (Alternative("p2p_path_broken", 0.3),),
-            facts=(Fact(f"it spans the hosts {links}", "communicators"),) if several else (),
+            alternatives=(Alternative("network_blocked", 0.5),)
+            if several_hosts
+            else (Alternative("p2p_path_broken", 0.3),),
+            facts=(Fact(f"it spans the hosts {host_names}", "communicators"),) if several_hosts else (),
             collect=(
-                "bytes and retransmits of the links between its hosts" if several else "GPU and link counters",
+                "bytes and retransmits of the host_names between its hosts"
+                if several_hosts
+                else "GPU and link counters",
                 "native stacks of two members (py-spy dump --native)",
             ),
         )
@@ -111,7 +120,8 @@ def _any_active(context: DiagnosisContext, processes: list[int]) -> bool:
 
 
 def _common_host(context: DiagnosisContext, graph: WaitGraph, nodes: list[int]) -> tuple[list[int], set[str]]:
-    """The waiting processes of the only host that all collectives in flight share, if there is one; and all hosts."""
+    """If all given collectives share exactly one host, their waiting processes on that host; and the names of all
+    hosts."""
     info = context.evidence.processes.info
     spans: list[set[str]] = []
     for node in nodes[:MAX_COMPARED]:
@@ -126,12 +136,12 @@ def _common_host(context: DiagnosisContext, graph: WaitGraph, nodes: list[int]) 
 
 
 def _insufficient_evidence(context: DiagnosisContext, graph: WaitGraph, node: int) -> Hypothesis:
-    """All members whose progress is known have entered; a late one can only be among the others."""
+    """A notice: all members of known progress have entered, so a late one can only be among the others."""
     suspects = graph.suspects(node)
     info = context.evidence.processes.info
     names = summarize_list(suspects, 4, lambda each: info[each].name)
     unseen = [each for each in suspects if context.liveness(each) is Liveness.UNSEEN]
-    what = "a beacon, a dump or the log" if unseen else "the stack and the counts"
+    missing = "a beacon, a dump or the log" if unseen else "the stack and the counts"
     return Hypothesis(
         VerdictKind.UNKNOWN,
         VerdictLevel.NOTICE,
@@ -140,7 +150,7 @@ def _insufficient_evidence(context: DiagnosisContext, graph: WaitGraph, node: in
         node=node,
         since=float(graph.since[node]),
         alternatives=(Alternative("absent", 0.5), Alternative("in_flight", 0.2)),
-        collect=(f"{what} of {names}",),
-        more=f"Nothing is known of {names}.",
+        collect=(f"{missing} of {names}",),
+        details=f"Nothing is known of {names}.",
         others=tuple(suspects),
     )

@@ -1,9 +1,10 @@
-"""Members of a communicator that called different things under one number, or made it with different member lists.
+"""Finds members of a communicator that made different calls at one sequence number, or created the communicator with
+different member lists.
 
-The first number at which the members' calls differ is where they diverged. What most members called is right.
-Without a majority the schedule decides, or what sister communicators (equal description and size: the other
-tensor-parallel pairs) called at that number; without these it is unknown, and all members are named with little
-confidence.
+The members diverged at the first sequence number at which their calls differ. The call of the majority is correct.
+Without a majority the step's schedule decides, or the call of the parallel groups (communicators of equal description
+and size, such as the other tensor-parallel pairs) at that number. If neither is known, all members are reported with
+low confidence.
 """
 
 from collections import Counter
@@ -22,15 +23,15 @@ from lockstep.watch.diagnosis.wait_graph import BoolArray
 
 CERTAIN, LIKELY, UNDECIDED = 0.95, 0.75, 0.45
 WINDOW = 64
-"""Sequence numbers within which members are compared without sorting, a power of two; members
-further apart cost more."""
+"""The size of the comparison table per communicator, indexed by the sequence number modulo this power of two."""
 _HASH_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 SignatureArray = NDArray[np.uint64]
 
 
 @dataclass(frozen=True, slots=True)
 class _Divergence:
-    """The first sequence number of a communicator at which members differ, and the known calls at that number."""
+    """The first sequence number of a communicator at which members differ, and the known calls at that number; one
+    element of the arrays per call."""
 
     communicator: int
     seq: int
@@ -66,24 +67,26 @@ def _find_divergences(context: DiagnosisContext) -> list[_Divergence]:
     if not len(calls.seq):
         return []
     communicator = context.pending.communicator[calls.membership]
-    # By number, then by communicator: most members are at the same few numbers, so little of the table is touched.
-    place = (calls.seq & (WINDOW - 1)) * len(context.evidence.communicators.info) + communicator
-    # Number and signature in one word: it differs if either of them does.
-    words = calls.signature ^ (np.asarray(calls.seq, dtype=np.int64).view(np.uint64) * _HASH_MULTIPLIER)
+    # One cell for each communicator and number modulo WINDOW. All members write to their cells, and the last one wins:
+    # a member that then finds another key in its cell differs from some other member. The cells are ordered by number,
+    # because most members are at the same few numbers, so that few cache lines are used.
+    cell = (calls.seq & (WINDOW - 1)) * len(context.evidence.communicators.info) + communicator
+    # A key combines number and signature: it differs if either of them does.
+    keys = calls.signature ^ (np.asarray(calls.seq, dtype=np.int64).view(np.uint64) * _HASH_MULTIPLIER)
     table = np.empty(len(context.evidence.communicators.info) * WINDOW, dtype=np.uint64)
-    table[place] = words
-    odd = table[place] != words
-    if not odd.any():
+    table[cell] = keys
+    differs = table[cell] != keys
+    if not differs.any():
         return []
-    doubtful = np.zeros(len(context.evidence.communicators.info), dtype=np.bool_)
-    doubtful[communicator[odd]] = True
-    rows = np.flatnonzero(doubtful[communicator])
+    has_difference = np.zeros(len(context.evidence.communicators.info), dtype=np.bool_)
+    has_difference[communicator[differs]] = True
+    rows = np.flatnonzero(has_difference[communicator])
     numbers = np.empty(len(table), dtype=np.int64)
-    numbers[place[rows]] = calls.seq[rows]
-    if (numbers[place[rows]] == calls.seq[rows]).all():  # then every number at which members differ is one of these
+    numbers[cell[rows]] = calls.seq[rows]
+    if (numbers[cell[rows]] == calls.seq[rows]).all():  # no two numbers share a cell: only cells that differ matter
         suspect = np.zeros(len(table), dtype=np.bool_)
-        suspect[place[odd]] = True
-        rows = rows[suspect[place[rows]]]
+        suspect[cell[differs]] = True
+        rows = rows[suspect[cell[rows]]]
     return _sorted_divergences(context, rows, communicator)
 
 
@@ -108,7 +111,7 @@ def _sorted_divergences(context: DiagnosisContext, rows: IntArray, communicator:
 
 
 def _comparable(calls: CallTable, rows: IntArray) -> SignatureArray:
-    """Signatures for comparison: of operations whose shapes may differ, they cover only the operation and the root."""
+    """The signatures to compare. If shapes may differ between ranks, a signature covers only operation and root."""
     signature = calls.signature[rows].copy()
     for each in np.unique(signature).tolist():
         call = calls.by_signature.get(each)
@@ -121,28 +124,28 @@ def _mismatch_hypothesis(context: DiagnosisContext, divergence: _Divergence) -> 
     right, confidence, why = _correct_signature(context, divergence)
     wrong = divergence.process if right is None else divergence.process[divergence.signature != np.uint64(right)]
     culprits = tuple(sorted(wrong.tolist()))
-    instead = int(divergence.signature[divergence.process == culprits[0]][0])
+    culprit_signature = int(divergence.signature[divergence.process == culprits[0]][0])
     shown = [*culprits[:4], *[p for p in divergence.process[:8].tolist() if p not in culprits]]
     return Hypothesis(
         VerdictKind.MISMATCH,
         VerdictLevel.CONFIRMED
-        if right is not None or not _may_be_decided(context, divergence)
+        if right is not None or not _may_still_be_decided(context, divergence)
         else VerdictLevel.NOTICE,
         confidence,
-        _difference_text(context, divergence, right, instead),
+        _difference_text(context, divergence, right, culprit_signature),
         culprits,
         collective=(divergence.communicator, divergence.seq),
         cause="rank_divergent_branch",
         alternatives=(Alternative("uneven_data", 0.2),),
         facts=tuple(_call_fact(context, divergence, p) for p in shown[:8]),
         collect=() if confidence > UNDECIDED else ("the schedule of the step, or the calls of a third rank",),
-        more=why,
+        details=why,
         proven_by_structure=True,
     )
 
 
 def _correct_signature(context: DiagnosisContext, divergence: _Divergence) -> tuple[int | None, float, str]:
-    """The correct signature (None if unknown), the confidence, and a sentence with the reason."""
+    """The signature of the correct call (None if unknown), the confidence, and a sentence with the reason."""
     scheduled = context.evidence.calls.schedule.get((divergence.communicator, divergence.seq))
     if scheduled is not None and (divergence.signature != np.uint64(scheduled)).any():
         return scheduled, CERTAIN, "The step's schedule expects the other call."
@@ -152,56 +155,58 @@ def _correct_signature(context: DiagnosisContext, divergence: _Divergence) -> tu
     if 2 * count > len(divergence.process) and count >= 2:
         sure = CERTAIN if 2 * count > size else LIKELY
         return most, sure, f"{count} of {len(divergence.process)} members agree on the other call."
-    sisters = _sister_signature(context, divergence)
-    if sisters is not None and len(divergence.of(sisters)):
-        return sisters, LIKELY, "The sister communicators made the other call at that number."
-    in_turn = _signature_in_sequence(context, divergence)
-    if in_turn is not None:
+    parallel = _parallel_signature(context, divergence)
+    if parallel is not None and len(divergence.of(parallel)):
+        return parallel, LIKELY, "The parallel groups made the other call at that number."
+    in_order = _signature_in_order(context, divergence)
+    if in_order is not None:
         return (
-            in_turn,
+            in_order,
             LIKELY,
-            "Another member has not arrived there yet and waits in a collective that the culprits skipped.",
+            "A member that has not reached this call waits in a collective that the culprits skipped.",
         )
     return None, UNDECIDED, "There is no majority, so it is unknown which call is correct."
 
 
-def _signature_in_sequence(context: DiagnosisContext, divergence: _Divergence) -> int | None:
-    """Of two sides, the call of the one that skipped nothing: if a member that has not arrived yet waits in another
-    communicator, the side whose processes have not entered that collective arrived out of order."""
+def _signature_in_order(context: DiagnosisContext, divergence: _Divergence) -> int | None:
+    """The correct call of two, if a member that has not reached this call waits in a collective of another
+    communicator: the processes that have not entered that collective skipped it, so the call of the others is
+    correct."""
     members, inside = context.evidence.communicators, context.pending
     rows, votes = context.members(divergence.communicator), divergence.votes()
-    behind = members.process[rows][(members.entered[rows] >= 0) & (members.entered[rows] < divergence.seq)]
-    if len(votes) != 2 or not len(behind):
+    not_arrived = members.process[rows][(members.entered[rows] >= 0) & (members.entered[rows] < divergence.seq)]
+    if len(votes) != 2 or not len(not_arrived):
         return None
-    passed: set[int] = set()
-    for row in np.flatnonzero(inside.waits & np.isin(members.process, behind[:WINDOW])).tolist():
-        there = context.members(int(inside.communicator[row]))
-        late = (members.entered[there] >= 0) & (members.entered[there] < inside.seq[row])
-        passed |= {*members.process[there][late].tolist()}
-    sides = [signature for signature, _ in votes if passed & {*divergence.of(signature).tolist()}]
+    skippers: set[int] = set()
+    for row in np.flatnonzero(inside.waits & np.isin(members.process, not_arrived[:WINDOW])).tolist():
+        rows_there = context.members(int(inside.communicator[row]))
+        not_entered = (members.entered[rows_there] >= 0) & (members.entered[rows_there] < inside.seq[row])
+        skippers |= {*members.process[rows_there][not_entered].tolist()}
+    sides = [signature for signature, _ in votes if skippers & {*divergence.of(signature).tolist()}]
     return next(signature for signature, _ in votes if signature != sides[0]) if len(sides) == 1 else None
 
 
-def _may_be_decided(context: DiagnosisContext, divergence: _Divergence) -> bool:
-    """Whether a further call may still decide: of a member that has not arrived yet, or whose call is not known yet."""
+def _may_still_be_decided(context: DiagnosisContext, divergence: _Divergence) -> bool:
+    """Whether a further member may still decide, because it is active and has not reached the call or its call is not
+    known yet."""
     rows, members = context.members(divergence.communicator), context.evidence.communicators
     counted = members.process[rows][members.entered[rows] >= 0]
     others = [p for p in np.setdiff1d(counted, divergence.process).tolist() if context.liveness(p) is Liveness.RUNNING]
     return any(measure_inactivity(context, p).is_active(context.thresholds.notice_s) for p in others[:WINDOW])
 
 
-def _sister_signature(context: DiagnosisContext, divergence: _Divergence) -> int | None:
-    """The call at that number of all members of all sister communicators (same description and size), if equal."""
+def _parallel_signature(context: DiagnosisContext, divergence: _Divergence) -> int | None:
+    """The call that all members of all parallel groups made at that number; None if they differ."""
     calls = context.evidence.calls
-    sisters = context.parallel_groups(divergence.communicator)
+    parallel = context.parallel_groups(divergence.communicator)
     rows = np.flatnonzero(calls.seq == divergence.seq)
-    rows = rows[np.isin(context.pending.communicator[calls.membership[rows]], sisters)]
+    rows = rows[np.isin(context.pending.communicator[calls.membership[rows]], parallel)]
     found = np.unique(calls.signature[rows])
     return int(found[0]) if len(found) == 1 and len(rows) >= 2 else None
 
 
 def _difference_text(context: DiagnosisContext, divergence: _Divergence, right: int | None, wrong: int) -> str:
-    """What the culprits called instead, as text."""
+    """What the culprits did instead of the correct call, as a verb phrase."""
     about = context.evidence.calls.by_signature
     if right is None:
         both = " and ".join(sorted({_call_name(about.get(each)) for each, _ in divergence.votes()}))
@@ -233,7 +238,8 @@ def _call_name(call: CollectiveCall | None) -> str:
 
 
 def _shift_text(context: DiagnosisContext, divergence: _Divergence, right: int, wrong: int) -> str:
-    """Whether the culprits are one call ahead (`skipped`) or behind (`extra`) from there on; else empty."""
+    """`skipped` if the culprits are one call ahead of the others from the divergence on, `extra` if they are one call
+    behind, else empty."""
     right_ones, wrong_ones = divergence.of(right), divergence.of(wrong)
     if not len(right_ones) or not len(wrong_ones):
         return ""
@@ -268,7 +274,7 @@ def _call_fact(context: DiagnosisContext, divergence: _Divergence, process: int)
 
 
 def _different_member_lists(context: DiagnosisContext, reached: BoolArray | None) -> list[Hypothesis]:
-    """Communicators with a wait whose members created them with different member lists."""
+    """Hypotheses about communicators in which a process waits and whose members created them with different lists."""
     members, graph = context.evidence.communicators, context.graph
     if members.member_list is None or graph is None or reached is None or not len(members.member_list):
         return []
@@ -286,7 +292,7 @@ def _different_member_lists(context: DiagnosisContext, reached: BoolArray | None
 
 
 def _different_rendezvous(context: DiagnosisContext) -> list[Hypothesis]:
-    """Rendezvous that processes have joined with different member lists, and that last too long."""
+    """Hypotheses about stalled rendezvous that processes have joined with different member lists."""
     graph = context.graph
     if graph is None:
         return []
@@ -296,23 +302,22 @@ def _different_rendezvous(context: DiagnosisContext) -> list[Hypothesis]:
         if edge.members:
             rendezvous.setdefault((context.role(edge.process), edge.rendezvous), []).append((node, edge))
     found = []
-    for (_, name), there in rendezvous.items():
-        lists = [edge.members for _, edge in there]
-        if len(set(lists)) > 1 and any(graph.stalled[node] for node, _ in there):
-            found.append(_rendezvous_hypothesis(name, lists, there))
+    for (_, name), joined in rendezvous.items():
+        lists = [edge.members for _, edge in joined]
+        if len(set(lists)) > 1 and any(graph.stalled[node] for node, _ in joined):
+            found.append(_rendezvous_hypothesis(name, lists, joined))
     return found
 
 
-def _rendezvous_hypothesis(name: str, lists: Sequence[str], there: Sequence[tuple[int, WaitEdge]]) -> Hypothesis:
+def _rendezvous_hypothesis(name: str, lists: Sequence[str], joined: Sequence[tuple[int, WaitEdge]]) -> Hypothesis:
     vote = _vote(lists, size=len(max(lists, key=lists.count).split(",")))
-    wrong = [there[each][1] for each in vote.wrong]
+    wrong = [joined[each][1] for each in vote.wrong]
     wrong_lists = " and ".join(sorted({f"ranks {edge.members}" for edge in wrong}))
     others = f", but the others with ranks {vote.most}" if vote.most is not None else ""
-    hypothesis = _membership_hypothesis(
-        vote, f"creates {name} with {wrong_lists}{others}", {edge.process for edge in wrong}, there[0][0], of=len(there)
-    )
-    since, joined = min(edge.since for _, edge in there), tuple(edge.process for _, edge in there)
-    return replace(hypothesis, since=since, others=joined)
+    text, culprits = f"creates {name} with {wrong_lists}{others}", {edge.process for edge in wrong}
+    hypothesis = _membership_hypothesis(vote, text, culprits, joined[0][0], of=len(joined))
+    since, processes = min(edge.since for _, edge in joined), tuple(edge.process for _, edge in joined)
+    return replace(hypothesis, since=since, others=processes)
 
 
 def _member_list_hypothesis(context: DiagnosisContext, communicator: int, node: int) -> Hypothesis:
@@ -332,15 +337,16 @@ class _Vote:
     """A vote of members on their member list."""
 
     wrong: list[int]
-    """Positions of the minority; all if there is no majority."""
+    """Positions of the members with another list than the majority; all members if there is no majority."""
     most: object
     """The majority's list; None if there is no majority."""
     count: int
+    """The number of members with the most frequent list."""
     confidence: float
 
 
 def _vote(lists: Sequence[object], size: int) -> _Vote:
-    """Counts the members' lists. `size` is the number of members, including those whose list is unknown."""
+    """Finds the majority among the members' lists. `size` counts all members, also those whose list is unknown."""
     most, count = Counter(lists).most_common(1)[0]
     if 2 * count <= len(lists) or count < 2:
         return _Vote(list(range(len(lists))), None, count, UNDECIDED)
@@ -359,6 +365,6 @@ def _membership_hypothesis(vote: _Vote, text: str, culprits: Iterable[int], node
         node=node,
         cause="rank_divergent_branch",
         alternatives=(Alternative("config_error", 0.3),),
-        more=agreed if vote.most is not None else "There is no majority.",
+        details=agreed if vote.most is not None else "There is no majority.",
         proven_by_structure=True,
     )

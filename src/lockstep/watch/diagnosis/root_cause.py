@@ -1,4 +1,4 @@
-"""Finds root causes: processes that others wait for and that wait for no other process."""
+"""Finds root causes: processes and outside services that others wait for and that wait for no other process."""
 
 from collections.abc import Iterable, Sequence
 
@@ -20,7 +20,7 @@ from lockstep.watch.diagnosis.verdict import Alternative, Fact, VerdictKind, Ver
 from lockstep.watch.diagnosis.wait_graph import BoolArray, WaitGraph
 
 _MAX_RUNNING = 64
-"""At most this many running processes are judged one by one: those that have been inactive the longest."""
+"""The most running processes that are judged individually: those inactive for the longest time."""
 
 
 def find_root_causes(context: DiagnosisContext, graph: WaitGraph, reached: BoolArray) -> list[Hypothesis]:
@@ -46,7 +46,7 @@ def find_root_causes(context: DiagnosisContext, graph: WaitGraph, reached: BoolA
 
 
 def _has_alternative(context: DiagnosisContext, graph: WaitGraph, waiting: BoolArray, node: int, process: int) -> bool:
-    """Whether one of several processes is enough to end the wait, and another one than `process` can still do so."""
+    """Whether one of several processes can end the wait in a node, and another one than `process` may still do so."""
     if not graph.any_of[node]:
         return False
     for other in graph.blockers(node):
@@ -58,19 +58,20 @@ def _has_alternative(context: DiagnosisContext, graph: WaitGraph, waiting: BoolA
 
 
 def _least_active(context: DiagnosisContext, running: Iterable[int]) -> list[int]:
+    """The given processes; if there are too many, those inactive for the longest time."""
     candidates = list(running)
     if len(candidates) <= _MAX_RUNNING:
         return candidates
     processes = np.array(candidates, dtype=np.int64)
     last = np.nan_to_num(context.last_active[processes], nan=np.inf)
     chosen = processes[np.argsort(last, kind="stable")[:_MAX_RUNNING]]
-    late = context.at - context.last_active[chosen] >= context.thresholds.notice_s
-    return [int(each) for each in chosen[late]]
+    is_late = context.at - context.last_active[chosen] >= context.thresholds.notice_s
+    return [int(each) for each in chosen[is_late]]
 
 
 def find_stopped(context: DiagnosisContext, reached: BoolArray | None) -> list[Hypothesis]:
-    """Processes stopped by a signal or a debugger, whether others wait for them or not. If all are stopped, the job was
-    suspended, and nothing is confirmed."""
+    """A hypothesis for each process stopped by a signal or a debugger, whether others wait for it or not. If all are
+    stopped, the job was suspended, and nothing is confirmed."""
     liveness = context.evidence.processes.liveness
     all_stopped = not ((liveness == Liveness.RUNNING) | (liveness == Liveness.DEAD)).any()
     found = []
@@ -78,22 +79,22 @@ def find_stopped(context: DiagnosisContext, reached: BoolArray | None) -> list[H
         if context.note(process).ours:
             continue
         node, since = longest_wait_on(context, process, reached)
-        began = float(context.evidence.processes.ended_at[process])
-        if np.isnan(began):
+        stopped_at = float(context.evidence.processes.ended_at[process])
+        if np.isnan(stopped_at):
             last = context.last_activity(process)
-            began = since if np.isnan(last) else last
-        if not context.observed_at(process) - began >= context.thresholds.notice_s:
-            continue  # py-spy stops a process for a moment, and its state since the last observation is unknown
-        sure = not all_stopped
+            stopped_at = since if np.isnan(last) else last
+        if not context.observed_at(process) - stopped_at >= context.thresholds.notice_s:
+            continue  # py-spy stops processes for a moment, and the process may have continued since the observation
+        others_run = not all_stopped
         found.append(
             Hypothesis(
                 VerdictKind.ABSENT,
-                VerdictLevel.CONFIRMED if sure else VerdictLevel.NOTICE,
-                0.95 if sure else 0.5,
+                VerdictLevel.CONFIRMED if others_run else VerdictLevel.NOTICE,
+                0.95 if others_run else 0.5,
                 "is stopped by a signal or a debugger",
                 (process,),
                 node=node,
-                since=began,
+                since=stopped_at,
                 facts=(Fact(f"{context.evidence.processes.info[process].name}: state T (stopped)", "/proc"),),
                 proven_by_structure=True,
             )
@@ -102,7 +103,7 @@ def find_stopped(context: DiagnosisContext, reached: BoolArray | None) -> list[H
 
 
 def longest_wait_on(context: DiagnosisContext, process: int, reached: BoolArray | None) -> tuple[int | None, float]:
-    """Of the nodes that a process blocks, the one with the longest wait, and since when."""
+    """Of the nodes that a process blocks, the one with the longest wait, and when that wait began."""
     graph = context.graph
     if graph is None or reached is None:
         return None, float("nan")
@@ -113,8 +114,8 @@ def longest_wait_on(context: DiagnosisContext, process: int, reached: BoolArray 
 
 
 def longest_waiting_node(graph: WaitGraph, nodes: Sequence[int]) -> tuple[int | None, float]:
-    """The node with the longest wait, and since when. Collectives come first: other waits only show that a process
-    waits for a waiting one."""
+    """The node with the longest wait, and when that wait began. Collectives are preferred, because other waits often
+    only depend on them."""
     if not nodes:
         return None, float("nan")
     node = min(nodes, key=lambda each: (bool(graph.edge[each] >= 0), graph.since[each], each))
@@ -123,7 +124,7 @@ def longest_waiting_node(graph: WaitGraph, nodes: Sequence[int]) -> tuple[int | 
 
 
 def find_lost_hosts(context: DiagnosisContext, graph: WaitGraph | None, reached: BoolArray | None) -> list[Hypothesis]:
-    """Hosts that no longer report; a hypothesis for each whose processes others wait for."""
+    """A hypothesis for each host that no longer reports and whose processes others wait for."""
     if graph is None or reached is None:
         return []
     liveness = context.evidence.processes.liveness
@@ -157,27 +158,29 @@ def find_lost_hosts(context: DiagnosisContext, graph: WaitGraph | None, reached:
 
 
 def _exited_early(context: DiagnosisContext, graph: WaitGraph, blocked: dict[int, list[int]]) -> list[Hypothesis]:
+    """Hypotheses about processes that exited normally while others wait for them: either they exited too early, or the
+    waiting processes made an extra_calls call. `blocked` holds the nodes that each of them blocks."""
     found: list[Hypothesis] = []
-    extra: set[int] = set()
+    extra_calls: set[int] = set()
     for process, nodes in blocked.items():
         if context.note(process).ours:
             continue
         collectives = [node for node in nodes if graph.edge[node] < 0]
         minority = next((node for node in collectives if _minority_entered(context, graph, node)), None)
         if minority is not None:
-            if minority not in extra:
-                extra.add(minority)
+            if minority not in extra_calls:
+                extra_calls.add(minority)
                 found.append(_extra_collective(context, graph, minority))
             continue
         node, _ = longest_waiting_node(graph, nodes)
         cause = class_of_exit(Liveness.EXITED, 0, context.note(process))
-        sure = not collectives or any(_majority_entered(context, graph, each) for each in collectives)
+        is_certain = not collectives or any(_majority_entered(context, graph, each) for each in collectives)
         starved = all(graph.any_of[each] for each in nodes)
         found.append(
             Hypothesis(
                 VerdictKind.STARVED if starved else VerdictKind.DEAD,
                 VerdictLevel.CONFIRMED,
-                cause.culprit_confidence if sure and not starved else 0.6,
+                cause.culprit_confidence if is_certain and not starved else 0.6,
                 "has ended with exit code 0 while others still wait for it",
                 (process,),
                 node=node,
@@ -192,7 +195,7 @@ def _exited_early(context: DiagnosisContext, graph: WaitGraph, blocked: dict[int
 
 
 def _entry_counts(context: DiagnosisContext, graph: WaitGraph, node: int) -> tuple[int, int, int]:
-    """Three numbers of members: those that have entered, those that exited without entering, and all."""
+    """How many members have entered a collective, how many exited without entering it, and how many there are."""
     members = context.members(int(graph.communicator[node]))
     entered = context.evidence.communicators.entered[members] >= graph.seq[node]
     liveness = context.evidence.processes.liveness[context.evidence.communicators.process[members]]
@@ -200,9 +203,9 @@ def _entry_counts(context: DiagnosisContext, graph: WaitGraph, node: int) -> tup
 
 
 def _minority_entered(context: DiagnosisContext, graph: WaitGraph, node: int) -> bool:
-    """Whether more members exited normally than entered: those that entered made an extra call."""
-    entered, gone, size = _entry_counts(context, graph, node)
-    return gone > entered and 2 * gone > size
+    """Whether most members exited normally instead of entering, so that those that entered made an extra call."""
+    entered, exited, size = _entry_counts(context, graph, node)
+    return exited > entered and 2 * exited > size
 
 
 def _majority_entered(context: DiagnosisContext, graph: WaitGraph, node: int) -> bool:
@@ -227,15 +230,15 @@ def _extra_collective(context: DiagnosisContext, graph: WaitGraph, node: int) ->
 
 def _never_joined(context: DiagnosisContext, graph: WaitGraph, process: int, nodes: list[int]) -> list[Hypothesis]:
     node, since = longest_waiting_node(graph, nodes)
-    unranked = _unranked(context, context.role(process))
-    measures = [measure_inactivity(context, each) for each in unranked]
+    candidates = _unranked(context, context.role(process))
+    measures = [measure_inactivity(context, each) for each in candidates]
     if any(
         each.is_active(context.thresholds.notice_s) and not each.spins(context.thresholds.notice_s) for each in measures
     ):
         return []  # one of them may be on its way
-    proven = context.at - since >= context.thresholds.still_s and not unranked
+    proven = context.at - since >= context.thresholds.still_s and not candidates
     rendezvous = _rendezvous_of(context, graph, node) if node is not None else ""
-    identity = f"it may be {_name_candidates(context, unranked)}" if unranked else "no such process is known"
+    identity = f"it may be {_name_candidates(context, candidates)}" if candidates else "no such process is known"
     return [
         Hypothesis(
             VerdictKind.ABSENT,
@@ -260,53 +263,50 @@ def _unranked(context: DiagnosisContext, role: str) -> list[int]:
 
 
 def _name_candidates(context: DiagnosisContext, processes: list[int]) -> str:
-    """The names of candidates, each with its current line."""
+    """The names of processes that may be the missing one, each with its current line."""
     named = [(context.evidence.processes.info[p].name, context.note(p).where) for p in processes[:3]]
     more = f" or one of {len(processes) - 3} more" if len(processes) > 3 else ""
     return " or ".join(f"{name} in {where}" if where else name for name, where in named) + more
 
 
 def _judge_running(context: DiagnosisContext, graph: WaitGraph, process: int, nodes: list[int]) -> list[Hypothesis]:
-    """A running process that others wait for and that is not known to wait for any other."""
+    """Judges a running process that others wait for and that is not known to wait for any other process."""
     node, since = longest_waiting_node(graph, [each for each in nodes if graph.stalled[each]] or nodes)
     assert node is not None
     request = context.idle_waits.get(process)
     if request is not None and any(context.liveness(each) is not Liveness.RUNNING for each in request.on):
-        return []  # the process that sends its requests cannot
-    found, notice_s = measure_inactivity(context, process), context.thresholds.notice_s
-    collective, moves, burns = bool(graph.edge[node] < 0), found.is_active(notice_s), found.spins(notice_s)
-    slow = moves and not burns and _far_behind(context, graph, process, node)
-    if (
-        moves
-        and not burns
-        and not slow
-        and found.unproductive_s(context.at - since) < context.progress_limit_s(process)
-    ):
-        return []  # it is working, and its peers are not faster
-    unclear = bool(context.progress_unknown[process])
-    proven = proven_inactive(context, process, since) and not unclear
-    confidence = 0.45 if burns else 0.3 if moves else 0.5
+        return []  # the client that should send the next request is not running
+    inactivity, notice_s = measure_inactivity(context, process), context.thresholds.notice_s
+    in_collective = bool(graph.edge[node] < 0)
+    is_active, is_spinning = inactivity.is_active(notice_s), inactivity.spins(notice_s)
+    works = is_active and not is_spinning
+    is_slow = works and _far_behind(context, graph, process, node)
+    if works and not is_slow and inactivity.unproductive_s(context.at - since) < context.progress_limit_s(process):
+        return []  # the process is working, and its peers are not faster
+    progress_unknown = bool(context.progress_unknown[process])
+    proven = proven_inactive(context, process, since) and not progress_unknown
+    confidence = 0.45 if is_spinning else 0.3 if is_active else 0.5
     if proven:
-        confidence = 0.7 if np.isnan(found.stack_s) else MAX_INACTIVITY_CONFIDENCE
+        confidence = 0.7 if np.isnan(inactivity.stack_s) else MAX_INACTIVITY_CONFIDENCE
     return [
         Hypothesis(
-            VerdictKind.SLOW if slow else VerdictKind.ABSENT,
+            VerdictKind.SLOW if is_slow else VerdictKind.ABSENT,
             VerdictLevel.CONFIRMED if proven else VerdictLevel.NOTICE,
             confidence,
-            "has not entered {collective}" if collective else _absence_text(context, graph, node),
+            "has not entered {collective}" if in_collective else _absence_text(context, graph, node),
             (process,),
             node=node,
             since=since,
             cause="rendezvous_incomplete" if _rendezvous_of(context, graph, node) else "unknown",
-            alternatives=_likely_causes(context, process, slow),
+            alternatives=_likely_causes(context, process, is_slow),
             facts=inactivity_facts(context, process),
-            collect=_missing_evidence(context, process, found, unclear),
+            collect=_missing_evidence(context, process, inactivity, progress_unknown),
         )
     ]
 
 
 def _rendezvous_of(context: DiagnosisContext, graph: WaitGraph, node: int) -> str:
-    """The rendezvous of a node, empty if it has none."""
+    """The rendezvous that the processes of a node have joined; empty if the node is another wait."""
     return context.evidence.edges[int(graph.edge[node])].rendezvous if graph.edge[node] >= 0 else ""
 
 
@@ -315,34 +315,36 @@ def _absence_text(context: DiagnosisContext, graph: WaitGraph, node: int) -> str
     return f"has not joined {rendezvous}" if rendezvous else "does not answer"
 
 
-def _missing_evidence(context: DiagnosisContext, process: int, found: Inactivity, unclear: bool) -> tuple[str, ...]:
-    """The evidence that would decide about a process."""
+def _missing_evidence(
+    context: DiagnosisContext, process: int, inactivity: Inactivity, progress_unknown: bool
+) -> tuple[str, ...]:
+    """The evidence that would decide whether a process hangs."""
     collect = []
-    if np.isnan(found.any_activity_s):
+    if np.isnan(inactivity.any_activity_s):
         collect.append("whether it uses CPU, disk or network")
-    if np.isnan(found.stack_s) and not context.note(process).where:
+    if np.isnan(inactivity.stack_s) and not context.note(process).where:
         collect.append("its stack (py-spy dump)")
-    if unclear:
+    if progress_unknown:
         collect.append("its progress in its other communicators, and whether it waits in a receive")
     return tuple(collect)
 
 
 def _far_behind(context: DiagnosisContext, graph: WaitGraph, process: int, node: int) -> bool:
-    """Whether it has needed `slow_factor` times as long as most of its peers since the previous collective."""
+    """Whether the process has taken `slow_factor` times as long as most of its peers since the last collective."""
     if graph.edge[node] >= 0:
         return False
     members = context.evidence.communicators
     rows = context.members(int(graph.communicator[node]))
     seq = int(graph.seq[node])
-    there = members.completed[rows] == seq - 1
-    arrived = there & (members.entered[rows] >= seq)
-    needed = (members.entered_at[rows] - members.completed_at[rows])[arrived]
-    own = members.process[rows] == process
-    needs = (context.observed_at(process) - members.completed_at[rows])[own & there]
-    needed = needed[needed >= 0]
-    if 2 * len(needed) < len(own) or not len(needs) or np.isnan(needs[0]):
+    completed_previous = members.completed[rows] == seq - 1
+    has_entered = completed_previous & (members.entered[rows] >= seq)
+    durations = (members.entered_at[rows] - members.completed_at[rows])[has_entered]
+    is_own = members.process[rows] == process
+    own_duration = (context.observed_at(process) - members.completed_at[rows])[is_own & completed_previous]
+    durations = durations[durations >= 0]
+    if 2 * len(durations) < len(is_own) or not len(own_duration) or np.isnan(own_duration[0]):
         return False
-    return bool(needs[0] >= context.thresholds.slow_factor * max(float(np.median(needed)), 1e-3))
+    return bool(own_duration[0] >= context.thresholds.slow_factor * max(float(np.median(durations)), 1e-3))
 
 
 def _likely_causes(context: DiagnosisContext, process: int, slow: bool) -> tuple[Alternative, ...]:
@@ -362,9 +364,9 @@ def find_waits_without_blocker(context: DiagnosisContext, graph: WaitGraph, reac
     for node in np.flatnonzero(reached & (graph.edge >= 0) & ~blocked).tolist():
         edge = context.evidence.edges[int(graph.edge[node])]
         since = float(graph.since[node])
-        # A service outside cannot be observed; the waiting process decides how long it may take.
-        granted = bool(edge.outside) and edge.kind == "http" and context.at < edge.until
-        proven = proven_inactive(context, edge.process, since) and not granted
+        # A service outside the job cannot be observed; the timeout of the waiting process limits how long it may take.
+        within_timeout = bool(edge.outside) and edge.kind == "http" and context.at < edge.until
+        proven = proven_inactive(context, edge.process, since) and not within_timeout
         level, confidence = (VerdictLevel.CONFIRMED, 0.7) if proven else (VerdictLevel.NOTICE, 0.5)
         if edge.outside:
             cause = "remote_service_timeout" if proven and edge.kind in ("http", "async function") else "unknown"
@@ -379,7 +381,7 @@ def find_waits_without_blocker(context: DiagnosisContext, graph: WaitGraph, reac
         else:
             hypothesis = Hypothesis(
                 VerdictKind.STARVED, level, min(confidence, 0.6), "waits for processes that are idle", node=node,
-                since=since, others=(edge.process, *edge.on), more="No process is about to answer it.",
+                since=since, others=(edge.process, *edge.on), details="No process is about to answer it.",
                 collect=("the last requests that the idle processes received",),
             )  # fmt: skip
         found.append(hypothesis)
@@ -408,7 +410,7 @@ def _complete_rendezvous(edge: WaitEdge, since: float, level: VerdictLevel) -> H
 
 
 def describe_end(context: DiagnosisContext, process: int) -> str:
-    """How a process ended, as text, with its exception."""
+    """How a process ended, as a verb phrase with its exception."""
     processes, note = context.evidence.processes, context.note(process)
     text = describe_exit(int(processes.liveness[process]), int(processes.exit_code[process]))
     return f"{text} ({note.error.strip().splitlines()[-1][:200]})" if note.error.strip() else text

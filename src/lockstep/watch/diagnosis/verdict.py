@@ -6,7 +6,7 @@ from enum import StrEnum
 from typing import Any
 
 MIN_ACTION_CONFIDENCE = 0.75
-"""No process is killed for a confirmed verdict with less confidence. Structural proof gives more, and so does
+"""The lowest confidence of a confirmed verdict for which a process is killed. Structural proof gives more, and so does
 inactivity with equal stacks."""
 
 
@@ -32,7 +32,7 @@ class VerdictKind(StrEnum):
     SLOW = "slow"
     """A process progresses, but far behind its peers. Such a verdict is never more than a notice."""
     UNKNOWN = "unknown"
-    """The evidence does not decide; `collect` names what would."""
+    """The evidence does not suffice; `collect` names what is missing."""
 
 
 class VerdictLevel(StrEnum):
@@ -69,7 +69,7 @@ class StalledCollective:
 
 @dataclass(frozen=True, slots=True)
 class WaitLink:
-    """One link of the wait chain, as text. The longest wait comes first."""
+    """A link of the wait chain: process `who` waits for `on` in `what`."""
 
     who: str
     on: str
@@ -90,7 +90,7 @@ class Fact:
 @dataclass(frozen=True, slots=True)
 class Alternative:
     what: str
-    """A kind or class."""
+    """A verdict kind or failure class."""
     confidence: float
 
 
@@ -102,9 +102,10 @@ class Verdict:
     level: VerdictLevel
     culprits: tuple[Culprit, ...] = ()
     cause: str = "unknown"
-    """A class of FAILURES.md."""
+    """A failure class (FAILURES.md)."""
     collective: StalledCollective | None = None
     waiting: tuple[WaitLink, ...] = ()
+    """The wait chain that ends at the culprit; the link to the culprit comes last."""
     confidence: float = 0.0
     alternatives: tuple[Alternative, ...] = ()
     evidence: tuple[Fact, ...] = ()
@@ -115,7 +116,7 @@ class Verdict:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def json(self) -> dict[str, Any]:
-        """The JSON form of `--json` and `verdict.json`, for live verdicts and for files."""
+        """The verdict as JSON: the form of `--json` and `verdict.json`."""
         collective = self.collective
         return {
             "kind": str(self.kind),
@@ -148,10 +149,10 @@ class Verdict:
 
 
 def parse_verdict(data: Mapping[str, Any]) -> Verdict:
-    """Parses the form of `Verdict.json`, as stored in `verdict.json`; missing fields become empty.
+    """Parses the JSON form of a verdict; missing fields become empty.
 
     Raises:
-        ValueError: It is not of that form.
+        ValueError: `data` is not the JSON form of a verdict.
     """
     try:
         collective = data.get("collective")
@@ -180,16 +181,16 @@ class StallThresholds:
     notice_s: float = 3.0
     """A wait without progress for this long becomes a notice."""
     still_s: float = 40.0
-    """`--confirm-after`: a living process that others wait for is confirmed after this long without CPU, I/O, counter
-    or GPU activity and with equal stacks; with history, after `history_factor` times the longest duration so far, if
-    that is more."""
+    """`--confirm-after`: a living process that others wait for is confirmed as the culprit after this long with equal
+    stacks and without CPU, I/O, counter or GPU activity."""
     history_factor: float = 3.0
+    """A stage that took d seconds before may be inactive for this factor times d, if that is more than `still_s`."""
     busy_factor: float = 10.0
-    """A process that uses CPU with equal stacks and no counter progress is confirmed after this many times as long,
-    because a long computation looks the same. A working process without counter progress becomes a notice after this
-    many times `notice_s`."""
+    """A process that uses CPU with equal stacks and without counter progress is confirmed after this factor times
+    `still_s`, because a long computation looks the same. A working process without counter progress becomes a notice
+    after this factor times `notice_s`."""
     slow_factor: float = 3.0
-    """A rank that needs this many times as long as its peers is slow."""
+    """A rank that needs at least this factor times as long as its peers is slow."""
     host_s: float = 5.0
     """A host without reports for this long is lost."""
 
@@ -210,13 +211,13 @@ def first_verdict(verdicts: Sequence[Verdict]) -> Verdict | None:
 
 
 def labeled_rows(name: str, texts: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """A row for each text; only the first row has the name."""
+    """Yields a row (name, text) for each text; only the first row has the name."""
     for at, text in enumerate(texts):
         yield name if at == 0 else "", text
 
 
 def advice_rows(verdict: Verdict) -> Iterator[tuple[str, str]]:
-    """A verdict's alternatives, fix and next steps."""
+    """Yields rows with a verdict's alternatives, fix and next steps."""
     yield from labeled_rows("alternatives", [f"{each.what} ({each.confidence:.2f})" for each in verdict.alternatives])
     yield from labeled_rows("fix", [verdict.fix] if verdict.fix else [])
     yield from labeled_rows("next steps", verdict.collect)

@@ -1,4 +1,4 @@
-"""Explains a hypothesis in plain words: what the culprits did, which processes wait for them, and the fix."""
+"""Turns a hypothesis into a verdict with texts: what the culprits did, which processes wait for them, and the fix."""
 
 import numpy as np
 
@@ -25,7 +25,7 @@ _KIND_FIXES = {
 
 
 def to_verdict(context: DiagnosisContext, hypothesis: Hypothesis) -> Verdict:
-    """The verdict on a hypothesis, for users and for JSON."""
+    """The verdict of a hypothesis."""
     info = context.evidence.processes.info
     culprits = tuple(
         Culprit(
@@ -64,6 +64,7 @@ def process_label(context: DiagnosisContext, process: int) -> str:
 
 
 def short_label(context: DiagnosisContext, process: int) -> str:
+    """`rank 1`, or `scorer-0` for a process in no communicator."""
     each = context.evidence.processes.info[process]
     return f"rank {each.rank}" if each.rank >= 0 and context.named_by_rank[process] else each.name
 
@@ -104,16 +105,17 @@ def _collective_key(context: DiagnosisContext, hypothesis: Hypothesis) -> tuple[
 def _stalled_collective(
     context: DiagnosisContext, hypothesis: Hypothesis, nodes: list[int]
 ) -> StalledCollective | None:
-    """The collective of the hypothesis; for a wait outside collectives, the collective that it holds up."""
-    place, graph = _collective_key(context, hypothesis), context.graph
-    if place is None and graph is not None:
-        behind = [node for node in nodes if graph.communicator[node] >= 0]
-        place = (int(graph.communicator[behind[0]]), int(graph.seq[behind[0]])) if behind else None
-    if place is None:
+    """The collective of the hypothesis. If the others wait outside collectives, the nearest collective that this wait
+    delays."""
+    key, graph = _collective_key(context, hypothesis), context.graph
+    if key is None and graph is not None:
+        delayed = [node for node in nodes if graph.communicator[node] >= 0]
+        key = (int(graph.communicator[delayed[0]]), int(graph.seq[delayed[0]])) if delayed else None
+    if key is None:
         return None
-    call, site = context.call(*place)
-    name = context.evidence.communicators.info[place[0]].name
-    return StalledCollective(name, place[1], call.operation if call else "", site)
+    call, site = context.call(*key)
+    name = context.evidence.communicators.info[key[0]].name
+    return StalledCollective(name, key[1], call.operation if call else "", site)
 
 
 def collective_text(context: DiagnosisContext, communicator: int, seq: int) -> str:
@@ -124,7 +126,7 @@ def collective_text(context: DiagnosisContext, communicator: int, seq: int) -> s
 
 
 def _node_text(context: DiagnosisContext, node: int) -> str:
-    """A text that says what the processes of a node wait in."""
+    """What the processes of a node wait in, as text."""
     graph = context.graph
     assert graph is not None
     if graph.edge[node] < 0:
@@ -147,11 +149,11 @@ def _wait_chain(context: DiagnosisContext, hypothesis: Hypothesis) -> tuple[tupl
     while node is not None and len(links) < MAX_LINKS:
         waiters = np.zeros(graph.processes, dtype=np.bool_)
         waiters[graph.wait_process[graph.wait_node == node]] = True
-        fresh = np.flatnonzero(waiters & ~seen)
-        if not len(fresh):
+        new_waiters = np.flatnonzero(waiters & ~seen)
+        if not len(new_waiters):
             break
-        seen[fresh] = True
-        waiter, behind = _next_link(graph, seen, fresh)
+        seen[new_waiters] = True
+        waiter, behind = _next_link(graph, seen, new_waiters)
         since = context.at - float(graph.since[node])
         links.append(
             WaitLink(
@@ -167,7 +169,8 @@ def _wait_chain(context: DiagnosisContext, hypothesis: Hypothesis) -> tuple[tupl
 
 
 def _next_link(graph: WaitGraph, seen: BoolArray, waiters: IntArray) -> tuple[int, int | None]:
-    """One of the waiting processes, preferably one that other processes wait for, and the node of that wait."""
+    """One of the waiting processes and the node that it blocks, preferably a collective. The node is None if the
+    process blocks none."""
     candidates = np.zeros(graph.processes, dtype=np.bool_)
     candidates[waiters] = True
     blocks = candidates[graph.block_process]
@@ -184,11 +187,11 @@ def _next_link(graph: WaitGraph, seen: BoolArray, waiters: IntArray) -> tuple[in
 
 
 def _explanation(context: DiagnosisContext, hypothesis: Hypothesis, chain: tuple[WaitLink, ...]) -> str:
-    place = _collective_key(context, hypothesis)
+    key = _collective_key(context, hypothesis)
     text = hypothesis.text
-    if place is not None:
-        text = text.replace("{collective}", collective_text(context, *place))
-        text = text.replace("{communicator}", f"'{context.evidence.communicators.info[place[0]].name}'")
+    if key is not None:
+        text = text.replace("{collective}", collective_text(context, *key))
+        text = text.replace("{communicator}", f"'{context.evidence.communicators.info[key[0]].name}'")
     text = text.replace("{collective}", "the collective that the others wait in").replace(
         "{communicator}", "the communicator"
     )
@@ -196,14 +199,16 @@ def _explanation(context: DiagnosisContext, hypothesis: Hypothesis, chain: tuple
     if not subject and hypothesis.kind is VerdictKind.STARVED and hypothesis.others:
         subject = process_label(context, hypothesis.others[0])
     if len(hypothesis.culprits) > 1:
-        text = next((more + text[len(one) :] for one, more in _PLURALS if text.startswith(one)), text)
+        text = next(
+            (plural + text[len(singular) :] for singular, plural in _PLURALS if text.startswith(singular)), text
+        )
     sentences = [
         f"{subject} {text}{_locations_text(context, hypothesis)}." if subject else f"{text[:1].upper()}{text[1:]}."
     ]
     if chain:
         sentences.append(_chain_text(context, hypothesis, chain))
-    if hypothesis.more:
-        sentences.append(hypothesis.more)
+    if hypothesis.details:
+        sentences.append(hypothesis.details)
     return " ".join(sentences)
 
 

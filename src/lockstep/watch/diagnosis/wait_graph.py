@@ -1,10 +1,9 @@
-"""The wait graph: which process waits for which and in what, its cycles and knots, and the ends of its wait chains.
+"""The wait graph: which process waits for which, its cycles and knots, and the nodes that a stalled wait depends on.
 
-Two kinds of nodes. A *wait node* is something that processes wait in: a collective (communicator, sequence number),
-or an edge of the evidence. Processes wait in nodes; nodes are blocked by processes: a collective by its members
-that have not entered it or can take no further part, an edge by the processes it names. A process is held up when
-one of its nodes is (AND); a collective and an ALL edge are held up when one of their blockers is (AND); an ANY edge
-when all are (OR).
+A node is something in which processes wait: a collective (communicator, sequence number), or a wait edge of the
+evidence. Processes block nodes: the members that have not entered a collective or cannot complete it block the
+collective, and the targets of an edge block the edge. A process is blocked if one of its nodes is blocked. A collective
+and an ALL edge are blocked if one of their blockers is blocked, an ANY edge if all are.
 
 The graph consists of arrays, because in a stalled job of 16,000 ranks every rank waits.
 """
@@ -20,22 +19,23 @@ from lockstep.watch.diagnosis.evidence_types import Liveness, WaitCondition
 BoolArray = NDArray[np.bool_]
 
 LEVELS = 8
-"""Distinct sequence numbers at which members of one communicator wait; waits beyond the eighth count as the eighth."""
-_TABLE = 1 << 22
+"""The most nodes of one communicator: waits at higher sequence numbers than the eighth count as waits at the eighth."""
+_MAX_TABLE_CELLS = 1 << 22
+"""The largest table of (communicator, sequence number); beyond that, sequence numbers are sorted."""
 
 
 @dataclass(frozen=True, slots=True)
 class WaitGraph:
-    """Nodes of collectives, by communicator and sequence number, followed by nodes of edges."""
+    """The nodes of collectives, ordered by communicator and sequence number, followed by the nodes of edges."""
 
     at: float
     processes: int
     communicator: IntArray
     """`[nodes]`; -1 for an edge."""
     seq: IntArray
-    """`[nodes]`"""
+    """`[nodes]`; -1 for an edge."""
     edge: IntArray
-    """`[nodes]`: index in the evidence's edges, -1 for a collective."""
+    """`[nodes]`: the index in the evidence's edges; -1 for a collective."""
     any_of: BoolArray
     """`[nodes]`: true if any one of the blockers can end the wait."""
     since: FloatArray
@@ -43,13 +43,13 @@ class WaitGraph:
     stalled: BoolArray
     """`[nodes]`: true if a wait in the node has lasted longer than `notice_s`."""
     wait_process: IntArray
-    """Process of each (process, node) wait."""
+    """`[waits]`: the process that waits in `wait_node`."""
     wait_node: IntArray
-    """Node of each (process, node) wait."""
     block_process: IntArray
+    """`[blocks]`: the process that blocks `block_node`."""
     block_node: IntArray
     suspect_process: IntArray
-    """Processes of unknown progress, which may block a node."""
+    """`[suspects]`: a process of unknown progress that may block `suspect_node`."""
     suspect_node: IntArray
 
     def waiting(self) -> BoolArray:
@@ -89,7 +89,7 @@ class PendingCollectives:
 
 
 def find_pending(evidence: Evidence) -> PendingCollectives:
-    """The memberships inside a collective. Without evidence of completion, the last one entered counts."""
+    """The memberships inside a collective. If completion is unknown, the collective entered last counts as pending."""
     members = evidence.communicators
     sizes = np.diff(members.starts)
     communicator = np.repeat(np.arange(len(sizes)), sizes)
@@ -104,36 +104,38 @@ def find_pending(evidence: Evidence) -> PendingCollectives:
 
 
 def build_wait_graph(
-    evidence: Evidence, inside: PendingCollectives, notice_s: float, always: bool = False
+    evidence: Evidence, pending: PendingCollectives, notice_s: float, always: bool = False
 ) -> WaitGraph | None:
-    """The graph; None if no wait is longer than `notice_s` or, with `always`, if there is no wait."""
-    rows = np.flatnonzero(inside.waits)
-    since = inside.since[rows]
-    late = ~(_known_until(evidence, evidence.communicators.process[rows]) - since < notice_s)
+    """Builds the graph. Returns None if no wait is longer than `notice_s`; with `always`, only if there is no wait."""
+    rows = np.flatnonzero(pending.waits)
+    since = pending.since[rows]
+    is_late = ~(_observed_at(evidence, evidence.communicators.process[rows]) - since < notice_s)
     edges = _blocking_edges(evidence)
-    late_edges = [not float(_known_until(evidence, edge.process)) - _since(edge) < notice_s for _, edge, _ in edges]
-    any_late = late.any() or any(late_edges)
+    late_edges = [
+        not float(_observed_at(evidence, edge.process)) - _edge_since(edge) < notice_s for _, edge, _ in edges
+    ]
+    any_late = is_late.any() or any(late_edges)
     if not any_late and not (always and (len(rows) or edges)):
         return None
-    communicator, seq, node_of = _collective_nodes(inside, rows)
+    communicator, seq, node_of = _collective_nodes(pending, rows)
     collectives = len(communicator)
     node_since = np.full(collectives + len(edges), np.inf)
     np.minimum.at(node_since, node_of, np.where(np.isnan(since), -np.inf, since))
     stalled = np.zeros(collectives + len(edges), dtype=np.bool_)
-    stalled[node_of[late]] = True
-    blocks = _blockers(evidence, inside, communicator, seq, node_since)
+    stalled[node_of[is_late]] = True
+    blocks = _blockers(evidence, pending, communicator, seq, node_since)
     block_process, block_node, suspect_process, suspect_node = blocks
     for number, (_, edge, _) in enumerate(edges, collectives):
-        node_since[number] = _since(edge)
+        node_since[number] = _edge_since(edge)
         stalled[number] = late_edges[number - collectives]
-    more = [(process, number) for number, (_, _, on) in enumerate(edges, collectives) for process in on]
-    extra = np.array(more, dtype=np.int64).reshape(-1, 2)
-    none = np.full(len(edges), -1, dtype=np.int64)
+    edge_blocks = [(process, number) for number, (_, _, on) in enumerate(edges, collectives) for process in on]
+    edge_block_rows = np.array(edge_blocks, dtype=np.int64).reshape(-1, 2)
+    no_collective = np.full(len(edges), -1, dtype=np.int64)
     return WaitGraph(
         at=evidence.at,
         processes=len(evidence.processes.info),
-        communicator=np.concatenate([communicator, none]),
-        seq=np.concatenate([seq, none]),
+        communicator=np.concatenate([communicator, no_collective]),
+        seq=np.concatenate([seq, no_collective]),
         edge=np.concatenate([np.full(collectives, -1), np.array([index for index, _, _ in edges], dtype=np.int64)]),
         any_of=np.array(
             [False] * collectives + [edge.needs is WaitCondition.ANY for _, edge, _ in edges], dtype=np.bool_
@@ -144,31 +146,32 @@ def build_wait_graph(
             [evidence.communicators.process[rows], np.array([edge.process for _, edge, _ in edges], dtype=np.int64)]
         ),
         wait_node=np.concatenate([node_of, np.arange(collectives, collectives + len(edges))]),
-        block_process=np.concatenate([block_process, extra[:, 0]]),
-        block_node=np.concatenate([block_node, extra[:, 1]]),
+        block_process=np.concatenate([block_process, edge_block_rows[:, 0]]),
+        block_node=np.concatenate([block_node, edge_block_rows[:, 1]]),
         suspect_process=suspect_process,
         suspect_node=suspect_node,
     )
 
 
-def _known_until(evidence: Evidence, process: IntArray | int) -> FloatArray | float:
-    """When processes were last observed; a wait may have ended since then."""
+def _observed_at(evidence: Evidence, process: IntArray | int) -> FloatArray | float:
+    """When processes were last observed, and so the last time at which their waits are known to last."""
     seen = evidence.processes.seen_at
     return evidence.at if seen is None else np.asarray(np.fmin(seen[process], evidence.at))
 
 
-def _collective_nodes(inside: PendingCollectives, rows: IntArray) -> tuple[IntArray, IntArray, IntArray]:
-    """Communicator and sequence number of each node, and the node of each row; avoids sorting where possible."""
+def _collective_nodes(pending: PendingCollectives, rows: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+    """Communicator and sequence node_number of each node, and the node of each row. Avoids sorting unless sequence
+    numbers are far apart."""
     if not len(rows):
-        none = np.zeros(0, dtype=np.int64)
-        return none, none, none
-    communicator, seq = inside.communicator[rows], inside.seq[rows]
+        empty = np.zeros(0, dtype=np.int64)
+        return empty, empty, empty
+    communicator, seq = pending.communicator[rows], pending.seq[rows]
     starts = np.concatenate([[0], np.flatnonzero(np.diff(communicator)) + 1])
-    low = np.zeros(int(communicator[-1]) + 1, dtype=np.int64)
-    low[communicator[starts]] = np.minimum.reduceat(seq, starts)
-    offset = seq - low[communicator]
+    lowest = np.zeros(int(communicator[-1]) + 1, dtype=np.int64)
+    lowest[communicator[starts]] = np.minimum.reduceat(seq, starts)
+    offset = seq - lowest[communicator]
     width = int(offset.max()) + 1
-    if width * len(low) > _TABLE:  # a member is far ahead: use ranks of the offsets instead of the offsets
+    if width * len(lowest) > _MAX_TABLE_CELLS:  # a member is far ahead: node_number the distinct offsets
         keys, dense = np.unique(np.stack([communicator, offset]), axis=1, return_inverse=True)
         first = np.searchsorted(keys[0], keys[0])
         offset = (np.arange(keys.shape[1]) - first)[dense.reshape(-1)]
@@ -176,116 +179,116 @@ def _collective_nodes(inside: PendingCollectives, rows: IntArray) -> tuple[IntAr
         offset = np.minimum(offset, LEVELS - 1)
         place = first + np.minimum(np.arange(keys.shape[1]) - first, LEVELS - 1)
         used, node_of = np.unique(place[dense.reshape(-1)], return_inverse=True)
-        return keys[0][used], real[used] + low[keys[0][used]], node_of.reshape(-1)
-    flags = np.zeros((len(low), width), dtype=np.bool_)
+        return keys[0][used], real[used] + lowest[keys[0][used]], node_of.reshape(-1)
+    flags = np.zeros((len(lowest), width), dtype=np.bool_)
     flags[communicator, offset] = True
     if width > LEVELS:
         level = np.cumsum(flags, axis=1)
         last = np.argmax(level >= LEVELS, axis=1)
-        behind = level[:, -1] > LEVELS
-        offset = np.where(behind[communicator], np.minimum(offset, last[communicator]), offset)
+        exceeds = level[:, -1] > LEVELS
+        offset = np.where(exceeds[communicator], np.minimum(offset, last[communicator]), offset)
         flags[:] = False
         flags[communicator, offset] = True
-    number = np.cumsum(flags.reshape(-1)) - 1
-    which, what = np.nonzero(flags)
-    return which, low[which] + what, number[communicator * width + offset]
+    node_number = np.cumsum(flags.reshape(-1)) - 1
+    node_communicator, node_offset = np.nonzero(flags)
+    return node_communicator, lowest[node_communicator] + node_offset, node_number[communicator * width + offset]
 
 
 def _blockers(
-    evidence: Evidence, inside: PendingCollectives, communicator: IntArray, seq: IntArray, since: FloatArray
+    evidence: Evidence, pending: PendingCollectives, communicator: IntArray, seq: IntArray, since: FloatArray
 ) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-    """(blocker, node) and (suspect, node) rows of collective nodes."""
+    """The columns `block_process`, `block_node`, `suspect_process` and `suspect_node` of the collective nodes."""
     members, liveness = evidence.communicators, evidence.processes.liveness[evidence.communicators.process]
-    gone = (liveness != Liveness.RUNNING) & (liveness != Liveness.UNSEEN)
-    firm = (members.entered >= 0) & (liveness != Liveness.UNSEEN)
+    has_left = (liveness != Liveness.RUNNING) & (liveness != Liveness.UNSEEN)
+    is_known = (members.entered >= 0) & (liveness != Liveness.UNSEEN)
     if members.uncertain is not None:
-        firm &= ~members.uncertain
+        is_known &= ~members.uncertain
     seen = evidence.processes.seen_at
     seen = None if seen is None else seen[members.process]
     found: list[tuple[IntArray, IntArray, IntArray, IntArray]] = []
     first = np.searchsorted(communicator, communicator)
-    level = np.arange(len(communicator)) - first
+    depth_of_node = np.arange(len(communicator)) - first
     all_rows = np.arange(len(members.process))
-    for depth in range(int(level.max()) + 1 if len(level) else 0):
-        nodes = np.flatnonzero(level == depth)
+    for depth in range(int(depth_of_node.max()) + 1 if len(depth_of_node) else 0):
+        nodes = np.flatnonzero(depth_of_node == depth)
         node_of = np.full(len(members.info), -1, dtype=np.int64)
         node_of[communicator[nodes]] = nodes
         rows = all_rows if len(nodes) == len(members.info) else _membership_rows(members, communicator[nodes])
-        node = node_of[inside.communicator[rows]]
-        late = members.entered[rows] < seq[node]
-        out = gone[rows] & (members.completed[rows] < seq[node])
-        sure = firm[rows]
-        if seen is not None:  # a state from before the wait proves nothing
-            sure = sure & (seen[rows] >= since[node])
-        blocks, may = out | (late & sure), late & ~sure & ~gone[rows]
-        found.append((members.process[rows[blocks]], node[blocks], members.process[rows[may]], node[may]))
+        node = node_of[pending.communicator[rows]]
+        not_entered = members.entered[rows] < seq[node]
+        will_not_complete = has_left[rows] & (members.completed[rows] < seq[node])
+        is_certain = is_known[rows]
+        if seen is not None:  # a report from before the wait proves nothing
+            is_certain = is_certain & (seen[rows] >= since[node])
+        blocks, may_block = will_not_complete | (not_entered & is_certain), not_entered & ~is_certain & ~has_left[rows]
+        found.append((members.process[rows[blocks]], node[blocks], members.process[rows[may_block]], node[may_block]))
     if not found:
-        none = np.zeros(0, dtype=np.int64)
-        return none, none, none, none
+        empty = np.zeros(0, dtype=np.int64)
+        return empty, empty, empty, empty
     one, two, three, four = (np.concatenate(column) for column in zip(*found, strict=True))
     return one, two, three, four
 
 
-def _membership_rows(members: MembershipTable, of: IntArray) -> IntArray:
-    """The rows of the memberships of some communicators."""
-    sizes = members.starts[of + 1] - members.starts[of]
+def _membership_rows(members: MembershipTable, communicators: IntArray) -> IntArray:
+    """The rows of the memberships of the given communicators."""
+    sizes = members.starts[communicators + 1] - members.starts[communicators]
     ends = np.cumsum(sizes)
-    rows: IntArray = np.arange(int(ends[-1])) + np.repeat(members.starts[of] - (ends - sizes), sizes)
+    rows: IntArray = np.arange(int(ends[-1])) + np.repeat(members.starts[communicators] - (ends - sizes), sizes)
     return rows
 
 
 def _blocking_edges(evidence: Evidence) -> list[tuple[int, WaitEdge, tuple[int, ...]]]:
-    """The edges that hold up a process, by index, and their actual targets: in a rendezvous the processes that have not
-    joined, and no idle processes, unless all targets are idle."""
+    """The edges that block a process, each with its index and its blockers: in a rendezvous the processes that have not
+    joined, else the targets, without idle processes if the edge waits for all of its targets."""
     liveness = evidence.processes.liveness
     idle = {edge.process for edge in evidence.edges if edge.idle and edge.main}
-    there: dict[str, set[int]] = {}
+    joined: dict[str, set[int]] = {}
     for edge in evidence.edges:
         if edge.rendezvous:
-            there.setdefault(edge.rendezvous, set()).add(edge.process)
+            joined.setdefault(edge.rendezvous, set()).add(edge.process)
     found = []
     for index, edge in enumerate(evidence.edges):
         if not edge.main or edge.idle or liveness[edge.process] != Liveness.RUNNING:
             continue
-        on = tuple(each for each in edge.on if each not in there[edge.rendezvous]) if edge.rendezvous else edge.on
+        on = tuple(each for each in edge.on if each not in joined[edge.rendezvous]) if edge.rendezvous else edge.on
         if edge.needs is WaitCondition.ALL and idle:
             on = tuple(each for each in on if each not in idle)
         found.append((index, edge, on))
     return found
 
 
-def _since(edge: WaitEdge) -> float:
+def _edge_since(edge: WaitEdge) -> float:
     return float(np.fmax(edge.since, edge.progressed_at))
 
 
 def find_permanently_blocked(graph: WaitGraph) -> tuple[BoolArray, BoolArray]:
     """Masks of the processes and nodes whose waits no process can end: `[processes]`, `[nodes]`.
 
-    A process that does not wait is assumed to proceed, and so is a node without a known blocker. Whatever they can end,
-    directly or indirectly, is not blocked permanently; the rest contains a cycle or a knot.
+    A process that does not wait is assumed to proceed, and so is a node without a known blocker. A wait that they can
+    end, directly or indirectly, is not permanent; the remaining waits contain a cycle or a knot.
     """
-    held_process = graph.waiting()
-    blocks = np.flatnonzero(held_process[graph.block_process])
+    blocked_process = graph.waiting()
+    blocks = np.flatnonzero(blocked_process[graph.block_process])
     waits = np.arange(len(graph.wait_process))
     any_of = np.flatnonzero(graph.any_of)
     while True:
-        held_node = np.zeros(len(graph.seq), dtype=np.bool_)
-        held_node[graph.block_node[blocks]] = True
+        blocked_node = np.zeros(len(graph.seq), dtype=np.bool_)
+        blocked_node[graph.block_node[blocks]] = True
         if len(any_of):
-            free = np.zeros(len(graph.seq), dtype=np.bool_)
-            free[graph.block_node[~held_process[graph.block_process]]] = True
-            held_node[any_of] &= ~free[any_of]
-        waits = waits[held_node[graph.wait_node[waits]]]
-        now = np.zeros(graph.processes, dtype=np.bool_)
-        now[graph.wait_process[waits]] = True
-        if now.sum() == held_process.sum():
-            return now, held_node
-        held_process = now
-        blocks = blocks[now[graph.block_process[blocks]]]
+            can_proceed = np.zeros(len(graph.seq), dtype=np.bool_)
+            can_proceed[graph.block_node[~blocked_process[graph.block_process]]] = True
+            blocked_node[any_of] &= ~can_proceed[any_of]
+        waits = waits[blocked_node[graph.wait_node[waits]]]
+        still_blocked = np.zeros(graph.processes, dtype=np.bool_)
+        still_blocked[graph.wait_process[waits]] = True
+        if still_blocked.sum() == blocked_process.sum():
+            return still_blocked, blocked_node
+        blocked_process = still_blocked
+        blocks = blocks[still_blocked[graph.block_process[blocks]]]
 
 
 def node_dependencies(graph: WaitGraph, process: BoolArray, node: BoolArray) -> tuple[IntArray, IntArray]:
-    """Pairs of the given nodes: X waits for Y because a blocker of X waits in Y. Each pair once."""
+    """The pairs (X, Y) of the given nodes for which a blocker of X waits in Y. Each pair occurs once."""
     blocks = node[graph.block_node] & process[graph.block_process]
     waits = node[graph.wait_node] & process[graph.wait_process]
     owner, where = graph.wait_process[waits], graph.wait_node[waits]
@@ -303,11 +306,11 @@ def node_dependencies(graph: WaitGraph, process: BoolArray, node: BoolArray) -> 
 
 
 def find_cycles_and_knots(graph: WaitGraph) -> list[IntArray]:
-    """The cycles and knots: sets of nodes that wait for each other and for no process that could end the wait."""
-    held_process, held_node = find_permanently_blocked(graph)
-    if not held_node.any():
+    """The cycles and knots, as sets of nodes whose waits depend on each other and on no process that could end them."""
+    blocked_process, blocked_node = find_permanently_blocked(graph)
+    if not blocked_node.any():
         return []
-    source, target = node_dependencies(graph, held_process, held_node)
+    source, target = node_dependencies(graph, blocked_process, blocked_node)
     following: dict[int, list[int]] = {}
     for a, b in zip(source.tolist(), target.tolist(), strict=True):
         following.setdefault(a, []).append(b)
@@ -316,8 +319,8 @@ def find_cycles_and_knots(graph: WaitGraph) -> list[IntArray]:
         inside = set(part)
         if len(part) == 1 and part[0] not in following.get(part[0], ()):
             continue
-        leaves = any(after not in inside for each in part if graph.any_of[each] for after in following[each])
-        if not leaves:
+        can_end = any(after not in inside for each in part if graph.any_of[each] for after in following[each])
+        if not can_end:
             found.append(np.array(sorted(part), dtype=np.int64))
     return found
 
