@@ -1,4 +1,4 @@
-"""Which collective each rank waited in, from tracebacks, watchdog lines, and stacks of live processes."""
+"""Finds the collective in which each rank waited, from tracebacks, watchdog lines, and stacks of live processes."""
 
 import re
 from collections import Counter
@@ -116,8 +116,7 @@ def collective_of_frames(frames: Iterable[TraceFrame]) -> str:
 
     A stack that blocks in `backward()` is counted as the gradient all-reduce of DistributedDataParallel.
     """
-    known = list(frames)
-    for frame in reversed(known):
+    for frame in reversed(list(frames)):
         called = _COLLECTIVE_CALL.search(frame.source)
         for name, pattern in _COLLECTIVE_NAMES:
             if called and pattern.search(called[1]):
@@ -132,8 +131,8 @@ def wait_of_traceback(
 ) -> CollectiveWait | None:
     """Returns the wait that an exception ended; None if no collective raised the exception."""
     message = f"{found.type}: {found.message}"
-    timed_out, lost = bool(TIMEOUT_MESSAGE.search(message)), bool(PEER_LOST_MESSAGE.search(message))
-    if not (timed_out or lost):
+    timed_out, peer_lost = bool(TIMEOUT_MESSAGE.search(message)), bool(PEER_LOST_MESSAGE.search(message))
+    if not (timed_out or peer_lost):
         return None
     return CollectiveWait(
         origin.rank,
@@ -141,7 +140,7 @@ def wait_of_traceback(
         collective_of_frames(found.frames),
         user_frames(found.frames),
         timed_out,
-        lost and not timed_out,
+        peer_lost and not timed_out,
         ended=when,
         file=log.name,
         line=found.number,
@@ -151,8 +150,8 @@ def wait_of_traceback(
 
 def user_frames(frames: Sequence[TraceFrame]) -> tuple[TraceFrame, ...]:
     """Returns the frames outside libraries; if there are none, those outside torch."""
-    own = tuple(each for each in frames if not LIBRARY_FILE.search(each.file))
-    return own or tuple(each for each in frames if "torch/" not in each.file)
+    outside = tuple(each for each in frames if not LIBRARY_FILE.search(each.file))
+    return outside or tuple(each for each in frames if "torch/" not in each.file)
 
 
 def waits_by_rank(history: JobHistory) -> Mapping[int, CollectiveWait]:
@@ -263,8 +262,8 @@ def main_stack_by_rank(history: JobHistory) -> Mapping[int, LoggedStack]:
 
 def any_sharded_generation(stacks: Iterable[LoggedStack]) -> bool:
     """Whether some stack gathers sharded weights during generation or evaluation."""
-    whole = (" ".join(map(str, each.frames)) for each in stacks)
-    return any(GENERATION.search(each) and SHARDED_WEIGHTS.search(each) for each in whole)
+    texts = (" ".join(map(str, each.frames)) for each in stacks)
+    return any(GENERATION.search(each) and SHARDED_WEIGHTS.search(each) for each in texts)
 
 
 def class_of_activity(text: str) -> str | None:

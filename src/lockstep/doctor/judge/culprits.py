@@ -1,4 +1,4 @@
-"""Who caused a failure: ranks, hosts, addresses, interfaces, devices or services."""
+"""Finds the culprits of a failure: ranks, hosts, addresses, interfaces, devices or services."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,7 +16,10 @@ _KILL_CODES = ("SIGKILL", "Killed", "-9", "137", "Out Of Memory")
 
 
 def first_failed(history: JobHistory) -> Iterator[Culprit]:
-    """The ranks or hosts that failed first: killed ones before others, and never those that the launcher ended."""
+    """Yields the ranks or hosts that failed first.
+
+    Killed processes take precedence over others; processes that the launcher ended are ignored.
+    """
     exits = [each for each in history.facts("exit") if not _ended_by_launcher(each)]
     killed = [each for each in exits if _signal_or_code(each) in _KILL_CODES]
     first = killed or sorted(history.facts("first_failure"), key=match_order)[:1] or exits[:1]
@@ -30,13 +33,13 @@ def first_failed(history: JobHistory) -> Iterator[Culprit]:
 
 
 def ended_by_signal(history: JobHistory) -> bool:
-    """Whether a signal, not sent by the launcher, ended a process: that has causes of its own."""
+    """Whether a signal that the launcher did not send ended a process."""
     exits = [each for each in history.facts("exit") if not _ended_by_launcher(each)]
     return any(_signal_or_code(each).startswith(("-", "SIG")) or _signal_or_code(each) in _KILL_CODES for each in exits)
 
 
 def culprit_of_rank(rank: int, history: JobHistory) -> Culprit:
-    """A rank with its host and the line where its first traceback ended."""
+    """Returns a rank as a culprit, with its host and the line where its first traceback ended."""
     return Culprit(rank, host=history.hosts.get(rank, ""), where=history.exception_sites.get(rank, ""))
 
 
@@ -54,15 +57,15 @@ _FIRST_FAILURE_CLASSES = frozenset((
     "os_limits", "storage_fault", "remote_service_timeout", "nan_or_inf",
     "external_kill", "watchdog_or_heartbeat", "framework_bug", "gpu_binding",
 ))  # fmt: skip
-"""Classes in which one process fails first: if no line names it, the first process that ended with an error is the
-culprit."""
+"""Failure classes in which one process fails first. If no line names that process, the first process that ended with
+an error is the culprit."""
 _ADDRESS = r"\d{1,3}(?:\.\d{1,3}){3}"
 _MENTIONED_NODE = re.compile(
     rf"\b(?:ip|IP)[=:] ?(?P<a>{_ADDRESS})|\b(?:on|at|of|this) node (?P<b>{_ADDRESS}|(?=[\w.-]*\d)[A-Za-z][\w.-]+)"
     rf"|[Nn]ode failure on (?P<c>[\w.-]+)|\baddress: (?P<d>{_ADDRESS})|\b(?:on|of) host (?P<e>[\w.-]+)"
 )
 _RANK_PREFIX = re.compile(r"(?:^|Error: )\[?[Rr]ank (?P<rank>\d+)[\],:](?! [Rr]ank \d)")
-"""The beginning of a message that names the rank raising it."""
+"""The begin of a message that names the rank which raised it."""
 _SERVICE = re.compile(r"(?i)(?:server|service|reward|judge|scorer|frontend|router|engine|gateway|proxy)")
 _DRIVERS = re.compile(
     r"(?i)task_?runner|main_task|driver|entrypoint|raylet|gcs_server|autoscaler|apiserver|engine_?core$"
@@ -70,25 +73,25 @@ _DRIVERS = re.compile(
 
 
 def find_culprits(candidate: Candidate, history: JobHistory) -> tuple[Culprit, ...]:
-    """All culprits, as far as the logs show them; else empty."""
+    """Returns all culprits that the logs show."""
     if candidate.cls == "benign" or (candidate.cls == "unknown" and candidate.culprits is None):
         return ()
     if candidate.culprits is not None:
-        found = _expand_named([_as_culprit(each, history) for each in candidate.culprits], history)
+        found = _replace_by_listed([_as_culprit(each, history) for each in candidate.culprits], history)
     else:
         found = list(_culprits_of_matches(candidate, history))
     return tuple(dict.fromkeys(found))[:_MAX_CULPRITS]
 
 
-def _expand_named(guessed: list[Culprit], history: JobHistory) -> list[Culprit]:
-    """Replaces guessed culprits by the longer list in a message, if one contains them all."""
+def _replace_by_listed(guessed: list[Culprit], history: JobHistory) -> list[Culprit]:
+    """Replaces guessed culprits by the list in a message, if the list contains all of them and more."""
     ranks = {each.rank for each in guessed}
     listed = (
         list(_culprits_of_match(each, history))
         for each in history.matches
-        if _captures_culprit(each) and _names_all(each)
+        if _captures_culprit(each) and _lists_all(each)
     )
-    return next((named for named in listed if ranks < {each.rank for each in named}), guessed)
+    return next((culprits for culprits in listed if ranks < {each.rank for each in culprits}), guessed)
 
 
 def _as_culprit(origin: int | str | Culprit, history: JobHistory) -> Culprit:
@@ -101,30 +104,32 @@ def _culprits_of_matches(candidate: Candidate, history: JobHistory) -> Iterator[
     if not candidate.matches:
         return
     lead = candidate.matches[0].rule
-    everywhere = _common_host(history)
+    common_host = _common_host(history)
 
-    def named(rule: str) -> list[Culprit]:
+    def specific_culprits(rule: str) -> list[Culprit]:
         found = _culprits_of_rule(rule, candidate.matches, history)
-        return [each for each in found if not everywhere or each.rank is not None or each.host != everywhere]
+        return [each for each in found if not common_host or each.rank is not None or each.host != common_host]
 
-    found = named(lead.id)
+    found = specific_culprits(lead.id)
     if not found and lead.signature.culprit != "none":
         causes = dict.fromkeys(each.rule.id for each in candidate.matches if each.rule.signature.role == "cause")
-        fell = list(first_failed(history)) if candidate.cls in _FIRST_FAILURE_CLASSES else []
-        found = next(filter(None, map(named, causes)), fell) or _culprits_of_rule(lead.id, candidate.matches, history)
+        first = list(first_failed(history)) if candidate.cls in _FIRST_FAILURE_CLASSES else []
+        found = next(filter(None, map(specific_culprits, causes)), first) or _culprits_of_rule(
+            lead.id, candidate.matches, history
+        )
     yield from _unmapped_pids_as_ranks(found, history)
 
 
 def _common_host(history: JobHistory) -> str:
-    """The host that all lines have in common, which therefore distinguishes nothing."""
+    """Returns the host from which all lines come, so that the host distinguishes nothing; "" if there are several."""
     logs = [each for each in history.logs if each.source not in history.old_sources]
-    spoken = [origin.with_defaults(each.origin).host for each in logs for origin in each.origins]
-    hosts = {*spoken, *(each.origin.host for each in logs if not each.origins)}
+    of_lines = [origin.with_defaults(each.origin).host for each in logs for origin in each.origins]
+    hosts = {*of_lines, *(each.origin.host for each in logs if not each.origins)}
     return hosts.pop() if len(hosts) == 1 else ""
 
 
 def _culprits_of_rule(rule: str, matches: Sequence[RuleMatch], history: JobHistory) -> list[Culprit]:
-    """The culprits named by the matches of one rule."""
+    """Returns the culprits according to the matches of one rule."""
     same = [each for each in matches if each.rule.id == rule]
     if same[0].rule.signature.culprit == "others":
         return _missing_participants(same, history)
@@ -138,7 +143,7 @@ def _culprits_of_rule(rule: str, matches: Sequence[RuleMatch], history: JobHisto
 
 
 def _unmapped_pids_as_ranks(found: Iterable[Culprit], history: JobHistory) -> list[Culprit]:
-    """If there are as many unknown pids as ranks, all ranks are meant."""
+    """Replaces the culprits by all ranks if they are unknown pids, as many as there are ranks."""
     culprits = list(found)
     unknown = [each for each in culprits if each.rank is None and each.name == str(each.pid)]
     if unknown and len(unknown) == len(culprits) == len(history.ranks):
@@ -147,40 +152,44 @@ def _unmapped_pids_as_ranks(found: Iterable[Culprit], history: JobHistory) -> li
 
 
 def _missing_participants(same: Sequence[RuleMatch], history: JobHistory) -> list[Culprit]:
-    """The known ranks without such a line, if their number fits; else the hosts with files of their own. Ranks that
-    lost the store had joined."""
-    came = [*same, *history.facts("store_lost")]
-    reporting = {history.rank(each) for each in came}
+    """Returns the known ranks without such a line, if their number agrees with the lines; otherwise the hosts without
+    such a line in their files.
+
+    Ranks that lost the connection to the store had joined too.
+    """
+    joined = [*same, *history.facts("store_lost")]
+    reporting = {history.rank(each) for each in joined}
     missing = [rank for rank in sorted(history.ranks) if rank not in reporting]
     counts = {int(each.fields["size"]) - int(each.fields["joined"]) for each in same
               if {"size", "joined"} <= each.fields.keys()}  # fmt: skip
     if missing and None not in reporting and counts <= {len(missing)}:
         return [culprit_of_rank(rank, history) for rank in missing]
-    files = {each.source for each in came}
+    files = {each.source for each in joined}
     hosts = {log.origin.host for log in history.logs if log.origin.host and log.source not in files}
     return [Culprit(None, host=each, name=each) for each in sorted(hosts)]
 
 
 def _prefer_raising(same: Sequence[RuleMatch], history: JobHistory) -> list[RuleMatch]:
-    """Of several ranks with the same line only those that raised an exception, if some did: the others only warned."""
+    """Drops the matches of ranks that raised no exception, if other ranks with the same line raised one."""
     if not same or same[0].rule.signature.culprit != "line":
         return list(same)
-    raised = {_origin_key(origin) for origin, _, _, _ in history.tracebacks} - {None}
-    fell = [each for each in same if _origin_key(each.origin) in raised]
-    return fell or list(same)
+    raising = {_origin_key(origin) for origin, _, _, _ in history.tracebacks} - {None}
+    return [each for each in same if _origin_key(each.origin) in raising] or list(same)
 
 
 def _origin_key(origin: LineOrigin) -> object:
+    """Returns what identifies an origin: rank, else pid, else host; None if nothing is known."""
     return origin.rank if origin.rank is not None else (origin.pid or origin.host or None)
 
 
-def _names_all(match: RuleMatch) -> bool:
+def _lists_all(match: RuleMatch) -> bool:
+    """Whether the line of a match lists all culprits."""
     selector = match.rule.signature.culprit
     return not isinstance(selector, str) and selector.all
 
 
 def _captures_culprit(match: RuleMatch) -> bool:
-    """Whether a match names a culprit; otherwise only its origin is known."""
+    """Whether the pattern of a match captured a culprit."""
     selector = match.rule.signature.culprit
     if isinstance(selector, str) or selector.facts:
         return False
@@ -234,22 +243,25 @@ def _culprits_of_group(group: str, value: str, match: RuleMatch, history: JobHis
 
 
 def culprit_of_origin(match: RuleMatch, history: JobHistory) -> Iterator[Culprit]:
-    """The origin of a line as a culprit: its rank, else the node it mentions, its host, the service whose log it is, or
-    its role."""
+    """Yields the origin of a line as a culprit.
+
+    This is the rank; if it is unknown, the node that the line mentions, the host, the service that wrote the file, or
+    the role.
+    """
     where = match.traceback.where if match.traceback else ""
     rank = match.origin.rank if match.origin.rank is not None else history.rank(match)
-    own = _RANK_PREFIX.search(match.text) if rank is None else None
-    rank = int(own["rank"]) if own else rank
+    prefix = _RANK_PREFIX.search(match.text) if rank is None else None
+    rank = int(prefix["rank"]) if prefix else rank
     host = match.origin.host or _host_of_task(match.origin.label, history)
     mentioned = _MENTIONED_NODE.search(match.text)
     node = next((each for each in mentioned.groups() if each), "") if mentioned else ""
-    remote = match.fields.get("ip", "")
+    remote_node = match.fields.get("ip", "")
     role = "" if _DRIVERS.search(match.origin.role) else match.origin.role
     if rank is not None:
         known = culprit_of_rank(rank, history)
         yield replace(known, where=where or known.where, role=match.origin.role, pid=match.origin.pid)
-    elif remote or node:
-        yield Culprit(None, host=history.alias(remote or node), name=remote or node, where=where, role=role)
+    elif node := remote_node or node:
+        yield Culprit(None, host=history.alias(node), name=node, where=where, role=role)
     elif host:
         yield Culprit(None, host=host, name=history.alias(host), where=where, role=role, pid=match.origin.pid)
     elif _SERVICE.search(PurePosixPath(match.file).stem):
@@ -260,6 +272,6 @@ def culprit_of_origin(match: RuleMatch, history: JobHistory) -> Iterator[Culprit
 
 
 def _host_of_task(task: int | None, history: JobHistory) -> str:
-    """The host of an srun task, according to the message about its end."""
+    """Returns the host of an srun task, according to the message about the end of the task; "" if it is unknown."""
     ends = [each.fields for each in history.facts("exit")] if task is not None else []
     return next((each["host"] for each in ends if each.get("task") == str(task) and each.get("host")), "")

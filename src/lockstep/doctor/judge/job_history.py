@@ -1,6 +1,6 @@
-"""The history of a job from all its logs: attempts, ranks, progress, and how each rank ended.
+"""The history of a job, from all its logs: attempts, ranks, progress, and how each rank ended.
 
-It derives properties of the job, the traits of `knowledge_schema.JOB_TRAITS`, on which rules and scoring depend.
+Rules and scoring use properties of the job that are derived here, the traits of `knowledge_schema.JOB_TRAITS`.
 """
 
 import re
@@ -13,7 +13,7 @@ from math import prod
 from lockstep.doctor.logs import attempts, line_origin
 from lockstep.doctor.logs.attempts import earlier_attempts, last_attempt_start
 from lockstep.doctor.logs.line_origin import LineOrigin, ranks_by_pid
-from lockstep.doctor.logs.parsed_log import ParsedLog, ProgressCounter, RuleMatch
+from lockstep.doctor.logs.parsed_log import ParsedLog, RuleMatch, StepCounter
 from lockstep.doctor.logs.stack_traces import TRACEBACK_START, Traceback, is_primary
 from lockstep.doctor.logs.step_progress import StepHistory
 from lockstep.doctor.logs.timestamps import TimestampParser
@@ -21,6 +21,7 @@ from lockstep.doctor.logs.timestamps import TimestampParser
 PERSISTENT_CLASSES = ("gpu_hardware_fault",)
 """Failure classes that persist in the next attempt on the same hosts."""
 _TAIL_LINES = 4
+"""Number of last lines of a file that are searched for trouble."""
 _TROUBLE_WORDS = re.compile(
     r"\b(?:ERROR|CRITICAL|FATAL|[A-Z]\w*Error|failed|Killed|killed|[Aa]borted|crashed|OOM|out of memory|marked dead)\b"
     r"|^\[[^\]]{10,40} [EF] \d+ \d+\]|\berror:"
@@ -75,12 +76,12 @@ class JobHistory:
         return found
 
     @cached_property
-    def counters(self) -> list[ProgressCounter]:
+    def counters(self) -> list[StepCounter]:
         """The progress counters of the last attempt."""
         return [counter for log in self.logs if log.source not in self.old_sources for counter in log.counters
                 if counter.line >= self.starts.get(log.source, 0)]  # fmt: skip
 
-    def counters_of(self, source: int) -> list[ProgressCounter]:
+    def counters_of(self, source: int) -> list[StepCounter]:
         """The progress counters of one file."""
         return self.by_source[source].counters if source in self.by_source else []
 
@@ -155,20 +156,20 @@ class JobHistory:
     @cached_property
     def nodes(self) -> frozenset[str]:
         """The hosts that take part. Ray omits the host of a line that comes from the driver's host, so that host is
-        added without its name."""
+        added under a placeholder."""
         origins = [origin for log in self.logs for origin in (*log.origins, log.origin)]
         found = {origin.host for origin in origins if origin.host} | set(self.hosts.values())
-        found = {min(each, self.alias(each)) for each in found}
-        remote = any(origin.host and origin.role for origin in origins)
-        return frozenset(found | ({"<driver host>"} if remote and len(found) == 1 else set()))
+        found = {min(each, self.alias(each)) for each in found}  # count a host once if its name and address are known
+        has_remote_actors = any(origin.host and origin.role for origin in origins)
+        return frozenset(found | ({"<driver host>"} if has_remote_actors and len(found) == 1 else set()))
 
     @cached_property
     def foreign_connections(self) -> list[RuleMatch]:
-        """Attempted connections to addresses in networks without a known host."""
+        """The attempted connections to addresses in networks without a known host."""
         origins = [origin for log in self.logs for origin in log.origins]
         known = {_network_prefix(origin.host) for origin in origins if _ADDRESS.fullmatch(origin.host)}
-        tried = [each for each in self.facts("connect") if each.fields.get("address")]
-        return [each for each in tried if known and _network_prefix(each.fields["address"]) not in known]
+        attempted = [each for each in self.facts("connect") if each.fields.get("address")]
+        return [each for each in attempted if known and _network_prefix(each.fields["address"]) not in known]
 
     @cached_property
     def _names(self) -> Mapping[str, str]:
@@ -182,7 +183,7 @@ class JobHistory:
         return found
 
     def alias(self, host: str) -> str:
-        """Returns the other name of a host, or the given one if no other is known."""
+        """Returns the address of a host name or the name of an address; the given one if no other is known."""
         return self._names.get(host, host)
 
     @cached_property
@@ -216,6 +217,7 @@ class JobHistory:
 
     @cached_property
     def timeouts(self) -> list[CollectiveTimeout]:
+        """The timeouts of collectives that ranks reported in the last attempt."""
         found = []
         for each in self.facts("collective_timeout"):
             fields = each.fields
@@ -273,7 +275,7 @@ class JobHistory:
         )
 
     def _is_partial(self, done: RuleMatch) -> bool:
-        """Whether only an evaluation or test ended: the counter before it had not reached its total."""
+        """Whether only an evaluation or test ended: the last counter before the line had not reached its total."""
         before = [counter for counter in self.counters_of(done.source) if counter.line < done.line]
         return "part" in done.fields and bool(before) and before[-1].step + 1 < before[-1].of
 
@@ -283,12 +285,13 @@ class JobHistory:
                    for counter in self.counters_of(source))  # fmt: skip
 
     def _is_fatal(self, match: RuleMatch) -> bool:
+        """Whether a match proves by itself that the job failed."""
         signature = match.rule.signature
         sure = signature.role == "cause" and signature.strength >= _SURE_STRENGTH and signature.fatal is not False
         return sure and not signature.needs and not self.continued_after(match)
 
     def _raises_after(self, source: int, line: int) -> bool:
-        """Whether the last lines of a file name an exception without a traceback; other rules cover tracebacks."""
+        """Whether the lines after `line` at the end of a file name an exception without a traceback."""
         texts = [
             each.text for of_rank in self.by_source[source].tail_lines.values() for each in of_rank if each.line > line
         ]
@@ -297,11 +300,12 @@ class JobHistory:
         )
 
     def _ended_process(self, match: RuleMatch) -> bool:
+        """Whether a failure ended its process."""
         return match.rule.signature.fact != "peer_lost" and _exit_code(match) != 0 and not self.continued_after(match)
 
     @cached_property
     def ends_with_trouble(self) -> bool:
-        """Whether the last lines of some file, after its last counter, report any trouble."""
+        """Whether the last lines of some file, after its last counter, report an error."""
         for log in self.logs:
             lines = sorted(
                 (tail for of_rank in log.tail_lines.values() for tail in of_rank), key=lambda tail: tail.line
@@ -314,11 +318,12 @@ class JobHistory:
 
     @cached_property
     def exceptions(self) -> list[RuleMatch]:
+        """The matches of rules for exceptions."""
         return [each for each in self.matches if each.traceback is not None]
 
     @cached_property
     def traits(self) -> frozenset[str]:
-        """The traits (of `JOB_TRAITS`) that hold."""
+        """The traits of `JOB_TRAITS` that the job has."""
         found = set()
         timeouts = self.timeouts
         if self.ended_well:
@@ -363,6 +368,7 @@ def match_order(match: RuleMatch) -> tuple[float, int, int]:
 
 
 def _element_count(fields: Mapping[str, str]) -> int | None:
+    """Returns the number of elements of a collective; None if the line does not name it."""
     if fields.get("numel"):
         return int(fields["numel"])
     sizes = re.findall(r"\d+", fields.get("shape", ""))
@@ -370,12 +376,12 @@ def _element_count(fields: Mapping[str, str]) -> int | None:
 
 
 def _network_prefix(address: str) -> str:
-    """The first two numbers of an address: the hosts of one cluster rarely span several such networks."""
+    """Returns the first two numbers of an address, which the hosts of a cluster usually share."""
     return ".".join(address.split(".")[:2])
 
 
 def _was_handled(found: Traceback | None, at: RuleMatch | ParsedLog, done: RuleMatch) -> bool:
-    """Whether only the last line of an exception was printed and the job then finished."""
+    """Whether an exception was handled: only its last line was printed, and the job then reported success."""
     return found is not None and found.is_last_line_only and at.source == done.source and found.number < done.line
 
 

@@ -1,4 +1,4 @@
-"""Explains what was wrong with a job: from paths to one verdict."""
+"""Explains why a job failed: reads the files and derives one verdict."""
 
 import re
 from collections import Counter
@@ -6,11 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lockstep.doctor.judge import collective_waits as waiting
-from lockstep.doctor.judge import prior_verdicts
+from lockstep.doctor.judge import collective_waits, prior_verdicts
 from lockstep.doctor.judge.culprits import find_culprits
-from lockstep.doctor.judge.detectors.rank_differences import difference_candidates
-from lockstep.doctor.judge.detectors.stack_outliers import stack_candidates
+from lockstep.doctor.judge.detectors.rank_differences import difference_candidates, stack_candidates
 from lockstep.doctor.judge.detectors.timeout_structure import structure_candidates
 from lockstep.doctor.judge.detectors.trends import trend_candidates
 from lockstep.doctor.judge.job_history import JobHistory, build_history
@@ -31,6 +29,7 @@ from lockstep.watch.diagnosis.verdict import (
 
 MAX_EVIDENCE = 8
 _MIN_CHARS = 4
+"""Shorter lines are not used as evidence."""
 _LINES_PER_RULE, _FIRST_FACTS, _VICTIM_FACTS = 3, 4, 2
 _NO_FAULT = ("unknown", "benign")
 _DETECTORS = (difference_candidates, structure_candidates, stack_candidates, trend_candidates)
@@ -62,7 +61,7 @@ _KIND_OF_CLASS = {
 
 @dataclass
 class Explanation:
-    """A verdict with everything it was derived from."""
+    """A verdict with the data from which it was derived."""
 
     verdict: Verdict
     history: JobHistory
@@ -70,15 +69,16 @@ class Explanation:
     rules: KnowledgeBase
     gaps: list[str] = field(default_factory=list)
     recorded: Sequence[Verdict] = ()
-    """Verdicts of incidents or dumps that were adopted unchanged, `verdict` first."""
+    """The verdicts of incidents or dumps that replaced the verdict of the logs; `verdict` is the first of them."""
 
 
 def explain(
     paths: Sequence[str], folders: Sequence[Path] = (), *, ranks: str | None = None, world_size: int | None = None
 ) -> Explanation:
-    """Explains what was wrong with the job that left these files: logs, flight-recorder dumps, incidents.
+    """Explains why the job failed that wrote these files: logs, flight-recorder dumps, incidents.
 
     Args:
+        paths: Files and folders; "-" is standard input.
         folders: Folders of further knowledge files.
         ranks: Pattern for the rank in the names of dumps, see `explain_dumps`.
         world_size: Number of ranks of the job; None takes it from the dumps.
@@ -89,15 +89,15 @@ def explain(
     """
     rules = load_knowledge(*folders)
     found = collect_sources(list(paths))
-    left = prior_verdicts.take_prior_verdicts(found, paths, ranks=ranks, world_size=world_size)
+    prior = prior_verdicts.read_prior_verdicts(found, paths, ranks=ranks, world_size=world_size)
     logs = parse_logs(found, rules)
     history = build_history(logs)
     judgement = rank_candidates(history, [each for detect in _DETECTORS for each in detect(history)])
     verdict = _verdict(judgement, history, rules, found.gaps)
-    before = prior_verdicts.standing_verdicts(verdict, left, logs_read=bool(logs))
-    if before:
-        return Explanation(before[0], history, judgement, rules, found.gaps, before)
-    return Explanation(prior_verdicts.merge_dumps(verdict, left), history, judgement, rules, found.gaps)
+    recorded = prior_verdicts.overriding_verdicts(verdict, prior, logs_read=bool(logs))
+    if recorded:
+        return Explanation(recorded[0], history, judgement, rules, found.gaps, recorded)
+    return Explanation(prior_verdicts.merge_dumps(verdict, prior), history, judgement, rules, found.gaps)
 
 
 def _verdict(judgement: Judgement, history: JobHistory, rules: KnowledgeBase, gaps: Sequence[str]) -> Verdict:
@@ -127,16 +127,18 @@ def _verdict(judgement: Judgement, history: JobHistory, rules: KnowledgeBase, ga
 
 
 def _collective(best: Candidate, history: JobHistory) -> StalledCollective | None:
-    """The collective in which the ranks waited, or the one that the cause names."""
+    """Returns the collective that the cause names, or the one in which the ranks waited; None if neither is known."""
     operation = best.collective
     for each in best.matches:
         operation = operation or each.fields.get("op", "") or (each.rule.signature.collective or "")
         if not operation and each.traceback is not None:
-            operation = waiting.collective_of_frames(each.traceback.frames)
+            operation = collective_waits.collective_of_frames(each.traceback.frames)
     seq = None
     if not operation:
-        ended = list(waiting.waits_by_rank(history).values())
-        counted = Counter(each.operation for each in ended if each.operation) or waiting.count_collectives(history)
+        ended = list(collective_waits.waits_by_rank(history).values())
+        counted = Counter(each.operation for each in ended if each.operation) or collective_waits.count_collectives(
+            history
+        )
         operation = counted.most_common(1)[0][0] if counted else ""
         seq = next((each.seq for each in ended if each.operation == operation), None)
     if not operation or best.cls == "benign":
@@ -145,23 +147,27 @@ def _collective(best: Candidate, history: JobHistory) -> StalledCollective | Non
 
 
 def _evidence(best: Candidate, history: JobHistory) -> tuple[Fact, ...]:
-    """Evidence lines: first those of the culprits, then the structure, then the first victims."""
-    blame = {each.rank for each in find_culprits(best, history)} - {None}
-    own = [each for each in best.facts if len(each.text) >= _MIN_CHARS]
-    shown = _match_facts(
-        sorted(best.matches, key=lambda each: history.rank(each) not in blame) if blame else best.matches
+    """Returns the evidence: the lines of the culprits, the structure, and the first victims, in this order."""
+    culprit_ranks = {each.rank for each in find_culprits(best, history)} - {None}
+    structural = [each for each in best.facts if len(each.text) >= _MIN_CHARS]
+    matched = _match_facts(
+        sorted(best.matches, key=lambda each: history.rank(each) not in culprit_ranks)
+        if culprit_ranks
+        else best.matches
     )
     victims = [each for each in history.failures if each.rule.signature.fact != "cancelled"]
     last = _match_facts(victims[:_VICTIM_FACTS]) if best.cls != "benign" else []
     first = (
-        [*own[:_FIRST_FACTS], *shown[:_FIRST_FACTS]] if best.culprits else [*shown[:_FIRST_FACTS], *own[:_FIRST_FACTS]]
+        [*structural[:_FIRST_FACTS], *matched[:_FIRST_FACTS]]
+        if best.culprits
+        else [*matched[:_FIRST_FACTS], *structural[:_FIRST_FACTS]]
     )
-    kept = {(each.file, each.line): each for each in [*first, *shown[_FIRST_FACTS:], *own[_FIRST_FACTS:], *last]}
-    return tuple(kept.values())[:MAX_EVIDENCE]
+    facts = [*first, *matched[_FIRST_FACTS:], *structural[_FIRST_FACTS:], *last]
+    return tuple({(each.file, each.line): each for each in facts}.values())[:MAX_EVIDENCE]
 
 
 def _match_facts(matches: Iterable[RuleMatch]) -> list[Fact]:
-    """A few lines per rule."""
+    """Returns the lines of the matches, a few per rule."""
     rules: Counter[str] = Counter()
     found = []
     for each in matches:
@@ -172,7 +178,7 @@ def _match_facts(matches: Iterable[RuleMatch]) -> list[Fact]:
 
 
 def fill_fields(text: str, fields: dict[str, str]) -> str:
-    """Replaces each `{field}`; omits sentences with an unknown field."""
+    """Replaces each `{field}` of a text; omits sentences with an unknown field."""
     sentences = re.split(r"(?<=[.!?])\s+", text.strip())
     kept = []
     for each in sentences:

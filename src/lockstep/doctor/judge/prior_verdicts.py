@@ -1,4 +1,4 @@
-"""Verdicts that exist beside the logs: incidents, and flight-recorder dumps."""
+"""Verdicts that do not come from logs but from incidents and flight-recorder dumps."""
 
 import json
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ _CLASSES_OF_KIND = {
     VerdictKind.CYCLE: ("rank_divergent_branch",),
     VerdictKind.ABSENT: ("uneven_data", "rank_divergent_branch", "slow_rank_preprocess"),
 }
-"""Failure classes that fit the structure found in dumps."""
+"""The failure classes that are possible for a structure found in dumps."""
 
 
 class NothingToRead(ValueError):
@@ -24,7 +24,7 @@ class NothingToRead(ValueError):
     def __init__(self, paths: Sequence[str]) -> None:
         self.paths = tuple(paths)
         super().__init__(
-            f"{', '.join(paths)}: no log, no flight-recorder dump (such as nccl_trace_rank_0) and no incident "
+            f"{', '.join(paths)}: found no log, no flight-recorder dump (such as nccl_trace_rank_0) and no incident "
             "(verdict.json)"
         )
 
@@ -35,20 +35,20 @@ STRUCTURE_CONFIDENCE = 0.7
 
 @dataclass(frozen=True, slots=True)
 class PriorVerdicts:
-    """Verdicts of incidents, newest first, and of dumps, starting with the one that explains the others."""
+    """Verdicts of incidents, newest first, and of dumps; the first one of the dumps explains the others."""
 
     incidents: tuple[Verdict, ...] = ()
     dumps: tuple[Verdict, ...] = ()
 
 
-def take_prior_verdicts(
+def read_prior_verdicts(
     found: CollectedSources, paths: Sequence[str], *, ranks: str | None, world_size: int | None
 ) -> PriorVerdicts:
     """Reads incidents and dumps, and removes their files from the log sources.
 
     Raises:
-        ValueError: A file claims to be an incident and is not, or `ranks` fits no file.
-        NothingToRead: There is neither a log nor a dump nor an incident.
+        ValueError: A `verdict.json` contains no verdict, or `ranks` matches no file.
+        NothingToRead: There is no log, no dump and no incident.
     """
     from lockstep.watch.dumps.dump_files import find_dump_files
 
@@ -79,7 +79,7 @@ def take_prior_verdicts(
 
 
 def _incident_files(top: Path) -> list[Path]:
-    """`verdict.json` of an incident or of all incidents in a folder, newest first."""
+    """Returns the `verdict.json` of an incident, or of all incidents in a folder, newest first."""
     from lockstep.watch.supervisor.incident import list_incidents
 
     file = top if top.name == "verdict.json" else top / "verdict.json"
@@ -98,21 +98,24 @@ def _read_object(file: Path) -> dict[str, Any]:
     return content
 
 
-def standing_verdicts(logs: Verdict, left: PriorVerdicts, *, logs_read: bool) -> Sequence[Verdict]:
-    """Verdicts that take precedence over the logs: those of incidents, which saw the job live, or of dumps without
-    logs; empty if the verdict of the logs counts."""
-    if left.incidents and not (logs_read and left.incidents[0].cause == "unknown" and logs.cause not in _NO_FAULT):
-        return left.incidents
-    if left.dumps and not logs_read:
-        return left.dumps
+def overriding_verdicts(logs: Verdict, prior: PriorVerdicts, *, logs_read: bool) -> Sequence[Verdict]:
+    """Returns the verdicts that take precedence over the verdict of the logs; empty if there are none.
+
+    Incidents take precedence, because they were recorded while the job ran, unless only the logs show a cause. Dumps
+    take precedence if there are no logs.
+    """
+    if prior.incidents and not (logs_read and prior.incidents[0].cause == "unknown" and logs.cause not in _NO_FAULT):
+        return prior.incidents
+    if prior.dumps and not logs_read:
+        return prior.dumps
     return ()
 
 
-def merge_dumps(logs: Verdict, left: PriorVerdicts) -> Verdict:
+def merge_dumps(logs: Verdict, prior: PriorVerdicts) -> Verdict:
     """Adds the structure found in the dumps to the verdict of the logs."""
-    if not left.dumps:
+    if not prior.dumps:
         return logs
-    dump = left.dumps[0]
+    dump = prior.dumps[0]
     if logs.cause in _NO_FAULT and dump.kind is not VerdictKind.UNKNOWN:
         return _verdict_of_dumps(logs, dump)
     agree = dump.kind in _CLASSES_OF_KIND and logs.cause in _CLASSES_OF_KIND[dump.kind]
@@ -127,12 +130,12 @@ def merge_dumps(logs: Verdict, left: PriorVerdicts) -> Verdict:
 
 
 def _verdict_of_dumps(logs: Verdict, dump: Verdict) -> Verdict:
-    """The verdict if only the dumps show a fault; its class is the one that best fits their structure."""
+    """Returns the verdict if only the dumps show a fault; its failure class follows from the structure in the dumps."""
     classes = [each for each in dump.alternatives if each.what != "unknown"]
-    fits = _CLASSES_OF_KIND.get(dump.kind, ())
-    cause = (
-        dump.cause if dump.cause not in _NO_FAULT else fits[0] if fits else classes[0].what if classes else "unknown"
-    )
+    cause = dump.cause
+    if cause in _NO_FAULT:
+        possible = _CLASSES_OF_KIND.get(dump.kind, ())
+        cause = possible[0] if possible else classes[0].what if classes else "unknown"
     confidence = dump.confidence if cause == dump.cause else min(dump.confidence, STRUCTURE_CONFIDENCE)
     others = tuple(each for each in classes if each.what != cause)
     return replace(dump, cause=cause, confidence=confidence, alternatives=others,
@@ -140,7 +143,7 @@ def _verdict_of_dumps(logs: Verdict, dump: Verdict) -> Verdict:
 
 
 def _dump_facts(dump: Verdict) -> tuple[Fact, ...]:
-    """Dump evidence without a line number names its file in the text."""
+    """Returns evidence from dumps; without a line number, the text names the file."""
     return tuple(
         each if each.line is not None or not each.file
         else Fact(f"{Path(each.file).name}: {each.text}", each.source or "dumps")

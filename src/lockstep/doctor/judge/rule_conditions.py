@@ -1,4 +1,4 @@
-"""Evaluates the conditions of rules: whether other matches exist in the required relation."""
+"""Evaluates the conditions of rules (`needs` and `unless`)."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,23 +25,24 @@ class MatchIndex:
         return self._by_id
 
     def allows(self, match: RuleMatch) -> bool:
-        """Whether everything that the match's rule needs is present, and nothing that it excludes."""
+        """Whether all conditions that the rule of a match needs are met, and none that excludes it."""
         signature = match.rule.signature
         return all(self.holds(each, match) for each in signature.needs) and not any(
             self.holds(each, match) for each in signature.unless
         )
 
     def holds(self, condition: RuleCondition | str, match: RuleMatch) -> bool:
-        """Whether a condition of the match's rule is met."""
+        """Whether a condition of the rule of a match is met."""
         if isinstance(condition, str):
             return any(each is not match for each in self._by_id.get(condition, ()))
         if condition.any:
             return any(self.holds(each, match) for each in condition.any)
         if condition.story is not None:
             return condition.story in self.history.traits
-        return any(_relation_holds(condition, each, match) for each in self._others(condition) if each is not match)
+        return any(_relation_holds(condition, each, match) for each in self._matches_of(condition) if each is not match)
 
-    def _others(self, condition: RuleCondition) -> Iterable[RuleMatch]:
+    def _matches_of(self, condition: RuleCondition) -> Iterable[RuleMatch]:
+        """Returns the matches of the rule, class or fact that a condition names."""
         if condition.id is not None:
             return self._by_id.get(condition.id, ())
         if condition.cls is not None:
@@ -50,6 +51,7 @@ class MatchIndex:
 
 
 def _relation_holds(condition: RuleCondition, other: RuleMatch, match: RuleMatch) -> bool:
+    """Whether another match has the required fields, origin and distance."""
     for name, pattern in condition.matches.items():
         if re.fullmatch(pattern, other.fields.get(name, "")) is None:
             return False
@@ -71,14 +73,14 @@ def _relation_holds(condition: RuleCondition, other: RuleMatch, match: RuleMatch
 
 
 def _precedes(one: RuleMatch, other: RuleMatch) -> bool:
-    """Whether one match precedes another: by time, or by line within one file; unknown order counts as no."""
+    """Whether one match precedes another: by time, or by line within a file. False if the order is unknown."""
     if one.when is None or other.when is None:
         return one.source == other.source and one.line < other.line
     return match_order(one) < match_order(other)
 
 
 def same_origin(one: RuleMatch, other: RuleMatch) -> bool | None:
-    """None if an origin is unknown."""
+    """Whether two matches are from the same rank, process or host; None if an origin is unknown."""
     if one.origin.rank is not None and other.origin.rank is not None:
         return one.origin.rank == other.origin.rank
     if one.origin.pid is not None and other.origin.pid is not None:

@@ -1,9 +1,9 @@
-"""Weighs failure classes, separating the first cause from its victims.
+"""Weighs the failure classes and separates the cause from its consequences.
 
-Each signature whose conditions hold gives its class a weight: its strength, reduced if the job continued after it
-or if something earlier explains it. Weights of different signatures of a class combine as independent reasons do,
-`1 - (1 - a)(1 - b)`, the second and later ones counting half. The detectors add candidates from the structure of
-the job.
+A signature whose conditions are met gives its class a weight: the strength of the signature, reduced if the job
+continued after the match. Matches that another match explains are dropped. The weights a and b of two signatures of a
+class combine to `1 - (1 - a)(1 - b / 2)`: all but the strongest signature count half. The detectors add candidates from
+the structure of the job.
 """
 
 from collections import defaultdict
@@ -17,25 +17,25 @@ from lockstep.doctor.logs.stack_traces import is_primary
 from lockstep.watch.diagnosis.verdict import Culprit, Fact
 
 MAX_SIGN_WEIGHT = 0.6
-"""Weight of a class with signs only."""
+"""Maximum weight of a class with signs only."""
 MAX_VICTIM_WEIGHT = 0.5
-"""Weight of a class with wrappers and consequences only."""
+"""Maximum weight of a class with wrappers and consequences only."""
 SURVIVED_FACTOR = 0.25
-"""Factor for matches that the job survived."""
+"""Factor for matches after which the job continued."""
 TROUBLED_FACTOR = 0.4
-"""Factor for a healthy verdict if the last lines of a file report trouble."""
+"""Factor for the class `benign` if the last lines of a file report an error."""
 MAX_OUTSIDE_WEIGHT = 0.45
-"""Weight of a record dated slightly outside the job's time (clocks may differ), or of a persistent fault."""
+"""Maximum weight of a host's log line dated outside the job's time: clocks may differ, and a fault may persist."""
 LATER_FACTOR = 0.75
 """Factor for a cause that follows another cause."""
 FINAL_KILL_FACTOR = 0.6
 """Factor for an external kill long after a failure."""
 STRONG_WEIGHT = 0.5
-"""A class from this weight on may reduce the weight of others."""
+"""Only classes of at least this weight reduce the weight of others."""
 _EXTERNAL_KILL = "external_kill"
 _INCOMPLETE_RENDEZVOUS = "rendezvous_incomplete"
 _CLOSE_S = 60.0
-"""Within this many seconds the order of lines says little about which event came first."""
+"""The order of two lines within this many seconds says little about which event came first."""
 MIN_NAMED_WEIGHT = 0.35
 """Classes with less weight are not named."""
 MAX_CONFIDENCE = 0.97
@@ -48,19 +48,19 @@ class Candidate:
     cls: str
     weight: float
     matches: list[RuleMatch] = field(default_factory=list)
-    """The strongest first."""
+    """The strongest match first."""
     culprits: tuple[str | int | Culprit, ...] | None = None
-    """Culprits from the structure; None: as the rules of the matches say."""
+    """Culprits from the structure of the job; None: the culprits follow from the rules of the matches."""
     collective: str = ""
     explanation: str = ""
     facts: list[Fact] = field(default_factory=list)
-    """Evidence besides the matches."""
+    """Evidence in addition to the matches."""
     persists: bool = False
-    """The condition held until the end, so that a successful end does not refute it."""
+    """Whether the failure lasted until the end, so that a reported success does not disprove it."""
 
     @property
     def first(self) -> tuple[float, int, int]:
-        """Sort key of the strongest reason's first match."""
+        """The sort key of the first match of the strongest rule."""
         strongest = [each for each in self.matches if each.rule.id == self.matches[0].rule.id]
         return min((match_order(each) for each in strongest), default=(float("inf"), 0, 0))
 
@@ -75,29 +75,33 @@ class Judgement:
 
 
 def rank_candidates(history: JobHistory, structural: Iterable[Candidate] = ()) -> Judgement:
-    """Ranks the possible causes and computes the confidence of the best."""
+    """Ranks the possible causes, and computes the confidence of the best.
+
+    Args:
+        structural: Candidates of the detectors.
+    """
     index = MatchIndex(history)
     classified = [each for each in history.matches if each.rule.cls and each.rule.signature.role != "context"]
-    holding = [each for each in classified if index.allows(each)]
-    causes = _drop_explained(history, [each for each in holding if each.rule.signature.role in ("cause", "sign")])
-    causes = _drop_short_counts(history, causes)
+    allowed = [each for each in classified if index.allows(each)]
+    causes = _drop_explained(history, [each for each in allowed if each.rule.signature.role in ("cause", "sign")])
+    causes = _drop_explained_counts(history, causes)
     candidates = _by_class(history, causes)
     structural = list(structural)
-    silent = next((each for each in structural if each.cls == "unknown"), Candidate("unknown", 0.0))
+    unclassified = next((each for each in structural if each.cls == "unknown"), Candidate("unknown", 0.0))
     for each in structural:
-        if each is silent:
+        if each is unclassified:
             continue
         known = candidates.get(each.cls)
         candidates[each.cls] = each if known is None else _combined(known, each)
     if all(each.weight < MIN_NAMED_WEIGHT for each in candidates.values()):
-        _add_victims(history, [each for each in holding if each.rule.signature.role == "victim"], candidates)
+        _add_victims(history, [each for each in allowed if each.rule.signature.role == "victim"], candidates)
     _discount_generic_exception(candidates)
     _discount_later_causes(candidates)
     _discount_final_kill(history, candidates)
-    _add_benign(history, [each for each in holding if each.rule.signature.role == "healthy"], candidates)
+    _add_benign(history, [each for each in allowed if each.rule.signature.role == "healthy"], candidates)
     ranked = sorted(candidates.values(), key=lambda each: (-each.weight, each.first))
     if not ranked or ranked[0].weight < MIN_NAMED_WEIGHT:
-        unknown = replace(silent, matches=ranked[0].matches if ranked else [])
+        unknown = replace(unclassified, matches=ranked[0].matches if ranked else [])
         return Judgement(unknown, 0.5, [(each, each.weight) for each in ranked[:3]])
     best, second = ranked[0], ranked[1].weight if len(ranked) > 1 else 0.0
     confidence = min(MAX_CONFIDENCE, best.weight * (1 - 0.5 * (second / best.weight) ** 3))
@@ -105,34 +109,36 @@ def rank_candidates(history: JobHistory, structural: Iterable[Candidate] = ()) -
 
 
 def _drop_explained(history: JobHistory, causes: list[RuleMatch]) -> list[RuleMatch]:
-    """Drops causes that another one explains, in whatever order they occur. What the job survived, or what is dated
-    outside it, explains nothing."""
-    present = {
+    """Drops causes that another cause explains, in whatever order they occur.
+
+    A match after which the job continued, or that is dated outside the job, explains nothing.
+    """
+    explaining = {
         each.rule.id: each for each in causes if not (history.continued_after(each) or history.outside_job(each))
     }
-    kept = [each for each in causes if not any(_explains(one, each) for one in present.values())]
+    kept = [each for each in causes if not any(_explains(one, each) for one in explaining.values())]
     return kept or causes
 
 
-def _drop_short_counts(history: JobHistory, causes: list[RuleMatch]) -> list[RuleMatch]:
-    """Drops counts of missing ranks if exactly that many ranks had failed before: their errors kept them away."""
-    short = [each for each in causes if {"joined", "size"} <= each.fields.keys()]
-    fell = [
+def _drop_explained_counts(history: JobHistory, causes: list[RuleMatch]) -> list[RuleMatch]:
+    """Drops reports that ranks are missing, if exactly that many ranks had failed before: their errors explain it."""
+    counts = [each for each in causes if {"joined", "size"} <= each.fields.keys()]
+    failed = [
         (history.rank(each), each.when)
         for each in causes
-        if each not in short and each.rule.cls != _INCOMPLETE_RENDEZVOUS
+        if each not in counts and each.rule.cls != _INCOMPLETE_RENDEZVOUS
     ]
-    fell += [(origin.rank, when) for origin, when, traceback, _ in history.tracebacks if is_primary(traceback)]
-    away = []
-    for each in short:
-        earlier = {rank for rank, when in fell if when is None or each.when is None or when <= each.when}
-        missed = int(each.fields["size"]) - int(each.fields["joined"])
-        away += [each] if len(earlier - {None, history.rank(each)}) == missed else []
-    return [each for each in causes if each not in away]
+    failed += [(origin.rank, when) for origin, when, traceback, _ in history.tracebacks if is_primary(traceback)]
+    explained = []
+    for each in counts:
+        earlier = {rank for rank, when in failed if when is None or each.when is None or when <= each.when}
+        missing = int(each.fields["size"]) - int(each.fields["joined"])
+        explained += [each] if len(earlier - {None, history.rank(each)}) == missing else []
+    return [each for each in causes if each not in explained]
 
 
 def _explains(one: RuleMatch, other: RuleMatch) -> bool:
-    """Whether one match explains another; an external kill explains nothing that happened long before it."""
+    """Whether one match explains another. An external kill explains nothing that happened long before."""
     names = one.rule.signature.explains
     if other.rule.id not in names and other.rule.cls not in names:
         return False
@@ -140,13 +146,14 @@ def _explains(one: RuleMatch, other: RuleMatch) -> bool:
 
 
 def _long_before(one: RuleMatch, other: RuleMatch) -> bool:
-    """Whether a match is so much earlier that it cannot be a consequence that was merely printed first."""
+    """Whether a match is too early to be a consequence of the other one that was merely printed first."""
     if one.when is not None and other.when is not None:
         return one.when < other.when - _CLOSE_S
     return one.source == other.source and one.line < other.line
 
 
 def _by_class(history: JobHistory, causes: Sequence[RuleMatch]) -> dict[str, Candidate]:
+    """Combines the matches of each class into a candidate."""
     weights: dict[str, dict[str, float]] = defaultdict(dict)
     members: dict[str, list[RuleMatch]] = defaultdict(list)
     for each in causes:
@@ -164,17 +171,17 @@ def _by_class(history: JobHistory, causes: Sequence[RuleMatch]) -> dict[str, Can
     found = {}
     for cls, of_rule in weights.items():
         ordered = sorted(of_rule.values(), reverse=True)
-        left = 1.0
+        doubt = 1.0
         for at, weight in enumerate(ordered):
-            left *= 1 - (weight if at == 0 else weight / 2)
+            doubt *= 1 - (weight if at == 0 else weight / 2)
         strongest = sorted(members[cls], key=lambda each: (-of_rule[each.rule.id], match_order(each)))
         most = MAX_OUTSIDE_WEIGHT if all(history.outside_job(each) for each in strongest) else MAX_CONFIDENCE
-        found[cls] = Candidate(cls, min(most, 1 - left), strongest)
+        found[cls] = Candidate(cls, min(most, 1 - doubt), strongest)
     return found
 
 
 def _add_victims(history: JobHistory, victims: Sequence[RuleMatch], candidates: dict[str, Candidate]) -> None:
-    """Adds wrappers of other failures if there is nothing else."""
+    """Adds the classes of wrappers and consequences."""
     for cls, each in _by_class(history, victims).items():
         each.weight = min(each.weight, MAX_VICTIM_WEIGHT)
         candidates[cls] = each if cls not in candidates else _combined(candidates[cls], each)
@@ -189,7 +196,7 @@ def _combined(one: Candidate, other: Candidate) -> Candidate:
 
 
 def _discount_generic_exception(candidates: Mapping[str, Candidate]) -> None:
-    """A specific class outweighs the general "a rank raised an exception" for the same exception."""
+    """Reduces the weight of `rank_exception_masked` if a specific class has the same exception."""
     general = candidates.get("rank_exception_masked")
     if general is None:
         return
@@ -201,7 +208,7 @@ def _discount_generic_exception(candidates: Mapping[str, Candidate]) -> None:
 
 
 def _discount_later_causes(candidates: Mapping[str, Candidate]) -> None:
-    """Of similarly strong causes, all but the first lose weight."""
+    """Reduces the weight of all strong causes but the first."""
     strong = [each for each in candidates.values() if each.matches and each.weight >= STRONG_WEIGHT]
     if len(strong) < 2:
         return
@@ -212,7 +219,7 @@ def _discount_later_causes(candidates: Mapping[str, Candidate]) -> None:
 
 
 def _discount_final_kill(history: JobHistory, candidates: Mapping[str, Candidate]) -> None:
-    """A job that hangs or runs on after a failure is later ended by its time limit or by a person."""
+    """Reduces the weight of an external kill long after a failure: the time limit or a person ended a job that hung."""
     end = candidates.get(_EXTERNAL_KILL)
     if end is None or not end.matches:
         return
@@ -223,7 +230,7 @@ def _discount_final_kill(history: JobHistory, candidates: Mapping[str, Candidate
 
 
 def _ends_with_trouble(history: JobHistory, candidates: Mapping[str, Candidate]) -> bool:
-    """Whether some match was not followed by further steps."""
+    """Whether the logs end with an error, or some match was not followed by further steps."""
     return history.ends_with_trouble or any(
         not history.continued_after(match) for each in candidates.values() for match in each.matches
     )

@@ -23,7 +23,7 @@ from lockstep.doctor.logs.log_lines import (
     wrap_width,
 )
 from lockstep.doctor.logs.log_sources import CollectedSources, open_streams
-from lockstep.doctor.logs.parsed_log import ParsedLog, ProgressCounter, RuleMatch, TailLine
+from lockstep.doctor.logs.parsed_log import ParsedLog, RuleMatch, StepCounter, TailLine
 from lockstep.doctor.logs.prefilter import Prefilter
 from lockstep.doctor.logs.stack_traces import EXCEPTION_MARKS, TRACEBACK_STARTS, Traceback
 from lockstep.doctor.logs.timestamps import TimestampParser, find_year
@@ -188,7 +188,7 @@ class LogParser:
         counter = None if line.startswith(_SOURCE_INDENT, prefix.at) else step_progress.parse_step(line)
         if counter is not None:
             rank = origin if origin.rank is not None else _with_rank(origin, line_origin.mentioned_rank(line))
-            found.counters.append(ProgressCounter(rank.with_defaults(found.origin), number, when, *counter))
+            found.counters.append(StepCounter(rank.with_defaults(found.origin), number, when, *counter))
         return origin, when
 
     def _examine_candidate(self, page: Page, number: int, start: int, end: int) -> None:

@@ -38,7 +38,7 @@ class RuleMatch:
 
 
 @dataclass(frozen=True, slots=True)
-class ProgressCounter:
+class StepCounter:
     """A progress counter on a line."""
 
     origin: LineOrigin
@@ -75,7 +75,7 @@ class ParsedLog:
     dated_lines: tuple[int, int] = (0, 0)
     """The first and the last examined line that have a timestamp."""
     matches: list[RuleMatch] = field(default_factory=list)
-    counters: list[ProgressCounter] = field(default_factory=list)
+    counters: list[StepCounter] = field(default_factory=list)
     tracebacks: list[tuple[LineOrigin, float | None, Traceback]] = field(default_factory=list)
     origins: dict[LineOrigin, int] = field(default_factory=dict)
     """The origins in the file, each with its last line."""

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from lockstep.doctor.logs.parsed_log import ParsedLog, ProgressCounter
+from lockstep.doctor.logs.parsed_log import ParsedLog, StepCounter
 
 _DIGIT = re.compile(r"\d")
 _HEAD_CHARS = 600
@@ -119,9 +119,9 @@ class StepHistory:
         return of_all.remaining[at] > (MANY_STEPS if fatal else FEW_STEPS)
 
 
-def _steps_of_ranks(counters: Sequence[ProgressCounter]) -> dict[int | None, _RankSteps]:
+def _steps_of_ranks(counters: Sequence[StepCounter]) -> dict[int | None, _RankSteps]:
     """Returns the steps of each rank, and those of all ranks under `_ANY_RANK`."""
-    by_rank: dict[int | None, list[ProgressCounter]] = defaultdict(list)
+    by_rank: dict[int | None, list[StepCounter]] = defaultdict(list)
     for counter in counters:
         by_rank[_ANY_RANK].append(counter)
         by_rank[counter.origin.rank].append(counter)
@@ -140,9 +140,9 @@ def _steps_of_ranks(counters: Sequence[ProgressCounter]) -> dict[int | None, _Ra
     return found
 
 
-def last_step_by_rank(counters: Iterable[ProgressCounter]) -> Mapping[int, ProgressCounter]:
+def last_step_by_rank(counters: Iterable[StepCounter]) -> Mapping[int, StepCounter]:
     """Returns the last counter of each rank."""
-    found: dict[int, ProgressCounter] = {}
+    found: dict[int, StepCounter] = {}
     for counter in counters:
         if counter.origin.rank is not None:
             found[counter.origin.rank] = counter

@@ -1,1 +1,1 @@
-"""Detectors: each proposes candidate causes that no single log line shows."""
+"""Detectors, which propose causes that no single log line shows."""

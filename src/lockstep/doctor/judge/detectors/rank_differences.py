@@ -1,30 +1,36 @@
-"""Candidates from differences between ranks or hosts: collective fingerprints, progress totals, versions."""
+"""Proposes causes from differences between ranks or hosts: in collectives, progress totals, versions and stacks."""
 
+import re
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
+from lockstep.doctor.judge.collective_waits import any_sharded_generation, class_of_activity, collective_of_frames
 from lockstep.doctor.judge.job_history import JobHistory
 from lockstep.doctor.judge.scoring import Candidate
 from lockstep.doctor.logs.parsed_log import RuleMatch
+from lockstep.doctor.logs.stack_traces import UNREADABLE, LoggedStack
 from lockstep.doctor.logs.step_progress import last_step_by_rank
 from lockstep.watch.diagnosis.verdict import Culprit, Fact
 
 _MAX_FACTS = 3
 _SIMILAR_TOTALS = 0.75
-"""Progress bars whose totals differ by more count different things."""
+"""If one total is less than this fraction of another, the progress bars count different things."""
 _MAX_PEERS = 4096
 
 
 def difference_candidates(history: JobHistory) -> Iterator[Candidate]:
-    """Candidates from collective fingerprints, progress totals and versions."""
+    """Yields candidates from collective fingerprints, progress totals and versions."""
     yield from _different_operations(history)
     yield from _different_totals(history)
     yield from _different_versions(history)
 
 
 def _different_operations(history: JobHistory) -> Iterator[Candidate]:
-    """Ranks called different collectives under one sequence number; the same operation with other shapes is uneven
-    data."""
+    """Yields a candidate if ranks called different collectives at the same sequence number.
+
+    The same operation with different shapes means uneven data.
+    """
     mismatches = [each for each in history.facts("mismatch") if not history.continued_after(each)]
     if not mismatches:
         return
@@ -43,13 +49,13 @@ def _different_operations(history: JobHistory) -> Iterator[Candidate]:
 
 
 def minority_ranks(reports: Iterable[tuple[int, int | None, Hashable]]) -> tuple[int, ...]:
-    """The minority among ranks that each report the first peer that differs from them.
+    """Returns the minority among ranks, each of which reports the first peer that called something else.
 
-    A rank compares itself with all others in rank order, so it agrees with those before the reported peer
-    (`ProcessGroupWrapper.cpp`). Empty if no side is larger.
+    A rank compares its call with those of all others in rank order, so it agrees with the ranks before the reported
+    peer (`ProcessGroupWrapper.cpp`). The result is empty if there is no majority.
 
     Args:
-        reports: The reporting rank, the peer that it names, and the reporting rank's own fingerprint.
+        reports: The reporting rank, the peer that it names, and the fingerprint of the reporting rank's call.
     """
     group: dict[int, int] = {}
     same: dict[Hashable, int] = {}
@@ -75,31 +81,31 @@ def minority_ranks(reports: Iterable[tuple[int, int | None, Hashable]]) -> tuple
 
 
 def _different_totals(history: JobHistory) -> Iterator[Candidate]:
-    """Ranks count to different totals, and one with the smaller total has finished while others wait."""
+    """Yields a candidate if ranks count to different totals, and one with a smaller total finished before others."""
     last = last_step_by_rank(each for each in history.counters if each.of)
     totals = Counter(counter.of for counter in last.values())
     if len(totals) < 2 or not history.traits & {"collective_timeout", "peer_lost"}:
         return
     least, most = min(totals), max(totals)
-    through = any(counter.step + 1 >= counter.of for counter in last.values() if counter.of < most)
-    if not through or least < _SIMILAR_TOTALS * most or len({counter.epoch for counter in last.values()}) > 1:
+    finished = any(counter.step + 1 >= counter.of for counter in last.values() if counter.of < most)
+    if not finished or least < _SIMILAR_TOTALS * most or len({counter.epoch for counter in last.values()}) > 1:
         return
     usual, _ = max(totals.items(), key=lambda each: (each[1], each[0]))
-    odd = sorted(rank for rank, counter in last.items() if counter.of != usual)
+    deviating = sorted(rank for rank, counter in last.items() if counter.of != usual)
     text = f"The ranks count to different totals, {least} and {most}: they have different numbers of batches."
     yield Candidate(
         "uneven_data",
         0.7,
         [],
-        tuple(odd),
+        tuple(deviating),
         "",
         text,
-        [*_last_counter_facts(history, odd), *_last_counter_facts(history, last)][:4],
+        [*_last_counter_facts(history, deviating), *_last_counter_facts(history, last)][:4],
     )
 
 
 def _last_counter_facts(history: JobHistory, ranks: Iterable[int]) -> Iterator[Fact]:
-    """The last line of each rank with a counter."""
+    """Yields the last line with a counter of each of these ranks."""
     for rank in ranks:
         counter = next(each for each in reversed(history.counters) if each.origin.rank == rank and each.of)
         for log in history.logs:
@@ -109,7 +115,7 @@ def _last_counter_facts(history: JobHistory, ranks: Iterable[int]) -> Iterator[F
 
 
 def _different_versions(history: JobHistory) -> Iterator[Candidate]:
-    """Hosts with different NCCL versions; the culprits are the minority, or both of a pair."""
+    """Yields a candidate if hosts have different NCCL versions; the culprits are the minority, or both of two hosts."""
     by_host: dict[str, set[str]] = defaultdict(set)
     shown: dict[str, RuleMatch] = {}
     for each in history.facts("nccl_version"):
@@ -127,3 +133,86 @@ def _different_versions(history: JobHistory) -> Iterator[Candidate]:
     facts = [Fact(each.text, file=each.file, line=each.line) for each in list(shown.values())[:_MAX_FACTS]]
     culprits = tuple(Culprit(None, host=host, name=host) for host in hosts)
     yield Candidate("version_mismatch", 0.3 if worked else 0.7, [], culprits, "", text, facts)
+
+
+_FILE_FUNCTIONS = re.compile(
+    r"(?i)(?:^|_)(?:open|read|write|save|load|fsync|close|flush|_?serialize|dump|stat|listdir)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StackSnapshot:
+    """The stack of the main thread of a process, its collective ("" if none), and the function that called it."""
+
+    stack: LoggedStack
+    operation: str
+    caller: str
+
+
+def stack_snapshots(history: JobHistory) -> list[StackSnapshot]:
+    """Returns the stacks that were taken in the last attempt."""
+    found = []
+    for log in history.logs:
+        for stack in log.stacks if log.source not in history.old_sources else ():
+            if stack.is_main_thread:
+                own = [frame.function for frame in stack.frames if "torch/" not in frame.file]
+                found.append(StackSnapshot(stack, collective_of_frames(stack.frames), own[-1] if own else ""))
+    return found
+
+
+def stack_candidates(history: JobHistory) -> Iterator[Candidate]:
+    """Yields a candidate if some processes are outside the collective that most processes are in."""
+    found = stack_snapshots(history)
+    counted = Counter(each.operation for each in found if each.operation)
+    if len(found) < 2 or not counted:
+        return
+    waited, many = counted.most_common(1)[0]
+    others = [each for each in found if each.operation != waited]
+    if not others or many < len(others):
+        return
+    facts = [Fact(each.stack.text, file=each.stack.file, line=each.stack.number) for each in others[:3]]
+    in_kernel = [each for each in others if each.stack.state == UNREADABLE or _in_kernel(history, each.stack)]
+    culprits = tuple(_culprit_of_stack(each.stack, history) for each in in_kernel or others)
+    where = others[0].caller or "a place that could not be inspected"
+    text = f"{many} processes wait in {waited}; {len(others)} {'is' if len(others) == 1 else 'are'} in {where}."
+    cls, weight = _classify_outliers(found, in_kernel, others)
+    yield Candidate(cls, weight, [], culprits, waited, text, facts)
+
+
+def _classify_outliers(
+    snapshots: Sequence[StackSnapshot], in_kernel: Sequence[StackSnapshot], others: Sequence[StackSnapshot]
+) -> tuple[str, float]:
+    """Returns class and weight for the processes outside the collective.
+
+    If they are in another collective, they took another branch; otherwise their functions decide.
+    """
+    frames = " ".join(frame.function for each in others for frame in each.stack.frames)
+    if in_kernel:
+        return "storage_fault", 0.55
+    if all(each.operation for each in others):
+        return (
+            "zero3_generate_desync"
+            if any_sharded_generation(each.stack for each in snapshots)
+            else "rank_divergent_branch"
+        ), 0.65
+    cls = class_of_activity(frames)
+    if cls is not None:
+        return cls, 0.65
+    return ("storage_fault", 0.45) if _FILE_FUNCTIONS.search(frames) else ("rank_divergent_branch", 0.5)
+
+
+def _in_kernel(history: JobHistory, stack: LoggedStack) -> bool:
+    """Whether a process list in the logs shows the process in uninterruptible sleep."""
+    pid = str(stack.pid)
+    return any(each.fields.get("pid") == pid for each in history.facts("uninterruptible"))
+
+
+def _culprit_of_stack(stack: LoggedStack, history: JobHistory) -> Culprit:
+    rank = stack.origin.rank
+    if rank is None and stack.pid is not None:
+        rank = history.rank_of_pid.get(stack.pid)
+    host = stack.origin.host or (history.hosts.get(rank, "") if rank is not None else "")
+    frame = next((each for each in reversed(stack.frames) if "torch/" not in each.file), None)
+    where = f"{frame.function}() at {frame.file}:{frame.line}" if frame else ""
+    name = "" if rank is not None else host or str(stack.pid)
+    return Culprit(rank, host=host, pid=stack.pid, where=where, name=name)

@@ -1,8 +1,7 @@
-"""Candidates from where ranks waited: at different places, behind the others, or absent.
+"""Proposes causes of a timeout in a collective from where the ranks waited.
 
-The structure decides about a timeout in a collective. If all ranks are at the same place, the transport failed; if
-they are at different places, they took different branches or had different amounts of data; for an absent rank, its
-activity in the meantime decides.
+If all ranks waited in the same call, the transport failed. If they waited in different calls, they took different
+branches or had different amounts of data. If a rank did not wait, its activity in the meantime decides.
 """
 
 import re
@@ -38,23 +37,23 @@ _BEGUN_FACTS = (
     ("checkpoint", "checkpoint_timeout"), ("preparing", "slow_rank_preprocess"),
     ("generating", "slow_collective_timeout"), ("checkpoint_done", ""),
 )  # fmt: skip
-"""Facts that begin an activity, with the class that each suggests; "" for an activity that is over."""
+"""Facts that report the begin of an activity, with the class that each suggests; "" if the activity has ended."""
 _PAIR = 2
 _REPORTS_PER_SILENT_RANK = 4
 """Silent ranks are inferred only if this many times as many ranks report a timeout."""
 _ON_RANK = re.compile(r"\b(?:on|by|from) rank (\d+)\b")
 _RUNTIME_LINE = re.compile(r"\.cpp:\d+\]|NCCL (?:INFO|WARN)|^\s*frame #|^\s*$")
-"""Lines of background threads, which print while the rank itself is stuck."""
+"""Lines of background threads, which print even while the rank is stuck."""
 
 
 @dataclass(frozen=True, slots=True)
 class WaitingRanks:
-    """The ranks and where each waited at the end."""
+    """The ranks that waited in a collective at the end, and those that did not."""
 
     history: JobHistory
     waits: Mapping[int, CollectiveWait]
     absent: tuple[int, ...]
-    """Ranks that wrote lines and were in no ended collective."""
+    """Known ranks that did not wait in a collective."""
 
     @property
     def timed_out(self) -> list[CollectiveWait]:
@@ -62,7 +61,7 @@ class WaitingRanks:
 
 
 def find_waiting_ranks(history: JobHistory) -> WaitingRanks:
-    """The waiting ranks, and the known ranks that do not wait."""
+    """Finds the waiting ranks, and the known ranks that do not wait."""
     found = waits_by_rank(history)
     writing = set()
     for log in history.logs:
@@ -79,7 +78,10 @@ def find_waiting_ranks(history: JobHistory) -> WaitingRanks:
 
 
 def _silent_ranks(history: JobHistory, reporting: set[int | None]) -> set[int]:
-    """Missing rank numbers, if many others reported how they ended: those ranks exist and are silent."""
+    """Returns the rank numbers that are missing among the reporting ranks, if there are few of them.
+
+    These ranks exist, because the others have higher numbers, but wrote nothing.
+    """
     numbers = {rank for rank in reporting if rank is not None} | history.ranks
     missing = set(range(max(numbers, default=0) + 1)) - reporting
     return (
@@ -90,7 +92,7 @@ def _silent_ranks(history: JobHistory, reporting: set[int | None]) -> set[int]:
 
 
 def structure_candidates(history: JobHistory) -> Iterator[Candidate]:
-    """Candidates from where the ranks waited."""
+    """Yields candidates from where the ranks waited."""
     yield from _first_exception(history)
     waiting = find_waiting_ranks(history)
     if not waiting.timed_out:
@@ -110,7 +112,7 @@ def structure_candidates(history: JobHistory) -> Iterator[Candidate]:
 
 
 def _first_exception(history: JobHistory) -> Iterator[Candidate]:
-    """The first exception that neither ended a wait nor wraps another exception."""
+    """Yields a candidate for the first exception that neither ended a wait nor wraps another exception."""
     found = [(when if when is not None else float("inf"), log.source, traceback.number, origin, traceback, log)
              for origin, when, traceback, log in history.tracebacks if is_primary(traceback)]  # fmt: skip
     if not found:
@@ -128,16 +130,16 @@ def _first_exception(history: JobHistory) -> Iterator[Candidate]:
 
 
 def _left_early(waiting: WaitingRanks) -> Iterator[Candidate]:
-    """No rank timed out and some lost a peer: a known rank without any report has left."""
+    """Yields a candidate if no rank timed out but some lost a peer: a known rank without a report has left."""
     lost = [each for each in waiting.waits.values() if each.peer_lost]
     if not lost or any(is_primary(traceback) for _, _, traceback, _ in waiting.history.tracebacks):
         return
-    gone = [each for each in first_failed(waiting.history) if each.rank is not None and each.rank not in waiting.waits]
-    ranks = tuple(each.rank for each in gone if each.rank is not None)
+    ended = [each for each in first_failed(waiting.history) if each.rank is not None and each.rank not in waiting.waits]
+    ranks = tuple(each.rank for each in ended if each.rank is not None)
     if ranks and not ended_by_signal(waiting.history):
         text = f"{_rank_list(ranks)} ended first, without a message; the others lost the connection."
         yield Candidate(
-            "rank_exception_masked", 0.5, [], tuple(gone), lost[0].operation, text, _wait_facts(waiting, ())
+            "rank_exception_masked", 0.5, [], tuple(ended), lost[0].operation, text, _wait_facts(waiting, ())
         )
     elif not ranks and waiting.absent and len(waiting.absent) <= len(lost):
         facts = [_last_line_fact(waiting, rank) for rank in waiting.absent[:3] if _last_lines(waiting.history, rank)]
@@ -150,7 +152,7 @@ def _left_early(waiting: WaitingRanks) -> Iterator[Candidate]:
 
 
 def _ranks_behind(waiting: WaitingRanks) -> tuple[int, ...]:
-    """Ranks whose last enqueued work precedes the timed-out collective, in the same group."""
+    """Returns the ranks whose last enqueued work precedes the timed-out collective in the same process group."""
     timed_out_seq = max((each.seq for each in waiting.timed_out if each.seq is not None), default=None)
     if timed_out_seq is None:
         return ()
@@ -166,13 +168,14 @@ def _ranks_behind(waiting: WaitingRanks) -> tuple[int, ...]:
 
 
 def _never_entered(waiting: WaitingRanks, behind: Sequence[int]) -> Iterator[Candidate]:
+    """Yields candidates for ranks that did not reach the timed-out collective."""
     first = waiting.timed_out[0]
     facts = _wait_facts(waiting, behind)
     text = f"{_rank_list(behind)} never entered the {first.operation} in which the others timed out."
-    does = _activity_of_absent(waiting, behind)
-    if does is not None:
-        yield _wait_candidate(does[0], does[1], behind, first, text, facts)
-    yield _wait_candidate("rank_divergent_branch", 0.5 if does else 0.6, behind, first, text, facts)
+    activity = _activity_of_absent(waiting, behind)
+    if activity is not None:
+        yield _wait_candidate(*activity, behind, first, text, facts)
+    yield _wait_candidate("rank_divergent_branch", 0.5 if activity else 0.6, behind, first, text, facts)
 
 
 def _wait_candidate(
@@ -182,11 +185,11 @@ def _wait_candidate(
 
 
 def _waits_by_place(waiting: WaitingRanks) -> list[list[CollectiveWait]]:
-    """The waits by place, the largest group first."""
+    """Groups the waits by the call that waits; the largest group comes first."""
     groups: dict[object, list[CollectiveWait]] = defaultdict(list)
-    framed = any(each.path for each in waiting.waits.values())
+    has_stacks = any(each.path for each in waiting.waits.values())
     for each in waiting.waits.values():
-        if framed:
+        if has_stacks:
             if each.path:
                 groups[each.operation, each.innermost_frame].append(each)
         elif each.timed_out and each.operation:
@@ -195,21 +198,25 @@ def _waits_by_place(waiting: WaitingRanks) -> list[list[CollectiveWait]]:
 
 
 def _different_places(waiting: WaitingRanks, groups: Sequence[Sequence[CollectiveWait]]) -> Iterator[Candidate]:
-    """Ranks at different places: the smaller group, or the one that is further, is suspect."""
+    """Yields candidates if ranks waited in different calls: the smaller group, or the group that is further in the
+    program, is suspect."""
     most, others = groups[0], [each for group in groups[1:] for each in group]
     ahead = [each for each in others if _is_further(each, most[0])]
-    fewer = sorted(each.rank for each in (ahead or others) if each.rank is not None)
+    suspects = sorted(each.rank for each in (ahead or others) if each.rank is not None)
     if len(most) == len(others) and not ahead:
-        fewer = sorted(each.rank for each in [*most, *others] if each.rank is not None) if len(others) > 1 else fewer
+        everyone = sorted(each.rank for each in [*most, *others] if each.rank is not None)
+        suspects = everyone if len(others) > 1 else suspects
     steps = last_step_by_rank(waiting.history.counters)
     counts = {rank: (counter.epoch, counter.step) for rank, counter in steps.items() if rank in waiting.waits}
     later = any(_FINAL_PHASE.search(each.where) for each in others)
-    left = any(len(each.path) < len(most[0].path) for each in ahead)
-    uneven = _at_another_step(counts, fewer) or bool(ahead and (left or later)) or (later and not others[0].path)
-    facts = _wait_facts(waiting, [*fewer[:2], *(each.rank for each in most[:2] if each.rank is not None)])
+    left_loop = any(len(each.path) < len(most[0].path) for each in ahead)
+    uneven = (
+        _at_another_step(counts, suspects) or bool(ahead and (left_loop or later)) or (later and not others[0].path)
+    )
+    facts = _wait_facts(waiting, [*suspects[:2], *(each.rank for each in most[:2] if each.rank is not None)])
     where = others[0].where or f"{others[0].operation} of {others[0].numel} elements"
     text = (
-        f"{_rank_list(fewer)} waited in {others[0].operation or 'a collective'} ({where}), "
+        f"{_rank_list(suspects)} waited in {others[0].operation or 'a collective'} ({where}), "
         f"the others in {most[0].operation or 'a collective'} ({most[0].where or f'{most[0].numel} elements'})."
     )
     operation = most[0].operation
@@ -217,24 +224,29 @@ def _different_places(waiting: WaitingRanks, groups: Sequence[Sequence[Collectiv
         yield Candidate("zero3_generate_desync", 0.7, culprits=(), collective=operation, explanation=text, facts=facts)
         return
     cls, other = ("uneven_data", "rank_divergent_branch") if uneven else ("rank_divergent_branch", "uneven_data")
-    yield Candidate(cls, 0.7, culprits=tuple(fewer), collective=operation, explanation=text, facts=facts)
-    yield Candidate(other, 0.4, culprits=tuple(fewer), collective=operation, explanation=text, facts=facts)
+    yield Candidate(cls, 0.7, culprits=tuple(suspects), collective=operation, explanation=text, facts=facts)
+    yield Candidate(other, 0.4, culprits=tuple(suspects), collective=operation, explanation=text, facts=facts)
 
 
 def _is_further(one: CollectiveWait, other: CollectiveWait) -> bool:
-    """Whether a wait is on a later line of the last function that both have in common."""
-    for mine, its in zip(one.path, other.path, strict=False):
-        if mine.file != its.file or mine.function != its.function:
+    """Whether a wait is on a later line than another wait, in the innermost function that both stacks share."""
+    for frame, other_frame in zip(one.path, other.path, strict=False):
+        if frame.file != other_frame.file or frame.function != other_frame.function:
             return False
-        if mine.line != its.line:
-            return mine.line > its.line
+        if frame.line != other_frame.line:
+            return frame.line > other_frame.line
     return False
 
 
 def _at_another_step(counts: Mapping[int, tuple[int, int]], ranks: Sequence[int]) -> bool:
-    mine = {counts[rank] for rank in ranks if rank in counts}
-    rest = {count for rank, count in counts.items() if rank not in ranks}
-    return bool(mine and rest) and not mine & rest
+    """Whether these ranks were at other steps than all others.
+
+    Args:
+        counts: The last epoch and step of each rank.
+    """
+    of_ranks = {counts[rank] for rank in ranks if rank in counts}
+    of_others = {count for rank, count in counts.items() if rank not in ranks}
+    return bool(of_ranks and of_others) and not of_ranks & of_others
 
 
 def _is_sharded_generation(waiting: WaitingRanks) -> bool:
@@ -248,7 +260,7 @@ def _is_sharded_generation(waiting: WaitingRanks) -> bool:
 
 
 def _absent_ranks(waiting: WaitingRanks) -> Iterator[Candidate]:
-    """Known ranks that reported nothing: their activity in the meantime explains the delay."""
+    """Yields a candidate for the known ranks that did not wait: their activity in the meantime explains the delay."""
     absent = waiting.absent
     first = waiting.timed_out[0]
     text = f"{_rank_list(absent)} did not enter the {first.operation or 'collective'} in which the others timed out."
@@ -256,17 +268,18 @@ def _absent_ranks(waiting: WaitingRanks) -> Iterator[Candidate]:
         _last_line_fact(waiting, rank) for rank in absent[:3] if _last_lines(waiting.history, rank)
     ]
     stack_text = " ".join(f"{frame.function} {frame.source}" for each in waiting.timed_out for frame in each.path)
-    does = _activity_of_absent(waiting, absent)
-    cls, weight = does if does is not None else (class_of_activity(stack_text) or "unknown", 0.45)
+    activity = _activity_of_absent(waiting, absent)
+    cls, weight = activity if activity is not None else (class_of_activity(stack_text) or "unknown", 0.45)
     if len(absent) > max(1, len(waiting.waits)):
         weight = min(weight, 0.45)
     yield _wait_candidate(cls, weight, absent, first, text, facts)
 
 
 def _activity_of_absent(waiting: WaitingRanks, ranks: Sequence[int]) -> tuple[str, float] | None:
-    """What absent ranks did while the others waited, and how certain that is.
+    """Returns the class that the activity of absent ranks suggests, and its weight; None if nothing is known.
 
-    Judged by their stack, by what they logged while the others waited, or, less certain, by what they logged last.
+    The activity is taken from their stacks, from what they logged while the others waited, or, with less weight, from
+    what they logged last.
     """
     stacks = main_stack_by_rank(waiting.history)
     for rank in ranks:
@@ -278,23 +291,23 @@ def _activity_of_absent(waiting: WaitingRanks, ranks: Sequence[int]) -> tuple[st
         if cls is not None:
             return cls, 0.75
     began = min((each.started for each in waiting.timed_out if each.started is not None), default=None)
-    moved = False
+    logged_meanwhile = False
     for rank in ranks:
         for each in reversed(_last_lines(waiting.history, rank)):
             if _RUNTIME_LINE.search(each.text):
                 continue
             during = began is not None and each.when is not None and each.when > began + 1.0
-            moved = moved or during
+            logged_meanwhile = logged_meanwhile or during
             cls = class_of_activity(each.text)
             if cls == "uneven_data" and _all_out_of_data(waiting):
                 continue
             if cls is not None:
                 return cls, 0.7 if during else 0.55
-    return ("slow_collective_timeout", 0.5) if moved else None
+    return ("slow_collective_timeout", 0.5) if logged_meanwhile else None
 
 
 def _in_another_call(waiting: WaitingRanks, call: str) -> bool:
-    """Whether `call` is a collective other than those that timed out: a rank that waits in another one is not slow."""
+    """Whether `call` is a collective other than those that timed out, so that a rank in it is not just slow."""
     return bool(call) and call not in {each.operation for each in waiting.timed_out}
 
 
@@ -305,7 +318,8 @@ def _all_out_of_data(waiting: WaitingRanks) -> bool:
 
 
 def _all_in_one_place(waiting: WaitingRanks) -> Iterator[Candidate]:
-    """All ranks arrived and nothing went through: the transport failed, or all wait for each other's message."""
+    """Yields a candidate if all ranks waited in the same call: the transport failed, or all wait for each other's
+    message."""
     first = waiting.timed_out[0]
     facts = _wait_facts(waiting, [each.rank for each in waiting.timed_out[:3] if each.rank is not None])
     traits = waiting.history.traits
@@ -324,11 +338,9 @@ def _all_in_one_place(waiting: WaitingRanks) -> Iterator[Candidate]:
 
 
 def _last_begun(waiting: WaitingRanks) -> Iterator[Candidate]:
-    """The last activity begun before the timeout and after the last step may be what took so long."""
-    history, first = (
-        waiting.history,
-        min((each for each in waiting.timed_out), key=lambda each: (each.ended or 0.0, each.line)),
-    )
+    """Yields a candidate for the last activity that began after the last step and before the timeout."""
+    history = waiting.history
+    first = min(waiting.timed_out, key=lambda each: (each.ended or 0.0, each.line))
     source = next((log.source for log in history.logs if log.name == first.file), -1)
     counters = [counter.line for counter in history.counters_of(source) if counter.line < first.line]
     last = max(counters, default=0)
@@ -340,26 +352,31 @@ def _last_begun(waiting: WaitingRanks) -> Iterator[Candidate]:
     if not found:
         return
     _, cls, each = max(found, key=lambda one: one[0])
-    text = "The last activity begun before the timeout: " + each.text[:120]
+    text = "The last activity that began before the timeout: " + each.text[:120]
     if cls:
-        alone = _sole_actor(waiting, [one.text for _, of, one in found if of == cls])
-        yield _wait_candidate(cls, 0.4, alone, first, text, [Fact(each.text, file=each.file, line=each.line)])
+        ranks = _ranks_that_began(waiting, [one.text for _, of, one in found if of == cls])
+        yield _wait_candidate(cls, 0.4, ranks, first, text, [Fact(each.text, file=each.file, line=each.line)])
 
 
-def _sole_actor(waiting: WaitingRanks, begun: Sequence[str]) -> tuple[int, ...]:
-    """Returns the rank that began the activity and did not wait with the majority: its lines name the rank, or only
-    this rank waited elsewhere."""
+def _ranks_that_began(waiting: WaitingRanks, begun: Sequence[str]) -> tuple[int, ...]:
+    """Returns the ranks that began an activity and did not wait with the majority.
+
+    They are the ranks that the lines name, else the only rank that waited elsewhere.
+
+    Args:
+        begun: The lines that report the begin of the activity.
+    """
     groups = _waits_by_place(waiting)
-    most = {each.rank for each in groups[0]} if groups and len(groups[0]) > 1 else set(waiting.waits)
-    named = {int(rank) for text in begun for rank in _ON_RANK.findall(text)} - most
+    majority = {each.rank for each in groups[0]} if groups and len(groups[0]) > 1 else set(waiting.waits)
+    named = {int(rank) for text in begun for rank in _ON_RANK.findall(text)} - majority
     if named:
         return tuple(sorted(named))
     others = [each.rank for group in groups[1:] for each in group if each.rank is not None]
-    return tuple(others) if len(others) == 1 and most - set(others) else ()
+    return tuple(others) if len(others) == 1 and majority - set(others) else ()
 
 
 def _last_lines(history: JobHistory, rank: int) -> list[TailLine]:
-    """A rank's last lines, in the file where it wrote last."""
+    """Returns the last lines of a rank, from the file to which it wrote last."""
     found = [list(log.tail_lines[rank]) for log in history.logs
              if rank in log.tail_lines and log.source not in history.old_sources]  # fmt: skip
     return max(found, key=lambda each: each[-1].when or 0.0, default=[])

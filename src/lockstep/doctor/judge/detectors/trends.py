@@ -1,4 +1,4 @@
-"""Candidates from values over time: stage durations, collective durations, and a loss that stays NaN."""
+"""Proposes causes from values over time: durations of stages and collectives, and a loss that stays NaN."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -12,17 +12,17 @@ from lockstep.doctor.logs.parsed_log import RuleMatch
 from lockstep.watch.diagnosis.verdict import Fact
 
 _MIN_TIMEOUTS, _MAX_TIMEOUTS = 0.8, 2.0
-"""Duration of the late rank's stage, in timeouts."""
+"""Range for the duration of the late rank's stage, in multiples of the timeout."""
 _NEAR_TIMEOUT = 0.9
-"""How close to the timeout the previous collective must come, as a fraction."""
+"""Fraction of the timeout that the previous collective must have taken at least."""
 _MIN_COLLECTIVES = 3
 _MIN_ROWS = 4
-"""This many rows without a number are needed: trainers skip one or two of them."""
+"""Required number of rows without a number. Fewer prove nothing: trainers skip one or two such steps."""
 _STAGE_CLASSES = ("checkpoint_timeout", "slow_rank_preprocess")
 
 
 def trend_candidates(history: JobHistory) -> Iterator[Candidate]:
-    """Candidates from durations; none without a timeout of known length."""
+    """Yields candidates from values over time; those from durations need a timeout of known length."""
     yield from _persistent_nan(history)
     timeouts = [each for each in history.timeouts if each.timeout_ms]
     if not timeouts:
@@ -31,13 +31,13 @@ def trend_candidates(history: JobHistory) -> Iterator[Candidate]:
     limit = min(each.timeout_ms for each in timeouts if each.timeout_ms) / 1000
     lengths = [each for each in history.facts("length") if each.fields.get("seconds")]
     yield from _late_stage(history, lengths, first, limit)
-    yield from _climbing_collective(history, lengths, first, limit)
+    yield from _slower_collective(history, lengths, first, limit)
 
 
 def _late_stage(
     history: JobHistory, lengths: Sequence[RuleMatch], first: RuleMatch, limit: float
 ) -> Iterator[Candidate]:
-    """A rank that did not time out finished a long stage after the others had given up."""
+    """Yields a candidate if a rank that did not time out finished a long stage after the others had timed out."""
     waited = {each.origin.rank for each in history.timeouts}
     after = [
         each
@@ -50,7 +50,7 @@ def _late_stage(
         return
     cls = class_of_activity(after[0].text)
     ranks = tuple(sorted({rank for each in after if (rank := history.rank(each)) is not None}))
-    text = f"Rank {ranks[0]} finished after {_seconds(after[0]):.0f} s; the others had given up after {limit:.0f} s."
+    text = f"Rank {ranks[0]} finished after {_seconds(after[0]):.0f} s; the others had timed out after {limit:.0f} s."
     yield Candidate(
         cls if cls in _STAGE_CLASSES else "slow_collective_timeout",
         0.65,
@@ -62,13 +62,14 @@ def _late_stage(
     )
 
 
-def _climbing_collective(
+def _slower_collective(
     history: JobHistory, lengths: Sequence[RuleMatch], first: RuleMatch, limit: float
 ) -> Iterator[Candidate]:
-    """All ranks are in a collective that nearly took its timeout before, and longer each time."""
-    seen = find_waiting_ranks(history)
-    waits: list[CollectiveWait] = seen.timed_out
-    if seen.absent or len(waits) < len(history.ranks) or len({(each.operation, each.seq) for each in waits}) > 1:
+    """Yields a candidate if all ranks timed out in a collective that had taken longer each time and nearly reached its
+    timeout before."""
+    waiting = find_waiting_ranks(history)
+    waits: list[CollectiveWait] = waiting.timed_out
+    if waiting.absent or len(waits) < len(history.ranks) or len({(each.operation, each.seq) for each in waits}) > 1:
         return
     operation = waits[0].operation
     before = [each for each in lengths if match_order(each) < match_order(first)]
@@ -95,12 +96,12 @@ def _match_fact(match: RuleMatch) -> Fact:
 
 
 def _persistent_nan(history: JobHistory) -> Iterator[Candidate]:
-    """A loss that is NaN in the last rows."""
+    """Yields a candidate if the loss is NaN in the last rows of a rank."""
     rows: dict[tuple[int, int | None], list[RuleMatch]] = defaultdict(list)
     for each in history.facts("no_number"):
         rows[each.source, each.origin.rank].append(each)
-    lasting = [each for each in rows.values() if len(each) >= _MIN_ROWS and not history.continued_after(each[-1])]
-    if lasting:
-        first = min(lasting, key=lambda each: each[0].line)
+    persistent = [each for each in rows.values() if len(each) >= _MIN_ROWS and not history.continued_after(each[-1])]
+    if persistent:
+        first = min(persistent, key=lambda each: each[0].line)
         text = "The loss or the gradient norm became NaN and stayed NaN until the last row."
         yield Candidate("nan_or_inf", 0.5, [first[0], first[-1]], (), "", text, persists=True)
