@@ -96,7 +96,7 @@ class Run:
         if step.value < due:
             return None
         there = self.newest(controller.run, fault.role) if controller.stage == fault.stage else None
-        before, self.moves = self.moves, there.moves if there is not None else 0
+        before, self.moves = self.moves, there.progress_count if there is not None else 0
         fault.step = step.value
         return there if 0 < before < self.moves else None
 

@@ -1,4 +1,4 @@
-"""Services that the cluster's tests run in workers. No torch: they start fast."""
+"""Services that the cluster tests run in workers. They import no torch, so they start fast."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ from lockstep.watch.beacon.writer import current_beacon
 
 
 class Painful(Exception):
-    """An exception with a name of its own."""
+    """An exception whose class only the service's module defines."""
 
 
 @dataclass(slots=True)
@@ -25,7 +25,7 @@ class Parcel:
 
 
 class Plain:
-    """Calls of every temper."""
+    """Calls that succeed, fail, sleep, block signals or end the process."""
 
     def __init__(self, start: int = 0, fail: str = "", ledger: str = "") -> None:
         if fail == "raise":
@@ -42,7 +42,7 @@ class Plain:
         return self.total
 
     def note(self, number: int, padding: np.ndarray | None = None, seconds: float = 0.0) -> int:
-        """Writes a line, once per execution."""
+        """Write a line per execution."""
         with Path(self.ledger).open("a") as file:
             file.write(f"{number}\n")
         time.sleep(seconds)
@@ -52,14 +52,14 @@ class Plain:
         return Parcel(parcel.label * 2, {name: array * 2 for name, array in parcel.arrays.items()})
 
     def checksum(self, array: np.ndarray) -> tuple[int, float]:
-        array[0] += 1  # it is the callee's own
+        array[0] += 1  # the callee may change its copy
         return array.nbytes, float(array.sum()) - 1
 
     def zeros(self, megabytes: int) -> np.ndarray:
         return np.zeros(megabytes << 20, np.uint8)
 
     def reused(self, value: int) -> np.ndarray:
-        """The same buffer for every answer."""
+        """Return the same buffer for every answer."""
         self.buffer = getattr(self, "buffer", np.zeros(1 << 20))
         self.buffer[:] = value
         return self.buffer
@@ -69,12 +69,12 @@ class Plain:
         return seconds
 
     def work(self, seconds: float) -> int:
-        """Like sleep, but the counter moves."""
+        """Like sleep, with counter progress."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             current_beacon().add("turns")
             time.sleep(0.1)
-        return current_beacon().moves
+        return current_beacon().progress_count
 
     def wait_for(self, waits_for: str, seconds: float) -> None:
         current_beacon().stage("collecting")
@@ -82,14 +82,14 @@ class Plain:
             time.sleep(seconds)
 
     def deaf(self, seconds: float) -> None:
-        """Blocked where no signal reaches it."""
+        """Sleep with SIGTERM blocked."""
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         time.sleep(seconds)
 
     def fail(self, message: str) -> None:
         raise Painful(message)
 
-    def leave(self, code: int) -> None:
+    def exit_process(self, code: int) -> None:
         print("last words", flush=True)
         os._exit(code)
 
@@ -121,7 +121,7 @@ class Plain:
 
 
 class Renewable(Plain):
-    """One that another controller may go on with."""
+    """A service that another controller may adopt."""
 
     renewals = 0
 
@@ -135,11 +135,11 @@ class Renewable(Plain):
         return self.renewals
 
 
-class Engine:
-    """Works between calls while it has something to do."""
+class BackgroundService:
+    """A service that works between calls while it has something to do."""
 
     def __init__(self) -> None:
-        self.left, self.done, self.looks, self.broken = 0, 0, 0, False
+        self.left, self.done, self.background_count, self.broken = 0, 0, 0, False
 
     def submit(self, n: int) -> None:
         self.left += n
@@ -147,8 +147,8 @@ class Engine:
     def collect(self) -> int:
         return self.done
 
-    def asked(self) -> int:
-        return self.looks
+    def background_calls(self) -> int:
+        return self.background_count
 
     def sabotage(self) -> None:
         self.broken = True
@@ -158,7 +158,7 @@ class Engine:
         return self.done
 
     def background(self) -> bool:
-        self.looks += 1
+        self.background_count += 1
         if self.broken:
             raise Painful("the decode loop broke")
         if not self.left:
@@ -170,8 +170,8 @@ class Engine:
         return True
 
 
-class Promises:
-    """Answers once its background work has got so far."""
+class DeferringService:
+    """A service that answers a call once its background work has reached a turn."""
 
     def __init__(self) -> None:
         self.open: list[tuple[int, DeferredResult[list[int]]]] = []

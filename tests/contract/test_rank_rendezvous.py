@@ -1,4 +1,4 @@
-"""Real processes at a real store, some of which never come."""
+"""The rendezvous of real processes at a real store, some of which never join."""
 
 import json
 import logging
@@ -28,14 +28,14 @@ def _rank(folder: Path, port: int, rank: int, imported: Barrier) -> None:
     store = "127.0.0.1", port
     try:
         distributed.join_ranks(rank, len(NAMES), torch.device("cpu"), store, "gen1/policy/0", 60, names=NAMES)
-        said = {"missing": []}
+        result = {"missing": []}
     except RanksMissing as error:
-        said = {"missing": list(error.missing), "text": str(error)}
-    (folder / f"{rank}.json").write_text(json.dumps(said))
+        result = {"missing": list(error.missing), "text": str(error)}
+    (folder / f"{rank}.json").write_text(json.dumps(result))
 
 
 @pytest.mark.parametrize("coming", [(0, 1), (1, 2), (0, 1, 2)], ids=["without-2", "without-0", "all"])
-def test_who_did_not_come_is_named_by_everybody_who_did(tmp_path: Path, coming: tuple[int, ...]) -> None:
+def test_missing_ranks_are_named_by_every_rank_that_joined(tmp_path: Path, coming: tuple[int, ...]) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("spawn")
     imported = context.Barrier(len(coming))
@@ -46,21 +46,21 @@ def test_who_did_not_come_is_named_by_everybody_who_did(tmp_path: Path, coming: 
         each.join(120)
     missing = [name for rank, name in enumerate(NAMES) if rank not in coming]
     for rank in coming:
-        said = json.loads((tmp_path / f"{rank}.json").read_text())
-        assert said["missing"] == missing
+        result = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert result["missing"] == missing
         if missing:
-            assert f"{missing[0]} of 3 ranks did not come" in said["text"]
+            assert f"{missing[0]} of 3 ranks did not come" in result["text"]
     if coming == (0, 1):
         lines = (tmp_path / "0.log").read_text().splitlines()
         assert len([line for line in lines if "2 of 3 ranks have joined, missing: policy-2 on node-b" in line]) >= 2
 
 
-def test_the_wait_names_who_is_missing(tmp_path: Path) -> None:
-    """By their names as processes: the console and the supervisor read it."""
-    seen: list[str] = []
+def test_the_wait_names_the_missing_ranks(tmp_path: Path) -> None:
+    """By the names of their processes, which the console and the supervisor show."""
+    thread_ids: list[str] = []
 
     def rank_0() -> None:
-        seen.append(str(threading.get_native_id()))
+        thread_ids.append(str(threading.get_native_id()))
         wait_for_ranks(store, 0, 3, NAMES, 120.0)
 
     store = dist.HashStore()
@@ -69,7 +69,7 @@ def test_the_wait_names_who_is_missing(tmp_path: Path) -> None:
     def until(waits_for: str) -> None:
         deadline = time.monotonic() + 60
         while True:
-            wait = current_beacon().waiting(int(seen[0])) if seen else None
+            wait = current_beacon().innermost_wait(int(thread_ids[0])) if thread_ids else None
             if wait is not None and wait.waits_for == waits_for and wait.kind == "rendezvous":
                 return
             assert time.monotonic() < deadline, wait

@@ -1,4 +1,4 @@
-"""What is special about vLLM behind the engine protocol: its log-probabilities, updates, prefix cache and refusals."""
+"""Properties of the vLLM engine beyond the protocol: its log-probabilities, updates, prefix cache and refusals."""
 
 import copy
 import os
@@ -60,7 +60,7 @@ def folder(request, tmp_path_factory):
 
 @pytest.fixture
 def start():
-    """Starts engines, and ends them."""
+    """Starts engines, and closes them after the test."""
     from lockstep.rollout.vllm.engine import VllmEngine
 
     made = []
@@ -87,7 +87,7 @@ def changed(folder):
 
 
 def publish(lm, folder, version):
-    """A store that has the model's weights, in a version."""
+    """Publish the model's weights in a store, as the given version."""
     tensors = dict(lm.named_parameters())
     plan = WeightPlan.of([(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()])
     folder.mkdir(exist_ok=True)
@@ -122,7 +122,7 @@ def logits(lm, request, tokens):
 
 
 def error(lm, requests, done):
-    """Largest difference of a log-probability from that of a plain forward."""
+    """The largest difference between a log-probability and that of a plain forward."""
     worst = 0.0
     for request in requests:
         got = done[request.id]
@@ -159,7 +159,7 @@ def test_truncated_distributions_are_those_of_the_builtin_engine(start, folder, 
 
 
 def updated(start, folder, home):
-    """An engine that has generated for a prompt, and then taken other weights; and the model with those."""
+    """An engine that has generated for a prompt and then loaded other weights; and the model with these weights."""
     new = changed(folder)
     engine = start(folder)
     run(engine, ask(name="before"))
@@ -167,7 +167,7 @@ def updated(start, folder, home):
     return engine, new
 
 
-def test_after_an_update_it_is_as_if_freshly_loaded(start, folder, tmp_path):
+def test_an_updated_engine_equals_a_freshly_loaded_one(start, folder, tmp_path):
     engine, new = updated(start, folder, tmp_path)
     requests = ask(name="after")
     done = run(engine, requests)
@@ -182,7 +182,7 @@ def test_after_an_update_it_is_as_if_freshly_loaded(start, folder, tmp_path):
         assert each.versions.tolist() == [4] * len(each.tokens)
 
 
-def test_what_it_took_stays_when_later_versions_are_written_over_it(start, folder, tmp_path):
+def test_loaded_weights_survive_overwriting_of_the_buffer(start, folder, tmp_path):
     engine, new = updated(start, folder, tmp_path)
     for version in (5, 6):
         publish(AutoModelForCausalLM.from_pretrained(folder), tmp_path / "store", version)
@@ -191,15 +191,15 @@ def test_what_it_took_stays_when_later_versions_are_written_over_it(start, folde
 
 
 def test_vllms_own_reload_ends_with_the_same_weights(start, folder, tmp_path, monkeypatch):
-    """Models whose layers are not all known are taken that way."""
+    """Models with unknown layers are loaded this way."""
     monkeypatch.setattr("lockstep.rollout.vllm.weight_transfer.plan_tensor_moves", lambda model, shapes: None)
     engine, new = updated(start, folder, tmp_path)
     requests = ask(name="after")
     assert error(new, requests, run(engine, requests)) < 1e-5
 
 
-def test_without_the_cure_a_tied_head_stays_old(start, folder, tmp_path, monkeypatch):
-    """What the cure is for; where this fails, vLLM has cured it, and ours may go."""
+def test_without_the_correction_a_tied_head_stays_old(start, folder, tmp_path, monkeypatch):
+    """Shows why the correction is needed. If this test fails, vLLM has fixed the error, and the correction can go."""
     monkeypatch.setattr("lockstep.rollout.vllm.weight_transfer.plan_tensor_moves", lambda model, shapes: None)
     monkeypatch.setattr("lockstep.rollout.vllm.weight_transfer.pack_heads", lambda model: None)
     engine, new = updated(start, folder, tmp_path)
@@ -208,7 +208,7 @@ def test_without_the_cure_a_tied_head_stays_old(start, folder, tmp_path, monkeyp
     assert wrong > 1e-2 if new.config.tie_word_embeddings else wrong < 1e-5
 
 
-def test_without_the_salt_prompts_meet_old_keys_and_values(start, folder, tmp_path, monkeypatch):
+def test_without_the_cache_salt_prompts_use_old_keys_and_values(start, folder, tmp_path, monkeypatch):
     from lockstep.rollout.vllm import engine as module
 
     made = core_request
@@ -218,7 +218,7 @@ def test_without_the_salt_prompts_meet_old_keys_and_values(start, folder, tmp_pa
     assert error(new, requests, run(engine, requests)) > 1e-3
 
 
-def test_a_group_reads_its_prompt_once(start, folder):
+def test_a_group_prefills_its_prompt_once(start, folder):
     engine = start(folder)
     run(engine, ask(count=5, length=70))
     now = engine.progress()
@@ -227,8 +227,8 @@ def test_a_group_reads_its_prompt_once(start, folder):
     assert engine.progress().prefix_cache_hits == 5 * 64
 
 
-def test_more_prompts_than_are_read_at_once(start, folder):
-    """vLLM reads a prompt in parts where it does not fit any more, which its CPU build cannot with seeds."""
+def test_more_prompts_than_are_prefilled_at_once(start, folder):
+    """vLLM would prefill a prompt in chunks if it does not fit, which its CPU build cannot do with seeds."""
     requests = [request for k in range(5) for request in ask(count=2, length=100 + k, name=f"g{k}/")]
     few = run(start(folder, extra={"max_num_batched_tokens": CONTEXT}), requests)
     many = run(start(folder), requests)
@@ -236,8 +236,8 @@ def test_more_prompts_than_are_read_at_once(start, folder):
         assert each.tokens.tolist() == many[name].tokens.tolist()
 
 
-class Breaking:
-    """A reader of a version that breaks off in the middle, when it is taken."""
+class BrokenReader:
+    """A reader that fails in the middle of a version."""
 
     def __init__(self, lm):
         self.tensors, self.opened = dict(lm.named_parameters()), 0
@@ -251,8 +251,8 @@ class Breaking:
         raise OSError("the memory is gone")
 
 
-def test_an_engine_with_half_a_version_serves_nothing(start, folder):
-    engine = start(folder, reader=Breaking(changed(folder)))
+def test_an_engine_with_an_incomplete_version_serves_nothing(start, folder):
+    engine = start(folder, reader=BrokenReader(changed(folder)))
     engine.submit(ask())
     engine.step()
     with pytest.raises(OSError, match="the memory is gone"):
@@ -260,11 +260,11 @@ def test_an_engine_with_half_a_version_serves_nothing(start, folder):
     assert engine.version == 0
     with pytest.raises(TornEngine, match="while loading weights version 1: it must be replaced"):
         engine.step()
-    with pytest.raises(TornEngine):  # a later version does not make it whole
+    with pytest.raises(TornEngine):  # a later version does not repair it
         engine.load_weights(Path("shelf"), 2)
 
 
-def test_weights_that_come_bucket_by_bucket_are_as_if_freshly_loaded(start, folder, tmp_path):
+def test_weights_streamed_in_buckets_equal_freshly_loaded_ones(start, folder, tmp_path):
     engine, new, feeder = start(folder), changed(folder), Feeder(tmp_path)
     run(engine, ask(name="before"))
     for version in (1, 2):
@@ -275,7 +275,7 @@ def test_weights_that_come_bucket_by_bucket_are_as_if_freshly_loaded(start, fold
         assert {token for each in done.values() for token in each.versions.tolist()} == {version}
 
 
-def test_buckets_that_stop_coming_fence_the_engine_until_it_has_a_whole_version(start, folder, tmp_path):
+def test_an_interrupted_stream_fences_the_engine_until_it_has_a_complete_version(start, folder, tmp_path):
     engine, new = start(folder), changed(folder)
     requests = ask()
     engine.submit(requests)
@@ -289,7 +289,7 @@ def test_buckets_that_stop_coming_fence_the_engine_until_it_has_a_whole_version(
     assert error(new, after, run(engine, after)) < 1e-5 and not engine.progress().paused
 
 
-def test_weights_of_another_shape_leave_it_as_it_was(start, folder, tmp_path):
+def test_weights_of_another_shape_change_nothing(start, folder, tmp_path):
     lm = changed(folder)
     requests = ask()
     other = copy.deepcopy(lm)
@@ -302,12 +302,12 @@ def test_weights_of_another_shape_leave_it_as_it_was(start, folder, tmp_path):
     assert all(again[name].tokens.tolist() == each.tokens.tolist() for name, each in before.items())
 
 
-def test_what_waits_for_room_in_the_cache_does_not_count_as_running(start, folder):
-    """Engines are compared by how fast they make tokens of so many sequences: these make none."""
+def test_requests_that_wait_for_room_in_the_cache_are_not_running(start, folder):
+    """Engines are compared by tokens per running sequence; waiting requests generate none."""
     engine = start(folder, extra={"num_gpu_blocks_override": CONTEXT // 32 + 2})
     requests = [each for k in range(4) for each in ask(count=1, tokens=60, name=f"g{k}-")]
     for k, request in enumerate(requests):
-        request.prompt = (request.prompt + k) % 50 + 4  # or they share their blocks
+        request.prompt = (request.prompt + k) % 50 + 4  # else they share their blocks
     engine.submit(requests)
     seen, finished = [], 0
     for _ in range(2000):
@@ -320,7 +320,7 @@ def test_what_waits_for_room_in_the_cache_does_not_count_as_running(start, folde
     assert 1 <= max(seen) <= 2 and now.running == 0
 
 
-def test_a_sleeping_engine_wakes_when_something_is_wanted(start, folder):
+def test_a_sleeping_engine_wakes_for_a_request(start, folder):
     engine = start(folder)
     requests = ask()
     before = run(engine, requests)
@@ -332,15 +332,15 @@ def test_a_sleeping_engine_wakes_when_something_is_wanted(start, folder):
         engine.sleep()
 
 
-def test_settings_that_vllm_refuses_are_named_before_anything_runs(start, folder):
+def test_settings_that_vllm_refuses_are_named_at_the_start(start, folder):
     engine = start(folder)
     with pytest.raises(BadRequest, match=r"'hot0' is refused by vLLM: temperature must be in \[0, 2\], got 2.5"):
         engine.submit([*ask(name="fine"), *ask(name="hot", temperature=2.5)])
     assert len(run(engine, ask(name="fine"))) == 6
 
 
-class Counting(StoreReader):
-    """Counts how often a version is opened, which is how often all of it is checked where `weights.check` says so."""
+class CountingReader(StoreReader):
+    """Counts how often a version is opened: a complete check would read it as often."""
 
     opened = 0
 
@@ -349,13 +349,13 @@ class Counting(StoreReader):
         return super().__call__(folder, version)
 
 
-def test_a_version_is_read_once(start, folder, tmp_path):
-    reader = Counting()
+def test_a_version_is_opened_once(start, folder, tmp_path):
+    reader = CountingReader()
     start(folder, reader=reader).load_weights(publish(changed(folder), tmp_path / "store", 1), 1)
     assert reader.opened == 1
 
 
-def test_heads_that_vllm_has_no_kernel_for_are_refused_at_the_start(start, tmp_path):
+def test_head_sizes_without_a_vllm_kernel_are_refused_at_the_start(start, tmp_path):
     odd = make_tiny(tmp_path / "odd", hidden=32, heads=4, kv_heads=2, ffn=64, max_length=64)
     with pytest.raises(
         ModelError, match=r"vLLM on host \S+ cannot compute it .*head_dim=8.*rollout.engine.kind=builtin"
@@ -363,12 +363,12 @@ def test_heads_that_vllm_has_no_kernel_for_are_refused_at_the_start(start, tmp_p
         start(odd)
 
 
-def test_what_vllm_does_not_take_is_refused_at_the_start(start, folder):
+def test_unknown_vllm_arguments_are_refused_at_the_start(start, folder):
     with pytest.raises(ModelError, match=r"vLLM on host \S+ refuses it"):
         start(folder, extra={"quantization": "gguf-like"})
 
 
-def test_an_engine_that_is_killed_in_the_middle_of_an_update_holds_up_nobody(cluster, folder, tmp_path):
+def test_an_engine_killed_in_the_middle_of_an_update_does_not_hold_up_others(cluster, folder, tmp_path):
     config = Config(max_num_seqs=8, cpu_kv_cache_gb=0.02).model_dump(mode="json")
     arguments = {"model": ModelConfig(path=str(folder)).model_dump(mode="json"), "engine": config, "threads": 1}
     path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
@@ -390,7 +390,7 @@ def test_an_engine_that_is_killed_in_the_middle_of_an_update_holds_up_nobody(clu
     with pytest.raises(WorkerDied):
         update.result(why="the update")
     began = time.monotonic()
-    publish(new, store, 2)  # over its buffer next
+    publish(new, store, 2)  # overwrites its buffer
     publish(new, store, 3)
     assert time.monotonic() - began < 10
     successor = hire(f"engine-{folder.parent.name}.1", reader=READER, weights=str(store), version=3)
@@ -405,7 +405,7 @@ def test_an_engine_that_is_killed_in_the_middle_of_an_update_holds_up_nobody(clu
 
 
 @pytest.mark.slow
-def test_two_tensor_parallel_workers_take_weights_themselves(start, folder, tmp_path):
+def test_two_tensor_parallel_workers_load_their_own_weights(start, folder, tmp_path):
     engine = start(folder, tensor_parallel_size=2)
     requests = ask()
     assert error(AutoModelForCausalLM.from_pretrained(folder).eval(), requests, run(engine, requests)) < 1e-5
@@ -414,15 +414,15 @@ def test_two_tensor_parallel_workers_take_weights_themselves(start, folder, tmp_
     with pytest.raises(StaleVersion, match="version 3 of the weights was requested, the store has version 4"):
         engine.load_weights(store, 3)
     assert engine.version == 0 and run(engine, ask(name="still"))
-    moves = current_beacon().moves
+    moves = current_beacon().progress_count
     engine.load_weights(store, 4)
-    assert current_beacon().moves > moves, "its workers' progress is its own"
+    assert current_beacon().progress_count > moves, "the progress of its workers counts as the engine's"
     assert error(new, requests, run(engine, requests)) < 1e-5
 
 
 @pytest.mark.slow
-def test_two_tensor_parallel_workers_are_members_of_a_channel_each(start, folder, cluster, tmp_path):
-    """Over gloo, beside vLLM's own communicators; the trainer is another process."""
+def test_two_tensor_parallel_workers_are_both_members_of_a_channel(start, folder, cluster, tmp_path):
+    """Over gloo, in addition to vLLM's own communicators; the trainer is another process."""
     engine, new, requests = start(folder, tensor_parallel_size=2), changed(folder), ask()
     new.save_pretrained(tmp_path / "new")
     path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])

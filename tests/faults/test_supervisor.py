@@ -71,7 +71,7 @@ while True:
          "slow": lambda: None}[what]()
     for _ in range(8 if what == "slow" and told() else 1):
         time.sleep(0.1)
-        own.progress("samples", own.moves)
+        own.progress("samples", own.progress_count)
     go.with_name(f"{name}.{step}").touch()
     own.progress("steps", step)
 '''  # fmt: skip

@@ -161,7 +161,7 @@ def publish_worker_progress(path: str, worker: int) -> Generator[None]:
         return
     with Path(path).open("r+b") as file:
         memory = mmap.mmap(file.fileno(), 0)
-    with _repeat_in_thread(lambda: _COUNTER.pack_into(memory, worker * _COUNTER.size, current_beacon().moves)):
+    with _repeat_in_thread(lambda: _COUNTER.pack_into(memory, worker * _COUNTER.size, current_beacon().progress_count)):
         yield
 
 

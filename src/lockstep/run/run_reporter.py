@@ -41,7 +41,7 @@ def startup_status(show: Callable[[str], None], worker_activity: Callable[[str],
 
     def poll() -> None:
         while not done.is_set():
-            status = format_wait(current_beacon().waiting(thread), worker_activity, time.monotonic_ns())
+            status = format_wait(current_beacon().innermost_wait(thread), worker_activity, time.monotonic_ns())
             with lock:  # a text shown after the end would not be removed
                 if not done.is_set():
                     show(status)

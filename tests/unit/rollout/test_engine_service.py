@@ -225,9 +225,9 @@ def test_loads_weights_from_the_store(model, tmp_path):
     store = WeightStore.create(tmp_path / "w", plan, writers=1)
     store.write_shards(0, 5, [Shard(name, 0, torch.full_like(each, 0.25)) for name, each in parameters.items()])
     store.commit(5)
-    moves = current_beacon().moves
+    moves = current_beacon().progress_count
     engine.load_weights(str(store.folder), 5)
-    assert current_beacon().moves - moves >= 2 * len(parameters), "as each is checked, and as each is taken"
+    assert current_beacon().progress_count - moves >= 2 * len(parameters), "as each is checked, and as each is taken"
     assert engine.progress().version == 5
     assert all(bool((parameter == 0.25).all()) for parameter in parameters.values())
     fresh = service(

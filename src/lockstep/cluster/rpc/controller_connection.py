@@ -1,9 +1,9 @@
-"""The worker's I/O thread: one reconnecting connection to the controller, and the lease on it.
+"""The worker's I/O thread: keeps a connection to the controller, and ends the process when the controller is gone.
 
-The thread never waits for the main thread. While the worker has work, it sends a heartbeat each second. When the
-controller has been gone for longer than the grace, the process exits: in order if the main thread can, else by
-`os._exit`. When another controller has taken over the run by then, the worker connects to that one and drops all calls
-of the first.
+The thread never waits for the main thread. While the worker has work, it sends a heartbeat each second. If the
+controller has been gone for longer than the grace period, the process exits: in order if the main thread responds, else
+by `os._exit`. If another controller takes over the run before that, the worker connects to it and drops all calls of
+the first.
 """
 
 import contextlib
@@ -41,11 +41,11 @@ from lockstep.watch.procfs.processes import is_alive
 
 HEARTBEAT_S = 1.0
 SIGNAL_RETRY_S = 0.1
-"""Interval at which a signal is resent that the main thread has not handled."""
+"""Interval at which a signal is sent again if the main thread has not handled it."""
 CLOSE_LIMIT_S = 2.0
 """Time for an orphan's main thread to close the service before the process exits regardless."""
 MIN_CONNECTION_S = 1.0
-"""A connection that ends sooner than this counts as not accepted."""
+"""A connection that ends sooner than this is treated as not accepted."""
 ORPHANED_EXIT_CODE = 75
 """Exit code of a worker whose controller is gone."""
 
@@ -54,7 +54,7 @@ class ControllerConnection:
     """The connection to the controller, maintained by a thread of its own.
 
     Args:
-        run, name: of this worker.
+        run, name: run id, and name of this worker.
         leader: the current controller.
     """
 
@@ -64,7 +64,7 @@ class ControllerConnection:
         self._connection: Connection | None = None
         self._received = START_CALL_ID
         self._kept: dict[int, tuple[bytes, Payload | bytearray]] = {}
-        self._lost_since = self._alone_since = self._connected_at = time.monotonic()
+        self._lost_since = self._leader_gone_since = self._connected_at = time.monotonic()
         self._refused = ""
         self._orphan_since: float | None = None
         self._connect_at = self._heartbeat_at = 0.0
@@ -80,13 +80,13 @@ class ControllerConnection:
         self._service: ServiceRunner | None = None
 
     def start(self, service: ServiceRunner) -> None:
-        """Called from the main thread."""
+        """Starts the I/O thread. Only the main thread may call it."""
         self._service = service
         signal.set_wakeup_fd(self._wake_out.fileno(), warn_on_full_buffer=False)
         threading.Thread(target=self._run, name="lockstep-uplink", daemon=True).start()
 
     def answer(self, message: ResultMessage | FailureMessage, payload: Payload = b"") -> None:
-        """Keeps a result until it is acknowledged, and sends it if possible. From any thread; never blocks."""
+        """Keeps a result until it is acknowledged, and sends it if possible. Any thread may call; never blocks."""
         parts = pack_message(message, payload)
         with self._lock:
             if START_CALL_ID < message.id <= call_id_base(self._leader.generation):
@@ -95,11 +95,11 @@ class ControllerConnection:
             self._send(*parts)
 
     def signal_handled(self) -> None:
-        """The main thread has handled its signal."""
+        """Notes that the main thread has handled its signal."""
         self._unhandled_since = None
 
     def finished(self) -> None:
-        """The main thread has finished; the process must exit soon."""
+        """Notes that the main thread has finished, so that the process must exit soon."""
         self._finished_at = time.monotonic()
         self._wake()
 
@@ -194,15 +194,15 @@ class ControllerConnection:
                 self._connection = None
             self._leader, self._refused = leader, ""
             self._kept.clear()
-            self._lost_since = self._alone_since = time.monotonic()
+            self._lost_since = self._leader_gone_since = time.monotonic()
             self._connect_at = 0.0
         self._service.renew()
 
     def _connect(self) -> None:
-        here = self._leader
+        leader = self._leader
         try:
             connection = auth_handshake.connect(
-                here.host, here.port, token=self._token, run=self._run_id, generation=here.generation,
+                leader.host, leader.port, token=self._token, run=self._run_id, generation=leader.generation,
                 name=self._name, timeout_s=5.0,
             )  # fmt: skip
         except WireError as error:
@@ -222,7 +222,7 @@ class ControllerConnection:
         self._connect_at = now + min(1.0, 0.05 + 0.2 * (now - self._lost_since))
 
     def _send(self, *parts: bytes | bytearray | memoryview) -> None:
-        """Needs the lock."""
+        """The caller holds the lock."""
         queue_message(self._connection, parts, self._drop, self._wake)
 
     def _drop(self, connection: Connection, why: str) -> None:
@@ -234,7 +234,7 @@ class ControllerConnection:
             if time.monotonic() - self._connected_at < MIN_CONNECTION_S:
                 self._connect_later()
             else:
-                self._lost_since = self._alone_since = time.monotonic()
+                self._lost_since = self._leader_gone_since = time.monotonic()
                 self._connect_at = 0.0
         self._wake()
         _write_log_line(f"{why}; reconnecting")
@@ -244,36 +244,36 @@ class ControllerConnection:
         if now < self._heartbeat_at:
             return
         self._heartbeat_at = now + HEARTBEAT_S
-        here = current_beacon()
-        here.beat()
+        beacon = current_beacon()
+        beacon.beat()
         if self._connection is not None and self._service is not None and self._service.busy:
             stage, wait = describe_service(self._service)
             with self._lock:
-                self._send(*pack_message(HeartbeatMessage(here.moves, stage, wait)))
+                self._send(*pack_message(HeartbeatMessage(beacon.progress_count, stage, wait)))
 
     def _check_lease(self) -> None:
-        """Ends the process when its lease has expired. Returns otherwise."""
+        """Ends the process if the controller has been gone for too long."""
         now = time.monotonic()
         if self._finished_at is not None and now - self._finished_at > 5.0:
-            _write_log_line("still running 5 s after its service closed (a non-daemon thread?); exiting")
+            _write_log_line("still running 5 s after the service closed (a non-daemon thread?); exiting")
             os._exit(0)
         if self._connection is not None:
             return
         leader = self._leader
-        lives = leader.pid is None or is_alive(leader.pid, leader.start_ticks)
-        if lives:
-            self._alone_since = now
-        patience = max(leader.orphan_grace_s, leader.reconnect_s) if lives else leader.orphan_grace_s
-        alone = now - (self._lost_since if lives else self._alone_since)
+        leader_alive = leader.pid is None or is_alive(leader.pid, leader.start_ticks)
+        if leader_alive:
+            self._leader_gone_since = now
+        limit_s = max(leader.orphan_grace_s, leader.reconnect_s) if leader_alive else leader.orphan_grace_s
+        waited_s = now - (self._lost_since if leader_alive else self._leader_gone_since)
         if self._refused:
-            self._exit_orphaned(f"the controller refuses it: {self._refused}")
-        elif alone >= patience:
-            how = "has not accepted a connection" if lives else "has been gone"
-            self._exit_orphaned(f"the controller {how} for {alone:.1f} s")
+            self._exit_orphaned(f"the controller refuses this worker: {self._refused}")
+        elif waited_s >= limit_s:
+            how = "has not accepted a connection" if leader_alive else "has been gone"
+            self._exit_orphaned(f"the controller {how} for {waited_s:.1f} s")
 
     def _repeat_signal(self) -> None:
-        """Resends a signal that arrived just before the main thread blocked: it is recorded but does not wake the
-        thread, whose wait may be unbounded."""
+        """Sends a signal again that arrived just before the main thread blocked: Python has recorded it, but it does
+        not wake the thread, whose wait may be unbounded."""
         if self._unhandled_since is None or self._finished_at is not None or self._main.ident is None:
             return
         if time.monotonic() - self._unhandled_since >= SIGNAL_RETRY_S:
@@ -290,7 +290,7 @@ class ControllerConnection:
             if self._main.is_alive() and self._main.ident is not None:
                 signal.pthread_kill(self._main.ident, signal.SIGTERM)
         elif now - self._orphan_since > CLOSE_LIMIT_S:
-            _write_log_line(f"its main thread did not return within {CLOSE_LIMIT_S:g} s; exiting without it")
+            _write_log_line(f"the main thread did not return within {CLOSE_LIMIT_S:g} s; exiting without it")
             os._exit(ORPHANED_EXIT_CODE)
 
     def _wake(self) -> None:
@@ -303,14 +303,14 @@ class ControllerConnection:
 
 
 def describe_service(service: ServiceRunner) -> tuple[str, str]:
-    """The worker's stage and what its main thread waits for, for people."""
-    here = current_beacon()
-    wait = here.waiting(os.getpid())
-    return here.stage_name or service.running, f"{wait.waits_for} ({wait.why})" if wait is not None else ""
+    """The worker's stage, and what its main thread waits for, as text."""
+    beacon = current_beacon()
+    wait = beacon.innermost_wait(os.getpid())
+    return beacon.stage_name or service.running, f"{wait.waits_for} ({wait.why})" if wait is not None else ""
 
 
 def _write_log_line(text: str) -> None:
-    """Writes to the log without any lock that a stuck thread could hold."""
+    """Writes to the log without taking a lock, which a stuck thread could hold."""
     stamp = time.strftime("%H:%M:%S")
     with contextlib.suppress(OSError):
         os.write(2, f"{stamp} controller connection: {text}\n".encode())

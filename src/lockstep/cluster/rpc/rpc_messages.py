@@ -1,4 +1,4 @@
-"""What controller and worker exchange: the manifest that a worker starts with, then small typed messages with
+"""What controller and worker exchange: a worker starts with a manifest, then both send small typed messages with
 payloads.
 
 Calls have ids that grow by one per worker and travel in that order over one connection. After a reconnect the
@@ -43,9 +43,9 @@ class WorkerManifest(msgspec.Struct, frozen=True):
     arguments: dict[str, Any]
     run: str
     generation: int
-    """The controller's, that started the worker."""
+    """Generation of the controller that started the worker."""
     fingerprint: str = msgspec.field(default="", name="fitness")
-    """See `worker_fingerprint`; empty where a later controller must not adopt the worker."""
+    """See `worker_fingerprint`; empty if no later controller may adopt the worker."""
 
     def text(self) -> str:
         """The content of the worker's file. Raises TypeError for arguments that are not JSON-like."""
@@ -56,12 +56,12 @@ class WorkerManifest(msgspec.Struct, frozen=True):
 
     @staticmethod
     def read(path: Path) -> "WorkerManifest":
-        """Raises OSError, ValueError (msgspec's included)."""
+        """Reads a manifest. Raises OSError, ValueError (including msgspec's errors)."""
         return msgspec.json.decode(path.read_bytes(), type=WorkerManifest)
 
     @staticmethod
     def of(text: str | None) -> "WorkerManifest | None":
-        """Parses a manifest; None where the text is missing or unreadable."""
+        """Parses a manifest; None if the text is missing or unreadable."""
         try:
             return None if text is None else msgspec.json.decode(text, type=WorkerManifest)
         except ValueError:
@@ -69,26 +69,27 @@ class WorkerManifest(msgspec.Struct, frozen=True):
 
     @property
     def spec(self) -> WorkerSpec:
-        """The spec, without environment and preload, which are only part of `worker_fingerprint`."""
+        """The worker's spec without environment and preload, which only `worker_fingerprint` contains."""
         return WorkerSpec(
             self.name, self.role, self.rank, self.service, self.arguments, adoptable=bool(self.fingerprint)
         )
 
 
 def worker_fingerprint(spec: WorkerSpec, environment: Mapping[str, str], token: str, python: str, folder: Path) -> str:
-    """Equal for two specs that one process can serve: same role, rank, service, arguments, interpreter, folder and
-    environment; the name does not count. It is keyed with the token because environments contain secrets."""
-    own = {
+    """A digest that is equal for two specs if one process can serve both: same role, rank, service, arguments,
+    interpreter, folder and environment; the name may differ. It is keyed with the token because environments contain
+    secrets."""
+    relevant = {
         name: value
         for name, value in environment.items()
         if name not in _SESSION_VARIABLES and not name.startswith(_SESSION_PREFIXES)
     }
-    parts = spec.role, spec.rank, spec.service, spec.arguments, spec.preload, own, python, str(folder)
+    parts = spec.role, spec.rank, spec.service, spec.arguments, spec.preload, relevant, python, str(folder)
     return hmac.new(token.encode(), json.dumps(parts, sort_keys=True).encode(), hashlib.sha256).hexdigest()
 
 
 START_CALL_ID = 0
-"""The id of the service's construction (and renewal), whose result is sent like that of a call."""
+"""The call id of the service's construction (and renewal), whose result is sent like that of a call."""
 
 _LENGTH = struct.Struct("<I")
 _ALIGN = 64
@@ -101,7 +102,7 @@ class CallMessage(msgspec.Struct, tag=1, array_like=True):
     method: str
     concurrent: bool
     arrived: list[int] = []
-    """Ids of results that the worker need not keep any longer, as in `AckMessage`."""
+    """Ids of results that have arrived, so that the worker need not keep them, as in `AckMessage`."""
 
 
 class AckMessage(msgspec.Struct, tag=2, array_like=True):
@@ -117,7 +118,7 @@ class LeaveMessage(msgspec.Struct, tag=3, array_like=True):
 
 
 class ResumeMessage(msgspec.Struct, tag=4, array_like=True):
-    """Worker to controller, first on every connection: the last id that it received."""
+    """Worker to controller, first on every connection: the last call id that the worker received."""
 
     received: int
     pid: int
@@ -143,11 +144,11 @@ class FailureMessage(msgspec.Struct, tag=6, array_like=True):
 class HeartbeatMessage(msgspec.Struct, tag=7, array_like=True):
     """Worker to controller, about once a second while it has work: its progress."""
 
-    moves: int
-    """`Beacon.moves`: grows with every progress counter and stage."""
+    progress_count: int
+    """`Beacon.progress_count`: grows with every progress counter and stage."""
     stage: str
     wait: str
-    """What the worker's main thread waits for; empty when it waits for nothing."""
+    """What the worker's main thread waits for; empty if it does not wait."""
 
 
 ToWorker = CallMessage | AckMessage | LeaveMessage
@@ -159,14 +160,14 @@ _to_controller = msgspec.msgpack.Decoder(ToController)
 
 
 def call_id_base(generation: int) -> int:
-    """The id before that of the first call of a controller."""
+    """The number after which the call ids of a controller begin."""
     return generation << 32
 
 
 def pack_message(
     message: ToWorker | ToController, payload: Payload | bytearray = b""
 ) -> tuple[bytes, Payload | bytearray]:
-    """The parts of a frame; the payload begins at a multiple of 64 bytes, so that its arrays are aligned."""
+    """Returns the parts of a frame. The payload begins at a multiple of 64 bytes, so that its arrays are aligned."""
     body = _encoder.encode(message)
     end = _LENGTH.size + len(body)
     return _LENGTH.pack(len(body)) + body + bytes(-end % _ALIGN), payload
@@ -178,7 +179,7 @@ def queue_message(
     lost: Callable[[Connection, str], None],
     wake: Callable[[], None],
 ) -> None:
-    """Queues a frame, if there is a connection, and writes what fits at once.
+    """Queues a frame, if there is a connection, and writes as much as possible immediately.
 
     Args:
         lost: called with a connection that broke, and the reason.
@@ -196,13 +197,13 @@ def queue_message(
 
 
 def unpack_to_worker(frame: bytearray) -> tuple[ToWorker, memoryview]:
-    """Raises ValueError (msgspec's included) for a malformed frame."""
+    """Decodes a frame. Raises ValueError (including msgspec's errors) if it is malformed."""
     body, payload = _split_frame(frame)
     return _to_worker.decode(body), payload
 
 
 def unpack_to_controller(frame: bytearray) -> tuple[ToController, memoryview]:
-    """Raises ValueError (msgspec's included) for a malformed frame."""
+    """Decodes a frame. Raises ValueError (including msgspec's errors) if it is malformed."""
     body, payload = _split_frame(frame)
     return _to_controller.decode(body), payload
 

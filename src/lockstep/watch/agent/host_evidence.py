@@ -17,8 +17,9 @@ from lockstep.watch.procfs import exit_causes
 
 DUMP_BYTES = 4 << 20
 """The limit for all flight-recorder dumps of a host."""
+_BEACON_KEYS = {"progress_count": "moves"}
 _WAIT_KEYS = {"waits_for": "whom"}
-"""Fields of a wait that have other names in `beacons.json`."""
+"""Fields of a beacon and of a wait that have other names in `beacons.json`."""
 MAX_PROCESSES = 32
 """The maximum number of processes per host in an incident."""
 
@@ -65,7 +66,7 @@ def read_dumps(folder: Path) -> dict[str, str]:
 
 def beacon_to_json(state: BeaconState) -> dict[str, Any]:
     """Converts a beacon to the form stored in an incident's `beacons.json`."""
-    found = dict(_to_plain(dataclasses.asdict(state)))
+    found = {_BEACON_KEYS.get(name, name): value for name, value in _to_plain(dataclasses.asdict(state)).items()}
     found["waits"] = [{_WAIT_KEYS.get(name, name): value for name, value in wait.items()} for wait in found["waits"]]
     return found
 

@@ -1,2 +1,2 @@
-"""Beacons: what a process does now, in shared memory, written in microseconds and readable without the writer's
-help."""
+"""Beacons: small files in shared memory in which processes publish what they are doing. Writing takes microseconds, and
+readers need no cooperation of the writer."""

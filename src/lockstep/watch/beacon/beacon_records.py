@@ -20,7 +20,7 @@ from lockstep.base.wait_state import WaitRecord
 
 @dataclass(frozen=True, slots=True)
 class ProgressCounter:
-    """A progress counter; `updated_ns` is on the monotonic clock."""
+    """A progress counter. `updated_ns` is the time of the last change on the monotonic clock."""
 
     value: int
     total: int | None
@@ -29,6 +29,8 @@ class ProgressCounter:
 
 @dataclass(frozen=True, slots=True)
 class BeaconEvent:
+    """An event that a process has recorded. `number` counts the events of the process from 1."""
+
     number: int
     at_ns: int
     kind: str
@@ -37,29 +39,29 @@ class BeaconEvent:
 
 @dataclass(frozen=True, slots=True)
 class CallRecord:
-    """One call on a communicator that was issued from Python. Times are nanoseconds of the host's monotonic clock."""
+    """One call on a communicator, issued from Python. Times are nanoseconds of the host's monotonic clock."""
 
     number: int
-    """Counts all calls of this member on this communicator from 1, point-to-point calls included."""
+    """Counts all calls of this member on this communicator from 1, including point-to-point calls."""
     seq: int
-    """The collective's sequence number on the communicator (collectives of C++ callers are counted too); of a
-    point-to-point call that of the last collective before it."""
+    """The sequence number of the collective on the communicator, which also counts collectives issued from C++; for a
+    point-to-point call, that of the last collective before the call."""
     issued: int
-    """How many collectives this member has issued from Python on the communicator, this one included: members are
-    compared by this number."""
+    """The number of collectives that this member has issued from Python on the communicator, including this one. The
+    calls of members are compared by this number."""
     signature: int
-    """64-bit digest of operation, shapes, dtype and root: equal on members that match."""
+    """64-bit digest of operation, shapes, dtype and root; equal for calls that match."""
     operation: str
-    """Empty when the text is no longer known; the signature remains."""
+    """Empty if the text has been overwritten; the signature remains."""
     shapes: str
     dtype: str
     root: int | None
     site: str
-    """`/path/file.py:31 in function`: the innermost frame outside torch and lockstep; empty when not known."""
+    """`/path/file.py:31 in function`: the innermost frame outside torch and Lockstep; empty if unknown."""
     stage: str
     """The stage in which the call was issued."""
     module: str
-    """The module whose parameters FSDP2 gathers or reduces, for instance `layers.3`; empty for other calls."""
+    """The module whose parameters FSDP2 gathers or reduces, such as `layers.3`; empty for other calls."""
     entered_ns: int
     left_ns: int
     """When the call returned to Python (an asynchronous call returns once it is issued); 0 before that."""
@@ -74,11 +76,12 @@ class CallRecord:
 
     @property
     def inside(self) -> bool:
+        """Whether the call has not returned yet."""
         return self.left_ns == 0
 
     @property
     def where(self) -> str:
-        """The call site with the file's name instead of its path."""
+        """The call site with the name of the file instead of its path."""
         return self.site.rsplit("/", 1)[-1]
 
 
@@ -86,45 +89,47 @@ class CallRecord:
 class CommunicatorRecord:
     """A communicator as one of its members reports it.
 
-    Two sources are merged: the calls issued from Python, exact and at once, and c10d's own counts, which see the
-    collectives of C++ callers too and are some 50 ms old. -1 is "not known"; 0 that nothing was entered, for certain.
+    Two sources are merged: the calls issued from Python, which are exact and up to date, and c10d's counts, which
+    include collectives issued from C++ and are about 50 ms old. -1 means unknown; 0 means that certainly no collective
+    was entered.
     """
 
     slot: int
     name: str
-    """c10d's name; counted per process, so equal names of two jobs are different communicators: see `identity`."""
+    """c10d's name, which is a number per process, so different communicators may have equal names: see `identity`."""
     description: str
     backend: str
     size: int
     rank: int
     """The rank of this process in the communicator."""
     identity: int
-    """Equal for all members of one communicator, also when they were given different member lists."""
+    """Equal for all members of a communicator, even if they created it with different member lists."""
     members: int
     """Digest of the members' global ranks."""
     created_ns: int
     loop_thread: int
-    """Native id of gloo's thread for this communicator, 0 if not known; see `watch.recorder.abort`."""
+    """Native id of gloo's thread for this communicator, 0 if unknown; see `watch.recorder.abort`."""
     closed: bool
     """Whether the communicator was destroyed."""
     blind: bool
-    """Whether point-to-point calls were made on it. Counts may then miss calls: a missing call proves nothing."""
+    """Whether point-to-point calls were made on the communicator. Its counts may then miss calls, so a missing call
+    proves nothing."""
     counted: bool
-    """Whether c10d's counts are read for it: `entered` then includes collectives that C++ code calls."""
+    """Whether c10d's counts are read for the communicator, so that `entered` includes collectives issued from C++."""
     entered: int
     entered_ns: int
     completed: int
     completed_ns: int
     issued: int
-    """Collectives issued from Python."""
+    """The number of collectives issued from Python."""
     newest: CallRecord | None
     """The newest call issued from Python."""
     inside: CallRecord | None
-    """The call that this member is in now, or that it has issued asynchronously and c10d has not completed."""
+    """The call that this member is in, or an asynchronous call that c10d has not completed."""
 
     @property
     def label(self) -> str:
-        """The communicator's description where it has one, else its name."""
+        """The description of the communicator if it has one, else its name."""
         return self.description if self.description not in ("", "undefined") else self.name
 
 
@@ -142,22 +147,22 @@ class BeaconState:
     created_ns: int
     created_wall: float
     beat_ns: int
-    """Last sign of life that a background thread gave, 0 when the process gives none."""
+    """When a background thread last wrote a heartbeat; 0 if the process writes none."""
     stage: str
     stage_since_ns: int
     counters: dict[str, ProgressCounter] = field(default_factory=dict)
     waits: tuple[WaitRecord, ...] = ()
     events: tuple[BeaconEvent, ...] = ()
     communicators: tuple[CommunicatorRecord, ...] = ()
-    moves: int = 0
+    progress_count: int = 0
     """Grows with every change of a counter or of the stage, and with every call on a communicator."""
     torn: int = 0
-    """Records that could not be read: the writer died or was stopped while it wrote them."""
+    """The number of records that could not be read, because the writer died or was stopped while writing them."""
 
 
 UINT64 = struct.Struct("<Q")
 EMPTY = 1
-"""The write number of a record that has not been written yet; zero is a record in the middle of its writing."""
+"""The write number of a record that has never been written; zero is a record that is being written."""
 
 MappedMemory = mmap.mmap | memoryview
 
@@ -172,13 +177,13 @@ def decode_text(raw: bytes) -> str:
 
 
 def clear_record(memory: MappedMemory, at: int, layout: struct.Struct) -> None:
-    """Frames a record as empty."""
+    """Marks a record as empty."""
     for end in (at, at + layout.size - UINT64.size):
         UINT64.pack_into(memory, end, EMPTY)
 
 
 class RecordSlot:
-    """One record of the mapped file."""
+    """Writes one record of the mapped file."""
 
     __slots__ = ("layout", "memory", "number", "offset")
 
@@ -191,29 +196,29 @@ class RecordSlot:
 
 
 class RecordReader:
-    """Two copies of a part of a file that begins at `start`, and the means to copy a record again that changed
-    between them."""
+    """Reads records from two copies of a part of a file that begins at `start`. A record that changed between the
+    copies is copied again."""
 
     def __init__(self, descriptor: int, start: int, size: int) -> None:
         self.descriptor, self.start = descriptor, start
         self.first, self.second = os.pread(descriptor, size, start), os.pread(descriptor, size, start)
         self._patience = 20
-        """Milliseconds that all records together may be waited for."""
+        """Milliseconds that remain for waiting until records are complete, for all records together."""
         self.torn = 0
+        """The number of records that could not be read."""
 
     @property
     def complete(self) -> int:
-        """Bytes that both copies have."""
+        """The number of bytes that both copies have."""
         return min(len(self.first), len(self.second))
 
     def number(self, offset: int) -> int:
-        """A single number, which has no frame; its writer stores it at once."""
+        """Reads a single number, which its writer stores in one step, without write numbers around it."""
         return int.from_bytes(self.second[offset - self.start : offset - self.start + 8], "little")
 
     def record(self, offset: int, layout: struct.Struct, expected: int = 0) -> tuple[int, tuple[Any, ...]] | None:
-        """Write number and fields of a record, None when it was never written or is torn.
-
-        With `expected`, only the record of that write number counts; one that has been overwritten is None."""
+        """Reads the write number and the fields of a record; None if it was never written or is torn. With `expected`,
+        also None if the record has another write number, because it has been overwritten."""
         at = offset - self.start
         end = at + layout.size
         older, newer = self.first[at:end], self.second[at:end]
@@ -227,7 +232,7 @@ class RecordReader:
                 if number:
                     return None if number == EMPTY else (number - EMPTY, layout.unpack(newer)[1:-1])
             tries += 1
-            if tries > 20:  # a writer that lost its CPU in the middle gets it back; a stopped or dead one does not
+            if tries > 20:  # the writer may have lost its CPU while writing, or it is stopped or dead
                 if self._patience == 0:
                     break
                 self._patience -= 1
@@ -239,6 +244,7 @@ class RecordReader:
     def records(
         self, offset: int, stride: int, count: int, layout: struct.Struct
     ) -> Iterator[tuple[int, tuple[Any, ...]]]:
+        """Reads the valid records of a table."""
         for i in range(count):
             found = self.record(offset + i * stride, layout)
             if found is not None:
@@ -252,7 +258,7 @@ MAX_TEXTS = 1024
 FLAG_P2P, FLAG_ASYNC, FLAG_FAILED, FLAG_REFUSED, FLAG_CLOSED, FLAG_COUNTED, FLAG_UNSURE = 1, 2, 4, 8, 16, 32, 64
 NO_PEER = -1
 SEPARATOR = "\x1f"
-"""Between operation, dtype, root, module and shapes in the text of a call; the long part comes last."""
+"""Separates operation, dtype, root, module and shapes in the text of a call; the longest part is the last one."""
 
 COMMUNICATOR_STRUCT = struct.Struct("<QQQQiiQ64s64s32sQ")
 # front identity members created_ns size rank loop_thread name description backend back
@@ -262,9 +268,9 @@ CALL_STRUCT = struct.Struct("<QqQQQQIIIIQ")
 TEXT_STRUCT = struct.Struct("<Q176sQ")  # front text back
 CALL_WORDS = 9
 SEQ_WORD, LEFT_WORD, WHERE_WORD = 1, 4, 7
-"""Words of a call."""
+"""Positions of 64-bit words in the record of a call."""
 PEER_SHIFT = 8
-"""Flags below, the peer's rank + 1 above."""
+"""The word `flags+peer` has the flags in the lower bits, and the peer's rank + 1 above."""
 
 COMMUNICATOR_STRIDE = 512
 COUNTS_AT = 256
@@ -300,5 +306,5 @@ COMMUNICATORS_AT = WAITS_AT + MAX_WAITS * 384
 EVENTS_AT = COMMUNICATORS_AT + COMMUNICATORS_BYTES
 RINGS_AT = EVENTS_AT + MAX_EVENTS * 128
 FIXED_SIZE = RINGS_AT
-"""The size of the part that readers copy at once; the rings of calls after that part are read only when needed."""
+"""The size of the part that readers copy as a whole; the rings of calls after this part are read only when needed."""
 FILE_SIZE = FIXED_SIZE + RINGS_BYTES

@@ -1,4 +1,4 @@
-"""Beacons as table rows: which processes there are, what each does, how fast, and what it waits for. Pure functions."""
+"""Converts the beacons of a run to table rows: what each process does, how fast, and what it waits for."""
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,30 +17,30 @@ _STATE_NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class BeaconSnapshot:
-    """The beacons of a run at one moment, and the states of their processes then."""
+    """The beacons of a run at one time, and the states of their processes at that time."""
 
     at_ns: int
-    """Monotonic clock of the host."""
+    """Time on the host's monotonic clock."""
     beacons: tuple[BeaconState, ...]
     states: Mapping[int, str | None]
-    """The state letter of /proc by pid; None when the process is gone."""
+    """The state letter in /proc, by pid; None if the process has ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class CounterRow:
-    """A counter; `rate` is per second between two readings, None without an earlier one of the same process."""
+    """A counter. `rate` is its growth per second since an earlier snapshot; None without one of the same process."""
 
     name: str
     value: int
     total: int | None
     rate: float | None
     still_s: float
-    """For how long the counter has not changed."""
+    """How long the counter has not changed."""
 
 
 @dataclass(frozen=True, slots=True)
 class WaitRow:
-    """A wait; `left_s` is the time to its bound as things stand, None without one."""
+    """A wait. `left_s` is the time until its bound if there is no progress; None without a bound."""
 
     kind: str
     waits_for: str
@@ -53,13 +53,13 @@ class WaitRow:
 
 @dataclass(frozen=True, slots=True)
 class CommunicatorRow:
-    """How far a process is on a communicator; -1 where it is not known."""
+    """How many collectives a process has entered and completed on a communicator; -1 if unknown."""
 
     label: str
     entered: int
     completed: int
     operation: str
-    """The operation of the current call; empty when there is none."""
+    """The operation of the current call; empty if there is none."""
     inside_s: float
 
 
@@ -77,10 +77,10 @@ class ProcessRow:
     stage: str
     stage_s: float
     beat_s: float | None
-    """Age of the last heartbeat of a background thread; None when the thread sends none."""
+    """Age of the last heartbeat of a background thread; None if the process writes none."""
     counters: tuple[CounterRow, ...]
     waits: tuple[WaitRow, ...]
-    """The longest first."""
+    """The longest wait first."""
     communicators: tuple[CommunicatorRow, ...] = ()
 
 
@@ -92,7 +92,7 @@ def take_snapshot(run: str) -> BeaconSnapshot:
 
 
 def process_rows(now: BeaconSnapshot, before: BeaconSnapshot | None = None) -> list[ProcessRow]:
-    """A row per beacon, by role and rank. With an earlier reading, counters have rates."""
+    """One row per beacon, ordered by role and rank. With an earlier snapshot, counters have rates."""
     earlier = {(state.pid, state.start_ticks): state for state in before.beacons} if before else {}
     found = [
         _process_row(now, state, before.at_ns if before else 0, earlier.get((state.pid, state.start_ticks)))
@@ -169,20 +169,20 @@ def describe_process(row: ProcessRow) -> str:
 
 
 def describe_counter(counter: CounterRow) -> str:
-    """A counter in words: `tokens 512/4096, 230/s`."""
+    """Describes a counter: `tokens 512/4096, 230/s`."""
     total = "" if counter.total is None else f"/{counter.total}"
     rate = "" if counter.rate is None else f", {counter.rate:,.0f}/s"
     return f"{counter.name} {counter.value}{total}{rate}"
 
 
-def wait_edges(rows_: Iterable[ProcessRow]) -> list[tuple[str, str, float]]:
-    """Waiting process, target and seconds, the longest first: the edges of a wait graph."""
-    edges = [(row.name, wait.waits_for, wait.since_s) for row in rows_ for wait in row.waits]
+def wait_edges(rows: Iterable[ProcessRow]) -> list[tuple[str, str, float]]:
+    """The edges of a wait graph: waiting process, target and seconds, the longest wait first."""
+    edges = [(row.name, wait.waits_for, wait.since_s) for row in rows for wait in row.waits]
     return sorted(edges, key=lambda edge: -edge[2])
 
 
 def idle_processes(now: Sequence[ProcessRow], for_s: float) -> list[ProcessRow]:
-    """Living processes without a wait whose counters have not moved for that long."""
+    """Living processes without a wait whose counters have not changed for `for_s` seconds."""
     return [
         row
         for row in now

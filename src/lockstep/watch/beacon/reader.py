@@ -1,4 +1,4 @@
-"""Reads beacons, of one process or of a run, once or repeatedly. Needs no help from the writers."""
+"""Reads the beacons of one process or of a run, once or repeatedly, without cooperation of the writers."""
 
 import contextlib
 import os
@@ -39,19 +39,19 @@ from lockstep.watch.beacon.beacon_records import (
 
 
 def read_beacons(run: str, events: bool = True) -> list[BeaconState]:
-    """All readable beacons of a run, by name. Files that are no beacons, or not yet, are left out."""
+    """All readable beacons of a run, ordered by name. Other and incomplete files are left out."""
     folder = run_shm_dir(run)
     try:
         paths = sorted(path for path in folder.iterdir() if path.suffix == ".beacon")
-    except OSError:  # not there (yet), or just removed at the run's end
+    except OSError:  # the run has not begun, or has just ended
         return []
     states = (read_beacon(path, events) for path in paths)
     return [state for state in states if state is not None]
 
 
 def read_beacon(path: Path, events: bool = True) -> BeaconState | None:
-    """One beacon, None when the file is missing, too short, or no beacon of this version. Without its events it is
-    read in a third of the time."""
+    """Reads one beacon; None if the file is missing, too short, or not a beacon of this version. Reading without events
+    takes a third of the time."""
     with _open_beacon_file(path) as reading:
         return (
             None
@@ -61,49 +61,48 @@ def read_beacon(path: Path, events: bool = True) -> BeaconState | None:
 
 
 def read_calls(path: Path, slot: int, newest: int = CALLS_PER_RING) -> tuple[CallRecord, ...]:
-    """The newest calls (256 at most) of the communicator in that slot, oldest first."""
+    """The newest calls (at most 256) on the communicator in this slot, oldest first."""
     with _open_beacon_file(path) as reading:
         return () if reading is None else call_ring.decode_calls(reading, COMMUNICATORS_AT, RINGS_AT, slot, newest)
 
 
 class BeaconReader:
-    """Reads the beacons of a run again and again, without their events. An unchanged beacon costs a
-    comparison."""
+    """Reads the beacons of a run repeatedly, without their events. An unchanged beacon is not decoded again."""
 
     def __init__(self, run: str) -> None:
         self._folder = run_shm_dir(run)
-        self._kept: dict[Path, tuple[bytes, BeaconState]] = {}
+        self._decoded: dict[Path, tuple[bytes, BeaconState]] = {}
 
     def read(self) -> list[BeaconState]:
-        """All readable beacons, by name."""
+        """All readable beacons, ordered by name."""
         try:
             paths = sorted(path for path in self._folder.iterdir() if path.suffix == ".beacon")
         except OSError:
             return []
-        for gone in self._kept.keys() - set(paths):
-            del self._kept[gone]
-        states = (self._one(path) for path in paths)
+        for removed in self._decoded.keys() - set(paths):
+            del self._decoded[removed]
+        states = (self._read_one(path) for path in paths)
         return [state for state in states if state is not None]
 
-    def _one(self, path: Path) -> BeaconState | None:
+    def _read_one(self, path: Path) -> BeaconState | None:
         with _open_beacon_file(path) as reading:
             if reading is None:
                 return None
-            kept, beat_end = self._kept.get(path), BEAT_AT + 8
+            known, beat_end = self._decoded.get(path), BEAT_AT + 8
             data = reading.second
-            if kept is not None and data[:BEAT_AT] == kept[0][:BEAT_AT] and data[beat_end:] == kept[0][beat_end:]:
-                return replace(kept[1], beat_ns=reading.number(BEAT_AT))
+            if known is not None and data[:BEAT_AT] == known[0][:BEAT_AT] and data[beat_end:] == known[0][beat_end:]:
+                return replace(known[1], beat_ns=reading.number(BEAT_AT))
             state = _decode_beacon(path, HEADER_STRUCT.unpack_from(data), reading, with_events=False)
             if state.torn:
-                self._kept.pop(path, None)
+                self._decoded.pop(path, None)
             else:
-                self._kept[path] = data, state
+                self._decoded[path] = data, state
             return state
 
 
 @contextlib.contextmanager
 def _open_beacon_file(path: Path) -> Iterator[RecordReader | None]:
-    """Copies of the part of a beacon that is read at once; None when it is no beacon of this version."""
+    """Opens a beacon and copies its fixed part; yields None if the file is not a beacon of this version."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:
@@ -127,13 +126,13 @@ def _read_checked(descriptor: int) -> RecordReader | None:
 
 
 def _decode_beacon(path: Path, header: tuple, reading: RecordReader, with_events: bool) -> BeaconState:  # type: ignore[type-arg]
-    moves = 0
+    progress_count = 0
     stage, stage_since = "", 0
     for number, (since, name) in reading.records(STAGE_AT, 0, 1, STAGE_STRUCT):
-        moves, stage, stage_since = moves + number, decode_text(name), since
+        progress_count, stage, stage_since = progress_count + number, decode_text(name), since
     counters = {}
     for number, (value, total, updated, name) in reading.records(COUNTERS_AT, 96, MAX_COUNTERS, COUNTER_STRUCT):
-        moves += number
+        progress_count += number
         counters[decode_text(name)] = ProgressCounter(value, None if total == -1 else total, updated)
     waits = [
         WaitRecord(
@@ -156,11 +155,11 @@ def _decode_beacon(path: Path, header: tuple, reading: RecordReader, with_events
         for number, (at, kind, text) in reading.records(EVENTS_AT, 128, MAX_EVENTS if with_events else 0, EVENT_STRUCT)
     ]
     communicators = call_ring.read_communicators(reading, COMMUNICATORS_AT, RINGS_AT)
-    moves += call_ring.count_calls(reading, COMMUNICATORS_AT)
+    progress_count += call_ring.count_calls(reading, COMMUNICATORS_AT)
     _, _, _, pid, rank, start, created_ns, created_wall, run, name, role = header
     return BeaconState(
         path, decode_text(run), decode_text(name), decode_text(role), rank, pid, start, created_ns, created_wall,
         reading.number(BEAT_AT), stage, stage_since, counters,
         tuple(sorted(waits, key=lambda wait: wait.since_ns)),
-        tuple(sorted(events, key=lambda event: event.number)), communicators, moves, reading.torn,
+        tuple(sorted(events, key=lambda event: event.number)), communicators, progress_count, reading.torn,
     )  # fmt: skip

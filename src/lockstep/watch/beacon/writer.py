@@ -1,8 +1,8 @@
-"""The writing side of beacons: this process writes what it does to shared memory, readable even when it hangs.
+"""Writes the beacon of this process: a small file in shared memory that shows what the process is doing.
 
-A beacon is one small file of fixed layout, mapped into its writer, at `<base>/<run>/<name>.beacon` where base is
+A beacon has a fixed layout and is mapped into its writer. Its path is `<base>/<run>/<name>.beacon`, where base is
 `$LOCKSTEP_BEACONS`, else `/dev/shm/lockstep`, else a folder in the temporary directory. Readers copy the file; they
-need no help from the writer, which may be stopped, wedged or dead.
+need no cooperation of the writer, which may be stopped, hung or dead.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ _BEACON_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,94}")
 
 
 class Beacon:
-    """The writer of a beacon; all methods may be called from any thread and cost about a microsecond."""
+    """Writes a beacon. All methods may be called from any thread and take about a microsecond."""
 
     def __init__(self, path: Path, memory: mmap.mmap) -> None:
         self.path = path
@@ -62,19 +62,19 @@ class Beacon:
         self._free = list(range(MAX_WAITS - 1, -1, -1))
         self._waiting: dict[int, WaitRecord] = {}
         self._events = 0
-        self._moves = 0
+        self._progress_count = 0
         self.stage_name = ""
         """The current stage."""
         self._call_rings: call_ring.CallRings | None = None
         self._open = True
 
     @property
-    def moves(self) -> int:
-        """Grows with every change of a counter or of the stage: the progress of this process in one number."""
-        return self._moves
+    def progress_count(self) -> int:
+        """The progress of this process as one number, which grows with every change of a counter or of the stage."""
+        return self._progress_count
 
     def call_rings(self) -> call_ring.CallRings | None:
-        """The rings in which calls on communicators are recorded; None when the beacon is closed."""
+        """The rings in which calls on communicators are recorded; None if the beacon is closed."""
         with self._lock:
             if self._open and self._call_rings is None:
                 self._call_rings = call_ring.CallRings(self._memory, COMMUNICATORS_AT, RINGS_AT)
@@ -82,21 +82,22 @@ class Beacon:
             return self._call_rings
 
     def stage(self, name: str) -> None:
+        """Sets the current stage."""
         with self._lock:
             self.stage_name = name
             if self._call_rings is not None:
                 self._call_rings.stage(name)
             if self._open:
-                self._moves += 1
+                self._progress_count += 1
                 self._stage.write(time.monotonic_ns(), encode_text(name, 96))
 
     def progress(self, counter: str, value: int, total: int | None = None) -> None:
-        """Sets a counter. Counters beyond the 24th are counted in `moves` only."""
+        """Sets a counter. Counters after the 24th only increase `progress_count`."""
         with self._lock:
             known = self._counters.get(counter)
             if known is not None and known[1] == value and known[2] == total:
                 return
-            self._moves += 1
+            self._progress_count += 1
             if known is None:
                 used = len(self._counters)
                 if used >= MAX_COUNTERS or not self._open:
@@ -109,7 +110,7 @@ class Beacon:
                 slot.write(value, -1 if total is None else total, time.monotonic_ns(), encode_text(counter, 40))
 
     def add(self, counter: str, n: int = 1) -> None:
-        """Adds to a counter (from 0); keeps its total."""
+        """Adds to a counter, which starts at 0; keeps its total."""
         with self._lock:
             known = self._counters.get(counter)
             if known is None:
@@ -118,13 +119,14 @@ class Beacon:
                 self.progress(counter, known[1] + n, known[2])
 
     def beat(self) -> None:
-        """A heartbeat from a background thread: distinguishes a frozen process from one that is busy elsewhere."""
+        """Writes a heartbeat. A background thread calls this, so that readers can distinguish a frozen process from a
+        busy one."""
         with self._lock:
             if self._open:
                 UINT64.pack_into(self._memory, BEAT_AT, time.monotonic_ns())
 
     def event(self, kind: str, text: str = "") -> None:
-        """Appends to the ring of the last 128 events."""
+        """Appends an event to the ring of the last 128 events."""
         with self._lock:
             if self._open:
                 self._events += 1
@@ -135,18 +137,19 @@ class Beacon:
                 )
 
     def take_wait_slot(self) -> int | None:
-        """A free wait slot, None when 16 threads wait already. For `base.waits`."""
+        """Reserves a slot for the waits of a thread; None if 16 threads wait already."""
         with self._lock:
             return self._free.pop() if self._free and self._open else None
 
-    def waiting(self, thread: int) -> WaitRecord | None:
-        """The innermost wait that a thread (native id) of this process is in. Reads no file: bytes
-        moved beside a stuck thread would make the process look active."""
+    def innermost_wait(self, thread: int) -> WaitRecord | None:
+        """The innermost wait that a thread (native id) of this process is in. Reads no file, because reading would make
+        a stuck process look active."""
         with self._lock:
             found = [wait for wait in self._waiting.values() if wait.thread == thread]
         return max(found, key=lambda wait: wait.since_ns, default=None)
 
     def write_wait(self, slot: int, wait: WaitRecord) -> None:
+        """Shows a wait in a reserved slot."""
         with self._lock:
             self._waiting[slot] = wait
             if self._open:
@@ -157,6 +160,7 @@ class Beacon:
                 )  # fmt: skip
 
     def free_wait_slot(self, slot: int) -> None:
+        """Clears a slot and releases it."""
         with self._lock:
             self._waiting.pop(slot, None)
             if self._open:
@@ -164,7 +168,7 @@ class Beacon:
             self._free.append(slot)
 
     def close(self, remove: bool = False) -> None:
-        """Unmaps the file; the file stays as evidence unless `remove`. Later writes do nothing."""
+        """Unmaps the file, and removes it if requested; otherwise it remains as evidence. Later writes do nothing."""
         with self._lock:
             if self._open:
                 self._open = False
@@ -174,11 +178,11 @@ class Beacon:
                 self._memory.close()
             if remove and self._is_ours():
                 self.path.unlink(missing_ok=True)
-                with contextlib.suppress(OSError):  # the last process also removes the run's folder
+                with contextlib.suppress(OSError):  # only the last process can remove the run's folder
                     self.path.parent.rmdir()
 
     def _is_ours(self) -> bool:
-        """Whether the file is still this one: a successor of the same name replaces it."""
+        """Whether the path still has the file of this beacon, and not of a later process of the same name."""
         try:
             return self.path.stat().st_ino == self._inode
         except OSError:
@@ -186,7 +190,7 @@ class Beacon:
 
 
 class _NullBeacon(Beacon):
-    """Stands in before `open_beacon`: counts moves, writes nowhere."""
+    """Replaces the beacon before `open_beacon`: counts progress, but writes nowhere."""
 
     def __init__(self) -> None:
         super().__init__(Path(os.devnull), mmap.mmap(-1, mmap.PAGESIZE))
@@ -200,13 +204,13 @@ _current: Beacon = _NullBeacon()
 
 
 def current_beacon() -> Beacon:
-    """This process's beacon; before `open_beacon` one that writes nowhere."""
+    """The beacon of this process; before `open_beacon`, one that writes nowhere."""
     return _current
 
 
 def open_beacon(run: str, name: str, role: str, rank: int) -> Beacon:
-    """Creates this process's beacon; from here on `current_beacon()` returns it. An older file of that name is
-    replaced."""
+    """Creates the beacon of this process, which `current_beacon()` returns from then on. Replaces an older file of that
+    name."""
     global _current
     if not _BEACON_NAME.fullmatch(name):
         raise ValueError(f"beacon name {name!r}: expected up to 95 letters, digits, '.', '_' or '-'")
@@ -231,27 +235,27 @@ def open_beacon(run: str, name: str, role: str, rank: int) -> Beacon:
 
 
 def _clear_records(memory: mmap.mmap) -> None:
-    """Frames all records of a new file as empty."""
-    ring = [
+    """Marks all records of a new file as empty."""
+    tables = [
         (COUNTERS_AT, 96, MAX_COUNTERS, COUNTER_STRUCT),
         (WAITS_AT, 384, MAX_WAITS, WAIT_STRUCT),
         (EVENTS_AT, 128, MAX_EVENTS, EVENT_STRUCT),
     ]
-    for start, stride, count, layout in [(STAGE_AT, 0, 1, STAGE_STRUCT), *ring]:
+    for start, stride, count, layout in [(STAGE_AT, 0, 1, STAGE_STRUCT), *tables]:
         for at in range(start, start + max(stride, 1) * count, max(stride, 1)):
             clear_record(memory, at, layout)
     call_ring.clear_slots(memory, COMMUNICATORS_AT)
 
 
 def close_beacon(remove: bool = False) -> None:
-    """Closes the process's beacon; `current_beacon()` returns one that writes nowhere again."""
+    """Closes the beacon of this process. From then on `current_beacon()` returns one that writes nowhere."""
     global _current
     previous, _current = _current, _NullBeacon()
     previous.close(remove)
 
 
 def _forget_in_child() -> None:
-    # A forked child shares the parent's mapping: it must not write over the parent's records.
+    # A forked child shares the parent's mapping, and must not overwrite the parent's records.
     global _current
     _current = _NullBeacon()
 

@@ -91,12 +91,12 @@ def test_progress_of_worker_processes_counts_for_the_engine():
     code = "import sys; from lockstep.rollout.weight_loading import publish_worker_progress\n"
     code += "from lockstep.watch.beacon.writer import current_beacon\n"
     code += "with publish_worker_progress(sys.argv[1], int(sys.argv[2])): current_beacon().add('tensors', 1)"
-    before = current_beacon().moves
+    before = current_beacon().progress_count
     with watch_worker_progress(2) as path:
         for worker in "01":
             subprocess.run([sys.executable, "-c", code, path, worker], check=True, timeout=60)
         deadline = time.monotonic() + 30
-        while current_beacon().moves == before:
+        while current_beacon().progress_count == before:
             assert time.monotonic() < deadline
             time.sleep(0.01)
     with watch_worker_progress(1) as path, publish_worker_progress(path, 0):

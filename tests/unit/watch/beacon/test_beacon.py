@@ -101,7 +101,7 @@ def test_what_is_written_is_read(
     assert {name: (c.value, c.total) for name, c in state.counters.items()} == counters
     assert [(e.kind, e.text) for e in state.events] == events[-MAX_EVENTS:]
     assert [e.number for e in state.events] == list(range(1, len(events) + 1))[-MAX_EVENTS:]
-    assert state.moves == 1 + len(counters)
+    assert state.progress_count == 1 + len(counters)
     assert (state.pid, state.start_ticks, state.torn) == (os.getpid(), processes.start_ticks(os.getpid()), 0)
 
 
@@ -119,7 +119,7 @@ def test_moves_count_changes_only(run: str) -> None:
     own.add("tokens", 2)
     own.add("tokens", 0)
     own.add("fresh")
-    assert own.moves == only(run).moves == 3
+    assert own.progress_count == only(run).progress_count == 3
     counters = only(run).counters
     assert (counters["tokens"].value, counters["tokens"].total, counters["fresh"].value) == (7, 10, 1)
 
@@ -128,7 +128,7 @@ def test_more_counters_than_fit_still_move(run: str) -> None:
     own = open_beacon(run, "me", "policy", 0)
     for i in range(MAX_COUNTERS + 5):
         own.progress(f"c{i}", 1)
-    assert own.moves == MAX_COUNTERS + 5
+    assert own.progress_count == MAX_COUNTERS + 5
     assert len(only(run).counters) == MAX_COUNTERS
 
 
@@ -174,14 +174,14 @@ def test_waits_are_shown_innermost_per_thread(run: str) -> None:
         deadline = shown["MainThread"].deadline_ns
         assert deadline is not None
         assert deadline - shown["MainThread"].since_ns == 9_000_000_000
-        own, others = (current_beacon().waiting(id or 0) for id in (threading.get_native_id(), thread.native_id))
+        own, others = (current_beacon().innermost_wait(id or 0) for id in (threading.get_native_id(), thread.native_id))
         assert own is not None and others is not None
         assert (own.waits_for, others.waits_for) == ("inner", "reward-0"), "without a look at the file"
         assert shown["scorer"].kind == "queue.get"
         assert shown["scorer"].thread == thread.native_id
     leave.set()
     thread.join(10)
-    assert only(run).waits == () and current_beacon().waiting(threading.get_native_id()) is None
+    assert only(run).waits == () and current_beacon().innermost_wait(threading.get_native_id()) is None
 
 
 def test_an_outer_wait_comes_back(run: str) -> None:

@@ -122,7 +122,7 @@ def test_the_ring_holds_the_newest_calls_in_order(tmp_path_factory, calls, newes
         found = read_calls(mine.path, 0, newest)
         assert [call.seq for call in found] == list(range(1, calls + 1))[-min(newest, CALLS_PER_RING) :]
         assert all(call.signature == 3 * call.seq for call in found)
-        assert read_beacon(mine.path).moves == calls
+        assert read_beacon(mine.path).progress_count == calls
         close_beacon()
 
 
