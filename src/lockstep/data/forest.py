@@ -1,9 +1,9 @@
-"""The trees of a step as columns: what packing reads of thousands of samples, without an object for each.
+"""The training samples of a step as trees, stored as arrays, so that packing needs no object per sample.
 
-A sequence is a path from a root to a segment. Sequences that begin alike share the segments they have in common, so
-that these are computed once. Segments are numbered through all trees, ancestors first. A *term* is a segment for
-one of the sequences that it belongs to; a *target* is a token of a term to predict. Targets are
-numbered by tree, segment, term and token.
+A tree consists of segments of tokens, and a sequence is a path from its root to a segment. Sequences with the same
+beginning share segments, which are then computed once. Segments are numbered through all trees, ancestors first. A
+*term* is a pair of a segment and a sequence that contains it; a *target* is a token of a term that is to be predicted.
+Targets are numbered by tree, segment, term and token.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ import numpy as np
 
 @dataclass(slots=True)
 class Segment:
-    """Consecutive tokens that stay together; their context is the segment's ancestors."""
+    """Consecutive tokens that are not cut. Their context are the tokens of the segment's ancestors."""
 
     tokens: np.ndarray
     """int32 `[tokens]`."""
@@ -24,10 +24,10 @@ class Segment:
     loss_mask: np.ndarray | None = None
     """bool `[tokens]`: which tokens are targets; None means none."""
     fields: dict[str, np.ndarray] = field(default_factory=dict)
-    """Per-token values, float32 `[tokens]`, or `[terms, tokens]` where the segment belongs to several sequences."""
+    """Per-token values, float32 `[tokens]`, or `[terms, tokens]` if the segment belongs to several sequences."""
     sequence: int | tuple[int, ...] = ()
-    """Numbers of the sequences in the batch to which these tokens' losses belong. A turn shared by three branches has
-    three loss terms, one for each branch."""
+    """Numbers (in the batch) of the sequences for which the tokens have a loss. A turn that three sequences share has
+    three terms, one for each."""
 
     @property
     def sequences(self) -> tuple[int, ...]:
@@ -35,64 +35,64 @@ class Segment:
 
     @property
     def target_offsets(self) -> np.ndarray:
-        """int64 `[targets of one term]`: the tokens to predict, counted within the segment."""
+        """Positions of the tokens to predict within the segment, int64 `[targets of one term]`."""
         if self.loss_mask is None or not self.sequences:
             return np.empty(0, np.int64)
         return np.flatnonzero(self.loss_mask)
 
 
 def cumulative_bounds(sizes: np.ndarray) -> np.ndarray:
-    """int64 `[n + 1]`: where each of n consecutive items begins, and where the last one ends."""
+    """Returns where each of n consecutive items begins, and where the last one ends: int64 `[n + 1]`."""
     bounds = np.zeros(len(sizes) + 1, np.int64)
     np.cumsum(sizes, out=bounds[1:])
     return bounds
 
 
 def concatenated_ranges(starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """The ranges from each start on, concatenated: int64 `[sum of sizes]`."""
+    """Concatenates the ranges `start .. start + size`: int64 `[sum of sizes]`."""
     return np.repeat(starts - cumulative_bounds(sizes)[:-1], sizes) + np.arange(int(sizes.sum()), dtype=np.int64)
 
 
 @dataclass
 class Forest:
-    """Trees as columns."""
+    """Trees, stored as arrays over trees, segments, terms and targets."""
 
     names: list[str]
-    """`[trees]`: the sample's uid, for error messages."""
+    """`[trees]`: uid of each tree's sample, for error messages."""
     samples: np.ndarray
-    """int64 `[trees]`: the number of samples of a mini-batch that each counts for."""
+    """int64 `[trees]`: as how many samples of a mini-batch each tree counts."""
     tree: np.ndarray
-    """int64 `[segments]`, ascending."""
+    """int64 `[segments]`: the tree of each segment, ascending."""
     parent: np.ndarray
-    """int64 `[segments]`: the number of the parent, smaller than the segment's own; -1 for a root."""
+    """int64 `[segments]`: number of the parent, smaller than the segment's own; -1 for a root."""
     length: np.ndarray
-    """int64 `[segments]`: tokens."""
+    """int64 `[segments]`: number of tokens."""
     tokens: np.ndarray
     """int32 `[tokens of all segments]`."""
     target_count: np.ndarray
-    """int64 `[segments]`: targets of one term of the segment."""
+    """int64 `[segments]`: number of targets of one term of the segment."""
     target_offset: np.ndarray
-    """int64 `[sum of target_count]`: these targets' tokens, counted within the segment."""
+    """int64 `[sum of target_count]`: position of each target within its segment."""
     term_segment: np.ndarray
-    """int64 `[terms]`, ascending."""
+    """int64 `[terms]`: the segment of each term, ascending."""
     term_sequence: np.ndarray
-    """int32 `[terms]`."""
+    """int32 `[terms]`: the sequence of each term."""
     fields: dict[str, np.ndarray]
-    """float32 `[targets]` each, by name."""
+    """Per-target values, float32 `[targets]` each, by name."""
 
     @classmethod
     def of(
         cls, trees: Sequence[Sequence[Segment]], names: Sequence[str], samples: Sequence[int] | None = None
     ) -> "Forest":
-        """The columns of trees that are given segment by segment, parents first.
+        """Makes a forest of trees, each given as its segments, parents first.
 
         Args:
-            names: the name of each tree, for error messages.
-            samples: how many samples of a mini-batch each tree counts for; the number of its sequences when None.
+            names: name of each tree, for error messages.
+            samples: as how many samples of a mini-batch each tree counts; None: the number of its sequences.
 
         Raises:
-            ValueError: segments that form no tree, a target without a token before it, or a sample that lacks a field
-                which another sample has.
+            ValueError: segments do not form a tree, a target has no token before it, or a sample lacks a field that
+                another sample has.
         """
         for tree, name in zip(trees, names, strict=True):
             _check_tree(tree, name)
@@ -120,7 +120,7 @@ class Forest:
     def __len__(self) -> int:
         return len(self.names)
 
-    # --- derived from the columns
+    # --- derived arrays
 
     @cached_property
     def first_token(self) -> np.ndarray:
@@ -150,19 +150,19 @@ class Forest:
 
     @cached_property
     def sequences_of_tree(self) -> np.ndarray:
-        """int64 `[trees]`: the number of each tree's sequences."""
+        """int64 `[trees]`: number of sequences of each tree."""
         first = np.unique(self.term_sequence, return_index=True)[1]
         return np.bincount(self.tree[self.term_segment[first]], minlength=len(self))
 
     @cached_property
     def depth(self) -> np.ndarray:
-        """int64 `[segments]`: tokens of all ancestors."""
-        found = np.zeros(len(self.parent), np.int64)
+        """int64 `[segments]`: number of tokens of all ancestors."""
+        depth = np.zeros(len(self.parent), np.int64)
         above = self.parent
         while (deeper := above >= 0).any():
-            found += np.where(deeper, self.length[above], 0)
+            depth += np.where(deeper, self.length[above], 0)
             above = np.where(deeper, self.parent[above], -1)
-        return found
+        return depth
 
     @cached_property
     def has_targets_below(self) -> np.ndarray:
@@ -174,17 +174,17 @@ class Forest:
         return found
 
     def path(self, segment: int) -> list[int]:
-        """The segments from the root to the given one."""
+        """Returns the segments from the root to the given one."""
         found = [segment]
         while (above := int(self.parent[found[-1]])) >= 0:
             found.append(above)
         return found[::-1]
 
     def check_sequences(self) -> None:
-        """Raises ValueError where two trees have the same sequence, or a sequence is not a single path."""
+        """Raises ValueError if two trees have the same sequence, or a sequence is not a single path."""
         order = np.argsort(self.term_sequence, kind="stable")
-        again = np.flatnonzero(np.diff(self.term_sequence[order]) == 0)
-        for one, other in zip(order[again].tolist(), order[again + 1].tolist(), strict=True):
+        repeated = np.flatnonzero(np.diff(self.term_sequence[order]) == 0)
+        for one, other in zip(order[repeated].tolist(), order[repeated + 1].tolist(), strict=True):
             above, below = int(self.term_segment[one]), int(self.term_segment[other])
             sequence, names = int(self.term_sequence[one]), [self.names[self.tree[each]] for each in (above, below)]
             if self.tree[above] != self.tree[below]:
@@ -194,7 +194,7 @@ class Forest:
 
 
 def _check_tree(segments: Sequence[Segment], name: str) -> None:
-    """Raises ValueError where the segments form no tree, or a target has no token before it."""
+    """Raises ValueError if the segments do not form a tree, or a target has no token before it."""
     for index, segment in enumerate(segments):
         where = f"segment {index} of sample {name!r}"
         if segment.tokens.size == 0:
@@ -222,7 +222,7 @@ def _sequence_count(segments: Sequence[Segment]) -> int:
 def _target_fields(
     segments: Sequence[Segment], targets: Sequence[np.ndarray], names: Sequence[str]
 ) -> dict[str, np.ndarray]:
-    """Each field of all targets, by name."""
+    """Returns each field of all targets, by name."""
     values: dict[str, list[np.ndarray]] = {
         name: [] for name in sorted({name for segment in segments for name in segment.fields})
     }

@@ -1,4 +1,4 @@
-"""Builds the trees that a step learns from: of rollouts and of documents."""
+"""Builds the trees of a training step from rollouts or documents."""
 
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
@@ -13,21 +13,20 @@ from lockstep.data.samples import Completion, Document, Group, Rollouts
 def forest_from_rollouts(
     rollouts: Rollouts, advantages: npt.ArrayLike | None = None, mask_truncated: bool = False
 ) -> Forest:
-    """One tree per group: the prompt, and each completion as its child, or, where completions of several turns begin
-    with the same ones, those once and what follows as their children.
+    """Builds one tree per group: the prompt is the root, and completions are its children. Completions that begin with
+    the same turns share segments for these turns, with the following turns as children.
 
-    Sequence `g * G + k` is completion k of group g. A turn that several completions share carries one loss term for
-    each of them; tokens that an environment wrote carry none. A completion without tokens has nothing to learn from
-    and gets no segment.
+    Sequence `g * G + k` is completion k of group g. A turn that several completions share has one term for each of
+    them; tokens that an environment wrote are no targets. A completion without tokens gets no segment.
 
     Args:
         rollouts: groups of equal size G.
-        advantages: float `[groups, G]`, or `[groups, G, longest completion]` for one value per token; None where they
-            are only known later (`TrainingBatch.set_per_target`).
-        mask_truncated: leave out completions that a limit of tokens cut.
+        advantages: float `[groups, G]`, or `[groups, G, longest completion]` for one value per token; None if they are
+            set later (`TrainingBatch.set_per_target`).
+        mask_truncated: leave out completions that ended at the limit of tokens.
 
     Raises:
-        ValueError: shapes that do not match, or an advantage that is not finite.
+        ValueError: shapes do not match, or an advantage is not finite.
     """
     values = None if advantages is None else np.asarray(advantages, dtype=np.float32)
     size = len(rollouts.groups[0].completions) if rollouts.groups else 0
@@ -45,46 +44,52 @@ def forest_from_rollouts(
         raise ValueError(
             f"the advantages of group {rollouts.groups[g].prompt.uid!r} are not finite: {values[g].tolist()}"
         )
-    given = [
+    learned = [
         (number, completion)
         for number, completion in enumerate(each for group in rollouts.groups for each in group.completions)
         if not (mask_truncated and completion.finish == "length")
     ]
-    if any(completion.mask is not None for _, completion in given):
-        trees = _multi_turn_trees(rollouts.groups, size, dict(given), values)
+    if any(completion.mask is not None for _, completion in learned):
+        trees = _multi_turn_trees(rollouts.groups, size, dict(learned), values)
         return Forest.of(trees, [group.prompt.uid for group in rollouts.groups], [size] * len(rollouts.groups))
-    return _single_turn_forest(rollouts.groups, size, given, values)
+    return _single_turn_forest(rollouts.groups, size, learned, values)
 
 
 def _single_turn_forest(
-    groups: Sequence[Group], size: int, given: Sequence[tuple[int, Completion]], advantages: np.ndarray | None
+    groups: Sequence[Group], size: int, learned: Sequence[tuple[int, Completion]], advantages: np.ndarray | None
 ) -> Forest:
-    """Groups whose completions are entirely the model's: each completion is a child of its prompt."""
-    for _, completion in given:
+    """Builds the forest of groups without environments: each completion is a child of its prompt."""
+    for _, completion in learned:
         if len(completion.logprobs) != len(completion.tokens):
-            _refuse_logprobs(completion)
-    some = [(number, completion) for number, completion in given if len(completion.tokens)]
-    numbers = np.asarray([number for number, _ in some], np.int64)
+            _raise_logprobs_mismatch(completion)
+    nonempty = [(number, completion) for number, completion in learned if len(completion.tokens)]
+    numbers = np.asarray([number for number, _ in nonempty], np.int64)
     prompts = [group.prompt.tokens for group in groups]
     if not all(map(len, prompts)):
-        lost = next(group.prompt.uid for group in groups if not len(group.prompt.tokens))
-        raise ValueError(f"segment 0 of sample {lost!r} has no tokens")
+        empty_prompt = next(group.prompt.uid for group in groups if not len(group.prompt.tokens))
+        raise ValueError(f"segment 0 of sample {empty_prompt!r} has no tokens")
     owner = numbers // max(size, 1)
     # A prompt comes before its completions, which keep their order.
     tree = np.concatenate([np.arange(len(groups)), owner])
     order = np.argsort(tree, kind="stable")
     place = np.empty(len(order), np.int64)
     place[order] = np.arange(len(order))
-    parts = [*prompts, *(completion.tokens for _, completion in some)]
+    parts = [*prompts, *(completion.tokens for _, completion in nonempty)]
     length = np.asarray([len(part) for part in parts], np.int64)
-    own = length[len(groups) :]
-    target_count = np.concatenate([np.zeros(len(groups), np.int64), own])[order]
+    completion_lengths = length[len(groups) :]
+    target_count = np.concatenate([np.zeros(len(groups), np.int64), completion_lengths])[order]
     fields: dict[str, np.ndarray] = {}
-    if some and advantages is not None:
+    if nonempty and advantages is not None:
         flat = advantages.reshape(len(groups) * size, -1)[numbers]
-        fields["advantage"] = np.repeat(flat[:, 0], own) if advantages.ndim == 2 else _first_values(flat, own)
-    if some:
-        fields["engine_logprob"] = np.concatenate([completion.logprobs for _, completion in some]).astype(np.float32)
+        fields["advantage"] = (
+            np.repeat(flat[:, 0], completion_lengths)
+            if advantages.ndim == 2
+            else _first_values(flat, completion_lengths)
+        )
+    if nonempty:
+        fields["engine_logprob"] = np.concatenate([completion.logprobs for _, completion in nonempty]).astype(
+            np.float32
+        )
     return Forest(
         names=[group.prompt.uid for group in groups],
         samples=np.full(len(groups), size, np.int64),
@@ -101,13 +106,13 @@ def _single_turn_forest(
 
 
 def _first_values(values: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """The first `sizes` values of each row of `[rows, width]`, concatenated. ValueError where a row has fewer."""
+    """Concatenates the first `sizes` values of each row of `[rows, width]`. Raises ValueError if a row has fewer."""
     if sizes.max(initial=0) > values.shape[1]:
-        raise ValueError(f"there are advantages for {values.shape[1]} tokens, and a completion of {sizes.max()}")
+        raise ValueError(f"there are advantages for {values.shape[1]} tokens, but a completion has {sizes.max()}")
     return np.asarray(values[np.arange(values.shape[1]) < sizes[:, None]])
 
 
-def _refuse_logprobs(completion: Completion) -> NoReturn:
+def _raise_logprobs_mismatch(completion: Completion) -> NoReturn:
     raise ValueError(
         f"completion {completion.request!r} has {len(completion.logprobs)} log-probabilities for "
         f"{len(completion.tokens)} tokens"
@@ -115,15 +120,15 @@ def _refuse_logprobs(completion: Completion) -> NoReturn:
 
 
 def _multi_turn_trees(
-    groups: Sequence[Group], size: int, given: Mapping[int, Completion], advantages: np.ndarray | None
+    groups: Sequence[Group], size: int, learned: Mapping[int, Completion], advantages: np.ndarray | None
 ) -> list[list[Segment]]:
-    """Groups with turns: common beginnings of completions become one segment."""
+    """Builds the trees of groups with environments: completions share segments for the turns with which all begin."""
     trees = []
     for g, group in enumerate(groups):
         terms = [
-            _SequenceTerm(g * size + k, given[g * size + k], None if advantages is None else advantages[g, k])
+            _SequenceTerm(g * size + k, learned[g * size + k], None if advantages is None else advantages[g, k])
             for k in range(size)
-            if g * size + k in given
+            if g * size + k in learned
         ]
         segments = [Segment(np.asarray(group.prompt.tokens, np.int32))]
         _add_segments(segments, 0, 0, [term for term in terms if term.tokens.size])
@@ -132,19 +137,19 @@ def _multi_turn_trees(
 
 
 class _SequenceTerm:
-    """A completion to add to a tree: its values and where its turns end."""
+    """A completion to add to a tree: its per-token values, and where its turns end."""
 
     def __init__(self, sequence: int, completion: Completion, advantage: np.ndarray | None) -> None:
         self.sequence = sequence
         self.tokens = np.asarray(completion.tokens, np.int32)
         size = self.tokens.size
         if len(completion.logprobs) != size:
-            _refuse_logprobs(completion)
+            _raise_logprobs_mismatch(completion)
         if completion.mask is not None and completion.mask.shape != (size,):
             raise ValueError(
                 f"completion {completion.request!r} has a mask of shape {completion.mask.shape} for {size} tokens"
             )
-        self.shares = completion.mask is not None
+        self.can_share = completion.mask is not None
         self.mask = np.ones(size, np.bool_) if completion.mask is None else completion.mask
         self.fields = {"engine_logprob": np.asarray(completion.logprobs, np.float32)}
         if advantage is not None:
@@ -152,34 +157,35 @@ class _SequenceTerm:
             self.fields["advantage"] = np.full(size, advantage, np.float32) if one else advantage[:size]
         self.ends = [*(np.flatnonzero(np.diff(self.mask)) + 1).tolist(), size]
 
-    def piece(self, start: int) -> tuple[bytes, bytes, int]:
-        """The tokens from `start` to the next change of writer, to compare with other completions."""
+    def turn(self, start: int) -> tuple[bytes, bytes, int]:
+        """Returns the tokens and mask from `start` to the end of the turn, to compare with other completions, and that
+        end."""
         end = next(end for end in self.ends if end > start)
         return self.tokens[start:end].tobytes(), self.mask[start:end].tobytes(), end
 
 
 def _add_segments(segments: list[Segment], parent: int, start: int, terms: Sequence[_SequenceTerm]) -> None:
-    """Adds what follows `start` in the given completions, which are equal before it, below `parent`.
+    """Adds the tokens from `start` on, of completions that are equal before `start`, as descendants of `parent`.
 
-    Only completions with a mask are compared: those of one turn differ within a few tokens, and cutting them there
-    would cost more than it saves.
+    Only completions with a mask share segments: completions of a single turn differ after a few tokens, and cutting
+    them there would cost more than it saves.
     """
-    alike: dict[object, list[_SequenceTerm]] = {}
+    groups_by_turn: dict[object, list[_SequenceTerm]] = {}
     for term in terms:
-        key = term.piece(start)[:2] if term.shares else term.sequence
-        alike.setdefault(key, []).append(term)
-    for members in alike.values():
+        key = term.turn(start)[:2] if term.can_share else term.sequence
+        groups_by_turn.setdefault(key, []).append(term)
+    for members in groups_by_turn.values():
         end = _common_end(members, start)
-        one = members[0]
-        fields = {name: np.stack([each.fields[name][start:end] for each in members]) for name in one.fields}
+        first = members[0]
+        fields = {name: np.stack([each.fields[name][start:end] for each in members]) for name in first.fields}
         if len(members) == 1:
             fields = {name: values[0] for name, values in fields.items()}
         numbers = tuple(each.sequence for each in members)
         segments.append(
             Segment(
-                one.tokens[start:end],
+                first.tokens[start:end],
                 parent,
-                one.mask[start:end],
+                first.mask[start:end],
                 fields,
                 numbers[0] if len(numbers) == 1 else numbers,
             )
@@ -188,12 +194,12 @@ def _add_segments(segments: list[Segment], parent: int, start: int, terms: Seque
 
 
 def _common_end(members: Sequence[_SequenceTerm], start: int) -> int:
-    """Where the members begin to differ: at the end of a piece, or of all of them."""
+    """Returns the end of the turns that all members have in common."""
     if len(members) == 1:
         return int(members[0].tokens.size)
     end = start
     while all(each.tokens.size > end for each in members):
-        pieces = {each.piece(end) for each in members}
+        pieces = {each.turn(end) for each in members}
         if len(pieces) > 1:
             break
         end = pieces.pop()[2]
@@ -201,10 +207,10 @@ def _common_end(members: Sequence[_SequenceTerm], start: int) -> int:
 
 
 def forest_from_documents(documents: Sequence[Document]) -> Forest:
-    """One tree of one segment per document; sequence i is document i.
+    """Builds one tree of a single segment per document; sequence i is document i.
 
     Raises:
-        ValueError: a mask that does not fit, or has the first token as a target.
+        ValueError: a mask has another length than its tokens, or marks the first token as a target.
     """
     trees = []
     for number, document in enumerate(documents):

@@ -1,6 +1,4 @@
-"""Micro-batches: packed rows with their targets, from the packing plan to the bytes for a rank and the tensors on its
-device.
-"""
+"""Builds micro-batches (packed rows with their targets) from a packing plan, and encodes them to be sent to ranks."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -19,49 +17,49 @@ from lockstep.data.row_layout import RowLayout
 Array = TypeVar("Array", np.ndarray, Tensor)
 
 Bounds = tuple[np.ndarray, np.ndarray, np.ndarray]
-"""Where rows begin and end in columns of tokens, of segments and of targets."""
+"""Bounds of the rows in the columns of tokens, segments and targets."""
 
 EncodedMicroBatches = tuple[list[str], bytes, bytes]
-"""The micro-batches of one rank on their way to it: names of the fields; int32 `[micro-batches, 3]`, the numbers of
-tokens, segments and targets; then each column of all micro-batches, `_COLUMNS` as int32 and the fields as float32."""
+"""The encoded micro-batches of one rank: names of the fields; the numbers of tokens, segments and targets as int32
+`[micro-batches, 3]`; each column of all micro-batches, `_COLUMNS` as int32 and the fields as float32."""
 
 
 @dataclass(slots=True)
 class MicroBatch(Generic[Array]):
-    """A packed row: a forest of segments with the targets to predict in it. `MicroBatch[np.ndarray]` on the host,
-    `MicroBatch[Tensor]` on the device that computes it.
+    """A packed row: segments that form trees, and the targets to predict in them. `MicroBatch[np.ndarray]` on the host,
+    `MicroBatch[Tensor]` on a rank's device.
 
     A target is a pair: the token at `sources[i]` predicts `targets[i]`. The last token of a prompt is the
     source of the first target of each of its completions.
     """
 
     tokens: Array
-    """int32 `[tokens]`; int64 on the device, as all indices there."""
+    """int32 `[tokens]`. On the device, this and all indices are int64."""
     lengths: np.ndarray
-    """int32 `[segments]`; stays on the host."""
+    """int32 `[segments]`. Always on the host."""
     parents: np.ndarray
-    """int32 `[segments]`; stays on the host."""
+    """int32 `[segments]`. Always on the host."""
     sources: Array
     """int32 `[targets]`: index of a token in this row."""
     targets: Array
     """int32 `[targets]`: token ids."""
     index: np.ndarray
-    """int64 `[targets]`: each target's place in the batch's flat per-target arrays; -1 in an empty micro-batch and
-    after the way to a rank. Stays on the host."""
+    """int64 `[targets]`: index of each target in the per-target arrays of the batch; -1 in an empty micro-batch, and on
+    ranks, which do not get it. Always on the host."""
     fields: dict[str, Array] = field(default_factory=dict)
-    """Per-target values, float32 `[targets]`. `weight` is always present: the factor of the target's loss, which
-    includes the aggregation and its denominator, so that a step's loss is a plain sum over all targets of all
-    ranks. GRPO adds `advantage`, `engine_logprob`, and where needed `old_logprob`, `reference_logprob`."""
+    """Per-target values, float32 `[targets]`. `weight`, the factor of the target's loss, is always present. It includes
+    the aggregation and its denominator, so that a step's loss is a sum over all targets of all ranks. GRPO adds
+    `advantage`, `engine_logprob`, and if needed `old_logprob` and `reference_logprob`."""
     sequences: Array | None = None
-    """int32 `[targets]`: the number in the batch of each target's sequence, -1 in an empty micro-batch. On the device
-    they are numbered from 0 within the row. `pack` always sets it; a row made by hand may leave it out."""
+    """int32 `[targets]`: number of each target's sequence in the batch; -1 in an empty micro-batch. On the device,
+    sequences are numbered from 0 within the row. `pack` always sets it."""
 
     def layout(self) -> RowLayout:
-        """A new layout of the row; it caches masks, so it is made once per forward and released afterwards."""
+        """Returns a new layout of the row. It caches masks, so make one per forward and release it afterwards."""
         return RowLayout(self.lengths.tolist(), self.parents.tolist())
 
     def to(self: "MicroBatch[np.ndarray]", device: torch.device) -> "MicroBatch[Tensor]":
-        """The row as tensors on a device."""
+        """Copies the row to a device, as tensors."""
 
         def indices(values: np.ndarray) -> Tensor:
             return torch.from_numpy(values.astype(np.int64)).to(device, non_blocking=True)
@@ -90,15 +88,16 @@ _COLUMNS = {
     "targets": _TARGET,
     "sequences": _TARGET,
 }
-"""The int32 columns of a micro-batch that go to a rank, in this order, and what each has one number for."""
+"""The int32 columns of a micro-batch that are sent to a rank, in this order, and whether they have one value per token,
+segment or target."""
 
 
 @dataclass
 class MiniBatch:
-    """One optimizer step: the same number of micro-batches for each rank.
+    """The data of one optimizer step: the same number of micro-batches for each rank.
 
-    Micro-batch m of rank r is row `r * microbatches + m`. Row i has the values from `bounds[i]` to `bounds[i + 1]` of
-    each column.
+    Micro-batch m of rank r is row `r * microbatches + m`. Row i has the values `bounds[i]` to `bounds[i + 1]` of each
+    column.
     """
 
     columns: MicroBatch[np.ndarray]
@@ -108,27 +107,27 @@ class MiniBatch:
     target_bounds: np.ndarray
     ranks: int
     microbatches: int
-    """Per rank."""
+    """Number of micro-batches per rank."""
     targets: int = 0
-    """Targets with a loss, over all ranks."""
+    """Number of targets with a loss, over all ranks."""
     sequences: int = 0
     skipped: int = 0
-    """Sequences of these that are in no row, because their groups have nothing to learn."""
+    """Number of sequences that are in no row, because their groups have no gradient."""
 
     @cached_property
     def by_rank(self) -> list[list[MicroBatch[np.ndarray]]]:
-        """`[ranks][micro-batches]`, as views of the columns."""
+        """Returns `[ranks][micro-batches]`, as views of the columns."""
         numbers = range(self.microbatches)
         return [[self.row(rank * self.microbatches + number) for number in numbers] for rank in range(self.ranks)]
 
     def row(self, number: int) -> MicroBatch[np.ndarray]:
-        """One micro-batch, as views of the columns."""
+        """Returns one micro-batch, as views of the columns."""
         bounds = (self.token_bounds, self.segment_bounds, self.target_bounds)
         parts = [slice(*each[number : number + 2]) for each in bounds]
         return _map_columns(self.columns, lambda values, kind, _: values[parts[kind]])
 
     def encode(self) -> Iterator[EncodedMicroBatches]:
-        """The micro-batches of each rank as bytes, in the order of ranks; without `index`, which stays here."""
+        """Encodes the micro-batches of each rank, in the order of ranks, without `index`."""
         columns = [*(getattr(self.columns, name) for name in _COLUMNS), *self.columns.fields.values()]
         views = [each.data.cast("B") for each in columns]
         kinds = [*_COLUMNS.values(), *(_TARGET for _ in self.columns.fields)]
@@ -142,7 +141,7 @@ class MiniBatch:
 
 
 def decode_micro_batches(encoded: EncodedMicroBatches) -> list[MicroBatch[np.ndarray]]:
-    """The micro-batches of a rank, from what `MiniBatch.encode` made of them."""
+    """Decodes the micro-batches of a rank that `MiniBatch.encode` encoded."""
     names, raw_sizes, data = encoded
     sizes = np.frombuffer(raw_sizes, np.int32).reshape(-1, 3)
     bounds = np.zeros((len(sizes) + 1, 3), np.int64)
@@ -172,37 +171,37 @@ def decode_micro_batches(encoded: EncodedMicroBatches) -> list[MicroBatch[np.nda
 
 
 def build_mini_batch(plan: PackingPlan, forest: Forest, fields: dict[str, np.ndarray]) -> MiniBatch:
-    """The rows of all ranks, as planned.
+    """Builds the rows of all ranks according to the plan.
 
     Args:
-        fields: float32 `[targets]` each, by name.
+        fields: per-target values of the forest, float32 `[targets]` each, by name.
     """
     order = plan.order()
     count = plan.ranks * plan.microbatches
     row = plan.row[order]
-    held = np.diff(plan.first_segment)[order]
-    segment = plan.segment[concatenated_ranges(plan.first_segment[:-1][order], held)]
-    piece = np.repeat(np.arange(len(order)), held)
-    """The piece of each segment, counted in this order."""
+    segment_counts = np.diff(plan.first_segment)[order]
+    segment = plan.segment[concatenated_ranges(plan.first_segment[:-1][order], segment_counts)]
+    piece = np.repeat(np.arange(len(order)), segment_counts)
+    """The piece of each segment, numbered in this order."""
     length = forest.length[segment]
     start = cumulative_bounds(length)
     row_of_segment = row[piece]
     token_bounds = cumulative_bounds(np.bincount(row_of_segment, length, count).astype(np.int64))
-    # A segment's place among those of its piece, to find parents: pieces have their segments in ascending order.
+    # Finds parents by (piece, segment), which is sorted: a piece has its segments in ascending order.
     key = piece * (len(forest.tree) + 1) + segment
-    up = forest.parent[segment]
-    parent = np.where(up < 0, -1, np.searchsorted(key, piece * (len(forest.tree) + 1) + up))
+    parent_segment = forest.parent[segment]
+    parent = np.where(parent_segment < 0, -1, np.searchsorted(key, piece * (len(forest.tree) + 1) + parent_segment))
 
-    owned = np.diff(plan.first_term)[order]
-    term = plan.term[concatenated_ranges(plan.first_term[:-1][order], owned)]
-    piece_of_term = np.repeat(np.arange(len(order)), owned)
+    term_counts = np.diff(plan.first_term)[order]
+    term = plan.term[concatenated_ranges(plan.first_term[:-1][order], term_counts)]
+    piece_of_term = np.repeat(np.arange(len(order)), term_counts)
     source = forest.term_segment[term]
     entry = np.searchsorted(key, piece_of_term * (len(forest.tree) + 1) + source)
     targets = forest.target_count[source]
     offset = forest.target_offset[concatenated_ranges(forest.first_offset[source], targets)]
     begin = start[entry] - token_bounds[row[piece_of_term]]
-    above = parent[entry]
-    before = start[above] + length[above] - 1 - token_bounds[row[piece_of_term]]  # never used for a root
+    parent_entry = parent[entry]
+    before = start[parent_entry] + length[parent_entry] - 1 - token_bounds[row[piece_of_term]]  # never used for a root
     sources = np.where(offset == 0, np.repeat(before, targets), np.repeat(begin - 1, targets) + offset)
     index = concatenated_ranges(forest.target_bounds[term], targets)
 
@@ -234,7 +233,7 @@ def build_mini_batch(plan: PackingPlan, forest: Forest, fields: dict[str, np.nda
 def _fill_empty_rows(
     columns: MicroBatch[np.ndarray], bounds: Bounds, empty: np.ndarray
 ) -> tuple[MicroBatch[np.ndarray], Bounds]:
-    """Gives rows without work one token of weight zero: their rank enters the same collectives as the others."""
+    """Gives empty rows one token of weight zero, so that their rank enters the same collectives as the others."""
     if not empty.size:
         return columns, bounds
 
@@ -254,7 +253,7 @@ def _fill_empty_rows(
 def _map_columns(
     columns: MicroBatch[np.ndarray], change: Callable[[np.ndarray, int, str], np.ndarray]
 ) -> MicroBatch[np.ndarray]:
-    """Each column changed by a function of it, of what it has one number for, and of its name."""
+    """Applies `change(column, kind, name)` to each column. The kind is _TOKEN, _SEGMENT or _TARGET."""
     return MicroBatch(
         tokens=change(columns.tokens, _TOKEN, "tokens"),
         lengths=change(columns.lengths, _SEGMENT, "lengths"),

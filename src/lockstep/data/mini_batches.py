@@ -1,12 +1,11 @@
-"""Packing: from trees to the micro-batches of every rank, with all denominators known beforehand.
+"""Makes mini-batches for the ranks from the trees of a step.
 
     batch = pack(forest_from_rollouts(rollouts, advantages), ranks=2, token_budget=4096)
     for minibatch in batch.minibatches(cfg.epochs, cfg.minibatch_size, cfg.loss, seed=seed):
         ...
 
-A target (one token of one sequence to predict) has a number in the batch, `MicroBatch.index`, which
-does not depend on how the batch was packed. All modes give the same targets with the same values; they differ in how
-many tokens are computed for them.
+A target (a token to predict in one sequence) has a number in the batch, `MicroBatch.index`, which does not depend on
+the packing mode. All modes yield the same targets with the same values; they differ in how many tokens are computed.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,11 +22,11 @@ from lockstep.data.sample_sources import permutation
 
 
 class TrainingBatch:
-    """The trees of a step, from which mini-batches are made for epochs and evaluations.
+    """The trees of a step. Makes the mini-batches for its epochs and evaluations.
 
     Attributes:
-        forest: the trees, in the order given.
-        fields: float32 `[targets]` each, by name; without `weight`, which belongs to a mini-batch.
+        forest: the trees.
+        fields: per-target values, float32 `[targets]` each, by name; without `weight`, which depends on the mini-batch.
         sequences: int32 `[targets]`: the sequence of each target.
     """
 
@@ -41,7 +40,7 @@ class TrainingBatch:
         self.forest.check_sequences()
         check_token_budget(self.forest, token_budget)
         self.sequences, self.fields = self.forest.sequences, dict(self.forest.fields)
-        self._set: dict[str, np.ndarray] = {}
+        self._is_set: dict[str, np.ndarray] = {}
 
     @property
     def targets(self) -> int:
@@ -57,34 +56,34 @@ class TrainingBatch:
         seed: int = 0,
         max_tokens: int | None = None,
     ) -> Iterator[MiniBatch]:
-        """The optimizer steps of the batch.
+        """Yields the data of each optimizer step.
 
-        Mini-batches are made of whole trees. Their order is drawn from (seed, epoch), except where all trees go
-        into one step anyway. Trees that cannot change a weight (`zero_advantage_has_no_gradient`, and all advantages
-        zero) are in no row; denominators and steps still count them.
+        Mini-batches consist of whole trees, in a random order given by (seed, epoch), unless all trees are in one step.
+        Trees without a gradient (all advantages zero, and `zero_advantage_has_no_gradient`) are in no row, but count in
+        denominators and steps.
 
         Args:
-            minibatch_size: sequences per optimizer step; all of them when None.
-            loss: whose `aggregation` and `norm_length` become the weights; token-mean when None.
-            max_tokens: divisor of `seq-mean-token-sum-norm` where the loss names none.
+            minibatch_size: number of sequences per optimizer step; None: all.
+            loss: its `aggregation` and `norm_length` determine the weights; None: token-mean.
+            max_tokens: divisor of `seq-mean-token-sum-norm` if the loss has no `norm_length`.
 
         Raises:
-            ValueError: a mini-batch size that would cut a group.
+            ValueError: the mini-batch size would split a group.
         """
         aggregation: Aggregation = loss.aggregation if loss else "token-mean"
         norm_length = (loss.norm_length if loss else None) or max_tokens
         skips = loss is not None and zero_advantage_has_no_gradient(loss)
-        idle = self._without_signal() if skips else np.zeros(len(self.forest), np.bool_)
+        without_gradient = self._zero_advantage_trees() if skips else np.zeros(len(self.forest), np.bool_)
         parts = self._split(np.arange(len(self.forest)), minibatch_size)
         for epoch in range(epochs):
             if len(parts) > 1:
                 order = permutation(len(self.forest), seed, epoch)
                 parts = self._split(order, minibatch_size)
             for part in parts:
-                yield self._make_mini_batch(part, aggregation, norm_length, idle)
+                yield self._make_mini_batch(part, aggregation, norm_length, without_gradient)
 
-    def _without_signal(self) -> np.ndarray:
-        """bool `[trees]`: whether all advantages of the tree are zero."""
+    def _zero_advantage_trees(self) -> np.ndarray:
+        """Returns whether all advantages of each tree are zero, bool `[trees]`."""
         if "advantage" not in self.fields:
             return np.zeros(len(self.forest), np.bool_)
         some = np.concatenate([[0], np.cumsum(self.fields["advantage"] != 0)])
@@ -92,27 +91,27 @@ class TrainingBatch:
         return np.asarray(some[bounds[1:]] == some[bounds[:-1]])
 
     def everything(self) -> MiniBatch:
-        """All trees as one mini-batch, for evaluation."""
+        """Returns all trees as one mini-batch, for evaluation."""
         return self._make_mini_batch(
             np.arange(len(self.forest)), "token-mean", None, np.zeros(len(self.forest), np.bool_)
         )
 
     def set_field(self, name: str, minibatch: MiniBatch, values: Sequence[Sequence[np.ndarray]]) -> None:
-        """Puts per-target values that the ranks computed for `minibatch` back onto the targets.
+        """Stores per-target values that the ranks computed for `minibatch`.
 
-        All later mini-batches include the field. It may be set in parts; until it is set for all targets, no mini-batch
-        can be made.
+        Later mini-batches include the field. It may be set in several calls; before it is set for all targets, no
+        mini-batch can be made.
 
         Args:
-            values: `[ranks][micro-batches]` arrays of float `[targets]`, as `Trainer.evaluate` returned them.
+            values: `[ranks][micro-batches]` arrays of float `[targets]`, as `Trainer.evaluate` returns them.
 
         Raises:
-            ValueError: values that do not fit the mini-batch, naming rank and micro-batch.
+            ValueError: the shapes of the values do not match the mini-batch. Names rank and micro-batch.
         """
         if name == "weight":
             raise ValueError("the weights of targets follow from the aggregation and cannot be set")
         field = self.fields.setdefault(name, np.zeros(self.targets, np.float32))
-        have = self._set.setdefault(name, np.zeros(self.targets, np.bool_))
+        is_set = self._is_set.setdefault(name, np.zeros(self.targets, np.bool_))
         if len(values) != minibatch.ranks:
             raise ValueError(f"{name!r} has values of {len(values)} ranks, expected {minibatch.ranks}")
         sizes = iter(np.diff(minibatch.target_bounds).tolist())
@@ -129,16 +128,16 @@ class TrainingBatch:
         index = minibatch.columns.index
         real = index >= 0
         field[index[real]] = np.concatenate([array for arrays in values for array in arrays])[real]
-        have[index[real]] = True
+        is_set[index[real]] = True
 
     def set_per_target(self, name: str, values: np.ndarray) -> None:
-        """Gives every target its own value.
+        """Sets a field for all targets.
 
         Args:
             values: float `[targets]`, in the order of `sequences`; within a sequence in the order of its tokens.
 
         Raises:
-            ValueError: a wrong shape, or a value that is not finite.
+            ValueError: the shape is wrong, or a value is not finite.
         """
         if name == "weight":
             raise ValueError("the weights of targets follow from the aggregation and cannot be set")
@@ -156,40 +155,41 @@ class TrainingBatch:
         if size is None:
             return [order]
         parts: list[list[int]] = [[]]
-        held = 0
+        sequences_in_part = 0
         sizes = self.forest.samples.tolist()
         if sizes and (max(sizes) > size or (min(sizes) == max(sizes) > 0 and size % max(sizes))):
             raise ValueError(
-                f"minibatch_size is {size}, but groups have up to {max(sizes)} completions and are not cut: "
+                f"minibatch_size is {size}, but groups have up to {max(sizes)} completions and are not split: "
                 f"use a multiple of {max(sizes)}"
             )
         for tree in order.tolist():
-            if held + sizes[tree] > size:
+            if sequences_in_part + sizes[tree] > size:
                 parts.append([])
-                held = 0
+                sequences_in_part = 0
             parts[-1].append(tree)
-            held += sizes[tree]
+            sequences_in_part += sizes[tree]
         return [np.asarray(part) for part in parts]
 
     def _make_mini_batch(
-        self, order: np.ndarray, aggregation: Aggregation, norm_length: int | None, idle: np.ndarray
+        self, order: np.ndarray, aggregation: Aggregation, norm_length: int | None, without_gradient: np.ndarray
     ) -> MiniBatch:
-        for name, have in self._set.items():
-            if not have.all():
-                raise ValueError(f"field {name!r} is set for {int(have.sum())} of {self.targets} targets")
-        # The order decides which trees share an optimizer step, not their places in it.
+        for name, is_set in self._is_set.items():
+            if not is_set.all():
+                raise ValueError(f"field {name!r} is set for {int(is_set.sum())} of {self.targets} targets")
+        # The order only decides which trees share an optimizer step, not their order within it.
         part = np.sort(order)
-        plan = plan_packing(self.forest, part[~idle[part]], self.ranks, self.token_budget, self.mode)
+        plan = plan_packing(self.forest, part[~without_gradient[part]], self.ranks, self.token_budget, self.mode)
         weights, targets, sequences = self._weights(part, aggregation, norm_length)
-        found = build_mini_batch(plan, self.forest, {**self.fields, "weight": weights})
-        found.targets, found.sequences = targets, sequences
-        found.skipped = int(self.forest.sequences_of_tree[part[idle[part]]].sum())
-        return found
+        minibatch = build_mini_batch(plan, self.forest, {**self.fields, "weight": weights})
+        minibatch.targets, minibatch.sequences = targets, sequences
+        minibatch.skipped = int(self.forest.sequences_of_tree[part[without_gradient[part]]].sum())
+        return minibatch
 
     def _weights(
         self, trees: np.ndarray, aggregation: Aggregation, norm_length: int | None
     ) -> tuple[np.ndarray, int, int]:
-        """Weight of each target, float32 `[targets]`, 0 outside of `trees`; number of targets and sequences."""
+        """Returns the weight of each target, float32 `[targets]`, 0 outside of `trees`; then the numbers of targets and
+        sequences in `trees`."""
         bounds = self.forest.tree_bounds
         inside = concatenated_ranges(bounds[trees], np.diff(bounds)[trees])
         numbers = self.sequences[inside]
@@ -200,21 +200,21 @@ class TrainingBatch:
 
 
 def zero_advantage_has_no_gradient(loss: PolicyLoss | CrossEntropy) -> bool:
-    """Whether a target whose advantage is zero has no gradient: policy losses are multiples of the advantage, a KL or
-    an entropy in the loss is not."""
+    """Returns whether a target with zero advantage has no gradient. Policy losses are multiples of the advantage, but
+    KL and entropy terms are not."""
     kl = isinstance(loss, PolicyLoss) and loss.kl.coefficient > 0 and loss.kl.where == "loss"
     return isinstance(loss, PolicyLoss) and not kl and not loss.entropy_coefficient
 
 
 def pack(forest: Forest, ranks: int, token_budget: int, mode: PackingMode = "forest") -> TrainingBatch:
-    """A batch of trees for `ranks` ranks, in rows of at most `token_budget` tokens.
+    """Makes a batch of trees for `ranks` ranks, in rows of at most `token_budget` tokens.
 
     Args:
-        mode: `forest` computes a shared prompt once (a tree over the budget is cut, its ancestors repeated);
-            `block` gives every sequence its own prompt, many sequences to a row; `single` one sequence per row.
+        mode: `forest` computes a shared prompt once (a tree over the budget is cut, and its pieces repeat the prompt);
+            `block` repeats the prompt for every sequence and has several sequences per row; `single` has one.
 
     Raises:
-        TokenBudgetExceeded: a sequence longer than the budget.
-        ValueError: sequences that are not single paths.
+        TokenBudgetExceeded: a sequence is longer than the budget.
+        ValueError: a sequence is not a single path.
     """
     return TrainingBatch(forest, ranks, token_budget, mode)

@@ -1,12 +1,11 @@
-"""Which parts of which trees share a row, and which rank computes the row.
+"""Plans which parts of which trees share a row, and which rank computes the row.
 
-A tree that fits a row stays whole. A larger one is cut: each leaf goes where it needs the fewest new tokens,
-longest path first, and ancestors are repeated in every piece that needs them. All losses of a sequence belong to
-the first piece that has its last segment: a sequence is never cut. Segments without any target below them are left
-out.
+A tree that fits into a row is not cut. A larger one is cut into pieces: leaves, in the order of their paths' lengths,
+join the piece to which they add the fewest tokens, and every piece repeats the ancestors of its leaves. A sequence is
+never cut: all its terms belong to the first piece that has its last segment. Segments without targets in themselves or
+in descendants are left out.
 
-Everything is a pure function of sizes, so that the controller knows each rank's micro-batches before any rank does:
-the same number for all of them, about equal in cost.
+The plan is a pure function of sizes. All ranks get the same number of micro-batches, at about equal cost.
 """
 
 import heapq
@@ -23,12 +22,12 @@ from lockstep.data.forest import Forest, concatenated_ranges, cumulative_bounds
 PackingMode = Literal["forest", "block", "single"]
 
 PAIRS_PER_TOKEN = 4096
-"""Attention pairs that cost as much as the dense layers do for one token: about six times the hidden size
-(24 h² against 4 h floating point operations a layer), here of a hidden size of about 700."""
+"""Number of attention pairs that cost as much as the dense layers of one token: six times the hidden size h (24 h² and
+4 h floating point operations per layer), here for a hidden size of about 700."""
 
 
 class TokenBudgetExceeded(ValueError):
-    """One sequence is longer than a row may be."""
+    """A sequence is longer than a row may be."""
 
     def __init__(self, sample: str, tokens: int, budget: int) -> None:
         self.sample, self.tokens, self.budget = sample, tokens, budget
@@ -40,49 +39,50 @@ class TokenBudgetExceeded(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class PackingPlan:
-    """Which segments and loss terms share a row, and which rank computes the row: numbers of the forest only.
+    """The pieces into which trees are cut, their segments and terms, and the row of each piece.
 
-    A piece is a part of one tree that stays in one row. All rows of all ranks are numbered: micro-batch m of rank r is
-    row `r * microbatches + m`. A row without pieces is an empty micro-batch.
+    A piece is a part of a tree that is not divided among rows. Micro-batch m of rank r is row `r * microbatches + m`. A
+    row without pieces is an empty micro-batch.
     """
 
     tree: np.ndarray
-    """int64 `[pieces]`, ascending."""
+    """int64 `[pieces]`: the tree of each piece, ascending."""
     tokens: np.ndarray
-    """int64 `[pieces]`."""
+    """int64 `[pieces]`: number of tokens."""
     cost: np.ndarray
-    """float64 `[pieces]`, in tokens. Multiples of 1 / `PAIRS_PER_TOKEN`, a power of two: any sum is exact."""
+    """float64 `[pieces]`, in units of one token. Sums are exact, because costs are multiples of 1 / `PAIRS_PER_TOKEN`,
+    a power of two."""
     term_count: np.ndarray
-    """int64 `[pieces]`: the number of terms that each piece owns."""
+    """int64 `[pieces]`: number of terms that belong to each piece."""
     first_segment: np.ndarray
     """int64 `[pieces + 1]`: where each piece begins in `segment`."""
     segment: np.ndarray
-    """int64: the segments of all pieces, ancestors first; closed under ancestors."""
+    """int64: the segments of all pieces, ancestors first. A piece with a segment has all its ancestors."""
     first_term: np.ndarray
     """int64 `[pieces + 1]`: where each piece begins in `term`."""
     term: np.ndarray
-    """int64: the loss terms that the pieces own."""
+    """int64: the terms that belong to the pieces."""
     is_path: bool
-    """Whether each piece is one path, which its row holds as a single segment."""
+    """Whether each piece is one path, which then becomes a single segment of its row."""
     row: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
-    """int64 `[pieces]`; empty until `assign_rows_to_ranks`."""
+    """int64 `[pieces]`: the row of each piece; empty before `assign_rows_to_ranks`."""
     ranks: int = 0
     microbatches: int = 0
-    """Per rank."""
+    """Number of micro-batches per rank."""
     duration: float = math.inf
-    """Cost of the step in tokens: in every round all ranks wait for the slowest."""
+    """Cost of the step in units of one token: the sum over micro-batches of the slowest rank's cost."""
 
     def __len__(self) -> int:
         return len(self.tree)
 
     def order(self) -> np.ndarray:
-        """int64 `[pieces]`: the pieces by row, within a row by tree and segments."""
+        """Returns the pieces sorted by row, within a row by tree and segments: int64 `[pieces]`."""
         if len(np.unique(self.row)) == len(self.row):
             return np.asarray(np.argsort(self.row))
         return np.asarray(np.lexsort((self._order_by_segments(), self.row)))
 
     def _order_by_segments(self) -> np.ndarray:
-        """int64 `[pieces]`: the place of each piece when they are sorted by tree and segments."""
+        """Returns the rank of each piece in the order by tree and segments: int64 `[pieces]`."""
         segments, first = self.segment.tolist(), self.first_segment.tolist()
         keys = [segments[begin:end] for begin, end in pairwise(first)]
         trees = self.tree.tolist()
@@ -93,11 +93,11 @@ class PackingPlan:
 
 
 def plan_packing(forest: Forest, trees: np.ndarray, ranks: int, budget: int, mode: PackingMode) -> PackingPlan:
-    """The rows of every rank.
+    """Plans the rows of every rank.
 
     Args:
-        trees: int `[trees to place]`, ascending.
-        budget: tokens of a row, enough for the longest sequence (`check_token_budget`).
+        trees: numbers of the trees to pack, ascending.
+        budget: largest number of tokens of a row, enough for the longest sequence (`check_token_budget`).
     """
     if mode != "forest":
         pieces = split_into_paths(forest, trees)
@@ -105,19 +105,19 @@ def plan_packing(forest: Forest, trees: np.ndarray, ranks: int, budget: int, mod
             pieces, np.arange(len(pieces)) if mode == "single" else fill_rows(pieces, ranks, budget), ranks
         )
     splitter = TreeSplitter(forest, trees)
-    whole = splitter.cut(budget)
-    best = assign_rows_to_ranks(whole, fill_rows(whole, ranks, budget), ranks)
-    before = whole
-    # Few large trees leave ranks idle: smaller pieces repeat some prompts, but may end sooner.
-    for limit in _smaller_limits(whole, ranks, budget):
-        if before.term_count.max() == 1:
+    uncut = splitter.cut(budget)
+    best = assign_rows_to_ranks(uncut, fill_rows(uncut, ranks, budget), ranks)
+    previous = uncut
+    # With few large trees some ranks would be idle. Smaller pieces repeat some prompts, but may be faster in total.
+    for limit in _smaller_limits(uncut, ranks, budget):
+        if previous.term_count.max() == 1:
             break  # a sequence is never cut
         pieces = splitter.cut(limit)
-        if np.array_equal(pieces.first_segment, before.first_segment) and np.array_equal(
-            pieces.segment, before.segment
+        if np.array_equal(pieces.first_segment, previous.first_segment) and np.array_equal(
+            pieces.segment, previous.segment
         ):
             continue
-        before = pieces
+        previous = pieces
         candidate = assign_rows_to_ranks(pieces, fill_rows(pieces, ranks, budget), ranks)
         if candidate.duration < best.duration:
             best = candidate
@@ -125,7 +125,7 @@ def plan_packing(forest: Forest, trees: np.ndarray, ranks: int, budget: int, mod
 
 
 def check_token_budget(forest: Forest, budget: int) -> None:
-    """Raises TokenBudgetExceeded for the longest sequence that no row can hold."""
+    """Raises TokenBudgetExceeded if the longest sequence does not fit into a row."""
     ends = np.where(forest.target_count > 0, forest.depth + forest.length, 0)
     if ends.size and (longest := int(ends.max())) > budget:
         raise TokenBudgetExceeded(forest.names[forest.tree[int(ends.argmax())]], longest, budget)
@@ -140,7 +140,8 @@ def _smaller_limits(pieces: PackingPlan, ranks: int, budget: int) -> list[int]:
 
 
 def fill_rows(pieces: PackingPlan, ranks: int, budget: int) -> np.ndarray:
-    """Rows of at most `budget` tokens, few and of about equal cost: int64 `[pieces]`, the row of each."""
+    """Assigns pieces to few rows of at most `budget` tokens and about equal cost. Returns int64 `[pieces]`, the
+    rows."""
     order = np.argsort(-pieces.cost, kind="stable")
     tokens, cost = pieces.tokens[order], pieces.cost[order]
     rounds = max(1, math.ceil(int(tokens.sum()) / (ranks * budget)))
@@ -158,42 +159,43 @@ def fill_rows(pieces: PackingPlan, ranks: int, budget: int) -> np.ndarray:
 
 
 def _least_loaded(tokens: np.ndarray, cost: np.ndarray, count: int, budget: int) -> np.ndarray | None:
-    """The row of each piece: the one with the least work among those with room. None where a piece fits into no row."""
+    """Returns the row of each piece: of the rows with room, the one with the least cost. None if a piece fits into no
+    row."""
     found = np.empty(len(tokens), np.int64)
-    alone = min(count, len(tokens))
-    found[:alone] = np.arange(alone)  # an empty row has the least
-    if alone == len(tokens):
+    first_rows = min(count, len(tokens))
+    found[:first_rows] = np.arange(first_rows)  # an empty row has the least cost
+    if first_rows == len(tokens):
         return found
-    room = (budget - tokens[:alone]).tolist()
+    room = (budget - tokens[:first_rows]).tolist()
     smallest = int(tokens.min())
-    loads = list(zip(cost[:alone].tolist(), range(alone), strict=True))
-    heapq.heapify(loads)  # thousands of ranks have thousands of rows
+    row_loads = list(zip(cost[:first_rows].tolist(), range(first_rows), strict=True))
+    heapq.heapify(row_loads)  # thousands of ranks have thousands of rows
     rows = []
-    for size, work in zip(tokens[alone:].tolist(), cost[alone:].tolist(), strict=True):
+    for size, work in zip(tokens[first_rows:].tolist(), cost[first_rows:].tolist(), strict=True):
         full = []
-        while loads and room[loads[0][1]] < size:
-            load = heapq.heappop(loads)
+        while row_loads and room[row_loads[0][1]] < size:
+            load = heapq.heappop(row_loads)
             if room[load[1]] >= smallest:
                 full.append(load)
-        if not loads:
+        if not row_loads:
             return None
-        had, row = loads[0]
-        heapq.heapreplace(loads, (had + work, row))
+        load_before, row = row_loads[0]
+        heapq.heapreplace(row_loads, (load_before + work, row))
         for load in full:
-            heapq.heappush(loads, load)
+            heapq.heappush(row_loads, load)
         rows.append(row)
         room[row] -= size
-    found[alone:] = rows
+    found[first_rows:] = rows
     return found
 
 
 def _first_fit(tokens: np.ndarray, budget: int) -> np.ndarray:
-    """The row of each piece: the first with room."""
+    """Returns the row of each piece: the first one with room."""
     room = np.full(len(tokens), budget, np.int64)
     rows = np.empty(len(tokens), np.int64)
     used = 0
     for number, size in enumerate(tokens.tolist()):
-        row = int((room[: used + 1] >= size).argmax())  # the one after the last is empty
+        row = int((room[: used + 1] >= size).argmax())  # the row after the last used one is empty
         used = max(used, row + 1)
         rows[number] = row
         room[row] -= size
@@ -201,35 +203,35 @@ def _first_fit(tokens: np.ndarray, budget: int) -> np.ndarray:
 
 
 def assign_rows_to_ranks(pieces: PackingPlan, rows: np.ndarray, ranks: int) -> PackingPlan:
-    """Assigns rows to ranks, the same number to each, such that rows of similar cost are computed at the same time."""
+    """Assigns the same number of rows to each rank, such that ranks compute rows of similar cost at the same time."""
     cost = np.bincount(rows, pieces.cost)
-    some = np.flatnonzero(cost)
-    dearest = some[np.argsort(-cost[some], kind="stable")]
-    rounds = max(1, math.ceil(len(dearest) / ranks))
+    nonempty = np.flatnonzero(cost)
+    by_cost = nonempty[np.argsort(-cost[nonempty], kind="stable")]
+    rounds = max(1, math.ceil(len(by_cost) / ranks))
     place = np.empty(len(cost), np.int64)
     load = np.zeros(ranks)
     for turn in range(rounds):
-        now = dearest[turn * ranks : (turn + 1) * ranks]
+        now = by_cost[turn * ranks : (turn + 1) * ranks]
         lightest = np.argsort(load, kind="stable")[: len(now)]
         place[now] = lightest * rounds + turn
         load[lightest] += cost[now]
-    slowest = cost[dearest[::ranks]]
+    slowest = cost[by_cost[::ranks]]
     return replace(pieces, row=place[rows], ranks=ranks, microbatches=rounds, duration=float(slowest.sum()))
 
 
 PieceColumns = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
-"""int64: of segments the piece each is in, and the segments; likewise of terms."""
+"""int64 arrays: piece of each segment, segment; piece of each term, term."""
 
 
 def split_into_paths(forest: Forest, trees: np.ndarray) -> PackingPlan:
-    """One piece per sequence: its own copy of everything from the root on."""
+    """Makes one piece per sequence: its path from the root."""
     term = _terms_with_targets(forest, trees)
     _, begins, piece = np.unique(forest.term_sequence[term], return_index=True, return_inverse=True)
     number = np.empty(len(begins), np.int64)
     number[np.argsort(begins)] = np.arange(len(begins))
     piece = number[piece]
     at = np.zeros(len(begins), np.int64)
-    at[piece] = forest.term_segment[term]  # of several the last, as later values stay
+    at[piece] = forest.term_segment[term]  # the sequence's last segment: later values overwrite earlier ones
     owner, pieces, segments = np.arange(len(begins)), [], []
     while at.size:
         pieces.append(owner)
@@ -241,7 +243,7 @@ def split_into_paths(forest: Forest, trees: np.ndarray) -> PackingPlan:
 
 
 class TreeSplitter:
-    """Cuts the trees of a mini-batch into pieces, at any number of limits."""
+    """Cuts the trees of a mini-batch into pieces of limited size; `cut` can be called for several limits."""
 
     def __init__(self, forest: Forest, trees: np.ndarray) -> None:
         self.forest = forest
@@ -258,7 +260,8 @@ class TreeSplitter:
         self._forks = np.bincount(forest.tree[self._leaf], minlength=len(forest)) > 1
 
     def _stars(self, with_targets: np.ndarray) -> np.ndarray:
-        """bool `[trees]`: whether the tree is a root without targets with children of one sequence each."""
+        """Returns whether each tree is a star, bool `[trees]`: a root without targets, and children of one sequence
+        each."""
         forest = self.forest
         star = np.ones(len(forest), np.bool_)
         star[forest.tree[with_targets & (forest.has_targets_below | (forest.parent < 0))]] = False
@@ -269,10 +272,10 @@ class TreeSplitter:
         return star
 
     def cut(self, limit: int) -> PackingPlan:
-        """Pieces of at most `limit` tokens, or of one path where that is longer."""
+        """Makes pieces of at most `limit` tokens, or of a single path if that is longer."""
         forest = self.forest
         large = (self._tokens > limit) & self._forks
-        # Every segment and term that stays with its whole tree has the tree's first number.
+        # All segments and terms of an uncut tree get the first piece number of the tree.
         width = len(forest.tree) + 1
         of_segment, of_term = self._tree * width, forest.tree[forest.term_segment[self._term]] * width
         segment, term = self._needed, self._term
@@ -287,8 +290,8 @@ class TreeSplitter:
         return _plan_of(forest, piece, segment, np.searchsorted(numbers, of_term), term, False)
 
     def _cut_stars(self, which: np.ndarray, limit: int, width: int) -> PieceColumns:
-        """Cuts all star-shaped trees at once, longest leaves first. The root is in every piece, so each leaf goes to
-        the fullest piece that has room for it."""
+        """Cuts all star-shaped trees at once. Leaves, longest first, go to the fullest piece that has room for them;
+        every piece has the root."""
         forest = self.forest
         leaf = self._leaf[which[forest.tree[self._leaf]]]
         leaf = leaf[np.lexsort((leaf, -forest.length[leaf], forest.tree[leaf]))]
@@ -343,7 +346,7 @@ class TreeSplitter:
 
 
 def _columns_of_groups(forest: Forest, groups: Sequence[set[int]], term: np.ndarray, first: int) -> PieceColumns:
-    """The columns of pieces with these segments, the first of which has the number `first`."""
+    """Returns the columns of pieces with these segments. The pieces are numbered from `first` on."""
     segments = forest.term_segment[term].tolist()
     sequences = forest.term_sequence[term].tolist()
     last = dict(zip(sequences, segments, strict=True))
@@ -359,7 +362,7 @@ def _columns_of_groups(forest: Forest, groups: Sequence[set[int]], term: np.ndar
 
 
 def _terms_with_targets(forest: Forest, trees: np.ndarray) -> np.ndarray:
-    """int64: the terms of these trees that have targets."""
+    """Returns the terms of these trees that have targets, int64."""
     inside = np.zeros(len(forest), np.bool_)
     inside[trees] = True
     return np.flatnonzero(inside[forest.tree[forest.term_segment]] & (forest.target_count[forest.term_segment] > 0))
@@ -368,8 +371,7 @@ def _terms_with_targets(forest: Forest, trees: np.ndarray) -> np.ndarray:
 def _plan_of(
     forest: Forest, of_segment: np.ndarray, segment: np.ndarray, of_term: np.ndarray, term: np.ndarray, is_path: bool
 ) -> PackingPlan:
-    """The plan of pieces, before rows are assigned, from the piece of each segment and term. Every piece has a
-    segment."""
+    """Makes a plan, without rows, from the piece of each segment and term. Every piece must have a segment."""
     count = int(of_segment.max(initial=-1)) + 1
     order = np.lexsort((segment, of_segment))
     of_segment, segment = of_segment[order], segment[order]

@@ -111,7 +111,7 @@ def test_encoding_round_trips(trees, ranks, slack, mode) -> None:
 
 
 def test_advantages_for_fewer_tokens_than_a_completion_has_are_refused() -> None:
-    with pytest.raises(ValueError, match="advantages for 2 tokens, and a completion of 3"):
+    with pytest.raises(ValueError, match="advantages for 2 tokens, but a completion has 3"):
         forest_from_rollouts(rollouts([[3, 2]], [5]), np.zeros((1, 2, 2)))
 
 
