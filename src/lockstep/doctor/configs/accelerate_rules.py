@@ -1,4 +1,4 @@
-"""Rules for accelerate's YAML and its launcher's options."""
+"""Rules for accelerate's YAML file."""
 
 from lockstep.doctor.configs import option_tables
 from lockstep.doctor.configs.config_files import ConfigDocument
@@ -10,7 +10,7 @@ CONFIG_SOURCE = "https://github.com/huggingface/accelerate/blob/v1.15.0/src/acce
 PLUGIN_SOURCE = "https://github.com/huggingface/accelerate/blob/v1.15.0/src/accelerate/utils/dataclasses.py"
 LAUNCH_SOURCE = "https://github.com/huggingface/accelerate/blob/v1.15.0/src/accelerate/commands/launch.py"
 DEEPSPEED_SECTION = "deepspeed_config"
-_WITH_FILE = (
+_EXCLUDED_BY_FILE = (
     "gradient_accumulation_steps",
     "gradient_clipping",
     "zero_stage",
@@ -20,7 +20,7 @@ _WITH_FILE = (
     "offload_optimizer_nvme_path",
     "zero3_save_16bit_model",
 )
-"""Settings of deepspeed_config that are refused together with deepspeed_config_file."""
+"""Settings of deepspeed_config that accelerate refuses together with deepspeed_config_file."""
 _TYPES = (
     "NO",
     "MULTI_CPU",
@@ -46,14 +46,20 @@ def judge_accelerate(advice: ConfigFindings, document: ConfigDocument) -> Config
     within = [each for each in settings if "." in each.name]
     version = options.versions[-1]
     option_tables.judge_options(
-        advice, options, top, version, option_tables.OptionSyntax("", "accelerate refuses a file with unknown keys.")
+        advice,
+        options,
+        top,
+        version,
+        option_tables.OptionPolicy(prefix="", consequence="accelerate refuses a file with unknown keys."),
     )
     option_tables.judge_options(
         advice,
         options,
         within,
         version,
-        option_tables.OptionSyntax("", "The launcher ignores it: the setting has no effect.", fatal=False),
+        option_tables.OptionPolicy(
+            prefix="", consequence="The launcher ignores it: the setting has no effect.", refuses_unknown=False
+        ),
     )
     _check_processes(advice, settings, document)
     _check_deepspeed(advice, settings)
@@ -62,12 +68,12 @@ def judge_accelerate(advice: ConfigFindings, document: ConfigDocument) -> Config
 
 
 def accelerate_zero_stage(settings: ConfigSettings) -> int | None:
-    """The equivalent ZeRO stage of the YAML; FSDP's full sharding counts as 3, gradients only as 2."""
+    """The ZeRO stage that the file selects, or the stage that shards the same states as its FSDP strategy."""
     kind = settings.text("distributed_type")
     if kind == "DEEPSPEED":
         return (
-            settings.whole(f"{DEEPSPEED_SECTION}.zero_stage")
-            if not settings.set(f"{DEEPSPEED_SECTION}.deepspeed_config_file")
+            settings.integer(f"{DEEPSPEED_SECTION}.zero_stage")
+            if not settings.has_value(f"{DEEPSPEED_SECTION}.deepspeed_config_file")
             else None
         )
     if kind == "FSDP":
@@ -99,7 +105,7 @@ def _check_processes(advice: ConfigFindings, settings: ConfigSettings, document:
             "accelerate refuses such a file.",
             "distributed_type: MULTI_GPU",
             CONFIG_SOURCE,
-            settings.place("num_processes"),
+            settings.location_of("num_processes"),
         )
     elif kind is not None and kind.upper() not in _TYPES:
         advice.error(
@@ -108,17 +114,17 @@ def _check_processes(advice: ConfigFindings, settings: ConfigSettings, document:
             "",
             "",
             CONFIG_SOURCE,
-            settings.place("distributed_type"),
+            settings.location_of("distributed_type"),
         )
-    processes, machines = settings.whole("num_processes"), settings.whole("num_machines") or 1
+    processes, machines = settings.integer("num_processes"), settings.integer("num_machines") or 1
     if processes and processes > 0 and machines > 0 and processes % machines:
         advice.error(
             "accelerate-processes",
             f"num_processes {processes} is not a multiple of num_machines {machines}",
-            "num_processes is the total of all machines; each gets the same number.",
+            "num_processes is the total of all machines, and each machine starts the same number.",
             f"num_processes: {machines * max(1, round(processes / machines))}",
             LAUNCH_SOURCE,
-            settings.place("num_processes"),
+            settings.location_of("num_processes"),
         )
     if processes and processes > 1 and kind == "NO":
         advice.warn(
@@ -127,7 +133,7 @@ def _check_processes(advice: ConfigFindings, settings: ConfigSettings, document:
             "Only one process is started.",
             "distributed_type: MULTI_GPU",
             LAUNCH_SOURCE,
-            settings.place("distributed_type"),
+            settings.location_of("distributed_type"),
         )
     _check_machines(advice, settings, machines)
     if settings.text("gpu_ids") not in (None, "all") and processes:
@@ -139,7 +145,7 @@ def _check_processes(advice: ConfigFindings, settings: ConfigSettings, document:
                 "",
                 f"num_processes: {ids * machines}",
                 LAUNCH_SOURCE,
-                settings.place("gpu_ids"),
+                settings.location_of("gpu_ids"),
             )
 
 
@@ -151,10 +157,10 @@ def _check_machines(advice: ConfigFindings, settings: ConfigSettings, machines: 
             advice.error(
                 "accelerate-address",
                 f"{machines} machines without main_process_ip",
-                "The others cannot find the first one.",
+                "The other machines cannot find the first one.",
                 "main_process_ip: the first machine's address",
                 LAUNCH_SOURCE,
-                settings.place("num_machines"),
+                settings.location_of("num_machines"),
             )
         elif address in ("127.0.0.1", "localhost", "0.0.0.0", "::1"):
             advice.error(
@@ -163,13 +169,13 @@ def _check_machines(advice: ConfigFindings, settings: ConfigSettings, machines: 
                 "Each machine takes it for its own address, so each waits for the others.",
                 "main_process_ip: the first machine's address",
                 LAUNCH_SOURCE,
-                settings.place("main_process_ip"),
+                settings.location_of("main_process_ip"),
             )
-        if settings.whole("main_process_port") is None:
+        if settings.integer("main_process_port") is None:
             advice.note(
                 "accelerate-address",
                 "main_process_port is not set: the default 29500 is used",
-                at=settings.place("main_process_ip"),
+                at=settings.location_of("main_process_ip"),
             )
 
 
@@ -182,10 +188,10 @@ def _check_deepspeed(advice: ConfigFindings, settings: ConfigSettings) -> None:
             "",
             "distributed_type: DEEPSPEED",
             LAUNCH_SOURCE,
-            settings.place(*given),
+            settings.location_of(*given),
         )
-    if settings.set(f"{DEEPSPEED_SECTION}.deepspeed_config_file"):
-        both = [name for name in _WITH_FILE if f"{DEEPSPEED_SECTION}.{name}" in settings]
+    if settings.has_value(f"{DEEPSPEED_SECTION}.deepspeed_config_file"):
+        both = [name for name in _EXCLUDED_BY_FILE if f"{DEEPSPEED_SECTION}.{name}" in settings]
         if both:
             advice.error(
                 "accelerate-deepspeed-file",
@@ -193,23 +199,23 @@ def _check_deepspeed(advice: ConfigFindings, settings: ConfigSettings) -> None:
                 "accelerate refuses them: they belong in the DeepSpeed file.",
                 f"remove {', '.join(both)}",
                 PLUGIN_SOURCE,
-                settings.place(f"{DEEPSPEED_SECTION}.{both[0]}"),
+                settings.location_of(f"{DEEPSPEED_SECTION}.{both[0]}"),
             )
-        if settings.set("mixed_precision") and settings.text("mixed_precision") not in ("no", "auto"):
+        if settings.has_value("mixed_precision") and settings.text("mixed_precision") not in ("no", "auto"):
             advice.error(
                 "accelerate-deepspeed-file",
                 "mixed_precision together with deepspeed_config_file",
                 "accelerate refuses it: the DeepSpeed file sets the precision.",
                 "remove mixed_precision",
                 PLUGIN_SOURCE,
-                settings.place("mixed_precision"),
+                settings.location_of("mixed_precision"),
             )
         return
     _check_zero(advice, settings)
 
 
 def _check_zero(advice: ConfigFindings, settings: ConfigSettings) -> None:
-    zero = settings.whole(f"{DEEPSPEED_SECTION}.zero_stage")
+    zero = settings.integer(f"{DEEPSPEED_SECTION}.zero_stage")
     if zero is not None and zero != 3:
         for name in ("zero3_init_flag", "zero3_save_16bit_model"):
             if settings.flag(f"{DEEPSPEED_SECTION}.{name}"):
@@ -219,7 +225,7 @@ def _check_zero(advice: ConfigFindings, settings: ConfigSettings) -> None:
                     "It only applies to stage 3.",
                     f"{name}: false",
                     PLUGIN_SOURCE,
-                    settings.place(f"{DEEPSPEED_SECTION}.{name}"),
+                    settings.location_of(f"{DEEPSPEED_SECTION}.{name}"),
                 )
         if settings.text(f"{DEEPSPEED_SECTION}.offload_param_device") in ("cpu", "nvme"):
             advice.warn(
@@ -228,16 +234,16 @@ def _check_zero(advice: ConfigFindings, settings: ConfigSettings) -> None:
                 "Only stage 3 offloads parameters.",
                 "offload_param_device: none",
                 PLUGIN_SOURCE,
-                settings.place(f"{DEEPSPEED_SECTION}.offload_param_device"),
+                settings.location_of(f"{DEEPSPEED_SECTION}.offload_param_device"),
             )
     if zero == 3 and settings.flag(f"{DEEPSPEED_SECTION}.zero3_save_16bit_model") is not True:
         advice.warn(
             "zero3-save",
             "zero_stage 3 without zero3_save_16bit_model",
-            "save_model writes no loadable weights, only shards for zero_to_fp32.py.",
+            "save_model writes only shards for zero_to_fp32.py, which cannot be loaded as weights.",
             "zero3_save_16bit_model: true",
             PLUGIN_SOURCE,
-            settings.place(f"{DEEPSPEED_SECTION}.zero_stage"),
+            settings.location_of(f"{DEEPSPEED_SECTION}.zero_stage"),
         )
 
 
@@ -250,7 +256,7 @@ def _check_fsdp(advice: ConfigFindings, settings: ConfigSettings) -> None:
             "",
             "distributed_type: FSDP",
             LAUNCH_SOURCE,
-            settings.place(*given),
+            settings.location_of(*given),
         )
     if (
         settings.flag("fsdp_config.fsdp_cpu_ram_efficient_loading")
@@ -260,29 +266,29 @@ def _check_fsdp(advice: ConfigFindings, settings: ConfigSettings) -> None:
         advice.error(
             "accelerate-fsdp",
             "fsdp_cpu_ram_efficient_loading without fsdp_sync_module_states",
-            "Only rank 0 loads weights, and they are not sent to the others.",
+            "Only rank 0 loads the weights, and the other ranks do not get them.",
             "fsdp_sync_module_states: true",
             LAUNCH_SOURCE,
-            settings.place("fsdp_config.fsdp_sync_module_states"),
+            settings.location_of("fsdp_config.fsdp_sync_module_states"),
         )
-    if settings.whole("fsdp_config.fsdp_version") == 2 and settings.flag("fsdp_config.fsdp_forward_prefetch"):
+    if settings.integer("fsdp_config.fsdp_version") == 2 and settings.flag("fsdp_config.fsdp_forward_prefetch"):
         advice.error(
             "accelerate-fsdp",
             "fsdp_forward_prefetch with fsdp_version 2",
-            "accelerate refuses it.",
+            "accelerate raises an error.",
             "fsdp_forward_prefetch: false",
             PLUGIN_SOURCE,
-            settings.place("fsdp_config.fsdp_forward_prefetch"),
+            settings.location_of("fsdp_config.fsdp_forward_prefetch"),
         )
     if (
         settings.text("fsdp_config.fsdp_state_dict_type") == "FULL_STATE_DICT"
-        and (settings.whole("num_processes") or 0) > 8
+        and (settings.integer("num_processes") or 0) > 8
     ):
         advice.note(
             "accelerate-fsdp",
-            "FULL_STATE_DICT gathers all weights on rank 0 at each checkpoint while the others wait",
+            "with FULL_STATE_DICT, rank 0 gathers all weights at each checkpoint while the other ranks wait",
             "The timeout must be longer than that wait.",
             "fsdp_state_dict_type: SHARDED_STATE_DICT",
             LAUNCH_SOURCE,
-            settings.place("fsdp_config.fsdp_state_dict_type"),
+            settings.location_of("fsdp_config.fsdp_state_dict_type"),
         )

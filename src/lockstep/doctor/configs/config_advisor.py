@@ -1,4 +1,4 @@
-"""`lockstep explain --config`: reads the files that describe a training and reports what will go wrong."""
+"""`lockstep explain --config`: reads launch scripts and configs of other frameworks and reports what will go wrong."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -42,37 +42,40 @@ def judge_verl_command(
 ) -> None:
     """Judges a verl command line."""
     raw = ConfigSettings()
-    loose = add_overrides(raw, job.words)
-    config = next((word.text for word in loose if word.text.startswith("--config-name")), "")
-    for index, word in enumerate(loose):
-        ours = (
+    positional = add_overrides(raw, job.words)
+    config = next((word.text for word in positional if word.text.startswith("--config-name")), "")
+    for index, word in enumerate(positional):
+        is_for_hydra = (
             word.text.startswith("-")
             or not word.known
             or (
                 index
-                and loose[index - 1].text in ("--config-name", "--config-path", "--config-dir", "-cn", "-cp", "-cd")
+                and positional[index - 1].text
+                in ("--config-name", "--config-path", "--config-dir", "-cn", "-cp", "-cd")
             )
         )
-        if not ours:
+        if not is_for_hydra:
             advice.error(
                 "option-unknown",
                 f"'{word.text}' is not an override",
-                "Hydra expects key=value; is a backslash missing before it?",
+                "Hydra expects key=value. Is a backslash missing at the end of the line above?",
                 "",
-                at=word.place,
+                at=word.location,
             )
-    other = "--config-path" in {word.text.partition("=")[0] for word in loose} or (config and "ppo" not in config)
+    other_defaults = "--config-path" in {word.text.partition("=")[0] for word in positional} or (
+        config and "ppo" not in config
+    )
     judge_verl(
         advice,
         raw,
         job.program,
         config,
-        job.place,
+        job.location,
         {**job.shell, **job.workers},
         folder,
         gpu_gib,
         installed,
-        bool(other),
+        bool(other_defaults),
     )
     judge_verl_environment(advice, job, raw)
 
@@ -85,10 +88,10 @@ def judge_verl_file(
     for name, value in leaves(document.tree or {}):
         if name.split(".")[0] in ("defaults", "hydra") or name.endswith("_target_"):
             continue
-        raw.add(ConfigSetting(name, value, document.places.get(name, ConfigLocation(document.file, 0))))
-    own_defaults = "defaults" in (document.tree or {})
+        raw.add(ConfigSetting(name, value, document.locations.get(name, ConfigLocation(document.file, 0))))
+    other_defaults = "defaults" in (document.tree or {})
     judge_verl(
-        advice, raw, VERL_PROGRAM, "", ConfigLocation(document.file, 0), {}, folder, gpu_gib, installed, own_defaults
+        advice, raw, VERL_PROGRAM, "", ConfigLocation(document.file, 0), {}, folder, gpu_gib, installed, other_defaults
     )
 
 
@@ -101,6 +104,7 @@ class GivenConfigs:
     """The given files, by kind."""
 
     jobs: list[tuple[TrainingCommand, ConfigDocument]] = field(default_factory=list)
+    """The trainings that the given scripts start, with their scripts."""
     verl: list[ConfigDocument] = field(default_factory=list)
     trl: list[ConfigDocument] = field(default_factory=list)
     accelerate: list[ConfigDocument] = field(default_factory=list)
@@ -108,45 +112,46 @@ class GivenConfigs:
 
 
 def installed_frameworks() -> dict[str, str]:
-    """Versions of the frameworks in this environment, which determine the known options."""
+    """Versions of the frameworks that are installed here, by package.
+
+    Without TRL, transformers alone says nothing about the training's versions and is left out.
+    """
     found = {}
     for package in PACKAGES:
         try:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    return (
-        found
-        if "trl" in found or "transformers" not in found
-        else {k: v for k, v in found.items() if k != "transformers"}
-    )
+    if "trl" not in found:
+        found.pop("transformers", None)
+    return found
 
 
 def advise_configs(
     paths: Sequence[Path], gpu_gib: float | None = None, versions: Mapping[str, str] | None = None
 ) -> CheckReport:
-    """Findings about these config files, judged together.
+    """Judges config files that belong together.
 
     Args:
-        gpu_gib: memory of a GPU in GiB; without it, findings list which common GPUs are large enough.
-        versions: of the frameworks (`openrlhf`, `verl`, `trl`, `transformers`); by default the installed ones.
+        gpu_gib: memory of a GPU in GiB; without it, findings name the common GPUs that are large enough.
+        versions: versions of `openrlhf`, `verl`, `trl` and `transformers`; by default the installed ones.
 
     Raises:
-        ConfigNotReadable: a file is broken or of an unknown kind.
+        ConfigNotReadable: a file cannot be parsed or is of an unknown kind.
     """
     known = dict(versions if versions is not None else installed_frameworks())
     given = GivenConfigs()
     for path in paths:
-        _sort(given, read_config(path))
+        _add_document(given, read_config(path))
     report = CheckReport()
     settings = _judge_accelerate_file(report, given)
-    json = load_deepspeed(given.deepspeed[0]) if given.deepspeed else None
-    world, trainer = _judge_commands(report, given, settings, json, gpu_gib, known)
+    deepspeed = load_deepspeed(given.deepspeed[0]) if given.deepspeed else None
+    world_size, trainer = _judge_commands(report, given, settings, deepspeed, gpu_gib, known)
     if given.deepspeed:
-        world = world or (_world_size(settings) if settings is not None else None)
+        world_size = world_size or (_configured_processes(settings) if settings is not None else None)
         for document in given.deepspeed:
             advice = ConfigFindings()
-            judge_deepspeed(advice, document, load_deepspeed(document), world, trainer or bool(given.accelerate))
+            judge_deepspeed(advice, document, load_deepspeed(document), world_size, trainer or bool(given.accelerate))
             _add_section(report, "deepspeed", document.file, advice)
     return report
 
@@ -155,8 +160,8 @@ def _add_section(report: CheckReport, name: str, title: str, advice: ConfigFindi
     report.add(name, title, dict.fromkeys(advice.findings))
 
 
-def _sort(given: GivenConfigs, document: ConfigDocument) -> None:
-    """Assigns a document to its kind by its content."""
+def _add_document(given: GivenConfigs, document: ConfigDocument) -> None:
+    """Adds a document under the kind that its content indicates."""
     if document.tree is None:
         found = find_training_commands(document.commands)
         if not found:
@@ -174,7 +179,7 @@ def _sort(given: GivenConfigs, document: ConfigDocument) -> None:
 
 
 def document_kind(document: ConfigDocument) -> Literal["verl", "trl", "accelerate", "deepspeed"]:
-    """The framework of a YAML or JSON tree, by its correctly spelled keys."""
+    """The framework that knows most keys of a YAML or JSON file."""
     tree = document.tree or {}
     keys = set(tree)
     if "actor_rollout_ref" in keys or len(keys & {"data", "trainer", "algorithm", "critic"}) > 1:
@@ -194,7 +199,9 @@ def document_kind(document: ConfigDocument) -> Literal["verl", "trl", "accelerat
     }
     best = max(scores, key=lambda kind: (scores[kind], kind == "trl"))
     if scores[best] == 0:
-        raise ConfigNotReadable(document.file, 1, "no settings of OpenRLHF, verl, TRL, accelerate or DeepSpeed")
+        raise ConfigNotReadable(
+            document.file, 1, "none of its settings is known to OpenRLHF, verl, TRL, accelerate or DeepSpeed"
+        )
     return best  # type: ignore[return-value]
 
 
@@ -213,8 +220,8 @@ def _judge_accelerate_file(report: CheckReport, given: GivenConfigs) -> ConfigSe
     return settings
 
 
-def _world_size(settings: ConfigSettings) -> int | None:
-    processes = settings.whole("num_processes")
+def _configured_processes(settings: ConfigSettings) -> int | None:
+    processes = settings.integer("num_processes")
     return processes if processes and processes > 0 else None
 
 
@@ -222,13 +229,16 @@ def _judge_commands(
     report: CheckReport,
     given: GivenConfigs,
     settings: ConfigSettings | None,
-    json: ConfigSettings | None,
+    deepspeed: ConfigSettings | None,
     gpu_gib: float | None,
     versions: dict[str, str],
 ) -> tuple[int | None, bool]:
-    """Judges all trainings; returns the processes of the last one, and whether a Trainer reads the DeepSpeed file."""
-    world, trainer = None, bool(given.trl)
-    taken: set[str] = set()
+    """Judges all trainings.
+
+    Returns the number of processes of the last one, and whether transformers' Trainer reads the DeepSpeed file.
+    """
+    world_size, trainer = None, bool(given.trl)
+    used_files: set[str] = set()
     for job, document in given.jobs:
         advice, folder = ConfigFindings(), Path(document.file).parent
         if job.framework == "openrlhf":
@@ -237,55 +247,56 @@ def _judge_commands(
             judge_verl_command(advice, job, folder, gpu_gib, versions.get("verl"))
         elif job.framework == "trl":
             trainer = True
-            world = job.launcher.world or (_world_size(settings) if settings is not None else None)
-            judge_trl(advice, _trl_config(job, given, settings, json, world, taken, advice), folder, gpu_gib, versions)
+            world_size = job.launcher.world_size or (_configured_processes(settings) if settings is not None else None)
+            config = _trl_config(job, given, settings, deepspeed, world_size, used_files, advice)
+            judge_trl(advice, config, folder, gpu_gib, versions)
         else:
             continue
-        world = job.launcher.world or world
+        world_size = job.launcher.world_size or world_size
         shared_rules.judge_script_variables(advice, {**job.shell, **job.workers})
-        _add_section(report, job.framework, f"{job.place}: {job.program}", advice)
+        _add_section(report, job.framework, f"{job.location}: {job.program}", advice)
     for document in given.verl:
         advice = ConfigFindings()
         judge_verl_file(advice, document, Path(document.file).parent, gpu_gib, versions.get("verl"))
         _add_section(report, "verl", document.file, advice)
     for document in given.trl:
-        if document.file in taken:
+        if document.file in used_files:
             continue
         advice = ConfigFindings()
-        own = _document_settings(document)
-        program = trl_program(Path(document.file).name, own)
-        world = world or (_world_size(settings) if settings is not None else None)
-        run = TRLConfig(
+        yaml_settings = _document_settings(document)
+        program = trl_program(Path(document.file).name, yaml_settings)
+        world_size = world_size or (_configured_processes(settings) if settings is not None else None)
+        config = TRLConfig(
             program,
-            own,
+            yaml_settings,
             ConfigLocation(document.file, 0),
-            world,
+            world_size,
             _document_variables(document),
             settings,
-            json,
+            deepspeed,
             own_script=True,
         )
-        judge_trl(advice, run, Path(document.file).parent, gpu_gib, versions)
-        shared_rules.judge_script_variables(advice, run.variables)
+        judge_trl(advice, config, Path(document.file).parent, gpu_gib, versions)
+        shared_rules.judge_script_variables(advice, config.variables)
         _add_section(report, "trl", document.file, advice)
-    return world, trainer
+    return world_size, trainer
 
 
 def _document_settings(document: ConfigDocument) -> ConfigSettings:
-    """Top-level keys, as read by TrlParser."""
+    """The top-level keys of a YAML file, as TrlParser reads them."""
     settings = ConfigSettings()
     for name, value in (document.tree or {}).items():
-        settings.add(ConfigSetting(name, value, document.places.get(name, ConfigLocation(document.file, 0))))
+        settings.add(ConfigSetting(name, value, document.locations.get(name, ConfigLocation(document.file, 0))))
     return settings
 
 
 def _document_variables(document: ConfigDocument) -> dict[str, ShellWord]:
-    """`env` of TrlParser's YAML."""
+    """The environment variables in the `env` section of TrlParser's YAML file."""
     block = (document.tree or {}).get("env")
     if not isinstance(block, dict):
         return {}
     return {
-        name: ShellWord(str(value), document.places.get(f"env.{name}", ConfigLocation(document.file, 0)))
+        name: ShellWord(str(value), document.locations.get(f"env.{name}", ConfigLocation(document.file, 0)))
         for name, value in block.items()
     }
 
@@ -294,46 +305,46 @@ def _trl_config(
     job: TrainingCommand,
     given: GivenConfigs,
     settings: ConfigSettings | None,
-    json: ConfigSettings | None,
-    world: int | None,
-    taken: set[str],
+    deepspeed: ConfigSettings | None,
+    world_size: int | None,
+    used_files: set[str],
     advice: ConfigFindings,
 ) -> TRLConfig:
-    """A command's options, and those of the YAML that it names with --config."""
-    line = ConfigSettings()
-    program = trl_program(job.program, line)
-    add_arguments(line, job.words, trl_options(program))
-    program = program or trl_program(job.program, line)
-    both, variables = ConfigSettings(), dict(job.shell)
-    config = line.text("config")
+    """The settings of a TRL command: its options, and those of the YAML file that it names with --config."""
+    arguments = ConfigSettings()
+    program = trl_program(job.program, arguments)
+    add_arguments(arguments, job.words, trl_options(program))
+    program = program or trl_program(job.program, arguments)
+    merged, variables = ConfigSettings(), dict(job.shell)
+    config = arguments.text("config")
     if config is not None:
         named = [document for document in given.trl if Path(document.file).name == Path(config).name]
         for document in named:
-            taken.add(document.file)
+            used_files.add(document.file)
             variables |= _document_variables(document)
             for setting in _document_settings(document):
-                both.add(setting)
-            program = program or trl_program("", both)
+                merged.add(setting)
+            program = program or trl_program("", merged)
         if not named:
             advice.unchecked(
                 "file-missing",
                 f"--config {config} is not among the given files",
                 f"also give --config {config}",
-                line.place("config"),
+                arguments.location_of("config"),
             )
-    for setting in line:
-        both.add(setting)
+    for setting in arguments:
+        merged.add(setting)
     for name, documents in (("deepspeed", given.deepspeed), ("config_file", given.accelerate)):
-        place, file = (
-            (line.place(name), line.text(name))
+        location, file = (
+            (arguments.location_of(name), arguments.text(name))
             if name == "deepspeed"
-            else (job.launcher.options.place(name), job.launcher.options.text(name))
+            else (job.launcher.options.location_of(name), job.launcher.options.text(name))
         )
         if file and not documents and re.search(r"\.(json|ya?ml)$", file):
             advice.unchecked(
-                "file-missing", f"{file} is not among the given files", f"also give --config {file}", place
+                "file-missing", f"{file} is not among the given files", f"also give --config {file}", location
             )
-    own = job.program.endswith(".py") and job.program.removesuffix(".py") not in (
+    own_script = job.program.endswith(".py") and job.program.removesuffix(".py") not in (
         "grpo",
         "sft",
         "dpo",
@@ -341,4 +352,4 @@ def _trl_config(
         "reward",
         "rloo",
     )
-    return TRLConfig(program, both, job.place, world, variables, settings, json, own)
+    return TRLConfig(program, merged, job.location, world_size, variables, settings, deepspeed, own_script)

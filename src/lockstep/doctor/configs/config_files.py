@@ -19,19 +19,20 @@ MAX_DEPTH = 60
 
 @dataclass(slots=True)
 class ConfigDocument:
-    """A parsed file: the `commands` of a script, or a `tree` with the location of each key by dotted path."""
+    """A parsed file: a script has `commands`; a YAML or JSON file has a `tree`."""
 
     file: str
     text: str
     commands: tuple[ShellCommand, ...] = ()
     tree: dict[str, Any] | None = None
-    places: dict[str, ConfigLocation] = field(default_factory=dict)
-    doubled: list[tuple[str, ConfigLocation]] = field(default_factory=list)
-    """Duplicate keys of a JSON file."""
+    locations: dict[str, ConfigLocation] = field(default_factory=dict)
+    """Location of each key of the tree, by dotted path."""
+    duplicates: list[tuple[str, ConfigLocation]] = field(default_factory=list)
+    """Duplicate keys, with the location of each repetition."""
 
 
 def read_config(path: Path) -> ConfigDocument:
-    """Reads the file at `path`; ConfigNotReadable names file and line of an error."""
+    """Reads and parses a file. Raises ConfigNotReadable with file and line."""
     file = str(path)
     try:
         if not path.is_file():
@@ -55,7 +56,7 @@ def read_config(path: Path) -> ConfigDocument:
 
 
 def parse_config(text: str, file: str) -> ConfigDocument:
-    """Parses text by the suffix of its file or by its content."""
+    """Parses text as the kind of file that its suffix or its content indicates."""
     suffix = Path(file).suffix.lower()
     if suffix == ".json" or (suffix not in (".sh", ".bash", ".yaml", ".yml") and text.lstrip()[:1] == "{"):
         return _parse_json(text, file)
@@ -89,7 +90,7 @@ def _parse_yaml(text: str, file: str) -> ConfigDocument:
 
 
 class _YamlTree:
-    """Builds plain values from YAML nodes; follows aliases within the limit on nodes."""
+    """Converts YAML nodes to plain values. Aliases are expanded, up to the maximum number of nodes."""
 
     def __init__(self, document: ConfigDocument) -> None:
         self.document, self.nodes = document, 0
@@ -119,15 +120,15 @@ class _YamlTree:
             if not isinstance(key, yaml.ScalarNode):
                 raise ConfigNotReadable(self.document.file, key.start_mark.line + 1, "a key that is not a string")
             name = f"{path}.{key.value}" if path else str(key.value)
-            place = ConfigLocation(self.document.file, key.start_mark.line + 1)
+            location = ConfigLocation(self.document.file, key.start_mark.line + 1)
             if key.tag == "tag:yaml.org,2002:merge":
                 merged = self.build(value, path, depth + 1)
                 for each in merged if isinstance(merged, list) else [merged]:
                     result = {**each, **result} if isinstance(each, dict) else result
                 continue
             if key.value in result:
-                self.document.doubled.append((name, place))
-            self.document.places[name] = place
+                self.document.duplicates.append((name, location))
+            self.document.locations[name] = location
             result[str(key.value)] = self.build(value, name, depth + 1)
         return result
 
@@ -146,11 +147,11 @@ def _parse_json(text: str, file: str) -> ConfigDocument:
         raise ConfigNotReadable(file, 1, "no `{...}` at the top level")
     document = ConfigDocument(file, text, tree=tree)
     for name, line in _json_keys(text):
-        place = ConfigLocation(file, line)
-        if name in document.places:
-            document.doubled.append((name, place))
-        document.places[name] = place
-        if len(document.places) > MAX_NODES:
+        location = ConfigLocation(file, line)
+        if name in document.locations:
+            document.duplicates.append((name, location))
+        document.locations[name] = location
+        if len(document.locations) > MAX_NODES:
             raise ConfigNotReadable(file, line, "too many values for a config")
     return document
 

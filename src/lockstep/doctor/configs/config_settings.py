@@ -33,16 +33,16 @@ UNKNOWN_VALUE: Any = type("Unknown", (), {"__repr__": lambda self: "?", "__bool_
 
 @dataclass(frozen=True, slots=True)
 class ConfigSetting:
-    """One option."""
+    """The value of one option, and where it is set."""
 
     name: str
     value: Any
     """A string, a number, a list of these, None or `UNKNOWN_VALUE`."""
-    place: ConfigLocation
+    location: ConfigLocation
     forced: bool = False
-    """Hydra's `+key=value`: the key need not exist."""
+    """Whether it was added with Hydra's `+key=value`, so that the key need not exist."""
     removed: bool = False
-    """Hydra's `~key`."""
+    """Whether it was removed with Hydra's `~key`."""
 
 
 _TRUE, _FALSE = ("true", "yes", "1", "on", "y", "t"), ("false", "no", "0", "off", "n", "f")
@@ -50,13 +50,13 @@ _TRUE, _FALSE = ("true", "yes", "1", "on", "y", "t"), ("false", "no", "0", "off"
 
 @dataclass(slots=True)
 class ConfigSettings:
-    """Settings, of which later ones replace earlier ones, and defaults."""
+    """The given settings, of which later ones replace earlier ones, and the defaults of the others."""
 
     given: dict[str, ConfigSetting] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
     def add(self, setting: ConfigSetting) -> None:
-        """Adds a setting, which replaces an earlier one of the same name."""
+        """Adds a setting; it replaces an earlier one of the same name."""
         self.given.pop(setting.name, None)
         self.given[setting.name] = setting
 
@@ -64,27 +64,28 @@ class ConfigSettings:
         return iter(self.given.values())
 
     def __contains__(self, name: str) -> bool:
+        """Whether the option is given; a default does not count."""
         return name in self.given
 
-    def place(self, *names: str) -> ConfigLocation:
-        """Location of the first of `names` that is set."""
-        return next((self.given[name].place for name in names if name in self.given), NO_LOCATION)
+    def location_of(self, *names: str) -> ConfigLocation:
+        """Location of the first of `names` that is given."""
+        return next((self.given[name].location for name in names if name in self.given), NO_LOCATION)
 
     def get(self, name: str) -> Any:
-        """The set value or the default; None without either."""
+        """The given value or the default; None without either."""
         return self.given[name].value if name in self.given else self.defaults.get(name)
 
-    def set(self, name: str) -> bool:
-        """Whether there is a known, non-null value."""
+    def has_value(self, name: str) -> bool:
+        """Whether the value or default is known and not null."""
         return self.get(name) not in (None, UNKNOWN_VALUE, "null", "None", "")
 
-    def whole(self, name: str) -> int | None:
-        """None if not set, not known or not an integer."""
+    def integer(self, name: str) -> int | None:
+        """The value as an integer; None if it is not set, not known or not an integer."""
         value = self.number(name)
         return int(value) if value is not None and value == int(value) else None
 
     def number(self, name: str) -> float | None:
-        """None if not set, not known or not a number."""
+        """The value as a number; None if it is not set, not known or not a number."""
         value = self.get(name)
         if isinstance(value, bool) or value is UNKNOWN_VALUE or isinstance(value, list | dict) or value is None:
             return None
@@ -95,7 +96,7 @@ class ConfigSettings:
         return number if abs(number) < 1e18 else None
 
     def flag(self, name: str) -> bool | None:
-        """None if not known."""
+        """The value as a boolean; False if it is not set, None if it is not known or not a boolean."""
         value = self.get(name)
         if value is UNKNOWN_VALUE:
             return None
@@ -103,7 +104,7 @@ class ConfigSettings:
         return True if text in _TRUE else False if text in _FALSE or value in (None, "") else None
 
     def text(self, name: str) -> str | None:
-        """None if not set or not known."""
+        """The value as a string; None if it is not set, not known or a list or mapping."""
         value = self.get(name)
         return (
             str(value)
@@ -114,7 +115,7 @@ class ConfigSettings:
 
 @dataclass(slots=True)
 class ConfigFindings:
-    """Collects findings, each with the location that it is about."""
+    """Collects findings; each text begins with the location in the config."""
 
     findings: list[Finding] = field(default_factory=list)
 
@@ -129,8 +130,8 @@ class ConfigFindings:
         at: ConfigLocation | None = None,
     ) -> None:
         """Adds a finding."""
-        place = f"{at}: " if at is not None and at.file else ""
-        self.findings.append(Finding(id, severity, "", f"{place}{seen}", why, fix, source))
+        location = f"{at}: " if at is not None and at.file else ""
+        self.findings.append(Finding(id, severity, "", f"{location}{seen}", why, fix, source))
 
     def error(
         self, id: str, seen: str, why: str = "", fix: str = "", source: str = "", at: ConfigLocation | None = None
@@ -153,25 +154,3 @@ class ConfigFindings:
     def unchecked(self, id: str, seen: str, fix: str = "", at: ConfigLocation | None = None) -> None:
         """Adds a finding about something that cannot be judged from the given files."""
         self.add(id, "unchecked", seen, fix=fix, at=at)
-
-    def divides(
-        self,
-        id: str,
-        whole: int | None,
-        part: int | None,
-        seen: str,
-        why: str,
-        fix: str,
-        source: str,
-        at: ConfigLocation,
-    ) -> bool:
-        """Adds an error unless `part` divides `whole` or one of them is not known."""
-        if whole is None or part is None or part <= 0 or whole % part == 0:
-            return True
-        self.error(id, seen, why, fix, source, at)
-        return False
-
-
-def first_location(settings: ConfigSettings, *names: str) -> ConfigLocation:
-    """Location of the first of `names` that is set."""
-    return settings.place(*names)

@@ -1,10 +1,10 @@
-"""The size of a model, by its config.json, its known name, or the `7B` in its name; and the memory that a GPU needs for
-it.
+"""The size of a model (from its config.json, its known name, or the `7B` in its name), and the GPU memory that training
+and generating with it need.
 
 Weights, gradients and Adam's states in mixed precision: 2 + 2 + 12 bytes per parameter, divided by ZeRO as in its paper
 (Rajbhandari et al. 2020, arXiv:1910.02054, section 3 and figure 1). Activations with full recomputation: 2 bytes x
 tokens x hidden x layers (Korthikanti et al. 2022, arXiv:2205.05198, section 5). Logits: tokens x vocabulary in
-bfloat16, and their gradient. An engine: its weights and its cache within its share of the GPU. All are lower bounds.
+bfloat16, and their gradient. An engine: weights and cache must fit its share of the GPU. All are lower bounds.
 """
 
 import json
@@ -32,13 +32,13 @@ class ModelSize:
     kv_heads: int = 0
     head_size: int = 0
     vocabulary: int = 0
-    longest: int = 0
-    """Maximum positions according to its config; 0 if not known."""
+    max_positions: int = 0
+    """Longest sequence in tokens, according to its config."""
     source: str = ""
 
     @property
     def size(self) -> str:
-        """Parameters in billions: `7.62B`."""
+        """The number of parameters in billions, such as `7.62B`."""
         return f"{self.parameters / 1e9:.3g}B"
 
     def cache_bytes(self, width: int = 2) -> int:
@@ -49,15 +49,16 @@ class ModelSize:
 def decoder_parameters(
     layers: int, hidden: int, heads: int, kv_heads: int, head_size: int, inner: int, vocabulary: int, tied: bool
 ) -> int:
-    """Weights of a gated decoder: attention and MLP matrices of each layer, embeddings and head. Ignores norms and
-    biases,
-    about a thousandth."""
+    """Number of weights of a gated decoder: attention and MLP matrices of each layer, embeddings and head.
+
+    Norms and biases, about a thousandth of all weights, are ignored.
+    """
     attention = hidden * head_size * (2 * heads + 2 * kv_heads)
     return layers * (attention + 3 * hidden * inner) + vocabulary * hidden * (1 if tied else 2)
 
 
 def find_model(name: str | None, folder: Path) -> ModelSize | None:
-    """The model called `name`, on the hub or in a folder (relative to `folder`). None if its size is not known."""
+    """The size of the model `name` on the hub or in a folder (relative to `folder`); None if it is not known."""
     if not name:
         return None
     local = Path(name).expanduser()
@@ -80,7 +81,7 @@ def _local_model(path: Path, name: str) -> ModelSize | None:
 
 
 def model_size_from_config(raw: dict[str, Any], name: str, source: str = "") -> ModelSize | None:
-    """Reads a config.json; None if fields are missing or it is a mixture of experts."""
+    """Reads the size from a config.json; None if fields are missing or the model is a mixture of experts."""
 
     def number(key: str, otherwise: int = 0) -> int:
         value = raw.get(key)
@@ -105,12 +106,12 @@ def _known_model(name: str) -> ModelSize | None:
     plain = name.rstrip("/").rpartition("/")[2].lower().replace("meta-llama", "llama").removesuffix("-hf")
     plain = re.sub(r"^(qwen[\d.]+)-(?:math|coder)-", r"\1-", plain)  # same shape as their base model
     content = read_option_data("models")
-    found = [key for key in content["models"] if re.fullmatch(re.escape(key) + r"(?:-(?!\d+(?:\.\d+)?b).*)?", plain)]
-    if not found:
-        found = [key for key in content["models"] if re.search(r"(?:^|[-_])" + re.escape(key) + r"$", plain)]
-    if not found:
+    matches = [key for key in content["models"] if re.fullmatch(re.escape(key) + r"(?:-(?!\d+(?:\.\d+)?b).*)?", plain)]
+    if not matches:
+        matches = [key for key in content["models"] if re.search(r"(?:^|[-_])" + re.escape(key) + r"$", plain)]
+    if not matches:
         return None
-    entry = content["models"][max(found, key=len)]
+    entry = content["models"][max(matches, key=len)]
     layers, hidden, heads, kv, size, inner, vocabulary, tied = entry["shape"]
     count = decoder_parameters(layers, hidden, heads, kv, size, inner, vocabulary, tied)
     source = f"{content['source']}/{entry['hub']}/blob/main/config.json"
@@ -120,7 +121,7 @@ def _known_model(name: str) -> ModelSize | None:
 def _size_from_name(name: str) -> ModelSize | None:
     plain = name.rstrip("/").rpartition("/")[2]
     if re.search(r"(?i)\d+x\d|a\d+(?:\.\d+)?b\b", plain):
-        return None
+        return None  # a mixture of experts
     match = re.search(r"(?i)(?<![\w.])(\d{1,3}(?:\.\d{1,2})?)b(?![a-z0-9])", plain.replace("_", "-"))
     return ModelSize(name, float(match[1]) * 1e9) if match and float(match[1]) > 0 else None
 
@@ -135,7 +136,7 @@ UTILIZATION_SOURCE = "https://docs.vllm.ai/en/latest/configuration/conserving_me
 
 @dataclass(frozen=True, slots=True)
 class TrainingStates:
-    """How the states of a trained model are stored."""
+    """How weights, gradients and optimizer states of a trained model are stored."""
 
     shape: ModelSize
     ranks: int | None
@@ -144,7 +145,7 @@ class TrainingStates:
     optimizer_on_cpu: bool = False
     parameters_on_cpu: bool = False
     trainable: float = 1.0
-    """Trained share of the parameters: small with an adapter."""
+    """Share of the parameters that is trained; small with an adapter."""
     weight_bytes: int = 2
     gradient_bytes: int = 2
     optimizer_bytes: int = 12
@@ -167,32 +168,32 @@ class TrainingStates:
 
 @dataclass(frozen=True, slots=True)
 class EngineShare:
-    """A generation engine and its share of the GPUs."""
+    """A generation engine and the share of each GPU's memory that it may use."""
 
     shape: ModelSize
     tensor_parallel: int
     utilization: float
     shares_gpus: bool = False
-    """Whether it shares them with the trainer."""
+    """Whether the trainer uses the same GPUs."""
     sleeps: bool = False
-    """Whether it releases its memory while the trainer works."""
-    longest: int | None = None
-    """Tokens of a prompt with its completion."""
-    place: ConfigLocation = NO_LOCATION
+    """Whether the engine releases its memory while the trainer works."""
+    sequence_tokens: int | None = None
+    """Tokens of a prompt with its longest completion."""
+    location: ConfigLocation = NO_LOCATION
     option: str = "gpu_memory_utilization"
 
     def weight_bytes(self) -> float:
-        """Bytes of weights on each of its GPUs."""
+        """Bytes of the engine's weights on each GPU."""
         return 2 * self.shape.parameters / self.tensor_parallel
 
 
 @dataclass(frozen=True, slots=True)
 class BatchTokens:
-    """Tokens of one forward and backward pass on a GPU."""
+    """The tokens of one forward and backward pass on a GPU."""
 
     tokens: int | None
     fused_head: bool = False
-    """Whether cross-entropy is fused or chunked, so that logits are never whole in memory."""
+    """Whether cross-entropy is fused or chunked, so that memory never holds all logits at once."""
 
 
 def format_gib(value: float) -> str:
@@ -201,14 +202,14 @@ def format_gib(value: float) -> str:
 
 
 def activation_bytes(shape: ModelSize, batch: BatchTokens) -> float:
-    """Lower bound of activations; 0 if not known."""
+    """Lower bound of the bytes of activations; 0 if the number of tokens is not known."""
     if batch.tokens is None:
         return 0.0
     return 2 * batch.tokens * shape.hidden * shape.layers
 
 
 def logit_bytes(shape: ModelSize, batch: BatchTokens) -> float:
-    """Logits and their gradient in bfloat16, if they are whole in memory."""
+    """Bytes of the logits and their gradient in bfloat16; 0 if memory never holds all of them."""
     return 4 * batch.tokens * shape.vocabulary if batch.tokens is not None and not batch.fused_head else 0.0
 
 
@@ -217,19 +218,20 @@ class TrainingMemory:
     """Bytes on one GPU while training."""
 
     state: float
-    kept: float
-    """Activations kept for the backward pass."""
+    """Weights, gradients and optimizer states."""
+    activations: float
+    """Activations that are kept for the backward pass."""
     logits: float
 
     @property
-    def certain(self) -> float:
-        """Unavoidable bytes."""
-        return self.state + self.kept
+    def minimum(self) -> float:
+        """Bytes that are needed in any case."""
+        return self.state + self.activations
 
     @property
-    def likely(self) -> float:
-        """Bytes including logits."""
-        return self.certain + self.logits
+    def with_logits(self) -> float:
+        """Bytes that are needed unless an unknown option avoids the logits."""
+        return self.minimum + self.logits
 
 
 def judge_gpu_memory(
@@ -242,35 +244,32 @@ def judge_gpu_memory(
     offloaded_while_generating: bool = False,
     what: str = "training",
 ) -> None:
-    """Judges whether states, activations and engine fit a GPU of `gpu_gib`; without it, which GPUs are large enough."""
+    """Reports whether trainer and engine fit into a GPU with `gpu_gib`, or without it, which GPUs are large enough."""
     state = training.state_bytes() if training is not None else None
     need = None
     if training is not None and state is not None:
         need = TrainingMemory(state, activation_bytes(training.shape, batch), logit_bytes(training.shape, batch))
         _judge_training(advice, training, need, batch, gpu_gib, at, what)
     elif training is not None:
-        advice.unchecked(
-            "memory-training", "memory of training: the number of ranks that share the states is not known"
-        )
+        advice.unchecked("memory-training", "memory of training was not estimated: the number of ranks is not known")
     if engine is not None:
         _judge_engine(advice, engine, gpu_gib)
         if engine.shares_gpus and need is not None:
-            _judge_together(advice, engine, need, gpu_gib, offloaded_while_generating)
+            _judge_shared_gpus(advice, engine, need, gpu_gib, offloaded_while_generating)
 
 
 def _memory_text(training: TrainingStates, need: TrainingMemory, batch: BatchTokens, what: str) -> str:
     shape = training.shape
     parts = f"{format_gib(need.state)} of weights, gradients and optimizer"
-    if need.kept:
-        parts += f", {format_gib(need.kept)} of activations"
+    if need.activations:
+        parts += f", {format_gib(need.activations)} of activations"
     if need.logits:
         parts += f", {format_gib(need.logits)} of logits" + (f" for {batch.tokens:,} tokens" if batch.tokens else "")
-    ways = f"ZeRO stage {training.stage}" if training.stage else "states not sharded"
-    ways += f" over {training.ranks} ranks" if training.ranks else ""
-    ways += ", the optimizer on the host" if training.optimizer_on_cpu else ""
-    return (
-        f"{what} of {shape.name} ({shape.size}) needs at least {format_gib(need.likely)} on each GPU: {parts}; {ways}"
-    )
+    sharding = f"ZeRO stage {training.stage}" if training.stage else "states not sharded"
+    sharding += f" over {training.ranks} ranks" if training.ranks else ""
+    sharding += ", the optimizer on the host" if training.optimizer_on_cpu else ""
+    total = format_gib(need.with_logits)
+    return f"{what} of {shape.name} ({shape.size}) needs at least {total} on each GPU: {parts}; {sharding}"
 
 
 def _judge_training(
@@ -283,36 +282,41 @@ def _judge_training(
     what: str,
 ) -> None:
     seen, fix = _memory_text(training, need, batch, what), _smaller_settings(training, need)
-    open_end = not training.shape.layers or batch.tokens is None
-    if open_end:
+    is_partial = not training.shape.layers or batch.tokens is None
+    if is_partial:
         unknown = "the model's shape" if not training.shape.layers else "the number of tokens in a micro-batch"
         seen += f", plus activations and logits ({unknown} is not known)"
-    room = gpu_gib if gpu_gib is not None else GPU_SIZES_GIB[-1]
-    if need.certain > room * GIB:
-        has = f"a GPU has {gpu_gib:g} GiB" if gpu_gib is not None else "no GPU has that much"
+    available = gpu_gib if gpu_gib is not None else GPU_SIZES_GIB[-1]
+    if need.minimum > available * GIB:
+        reason = f"a GPU has {gpu_gib:g} GiB" if gpu_gib is not None else "no GPU has that much"
         advice.error(
-            "memory-training", f"{seen}; {has}", "The run fails with CUDA out of memory.", fix, ZERO_SOURCE, at
+            "memory-training", f"{seen}; {reason}", "The run fails with CUDA out of memory.", fix, ZERO_SOURCE, at
         )
     elif gpu_gib is None:
-        enough = next(size for size in GPU_SIZES_GIB if need.likely <= size * GIB * 0.92 or size == GPU_SIZES_GIB[-1])
+        enough = next(
+            size for size in GPU_SIZES_GIB if need.with_logits <= size * GIB * 0.92 or size == GPU_SIZES_GIB[-1]
+        )
         add = advice.warn if enough > 80 else advice.note
-        room_is = f"GPUs below {enough} GiB are too small" if open_end else f"GPUs from {enough} GiB are large enough"
-        add("memory-training", f"{seen}; {room_is}", "", fix if enough > 80 else "", ZERO_SOURCE, at)
-    elif need.likely > 0.92 * gpu_gib * GIB:
-        tight = f"{seen}, of {gpu_gib:g} GiB: too little is left for buffers and fragmentation"
+        advised_gpus = (
+            f"GPUs below {enough} GiB are too small" if is_partial else f"GPUs from {enough} GiB are large enough"
+        )
+        add("memory-training", f"{seen}; {advised_gpus}", "", fix if enough > 80 else "", ZERO_SOURCE, at)
+    elif need.with_logits > 0.92 * gpu_gib * GIB:
+        tight = f"{seen}, of {gpu_gib:g} GiB, which leaves too little for buffers and fragmentation"
         advice.warn("memory-training", tight, "", fix, ZERO_SOURCE, at)
     else:
-        severity: Severity = "note" if open_end else "ok"
+        severity: Severity = "note" if is_partial else "ok"
         advice.add("memory-training", severity, f"{seen}, of {gpu_gib:g} GiB", source=ZERO_SOURCE, at=at)
 
 
 def _smaller_settings(training: TrainingStates, need: TrainingMemory) -> str:
+    """Settings that need less memory, as a list in words."""
     ways = []
     if training.stage < 3:
         ways.append("ZeRO stage 3 (or FSDP full shard)")
     if not training.optimizer_on_cpu:
         ways.append("the optimizer on the host (adam_offload, offload_optimizer, optimizer_offload)")
-    if need.kept + need.logits > need.state:
+    if need.activations + need.logits > need.state:
         ways.insert(0, "fewer tokens per micro-batch")
     ways.append("more GPUs" if training.stage else "sharding states over ranks")
     return ", or ".join(ways)
@@ -320,74 +324,73 @@ def _smaller_settings(training: TrainingStates, need: TrainingMemory) -> str:
 
 def _judge_engine(advice: ConfigFindings, engine: EngineShare, gpu_gib: float | None) -> None:
     shape, weights = engine.shape, engine.weight_bytes()
-    rooms = (gpu_gib,) if gpu_gib is not None else GPU_SIZES_GIB
-    fitting = [room for room in rooms if weights < room * GIB * engine.utilization]
+    sizes = (gpu_gib,) if gpu_gib is not None else GPU_SIZES_GIB
+    large_enough = [size for size in sizes if weights < size * GIB * engine.utilization]
     seen = (
-        f"the engine's weights ({shape.name}, {shape.size}, tensor parallel {engine.tensor_parallel}) are"
-        f" {format_gib(weights)} on each GPU, but {engine.option} {engine.utilization:g} of it is all that it may use"
+        f"the engine's weights ({shape.name}, {shape.size}, tensor parallel {engine.tensor_parallel}) take"
+        f" {format_gib(weights)} on each GPU, of which the engine may use {engine.option} {engine.utilization:g}"
     )
-    if not fitting:
+    if not large_enough:
         advice.error(
             "memory-engine",
             seen + (f": {format_gib(gpu_gib * GIB * engine.utilization)}" if gpu_gib else ""),
             "vLLM fails to start: no memory is left for the cache.",
             f"a larger tensor parallel size, or a larger {engine.option}",
             UTILIZATION_SOURCE,
-            engine.place,
+            engine.location,
         )
         return
-    if gpu_gib is None and fitting[0] > 80:
+    if gpu_gib is None and large_enough[0] > 80:
         advice.warn(
             "memory-engine",
-            f"{seen}: GPUs from {fitting[0]} GiB are large enough",
+            f"{seen}: GPUs from {large_enough[0]} GiB are large enough",
             "",
             "a larger tensor parallel size",
             UTILIZATION_SOURCE,
-            engine.place,
+            engine.location,
         )
-    if gpu_gib is not None and engine.longest and shape.layers:
+    if gpu_gib is not None and engine.sequence_tokens and shape.layers:
         left = gpu_gib * GIB * engine.utilization - weights
-        one = shape.cache_bytes() / max(1, min(engine.tensor_parallel, shape.kv_heads)) * engine.longest
-        if one > left:
+        needed = shape.cache_bytes() / max(1, min(engine.tensor_parallel, shape.kv_heads)) * engine.sequence_tokens
+        if needed > left:
             advice.error(
                 "memory-cache",
-                f"the cache of one sequence of {engine.longest:,} tokens is {format_gib(one)}, {format_gib(left)} "
-                "are left beside the"
-                " weights",
+                f"the cache of one sequence of {engine.sequence_tokens:,} tokens takes {format_gib(needed)}, but the"
+                f" weights leave only {format_gib(left)}",
                 "vLLM refuses to start if its longest sequence does not fit.",
                 f"a larger {engine.option} or tensor parallel size, or shorter sequences",
                 UTILIZATION_SOURCE,
-                engine.place,
+                engine.location,
             )
 
 
-def _judge_together(
+def _judge_shared_gpus(
     advice: ConfigFindings, engine: EngineShare, need: TrainingMemory, gpu_gib: float | None, offloaded: bool
 ) -> None:
     if not engine.sleeps:
-        room = gpu_gib if gpu_gib is not None else 80
-        if engine.utilization * room * GIB + need.certain > room * GIB:
+        size = gpu_gib if gpu_gib is not None else 80
+        if engine.utilization * size * GIB + need.minimum > size * GIB:
             seen = (
                 f"the engine keeps {engine.utilization:.0%} of each GPU while training needs "
-                f"{format_gib(need.certain)} of the"
-                " same GPU" + ("" if gpu_gib is not None else ": together more than 80 GiB")
+                f"{format_gib(need.minimum)} of the same GPU"
+                + ("" if gpu_gib is not None else ": together more than 80 GiB")
             )
             add = advice.error if gpu_gib is not None or engine.utilization > 0.85 else advice.warn
             add(
                 "memory-together",
                 seen,
                 "Engine and trainer share GPUs, and the engine does not sleep.",
-                f"let the engine sleep while training, or a smaller {engine.option}",
+                f"let the engine sleep during training, or use a smaller {engine.option}",
                 UTILIZATION_SOURCE,
-                engine.place,
+                engine.location,
             )
     elif not offloaded and gpu_gib is not None and engine.utilization * gpu_gib * GIB + need.state > gpu_gib * GIB:
         advice.warn(
             "memory-together",
             f"the trainer's states ({format_gib(need.state)}) stay on the GPU while the engine wakes up and takes"
             f" {engine.utilization:.0%} of it",
-            "The engine's share is of the whole GPU; memory of other processes is not subtracted after sleep and wake.",
-            f"offload the trainer while engines generate, or a smaller {engine.option}",
+            "The engine takes its share of the whole GPU, without subtracting what other processes use.",
+            f"offload the trainer while engines generate, or use a smaller {engine.option}",
             UTILIZATION_SOURCE,
-            engine.place,
+            engine.location,
         )

@@ -1,4 +1,4 @@
-"""OpenRLHF's settings under one version's names, and what they imply for memory and the workers' environment."""
+"""OpenRLHF's settings under the option names of any version, and the memory and environment that follow from them."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,59 +56,61 @@ FLAT_NAMES = {
     "algo.dynamic_filtering_enable": "dynamic_filtering",
     "eval.dataset": "eval_dataset",
 }
+"""The option names of releases with flat names, by the current nested name."""
 
 
 @dataclass(slots=True)
 class OpenRLHFConfig:
-    """A command line with the option names of one version."""
+    """The settings of a command line. Methods take the current name of an option, whatever the version calls it."""
 
     settings: ConfigSettings
     version: str
     nested: bool
+    """Whether this version has nested names, such as `actor.num_nodes`."""
 
-    def name(self, today: str) -> str:
-        """The name in this version."""
-        return today if self.nested else FLAT_NAMES.get(today, today)
+    def name(self, current: str) -> str:
+        """The name of an option in this version."""
+        return current if self.nested else FLAT_NAMES.get(current, current)
 
-    def whole(self, today: str) -> int | None:
-        """See `ConfigSettings.whole`."""
-        return self.settings.whole(self.name(today))
+    def integer(self, current: str) -> int | None:
+        """See `ConfigSettings.integer`."""
+        return self.settings.integer(self.name(current))
 
-    def on(self, today: str) -> bool:
+    def on(self, current: str) -> bool:
         """Whether a flag is on."""
-        return self.settings.flag(self.name(today)) is True
+        return self.settings.flag(self.name(current)) is True
 
-    def text(self, today: str) -> str | None:
+    def text(self, current: str) -> str | None:
         """See `ConfigSettings.text`."""
-        return self.settings.text(self.name(today))
+        return self.settings.text(self.name(current))
 
-    def shown(self, today: str) -> str:
+    def shown(self, current: str) -> str:
         """The name as written on the command line."""
-        return f"--{self.name(today)}"
+        return f"--{self.name(current)}"
 
-    def at(self, *today: str, job: TrainingCommand) -> ConfigLocation:
-        """Location of the first of these that is set, else of the program."""
-        place = self.settings.place(*(self.name(each) for each in today))
-        return place if place.file else job.place
+    def location_of(self, *current: str, job: TrainingCommand) -> ConfigLocation:
+        """Location of the first of these options that is given, else of the program."""
+        location = self.settings.location_of(*(self.name(each) for each in current))
+        return location if location.file else job.location
 
     def gpus(self, role: str) -> int | None:
-        """GPUs of `actor`, `ref`, `critic` or `reward`."""
-        nodes, each = self.whole(f"{role}.num_nodes"), self.whole(f"{role}.num_gpus_per_node")
-        return nodes * each if nodes and each else None
+        """Number of GPUs of `actor`, `ref`, `critic` or `reward`."""
+        nodes, per_node = self.integer(f"{role}.num_nodes"), self.integer(f"{role}.num_gpus_per_node")
+        return nodes * per_node if nodes and per_node else None
 
 
 BATCH_SOURCE = "https://github.com/OpenRLHF/OpenRLHF/blob/v0.11.2/openrlhf/utils/deepspeed/deepspeed.py"
 
 
-def openrlhf_sequence_tokens(run: OpenRLHFConfig) -> int | None:
-    """Tokens of a prompt with its completion."""
-    if run.nested or "max_len" in run.settings or "prompt_max_len" not in run.settings.defaults:
-        return run.whole("data.max_len")
-    prompt, completion = run.settings.whole("prompt_max_len"), run.settings.whole("generate_max_len")
+def openrlhf_sequence_tokens(config: OpenRLHFConfig) -> int | None:
+    """Maximum number of tokens of a prompt with its completion; None if it is not known."""
+    if config.nested or "max_len" in config.settings or "prompt_max_len" not in config.settings.defaults:
+        return config.integer("data.max_len")
+    prompt, completion = config.settings.integer("prompt_max_len"), config.settings.integer("generate_max_len")
     return prompt + completion if prompt and completion else None
 
 
-_REACHES_WORKERS = (
+_WORKER_VARIABLE_PREFIXES = (
     "NCCL_",
     "TORCH_",
     "VLLM_",
@@ -124,8 +126,6 @@ _REACHES_WORKERS = (
     "DS_",
 )
 
-"""Current names by the names of 0.9 and before."""
-
 
 def judge_openrlhf_version(
     advice: ConfigFindings,
@@ -135,76 +135,82 @@ def judge_openrlhf_version(
     installed: str | None,
     job: TrainingCommand,
 ) -> None:
-    how = f"{installed} is installed" if installed else "the version with most of its options"
+    version_source = f"{installed} is installed" if installed else "the version that knows most of the options"
     newest = options.versions[-1]
-    old = [setting.name for setting in settings if setting.name not in options.at(newest)]
-    if version != newest and old:
+    removed = [setting.name for setting in settings if setting.name not in options.at(newest)]
+    if version != newest and removed:
         advice.warn(
             "version-old",
-            f"this command line is for OpenRLHF {version} or similar ({how}): {newest} refuses {len(old)} of its"
-            " options",
-            "Names became nested after 0.10.0: --actor.num_nodes for --actor_num_nodes.",
+            f"this command line is for OpenRLHF {version} or similar ({version_source}): {newest} refuses"
+            f" {len(removed)} of its options",
+            "After 0.10.0 the option names are nested: --actor.num_nodes instead of --actor_num_nodes.",
             f"pip install 'openrlhf=={version}', or use the new names below",
             options.source,
-            job.place,
+            job.location,
         )
     else:
-        advice.add("version", "ok", f"options judged by OpenRLHF {version} ({how})", at=job.place)
+        advice.add(
+            "version", "ok", f"options judged by those of OpenRLHF {version} ({version_source})", at=job.location
+        )
 
 
 def judge_openrlhf_memory(
-    advice: ConfigFindings, run: OpenRLHFConfig, job: TrainingCommand, folder: Path, gpu_gib: float | None
+    advice: ConfigFindings, config: OpenRLHFConfig, job: TrainingCommand, folder: Path, gpu_gib: float | None
 ) -> None:
-    shape = model_memory.find_model(run.text("actor.model_name_or_path"), folder)
+    shape = model_memory.find_model(config.text("actor.model_name_or_path"), folder)
     if shape is None:
         advice.unchecked(
             "memory-model",
-            "memory: the model's size is not known",
-            "give a folder with its config.json, or a name that contains its size",
-            run.at("actor.model_name_or_path", job=job),
+            "memory was not estimated: the model's size is not known",
+            "name a folder with the model's config.json, or a model with its size in the name",
+            config.location_of("actor.model_name_or_path", job=job),
         )
         return
-    parallel = run.whole("vllm.tensor_parallel_size") or 1
+    parallel = config.integer("vllm.tensor_parallel_size") or 1
     judge_heads(
-        advice, shape, parallel, run.shown("vllm.tensor_parallel_size"), run.at("vllm.tensor_parallel_size", job=job)
+        advice,
+        shape,
+        parallel,
+        config.shown("vllm.tensor_parallel_size"),
+        config.location_of("vllm.tensor_parallel_size", job=job),
     )
-    longest, micro = openrlhf_sequence_tokens(run), run.whole("train.micro_batch_size")
+    longest, micro = openrlhf_sequence_tokens(config), config.integer("train.micro_batch_size")
     tokens = (
-        run.whole("train.max_tokens_per_gpu")
-        if run.on("train.dynamic_batch_enable")
+        config.integer("train.max_tokens_per_gpu")
+        if config.on("train.dynamic_batch_enable")
         else micro * longest
         if micro and longest
         else None
     )
     training = model_memory.TrainingStates(
         shape,
-        run.gpus("actor"),
-        run.whole("ds.zero_stage") or 0,
-        run.on("ds.adam_offload"),
-        trainable=0.02 if run.whole("ds.lora.rank") else 1.0,
+        config.gpus("actor"),
+        config.integer("ds.zero_stage") or 0,
+        config.on("ds.adam_offload"),
+        trainable=0.02 if config.integer("ds.lora.rank") else 1.0,
     )
-    utilization = run.settings.number(run.name("vllm.gpu_memory_utilization"))
+    utilization = config.settings.number(config.name("vllm.gpu_memory_utilization"))
     engine = None
-    if run.whole("vllm.num_engines") and utilization and 0 < utilization <= 1:
-        shares = run.on("train.colocate_all") and not run.on("train.async_enable")
+    if config.integer("vllm.num_engines") and utilization and 0 < utilization <= 1:
+        shares = config.on("train.colocate_all") and not config.on("train.async_enable")
         engine = model_memory.EngineShare(
             shape,
             parallel,
             utilization,
             shares,
-            run.on("vllm.enable_sleep"),
+            config.on("vllm.enable_sleep"),
             longest,
-            run.at("vllm.gpu_memory_utilization", "vllm.num_engines", job=job),
-            run.shown("vllm.gpu_memory_utilization"),
+            config.location_of("vllm.gpu_memory_utilization", "vllm.num_engines", job=job),
+            config.shown("vllm.gpu_memory_utilization"),
         )
     model_memory.judge_gpu_memory(
         advice,
         training,
         engine,
-        model_memory.BatchTokens(tokens if shape.layers else None, run.on("ds.use_liger_kernel")),
+        model_memory.BatchTokens(tokens if shape.layers else None, config.on("ds.use_liger_kernel")),
         gpu_gib,
-        run.at("actor.model_name_or_path", job=job),
-        offloaded_while_generating=run.on("ds.enable_sleep"),
+        config.location_of("actor.model_name_or_path", job=job),
+        offloaded_while_generating=config.on("ds.enable_sleep"),
         what="the actor's training",
     )
 
@@ -212,23 +218,23 @@ def judge_openrlhf_memory(
 def judge_supervised_memory(
     advice: ConfigFindings, settings: ConfigSettings, job: TrainingCommand, folder: Path, gpu_gib: float | None
 ) -> None:
-    """Judges train_sft, train_dpo and train_rm."""
-    world = job.launcher.world
+    """Judges batch sizes and memory of train_sft, train_dpo and train_rm."""
+    world_size = job.launcher.world_size
     names = {
         "batch": ("train.batch_size", "train_batch_size"),
         "micro": ("train.micro_batch_size", "micro_train_batch_size"),
     }
     batch, micro = (
-        next((settings.whole(name) for name in pair if settings.whole(name)), None) for pair in names.values()
+        next((settings.integer(name) for name in pair if settings.integer(name)), None) for pair in names.values()
     )
-    if world and batch and micro and batch % (micro * world):
+    if world_size and batch and micro and batch % (micro * world_size):
         advice.error(
             "batch-accumulation",
-            f"a batch of {batch} is not a multiple of micro-batch {micro} x {world} ranks",
+            f"a batch of {batch} is not a multiple of micro-batch {micro} x {world_size} ranks",
             "DeepSpeed asserts train batch = micro batch x accumulation x ranks.",
-            f"a multiple of {micro * world}",
+            f"a multiple of {micro * world_size}",
             BATCH_SOURCE,
-            settings.place(*names["batch"], *names["micro"]),
+            settings.location_of(*names["batch"], *names["micro"]),
         )
     name = (
         settings.text("model.model_name_or_path")
@@ -236,35 +242,37 @@ def judge_supervised_memory(
         or settings.text("actor.model_name_or_path")
     )
     shape = model_memory.find_model(name, folder)
-    if shape is not None and world:
+    if shape is not None and world_size:
         stage = (
-            settings.whole("ds.zero_stage") if "ds.zero_stage" in settings.defaults else settings.whole("zero_stage")
+            settings.integer("ds.zero_stage")
+            if "ds.zero_stage" in settings.defaults
+            else settings.integer("zero_stage")
         )
         offload = settings.flag("ds.adam_offload") or settings.flag("adam_offload")
-        training = model_memory.TrainingStates(shape, world, stage or 0, bool(offload))
-        model_memory.judge_gpu_memory(advice, training, None, model_memory.BatchTokens(None), gpu_gib, job.place)
+        training = model_memory.TrainingStates(shape, world_size, stage or 0, bool(offload))
+        model_memory.judge_gpu_memory(advice, training, None, model_memory.BatchTokens(None), gpu_gib, job.location)
 
 
 def judge_openrlhf_environment(advice: ConfigFindings, job: TrainingCommand) -> None:
-    """Reports exported variables of the submitting shell, which do not reach a Ray cluster's workers."""
+    """Reports variables that the submitting shell exports but Ray's workers do not get."""
     if not job.through_ray:
         return
-    lost = [
+    missing = [
         name
         for name in job.shell
-        if name.startswith(_REACHES_WORKERS)
+        if name.startswith(_WORKER_VARIABLE_PREFIXES)
         and name not in job.workers
         and name not in ("RAY_ADDRESS", "CUDA_VISIBLE_DEVICES", "CUDA_HOME", *shared_rules.UNREAD_VARIABLES)
     ]
-    if lost:
+    if missing:
         listed = ", ".join(
-            f'"{name}": "{job.shell[name].text if job.shell[name].known else "..."}"' for name in sorted(lost)
+            f'"{name}": "{job.shell[name].text if job.shell[name].known else "..."}"' for name in sorted(missing)
         )
         advice.warn(
             "environment-driver-only",
-            f"{', '.join(sorted(lost))}: set in the submitting shell, but not visible to Ray's workers",
+            f"{', '.join(sorted(missing))}: set in the submitting shell, but not visible to Ray's workers",
             "ray job submit starts the driver on the cluster; workers get the raylets' environment and runtime_env.",
             f"--runtime-env-json='{{\"env_vars\": {{{listed}}}}}'",
             RAY_ENVIRONMENT_SOURCE,
-            job.shell[lost[0]].place,
+            job.shell[missing[0]].location,
         )

@@ -22,23 +22,23 @@ class OptionSpec:
     type: str = "str"
     default: Any = None
     since: str | None = None
-    """First compared release that has it; None: the first one."""
+    """First of the compared releases that has this option; None: the oldest one."""
     until: str | None = None
-    """Last compared release that has it; None: the newest."""
+    """Last of the compared releases that has this option; None: the newest one."""
     nargs: str | int | None = None
     choices: tuple[Any, ...] = ()
     only: tuple[str, ...] = ()
-    """Model engines whose config has it."""
+    """The model engines of which the config has this option; empty: all."""
 
 
 @dataclass(frozen=True, slots=True)
 class RenamedOption:
-    """Replacement of an option."""
+    """What replaces a renamed or removed option."""
 
     to: tuple[str, ...]
     note: str = ""
     refused: bool = False
-    """Whether the program refuses the old option with an error that names it."""
+    """Whether the program refuses the old name with an error message of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class OptionTable:
     renamed: Mapping[str, RenamedOption] = field(default_factory=dict)
 
     def at(self, version: str) -> dict[str, OptionSpec]:
-        """The options of `version`, one of the compared releases."""
+        """The options of one of the compared releases."""
         index = self.versions.index(version)
         return {name: option for name, option in self.options.items() if self._within(option, index)}
 
@@ -62,7 +62,7 @@ class OptionTable:
         return first <= index <= last
 
     def version_for(self, names: Iterable[str], installed: str | None = None) -> str:
-        """The release to judge by: the installed one, else the newest of those with most of `names`."""
+        """The release to judge by: the installed one, or the newest of those that know most of `names`."""
         if installed is not None:
             older = [version for version in self.versions if _version_key(version) <= _version_key(installed)]
             return older[-1] if older else self.versions[0]
@@ -72,7 +72,7 @@ class OptionTable:
         )
 
     def nearest(self, name: str, version: str) -> list[str]:
-        """Options of `version` with a similar name, nearest first; else one of another version."""
+        """Options of `version` with a similar name, most similar first; if there is none, one of another version."""
         known = list(self.at(version))
         leaf = name.rpartition(".")[2]
         close = difflib.get_close_matches(name, known, n=2, cutoff=0.82)
@@ -97,14 +97,14 @@ def _version_key(version: str) -> tuple[int, ...]:
 
 @cache
 def read_option_data(name: str) -> Any:
-    """Reads one of the data files next to this module."""
+    """Reads a data file of the folder `options`."""
     text = resources.files("lockstep.doctor.configs").joinpath("options", f"{name}.yaml").read_text(encoding="utf-8")
     return yaml.load(text, _Loader)
 
 
 @cache
 def option_table(framework: str, *programs: str) -> OptionTable:
-    """The table of `framework`; several `programs` (dataclasses) are combined. Raises KeyError if there is none."""
+    """The options of a framework's programs or dataclasses, combined. Raises KeyError if there is no such table."""
     content = read_option_data(framework)
     options: dict[str, OptionSpec] = {}
     for program in programs:
@@ -121,21 +121,21 @@ def option_table(framework: str, *programs: str) -> OptionTable:
 
 
 def option_programs(framework: str) -> tuple[str, ...]:
-    """Programs of `framework` that have a table."""
+    """The programs of a framework of which the options are known."""
     return tuple(read_option_data(framework)["programs"])
 
 
 @dataclass(frozen=True, slots=True)
-class OptionSyntax:
-    """How a program parses its options."""
+class OptionPolicy:
+    """How a program writes its options, and what it does with unknown ones."""
 
-    dashes: str = "--"
-    """Prefix of a name."""
+    prefix: str = "--"
+    """What precedes a name."""
     consequence: str = "The program exits with an error at startup."
-    guessed: bool = False
-    """Whether the version is guessed from the options: then those that newer versions removed deserve a warning."""
-    fatal: bool = True
-    """Whether the program refuses unknown names."""
+    """What happens because of an unknown name."""
+    version_guessed: bool = False
+    """Whether the version is a guess; if so, options that newer versions removed deserve a warning."""
+    refuses_unknown: bool = True
 
 
 def judge_options(
@@ -143,56 +143,58 @@ def judge_options(
     table: OptionTable,
     settings: Iterable[ConfigSetting],
     version: str,
-    spelling: OptionSyntax,
+    policy: OptionPolicy,
     strict: bool = True,
 ) -> None:
-    """Judges names and values. Without `strict` the program may have options of its own, so that only near misses are
-    reported."""
+    """Judges names and values of options.
+
+    Args:
+        strict: whether the table contains all options of the program; if not, only likely misspellings are reported.
+    """
     known, newest = table.at(version), table.versions[-1]
     later = table.at(newest)
-    leaving: list[ConfigSetting] = []
+    removed_later: list[ConfigSetting] = []
     for setting in settings:
         name = setting.name
         if name in known or _is_nested(name, known):
             if version != newest and name not in later and not _is_nested(name, later):
-                leaving.append(setting)
+                removed_later.append(setting)
             if name in known:
-                _judge_value(advice, table, known[name], setting, spelling)
+                _judge_value(advice, table, known[name], setting, policy)
             continue
-        _judge_unknown(advice, table, setting, version, spelling, strict)
-    _judge_leaving(advice, table, leaving, spelling)
+        _judge_unknown(advice, table, setting, version, policy, strict)
+    _report_removed_later(advice, table, removed_later, policy)
 
 
-def _judge_leaving(
-    advice: ConfigFindings, table: OptionTable, leaving: list[ConfigSetting], spelling: OptionSyntax
+def _report_removed_later(
+    advice: ConfigFindings, table: OptionTable, settings: list[ConfigSetting], policy: OptionPolicy
 ) -> None:
-    """Reports all options that newer versions removed in one finding."""
-    if not leaving:
+    """Reports in one finding all options that the newest version no longer has."""
+    if not settings:
         return
     newest = table.versions[-1]
-    leaving_text = "; ".join(
-        f"{spelling.dashes}{each.name}{_replacement_text(table, each.name, newest)}" for each in leaving
-    )
-    add = advice.warn if spelling.guessed else advice.note
+    names = "; ".join(f"{policy.prefix}{each.name}{_replacement_text(table, each.name, newest)}" for each in settings)
+    add = advice.warn if policy.version_guessed else advice.note
     add(
         "option-gone-later",
-        f"removed in {table.framework} {newest}: {leaving_text}",
+        f"removed in {table.framework} {newest}: {names}",
         source=table.source,
-        at=leaving[0].place,
+        at=settings[0].location,
     )
 
 
 def _is_nested(name: str, known: dict[str, OptionSpec]) -> bool:
-    """Whether it is inside an open mapping, or is the mapping around options."""
+    """Whether the name is inside a mapping with arbitrary keys, or is itself a mapping that contains options."""
     parts = name.split(".")
     for index in range(1, len(parts)):
-        around = known.get(".".join(parts[:index]))
-        if around is not None and around.type in ("open", "dict"):
+        parent = known.get(".".join(parts[:index]))
+        if parent is not None and parent.type in ("open", "dict"):
             return True
     return any(each.startswith(f"{name}.") for each in known)
 
 
 def _replacement_text(table: OptionTable, name: str, version: str) -> str:
+    """What replaces an option in `version`, as the end of a sentence; empty if that is not known."""
     renamed = table.renamed.get(name)
     if renamed is None:
         return ""
@@ -207,39 +209,40 @@ def _judge_unknown(
     table: OptionTable,
     setting: ConfigSetting,
     version: str,
-    spelling: OptionSyntax,
+    policy: OptionPolicy,
     strict: bool,
 ) -> None:
     name, framework = setting.name, table.framework
     if setting.removed:
         seen = f"~{name}: {framework} {version} has no such option to remove"
-        advice.error("option-unknown", seen, spelling.consequence, at=setting.place)
+        advice.error("option-unknown", seen, policy.consequence, at=setting.location)
     elif name in table.options or name in table.renamed:
-        _judge_removed(advice, table, setting, version, spelling)
+        _judge_removed(advice, table, setting, version, policy)
     else:
-        _judge_misspelt(advice, table, setting, version, spelling, strict)
+        _judge_misspelt(advice, table, setting, version, policy, strict)
 
 
 def _judge_removed(
-    advice: ConfigFindings, table: OptionTable, setting: ConfigSetting, version: str, spelling: OptionSyntax
+    advice: ConfigFindings, table: OptionTable, setting: ConfigSetting, version: str, policy: OptionPolicy
 ) -> None:
-    """Reports an option of another version."""
+    """Reports an option that another version has."""
     name, framework = setting.name, table.framework
     option, renamed = table.options.get(name), table.renamed.get(name)
-    fatal, became = spelling.fatal or (renamed is not None and renamed.refused), _replacement_text(table, name, version)
-    if option is not None and option.until is not None and _older(table, option.until, version):
+    fatal = policy.refuses_unknown or (renamed is not None and renamed.refused)
+    replacement = _replacement_text(table, name, version)
+    if option is not None and option.until is not None and _is_older(table, option.until, version):
         when = f"was removed after {framework} {option.until}"
     elif option is not None and option.since is not None:
         following = table.versions[table.versions.index(version) + 1]
-        fatal, became = fatal and option.since != following, ""
-        when = f"was added in {framework} {option.since} or shortly before, later than {version}, which has the others"
+        fatal, replacement = fatal and option.since != following, ""
+        when = f"was added in {framework} {option.since} or shortly before, but the other options fit version {version}"
     else:
         when = f"was removed in {framework} {version}"
     if setting.forced:
         fatal, when = False, f"{when}; with + it is accepted, but nothing reads it"
     add = advice.error if fatal else advice.warn
-    seen, fix = f"{spelling.dashes}{name} {when}{became}", _fix(table, name, version)
-    add("option-gone", seen, spelling.consequence if fatal else "", fix, table.source, setting.place)
+    seen, fix = f"{policy.prefix}{name} {when}{replacement}", _removal_fix(table, name, version)
+    add("option-gone", seen, policy.consequence if fatal else "", fix, table.source, setting.location)
 
 
 def _judge_misspelt(
@@ -247,54 +250,54 @@ def _judge_misspelt(
     table: OptionTable,
     setting: ConfigSetting,
     version: str,
-    spelling: OptionSyntax,
+    policy: OptionPolicy,
     strict: bool,
 ) -> None:
-    """Reports an option of no version."""
-    name, shown = setting.name, f"{spelling.dashes}{setting.name}"
+    """Reports an option that no version has."""
+    name, shown = setting.name, f"{policy.prefix}{setting.name}"
     near = table.nearest(name, version)
-    certain = bool(near) and _very_near(near[0], name)
+    certain = bool(near) and _is_likely_typo(near[0], name)
     if setting.forced:
         if certain and near[0].count(".") == name.count("."):
             seen = f"nothing reads +{name}. Did you mean {near[0]}?"
-            advice.warn("option-misspelt", seen, "", f"{near[0]}=...", table.source, setting.place)
+            advice.warn("option-misspelt", seen, "", f"{near[0]}=...", table.source, setting.location)
         return
     if not strict and not certain:
         advice.note(
             "option-unknown",
             f"{shown}: unknown to {table.framework}; is it an option of the script itself?",
-            at=setting.place,
+            at=setting.location,
         )
         return
-    add = advice.error if spelling.fatal else advice.warn
-    gone = _replacement_text(table, near[0], version) if near and near[0] not in table.at(version) else ""
-    meant = f"; did you mean {spelling.dashes}{near[0]}{gone}?" if near else ""
-    seen = f"{shown}: {table.framework} {version} has no such option{meant}"
+    add = advice.error if policy.refuses_unknown else advice.warn
+    replacement = _replacement_text(table, near[0], version) if near and near[0] not in table.at(version) else ""
+    suggestion = f"; did you mean {policy.prefix}{near[0]}{replacement}?" if near else ""
+    seen = f"{shown}: {table.framework} {version} has no such option{suggestion}"
     id, fix = ("option-misspelt", "") if near else ("option-unknown", "remove it")
-    add(id, seen, spelling.consequence, fix, table.source, setting.place)
+    add(id, seen, policy.consequence, fix, table.source, setting.location)
 
 
-def _older(table: OptionTable, one: str, other: str) -> bool:
+def _is_older(table: OptionTable, one: str, other: str) -> bool:
     return table.versions.index(one) < table.versions.index(other)
 
 
-def _very_near(one: str, other: str) -> bool:
+def _is_likely_typo(one: str, other: str) -> bool:
     from difflib import SequenceMatcher
 
     return SequenceMatcher(None, one, other).ratio() > 0.9
 
 
-def _fix(table: OptionTable, name: str, version: str) -> str:
+def _removal_fix(table: OptionTable, name: str, version: str) -> str:
     renamed, known = table.renamed.get(name), table.at(version)
     to = [each for each in renamed.to if each in known] if renamed is not None else []
     return f"write {' and '.join(to)}" if to else f"remove {name}"
 
 
 def _judge_value(
-    advice: ConfigFindings, table: OptionTable, option: OptionSpec, setting: ConfigSetting, spelling: OptionSyntax
+    advice: ConfigFindings, table: OptionTable, option: OptionSpec, setting: ConfigSetting, policy: OptionPolicy
 ) -> None:
     """Reports an invalid value."""
-    value, shown = setting.value, f"{spelling.dashes}{setting.name}"
+    value, shown = setting.value, f"{policy.prefix}{setting.name}"
     if value is UNKNOWN_VALUE or value is None or isinstance(value, list | dict):
         return
     text = str(value)
@@ -303,9 +306,9 @@ def _judge_value(
         advice.error(
             "option-value",
             f"{shown} {text} is not one of {choices}",
-            spelling.consequence,
+            policy.consequence,
             source=table.source,
-            at=setting.place,
+            at=setting.location,
         )
     elif (
         option.type in ("int", "float") and not option.nargs and not _is_number(text, option.type) and "${" not in text
@@ -313,9 +316,9 @@ def _judge_value(
         advice.error(
             "option-value",
             f"{shown} {text} is not a {'whole number' if option.type == 'int' else 'number'}",
-            spelling.consequence,
+            policy.consequence,
             source=table.source,
-            at=setting.place,
+            at=setting.location,
         )
 
 

@@ -1,6 +1,5 @@
-"""Rules shared by all frameworks: timeouts and the communicators they reach, environment variables, model divisibility
-and length limits.
-"""
+"""Rules that all frameworks share: timeouts and the communicators that they apply to, environment variables, attention
+heads and sequence lengths."""
 
 import re
 from collections.abc import Mapping
@@ -21,14 +20,14 @@ def judge_heads(
     at: ConfigLocation,
     source: str = VLLM_CONFIG_SOURCE,
 ) -> None:
-    """The number of heads must be divisible by the tensor-parallel size."""
+    """Reports a tensor-parallel size that does not divide the number of attention heads."""
     if shape.heads and parallel > 1 and shape.heads % parallel:
-        fitting = [size for size in (1, 2, 4, 8, 16) if shape.heads % size == 0]
+        divisors = [size for size in (1, 2, 4, 8, 16) if shape.heads % size == 0]
         advice.error(
             "parallel-heads",
-            f"{option} {parallel}: {shape.name} has {shape.heads} attention heads, which is not divisible by it",
+            f"{option} {parallel}: this does not divide the {shape.heads} attention heads of {shape.name}",
             "vLLM refuses to start.",
-            f"use one of {', '.join(map(str, fitting))}",
+            f"use one of {', '.join(map(str, divisors))}",
             source,
             at,
         )
@@ -37,13 +36,13 @@ def judge_heads(
 def judge_positions(
     advice: ConfigFindings, shape: ModelSize, longest: int | None, what: str, at: ConfigLocation
 ) -> None:
-    """Sequences must not be longer than the model's positions."""
-    if shape.longest and longest and longest > shape.longest:
+    """Reports sequences that are longer than the model's maximum number of positions."""
+    if shape.max_positions and longest and longest > shape.max_positions:
         advice.error(
             "length-model",
-            f"{what} of {longest} tokens: {shape.name} has {shape.longest} positions",
+            f"{what} of {longest} tokens, but {shape.name} has only {shape.max_positions} positions",
             "vLLM refuses a maximum length above the model's.",
-            f"use at most {shape.longest}",
+            f"use at most {shape.max_positions}",
             VLLM_CONFIG_SOURCE,
             at,
         )
@@ -61,7 +60,7 @@ SUBGROUPS = (
     " for NCCL; the channel to vLLM has no timeout at all."
 )
 DEFAULT_TIMEOUT_S = 600
-"""Default of PyTorch for NCCL and of `nccl_timeout`, so this value expresses no wish."""
+"""Default of PyTorch for NCCL and of verl's `nccl_timeout`: a setting with this value changes nothing."""
 UNREAD_VARIABLES = {
     "NCCL_TIMEOUT": "neither NCCL nor PyTorch reads it",
     "TORCH_NCCL_TIMEOUT": "PyTorch does not read it",
@@ -69,30 +68,35 @@ UNREAD_VARIABLES = {
     "DIST_TIMEOUT": "neither NCCL nor PyTorch reads it",
     "NCCL_COMM_TIMEOUT": "neither NCCL nor PyTorch reads it",
 }
-"""Variables that are recommended on the web as timeouts."""
+"""Variables that web pages recommend for setting a timeout, although nothing reads them."""
 
 
-def judge_timeout_variables(advice: ConfigFindings, variables: dict[str, ShellWord], settable: str) -> None:
-    """`variables`: of the job. `settable`: the setting that does change a timeout."""
+def judge_timeout_variables(advice: ConfigFindings, variables: dict[str, ShellWord], fix: str) -> None:
+    """Reports variables that are set to change a timeout but do not.
+
+    Args:
+        variables: the variables of the job.
+        fix: the setting that does change a timeout.
+    """
     for name, why in UNREAD_VARIABLES.items():
         if name in variables:
             advice.warn(
                 "timeout-unread",
                 f"{name}={_word_text(variables[name])}: {why}; it changes no communicator's timeout",
                 SUBGROUPS,
-                settable,
+                fix,
                 NCCL_ENV_SOURCE,
-                variables[name].place,
+                variables[name].location,
             )
     word = variables.get("NCCL_BLOCKING_WAIT") or variables.get("TORCH_NCCL_BLOCKING_WAIT")
     if word is not None and word.text not in ("0", ""):
         advice.warn(
             "timeout-blocking-wait",
-            "blocking wait is on: the CPU waits for each collective",
-            "It slows down every collective, and the timeout is still the communicator's own.",
+            "blocking wait is on: the CPU waits for the end of each collective",
+            "It slows down every collective, and does not change the communicator's timeout.",
             "remove it",
             TORCH_SOURCE,
-            word.place,
+            word.location,
         )
 
 
@@ -101,29 +105,28 @@ def _word_text(word: ShellWord) -> str:
 
 
 def judge_openrlhf_timeout(advice: ConfigFindings, variables: dict[str, ShellWord]) -> None:
-    """Reports OpenRLHF's timeout, which is hard-coded."""
+    """Reports variables that do not change OpenRLHF's timeout, which is hard-coded."""
     judge_timeout_variables(
         advice,
         variables,
-        "in OpenRLHF it is the timeout in setup_distributed of utils/deepspeed/deepspeed.py: 60 minutes, and no option"
-        " changes it",
+        "no option does: OpenRLHF uses 60 minutes, set in setup_distributed of utils/deepspeed/deepspeed.py",
     )
     if "DEEPSPEED_TIMEOUT" in variables:
         advice.warn(
             "timeout-unread",
-            f"DEEPSPEED_TIMEOUT={_word_text(variables['DEEPSPEED_TIMEOUT'])} is overridden: OpenRLHF gives DeepSpeed 60"
-            " minutes",
+            f"DEEPSPEED_TIMEOUT={_word_text(variables['DEEPSPEED_TIMEOUT'])} is overridden: OpenRLHF sets DeepSpeed's"
+            " timeout to 60 minutes",
             SUBGROUPS,
             "change setup_distributed in utils/deepspeed/deepspeed.py",
             OPENRLHF_TIMEOUT_SOURCE,
-            variables["DEEPSPEED_TIMEOUT"].place,
+            variables["DEEPSPEED_TIMEOUT"].location,
         )
 
 
 def judge_verl_timeout(
     advice: ConfigFindings, settings: ConfigSettings, variables: dict[str, ShellWord], version: str, engine: str
 ) -> None:
-    """Reports which communicators `nccl_timeout` reaches."""
+    """Reports which communicators `nccl_timeout` applies to."""
     name = "actor_rollout_ref.nccl_timeout"
     numbers = tuple(int(part) for part in version.split(".")[:2])
     unread = numbers >= (0, 8)
@@ -133,14 +136,14 @@ def judge_verl_timeout(
         else f"{name}=SECONDS"
     )
     judge_timeout_variables(advice, variables, fix)
-    if name not in settings or settings.whole(name) == DEFAULT_TIMEOUT_S:
+    if name not in settings or settings.integer(name) == DEFAULT_TIMEOUT_S:
         return
-    seen, at = f"{name}={settings.get(name)}", settings.place(name)
+    seen, at = f"{name}={settings.get(name)}", settings.location_of(name)
     if unread:
         advice.warn(
             "timeout-unread",
-            f"{seen} reaches no communicator: the workers of verl {version} start theirs without a timeout, which is"
-            " PyTorch's 10 minutes",
+            f"{seen} applies to no communicator: the workers of verl {version} create theirs with PyTorch's default"
+            " timeout of 10 minutes",
             SUBGROUPS,
             fix,
             VERL_TIMEOUT_SOURCE,
@@ -158,7 +161,7 @@ def judge_verl_timeout(
     else:
         advice.note(
             "timeout-default-group",
-            f"{seen} reaches only the default group of the workers",
+            f"{seen} applies only to the default group of the workers",
             SUBGROUPS,
             source=VERL_READS_SOURCE,
             at=at,
@@ -169,18 +172,17 @@ def judge_transformers_timeout(
     advice: ConfigFindings,
     settings: ConfigSettings,
     variables: dict[str, ShellWord],
-    deepspeed: bool,
-    longest_s: float | None = None,
+    uses_deepspeed: bool,
 ) -> None:
-    """Reports which communicators `ddp_timeout` and `DEEPSPEED_TIMEOUT` reach."""
+    """Reports which communicators `ddp_timeout` and `DEEPSPEED_TIMEOUT` apply to."""
     judge_timeout_variables(advice, variables, "ddp_timeout: SECONDS")
     seconds = settings.number("ddp_timeout")
     if "ddp_timeout" in settings and seconds is not None:
-        at = settings.place("ddp_timeout")
+        at = settings.location_of("ddp_timeout")
         advice.note(
             "timeout-default-group",
-            f"ddp_timeout={seconds:g} s reaches only the default group"
-            + (" (through deepspeed.init_distributed)" if deepspeed else ""),
+            f"ddp_timeout={seconds:g} s applies only to the default group"
+            + (" (through deepspeed.init_distributed)" if uses_deepspeed else ""),
             SUBGROUPS,
             source=TRANSFORMERS_SOURCE,
             at=at,
@@ -188,8 +190,8 @@ def judge_transformers_timeout(
         if 0 < seconds < 60:
             advice.warn(
                 "timeout-short",
-                f"ddp_timeout={seconds:g} is in seconds: shorter than a checkpoint or the first batch",
-                "It must cover the slowest legal stage between two collectives.",
+                f"ddp_timeout={seconds:g} is in seconds; a checkpoint or the first batch may take longer",
+                "The timeout must be longer than the slowest stage between two collectives.",
                 "ddp_timeout: 1800 or more",
                 TRANSFORMERS_SOURCE,
                 at,
@@ -199,26 +201,24 @@ def judge_transformers_timeout(
     if "DEEPSPEED_TIMEOUT" in variables and "ddp_timeout" in settings:
         advice.note(
             "timeout-default-group",
-            "DEEPSPEED_TIMEOUT (in minutes) is overridden by ddp_timeout",
+            "ddp_timeout overrides DEEPSPEED_TIMEOUT (which is in minutes)",
             "",
             source=DEEPSPEED_TIMEOUT_SOURCE,
-            at=variables["DEEPSPEED_TIMEOUT"].place,
+            at=variables["DEEPSPEED_TIMEOUT"].location,
         )
-
-
-def setting_location(settings: ConfigSettings, name: str) -> ConfigLocation:
-    """Location of a setting, if it is set."""
-    return settings.place(name) if name in settings else NO_LOCATION
 
 
 RAY_ENVIRONMENT_SOURCE = "https://docs.ray.io/en/latest/ray-core/handling-dependencies.html"
 
 
 def judge_script_variables(advice: ConfigFindings, variables: Mapping[str, ShellWord]) -> None:
-    """Errors and warnings of the environment lint, at the lines that set the variables; timeouts are judged above."""
+    """Reports the environment lint's errors and warnings, with the lines that set the variables.
+
+    Variables that the timeout rules judge are left out.
+    """
     given = {name: word.text for name, word in variables.items() if word.known and name not in UNREAD_VARIABLES}
     for found in lint_environments([ProcessEnvironment("", given)]) if given else []:
         if found.severity in ("error", "warning"):
             named = next((name for name in re.findall(r"\w+", found.seen) if name in given), None)
-            at = variables[named].place if named is not None else NO_LOCATION
+            at = variables[named].location if named is not None else NO_LOCATION
             advice.add(found.id, found.severity, found.seen, found.why, found.fix, found.source, at)

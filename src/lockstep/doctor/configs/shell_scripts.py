@@ -1,4 +1,4 @@
-"""Parses shell scripts without running them: simple commands with their line numbers."""
+"""Parses shell scripts without running them, into simple commands with line numbers."""
 
 import re
 from collections.abc import Iterator
@@ -23,11 +23,11 @@ class ShellWord:
     """A word of a command after expansion."""
 
     text: str
-    place: ConfigLocation
+    location: ConfigLocation
 
     @property
     def known(self) -> bool:
-        """Whether all of it is known."""
+        """Whether it contains nothing that only running the script would reveal."""
         return UNSET not in self.text
 
 
@@ -67,26 +67,42 @@ _KEYWORDS = {
 }
 
 
+ExpandedWord = list[list[WordPiece]]
+"""The words to which one written word expands."""
+
+
+@dataclass(frozen=True, slots=True)
+class PendingHeredoc:
+    """A here-document (`<<END`) of which the body begins on the next line."""
+
+    delimiter: str
+    strip_tabs: bool
+    quoted: bool
+    """Whether the delimiter is quoted, so that the body is not expanded."""
+    line: int
+
+
 class ShellScript(WordReader):
-    """Parser of a script, with the variables at the current position."""
+    """Parses a script; keeps the variables as they are at the current position."""
 
     def __init__(self, text: str, file: str) -> None:
         super().__init__(text, file)
         self.exported: set[str] = set()
-        self.heredocs: list[tuple[str, bool, bool, int]] = []
+        self.heredocs: list[PendingHeredoc] = []
         self.bodies: list[list[WordPiece]] = []
+        """Bodies of the here-documents of the current command."""
         self.words_read = 0
         self.depth = 0
         """Number of `if`, `case` and loops around the current command."""
         self.pending: str | None = None
         """An operator that was read ahead."""
         self.nested = 0
-        """Number of enclosing `bash -c`."""
+        """Number of `bash -c` around this script."""
 
     def commands(self) -> Iterator[ShellCommand]:
         """All simple commands in order, including those inside conditions and loops."""
-        words: list[list[list[WordPiece]]] = []
-        chosen = False
+        words: list[ExpandedWord] = []
+        conditional = False
         while True:
             token = self._next()
             if isinstance(token, list):
@@ -99,26 +115,31 @@ class ShellScript(WordReader):
                 target = self._next()
                 self.pending = target if isinstance(target, str) else None
                 continue
-            if token == "(" and words and self._array(words, chosen):
+            if token == "(" and words and self._array(words, conditional):
                 continue
             if token in ("<<", "<<-"):
                 self._heredoc(dash=token == "<<-")
                 continue
             if words:
-                yield from self._command(words, chosen)
+                yield from self._command(words, conditional)
                 words = []
-            chosen = token in ("&&", "||")
+            conditional = token in ("&&", "||")
             if token == "":
                 return
 
-    def _next(self) -> str | list[list[WordPiece]]:
+    def _next(self) -> str | ExpandedWord:
         if self.pending is not None:
             token, self.pending = self.pending, None
             return token
         return self._token()
 
-    def _command(self, words: list[list[list[WordPiece]]], chosen: bool) -> Iterator[ShellCommand]:
-        """`words`: the expansions of each written word; `chosen`: whether an earlier command decides if it runs."""
+    def _command(self, words: list[ExpandedWord], conditional: bool) -> Iterator[ShellCommand]:
+        """Carries out assignments and yields the command, if it is one.
+
+        Args:
+            words: the written words of the command.
+            conditional: whether it follows && or ||, so that it may not run.
+        """
         flat = [each for expanded in words for each in expanded]
         while flat and (keyword := word_text(flat[0])) in _KEYWORDS:
             self.depth = max(0, self.depth + (keyword in _OPENING) - (keyword in _CLOSING))
@@ -133,14 +154,14 @@ class ShellScript(WordReader):
             flat = flat[1:]
         if not flat:
             for name, value in assigned.items():
-                self._assign(name, [value], chosen)
+                self._assign(name, [value], conditional)
             return
         first = word_text(flat[0])
         if first in ("export", "declare", "typeset", "readonly", "local"):
-            self._declare(first, flat[1:], chosen)
+            self._declare(first, flat[1:], conditional)
         elif (script := _script_within(flat)) is not None:
-            yield from self._inner(script)
-        elif first == "read" and bodies:
+            yield from self._commands_of_script(script)
+        elif first == "read" and bodies:  # `read NAME <<END` assigns the here-document
             name = word_text(flat[-1])
             if NAME.fullmatch(name):
                 self.variables[name] = [bodies[-1]]
@@ -155,12 +176,12 @@ class ShellScript(WordReader):
                 tuple(self._word(word) for word in flat), {name: self._word(v) for name, v in environment.items()}
             )
 
-    def _assign(self, name: str, value: list[list[WordPiece]], chosen: bool) -> None:
-        """An assignment that may not be reached does not replace an earlier one that certainly was."""
-        if not (chosen or self.depth) or name not in self.variables:
+    def _assign(self, name: str, value: list[list[WordPiece]], conditional: bool) -> None:
+        """Sets a variable; an assignment that may not run does not override an earlier one."""
+        if not (conditional or self.depth) or name not in self.variables:
             self.variables[name] = value
 
-    def _inner(self, pieces: list[WordPiece]) -> Iterator[ShellCommand]:
+    def _commands_of_script(self, pieces: list[WordPiece]) -> Iterator[ShellCommand]:
         """The commands of `bash -c '...'`."""
         if self.nested >= MAX_NESTED:
             raise self._fail("shells are nested too deeply")
@@ -170,21 +191,21 @@ class ShellScript(WordReader):
         inner.exported = set(self.exported)
         yield from inner.commands()
 
-    def _declare(self, how: str, words: list[list[WordPiece]], chosen: bool) -> None:
-        exports = how == "export" and not (chosen or self.depth)
+    def _declare(self, how: str, words: list[list[WordPiece]], conditional: bool) -> None:
+        exports = how == "export" and not (conditional or self.depth)
         for word in words:
             text = word_text(word)
             if text.startswith("-"):
                 exports = exports or "x" in text
             elif match := _ASSIGNMENT.match(text):
-                self._assign(match[1], [self._bounded(_skip_characters(word, match.end()))], chosen)
+                self._assign(match[1], [self._bounded(_skip_characters(word, match.end()))], conditional)
                 if exports:
                     self.exported.add(match[1])
             elif exports and NAME.fullmatch(text):
                 self.exported.add(text)
 
-    def _array(self, words: list[list[list[WordPiece]]], chosen: bool) -> bool:
-        """`NAME=(a b c)`: reads up to the closing bracket."""
+    def _array(self, words: list[ExpandedWord], conditional: bool) -> bool:
+        """Reads `NAME=(a b c)` up to the closing bracket; returns False if the words do not begin an array."""
         last = words[-1]
         match = _ASSIGNMENT.fullmatch(word_text(last[0])) if len(last) == 1 else None
         if match is None:
@@ -197,7 +218,7 @@ class ShellScript(WordReader):
                 elements.extend(token)
                 if len(elements) > MAX_WORDS:
                     raise self._fail(f"more than {MAX_WORDS} words")
-        self._assign(match[1], elements, chosen)
+        self._assign(match[1], elements, conditional)
         words.pop()
         return True
 
@@ -212,39 +233,40 @@ class ShellScript(WordReader):
             else:
                 delimiter += char
         if not delimiter:
-            raise self._fail("a here-document without its end word", began)
-        self.heredocs.append((delimiter, dash, quoted, began))
+            raise self._fail("a here-document (<<) without a delimiter", began)
+        self.heredocs.append(PendingHeredoc(delimiter, dash, quoted, began))
 
     def _read_heredocs(self) -> None:
         """Reads the bodies of here-documents, which begin on the next line."""
-        for delimiter, dash, quoted, began in self.heredocs:
+        for heredoc in self.heredocs:
             body: list[WordPiece] = []
             while True:
                 if self.at >= len(self.text):
-                    raise self._fail(f"the here-document up to {delimiter} does not end", began)
+                    raise self._fail(f"the here-document up to {heredoc.delimiter} does not end", heredoc.line)
                 end = self.text.find("\n", self.at)
                 end = len(self.text) if end < 0 else end
                 line, number = self.text[self.at : end], self.line
                 self._take(end + 1 - self.at)
-                if dash:
+                if heredoc.strip_tabs:
                     line = line.lstrip("\t")
-                if line == delimiter:
+                if line == heredoc.delimiter:
                     break
-                if not quoted and line.endswith("\\"):
+                if not heredoc.quoted and line.endswith("\\"):
                     line = line[:-1]
                 else:
                     line += "\n"
-                body.extend([WordPiece(line, number)] if quoted else self._expanded(line, number))
+                body.extend([WordPiece(line, number)] if heredoc.quoted else self._expanded(line, number))
             self.bodies.append(self._bounded(body))
         self.heredocs = []
 
-    def _token(self, newlines: bool = True) -> str | list[list[WordPiece]]:
+    def _token(self, newlines: bool = True) -> str | ExpandedWord:
         """Reads an operator, "\\n", "" at the end, or a word, which expands to any number of words."""
         while True:
             char = self._peek()
             if char == "":
                 if self.heredocs:
-                    raise self._fail(f"the here-document up to {self.heredocs[0][0]} does not end", self.heredocs[0][3])
+                    first = self.heredocs[0]
+                    raise self._fail(f"the here-document up to {first.delimiter} does not end", first.line)
                 return ""
             if char == "\\" and self._peek(2) == "\\\n":
                 self._take(2)
@@ -284,7 +306,7 @@ def _skip_characters(pieces: list[WordPiece], many: int) -> list[WordPiece]:
 
 
 def _script_within(words: list[list[WordPiece]]) -> list[WordPiece] | None:
-    """The script given to `bash -c`, whatever starts that shell on whichever host."""
+    """The script that is given to `bash -c`, also behind srun, ssh or docker exec; None if there is none."""
     for index in range(len(words) - 2):
         name, option = word_text(words[index]).rpartition("/")[2], word_text(words[index + 1])
         if name in ("bash", "sh") and option.startswith("-") and not option.startswith("--") and "c" in option:

@@ -20,7 +20,7 @@ _LARGEST = 1 << 62
 
 
 def evaluate_arithmetic(text: str) -> int | None:
-    """None unless the text consists of numbers, brackets and + - * / % and evaluates to an integer."""
+    """Evaluates integers, brackets and + - * / %; None if the text contains anything else."""
     try:
         return _node_value(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
@@ -42,7 +42,7 @@ def _node_value(node: ast.expr) -> int:
 UNSET = "\ue000"
 """Placeholder in a word for text that only running the script would reveal."""
 CONTINUED = "\ue001"
-"""Placeholder in a word for a line continuation within quotes, for words that are scripts themselves."""
+"""Placeholder in a word for a line continuation within quotes; it matters if the word is itself a script."""
 MAX_WORD = 1 << 20
 MAX_WORDS = 200_000
 MAX_PARTS = 1 << 14
@@ -61,7 +61,7 @@ _PLAIN = re.compile(r"[^\s;|&<>()\\'\"$`]+")
 
 
 class WordReader:
-    """Reader of a text with its position and the current variables."""
+    """Reads words from a position in a text, and expands the variables that are known there."""
 
     def __init__(self, text: str, file: str) -> None:
         self.text, self.file = text.replace("\r\n", "\n"), file
@@ -81,7 +81,7 @@ class WordReader:
         return ConfigNotReadable(self.file, self.line if line is None else line, problem)
 
     def _read_word(self) -> list[list[WordPiece]]:
-        """Reads up to the next blank or operator; splits at blanks in unquoted variables."""
+        """Reads up to the next blank or operator; an unquoted variable with blanks gives several words."""
         done: list[list[WordPiece]] = []
         current: list[WordPiece] | None = None
         parts_read = 0
@@ -232,7 +232,7 @@ class WordReader:
         return [[WordPiece(UNSET if value is None else str(value), line)]]
 
     def _braces(self, inside: str, line: int) -> list[list[WordPiece]]:
-        """Expands `${NAME}`, `:-default` and similar, `[@]` and `#`; other forms remain unknown."""
+        """Expands `${NAME}`, `${NAME[@]}` and `${NAME:-default}` with its variants; other forms remain unknown."""
         match = NAME.match(inside)
         if match is None:
             return [[WordPiece(UNSET, line)]]
@@ -288,19 +288,19 @@ class WordReader:
         return self._bounded(pieces)
 
     def _split(self, words: list[list[WordPiece]]) -> list[list[WordPiece]]:
-        """Splits at blanks, as the shell does with an unquoted variable."""
+        """Splits words at blanks, as the shell does with an unquoted variable."""
         result: list[list[WordPiece]] = []
         for word in words:
-            fresh = True
+            starts_word = True
             for text, line, _ in word:
                 for index, part in enumerate(re.split(r"\s+", text)):
                     if index:
-                        fresh = True
+                        starts_word = True
                     if part:
-                        if fresh:
+                        if starts_word:
                             result.append([])
                         result[-1].append(WordPiece(part, line))
-                        fresh = False
+                        starts_word = False
         if len(result) > MAX_WORDS:
             raise self._fail(f"more than {MAX_WORDS} words")
         return result

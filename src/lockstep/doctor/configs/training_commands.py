@@ -26,35 +26,40 @@ from lockstep.doctor.configs.shell_words import UNSET
 def add_arguments(
     settings: ConfigSettings, words: Sequence[ShellWord], options: Mapping[str, OptionSpec], hyphens: bool = True
 ) -> list[ShellWord]:
-    """Adds `--name value`, `--name=value`, `--flag` to `settings`; returns positional arguments.
+    """Parses options as argparse does, adds them to `settings`, and returns the positional arguments.
 
-    `options` defines flags and options with several values; for an unknown name, the next word is the value unless it
-    begins with `--`. `hyphens`: `--a-b` means `a_b`.
+    Args:
+        options: the known options, which say how many values each takes; an unknown one takes the next word unless that
+            is an option itself.
+        hyphens: whether `--a-b` means `a_b`.
     """
-    loose: list[ShellWord] = []
+    positional: list[ShellWord] = []
     rest = list(words)
     while rest:
         word = rest.pop(0)
         if not word.text.startswith("--") or len(word.text) == 2:
-            loose.append(word)
+            positional.append(word)
             continue
         name, equals, value = word.text[2:].partition("=")
         if hyphens:
             name = name.replace("-", "_")
         name = complete_option(name, options) or name
         option = options.get(name)
-        many = option is not None and (option.nargs is not None or option.type == "list")
+        takes_list = option is not None and (option.nargs is not None or option.type == "list")
         argument: Any = _argument_value(value, word.known)
         if not equals:
             taken: list[ShellWord] = []
             while (
-                rest and not _is_option(rest[0].text) and (many or not taken) and not (option and option.type == "flag")
+                rest
+                and not _is_option(rest[0].text)
+                and (takes_list or not taken)
+                and not (option and option.type == "flag")
             ):
                 taken.append(rest.pop(0))
             values = [_argument_value(each.text, each.known) for each in taken]
-            argument = values if many else values[0] if values else True
-        settings.add(ConfigSetting(name, argument, word.place))
-    return loose
+            argument = values if takes_list else values[0] if values else True
+        settings.add(ConfigSetting(name, argument, word.location))
+    return positional
 
 
 def _is_option(text: str) -> bool:
@@ -62,7 +67,7 @@ def _is_option(text: str) -> bool:
 
 
 def complete_option(name: str, options: Mapping[str, OptionSpec]) -> str | None:
-    """Resolves an abbreviated name like argparse: itself, or the only option that begins with it."""
+    """The option that argparse selects for a possibly abbreviated name; None if there is not exactly one."""
     if name in options:
         return name
     longer = [each for each in options if each.startswith(name)]
@@ -74,25 +79,25 @@ def _argument_value(text: str, known: bool) -> Any:
 
 
 def add_overrides(settings: ConfigSettings, words: Sequence[ShellWord]) -> list[ShellWord]:
-    """Adds `a.b=c`, `+a.b=c`, `++a.b=c`, `~a.b` to `settings`; returns the rest."""
-    loose: list[ShellWord] = []
+    """Adds Hydra's overrides `a.b=c`, `+a.b=c`, `++a.b=c` and `~a.b` to `settings`; returns the other words."""
+    positional: list[ShellWord] = []
     for word in words:
         text = word.text
         if text.startswith("~"):
-            settings.add(ConfigSetting(text[1:].partition("=")[0], None, word.place, removed=True))
+            settings.add(ConfigSetting(text[1:].partition("=")[0], None, word.location, removed=True))
             continue
         forced = text.startswith("+")
         name, equals, value = text.lstrip("+").partition("=")
         if not equals or text.startswith("-") or not name or UNSET in name:
-            loose.append(word)
+            positional.append(word)
             continue
         parsed = parse_hydra_value(value) if word.known else UNKNOWN_VALUE
         if isinstance(parsed, dict) and parsed:
             for leaf, each in leaves(parsed, name):
-                settings.add(ConfigSetting(leaf, each, word.place, forced))
+                settings.add(ConfigSetting(leaf, each, word.location, forced))
         else:
-            settings.add(ConfigSetting(name, parsed, word.place, forced))
-    return loose
+            settings.add(ConfigSetting(name, parsed, word.location, forced))
+    return positional
 
 
 def parse_hydra_value(text: str) -> Any:
@@ -123,12 +128,12 @@ class LaunchCommand:
     processes_per_node: int | None = None
     nodes: int | None = None
     processes: int | None = None
-    """Processes on all nodes, if given."""
+    """Number of processes on all nodes together, if given."""
     options: ConfigSettings = field(default_factory=ConfigSettings)
 
     @property
-    def world(self) -> int | None:
-        """Number of processes that it starts, if given."""
+    def world_size(self) -> int | None:
+        """Number of processes that the launcher starts on all nodes; None if it is not given."""
         if self.processes is not None:
             return self.processes
         return self.processes_per_node * (self.nodes or 1) if self.processes_per_node is not None else None
@@ -143,13 +148,14 @@ class TrainingCommand:
     """Module, subcommand or file."""
     words: tuple[ShellWord, ...]
     """The program's arguments."""
-    place: ConfigLocation
+    location: ConfigLocation
     launcher: LaunchCommand = field(default_factory=LaunchCommand)
     shell: dict[str, ShellWord] = field(default_factory=dict)
     """Variables exported by the shell."""
     workers: dict[str, ShellWord] = field(default_factory=dict)
     """Variables of Ray's runtime environment."""
     through_ray: bool = False
+    """Whether `ray job submit` starts it."""
 
 
 _MODULES = (
@@ -185,7 +191,7 @@ def _training_command(command: ShellCommand) -> TrainingCommand | None:
                 return _make_command("trl", texts[index + 1], index + 1, words, shell)
             if texts[index + 1] == "vllm-serve":
                 return _make_command("vllm-serve", "vllm-serve", index + 1, words, shell)
-        launched = any(_known_text(each) for each in texts[:index])
+        launched = any(_launcher_name(each) for each in texts[:index])
         if text.endswith(".py") and (launched or any(_TRAINING_FLAG.match(each) for each in texts[index + 1 :])):
             return _make_command("trl", PurePosixPath(text).name, index, words, shell)
     return None
@@ -201,21 +207,21 @@ def _make_command(
     framework: str, program: str, index: int, words: tuple[ShellWord, ...], shell: dict[str, ShellWord]
 ) -> TrainingCommand:
     before = words[:index]
-    job = TrainingCommand(framework, program, words[index + 1 :], words[index].place, shell=shell)  # type: ignore[arg-type]
+    job = TrainingCommand(framework, program, words[index + 1 :], words[index].location, shell=shell)  # type: ignore[arg-type]
     texts = [word.text for word in before]
     job.through_ray = texts[:3] == ["ray", "job", "submit"] or ("submit" in texts and "ray" in texts)
     for word in before:
         if match := re.match(r"([A-Z][A-Z0-9_]*)=", word.text):
-            job.shell[match[1]] = ShellWord(word.text[match.end() :], word.place)
-    _runtime_environment(job, before)
+            job.shell[match[1]] = ShellWord(word.text[match.end() :], word.location)
+    _read_runtime_environment(job, before)
     job.launcher = _launch_command(before)
     if framework == "trl" and program in TRL_COMMANDS:
-        _accelerate_options(job)
+        _split_accelerate_options(job)
     return job
 
 
-def _runtime_environment(job: TrainingCommand, before: Sequence[ShellWord]) -> None:
-    """`--runtime-env-json`: variables for the job's driver and its workers."""
+def _read_runtime_environment(job: TrainingCommand, before: Sequence[ShellWord]) -> None:
+    """Reads the variables for the job's workers from Ray's `--runtime-env-json`."""
     for index, word in enumerate(before):
         name, equals, value = word.text.partition("=")
         if name != "--runtime-env-json":
@@ -228,11 +234,11 @@ def _runtime_environment(job: TrainingCommand, before: Sequence[ShellWord]) -> N
         except (ValueError, RecursionError) as error:
             problem = getattr(error, "msg", "nested too deeply")
             raise ConfigNotReadable(
-                word.place.file, word.place.line, f"--runtime-env-json is not JSON: {problem}"
+                word.location.file, word.location.line, f"--runtime-env-json is not JSON: {problem}"
             ) from error
         variables = tree.get("env_vars") if isinstance(tree, dict) else None
         if isinstance(variables, dict):
-            job.workers |= {str(key): ShellWord(str(value), word.place) for key, value in variables.items()}
+            job.workers |= {str(key): ShellWord(str(value), word.location) for key, value in variables.items()}
 
 
 def _to_int(text: str | None) -> int | None:
@@ -242,7 +248,7 @@ def _to_int(text: str | None) -> int | None:
 def _launch_command(before: Sequence[ShellWord]) -> LaunchCommand:
     options = ConfigSettings()
     add_arguments(options, before, {})
-    name = next((_known_text(word.text) for word in before if _known_text(word.text)), "")
+    name = next((_launcher_name(word.text) for word in before if _launcher_name(word.text)), "")
     launcher = LaunchCommand(name, options=options)
     if name in ("torchrun", "deepspeed"):
         launcher.processes_per_node = _to_int(options.text("nproc_per_node") or options.text("num_gpus"))
@@ -256,15 +262,16 @@ def _launch_command(before: Sequence[ShellWord]) -> LaunchCommand:
     return launcher
 
 
-def _known_text(text: str) -> str:
+def _launcher_name(text: str) -> str:
+    """The launcher that a word starts; empty if it starts none."""
     name = PurePosixPath(text).name
     if name in ("torchrun", "torch.distributed.run", "torch.distributed.launch"):
         return "torchrun"
     return name if name in ("accelerate", "deepspeed") else ""
 
 
-def _accelerate_options(job: TrainingCommand) -> None:
-    """`trl grpo` passes these to accelerate's launcher."""
+def _split_accelerate_options(job: TrainingCommand) -> None:
+    """Moves the options that the command `trl` passes to accelerate from the training to its launcher."""
     kept: list[ShellWord] = []
     rest = list(job.words)
     job.launcher.name = "accelerate"

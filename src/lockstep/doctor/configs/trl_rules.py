@@ -4,7 +4,7 @@ from pathlib import Path
 
 from lockstep.doctor.configs import shared_rules
 from lockstep.doctor.configs.config_settings import ConfigFindings, ConfigSettings
-from lockstep.doctor.configs.deepspeed_rules import FILL_SOURCE
+from lockstep.doctor.configs.deepspeed_rules import TRAINER_DEEPSPEED_SOURCE
 from lockstep.doctor.configs.option_tables import option_table
 from lockstep.doctor.configs.trl_settings import (
     ONLINE,
@@ -24,167 +24,176 @@ ENGINE_SOURCE = "https://github.com/huggingface/trl/blob/v1.16.0/trl/generation/
 TRAINER_SOURCE = "https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/training_args.py"
 
 
-def judge_groups(advice: ConfigFindings, run: TRLConfig) -> None:
-    s = run.settings
-    group, each = s.whole("num_generations"), s.whole("per_device_train_batch_size")
-    accumulation = s.whole("gradient_accumulation_steps") or 1
-    whole, steps = s.whole("generation_batch_size"), s.whole("steps_per_generation")
-    at = run.place("num_generations", "per_device_train_batch_size", "generation_batch_size")
+def judge_groups(advice: ConfigFindings, config: TRLConfig) -> None:
+    """Checks that batches consist of whole groups of completions."""
+    settings, world_size = config.settings, config.world_size
+    group, per_device = settings.integer("num_generations"), settings.integer("per_device_train_batch_size")
+    accumulation = settings.integer("gradient_accumulation_steps") or 1
+    generation_batch, steps = settings.integer("generation_batch_size"), settings.integer("steps_per_generation")
+    at = config.location_of("num_generations", "per_device_train_batch_size", "generation_batch_size")
     if group is not None and group < 2:
         advice.error(
             "algorithm-group",
             f"num_generations {group}",
-            "Completions of one prompt are compared; TRL requires at least 2.",
+            "GRPO and RLOO compare the completions of a prompt; TRL requires at least 2.",
             "num_generations: 8",
             GRPO_SOURCE,
             at,
         )
         return
-    if whole is not None and steps is not None and "steps_per_generation" in s and "generation_batch_size" in s:
+    both_given = "steps_per_generation" in settings and "generation_batch_size" in settings
+    if both_given and generation_batch is not None and steps is not None:
         advice.error(
             "batch-generation",
             "generation_batch_size and steps_per_generation are both set",
-            "TRL refuses it.",
+            "TRL raises an error.",
             "keep one",
             GRPO_SOURCE,
-            run.place("generation_batch_size"),
+            config.location_of("generation_batch_size"),
         )
         return
-    if whole is None and each and run.world:
-        whole = each * run.world * ((steps or accumulation) if "generation_batch_size" in s.defaults else 1)
-    elif whole is not None and each and run.world and whole % (each * run.world):
+    if generation_batch is None and per_device and world_size:
+        # Versions of TRL without generation_batch_size generate one micro-batch at a time.
+        micro_batches = (steps or accumulation) if "generation_batch_size" in settings.defaults else 1
+        generation_batch = per_device * world_size * micro_batches
+    elif generation_batch is not None and per_device and world_size and generation_batch % (per_device * world_size):
         advice.error(
             "batch-generation",
-            f"generation_batch_size {whole} is not a multiple of per_device_train_batch_size {each} x {run.world}"
-            " processes",
-            "TRL refuses it.",
-            f"a multiple of {each * run.world}",
+            f"generation_batch_size {generation_batch} is not a multiple of per_device_train_batch_size {per_device}"
+            f" x {world_size} processes",
+            "TRL raises an error.",
+            f"a multiple of {per_device * world_size}",
             GRPO_SOURCE,
-            run.place("generation_batch_size"),
+            config.location_of("generation_batch_size"),
         )
-    if whole is not None and group and whole % group:
+    if generation_batch is not None and group and generation_batch % group:
         advice.error(
             "batch-groups",
-            f"{whole} completions of a generation are not a multiple of num_generations {group}",
-            "TRL refuses it: groups must be whole. A generation is per_device_train_batch_size x processes x"
-            " steps_per_generation (gradient_accumulation_steps without it).",
-            f"num_generations that divides {whole}",
+            f"{generation_batch} completions of a generation are not a multiple of num_generations {group}",
+            "TRL raises an error: groups must be whole. A generation is per_device_train_batch_size x processes x"
+            " steps_per_generation (by default gradient_accumulation_steps).",
+            f"a num_generations that divides {generation_batch}",
             GRPO_SOURCE,
             at,
         )
-    elif whole is None and group:
+    elif generation_batch is None and group:
         advice.unchecked(
             "batch-groups",
-            f"cannot tell whether num_generations {group} divides the generation batch: the number of processes is "
-            "not known",
+            f"cannot tell whether num_generations {group} divides the generation batch: the number of processes is not"
+            " known",
             "also give accelerate's YAML or the launch command",
             at,
         )
-    _around_groups(advice, run, group)
+    _check_group_options(advice, config, group)
 
 
-def _around_groups(advice: ConfigFindings, run: TRLConfig, group: int | None) -> None:
-    """Judges evaluation, and options that cannot be combined with groups."""
-    s = run.settings
-    evaluates = s.text("eval_strategy") not in (None, "no", "False", "None")
-    per_eval, of_eval = s.whole("per_device_eval_batch_size"), s.whole("num_generations_eval") or group
-    if evaluates and per_eval and run.world and of_eval and per_eval * run.world % of_eval:
+def _check_group_options(advice: ConfigFindings, config: TRLConfig, group: int | None) -> None:
+    """Checks the batches of evaluation, and options that cannot be combined with groups."""
+    settings = config.settings
+    evaluates = settings.text("eval_strategy") not in (None, "no", "False", "None")
+    eval_batch, per_prompt = (
+        settings.integer("per_device_eval_batch_size"),
+        settings.integer("num_generations_eval") or group,
+    )
+    if evaluates and eval_batch and config.world_size and per_prompt and eval_batch * config.world_size % per_prompt:
         advice.error(
             "batch-groups",
-            f"per_device_eval_batch_size {per_eval} x {run.world} processes is not a multiple of {of_eval} generations",
-            "TRL refuses it.",
-            "per_device_eval_batch_size so that it is",
+            f"per_device_eval_batch_size {eval_batch} x {config.world_size} processes is not a multiple of"
+            f" num_generations {per_prompt}",
+            "TRL raises an error.",
+            f"a per_device_eval_batch_size for which the product is a multiple of {per_prompt}",
             GRPO_SOURCE,
-            run.place("per_device_eval_batch_size", "eval_strategy"),
+            config.location_of("per_device_eval_batch_size", "eval_strategy"),
         )
-    if s.flag("auto_find_batch_size"):
+    if settings.flag("auto_find_batch_size"):
         advice.error(
             "batch-groups",
             "auto_find_batch_size with groups of completions",
-            "TRL refuses it: halving a batch would split groups.",
+            "TRL raises an error: halving a batch would split groups.",
             "auto_find_batch_size: false",
             GRPO_SOURCE,
-            run.place("auto_find_batch_size"),
+            config.location_of("auto_find_batch_size"),
         )
-    if s.flag("sync_ref_model") and s.number("beta") == 0:
+    if settings.flag("sync_ref_model") and settings.number("beta") == 0:
         advice.error(
             "algorithm-kl",
             "sync_ref_model with beta 0",
-            "Then there is no reference model; TRL refuses it.",
+            "TRL raises an error: with beta 0 there is no reference model.",
             "beta: 0.04, or sync_ref_model: false",
             GRPO_SOURCE,
-            run.place("sync_ref_model"),
+            config.location_of("sync_ref_model"),
         )
 
 
-def judge_engine(advice: ConfigFindings, run: TRLConfig) -> None:
-    s = run.settings
-    if not s.flag("use_vllm"):
-        _without_engine(advice, run)
+def judge_engine(advice: ConfigFindings, config: TRLConfig) -> None:
+    """Checks how completions are generated: by vLLM, in which mode, or by transformers."""
+    settings = config.settings
+    if not settings.flag("use_vllm"):
+        _check_generation_without_vllm(advice, config)
         return
-    mode = vllm_mode(run)
-    parallel = s.whole("vllm_tensor_parallel_size") or 1
+    mode = vllm_mode(config)
+    parallel = settings.integer("vllm_tensor_parallel_size") or 1
     if mode == "colocate":
-        if run.world and run.world % parallel:
+        if config.world_size and config.world_size % parallel:
             advice.error(
                 "parallel-engine",
-                f"vllm_tensor_parallel_size {parallel} does not divide {run.world} processes",
-                "TRL refuses it.",
-                "a divisor",
+                f"vllm_tensor_parallel_size {parallel} does not divide {config.world_size} processes",
+                "TRL raises an error.",
+                f"a divisor of {config.world_size}",
                 ENGINE_SOURCE,
-                run.place("vllm_tensor_parallel_size"),
+                config.location_of("vllm_tensor_parallel_size"),
             )
-        elsewhere = [each.name for each in s if each.name.startswith("vllm_server_")]
-        if elsewhere:
+        server_options = [each.name for each in settings if each.name.startswith("vllm_server_")]
+        if server_options:
             advice.warn(
                 "engine-mode",
-                f"{', '.join(elsewhere)} with vllm_mode colocate are not read"
-                + ("" if "vllm_mode" in s else " (colocate is the default since TRL 1.0)"),
+                f"{', '.join(server_options)} have no effect with vllm_mode colocate"
+                + ("" if "vllm_mode" in settings else " (colocate is the default since TRL 1.0)"),
                 "",
                 "vllm_mode: server",
                 GRPO_SOURCE,
-                run.place(*elsewhere),
+                config.location_of(*server_options),
             )
     elif mode == "server":
-        _engine_server(advice, run)
-    if s.flag("ds3_gather_for_generation") is False:
+        _check_server_engine(advice, config)
+    if settings.flag("ds3_gather_for_generation") is False:
         advice.note(
             "zero3-generation",
-            "ds3_gather_for_generation is not used with vLLM",
-            at=run.place("ds3_gather_for_generation"),
+            "ds3_gather_for_generation has no effect with vLLM",
+            at=config.location_of("ds3_gather_for_generation"),
         )
-    _engine_lengths(advice, run)
+    _check_engine_lengths(advice, config)
 
 
-def _without_engine(advice: ConfigFindings, run: TRLConfig) -> None:
-    """Judges generation by transformers."""
-    s = run.settings
-    unused = [each.name for each in s if each.name.startswith("vllm_")]
-    if unused and s.get("use_vllm") is not None and "use_vllm" not in s:
+def _check_generation_without_vllm(advice: ConfigFindings, config: TRLConfig) -> None:
+    """Reports vLLM's options without vLLM, and slow generation."""
+    settings = config.settings
+    unused = [each.name for each in settings if each.name.startswith("vllm_")]
+    if unused and settings.get("use_vllm") is not None and "use_vllm" not in settings:
         advice.warn(
             "engine-unused",
-            f"{', '.join(unused)} without use_vllm: transformers generates",
-            "It is several times slower.",
+            f"{', '.join(unused)} have no effect without use_vllm: transformers generates the completions",
+            "transformers is several times slower.",
             "use_vllm: true",
             GRPO_SOURCE,
-            run.place(*unused),
+            config.location_of(*unused),
         )
-    if zero_stage(run) == 3:
+    if zero_stage(config) == 3:
         advice.warn(
             "zero3-generation",
-            "ZeRO-3 generates without vLLM: weights are gathered on every GPU, or layer by layer for each token",
-            "It is slow, needs the whole model on each GPU (ds3_gather_for_generation), and ranks that finish early"
-            " must keep taking part.",
+            "ZeRO-3 without vLLM: weights are gathered on every GPU, or layer by layer for each token",
+            "It is slow, needs memory for the whole model on each GPU (ds3_gather_for_generation), and ranks that"
+            " finish early must keep taking part.",
             "use_vllm: true",
             GRPO_SOURCE,
-            run.place("use_vllm"),
+            config.location_of("use_vllm"),
         )
 
 
-def _engine_server(advice: ConfigFindings, run: TRLConfig) -> None:
-    """Judges an engine in a separate server."""
-    s = run.settings
-    here = [
+def _check_server_engine(advice: ConfigFindings, config: TRLConfig) -> None:
+    """Checks the options of an engine in a separate server."""
+    settings = config.settings
+    engine_options = [
         name
         for name in (
             "vllm_gpu_memory_utilization",
@@ -192,67 +201,66 @@ def _engine_server(advice: ConfigFindings, run: TRLConfig) -> None:
             "vllm_max_model_length",
             "vllm_enable_sleep_mode",
         )
-        if name in s
+        if name in settings
     ]
-    if here:
+    if engine_options:
         advice.warn(
             "engine-mode",
-            f"{', '.join(here)} with vllm_mode server are not read",
+            f"{', '.join(engine_options)} have no effect with vllm_mode server",
             "The server has its own options.",
             "trl vllm-serve --gpu_memory_utilization ... --tensor_parallel_size ...",
             GRPO_SOURCE,
-            run.place(*here),
+            config.location_of(*engine_options),
         )
-    host = s.text("vllm_server_host")
-    machines = run.accelerate.whole("num_machines") if run.accelerate is not None else None
+    host = settings.text("vllm_server_host")
+    machines = config.accelerate.integer("num_machines") if config.accelerate is not None else None
     if (
         (machines or 1) > 1
         and host in ("0.0.0.0", "localhost", "127.0.0.1", None)
-        and not s.set("vllm_server_base_url")
+        and not settings.has_value("vllm_server_base_url")
     ):
         advice.warn(
             "engine-address",
             f"vllm_server_host is {host or '0.0.0.0, its default'} with {machines} machines",
-            "Only rank 0 calls the server: it must be on rank 0's machine, and so must its channel for weights.",
+            "Rank 0 calls the server and sends it the weights, so it must reach the server at this address.",
             "vllm_server_host: the server's address",
             GRPO_SOURCE,
-            run.place("vllm_server_host"),
+            config.location_of("vllm_server_host"),
         )
 
 
-def _engine_lengths(advice: ConfigFindings, run: TRLConfig) -> None:
-    s = run.settings
-    prompt, completion = s.whole("max_prompt_length"), s.whole("max_completion_length")
-    longest = s.whole("vllm_max_model_length") or s.whole("vllm_max_model_len")
+def _check_engine_lengths(advice: ConfigFindings, config: TRLConfig) -> None:
+    settings = config.settings
+    prompt, completion = settings.integer("max_prompt_length"), settings.integer("max_completion_length")
+    longest = settings.integer("vllm_max_model_length") or settings.integer("vllm_max_model_len")
     if longest and completion and completion + (prompt or 1) > longest:
         advice.error(
             "length-engine",
             f"vllm_max_model_length {longest} is less than a prompt{f' of {prompt}' if prompt else ''} with"
             f" max_completion_length {completion}",
-            "vLLM refuses such prompts, or completions are truncated.",
+            "vLLM rejects such prompts, or truncates completions.",
             f"vllm_max_model_length: {completion + (prompt or 1024)}",
             GRPO_SOURCE,
-            run.place("vllm_max_model_length", "max_completion_length"),
+            config.location_of("vllm_max_model_length", "max_completion_length"),
         )
 
 
-def judge_trainer(advice: ConfigFindings, run: TRLConfig) -> None:
-    s = run.settings
-    if s.flag("fp16") and s.flag("bf16"):
+def judge_trainer(advice: ConfigFindings, config: TRLConfig) -> None:
+    """Checks the options of transformers' Trainer."""
+    settings = config.settings
+    if settings.flag("fp16") and settings.flag("bf16"):
         advice.error(
             "trainer-precision",
             "fp16 and bf16 are both on",
-            "The Trainer refuses it.",
-            "bf16: true only",
+            "The Trainer raises an error.",
+            "bf16: true, without fp16",
             TRAINER_SOURCE,
-            run.place("fp16"),
+            config.location_of("fp16"),
         )
-    _uneven_batches(advice, run)
-    if s.flag("load_best_model_at_end") and s.text("save_strategy") != "best":
-        evaluated, saved = (
-            s.text("eval_strategy") or s.text("evaluation_strategy") or "no",
-            s.text("save_strategy") or "steps",
-        )
+    _check_uneven_batches(advice, config)
+    if settings.flag("load_best_model_at_end") and settings.text("save_strategy") != "best":
+        evaluated = settings.text("eval_strategy") or settings.text("evaluation_strategy") or "no"
+        saved = settings.text("save_strategy") or "steps"
         if evaluated != saved:
             advice.error(
                 "trainer-best",
@@ -260,134 +268,151 @@ def judge_trainer(advice: ConfigFindings, run: TRLConfig) -> None:
                 "They must be the same.",
                 f"eval_strategy: {saved}",
                 TRAINER_SOURCE,
-                run.place("load_best_model_at_end"),
+                config.location_of("load_best_model_at_end"),
             )
         elif saved == "steps":
-            save, every = s.whole("save_steps"), s.whole("eval_steps") or s.whole("logging_steps")
+            save, every = (
+                settings.integer("save_steps"),
+                settings.integer("eval_steps") or settings.integer("logging_steps"),
+            )
             if save and every and save % every:
                 advice.error(
                     "trainer-best",
                     f"save_steps {save} is not a multiple of eval_steps {every} with load_best_model_at_end",
-                    "The Trainer refuses it.",
+                    "The Trainer raises an error.",
                     f"save_steps: {every * max(1, save // every)}",
                     TRAINER_SOURCE,
-                    run.place("save_steps"),
+                    config.location_of("save_steps"),
                 )
     if (
-        run.program == "sft"
-        and s.flag("packing")
-        and (s.text("attn_implementation") or "flash") in ("eager", "sdpa")
-        and s.text("packing_strategy") != "wrapped"
+        config.program == "sft"
+        and settings.flag("packing")
+        and (settings.text("attn_implementation") or "flash") in ("eager", "sdpa")
+        and settings.text("packing_strategy") != "wrapped"
     ):
         advice.warn(
             "trainer-packing",
-            f"packing with attn_implementation {s.text('attn_implementation')}",
+            f"packing with attn_implementation {settings.text('attn_implementation')}",
             "Samples in a packed row attend to each other.",
             "attn_implementation: flash_attention_2",
             "https://github.com/huggingface/trl/blob/v1.16.0/trl/trainer/sft_trainer.py",
-            run.place("packing"),
+            config.location_of("packing"),
         )
 
 
-def _uneven_batches(advice: ConfigFindings, run: TRLConfig) -> None:
-    """Judges whether ranks get different numbers of batches."""
-    s = run.settings
-    config = s.get("accelerator_config")
-    even = config.get("even_batches") if isinstance(config, dict) else None
-    if even is False and not s.flag("dataloader_drop_last"):
+def _check_uneven_batches(advice: ConfigFindings, config: TRLConfig) -> None:
+    """Reports settings with which ranks get different numbers of batches."""
+    settings = config.settings
+    accelerator_config = settings.get("accelerator_config")
+    even = accelerator_config.get("even_batches") if isinstance(accelerator_config, dict) else None
+    if even is False and not settings.flag("dataloader_drop_last"):
         advice.warn(
             "batch-uneven",
             "accelerator_config.even_batches is false without dataloader_drop_last",
-            "The last batches are distributed unevenly: ranks that run out do not join the others' collectives.",
+            "The last batches are distributed unevenly: ranks that run out do not join the collectives of the others.",
             "dataloader_drop_last: true, or even_batches: true",
             TRAINER_SOURCE,
-            run.place("accelerator_config"),
+            config.location_of("accelerator_config"),
         )
 
 
-def judge_deepspeed_match(advice: ConfigFindings, run: TRLConfig, json: ConfigSettings) -> None:
-    """Values in the DeepSpeed file must equal the Trainer's, or be "auto"."""
-    s = run.settings
-    each, accumulation = s.whole("per_device_train_batch_size"), s.whole("gradient_accumulation_steps")
-    whole = each * accumulation * run.world if each and accumulation and run.world else None
+def judge_deepspeed_match(advice: ConfigFindings, config: TRLConfig, deepspeed: ConfigSettings) -> None:
+    """Reports values in the DeepSpeed file that are neither "auto" nor equal to the Trainer's."""
+    settings = config.settings
+    per_device, accumulation = (
+        settings.integer("per_device_train_batch_size"),
+        settings.integer("gradient_accumulation_steps"),
+    )
+    total = per_device * accumulation * config.world_size if per_device and accumulation and config.world_size else None
     pairs: list[tuple[str, str, float | None]] = [
-        ("train_micro_batch_size_per_gpu", "per_device_train_batch_size", each),
+        ("train_micro_batch_size_per_gpu", "per_device_train_batch_size", per_device),
         ("gradient_accumulation_steps", "gradient_accumulation_steps", accumulation),
-        ("train_batch_size", "per_device_train_batch_size x gradient_accumulation_steps x processes", whole),
-        ("gradient_clipping", "max_grad_norm", s.number("max_grad_norm")),
-        ("optimizer.params.lr", "learning_rate", s.number("learning_rate")),
-        ("optimizer.params.weight_decay", "weight_decay", s.number("weight_decay")),
-        ("scheduler.params.warmup_max_lr", "learning_rate", s.number("learning_rate")),
+        ("train_batch_size", "per_device_train_batch_size x gradient_accumulation_steps x processes", total),
+        ("gradient_clipping", "max_grad_norm", settings.number("max_grad_norm")),
+        ("optimizer.params.lr", "learning_rate", settings.number("learning_rate")),
+        ("optimizer.params.weight_decay", "weight_decay", settings.number("weight_decay")),
+        ("scheduler.params.warmup_max_lr", "learning_rate", settings.number("learning_rate")),
     ]
-    for theirs, ours, trainers in pairs:
-        value = json.number(theirs)
-        if theirs in json and value is not None and trainers is not None and value != trainers:
-            default = "" if ours in s or " x " in ours else " (its default)"
+    for deepspeed_name, trainer_name, trainer_value in pairs:
+        value = deepspeed.number(deepspeed_name)
+        given = deepspeed_name in deepspeed and value is not None
+        if given and trainer_value is not None and value != trainer_value:
+            default = "" if trainer_name in settings or " x " in trainer_name else " (its default)"
             advice.error(
                 "deepspeed-mismatch",
-                f"{theirs} is {value:g}, the Trainer's {ours} is {trainers:g}{default}",
+                f"{deepspeed_name} is {value:g}, the Trainer's {trainer_name} is {trainer_value:g}{default}",
                 "The Trainer refuses different values.",
-                f'"{theirs.rpartition(".")[2]}": "auto"',
-                FILL_SOURCE,
-                json.place(theirs),
+                f'"{deepspeed_name.rpartition(".")[2]}": "auto"',
+                TRAINER_DEEPSPEED_SOURCE,
+                deepspeed.location_of(deepspeed_name),
             )
     for kind in ("fp16", "bf16"):
-        enabled = json.get(f"{kind}.enabled")
-        if enabled in (True, False) and kind in s and s.flag(kind) is not None and s.flag(kind) != enabled:
+        enabled = deepspeed.get(f"{kind}.enabled")
+        if (
+            enabled in (True, False)
+            and kind in settings
+            and settings.flag(kind) is not None
+            and settings.flag(kind) != enabled
+        ):
             advice.error(
                 "deepspeed-mismatch",
-                f"{kind}.enabled is {enabled}, {kind} is {s.flag(kind)}",
+                f"{kind}.enabled is {enabled}, {kind} is {settings.flag(kind)}",
                 "The Trainer refuses different values.",
                 '"enabled": "auto"',
-                FILL_SOURCE,
-                json.place(f"{kind}.enabled"),
+                TRAINER_DEEPSPEED_SOURCE,
+                deepspeed.location_of(f"{kind}.enabled"),
             )
 
 
-def judge_accelerate_match(advice: ConfigFindings, run: TRLConfig, accelerate: ConfigSettings) -> None:
+def judge_accelerate_match(advice: ConfigFindings, config: TRLConfig, accelerate: ConfigSettings) -> None:
+    """Reports a gradient accumulation in accelerate's file that differs from the Trainer's."""
     name = "deepspeed_config.gradient_accumulation_steps"
-    value, trainers = accelerate.whole(name), run.settings.whole("gradient_accumulation_steps")
-    if value and trainers and value != trainers:
+    value, trainer_value = accelerate.integer(name), config.settings.integer("gradient_accumulation_steps")
+    if value and trainer_value and value != trainer_value:
         advice.warn(
             "deepspeed-mismatch",
-            f"gradient_accumulation_steps is {value} here and {trainers} for the Trainer",
-            "The Trainer's value determines its steps, the other one DeepSpeed's.",
-            f"gradient_accumulation_steps: {trainers}",
-            FILL_SOURCE,
-            accelerate.place(name),
+            f"gradient_accumulation_steps is {value} in this file and {trainer_value} for the Trainer",
+            "The Trainer counts its steps by one value, DeepSpeed by the other.",
+            f"gradient_accumulation_steps: {trainer_value}",
+            TRAINER_DEEPSPEED_SOURCE,
+            accelerate.location_of(name),
         )
 
 
 def judge_trl(
-    advice: ConfigFindings, run: TRLConfig, folder: Path, gpu_gib: float | None, installed: dict[str, str]
+    advice: ConfigFindings, config: TRLConfig, folder: Path, gpu_gib: float | None, installed: dict[str, str]
 ) -> None:
     """Judges the options of a TRL training."""
-    names = [setting.name for setting in run.settings]
-    trl = option_table("trl", run.program or "sft", "script")
+    names = [setting.name for setting in config.settings]
+    trl = option_table("trl", config.program or "sft", "script")
     trainer = option_table("transformers", "TrainingArguments")
-    run.version = trl.version_for(names, installed.get("trl"))
+    config.version = trl.version_for(names, installed.get("trl"))
     trainer_version = trainer.version_for(names, installed.get("transformers"))
-    known = {**trainer.at(trainer_version), **(trl.at(run.version) if run.program else {})}
-    run.settings.defaults = {name: option.default for name, option in known.items()}
-    judge_option_names(advice, run, trl, trainer, trainer_version, installed)
-    how = "installed" if installed.get("trl") else "the versions with most of its options"
-    what = f"TRL {run.version} and " if run.program else ""
-    advice.add("version", "ok", f"options judged by {what}transformers {trainer_version} ({how})", at=run.at)
-    if run.program in ONLINE:
-        judge_groups(advice, run)
-        judge_engine(advice, run)
-    judge_trainer(advice, run)
-    if run.deepspeed is not None:
-        judge_deepspeed_match(advice, run, run.deepspeed)
-    elif run.accelerate is not None:
-        judge_accelerate_match(advice, run, run.accelerate)
-    kinds = _uses_deepspeed(run)
-    shared_rules.judge_transformers_timeout(advice, run.settings, run.variables, kinds)
-    judge_trl_memory(advice, run, folder, gpu_gib)
+    known = {**trainer.at(trainer_version), **(trl.at(config.version) if config.program else {})}
+    config.settings.defaults = {name: option.default for name, option in known.items()}
+    judge_option_names(advice, config, trl, trainer, trainer_version, installed)
+    version_source = "installed" if installed.get("trl") else "the versions that know most of the options"
+    trl_text = f"TRL {config.version} and " if config.program else ""
+    advice.add(
+        "version",
+        "ok",
+        f"options judged by those of {trl_text}transformers {trainer_version} ({version_source})",
+        at=config.location,
+    )
+    if config.program in ONLINE:
+        judge_groups(advice, config)
+        judge_engine(advice, config)
+    judge_trainer(advice, config)
+    if config.deepspeed is not None:
+        judge_deepspeed_match(advice, config, config.deepspeed)
+    elif config.accelerate is not None:
+        judge_accelerate_match(advice, config, config.accelerate)
+    shared_rules.judge_transformers_timeout(advice, config.settings, config.variables, _uses_deepspeed(config))
+    judge_trl_memory(advice, config, folder, gpu_gib)
 
 
-def _uses_deepspeed(run: TRLConfig) -> bool:
-    """Whether it runs on DeepSpeed."""
-    return run.deepspeed is not None or (
-        run.accelerate is not None and run.accelerate.text("distributed_type") == "DEEPSPEED"
+def _uses_deepspeed(config: TRLConfig) -> bool:
+    """Whether the training runs on DeepSpeed."""
+    return config.deepspeed is not None or (
+        config.accelerate is not None and config.accelerate.text("distributed_type") == "DEEPSPEED"
     )

@@ -1,4 +1,4 @@
-"""Settings of TRL's trainers: program, options, launch, and the memory they need."""
+"""TRL's settings with the launch configuration, and the memory that follows from them."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,46 +15,47 @@ ONLINE = ("grpo", "rloo")
 
 @dataclass(slots=True)
 class TRLConfig:
-    """A training: its settings and how it is launched."""
+    """The settings of a training, and how it is launched."""
 
     program: str
     """grpo, rloo, sft, dpo, kto, reward, or "" if not known."""
     settings: ConfigSettings
-    at: ConfigLocation
-    world: int | None = None
+    location: ConfigLocation
+    world_size: int | None = None
     variables: dict[str, ShellWord] = field(default_factory=dict)
     accelerate: ConfigSettings | None = None
     deepspeed: ConfigSettings | None = None
     own_script: bool = False
-    """Whether it is a custom script, which may have options of its own."""
+    """Whether the script is the user's, so that it may have options that TRL does not know."""
     version: str = ""
 
-    def place(self, *names: str) -> ConfigLocation:
-        """Location of the first of these that is set, else of the program."""
-        place = self.settings.place(*names)
-        return place if place.file else self.at
+    def location_of(self, *names: str) -> ConfigLocation:
+        """Location of the first of these options that is given, else of the program."""
+        location = self.settings.location_of(*names)
+        return location if location.file else self.location
 
 
-def vllm_mode(run: TRLConfig) -> str | None:
-    """Mode of the engine; None for versions without the option, in which it had a GPU of its own."""
-    if "vllm_mode" in run.settings:
-        return run.settings.text("vllm_mode")
-    if "vllm_mode" not in run.settings.defaults:
+def vllm_mode(config: TRLConfig) -> str | None:
+    """The mode of vLLM; None for versions without this option, in which vLLM needs a GPU of its own."""
+    if "vllm_mode" in config.settings:
+        return config.settings.text("vllm_mode")
+    if "vllm_mode" not in config.settings.defaults:
         return None
-    return "server" if run.version.startswith("0.") else "colocate"
+    return "server" if config.version.startswith("0.") else "colocate"
 
 
-def zero_stage(run: TRLConfig) -> int | None:
-    if run.deepspeed is not None:
-        return run.deepspeed.whole("zero_optimization.stage")
-    return accelerate_zero_stage(run.accelerate) if run.accelerate is not None else None
+def zero_stage(config: TRLConfig) -> int | None:
+    """The ZeRO stage, or the stage that shards the same states as FSDP; None if it is not known."""
+    if config.deepspeed is not None:
+        return config.deepspeed.integer("zero_optimization.stage")
+    return accelerate_zero_stage(config.accelerate) if config.accelerate is not None else None
 
 
 TRL_PARSER_SOURCE = "https://github.com/huggingface/trl/blob/v1.16.0/trl/scripts/utils.py"
 
 
 def trl_program(name: str, settings: ConfigSettings) -> str:
-    """Determines the trainer by the script's name, or by options that only one has."""
+    """The trainer that a script's name or options indicate; empty if they indicate none."""
     stem = name.removesuffix(".py").rpartition(".")[2].lower()
     for program in ("grpo", "rloo", "sft", "dpo", "kto", "reward"):
         if program in stem.replace("-", "_").split("_") or stem == program:
@@ -65,7 +66,7 @@ def trl_program(name: str, settings: ConfigSettings) -> str:
 
 
 def trl_options(program: str) -> dict[str, OptionSpec]:
-    """All options of a program: TRL's override those of TrainingArguments."""
+    """All options of a program, in all versions; TRL's override those of TrainingArguments."""
     trainer = option_table("transformers", "TrainingArguments").options
     if not program:
         return dict(trainer)
@@ -74,96 +75,104 @@ def trl_options(program: str) -> dict[str, OptionSpec]:
 
 def judge_option_names(
     advice: ConfigFindings,
-    run: TRLConfig,
+    config: TRLConfig,
     trl: OptionTable,
     trainer: OptionTable,
     trainer_version: str,
     installed: dict[str, str],
 ) -> None:
-    """Judges option names: known to TRL or transformers; an unknown name is judged by the more similar table."""
-    in_trl, in_trainer = (trl.at(run.version) if run.program else {}), trainer.at(trainer_version)
-    mine: list[ConfigSetting] = []
-    theirs: list[ConfigSetting] = []
-    for setting in run.settings:
+    """Judges option names by the table of TRL or of transformers, whichever knows the name or a similar one."""
+    in_trl, in_trainer = (trl.at(config.version) if config.program else {}), trainer.at(trainer_version)
+    trl_settings: list[ConfigSetting] = []
+    trainer_settings: list[ConfigSetting] = []
+    for setting in config.settings:
         if setting.name in ("config", "local_rank", "local-rank", "env"):
             continue
         if setting.name in in_trl:
-            mine.append(setting)
+            trl_settings.append(setting)
         elif setting.name in in_trainer or setting.name in trainer.options or setting.name in trainer.renamed:
-            theirs.append(setting)
-        elif run.program and (
-            setting.name in trl.options or setting.name in trl.renamed or trl.nearest(setting.name, run.version)
+            trainer_settings.append(setting)
+        elif config.program and (
+            setting.name in trl.options or setting.name in trl.renamed or trl.nearest(setting.name, config.version)
         ):
-            mine.append(setting)
+            trl_settings.append(setting)
         else:
-            theirs.append(setting)
-    strict = not run.own_script
+            trainer_settings.append(setting)
+    strict = not config.own_script
     consequence = "The parser exits with an error" + (
         "." if strict else ", unless the script has an option of this name."
     )
-    for known, settings, version in ((trl, mine, run.version), (trainer, theirs, trainer_version)):
-        form = option_tables.OptionSyntax("", consequence, known.framework not in installed, strict)
-        option_tables.judge_options(advice, known, settings, version, form, strict)
+    for table, settings, version in ((trl, trl_settings, config.version), (trainer, trainer_settings, trainer_version)):
+        policy = option_tables.OptionPolicy("", consequence, table.framework not in installed, strict)
+        option_tables.judge_options(advice, table, settings, version, policy, strict)
 
 
-def judge_trl_memory(advice: ConfigFindings, run: TRLConfig, folder: Path, gpu_gib: float | None) -> None:
-    s = run.settings
-    if "model_name_or_path" not in s:
+def judge_trl_memory(advice: ConfigFindings, config: TRLConfig, folder: Path, gpu_gib: float | None) -> None:
+    settings = config.settings
+    if "model_name_or_path" not in settings:
         return
-    shape = model_memory.find_model(s.text("model_name_or_path"), folder)
-    at = run.place("model_name_or_path")
+    shape = model_memory.find_model(settings.text("model_name_or_path"), folder)
+    at = config.location_of("model_name_or_path")
     if shape is None:
         advice.unchecked(
             "memory-model",
-            "memory: the model's size is not known",
-            "give a folder with its config.json, or a name that contains its size",
+            "memory was not estimated: the model's size is not known",
+            "name a folder with the model's config.json, or a model with its size in the name",
             at,
         )
         return
-    completion, prompt = s.whole("max_completion_length") or 0, s.whole("max_prompt_length") or 0
+    completion, prompt = settings.integer("max_completion_length") or 0, settings.integer("max_prompt_length") or 0
     longest = (
-        (completion + prompt) if run.program in ONLINE else s.whole("max_length") or s.whole("max_seq_length") or 0
+        (completion + prompt)
+        if config.program in ONLINE
+        else settings.integer("max_length") or settings.integer("max_seq_length") or 0
     )
-    judge_positions(advice, shape, longest, "sequences", run.place("max_length", "max_completion_length"))
-    each = s.whole("per_device_train_batch_size")
-    tokens = each * longest if each and longest and shape.layers and run.program not in ONLINE else None
-    batch = model_memory.BatchTokens(tokens, bool(s.flag("use_liger_kernel")))
+    judge_positions(advice, shape, longest, "sequences", config.location_of("max_length", "max_completion_length"))
+    per_device = settings.integer("per_device_train_batch_size")
+    tokens = per_device * longest if per_device and longest and shape.layers and config.program not in ONLINE else None
+    batch = model_memory.BatchTokens(tokens, bool(settings.flag("use_liger_kernel")))
     model_memory.judge_gpu_memory(
-        advice, _training_states(run, shape), _engine_share(advice, run, shape, longest), batch, gpu_gib, at
+        advice, _training_states(config, shape), _engine_share(advice, config, shape, longest), batch, gpu_gib, at
     )
 
 
 def _engine_share(
-    advice: ConfigFindings, run: TRLConfig, shape: model_memory.ModelSize, longest: int
+    advice: ConfigFindings, config: TRLConfig, shape: model_memory.ModelSize, longest: int
 ) -> model_memory.EngineShare | None:
-    """An engine on the trainer's GPUs."""
-    s = run.settings
-    if run.program not in ONLINE or not s.flag("use_vllm") or vllm_mode(run) != "colocate":
+    """The engine that shares the trainer's GPUs; None if there is none."""
+    settings = config.settings
+    if config.program not in ONLINE or not settings.flag("use_vllm") or vllm_mode(config) != "colocate":
         return None
-    parallel, share = s.whole("vllm_tensor_parallel_size") or 1, s.number("vllm_gpu_memory_utilization") or 0.3
-    judge_heads(advice, shape, parallel, "vllm_tensor_parallel_size", run.place("vllm_tensor_parallel_size"))
+    parallel, share = (
+        settings.integer("vllm_tensor_parallel_size") or 1,
+        settings.number("vllm_gpu_memory_utilization") or 0.3,
+    )
+    judge_heads(advice, shape, parallel, "vllm_tensor_parallel_size", config.location_of("vllm_tensor_parallel_size"))
     if not 0 < share <= 1:
         return None
-    sleeps, at = bool(s.flag("vllm_enable_sleep_mode")), run.place("vllm_gpu_memory_utilization", "use_vllm")
+    sleeps, at = (
+        bool(settings.flag("vllm_enable_sleep_mode")),
+        config.location_of("vllm_gpu_memory_utilization", "use_vllm"),
+    )
     return model_memory.EngineShare(
         shape, parallel, share, True, sleeps, longest or None, at, "vllm_gpu_memory_utilization"
     )
 
 
-def _training_states(run: TRLConfig, shape: model_memory.ModelSize) -> model_memory.TrainingStates | None:
-    stage = zero_stage(run)
-    if stage is None and run.world != 1:
+def _training_states(config: TRLConfig, shape: model_memory.ModelSize) -> model_memory.TrainingStates | None:
+    stage = zero_stage(config)
+    if stage is None and config.world_size != 1:
         return None
-    optimizer, weights = (_is_offloaded(run, what) for what in ("optimizer", "param"))
-    trainable = 0.02 if run.settings.flag("use_peft") else 1.0
-    return model_memory.TrainingStates(shape, run.world, stage or 0, optimizer, weights, trainable)
+    optimizer, weights = (_is_offloaded(config, what) for what in ("optimizer", "param"))
+    trainable = 0.02 if config.settings.flag("use_peft") else 1.0
+    return model_memory.TrainingStates(shape, config.world_size, stage or 0, optimizer, weights, trainable)
 
 
-def _is_offloaded(run: TRLConfig, what: str) -> bool:
-    """`what`: optimizer or param."""
+def _is_offloaded(config: TRLConfig, what: str) -> bool:
+    """Whether `what` (`optimizer` or `param`) is offloaded to the host or to disk."""
     device = None
-    if run.deepspeed is not None:
-        device = run.deepspeed.text(f"zero_optimization.offload_{what}.device")
-    elif run.accelerate is not None:
-        device = run.accelerate.text(f"deepspeed_config.offload_{what}_device")
+    if config.deepspeed is not None:
+        device = config.deepspeed.text(f"zero_optimization.offload_{what}.device")
+    elif config.accelerate is not None:
+        device = config.accelerate.text(f"deepspeed_config.offload_{what}_device")
     return device in ("cpu", "nvme")

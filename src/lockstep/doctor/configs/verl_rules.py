@@ -52,30 +52,30 @@ GROUPED = (
 )
 
 
-def _batches(advice: ConfigFindings, run: VerlConfig) -> None:
-    gpus, train, samples = run.gpus, run.whole("data.train_batch_size"), run.whole(f"{ROLLOUT}.n") or 1
-    mini, dynamic = run.whole(f"{ACTOR}.ppo_mini_batch_size"), run.on(f"{ACTOR}.use_dynamic_bsz")
-    same = model_parallel_ranks(run)
-    if gpus and gpus % same:
+def _check_batches(advice: ConfigFindings, config: VerlConfig) -> None:
+    gpus, train, samples = config.gpus, config.integer("data.train_batch_size"), config.integer(f"{ROLLOUT}.n") or 1
+    mini, dynamic = config.integer(f"{ACTOR}.ppo_mini_batch_size"), config.on(f"{ACTOR}.use_dynamic_bsz")
+    model_parallel = model_parallel_ranks(config)
+    if gpus and gpus % model_parallel:
         advice.error(
             "parallel-sizes",
-            f"{gpus} GPUs are not a multiple of the {same} that share samples (sequence, tensor, pipeline and context"
-            " parallel)",
+            f"{gpus} GPUs are not a multiple of the {model_parallel} that process the same samples (sequence, tensor,"
+            " pipeline and context parallel)",
             "The device mesh cannot be created.",
-            "sizes whose product divides the GPUs",
+            "sizes whose product divides the number of GPUs",
             VALIDATION_SOURCE,
-            run.at(
+            config.location_of(
                 f"{ACTOR}.ulysses_sequence_parallel_size",
                 f"{ACTOR}.megatron.tensor_model_parallel_size",
                 "trainer.n_gpus_per_node",
             ),
         )
         return
-    ranks = gpus // same if gpus else None
+    ranks = gpus // model_parallel if gpus else None
     if train and gpus and not dynamic:
         least = (
-            ranks * (run.whole(f"{ACTOR}.ppo_micro_batch_size_per_gpu") or 1)
-            if run.engine == "megatron" and ranks
+            ranks * (config.integer(f"{ACTOR}.ppo_micro_batch_size_per_gpu") or 1)
+            if config.engine == "megatron" and ranks
             else gpus
         )
         if train * samples % least:
@@ -83,19 +83,19 @@ def _batches(advice: ConfigFindings, run: VerlConfig) -> None:
                 "batch-ranks",
                 f"{train} prompts x {samples} samples = {train * samples} are not a multiple of {least}, the smallest"
                 f" batch of {gpus} GPUs",
-                "verl asserts this at startup.",
-                f"data.train_batch_size so that times {samples} it is a multiple of {least}",
+                "verl fails with an assertion at startup.",
+                f"data.train_batch_size such that data.train_batch_size x {samples} is a multiple of {least}",
                 VALIDATION_SOURCE,
-                run.at("data.train_batch_size", f"{ROLLOUT}.n", "trainer.n_gpus_per_node"),
+                config.location_of("data.train_batch_size", f"{ROLLOUT}.n", "trainer.n_gpus_per_node"),
             )
     if train and mini and train < mini and not dynamic:
         advice.error(
             "batch-mini",
             f"data.train_batch_size {train} is less than ppo_mini_batch_size {mini}",
-            "verl refuses it.",
+            "verl raises an error.",
             f"{ACTOR}.ppo_mini_batch_size={train} or less",
             ACTOR_SOURCE,
-            run.at(f"{ACTOR}.ppo_mini_batch_size", "data.train_batch_size"),
+            config.location_of(f"{ACTOR}.ppo_mini_batch_size", "data.train_batch_size"),
         )
     elif train and mini and train % mini:
         advice.warn(
@@ -104,179 +104,185 @@ def _batches(advice: ConfigFindings, run: VerlConfig) -> None:
             "The last optimizer step of each batch is smaller than the others, is padded, or fails.",
             f"{ACTOR}.ppo_mini_batch_size that divides {train}",
             ACTOR_SOURCE,
-            run.at(f"{ACTOR}.ppo_mini_batch_size", "data.train_batch_size"),
+            config.location_of(f"{ACTOR}.ppo_mini_batch_size", "data.train_batch_size"),
         )
-    _mini_batches(advice, run, ranks)
+    _check_mini_batches(advice, config, ranks)
 
 
-def _mini_batches(advice: ConfigFindings, run: VerlConfig, ranks: int | None) -> None:
-    """Judges each rank's share of a mini-batch."""
-    mini, samples = run.whole(f"{ACTOR}.ppo_mini_batch_size"), run.whole(f"{ROLLOUT}.n") or 1
-    dynamic = run.on(f"{ACTOR}.use_dynamic_bsz")
+def _check_mini_batches(advice: ConfigFindings, config: VerlConfig, ranks: int | None) -> None:
+    """Checks each rank's share of a mini-batch."""
+    mini, samples = config.integer(f"{ACTOR}.ppo_mini_batch_size"), config.integer(f"{ROLLOUT}.n") or 1
+    dynamic = config.on(f"{ACTOR}.use_dynamic_bsz")
     if mini and ranks and mini * samples % ranks:
         advice.error(
             "batch-mini-ranks",
             f"ppo_mini_batch_size {mini} x {samples} samples = {mini * samples} are not divisible by {ranks}"
             " data-parallel ranks",
             "Workers assert that each rank gets the same number.",
-            f"{ACTOR}.ppo_mini_batch_size so that times {samples} it is a multiple of {ranks}",
+            f"{ACTOR}.ppo_mini_batch_size such that ppo_mini_batch_size x {samples} is a multiple of {ranks}",
             WORKERS_SOURCE,
-            run.at(f"{ACTOR}.ppo_mini_batch_size", f"{ROLLOUT}.n"),
+            config.location_of(f"{ACTOR}.ppo_mini_batch_size", f"{ROLLOUT}.n"),
         )
         return
-    micro = run.whole(f"{ACTOR}.ppo_micro_batch_size_per_gpu")
+    micro = config.integer(f"{ACTOR}.ppo_micro_batch_size_per_gpu")
     if mini and ranks and micro and not dynamic and mini * samples // ranks % micro:
         advice.error(
             "batch-micro",
             f"each rank's {mini * samples // ranks} samples of a mini-batch are not a multiple of"
             f" ppo_micro_batch_size_per_gpu {micro}",
-            "Workers assert this.",
+            "The workers fail with an assertion.",
             f"{ACTOR}.ppo_micro_batch_size_per_gpu that divides {mini * samples // ranks}",
             WORKERS_SOURCE,
-            run.at(f"{ACTOR}.ppo_micro_batch_size_per_gpu", f"{ACTOR}.ppo_mini_batch_size"),
+            config.location_of(f"{ACTOR}.ppo_micro_batch_size_per_gpu", f"{ACTOR}.ppo_mini_batch_size"),
         )
 
 
-def _micro_batches(advice: ConfigFindings, run: VerlConfig) -> None:
-    if run.on(f"{ACTOR}.use_dynamic_bsz"):
-        _token_budget(advice, run)
+def _check_micro_batches(advice: ConfigFindings, config: VerlConfig) -> None:
+    if config.on(f"{ACTOR}.use_dynamic_bsz"):
+        _check_token_budget(advice, config)
         return
     groups = [(ACTOR, "ppo_micro_batch_size"), (ROLLOUT, "log_prob_micro_batch_size")]
-    if run.on(f"{ACTOR}.use_kl_loss") or run.on("algorithm.use_kl_in_reward"):
+    if config.on(f"{ACTOR}.use_kl_loss") or config.on("algorithm.use_kl_in_reward"):
         groups.append((REFERENCE, "log_prob_micro_batch_size"))
     for group, name in groups:
         old, new = f"{group}.{name}", f"{group}.{name}_per_gpu"
-        given = [each for each in (old, new) if run.set(each)]
+        given = [each for each in (old, new) if config.has_value(each)]
         if len(given) == 2:
             advice.error(
                 "batch-micro-both",
                 f"{name} and {name}_per_gpu are both set in {group}",
-                "verl refuses it; the first one is deprecated.",
+                "verl raises an error; the first option is deprecated.",
                 f"remove {old}",
                 VALIDATION_SOURCE,
-                run.at(old),
+                config.location_of(old),
             )
         elif not given:
             advice.error(
                 "batch-micro-missing",
                 f"neither {name} nor {name}_per_gpu is set in {group}",
-                "verl refuses it unless use_dynamic_bsz is on.",
+                "verl raises an error unless use_dynamic_bsz is on.",
                 f"{new}=1 or more",
                 VALIDATION_SOURCE,
-                run.at_start,
+                config.location,
             )
         elif given == [old]:
             advice.warn(
                 "batch-micro-old",
-                f"{old} is deprecated: it counts over all GPUs",
+                f"{old} is deprecated: it is the total of all GPUs",
                 "",
                 f"{new}",
                 VALIDATION_SOURCE,
-                run.at(old),
+                config.location_of(old),
             )
 
 
-def _token_budget(advice: ConfigFindings, run: VerlConfig) -> None:
-    longest, same = verl_sequence_tokens(run), model_parallel_ranks(run) if run.engine == "dp" else 1
+def _check_token_budget(advice: ConfigFindings, config: VerlConfig) -> None:
+    longest, model_parallel = verl_sequence_tokens(config), model_parallel_ranks(config) if config.engine == "dp" else 1
     for name in (
         f"{ACTOR}.ppo_max_token_len_per_gpu",
         f"{ROLLOUT}.log_prob_max_token_len_per_gpu",
         f"{REFERENCE}.log_prob_max_token_len_per_gpu",
     ):
-        budget = run.whole(name)
-        if budget and longest and budget * same < longest and (name in run.settings or name.startswith(ACTOR)):
+        budget = config.integer(name)
+        if (
+            budget
+            and longest
+            and budget * model_parallel < longest
+            and (name in config.settings or name.startswith(ACTOR))
+        ):
             advice.error(
                 "length-budget",
-                f"{name} {budget} x sequence parallel {same} is less than prompt + response = {longest} tokens",
+                f"{name} {budget} x sequence parallel {model_parallel} is less than prompt + response = {longest}"
+                " tokens",
                 "verl asserts that the longest sequence fits into a micro-batch.",
-                f"{name}={-(-longest // same)} or more",
+                f"{name}={-(-longest // model_parallel)} or more",
                 BALANCING_SOURCE,
-                run.at(name, "data.max_response_length"),
+                config.location_of(name, "data.max_response_length"),
             )
 
 
-def _algorithm(advice: ConfigFindings, run: VerlConfig) -> None:
-    estimator = run.text("algorithm.adv_estimator") or "gae"
-    samples = run.whole(f"{ROLLOUT}.n")
+def _check_algorithm(advice: ConfigFindings, config: VerlConfig) -> None:
+    estimator = config.text("algorithm.adv_estimator") or "gae"
+    samples = config.integer(f"{ROLLOUT}.n")
     if estimator in GROUPED and samples == 1:
         advice.warn(
             "algorithm-group",
             f"algorithm.adv_estimator={estimator} with {ROLLOUT}.n=1",
-            "It compares samples of one prompt; with a single sample the reward itself is the advantage, without a"
-            " baseline.",
+            "The estimator compares the samples of a prompt. With a single sample, the advantage is the reward itself,"
+            " without a baseline.",
             f"{ROLLOUT}.n=8",
             ADVANTAGE_SOURCE,
-            run.at(f"{ROLLOUT}.n", "algorithm.adv_estimator"),
+            config.location_of(f"{ROLLOUT}.n", "algorithm.adv_estimator"),
         )
-    if estimator == "gae" and "critic.model.path" not in run.settings and run.settings.given:
-        how = "is gae" if "algorithm.adv_estimator" in run.settings else "is not set, which is gae"
+    if estimator == "gae" and "critic.model.path" not in config.settings and config.settings.given:
+        state = "is gae" if "algorithm.adv_estimator" in config.settings else "is not set, and its default is gae"
         advice.warn(
             "algorithm-critic",
-            f"algorithm.adv_estimator {how}, and critic.model.path is not set: {run.get('critic.model.path')} is"
-            " loaded",
+            f"algorithm.adv_estimator {state}, and critic.model.path is not set: the critic is"
+            f" {config.get('critic.model.path')}",
             "",
             "critic.model.path=..., or algorithm.adv_estimator=grpo",
             VALIDATION_SOURCE,
-            run.at("algorithm.adv_estimator"),
+            config.location_of("algorithm.adv_estimator"),
         )
-    if run.on("algorithm.use_kl_in_reward") and run.on(f"{ACTOR}.use_kl_loss"):
+    if config.on("algorithm.use_kl_in_reward") and config.on(f"{ACTOR}.use_kl_loss"):
         advice.warn(
             "algorithm-kl",
-            "KL is in the reward and in the loss",
+            "the KL penalty is in the reward and in the loss",
             "verl applies both.",
             f"{ACTOR}.use_kl_loss=False or algorithm.use_kl_in_reward=False",
             VALIDATION_SOURCE,
-            run.at(f"{ACTOR}.use_kl_loss"),
+            config.location_of(f"{ACTOR}.use_kl_loss"),
         )
-    _rollout(advice, run)
+    _check_rollout(advice, config)
 
 
-def _rollout(advice: ConfigFindings, run: VerlConfig) -> None:
-    numbers = tuple(int(part) for part in run.version.split(".")[:2])
-    if run.text(f"{ROLLOUT}.mode") == "sync" and numbers >= (0, 7):
+def _check_rollout(advice: ConfigFindings, config: VerlConfig) -> None:
+    numbers = tuple(int(part) for part in config.version.split(".")[:2])
+    if config.text(f"{ROLLOUT}.mode") == "sync" and numbers >= (0, 7):
         advice.error(
             "rollout-mode",
             f"{ROLLOUT}.mode=sync was removed",
-            "verl refuses it.",
+            "verl raises an error.",
             f"{ROLLOUT}.mode=async",
             ROLLOUT_SOURCE,
-            run.at(f"{ROLLOUT}.mode"),
+            config.location_of(f"{ROLLOUT}.mode"),
         )
-    if numbers >= (0, 7) and f"{ROLLOUT}.name" not in run.settings:
+    if numbers >= (0, 7) and f"{ROLLOUT}.name" not in config.settings:
         advice.error(
             "rollout-name",
-            f"{ROLLOUT}.name has no default in verl {run.version}",
+            f"{ROLLOUT}.name has no default in verl {config.version}",
             "Hydra fails with: missing mandatory value.",
             f"{ROLLOUT}.name=vllm",
             ROLLOUT_SOURCE,
-            run.at_start,
+            config.location,
         )
-    if run.on(f"{ROLLOUT}.val_kwargs.do_sample") and run.number(f"{ROLLOUT}.temperature") == 0:
+    if config.on(f"{ROLLOUT}.val_kwargs.do_sample") and config.number(f"{ROLLOUT}.temperature") == 0:
         advice.error(
             "rollout-sampling",
             f"{ROLLOUT}.val_kwargs.do_sample with temperature 0",
             "verl asserts that the temperature is positive.",
             f"{ROLLOUT}.temperature=1.0",
             VALIDATION_SOURCE,
-            run.at(f"{ROLLOUT}.temperature"),
+            config.location_of(f"{ROLLOUT}.temperature"),
         )
 
 
-def _parallel(advice: ConfigFindings, run: VerlConfig) -> None:
+def _check_parallel_sizes(advice: ConfigFindings, config: VerlConfig) -> None:
     tensor, data, pipeline = (
-        run.whole(f"{ROLLOUT}.{each}_parallel_size") or 1 for each in ("tensor_model", "data", "pipeline_model")
+        config.integer(f"{ROLLOUT}.{each}_parallel_size") or 1 for each in ("tensor_model", "data", "pipeline_model")
     )
-    gpus, engine = run.gpus, tensor * data * pipeline
-    standalone = (run.whole(f"{ROLLOUT}.nnodes") or 0) > 0
+    gpus, engine = config.gpus, tensor * data * pipeline
+    standalone = (config.integer(f"{ROLLOUT}.nnodes") or 0) > 0
     if gpus and gpus % engine and not standalone:
         advice.error(
             "parallel-engine",
             f"{gpus} GPUs are not a multiple of the engine's tensor {tensor} x data {data} x pipeline {pipeline}"
-            + ("" if f"{ROLLOUT}.tensor_model_parallel_size" in run.settings else " (2 is verl's default)"),
-            "Workers assert this.",
+            + ("" if f"{ROLLOUT}.tensor_model_parallel_size" in config.settings else " (2 is verl's default)"),
+            "The workers fail with an assertion.",
             f"{ROLLOUT}.tensor_model_parallel_size that divides {gpus}",
             WORKERS_SOURCE,
-            run.at(f"{ROLLOUT}.tensor_model_parallel_size", "trainer.n_gpus_per_node"),
+            config.location_of(f"{ROLLOUT}.tensor_model_parallel_size", "trainer.n_gpus_per_node"),
         )
     if pipeline > 1:
         advice.error(
@@ -285,29 +291,29 @@ def _parallel(advice: ConfigFindings, run: VerlConfig) -> None:
             "It raises NotImplementedError.",
             f"{ROLLOUT}.pipeline_model_parallel_size=1",
             ROLLOUT_SOURCE,
-            run.at(f"{ROLLOUT}.pipeline_model_parallel_size"),
+            config.location_of(f"{ROLLOUT}.pipeline_model_parallel_size"),
         )
-    expert = run.whole(f"{ROLLOUT}.expert_parallel_size") or 1
-    if expert > 1 and expert != tensor * data and run.text(f"{ROLLOUT}.name") != "trtllm":
+    expert = config.integer(f"{ROLLOUT}.expert_parallel_size") or 1
+    if expert > 1 and expert != tensor * data and config.text(f"{ROLLOUT}.name") != "trtllm":
         advice.error(
             "parallel-engine",
             f"{ROLLOUT}.expert_parallel_size {expert} is not tensor {tensor} x data {data}",
             "verl asserts that they are equal.",
             f"{ROLLOUT}.expert_parallel_size={tensor * data}",
             ROLLOUT_SOURCE,
-            run.at(f"{ROLLOUT}.expert_parallel_size"),
+            config.location_of(f"{ROLLOUT}.expert_parallel_size"),
         )
     ulysses = f"{ACTOR}.ulysses_sequence_parallel_size"
-    if (run.whole(ulysses) or 1) > 1 and not run.on("actor_rollout_ref.model.use_remove_padding"):
+    if (config.integer(ulysses) or 1) > 1 and not config.on("actor_rollout_ref.model.use_remove_padding"):
         advice.error(
             "parallel-ulysses",
-            f"{ulysses}={run.whole(ulysses)} without actor_rollout_ref.model.use_remove_padding",
-            "verl refuses it.",
+            f"{ulysses}={config.integer(ulysses)} without actor_rollout_ref.model.use_remove_padding",
+            "verl raises an error.",
             "actor_rollout_ref.model.use_remove_padding=True",
             ACTOR_SOURCE,
-            run.at(ulysses),
+            config.location_of(ulysses),
         )
-    size = run.whole(f"{ACTOR}.fsdp_config.fsdp_size")
+    size = config.integer(f"{ACTOR}.fsdp_config.fsdp_size")
     if gpus and size and size > 0 and gpus % size:
         advice.error(
             "parallel-sizes",
@@ -315,78 +321,86 @@ def _parallel(advice: ConfigFindings, run: VerlConfig) -> None:
             "The device mesh cannot be created.",
             "a divisor, or -1",
             WORKERS_SOURCE,
-            run.at(f"{ACTOR}.fsdp_config.fsdp_size"),
+            config.location_of(f"{ACTOR}.fsdp_config.fsdp_size"),
         )
 
 
-def _lengths(advice: ConfigFindings, run: VerlConfig) -> None:
-    longest, model = verl_sequence_tokens(run), run.whole(f"{ROLLOUT}.max_model_len")
+def _check_lengths(advice: ConfigFindings, config: VerlConfig) -> None:
+    longest, model = verl_sequence_tokens(config), config.integer(f"{ROLLOUT}.max_model_len")
     if longest and model and model < longest:
         advice.warn(
             "length-engine",
-            f"{ROLLOUT}.max_model_len {model} is less than prompt {run.whole('data.max_prompt_length')} + response"
-            f" {run.whole('data.max_response_length')} = {longest}",
-            "Responses are truncated, or prompts refused, without any message.",
+            f"{ROLLOUT}.max_model_len {model} is less than prompt {config.integer('data.max_prompt_length')} + response"
+            f" {config.integer('data.max_response_length')} = {longest}",
+            "Responses are truncated, or prompts rejected, without any message.",
             f"{ROLLOUT}.max_model_len={longest}",
             SERVER_SOURCE,
-            run.at(f"{ROLLOUT}.max_model_len"),
+            config.location_of(f"{ROLLOUT}.max_model_len"),
         )
-    batched = run.whole(f"{ROLLOUT}.max_num_batched_tokens")
-    chunked = run.settings.flag(f"{ROLLOUT}.enable_chunked_prefill")
+    batched = config.integer(f"{ROLLOUT}.max_num_batched_tokens")
+    chunked = config.settings.flag(f"{ROLLOUT}.enable_chunked_prefill")
     needed = model or longest
     if chunked is False and batched and needed and batched < needed:
         advice.error(
             "length-prefill",
             f"{ROLLOUT}.max_num_batched_tokens {batched} is less than {needed}, and chunked prefill is off",
-            "verl refuses it: a prompt must fit into one batch.",
+            "verl raises an error: a prompt must fit into one batch.",
             f"{ROLLOUT}.enable_chunked_prefill=True or {ROLLOUT}.max_num_batched_tokens={needed}",
             SERVER_SOURCE,
-            run.at(f"{ROLLOUT}.max_num_batched_tokens", f"{ROLLOUT}.enable_chunked_prefill"),
+            config.location_of(f"{ROLLOUT}.max_num_batched_tokens", f"{ROLLOUT}.enable_chunked_prefill"),
         )
 
 
-VERL_RULES = (_batches, _micro_batches, _algorithm, _parallel, _lengths)
+VERL_RULES = (_check_batches, _check_micro_batches, _check_algorithm, _check_parallel_sizes, _check_lengths)
 
 
 def judge_verl(
     advice: ConfigFindings,
     raw: ConfigSettings,
     program: str,
-    config: str,
+    config_name: str,
     at: ConfigLocation,
     variables: dict[str, ShellWord],
     folder: Path,
     gpu_gib: float | None,
     installed: str | None,
-    other: bool,
+    other_defaults: bool,
 ) -> None:
+    """Judges verl's settings.
+
+    Args:
+        raw: the given settings.
+        config_name: Hydra's option `--config-name`; empty without it.
+        at: location of the command or file.
+        other_defaults: whether the defaults are not main_ppo's, so that unknown options may be valid.
+    """
     if program != VERL_PROGRAM and "main_ppo" not in program:
         advice.unchecked(
             "program-unknown",
-            f"{program}: its options are not known; only those that it shares with main_ppo were checked",
+            f"the options of {program} are not known; only those that it shares with main_ppo were checked",
             at=at,
         )
-        other = True
+        other_defaults = True
     options = option_table("verl", VERL_PROGRAM)
     names = [setting.name for setting in raw if not setting.forced]
     version = options.version_for(names, installed)
     known = options.at(version)
-    engine = verl_engine(raw, config)
+    engine = verl_engine(raw, config_name)
     defaults = {name: option.default for name, option in known.items()}
-    run = VerlConfig(ConfigSettings(raw.given, defaults), version, engine, at)
+    config = VerlConfig(ConfigSettings(raw.given, defaults), version, engine, at)
     groups = [setting for setting in raw if "@" not in setting.name and setting.name not in ("model_engine",)]
     option_tables.judge_options(
         advice,
         options,
         groups,
         version,
-        option_tables.OptionSyntax("", "Hydra fails with: key is not in struct.", not installed, not other),
-        strict=not other,
+        option_tables.OptionPolicy("", "Hydra fails with: key is not in struct.", not installed, not other_defaults),
+        strict=not other_defaults,
     )
-    judge_engine_options(advice, run, known)
-    how = f"{installed} is installed" if installed else "the version with most of its options"
-    advice.add("version", "ok", f"options judged by verl {version} ({how})", at=at)
+    judge_engine_options(advice, config, known)
+    version_source = f"{installed} is installed" if installed else "the version that knows most of the options"
+    advice.add("version", "ok", f"options judged by those of verl {version} ({version_source})", at=at)
     for rule in VERL_RULES:
-        rule(advice, run)
-    judge_verl_memory(advice, run, folder, gpu_gib)
-    shared_rules.judge_verl_timeout(advice, run.settings, variables, version, engine)
+        rule(advice, config)
+    judge_verl_memory(advice, config, folder, gpu_gib)
+    shared_rules.judge_verl_timeout(advice, config.settings, variables, version, engine)

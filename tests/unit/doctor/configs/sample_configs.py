@@ -63,7 +63,7 @@ DEEPSPEED: Options = {
 
 
 def changed(base: Options, changes: Mapping[str, Any]) -> Options:
-    """`base` with other values; None takes an option away; `a.b` reaches into sections unless `base` has that name."""
+    """`base` with other values; None removes an option; `a.b` names a key of a section unless `base` has that name."""
     result = json.loads(json.dumps(base))
     for name, value in changes.items():
         inside, leaf = result, name
@@ -78,7 +78,7 @@ def changed(base: Options, changes: Mapping[str, Any]) -> Options:
 
 
 def openrlhf(options: Options, before: str = "", around: str = "ray job submit --address=http://head:8265 -- ") -> str:
-    """A script as the project's examples are: the options on lines of their own."""
+    """A script like the project's examples, with each option on its own line."""
     words = [
         f"--{name}" if value is True else f"--{name} {value}" for name, value in options.items() if value is not False
     ]
@@ -99,7 +99,7 @@ class ConfigWriter:
         self.folder = folder
 
     def write(self, name: str, content: str | Options) -> Path:
-        """A script as it is, a tree as its name's ending says."""
+        """Writes a script as it is, and a tree as JSON or YAML according to the suffix."""
         path = self.folder / name
         if not isinstance(content, str):
             content = (
@@ -111,17 +111,17 @@ class ConfigWriter:
     def report(
         self, gpu_gib: float | None = None, versions: Mapping[str, str] | None = None, **files: str | Options
     ) -> CheckReport:
-        """About files, named by their keys: `run_sh`, `grpo_yaml`, `zero3_json`."""
+        """The findings about files; a keyword names each: `run_sh`, `grpo_yaml`, `zero3_json`."""
         paths = [self.write(".".join(name.rsplit("_", 1)), content) for name, content in files.items()]
         return advise_configs(paths, gpu_gib, versions or {})
 
     def findings(
         self, gpu_gib: float | None = None, versions: Mapping[str, str] | None = None, **files: str | Options
     ) -> list[Finding]:
-        """All but those that say that something is right."""
+        """All findings except those about correct settings."""
         return [each for each in self.report(gpu_gib, versions, **files).findings if each.severity != "ok"]
 
 
 def bad(findings: list[Finding]) -> list[tuple[str, str]]:
-    """(id, severity) of errors and warnings."""
+    """Id and severity of each error and warning."""
     return [(each.id, each.severity) for each in findings if each.severity in ("error", "warning")]

@@ -1,4 +1,4 @@
-"""What a file is, and refusals of what is none: broken, hostile, foreign."""
+"""Kinds of config files, and the errors about broken, hostile and foreign files."""
 
 import json
 from pathlib import Path
@@ -40,9 +40,9 @@ from tests.unit.doctor.configs.sample_configs import (
         ("a.yaml", "a:\n  - b\n c: 3", 3, "not YAML"),
         ("a.yaml", "- 1", 1, "no `key: value`"),
         ("a.yaml", "a: " + "[" * 50_000, 0, "YAML"),
-        ("a.yaml", "a: !!python/object/apply:os.system [x]", 1, "no settings of"),
+        ("a.yaml", "a: !!python/object/apply:os.system [x]", 1, "none of its settings"),
         ("a.yaml", "learning_rate: !!python/name:os.system", 1, "unknown tag"),
-        ("a.yaml", "frob: 1", 1, "no settings of OpenRLHF"),
+        ("a.yaml", "frob: 1", 1, "none of its settings is known to OpenRLHF"),
         ("a.yaml", "a: &a [*a, *a]\nlearning_rate: 1", 1, "too deep"),
         ("a.sh", "echo 'hello", 1, "never closed"),
         ("a.sh", "echo hello", 0, "starts no training"),
@@ -64,7 +64,7 @@ def test_broken_files_are_refused_with_name_and_line(
     assert caught.value.file == str(path) and caught.value.line == line
 
 
-def test_bombs_are_refused(writer: ConfigWriter) -> None:
+def test_files_that_expand_without_end_are_refused(writer: ConfigWriter) -> None:
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"] + [
         f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 9)
     ]
@@ -74,7 +74,7 @@ def test_bombs_are_refused(writer: ConfigWriter) -> None:
         advise_configs([writer.write("b.yaml", "a: " + "x" * (5 << 20))], versions={})
 
 
-def test_what_is_no_file_or_no_text(writer: ConfigWriter) -> None:
+def test_folders_binary_and_empty_files_are_refused(writer: ConfigWriter) -> None:
     with pytest.raises(ConfigNotReadable, match="no such file"):
         advise_configs([writer.folder / "none.yaml"], versions={})
     with pytest.raises(ConfigNotReadable, match="not a file"):
@@ -85,7 +85,7 @@ def test_what_is_no_file_or_no_text(writer: ConfigWriter) -> None:
         advise_configs([path], versions={})
 
 
-def test_several_files_are_taken_together(writer: ConfigWriter) -> None:
+def test_several_files_are_judged_together(writer: ConfigWriter) -> None:
     report = writer.report(
         80, {}, run_sh=openrlhf(OPENRLHF), more_sh=verl(VERL), ds_json=DEEPSPEED, acc_yaml=ACCELERATE
     )
@@ -158,7 +158,7 @@ def test_any_bytes_are_refused(writer: ConfigWriter, raw: bytes, suffix: str) ->
 
 
 @pytest.mark.parametrize("framework", ["openrlhf", "verl", "trl", "transformers", "accelerate", "deepspeed"])
-def test_option_tables_hold_together(framework: str) -> None:
+def test_option_tables_are_consistent(framework: str) -> None:
     for program in option_programs(framework):
         options = option_table(framework, program)
         assert options.source.startswith("https://github.com/") and len(options.options) > 15
@@ -186,10 +186,10 @@ PUBLISHED = {
     "gemma-7b": 8.54, "gemma-2-2b": 2.61, "gemma-2-9b": 9.24, "gemma-2-27b": 27.2, "gemma-3-1b": 1.0,
     "phi-3-mini": 3.82, "phi-3-medium": 14.0, "phi-3.5-mini": 3.82, "phi-4": 14.7, "phi-4-mini": 3.84,
 }  # fmt: skip
-"""Billions of parameters, as the models' own pages say them."""
+"""Billions of parameters according to the models' own pages."""
 
 
-def test_shapes_give_the_number_of_parameters_that_is_published(tmp_path: Path) -> None:
+def test_shapes_give_the_published_number_of_parameters(tmp_path: Path) -> None:
     assert set(PUBLISHED) == set(read_option_data("models")["models"])
     for name, entry in read_option_data("models")["models"].items():
         shape = model_memory.find_model(entry["hub"], tmp_path)
@@ -213,7 +213,7 @@ def test_models_are_known_by_their_names(tmp_path: Path, name: str, billions: fl
     assert shape is None or billions is None or abs(shape.parameters / 1e9 - billions) < 0.02 * billions
 
 
-def test_a_folder_with_a_config_tells_the_size(tmp_path: Path) -> None:
+def test_the_size_is_read_from_the_config_in_a_folder(tmp_path: Path) -> None:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     config = Qwen2Config(
@@ -222,7 +222,7 @@ def test_a_folder_with_a_config_tells_the_size(tmp_path: Path) -> None:
     )  # fmt: skip
     config.save_pretrained(tmp_path / "tiny")
     shape = model_memory.find_model("tiny", tmp_path)
-    assert shape is not None and (shape.layers, shape.heads, shape.longest) == (3, 4, 512)
+    assert shape is not None and (shape.layers, shape.heads, shape.max_positions) == (3, 4, 512)
     real = sum(each.numel() for each in Qwen2ForCausalLM(config).parameters())
     assert abs(shape.parameters - real) < 0.01 * real
     (tmp_path / "tiny" / "config.json").write_text("[" * 9999)
@@ -232,7 +232,7 @@ def test_a_folder_with_a_config_tells_the_size(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- the command
 
 
-def test_the_command_ends_with_its_codes(writer: ConfigWriter) -> None:
+def test_exit_codes_of_the_command(writer: ConfigWriter) -> None:
     run = CliRunner().invoke
     good = str(writer.write("good.sh", openrlhf(OPENRLHF)))
     wrong = str(writer.write("wrong.sh", openrlhf(changed(OPENRLHF, {"train.batch_size": 100}))))

@@ -29,7 +29,7 @@ from lockstep.doctor.configs.model_memory import ModelSize, find_model
         ("microsoft/Phi-4-mini-instruct", 3.84),
     ],
 )
-def test_parameters_of_models_as_their_cards_have_them(name: str, billions: float) -> None:
+def test_parameters_agree_with_model_cards(name: str, billions: float) -> None:
     shape = find_model(name, Path())
     assert shape is not None and shape.layers and shape.parameters / 1e9 == pytest.approx(billions, rel=0.01)
 
@@ -43,7 +43,7 @@ def _findings_text(shape: ModelSize, tokens: int | None, gpu_gib: float | None) 
     return found.severity, found.seen
 
 
-def test_no_gpu_is_called_large_enough_for_an_unknown_shape() -> None:
+def test_no_gpu_is_reported_as_large_enough_for_an_unknown_shape() -> None:
     unknown = find_model("somebody/their-own-7B", Path())
     assert unknown is not None and not unknown.layers
     severity, seen = _findings_text(unknown, 100_000, None)
@@ -57,7 +57,7 @@ def test_no_gpu_is_called_large_enough_for_an_unknown_shape() -> None:
     assert _findings_text(known, 1000, 80.0)[0] == "ok" and "are large enough" in _findings_text(known, 1000, None)[1]
 
 
-def test_logits_of_verls_own_example_model_are_counted() -> None:
+def test_logits_of_verls_example_model_are_included() -> None:
     known = find_model("Qwen/Qwen2-7B-Instruct", Path())
     assert known is not None
     severity, seen = _findings_text(known, 80 * 1536, None)

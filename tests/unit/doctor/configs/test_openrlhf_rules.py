@@ -1,4 +1,4 @@
-"""Every rule on OpenRLHF's command lines, on a line that breaks it and on one that does not."""
+"""Every rule for OpenRLHF, on a command line that violates it and on one that does not."""
 
 from typing import Any
 
@@ -38,12 +38,12 @@ RULES: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
-def test_nothing_is_wrong_with_a_right_one(writer: ConfigWriter) -> None:
+def test_a_correct_command_has_no_findings(writer: ConfigWriter) -> None:
     assert bad(writer.findings(80, run_sh=openrlhf(OPENRLHF))) == []
 
 
 @pytest.mark.parametrize(("changes", "id", "severity"), RULES)
-def test_each_rule_finds_what_breaks_it(writer: ConfigWriter, changes: dict[str, Any], id: str, severity: str) -> None:
+def test_each_rule_reports_its_violation(writer: ConfigWriter, changes: dict[str, Any], id: str, severity: str) -> None:
     found = bad(writer.findings(80, run_sh=openrlhf(changed(OPENRLHF, changes))))
     assert (id, severity) in found, found
 
@@ -69,16 +69,16 @@ def test_with_a_newer_version_installed_the_old_names_are_errors(writer: ConfigW
     assert gone.severity == "error" and gone.fix == "write train.colocate_all"
 
 
-def test_rules_hold_under_the_old_names(writer: ConfigWriter) -> None:
+def test_rules_also_apply_to_the_old_names(writer: ConfigWriter) -> None:
     found = bad(writer.findings(80, run_sh=openrlhf(changed(FLAT, {"vllm_num_engines": 2, "train_batch_size": 100}))))
     assert ("placement-colocate", "error") in found and ("batch-accumulation", "error") in found
 
 
-def test_an_abbreviation_that_argparse_takes_is_taken(writer: ConfigWriter) -> None:
+def test_an_abbreviation_that_argparse_accepts_is_accepted(writer: ConfigWriter) -> None:
     assert bad(writer.findings(80, run_sh=openrlhf(changed(OPENRLHF, {"train.max_ep": 2})))) == []
 
 
-def test_a_value_that_lost_its_option_is_found(writer: ConfigWriter) -> None:
+def test_a_value_without_an_option_is_reported(writer: ConfigWriter) -> None:
     text = openrlhf(OPENRLHF).replace("--ds.zero_stage 3", "--ds.zero_stage 3 4")
     assert ("option-unknown", "error") in bad(writer.findings(80, run_sh=text))
 
@@ -92,13 +92,13 @@ def test_variables_that_the_script_does_not_set_are_not_judged(writer: ConfigWri
 # ---------------------------------------------------------------- environment and time-outs
 
 
-def test_exports_that_do_not_reach_workers(writer: ConfigWriter) -> None:
+def test_exports_that_workers_do_not_get(writer: ConfigWriter) -> None:
     found = writer.findings(80, run_sh=openrlhf(OPENRLHF, "export NCCL_SOCKET_IFNAME=eth0\nexport EDITOR=vi"))
     (lost,) = [each for each in found if each.id == "environment-driver-only"]
     assert '"NCCL_SOCKET_IFNAME": "eth0"' in lost.fix and "EDITOR" not in lost.seen
 
 
-def test_variables_of_the_runtime_environment_do(writer: ConfigWriter) -> None:
+def test_workers_get_variables_of_the_runtime_environment(writer: ConfigWriter) -> None:
     around = """ray job submit --runtime-env-json='{"env_vars": {"NCCL_SOCKET_IFNAME": "eth0"}}' -- """
     text = openrlhf(OPENRLHF, "export NCCL_SOCKET_IFNAME=eth0", around)
     assert bad(writer.findings(80, run_sh=text)) == []
@@ -106,7 +106,7 @@ def test_variables_of_the_runtime_environment_do(writer: ConfigWriter) -> None:
 
 
 @pytest.mark.parametrize("name", ["NCCL_TIMEOUT", "TORCH_NCCL_TIMEOUT", "DEEPSPEED_TIMEOUT"])
-def test_time_outs_that_nothing_reads(writer: ConfigWriter, name: str) -> None:
+def test_timeouts_that_nothing_reads(writer: ConfigWriter, name: str) -> None:
     found = writer.findings(80, run_sh=openrlhf(OPENRLHF, f"export {name}=3600"))
     assert ("timeout-unread", "warning") in bad(found)
 
@@ -114,7 +114,7 @@ def test_time_outs_that_nothing_reads(writer: ConfigWriter, name: str) -> None:
 # ---------------------------------------------------------------- memory
 
 
-def test_a_model_that_no_gpu_holds(writer: ConfigWriter) -> None:
+def test_a_model_that_is_too_large_for_any_gpu(writer: ConfigWriter) -> None:
     large = {"actor.model_name_or_path": "meta-llama/Llama-3.1-70B-Instruct", "ds.zero_stage": 2}
     assert ("memory-training", "error") in bad(writer.findings(80, run_sh=openrlhf(changed(OPENRLHF, large))))
     offloaded = large | {

@@ -1,4 +1,4 @@
-"""Scripts are read as a shell reads them, and nothing in them is run."""
+"""Scripts are parsed as a shell parses them, and nothing in them is run."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ def commands(text: str) -> list[ShellCommand]:
 
 
 def words(text: str) -> list[str]:
-    """Of the last command."""
+    """The words of the last command."""
     return [word.text for word in commands(text)[-1].words]
 
 
@@ -47,24 +47,24 @@ def test_words_are_those_of_a_shell(text: str, expected: list[str]) -> None:
     assert words(text) == expected
 
 
-def test_lines_are_those_where_words_stand() -> None:
+def test_words_have_their_line_numbers() -> None:
     command = commands("\n\nrun \\\n  --a 1 \\\n  --b '2\n3' --c\n")[-1]
-    assert [(word.text, word.place.line) for word in command.words] == [
+    assert [(word.text, word.location.line) for word in command.words] == [
         ("run", 3), ("--a", 4), ("1", 4), ("--b", 5), ("2\n3", 5), ("--c", 6),
     ]  # fmt: skip
 
 
-def test_lines_within_a_shell_that_is_started() -> None:
+def test_line_numbers_within_bash_c() -> None:
     command = commands('\nbash -c "a \\\n  --b \\\n --c"')[-1]
-    assert [(word.text, word.place.line) for word in command.words] == [("a", 2), ("--b", 3), ("--c", 4)]
+    assert [(word.text, word.location.line) for word in command.words] == [("a", 2), ("--b", 3), ("--c", 4)]
 
 
-def test_exports_and_what_stands_before_a_command() -> None:
+def test_exports_and_variables_set_for_one_command() -> None:
     command = commands("A=1\nexport B=2 C\nC=3\nD=4 run")[-1]
     assert {name: word.text for name, word in command.environment.items()} == {"B": "2", "C": "3", "D": "4"}
 
 
-def test_what_is_set_in_branches_does_not_replace_what_was_set_before() -> None:
+def test_assignments_in_branches_do_not_override_earlier_ones() -> None:
     assert words("A=1\nif x; then A=2; B=3; fi\nfor i in 1; do A=4; done\nx && A=5\na $A $B") == ["a", "1", "3"]
 
 
@@ -80,7 +80,7 @@ def test_what_is_set_in_branches_does_not_replace_what_was_set_before() -> None:
         ("\na << \n", 2),
     ],
 )
-def test_what_is_never_closed_is_refused_with_its_line(text: str, line: int) -> None:
+def test_unclosed_quotes_and_brackets_are_refused_with_their_line(text: str, line: int) -> None:
     with pytest.raises(ConfigNotReadable, match=f"x.sh:{line}: "):
         commands(text)
 
@@ -138,9 +138,9 @@ PIECES = st.sampled_from(
 
 @settings(max_examples=300, deadline=None)
 @given(st.one_of(st.lists(PIECES, max_size=40).map("".join), st.text(max_size=80)))
-def test_no_script_makes_it_fail_otherwise(text: str) -> None:
+def test_any_script_is_parsed_or_refused(text: str) -> None:
     try:
         for command in commands(text):
-            assert all(isinstance(word.text, str) and word.place.line >= 1 for word in command.words)
+            assert all(isinstance(word.text, str) and word.location.line >= 1 for word in command.words)
     except ConfigNotReadable as error:
         assert error.file == "x.sh"

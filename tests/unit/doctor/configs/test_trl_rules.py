@@ -39,7 +39,7 @@ RULES: list[tuple[dict[str, Any], str, str]] = [
 NOW = {"trl": "1.16.0", "transformers": "5.23.0"}
 
 
-def test_nothing_is_wrong_with_a_right_one(writer: ConfigWriter) -> None:
+def test_a_correct_config_has_no_findings(writer: ConfigWriter) -> None:
     assert bad(writer.findings(80, NOW, grpo_yaml=TRL, acc_yaml=ACCELERATE)) == []
     assert (
         bad(
@@ -57,13 +57,13 @@ def test_nothing_is_wrong_with_a_right_one(writer: ConfigWriter) -> None:
 
 
 @pytest.mark.parametrize(("changes", "id", "severity"), RULES)
-def test_each_rule_finds_what_breaks_it(writer: ConfigWriter, changes: dict[str, Any], id: str, severity: str) -> None:
+def test_each_rule_reports_its_violation(writer: ConfigWriter, changes: dict[str, Any], id: str, severity: str) -> None:
     line = "trl grpo --config grpo.yaml\n"
     found = bad(writer.findings(80, NOW, run_sh=line, grpo_yaml=changed(TRL, changes), acc_yaml=ACCELERATE))
     assert (id, severity) in found, found
 
 
-def test_alone_it_is_not_known_how_many_processes_there_are(writer: ConfigWriter) -> None:
+def test_a_yaml_alone_does_not_say_how_many_processes_there_are(writer: ConfigWriter) -> None:
     found = writer.findings(80, NOW, grpo_yaml=changed(TRL, {"num_generations": 6}))
     assert bad(found) == [] and ("batch-groups", "unchecked") in [(each.id, each.severity) for each in found]
 
@@ -73,14 +73,14 @@ LAUNCHED = (
 )
 
 
-def test_the_command_line_is_over_the_yaml_it_names(writer: ConfigWriter) -> None:
+def test_the_command_line_overrides_the_yaml_that_it_names(writer: ConfigWriter) -> None:
     files = {"grpo_yaml": TRL, "acc_yaml": ACCELERATE}
     assert bad(writer.findings(80, NOW, run_sh=LAUNCHED.format(processes=8, more="--output_dir out"), **files)) == []
     found = writer.findings(80, NOW, run_sh=LAUNCHED.format(processes=8, more="--num-generations=7"), **files)
     assert bad(found) == [("batch-groups", "error")]
 
 
-def test_a_name_that_newer_versions_dropped_is_worth_a_warning_unless_the_version_is_known(
+def test_a_later_removed_option_is_a_warning_unless_the_version_is_known(
     writer: ConfigWriter,
 ) -> None:
     old = changed(TRL, {"warmup_ratio": 0.1})
@@ -93,12 +93,12 @@ def test_a_name_that_newer_versions_dropped_is_worth_a_warning_unless_the_versio
     assert gone.severity == "error"
 
 
-def test_a_yaml_alone_may_be_of_a_script_with_options_of_its_own(writer: ConfigWriter) -> None:
+def test_a_yaml_may_have_options_of_a_custom_script(writer: ConfigWriter) -> None:
     found = writer.findings(80, NOW, grpo_yaml=changed(TRL, {"system_prompt": "Think.", "benchmarks": "x"}))
     assert bad(found) == [] and [each.id for each in found].count("option-unknown") == 2
 
 
-def test_an_older_trl_counts_groups_and_places_engines_otherwise(writer: ConfigWriter) -> None:
+def test_older_versions_of_trl_have_other_batches_and_engines(writer: ConfigWriter) -> None:
     old = {"vllm_device": "auto", "vllm_mode": None, "vllm_enable_sleep_mode": None, "vllm_max_model_length": None}
     then = {"trl": "0.15.2", "transformers": "4.48.3"}
     assert bad(writer.findings(80, then, grpo_yaml=changed(TRL, old), acc_yaml=ACCELERATE)) == []
@@ -106,7 +106,7 @@ def test_an_older_trl_counts_groups_and_places_engines_otherwise(writer: ConfigW
     assert bad(found) == [("batch-groups", "error")], "4 x 8 processes; accumulation does not count"
 
 
-def test_scripts_of_ones_own_have_options_of_their_own(writer: ConfigWriter) -> None:
+def test_custom_scripts_may_have_options_of_their_own(writer: ConfigWriter) -> None:
     line = (
         "torchrun --nproc_per_node=8 my_sft.py --model_name_or_path Qwen/Qwen2.5-0.5B --my_own 3 --output_dir out {}\n"
     )
@@ -116,7 +116,7 @@ def test_scripts_of_ones_own_have_options_of_their_own(writer: ConfigWriter) -> 
     ]
 
 
-def test_trl_has_a_command_of_its_own(writer: ConfigWriter) -> None:
+def test_the_command_trl(writer: ConfigWriter) -> None:
     line = "trl grpo --config grpo.yaml --num_processes 6\n"
     assert bad(writer.findings(80, NOW, run_sh=line, grpo_yaml=TRL)) == []
     assert ("batch-groups", "error") in bad(
@@ -215,10 +215,10 @@ def test_rules_of_deepspeed(writer: ConfigWriter, changes: dict[str, Any], id: s
     assert (id, severity) in found, found
 
 
-def test_a_key_that_stands_twice(writer: ConfigWriter) -> None:
+def test_a_key_that_is_set_twice(writer: ConfigWriter) -> None:
     text = '{"train_batch_size": 8,\n "zero_optimization": {"stage": 1,\n "stage": 2}}'
     (found,) = [each for each in writer.findings(ds_json=text) if each.id == "deepspeed-doubled"]
-    assert "ds.json:3: duplicate key zero_optimization.stage" in found.seen
+    assert "ds.json:3: zero_optimization.stage is set twice" in found.seen
 
 
 @pytest.mark.parametrize(
@@ -235,7 +235,7 @@ def test_a_key_that_stands_twice(writer: ConfigWriter) -> None:
         ({"optimizer": {"type": "AdamW", "params": {"lr": 1e-5}}}, "the Trainer's learning_rate is 1e-06"),
     ],
 )
-def test_what_deepspeed_and_the_trainer_say_differently(
+def test_values_that_differ_between_deepspeed_and_the_trainer(
     writer: ConfigWriter, changes: dict[str, Any], told: str
 ) -> None:
     yaml = changed(ACCELERATE, {"deepspeed_config": {"deepspeed_config_file": "ds.json"}, "mixed_precision": None})

@@ -1,4 +1,4 @@
-"""Every rule on verl's overrides, broken and not."""
+"""Every rule for verl, on overrides that violate it and on overrides that do not."""
 
 from typing import Any
 
@@ -54,17 +54,17 @@ RULES: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
-def test_nothing_is_wrong_with_a_right_one(writer: ConfigWriter) -> None:
+def test_correct_overrides_have_no_findings(writer: ConfigWriter) -> None:
     assert bad(writer.findings(80, run_sh=verl(VERL))) == []
 
 
 @pytest.mark.parametrize(("changes", "id", "severity"), RULES)
-def test_each_rule_finds_what_breaks_it(writer: ConfigWriter, changes: dict[str, Any], id: str, severity: str) -> None:
+def test_each_rule_reports_its_violation(writer: ConfigWriter, changes: dict[str, Any], id: str, severity: str) -> None:
     found = bad(writer.findings(80, {"verl": "0.9.1"}, run_sh=verl(changed(VERL, changes))))
     assert (id, severity) in found, found
 
 
-def test_the_same_holds_for_a_yaml(writer: ConfigWriter) -> None:
+def test_a_yaml_has_the_same_findings(writer: ConfigWriter) -> None:
     tree: dict[str, Any] = {}
     for name, value in VERL.items():
         inside = tree
@@ -78,7 +78,7 @@ def test_the_same_holds_for_a_yaml(writer: ConfigWriter) -> None:
     assert f"ppo.yaml:{line}: " in found.seen
 
 
-def test_megatron_counts_its_own_ranks(writer: ConfigWriter) -> None:
+def test_parallel_sizes_of_megatron(writer: ConfigWriter) -> None:
     sizes = {f"{A}.megatron.tensor_model_parallel_size": 2, f"{A}.megatron.pipeline_model_parallel_size": 2}
     assert bad(writer.findings(80, run_sh=verl(changed(VERL, MEGATRON | sizes)))) == []
     sizes |= {f"{A}.megatron.context_parallel_size": 3}
@@ -91,7 +91,7 @@ def test_added_keys_are_accepted_and_near_misses_reported(writer: ConfigWriter) 
     assert bad(found) == [("option-misspelt", "warning")]
 
 
-def test_interpolations_are_followed(writer: ConfigWriter) -> None:
+def test_interpolations_are_resolved(writer: ConfigWriter) -> None:
     text = (
         verl(changed(VERL, {f"{R}.max_model_len": "${data.max_response_length}"}))
         .replace('"${', "'${")
@@ -100,11 +100,11 @@ def test_interpolations_are_followed(writer: ConfigWriter) -> None:
     assert ("length-engine", "warning") in bad(writer.findings(80, run_sh=text))
 
 
-def test_a_word_that_is_no_override(writer: ConfigWriter) -> None:
+def test_a_word_that_is_not_an_override(writer: ConfigWriter) -> None:
     assert ("option-unknown", "error") in bad(writer.findings(80, run_sh=verl(VERL, more="trainer.nnodes ")))
 
 
-def test_nccl_timeout_reached_workers_once(writer: ConfigWriter) -> None:
+def test_only_older_versions_apply_nccl_timeout(writer: ConfigWriter) -> None:
     text = verl(changed(VERL, {"actor_rollout_ref.nccl_timeout": 3600}))
     found = writer.findings(80, {"verl": "0.6.1"}, run_sh=text)
     assert [each.severity for each in found if each.id.startswith("timeout")] == ["note"]
@@ -121,13 +121,13 @@ def test_exports_on_several_nodes(writer: ConfigWriter) -> None:
     assert bad(writer.findings(80, run_sh=verl(VERL, before))) == [], "one node"
 
 
-def test_another_program_is_judged_by_what_it_shares(writer: ConfigWriter) -> None:
+def test_another_program_is_judged_by_the_options_that_it_shares(writer: ConfigWriter) -> None:
     text = verl(changed(VERL, {"data.gen_batch_size_of_mine": 3}), program="recipe.dapo.main_dapo")
     found = writer.findings(80, run_sh=text)
     assert bad(found) == [] and "program-unknown" in [each.id for each in found]
 
 
-def test_branches_that_may_not_be_taken_change_nothing(writer: ConfigWriter) -> None:
+def test_branches_that_may_not_run_change_nothing(writer: ConfigWriter) -> None:
     before = """N=${N:-8}
 DEVICE=$(python -c 'print(1)')
 case "${DEVICE}" in
