@@ -1,5 +1,7 @@
-"""Environments to check: this process's, NCCL's config files, and files in any common notation (`env`, export, docker,
-Slurm, YAML, JSON).
+"""Reads the environments to check.
+
+They come from this process, from the configuration files of NCCL, and from files in any common notation: the output of
+`env`, `export` lines, docker, Slurm, YAML, JSON.
 """
 
 import json
@@ -19,7 +21,7 @@ from lockstep.doctor.environment.environment_lint import SHELL_ROLE, ProcessEnvi
 from lockstep.doctor.environment.variable_table import load_variables
 
 MAX_ENVIRONMENT_BYTES = 4 << 20
-"""Maximum size of a text; a larger one is no environment."""
+"""Maximum size of a text; the rest is ignored."""
 _NAME = r"[A-Za-z_][A-Za-z0-9_]*"
 _VALUE = r"""(?:"(?:\\.|[^"\\])*"|'[^']*'|\$'[^']*'|\\.|[^\s"'\\;&|<>()])*"""
 _ASSIGNED = re.compile(rf"(?<![\w$.{{/:-])(?P<name>{_NAME})=(?P<value>{_VALUE})")
@@ -34,23 +36,25 @@ _HOST = re.compile(rf"^\s*(?P<host>[A-Za-z0-9][A-Za-z0-9.-]*):\s+(?=(?:export\s+
 _COMMENT = re.compile(r"(?:^|\s)#.*$")
 _ENVIRONMENTS = ("env", "environment", "env_vars", "envs", "Env", "variables")
 _MAX_LINE = 1 << 16
-"""Maximum characters of a line; the rest is ignored."""
+"""Maximum number of characters of a line; the rest is ignored."""
 _MAX_DOCUMENT = 1 << 20
-"""Maximum characters of YAML, which is slow to parse."""
+"""Maximum number of characters of a YAML document, because YAML is slow to parse."""
 _MAX_NODES = 100_000
-"""Maximum nodes of a document: a few lines of YAML with aliases can expand to billions."""
+"""Maximum number of nodes of a document: a few lines of YAML with aliases can expand to billions."""
 _LOADER: Any = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
 
 
 def read_assignments(text: str) -> dict[str, dict[str, str]]:
-    """Variables by host; the host is empty if the text names none. Accepts any text: what is not an assignment is
-    ignored."""
+    """Reads the variables of each host from any text, and ignores what is not an assignment.
+
+    The host is "" if the text names none.
+    """
     text = text[:MAX_ENVIRONMENT_BYTES]
     structured = _parse_structured(text)
     if structured is not None:
         return structured
     if "\0" in text:
-        return {"": dict(pair for part in text.split("\0") if (pair := _whole_assignment(part)) is not None)}
+        return {"": dict(pair for part in text.split("\0") if (pair := _parse_assignment(part)) is not None)}
     found: dict[str, dict[str, str]] = {}
     for line in _logical_lines(text):
         host = _HOST.match(line)
@@ -59,24 +63,25 @@ def read_assignments(text: str) -> dict[str, dict[str, str]]:
     return {host: values for host, values in found.items() if values} or {"": {}}
 
 
-def _whole_assignment(part: str) -> tuple[str, str] | None:
+def _parse_assignment(part: str) -> tuple[str, str] | None:
     name, sign, value = part.partition("=")
     return (name, value) if sign and re.fullmatch(_NAME, name) else None
 
 
 def _logical_lines(text: str) -> Iterator[str]:
-    """Lines, with continuation lines joined."""
+    """Yields the lines, with continuation lines joined."""
     yield from (line[:_MAX_LINE] for line in re.sub(r"\\\r?\n", " ", text).splitlines())
 
 
 def _parse_line(line: str, values: dict[str, str]) -> None:
+    """Applies the assignments of a line to `values`."""
     if (exported := _EXPORT.search(line)) is not None:
-        values.update(pair for part in exported["list"].split(",") if (pair := _whole_assignment(part)) is not None)
+        values.update(pair for part in exported["list"].split(",") if (pair := _parse_assignment(part)) is not None)
         return
     if re.match(r"\s*(#|//)", line):
         return
-    if (gone := _UNSET.match(line)) is not None:
-        for name in gone["names"].split():
+    if (unset := _UNSET.match(line)) is not None:
+        for name in unset["names"].split():
             values.pop(name, None)
         return
     if (python := _PYTHON.search(line)) is not None:
@@ -90,7 +95,7 @@ def _parse_line(line: str, values: dict[str, str]) -> None:
 
 
 def _without_comment(line: str) -> str:
-    """The line up to a `#` after a blank outside of quotes."""
+    """Returns the line up to the first `#` that follows a blank outside quotes."""
     for match in re.finditer(r"\s#", line):
         before = line[: match.start()]
         if before.count('"') % 2 == 0 and before.count("'") % 2 == 0:
@@ -99,7 +104,7 @@ def _without_comment(line: str) -> str:
 
 
 def _unquoted(value: str) -> str:
-    """Unquotes like a shell; single quotes keep everything."""
+    """Removes quotes and escapes as a shell does."""
     parts = []
     for part in re.finditer(r"""\$?'([^']*)'|"((?:\\.|[^"\\])*)"|\\(.)|([^"'\\]+)|.""", value, re.DOTALL):
         single, double, escaped, plain = part.groups()
@@ -111,7 +116,7 @@ def _unquoted(value: str) -> str:
 
 
 def _parse_structured(text: str) -> dict[str, dict[str, str]] | None:
-    """The environments in a JSON or YAML document, None if it has none."""
+    """Returns the variables of each host in a JSON or YAML document; None if it has none."""
     document = _load_document(text)
     if not isinstance(document, Mapping | list):
         return None
@@ -137,16 +142,16 @@ def _load_document(text: str) -> Any:
 
 
 def _by_host(document: Any) -> dict[str, dict[str, str]] | None:
-    """`{"host": {"NAME": "value"}}`, as in incidents."""
+    """Reads `{"host": {"NAME": "value"}}`, as in incidents; None if the document has another form."""
     if not isinstance(document, Mapping) or not document or set(document) & set(_ENVIRONMENTS):
         return None
     hosts = {str(host): _flat_mapping(values) for host, values in document.items() if isinstance(values, Mapping)}
-    whole = len(hosts) == len(document) and all(hosts.values())
-    return {host: values for host, values in hosts.items() if values is not None} if whole else None
+    is_by_host = len(hosts) == len(document) and all(hosts.values())
+    return {host: values for host, values in hosts.items() if values is not None} if is_by_host else None
 
 
 def _flat_mapping(values: Mapping[Any, Any]) -> dict[str, str] | None:
-    """Names and plain values; None if other values are among them."""
+    """Returns the variables of a mapping; None if it contains other names or nested values."""
     found = {}
     for name, value in values.items():
         if not isinstance(name, str) or not re.fullmatch(_NAME, name) or isinstance(value, Mapping | list):
@@ -160,8 +165,10 @@ def _plain_value(value: Any) -> str:
 
 
 def _nested_environments(document: Any) -> Iterator[dict[str, str]]:
-    """Environments anywhere in a document: mappings and lists below the usual keys, lists of `name` and `value`, and of
-    `NAME=value`."""
+    """Yields the environments anywhere in a document.
+
+    These are mappings below the usual keys, lists of `name` and `value`, and lists of `NAME=value`.
+    """
     flat = _flat_mapping(document) if isinstance(document, Mapping) else None
     if flat is not None:
         yield flat
@@ -173,9 +180,9 @@ def _nested_environments(document: Any) -> Iterator[dict[str, str]]:
         node = nodes.popleft()
         if isinstance(node, Mapping):
             for key, inner in node.items():
-                named = _flat_mapping(inner) if key in _ENVIRONMENTS and isinstance(inner, Mapping) else None
-                if named is not None:
-                    yield named
+                variables = _flat_mapping(inner) if key in _ENVIRONMENTS and isinstance(inner, Mapping) else None
+                if variables is not None:
+                    yield variables
                 else:
                     nodes.append(inner)
         elif isinstance(node, list):
@@ -188,7 +195,7 @@ def _nested_environments(document: Any) -> Iterator[dict[str, str]]:
 
 def _name_value_pair(each: Any) -> tuple[str, str] | None:
     if isinstance(each, str):
-        return _whole_assignment(each)
+        return _parse_assignment(each)
     if isinstance(each, Mapping) and isinstance(name := each.get("name"), str) and re.fullmatch(_NAME, name):
         value = each.get("value")
         return (name, _plain_value(value)) if isinstance(value, str | int | float | bool) else None
@@ -209,11 +216,11 @@ LIBRARY_PACKAGES: Mapping[str, tuple[str, ...]] = {
     "openrlhf": ("openrlhf",),
     "lockstep": ("lockstep-rl",),
 }
-"""Packages by the library that they contain, named as in the data files."""
+"""The packages that contain each library, which is named as in the data files."""
 
 
 def library_versions() -> dict[str, str]:
-    """Versions of installed libraries, without importing them."""
+    """Returns the versions of the installed libraries, without importing them."""
     found = {}
     for library, packages in LIBRARY_PACKAGES.items():
         for package in packages:
@@ -226,7 +233,7 @@ def library_versions() -> dict[str, str]:
 
 
 def gpu_names(proc: Path = Path("/proc")) -> tuple[str, ...]:
-    """Names of this host's GPUs as reported by NVIDIA's driver in /proc."""
+    """Returns the names of this host's GPUs, as NVIDIA's driver reports them in /proc."""
     found = []
     for file in sorted(proc.glob("driver/nvidia/gpus/*/information")):
         try:
@@ -240,11 +247,13 @@ def gpu_names(proc: Path = Path("/proc")) -> tuple[str, ...]:
 def current_environment(
     environment: Mapping[str, str] | None = None, home: Path | None = None, system: Path = Path("/etc/nccl.conf")
 ) -> ProcessEnvironment:
-    """The environment of this process, and the variables that NCCL adds from its files; the environment takes
-    precedence."""
+    """Returns the environment of this process, with the variables that NCCL adds from its configuration files.
+
+    Variables of the environment take precedence over those of the files.
+    """
     given = dict(os.environ if environment is None else environment)
-    own = Path(given["NCCL_CONF_FILE"]) if given.get("NCCL_CONF_FILE") else (home or Path.home()) / ".nccl.conf"
-    return ProcessEnvironment("", {**_nccl_conf(system), **_nccl_conf(own), **given}, SHELL_ROLE)
+    user_file = Path(given["NCCL_CONF_FILE"]) if given.get("NCCL_CONF_FILE") else (home or Path.home()) / ".nccl.conf"
+    return ProcessEnvironment("", {**_nccl_conf(system), **_nccl_conf(user_file), **given}, SHELL_ROLE)
 
 
 def _nccl_conf(file: Path) -> dict[str, str]:
@@ -257,8 +266,10 @@ def _nccl_conf(file: Path) -> dict[str, str]:
 
 
 def shareable_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """The part of an environment that may be shown to another host for comparison: known variables without secrets; for
-    other names with a library's prefix, only that they are set."""
+    """Returns the part of an environment that may be sent to another host for comparison.
+
+    It has the known variables except secrets. The values of other variables with the prefix of a library are hidden.
+    """
     table = load_variables()
     found = {}
     for name, value in environment.items():
@@ -272,21 +283,21 @@ def shareable_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def environments_from_files(names: Sequence[str]) -> list[ProcessEnvironment]:
-    """The environments in files, `-` being standard input; one per host, else per file.
+    """Reads the environments in files; one per host, or one per file that names no host. `-` is standard input.
 
     Raises:
-        OSError: a file cannot be read.
-        ValueError: a file sets no variable.
+        OSError: A file cannot be read.
+        ValueError: A file sets no variable.
     """
-    places = []
+    environments = []
     for name in names:
         raw = sys.stdin.buffer.read(MAX_ENVIRONMENT_BYTES) if name == "-" else _read_bytes(Path(name))
         found = read_assignments(raw.decode("utf-8", errors="replace"))
         if not any(found.values()):
             raise ValueError(f"{name}: sets no variable")
         stem = Path(name).stem if len(names) > 1 else ""
-        places += [ProcessEnvironment(host or stem, values) for host, values in found.items() if values]
-    return places
+        environments += [ProcessEnvironment(host or stem, values) for host, values in found.items() if values]
+    return environments
 
 
 def _read_bytes(file: Path) -> bytes:

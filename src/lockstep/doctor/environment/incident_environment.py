@@ -1,4 +1,4 @@
-"""Findings about the environments recorded in an incident, written into its folder."""
+"""Checks the environments that were recorded in an incident, and writes the findings into its folder."""
 
 import json
 import logging
@@ -18,40 +18,41 @@ _REPORTED = ("error", "warning", "note")
 
 
 def incident_findings(folder: Path) -> list[Finding]:
-    """Findings from its `environment.json`, by host, and the versions in its `run.json`; empty without an environment.
+    """Checks the environments in `environment.json`, with the versions of libraries in `run.json`.
 
     Raises:
-        OSError: a file cannot be read.
-        ValueError: a file is not JSON.
+        OSError: A file cannot be read.
+        ValueError: A file is not JSON.
     """
     environments = _as_mapping(json.loads((folder / "environment.json").read_text(encoding="utf-8", errors="replace")))
     run = folder / "run.json"
     facts = _as_mapping(json.loads(run.read_text(encoding="utf-8", errors="replace"))) if run.is_file() else {}
     versions = {str(name): str(value) for name, value in _as_mapping(facts.get("versions")).items()}
-    places = [
+    processes = [
         ProcessEnvironment(str(host), {str(name): str(value) for name, value in _as_mapping(values).items()})
         for host, values in environments.items()
     ]
-    job = JobTraits(several=len(environments) > 1)
-    return [each for each in lint_environments(places, versions, job=job) if each.severity in _REPORTED]
+    job = JobTraits(multi_host=len(environments) > 1)
+    return [each for each in lint_environments(processes, versions, job=job) if each.severity in _REPORTED]
 
 
 def write_incident_findings(folder: Path) -> list[Finding]:
-    """Writes the findings into the incident and returns them. A failure is only logged: the incident matters more than
-    its
-    findings."""
+    """Writes the findings into the folder of the incident and returns them.
+
+    A failure is only logged, because the incident must be kept anyway.
+    """
     try:
         found = incident_findings(folder)
         text = json.dumps({"environment": [asdict(each) for each in found]}, indent=1)
         (folder / FINDINGS_FILE).write_text(text + "\n", encoding="utf-8")
     except (OSError, ValueError) as error:
-        log.warning("the environment of %s could not be judged: %s", folder.name, error)
+        log.warning("the environment of %s could not be checked: %s", folder.name, error)
         return []
     return found
 
 
 def newest_incident(paths: Iterable[str]) -> Path | None:
-    """The newest of the given incidents, or of those in given folders."""
+    """Returns the newest of the given incidents and of the incidents in the given folders; None if there is none."""
     found = [
         file.parent
         for each in paths
@@ -63,22 +64,22 @@ def newest_incident(paths: Iterable[str]) -> Path | None:
 
 
 def incident_finding_lines(folder: Path) -> list[str]:
-    """One line per problem with its environment, worst first; empty if it cannot be read."""
+    """Describes each problem of the incident's environment in a line, errors first; empty if it cannot be read."""
     try:
         found = incident_findings(folder)
     except (OSError, ValueError):
         return []
-    wrong = [each for each in found if each.severity in ("error", "warning")]
-    return [f"{each.seen}. {each.why}" for each in sorted(wrong, key=lambda each: each.severity)]
+    problems = [each for each in found if each.severity in ("error", "warning")]
+    return [f"{each.seen}. {each.why}" for each in sorted(problems, key=lambda each: each.severity != "error")]
 
 
 def findings_sentence(found: Sequence[Finding]) -> str:
-    """Problems in one line; empty if there is none."""
-    wrong = [each for each in found if each.severity in ("error", "warning")]
-    if not wrong:
+    """Describes the worst problem in one line, with the number of others; "" if there is none."""
+    problems = [each for each in found if each.severity in ("error", "warning")]
+    if not problems:
         return ""
-    first = min(wrong, key=lambda each: each.severity != "error")
-    more = f", and {len(wrong) - 1} more in {FINDINGS_FILE}" if len(wrong) > 1 else ""
+    first = min(problems, key=lambda each: each.severity != "error")
+    more = f", and {len(problems) - 1} more in {FINDINGS_FILE}" if len(problems) > 1 else ""
     return f"{first.seen}{more}"
 
 

@@ -1,5 +1,6 @@
-"""Generates the reference page of environment variables as Markdown: `python -m
-lockstep.doctor.environment.variable_reference`.
+"""Generates the reference page of environment variables, `docs/environment-lint.md`.
+
+The command is `python -m lockstep.doctor.environment.variable_reference`.
 """
 
 import sys
@@ -16,46 +17,47 @@ from lockstep.doctor.environment.variable_table import (
 )
 
 _INTRODUCTION = """\
-# Variables, and what they really do
+# Environment variables, and what they really do
 
 Much advice on the web sets variables that nothing reads, that were renamed, that contradict each other, or that were
-meant for an hour of debugging and slow down every run since. `lockstep check --env` judges the environment of the shell
-(and NCCL's own files, `/etc/nccl.conf` and `~/.nccl.conf`), and shows fixes and sources. The same findings are part of
-`lockstep check` and of every incident: in `findings.json` in its folder, in the report of the run, and in `lockstep
-explain`.
+meant for an hour of debugging and slow down every run since. `lockstep check --env` checks the environment of the shell
+and NCCL's configuration files (`/etc/nccl.conf` and `~/.nccl.conf`), and shows fixes and sources. The same findings are
+part of `lockstep check` and of every incident: they are in `findings.json` in the folder of the incident, in the report
+of the run, and in the output of `lockstep explain`.
 
-`lockstep check --env-file FILE` judges a text instead of the shell: `export` lines, the output of `env`, `docker run
+`lockstep check --env-file FILE` checks a file instead of the shell: `export` lines, the output of `env`, `docker run
 -e`, a Dockerfile, `#SBATCH --export`, `mpirun -x`, Python's `os.environ[...] = ...`, the `env` blocks of Kubernetes and
 compose files, `docker inspect`, a Ray runtime environment, `/proc/PID/environ`, an incident's `environment.json`; `-`
 is standard input. Several files are compared as several hosts. `lockstep check --env --launcher ray` shows which
-variables of this shell do not reach workers on other hosts. With `--hosts`, the variables of all probes are judged and
+variables of this shell do not reach workers on other hosts. With `--hosts`, the variables of all hosts are checked and
 compared.
 
 | finding | means |
 |---|---|
-| `env-unread` | nothing reads it, or not yet in the installed version |
+| `env-unread` | nothing reads it, or the installed version does not read it yet |
 | `env-gone` | it is no longer read |
 | `env-renamed` | it has a new name |
 | `env-misspelt` | nothing reads it, but a similar name is read; only for names with a library's prefix |
-| `env-unknown` | it has a library's prefix, but is in none of its lists |
-| `env-value` | its reader refuses or misinterprets the value |
+| `env-unknown` | it has a library's prefix, but is not in the list of the library's variables |
+| `env-value` | the program that reads it rejects or misinterprets the value |
 | `env-conflict` | two variables contradict each other |
-| `env-left-on` | it slows down, weakens or endangers a run |
+| `env-left-on` | the value slows down, weakens or endangers a run |
 | `env-differs` | hosts have different values |
 | `env-not-seen` | it is set where the job is started, but does not reach the workers |
 | `env-fine` | no problem |
 
 The exit code of `lockstep check` is 1 if a finding is an error, 0 otherwise, and 2 if the file cannot be read or sets
 no variable; `--json` prints the findings as JSON. Values of variables that are not listed below, and secrets, are never
-printed. Users' own variables are not judged.
+printed. Users' own variables are not checked.
 
-The rest is generated from data files (`python -m lockstep.doctor.environment.variable_reference`); each statement names
-the documentation or source that it was checked against. Variables that are not listed here may still be known by name.
+The rest of this page is generated from data files (`python -m lockstep.doctor.environment.variable_reference`). Each
+statement was checked against the documentation or source code that `see` names. The check knows the names of more
+variables than are listed here.
 """
 
 
 def reference_page(table: VariableTable | None = None) -> str:
-    """The whole page."""
+    """Returns the reference page as Markdown."""
     table = table or load_variables()
     lines = [_INTRODUCTION, "## How variables reach workers", "", *_launchers(table)]
     for library in table.libraries:
@@ -76,18 +78,18 @@ def _launchers(table: VariableTable) -> Iterator[str]:
 
 def _library_section(library: LibraryVariables) -> Iterator[str]:
     more = f", and {len(library.names)} more by name" if library.names else ""
-    yield from _wrapped(f"Source of the lists: {library.read}. {len(library.variables)} variables{more}.")
+    yield from _wrapped(f"List taken from {library.listed_from}. {len(library.variables)} variables{more}.")
     if unread := [each.name for each in library.variables if not each.readers]:
         yield ""
         yield from _wrapped(f"Nothing reads: {_code(unread)}.")
-    if library.gone:
-        gone = ", ".join(f"`{name}` ({until})" for name, until in library.gone.items())
+    if library.removed:
+        removed = ", ".join(f"`{name}` ({until})" for name, until in library.removed.items())
         yield ""
-        yield from _wrapped(f"No longer read since the version in brackets: {gone}.")
+        yield from _wrapped(f"No longer read since the version in brackets: {removed}.")
 
 
 def _variable_lines(variable: EnvironmentVariable) -> Iterator[str]:
-    """One variable: what it does, then its values, versions and harmful values, one line each."""
+    """Describes a variable: what it does, then its values, versions and harmful values, one line each."""
     if variable.readers:
         yield from _wrapped(variable.does)
     else:
@@ -95,7 +97,7 @@ def _variable_lines(variable: EnvironmentVariable) -> Iterator[str]:
         yield from _wrapped(f"**Nothing reads it.** {variable.does} Instead: {meant}.")
     items = [
         ("use", variable.use), ("values", _values(variable)), ("versions", _versions(variable)),
-        ("hurts", variable.hurts), *((_harm_text(each), each.why) for each in variable.left_on),
+        ("hurts", variable.hurts), *((_harm_text(each), each.why) for each in variable.harmful_values),
         *((f"with `{each.other}` ({_condition_text(each.other_when)})", each.why) for each in variable.conflicts),
         ("see", _links(variable.sources)),
     ]  # fmt: skip
@@ -106,8 +108,8 @@ def _variable_lines(variable: EnvironmentVariable) -> Iterator[str]:
 
 
 def _wrapped(text: str, indent: str = "") -> list[str]:
-    words = " ".join(text.split())
-    return wrap(words, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    one_line = " ".join(text.split())
+    return wrap(one_line, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def _code(names: Iterable[str]) -> str:
@@ -138,9 +140,9 @@ def _versions(variable: EnvironmentVariable) -> str:
 
 
 def _condition_text(when: ValueCondition) -> str:
-    words = {"set": "any value", "on": "on", "off": "off", "empty": "empty"}
-    several = (when,) if isinstance(when, str) else when
-    return " or ".join(words.get(each, "some values" if each[0] == "~" else f"`{each}`") for each in several)
+    texts = {"set": "any value", "on": "on", "off": "off", "empty": "empty"}
+    conditions = (when,) if isinstance(when, str) else when
+    return " or ".join(texts.get(each, "some values" if each[0] == "~" else f"`{each}`") for each in conditions)
 
 
 def _harm_text(harm: HarmfulValue) -> str:

@@ -12,18 +12,17 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 SourceUrl = Annotated[str, Field(pattern=r"^(https://\S+|docs/[\w-]+\.md)$")]
-"""A URL, or for Lockstep itself a page."""
+"""A URL, or a page of Lockstep's documentation."""
 VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 VersionText = Annotated[str, Field(pattern=r"^\d+(\.\d+)*$")]
 Gravity = Literal["error", "warning", "note"]
 ValueCondition = Annotated[str, Field(min_length=1)] | tuple[str, ...]
-"""Condition on a value: `set` (any), `empty`, `on`, `off`, `>N`, `<N`, `~REGEX` for the whole value, a literal value,
-or
-several of these."""
+"""Condition on a value: `set` (any value), `empty`, `on`, `off`, `>N`, `<N`, `~REGEX` (for the whole value), a literal
+value, or several conditions, of which one must be met."""
 ValueKind = Literal[
     "boolean", "flag", "integer", "number", "choice", "choices", "interface", "address", "port", "path", "text"
 ]
-"""flag: 0 or 1, a word counts as 0; choices: several of `values`, separated by commas."""
+"""flag: 0 or 1, where a word counts as 0; choices: several of `values`, separated by commas."""
 
 
 class _Model(BaseModel):
@@ -31,17 +30,17 @@ class _Model(BaseModel):
 
 
 class HarmfulValue(_Model):
-    """A value that is harmful outside of debugging, or anywhere."""
+    """Values that are harmful, in general or except for debugging."""
 
     when: ValueCondition = "on"
     since: VersionText | None = None
     """First version with this effect."""
     where: Literal["several", "cuda"] | None = None
-    """Only applies to jobs with several hosts or with GPUs; a note elsewhere."""
+    """The jobs to which the severity applies: with several hosts, or with GPUs. For other jobs it is `note`."""
     gpus: str | None = None
-    """Only applies if a GPU of the host has such a name; regular expression."""
+    """Regular expression: only applies if the name of a GPU of the host matches."""
     not_gpus: str | None = None
-    """Does not apply to such GPUs."""
+    """Regular expression: does not apply if the name of a GPU of the host matches."""
     severity: Gravity = "warning"
     why: str
     fix: str = ""
@@ -65,13 +64,17 @@ class VariableConflict(_Model):
 
 
 class EnvironmentVariable(_Model):
+    """A variable with its valid and harmful values."""
+
     name: VariableName
     readers: tuple[str, ...]
-    """Readers. If empty, nothing reads it, and `instead` names the right setting or says that there is none."""
+    """The programs that read the variable. If empty, `instead` or `renamed` names the right setting."""
     does: str
     """What it really does."""
     use: str = ""
+    """When to set it."""
     hurts: str = ""
+    """The harm that it can do."""
     kind: ValueKind = "text"
     values: tuple[str, ...] = ()
     """Allowed choices; for other kinds, additional allowed values."""
@@ -80,19 +83,20 @@ class EnvironmentVariable(_Model):
     pattern: str | None = None
     """Regular expression that the whole value must match."""
     bad: str = ""
-    """Severity of another value."""
+    """The effect of a value that is not allowed."""
     bad_severity: Gravity = "error"
+    """The severity of a value that is not allowed."""
     default: str = ""
     since: VersionText | None = None
     until: VersionText | None = None
-    """First version that no longer reads it."""
+    """The first version that no longer reads it."""
     renamed: VariableName | None = None
     renamed_since: VersionText | None = None
     instead: str = ""
-    left_on: tuple[HarmfulValue, ...] = ()
+    harmful_values: tuple[HarmfulValue, ...] = ()
     conflicts: tuple[VariableConflict, ...] = ()
     differs: Gravity | Literal["expected"] = "note"
-    """Severity of different values between hosts; expected: each host has its own."""
+    """The severity if hosts have different values; expected: each host has its own value."""
     secret: bool = False
     sources: tuple[SourceUrl, ...] = Field(min_length=1)
 
@@ -104,7 +108,7 @@ class EnvironmentVariable(_Model):
         return value
 
     @model_validator(mode="after")
-    def _whole(self) -> Self:
+    def _check_consistency(self) -> Self:
         if self.kind in ("choice", "choices") and not self.values:
             raise ValueError(f"values: missing for kind {self.kind}")
         if self.range is not None and self.kind not in ("integer", "number", "port"):
@@ -120,32 +124,32 @@ class LibraryVariables(_Model):
     """A data file: one library with its variables."""
 
     library: Annotated[str, Field(pattern=r"^[a-z0-9_]+$")]
-    """Name by which versions are given."""
+    """The name of the library in the data files, and the key of its version in `LintRequest.versions`."""
     title: str
-    read: str
-    """Version from which the lists were read."""
+    listed_from: str
+    """The versions from which the lists were made."""
     prefixes: tuple[str, ...] = ()
-    """Prefixes of its names: an unlisted name with such a prefix is misspelt, or nothing reads it."""
-    shared: bool = False
-    """Whether others also use these prefixes: then only misspelt names are reported, not every unlisted one."""
-    open: tuple[str, ...] = ()
-    """Prefixes within `prefixes` that users may extend freely."""
+    """Prefixes of the library's names. An unlisted name with such a prefix is misspelt, or nothing reads it."""
+    shared_prefixes: bool = False
+    """Whether others use the prefixes too, so that only misspelt names are reported, not all unlisted ones."""
+    user_prefixes: tuple[str, ...] = ()
+    """Longer prefixes with which users may choose any name."""
     links: tuple[SourceUrl, ...] = ()
     """Sources shared by several variables."""
     names_source: SourceUrl | None = None
     names: tuple[VariableName, ...] = ()
-    """Further names that it reads, or that images and builds set."""
-    gone: dict[VariableName, VersionText] = {}
-    """Names that it no longer reads, with the first version that does not."""
+    """Further names that the library reads, or that images and builds set."""
+    removed: dict[VariableName, VersionText] = {}
+    """Names that the library no longer reads, each with the first version that does not read it."""
     variables: tuple[EnvironmentVariable, ...]
 
     @model_validator(mode="after")
-    def _once(self) -> Self:
-        every = [each.name for each in self.variables] + [*self.names, *self.gone]
-        twice = sorted({name for name in every if every.count(name) > 1})
+    def _check_names(self) -> Self:
+        all_names = [each.name for each in self.variables] + [*self.names, *self.removed]
+        twice = sorted({name for name in all_names if all_names.count(name) > 1})
         if twice:
             raise ValueError(f"names: {', '.join(twice)} more than once")
-        if (self.names or self.gone) and self.names_source is None:
+        if (self.names or self.removed) and self.names_source is None:
             raise ValueError("names_source: missing")
         return self
 
@@ -176,9 +180,9 @@ class BadVariableData(ValueError):
     """A data file violates the schema.
 
     Attributes:
-        file: the file.
-        key: the dotted key, with variables by name.
-        why: the problem.
+        file: The file.
+        key: The dotted key, with the names of variables instead of indices.
+        why: The problem.
     """
 
     def __init__(self, file: Path, key: str, why: str) -> None:
@@ -205,39 +209,40 @@ class VariableTable:
     launchers: Mapping[str, LauncherForwarding]
 
     def library_of(self, name: str) -> LibraryVariables | None:
-        """The library with the longest matching prefix."""
+        """Returns the library with the longest matching prefix; None if no prefix matches."""
         prefix = self.prefix_of(name)
         return next((each for each in self.libraries if prefix in each.prefixes), None) if prefix else None
 
     def prefix_of(self, name: str) -> str:
-        """The longest matching prefix; empty without one."""
-        fits = (each for library in self.libraries for each in library.prefixes if name.startswith(each))
-        return max(fits, key=len, default="")
+        """Returns the longest matching prefix of a library; "" if none matches."""
+        matching = (each for library in self.libraries for each in library.prefixes if name.startswith(each))
+        return max(matching, key=len, default="")
 
-    def free(self, name: str) -> bool:
-        """Whether users may choose names with this prefix."""
-        return any(fnmatchcase(name, f"{begin}*") for library in self.libraries for begin in library.open)
+    def is_user_defined(self, name: str) -> bool:
+        """Whether a name has a prefix with which users may choose any name."""
+        return any(fnmatchcase(name, f"{begin}*") for library in self.libraries for begin in library.user_prefixes)
 
 
 @cache
-def load_variables(home: Path = DATA_FOLDER) -> VariableTable:
-    """Reads a folder of data files.
+def load_variables(folder: Path = DATA_FOLDER) -> VariableTable:
+    """Reads the data files of a folder.
 
     Raises:
-        BadVariableData: with file, key and problem.
+        BadVariableData: A file violates the schema, or two files have the same variable.
     """
     libraries = [
-        _read_file(file, LibraryVariables) for file in sorted(home.glob("*.yaml")) if file.name != LAUNCHERS_FILE
+        _read_file(file, LibraryVariables) for file in sorted(folder.glob("*.yaml")) if file.name != LAUNCHERS_FILE
     ]
     known: dict[str, KnownVariable] = {}
     for library in libraries:
         for variable in library.variables:
             if variable.name in known:
                 where = known[variable.name].library.library
-                raise BadVariableData(home / f"{library.library}.yaml", variable.name, f"{where}.yaml has it already")
+                raise BadVariableData(folder / f"{library.library}.yaml", variable.name, f"is also in {where}.yaml")
             known[variable.name] = KnownVariable(variable, library)
-    names = frozenset(known) | {name for library in libraries for name in (*library.names, *library.gone)}
-    launchers = _read_file(home / LAUNCHERS_FILE, LauncherTable).launchers if (home / LAUNCHERS_FILE).is_file() else ()
+    names = frozenset(known) | {name for library in libraries for name in (*library.names, *library.removed)}
+    launchers_file = folder / LAUNCHERS_FILE
+    launchers = _read_file(launchers_file, LauncherTable).launchers if launchers_file.is_file() else ()
     return VariableTable(tuple(libraries), known, names, {each.name: each for each in launchers})
 
 
@@ -253,7 +258,7 @@ def _read_file(file: Path, shape: type[_Shape]) -> _Shape:
 
 
 def _dotted_key(values: Any, location: tuple[int | str, ...]) -> str:
-    """The dotted key, with names instead of indices."""
+    """Returns the dotted key, with names instead of indices."""
     parts = []
     for part in location:
         try:
@@ -266,13 +271,13 @@ def _dotted_key(values: Any, location: tuple[int | str, ...]) -> str:
 
 
 def version_numbers(text: str) -> tuple[int, ...]:
-    """`(2, 27, 3)` for `2.27.3+cuda12.2`; only the leading numbers count, empty without any."""
+    """Returns the leading numbers of a version: `(2, 27, 3)` for `2.27.3+cuda12.2`; empty if there are none."""
     found = re.match(r"\D{0,3}(\d+(?:\.\d+)*)", text)
     return tuple(int(part) for part in found[1].split(".")) if found else ()
 
 
 def version_reached(installed: str | None, wanted: str | None) -> bool | None:
-    """Whether `installed` is at least `wanted`; None if one of them is not known."""
+    """Whether the installed version is at least `wanted`; None if one of them is unknown."""
     if installed is None or wanted is None or not version_numbers(installed):
         return None
     have, want = version_numbers(installed), version_numbers(wanted)

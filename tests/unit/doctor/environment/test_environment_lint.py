@@ -213,12 +213,12 @@ def severities(values: dict[str, str], job: JobTraits) -> dict[str, str]:
     ],
 )
 def test_what_is_right_on_one_host_is_an_error_with_others_alone(name: str, value: str) -> None:
-    assert severities({name: value}, JobTraits(several=False)) == {name: "note"}
+    assert severities({name: value}, JobTraits(multi_host=False)) == {name: "note"}
     assert not any(
-        each.fix for each in lint_environments([ProcessEnvironment("", {name: value})], job=JobTraits(several=False))
+        each.fix for each in lint_environments([ProcessEnvironment("", {name: value})], job=JobTraits(multi_host=False))
     )
     assert severities({name: value}, JobTraits()) == {name: "warning"}
-    assert severities({name: value}, JobTraits(several=True)) == {name: "error"}
+    assert severities({name: value}, JobTraits(multi_host=True)) == {name: "error"}
     assert [each.severity for each in lint_environments([ProcessEnvironment("", {name: value})], launcher="slurm")] == [
         "error"
     ]
@@ -227,7 +227,7 @@ def test_what_is_right_on_one_host_is_an_error_with_others_alone(name: str, valu
 @pytest.mark.parametrize("value", ["br-ex", "br0", "vmbr0", "=br-mgmt"])
 def test_bridges_that_may_carry_the_hosts_card_are_not_blamed(value: str) -> None:
     assert not severities(
-        {"NCCL_SOCKET_IFNAME": value, "GLOO_SOCKET_IFNAME": value.lstrip("=")}, JobTraits(several=True)
+        {"NCCL_SOCKET_IFNAME": value, "GLOO_SOCKET_IFNAME": value.lstrip("=")}, JobTraits(multi_host=True)
     )
 
 
@@ -253,14 +253,14 @@ def test_patterns_of_the_shell_match_no_interface() -> None:
 def test_what_accelerate_asks_for_on_rtx_40_is_not_advised_against() -> None:
     values = {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
     gaming = lint_environments(
-        [ProcessEnvironment("", values)], job=JobTraits(several=False, gpus=("NVIDIA GeForce RTX 4090",) * 2)
+        [ProcessEnvironment("", values)], job=JobTraits(multi_host=False, gpus=("NVIDIA GeForce RTX 4090",) * 2)
     )
     assert {(each.id, each.severity) for each in gaming if each.id != "env-fine"} == {("env-left-on", "note")}
     assert all("leave it" in each.fix for each in gaming if each.id != "env-fine")
     found = {
         each.seen: each
         for each in lint_environments(
-            [ProcessEnvironment("", values)], job=JobTraits(several=True, gpus=("NVIDIA H100",))
+            [ProcessEnvironment("", values)], job=JobTraits(multi_host=True, gpus=("NVIDIA H100",))
         )
     }
     assert {each.severity for each in found.values()} == {"warning"}

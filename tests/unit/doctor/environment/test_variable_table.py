@@ -58,17 +58,23 @@ def test_facts_are_consistent(variable: EnvironmentVariable) -> None:
     for conflict in variable.conflicts:
         assert conflict.other in TABLE.names
         assert value_matches(an_example(conflict.when), conflict.when)
-    for harm in variable.left_on:
+    for harm in variable.harmful_values:
         assert value_matches(an_example(harm.when), harm.when)
     assert variable.does.endswith((".", ")", "!"))
-    for text in (variable.does, variable.use, variable.hurts, variable.bad, *(harm.why for harm in variable.left_on)):
+    for text in (
+        variable.does,
+        variable.use,
+        variable.hurts,
+        variable.bad,
+        *(harm.why for harm in variable.harmful_values),
+    ):
         assert text == text.strip() and "  " not in text
 
 
-@pytest.mark.parametrize("variable", [each for each in READ if each.left_on], ids=lambda each: each.name)
+@pytest.mark.parametrize("variable", [each for each in READ if each.harmful_values], ids=lambda each: each.name)
 def test_harmful_values_are_reported(variable: EnvironmentVariable) -> None:
-    for harm in variable.left_on:
-        job = JobTraits(several=True, cuda=True, gpus=("NVIDIA GeForce RTX 4090",) if harm.gpus else ())
+    for harm in variable.harmful_values:
+        job = JobTraits(multi_host=True, cuda=True, gpus=("NVIDIA GeForce RTX 4090",) if harm.gpus else ())
         findings = lint_environments([ProcessEnvironment("", {variable.name: an_example(harm.when)})], job=job)
         assert any(each.id == "env-left-on" and each.why == harm.why for each in findings)
 
@@ -102,22 +108,25 @@ def test_every_source_is_named_once() -> None:
 @pytest.mark.parametrize(
     ("text", "place"),
     [
-        ("library: x\ntitle: X\nread: x\nvariables: [{name: A}]", "x.yaml: variables.A.readers"),
+        ("library: x\ntitle: X\nlisted_from: x\nvariables: [{name: A}]", "x.yaml: variables.A.readers"),
         (
-            "library: x\ntitle: X\nread: x\n"
+            "library: x\ntitle: X\nlisted_from: x\n"
             "variables: [{name: A, readers: [x], does: d, sources: [https://a], huts: b}]",
             "x.yaml: variables.A.huts: Extra",
         ),
         (
-            "library: x\ntitle: X\nread: x\nvariables: [{name: A, readers: [], does: d, sources: [https://a]}]",
+            "library: x\ntitle: X\nlisted_from: x\nvariables: [{name: A, readers: [], does: d, sources: [https://a]}]",
             "variables.A: Value error, instead: nothing reads it",
         ),
         (
-            "library: x\ntitle: X\nread: x\n"
+            "library: x\ntitle: X\nlisted_from: x\n"
             "variables: [{name: A, readers: [x], does: d, kind: choice, sources: [https://a]}]",
             "variables.A: Value error, values: missing",
         ),
-        ("library: x\ntitle: X\nread: x\nvariables: [{name: A, readers: [x], does: d, sources: [no]}]", "sources"),
+        (
+            "library: x\ntitle: X\nlisted_from: x\nvariables: [{name: A, readers: [x], does: d, sources: [no]}]",
+            "sources",
+        ),
         ("{", "x.yaml: not YAML"),
     ],
 )
@@ -130,11 +139,9 @@ def test_a_file_that_is_not_of_the_schema_is_refused_by_name(text: str, place: s
 
 def test_two_files_may_not_have_the_same_variable(tmp_path: Path) -> None:
     for name in ("x", "y"):
-        text = (
-            f"library: {name}\ntitle: X\nread: x\nvariables: [{{name: A, readers: [x], does: d, sources: [https://a]}}]"
-        )
+        text = f"library: {name}\ntitle: X\nlisted_from: x\nvariables: [{{name: A, readers: [x], does: d, sources: [https://a]}}]"
         (tmp_path / f"{name}.yaml").write_text(text)
-    with pytest.raises(BadVariableData, match=r"y\.yaml: A: x\.yaml has it already"):
+    with pytest.raises(BadVariableData, match=r"y\.yaml: A: is also in x\.yaml"):
         load_variables(tmp_path)
 
 

@@ -253,7 +253,7 @@ def compare_environments(head: CheckHead, names: Sequence[str]) -> list[Finding]
     places = [ProcessEnvironment(name, each.variables) for name, each in sorted(answers.items())]
     found = [
         replace(each, severity="warning") if (each.id, each.severity) == ("env-differs", "error") else each
-        for each in lint_environments(places, job=JobTraits(several=True))
+        for each in lint_environments(places, job=JobTraits(multi_host=True))
     ]
     return [
         *found, *(Finding("env-fine", "unchecked", name, f"{name} did not report its variables: {why}")
