@@ -76,7 +76,7 @@ def _is_unobserved(context: DiagnosisContext, process: int, reached: BoolArray |
 
 
 def _first_deaths(context: DiagnosisContext, group: Sequence[int], causes: dict[int, FailureClass]) -> list[int]:
-    """The processes that caused their self_caused deaths; if there are none, those that died first."""
+    """The processes that caused their own deaths; if there are none, those that died first."""
     ended_at = {p: float(np.nan_to_num(context.evidence.processes.ended_at[p], nan=np.inf)) for p in group}
     self_caused = [p for p in group if causes[p].culprit_confidence >= SELF_CAUSED]
     if self_caused:
@@ -90,7 +90,7 @@ def _first_deaths(context: DiagnosisContext, group: Sequence[int], causes: dict[
 
 
 def _earliest(group: Sequence[int], ended_at: dict[int, float], causes: dict[int, FailureClass]) -> list[int]:
-    """The processes that died first; of those that died simultaneous, the ones most likely to be the cause."""
+    """The processes that died first; of those that died together, the ones most likely to be the cause."""
     likely = [p for p in group if causes[p].culprit_confidence > 0.3] or list(group)
     first = min(ended_at[p] for p in likely)
     simultaneous = [p for p in likely if ended_at[p] <= first + SIMULTANEOUS_S or not np.isfinite(ended_at[p])]

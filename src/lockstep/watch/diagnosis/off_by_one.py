@@ -19,7 +19,7 @@ SitesByMember = Mapping[int, Mapping[int, str]]
 
 
 def find_off_by_one(context: DiagnosisContext, communicators: Collection[int]) -> list[Hypothesis]:
-    """A hypothesis for each member communicator_of the given communicators that is one call ahead or behind."""
+    """A hypothesis for each member of the given communicators that is one call ahead or behind."""
     sites = context.evidence.calls.sites
     if not sites or len(sites) > MAX_SITES or not communicators:
         return []

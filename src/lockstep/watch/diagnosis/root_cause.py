@@ -159,7 +159,7 @@ def find_lost_hosts(context: DiagnosisContext, graph: WaitGraph | None, reached:
 
 def _exited_early(context: DiagnosisContext, graph: WaitGraph, blocked: dict[int, list[int]]) -> list[Hypothesis]:
     """Hypotheses about processes that exited normally while others wait for them: either they exited too early, or the
-    waiting processes made an extra_calls call. `blocked` holds the nodes that each of them blocks."""
+    waiting processes made an extra call. `blocked` holds the nodes that each of them blocks."""
     found: list[Hypothesis] = []
     extra_calls: set[int] = set()
     for process, nodes in blocked.items():

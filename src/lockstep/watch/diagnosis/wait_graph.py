@@ -160,7 +160,7 @@ def _observed_at(evidence: Evidence, process: IntArray | int) -> FloatArray | fl
 
 
 def _collective_nodes(pending: PendingCollectives, rows: IntArray) -> tuple[IntArray, IntArray, IntArray]:
-    """Communicator and sequence node_number of each node, and the node of each row. Avoids sorting unless sequence
+    """Communicator and sequence number of each node, and the node of each row. Avoids sorting unless sequence
     numbers are far apart."""
     if not len(rows):
         empty = np.zeros(0, dtype=np.int64)
@@ -171,7 +171,7 @@ def _collective_nodes(pending: PendingCollectives, rows: IntArray) -> tuple[IntA
     lowest[communicator[starts]] = np.minimum.reduceat(seq, starts)
     offset = seq - lowest[communicator]
     width = int(offset.max()) + 1
-    if width * len(lowest) > _MAX_TABLE_CELLS:  # a member is far ahead: node_number the distinct offsets
+    if width * len(lowest) > _MAX_TABLE_CELLS:  # a member is far ahead: number the distinct offsets
         keys, dense = np.unique(np.stack([communicator, offset]), axis=1, return_inverse=True)
         first = np.searchsorted(keys[0], keys[0])
         offset = (np.arange(keys.shape[1]) - first)[dense.reshape(-1)]

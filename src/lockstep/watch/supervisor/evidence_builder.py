@@ -1,4 +1,4 @@
-"""Builds evidence from the reports of agents: pure functions; `message_store` keeps the reports between ticks."""
+"""Builds evidence from the reports of agents. These are pure functions; `message_store` keeps the reports."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,51 +37,57 @@ _CALL_DTYPE = np.dtype([("member", "<u4"), ("seq", "<i8"), ("signature", "<u8")]
 
 @dataclass(frozen=True, slots=True)
 class HostState:
-    """The newest reports of a host, and when the last state came."""
+    """The newest reports of a host."""
 
     roster: Roster
     state: StateReport | None = None
     at: float = float("nan")
+    """When the newest state report arrived."""
     about: Mapping[int, CollectiveCall] = field(default_factory=dict)
+    """One call of each signature, from all reports."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobLayout:
-    """The order of processes and communicators in the evidence; changes only with a roster."""
+    """The order of processes and communicators in the evidence. It changes only if a roster changes."""
 
     processes: tuple[ProcessInfo, ...]
-    """The hosts' processes in the order of hosts, then those that no host reports."""
+    """The processes of each host in the order of hosts, followed by the processes that no host reports."""
     unseen: int
-    """How many of them no host reports."""
+    """The number of processes that no host reports."""
     first_process: tuple[int, ...]
-    """Keys are hosts."""
+    """`[hosts]`: the index of the host's first process."""
     first_member: tuple[int, ...]
+    """`[hosts]`: the index of the host's first member record."""
     communicators: tuple[CommunicatorInfo, ...]
     starts: IntArray
     process: IntArray
-    """`[memberships]`"""
+    """`[memberships]`: the index of the process."""
     made_with: IntArray
+    """`[memberships]`: identifies the member list (see `MembershipTable.member_list`)."""
     record: IntArray
-    """`[memberships]`: the index in all hosts' member records; one past the last if no host reports it."""
+    """`[memberships]`: the index in the concatenated member records of all hosts; one past the last record if no host
+    reports the membership."""
     membership: IntArray
-    """The inverse; -1 for a record that another host's replaced."""
+    """The inverse of `record`; -1 for a record that was replaced by another host's."""
     by_name: Mapping[str, int]
     by_role: Mapping[str, tuple[int, ...]]
 
 
 @dataclass(slots=True)
 class _CommunicatorGroup:
-    """A communicator while the rosters are merged: member's rank in it -> (process, record, made with)."""
+    """A communicator while the rosters are merged."""
 
     about: CommunicatorInfo
     role: str
     size: int = 0
     ranks: tuple[int, ...] | None = None
     members: dict[int, tuple[int, int, int]] = field(default_factory=dict)
+    """(process, record, made with) by rank in the communicator."""
 
 
 def build_layout(rosters: Sequence[Roster], expected: Sequence[ProcessInfo] = ()) -> JobLayout:
-    """Merges rosters. `expected` are the processes that should be there, reported or not."""
+    """Merges rosters. `expected` are the processes that should exist, whether a host reports them or not."""
     processes: list[ProcessInfo] = []
     groups: dict[str, _CommunicatorGroup] = {}
     first_process, first_member, records = [], [], 0
@@ -91,14 +97,14 @@ def build_layout(rosters: Sequence[Roster], expected: Sequence[ProcessInfo] = ()
         _merge_roster(roster, len(processes), records, groups)
         processes += roster.processes
         records += len(roster.members)
-    seen = {(each.role, each.rank): index for index, each in enumerate(processes)}
+    index_of = {(each.role, each.rank): index for index, each in enumerate(processes)}
     reported = len(processes)
     for each in expected:
-        if (each.role, each.rank) not in seen:
-            seen[each.role, each.rank] = len(processes)
+        if (each.role, each.rank) not in index_of:
+            index_of[each.role, each.rank] = len(processes)
             processes.append(each)
     for name in sorted(groups):
-        _fill_members(groups[name], name, processes, seen, records)
+        _fill_members(groups[name], name, processes, index_of, records)
     in_order = [groups[name] for name in sorted(groups)]
     rows = np.array([group.members[rank] for group in in_order for rank in sorted(group.members)], dtype=np.int64)
     rows = rows.reshape(-1, 3)
@@ -139,7 +145,7 @@ def _merge_roster(roster: Roster, first: int, records: int, groups: dict[str, _C
 def _fill_members(
     group: _CommunicatorGroup, key: str, processes: list[ProcessInfo], seen: dict[tuple[str, int], int], unreported: int
 ) -> None:
-    """Adds the members that no host reports: without them, a collective would look complete."""
+    """Adds the members that no host reports; without them, a collective would look complete."""
     if len(group.members) >= group.size:
         return
     own_ranks = all(processes[process].rank == rank for rank, (process, _, _) in group.members.items())
@@ -168,10 +174,10 @@ def build_evidence(
     aliases: Mapping[str, WaitAlias] | None = None,
     listening_since: float = float("-inf"),
 ) -> Evidence:
-    """Evidence from the newest reports of every host, in the layout's order of hosts.
+    """Builds evidence from the newest reports of all hosts, which must be in the layout's order.
 
-    A host that was silent for `host_s` while the supervisor listened is lost, unless all are: then the supervisor is
-    cut off, and the evidence is as of the last report.
+    A host without reports for `host_s`, while the supervisor listened, is lost. If all hosts are silent, the supervisor
+    itself is cut off, and the evidence is that of the newest report.
     """
     silent = [not at - max(listening_since, each.at) <= host_s for each in hosts]
     gaps = [gap for each in hosts if each.state for gap in each.state.gaps]
@@ -200,22 +206,22 @@ def _silence_text(host: HostState, at: float) -> str:
 
 
 def _report_times(hosts: Sequence[HostState], counts: Sequence[int], more: int) -> FloatArray:
-    """When the state report of each record arrived."""
+    """`[records]`: when the state report with each record arrived; NaN for `more` further records."""
     times = np.repeat(np.array([each.at for each in hosts], dtype=np.float64), counts)
     return np.concatenate([times, np.full(more, np.nan)])
 
 
 def _build_processes(layout: JobLayout, hosts: Sequence[HostState], lost: Sequence[bool]) -> ProcessTable:
     counts = [len(each.roster.processes) for each in hosts]
-    nothing = pack_process()
-    parts = [each.state.processes if each.state else nothing * count for each, count in zip(hosts, counts, strict=True)]
+    blank = pack_process()
+    parts = [each.state.processes if each.state else blank * count for each, count in zip(hosts, counts, strict=True)]
     parts.append(pack_process(Liveness.UNSEEN) * layout.unseen)
     table = np.frombuffer(b"".join(parts), dtype=_PROCESS_DTYPE)
     at = _report_times(hosts, counts, layout.unseen)
     liveness = table["liveness"].copy()
     if any(lost):
-        gone = np.concatenate([np.repeat(np.array(lost, dtype=bool), counts), np.zeros(layout.unseen, dtype=bool)])
-        liveness[gone & (liveness <= Liveness.STOPPED)] = Liveness.LOST
+        is_lost = np.concatenate([np.repeat(np.array(lost, dtype=bool), counts), np.zeros(layout.unseen, dtype=bool)])
+        liveness[is_lost & (liveness <= Liveness.STOPPED)] = Liveness.LOST
     stage: list[str] = []
     notes: dict[int, ProcessNote] = {}
     for each, count, first in zip(hosts, counts, layout.first_process, strict=True):
@@ -239,10 +245,10 @@ def _build_processes(layout: JobLayout, hosts: Sequence[HostState], lost: Sequen
 
 def _build_communicators(layout: JobLayout, hosts: Sequence[HostState]) -> MembershipTable:
     counts = [len(each.roster.members) for each in hosts]
-    nothing = pack_member()
-    parts = [each.state.members if each.state else nothing * count for each, count in zip(hosts, counts, strict=True)]
-    parts.append(nothing)
-    table = np.frombuffer(b"".join(parts), dtype=_MEMBER_DTYPE).take(layout.record)  # a tenth of the time of an index
+    blank = pack_member()
+    parts = [each.state.members if each.state else blank * count for each, count in zip(hosts, counts, strict=True)]
+    parts.append(blank)
+    table = np.frombuffer(b"".join(parts), dtype=_MEMBER_DTYPE).take(layout.record)  # ten times faster than indexing
     at = _report_times(hosts, counts, 1).take(layout.record)
     return MembershipTable(
         info=layout.communicators,
@@ -292,13 +298,13 @@ def _build_edge(
     layout: JobLayout, process: int, wait: WaitReport, at: float, aliases: Mapping[str, WaitAlias]
 ) -> WaitEdge:
     on, needs, outside = _resolve_target(layout, wait.waits_for, aliases)
-    elsewhere = 0
+    unwatched = 0
     if outside and wait.meeting:
         on, outside = layout.by_role[layout.processes[process].role], ""
         if wait.expected is not None:
             size = wait.expected.size
             on = tuple(each for each in on if 0 <= layout.processes[each].rank < size)
-            elsewhere = max(0, size - len({layout.processes[each].rank for each in on}))
+            unwatched = max(0, size - len({layout.processes[each].rank for each in on}))
     return WaitEdge(
         process=process,
         on=tuple(index for index in on if index != process),
@@ -313,14 +319,15 @@ def _build_edge(
         idle=wait.idle,
         rendezvous=wait.meeting,
         members=wait.members,
-        unwatched=elsewhere,
+        unwatched=unwatched,
     )
 
 
 def _resolve_target(
     layout: JobLayout, waits_for: str, aliases: Mapping[str, WaitAlias]
 ) -> tuple[tuple[int, ...], WaitCondition, str]:
-    """The processes, how many of them the wait needs, and the name if it stands for none of the job's."""
+    """The processes that a wait's target names, whether all or any of them must act, and the target if it is outside
+    the job."""
     if waits_for in layout.by_name:
         return (layout.by_name[waits_for],), WaitCondition.ALL, ""
     if waits_for in aliases:

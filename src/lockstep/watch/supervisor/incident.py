@@ -1,18 +1,22 @@
-"""An incident: a verdict with everything collected around it, in a folder that is there completely or not at all.
+"""Collects and writes an incident: a folder with a verdict and the evidence for it.
 
     incidents/20261121-231502-absent-policy-1/
-        verdict.json       the one form of verdicts
-        story.txt          what happened, in plain words
-        timeline.json      events of the last seconds of all processes, on one clock
-        beacons.json       what every process entry of itself
-        processes.json     their lives, codes, use of the machine
-        stacks/NAME.txt    of the culprits and of one innocent (NAME.native.txt: with native frames)
-        logs/NAME.log      the last lines of each
-        dumps/NAME.json    flight recorders, where there are any
-        environment.json run.json machine.json told.json
-        findings.json      findings about the variables in environment.json: written by the subscriber of the supervisor
+        verdict.json       the verdict as JSON
+        story.txt          what happened, as text
+        timeline.json      events of all processes in the last minute, on one clock
+        beacons.json       the beacons of all processes
+        processes.json     state, exit code and resource usage of each process
+        stacks/NAME.txt    stacks of the culprits and of one innocent process (NAME.native.txt: with native frames)
+        logs/NAME.log      the last lines of each process's log
+        dumps/NAME.json    flight-recorder dumps, if there are any
+        environment.json   environment variables of each host
+        machine.json       state of each host
+        run.json           the run's config, versions and command
+        told.json          the frames published before
+        findings.json      findings about environment.json; a subscriber of the supervisor writes this file
 
-Texts are redacted; sizes are bounded; a failure to write one never disturbs the run.
+A folder is written completely or not at all. Secrets are redacted and sizes are bounded. A failure to write an incident
+never affects the run.
 """
 
 import contextlib
@@ -40,7 +44,7 @@ from lockstep.watch.supervisor.verdict_tracker import VerdictUpdate
 log = logging.getLogger(__name__)
 
 MAX_INCIDENTS = 100
-"""Incidents kept per run; more add nothing new."""
+"""The most incidents per run; further ones are not written."""
 FILE_BYTES = 4 << 20
 TIMELINE_S = 60.0
 _MAX_NAMED = 3
@@ -48,28 +52,32 @@ _MAX_NAMED = 3
 
 @dataclass(frozen=True, slots=True)
 class IncidentContents:
-    """Everything that an incident is written from."""
+    """The content of an incident."""
 
     verdict: Verdict
     wall: float
     at_ns: int
-    """The supervisor's monotonic clock."""
+    """When the collection began, on the supervisor's monotonic clock."""
     bundles: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """The evidence of each host's agent, see `host_evidence`; keys are hosts."""
+    """The evidence that each host's agent collected (see `agent.host_evidence`); keys are hosts."""
     stacks: Mapping[str, Any] = field(default_factory=dict)
     """The threads of each process, in the form of `py_spy.stacks_to_json`; keys are names of processes."""
     native: Mapping[str, Any] = field(default_factory=dict)
+    """The same with native frames."""
     offsets: Mapping[str, int] = field(default_factory=dict)
-    """Nanoseconds that each host's monotonic clock is ahead; keys are hosts."""
+    """By how many nanoseconds each host's monotonic clock is ahead of the supervisor's; keys are hosts."""
     facts: Mapping[str, Any] = field(default_factory=dict)
     told: Sequence[Mapping[str, Any]] = ()
+    """The frames published before."""
     gaps: Sequence[str] = ()
+    """Missing evidence, as text."""
     dumps: Mapping[str, str] = field(default_factory=dict)
-    """Flight recorders, by file name."""
+    """Flight-recorder dumps by file name."""
 
 
 def write_incident(root: Path, contents: IncidentContents, known: Collection[str] = ()) -> Path | None:
-    """Writes the folder and returns it; None, and a line in the log, where that is impossible. `known` are secrets."""
+    """Writes an incident and returns its folder. If that fails, logs a warning and returns None. `known` are secrets
+    that are redacted in addition to those in environments."""
     draft: Path | None = None
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -108,36 +116,36 @@ def _free_folder(root: Path, name: str) -> Path:
 
 
 def incident_files(contents: IncidentContents, known: Collection[str] = ()) -> Iterator[tuple[str, str]]:
-    """Relative path and text of each file, redacted."""
+    """Yields the relative path and redacted text of each file."""
     environments = {host: bundle.get("environment", {}) for host, bundle in contents.bundles.items()}
     hidden = set(known) | set(secret_values(os.environ))
     for environment in environments.values():
         hidden.update(secret_values(environment))
     secrets = sorted(hidden - {""}, key=len, reverse=True)
 
-    def plain(text: str) -> str:
+    def redacted(text: str) -> str:
         return redact_text(text, secrets)
 
-    def shown(values: Any) -> str:
+    def redacted_json(values: Any) -> str:
         return json.dumps(redact(values, secrets), indent=1, default=str, sort_keys=False) + "\n"
 
-    yield "verdict.json", shown(contents.verdict.json() | {"gaps": list(contents.gaps)})
-    yield "story.txt", plain(incident_story(contents))
-    yield "timeline.json", shown(incident_timeline(contents))
-    yield "beacons.json", shown(_by_host(contents, "beacons"))
-    yield "processes.json", shown(_by_host(contents, "processes"))
-    yield "machine.json", shown(_by_host(contents, "machine"))
-    yield "environment.json", shown(environments)
-    yield "run.json", shown(contents.facts)
-    yield "told.json", shown(list(contents.told))
+    yield "verdict.json", redacted_json(contents.verdict.json() | {"gaps": list(contents.gaps)})
+    yield "story.txt", redacted(incident_story(contents))
+    yield "timeline.json", redacted_json(incident_timeline(contents))
+    yield "beacons.json", redacted_json(_by_host(contents, "beacons"))
+    yield "processes.json", redacted_json(_by_host(contents, "processes"))
+    yield "machine.json", redacted_json(_by_host(contents, "machine"))
+    yield "environment.json", redacted_json(environments)
+    yield "run.json", redacted_json(contents.facts)
+    yield "told.json", redacted_json(list(contents.told))
     for suffix, taken in (("", contents.stacks), (".native", contents.native)):
         for name, threads in taken.items():
-            yield f"stacks/{_safe_name(name)}{suffix}.txt", plain(_stack_text(threads))
+            yield f"stacks/{_safe_name(name)}{suffix}.txt", redacted(_stack_text(threads))
     for name, text in contents.dumps.items():
-        yield f"dumps/{_safe_name(name)}", plain(text)
+        yield f"dumps/{_safe_name(name)}", redacted(text)
     for bundle in contents.bundles.values():
         for name, lines in bundle.get("logs", {}).items():
-            yield f"logs/{_safe_name(name)}.log", plain(lines + "\n")
+            yield f"logs/{_safe_name(name)}.log", redacted(lines + "\n")
 
 
 def _by_host(contents: IncidentContents, name: str) -> dict[str, Any]:
@@ -158,7 +166,8 @@ def _stack_text(threads: Sequence[Mapping[str, Any]]) -> str:
 
 
 def incident_timeline(contents: IncidentContents) -> list[dict[str, Any]]:
-    """Events of all beacons in the minute before the verdict, on one clock: `at_s` before (negative) the verdict."""
+    """Events of all beacons in the minute before the verdict. `at_s` is the time relative to the verdict, so mostly
+    negative."""
     found = []
     for host, bundle in contents.bundles.items():
         ahead = contents.offsets.get(host, 0)
@@ -177,7 +186,7 @@ def incident_timeline(contents: IncidentContents) -> list[dict[str, Any]]:
 
 
 def culprit_name(culprit: Culprit) -> str:
-    """`policy-1`: the process's name, else role and rank."""
+    """`policy-1`: the name of the process, or its role and rank."""
     if culprit.name:
         return culprit.name
     rank = "" if culprit.rank is None else f"-{culprit.rank}"
@@ -185,7 +194,7 @@ def culprit_name(culprit: Culprit) -> str:
 
 
 def verdict_headline(verdict: Verdict) -> str:
-    """One line: what is wrong, and in which line of the program."""
+    """The explanation of a verdict, or a short text if it has none."""
     if verdict.explanation:
         return verdict.explanation
     who = summarize_list(verdict.culprits, _MAX_NAMED, culprit_name) or "no culprit"
@@ -194,7 +203,7 @@ def verdict_headline(verdict: Verdict) -> str:
 
 
 def incident_story(contents: IncidentContents) -> str:
-    """The story of the incident, for people."""
+    """The text of `story.txt`."""
     verdict = contents.verdict
     when = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(contents.wall))
     cause = "" if verdict.cause in ("", "unknown") else f", class {verdict.cause}"
@@ -240,15 +249,18 @@ def list_incidents(root: Path) -> list[Path]:
 
 
 COLLECT_LIMIT_S = 1.0
-"""Subscribers may act on a confirmed verdict at once, which changes the stacks: the verdict is not held back longer."""
+"""How long a confirmed verdict is held back for its incident. Subscribers may act on a verdict at once, which changes
+the stacks."""
 NATIVE_LIMIT_S = 4.0
+"""The same if native stacks are collected."""
 DUMP_WAIT_S = 0.5
-"""A rank reads its commands ten times a second, and dumps its flight recorder in about 30 ms."""
+"""How long ranks get to dump their flight recorders. A rank reads its commands ten times a second, and a dump takes
+about 30 ms."""
 LOG_LINES = 200
 
 
 class IncidentCollection:
-    """The collection of one incident's evidence from the agents."""
+    """Collects the evidence of one incident from the agents."""
 
     def __init__(
         self, update: VerdictUpdate, evidence: Evidence, links: Sequence[AgentConnection], native: bool
@@ -263,23 +275,24 @@ class IncidentCollection:
         self._offsets = {link.host: link.clock.ns for link in links}
         self._gaps: list[str] = []
         self._dumps: dict[str, str] = {}
-        self._dumping: list[AgentConnection] = []
-        self._dumped_at = time.monotonic() + DUMP_WAIT_S
+        self._agents_to_dump: list[AgentConnection] = []
+        self._dumps_due_at = time.monotonic() + DUMP_WAIT_S
         culprits = {(each.host, each.pid) for each in update.verdict.culprits}
         innocent = self._innocent(culprits)
         for link in links:
             self._request(link, culprits, innocent, native)
 
     def done(self) -> bool:
-        """Whether all answers have come or the time is over."""
-        if self._dumping and time.monotonic() >= self._dumped_at:
-            for link in self._dumping:
-                link.request("dumps", self._dumped, COLLECT_LIMIT_S)
-            self._dumping = []
+        """Whether all agents have answered or the time is over. Requests the dumps as soon as ranks have had time to
+        write them."""
+        if self._agents_to_dump and time.monotonic() >= self._dumps_due_at:
+            for link in self._agents_to_dump:
+                link.request("dumps", self._on_dumps, COLLECT_LIMIT_S)
+            self._agents_to_dump = []
         return self._pending == 0 or time.monotonic() >= self._deadline
 
     def contents(self, facts: Mapping[str, Any], frames: Sequence[Mapping[str, Any]]) -> IncidentContents:
-        """Everything that an incident is written from."""
+        """The content of the incident, as far as it has been collected."""
         gaps = [*self.evidence.gaps, *self._gaps]
         if self._pending:
             gaps.append(f"{self._pending} answers of agents were missing after {COLLECT_LIMIT_S:g} s")
@@ -288,12 +301,12 @@ class IncidentCollection:
             dict(facts), list(frames), gaps, self._dumps,
         )  # fmt: skip
 
-    def _dumped(self, reply: dict[str, Any] | None) -> None:
+    def _on_dumps(self, reply: dict[str, Any] | None) -> None:
         self._pending -= 1
         self._dumps.update((reply or {"dumps": {}})["dumps"])
 
     def _innocent(self, culprits: set[tuple[str, int | None]]) -> int | None:
-        """Index of a living process that is no culprit, preferably of one that waits."""
+        """The index of a running process that is not a culprit, preferably of one that waits for a culprit."""
         processes = self.evidence.processes
         living = np.flatnonzero(processes.liveness == Liveness.RUNNING)
         others = [int(i) for i in living if (processes.info[i].host, processes.info[i].pid) not in culprits]
@@ -303,9 +316,11 @@ class IncidentCollection:
     def _request(
         self, link: AgentConnection, culprits: set[tuple[str, int | None]], innocent: int | None, native: bool
     ) -> None:
-        here = [(i, who) for i, who in enumerate(self.evidence.processes.info) if who.host == link.host]
-        ordered = sorted(here, key=lambda entry: ((entry[1].host, entry[1].pid) not in culprits, entry[0] != innocent))
-        names = {who.pid: who.name for i, who in here if (who.host, who.pid) in culprits or i == innocent}
+        on_host = [(i, info) for i, info in enumerate(self.evidence.processes.info) if info.host == link.host]
+        ordered = sorted(
+            on_host, key=lambda entry: ((entry[1].host, entry[1].pid) not in culprits, entry[0] != innocent)
+        )
+        names = {info.pid: info.name for i, info in on_host if (info.host, info.pid) in culprits or i == innocent}
         self._pending += 1
 
         def on_evidence(reply: dict[str, Any] | None) -> None:
@@ -316,12 +331,12 @@ class IncidentCollection:
                 self._bundles[link.host] = {key: value for key, value in reply.items() if key != "reply"}
 
         def on_stacks(into: dict[str, Any]) -> Any:
-            def answered(reply: dict[str, Any] | None) -> None:
+            def on_reply(reply: dict[str, Any] | None) -> None:
                 self._pending -= 1
                 for pid, threads in (reply or {"stacks": {}})["stacks"].items():
                     into[names.get(int(pid), pid)] = threads
 
-            return answered
+            return on_reply
 
         if names:
             self._pending += 1
@@ -329,8 +344,8 @@ class IncidentCollection:
             if native:
                 self._pending += 1
                 link.request("stacks", on_stacks(self._native), NATIVE_LIMIT_S, pids=list(names), native=True)
-        if here and len(self.evidence.communicators.info):
-            self._pending += 1  # of the answer to the question that follows
-            self._dumping.append(link)
-            link.request("dump", lambda reply: None, COLLECT_LIMIT_S, names=[who.name for _, who in ordered])
-        link.request("collect", on_evidence, COLLECT_LIMIT_S, names=[who.name for _, who in ordered], lines=LOG_LINES)
+        if on_host and len(self.evidence.communicators.info):
+            self._pending += 1  # for the request in `done`
+            self._agents_to_dump.append(link)
+            link.request("dump", lambda reply: None, COLLECT_LIMIT_S, names=[info.name for _, info in ordered])
+        link.request("collect", on_evidence, COLLECT_LIMIT_S, names=[info.name for _, info in ordered], lines=LOG_LINES)

@@ -1,8 +1,8 @@
 """Stores the reports of agents for the supervisor's periodic diagnosis:
 
     store = MessageStore(aliases={"the scorers": WaitAlias("reward", WaitCondition.ANY)})
-    store.receive(decode_report(frame), now)  # for each message of an agent
-    diagnose(store.evidence(now), patience)  # periodically
+    store.receive(parse_report(frame), now)  # for each message of an agent
+    diagnose(store.evidence(now), thresholds)  # periodically
 
 The store keeps the newest report of each host.
 """
@@ -23,11 +23,11 @@ from lockstep.watch.diagnosis.evidence_types import ProcessInfo, WaitAlias
 from lockstep.watch.supervisor.evidence_builder import HostState, JobLayout, build_evidence, build_layout
 
 _REMEMBERED_SIGNATURES = 4096
-"""Signatures of a host that are kept; a job with ever new shapes must not fill the supervisor's memory."""
+"""The most signatures kept per host, so that a job with ever new shapes does not fill the supervisor's memory."""
 
 
 class MessageStore:
-    """The newest reports by host, and the layout built from their rosters."""
+    """The newest reports of each host, and the layout built from their rosters."""
 
     def __init__(
         self,
@@ -37,16 +37,16 @@ class MessageStore:
     ) -> None:
         self._expected, self._aliases, self._host_s = tuple(expected), dict(aliases or {}), host_s
         self._hosts: dict[str, HostState] = {}
-        self._meetings: dict[str, frozenset[tuple[str, int, int]]] = {}
-        """The role, first and last rank that the rendezvous of each host expect; keys are hosts."""
+        self._rendezvous_by_host: dict[str, frozenset[tuple[str, int, int]]] = {}
+        """The ranks (role, first, last) for which the processes of each host wait in a rendezvous; keys are hosts."""
         self._layout: JobLayout | None = None
-        self._judged_at = self._listening_since = float("-inf")
+        self._diagnosed_at = self._listening_since = float("-inf")
 
     def receive(self, message: Mapping[str, Any], at: float) -> bool:
-        """Stores a message received at `at`. False when its roster is unknown: the agent should send it again.
+        """Stores a message received at `at`. Returns False for a state report whose roster is unknown.
 
         Raises:
-            ValueError: it is no report of an agent.
+            ValueError: the message is not a report of an agent.
         """
         report = decode_report(message)
         known = self._hosts.get(report.host)
@@ -58,37 +58,37 @@ class MessageStore:
         if known is None or known.roster.number != report.number:
             return False
         self._hosts[report.host] = _updated_host(known, report, at)
-        meetings = _rendezvous_ranks(known.roster, report)
-        if meetings != self._meetings.get(report.host, frozenset()):
-            self._meetings[report.host], self._layout = meetings, None
+        rendezvous = _rendezvous_ranks(known.roster, report)
+        if rendezvous != self._rendezvous_by_host.get(report.host, frozenset()):
+            self._rendezvous_by_host[report.host], self._layout = rendezvous, None
         return True
 
     def expect(self, processes: Iterable[ProcessInfo]) -> None:
-        """Sets the processes expected from now on."""
+        """Sets the processes that should exist, whether a host reports them or not."""
         self._expected, self._layout = tuple(processes), None
 
     def forget(self, host: str) -> None:
-        """Removes a host that has left the job: its silence means nothing."""
-        self._meetings.pop(host, None)
+        """Removes a host that has left the job, so that it does not count as lost."""
+        self._rendezvous_by_host.pop(host, None)
         if self._hosts.pop(host, None) is not None:
             self._layout = None
 
     def evidence(self, at: float) -> Evidence:
-        """The evidence at `at`. Call it several times in `host_s`: a supervisor that was stopped itself counts hosts as
-        silent only after listening again for that long."""
-        if at - self._judged_at > self._host_s / 2:
+        """The evidence at `at`. Call this several times in `host_s`. After a longer pause the supervisor itself was
+        stopped, and hosts count as silent only after it has listened for `host_s` again."""
+        if at - self._diagnosed_at > self._host_s / 2:
             self._listening_since = at
-        self._judged_at = at
+        self._diagnosed_at = at
         if self._layout is None:
             self._hosts = dict(sorted(self._hosts.items()))
-            expected = [*self._expected, *_expected_processes(self._meetings.values())]
+            expected = [*self._expected, *_expected_processes(self._rendezvous_by_host.values())]
             self._layout = build_layout([each.roster for each in self._hosts.values()], expected)
         hosts = list(self._hosts.values())
         return build_evidence(self._layout, hosts, at, self._host_s, self._aliases, self._listening_since)
 
 
 def _rendezvous_ranks(roster: Roster, report: StateReport) -> frozenset[tuple[str, int, int]]:
-    """Role, first and last of the ranks that the rendezvous of a host's processes expect."""
+    """The ranks (role, first, last) for which the processes of a host wait in a rendezvous."""
     if not report.waits:
         return frozenset()
     return frozenset(
@@ -98,12 +98,19 @@ def _rendezvous_ranks(roster: Roster, report: StateReport) -> frozenset[tuple[st
     )
 
 
-def _expected_processes(meetings: Iterable[frozenset[tuple[str, int, int]]]) -> list[ProcessInfo]:
-    expected = {(role, rank) for some in meetings for role, first, last in some for rank in range(first, last + 1)}
+def _expected_processes(rendezvous: Iterable[frozenset[tuple[str, int, int]]]) -> list[ProcessInfo]:
+    expected = {
+        (role, rank) for ranges in rendezvous for role, first, last in ranges for rank in range(first, last + 1)
+    }
     return [ProcessInfo(f"{role}-{rank}", role, rank) for role, rank in sorted(expected)]
 
 
 def _updated_host(known: HostState, report: StateReport, at: float) -> HostState:
+    """Combines a new state report with what is known of the host.
+
+    Raises:
+        ValueError: the report does not match the roster.
+    """
     processes, members = len(known.roster.processes), len(known.roster.members)
     if len(report.processes) != processes * PROCESS_RECORD.size or len(report.members) != members * MEMBER_RECORD.size:
         raise ValueError(

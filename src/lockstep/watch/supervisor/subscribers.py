@@ -1,8 +1,7 @@
-"""The supervisor's subscribers: their connections, their requests, and the frames they are sent.
+"""The supervisor's subscribers: their connections, their requests, and the frames sent to them.
 
-The supervisor waits for none of them: what a connection does not take at once is sent when it has room, and one
-that cannot be served is dropped. A late subscriber gets the frames that the others got before.
-"""
+The supervisor never waits for a subscriber: it queues what a connection cannot send at once, and drops a connection
+that fails. A late subscriber also gets earlier frames."""
 
 import json
 import logging
@@ -17,18 +16,18 @@ from lockstep.base.transport.frames import Connection, WireError
 log = logging.getLogger(__name__)
 
 REMEMBERED_FRAMES = 512
-"""The newest frames, kept for late subscribers."""
+"""The number of frames kept for late subscribers."""
 
 RequestHandler = Callable[[Connection, dict[str, Any]], dict[str, Any]]
-"""Answers a request; raises ValueError, KeyError or TypeError for one that cannot be served."""
+"""Answers a request; raises ValueError, KeyError or TypeError if the request is invalid."""
 
 
 class Subscribers:
-    """All connections, and which of them are subscribed.
+    """All connections to the supervisor, and which of them are subscribed.
 
     Args:
-        selector: the supervisor's; the data of an event is a callable that handles it.
-        operations: by the `op` of requests.
+        selector: the supervisor's selector; the data of each registered file is a callable that handles its events.
+        operations: the handlers of requests, by `op`.
     """
 
     def __init__(
@@ -46,7 +45,7 @@ class Subscribers:
         return any(self._subscribed.values())
 
     def subscribe(self, connection: Connection, after: int) -> None:
-        """Subscribes a connection, and repeats the frames after number `after`."""
+        """Subscribes a connection, and sends it the kept frames after number `after`."""
         self._subscribed[connection] = True
         for frame in self.frames:
             if frame["told"] > after:
@@ -61,7 +60,7 @@ class Subscribers:
                 self._send(connection, frame)
 
     def close(self) -> None:
-        """Sends what can be sent, and ends all connections."""
+        """Sends pending frames as far as possible, and closes all connections."""
         for connection in list(self._subscribed):
             with suppress(WireError):
                 connection.flush()

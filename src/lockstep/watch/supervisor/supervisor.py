@@ -1,20 +1,20 @@
-"""The supervisor: a process that merges the reports of a run's agents, judges them twice a second, and informs its
-subscribers (`python -m lockstep.watch.supervisor.supervisor`, its settings as JSON on stdin).
+"""The supervisor: a process that merges the reports of a run's agents, diagnoses the job up to twice a second, and
+reports verdicts to its subscribers (`python -m lockstep.watch.supervisor.supervisor`, with settings as JSON on stdin).
 
-It is neither the controller nor an agent: it outlives the one, and the others restart without it. It leaves when the
-run has ended (controller and agents are gone, or on the request `leave`), or when another controller has taken it over.
-JSON frames:
+The supervisor outlives the controller and does not depend on restarts of agents. It exits when the run has ended
+(controller and agents have ended, or a subscriber requests `leave`), or when a newer controller has taken over the run.
+Messages are JSON frames:
 
     {"id", "op": "subscribe", "pid", "start", "place", "after"} -> {"pid"}; event frames after number `after` follow
-    {"id", "op": "agents", "agents": [address, ...]} -> {}     the agents from now on
-    {"id", "op": "join", "agent": address} -> {}     one more agent
-    {"id", "op": "leave"} -> {}
+    {"id", "op": "agents", "agents": [address, ...]} -> {}     sets the agents
+    {"id", "op": "join", "agent": address} -> {}     adds an agent
+    {"id", "op": "leave"} -> {}     ends the supervisor
     <- {"told": n, "number", "change", "level", "verdict", "since_s", "wall", "incident", "headline", "who", "done"}
 
-`number` is the same for all events of one stall; `change`: told (new), updated or withdrawn; `verdict` is
-the JSON form of a verdict; `done` is what was done about it, at the level `act`. A confirmed verdict is published when
-its incident is on disk, a second later at most; right after that, processes that wait for its culprits in collectives
-are freed.
+`number` is the same for all events of one stall; `change` is `told` (new), `updated` or `withdrawn`; `verdict` is the
+JSON form of a verdict; `done` says what Lockstep did about the stall, at the level `act`. A confirmed verdict is
+published as soon as its incident is on disk, normally within a second. Then the supervisor delivers the verdict to the
+processes that wait for the culprits in collectives.
 """
 
 import logging
@@ -50,16 +50,16 @@ from lockstep.watch.supervisor.verdict_tracker import VerdictChange, VerdictTrac
 log = logging.getLogger("lockstep.watch.supervisor.supervisor")
 
 CLOCK_SYNC_S = 30.0
-CALM_JUDGE_S = 4.0
-"""Between two judgements while all agents report progress everywhere: then only slow processes can show."""
-JUDGE_PACE_S = 0.05
-"""Between two judgements, per host."""
+IDLE_DIAGNOSIS_S = 4.0
+"""Seconds between diagnoses while all agents report progress everywhere, so that only slow processes can be found."""
+DIAGNOSIS_PACE_S = 0.05
+"""The least seconds between diagnoses, per host."""
 HOST_LINGER_S = 5.0
-"""After the controller's end, a host that cannot be reached for so long counts as gone, too."""
+"""After the controller has ended, an agent that cannot be reached for this long counts as ended, too."""
 
 
 class Supervisor:
-    """The process's state and its loop."""
+    """The state of the supervisor process and its event loop."""
 
     def __init__(self, settings: SupervisorSettings, token: str) -> None:
         self.settings, self._token = settings, token
@@ -76,8 +76,8 @@ class Supervisor:
         self._wake_in, self._wake_out = socket.socketpair()
         self._wake_in.setblocking(False)
         self._wake_out.setblocking(False)
-        self._selector.register(self._wake_in, selectors.EVENT_READ, self._woken)
-        self._dialled: SimpleQueue[tuple[AgentConnection, Connection]] = SimpleQueue()
+        self._selector.register(self._wake_in, selectors.EVENT_READ, self._drain_wakeups)
+        self._connected_links: SimpleQueue[tuple[AgentConnection, Connection]] = SimpleQueue()
         self._connections: dict[tuple[str, int], AgentConnection] = {}
         self._messages = MessageStore(aliases=settings.aliases, host_s=settings.patience.host_s)
         self._tracker = VerdictTracker()
@@ -88,53 +88,53 @@ class Supervisor:
         self._subscribed = False
         self._ending = False
         self._clock_at = 0.0
-        self._ticked = self._due = self._judged = 0.0
+        self._ticked_at = self._next_tick = self._diagnosed_at = 0.0
         self._path = settings.folder / "supervisor.json"
         self._set_agents(settings.agents)
 
     def run(self) -> None:
-        """Watches until the run has ended."""
+        """Runs until the run has ended."""
         signal.signal(signal.SIGTERM, lambda number, frame: self._end())
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        own = open_beacon(self.settings.run, "supervisor", "supervisor", 0)
-        own.stage("watching")
-        me = ServiceAddress(
+        beacon = open_beacon(self.settings.run, "supervisor", "supervisor", 0)
+        beacon.stage("watching")
+        address = ServiceAddress(
             self.settings.run, self.settings.generation, self._listener.host, self._listener.port, os.getpid()
         )
-        me.publish(self._path)
+        address.publish(self._path)
         try:
             while not self._ending and not self._run_is_over():
-                pause_s = min(self._due - time.monotonic(), 0.1 if self._collections else 1.0)
+                pause_s = min(self._next_tick - time.monotonic(), 0.1 if self._collections else 1.0)
                 for key, _ in self._selector.select(max(0.0, pause_s)):
                     key.data()
-                self._attach_dialled()
-                if time.monotonic() >= self._due:
-                    self._ticked = time.monotonic()
-                    self._due = self._ticked + 2 * self.settings.every_s
+                self._attach_connected()
+                if time.monotonic() >= self._next_tick:
+                    self._ticked_at = time.monotonic()
+                    self._next_tick = self._ticked_at + 2 * self.settings.every_s
                     self._tick()
-                    own.beat()
+                    beacon.beat()
                 self._finish_collections()
         finally:
             self._clean_up()
 
-    # --- judging
+    # --- diagnosis
 
     def _tick(self) -> None:
         now = time.monotonic()
         for link in self._connections.values():
             link.tick()
             if now - self._clock_at >= CLOCK_SYNC_S or not link.clock.known:
-                link.set_clock()
+                link.measure_clock()
         if now - self._clock_at >= CLOCK_SYNC_S:
             self._clock_at = now
-        self._follow()
+        self._follow_replacement()
         self._ending |= is_superseded(self.settings.run, self.settings.generation)
         if not any(link.host for link in self._connections.values()):
             return
-        calm = all(now < link.calm_until for link in self._connections.values()) and not self._tracker.standing
-        if calm and now - self._judged < CALM_JUDGE_S:
+        no_stall = all(now < link.no_stall_until for link in self._connections.values()) and not self._tracker.standing
+        if no_stall and now - self._diagnosed_at < IDLE_DIAGNOSIS_S:
             return
-        self._judged = now
+        self._diagnosed_at = now
         evidence = self._messages.evidence(now)
         verdicts = diagnose(drop_uninformative(evidence), self.settings.patience)
         for update in self._tracker.update(verdicts, now):
@@ -160,34 +160,34 @@ class Supervisor:
                 if path is not None:
                     self._incidents[update.number] = path
             self._publish(update)
-            self._free(update, collection.evidence)
+            self._release_waiting(update, collection.evidence)
 
-    def _free(self, update: VerdictUpdate, evidence: Evidence) -> None:
-        """Delivers the verdict to all processes that communicators connect with the culprits, as the exception of the
-        collectives they are in, and breaks those collectives if the settings say so."""
-        who, verdict = evidence.processes.info, update.verdict
-        accused = {(each.host, each.pid) for each in verdict.culprits}
-        guilty = [index for index, each in enumerate(who) if (each.host, each.pid) in accused]
-        if not guilty:
+    def _release_waiting(self, update: VerdictUpdate, evidence: Evidence) -> None:
+        """Delivers the verdict to all processes that communicators connect with the culprits: their pending collectives
+        raise it. Also aborts these collectives if `on_stall` is `free`."""
+        info, verdict = evidence.processes.info, update.verdict
+        pids = {(each.host, each.pid) for each in verdict.culprits}
+        culprits = [index for index, each in enumerate(info) if (each.host, each.pid) in pids]
+        if not culprits:
             return
         names: dict[str, list[str]] = {}
-        for index in sorted(evidence.communicators.peers_of(guilty)):
-            names.setdefault(who[index].host, []).append(who[index].name)
+        for index in sorted(evidence.communicators.peers_of(culprits)):
+            names.setdefault(info[index].host, []).append(info[index].name)
         requests = [(link, names[link.host]) for link in self._connections.values() if link.host in names]
-        out: list[str] = []
-        left = len(requests)
+        released: list[str] = []
+        pending_replies = len(requests)
 
-        def freed(reply: dict[str, Any] | None) -> None:
-            nonlocal left
-            left -= 1
-            out.extend([] if reply is None else reply["freed"])
-            if out and not left:
-                self._acted(update, f"{', '.join(out)} freed")
+        def on_reply(reply: dict[str, Any] | None) -> None:
+            nonlocal pending_replies
+            pending_replies -= 1
+            released.extend([] if reply is None else reply["freed"])
+            if released and not pending_replies:
+                self._acted(update, f"{', '.join(released)} freed")
 
-        named = [who[index].name for index in guilty]
-        content = {"text": incident.verdict_headline(verdict), "verdict": verdict.json(), "culprits": named}
+        culprit_names = [info[index].name for index in culprits]
+        content = {"text": incident.verdict_headline(verdict), "verdict": verdict.json(), "culprits": culprit_names}
         for link, host_names in requests:
-            link.request("free", freed, 5.0, names=host_names, breaks=self.settings.on_stall == "free", **content)
+            link.request("free", on_reply, 5.0, names=host_names, breaks=self.settings.on_stall == "free", **content)
 
     def _acted(self, update: VerdictUpdate, done: str) -> None:
         self._tracker.acted(update.number)
@@ -230,8 +230,8 @@ class Supervisor:
                     address, self._token, self.settings.generation, self._connected
                 )
 
-    def _follow(self) -> None:
-        """Follows the only agent when another has replaced it."""
+    def _follow_replacement(self) -> None:
+        """Connects to the agent that has replaced the run's only agent, if there is one."""
         if len(self._connections) != 1 or any(link.connection is not None for link in self._connections.values()):
             return
         with suppress(OSError, ValueError, TypeError):
@@ -241,13 +241,13 @@ class Supervisor:
 
     def _connected(self, link: AgentConnection, connection: Connection) -> None:
         """Runs in the thread that connects to an agent."""
-        self._dialled.put((link, connection))
+        self._connected_links.put((link, connection))
         self._wake()
 
-    def _attach_dialled(self) -> None:
+    def _attach_connected(self) -> None:
         while True:
             try:
-                link, connection = self._dialled.get_nowait()
+                link, connection = self._connected_links.get_nowait()
             except Empty:
                 return
             if self._connections.get((link.address.host, link.address.port)) is not link:
@@ -256,14 +256,14 @@ class Supervisor:
             link.attach(connection)
             self._selector.register(connection, selectors.EVENT_READ, lambda link=link: self._read_messages(link))
 
-            def observed(reply: dict[str, Any] | None, link: AgentConnection = link) -> None:
+            def on_observed(reply: dict[str, Any] | None, link: AgentConnection = link) -> None:
                 if reply is not None:
                     link.host = str(reply["host"])
 
             every_s, notice_s = self.settings.every_s, self.settings.patience.notice_s
-            # Reports age until the next sample, which must not look like a lack of progress.
+            # A report grows old until the next sample. This must not look like a lack of progress.
             link.request(
-                "observe", observed, 10.0, every_s=every_s, calm_s=max(every_s, min(3 * every_s, notice_s / 2)),
+                "observe", on_observed, 10.0, every_s=every_s, calm_s=max(every_s, min(3 * every_s, notice_s / 2)),
                 suspect_after_s=max(0.2, notice_s / 2),
             )  # fmt: skip
 
@@ -272,9 +272,9 @@ class Supervisor:
         for message in link.messages():
             kind = message.get("m")
             if kind == "leaving":
-                link.left = True
+                link.shut_down = True
                 self._messages.forget(str(message["host"]))
-            elif kind in ("roster", "state") and not link.left:
+            elif kind in ("roster", "state") and not link.shut_down:
                 self._receive(link, message)
         if connection is not None and link.connection is None:
             unregister(self._selector, connection)
@@ -286,9 +286,11 @@ class Supervisor:
             log.warning("%s: %s", link, error)
             return
         if message["m"] == "state":
-            link.calm_until = time.monotonic() + 4 * self.settings.every_s if message.get("calm") else 0.0
-        # Changes are judged as they come, those of many hosts several at once.
-        self._due = min(self._due, self._ticked + min(self.settings.every_s, JUDGE_PACE_S * len(self._connections)))
+            link.no_stall_until = time.monotonic() + 4 * self.settings.every_s if message.get("calm") else 0.0
+        # Diagnose soon after a change; with many hosts, wait for further changes.
+        self._next_tick = min(
+            self._next_tick, self._ticked_at + min(self.settings.every_s, DIAGNOSIS_PACE_S * len(self._connections))
+        )
 
     # --- requests
 
@@ -314,7 +316,7 @@ class Supervisor:
     # --- end
 
     def _run_is_over(self) -> bool:
-        """Whether there is nothing left to watch, or no subscriber to watch for."""
+        """Whether the controller (or the last subscriber) and all agents have ended."""
         pid, start = self._controller
         if pid is None:
             if self._subscribers.any or not self._subscribed:
@@ -323,12 +325,12 @@ class Supervisor:
             return False
         now = time.monotonic()
         return not self._collections and all(
-            link.connection is None and (link.left or self._is_unreachable(link, now))
+            link.connection is None and (link.shut_down or self._is_unreachable(link, now))
             for link in self._connections.values()
         )
 
     def _is_unreachable(self, link: AgentConnection, now: float) -> bool:
-        return link.down_since is not None and now - link.down_since >= HOST_LINGER_S
+        return link.disconnected_since is not None and now - link.disconnected_since >= HOST_LINGER_S
 
     def _end(self) -> None:
         self._ending = True
@@ -338,7 +340,7 @@ class Supervisor:
         with suppress(BlockingIOError, OSError):
             self._wake_out.send(b"\0")
 
-    def _woken(self) -> None:
+    def _drain_wakeups(self) -> None:
         with suppress(BlockingIOError):
             while self._wake_in.recv(4096):
                 pass

@@ -1,4 +1,5 @@
-"""Verdicts over time: one is reported once, again when its content changes, and withdrawn when it no longer holds."""
+"""Tracks verdicts over time: publishes a verdict once, again when its content changes, and withdraws it when it no
+longer holds."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -7,7 +8,7 @@ from enum import StrEnum
 from lockstep.watch.diagnosis.verdict import Verdict, VerdictKind, VerdictLevel
 
 HOLD_S = 1.5
-"""A verdict missing for less than this still holds: a single judgement may lack evidence."""
+"""A verdict that is missing for less than this still holds, because a single diagnosis may lack evidence."""
 _LEVEL_ORDER = (VerdictLevel.NOTICE, VerdictLevel.CONFIRMED, VerdictLevel.ACT)
 
 VerdictKey = tuple[object, ...]
@@ -28,7 +29,7 @@ class VerdictUpdate:
     change: VerdictChange
     verdict: Verdict
     since: float
-    """When the verdict was first published, on the clock of `at`."""
+    """When the verdict was first published, on the same clock as `at`."""
     at: float
 
 
@@ -37,11 +38,11 @@ class _TrackedVerdict:
     number: int
     verdict: Verdict
     since: float
-    seen: float
+    seen_at: float
 
 
 def verdict_key(verdict: Verdict) -> VerdictKey:
-    """Equal for verdicts about the same stall: the culprits, else the collective and the kind."""
+    """A key that is equal for verdicts on the same stall: the culprits, or the collective and kind without culprits."""
     if verdict.culprits:
         return tuple(sorted({(each.role, str(each.rank), each.host, each.pid) for each in verdict.culprits}, key=str))
     collective = verdict.collective
@@ -49,73 +50,77 @@ def verdict_key(verdict: Verdict) -> VerdictKey:
 
 
 class VerdictTracker:
-    """Keeps the standing verdicts. No clock, no side effects."""
+    """Keeps the verdicts that hold at present."""
 
     def __init__(self, hold_s: float = HOLD_S) -> None:
         self._hold_s = hold_s
-        self._cases: dict[VerdictKey, _TrackedVerdict] = {}
-        self._buried: set[VerdictKey] = set()
-        """Deaths that are not published again, even if others wait for the process later: a process dies once."""
+        self._tracked: dict[VerdictKey, _TrackedVerdict] = {}
+        self._past_deaths: set[VerdictKey] = set()
+        """Deaths that were withdrawn and are never published again, even if others wait for the process later."""
         self._count = 0
 
     @property
     def standing(self) -> list[Verdict]:
-        """The standing verdicts, the most severe first."""
-        cases = sorted(self._cases.values(), key=lambda case: (-_LEVEL_ORDER.index(case.verdict.level), case.since))
-        return [case.verdict for case in cases]
+        """The verdicts that hold, the most certain level first."""
+        by_severity = sorted(
+            self._tracked.values(), key=lambda tracked: (-_LEVEL_ORDER.index(tracked.verdict.level), tracked.since)
+        )
+        return [tracked.verdict for tracked in by_severity]
 
     def update(self, verdicts: Sequence[Verdict], at: float) -> list[VerdictUpdate]:
-        """Takes the verdicts of a moment; returns the updates to publish."""
+        """Takes the verdicts of a diagnosis; returns the updates to publish."""
         changes = []
         for verdict in verdicts:
             key = verdict_key(verdict)
-            case = self._cases.get(key)
-            if case is None and verdict.kind is VerdictKind.DEAD and key in self._buried:
+            tracked = self._tracked.get(key)
+            if tracked is None and verdict.kind is VerdictKind.DEAD and key in self._past_deaths:
                 continue
-            stronger = None if case is not None else self._stronger(verdict)
+            stronger = None if tracked is not None else self._stronger(verdict)
             if stronger is not None:
-                stronger.seen = at
+                stronger.seen_at = at
                 continue
-            if case is None:
+            if tracked is None:
                 self._count += 1
-                case = self._cases[key] = _TrackedVerdict(self._count, verdict, at, at)
-                changes.append(VerdictUpdate(case.number, VerdictChange.NEW, verdict, at, at))
+                tracked = self._tracked[key] = _TrackedVerdict(self._count, verdict, at, at)
+                changes.append(VerdictUpdate(tracked.number, VerdictChange.NEW, verdict, at, at))
                 continue
-            case.seen = at
-            if _level_index(verdict) < _level_index(case.verdict):  # a proof is not weakened by a later judgement
-                verdict = replace(verdict, level=case.verdict.level)
-            news = _reportable_content(verdict) != _reportable_content(case.verdict)
-            case.verdict = verdict
-            if news:
-                changes.append(VerdictUpdate(case.number, VerdictChange.UPDATED, verdict, case.since, at))
-        for key, case in list(self._cases.items()):
-            if at - case.seen > self._hold_s:
-                del self._cases[key]
-                if case.verdict.kind is VerdictKind.DEAD:
-                    self._buried.add(key)
-                changes.append(VerdictUpdate(case.number, VerdictChange.WITHDRAWN, case.verdict, case.since, at))
+            tracked.seen_at = at
+            if _level_index(verdict) < _level_index(tracked.verdict):  # a later diagnosis does not weaken a proof
+                verdict = replace(verdict, level=tracked.verdict.level)
+            changed = _reportable_content(verdict) != _reportable_content(tracked.verdict)
+            tracked.verdict = verdict
+            if changed:
+                changes.append(VerdictUpdate(tracked.number, VerdictChange.UPDATED, verdict, tracked.since, at))
+        for key, tracked in list(self._tracked.items()):
+            if at - tracked.seen_at > self._hold_s:
+                del self._tracked[key]
+                if tracked.verdict.kind is VerdictKind.DEAD:
+                    self._past_deaths.add(key)
+                changes.append(
+                    VerdictUpdate(tracked.number, VerdictChange.WITHDRAWN, tracked.verdict, tracked.since, at)
+                )
         return changes
 
     def _stronger(self, verdict: Verdict) -> _TrackedVerdict | None:
-        """A standing verdict that says the same of fewer culprits with more confidence: evidence wears off, as when
-        freed processes have ended."""
-        for case in self._cases.values():
-            known = case.verdict
+        """A verdict that holds and is the same with fewer culprits and more confidence, or None. Later diagnoses may
+        have less evidence, for example after released processes have ended."""
+        for tracked in self._tracked.values():
+            known = tracked.verdict
             if known.kind is not verdict.kind or known.confidence <= verdict.confidence:
                 continue
-            # A deadlock is in several collectives at once, and one of them is published.
+            # A deadlock involves several collectives, and a verdict names only one of them.
             same = (
                 verdict.kind is VerdictKind.CYCLE or _collective_place(known) == _collective_place(verdict) is not None
             )
             if same and {*verdict_key(known)} < {*verdict_key(verdict)}:
-                return case
+                return tracked
         return None
 
     def acted(self, number: int) -> None:
-        """Marks that something was done about a stall: sets its level to `act`."""
-        for case in self._cases.values():
-            if case.number == number:
-                case.verdict = replace(case.verdict, level=VerdictLevel.ACT)
+        """Records that Lockstep acted on a stall: sets the level of its verdict to `act`."""
+        for tracked in self._tracked.values():
+            if tracked.number == number:
+                tracked.verdict = replace(tracked.verdict, level=VerdictLevel.ACT)
 
 
 def _collective_place(verdict: Verdict) -> tuple[str, int] | None:
@@ -128,5 +133,5 @@ def _level_index(verdict: Verdict) -> int:
 
 
 def _reportable_content(verdict: Verdict) -> tuple[object, ...]:
-    """The content whose change is published: not the duration, nor the exact confidence."""
+    """The content of which a change is published; durations and the exact confidence are left out."""
     return (verdict.level, verdict.kind, verdict.cause, tuple(each.where for each in verdict.culprits))
