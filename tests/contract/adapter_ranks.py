@@ -1,4 +1,4 @@
-"""Trainers with an adapter as real processes; and the truth: peft, transformers and torch alone."""
+"""Trainers with an adapter as real processes, and the expected results, computed with peft and torch alone."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from lockstep.train.fsdp import FSDP2Trainer
 # r is odd: the last rank's part of A is shorter
 LORA = {"kind": "lora", "r": 5, "lora_alpha": 15, "target_modules": ["q_proj", "v_proj", "down_proj"]}
 DORA = {"kind": "dora", "r": 3, "lora_alpha": 6, "use_rslora": True, "init_lora_weights": "gaussian"}
-# trained whole beside it, in the layers and outside of them
+# modules that are trained fully beside the adapter, in the layers and outside of them
 SAVED = LORA | {"modules_to_save": ["lm_head", "embed_tokens", "layers.1.input_layernorm"]}
 ADAPTERS = {"lora": LORA, "dora": DORA, "saved": SAVED}
 DROPPING = LORA | {"lora_dropout": 0.3}
@@ -44,7 +44,7 @@ def variant(kind: str, family: str, recipe: str, budget: int = 400, **trainer: A
 
 
 def adapter_train(trainer: FSDP2Trainer, batch: Any, steps: int = 3) -> tr.Result:
-    """Some steps on the same batch; the gradient by the adapter's names, the weights merged and by the model's."""
+    """Train some steps on the same batch. The weights of the result are merged and have the model's names."""
     result = tr.Result(trainer.ranks.rank)
     minibatch = tr.minibatch_of(trainer, batch)
     for _ in range(steps):
@@ -56,9 +56,9 @@ def adapter_train(trainer: FSDP2Trainer, batch: Any, steps: int = 3) -> tr.Resul
 
 
 def adapter_of(trainer: FSDP2Trainer) -> dict[str, torch.Tensor]:
-    """Whole; of what is trained beside it this rank's rows."""
-    whole = {name: rows.clone() for name, rows in trainer.merged_weights.gather_adapter().items()}
-    return whole | {name: _local(rows).detach().clone() for name, rows in trainer.merged_weights.saved.items()}
+    """The full adapter, and this rank's rows of the modules to save."""
+    adapter = {name: rows.clone() for name, rows in trainer.merged_weights.gather_adapter().items()}
+    return adapter | {name: _local(rows).detach().clone() for name, rows in trainer.merged_weights.saved.items()}
 
 
 def _local(tensor: Any) -> torch.Tensor:
@@ -66,7 +66,8 @@ def _local(tensor: Any) -> torch.Tensor:
 
 
 def resume(folder: Path, ranks: ParallelContext, port: int) -> tr.Result:
-    """With dropout and several micro-batches: two steps, a save, two more; and the two again from the checkpoint."""
+    """With dropout and several micro-batches: two steps, a save, two more steps; then these two again from the
+    checkpoint."""
     cfg = config(folder, "qwen2", "sft", DROPPING)
     first = FSDP2Trainer(cfg, ranks)
     batch = tr.batch_of(cfg, ranks.world, budget=60)
@@ -83,13 +84,13 @@ def resume(folder: Path, ranks: ParallelContext, port: int) -> tr.Result:
 
 
 def recomputed(folder: Path, ranks: ParallelContext, port: int) -> tr.Result:
-    """Dropout's masks are the same when activations are computed again."""
+    """Train with dropout and activation checkpointing: recomputed activations need the same masks."""
     cfg = config(folder, "qwen2", "sft", DROPPING, activation_checkpointing=True)
     return adapter_train(FSDP2Trainer(cfg, ranks), tr.batch_of(cfg, ranks.world, budget=60), 2)
 
 
 def reload(folder: Path, ranks: ParallelContext, port: int) -> tr.Result:
-    """Loads what one rank saved."""
+    """Load the checkpoint that one rank saved."""
     trainer = FSDP2Trainer(config(folder, "qwen2", "sft", DROPPING), ranks)
     trainer.load(folder / "saved" / "adapter-1")
     result = tr.Result(ranks.rank, weights=tr.rows_of_all(trainer))
@@ -98,14 +99,14 @@ def reload(folder: Path, ranks: ParallelContext, port: int) -> tr.Result:
 
 
 def export(folder: Path, ranks: ParallelContext, port: int) -> tr.Result:
-    """Alone and merged."""
+    """Export the adapter, and the merged model."""
     return _exported(folder, ranks, DORA, "")
 
 
 def begun(folder: Path, ranks: ParallelContext, port: int) -> tr.Result:
-    """From the adapter that one rank exported, which is the reference as well; saved and exported again."""
-    here = {"path": str(folder / "saved-adapter-1")}
-    cfg = config(folder, "llama", "grpo", here | SAVED)
+    """Start from the adapter that one rank exported, which is the reference as well; train, save and load."""
+    start_from = {"path": str(folder / "saved-adapter-1")}
+    cfg = config(folder, "llama", "grpo", start_from | SAVED)
     trainer = FSDP2Trainer(cfg, ranks)
     start = adapter_of(trainer)
     rows = tr.batch_of(cfg, ranks.world).everything().by_rank[ranks.rank]
@@ -123,7 +124,7 @@ def begun(folder: Path, ranks: ParallelContext, port: int) -> tr.Result:
 
 
 def export_saved(folder: Path, ranks: ParallelContext, port: int) -> tr.Result:
-    """With what was trained beside it, alone and merged."""
+    """Export an adapter with fully trained modules, and the merged model."""
     return _exported(folder, ranks, SAVED, "saved-")
 
 
@@ -152,11 +153,11 @@ CASES: dict[str, tr.Case] = {
 }
 
 
-# --- the truth
+# --- expected results
 
 
 def truth(folder: Path, name: str, start: dict[str, torch.Tensor]) -> tr.Result:
-    """The same steps by peft, from the same initial adapter: one sequence at a time, whole logits, torch.optim."""
+    """The same steps with peft, from the same initial adapter: one sequence at a time, full logits, torch.optim."""
     kind, family, recipe = name.split("-")[:3]
     cfg = config(folder, family, recipe, ADAPTERS[kind])
     reference = AutoModelForCausalLM.from_pretrained(cfg.model.path, dtype=torch.float32, attn_implementation="eager")

@@ -6,7 +6,7 @@ from lockstep.rollout.environments import Observation
 
 
 class Parrot:
-    """Says how long the turn was; the conversation is over after `turns`."""
+    """Replies with the length of the turn; the conversation ends after `turns`."""
 
     def __init__(self, turns=3, opens=True, delay_s=0.0):
         self.left, self.opens, self.delay_s = turns, opens, delay_s
@@ -23,7 +23,7 @@ class Parrot:
 
 
 class Fails:
-    """Raises at every second turn."""
+    """Raises in the second turn."""
 
     def __init__(self):
         self.turn = 0

@@ -1,4 +1,4 @@
-"""Readers that pause in the middle of an update when a test asks for it."""
+"""A weight reader that pauses in the middle of an update at a test's request."""
 
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -11,18 +11,18 @@ from torch import Tensor
 from lockstep.weights.shared_memory_transport import StoreReader
 
 
-class Struck(dict[str, Tensor]):
-    """Calls `strike` when the sixth tensor is taken, after names and shapes were looked at: by the check, and to find
-    out how to take them."""
+class InterruptibleTensors(dict[str, Tensor]):
+    """Calls `interrupt` when the sixth tensor is copied. Before copying, all tensors are read twice: for the check of
+    names and shapes, and to plan the copies."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], strike: Callable[[], None]) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor], interrupt: Callable[[], None]) -> None:
         super().__init__(tensors)
-        self._strike, self._taken = strike, 0
+        self._interrupt, self._taken = interrupt, 0
 
     def __getitem__(self, name: str) -> Tensor:
         self._taken += 1
         if self._taken == 2 * len(self) + 6:
-            self._strike()
+            self._interrupt()
         return super().__getitem__(name)
 
     def items(self) -> Any:
@@ -33,7 +33,8 @@ class Struck(dict[str, Tensor]):
 
 
 class PausedReader(StoreReader):
-    """While `hold` exists beside the store, the update stops, and says so with `half`."""
+    """Pauses the update while the file `hold` exists in the store's parent folder, and creates the file `half`
+    there."""
 
     opened = 0
 
@@ -41,11 +42,11 @@ class PausedReader(StoreReader):
     def __call__(self, folder: Path, version: int) -> Generator[Mapping[str, Tensor]]:
         PausedReader.opened += 1
         with super().__call__(folder, version) as tensors:
-            yield Struck(tensors, lambda: hold(folder.parent)) if PausedReader.opened == 1 else tensors
+            yield InterruptibleTensors(tensors, lambda: pause(folder.parent)) if PausedReader.opened == 1 else tensors
 
 
-def hold(beside: Path) -> None:
-    (beside / "half").touch()
+def pause(folder: Path) -> None:
+    (folder / "half").touch()
     end = time.monotonic() + 120
-    while (beside / "hold").exists() and time.monotonic() < end:
+    while (folder / "hold").exists() and time.monotonic() < end:
         time.sleep(0.005)

@@ -1,4 +1,4 @@
-"""A relay that pauses in the middle of a transfer when a test asks for it."""
+"""A relay that pauses in the middle of a transfer at a test's request."""
 
 import ctypes
 import os
@@ -11,8 +11,8 @@ from lockstep.weights.relay.weight_relay import WeightRelay
 
 
 class PausedRelay(WeightRelay):
-    """Stops after the first chunk while `<hold>/<node>` exists, and says so with `<hold>/<node>.<pid>`. Where the file
-    says `receive`, it stops in what it receives only."""
+    """Pauses after the first chunk while the file `<hold>/<node>` exists, and creates `<hold>/<node>.<pid>`. If the
+    file contains `receive`, the relay pauses only while it receives."""
 
     def __init__(self, hold: str, space: str | None = None, **arguments: Any) -> None:
         if space is not None:
@@ -38,7 +38,7 @@ class PausedRelay(WeightRelay):
 
 
 def enter(space: str) -> None:
-    """Moves this thread, and those it starts, into a network namespace; the link to the controller stays."""
+    """Move this thread, and threads it starts, into a network namespace; open connections stay in the old one."""
     with Path(f"/run/netns/{space}").open() as file:
         if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), 0x40000000):
             raise OSError(ctypes.get_errno(), f"setns {space}")

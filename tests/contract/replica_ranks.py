@@ -15,7 +15,7 @@ SETTINGS = {"ranks": 4, "replicas": 2}
 
 
 def trained(folder: Path, ranks: ParallelContext, port: int) -> tr.Result:
-    """Some steps; saved, published and exported."""
+    """Train some steps, then save, publish and export."""
     cfg = tr.config(folder, "qwen2", "grpo", **(SETTINGS if ranks.world == 4 else {}))
     trainer = FSDP2Trainer(cfg, ranks)
     result = tr.train(trainer, tr.batch_of(cfg, ranks.world))

@@ -1,4 +1,4 @@
-"""A module whose import keeps a processor busy for some seconds, as torch's does on a loaded host."""
+"""A module whose import uses the CPU for some seconds, like torch's on a loaded host."""
 
 import time
 

@@ -28,14 +28,14 @@ CPU = torch.device("cpu")
 
 
 def tensors(version: int) -> dict[str, Tensor]:
-    """Different in every version; rows that do not divide by two, and fewer than ranks."""
+    """Tensors that differ in every version; some have an odd number of rows, or fewer rows than there are ranks."""
     made = torch.Generator().manual_seed(version)
     shapes = {"embed": (601, 64), "bias": (7,), "norm": (1, 5), "frozen": (30, 8), "wide": (3, 4000)}
     return {name: torch.randn(shape, generator=made) for name, shape in shapes.items()}
 
 
 def plan() -> WeightPlan:
-    """As tensors leave: one in another type."""
+    """The plan of the tensors as they are sent: one of them in another dtype."""
     return WeightPlan.of((name, each.shape, wire(name)) for name, each in tensors(0).items())
 
 
@@ -53,7 +53,7 @@ def expected(version: int) -> dict[str, str]:
 
 
 class FileMemory:
-    """What CUDA IPC does, with a file that both map."""
+    """Stands for CUDA IPC: a file that both processes map."""
 
     def __init__(self, gpu: str = "gpu-0", folder: str = "") -> None:
         self.gpu, self.folder, self.made = gpu, folder, 0
@@ -77,7 +77,7 @@ class FileMemory:
 
 
 class FileReceiver(StreamReceiver):
-    """What an engine is told to use instead of a GPU's."""
+    """The receiver that engines use instead of one for GPUs."""
 
     def __init__(self) -> None:
         super().__init__(FileMemory())
@@ -111,8 +111,8 @@ class TrainerEnd:
         coming = gather_buckets(weights, buckets, self.ranks, everyone=channel.way == "cuda_ipc")
         return self.sender.send(channel, plan(), version, coming)
 
-    def whole(self) -> dict[str, str]:
-        """By torch's own gather."""
+    def full_digests(self) -> dict[str, str]:
+        """Digests of the full tensors, gathered by torch."""
         full = {n: p.full_tensor() if hasattr(p, "full_tensor") else p for n, p in self.parameters.items()}
         return digests({name: each.detach().to(wire(name)) for name, each in full.items()})
 
@@ -121,7 +121,8 @@ class TrainerEnd:
 
 
 class EngineEnd:
-    """Keeps what it has taken; with a file `hold-NAME` in its folder it stops in the middle."""
+    """An engine that keeps the received tensors. While the file `hold-NAME` exists in its folder, it pauses in the
+    middle."""
 
     def __init__(self, name: str, folder: str, gpu: str = "") -> None:
         self.receiver = StreamReceiver(FileMemory(gpu, folder))
@@ -157,9 +158,10 @@ class Feeder:
         self.sender, self.limit_s, self.numbers = StreamSender(0, CPU, FileMemory("gpu-0", str(folder))), limit_s, 0
 
     def give(self, engine: Any, lm: nn.Module, version: int, until: int | None = None) -> None:
-        """The engine takes the model's weights. The sender is lost after `until` buckets. Raises as the engine."""
+        """Stream the model's weights to the engine; the sender ends after `until` buckets. Raises the engine's
+        error."""
         given = {name: each.detach() for name, each in lm.named_parameters()}
-        whole = WeightPlan.of((name, each.shape, each.dtype) for name, each in given.items())
+        plan_of_model = WeightPlan.of((name, each.shape, each.dtype) for name, each in given.items())
         self.numbers += 1
         address = "127.0.0.1", self.store.port
         channel = StreamChannel(
@@ -167,20 +169,20 @@ class Feeder:
         )
 
         def pieces() -> Iterator[dict[str, list[Tensor]]]:
-            for bucket in cut_buckets(whole, channel.bucket_bytes):
+            for bucket in cut_buckets(plan_of_model, channel.bucket_bytes):
                 if bucket.number == until:
                     return
                 yield {e.name: [given[e.name].contiguous().view(-1).view(torch.uint8)] for e in bucket.entries}
 
         def send() -> None:
-            with contextlib.suppress(ValueError):  # fewer than there should be
-                self.sender.send(channel, whole, version, pieces())
+            with contextlib.suppress(ValueError):  # fewer buckets than planned
+                self.sender.send(channel, plan_of_model, version, pieces())
 
         thread = threading.Thread(target=send, daemon=True)
         thread.start()
         try:
-            told = channel.where("engine", whole.to_json())
-            engine.receive_weights({**told, "receiver": "stream_endpoints:FileReceiver"}, version)
+            source = channel.where("engine", plan_of_model.to_json())
+            engine.receive_weights({**source, "receiver": "stream_endpoints:FileReceiver"}, version)
         finally:
             thread.join(60)
 
@@ -197,9 +199,10 @@ class ModelEnd:
         return WeightPlan.of((name, each.shape, each.dtype) for name, each in self.given.items()).to_json()
 
     def stream_weights(self, channel: StreamChannel, version: int) -> str:
-        whole = WeightPlan.from_json(self.plan())
+        plan_of_model = WeightPlan.from_json(self.plan())
         raw = {name: each.contiguous().view(-1).view(torch.uint8) for name, each in self.given.items()}
         pieces = (
-            {e.name: [raw[e.name]] for e in bucket.entries} for bucket in cut_buckets(whole, channel.bucket_bytes)
+            {e.name: [raw[e.name]] for e in bucket.entries}
+            for bucket in cut_buckets(plan_of_model, channel.bucket_bytes)
         )
-        return self.sender.send(channel, whole, version, pieces)
+        return self.sender.send(channel, plan_of_model, version, pieces)

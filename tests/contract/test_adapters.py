@@ -1,4 +1,4 @@
-"""LoRA and DoRA: the numbers of peft however the work is split; saved, merged and exported whole."""
+"""LoRA and DoRA equal peft however the work is split; adapters are saved, merged and exported completely."""
 
 from pathlib import Path
 from typing import Any
@@ -32,13 +32,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> dict[str, tr.Result]:
-    """The cases at one rank, in this process."""
+    """Results of the cases with one rank, in this process."""
     return {name: case(folder, ParallelContext(), 0) for name, case in ar.CASES.items() if name != "reload"}
 
 
 @pytest.fixture(scope="module")
 def pair(folder: Path, alone: dict[str, tr.Result]) -> dict[str, list[tr.Result]]:
-    """The cases on two ranks, after those at one rank, whose checkpoint they load."""
+    """Results of the cases on two ranks. They load checkpoints of the cases with one rank."""
     return tr.launch(folder, 2, ar.CASES, "adapter_ranks")
 
 
@@ -49,7 +49,7 @@ def truths(folder: Path, alone: dict[str, tr.Result]) -> dict[str, tr.Result]:
 
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("name", VARIANTS)
-def test_an_adapter_learns_what_it_does_with_peft(
+def test_training_an_adapter_equals_peft(
     name: str,
     world: int,
     alone: dict[str, tr.Result],
@@ -57,16 +57,18 @@ def test_an_adapter_learns_what_it_does_with_peft(
     truths: dict[str, tr.Result],
 ) -> None:
     results, truth = [alone[name]] if world == 1 else pair[name], truths[name]
-    assert apart(tr.whole([r.weights for r in results]), tr.whole([truth.weights])) < TIGHT
+    assert apart(tr.assemble([r.weights for r in results]), tr.assemble([truth.weights])) < TIGHT
     for result in results:
         for step, expected in enumerate(truth.metrics):
             found = {metric: result.metrics[step][metric] for metric in expected}
             assert found == pytest.approx(expected, rel=TIGHT), f"step {step}"
         assert result.extra["frozen"], "the model's own weights stay"
-        assert result.extra["optimizer"] == sorted(result.extra["adapter"]), "optimizer state is the adapter's only"
+        assert result.extra["optimizer"] == sorted(result.extra["adapter"]), "only the adapter has optimizer state"
         for part, value in result.extra["start"].items():
             if "lora" in part:
-                assert torch.equal(value, alone[name].extra["start"][part]), "it begins the same on any number of ranks"
+                assert torch.equal(value, alone[name].extra["start"][part]), (
+                    "the initial adapter does not depend on the number of ranks"
+                )
 
 
 def test_the_reference_is_the_model_without_its_adapter(folder: Path) -> None:
@@ -84,7 +86,7 @@ def test_the_reference_is_the_model_without_its_adapter(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_run_begins_from_an_adapter_which_is_its_reference(
+def test_a_run_starts_from_an_existing_adapter_which_is_its_reference(
     world: int, alone: dict[str, tr.Result], pair: dict[str, list[tr.Result]]
 ) -> None:
     results = [alone["begun"]] if world == 1 else pair["begun"]
@@ -100,8 +102,8 @@ def test_a_run_begins_from_an_adapter_which_is_its_reference(
             assert abs(after["logprobs"] - first["logprobs"]).max() > 1e-4
         for name, value in result.extra["trained"].items():
             assert torch.equal(value, result.extra["loaded"][name]), name
-            assert torch.equal(value, result.extra["adapter"][name]), "looking at the reference changed nothing"
-    weights = [tr.whole([r.weights for r in each]) for each in ([alone["begun"]], results)]
+            assert torch.equal(value, result.extra["adapter"][name]), "computing the reference changed nothing"
+    weights = [tr.assemble([r.weights for r in each]) for each in ([alone["begun"]], results)]
     assert apart(*weights) < TIGHT
 
 
@@ -117,7 +119,7 @@ def test_resume_is_bitwise_with_dropout(alone: dict[str, tr.Result], pair: dict[
             assert torch.equal(result.extra["adapter"][name], result.extra["loaded"][name]), name
 
 
-def test_dropout_is_on_in_steps_and_the_same_when_activations_are_computed_again(
+def test_dropout_is_on_in_steps_and_equal_with_activation_checkpointing(
     folder: Path, alone: dict[str, tr.Result]
 ) -> None:
     dry = ar.config(folder, "qwen2", "sft", ar.LORA)
@@ -129,7 +131,9 @@ def test_dropout_is_on_in_steps_and_the_same_when_activations_are_computed_again
         torch.testing.assert_close(part, again.extra["adapter"][name], rtol=1e-5, atol=1e-7)
 
 
-def test_a_checkpoint_holds_the_adapter_and_names_what_it_stands_on(folder: Path, alone: dict[str, tr.Result]) -> None:
+def test_a_checkpoint_contains_the_adapter_and_a_digest_of_its_base_model(
+    folder: Path, alone: dict[str, tr.Result]
+) -> None:
     saved = folder / "saved" / "adapter-1"
     stored = FileSystemReader(saved).read_metadata().state_dict_metadata
     parts = alone["resume"].extra["adapter"]
@@ -167,9 +171,9 @@ def test_a_checkpoint_is_refused_on_another_model_or_adapter(folder: Path, alone
 
 
 def exported(folder: Path, prefix: str, world: int, results: list[tr.Result]) -> tuple[Any, PeftModel]:
-    """The merged export, which has the trainer's weights bit by bit, and the adapter's on its base."""
+    """The merged export, which must equal the trainer's weights bitwise, and the exported adapter on its base model."""
     merged = AutoModelForCausalLM.from_pretrained(folder / f"{prefix}merged-{world}")
-    expected = tr.whole([result.weights for result in results])
+    expected = tr.assemble([result.weights for result in results])
     assert apart({name: p.detach() for name, p in merged.named_parameters()}, expected) == 0
     base = AutoModelForCausalLM.from_pretrained(folder / "llama")
     return merged, PeftModel.from_pretrained(base, folder / f"{prefix}adapter-{world}")
@@ -181,7 +185,7 @@ def test_exports_load_with_transformers_and_with_peft(
 ) -> None:
     results = [alone["export"]] if world == 1 else pair["export"]
     _, adapted = exported(folder, "", world, results)
-    expected = tr.whole([result.weights for result in results])
+    expected = tr.assemble([result.weights for result in results])
     found = {name: p.detach() for name, p in adapted.merge_and_unload().named_parameters()}  # type: ignore[operator]
     assert apart(found, expected) < 1e-6
     assert AutoTokenizer.from_pretrained(folder / f"adapter-{world}").eos_token_id is not None
@@ -191,7 +195,7 @@ def test_exports_load_with_transformers_and_with_peft(
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_what_was_trained_beside_an_adapter_is_exported_with_it(
+def test_modules_to_save_are_exported_with_the_adapter(
     folder: Path, world: int, alone: dict[str, tr.Result], pair: dict[str, list[tr.Result]]
 ) -> None:
     results = [alone["export_saved"]] if world == 1 else pair["export_saved"]
@@ -201,11 +205,15 @@ def test_what_was_trained_beside_an_adapter_is_exported_with_it(
     with torch.no_grad():
         assert (adapted(ids).logits - merged(ids).logits).abs().max() < 1e-5
     parts = load_file(folder / f"saved-adapter-{world}" / "adapter_model.safetensors")
-    beside = [name.removeprefix("base_model.model.") for name in parts if "lora" not in name]
-    assert sorted(beside) == ["lm_head.weight", "model.embed_tokens.weight", "model.layers.1.input_layernorm.weight"]
+    fully_trained = [name.removeprefix("base_model.model.") for name in parts if "lora" not in name]
+    assert sorted(fully_trained) == [
+        "lm_head.weight",
+        "model.embed_tokens.weight",
+        "model.layers.1.input_layernorm.weight",
+    ]
 
 
-def test_an_adapter_is_exported_whole_or_not_at_all(folder: Path, tmp_path: Path) -> None:
+def test_an_adapter_is_exported_completely_or_not_at_all(folder: Path, tmp_path: Path) -> None:
     trainer = FSDP2Trainer(ar.config(folder, "llama", "sft", ar.LORA), ParallelContext())
     with tr.no_space(), pytest.raises(CheckpointError, match="the adapter could not be exported"):
         trainer.export_adapter(tmp_path / "adapter")

@@ -1,4 +1,4 @@
-"""Evaluation on an engine that also has requests of coming steps: it is not delayed, and uses the published weights."""
+"""Evaluation on an engine that also has requests of later steps is not delayed, and uses the published weights."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -22,8 +22,8 @@ from lockstep.run.step_metrics import rollout_metrics
 torch.set_num_threads(1)
 
 
-class Answer:
-    """An answer that comes when the engine has something to tell."""
+class LocalResult:
+    """The deferred result of a call."""
 
     def __init__(self, later: DeferredResult[CompletionBatch]) -> None:
         self.outcome: list[Any] = []
@@ -48,16 +48,16 @@ class Answer:
         return found
 
 
-class Here:
-    """A worker in this process, which decodes a little whenever somebody looks whether it gets on."""
+class LocalEngine:
+    """A worker in this process, which decodes a little whenever its progress is read."""
 
-    name, moved_at, stall_limit_s, notice_after_s = "engine-0", 0.0, 60.0, 60.0
+    name, last_progress_at, stall_limit_s, notice_after_s = "engine-0", 0.0, 60.0, 60.0
 
     def __init__(self, folder: Path, rows: int) -> None:
         self.service = EngineService({"path": str(folder)}, {"max_rows": rows}, threads=1)
 
     @property
-    def moves(self) -> int:
+    def progress_count(self) -> int:
         self.service.background()
         return self.service._engine.progress().tokens
 
@@ -67,7 +67,7 @@ class Here:
     def submit(self, method: Callable[..., Any], *arguments: Any) -> Any:
         value = self.call(method, *arguments)
         if isinstance(value, DeferredResult):
-            return Answer(value)
+            return LocalResult(value)
         call: PendingCall[Any] = PendingCall(self, method.__name__, lambda payload: value)
         call.settle(memoryview(b""))
         return call
@@ -91,8 +91,8 @@ def prompts(count: int, first: int = 0) -> list[Prompt]:
     return [Prompt(f"0:{row}", row, np.array([5, 6 + row], np.int32), "p") for row in range(first, first + count)]
 
 
-def test_evaluation_goes_before_requests_of_coming_steps(model: Path) -> None:
-    worker = Here(model, rows=4)
+def test_evaluation_has_priority_over_requests_of_later_steps(model: Path) -> None:
+    worker = LocalEngine(model, rows=4)
     engines = RolloutClient([worker], SamplingConfig(max_tokens=60, ignore_eos=True), seed=0)  # type: ignore[list-item]
     ahead = [
         engines.request(f"{step}/{prompt.uid}/{k}", step, prompt, k)
@@ -110,19 +110,21 @@ def test_evaluation_goes_before_requests_of_coming_steps(model: Path) -> None:
     assert all(completion.versions.tolist() == [7] * 6 for completion in found), "exactly the published version"
 
     early = engines.collect(queue="rollouts")
-    assert len(early) <= 4, "it waited for the rows that were running and for no others"
-    assert all(set(completion.versions.tolist()) == {0, 7} for completion in early), "they went on with new weights"
+    assert len(early) <= 4, "it waited for the running rows and no others"
+    assert all(set(completion.versions.tolist()) == {0, 7} for completion in early), (
+        "they continued with the new weights"
+    )
     order = [completion.request for completion in early]
     while len(order) < len(ahead):
         worker.service.background()
         order += [completion.request for completion in engines.collect(queue="rollouts")]
     steps = [int(id.partition("/")[0]) for id in order]
     assert sorted(order) == sorted(request.id for request in ahead)
-    assert steps[4:] == sorted(steps[4:]), "earlier steps first, whatever was handed over first"
+    assert steps[4:] == sorted(steps[4:]), "earlier steps first, whatever was submitted first"
 
 
 def test_requests_of_equal_priority_stay_in_their_order(model: Path) -> None:
-    worker = Here(model, rows=1)
+    worker = LocalEngine(model, rows=1)
     engines = RolloutClient([worker], SamplingConfig(max_tokens=2, ignore_eos=True), seed=0)  # type: ignore[list-item]
     for count in range(4):
         engines.submit([engines.request(f"3/{count}", 3, prompts(1, first=count)[0], 0)], queue="x")
@@ -133,14 +135,15 @@ def test_requests_of_equal_priority_stay_in_their_order(model: Path) -> None:
     assert order == [f"3/{count}" for count in range(4)]
 
 
-def test_completions_of_two_engines_go_on_after_new_weights_and_say_how_old_each_token_is(model: Path) -> None:
-    """Partial rollouts: each engine takes new weights when it gets to it, and what it has begun goes on with them."""
-    workers = [Here(model, rows=4), Here(model, rows=4)]
+def test_running_completions_continue_with_new_weights_and_tokens_carry_their_version(model: Path) -> None:
+    """Partial rollouts: each engine loads new weights in its own time, and its running completions continue with
+    them."""
+    workers = [LocalEngine(model, rows=4), LocalEngine(model, rows=4)]
     engines = RolloutClient(workers, SamplingConfig(max_tokens=20, ignore_eos=True), seed=0)  # type: ignore[arg-type]
     chosen = prompts(2)
     requests = [[engines.request(f"3/{prompt.uid}/{k}", 3, prompt, k) for k in range(4)] for prompt in chosen]
     engines.submit([request for group in requests for request in group], queue="rollouts")
-    assert all(len(worker.service._engine._ids) == 4 for worker in workers), "a group each"
+    assert all(len(worker.service._engine._ids) == 4 for worker in workers), "one group per engine"
     for worker, steps in zip(workers, (5, 11), strict=True):
         for _ in range(steps):
             worker.service.background()

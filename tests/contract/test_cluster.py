@@ -1,4 +1,4 @@
-"""What every cluster does. One suite, parametrised over the implementations."""
+"""The contract of every cluster: one suite, parametrised over the implementations."""
 
 import contextlib
 import logging
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from cluster_services import Engine, Parcel, Plain, Promises
+from cluster_services import BackgroundService, DeferringService, Parcel, Plain
 from ray_hosts import needs_ray
 
 from lockstep.base.transport import auth_handshake
@@ -80,7 +80,7 @@ def start(cluster: Any) -> Iterator[Start]:
 
 
 def cut(worker: Any) -> None:
-    """Breaks the worker's connection as a network would."""
+    """Break the worker's connection as a network failure would."""
     connection = worker.connection
     if connection is not None:
         with contextlib.suppress(OSError):
@@ -96,7 +96,7 @@ def test_calls_run_in_the_order_of_submission(start: Start) -> None:
     assert worker.call(Plain.pid) == worker.pid != os.getpid()
 
 
-def test_concurrent_calls_answer_beside_a_running_call(start: Start) -> None:
+def test_concurrent_calls_are_answered_during_a_running_call(start: Start) -> None:
     worker = start()
     long = worker.submit(Plain.sleep, 2.0)
     began = time.monotonic()
@@ -106,7 +106,7 @@ def test_concurrent_calls_answer_beside_a_running_call(start: Start) -> None:
     assert long.result("the long one") == 2.0
 
 
-def test_values_of_all_kinds_make_the_round(start: Start) -> None:
+def test_values_of_all_kinds_survive_a_round_trip(start: Start) -> None:
     worker = start()
     parcel = Parcel("x", {"a": np.arange(7, dtype=np.int32), "b": np.ones((300, 70)), "c": np.zeros((0, 3))})
     back = worker.call(Plain.double, parcel)
@@ -128,7 +128,7 @@ def test_large_arrays_cross_both_ways(start: Start) -> None:
     back[0] = 1
 
 
-def test_answers_are_what_they_were_when_the_call_returned(start: Start) -> None:
+def test_an_answer_is_a_snapshot_from_when_the_call_returned(start: Start) -> None:
     worker = start()
     pendings = [worker.submit(Plain.reused, n) for n in range(6)]
     assert [int(answer.mean()) for answer in gather_results(pendings, "answers")] == list(range(6))
@@ -144,10 +144,10 @@ def test_exceptions_arrive_with_worker_rank_and_remote_traceback(start: Start) -
     assert error.message == "the third layer is missing"
     assert "in fail" in error.traceback
     assert "lockstep/cluster" not in error.traceback, "only the service's own frames"
-    assert worker.call(Plain.add, 1) == 1, "the worker goes on"
+    assert worker.call(Plain.add, 1) == 1, "the worker continues"
 
 
-def test_wrong_arguments_and_results_are_told(start: Start) -> None:
+def test_wrong_arguments_and_results_are_reported(start: Start) -> None:
     worker = start()
     with pytest.raises(TypeError, match="missing a required argument: 'n'"):
         worker.submit(Plain.add)  # type: ignore[call-arg]
@@ -158,10 +158,10 @@ def test_wrong_arguments_and_results_are_told(start: Start) -> None:
     with pytest.raises(RemoteError, match=r"Plain.wrong: return value: builtins.object cannot be sent"):
         worker.call(Plain.wrong)
     with pytest.raises(RemoteError, match="Plain has no method 'collect'"):
-        worker.call(Engine.collect)
+        worker.call(BackgroundService.collect)
 
 
-def test_a_cut_in_mid_call_executes_it_once(start: Start, tmp_path: Path) -> None:
+def test_a_call_is_executed_once_if_the_connection_breaks_during_it(start: Start, tmp_path: Path) -> None:
     ledger = tmp_path / "ledger"
     worker = start(ledger=str(ledger))
     pending = worker.submit(Plain.note, 1, None, 1.0)
@@ -171,7 +171,7 @@ def test_a_cut_in_mid_call_executes_it_once(start: Start, tmp_path: Path) -> Non
     assert ledger.read_text() == "1\n"
 
 
-def test_a_result_that_is_ready_while_the_line_is_down_arrives_later(start: Start) -> None:
+def test_a_result_arrives_after_the_connection_is_restored(start: Start) -> None:
     worker = start()
     pending = worker.submit(Plain.sleep, 0.2)
     os.kill(worker.pid, signal.SIGSTOP)
@@ -180,7 +180,7 @@ def test_a_result_that_is_ready_while_the_line_is_down_arrives_later(start: Star
     assert pending.result("the nap") == 0.2
 
 
-def test_a_line_that_breaks_all_the_time_loses_and_repeats_nothing(start: Start, tmp_path: Path) -> None:
+def test_a_connection_that_breaks_repeatedly_loses_and_repeats_nothing(start: Start, tmp_path: Path) -> None:
     ledger = tmp_path / "ledger"
     worker = start(ledger=str(ledger))
     over = threading.Event()
@@ -229,26 +229,26 @@ def test_progress_keeps_a_long_call_alive(start: Start) -> None:
     assert pending.result("work", stall_s=2.0) > 20
 
 
-def test_a_call_behind_a_moving_one_is_not_stalled(start: Start) -> None:
+def test_a_call_queued_behind_a_progressing_one_is_not_stalled(start: Start) -> None:
     worker = start()
     worker.submit(Plain.work, 3.5)
     assert worker.submit(Plain.add, 1).result("behind it", stall_s=2.0) == 1
 
 
-def test_a_wait_without_progress_is_told(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_wait_without_progress_is_reported(start: Start, caplog: pytest.LogCaptureFixture) -> None:
     worker = start()
     with caplog.at_level(logging.WARNING, logger="lockstep.cluster.rpc.futures"):
         worker.submit(Plain.wait_for, "judge", 2.5).result("train step 12")
-    told = [record.getMessage() for record in caplog.records]
+    messages = [record.getMessage() for record in caplog.records]
     assert any(
         f"waiting for {worker.spec.name} " in line
         and "(train step 12): no progress for" in line
         and "waits for judge (its scores)" in line
-        for line in told
-    ), told
+        for line in messages
+    ), messages
 
 
-def test_a_stopped_worker_is_stalled_and_may_go_on(start: Start) -> None:
+def test_a_stopped_worker_is_stalled_and_may_continue(start: Start) -> None:
     worker = start()
     pending = worker.submit(Plain.work, 1.0)
     os.kill(worker.pid, signal.SIGSTOP)
@@ -257,14 +257,14 @@ def test_a_stopped_worker_is_stalled_and_may_go_on(start: Start) -> None:
             pending.result("work", stall_s=1.5)
         began = time.monotonic()
         large = worker.submit(Plain.checksum, np.zeros(4_000_000))
-        assert time.monotonic() - began < 1.0, "a peer that does not read blocks nobody"
+        assert time.monotonic() - began < 1.0, "a peer that does not read does not block the caller"
     finally:
         os.kill(worker.pid, signal.SIGCONT)
     assert pending.result("work") > 0
     assert large.result("checksum") == (32_000_000, 0.0)
 
 
-def test_the_first_failure_ends_the_wait_for_all(start: Start) -> None:
+def test_the_first_failure_ends_a_wait_for_several_calls(start: Start) -> None:
     good, bad = start(), start()
     pendings = [good.submit(Plain.sleep, 60.0), bad.submit(Plain.sleep, 0.3), bad.submit(Plain.fail, "now")]
     began = time.monotonic()
@@ -290,25 +290,25 @@ def test_a_killed_worker_fails_its_calls_at_once(start: Start) -> None:
         worker.call(Plain.add, 1)
 
 
-@pytest.mark.parametrize(("how", "code"), [("leave", 3), ("quit", 5)])
+@pytest.mark.parametrize(("how", "code"), [("exit_process", 3), ("quit", 5)])
 def test_a_worker_that_ends_by_itself_leaves_its_last_lines(start: Start, how: str, code: int) -> None:
     worker = start()
-    pending = worker.submit(Plain.leave, 3) if how == "leave" else worker.submit(Plain.quit)
+    pending = worker.submit(Plain.exit_process, 3) if how == "exit_process" else worker.submit(Plain.quit)
     with pytest.raises(WorkerDied) as caught:
         pending.result("its end")
     assert caught.value.exit_code == code
-    assert ("last words" if how == "leave" else "exiting") in caught.value.log_tail or how == "quit"
+    assert ("last words" if how == "exit_process" else "exiting") in caught.value.log_tail or how == "quit"
     assert worker.spec.name in caught.value.log_tail
 
 
 def test_the_background_loop_runs_between_calls(start: Start) -> None:
-    worker = start(Engine)
-    worker.call(Engine.submit, 400)
+    worker = start(BackgroundService)
+    worker.call(BackgroundService.submit, 400)
     latencies = []
-    while (done := worker.call(Engine.collect)) < 400:
+    while (done := worker.call(BackgroundService.collect)) < 400:
         began = time.monotonic()
-        assert worker.call(Engine.progress) >= done
-        worker.call(Engine.collect)
+        assert worker.call(BackgroundService.progress) >= done
+        worker.call(BackgroundService.collect)
         latencies.append(time.monotonic() - began)
         time.sleep(0.02)
     assert len(latencies) > 5
@@ -316,59 +316,59 @@ def test_the_background_loop_runs_between_calls(start: Start) -> None:
 
 
 def test_an_idle_background_loop_does_not_spin(start: Start) -> None:
-    worker = start(Engine)
-    worker.call(Engine.submit, 3)
+    worker = start(BackgroundService)
+    worker.call(BackgroundService.submit, 3)
     time.sleep(0.2)
-    looks, process = worker.call(Engine.asked), psutil.Process(worker.pid)
+    calls_before, process = worker.call(BackgroundService.background_calls), psutil.Process(worker.pid)
     before = process.cpu_times()
     time.sleep(2.0)
     after = process.cpu_times()
     assert after.user + after.system - before.user - before.system < 0.2
-    assert worker.call(Engine.asked) - looks < 20
+    assert worker.call(BackgroundService.background_calls) - calls_before < 20
 
 
 def test_a_broken_background_loop_fails_the_calls(start: Start) -> None:
-    worker = start(Engine)
-    worker.call(Engine.sabotage)
+    worker = start(BackgroundService)
+    worker.call(BackgroundService.sabotage)
     for _ in range(2):
         with pytest.raises(RemoteError, match="the decode loop broke"):
-            worker.call(Engine.collect)
+            worker.call(BackgroundService.collect)
             time.sleep(0.2)
-            worker.call(Engine.collect)
-    assert worker.call(Engine.progress) == 0
+            worker.call(BackgroundService.collect)
+    assert worker.call(BackgroundService.progress) == 0
 
 
-def test_answers_may_come_later_than_those_of_later_calls(start: Start) -> None:
-    worker = start(Promises)
-    now = worker.call(Promises.at, 0)
-    late = worker.submit(Promises.at, 150)
+def test_calls_may_be_answered_out_of_order(start: Start) -> None:
+    worker = start(DeferringService)
+    now = worker.call(DeferringService.at, 0)
+    late = worker.submit(DeferringService.at, 150)
     with pytest.raises(RemoteError, match="there was no such turn"):
-        worker.call(Promises.at, -1)
-    assert worker.call(Promises.count) == 3
+        worker.call(DeferringService.at, -1)
+    assert worker.call(DeferringService.count) == 3
     assert now == [0] and not late.done()
     assert late.result("its turn") == [150, 150]
 
 
-def test_an_answer_that_comes_later_survives_a_cut(start: Start) -> None:
-    worker = start(Promises)
-    late = worker.submit(Promises.at, 300)
-    assert worker.call(Promises.count) == 1
+def test_a_deferred_answer_survives_a_broken_connection(start: Start) -> None:
+    worker = start(DeferringService)
+    late = worker.submit(DeferringService.at, 300)
+    assert worker.call(DeferringService.count) == 1
     cut(worker)
     assert late.result("its turn") == [300, 300]
 
 
-def test_a_service_that_breaks_fails_what_it_owes(start: Start) -> None:
-    worker = start(Promises)
-    late = worker.submit(Promises.at, 90_000)
-    worker.submit(Promises.sabotage)
+def test_a_broken_service_fails_its_open_calls(start: Start) -> None:
+    worker = start(DeferringService)
+    late = worker.submit(DeferringService.at, 90_000)
+    worker.submit(DeferringService.sabotage)
     with pytest.raises(RemoteError, match="the loop broke"):
         late.result("its turn")
 
 
-def test_a_worker_that_dies_fails_what_it_owes(start: Start) -> None:
-    worker = start(Promises)
-    late = worker.submit(Promises.at, 90_000)
-    worker.call(Promises.count)
+def test_a_worker_that_dies_fails_its_open_calls(start: Start) -> None:
+    worker = start(DeferringService)
+    late = worker.submit(DeferringService.at, 90_000)
+    worker.call(DeferringService.count)
     os.kill(worker.pid, signal.SIGKILL)
     with pytest.raises(WorkerDied):
         late.result("its turn")
@@ -382,12 +382,12 @@ def test_a_constructor_that_raises(cluster: Any) -> None:
     assert time.monotonic() - began < 20
     assert (caught.value.worker, caught.value.rank) == ("poor", 3)
     assert caught.value.message == "no such model: tiny"
-    (again,) = cluster.start([spec("fine", Plain)])  # the names are free, for the others have ended
+    (again,) = cluster.start([spec("fine", Plain)])  # the names are free again, because the others have ended
     assert again.call(Plain.add, 1) == 1
     cluster.stop(again)
 
 
-def test_services_that_are_none(cluster: Any) -> None:
+def test_classes_that_are_no_services_are_refused(cluster: Any) -> None:
     for service, expected in (("nowhere:Thing", "No module named 'nowhere'"), ("cluster_services", "package.module:")):
         wrong = spec("wrong")
         wrong.service = service
@@ -434,7 +434,7 @@ def test_stop_closes_the_service(cluster: Any, tmp_path: Path) -> None:
         pending.result("nothing")
 
 
-def test_a_worker_that_does_not_leave_is_killed(cluster: Any) -> None:
+def test_a_worker_that_does_not_end_is_killed(cluster: Any) -> None:
     (worker,) = cluster.start([spec("deaf")])
     worker.submit(Plain.deaf, 60.0)
     time.sleep(0.2)
@@ -444,7 +444,7 @@ def test_a_worker_that_does_not_leave_is_killed(cluster: Any) -> None:
     assert not psutil.pid_exists(worker.pid)
 
 
-def test_strangers_are_refused(cluster: Any, start: Start) -> None:
+def test_unknown_connections_are_refused(cluster: Any, start: Start) -> None:
     worker = start()
     host, port = cluster._server.address
     identity: dict[str, Any] = {"run": cluster._run, "generation": 1, "name": worker.spec.name, "timeout_s": 3.0}
@@ -452,16 +452,16 @@ def test_strangers_are_refused(cluster: Any, start: Start) -> None:
         with pytest.raises(HandshakeRefused) as caught:
             auth_handshake.connect(host, port, **identity | change)
         assert caught.value.code == code
-    stranger = auth_handshake.connect(host, port, **identity | {"token": TOKEN, "name": "nobody"})
+    unknown = auth_handshake.connect(host, port, **identity | {"token": TOKEN, "name": "nobody"})
     with pytest.raises(ConnectionClosed):
-        stranger.recv(3.0)
+        unknown.recv(3.0)
     assert worker.call(Plain.add, 2) == 2
 
 
 def test_the_token_is_in_no_command_line_and_no_file(cluster: Any, start: Start) -> None:
     worker = start()
-    assert worker.call(Plain.environment, "LOCKSTEP_TOKEN") is None, "not handed on to the worker's children"
-    assert TOKEN not in worker.call(Plain.started_with), "nor can a user's function look it up"
+    assert worker.call(Plain.environment, "LOCKSTEP_TOKEN") is None, "not inherited by the worker's children"
+    assert TOKEN not in worker.call(Plain.started_with), "and not readable by a user's function"
     words = [" ".join(process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"])]
     assert not any(TOKEN in line for line in words)
     folder = cluster._folder

@@ -1,5 +1,4 @@
-"""What every rollout engine must do. Run for each engine; the builtin one with and without its KV cache, vLLM where it
-is installed."""
+"""The contract of every rollout engine: the builtin one with and without its KV cache, and vLLM if it is installed."""
 
 import copy
 import functools
@@ -25,7 +24,7 @@ RANDOM = np.random.default_rng(0)
 
 @pytest.fixture(scope="module", params=["qwen2", "llama"])
 def folder(request, tmp_path_factory):
-    """A model sharp enough that its choices are not a matter of rounding."""
+    """A model whose probabilities differ so much that rounding does not change its choices."""
     made = make_tiny(
         tmp_path_factory.mktemp("engine") / request.param,
         family=request.param,
@@ -73,9 +72,9 @@ def vllm(folder, max_rows=256, cache_tokens=None, **options):
     from lockstep.config.rollout import VllmEngineConfig as Config
     from lockstep.rollout.vllm.engine import VllmEngine
 
-    # The smallest blocks that its CPU kernels have.
+    # The smallest blocks that vLLM's CPU kernels support.
     extra = {"block_size": 32}
-    if cache_tokens is not None:  # vLLM has room for one longest sequence at least
+    if cache_tokens is not None:  # vLLM needs room for at least one sequence of the largest length
         extra["num_gpu_blocks_override"] = CONTEXT // 32 + 1
     config = Config(max_num_seqs=max_rows, cpu_kv_cache_gb=0.02, extra=extra)
     return VllmEngine.from_config(ModelConfig(path=str(folder)), config, threads=1, **options)
@@ -140,7 +139,7 @@ def run(engine, requests):
 
 @torch.inference_mode()
 def full_logprobs(lm, prompt, tokens, temperature=1.0):
-    """float32 `[tokens]` by one plain forward."""
+    """Log-probabilities of the tokens, float32 `[tokens]`, from one plain forward."""
     sequence = torch.from_numpy(np.concatenate([prompt, tokens]).astype(np.int64)).unsqueeze(0)
     logprobs = torch.log_softmax(lm(sequence).logits[0].float() / temperature, -1)[len(prompt) - 1 : -1]
     return logprobs.gather(1, sequence[0, len(prompt) :, None]).squeeze(1).numpy()
@@ -194,7 +193,7 @@ def test_a_completion_depends_on_its_seed_alone(make):
     assert any(other[name].tokens.tolist() != together[name].tokens.tolist() for name in other)
 
 
-def test_more_requests_than_rows_of_unequal_length(make, reference):
+def test_more_requests_than_rows_with_unequal_lengths(make, reference):
     engine = make(max_rows=5)
     requests = ask(groups=9, size=3)
     for index, request in enumerate(requests):
@@ -217,7 +216,7 @@ def test_more_requests_than_rows_of_unequal_length(make, reference):
         np.testing.assert_allclose(got.logprobs, expected, atol=1e-4)
 
 
-def test_requests_may_come_while_others_run(make):
+def test_requests_may_be_submitted_while_others_run(make):
     requests = ask(groups=6, size=3, max_tokens=18)
     expected = run(make(), requests)
     engine = make(max_rows=7)
@@ -229,7 +228,7 @@ def test_requests_may_come_while_others_run(make):
     same(expected, done)
 
 
-def test_eos_ends_a_completion_and_stays_in_it(make, reference, folder):
+def test_eos_ends_a_completion_and_is_part_of_it(make, reference, folder):
     tokenizer = loaded(folder)[1]
     requests = ask(groups=5, size=8, max_tokens=40, temperature=1.5)
     done = run(make(), requests)
@@ -254,37 +253,37 @@ def test_stop_strings_stay_in_the_completion(make, folder):
     done = run(make(), ask(max_tokens=30, ignore_eos=True, stop=("\x00never", stop)))
     stopped = 0
     for name, each in done.items():
-        whole = free[name].text
-        assert whole.startswith(each.text)
-        if stop in whole and len(whole) == 30:
+        full = free[name].text
+        assert full.startswith(each.text)
+        if stop in full and len(full) == 30:
             stopped += 1
-            assert each.finish == "stop" and each.text == whole[: whole.index(stop) + len(stop)]
+            assert each.finish == "stop" and each.text == full[: full.index(stop) + len(stop)]
         else:
             assert each.finish == "length"
     assert stopped
 
 
-def test_abort_keeps_what_there_is(make):
-    whole = run(make(), ask(max_tokens=20, ignore_eos=True))
+def test_abort_returns_the_tokens_so_far(make):
+    full = run(make(), ask(max_tokens=20, ignore_eos=True))
     engine = make(max_rows=9)
     requests = ask(max_tokens=20, ignore_eos=True)
     engine.submit(requests)
     for _ in range(6):
         assert engine.step() == []
-    gone = engine.abort(["0/1", "1/2", "4/3", "unknown"])
-    assert {each.request for each in gone} == {"0/1", "1/2", "4/3"}
-    assert all(each.finish == "abort" for each in gone)
-    for each in gone:
+    aborted = engine.abort(["0/1", "1/2", "4/3", "unknown"])
+    assert {each.request for each in aborted} == {"0/1", "1/2", "4/3"}
+    assert all(each.finish == "abort" for each in aborted)
+    for each in aborted:
         expected = 0 if each.request == "4/3" else 6  # it was still waiting
         assert len(each.tokens) == len(each.logprobs) == len(each.versions) == expected
-        assert each.tokens.tolist() == whole[each.request].tokens[:expected].tolist()
+        assert each.tokens.tolist() == full[each.request].tokens[:expected].tolist()
     done = finish(engine)
-    assert done.keys() == whole.keys() - {"0/1", "1/2", "4/3"}
+    assert done.keys() == full.keys() - {"0/1", "1/2", "4/3"}
     for name, each in done.items():
-        assert each.tokens.tolist() == whole[name].tokens.tolist()
+        assert each.tokens.tolist() == full[name].tokens.tolist()
     engine.submit(requests)  # the ids are free again
     engine.step()
-    assert {each.request for each in engine.abort()} == whole.keys()
+    assert {each.request for each in engine.abort()} == full.keys()
     now = engine.progress()
     assert (now.running, now.waiting) == (0, 0) and engine.step() == []
 
@@ -303,7 +302,7 @@ def test_pause_and_resume(make):
     same(expected, finish(engine))
 
 
-class Shelf:
+class TensorReader:
     """A weight reader over tensors in memory."""
 
     def __init__(self):
@@ -324,8 +323,8 @@ def changed(folder, scale):
     return lm
 
 
-def test_weights_between_two_tokens(make, folder, reference):
-    shelf = Shelf()
+def test_weights_are_loaded_between_two_tokens(make, folder, reference):
+    shelf = TensorReader()
     new = changed(folder, 0.05)
     shelf.versions[4] = dict(new.named_parameters())
     engine = make(reader=shelf, version=3, max_rows=8)
@@ -348,13 +347,13 @@ def test_weights_between_two_tokens(make, folder, reference):
             crossed += 1
             np.testing.assert_allclose(got.logprobs[:7], old[:7], atol=1e-4)
             assert np.abs(got.logprobs[7:] - old[7:]).max() > 1e-2
-        else:  # entered later, some of them into a group that was running: nothing of the old weights is left
+        else:  # started later, some of them in a group that was running: they use no old weights
             np.testing.assert_allclose(got.logprobs, fresh, atol=1e-4)
     assert crossed == 8
 
 
-def test_a_prompt_is_read_again_with_new_weights(make, folder):
-    shelf = Shelf()
+def test_a_prompt_is_prefilled_again_with_new_weights(make, folder):
+    shelf = TensorReader()
     new = changed(folder, 0.05)
     shelf.versions[1] = dict(new.named_parameters())
     engine = make(reader=shelf)
@@ -368,8 +367,8 @@ def test_a_prompt_is_read_again_with_new_weights(make, folder):
     np.testing.assert_allclose(got.logprobs, full_logprobs(new, second.prompt, got.tokens), atol=1e-4)
 
 
-def test_weights_that_do_not_fit(make, folder):
-    shelf = Shelf()
+def test_weights_of_another_shape_are_refused(make, folder):
+    shelf = TensorReader()
     tensors = dict(load(folder).named_parameters())
     shelf.versions[1] = {**tensors, "model.extra": torch.zeros(2)}
     shelf.versions[2] = {name: tensor for name, tensor in tensors.items() if "norm" not in name}
@@ -384,15 +383,15 @@ def test_weights_that_do_not_fit(make, folder):
 @pytest.mark.parametrize(
     ("fields", "match"),
     [
-        ({"prompt": np.ones(90, np.int32)}, f"'bad' needs 90 prompt tokens .* 102, the context holds {CONTEXT}"),
+        ({"prompt": np.ones(90, np.int32)}, f"'bad' needs 90 prompt tokens .* 102, but the context has {CONTEXT}"),
         ({"prompt": np.zeros(0, np.int32)}, "'bad' has an empty prompt"),
         ({"prompt": np.array([5, 4000], np.int32)}, "'bad' has a prompt token outside"),
-        ({"max_tokens": 0}, "'bad' wants 0 tokens"),
-        ({"id": "0/0"}, "'0/0' is already here"),
-        ({"group": "g0"}, "'bad' has another prompt than the rest of group 'g0'"),
+        ({"max_tokens": 0}, "'bad' has max_tokens 0"),
+        ({"id": "0/0"}, "'0/0' is already open"),
+        ({"group": "g0"}, "'bad' has another prompt than the other requests of group 'g0'"),
     ],
 )
-def test_bad_requests_are_refused_by_name(make, fields, match):
+def test_bad_requests_are_refused_with_their_name(make, fields, match):
     engine = make()
     good = ask(groups=1, size=2)
     bad = Request(**{"id": "bad", "group": "gx", "prompt": np.ones(3, np.int32), "seed": 1, "max_tokens": 12, **fields})
@@ -403,7 +402,7 @@ def test_bad_requests_are_refused_by_name(make, fields, match):
     assert run(engine, good).keys() == {"0/0", "0/1"}
 
 
-def test_prompts_kept_for_later_requests_do_not_hold_back_the_first_one(make):
+def test_cached_prompts_do_not_hold_back_the_first_request(make):
     def request(name, group, prompt, tokens):
         return Request(name, group, np.arange(5, 5 + prompt, dtype=np.int32), 1, max_tokens=tokens, ignore_eos=True)
 
@@ -417,8 +416,8 @@ def test_a_small_cache_holds_back_requests(make, reference):
     engine = make(cache_tokens=60)
     same(expected, run(engine, requests))
     if not isinstance(engine, BuiltinEngine):
-        return  # vLLM's cache holds whatever the context holds
+        return  # vLLM's cache has room for a whole context
     if isinstance(engine._runner, CachedRunner):
         assert 0 < engine._runner.cache.tokens <= 60
-    with pytest.raises(BadRequest, match="needs 62 tokens of KV cache, it has 60"):
+    with pytest.raises(BadRequest, match="needs 62 tokens of KV cache, but the engine has 60"):
         engine.submit([Request("big", "b", np.ones(2, np.int32), 1, max_tokens=60)])

@@ -1,4 +1,4 @@
-"""The builtin engine takes a streamed version completely or not at all."""
+"""The builtin engine loads a streamed version completely or not at all."""
 
 import sys
 from pathlib import Path
@@ -41,7 +41,7 @@ def same(engine: BuiltinEngine, lm: torch.nn.Module) -> bool:
     return all(torch.equal(mine[name], each) for name, each in lm.named_parameters())
 
 
-def test_a_version_is_taken_between_two_tokens(folder: Path, tmp_path: Path) -> None:
+def test_a_version_is_loaded_between_two_tokens(folder: Path, tmp_path: Path) -> None:
     engine, feeder = engine_of(folder), Feeder(tmp_path)
     engine.submit([Request("r", "g", np.arange(4, 9, dtype=np.int32), seed=1, max_tokens=6, ignore_eos=True)])
     engine.step()
@@ -58,14 +58,14 @@ def test_a_version_is_taken_between_two_tokens(folder: Path, tmp_path: Path) -> 
     engine.close()
 
 
-def test_a_version_that_does_not_come_whole_changes_nothing(folder: Path, tmp_path: Path) -> None:
+def test_an_incomplete_version_changes_nothing(folder: Path, tmp_path: Path) -> None:
     engine, before = engine_of(folder), AutoModelForCausalLM.from_pretrained(folder)
     with pytest.raises(LinkFailed, match="the trainer rank on this GPU"):
         Feeder(tmp_path, limit_s=1.0).give(engine, changed(folder), 3, until=2)
     assert same(engine, before) and engine.version == 0
 
 
-def test_other_tensors_are_refused_before_anybody_meets(folder: Path, tmp_path: Path) -> None:
+def test_other_tensors_are_refused_before_a_communicator_is_formed(folder: Path, tmp_path: Path) -> None:
     engine = engine_of(folder)
     with pytest.raises(WeightsMismatch, match=r"somewhere\.weight"):
         Feeder(tmp_path, limit_s=1.0).give(engine, torch.nn.ModuleDict({"somewhere": torch.nn.Linear(2, 2)}), 3)

@@ -1,4 +1,4 @@
-"""HSDP: four ranks in two copies compute what one rank does, and hold, save and publish every row once."""
+"""HSDP: four ranks in two replicas compute the same as one rank, and save and publish every row once."""
 
 from pathlib import Path
 
@@ -40,28 +40,30 @@ def test_four_ranks_in_two_copies_compute_what_one_does(
     name: str, alone: dict[str, tr.Result], four: dict[str, list[tr.Result]]
 ) -> None:
     one, ranks = alone[name], four[name]
-    assert apart(tr.whole([rank.weights for rank in ranks]), tr.whole([one.weights])) < TIGHT
+    assert apart(tr.assemble([rank.weights for rank in ranks]), tr.assemble([one.weights])) < TIGHT
     for rank in ranks:
         assert rank.metrics == ranks[0].metrics
         for step, expected in enumerate(one.metrics):
             for metric in ("loss", "grad_norm", "tokens"):
                 assert rank.metrics[step][metric] == pytest.approx(expected[metric], rel=TIGHT), (step, metric)
     written = [list(rank.weights) for rank in ranks]
-    assert not set(written[0]) & set(written[2]) and not set(written[1]) & set(written[3]), "copies take turns"
+    assert not set(written[0]) & set(written[2]) and not set(written[1]) & set(written[3]), "replicas take turns"
 
 
-def test_a_copy_is_sharded_over_its_ranks(four: dict[str, list[tr.Result]], alone: dict[str, tr.Result]) -> None:
-    whole = alone["trained"].extra["held"]
+def test_a_replica_is_sharded_over_its_ranks(four: dict[str, list[tr.Result]], alone: dict[str, tr.Result]) -> None:
+    full = alone["trained"].extra["held"]
     held = [rank.extra["held"] for rank in four["trained"]]
     assert held[0] == held[2] and held[1] == held[3]
-    for name, shape in whole.items():
+    for name, shape in full.items():
         assert held[0][name][0] + held[1][name][0] == shape[0], name
 
 
-def test_checkpoint_export_and_publication_hold_every_row_once(folder: Path, four: dict[str, list[tr.Result]]) -> None:
+def test_checkpoint_export_and_published_weights_contain_every_row_once(
+    folder: Path, four: dict[str, list[tr.Result]]
+) -> None:
     ranks = four["trained"]
     assert all(rank.extra["loaded"] for rank in ranks)
-    expected = tr.whole([rank.weights for rank in ranks])
+    expected = tr.assemble([rank.weights for rank in ranks])
     manifest = read_manifest(folder / "saved" / "ranks-4")
     sizes = {world: sum(read_manifest(folder / "saved" / f"ranks-{world}")["files"].values()) for world in (1, 4)}
     assert manifest["world"] == 4 and sizes[4] < 1.5 * sizes[1], "not twice"

@@ -1,4 +1,4 @@
-"""Conversations of a real engine with real environments, every token accounted for."""
+"""Conversations of a real engine with real environments, with a check of every token."""
 
 import itertools
 from pathlib import Path
@@ -20,13 +20,13 @@ from lockstep.ledger.ledger import Ledger
 from lockstep.models.tiny_model import make_tiny
 from lockstep.rollout.client.multi_turn import MultiTurnClient
 from lockstep.rollout.engine_protocol import ENGINE_SERVICE
-from lockstep.rollout.environments.environment_messages import EnvironmentFailed
 from lockstep.rollout.environments.environment_pool import EnvironmentPool
+from lockstep.rollout.environments.environment_protocol import EnvironmentFailed
 from lockstep.run.rollout_buffer import PromptSampler, RolloutBuffer
 
 HERE = Path(__file__).parent
 DIGITS = "0123456789"
-"""End turns, so that a model that writes anything has some."""
+"""Tokens that end a turn, so that a random model ends some turns."""
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +44,8 @@ def engine(cluster, home):
     return cluster.start([WorkerSpec("engine-0", "rollout", 0, ENGINE_SERVICE, arguments)])[0]
 
 
-class Setup:
-    """A run's rollout, without the rest of it."""
+class RolloutSetup:
+    """The rollout part of a run."""
 
     def __init__(self, home, cluster, engine, folder, chat, max_tokens=90, seed=0, others=(), **environment):
         if "tools" not in environment:
@@ -91,7 +91,7 @@ def setup(home, cluster, engine, tmp_path):
     made = []
 
     def make(path, chat=True, folder="a", **options):
-        made.append(Setup(home, cluster, engine, tmp_path / folder, chat, path=path, **options))
+        made.append(RolloutSetup(home, cluster, engine, tmp_path / folder, chat, path=path, **options))
         return made[-1]
 
     yield make
@@ -100,7 +100,7 @@ def setup(home, cluster, engine, tmp_path):
 
 
 def written(setup, completion) -> list[tuple[bool, str]]:
-    """What either side wrote, in order."""
+    """The texts of model and environment in order, as (written by the model, text)."""
     edges = [0, *(np.flatnonzero(np.diff(completion.mask)) + 1), len(completion.tokens)]
     return [
         (bool(completion.mask[a]), setup.tokenizer.decode(completion.tokens[a:b])) for a, b in itertools.pairwise(edges)
@@ -108,15 +108,15 @@ def written(setup, completion) -> list[tuple[bool, str]]:
 
 
 def check_tokens(home, setup, rollouts) -> None:
-    """Log-probabilities are those of the whole conversation read again from its beginning: no token was lost or
-    changed between two turns."""
+    """Check that log-probabilities equal those of one forward over the full conversation: no token was lost or changed
+    between two turns."""
     model = AutoModelForCausalLM.from_pretrained(home / "model", attn_implementation="eager").eval()
     for group in rollouts.groups:
         for each in group.completions:
-            whole = torch.from_numpy(np.concatenate([group.prompt.tokens, each.tokens])).long()
+            full = torch.from_numpy(np.concatenate([group.prompt.tokens, each.tokens])).long()
             with torch.no_grad():
-                every = model(whole[None]).logits[0].log_softmax(-1)
-            found = every[len(group.prompt.tokens) - 1 : -1].gather(-1, whole[len(group.prompt.tokens) :, None])[:, 0]
+                every = model(full[None]).logits[0].log_softmax(-1)
+            found = every[len(group.prompt.tokens) - 1 : -1].gather(-1, full[len(group.prompt.tokens) :, None])[:, 0]
             np.testing.assert_allclose(found.numpy()[each.mask], each.logprobs[each.mask], atol=1e-4)
             assert (each.logprobs[~each.mask] == 0).all() and (each.versions[~each.mask] == -1).all()
             assert (each.versions[each.mask] == 0).all()
@@ -144,7 +144,7 @@ def test_conversations_through_a_chat_template(home, setup) -> None:
     assert several
 
 
-def test_a_conversation_stays_with_its_engine(home, setup, second) -> None:
+def test_a_conversation_stays_on_its_engine(home, setup, second) -> None:
     made = setup("Parrot", max_turn_tokens=12, workers=2, others=[second])
     router, went = made.engines._pool._router, {}
     choose = router.choose_engine
@@ -162,21 +162,21 @@ def test_a_conversation_stays_with_its_engine(home, setup, second) -> None:
     assert made.metrics["rollout/prefix_cache_hit_rate"] > 0.2
 
 
-def test_a_resumed_step_goes_on_as_it_would_have(setup) -> None:
+def test_a_resumed_step_continues_as_without_interruption(setup) -> None:
     made = setup("Parrot", max_turn_tokens=12)
-    whole = made.generate(4)
-    kept = [group.completions[k] for group in whole.groups for k in (0, 3)]
+    full = made.generate(4)
+    kept = [group.completions[k] for group in full.groups for k in (0, 3)]
     made.pool.close()
     again = setup("Parrot", max_turn_tokens=12, folder="b")
     again.ledger.keep(0, kept)
     resumed = again.generate(4)
     assert again.metrics["rollout/generated"] == 6
-    for one, other in zip(whole.groups, resumed.groups, strict=True):
+    for one, other in zip(full.groups, resumed.groups, strict=True):
         for a, b in zip(one.completions, other.completions, strict=True):
             assert a.tokens.tolist() == b.tokens.tolist() and a.episode == b.episode
 
 
-def test_plain_text_goes_on_as_it_stands(home, setup) -> None:
+def test_plain_text_replies_are_appended_unchanged(home, setup) -> None:
     made = setup("Parrot", chat=False, arguments={"opens": False}, max_turn_tokens=12)
     rollouts = made.generate(4)
     check_tokens(home, made, rollouts)
@@ -186,7 +186,7 @@ def test_plain_text_goes_on_as_it_stands(home, setup) -> None:
     assert answers and all(text.startswith("you wrote") for text in answers)
 
 
-def test_limits_cut_and_are_counted(setup) -> None:
+def test_limits_end_conversations_and_are_counted(setup) -> None:
     made = setup("Parrot", arguments={"turns": 99}, max_tokens=60, max_turns=2, max_turn_tokens=20)
     completions = [each for group in made.generate(6).groups for each in group.completions]
     assert {each.finish for each in completions} == {"length"}
@@ -201,7 +201,7 @@ def test_branches_share_their_first_turns(home, setup) -> None:
     for group in rollouts.groups:
         for first in (0, 4):
             turns = {tuple(written(made, each)[1]) for each in group.completions[first : first + 4]}
-            assert len(turns) == 1, "the four of a branch begin with the same turn"
+            assert len(turns) == 1, "the four completions of a branch begin with the same turn"
         assert len({tuple(written(made, each)[1]) for each in group.completions}) == 2
     forest = forest_from_rollouts(rollouts)
     forest.check_sequences()
@@ -212,7 +212,7 @@ def test_branches_share_their_first_turns(home, setup) -> None:
 
 
 @pytest.mark.parametrize("on_error", ["tell", "end", "stop"])
-def test_failures_are_told_or_end_the_sample_or_the_run(home, setup, on_error) -> None:
+def test_failures_are_shown_to_the_model_or_end_the_sample_or_the_run(home, setup, on_error) -> None:
     made = setup("Fails", on_error=on_error, max_turn_tokens=40, max_tokens=200, max_turns=3)
     if on_error == "stop":
         with pytest.raises(
@@ -228,5 +228,7 @@ def test_failures_are_told_or_end_the_sample_or_the_run(home, setup, on_error) -
     if on_error == "end":
         assert {(each.finish, each.episode.ended) for each in failed} == {("abort", "error")}
     else:
-        told = [m["content"] for each in failed for m in each.episode.messages if m["content"].startswith("error")]
-        assert set(told) == {"error: raised ValueError: not again"}
+        error_replies = [
+            m["content"] for each in failed for m in each.episode.messages if m["content"].startswith("error")
+        ]
+        assert set(error_replies) == {"error: raised ValueError: not again"}

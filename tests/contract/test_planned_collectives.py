@@ -22,9 +22,13 @@ from lockstep.train.fsdp import FSDP2Trainer
 
 @pytest.fixture
 def counts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
-    """Collectives by name, of one rank of two whose peer is a fake."""
+    """Counts the collectives of one of two ranks by name; its peer is a fake."""
     found: Counter[str] = Counter()
-    for name, label in (("all_gather_single", "gather"), ("reduce_scatter_single", "scatter"), ("all_gather", "told")):
+    for name, label in (
+        ("all_gather_single", "gather"),
+        ("reduce_scatter_single", "scatter"),
+        ("all_gather", "gathered_list"),
+    ):
         original = getattr(dist, name)
 
         def counted(*args: Any, original: Any = original, label: str = label, **kwargs: Any) -> Any:
@@ -72,18 +76,18 @@ def test_the_planned_collectives_are_those_of_a_step(
     for name in ("old_logprob", "reference_logprob"):
         batch.set_field(name, minibatch, [[row.fields["engine_logprob"] for row in rank] for rank in minibatch.by_rank])
     counts.clear()
-    with pytest.raises(WaitTimeout):  # the fake peer tells nothing: the optimizer is not reached
+    with pytest.raises(WaitTimeout):  # the fake peer sends nothing, so the optimizer is not reached
         trainer.step(batch.everything().by_rank[0], config.loss)
-    assert counts == {"gather": expected(1), "scatter": expected(2), "told": expected(3)}
+    assert counts == {"gather": expected(1), "scatter": expected(2), "gathered_list": expected(3)}
     counts.clear()
     if adapter is not None:
         with pytest.raises(WaitTimeout):
             list(trainer.shards())
-        assert counts == {"told": expected(4)}
+        assert counts == {"gathered_list": expected(4)}
         assert planned[4].bytes == 4 * sum(parameter.numel() for parameter in trainer.merged_weights.adapter.values())
 
 
-def test_copies_of_the_parameters_add_the_planned_all_reduce(
+def test_replicas_add_the_planned_all_reduce(
     tmp_path: Path, counts: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dist.destroy_process_group()

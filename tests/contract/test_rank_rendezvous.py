@@ -49,7 +49,7 @@ def test_missing_ranks_are_named_by_every_rank_that_joined(tmp_path: Path, comin
         result = json.loads((tmp_path / f"{rank}.json").read_text())
         assert result["missing"] == missing
         if missing:
-            assert f"{missing[0]} of 3 ranks did not come" in result["text"]
+            assert f"{missing[0]} of 3 ranks did not join" in result["text"]
     if coming == (0, 1):
         lines = (tmp_path / "0.log").read_text().splitlines()
         assert len([line for line in lines if "2 of 3 ranks have joined, missing: policy-2 on node-b" in line]) >= 2

@@ -1,4 +1,5 @@
-"""A policy sharded by FSDP2 over two gloo ranks: filled from meta by rows, equal to the whole model."""
+"""A policy that FSDP2 shards over two gloo ranks: each rank loads its rows, and the result equals the unsharded
+model."""
 
 import os
 import socket
@@ -65,7 +66,8 @@ def case_id(case: tuple[str, bool, bool]) -> str:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The tiny models, and beside each what two ranks found, `FOLDER.RANK.pt`: one start of ranks for all cases."""
+    """The tiny models and, next to each, the results of two ranks in `FOLDER.RANK.pt`. The ranks start once for all
+    cases."""
     from lockstep.models.tiny_model import make_tiny
 
     base = tmp_path_factory.mktemp("sharded")
@@ -98,7 +100,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=case_id)
-def test_sharded_equals_whole(folders: dict[str, Path], case: tuple[str, bool, bool], monkeypatch) -> None:
+def test_a_sharded_policy_equals_an_unsharded_one(
+    folders: dict[str, Path], case: tuple[str, bool, bool], monkeypatch
+) -> None:
     from lockstep.config.model import ModelConfig
     from lockstep.data.row_layout import RowLayout
     from lockstep.models import logprob_head
@@ -107,16 +111,16 @@ def test_sharded_equals_whole(folders: dict[str, Path], case: tuple[str, bool, b
 
     folder = folders[case_id(case)]
     found = [torch.load(f"{folder}.{rank}.pt") for rank in range(2)]
-    whole = load_policy(ModelConfig(path=str(folder)), "cpu")
+    unsharded = load_policy(ModelConfig(path=str(folder)), "cpu")
     monkeypatch.setattr(logprob_head, "DIRECT_ELEMENTS", 0)
     layout, sources = RowLayout([5, 4, 3, 6], [-1, 0, 0, -1]), torch.tensor([4, 5, 6, 7, 4, 9, 10, 12, 13])
     for rank in found:
         assert rank["mode"] == "forest"
-        logprobs, entropies = whole(rank["tokens"], layout, sources, rank["targets"], 0.9, 4, True)
+        logprobs, entropies = unsharded(rank["tokens"], layout, sources, rank["targets"], 0.9, 4, True)
         torch.testing.assert_close(rank["logprobs"], logprobs.detach(), rtol=0, atol=1e-5)
         # FSDP averages gradients over its ranks.
         ((logprobs * torch.linspace(-1, 1, len(sources))).sum() / 2 + 0.1 * entropies.sum() / 2).backward()
-    names = dict(named_weights(whole))
+    names = dict(named_weights(unsharded))
     assert found[0]["grads"].keys() == names.keys()
     for name, parameter in names.items():
         halves = [rank["rows"][name] for rank in found]

@@ -32,27 +32,27 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalCl
     close_beacon()
 
 
-def test_who_is_awaited_and_what_they_wait_for(cluster: LocalCluster) -> None:
+def test_awaited_workers_are_shown_with_what_they_wait_for(cluster: LocalCluster) -> None:
     one, two = cluster.start([WorkerSpec(f"w-{n}", "tester", n, "cluster_services:Plain") for n in range(2)])
-    told: list[str] = []
+    lines: list[str] = []
     alone = threading.Event()
 
-    def tell(text: str) -> None:
-        told.append(text)
+    def show(text: str) -> None:
+        lines.append(text)
         if text.startswith("w-1 (load) for") and "w-1 is in stage collecting, waits for w-9 (its scores)" in text:
             alone.set()
 
-    with startup_status(tell, cluster.describe_worker):
+    with startup_status(show, cluster.describe_worker):
         waiting = [one.submit(Plain.sleep, 1.5), two.submit(Plain.wait_for, "w-9", 4.0)]
         gather_results(waiting, why="load")
-    assert any(text.startswith("w-0, w-1 (load) for") for text in told), told
-    assert alone.is_set(), f"w-0 had come: {told}"
-    assert told[-1] == "", "nobody is awaited any more"
+    assert any(text.startswith("w-0, w-1 (load) for") for text in lines), lines
+    assert alone.is_set(), f"w-0 had come: {lines}"
+    assert lines[-1] == "", "no worker is awaited any more"
     assert cluster.describe_worker("w-9") == ""
 
 
 @pytest.mark.slow
-def test_who_is_missing_at_the_rendezvous_is_told_to_who_waits_for_the_trainer(
+def test_ranks_missing_from_the_rendezvous_are_shown_while_the_run_waits_for_the_trainer(
     cluster: LocalCluster, tmp_path: Path
 ) -> None:
     make_tiny(tmp_path / "model", hidden=16, layers=1, heads=2, kv_heads=1, ffn=32, max_length=32)
@@ -70,21 +70,21 @@ def test_who_is_missing_at_the_rendezvous_is_told_to_who_waits_for_the_trainer(
     ranks = cluster.start(specs)
     names = [worker_and_node(rank) for rank in ranks]
     first = ranks[0].submit(TrainerAPI.setup, names)
-    there, told = threading.Event(), []
+    there, lines = threading.Event(), []
 
-    def tell(text: str) -> None:
-        told.append(text)
+    def show(text: str) -> None:
+        lines.append(text)
         if "policy-0 is in stage setup, waits for policy-1 (all ranks have joined)" in text and not there.is_set():
             there.set()
             ranks[1].submit(TrainerAPI.setup, names)
 
-    with startup_status(tell, cluster.describe_worker):
+    with startup_status(show, cluster.describe_worker):
         gather_results([first], why="load the model")
-    assert there.is_set(), told
+    assert there.is_set(), lines
 
 
-def test_the_line_says_what_two_of_them_do() -> None:
+def test_the_line_names_three_workers_and_a_reason() -> None:
     wait = WaitRecord("event", "a, b, c and 5 more", "start", 1_000_000_000, None, 0, 1, "MainThread")
-    said = format_wait(wait, lambda name: {"b": "is stopped"}.get(name, ""), 13_000_000_000)
-    assert said == "a, b, c and 5 more (start) for 12s: b is stopped"
+    text = format_wait(wait, lambda name: {"b": "is stopped"}.get(name, ""), 13_000_000_000)
+    assert text == "a, b, c and 5 more (start) for 12s: b is stopped"
     assert format_wait(None, lambda name: "", 0) == ""

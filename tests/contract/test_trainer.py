@@ -1,4 +1,4 @@
-"""The contract of every trainer: equal numbers however work is split, complete checkpoints, no step on bad numbers."""
+"""The contract of every trainer: equal results however work is split, complete checkpoints, no step on bad numbers."""
 
 import json
 import shutil
@@ -47,7 +47,7 @@ def truths(folder: Path) -> dict[str, tr.Result]:
 
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> dict[str, tr.Result]:
-    """The cases at one rank, in this process."""
+    """Results of the cases with one rank, in this process."""
     names = [name for name in VARIANTS if name.split("-", 2)[2] in ONE_RANK]
     names += ["again", "resume", "export", "non_finite"]
     found = {name: tr.CASES[name](folder, ParallelContext(), 0) for name in names}
@@ -58,19 +58,19 @@ def alone(folder: Path) -> dict[str, tr.Result]:
 
 @pytest.fixture(scope="module")
 def pair(folder: Path, alone: dict[str, tr.Result]) -> dict[str, list[tr.Result]]:
-    """The cases on two ranks, after those at one rank, whose checkpoint they load."""
+    """Results of the cases on two ranks. They load checkpoints of the cases with one rank."""
     return tr.launch(folder, 2, tr.CASES)
 
 
 def apart(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """Largest relative distance of a tensor."""
+    """The largest relative distance between two tensors of one name."""
     assert found.keys() == expected.keys()
     return max(float((found[n] - expected[n]).norm() / expected[n].norm().clamp_min(1e-12)) for n in expected)
 
 
 def assert_true(results: list[tr.Result], truth: tr.Result) -> None:
-    assert apart(tr.whole([r.gradient for r in results]), tr.whole([truth.gradient])) < TIGHT
-    assert apart(tr.whole([r.weights for r in results]), tr.whole([truth.weights])) < TIGHT
+    assert apart(tr.assemble([r.gradient for r in results]), tr.assemble([truth.gradient])) < TIGHT
+    assert apart(tr.assemble([r.weights for r in results]), tr.assemble([truth.weights])) < TIGHT
     for result in results:
         for step, expected in enumerate(truth.metrics):
             found = {name: result.metrics[step][name] for name in expected}
@@ -131,12 +131,12 @@ def test_an_empty_microbatch_changes_nothing(folder: Path, pair: dict[str, list[
     both = pair["empty"]
     assert [result.extra["empty"] for result in both] == [False, True]
     one = tr.empty(folder, ParallelContext(), 0)
-    assert apart(tr.whole([r.weights for r in both]), tr.whole([one.weights])) < TIGHT
+    assert apart(tr.assemble([r.weights for r in both]), tr.assemble([one.weights])) < TIGHT
     assert both[1].metrics[0]["loss"] == pytest.approx(one.metrics[0]["loss"], rel=TIGHT)
     assert both[0].metrics[0]["tokens"] == int(tr.documents()[0].loss_mask.sum())
 
 
-def test_without_advantages_the_weights_stay(folder: Path) -> None:
+def test_without_advantages_the_weights_do_not_change(folder: Path) -> None:
     cfg = tr.config(folder, "qwen2", "grpo", optimizer={"lr": 0.1, "weight_decay": 0.0})
     loss = cfg.loss.model_copy(update={"entropy_coefficient": 0.0, "kl": KLPenalty()})
     trainer = FSDP2Trainer(cfg.model_copy(update={"loss": loss}), ParallelContext())
@@ -168,7 +168,7 @@ def test_evaluate_gives_the_log_probabilities_of_transformers(folder: Path) -> N
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_bad_numbers_are_refused_by_all_ranks_before_a_weight_moves(
+def test_non_finite_numbers_are_refused_by_all_ranks_before_a_weight_changes(
     world: int, alone: dict[str, tr.Result], pair: dict[str, list[tr.Result]]
 ) -> None:
     for result in [alone["non_finite"]] if world == 1 else pair["non_finite"]:
@@ -177,10 +177,10 @@ def test_bad_numbers_are_refused_by_all_ranks_before_a_weight_moves(
         assert f"rank {world - 1} micro-batch 1" in message
         assert result.extra["untouched"]
         assert result.extra["moments"] == 0
-        assert 0 < result.metrics[0]["grad_norm"] < float("inf")  # the trainer goes on
+        assert 0 < result.metrics[0]["grad_norm"] < float("inf")  # the trainer continues
 
 
-def test_a_field_that_is_missing_is_named_before_anything_happens(folder: Path) -> None:
+def test_a_missing_field_is_named_before_the_step(folder: Path) -> None:
     cfg = tr.config(folder, "qwen2", "grpo")
     trainer = FSDP2Trainer(cfg, ParallelContext())
     rows = next(iter(tr.batch_of(cfg, 1).minibatches(1, None, cfg.loss))).by_rank[0]
@@ -190,7 +190,7 @@ def test_a_field_that_is_missing_is_named_before_anything_happens(folder: Path) 
         trainer.step([], cfg.loss)
 
 
-def test_offloading_changes_no_bit_and_moves_what_is_asked(folder: Path, tmp_path: Path) -> None:
+def test_offloading_changes_no_bit_and_moves_the_requested_state(folder: Path, tmp_path: Path) -> None:
     cfg = tr.config(folder, "qwen2", "grpo")
     stays, goes = FSDP2Trainer(cfg, ParallelContext()), FSDP2Trainer(cfg, ParallelContext())
     batch = tr.batch_of(cfg, 1)
@@ -210,7 +210,7 @@ def test_offloading_changes_no_bit_and_moves_what_is_asked(folder: Path, tmp_pat
     def devices(tensors: dict[str, Tensor]) -> set[str]:
         return {tensor.device.type for tensor in tensors.values()}
 
-    nowhere = torch.device("meta")  # stands for another device's memory: all that this host has beside its own
+    nowhere = torch.device("meta")  # stands for the memory of another device
     goes._move(nowhere, parameters=False, optimizer=True)
     assert devices(goes.optimizer.exp_avg) == devices(goes.optimizer.exp_avg_sq) == {"meta"}
     assert devices(goes._rows()) == {"cpu"}
@@ -249,7 +249,7 @@ def test_a_checkpoint_of_two_ranks_loads_at_one(folder: Path, pair: dict[str, li
         (tr.rows_of_all(trainer), "loaded"),
         (tr.rows_of_all(trainer, trainer.optimizer.exp_avg_sq), "moments"),
     ):
-        expected = tr.whole([result.extra[name] for result in pair["resume"]])
+        expected = tr.assemble([result.extra[name] for result in pair["resume"]])
         assert all(torch.equal(rows, expected[key]) for key, (_, rows) in found.items())
         assert found.keys() == expected.keys()
     assert trainer.optimizer.steps == 2
@@ -262,7 +262,7 @@ def test_a_checkpoint_of_one_rank_loads_at_two(alone: dict[str, tr.Result], pair
         (one["loaded"], [result.weights for result in two]),
         (one["moments"], [result.extra["moments"] for result in two]),
     ):
-        found = tr.whole(parts)
+        found = tr.assemble(parts)
         assert all(torch.equal(rows, found[name]) for name, (_, rows) in expected.items())
 
 
@@ -300,7 +300,7 @@ def test_torn_checkpoints_are_refused(folder: Path, checkpoint: Path) -> None:
     assert "not a complete checkpoint" in refused(folder, checkpoint.with_name("nothing"))
 
 
-def test_unfinished_and_foreign_checkpoints_are_refused(folder: Path, checkpoint: Path) -> None:
+def test_unfinished_checkpoints_and_those_of_other_models_are_refused(folder: Path, checkpoint: Path) -> None:
     assert "of another model" in refused(folder, checkpoint, family="llama")
     assert "did not end" in refused(folder, checkpoint.rename(checkpoint.with_name("step-2.tmp-1-1")))
 
@@ -330,8 +330,8 @@ def test_a_save_replaces_one_of_the_same_name_and_removal_leaves_no_trace(folder
     assert list(tmp_path.iterdir()) == []
 
 
-def test_exports_are_ordinary_folders(folder: Path, pair: dict[str, list[tr.Result]]) -> None:
-    expected = tr.whole([result.weights for result in pair["export"]])
+def test_exports_are_ordinary_model_folders(folder: Path, pair: dict[str, list[tr.Result]]) -> None:
+    expected = tr.assemble([result.weights for result in pair["export"]])
     for name in ("exported", "exported-small"):
         model = AutoModelForCausalLM.from_pretrained(folder / name)
         assert apart(dict(model.state_dict()), expected) == 0
@@ -381,7 +381,7 @@ def test_the_service_on_two_ranks(pair: dict[str, list[tr.Result]]) -> None:
         assert set(result.extra["values"][0]) == {"logprobs", "entropy", "reference_logprobs"}
 
 
-def test_a_rank_that_does_not_come_is_noticed_within_the_bound(pair: dict[str, list[tr.Result]]) -> None:
+def test_a_rank_missing_from_a_step_is_noticed_within_the_time_limit(pair: dict[str, list[tr.Result]]) -> None:
     waiting = pair["absent"][0].extra
     assert "error" in waiting
     assert 5.0 < waiting["waited"] < 20.0

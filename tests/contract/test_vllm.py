@@ -126,8 +126,8 @@ def error(lm, requests, done):
     worst = 0.0
     for request in requests:
         got = done[request.id]
-        whole = torch.log_softmax(logits(lm, request, got.tokens), -1)
-        expected = whole.gather(1, torch.from_numpy(got.tokens.astype(np.int64)).unsqueeze(1)).squeeze(1)
+        logprobs = torch.log_softmax(logits(lm, request, got.tokens), -1)
+        expected = logprobs.gather(1, torch.from_numpy(got.tokens.astype(np.int64)).unsqueeze(1)).squeeze(1)
         worst = max(worst, float(np.abs(got.logprobs - expected.numpy()).max()))
     return worst
 
@@ -153,8 +153,8 @@ def test_truncated_distributions_are_those_of_the_builtin_engine(start, folder, 
         rows = SamplingRows.of(
             np.zeros(count), *(np.full(count, value) for value in settings.values()), torch.device("cpu")
         )
-        whole = torch.log_softmax(truncate_distribution(logits(lm, request, got.tokens).clone(), rows), -1)
-        expected = whole.gather(1, torch.from_numpy(got.tokens.astype(np.int64)).unsqueeze(1)).squeeze(1)
+        logprobs = torch.log_softmax(truncate_distribution(logits(lm, request, got.tokens).clone(), rows), -1)
+        expected = logprobs.gather(1, torch.from_numpy(got.tokens.astype(np.int64)).unsqueeze(1)).squeeze(1)
         np.testing.assert_allclose(got.logprobs, expected, atol=1e-5)
 
 
@@ -364,7 +364,7 @@ def test_head_sizes_without_a_vllm_kernel_are_refused_at_the_start(start, tmp_pa
 
 
 def test_unknown_vllm_arguments_are_refused_at_the_start(start, folder):
-    with pytest.raises(ModelError, match=r"vLLM on host \S+ refuses it"):
+    with pytest.raises(ModelError, match=r"vLLM on host \S+ does not support it"):
         start(folder, extra={"quantization": "gguf-like"})
 
 

@@ -1,4 +1,4 @@
-"""Whole model families take new weights right: those that vLLM loads as they are, and those that it rearranges."""
+"""Model families load new weights correctly: those whose tensors vLLM uses unchanged, and those that it rearranges."""
 
 import sys
 from importlib.util import find_spec
@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.skipif(find_spec("vllm") is None, reason="needs the extra `vllm`: script/test --vllm"),
 ]
 CLOSE = 1e-3
-"""Of Gemma 2, vLLM and transformers differ by 2e-4, of others by less; old weights anywhere by far more."""
+"""For Gemma 2, vLLM and transformers differ by 2e-4, for others by less; with any old weight by far more."""
 SIZES = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 USUAL = SIZES | {"num_key_value_heads": 2, "intermediate_size": 64, "max_position_embeddings": 160}
 FAMILIES = {
@@ -29,11 +29,11 @@ FAMILIES = {
     "mistral": ("Mistral", USUAL | {"head_dim": 32}, True),
     "qwen2": ("Qwen2", USUAL, True),
     "qwen3": ("Qwen3", USUAL | {"head_dim": 32, "tie_word_embeddings": True}, True),
-    # The output layer is the embedding itself.
+    # The output layer is tied to the embedding.
     "gemma2": ("Gemma2", USUAL | {"head_dim": 32, "query_pre_attn_scalar": 32}, False),
     "cohere": ("Cohere", USUAL, False),
     "cohere2": ("Cohere2", USUAL, False),
-    # The checkpoint's keys, queries and values lie side by side of each head, vLLM's one after the other.
+    # The checkpoint interleaves query, key and value per head; vLLM stores them one after the other.
     "bloom": ("Bloom", {"hidden_size": 128, "n_layer": 2, "n_head": 4, "max_position_embeddings": 160}, False),
     "falcon": ("Falcon", SIZES | {"multi_query": False, "max_position_embeddings": 160}, False),
     "falcon-new": (
@@ -62,15 +62,15 @@ def family(request, tmp_path):
     return folder, known
 
 
-def test_a_family_takes_new_weights_as_they_are(start, family, tmp_path, monkeypatch):  # noqa: F811
+def test_a_family_loads_new_weights_correctly(start, family, tmp_path, monkeypatch):  # noqa: F811
     from lockstep.rollout.vllm import weight_transfer
 
     folder, known = family
     carried, apply_tensor_moves = [], weight_transfer.apply_tensor_moves
 
-    def carry(moves, tensors):
-        carried.append(len(moves))
-        apply_tensor_moves(moves, tensors)
+    def carry(tensor_moves, tensors):
+        carried.append(len(tensor_moves))
+        apply_tensor_moves(tensor_moves, tensors)
 
     monkeypatch.setattr(weight_transfer, "apply_tensor_moves", carry)
     engine, requests, new = start(folder), ask(count=2, length=40), changed(folder)

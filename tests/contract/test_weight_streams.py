@@ -1,5 +1,5 @@
-"""Weights from device to device, without the devices: real processes, gloo in place of NCCL and files in place of CUDA
-IPC; all else is what runs on GPUs."""
+"""Weight streams between devices, tested without devices: real processes, gloo in place of NCCL and files in place of
+CUDA IPC. The rest of the code is the same as on GPUs."""
 
 import itertools
 import os
@@ -33,8 +33,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
         yield made
 
 
-class Stage:
-    """Trainer ranks, engines and what the controller has of them. With CUDA IPC every engine is on a rank's GPU."""
+class StreamSetup:
+    """Trainer ranks, engines and the controller's side. With CUDA IPC every engine is on a rank's GPU."""
 
     def __init__(self, cluster: LocalCluster, folder: Path, way: str, ranks: int, limit_s: float) -> None:
         self.cluster, self.folder, self.way, self.world = cluster, folder, way, ranks
@@ -68,8 +68,11 @@ class Stage:
         self.started.append(made)
         return made
 
-    def caught(self, engine: Worker, version: int, engines: list[Worker], act: Any) -> tuple[list[Worker], float]:
-        """Publishes, and acts while that engine is in the middle of it: who has the version, and how long it took."""
+    def interrupt_publish(
+        self, engine: Worker, version: int, engines: list[Worker], act: Any
+    ) -> tuple[list[Worker], float]:
+        """Publish, and call `act` while the engine is in the middle of receiving. Returns the engines that have the
+        version, and the duration."""
         hold, half = self.folder / f"hold-{engine.spec.name}", self.folder / f"half-{engine.spec.name}"
         hold.touch()
         answers: list[list[Worker]] = []
@@ -88,10 +91,10 @@ class Stage:
 
 @pytest.fixture
 def stage(cluster: LocalCluster, tmp_path: Path) -> Iterator[Any]:
-    made: list[Stage] = []
+    made: list[StreamSetup] = []
 
-    def one(way: str = "nccl", ranks: int = 2, limit_s: float = 20.0) -> Stage:
-        made.append(Stage(cluster, tmp_path, way, ranks, limit_s))
+    def one(way: str = "nccl", ranks: int = 2, limit_s: float = 20.0) -> StreamSetup:
+        made.append(StreamSetup(cluster, tmp_path, way, ranks, limit_s))
         return made[-1]
 
     yield one
@@ -106,14 +109,14 @@ def has(engine: Worker) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_engines_get_what_two_ranks_have_shards_of(stage: Any, way: str) -> None:
+def test_engines_receive_the_weights_of_two_ranks(stage: Any, way: str) -> None:
     there = stage(way)
     engines = [there.engine(0), there.engine(1)]
     for version in (0, 1, 2):
         assert there.sync.publish(version, engines) == engines
         for engine in engines:
             assert has(engine) == expected(version)
-    for found in [rank.submit(TrainerEnd.whole) for rank in there.ranks]:
+    for found in [rank.submit(TrainerEnd.full_digests) for rank in there.ranks]:
         assert found.result(why="torch's own gather") == expected(2)
 
 
@@ -131,7 +134,7 @@ def test_an_engine_that_is_killed_in_the_middle_is_left_out(stage: Any) -> None:
     there = stage(limit_s=5.0)
     victim, other = there.engine(), there.engine()
     assert there.sync.publish(0, [victim, other]) == [victim, other]
-    taken, seconds = there.caught(victim, 1, [victim, other], lambda pid: os.kill(pid, signal.SIGKILL))
+    taken, seconds = there.interrupt_publish(victim, 1, [victim, other], lambda pid: os.kill(pid, signal.SIGKILL))
     assert taken == [other] and seconds < 60
     assert has(other) == expected(1)
     fresh = there.engine()
@@ -141,24 +144,24 @@ def test_an_engine_that_is_killed_in_the_middle_is_left_out(stage: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
-def test_an_engine_that_stands_still_holds_up_nobody_for_long(stage: Any, way: str) -> None:
+def test_a_stopped_engine_does_not_hold_up_others_for_long(stage: Any, way: str) -> None:
     there = stage(way, limit_s=3.0)
     slow, other = there.engine(), there.engine()
     assert there.sync.publish(0, [slow, other]) == [slow, other]
-    taken, seconds = there.caught(slow, 1, [slow, other], lambda pid: os.kill(pid, signal.SIGSTOP))
+    taken, seconds = there.interrupt_publish(slow, 1, [slow, other], lambda pid: os.kill(pid, signal.SIGSTOP))
     assert taken == [other] and seconds < 90
     assert has(other) == expected(1)
     os.kill(slow.pid, signal.SIGCONT)
     assert has(slow) in (
         expected(0),
         expected(1),
-    )  # whole: what had been sent before it was given up may have reached it
+    )  # complete or empty: all buckets may have arrived before the sender gave up
     assert there.sync.publish(2, [slow, other]) == [slow, other]
     assert has(slow) == has(other) == expected(2)
 
 
 @pytest.mark.slow
-def test_an_engine_that_never_comes_is_not_asked_again(stage: Any) -> None:
+def test_an_engine_that_never_joins_is_not_tried_again(stage: Any) -> None:
     there = stage(limit_s=1.0)
     other, absent = there.engine(), there.engine()
     os.kill(absent.pid, signal.SIGSTOP)

@@ -1,4 +1,4 @@
-"""Trainer ranks as real processes, the same data for all of them, and the truth: transformers and torch alone."""
+"""Trainer ranks as real processes, and the expected results for the same data, computed with transformers and torch."""
 
 import importlib
 import multiprocessing
@@ -53,7 +53,7 @@ def config(folder: Path, family: str, recipe: str, model: dict[str, Any] | None 
         "model": {"path": str(folder / family), **(model or {})},
         "data": {"path": "unused.jsonl"},
         "trainer": {
-            # eps: without it AdamW turns gradients that are nothing but rounding into whole updates
+            # a larger eps: else AdamW turns gradients that are only rounding errors into full updates
             "optimizer": {"lr": LR, "weight_decay": 0.1, "eps": 1e-5},
             "schedule": {"kind": "linear", "warmup_steps": 2},
             "max_grad_norm": 0.5,
@@ -132,7 +132,7 @@ def minibatch_of(trainer: FSDP2Trainer, batch: TrainingBatch) -> MiniBatch:
 
 @dataclass
 class Result:
-    """What a rank has to show after some steps."""
+    """The results of a rank after some steps."""
 
     rank: int
     metrics: list[dict[str, float]] = field(default_factory=list)
@@ -150,7 +150,7 @@ def rows_of_all(trainer: FSDP2Trainer, values: dict[str, Tensor] | None = None) 
 
 
 def train(trainer: FSDP2Trainer, batch: TrainingBatch, steps: int = 3) -> Result:
-    """Some steps on the same batch."""
+    """Train some steps on the same batch."""
     result = Result(trainer.ranks.rank)
     minibatch = minibatch_of(trainer, batch)
     for step in range(steps):
@@ -163,8 +163,8 @@ def train(trainer: FSDP2Trainer, batch: TrainingBatch, steps: int = 3) -> Result
     return result
 
 
-def whole(parts: list[dict[str, tuple[int, Tensor]]]) -> dict[str, Tensor]:
-    """The tensors, put together from all ranks' rows."""
+def assemble(parts: list[dict[str, tuple[int, Tensor]]]) -> dict[str, Tensor]:
+    """The full tensors, assembled from the rows of all ranks."""
     names = list(dict.fromkeys(name for part in parts for name in part))
     return {
         name: torch.cat([rows for _, rows in sorted((p[name] for p in parts if name in p), key=lambda row: row[0])])
@@ -172,7 +172,7 @@ def whole(parts: list[dict[str, tuple[int, Tensor]]]) -> dict[str, Tensor]:
     }
 
 
-# --- the truth: one sequence at a time, whole logits, torch.optim and torch's own clipping
+# --- expected results: one sequence at a time, full logits, torch.optim and torch's own clipping
 
 
 def truth(folder: Path, cfg: RecipeConfig, steps: int = 3) -> Result:
@@ -283,7 +283,7 @@ def _rank(folder: Path, rank: int, world: int, port: int, names: list[str], modu
         cases: dict[str, Case] = importlib.import_module(module).CASES
         from lockstep.train.distributed import join_ranks
 
-        # with a beacon, as in a run: collectives are recorded, and what does not fit would be refused
+        # with a beacon, as in a run: collectives are recorded, and mismatched ones would be refused
         os.environ["LOCKSTEP_BEACONS"] = str(folder / "beacons")
         open_beacon(f"contract-{port}", f"policy-{rank}", "policy", rank)
         ranks = join_ranks(rank, world, torch.device("cpu"), ("127.0.0.1", port), "gen1/policy", 60, replicas)
@@ -309,7 +309,7 @@ def variant(family: str, recipe: str, budget: int = 400, mode: PackingMode = "fo
 
 
 def resume(folder: Path, ranks: ParallelContext, port: int) -> Result:
-    """Saves after two steps while the third already runs; goes on from it in a new trainer."""
+    """Save after two steps while the third already runs; continue from the checkpoint in a new trainer."""
     cfg = config(folder, "qwen2", "grpo")
     first = FSDP2Trainer(cfg, ranks)
     batch = batch_of(cfg, ranks.world)
@@ -331,7 +331,7 @@ def resume(folder: Path, ranks: ParallelContext, port: int) -> Result:
 
 
 def reload(folder: Path, ranks: ParallelContext, port: int) -> Result:
-    """Loads what one rank saved."""
+    """Load the checkpoint that one rank saved."""
     trainer = FSDP2Trainer(config(folder, "qwen2", "grpo"), ranks)
     trainer.load(folder / "saved" / "ranks-1")
     result = Result(ranks.rank, weights=rows_of_all(trainer))
@@ -388,7 +388,7 @@ def non_finite(folder: Path, ranks: ParallelContext, port: int) -> Result:
 
 @contextmanager
 def no_space() -> Iterator[None]:
-    """Files of this process end at a kilobyte: a write beyond it fails, as on a full disk."""
+    """Limit files of this process to a kilobyte: a write beyond it fails, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1024, hard))
     try:
@@ -398,7 +398,7 @@ def no_space() -> Iterator[None]:
 
 
 def full_disk(folder: Path, ranks: ParallelContext, port: int) -> Result:
-    """The last rank cannot write; afterwards it can."""
+    """The last rank cannot write at first; afterwards it can."""
     trainer = FSDP2Trainer(config(folder, "qwen2", "sft"), ranks)
     result = Result(ranks.rank)
     try:
@@ -417,7 +417,7 @@ def full_disk(folder: Path, ranks: ParallelContext, port: int) -> Result:
 
 
 def service(folder: Path, ranks: ParallelContext, port: int) -> Result:
-    """The calls of the controller, in communicators of their own generation."""
+    """The calls of the controller, with new communicators."""
     result = Result(ranks.rank)
     ranks.leave()
     cfg = config(folder, "llama", "grpo", threads=1)
@@ -444,7 +444,7 @@ def service(folder: Path, ranks: ParallelContext, port: int) -> Result:
 
 
 def absent(folder: Path, ranks: ParallelContext, port: int) -> Result:
-    """The last rank does not come to the step: the others are told within the bound."""
+    """The last rank does not enter the step: the others get an error within the time limit."""
     from lockstep.train.distributed import join_ranks
 
     cfg = config(folder, "llama", "sft")

@@ -1,4 +1,4 @@
-"""Nodes for the tests of weight transports: folders of one host that stand for the shared memory of several."""
+"""Nodes for the tests of weight transports: folders of one host that stand for the shared memory of several nodes."""
 
 import itertools
 import os
@@ -24,13 +24,13 @@ from lockstep.weights.weight_plan import WeightPlan
 from lockstep.weights.weight_store import WeightStore
 
 NUMBERS, GENERATIONS = itertools.count(), itertools.count(1)
-"""Unique among houses that share a cluster and its store."""
+"""Numbers node sets that share a cluster and its store."""
 TRANSPORTS = ("shared", "gloo", "files")
 
 
 @dataclass
-class Somebody:
-    """Stands for a trainer rank or an engine, of which only the node matters."""
+class FakeWorker:
+    """Stands for a trainer rank or an engine; only its node matters."""
 
     spec: WorkerSpec
     node: str
@@ -38,7 +38,7 @@ class Somebody:
 
 
 def tensors(version: int, rows: int = 600) -> dict[str, torch.Tensor]:
-    """Different in every version, but for `frozen`."""
+    """Tensors that differ in every version, except `frozen`."""
     made = torch.Generator().manual_seed(version)
     return {
         "embed": torch.randn(rows, 256, generator=made),
@@ -54,7 +54,7 @@ def plan_of(given: dict[str, torch.Tensor]) -> WeightPlan:
 
 
 def rows_of(given: dict[str, torch.Tensor], rank: int, ranks: int) -> list[ParameterShard]:
-    """As FSDP2 shards them."""
+    """The rows of a rank, sharded like FSDP2's."""
     found = []
     for name, tensor in given.items():
         if not tensor.ndim:
@@ -77,7 +77,7 @@ def new_cluster(folder: Path) -> LocalCluster:
     return LocalCluster(Config(notice_after_s=5.0), f"house-{secrets.token_hex(3)}", folder, 1)
 
 
-class House:
+class NodeSet:
     """Trainer ranks on `trainers` and engines on `engines` (names of nodes, one for each), joined by a transport."""
 
     def __init__(
@@ -86,7 +86,7 @@ class House:
         spaces: Mapping[str, str] | None = None, store: tuple[str, int] | None = None,
         cluster: LocalCluster | None = None, exchange: Path | None = None, **relay: Any,
     ) -> None:  # fmt: skip
-        """`addresses` and network namespaces (`spaces`) by node, and a store that all of them reach."""
+        """`addresses` and network namespaces (`spaces`) are by node; all nodes must reach the store."""
         self.lost: set[str] = set()
         self.addresses, self.spaces = addresses or {}, spaces or {}
         self.transport, self.make, self.limit_s = transport, make, limit_s
@@ -94,8 +94,8 @@ class House:
         self.own = None if cluster is not None else new_cluster(folder)
         self.cluster = cluster or self.own
         self.generation, self.started = next(GENERATIONS), list[Worker]()
-        self.ranks = [Somebody(WorkerSpec(f"policy-{n}", "policy", n, ""), node) for n, node in enumerate(trainers)]
-        self.engines = [Somebody(WorkerSpec(f"engine-{n}", "rollout", n, ""), node) for n, node in enumerate(engines)]
+        self.ranks = [FakeWorker(WorkerSpec(f"policy-{n}", "policy", n, ""), node) for n, node in enumerate(trainers)]
+        self.engines = [FakeWorker(WorkerSpec(f"engine-{n}", "rollout", n, ""), node) for n, node in enumerate(engines)]
         host, port = store or self.cluster.store()
         self.arguments = {
             "generation": self.generation, "way": transport, "store_host": host, "store_port": port, "limit_s": limit_s,
@@ -143,7 +143,7 @@ class House:
         (self.memory / name).mkdir(exist_ok=True)
         return NodeInfo(name, self.addresses.get(name, "127.0.0.1"), self.memory / name)
 
-    # --- what tests do
+    # --- actions of tests
 
     def prepare_stores(self) -> None:
         for store in self.stores:
@@ -159,7 +159,7 @@ class House:
             store.write_shards(rank, version, rows_of(given, rank, len(self.stores)), complete=True)
 
     def publish(self, version: int) -> list[bool]:
-        """Which engines have it at once."""
+        """Publish a version; returns for each engine whether it has the version at once."""
 
         def write() -> list[Any]:
             self.write(version)
@@ -169,13 +169,13 @@ class House:
         return [self.delivery.store_folder(engine, version) is not None for engine in self.engines]
 
     def start(self) -> None:
-        """Publishes version 0, however long relays take to come up."""
+        """Publish version 0, and fetch it for engines whose relay started too late."""
         for number, there in enumerate(self.publish(0)):
             if not there:
                 self.fetch(number, 0)
 
     def check(self, version: int, *engines: int) -> None:
-        """What these engines (all when none is named) read is what was written, to the byte."""
+        """Check that these engines (by default all) read exactly the written bytes."""
         expected = self.make(version)
         for number in engines or range(len(self.engines)):
             folder = self.delivery.store_folder(self.engines[number], version)
@@ -185,8 +185,8 @@ class House:
                     assert torch.equal(found[name], tensor), (version, name)
                 del found
 
-    def caught(self, node: str, version: int, act: Callable[[int], None]) -> list[bool]:
-        """Publishes, and calls `act` with the pid of the node's relay while it is in the middle of a transfer."""
+    def interrupt_publish(self, node: str, version: int, act: Callable[[int], None]) -> list[bool]:
+        """Publish, and call `act` with the pid of the node's relay while the relay is in the middle of a transfer."""
         (self.hold / node).touch()
         thread, answer = self.begin(version)
         pid = self.relays[node].pid
@@ -198,18 +198,18 @@ class House:
         return answer[0]
 
     def begin(self, version: int) -> tuple[threading.Thread, list[list[bool]]]:
-        """Publishes in a thread; what it will have answered."""
+        """Publish in a thread. Returns the thread and a list that will contain the result."""
         answer: list[list[bool]] = []
         thread = threading.Thread(target=lambda: answer.append(self.publish(version)), daemon=True)
         thread.start()
         return thread, answer
 
     def buffers(self, node: str) -> list[Path]:
-        """Files of the node's memory that hold weights."""
+        """The files with weights in the node's memory."""
         return [path for path in (self.memory / node).glob("*/buffer-*") if "rank" not in path.name]
 
     def fetch(self, engine: int, version: int) -> None:
-        """What a run does for an engine whose node was left behind."""
+        """Fetch a version for an engine whose node was left behind, as a run does."""
         self.delivery.fetch(self.engines[engine], version)
 
     def close(self) -> None:

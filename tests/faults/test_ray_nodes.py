@@ -1,5 +1,5 @@
-"""A run on two hosts of a Ray cluster, here two network namespaces: calls, deaths, a cable that is cut, a controller
-that is killed, and what is refused before anything starts."""
+"""A run on two hosts (network namespaces) of a Ray cluster: calls, deaths, a lost link, a killed controller, and
+refusals before anything starts."""
 
 import json
 import logging
@@ -55,7 +55,7 @@ def engine(rank: int, name: str = "", service: type = Plain, **arguments: Any) -
 
 @pytest.fixture
 def hosts(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hosts]:
-    """With as many GPUs on each as the test says, none of which is there."""
+    """Hosts with as many GPUs as the test sets; Ray only counts them."""
     from lockstep.cluster.ray.ray_nodes import query_nodes
 
     with ExitStack() as closing:
@@ -78,18 +78,18 @@ def opened(hosts: Hosts, folder: Path, **changes: Any) -> Any:
     return RayCluster(config(hosts, **changes), run, folder / "run", 1, requests=WANTED, placement=SPREAD)
 
 
-def there(workers: list[Any]) -> Any:
-    """The one that is not on the controller's host."""
-    (far,) = [worker for worker in workers if not worker.node.here]
+def remote_worker(workers: list[Any]) -> Any:
+    """The worker that is not on the controller's host."""
+    (far,) = [worker for worker in workers if not worker.node.is_local]
     return far
 
 
-def test_a_host_that_is_cut_off(hosts: Hosts, tmp_path: Path) -> None:
-    """Its worker is lost within ten seconds, another takes its place, and the worker there ends by itself."""
+def test_a_disconnected_host(hosts: Hosts, tmp_path: Path) -> None:
+    """Its worker is lost within ten seconds and replaced elsewhere, and the lost worker ends by itself."""
     with opened(hosts, tmp_path) as cluster:
         workers = cluster.start([engine(0), engine(1)])
         assert sorted(cluster.node_of(worker).name for worker in workers) == sorted(n.name for n in cluster.nodes())
-        far = there(workers)
+        far = remote_worker(workers)
         assert far.call(Plain.environment, "GLOO_SOCKET_IFNAME") == hosts.cable.far
         assert far.call(Plain.environment, "VLLM_HOST_IP") == hosts.other
         assert far.call(Plain.environment, "LOCKSTEP_BEACONS") == str(hosts.shared("b"))
@@ -103,7 +103,7 @@ def test_a_host_that_is_cut_off(hosts: Hosts, tmp_path: Path) -> None:
             pending.result("nothing")
         assert far.node.info.name not in [node.name for node in cluster.nodes()]
         (successor,) = cluster.start([engine(far.spec.rank, f"{far.name}.1")])
-        assert successor.node.here and successor.call(Plain.add, 1) == 1
+        assert successor.node.is_local and successor.call(Plain.add, 1) == 1
         replaced_s = time.monotonic() - cut_at
         until(lambda: not psutil.pid_exists(far.pid), 60, "the worker that was cut off has ended")
         ended_s = time.monotonic() - cut_at
@@ -111,31 +111,31 @@ def test_a_host_that_is_cut_off(hosts: Hosts, tmp_path: Path) -> None:
         assert lost_s < 20 and replaced_s < 60
 
 
-def test_who_was_given_up_is_sent_away(hosts: Hosts, tmp_path: Path) -> None:
-    """The cable was out for longer than a node is waited for, and not so long that workers leave."""
+def test_a_worker_on_a_host_that_was_given_up_is_ended(hosts: Hosts, tmp_path: Path) -> None:
+    """The link was down for longer than a node is waited for, but not so long that workers end by themselves."""
     with opened(hosts, tmp_path, orphan_grace_s=120.0) as cluster:
-        far = there(cluster.start([engine(0), engine(1)]))
+        far = remote_worker(cluster.start([engine(0), engine(1)]))
         hosts.cut()
         until(lambda: far.dead, 60, "it is lost")
         assert processes.is_alive(far.pid)
         hosts.mend()
-        until(lambda: not processes.is_alive(far.pid), 60, "it is told to leave, or its agent is killed")
+        until(lambda: not processes.is_alive(far.pid), 60, "it is ended, or its agent is killed")
 
 
-def test_ends_of_workers_on_another_host_are_told_with_their_last_lines(hosts: Hosts, tmp_path: Path) -> None:
+def test_ends_of_workers_on_another_host_are_reported_with_their_last_output(hosts: Hosts, tmp_path: Path) -> None:
     with opened(hosts, tmp_path) as cluster:
         workers = cluster.start([engine(0), engine(1)])
-        far = there(workers)
+        far = remote_worker(workers)
         with pytest.raises(WorkerDied) as caught:
-            far.call(Plain.leave, 3)
+            far.call(Plain.exit_process, 3)
         assert caught.value.exit_code == 3
         assert "last words" in caught.value.log_tail
         (other,) = cluster.start([engine(far.spec.rank, f"{far.name}.1")])
-        assert not other.node.here
+        assert not other.node.is_local
         os.kill(other.node.agent.address.pid, signal.SIGKILL)
-        until(lambda: other.dead, 60, "its agent is gone, and it with it")
+        until(lambda: other.dead, 60, "its agent has ended, and so has the worker")
         (third,) = cluster.start([engine(far.spec.rank, f"{far.name}.2")])
-        assert third.node is other.node, "the host is there, and has another agent"
+        assert third.node is other.node, "the host is alive, and has a new agent"
         assert third.call(Plain.add, 2) == 2
         pids = [worker.pid for worker in (third, workers[0])]
     assert not any(psutil.pid_exists(pid) for pid in pids)
@@ -144,14 +144,15 @@ def test_ends_of_workers_on_another_host_are_told_with_their_last_lines(hosts: H
 def rank(number: int, life: int = 0, limit_s: float | None = None) -> WorkerSpec:
     name = f"policy-{number}" + (f".{life}" if life else "")
     return WorkerSpec(
-        name, "policy", number, "cluster_services:Plain", {}, ENVIRONMENT, ("numpy",), place_limit_s=limit_s
+        name, "policy", number, "cluster_services:Plain", {}, ENVIRONMENT, ("numpy",), placement_limit_s=limit_s
     )
 
 
 def places(workers: list[Any]) -> dict[str, tuple[bool, str]]:
-    """Whether it is on the controller's host, and its GPUs."""
+    """For each worker, whether it is on the controller's host, and its GPUs."""
     return {
-        worker.name: (worker.node.here, worker.call(Plain.environment, "CUDA_VISIBLE_DEVICES")) for worker in workers
+        worker.name: (worker.node.is_local, worker.call(Plain.environment, "CUDA_VISIBLE_DEVICES"))
+        for worker in workers
     }
 
 
@@ -159,7 +160,7 @@ def places(workers: list[Any]) -> dict[str, tuple[bool, str]]:
 def test_a_host_with_gpus_is_lost_and_comes_back(
     hosts: Hosts, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Fewer ranks have the places that are left; the host's GPUs are this run's again once it is there."""
+    """Fewer ranks use the remaining GPUs; once the host returns, its GPUs belong to the run again."""
     from lockstep.cluster.ray.ray_cluster import RayCluster
     from lockstep.cluster.ray.ray_nodes import alive_nodes
 
@@ -223,7 +224,7 @@ with RayCluster(config, heritage.run, folder, 2, inherited=heritage, requests=WA
 
 
 class Killed:
-    """A controller that ran an engine on each host; with their pids."""
+    """A killed controller that ran an engine on each host, and the pids of the engines."""
 
     def __init__(self, hosts: Hosts, folder: Path, grace_s: float) -> None:
         self.run, self.folder = f"heirs-{secrets.token_hex(3)}", folder / "run"
@@ -260,7 +261,7 @@ def both(cluster: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("grace_s", [120.0, 30.0], ids=["at-once", "for-longer-than-the-grace"])
-def test_the_next_controller_goes_on_with_workers_of_both_hosts(hosts: Hosts, tmp_path: Path, grace_s: float) -> None:
+def test_the_next_controller_adopts_workers_of_both_hosts(hosts: Hosts, tmp_path: Path, grace_s: float) -> None:
     killed = Killed(hosts, tmp_path, grace_s)
     with killed.taken_over() as cluster:
         workers = both(cluster)
@@ -272,8 +273,8 @@ def test_the_next_controller_goes_on_with_workers_of_both_hosts(hosts: Hosts, tm
     assert not any(psutil.pid_exists(pid) for pid in killed.pids)
 
 
-def test_a_host_that_has_lost_its_agent_as_well_gets_another_one(hosts: Hosts, tmp_path: Path) -> None:
-    """Its place is what it was, and the worker of the other host goes on."""
+def test_a_host_that_has_lost_its_agent_as_well_gets_a_new_one(hosts: Hosts, tmp_path: Path) -> None:
+    """Its reservation is kept, and the worker of the other host is adopted."""
     killed = Killed(hosts, tmp_path, 120.0)
     agents = [ServiceAddress.read(affairs) for affairs in (killed.folder / "cluster" / "nodes").iterdir()]
     (far,) = [agent for agent in agents if agent.host == hosts.other]
@@ -285,7 +286,7 @@ def test_a_host_that_has_lost_its_agent_as_well_gets_another_one(hosts: Hosts, t
 
 
 def test_the_next_controller_may_be_on_another_host(hosts: Hosts, tmp_path: Path) -> None:
-    """Of those that have a part of the run."""
+    """It is on one of the hosts of the run."""
     killed = Killed(hosts, tmp_path, 30.0)
     environment = {**killed.environment, "LOCKSTEP_BEACONS": str(hosts.shared("b"))}
     settings = killed.config.model_dump_json()

@@ -11,7 +11,7 @@ from network_namespaces import Cable, needs_namespaces
 from torch._C._distributed_c10d import TCPStore
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "contract"))
-from weight_nodes import House
+from weight_nodes import NodeSet
 
 pytestmark = needs_namespaces
 
@@ -24,21 +24,21 @@ def cable() -> Iterator[Cable]:
 
 def test_a_link_that_is_cut_in_mid_transfer(tmp_path: Path, cable: Cable) -> None:
     store = TCPStore(cable.here, 0, None, True, timedelta(seconds=60), wait_for_workers=False)
-    house = House(
+    node_set = NodeSet(
         tmp_path / "run", "gloo", ["a"], ["b", "a"], limit_s=3.0, bucket_bytes=20_000,
         addresses={"a": cable.here, "b": cable.there}, spaces={"b": cable.name}, store=(cable.here, store.port),
     )  # fmt: skip
     try:
-        house.prepare_stores()
-        house.start()
-        house.check(0)
+        node_set.prepare_stores()
+        node_set.start()
+        node_set.check(0)
         began = time.monotonic()
-        assert house.caught("b", 1, lambda _: cable.cut()) == [False, True]
+        assert node_set.interrupt_publish("b", 1, lambda _: cable.cut()) == [False, True]
         assert time.monotonic() - began < 30
-        house.check(1, 1)
+        node_set.check(1, 1)
         cable.mend()
-        house.fetch(0, 1)
-        house.check(1)
-        assert house.publish(2) == [True, True]
+        node_set.fetch(0, 1)
+        node_set.check(1)
+        assert node_set.publish(2) == [True, True]
     finally:
-        house.close()
+        node_set.close()
