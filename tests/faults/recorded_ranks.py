@@ -17,7 +17,7 @@ from tests.faults.ranks import BOUND_S, RUN, Job
 
 
 def settle() -> None:
-    """Until c10d's threads have counted what is done: they do it after the call has returned."""
+    """Wait until c10d's threads have counted completed calls, which they do after the calls return."""
     end = time.monotonic() + BOUND_S
     while True:
         recorder.current().poll_once()
@@ -28,7 +28,7 @@ def settle() -> None:
 
 
 def everything(rank: int, job: Job) -> Any:
-    """Every operation once or so, in an order that the test knows."""
+    """Call every operation, in an order that the test knows."""
     job.init(rank)
     second = dist.new_group([0, 1], group_desc="second")
     four, eight = torch.ones(4), torch.ones(8)
@@ -67,7 +67,7 @@ def everything(rank: int, job: Job) -> Any:
 
 
 def ddp(rank: int, job: Job) -> Any:
-    """Collectives that only C++ issues."""
+    """Run DDP, whose collectives are issued from C++ only."""
     job.init(rank)
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
     for _ in range(5):
@@ -111,7 +111,7 @@ def tensor_parallel(rank: int, job: Job) -> Any:
 
 
 def compiled(rank: int, job: Job) -> Any:
-    """A collective inside torch.compile keeps being traced as torch traces it."""
+    """Run a collective inside torch.compile: torch traces it as without the recorder."""
     job.init(rank)
 
     def step(x: torch.Tensor) -> torch.Tensor:
@@ -124,7 +124,7 @@ def compiled(rank: int, job: Job) -> Any:
 
 
 def diverging(rank: int, job: Job) -> Any:
-    """Two good collectives, then rank 1 does something else than rank 0 entered before it."""
+    """Two matching collectives, then rank 1 makes another call than rank 0 has entered before."""
     job.init(rank, refuse=True)
     same = dist.new_group(group_desc="fsdp")
     for _ in range(2):
@@ -158,7 +158,7 @@ def other_root(rank: int, job: Job) -> Any:
 
 
 def in_step(rank: int, job: Job) -> Any:
-    """Many collectives in step, on two communicators and two threads' worth of lead: none is refused."""
+    """Many matching collectives on two communicators, with one rank ahead: none is refused."""
     job.init(rank, refuse=True)
     second = dist.new_group(group_desc="second")
     works = [dist.all_reduce(torch.ones(4), group=second, async_op=True) for _ in range(700)]
@@ -178,7 +178,7 @@ def crossed(rank: int, job: Job) -> Any:
 
 
 def stuck(rank: int, job: Job) -> Any:
-    """All ranks but the last wait in the third collective; the last does as the option says."""
+    """All ranks but the last wait in the third collective; the last fails as the option says."""
     job.init(rank)
     for _ in range(2):
         dist.all_reduce(torch.ones(4))
@@ -208,7 +208,7 @@ def hardened(rank: int, job: Job) -> Any:
     """The options of gloo's sockets after a collective."""
     import socket
 
-    job.init(rank, links=True)
+    job.init(rank, keepalive=True)
     dist.all_reduce(torch.ones(4))
     time.sleep(0.5)
     found = []
@@ -225,7 +225,8 @@ def hardened(rank: int, job: Job) -> Any:
 
 
 def in_a_namespace(rank: int, job: Job) -> Any:
-    """In a network of its own, which the test connects. Rank 0 waits in a collective for rank 1, which is elsewhere."""
+    """Run in a network namespace that the test connects. Rank 0 waits in a collective for rank 1, which does not enter
+    it."""
     assert ctypes.CDLL(None, use_errno=True).unshare(0x40000000) == 0  # CLONE_NEWNET
     Path(job.folder, f"apart-{rank}").touch()
     until = time.monotonic() + BOUND_S
@@ -233,7 +234,7 @@ def in_a_namespace(rank: int, job: Job) -> Any:
         assert time.monotonic() < until
         time.sleep(0.01)
     os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
-    job.init(rank, links=True)
+    job.init(rank, keepalive=True)
     dist.all_reduce(torch.ones(4))
     abort.enable_keepalive()
     Path(job.folder, f"met-{rank}").touch()
@@ -245,7 +246,7 @@ def in_a_namespace(rank: int, job: Job) -> Any:
 
 
 def failing_recorder(rank: int, job: Job) -> Any:
-    """The beacon goes away in the middle: the job does not notice."""
+    """The beacon becomes unusable in the middle: the job continues."""
     job.init(rank, refuse=True)
     dist.all_reduce(torch.ones(4))
     found = recorder.current()
@@ -272,7 +273,7 @@ def with_child(rank: int, job: Job) -> Any:
 
 
 def again(rank: int, job: Job) -> Any:
-    """Communicators are destroyed and made again in the same process."""
+    """Destroy communicators and create them again in the same process."""
     job.init(rank, refuse=True)
     dist.all_reduce(torch.ones(4))
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""A real agent, a real supervisor and small workers without torch, to which things are done."""
+"""A real agent, a real supervisor and small workers without torch, with faults."""
 
 import json
 import os
@@ -88,14 +88,14 @@ def until(check: Callable[[], object], seconds: float, what: str) -> float:
 
 @dataclass
 class Site:
-    """A run of two workers: `policy-0` waits for `policy-1`, which does `what` when `strike` says so."""
+    """A run of two workers: `policy-0` waits for `policy-1`, which does `what` when `start_fault` is called."""
 
     run: str
     folder: Path
     address: ServiceAddress
     client: AgentClient
     supervision: SupervisorClient
-    said: list[SupervisorEvent]
+    events: list[SupervisorEvent]
     trouble: list[str]
     pids: dict[str, int] = field(default_factory=dict)
 
@@ -108,30 +108,30 @@ class Site:
             )  # fmt: skip
         until(lambda: (self.folder / "policy-1.3").exists(), 30, "the workers work")
         until(self.supervision.connected.is_set, 30, "the supervisor is up")
-        until(lambda: self.heard_of(2), 30, "the supervisor hears of both")
+        until(lambda: self.agent_reports(2), 30, "the supervisor hears of both")
 
     @property
     def go(self) -> Path:
         return self.folder / "go"
 
-    def strike(self) -> None:
+    def start_fault(self) -> None:
         self.go.touch()
 
-    def heard_of(self, count: int) -> bool:
-        """The agent has told of so many processes besides the controller's."""
+    def agent_reports(self, count: int) -> bool:
+        """Whether the agent has reported so many processes besides the controller."""
         return len([1 for each in read_beacons(self.run) if each.role == "policy"]) >= count
 
     def about(self, name: str, *levels: str) -> list[SupervisorEvent]:
         rank = int(name.rpartition("-")[2])
         return [
             each
-            for each in self.said
+            for each in self.events
             if each.level in levels
             and [(one["role"], one["rank"]) for one in each.verdict["culprits"]] == [("policy", rank)]
         ]
 
-    def until_said(self, name: str, *levels: str, seconds: float = 15.0) -> SupervisorEvent:
-        until(lambda: self.about(name, *levels), seconds, f"{levels} of {name}; said: {self.said}")
+    def until_event(self, name: str, *levels: str, seconds: float = 15.0) -> SupervisorEvent:
+        until(lambda: self.about(name, *levels), seconds, f"{levels} of {name}; events: {self.events}")
         return self.about(name, *levels)[0]
 
 
@@ -139,13 +139,13 @@ class Site:
 def site(tmp_path: Path) -> Iterator[Site]:
     (tmp_path / "worker.py").write_text(WORKER)
     run = new_run_id("supervised")
-    said: list[SupervisorEvent] = []
+    events: list[SupervisorEvent] = []
     trouble: list[str] = []
     address = start_agent(run, TOKEN, tmp_path, kill_grace_s=0.5)
     client = AgentClient(address, TOKEN)
     settings = SupervisorSettings(run, 1, tmp_path, tmp_path / "incidents", [address], os.getpid(), PATIENCE)
-    supervision = SupervisorClient(settings, TOKEN, said.append, trouble.append)
-    made = Site(run, tmp_path, address, client, supervision, said, trouble)
+    supervision = SupervisorClient(settings, TOKEN, events.append, trouble.append)
+    made = Site(run, tmp_path, address, client, supervision, events, trouble)
     try:
         yield made
     finally:
@@ -154,71 +154,71 @@ def site(tmp_path: Path) -> Iterator[Site]:
     assert supervision.pid is None
 
 
-def test_a_stopped_process_is_named_and_taken_back_when_it_goes_on(site: Site) -> None:
+def test_a_stopped_process_is_named_and_withdrawn_when_it_continues(site: Site) -> None:
     site.start("slow")
     os.kill(site.pids["policy-1"], signal.SIGSTOP)
     began = time.monotonic()
-    site.until_said("policy-1", "notice", "confirmed", seconds=10.0)
-    first = site.until_said("policy-1", "confirmed", seconds=10.0)
+    site.until_event("policy-1", "notice", "confirmed", seconds=10.0)
+    first = site.until_event("policy-1", "confirmed", seconds=10.0)
     assert time.monotonic() - began < 12.0
     assert first.verdict["kind"] == "absent" and first.verdict["confidence"] >= 0.8
     assert first.incident is not None and (Path(first.incident) / "verdict.json").is_file()
     os.kill(site.pids["policy-1"], signal.SIGCONT)
-    until(lambda: any(each.change == "withdrawn" for each in site.said), 10, "it is taken back")
+    until(lambda: any(each.change == "withdrawn" for each in site.events), 10, "the verdict is withdrawn")
 
 
 def test_a_killed_process_is_noticed_within_a_second(site: Site) -> None:
     site.start("slow")
     os.kill(site.pids["policy-1"], signal.SIGKILL)
     began = time.time()
-    said = site.until_said("policy-1", "confirmed")
-    assert said.verdict["kind"] == "dead"
-    assert said.wall - began < 1.0 + 1.0, "a second, and one more for a loaded machine"
-    assert "SIGKILL" in json.dumps(said.verdict)
+    events = site.until_event("policy-1", "confirmed")
+    assert events.verdict["kind"] == "dead"
+    assert events.wall - began < 1.0 + 1.0, "a second, and one more for a loaded machine"
+    assert "SIGKILL" in json.dumps(events.verdict)
 
 
-def test_an_exception_is_told_with_its_text(site: Site) -> None:
+def test_an_exception_is_reported_with_its_text(site: Site) -> None:
     site.start("raise")
-    site.strike()
-    said = site.until_said("policy-1", "confirmed")
-    assert (said.verdict["kind"], said.verdict["class"]) == ("dead", "rank_exception_masked")
-    assert "ZeroDivisionError: division by zero" in json.dumps(said.verdict)
+    site.start_fault()
+    events = site.until_event("policy-1", "confirmed")
+    assert (events.verdict["kind"], events.verdict["class"]) == ("dead", "rank_exception_masked")
+    assert "ZeroDivisionError: division by zero" in json.dumps(events.verdict)
 
 
 def test_a_sleep_in_user_code_is_noticed_with_its_line_then_confirmed(site: Site) -> None:
     site.start("sleep")
     line = next(i for i, text in enumerate(WORKER.splitlines(), 1) if "time.sleep(1000)" in text)
-    site.strike()
+    site.start_fault()
     where = f"score() at worker.py:{line}"
     until(
         lambda: any(each.verdict["culprits"][0]["where"] == where for each in site.about("policy-1", "notice")),
         10, "a notice names the line",
     )  # fmt: skip
-    confirmed = site.until_said("policy-1", "confirmed", seconds=20)
+    confirmed = site.until_event("policy-1", "confirmed", seconds=20)
     assert confirmed.verdict["culprits"][0]["where"] == where
     folder = Path(confirmed.incident or "")
     assert "score" in (folder / "stacks" / "policy-1.txt").read_text()
-    assert (folder / "stacks" / "policy-0.txt").is_file(), "and of one innocent"
+    assert (folder / "stacks" / "policy-0.txt").is_file(), "and the stack of one innocent process"
 
 
 def test_a_busy_loop_is_noticed_with_its_line(site: Site) -> None:
     site.start("spin")
-    site.strike()
+    site.start_fault()
     until(
         lambda: any("spin()" in each.verdict["culprits"][0]["where"] for each in site.about("policy-1", "notice")),
         15, "a notice names the loop",
     )  # fmt: skip
 
 
-def test_slow_but_moving_is_not_accused(site: Site) -> None:
+def test_slow_progress_is_not_confirmed(site: Site) -> None:
     site.start("slow")
-    site.strike()
+    site.start_fault()
     stepped = len(list(site.folder.glob("policy-1.*")))
     until(lambda: len(list(site.folder.glob("policy-1.*"))) >= stepped + 6, 60, "some slow steps")
-    assert [each for each in site.said if each.level != "notice"] == []
+    assert [each for each in site.events if each.level != "notice"] == []
 
 
-def test_a_supervisor_that_is_killed_is_started_again_and_still_sees(site: Site) -> None:
+def test_a_killed_supervisor_is_restarted_and_still_reports(site: Site) -> None:
     site.start("slow")
     first = site.supervision.pid
     assert first is not None
@@ -230,13 +230,13 @@ def test_a_supervisor_that_is_killed_is_started_again_and_still_sees(site: Site)
     )
     assert any("SIGKILL" in text for text in site.trouble)
     os.kill(site.pids["policy-1"], signal.SIGKILL)
-    assert site.until_said("policy-1", "confirmed").verdict["kind"] == "dead"
+    assert site.until_event("policy-1", "confirmed").verdict["kind"] == "dead"
 
 
 def test_the_incident_is_complete_and_without_secrets(site: Site) -> None:
     site.start("slow")
     os.kill(site.pids["policy-1"], signal.SIGKILL)
-    folder = Path(site.until_said("policy-1", "confirmed").incident or "")
+    folder = Path(site.until_event("policy-1", "confirmed").incident or "")
     names = {str(each.relative_to(folder)) for each in folder.rglob("*") if each.is_file()}
     assert names >= {
         "verdict.json", "story.txt", "timeline.json", "beacons.json", "processes.json", "environment.json",
@@ -248,18 +248,18 @@ def test_the_incident_is_complete_and_without_secrets(site: Site) -> None:
     assert [each for each in (site.folder / "incidents").iterdir() if each.name.startswith(".")] == []
 
 
-def test_no_setting_is_an_argument_that_others_can_read(site: Site) -> None:
+def test_no_setting_is_passed_as_an_argument(site: Site) -> None:
     until(lambda: site.supervision.pid and site.supervision.connected.is_set(), 30, "the supervisor is up")
     arguments = Path(f"/proc/{site.supervision.pid}/cmdline").read_bytes().split(b"\0")
     assert arguments[1:] == [b"-m", b"lockstep.watch.supervisor.supervisor", b""]
 
 
-def test_what_is_ended_on_purpose_is_no_verdict(site: Site) -> None:
+def test_a_process_ended_on_purpose_gives_no_verdict(site: Site) -> None:
     site.start("slow")
     site.client.kill("policy-0", signal.SIGKILL)
     site.client.wait_exit("policy-0", "its end", 10)
     time.sleep(2 * PATIENCE.notice_s)
-    assert [each for each in site.said if each.level != "notice"] == []
+    assert [each for each in site.events if each.level != "notice"] == []
 
 
 CONTROLLER = """
@@ -281,7 +281,7 @@ signal.pause()
 """
 
 
-def test_the_supervisor_outlives_the_controller_and_leaves_after_the_run(tmp_path: Path) -> None:
+def test_the_supervisor_outlives_the_controller_and_exits_after_the_run(tmp_path: Path) -> None:
     run = new_run_id("orphan")
     controller = subprocess.Popen(
         [sys.executable, "-c", CONTROLLER, run, str(tmp_path)], stdout=subprocess.PIPE, text=True
@@ -300,10 +300,10 @@ def test_the_supervisor_outlives_the_controller_and_leaves_after_the_run(tmp_pat
     assert not run_shm_dir(run).exists()
 
 
-def test_two_agents_are_heard_as_two_hosts(tmp_path: Path) -> None:
-    """What two nodes are, on loopback: an agent each, one supervisor."""
+def test_two_agents_are_two_hosts(tmp_path: Path) -> None:
+    """Two nodes on loopback, each with an agent, and one supervisor."""
     (tmp_path / "worker.py").write_text(WORKER)
-    said: list[SupervisorEvent] = []
+    events: list[SupervisorEvent] = []
     clients, addresses = [], []
     run = new_run_id("two")
     environment = {**os.environ}
@@ -320,7 +320,7 @@ def test_two_agents_are_heard_as_two_hosts(tmp_path: Path) -> None:
         addresses.append(ServiceAddress.read(folder))
         clients.append((AgentClient(addresses[-1], TOKEN), dict(environment), agent))
     settings = SupervisorSettings(run, 1, tmp_path, tmp_path / "incidents", addresses, os.getpid(), PATIENCE)
-    supervision = SupervisorClient(settings, TOKEN, said.append)
+    supervision = SupervisorClient(settings, TOKEN, events.append)
     try:
         pids = {}
         for number, (client, env, _) in enumerate(clients):
@@ -332,8 +332,8 @@ def test_two_agents_are_heard_as_two_hosts(tmp_path: Path) -> None:
         until(lambda: (tmp_path / "policy-1.3").exists() and supervision.connected.is_set(), 30, "both work")
         time.sleep(1.0)
         os.kill(pids[1], signal.SIGSTOP)
-        until(lambda: any(each.level == "confirmed" for each in said), 15, f"it is confirmed; said {said}")
-        (culprit,) = next(each for each in said if each.level == "confirmed").verdict["culprits"]
+        until(lambda: any(each.level == "confirmed" for each in events), 15, f"it is confirmed; events: {events}")
+        (culprit,) = next(each for each in events if each.level == "confirmed").verdict["culprits"]
         assert (culprit["host"], culprit["rank"]) == ("b", 1)
     finally:
         supervision.close()
@@ -370,17 +370,17 @@ def gloo():
 threading.Thread(target=gloo, daemon=True).start()
 while not ids:
     pass
-tape = own.call_rings()
-line = tape.open_slot(11, 22, "0", "fsdp", "gloo", 2, 0, ids[0])
-line.enter(7, 5, 1, tape.text(SEPARATOR.join(["all_reduce", "", "", "", ""])))
+rings = own.call_rings()
+slot = rings.open_slot(11, 22, "0", "fsdp", "gloo", 2, 0, ids[0])
+slot.enter(7, 5, 1, rings.text(SEPARATOR.join(["all_reduce", "", "", "", ""])))
 print("up", flush=True)
 broken.wait()
 print("freed:", inbox.stalled(), flush=True)
 """
 
 
-def test_who_waits_in_a_collective_is_freed_with_the_verdict(site: Site) -> None:
-    """Without torch: a thread that waits as gloo's does, and a beacon that says so."""
+def test_a_process_in_a_collective_is_released_with_the_verdict(site: Site) -> None:
+    """Without torch: a thread that waits like gloo's, and a beacon that publishes the wait."""
     argv = [sys.executable, "-c", BLOCKED, site.run, "policy-0"]
     site.client.spawn("policy-0", argv, log_path=site.folder / "policy-0.log")
     until(lambda: "up" in read_tail(site.folder / "policy-0.log"), 20, "it waits")
@@ -396,13 +396,15 @@ def test_who_waits_in_a_collective_is_freed_with_the_verdict(site: Site) -> None
             breaks=True, text="policy-1 has not entered", verdict={"kind": "absent"},
         )  # fmt: skip
     until(lambda: list(link.messages()) or len(asked) > 1, 10, "answers")
-    assert [each["freed"] for each in asked] == [[], ["policy-0"]], "nobody for one whose place others have"
+    assert [each["freed"] for each in asked] == [[], ["policy-0"]], (
+        "nothing is released if the culprit has been replaced"
+    )
     until(lambda: "freed: policy-1 has not entered" in read_tail(site.folder / "policy-0.log"), 5, "it is freed")
     assert time.monotonic() - began < 2.0
     link.close()
 
 
-def test_an_agent_that_is_replaced_is_heard(site: Site) -> None:
+def test_a_replaced_agent_is_connected(site: Site) -> None:
     site.start("slow")
     os.kill(site.address.pid, signal.SIGKILL)
     until(lambda: not processes.is_alive(site.pids["policy-1"]), 10, "its workers end with it")
@@ -411,7 +413,7 @@ def test_an_agent_that_is_replaced_is_heard(site: Site) -> None:
     site.client = AgentClient(site.address, TOKEN)
     for path in site.folder.glob("policy-1.*"):
         path.unlink()
-    site.said.clear()
+    site.events.clear()
     site.start("slow")
     os.kill(site.pids["policy-1"], signal.SIGKILL)
-    assert site.until_said("policy-1", "confirmed", seconds=20).verdict["kind"] == "dead"
+    assert site.until_event("policy-1", "confirmed", seconds=20).verdict["kind"] == "dead"

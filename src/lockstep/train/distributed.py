@@ -280,7 +280,7 @@ def join_ranks(
         return ParallelContext(device=device, timeout_s=timeout_s)
     if world > 1 and store is None:
         raise ValueError(f"{world} trainer ranks need a store for their rendezvous; give store_host and store_port")
-    recorder.install(refuse=True, links=True, scope=prefix)
+    recorder.install(refuse=True, keepalive=True, scope=prefix)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     with track_wait("rendezvous", f"{world} trainer ranks", f"rank {rank} joins {prefix}", RENDEZVOUS_S):

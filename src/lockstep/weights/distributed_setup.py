@@ -17,7 +17,7 @@ from lockstep.weights.errors import LinkFailed
 
 def init_default_group(scope: str) -> None:
     """Starts recording this process's communicators, and makes the default process group that torch requires."""
-    recorder.install(links=True, scope=scope)
+    recorder.install(keepalive=True, scope=scope)
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
 

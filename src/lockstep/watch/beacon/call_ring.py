@@ -1,8 +1,8 @@
-"""The part of a beacon about communicators: a slot for each, and a ring of its newest calls.
+"""The part of a beacon about communicators: a slot per communicator, and a ring of its newest calls.
 
-Writing a call takes ten stores of eight bytes, without a lock: its number first and, after everything else, last.
-Texts (signatures, call sites, stages) are stored once, in a table whose oldest rows are overwritten; a call refers
-to them by number, and a reader that finds another number in the row knows that the text is lost.
+Writing a call takes ten stores of eight bytes without a lock; the number of the call is written first, and again last.
+Texts (signatures, call sites, stages) are stored once, in a table whose oldest rows are overwritten. A call refers to
+its texts by number; if a reader finds another number in the row, the text is lost.
 """
 
 import threading
@@ -48,43 +48,43 @@ from lockstep.watch.beacon.beacon_records import (
 )
 
 FRESH_TEXTS = MAX_TEXTS // 2
-"""A text is written again, when a call needs it, once this many newer texts have been written."""
+"""A text that a call needs is written again if at least this many newer texts have been written."""
 TEXT_TURNOVER = MAX_TEXTS // 4
-"""After this many new texts, caches of text numbers are cleared. So a text stays until at least this many newer ones
-have been written after the last call that refers to it."""
+"""Caches of text numbers are cleared whenever this many texts have been written. So a text remains until at least this
+many newer texts have been written after the last call that refers to it."""
 NEWEST_CALLS = 16
-"""Calls decoded whenever a beacon is read; `decode_calls` reads more."""
+"""The number of calls that are decoded whenever a beacon is read; `decode_calls` reads more."""
 
 
 def pack_text_numbers(label: int, site: int) -> int:
-    """The text numbers of a call as its record stores them."""
+    """Packs the text numbers of a call into one word of its record."""
     return label | site << 32
 
 
 class CallRings:
-    """The writing side, of one process. `slots_at` and `texts_at` are the offsets of its two parts in the beacon."""
+    """Writes the slots, texts and rings of one process. `slots_at` and `texts_at` are their offsets in the beacon."""
 
     def __init__(self, memory: MappedMemory, slots_at: int, texts_at: int) -> None:
         self.memory = memory
         self.words = memoryview(memory).cast("B").cast("Q")
-        """The whole file as 64-bit words: a store is one instruction, so it needs no frame."""
+        """The whole file as 64-bit words. Storing a word is one instruction, so it needs no write numbers."""
         self.slots_at, self.texts_at = slots_at, texts_at
         self.rings_at = texts_at + MAX_TEXTS * TEXT_STRUCT.size
         self.slots: list[CommunicatorSlot | None] = [None] * MAX_COMMUNICATORS
         self.calls = 0
-        """Calls on closed communicators whose slots were reused."""
+        """The number of calls on closed communicators whose slots were reused."""
         self._lock = threading.Lock()
         self._texts: dict[str, int] = {}
         self.newest_text = 0
         """The number of the newest text."""
-        self.on_turn: list[Callable[[], None]] = []
-        """Callbacks of objects that cache text numbers: see TEXT_TURNOVER."""
+        self.on_turnover: list[Callable[[], None]] = []
+        """Callbacks that clear caches of text numbers, see TEXT_TURNOVER."""
         self._stage = ""
-        self.where: int | None = None
-        """The stage as it is stored in a record; None: `pack_stage` computes it."""
+        self.packed_stage: int | None = None
+        """The stage as it is stored in a record; None if `pack_stage` has to compute it."""
 
     def text(self, value: str) -> int:
-        """The number of a text, for `CommunicatorSlot.enter`. Do not keep it beyond the next turnover."""
+        """The number of a text, for `CommunicatorSlot.enter`. It is valid until the next turnover."""
         with self._lock:
             known = self._texts.get(value)
             if known is not None and self.fresh(known):
@@ -97,25 +97,25 @@ class CallRings:
                 self._texts = {text: kept for text, kept in self._texts.items() if self.fresh(kept)}
             self._texts[value] = number
         if number % TEXT_TURNOVER == 0:
-            self.where = None
-            for forget in self.on_turn:
-                forget()
+            self.packed_stage = None
+            for clear_cache in self.on_turnover:
+                clear_cache()
         return number
 
     def stage(self, name: str) -> None:
-        """Sets the stage of the calls that follow."""
-        self._stage, self.where = name, None
+        """Sets the stage of the following calls."""
+        self._stage, self.packed_stage = name, None
 
     def pack_stage(self) -> int:
-        """The current stage as a record stores it."""
+        """The current stage as it is stored in a record."""
         stage = self._stage
-        found = self.where = self.text(stage) << 32 if stage else 0
+        packed = self.packed_stage = self.text(stage) << 32 if stage else 0
         if stage is not self._stage:
-            self.where = None
-        return found
+            self.packed_stage = None
+        return packed
 
     def fresh(self, number: int) -> bool:
-        """Whether the text of that number stays for a while."""
+        """Whether the text with this number will remain for a while."""
         return self.newest_text - number < FRESH_TEXTS
 
     def open_slot(
@@ -127,84 +127,94 @@ class CallRings:
         backend: str,
         size: int,
         rank: int,
-        loop: int = 0,
+        loop_thread: int = 0,
     ) -> "CommunicatorSlot | None":  # fmt: skip
-        """A slot for a communicator: a free one, else the one that was closed first; None when all are in use."""
+        """A slot for a communicator: an unused one, else the one that was closed first; None if all are in use."""
         with self._lock:
-            slot = self._free_slot()
-            if slot is None:
+            index = self._free_slot()
+            if index is None:
                 return None
-            line = CommunicatorSlot(self, slot)
-            line.about = (
-                identity, members, time.monotonic_ns(), size, rank, loop,
+            slot = CommunicatorSlot(self, index)
+            slot.description = (
+                identity, members, time.monotonic_ns(), size, rank, loop_thread,
                 encode_text(name, 64), encode_text(description, 64), encode_text(backend, 32),
             )  # fmt: skip
-            line.write_about()
-            self.slots[slot] = line
-            return line
+            slot.write_description()
+            self.slots[index] = slot
+            return slot
 
     def _free_slot(self) -> int | None:
-        for slot, line in enumerate(self.slots):
-            if line is None:
-                return slot
-        closed = [line for line in self.slots if line is not None and line.closed_ns]
+        for index, slot in enumerate(self.slots):
+            if slot is None:
+                return index
+        closed = [slot for slot in self.slots if slot is not None and slot.closed_ns]
         if not closed:
             return None
-        oldest = min(closed, key=lambda line: line.closed_ns)
+        oldest = min(closed, key=lambda slot: slot.closed_ns)
         self.calls += oldest.calls
-        return oldest.slot
+        return oldest.index
 
     def close(self) -> None:
-        """Releases the mapping; slots may not be written any more."""
+        """Releases the mapping. After that, slots must not be written."""
         self.words.release()
 
 
 class CommunicatorSlot:
-    """The calls of one process on one communicator, written by the thread that issues them."""
+    """Writes the calls of one process on one communicator, in the thread that issues them."""
 
     __slots__ = (
-        "_about",
         "_at",
-        "_counts",
-        "about",
+        "_counts_record",
+        "_description_record",
         "calls",
         "calls_word",
         "closed_ns",
+        "description",
+        "index",
         "memory",
         "ring",
         "rings",
-        "slot",
         "words",
     )  # fmt: skip
 
-    def __init__(self, rings: CallRings, slot: int) -> None:
-        self.slot, self.rings, self.memory, self.words = slot, rings, rings.memory, rings.words
-        self._at = rings.slots_at + slot * COMMUNICATOR_STRIDE
-        self.ring = (rings.rings_at + slot * RING_BYTES) >> 3
-        """The word at which its calls begin."""
+    def __init__(self, rings: CallRings, index: int) -> None:
+        self.index, self.rings, self.memory, self.words = index, rings, rings.memory, rings.words
+        self._at = rings.slots_at + index * COMMUNICATOR_STRIDE
+        self.ring = (rings.rings_at + index * RING_BYTES) >> 3
+        """The word at which the ring of calls begins."""
         self.calls = 0
         self.calls_word = (self._at + CALLS_AT) >> 3
         self.closed_ns = 0
-        self.about: tuple[Any, ...] = ()
+        self.description: tuple[Any, ...] = ()
+        """The fields of COMMUNICATOR_STRUCT."""
         for word in (CALLS_AT, FLAGS_AT, BLIND_AT):
             self.words[(self._at + word) >> 3] = 0
         clear_record(self.memory, self._at + COUNTS_AT, COUNTS_STRUCT)
-        self._about = RecordSlot(self.memory, self._at, COMMUNICATOR_STRUCT)
-        self._counts = RecordSlot(self.memory, self._at + COUNTS_AT, COUNTS_STRUCT)
+        self._description_record = RecordSlot(self.memory, self._at, COMMUNICATOR_STRUCT)
+        self._counts_record = RecordSlot(self.memory, self._at + COUNTS_AT, COUNTS_STRUCT)
 
-    def write_about(self) -> None:
-        self._about.write(*self.about)
+    def write_description(self) -> None:
+        self._description_record.write(*self.description)
 
-    def loop_thread(self, native_id: int) -> None:
-        """Sets the gloo thread that moves this communicator's bytes."""
-        self.about = (*self.about[:5], native_id, *self.about[6:])
-        self.write_about()
+    @property
+    def identity(self) -> int:
+        """The identity of the communicator, see `CommunicatorRecord`."""
+        return int(self.description[0])
+
+    @property
+    def loop_thread(self) -> int:
+        """Native id of gloo's thread for the communicator; 0 if unknown."""
+        return int(self.description[5])
+
+    @property
+    def backend(self) -> str:
+        return str(self.description[8].decode())
 
     def enter(
-        self, seq: int, issued: int, signature: int, texts: int = 0, where: int = 0, flags: int = 0,
+        self, seq: int, issued: int, signature: int, texts: int = 0, stage: int = 0, flags: int = 0,
         peer: int = NO_PEER,
     ) -> int:  # fmt: skip
-        """Records that a call begins; returns the index of the word for the time it leaves."""
+        """Records that a call begins. Returns the index of the word for the time when it returns."""
         words, calls = self.words, self.calls
         at = self.ring + calls % CALLS_PER_RING * CALL_WORDS
         self.calls = calls = calls + 1
@@ -215,30 +225,32 @@ class CommunicatorSlot:
         words[at + 4] = 0
         words[at + 5] = signature
         words[at + 6] = texts
-        words[at + 7] = where | flags | (peer + 1) << PEER_SHIFT
+        words[at + 7] = stage | flags | (peer + 1) << PEER_SHIFT
         words[at + 8] = calls
         words[self.calls_word] = calls
         return at + LEFT_WORD
 
     def leave(self, left: int, flag: int = 0) -> None:
-        """`left` is what `enter` returned; `flag`: how it ended, FLAG_ASYNC, FLAG_FAILED or FLAG_REFUSED."""
+        """Records that a call has returned. `left` is the result of `enter`; `flag` is 0, FLAG_ASYNC, FLAG_FAILED or
+        FLAG_REFUSED."""
         if flag:
             self.words[left + WHERE_WORD - LEFT_WORD] |= flag
         self.words[left] = time.monotonic_ns()
 
     def call_at(self, number: int) -> int:
-        """The word at which the record of that call begins."""
+        """The word at which the record of the call with this number begins."""
         return self.ring + (number - 1) % CALLS_PER_RING * CALL_WORDS
 
-    def counted(self) -> None:
-        """Marks that c10d's counts are read for this communicator."""
+    def mark_counted(self) -> None:
+        """Records that c10d's counts are read for this communicator."""
         self.words[(self._at + FLAGS_AT) >> 3] |= FLAG_COUNTED
 
-    def counts(self, entered: int, completed: int, entered_ns: int, completed_ns: int) -> None:
-        """Sets c10d's numbers, and when they were seen to change."""
-        self._counts.write(entered, completed, entered_ns, completed_ns)
+    def write_counts(self, entered: int, completed: int, entered_ns: int, completed_ns: int) -> None:
+        """Sets c10d's counts, and when a change of them was first observed."""
+        self._counts_record.write(entered, completed, entered_ns, completed_ns)
 
-    def blind(self) -> None:
+    def mark_blind(self) -> None:
+        """Records that point-to-point calls were made, see `CommunicatorRecord.blind`."""
         self.words[(self._at + BLIND_AT) >> 3] = 1
 
     def close(self) -> None:
@@ -247,13 +259,13 @@ class CommunicatorSlot:
 
 
 def clear_slots(memory: MappedMemory, slots_at: int) -> None:
-    """Frames the slots of a new file as empty; rings and texts need none."""
+    """Marks the slots of a new file as empty. Rings and texts are empty without this."""
     for slot in range(MAX_COMMUNICATORS):
         clear_record(memory, slots_at + slot * COMMUNICATOR_STRIDE, COMMUNICATOR_STRUCT)
 
 
 def read_communicators(reading: RecordReader, slots_at: int, texts_at: int) -> tuple[CommunicatorRecord, ...]:
-    """The communicators of a beacon of which `reading` holds the fixed part."""
+    """Decodes the communicators of a beacon, of which `reading` has the fixed part."""
     texts = _TextTable(reading, texts_at)
     found = (
         _decode_communicator(reading, slots_at + slot * COMMUNICATOR_STRIDE, slot, texts)
@@ -263,18 +275,18 @@ def read_communicators(reading: RecordReader, slots_at: int, texts_at: int) -> t
 
 
 def count_calls(reading: RecordReader, slots_at: int) -> int:
-    """How many calls were noted on all communicators together."""
+    """The number of calls that were recorded on all communicators together."""
     return sum(reading.number(slots_at + slot * COMMUNICATOR_STRIDE + CALLS_AT) for slot in range(MAX_COMMUNICATORS))
 
 
 def decode_calls(reading: RecordReader, slots_at: int, texts_at: int, slot: int, newest: int) -> tuple[CallRecord, ...]:
-    """The newest calls of a communicator, oldest first; torn, overwritten and unsure ones are left out."""
+    """The newest calls on a communicator, oldest first, without torn, overwritten and unsure ones."""
     written = reading.number(slots_at + slot * COMMUNICATOR_STRIDE + CALLS_AT)
     return tuple(_iter_calls(reading, _TextTable(reading, texts_at), slot, written, newest))
 
 
 class _TextTable:
-    """The table of texts, read where needed."""
+    """The table of texts; reads each text when it is needed."""
 
     def __init__(self, reading: RecordReader, texts_at: int) -> None:
         self.reading, self.at = reading, texts_at
@@ -343,10 +355,10 @@ def _decode_communicator(reading: RecordReader, at: int, slot: int, texts: _Text
 def _merge_counts(
     collectives: list[CallRecord], counts: tuple[int, int, int, int], counted: bool
 ) -> tuple[int, int, int, int]:
-    """Entered and completed with their times, from both sources."""
+    """Merges entered and completed, with their times, from both sources."""
     entered, completed, entered_ns, completed_ns = counts
-    nothing = 0 if counted else -1
-    entered, completed = max(entered, nothing), max(completed, nothing)
+    lowest = 0 if counted else -1
+    entered, completed = max(entered, lowest), max(completed, lowest)
     for call in collectives:
         if call.refused:
             continue

@@ -1,11 +1,11 @@
 """Reads from c10d how many collectives of each communicator were entered and completed.
 
-c10d also counts calls that pass no wrapper: of DDP's reducer, functional collectives, compiled graphs.
+c10d also counts calls that pass no wrapper: those of DDP's reducer, functional collectives and compiled graphs.
 
-The flight recorder keeps "last enqueued" and "last completed" per communicator (docs/recorder.md names the versions);
-reading these two takes about ten microseconds. The flight recorder has its own numbers for communicators, so their
-names are read once from its entries. Without a flight recorder, the sequence number of the communicator tells what
-was entered; what was completed remains unknown.
+c10d's flight recorder keeps "last enqueued" and "last completed" per communicator (docs/recorder.md names the
+versions); reading them takes about ten microseconds. It numbers communicators in its own way, so their names are read
+once from its entries. Without a flight recorder, the communicator's sequence number is the number of entered
+collectives, and the number of completed ones is unknown.
 """
 
 import json
@@ -16,11 +16,11 @@ from typing import Any
 from lockstep.watch.recorder.communicator import NOT_REPORTED, CommunicatorMember
 
 CollectiveCounts = dict[str, tuple[int, int]]
-"""The last enqueued and the last completed collective (-1: none), by c10d's number of the communicator."""
+"""The last enqueued and the last completed collective (-1: none), by the flight recorder's communicator number."""
 
 
 class FlightRecorder:
-    """A flight recorder of this process, of gloo or of NCCL."""
+    """c10d's flight recorder for gloo or for NCCL in this process."""
 
     def __init__(self, kind: str, dump: Callable[..., Any]) -> None:
         self.kind, self._dump = kind, dump
@@ -36,7 +36,7 @@ class FlightRecorder:
         }
 
     def name(self, number: str) -> str | None:
-        """c10d's name of the communicator with that number; None until the flight recorder has an entry of it. The
+        """c10d's name of the communicator with this number; None until the flight recorder has an entry of it. A failed
         search is repeated after one, two, four ... seconds, because it dumps all entries (0.1 to 40 ms)."""
         known = self._names.get(number)
         if known is not None:
@@ -79,25 +79,25 @@ class C10dStatusReader:
         self._by_number: dict[tuple[str, str], CommunicatorMember | None] = {}
         """Members by kind of the flight recorder and its number of the communicator; None for destroyed ones."""
 
-    def count(self, members: Iterable[CommunicatorMember]) -> None:
-        """Updates the members, given in the order of their creation."""
+    def update(self, members: Iterable[CommunicatorMember]) -> None:
+        """Updates the counts of the members, which are given in the order of their creation."""
         all_members, counted = list(members), set()
         for flight in self.flight_recorders:
-            for number, numbers in flight.status().items():
+            for number, counts in flight.status().items():
                 key = flight.kind, number
                 member = self._by_number[key] if key in self._by_number else self._assign(flight, number, all_members)
                 if member is not None:
-                    member.count(numbers)
+                    member.update_counts(counts)
                     counted.add(id(member))
         for member in all_members:
             member.verify()
             if id(member) not in counted and member.sequence() > 0:
-                member.count((member.sequence(), NOT_REPORTED))
+                member.update_counts((member.sequence(), NOT_REPORTED))
 
     def _assign(
         self, flight: FlightRecorder, number: str, members: list[CommunicatorMember]
     ) -> CommunicatorMember | None:
-        """Assigns the number to the newest communicator of that name without one."""
+        """Assigns the number to the newest communicator of that name that has no number yet."""
         name = flight.name(number)
         taken = {id(member) for member in self._by_number.values()}
         free = [each for each in members if each.name == name and id(each) not in taken]
@@ -107,5 +107,5 @@ class C10dStatusReader:
         return free[-1]
 
     def forget(self, member: CommunicatorMember) -> None:
-        """Forgets the member of a destroyed communicator. A later communicator of the same name gets another number."""
+        """Removes the member of a destroyed communicator; a later one of the same name gets another number."""
         self._by_number = {key: None if kept is member else kept for key, kept in self._by_number.items()}

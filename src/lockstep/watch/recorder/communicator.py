@@ -1,6 +1,6 @@
-"""Records and numbers the calls that this process issues on one communicator, and compares them with its peers' calls.
+"""Records and numbers the calls of this process on one communicator, and compares them with the calls of its peers.
 
-c10d's sequence number also counts calls that are no collectives (point-to-point calls with gloo); `SequenceOffsets`
+c10d's sequence number also counts calls that are no collectives (point-to-point calls with gloo). `SequenceOffsets`
 subtracts these, so that all members have equal numbers.
 """
 
@@ -35,8 +35,8 @@ class SequenceOffsets:
         self._forgotten = 0
 
     def skip(self, after: int, count: int) -> None:
-        """Notes that the backend's number is now `after`, and that `count` calls since the last note were no
-        collectives."""
+        """Records that the backend's number is now `after`, and that `count` calls since the previous call of this
+        method were no collectives."""
         if count:
             self.total += count
             self._steps.append((after, self.total))
@@ -44,8 +44,8 @@ class SequenceOffsets:
                 self._forgotten = self._steps[127][1]
                 del self._steps[:128]
 
-    def collective(self, number: int) -> int:
-        """The communicator's collective that has the backend's `number`."""
+    def to_collective(self, number: int) -> int:
+        """Converts a sequence number of the backend to one that counts collectives only."""
         for after, total in reversed(self._steps):
             if number >= after:
                 return number - total
@@ -53,41 +53,46 @@ class SequenceOffsets:
 
 
 NOT_REPORTED = -2
+"""In place of a count: c10d does not report it."""
 CallKey = tuple[int, int, int]
 """A call's signature, the texts word of its record, and the digest of its call site."""
 SEQUENCE_CHECK_INTERVAL = 8
 STEADY_CALLS = 256
-"""After this many calls in a row with the expected number, c10d is queried for every eighth number only."""
+"""After this many consecutive calls with the expected number, c10d is queried only every `SEQUENCE_CHECK_INTERVAL`
+calls."""
 NEVER_STEADY = -(1 << 62)
+"""A count of steady calls that never reaches `STEADY_CALLS`."""
 
 
 class CommunicatorMember:
     """The membership of this process in one communicator. Only one thread at a time issues calls on it.
 
-    The sequence number of a call is c10d's, which callers from C++ advance too. While all calls come from Python, it is
-    the number of issued calls plus a constant (`lead`), and c10d is queried only now and then: a query costs half as
-    much as all the rest. Once another caller turns up, the calls since the last query are marked unsure, and from then
-    on c10d is queried every time.
+    The sequence number of a call is c10d's, which calls from C++ advance too. While all calls come from Python, it is
+    the number of issued calls plus a constant (`lead`), and c10d is queried only now and then, because a query takes
+    half as much time as all other recording. Once a call from C++ is detected, the calls since the last query are
+    marked unsure, and from then on c10d is queried for every call.
     """
 
     __slots__ = (
-        "counted", "entered", "group", "issued", "keepalive_rounds", "label", "lead", "line", "name", "offsets",
-        "order_check", "queried", "rank", "ranks", "raw", "run", "seen", "sequence", "steady", "sure", "until",
+        "counted", "group", "issued", "keepalive_rounds", "label", "lead", "name", "next_query", "offsets",
+        "order_check", "polled_counts", "polled_issued", "queried", "rank", "ranks", "run", "sequence", "slot",
+        "steady", "sure", "written_counts",
     )  # fmt: skip
 
-    def __init__(self, group: Any, line: CommunicatorSlot, name: str, label: str, ranks: list[int], rank: int) -> None:
-        self.group, self.line, self.name, self.label = group, line, name, label
+    def __init__(self, group: Any, slot: CommunicatorSlot, name: str, label: str, ranks: list[int], rank: int) -> None:
+        self.group, self.slot, self.name, self.label = group, slot, name, label
         self.ranks, self.rank = ranks, rank
         self.order_check: OrderCheck | None = None
         self.run = ""
-        self.issued = self.lead = self.steady = self.seen = 0
-        self.queried = self.until = self.sure = 0
-        """The call of the last query, the call before which no query is needed, and the newest call whose number is
-        certain."""
+        self.issued = self.lead = self.steady = self.polled_issued = 0
+        self.queried = self.next_query = self.sure = 0
+        """The issued call of the last query, the issued call that needs the next query, and the newest call whose
+        number is certain."""
         self.offsets = SequenceOffsets()
-        self.raw = (-1, -1)
-        """The counts of the last poll."""
-        self.entered = (-1, -1, 0, 0)
+        self.polled_counts = (-1, -1)
+        """c10d's counts at the last poll."""
+        self.written_counts = (-1, -1, 0, 0)
+        """The counts and times in the beacon."""
         self.counted = False
         self.keepalive_rounds = 0
         self.sequence = group._get_sequence_number_for_group
@@ -100,23 +105,23 @@ class CommunicatorMember:
     def global_rank(self) -> int:
         return self.ranks[self.rank] if self.rank < len(self.ranks) else self.rank
 
-    def enter(self, what: CallKey) -> int:
-        """Records that a collective begins; returns the position of its record, for `CommunicatorSlot.leave`.
+    def enter(self, key: CallKey) -> int:
+        """Records that a collective begins. Returns the position for `CommunicatorSlot.leave`.
 
         Raises:
-            CollectiveRefused: another member on this host has entered a different call at this place.
+            CollectiveRefused: another member on this host has entered a different call as the same collective.
         """
-        self.issued, line = self.issued + 1, self.line
-        left = line.enter(self.number(self.issued), self.issued, what[0], what[1], line.rings.pack_stage())
+        self.issued, slot = self.issued + 1, self.slot
+        left = slot.enter(self.sequence_number(self.issued), self.issued, key[0], key[1], slot.rings.pack_stage())
         if self.order_check is not None:
-            self.check_order(self.order_check, what, left)
+            self.check_order(self.order_check, key, left)
         return left
 
     # --- sequence numbers
 
-    def number(self, issued: int) -> int:
+    def sequence_number(self, issued: int) -> int:
         """The sequence number of the call that begins now."""
-        return issued + self.lead if issued < self.until else self.query_sequence(issued)
+        return issued + self.lead if issued < self.next_query else self.query_sequence(issued)
 
     def query_sequence(self, issued: int) -> int:
         """The sequence number that c10d gives to the call that begins now."""
@@ -124,104 +129,109 @@ class CommunicatorMember:
         if seq - issued == self.lead:
             self.steady += issued - self.queried
         else:
-            self._mark_unsure(seq - issued, self.line.calls)
-        self.queried, self.sure = issued, self.line.calls + 1
-        self.until = issued + (SEQUENCE_CHECK_INTERVAL if self.steady >= STEADY_CALLS else 1)
+            self._mark_unsure(seq - issued, self.slot.calls)
+        self.queried, self.sure = issued, self.slot.calls + 1
+        self.next_query = issued + (SEQUENCE_CHECK_INTERVAL if self.steady >= STEADY_CALLS else 1)
         return seq
 
     def _mark_unsure(self, lead: int, newest: int) -> None:
         """Marks the calls from the last query to number `newest` as unsure."""
-        line = self.line
-        for number in range(max(self.sure + 1, line.calls - CALLS_PER_RING + 1), newest + 1):
-            line.words[line.call_at(number) + WHERE_WORD] |= FLAG_UNSURE
-        self.lead, self.until = lead, 0
+        slot = self.slot
+        for number in range(max(self.sure + 1, slot.calls - CALLS_PER_RING + 1), newest + 1):
+            slot.words[slot.call_at(number) + WHERE_WORD] |= FLAG_UNSURE
+        self.lead, self.next_query = lead, 0
         self.steady = NEVER_STEADY if self.queried else 0
 
     def resynchronize(self) -> None:
-        """Queries c10d after a call that c10d may have counted several times or not at all."""
+        """Queries c10d, after a call that c10d may have counted several times or not at all."""
         self.lead = self.sequence() - self.offsets.total - self.issued
-        self.queried, self.sure, self.until = self.issued, self.line.calls, 0
+        self.queried, self.sure, self.next_query = self.issued, self.slot.calls, 0
 
     def verify(self) -> None:
-        """Queries c10d about the newest call, unless another has followed since the last poll. The recorder's thread
-        calls this."""
-        issued, line = self.issued, self.line
-        if issued != self.seen or issued <= self.queried or issued >= self.until:
-            self.seen = issued
+        """Checks the sequence number of the newest call, if no call was issued since the last poll. The recorder's
+        thread calls this."""
+        issued, slot = self.issued, self.slot
+        if issued != self.polled_issued or issued <= self.queried or issued >= self.next_query:
+            self.polled_issued = issued
             return
-        newest = line.calls
-        at = line.call_at(newest)
-        inside = line.words[at + LEFT_WORD] == 0
+        newest = slot.calls
+        at = slot.call_at(newest)
+        inside = slot.words[at + LEFT_WORD] == 0
         lead = self.sequence() - self.offsets.total - issued
-        if issued != self.issued or inside != (line.words[at + LEFT_WORD] == 0):
+        if issued != self.issued or inside != (slot.words[at + LEFT_WORD] == 0):
             return
-        if inside and lead < self.lead:  # the backend has not seen it yet
+        if inside and lead < self.lead:  # the call has not reached the backend yet
             return
         if lead != self.lead:
             self._mark_unsure(lead, newest - inside)
             if inside:
-                line.words[at + SEQ_WORD] = issued + lead
+                slot.words[at + SEQ_WORD] = issued + lead
         self.queried, self.sure = issued, newest
 
-    def check_order(self, order_check: OrderCheck, what: CallKey, left: int) -> None:
+    def check_order(self, order_check: OrderCheck, key: CallKey, left: int) -> None:
         """Raises CollectiveRefused if a peer has entered a different call as the same collective."""
-        other = order_check.enter(self.issued, what[0] ^ what[2])
+        other = order_check.enter(self.issued, key[0] ^ key[2])
         if other is not None:
-            self.line.leave(left, FLAG_REFUSED)
+            self.slot.leave(left, FLAG_REFUSED)
             refusal = self._refusal(self.issued, other)
             self.issued -= 1
             raise refusal
 
-    def enter_p2p(self, what: CallKey, peer: int | None) -> int:
+    def enter_p2p(self, key: CallKey, peer: int | None) -> int:
         """Records that a point-to-point call begins."""
-        self.line.blind()
-        return self.line.enter(
-            max(0, self.sequence() - self.offsets.total), self.issued, what[0], what[1], self.line.rings.pack_stage(),
+        self.slot.mark_blind()
+        return self.slot.enter(
+            max(0, self.sequence() - self.offsets.total), self.issued, key[0], key[1], self.slot.rings.pack_stage(),
             FLAG_P2P, NO_PEER if peer is None else peer,
         )  # fmt: skip
 
-    # --- refusals: rare, so they may read the peers' beacons
+    # --- refusals, which are rare and may therefore read the peers' beacons
 
-    def _call_of(self, column: int, number: int) -> CallRecord | None:
+    def _peer_call(self, column: int, number: int) -> CallRecord | None:
         assert self.order_check is not None
-        _, name, slot = self.order_check.member(column)
-        calls = read_calls(run_shm_dir(self.run) / f"{name}.beacon", slot)
+        _, name, peer_slot = self.order_check.member(column)
+        calls = read_calls(run_shm_dir(self.run) / f"{name}.beacon", peer_slot)
         return next(
             (call for call in reversed(calls) if call.issued == number and not (call.p2p or call.refused)), None
         )
 
     def _own_call(self, number: int) -> CallRecord | None:
-        calls = read_calls(current_beacon().path, self.line.slot)
+        calls = read_calls(current_beacon().path, self.slot.index)
         return next((call for call in reversed(calls) if call.issued == number and not call.p2p), None)
 
     def _refusal(self, number: int, column: int) -> CollectiveRefused:
         assert self.order_check is not None
         rank, _, _ = self.order_check.member(column)
-        mine, theirs = self._own_call(number), self._call_of(column, number)
+        own_call, peer_call = self._own_call(number), self._peer_call(column, number)
         peer = self.ranks[rank] if rank < len(self.ranks) else rank
-        return CollectiveRefused(self.label, number, _call_text(mine), _call_text(theirs), self.global_rank, peer)
+        return CollectiveRefused(
+            self.label, number, _call_text(own_call), _call_text(peer_call), self.global_rank, peer
+        )
 
     # --- c10d's counts, from the recorder's thread
 
-    def count(self, raw: tuple[int, int]) -> None:
-        """Records c10d's own counts where they changed: -1 for none yet, `NOT_REPORTED` without a source."""
+    def update_counts(self, counts: tuple[int, int]) -> None:
+        """Records c10d's counts (entered, completed) if they have changed. -1 means that there is no collective yet,
+        `NOT_REPORTED` that c10d does not report the count."""
         if not self.counted:
             self.counted = True
-            self.line.counted()
-        if raw == self.raw:
+            self.slot.mark_counted()
+        if counts == self.polled_counts:
             return
-        now, old = monotonic_ns(), self.entered
-        entered = self.offsets.collective(raw[0]) if raw[0] >= 0 else 0
-        completed = self.offsets.collective(raw[1]) if raw[1] >= 0 else (-1 if raw[1] == NOT_REPORTED else 0)
-        self.raw = raw
-        self.entered = (
+        now, old = monotonic_ns(), self.written_counts
+        entered = self.offsets.to_collective(counts[0]) if counts[0] >= 0 else 0
+        completed = (
+            self.offsets.to_collective(counts[1]) if counts[1] >= 0 else (-1 if counts[1] == NOT_REPORTED else 0)
+        )
+        self.polled_counts = counts
+        self.written_counts = (
             entered, completed, now if entered != old[0] else old[2], now if completed != old[1] else old[3],
         )  # fmt: skip
-        self.line.counts(*self.entered)
+        self.slot.write_counts(*self.written_counts)
 
     def close(self) -> None:
-        """Drops the destroyed communicator, so that its threads and sockets can end."""
-        self.line.close()
+        """Releases the destroyed communicator, so that its threads and sockets can end."""
+        self.slot.close()
         self.group, self.sequence = None, lambda: self.issued
         if self.order_check is not None:
             order_check, self.order_check = self.order_check, None

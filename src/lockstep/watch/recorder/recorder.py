@@ -4,7 +4,7 @@ It needs the standard library and the torch that the program uses. An internal e
 job: the error is counted, the first one is logged, and the job continues unrecorded. docs/recorder.md describes what
 is recorded for each library, backend and version of torch.
 
-    recorder.install()                # before the communicators are made; the beacon is open
+    recorder.install()  # when the beacon is open, before communicators are created
 """
 
 import atexit
@@ -46,12 +46,12 @@ class Recorder:
 
     Args:
         refuse: check the order of collectives against the peers on this host, and refuse a wrong call.
-        links: make gloo's sockets detect dead links.
-        scope: distinguishes communicators of equal names (a role and its generation).
+        keepalive: make gloo's sockets detect dead links.
+        scope: distinguishes communicators with equal names (a role and its generation).
     """
 
-    def __init__(self, own: Beacon, rings: CallRings, refuse: bool, links: bool, scope: str) -> None:
-        self.rings, self._own, self._refuse, self._links, self.scope = rings, own, refuse, links, scope
+    def __init__(self, own: Beacon, rings: CallRings, refuse: bool, keepalive: bool, scope: str) -> None:
+        self.rings, self._own, self._refuse, self._keepalive, self.scope = rings, own, refuse, keepalive, scope
         self.run = own.path.parent.name
         self.inbox = commands.CommandInbox(self.run, own.path.stem)
         self.missing: list[str] = []
@@ -63,7 +63,7 @@ class Recorder:
         self._members: dict[Any, CommunicatorMember] = {}
         """Memberships by c10d's process group."""
         self.member_cache: dict[Any, CommunicatorMember | None] = {}
-        """Memberships by the values that callers pass as `group`: a process group, None, a name, a mesh."""
+        """Memberships by the values that callers pass as `group`: a process group, None, a name or a mesh."""
         self._unrecorded: set[str] = set()
         self._worlds = 0
         self._stop = threading.Event()
@@ -117,34 +117,34 @@ class Recorder:
         create = c10d._new_process_group_helper
 
         @functools.wraps(create)
-        def created(*args: Any, **kwargs: Any) -> Any:
-            before = _own_threads()
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            threads_before = _own_threads()
             ranks = args[2] if len(args) > 2 else kwargs.get("global_ranks_in_group", ())
             name = str(args[5] if len(args) > 5 else kwargs.get("group_name", ""))
-            shown: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+            shown_wait: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
             with contain_errors(self):
-                shown = group_init_wait(self._own, c10d.GroupMember.WORLD, ranks, name, kwargs.get("group_desc"))
-            with shown:
-                made = create(*args, **kwargs)
+                shown_wait = group_init_wait(self._own, c10d.GroupMember.WORLD, ranks, name, kwargs.get("group_desc"))
+            with shown_wait:
+                result = create(*args, **kwargs)
             with contain_errors(self):
-                self.add_communicator(made[0], ranks, abort.find_gloo_thread(_own_threads() - before))
-            return made
+                self.add_communicator(result[0], ranks, abort.find_gloo_thread(_own_threads() - threads_before))
+            return result
 
-        self._wrappers.replace(c10d, "_new_process_group_helper", create, created)
+        self._wrappers.replace(c10d, "_new_process_group_helper", create, wrapper)
         for name in ("destroy_process_group", "_abort_process_group"):
             if hasattr(c10d, name):
                 self._wrappers.replace(c10d, name, getattr(c10d, name), self._wrap_destroy(getattr(c10d, name)))
 
-    def _wrap_destroy(self, end: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(end)
-        def ended(*args: Any, **kwargs: Any) -> Any:
+    def _wrap_destroy(self, destroy: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(destroy)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
             try:
-                return end(*args, **kwargs)
+                return destroy(*args, **kwargs)
             finally:
                 with contain_errors(self):
                     self._forget_destroyed()
 
-        return ended
+        return wrapper
 
     def _patch_wait(self, work: Any) -> None:
         original = self._wait = work.wait
@@ -199,7 +199,7 @@ class Recorder:
         return known if known is not None else self.add_communicator(group)
 
     def _resolve(self, group: Any) -> Any:
-        """The process group that functional collectives mean by a name, ranks, a mesh, or a mesh and its dimension."""
+        """The process group for an argument of a functional collective: a name, ranks, or a mesh (and dimension)."""
         funcol = sys.modules.get(FUNCTIONAL_MODULE)
         resolve = getattr(funcol, "_resolve_group_name", None)
         if resolve is None or group is self._c10d.GroupMember.NON_GROUP_MEMBER:
@@ -207,8 +207,11 @@ class Recorder:
         name = group if isinstance(group, str) else resolve(group, "")
         return next((each for each, known in self._c10d._world.pg_names.items() if known == name), None)
 
-    def add_communicator(self, group: Any, ranks: Sequence[int] = (), loop: int = 0) -> CommunicatorMember | None:
-        """Starts recording the calls of this process on a communicator. `loop`: gloo's thread for it, if known."""
+    def add_communicator(
+        self, group: Any, ranks: Sequence[int] = (), loop_thread: int = 0
+    ) -> CommunicatorMember | None:
+        """Starts recording the calls of this process on a communicator. `loop_thread` is gloo's thread for the
+        communicator, if known."""
         if group is None or group not in self._c10d._world.pg_map:
             return None
         with self._lock:
@@ -220,18 +223,18 @@ class Recorder:
             self._worlds += not self._members
             ranks = [int(rank) for rank in ranks or world.pg_group_ranks.get(group) or range(group.size())]
             description = str(getattr(group, "group_desc", "") or "")
-            line = self.rings.open_slot(
+            slot = self.rings.open_slot(
                 self._identity(group, name), digest64(str(sorted(ranks))), name, description,
                 str(world.pg_backend_config.get(group) or world.pg_map[group][0]), group.size(), group.rank(),
-                loop,
+                loop_thread,
             )  # fmt: skip
-            if line is None:
+            if slot is None:
                 if not self._unrecorded:
                     log.warning("recorder: no room for communicator %s; it is not recorded", name)
                 self._unrecorded.add(name)
                 return None
             label = description if description not in ("", "undefined") else name
-            member = CommunicatorMember(group, line, name, label, ranks, group.rank())
+            member = CommunicatorMember(group, slot, name, label, ranks, group.rank())
             if self._refuse and group.size() > 1:
                 member.run, member.order_check = self.run, self._open_order_check(member)
             self._members[group] = member
@@ -241,17 +244,17 @@ class Recorder:
 
     def _open_order_check(self, member: CommunicatorMember) -> OrderCheck | None:
         try:
-            return OrderCheck(self.run, member.line.about[0], member.rank, self._own.path.stem, member.line.slot)
+            return OrderCheck(self.run, member.slot.identity, member.rank, self._own.path.stem, member.slot.index)
         except (OSError, OverflowError) as error:
             log.warning("recorder: the order of calls on %s is not checked against its peers: %s", member.label, error)
             return None
 
     def _identity(self, group: Any, name: str) -> int:
-        """Equal on all members: a digest of the store's address, how often a world was created, and the name."""
+        """A number that is equal on all members: a digest of the store's address, the count of worlds, and the name."""
         store = self._c10d._world.pg_map[group][1]
         store = getattr(store, "_underlying_non_prefix_store", store)
-        place = getattr(store, "port", None) or getattr(store, "path", "")
-        return digest64(f"{self.scope}|{place}|{self._worlds}|{name}")
+        address = getattr(store, "port", None) or getattr(store, "path", "")
+        return digest64(f"{self.scope}|{address}|{self._worlds}|{name}")
 
     def _forget_destroyed(self) -> None:
         with self._lock:
@@ -278,8 +281,8 @@ class Recorder:
     def poll_once(self) -> None:
         """Updates counts, enables keepalive on new links, and executes commands; takes about 20 microseconds."""
         self._own.beat()
-        self._c10d_status.count(self._members.values())
-        if self._links:
+        self._c10d_status.update(self._members.values())
+        if self._keepalive:
             self._enable_keepalive()
         for command in self.inbox.take():
             with contain_errors(self):
@@ -287,8 +290,8 @@ class Recorder:
 
     def _enable_keepalive(self) -> None:
         for member in list(self._members.values()):
-            if member.keepalive_rounds < 2 and member.line.about[5]:
-                abort.enable_keepalive(None, [member.line.about[5]])
+            if member.keepalive_rounds < 2 and member.slot.loop_thread:
+                abort.enable_keepalive(None, [member.slot.loop_thread])
                 member.keepalive_rounds += 1
 
     # --- commands
@@ -315,10 +318,11 @@ class Recorder:
         the number of broken connections."""
         broken = 0
         for member in list(self._members.values()):
-            names = (member.name, member.label, f"{member.line.about[0]:016x}")
+            names = (member.name, member.label, f"{member.slot.identity:016x}")
             if communicator is None or communicator in names:
-                backend = member.line.about[8].decode()
-                broken += sum(each.abort() for each in abort.aborters_for(backend, member.group, member.line.about[5]))
+                slot = member.slot
+                aborters = abort.aborters_for(slot.backend, member.group, slot.loop_thread)
+                broken += sum(each.abort() for each in aborters)
         return broken
 
     def translate(self, error: Exception) -> Exception:
@@ -353,11 +357,10 @@ def current() -> Recorder | None:
     return _current
 
 
-def install(*, refuse: bool = False, links: bool = False, scope: str = "") -> Recorder | None:
+def install(*, refuse: bool = False, keepalive: bool = False, scope: str = "") -> Recorder | None:
     """Starts recording. Call it before communicators are created; a second call only changes `scope`.
 
-    Returns None if there is nothing to record or nowhere to write it (no torch.distributed, no open beacon), or if this
-    torch cannot be patched, which is logged."""
+    Returns None without torch.distributed or an open beacon, or if this torch cannot be patched, which is logged."""
     global _current
     if _current is not None:
         _current.scope = scope
@@ -366,11 +369,11 @@ def install(*, refuse: bool = False, links: bool = False, scope: str = "") -> Re
     rings = own.call_rings()
     if rings is None or not importlib.import_module("torch.distributed").is_available():
         return None
-    _current = made = Recorder(own, rings, refuse, links, scope)
+    _current = new = Recorder(own, rings, refuse, keepalive, scope)
     atexit.register(uninstall)
-    with contain_errors(made):
-        made.attach(torch)
-    if made.failures:
+    with contain_errors(new):
+        new.attach(torch)
+    if new.failures:
         uninstall()
     return _current
 
@@ -398,7 +401,7 @@ def raise_if_stalled() -> None:
 
 
 def _forget_in_child() -> None:
-    # A forked child shares the parent's mapping but does not have its thread.
+    # A forked child shares the parent's beacon but does not have the recorder's thread.
     global _current
     previous, _current = _current, None
     if previous is not None:

@@ -63,15 +63,15 @@ class CollectiveWrappers:
         self._owner, self._torch = owner, torch
         self._wrapped: dict[int, tuple[Any, Any]] = {}
         """The original function and its wrapper, by the id of the original."""
-        self._put: list[tuple[ModuleType, str, Any]] = []
+        self._replaced: list[tuple[ModuleType, str, Any]] = []
         self._texts: dict[Any, tuple[int, str]] = {}
-        self._known: list[dict[Any, CallKey]] = []
-        """For each wrapper, its cache of call keys."""
-        owner.rings.on_turn.append(self._forget)
+        self._call_keys: list[dict[Any, CallKey]] = []
+        """The cache of call keys of each wrapper."""
+        owner.rings.on_turnover.append(self._clear_call_keys)
 
-    def _forget(self) -> None:
-        for known in self._known:
-            known.clear()
+    def _clear_call_keys(self) -> None:
+        for each in self._call_keys:
+            each.clear()
 
     def patch(self, module: ModuleType) -> None:
         """Wraps the functions of torch.distributed or of its functional collectives."""
@@ -81,13 +81,14 @@ class CollectiveWrappers:
                 self.replace(module, name, original, self.wrapper_of(original, operation))
 
     def replace(self, module: ModuleType, name: str, original: Any, wrapper: Any) -> None:
+        """Replaces a function of a module by its wrapper."""
         wrapper.__lockstep__ = True
         self._wrapped[id(original)] = original, wrapper
-        self._put.append((module, name, original))
+        self._replaced.append((module, name, original))
         setattr(module, name, wrapper)
 
     def patch_copies(self) -> None:
-        """Wraps names that other modules imported with `from torch.distributed import ...` earlier."""
+        """Wraps the functions under the names that other modules have imported from torch.distributed already."""
         for module in list(sys.modules.values()):
             names = getattr(module, "__dict__", None)
             if not isinstance(module, ModuleType) or not names:
@@ -95,13 +96,14 @@ class CollectiveWrappers:
             for name, value in list(names.items()):
                 pair = self._wrapped.get(id(value))
                 if pair is not None and pair[0] is value:
-                    self._put.append((module, name, value))
+                    self._replaced.append((module, name, value))
                     setattr(module, name, pair[1])
 
     def undo(self) -> None:
-        for module, name, original in reversed(self._put):
+        """Restores all original functions."""
+        for module, name, original in reversed(self._replaced):
             setattr(module, name, original)
-        self._put.clear()
+        self._replaced.clear()
         self._wrapped.clear()
 
     def patch_functional(self, module: ModuleType) -> None:
@@ -121,7 +123,7 @@ class CollectiveWrappers:
         return self._collective(original, operation)
 
     def _traced(self, original: Callable[..., Any], recording: Callable[..., Any]) -> Callable[..., Any]:
-        """The compiler traces functional collectives, so it gets the original."""
+        """A wrapper that calls the original while the compiler traces functional collectives."""
         torch = self._torch
 
         @functools.wraps(original)
@@ -133,14 +135,14 @@ class CollectiveWrappers:
         return wrapper
 
     def _collective(self, original: Callable[..., Any], operation: Operation) -> Callable[..., Any]:
-        """The wrapper of a collective, optimised for speed; docs/recorder.md describes how its cost is measured."""
+        """The wrapper of a collective. It is optimised for speed; docs/recorder.md says how its cost is measured."""
         owner, inside, getframe = self._owner, _recording_threads, sys._getframe
-        found, rings, words, look_up = owner.member_cache, owner.rings, owner.rings.words, self._look_up
+        members, rings, words, look_up = owner.member_cache, owner.rings, owner.rings.words, self._look_up
         positions = ArgumentPositions(original, operation)
         (group_at, group_name), (tensor_at, tensor_name) = positions.group, positions.tensor
         roots, nests = positions.root, _calls_others(original)
-        known: dict[Any, CallKey] = {}
-        self._known.append(known)
+        call_keys: dict[Any, CallKey] = {}
+        self._call_keys.append(call_keys)
 
         @functools.wraps(original)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -150,7 +152,7 @@ class CollectiveWrappers:
             try:
                 group = args[group_at] if len(args) > group_at else kwargs.get(group_name)
                 try:
-                    member = found[group]
+                    member = members[group]
                 except (KeyError, TypeError):
                     member = owner.member(group)
                 if member is not None:
@@ -158,32 +160,32 @@ class CollectiveWrappers:
                     tensor: Any = args[tensor_at] if len(args) > tensor_at else kwargs.get(tensor_name)
                     frame = getframe(1)
                     try:
-                        key = id(frame.f_code), frame.f_lasti, root, tensor.shape, tensor.dtype
-                    except AttributeError:  # none, or a list of them
-                        key = id(frame.f_code), frame.f_lasti, root, None, tensor is None
-                    what = known.get(key) or look_up(operation, tensor, root, frame, known, key)
+                        cache_key = id(frame.f_code), frame.f_lasti, root, tensor.shape, tensor.dtype
+                    except AttributeError:  # no tensor, or a list of tensors
+                        cache_key = id(frame.f_code), frame.f_lasti, root, None, tensor is None
+                    key = call_keys.get(cache_key) or look_up(operation, tensor, root, frame, call_keys, cache_key)
                     if nests:
-                        member.until = 0
+                        member.next_query = 0
                     # CommunicatorMember.enter, inlined
                     member.issued = issued = member.issued + 1
-                    seq = issued + member.lead if issued < member.until else member.query_sequence(issued)
-                    line = member.line
-                    calls = line.calls
-                    begin = line.ring + calls % CALLS_PER_RING * CALL_WORDS
-                    line.calls = calls = calls + 1
+                    seq = issued + member.lead if issued < member.next_query else member.query_sequence(issued)
+                    slot = member.slot
+                    calls = slot.calls
+                    begin = slot.ring + calls % CALLS_PER_RING * CALL_WORDS
+                    slot.calls = calls = calls + 1
                     words[begin] = calls
                     words[begin + 1] = seq
                     words[begin + 2] = issued
                     words[begin + 3] = monotonic_ns()
                     words[begin + 4] = 0
-                    words[begin + 5], words[begin + 6], _ = what
-                    where = rings.where
-                    words[begin + 7] = rings.pack_stage() if where is None else where
+                    words[begin + 5], words[begin + 6], _ = key
+                    stage = rings.packed_stage
+                    words[begin + 7] = rings.pack_stage() if stage is None else stage
                     words[begin + 8] = calls
-                    words[line.calls_word] = calls
+                    words[slot.calls_word] = calls
                     at = begin + LEFT_WORD
                     if member.order_check is not None:
-                        member.check_order(member.order_check, what, at)
+                        member.check_order(member.order_check, key, at)
             except CollectiveRefused:
                 raise
             except Exception as error:  # noqa: BLE001 - an internal error must not stop the job
@@ -204,7 +206,7 @@ class CollectiveWrappers:
                 if result is None:
                     words[at] = monotonic_ns()
                 else:
-                    member.line.leave(at, FLAG_ASYNC)
+                    member.slot.leave(at, FLAG_ASYNC)
                 if nests:
                     member.resynchronize()
             except Exception as error:  # noqa: BLE001
@@ -213,7 +215,7 @@ class CollectiveWrappers:
 
         return wrapper
 
-    def _described(self, operation: Operation, tensors: Any, root: int | None, module: str) -> tuple[int, str]:
+    def _describe(self, operation: Operation, tensors: Any, root: int | None, module: str) -> tuple[int, str]:
         if not hasattr(tensors, "dtype"):
             return describe_call(operation, tensors, root, module)
         key = operation.name, tensors.shape, tensors.dtype, root, module
@@ -230,24 +232,24 @@ class CollectiveWrappers:
         tensors: Any,
         root: int | None,
         frame: FrameType,
-        known: dict[Any, CallKey],
-        key: Any,
+        call_keys: dict[Any, CallKey],
+        cache_key: Any,
     ) -> CallKey:
-        """The key of a call; cached under `key` where that identifies the call."""
+        """The key of a call. Caches it under `cache_key` if this identifies the call."""
         owner = self._owner
-        site, where = owner.sites.find(frame)
-        direct = owner.sites.is_site(frame)
-        signature, text = self._described(operation, tensors, root, "" if direct else owner.sites.module(frame))
+        site, site_digest = owner.sites.find(frame)
+        is_site = owner.sites.is_site(frame)
+        signature, text = self._describe(operation, tensors, root, "" if is_site else owner.sites.module(frame))
         label = owner.rings.text(text)
-        what = signature, pack_text_numbers(label, site), where
-        if direct and (tensors is None or hasattr(tensors, "dtype")):
-            if len(known) >= _MAX_CACHED:
-                known.clear()
-            known[key] = what
-        return what
+        key = signature, pack_text_numbers(label, site), site_digest
+        if is_site and (tensors is None or hasattr(tensors, "dtype")):
+            if len(call_keys) >= _MAX_CACHED:
+                call_keys.clear()
+            call_keys[cache_key] = key
+        return key
 
     def _uncounted(self, original: Callable[..., Any], operation: Operation) -> Callable[..., Any]:
-        """The wrapper of a point-to-point call, or of a collective that c10d does not count. It records the call and
+        """The wrapper of a point-to-point call or of a collective that c10d does not count. It records the call and
         subtracts it from c10d's sequence number."""
         owner = self._owner
         positions = ArgumentPositions(original, operation)
@@ -279,11 +281,11 @@ def _recorded(
         member = owner.member(_group_of(operation, positions, args, kwargs))
         if member is not None:
             before = member.sequence()
-            what = look_up(operation, get_argument(positions.tensor, args, kwargs), None, frame, {}, None)
+            key = look_up(operation, get_argument(positions.tensor, args, kwargs), None, frame, {}, None)
             if operation.p2p:
-                at = member.enter_p2p(what, get_rank_argument(positions.peer, args, kwargs, member.ranks))
+                at = member.enter_p2p(key, get_rank_argument(positions.peer, args, kwargs, member.ranks))
             else:
-                at = member.enter(what)
+                at = member.enter(key)
     except CollectiveRefused:
         raise
     except Exception as error:  # noqa: BLE001 - an internal error must not stop the job
@@ -310,7 +312,7 @@ def _recorded(
                 after = member.sequence()
                 member.offsets.skip(after, after - before - (0 if operation.p2p else 1))
                 if at >= 0:
-                    member.line.leave(at, flag)
+                    member.slot.leave(at, flag)
         except Exception as error:  # noqa: BLE001
             owner.record_failure(error)
 
@@ -325,7 +327,7 @@ def _group_of(operation: Operation, positions: ArgumentPositions, args: tuple[An
 def _raise_translated(owner: WrapperOwner, member: CommunicatorMember, left: int, error: Exception) -> None:
     """Records that a call failed, and raises the verdict that explains the failure, if there is one."""
     with contain_errors(owner):
-        member.line.leave(left, FLAG_FAILED)
+        member.slot.leave(left, FLAG_FAILED)
         member.resynchronize()
     translated = owner.translate(error)
     if translated is not error:

@@ -1,4 +1,4 @@
-"""Sequence numbers of calls are c10d's, though it is rarely queried."""
+"""The sequence numbers of calls are c10d's, although c10d is rarely queried."""
 
 from types import SimpleNamespace
 
@@ -12,13 +12,13 @@ from lockstep.watch.recorder import communicator
 
 
 class C10d:
-    """A communicator that other callers use, too."""
+    """A communicator on which C++ code issues calls as well."""
 
     def __init__(self) -> None:
-        self.number = self.asked = 0
+        self.number = self.queries = 0
 
     def _get_sequence_number_for_group(self) -> int:
-        self.asked += 1
+        self.queries += 1
         return self.number
 
 
@@ -27,21 +27,21 @@ class Rank:
 
     def __init__(self) -> None:
         self.beacon = open_beacon("run-1", "policy-0", "policy", 0)
-        self.line = self.beacon.call_rings().open_slot(1, 2, "0", "", "gloo", 2, 0)
+        self.slot = self.beacon.call_rings().open_slot(1, 2, "0", "", "gloo", 2, 0)
         self.c10d = C10d()
-        self.member = communicator.CommunicatorMember(self.c10d, self.line, "0", "0", [0, 1], 0)
+        self.member = communicator.CommunicatorMember(self.c10d, self.slot, "0", "0", [0, 1], 0)
         self.truth: dict[int, int] = {}
-        """By number of the call."""
+        """The sequence numbers by number of the call."""
 
     def call(self, inside: bool = False) -> None:
         at = self.member.enter((5, 0, 0))
         self.c10d.number += 1
-        self.truth[self.line.calls] = self.c10d.number
+        self.truth[self.slot.calls] = self.c10d.number
         if not inside:
-            self.line.leave(at)
+            self.slot.leave(at)
 
-    def look(self) -> None:
-        """Two looks of the recorder's thread."""
+    def poll(self) -> None:
+        """Two polls of the recorder's thread."""
         self.member.verify()
         self.member.verify()
 
@@ -63,55 +63,55 @@ def steady(rank: Rank) -> None:
 
 def test_c10d_is_rarely_queried_while_all_calls_come_from_python(rank):
     steady(rank)
-    before = rank.c10d.asked
+    before = rank.c10d.queries
     for _ in range(80):
         rank.call()
-    assert rank.c10d.asked - before <= 80 / communicator.SEQUENCE_CHECK_INTERVAL
-    assert rank.read() == {number: seq for number, seq in rank.truth.items() if number > rank.line.calls - 256}
+    assert rank.c10d.queries - before <= 80 / communicator.SEQUENCE_CHECK_INTERVAL
+    assert rank.read() == {number: seq for number, seq in rank.truth.items() if number > rank.slot.calls - 256}
 
 
-def test_what_was_presumed_is_taken_back_when_others_came(rank):
+def test_calls_since_the_last_query_are_unsure_after_a_call_from_cpp(rank):
     steady(rank)
-    rank.c10d.number += 3  # a graph of the compiler's
+    rank.c10d.number += 3  # from a compiled graph
     for _ in range(20):
         rank.call()
     read = rank.read()
     assert all(rank.truth[number] == seq for number, seq in read.items())
     assert 256 - communicator.SEQUENCE_CHECK_INTERVAL <= len(read) <= 256
-    before = rank.c10d.asked
+    before = rank.c10d.queries
     steady(rank)
     rank.call()
     assert (
-        rank.c10d.asked - before == communicator.STEADY_CALLS + 2 * communicator.SEQUENCE_CHECK_INTERVAL + 1
-    )  # from now on every time
+        rank.c10d.queries - before == communicator.STEADY_CALLS + 2 * communicator.SEQUENCE_CHECK_INTERVAL + 1
+    )  # every call is queried from now on
 
 
 @pytest.mark.parametrize("others", [0, 2])
-def test_the_call_that_a_rank_is_stuck_in_has_its_number(rank, others):
+def test_the_call_in_which_a_rank_is_stuck_gets_its_number(rank, others):
     steady(rank)
-    while rank.member.issued + 1 >= rank.member.until:
+    while rank.member.issued + 1 >= rank.member.next_query:
         rank.call()
     rank.c10d.number += others
     rank.call(inside=True)
-    rank.look()
+    rank.poll()
     read = rank.read()
-    assert read[rank.line.calls] == rank.truth[rank.line.calls]
+    assert read[rank.slot.calls] == rank.truth[rank.slot.calls]
     assert all(rank.truth[number] == seq for number, seq in read.items())
 
 
-def test_a_call_that_the_backend_has_not_seen_yet_keeps_its_number(rank):
+def test_a_call_that_has_not_reached_the_backend_keeps_its_number(rank):
     steady(rank)
-    while rank.member.issued + 1 >= rank.member.until:
+    while rank.member.issued + 1 >= rank.member.next_query:
         rank.call()
-    rank.member.enter((5, 0, 0))  # and pickles something large
-    rank.look()
-    assert rank.read()[rank.line.calls] == rank.c10d.number + 1
+    rank.member.enter((5, 0, 0))  # the backend has not been called yet
+    rank.poll()
+    assert rank.read()[rank.slot.calls] == rank.c10d.number + 1
 
 
 def test_a_failed_call_may_not_have_been_counted(rank):
     steady(rank)
     at = rank.member.enter((5, 0, 0))
-    rank.line.leave(at, 4)
+    rank.slot.leave(at, 4)
     rank.member.resynchronize()
     for _ in range(20):
         rank.call()
@@ -119,13 +119,13 @@ def test_a_failed_call_may_not_have_been_counted(rank):
     assert all(read[number] == seq for number, seq in list(rank.truth.items())[-20:])
 
 
-EVENTS = st.lists(st.sampled_from(["call"] * 12 + ["other", "look"]), min_size=communicator.STEADY_CALLS, max_size=500)
+EVENTS = st.lists(st.sampled_from(["call"] * 12 + ["other", "poll"]), min_size=communicator.STEADY_CALLS, max_size=500)
 
 
 @settings(max_examples=30, deadline=None)
 @given(EVENTS)
-@example(["call"] * 300 + ["other"] + ["call"] * 3 + ["look", "call"])
-def test_no_wrong_number_stays(tmp_path_factory, events):
+@example(["call"] * 300 + ["other"] + ["call"] * 3 + ["poll", "call"])
+def test_no_wrong_number_remains(tmp_path_factory, events):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCKSTEP_BEACONS", str(tmp_path_factory.mktemp("numbers")))
         rank = Rank()
@@ -136,17 +136,17 @@ def test_no_wrong_number_stays(tmp_path_factory, events):
             elif event == "other":
                 rank.c10d.number += 1
             else:
-                rank.look()
-        rank.look()
+                rank.poll()
+        rank.poll()
         assert all(rank.truth[number] == seq for number, seq in rank.read().items())
         close_beacon()
 
 
-def test_a_stand_in_for_c10d_that_knows_no_numbers(rank):
+def test_a_backend_without_sequence_numbers(rank):
     def unknown() -> int:
         raise RuntimeError("not supported")
 
     other = communicator.CommunicatorMember(
-        SimpleNamespace(_get_sequence_number_for_group=unknown), rank.line, "1", "1", [0], 0
+        SimpleNamespace(_get_sequence_number_for_group=unknown), rank.slot, "1", "1", [0], 0
     )
     assert other.sequence() == 0

@@ -99,7 +99,7 @@ def test_offsets_count_collectives_only(steps):
             offsets.skip(number, moved)
     assert number - offsets.total == collectives_seen
     for raw, seen in list(truth.items())[-100:]:
-        assert offsets.collective(raw) == seen
+        assert offsets.to_collective(raw) == seen
 
 
 def test_status_and_names_of_a_flight_recorder():
