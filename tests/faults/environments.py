@@ -1,4 +1,4 @@
-"""Environments and tools for the tests: some answer, some raise, lie, hang, crash."""
+"""Environments and tools for the tests: some answer, others raise, return wrong values, hang or crash."""
 
 import asyncio
 import ctypes
@@ -23,7 +23,7 @@ class Counting:
 
 
 class Slow:
-    """Async, without a reset: answers after as many seconds as the action says."""
+    """Async, without a reset: replies after the number of seconds in the action."""
 
     async def step(self, action):
         await asyncio.sleep(float(action))
@@ -31,7 +31,7 @@ class Slow:
 
 
 class Faulty(Counting):
-    """Does what the action says."""
+    """Fails in the way that the action names."""
 
     def step(self, action):
         if action == "raise":
@@ -50,7 +50,7 @@ class Faulty(Counting):
 
 
 class AsyncFaulty(Faulty):
-    """Async; `sleep` never ends but can be cancelled, `hang` does not even await."""
+    """Async; `sleep` never ends but can be cancelled, `hang` blocks the event loop."""
 
     async def step(self, action):
         if action == "sleep":
@@ -59,7 +59,7 @@ class AsyncFaulty(Faulty):
 
 
 class Dice:
-    """Answers something else each time."""
+    """Is not deterministic: replies with another text each time."""
 
     def step(self, action):
         if action == "exit":
@@ -97,10 +97,10 @@ def multiply(a: int, b: int) -> int:
 
 
 async def slow_echo(text: str) -> str:
-    """Says it again.
+    """Returns the text.
 
     Args:
-        text: What to say.
+        text: What to return.
     """
     await asyncio.sleep(0.01)
     return text

@@ -1,4 +1,4 @@
-"""Ranks that meet in a gloo collective, one of which may not come."""
+"""A service for ranks with a gloo collective, in which one rank may end its process."""
 
 import os
 from datetime import timedelta
@@ -19,7 +19,7 @@ class Ring:
         self.rank = rank
 
     def meet(self, times: int, leaves: int = -1) -> float:
-        """Sums over the ranks, again and again; rank `leaves` ends its process half-way."""
+        """Sum over the ranks `times` times; rank `leaves` ends its process half-way."""
         total = torch.ones(1)
         for turn in range(times):
             if self.rank == leaves and turn == times // 2:
@@ -28,6 +28,6 @@ class Ring:
         return float(total)
 
     def listens(self) -> list[str]:
-        """Addresses of this process's open ports."""
+        """The addresses on which this process listens."""
         connections = psutil.Process().net_connections("inet")
         return sorted({found.laddr.ip for found in connections if found.status == psutil.CONN_LISTEN})

@@ -1,9 +1,9 @@
-"""Ranks for tests: real gloo processes, forked from a server that has imported torch once.
+"""Ranks for tests: real gloo processes, forked from a server that has imported torch.
 
-    outcomes = run_ranks(tmp_path, body, world=2)      # body(rank, job) -> what JSON can say
+    outcomes = run_ranks(tmp_path, body, world=2)      # body(rank, job) -> a JSON value
 
-The body is a function of a module, found by its name. A rank that raises leaves type and text of its error.
-"""
+The body is a function of a module and is found by its name. For a rank that raises, the outcome has type and text of
+the error."""
 
 import ctypes
 import json
@@ -26,7 +26,7 @@ from lockstep.watch.recorder import commands, recorder
 
 RUN = "ranks"
 BOUND_S = 60.0
-"""The most that anything here may take on a machine that is busy with other tests."""
+"""Time limit for every wait, on a machine that is busy with other tests."""
 PR_SET_PDEATHSIG = 1
 
 context = multiprocessing.get_context("forkserver")
@@ -37,7 +37,7 @@ Body = Callable[[int, "Job"], Any]
 
 @dataclass
 class Job:
-    """What a rank is told."""
+    """The arguments of a rank."""
 
     folder: str
     world: int
@@ -46,7 +46,7 @@ class Job:
     """An event that the test sets."""
 
     def init(self, rank: int, timeout_s: float = BOUND_S, **install: Any) -> None:
-        """Opens the beacon, begins to record, and joins the others."""
+        """Open the beacon, start the recorder, and join the other ranks."""
         import torch.distributed as dist
 
         open_beacon(RUN, f"policy-{rank}", "policy", rank).stage("train")
@@ -57,7 +57,7 @@ class Job:
         )
 
     def wait(self) -> None:
-        """Until the test says go."""
+        """Wait until the test calls `go`."""
         assert self.go.wait(BOUND_S)
 
 
@@ -70,7 +70,7 @@ class Outcome:
 
 
 class Ranks:
-    """Running ranks, and what their beacons say."""
+    """Running ranks, and their beacons."""
 
     def __init__(self, folder: Path, body: Body, world: int, options: dict[str, Any]) -> None:
         self.folder, self.world = folder, world
@@ -87,7 +87,7 @@ class Ranks:
         return pid
 
     def communicators(self, rank: int) -> dict[str, CommunicatorRecord]:
-        """By label."""
+        """The rank's communicators by label."""
         state = read_beacon(self.path(rank))
         return {} if state is None else {each.label: each for each in state.communicators}
 
@@ -95,7 +95,7 @@ class Ranks:
         return run_shm_dir(RUN) / f"policy-{rank}.beacon"
 
     def until(self, rank: int, check: Callable[[dict[str, CommunicatorRecord]], Any]) -> dict[str, CommunicatorRecord]:
-        """Reads a rank's beacon until `check` likes what it says."""
+        """Read a rank's beacon until `check` returns true for its communicators."""
         end = time.monotonic() + BOUND_S
         while True:
             found = self.communicators(rank)
@@ -105,7 +105,7 @@ class Ranks:
             time.sleep(0.01)
 
     def until_inside(self, rank: int, operation: str, label: str = "default_pg", number: int = 1) -> CommunicatorRecord:
-        """Until a rank is in that call, its `number`th collective or a later one."""
+        """Wait until a rank is in that operation, as its `number`th collective or a later one."""
 
         def there(found: dict[str, CommunicatorRecord]) -> bool:
             inside = found[label].inside if label in found else None
@@ -129,8 +129,8 @@ class Ranks:
 
     def _outcome(self, rank: int) -> Outcome:
         path = self.folder / f"result-{rank}.json"
-        said = json.loads(path.read_text()) if path.exists() else {}
-        return Outcome(self._processes[rank].exitcode, **said)
+        result = json.loads(path.read_text()) if path.exists() else {}
+        return Outcome(self._processes[rank].exitcode, **result)
 
     def stop(self) -> None:
         for process in self._processes:
@@ -140,22 +140,22 @@ class Ranks:
 
 
 def _become(rank: int, body: Body, job: Job, base: str) -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)  # tests that are killed leave nothing
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)  # killed tests leave no processes
     os.environ["LOCKSTEP_BEACONS"] = base
-    said: dict[str, Any]
+    result: dict[str, Any]
     try:
-        said = {"value": body(rank, job)}
+        result = {"value": body(rank, job)}
     except Exception as error:
-        said = {"error": type(error).__name__, "text": str(error)}
+        result = {"error": type(error).__name__, "text": str(error)}
     draft = Path(job.folder, f".result-{rank}")
-    draft.write_text(json.dumps(said))
+    draft.write_text(json.dumps(result))
     draft.rename(Path(job.folder, f"result-{rank}.json"))
     os._exit(0)
 
 
 @contextmanager
 def ranks(folder: Path, body: Body, world: int = 2, **options: Any) -> Iterator[Ranks]:
-    """Starts ranks; what is left of them at the end is killed. `options` go to `recorder.install`."""
+    """Start ranks; those that still run at the end are killed. `options` go to `recorder.install`."""
     started = Ranks(folder, body, world, options)
     try:
         yield started
@@ -170,5 +170,5 @@ def run_ranks(folder: Path, body: Body, world: int = 2, **options: Any) -> list[
 
 
 def watched() -> None:
-    """Says that somebody observes the ranks' run."""
+    """Publish that a supervisor observes the ranks' run."""
     commands.open_command_file(RUN)

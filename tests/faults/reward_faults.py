@@ -1,4 +1,4 @@
-"""Reward functions that misbehave the way processes do. Used by test_scorers.py."""
+"""Reward functions that hang, crash, raise or return wrong values, for test_scorers.py."""
 
 import ctypes
 import os
@@ -15,7 +15,7 @@ def hangs(data_source, solution_str, ground_truth, extra_info=None):
 
 
 def holds_the_interpreter(data_source, solution_str, ground_truth, extra_info=None):
-    """Catastrophic backtracking: no Python instruction, no thread switch, no signal handler ever again."""
+    """Catastrophic backtracking: no other Python instruction, thread or signal handler runs again."""
     return float(re.fullmatch(r"(a+)+b", "a" * 64 if solution_str == "bad" else "ab") is not None)
 
 
@@ -27,7 +27,7 @@ def hangs_in_a_batch(prompts, completions, **kwargs):
 
 
 def too_slow_together(prompts, completions, **kwargs):
-    """Fine alone; a batch takes longer than allowed."""
+    """Fast for one sample; a batch takes longer than allowed."""
     if len(completions) > 1:
         time.sleep(3600)
     return [1.0] * len(completions)
@@ -58,7 +58,7 @@ def killed(data_source, solution_str, ground_truth, extra_info=None):
 
 
 def leaves_once(data_source, solution_str, ground_truth, extra_info=None):
-    """Dies the first time it sees the sample, as a machine short of memory would make it."""
+    """Dies the first time it gets the sample, as on a machine short of memory."""
     marker = Path(extra_info["marker"])
     if solution_str == "bad" and not marker.exists():
         marker.touch()

@@ -1,4 +1,4 @@
-"""The node agent with real processes that exit, crash, stop, and whose controller or template is killed."""
+"""The node agent with real processes: they exit, crash, stop, and their controller or fork server is killed."""
 
 import contextlib
 import json
@@ -162,13 +162,13 @@ ENDS = {
 
 
 @WARM
-def test_ends_are_reported_with_their_codes_and_last_words(site: Site, preload: tuple[str, ...]) -> None:
-    for how, (code, said) in ENDS.items():
+def test_ends_are_reported_with_exit_codes_and_last_output(site: Site, preload: tuple[str, ...]) -> None:
+    for how, (code, last_output) in ENDS.items():
         name = how.replace(" ", "-")
         pid = site.spawn(name, *how.split(), preload=preload)
         end = site.client.wait_exit(name, "the test", 30)
         assert (end.name, end.pid, end.exit_code) == (name, pid, code), site.text(name)
-        assert said in site.text(name)
+        assert last_output in site.text(name)
         if how == "raise":
             assert site.text(name).count("Traceback") == 1
     assert [end.name for end in site.exits] == [how.replace(" ", "-") for how in ENDS]
@@ -184,14 +184,14 @@ def test_a_worker_is_like_a_fresh_process(site: Site, preload: tuple[str, ...]) 
     elsewhere = site.folder / "elsewhere"
     elsewhere.mkdir()
     environment = {"PATH": os.environ["PATH"], "MARK": "new", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(site.folder)}
-    said = []
+    by_worker = []
     for name in ("one", "two"):
         pid = site.spawn(
             name, "facts", "-x", "a b", preload=preload, module=True, env=environment, cwd=elsewhere
         )  # fmt: skip
         assert site.client.wait_exit(name, "facts", 30).exit_code == 0, site.text(name)
         facts = json.loads(site.text(name))
-        said.append(facts)
+        by_worker.append(facts)
         assert facts["pid"] == facts["sid"] == facts["pgid"] == pid
         assert facts["ppid"] == site.client.address.pid
         assert facts["argv"] == [str(site.folder / "pkg" / "work.py"), "facts", "-x", "a b"]
@@ -206,8 +206,8 @@ def test_a_worker_is_like_a_fresh_process(site: Site, preload: tuple[str, ...]) 
         assert facts["fds"]["0"] == os.devnull
         assert facts["fds"]["1"] == facts["fds"]["2"] == str(site.log(name))
         assert not [link for link in facts["fds"].values() if link.startswith(("socket:", "pipe:"))]
-    assert said[0]["random"][0] != said[1]["random"][0]
-    assert said[0]["random"][1] != said[1]["random"][1]
+    assert by_worker[0]["random"][0] != by_worker[1]["random"][0]
+    assert by_worker[0]["random"][1] != by_worker[1]["random"][1]
 
 
 @WARM
@@ -215,7 +215,7 @@ def test_signals_reach_workers_and_are_reported_fast(site: Site, preload: tuple[
     for name, number in (("killed", signal.SIGKILL), ("asked", signal.SIGTERM)):
         pid = site.spawn(name, "sleep", preload=preload)
         site.up(name)
-        os.kill(pid, signal.SIGINT)  # as Ctrl-C would, had it the terminal
+        os.kill(pid, signal.SIGINT)  # as Ctrl-C would in a terminal
         assert site.client.kill(name, number) is True
         sent = time.time()
         assert site.client.wait_exit(name, "the signal", 20).exit_code == -number
@@ -225,7 +225,7 @@ def test_signals_reach_workers_and_are_reported_fast(site: Site, preload: tuple[
         site.client.kill("nobody")
 
 
-def test_a_polite_worker_ends_its_own_way_and_its_stragglers_with_it(site: Site) -> None:
+def test_a_worker_handles_sigterm_itself_and_its_children_end_with_it(site: Site) -> None:
     site.spawn("polite", "polite")
     site.up("polite")
     site.client.kill("polite", signal.SIGTERM)
@@ -247,7 +247,7 @@ def test_names_are_unique_among_the_living_and_free_after_death(site: Site) -> N
     assert [facts.pid for facts in site.client.list()] == [second]
 
 
-def test_many_at_once_from_one_template(site: Site) -> None:
+def test_many_workers_are_forked_at_once(site: Site) -> None:
     argv = [sys.executable, str(site.folder / "pkg" / "work.py"), "exit", "3"]
     started = [
         site.client.submit_spawn(f"w{i}", argv, log_path=site.log(f"w{i}"), preload=("json", "numpy"))
@@ -259,7 +259,7 @@ def test_many_at_once_from_one_template(site: Site) -> None:
     assert site.agent_log().count("INFO fork server") == 1
 
 
-def test_what_cannot_run_says_so(site: Site) -> None:
+def test_a_command_that_cannot_run_is_an_error(site: Site) -> None:
     site.client.spawn("missing", ["/no/such/program"], log_path=site.log("missing"))
     assert site.client.wait_exit("missing", "end", 20).exit_code == 127
     assert "cannot run /no/such/program" in site.text("missing")
@@ -281,23 +281,23 @@ def test_a_preload_that_fails_falls_back_to_a_plain_start(site: Site) -> None:
     assert not any(facts.warm for facts in site.client.list())
 
 
-def templates(site: Site) -> list[psutil.Process]:
+def fork_servers(site: Site) -> list[psutil.Process]:
     children = psutil.Process(site.client.address.pid).children()
     known = {facts.pid for facts in site.client.list()}
     return [child for child in children if child.pid not in known]
 
 
-def test_a_template_that_is_killed_is_replaced_and_its_workers_live_on(site: Site) -> None:
+def test_a_killed_fork_server_is_replaced_and_its_workers_survive(site: Site) -> None:
     survivor = site.spawn("survivor", "sleep", preload=("json", "numpy"))
-    (template,) = templates(site)
-    template.kill()
+    (fork_server,) = fork_servers(site)
+    fork_server.kill()
     site.spawn("next", "exit", "4", preload=("json", "numpy"))
     assert site.client.wait_exit("next", "end", 30).exit_code == 4
     assert processes.is_alive(survivor)
     assert [facts.warm for facts in site.client.list()] == [True, True]
 
 
-def test_a_template_killed_while_it_imports_loses_no_order(site: Site) -> None:
+def test_a_fork_server_killed_while_it_imports_loses_no_request(site: Site) -> None:
     (site.folder / "slow_module.py").write_text("import time; time.sleep(1.5)")
     environment = {**os.environ, "PYTHONPATH": str(site.folder)}
     argv = [sys.executable, str(site.folder / "pkg" / "work.py"), "exit", "6"]
@@ -305,14 +305,14 @@ def test_a_template_killed_while_it_imports_loses_no_order(site: Site) -> None:
         site.client.submit_spawn(f"w{i}", argv, log_path=site.log(f"w{i}"), env=environment, preload=("slow_module",))
         for i in range(3)
     ]
-    until(lambda: templates(site), 10, "the template starts")
-    templates(site)[0].kill()
+    until(lambda: fork_servers(site), 10, "the fork server starts")
+    fork_servers(site)[0].kill()
     assert len({future.result(60) for future in pending}) == 3
     for i in range(3):
         assert site.client.wait_exit(f"w{i}", "end", 30).exit_code == 6
 
 
-def test_a_template_that_always_dies_is_given_up(site: Site) -> None:
+def test_a_fork_server_that_always_dies_is_given_up(site: Site) -> None:
     (site.folder / "deadly_module.py").write_text("import os; os.kill(os.getpid(), 9)")
     environment = {**os.environ, "PYTHONPATH": str(site.folder)}
     site.spawn("w", "exit", "8", preload=("deadly_module",), env=environment)
@@ -320,7 +320,7 @@ def test_a_template_that_always_dies_is_given_up(site: Site) -> None:
     assert [facts.warm for facts in site.client.list()] == [False]
 
 
-def test_leaving_kills_what_is_stopped_or_does_not_listen(folder: Path) -> None:
+def test_shutdown_kills_stopped_workers_and_those_that_ignore_sigterm(folder: Path) -> None:
     run = new_run_id("agent-test")
     client = AgentClient(start_agent(run, TOKEN, folder), TOKEN)
     here = Site(run, folder, client)
@@ -367,17 +367,17 @@ def controller(run: str, folder: Path, grace: float) -> Iterator[tuple["subproce
         shutil.rmtree(run_shm_dir(run), ignore_errors=True)
 
 
-def test_no_orphan_after_kill_9_of_the_controller(folder: Path) -> None:
+def test_no_orphans_remain_after_kill_9_of_the_controller(folder: Path) -> None:
     run = new_run_id("agent-test")
     with controller(run, folder, 0.0) as (process, pids):
         assert len(pids) >= 6
         assert run_shm_dir(run).exists()
         process.kill()
-        until(lambda: not any(map(processes.is_alive, pids)), 5, "all workers and the agent are gone")
+        until(lambda: not any(map(processes.is_alive, pids)), 5, "all workers and the agent have ended")
         until(lambda: not run_shm_dir(run).exists(), 1, "the beacons are removed")
 
 
-def test_orphans_live_through_the_grace_and_no_longer(folder: Path) -> None:
+def test_orphans_survive_for_the_grace_period_only(folder: Path) -> None:
     run = new_run_id("agent-test")
     with controller(run, folder, 3.0) as (process, pids):
         process.kill()
@@ -385,10 +385,10 @@ def test_orphans_live_through_the_grace_and_no_longer(folder: Path) -> None:
         while time.monotonic() - killed < 2.7:
             assert all(map(processes.is_alive, pids))
             time.sleep(0.05)
-        until(lambda: not any(map(processes.is_alive, pids)), 5, "all are gone after the grace")
+        until(lambda: not any(map(processes.is_alive, pids)), 5, "all have ended after the grace period")
 
 
-def test_a_stopped_controller_is_not_dead(folder: Path) -> None:
+def test_a_stopped_controller_does_not_count_as_dead(folder: Path) -> None:
     run = new_run_id("agent-test")
     with controller(run, folder, 0.0) as (process, pids):
         process.send_signal(signal.SIGSTOP)
@@ -417,7 +417,7 @@ def test_a_successor_takes_over_and_the_stale_one_is_refused(folder: Path) -> No
         until(lambda: not any(map(processes.is_alive, pids)), 5, "all left")
 
 
-def test_a_connection_that_breaks_is_made_again_and_nothing_is_lost_or_done_twice(site: Site) -> None:
+def test_a_broken_connection_is_restored_and_nothing_is_lost_or_repeated(site: Site) -> None:
     pid = site.spawn("w", "sleep")
     for round_ in range(3):
         site.client._connection._socket.shutdown(socket.SHUT_RDWR)
@@ -425,18 +425,18 @@ def test_a_connection_that_breaks_is_made_again_and_nothing_is_lost_or_done_twic
     site.client._connection._socket.shutdown(socket.SHUT_RDWR)
     os.kill(pid, signal.SIGKILL)
     assert site.client.wait_exit("w", "killed meanwhile", 20).exit_code == -9
-    until(lambda: len(site.exits) == 4, 10, "all ends are heard")
+    until(lambda: len(site.exits) == 4, 10, "all ends are reported")
     assert sorted(end.name for end in site.exits) == ["n0", "n1", "n2", "w"]
     assert len(site.client.list()) == 4
 
 
-def test_strangers_are_refused_and_garbage_disturbs_nobody(site: Site) -> None:
+def test_unknown_connections_are_refused_and_garbage_does_no_harm(site: Site) -> None:
     where = site.client.address
     with pytest.raises(HandshakeRefused) as refused:
         AgentClient(where, "another token")
     assert refused.value.code == "token"
-    with socket.create_connection((where.host, where.port)) as stranger:
-        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+    with socket.create_connection((where.host, where.port)) as unknown:
+        unknown.sendall(b"GET / HTTP/1.1\r\n\r\n")
     known = auth_handshake.connect(where.host, where.port, token=TOKEN, run=site.run, generation=1, name="odd")
     for frame in (b"no json", b"[]", b'{"id": 1}', b'{"id": 1, "op": "spawn"}', b'{"id": 2, "op": "dance"}'):
         with contextlib.suppress(WireError):
@@ -449,16 +449,16 @@ def test_strangers_are_refused_and_garbage_disturbs_nobody(site: Site) -> None:
     assert site.client.wait_exit("w", "end", 20).exit_code == 0
 
 
-def test_when_the_agent_is_killed_the_kernel_kills_the_workers_and_the_client_says_so(folder: Path) -> None:
+def test_if_the_agent_is_killed_the_kernel_kills_the_workers_and_the_client_reports_it(folder: Path) -> None:
     run = new_run_id("agent-test")
     client = AgentClient(start_agent(run, TOKEN, folder), TOKEN)
     here = Site(run, folder, client)
     try:
         pids = [here.spawn("warm", "sleep", preload=("json",)), here.spawn("cold", "sleep")]
-        pids += [template.pid for template in templates(here)]
+        pids += [fork_server.pid for fork_server in fork_servers(here)]
         assert len(pids) == 4
         os.kill(client.address.pid, signal.SIGKILL)
-        until(lambda: not any(map(processes.is_alive, pids)), 20, "nobody outlives the agent")
+        until(lambda: not any(map(processes.is_alive, pids)), 20, "no worker outlives the agent")
         with pytest.raises(AgentGone):
             until(lambda: client.list(), 10, "the client notices")
         assert not client.alive
@@ -468,7 +468,7 @@ def test_when_the_agent_is_killed_the_kernel_kills_the_workers_and_the_client_sa
         run_shm_dir(run).rmdir()
 
 
-def test_the_agent_outlives_a_signal_to_the_foreground_and_shows_itself(site: Site) -> None:
+def test_the_agent_survives_ctrl_c_and_has_a_beacon(site: Site) -> None:
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGINT):
         os.kill(site.client.address.pid, number)
     site.spawn("w", "sleep")
@@ -477,21 +477,21 @@ def test_the_agent_outlives_a_signal_to_the_foreground_and_shows_itself(site: Si
     until(lambda: read_beacons(site.run)[0].counters["workers"].value == 1, 5, "it counts its workers")
 
 
-def test_sigterm_ends_the_agent_and_all_below_it(folder: Path) -> None:
+def test_sigterm_ends_the_agent_and_its_processes(folder: Path) -> None:
     run = new_run_id("agent-test")
     client = AgentClient(start_agent(run, TOKEN, folder, kill_grace_s=0.3), TOKEN)
     pid = Site(run, folder, client).spawn("w", "stubborn")
     os.kill(client.address.pid, signal.SIGTERM)
-    until(lambda: not processes.is_alive(pid) and not client.alive, 10, "all are gone")
+    until(lambda: not processes.is_alive(pid) and not client.alive, 10, "all have ended")
     assert not run_shm_dir(run).exists()
 
 
-def test_an_agent_that_cannot_start_says_why(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_agent_that_cannot_start_reports_why(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(AgentError, match="LOCKSTEP_TOKEN is not set"):
         start_agent(new_run_id("agent-test"), "", folder)
 
 
-def test_a_connection_that_breaks_ends_no_worker_of_another_hosts_controller(folder: Path) -> None:
+def test_a_broken_connection_ends_no_worker_of_a_controller_on_another_host(folder: Path) -> None:
     address = start_agent(new_run_id("agent-test"), TOKEN, folder, kill_grace_s=0.5, controller=None)
     client = AgentClient(address, TOKEN, lost_after_s=60.0)
     try:
@@ -499,10 +499,10 @@ def test_a_connection_that_breaks_ends_no_worker_of_another_hosts_controller(fol
         pid = client.spawn("w", [sys.executable, "-c", "import time; time.sleep(600)"], log_path=log)
     finally:
         client.close()
-    time.sleep(2.0)  # ten looks of the agent's at who is there
+    time.sleep(2.0)  # ten checks of the agent for its controller
     again = AgentClient(address, TOKEN, lost_after_s=1.0)
     try:
         assert [(worker.pid, worker.alive) for worker in again.list()] == [(pid, True)]
     finally:
         again.close()
-    until(lambda: not processes.is_alive(pid), 20, "the last one is not waited for any longer than it has said")
+    until(lambda: not processes.is_alive(pid), 20, "the worker ends after the controller's grace period")

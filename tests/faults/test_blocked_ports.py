@@ -1,4 +1,5 @@
-"""Two hosts of a Ray cluster between which a firewall is: told before anything waits, with host, port and direction."""
+"""Two hosts of a Ray cluster with a firewall between them: a blocked port is reported at the start, with host, port and
+direction."""
 
 import re
 import secrets
@@ -56,7 +57,7 @@ def opened(hosts: Hosts, folder: Path) -> Any:
     return RayCluster(config, run, folder / "run", 1, requests=wanted, placement=placement)
 
 
-def test_all_listen_where_the_config_says(hosts: Hosts, tmp_path: Path) -> None:
+def test_all_listeners_use_the_ports_of_the_config(hosts: Hosts, tmp_path: Path) -> None:
     environment = {"PYTHONPATH": str(SERVICES)}
     with opened(hosts, tmp_path) as cluster:
         (worker,) = cluster.start(
@@ -67,24 +68,24 @@ def test_all_listen_where_the_config_says(hosts: Hosts, tmp_path: Path) -> None:
         assert len(used) == 4 and all(PORTS[0] <= port <= PORTS[1] for port in used), used
 
 
-def test_a_port_that_is_shut_is_told_with_its_direction(hosts: Hosts, tmp_path: Path) -> None:
+def test_a_blocked_port_is_reported_with_its_direction(hosts: Hosts, tmp_path: Path) -> None:
     here, there = socket.gethostname(), hosts.other
     began = time.monotonic()
     hosts.cable.drop_in(PORTS)
     with pytest.raises(NodeRefused) as caught:
         opened(hosts, tmp_path)
-    said = str(caught.value)
-    assert re.match(rf"{here} cannot reach port 213\d\d of \S+ \({there}\), where the run's agent listens \(", said)
-    assert said.endswith(f"(timed out): open {PORTS[0]} to {PORTS[1]} (cluster.ports) between all nodes of the run")
+    error = str(caught.value)
+    assert re.match(rf"{here} cannot reach port 213\d\d of \S+ \({there}\), where the run's agent listens \(", error)
+    assert error.endswith(f"(timed out): open {PORTS[0]} to {PORTS[1]} (cluster.ports) between all nodes of the run")
     dropped_s, began = time.monotonic() - began, time.monotonic()
 
     hosts.cable.refuse_out(PORTS)
     with pytest.raises(NodeRefused) as caught:
         opened(hosts, tmp_path)
-    said = str(caught.value)
+    error = str(caught.value)
     assert re.search(
-        rf" cannot reach port 213\d\d of {here} \({hosts.cable.here}\), where the controller listens", said
+        rf" cannot reach port 213\d\d of {here} \({hosts.cable.here}\), where the controller listens", error
     )
-    assert "(Network is unreachable): open" in said
+    assert "(Network is unreachable): open" in error
     print(f"told after {dropped_s:.1f} s and {time.monotonic() - began:.1f} s")
     assert max(dropped_s, time.monotonic() - began) < 60

@@ -1,5 +1,4 @@
-"""`lockstep check` between hosts, on network namespaces: hosts that do not join, ports that are closed, addresses that
-lead nowhere."""
+"""`lockstep check` between hosts, with network namespaces: hosts that do not join, closed ports, unusable addresses."""
 
 import json
 import os
@@ -40,7 +39,7 @@ def cable() -> Iterator[Cable]:
 
 
 def probes(cable: Cable, *more: str) -> LocalProbes:
-    """`here` in this network, `there` in the namespace, and whoever else in this one."""
+    """Probes of the host `here` in this network, `there` in the namespace, and `more` hosts in this network."""
     return LocalProbes({"here": (), "there": cable.inside, **dict.fromkeys(more, ())}, TOKEN_VARIABLE)
 
 
@@ -52,7 +51,7 @@ def errors(findings: Sequence[Finding]) -> list[Finding]:
     return [each for each in findings if each.severity == "error"]
 
 
-def test_two_hosts_join_reach_each_other_and_sum(cable: Cable) -> None:
+def test_two_hosts_join_and_pass_all_checks(cable: Cable) -> None:
     launcher = probes(cable)
     try:
         with CheckHead(TOKEN, cable.here) as head:
@@ -80,8 +79,8 @@ def test_two_hosts_join_reach_each_other_and_sum(cable: Cable) -> None:
         launcher.stop()
 
 
-def test_a_head_whose_address_is_on_a_bridge_is_met_and_then_not_doubted(cable: Cable) -> None:
-    """As on hosts of virtual machines: the address is the bridge's, and the way out is one of its ports."""
+def test_a_bridge_address_of_the_head_is_accepted_once_a_host_has_joined_through_it(cable: Cable) -> None:
+    """As on hosts of virtual machines: the bridge has the address, and the network card is one of its ports."""
     bridge = f"br{cable.near}"
     launcher = probes(cable)
     try:
@@ -103,7 +102,7 @@ def test_a_head_whose_address_is_on_a_bridge_is_met_and_then_not_doubted(cable: 
         subprocess.run(["ip", "link", "del", bridge], capture_output=True, timeout=20, check=False)
 
 
-def test_ports_that_a_firewall_closes_are_named_with_their_direction(cable: Cable) -> None:
+def test_ports_closed_by_a_firewall_are_reported_with_their_direction(cable: Cable) -> None:
     cable.drop_in((29500, 29500))
     launcher = probes(cable)
     try:
@@ -118,10 +117,10 @@ def test_ports_that_a_firewall_closes_are_named_with_their_direction(cable: Cabl
         launcher.stop()
 
 
-def test_a_host_that_takes_no_connections_joins_and_is_named(cable: Cable) -> None:
-    """It can dial the head; nobody can dial it."""
+def test_a_host_that_accepts_no_connections_joins_and_is_reported(cable: Cable) -> None:
+    """The host can dial the head, but no host can dial it."""
     cable.drop_in((1024, 65534))
-    # What comes back on connections that it has opened itself goes to high ports too: let those in.
+    # Replies on connections that the host has opened arrive at high ports, too: accept them.
     subprocess.run(
         ["ip", "-n", cable.name, "rule", "add", "pref", "40", "iif", cable.far, "ipproto", "tcp", "sport",
          "20000-20010", "lookup", "local"], check=True, timeout=10,
@@ -140,24 +139,24 @@ def test_a_host_that_takes_no_connections_joins_and_is_named(cable: Cable) -> No
         launcher.stop()
 
 
-def test_a_host_that_never_joins_is_named_within_five_seconds_and_a_bit(cable: Cable) -> None:
-    launcher = CombinedLauncher([probes(cable), Silent((cable.there, "nobody.invalid"))])
+def test_a_host_that_never_joins_is_reported_after_five_seconds(cable: Cable) -> None:
+    launcher = CombinedLauncher([probes(cable), Silent((cable.there, "missing.invalid"))])
     try:
         with CheckHead(TOKEN, cable.here) as head:
-            told: list[float] = []
+            reported: list[float] = []
             began = time.monotonic()
             rendezvous = head.gather(
-                launcher, bound_s=5.0, kernels=1, report=lambda absent: told.append(time.monotonic() - began)
+                launcher, bound_s=5.0, kernels=1, report=lambda absent: reported.append(time.monotonic() - began)
             )
             assert rendezvous.took_s < 5.2
             missing = {each.host: each for each in errors(rendezvous_rules.judge_rendezvous(rendezvous))}
-            assert set(missing) == {cable.there, "nobody.invalid"}
+            assert set(missing) == {cable.there, "missing.invalid"}
             assert (
                 "up and responds" in missing[cable.there].seen
                 and f"{cable.here}:{head.port}" in missing[cable.there].seen
             )
-            assert "does not resolve" in missing["nobody.invalid"].seen
-            assert "joined: here, there" in missing["nobody.invalid"].seen
+            assert "does not resolve" in missing["missing.invalid"].seen
+            assert "joined: here, there" in missing["missing.invalid"].seen
     finally:
         launcher.stop()
 
@@ -179,14 +178,14 @@ class Silent:
         pass
 
 
-def test_a_host_that_says_nothing_is_told_from_one_that_is_up(cable: Cable) -> None:
+def test_a_silent_host_is_distinguished_from_one_that_is_up(cable: Cable) -> None:
     assert host_responds(cable.there, bound_s=2.0) == "answers"
     cable.drop_in((1, 65534))
     assert host_responds(cable.there, bound_s=0.5) == "silent"
 
 
-def test_an_address_of_the_head_that_leads_elsewhere_is_told_by_the_probe(cable: Cable) -> None:
-    """The head says 127.0.0.1: on the other host, that is the other host."""
+def test_a_wrong_address_of_the_head_is_reported_by_the_probe(cable: Cable) -> None:
+    """The head announces 127.0.0.1, which on the other host is the other host itself."""
     launcher = LocalProbes({"there": cable.inside}, TOKEN_VARIABLE)
     try:
         with CheckHead(TOKEN, "127.0.0.1") as head:
@@ -199,8 +198,8 @@ def test_an_address_of_the_head_that_leads_elsewhere_is_told_by_the_probe(cable:
         launcher.stop()
 
 
-def test_the_self_test_names_who_does_not_get_through(cable: Cable) -> None:
-    """The store's port and gloo's are closed between the hosts, as a firewall does that lets only the check's in."""
+def test_the_self_test_names_ranks_that_cannot_connect(cable: Cable) -> None:
+    """A firewall between the hosts closes the ports of the store and of gloo, and lets only the check's through."""
     launcher = probes(cable)
     try:
         with CheckHead(TOKEN, cable.here, 20001) as head:
@@ -216,7 +215,7 @@ def test_the_self_test_names_who_does_not_get_through(cable: Cable) -> None:
         launcher.stop()
 
 
-def test_a_bad_interface_in_the_environment_is_what_the_self_test_says(cable: Cable) -> None:
+def test_the_self_test_reports_a_bad_interface_in_the_environment(cable: Cable) -> None:
     launcher = probes(cable)
     try:
         with CheckHead(TOKEN, cable.here) as head:
@@ -233,7 +232,7 @@ def test_a_bad_interface_in_the_environment_is_what_the_self_test_says(cable: Ca
         launcher.stop()
 
 
-def test_a_host_that_freezes_while_it_is_asked_is_lost_by_name(cable: Cable) -> None:
+def test_a_host_that_freezes_is_reported_by_name(cable: Cable) -> None:
     launcher = probes(cable, "third")
     try:
         with CheckHead(TOKEN, cable.here) as head:
@@ -250,7 +249,7 @@ def test_a_host_that_freezes_while_it_is_asked_is_lost_by_name(cable: Cable) -> 
         launcher.stop()
 
 
-def test_a_named_port_that_is_taken_is_said_by_its_host(cable: Cable) -> None:
+def test_a_given_port_that_is_in_use_is_reported_by_its_host(cable: Cable) -> None:
     launcher = probes(cable)
     with closing(socket.create_server((cable.here, 0))) as busy:
         port = busy.getsockname()[1]
@@ -263,8 +262,8 @@ def test_a_named_port_that_is_taken_is_said_by_its_host(cable: Cable) -> None:
             launcher.stop()
 
 
-def test_two_that_want_one_port_do_not_both_believe_that_they_have_it() -> None:
-    """The one that will listen binds it; who comes second is told so, however close they are."""
+def test_two_probes_cannot_both_get_one_port() -> None:
+    """The probe that will listen binds the port; the second one gets an error, even if both try at the same time."""
     with closing(socket.create_server(("127.0.0.1", 0))) as free:
         port = free.getsockname()[1]
     barrier, made = threading.Barrier(4), []
@@ -286,8 +285,8 @@ def test_two_that_want_one_port_do_not_both_believe_that_they_have_it() -> None:
             each.close()
 
 
-def test_the_command_checks_two_hosts_of_which_a_person_starts_one(cable: Cable) -> None:
-    """As it is printed: the token in the environment, nothing secret among the arguments."""
+def test_the_command_checks_two_hosts_of_which_one_is_started_manually(cable: Cable) -> None:
+    """Uses the printed command: the token is in the environment, and the arguments contain no secret."""
     environment = {**os.environ, TOKEN_VARIABLE: TOKEN, "COLUMNS": "200"}
     command = [sys.executable, "-m", "lockstep", "check", "--hosts", f"{cable.here},{cable.there}", "--wait", "30"]
     head = subprocess.Popen(
@@ -299,18 +298,18 @@ def test_the_command_checks_two_hosts_of_which_a_person_starts_one(cable: Cable)
     words = line.split("run: lockstep ")[1].split()
     assert TOKEN not in line
     probe = subprocess.Popen([*cable.inside, sys.executable, "-m", "lockstep", *words], env=environment)
-    out, said = head.communicate(timeout=60)
+    out, output = head.communicate(timeout=60)
     assert probe.wait(10) == 0
     report = json.loads(out)
     beyond = [each for each in report["findings"] if each["rung"] in ("rendezvous", "pairs")]
-    assert beyond and not [each for each in beyond if each["severity"] == "error"], (beyond, said)
+    assert beyond and not [each for each in beyond if each["severity"] == "error"], (beyond, output)
     assert {each["id"] for each in beyond} >= {"rendezvous", "pairs"}
     assert "environments" in [each["name"] for each in report["rungs"]]
 
 
-def test_whoever_is_missing_is_told_in_five_seconds_and_what_is_known_is_printed_before(cable: Cable) -> None:
-    """Also of a name that does not resolve; what was found on this host stands there by then."""
-    hosts = f"{cable.here},{cable.there},nobody.invalid"
+def test_missing_hosts_are_reported_after_five_seconds_and_earlier_sections_are_printed_first(cable: Cable) -> None:
+    """Also a name that does not resolve. The findings about this host are printed before."""
+    hosts = f"{cable.here},{cable.there},missing.invalid"
     command = [sys.executable, "-m", "lockstep", "check", "--hosts", hosts, "--wait", "8", "--address", cable.here]
     environment = {**os.environ, TOKEN_VARIABLE: TOKEN, "COLUMNS": "200"}
     head = subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -330,26 +329,26 @@ def test_whoever_is_missing_is_told_in_five_seconds_and_what_is_known_is_printed
     listening.join(10)
     asked = next(at for at, line in notes if "run: lockstep check --join" in line)
     given = next(line for _, line in notes if "--join" in line).split("--join ")[1].split()[0]
-    told = {who: next((at, line) for at, line in notes if line.startswith(f"note {who} has not joined yet"))
-            for who in (cable.there, "nobody.invalid")}  # fmt: skip
-    assert all(at - asked < 5.5 and f"Head address: {given}" in line for at, line in told.values())
-    assert "is up and responds" in told[cable.there][1]
-    assert "does not resolve" in told["nobody.invalid"][1]
-    assert sum("nobody.invalid has not joined yet" in line for _, line in notes) == 1, "said once"
-    said = " ".join(out.split())
-    assert "nobody.invalid did not join" in said and "Pairs of hosts" in said
+    reported = {who: next((at, line) for at, line in notes if line.startswith(f"note {who} has not joined yet"))
+            for who in (cable.there, "missing.invalid")}  # fmt: skip
+    assert all(at - asked < 5.5 and f"Head address: {given}" in line for at, line in reported.values())
+    assert "is up and responds" in reported[cable.there][1]
+    assert "does not resolve" in reported["missing.invalid"][1]
+    assert sum("missing.invalid has not joined yet" in line for _, line in notes) == 1, "reported once"
+    output = " ".join(out.split())
+    assert "missing.invalid did not join" in output and "Pairs of hosts" in output
 
 
-def test_a_probe_that_a_program_starts_says_in_seconds_that_it_does_not_reach_the_head(cable: Cable) -> None:
+def test_a_probe_started_by_a_program_soon_reports_that_it_cannot_reach_the_head(cable: Cable) -> None:
     launcher = probes(cable)
     try:
         with CheckHead(TOKEN, cable.here) as head:
-            told: list[str] = []
+            reported: list[str] = []
             rendezvous = head.gather(
                 launcher, bound_s=25.0, kernels=1, given=cable.there,
-                report=lambda missing: told.extend(rendezvous_rules.describe_missing(each) for each in missing),
+                report=lambda missing: reported.extend(rendezvous_rules.describe_missing(each) for each in missing),
             )  # fmt: skip
-        assert rendezvous.took_s < 15, "it does not wait for what has ended"
+        assert rendezvous.took_s < 15, "it does not wait for a probe that has ended"
         missing = {
             each.host: each
             for each in errors(rendezvous_rules.judge_rendezvous(rendezvous))
@@ -362,7 +361,7 @@ def test_a_probe_that_a_program_starts_says_in_seconds_that_it_does_not_reach_th
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_ranks_of_a_self_test_end_with_their_probe_and_leave_nothing(number: int) -> None:
+def test_ranks_of_a_self_test_end_with_their_probe(number: int) -> None:
     before = set(Path(tempfile.gettempdir()).glob("lockstep-check-*"))
     launcher = LocalProbes({"here": ()}, TOKEN_VARIABLE)
     task = {

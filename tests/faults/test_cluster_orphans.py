@@ -1,4 +1,4 @@
-"""Whatever ends the controller, nothing of its run stays: no worker, no agent, no template, no shared memory."""
+"""However the controller ends, nothing of its run remains: no worker, agent, fork server or shared memory."""
 
 import os
 import secrets
@@ -81,15 +81,15 @@ def controller(tmp_path: Path, mode: str) -> Iterator[tuple[str, subprocess.Pope
         process.communicate(timeout=20)
 
 
-def gone(run: str, within_s: float) -> dict[int, str]:
-    """What is left of the run after that time."""
+def remaining(run: str, within_s: float) -> dict[int, str]:
+    """The processes of the run that remain after that time."""
     deadline = time.monotonic() + within_s
     while (left := processes_of(run)) and time.monotonic() < deadline:
         time.sleep(0.05)
     return left
 
 
-def test_the_search_finds_what_there_is(tmp_path: Path) -> None:
+def test_the_search_finds_all_processes_of_a_run(tmp_path: Path) -> None:
     with controller(tmp_path, "waiting") as (run, process):
         found = processes_of(run)
         assert process.pid in found
@@ -104,7 +104,7 @@ def test_kill_9_of_the_controller(tmp_path: Path, mode: str) -> None:
         time.sleep(0.5)
         process.kill()
         process.wait(10)
-        assert gone(run, 8.0) == {}
+        assert remaining(run, 8.0) == {}
         assert not Path("/dev/shm/lockstep", run).exists()
 
 
@@ -117,9 +117,9 @@ def test_ctrl_c(tmp_path: Path, mode: str, group: bool) -> None:
             os.killpg(process.pid, signal.SIGINT)
         else:
             process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=15)
-        assert process.returncode == -signal.SIGINT or "KeyboardInterrupt" in said
-        assert gone(run, 0.5) == {}
+        _, errors = process.communicate(timeout=15)
+        assert process.returncode == -signal.SIGINT or "KeyboardInterrupt" in errors
+        assert remaining(run, 0.5) == {}
         assert not Path("/dev/shm/lockstep", run).exists()
 
 
@@ -129,7 +129,7 @@ def test_a_second_ctrl_c_while_closing(tmp_path: Path) -> None:
             process.send_signal(signal.SIGINT)
             time.sleep(0.3)
         process.communicate(timeout=15)
-        assert gone(run, 2.0) == {}
+        assert remaining(run, 2.0) == {}
         assert not Path("/dev/shm/lockstep", run).exists()
 
 
@@ -138,16 +138,16 @@ def test_an_exception_and_a_forgotten_close(tmp_path: Path, mode: str) -> None:
     with controller(tmp_path, mode) as (run, process):
         process.communicate(timeout=20)
         assert process.returncode == (1 if mode == "raising" else 0)
-        assert gone(run, 0.5) == {}
+        assert remaining(run, 0.5) == {}
         assert not Path("/dev/shm/lockstep", run).exists()
 
 
-def test_kill_9_of_the_agent_ends_the_workers_and_is_told(tmp_path: Path) -> None:
+def test_kill_9_of_the_agent_ends_the_workers_and_is_reported(tmp_path: Path) -> None:
     with controller(tmp_path, "waiting") as (run, process):
         (agent,) = [pid for pid, words in processes_of(run).items() if "lockstep.watch.agent.node_agent" in words]
         os.kill(agent, signal.SIGKILL)
-        _, said = process.communicate(timeout=15)
+        _, errors = process.communicate(timeout=15)
         assert process.returncode == 1
-        assert "WorkerDied: busy vanished" in said
-        assert gone(run, 2.0) == {}
+        assert "WorkerDied: busy vanished" in errors
+        assert remaining(run, 2.0) == {}
         assert not Path("/dev/shm/lockstep", run).exists()

@@ -11,8 +11,8 @@ import pytest
 from lockstep.base import waits
 from lockstep.config.rollout import EnvironmentConfig
 from lockstep.data.samples import Prompt
-from lockstep.rollout.environments.environment_messages import EnvironmentFailed
 from lockstep.rollout.environments.environment_pool import EnvironmentPool, EpisodeReply
+from lockstep.rollout.environments.environment_protocol import EnvironmentFailed
 
 HERE = Path(__file__).parent
 
@@ -61,7 +61,7 @@ def begin(pool: EnvironmentPool, *episodes: str) -> dict[str, EpisodeReply]:
     return replies(pool, len(episodes)) if pool.resets else {}
 
 
-def test_conversations_go_on_by_themselves(pool):
+def test_conversations_are_independent(pool):
     made = pool("Counting", arguments={"until": 2}, workers=2)
     assert {r.observation.text for r in begin(made, "a", "b", "c").values()} == {"begin 0:7. "}
     first = ask(made, a="x", b="y")
@@ -73,7 +73,7 @@ def test_conversations_go_on_by_themselves(pool):
     assert made.collect() == []
 
 
-def test_nobody_waits_for_the_slowest(pool):
+def test_fast_environments_do_not_wait_for_slow_ones(pool):
     made = pool("Slow")
     begin(made, "slow", "quick")
     made.step("slow", "5")
@@ -93,12 +93,12 @@ def test_nobody_waits_for_the_slowest(pool):
         ("nan", "the reward nan is not a finite number", ""),
     ],
 )
-def test_what_is_raised_or_returned_is_told(pool, action, problem, line):
+def test_exceptions_and_invalid_results_are_reported(pool, action, problem, line):
     made = pool("Faulty")
     begin(made, "a")
     failure = ask(made, a=action)["a"].failure
     assert problem in failure.problem and line in failure.traceback
-    assert ask(made, a="on")["a"].observation.text == "[1:on]", "and the conversation may go on"
+    assert ask(made, a="on")["a"].observation.text == "[1:on]", "and the conversation may continue"
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_what_is_raised_or_returned_is_told(pool, action, problem, line):
         ("AsyncFaulty", "sleep", "did not answer within 0.5 s"),
     ],
 )
-def test_who_hangs_is_named_and_the_others_go_on(pool, monkeypatch, name, action, problem):
+def test_a_hanging_environment_is_named_and_others_continue(pool, monkeypatch, name, action, problem):
     monkeypatch.setattr("lockstep.rollout.environments.environment_process.DEATH_LOG_S", 1.0)
     made = pool(name, timeout_s=0.5)
     begin(made, "good", "bad", "idle")
@@ -124,17 +124,17 @@ def test_who_hangs_is_named_and_the_others_go_on(pool, monkeypatch, name, action
     assert [later[each].observation.text for each in ("good", "bad", "idle")] == ["[2:4]", "[2:5]", "[2:6]"]
 
 
-def test_a_killed_process_costs_nobody_an_answer(pool):
+def test_a_killed_process_loses_no_reply(pool):
     made = pool("Slow", timeout_s=20)
     begin(made, "a", "b")
     made.step("a", "0.5")
     made.step("b", "0.6")
     made.collect()
-    os.kill(made._hosts[0]._worker.pid, signal.SIGKILL)
+    os.kill(made._processes[0]._worker.pid, signal.SIGKILL)
     assert {reply.observation.text for reply in replies(made, 2).values()} == {"waited 0.5", "waited 0.6"}
 
 
-def test_an_environment_that_answers_otherwise_when_asked_again_is_found_out(pool):
+def test_an_environment_that_replies_differently_in_a_replay_is_reported(pool):
     made = pool("Dice")
     begin(made, "a", "b")
     ask(made, a="x", b="y")
@@ -142,7 +142,7 @@ def test_an_environment_that_answers_otherwise_when_asked_again_is_found_out(poo
     assert "NondeterministicEnvironment" in ask(made, b="z")["b"].failure.problem
 
 
-def test_a_branch_is_where_its_origin_was(pool):
+def test_a_branch_starts_in_the_state_of_its_origin(pool):
     made = pool("Counting")
     begin(made, "a")
     ask(made, a="x")
@@ -151,7 +151,7 @@ def test_a_branch_is_where_its_origin_was(pool):
     assert (found["a"].observation.text, found["b"].observation.text) == ("[2:y]", "[2:z]")
 
 
-def test_no_reset_is_no_answer(pool):
+def test_without_a_reset_there_is_no_first_reply(pool):
     made = pool("NoReset")
     assert not made.resets
     begin(made, "a")
@@ -159,7 +159,7 @@ def test_no_reset_is_no_answer(pool):
 
 
 @pytest.mark.parametrize("name, words", [("NoStep", "not a class with a method step"), ("missing", "has no 'missing'")])
-def test_what_cannot_be_used_is_refused_at_the_start(pool, name, words):
+def test_unusable_environments_are_refused_at_the_start(pool, name, words):
     with pytest.raises(EnvironmentFailed, match=words):
         pool(name)
 
@@ -187,16 +187,16 @@ def test_tools(pool):
         e=call("breaks", text=""),
         f="the answer is 42",
     )
-    said = {episode: [m["content"] for m in reply.observation.turns()] for episode, reply in found.items()}
-    assert said["a"] == ["42", "hi"]
-    assert "did you mean 'multiply'?" in said["b"][0]
-    assert "missing a required argument: 'b'" in said["c"][0] or "unexpected keyword" in said["c"][0]
-    assert said["d"][0].startswith("error: the call is not JSON")
-    assert said["e"] == ["error: ZeroDivisionError: no such quotient"]
+    messages = {episode: [m["content"] for m in reply.observation.turns()] for episode, reply in found.items()}
+    assert messages["a"] == ["42", "hi"]
+    assert "did you mean 'multiply'?" in messages["b"][0]
+    assert "missing a required argument: 'b'" in messages["c"][0] or "unexpected keyword" in messages["c"][0]
+    assert messages["d"][0].startswith("error: the call is not JSON")
+    assert messages["e"] == ["error: ZeroDivisionError: no such quotient"]
     assert found["f"].observation.done and found["b"].observation.metrics == {"calls": 1.0, "call_errors": 1.0}
 
 
-def test_a_tool_that_raises_is_a_failure_where_the_model_is_not_told(pool):
+def test_a_tool_that_raises_is_a_failure_if_the_model_is_not_shown_errors(pool):
     made = pool(**tools("breaks", "never"), on_error="stop", timeout_s=0.5)
     begin(made, "a", "b")
     failure = ask(made, a=call("breaks", text="x"))["a"].failure

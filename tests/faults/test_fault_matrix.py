@@ -1,6 +1,6 @@
-"""The fault matrix: real gloo ranks under a real agent and a real supervisor, one case of each kind, then random ones.
+"""The fault matrix: real gloo ranks under a real agent and supervisor, one case per kind of fault, and random cases.
 
-`python -m benchmarks.faults` runs hundreds of the same.
+`python -m benchmarks.faults` runs hundreds of such cases.
 """
 
 import functools
@@ -20,15 +20,15 @@ from benchmarks.faults.cases import FAULTS, Case, case, cases, expected
 from benchmarks.faults.grading import judge, wrong
 
 JOBS = 4
-"""Cases at once: they wait for most of their time."""
+"""Number of cases at once: they mostly wait."""
 CHUNKS, CHUNK = 12, 10
 FIRST = {"members": 5}
-"""Seeds of the cases of the fast tier, where it is not 1."""
+"""Seeds of the cases that are not slow tests, if not 1."""
 
 
 @pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest) -> Iterator[dict[str, Future[dict[str, Any]]]]:
-    """Of every kind that this session asks for, one case, all begun at once."""
+    """One running case of every kind that this session tests, all started at once."""
     wanted = [each.callspec.params["kind"] for each in request.session.items if "kind" in _parameters(each)]
     folder = Path(tempfile.mkdtemp(prefix="lockstep-matrix-"))
     with ThreadPoolExecutor(JOBS) as pool:
@@ -52,14 +52,14 @@ def one_of(kind: str) -> Case:
 @pytest.mark.xdist_group("matrix")
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("kind", FAULTS)
-def test_each_kind_is_told(kind: str, outcomes: dict[str, Future[dict[str, Any]]]) -> None:
+def test_each_kind_of_fault_is_reported(kind: str, outcomes: dict[str, Future[dict[str, Any]]]) -> None:
     outcome = outcomes[kind].result(300)
     assert wrong([judge(outcome)]) == [], outcome
     ended_as_it_should(outcome)
 
 
 def ended_as_it_should(outcome: dict[str, Any]) -> None:
-    """Healthy ranks live on; who is innocent of a confirmed verdict ends by its exception, or by what gloo said."""
+    """Check the ends of the ranks: healthy ones still run, innocent ones end with the verdict or gloo's error."""
     found = Case.of(outcome["case"])
     want = expected(found)
     for rank in range(found.world):
@@ -73,7 +73,7 @@ def ended_as_it_should(outcome: dict[str, Any]) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("chunk", range(CHUNKS))
-def test_random_cases_are_told(chunk: int, tmp_path: Path) -> None:
+def test_random_cases_are_reported(chunk: int, tmp_path: Path) -> None:
     seed = int(os.environ.get("LOCKSTEP_TEST_SEED", "1"))
     drawn = list(cases(seed, CHUNKS * CHUNK))[chunk::CHUNKS]
     with ThreadPoolExecutor(2) as pool:

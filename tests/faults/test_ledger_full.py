@@ -1,4 +1,4 @@
-"""A disk that fills up under the ledger: real ones (a small tmpfs), and the limit a shell sets on file sizes."""
+"""The ledger on a disk that fills up: a small tmpfs, and a limit on file sizes."""
 
 import contextlib
 import os
@@ -45,11 +45,11 @@ def file_size_limit(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def fill(folder: Path, leave: int) -> Path:
-    """Fills the disk but for `leave` bytes."""
+def fill(folder: Path, free_bytes: int) -> Path:
+    """Fill the disk except for `free_bytes`."""
     ballast = folder / "ballast"
     state = os.statvfs(folder)
-    ballast.write_bytes(b"x" * max(0, state.f_bavail * state.f_frsize - leave))
+    ballast.write_bytes(b"x" * max(0, state.f_bavail * state.f_frsize - free_bytes))
     return ballast
 
 
@@ -77,7 +77,7 @@ def test_no_room_for_a_step_file(small_disk):
         assert_same(ledger.rollouts(1), big)
 
 
-def test_not_a_byte_left(small_disk):
+def test_no_byte_left(small_disk):
     with Ledger.create(small_disk / "run", CONFIG) as ledger:
         ledger.collected(0, make_rollouts(0))
         ledger.keep(1, [make_completion("kept")])
@@ -104,12 +104,12 @@ def test_not_a_byte_left(small_disk):
         assert again.committed() == 0 and again.events() == []
 
 
-def test_every_amount_of_room(small_disk):
-    """From nothing to enough, in steps smaller than any write: each time it is written whole or not at all."""
+def test_every_amount_of_free_space(small_disk):
+    """From no space to enough, in steps smaller than any write: each file is written completely or not at all."""
     with Ledger.create(small_disk / "run", CONFIG) as ledger:
         step, refused = 0, 0
-        for leave in range(0, 60_000, 4096):
-            ballast = fill(small_disk, leave)
+        for free_bytes in range(0, 60_000, 4096):
+            ballast = fill(small_disk, free_bytes)
             try:
                 ledger.collected(step, make_rollouts(step))
                 step += 1
@@ -140,7 +140,7 @@ def test_the_file_size_limit(tmp_path):
         assert_as_before(ledger, [0, 1])
 
 
-def test_a_run_on_a_medium_that_cannot_be_written(small_disk):
+def test_a_run_on_a_read_only_medium(small_disk):
     with Ledger.create(small_disk / "run", CONFIG) as ledger:
         ledger.collected(0, make_rollouts(0))
         ledger.commit(0, {})

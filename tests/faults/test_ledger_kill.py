@@ -1,4 +1,4 @@
-"""A writer that is killed at any moment: what it was told is durable is there, whole; nothing else is visible."""
+"""A writer is killed at any moment: everything reported as durable is complete, and nothing else is visible."""
 
 import os
 import random
@@ -48,20 +48,20 @@ with Ledger.resume(Path(sys.argv[1])) as ledger:
 
 
 def run_and_kill(folder: Path, words: int, seconds: float) -> list[tuple[str, ...]]:
-    """Lets the writer say so many things, and work a moment longer; kills it; returns what it said it had done."""
-    environment = {**os.environ, "PYTHONPATH": helpers()}
+    """Kill the writer a moment after it has reported `words` operations; returns the reported operations."""
+    environment = {**os.environ, "PYTHONPATH": writer_functions()}
     command = [sys.executable, "-c", WRITER, str(folder)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as process:
         assert process.stdout is not None
-        said = b"".join(process.stdout.readline() for _ in range(words))
+        reports = b"".join(process.stdout.readline() for _ in range(words))
         time.sleep(seconds)
         process.send_signal(signal.SIGKILL)
-        said += process.stdout.read()
-        assert process.wait(timeout=30) == -signal.SIGKILL, said
-    return [tuple(line.split()) for line in said.decode().splitlines()]
+        reports += process.stdout.read()
+        assert process.wait(timeout=30) == -signal.SIGKILL, reports
+    return [tuple(line.split()) for line in reports.decode().splitlines()]
 
 
-def helpers() -> str:
+def writer_functions() -> str:
     return str(Path(__file__).parents[1] / "unit" / "ledger")
 
 
@@ -71,10 +71,10 @@ def test_killed_at_random_moments(tmp_path):
     chance = random.Random(0)
     collected, committed, kept, generation = -1, -1, {}, 1
     for _ in range(16):
-        said = run_and_kill(folder, chance.randint(1, 40), chance.random() * 0.01)
+        reports = run_and_kill(folder, chance.randint(1, 40), chance.random() * 0.01)
         generation += 1
-        assert said[0] == ("generation", str(generation))
-        for kind, *numbers in said[1:]:
+        assert reports[0] == ("generation", str(generation))
+        for kind, *numbers in reports[1:]:
             step = int(numbers[0])
             if kind == "collected":
                 assert step == collected + 1, "a step was collected twice or skipped"
@@ -83,9 +83,9 @@ def test_killed_at_random_moments(tmp_path):
                 committed = step
             else:
                 kept.setdefault(step, []).append(int(numbers[1]))
-        with Ledger.reader(folder) as reader:  # beside nobody: as it was left
-            seen = reader.committed()
-            assert committed <= seen <= committed + 1
+        with Ledger.reader(folder) as reader:  # no writer runs: the ledger is as it was left
+            visible = reader.committed()
+            assert committed <= visible <= committed + 1
         with Ledger.resume(folder) as ledger:
             generation += 1
             collected, committed = check(ledger, collected, committed, kept)
@@ -95,7 +95,7 @@ def test_killed_at_random_moments(tmp_path):
 
 
 def check(ledger: Ledger, collected: int, committed: int, kept: dict[int, list[int]]) -> tuple[int, int]:
-    """Holds the ledger against what the writer had been told; the kill may have cut off one word of it."""
+    """Compare the ledger with the writer's reports; the kill may have cut off one report."""
     steps = ledger.collected_steps()
     assert steps == list(range(len(steps))) and len(steps) - 1 in (collected, collected + 1)
     assert ledger.committed() in (committed, committed + 1) and ledger.committed() <= len(steps) - 1
@@ -110,28 +110,28 @@ def check(ledger: Ledger, collected: int, committed: int, kept: dict[int, list[i
     assert [row.step for row in ledger.commits()] == list(range(ledger.committed() + 1))
     assert len(ledger.prompts_used()) == 3 * len(steps)
     partial = ledger.kept(len(steps))
-    told = len(kept.get(len(steps), []))
-    assert len(partial) in (told, told + 1)
+    reported = len(kept.get(len(steps), []))
+    assert len(partial) in (reported, reported + 1)
     assert_same(partial, [make_completion(f"{len(steps)}/{k}", 6, len(steps) * 10 + k) for k in range(len(partial))])
     present = sorted(path.name for path in (ledger.folder / "steps").iterdir())
     extra = [name for name in present if name.startswith(".") or name.endswith(".rejected")]
     assert extra == [] and not {f"{step:08d}.arrow" for step in needed} - set(present)
-    if len(partial) == told + 1:
-        kept.setdefault(len(steps), []).append(told)
+    if len(partial) == reported + 1:
+        kept.setdefault(len(steps), []).append(reported)
     return len(steps) - 1, ledger.committed()
 
 
-def test_killed_while_the_run_is_made(tmp_path):
-    """Either there is no run, or a whole one."""
+def test_killed_while_the_run_is_created(tmp_path):
+    """Either there is no run, or a complete one."""
     code = (
         "import sys; from pathlib import Path; from ledger_helpers import CONFIG; from lockstep.ledger import Ledger\n"
         "print('ready', flush=True)\n"
         "for i in range(10**6): Ledger.create(Path(sys.argv[1]) / f'r{i}', CONFIG).close()"
     )
-    whole = 0
+    complete_runs = 0
     for attempt in range(6):
         runs = tmp_path / str(attempt)
-        environment = {**os.environ, "PYTHONPATH": helpers()}
+        environment = {**os.environ, "PYTHONPATH": writer_functions()}
         with subprocess.Popen(
             [sys.executable, "-c", code, str(runs)], stdout=subprocess.PIPE, env=environment
         ) as writer:
@@ -142,5 +142,5 @@ def test_killed_while_the_run_is_made(tmp_path):
         for folder in runs.glob("[!.]*") if runs.exists() else ():
             with Ledger.resume(folder) as ledger:
                 assert ledger.config() == CONFIG and ledger.committed() == -1
-            whole += 1
-    assert whole > 0
+            complete_runs += 1
+    assert complete_runs > 0

@@ -1,4 +1,4 @@
-"""The agent of a node goes, or stands still, while something is wanted of it: whoever wanted it may go on elsewhere."""
+"""The agent of a node dies or stops during a request: the caller may continue on another node."""
 
 import os
 import signal
@@ -49,7 +49,7 @@ def until(there: Callable[[], object]) -> None:
         time.sleep(0.01)
 
 
-def test_an_agent_that_goes_while_it_starts_a_worker_takes_the_worker_along(cluster: LocalCluster) -> None:
+def test_if_an_agent_dies_while_it_starts_a_worker_the_worker_is_lost(cluster: LocalCluster) -> None:
     agent, found = agent_of(cluster), []
 
     def start() -> None:
@@ -58,7 +58,7 @@ def test_an_agent_that_goes_while_it_starts_a_worker_takes_the_worker_along(clus
         except WorkerDied as error:
             found.append(error)
 
-    os.kill(agent.address.pid, signal.SIGSTOP)  # the order is not carried out
+    os.kill(agent.address.pid, signal.SIGSTOP)  # the request is not carried out
     thread = threading.Thread(target=start, daemon=True)
     thread.start()
     until(lambda: any(operation == "spawn" for _, operation, _ in list(agent._requests.values())))
@@ -69,25 +69,25 @@ def test_an_agent_that_goes_while_it_starts_a_worker_takes_the_worker_along(clus
     assert again.call(Plain.add, 3) == 3, "with another agent"
 
 
-def test_who_does_not_end_although_killed_ends_nothing_else(
+def test_a_worker_that_does_not_end_when_killed_holds_up_nothing_else(
     cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As a process in a call of a GPU's driver; here it is the agent that cannot tell of the end."""
+    """Like a process in a call of a GPU driver; here the agent cannot report the end."""
     (worker,) = cluster.start([WorkerSpec("a", "tester", 0, "cluster_services:Plain")])
     agent = agent_of(cluster)
     monkeypatch.setattr(agent_cluster, "KILL_TIMEOUT_S", 0.3)
     monkeypatch.setattr(agent, "_timeout_s", 0.3)
     os.kill(agent.address.pid, signal.SIGSTOP)
     try:
-        assert not cluster.kill("a"), "who hears the verdict goes on as well"
+        assert not cluster.kill("a"), "the caller continues as well"
         cluster.stop(worker, grace_s=0.0)
     finally:
         os.kill(agent.address.pid, signal.SIGCONT)
-    assert "a (pid" in caplog.text and "is still there 0.3 s after SIGKILL" in caplog.text
+    assert "a (pid" in caplog.text and "still runs 0.3 s after SIGKILL" in caplog.text
     assert worker.dead  # type: ignore[attr-defined]
 
 
-def test_a_sample_is_not_to_blame_for_the_end_of_a_node(cluster: LocalCluster, tmp_path: Path) -> None:
+def test_a_sample_is_not_blamed_for_the_loss_of_a_node(cluster: LocalCluster, tmp_path: Path) -> None:
     begun = tmp_path / "begun"
     path = tmp_path / "mine.py"
     path.write_text(
@@ -111,9 +111,9 @@ def test_a_sample_is_not_to_blame_for_the_end_of_a_node(cluster: LocalCluster, t
     pool.close()
 
 
-def test_a_conversation_is_not_to_blame_for_the_ends_of_nodes(cluster: LocalCluster) -> None:
-    """More nodes than the processes that it may lose, were it under suspicion; alone in its process, it would be blamed
-    at once."""
+def test_a_conversation_is_not_blamed_for_the_loss_of_nodes(cluster: LocalCluster) -> None:
+    """More nodes are lost than processes may die before a conversation is blamed. A conversation that is alone in its
+    process would be blamed at once."""
     pool = EnvironmentPool(
         cluster, EnvironmentConfig(path="environments.py:Slow", timeout_s=60.0), Path(__file__).parent
     )

@@ -1,4 +1,4 @@
-"""Two hosts, made of network namespaces, whose link goes down and comes up again."""
+"""Two hosts (network namespaces) whose link goes down and recovers."""
 
 import os
 import signal
@@ -75,14 +75,15 @@ def start(run: str, folder: Path, node: str, namespace: str | None, host: str) -
 
 @contextmanager
 def two_hosts(folder: Path, link: Cable, patience: StallThresholds) -> Iterator[list[SupervisorEvent]]:
-    """A worker on each, which waits for the other's in every step, until the link goes down; what is said of them."""
-    run, said = new_run_id("cut"), list[SupervisorEvent]()
+    """Runs a worker on each host, which waits for the other in every step, until the link goes down. Yields the
+    supervisor's events."""
+    run, events = new_run_id("cut"), list[SupervisorEvent]()
     agents = [start(run, folder / "a", "a", None, "127.0.0.1"), start(run, folder / "b", "b", link.name, link.there)]
     addresses = [ServiceAddress.read(folder / node) for node in ("a", "b")]
     clients = [AgentClient(each, TOKEN) for each in addresses]
     (folder / "worker.py").write_text(WORKER)
     supervision = SupervisorClient(
-        SupervisorSettings(run, 1, folder, folder / "incidents", addresses, os.getpid(), patience), TOKEN, said.append
+        SupervisorSettings(run, 1, folder, folder / "incidents", addresses, os.getpid(), patience), TOKEN, events.append
     )
     try:
         for node, client, name, other in zip("ab", clients, ("policy-0", "policy-1"), ("policy-1", ""), strict=True):
@@ -91,10 +92,10 @@ def two_hosts(folder: Path, link: Cable, patience: StallThresholds) -> Iterator[
             client.spawn(name, argv, log_path=folder / f"{name}.log", env=environment)
         until(lambda: (folder / "policy-1.5").exists() and supervision.connected.is_set(), 30, "both work")
         time.sleep(1.5)
-        assert [each.headline for each in said if each.level != "notice"] == []
+        assert [each.headline for each in events if each.level != "notice"] == []
         link.cut()
-        (folder / "hold").touch()  # over a network, the other would not hear of it either
-        yield said
+        (folder / "hold").touch()  # over a network, this would not reach the other host either
+        yield events
     finally:
         link.mend()
         supervision.close()
@@ -104,26 +105,26 @@ def two_hosts(folder: Path, link: Cable, patience: StallThresholds) -> Iterator[
             agent.wait(10)
 
 
-def test_a_host_that_is_cut_off_is_told_and_taken_back_when_the_link_heals(tmp_path: Path, link: Cable) -> None:
-    with two_hosts(tmp_path, link, PATIENCE) as said:
-        until(lambda: any("b" in _hosts(each) for each in said), 15, f"host b is told of; said {said}")
-        told = next(each for each in said if "b" in _hosts(each))
-        assert [each["rank"] for each in told.verdict["culprits"]] == [1]
+def test_a_disconnected_host_is_reported_and_withdrawn_when_the_link_recovers(tmp_path: Path, link: Cable) -> None:
+    with two_hosts(tmp_path, link, PATIENCE) as events:
+        until(lambda: any("b" in _hosts(each) for each in events), 15, f"host b is reported; events: {events}")
+        event = next(each for each in events if "b" in _hosts(each))
+        assert [each["rank"] for each in event.verdict["culprits"]] == [1]
         link.mend()
         (tmp_path / "hold").unlink()
-        until(lambda: any(each.change == "withdrawn" for each in said), 30, "it is taken back")
-        assert not any("a" in _hosts(each) and each.level != "notice" for each in said), "the other is no culprit"
+        until(lambda: any(each.change == "withdrawn" for each in events), 30, "the verdict is withdrawn")
+        assert not any("a" in _hosts(each) and each.level != "notice" for each in events), "the other is no culprit"
 
 
-def test_a_host_that_stays_cut_off_is_confirmed(tmp_path: Path, link: Cable) -> None:
-    """It may have lost its power or its cable: both are said, and the host that is left is not blamed."""
-    with two_hosts(tmp_path, link, replace(PATIENCE, still_s=4.0)) as said:
-        until(lambda: any(each.level == "confirmed" for each in said), 40, f"it is confirmed; said {said}")
-        told = next(each for each in said if each.level == "confirmed")
-        assert _hosts(told) == {"b"} and told.verdict["kind"] == "absent"
-        assert [each["class"] for each in told.verdict["alternatives"]] == ["network_blocked", "external_kill"]
-        assert told.verdict["confidence"] < 0.8, "nobody is restarted for a cable"
+def test_a_host_that_stays_disconnected_is_confirmed(tmp_path: Path, link: Cable) -> None:
+    """The host may have lost its power or its cable: the verdict names both, and does not blame the remaining host."""
+    with two_hosts(tmp_path, link, replace(PATIENCE, still_s=4.0)) as events:
+        until(lambda: any(each.level == "confirmed" for each in events), 40, f"it is confirmed; events: {events}")
+        event = next(each for each in events if each.level == "confirmed")
+        assert _hosts(event) == {"b"} and event.verdict["kind"] == "absent"
+        assert [each["class"] for each in event.verdict["alternatives"]] == ["network_blocked", "external_kill"]
+        assert event.verdict["confidence"] < 0.8, "no process is restarted because of a cable"
 
 
-def _hosts(said: SupervisorEvent) -> set[str]:
-    return {each["host"] for each in said.verdict["culprits"]}
+def _hosts(event: SupervisorEvent) -> set[str]:
+    return {each["host"] for each in event.verdict["culprits"]}

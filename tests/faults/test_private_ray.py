@@ -1,4 +1,4 @@
-"""A Ray that is started for a run, and others who reach the host."""
+"""A Ray that is started for a run, and other users who reach the host."""
 
 import os
 import socket
@@ -21,8 +21,8 @@ print("tasks run as", ray.get(ray.remote(num_cpus=0)(lambda: "another user").rem
 """
 
 
-def stranger(address: str, **variables: str) -> str:
-    """What somebody with these variables gets of the Ray at that address."""
+def connect_as_other_user(address: str, **variables: str) -> str:
+    """The output of a program of another user, with these variables, that connects to the Ray at the address."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     done = subprocess.run(
         [sys.executable, "-c", STRANGER, address], env={**environment, **variables}, capture_output=True, text=True,
@@ -33,12 +33,12 @@ def stranger(address: str, **variables: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a_stranger_runs_nothing_in_the_ray_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_user_runs_nothing_in_the_ray_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     import ray
 
     from lockstep.cluster.ray.ray_session import close_session, open_session
 
-    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # as for another cluster
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # as if for another cluster
     for _ in range(2):  # the second has another token
         open_session(Config(), 1, 0)
         try:
@@ -47,14 +47,14 @@ def test_a_stranger_runs_nothing_in_the_ray_of_a_run(monkeypatch: pytest.MonkeyP
             address = ray.get_runtime_context().gcs_address
             assert ray.get(ray.remote(num_cpus=0)(lambda: 7).remote(), timeout=60) == 7
             for variables in ({"RAY_AUTH_MODE": "disabled"}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "1" * 64}):
-                said = stranger(address, **variables)
-                assert "another user" not in said
-                assert "uthenticat" in said, said
+                output = connect_as_other_user(address, **variables)
+                assert "another user" not in output
+                assert "uthenticat" in output, output
         finally:
             close_session()
 
 
-def test_a_head_is_dialled_by_all_its_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_addresses_of_a_head_are_dialled(monkeypatch: pytest.MonkeyPatch) -> None:
     from lockstep.cluster.ray.ray_session import RayUnavailable, _check_listening
 
     def both(host: str, port: int, **more: Any) -> list[Any]:

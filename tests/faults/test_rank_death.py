@@ -32,7 +32,7 @@ def ranks(tmp_path: Path) -> Iterator[list[Worker]]:
         )  # fmt: skip
 
 
-def test_the_rank_that_died_is_named_not_its_victim(ranks: list[Worker]) -> None:
+def test_the_dead_rank_is_named_and_not_its_victim(ranks: list[Worker]) -> None:
     assert gather_results([rank.submit(Ring.meet, 3) for rank in ranks], "a sum") == [8.0, 8.0]
     for rank in ranks:
         assert set(rank.call(Ring.listens)) <= {"127.0.0.1", "::1"}

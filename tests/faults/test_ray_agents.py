@@ -1,5 +1,5 @@
-"""Agents that a Ray actor holds: replaced when they are killed, refused to controllers of the past, gone with a run
-that was refused. On a Ray of this host."""
+"""Agents held by a Ray actor, on a Ray of this host: killed agents are replaced, superseded controllers are refused,
+and a refused run leaves nothing."""
 
 import os
 import secrets
@@ -27,7 +27,7 @@ pytestmark = [*needs_ray, pytest.mark.slow, pytest.mark.timeout(300)]
 
 @pytest.fixture
 def own() -> Iterator[Config]:
-    """A Ray of this host that is there after a cluster has gone."""
+    """A Ray on this host that survives its clusters."""
     from lockstep.cluster.ray import ray_session
 
     config = Config(notice_after_s=2.0)
@@ -42,8 +42,8 @@ def opened(config: Config, folder: Path) -> Any:
     return RayCluster(config, f"agents-{secrets.token_hex(3)}", folder / "run", 1, requests=WANTED)
 
 
-def test_two_that_come_in_place_of_others_share_one_new_agent(own: Config, tmp_path: Path) -> None:
-    """And find the run's shared memory as it was: weights are in there."""
+def test_two_replacement_workers_share_one_new_agent(own: Config, tmp_path: Path) -> None:
+    """And they find the run's shared memory, with the weights, unchanged."""
     with opened(own, tmp_path) as cluster:
         workers = cluster.start([engine(0), engine(1)])
         kept = run_shm_dir(cluster._run) / "weights"
@@ -66,7 +66,7 @@ def test_two_that_come_in_place_of_others_share_one_new_agent(own: Config, tmp_p
         assert kept.read_text() == "version 7"
 
 
-def test_a_controller_of_the_past_is_refused(own: Config, tmp_path: Path) -> None:
+def test_a_superseded_controller_is_refused(own: Config, tmp_path: Path) -> None:
     from lockstep.cluster.ray.ray_session import ray_get
 
     with opened(own, tmp_path) as cluster:
@@ -85,8 +85,8 @@ def test_a_controller_of_the_past_is_refused(own: Config, tmp_path: Path) -> Non
         assert holder.alive
 
 
-def test_a_controller_that_was_refused_knows_it(own: Config, tmp_path: Path) -> None:
-    """And starts nothing more, ends nothing of its successor's, although nobody has told its host."""
+def test_a_refused_controller_learns_of_it(own: Config, tmp_path: Path) -> None:
+    """And it starts and ends nothing more, although its own host was not informed."""
     from lockstep.cluster.ray.ray_session import ray_get
 
     with opened(own, tmp_path) as cluster:
@@ -102,8 +102,8 @@ def test_a_controller_that_was_refused_knows_it(own: Config, tmp_path: Path) -> 
     ray_get(holder.actor.leave.remote(2), "the actor", "its end")
 
 
-def test_a_controller_looks_who_had_the_run_last(own: Config, tmp_path: Path) -> None:
-    """Where nobody of the cluster has told it: its successor is on another host, and the folder is shared."""
+def test_a_controller_checks_who_had_the_run_last(own: Config, tmp_path: Path) -> None:
+    """It was not informed by the cluster: its successor is on another host, and the folder is shared."""
     from lockstep.cluster.ray.ray_reattach import RayRunState
 
     with opened(own, tmp_path) as cluster:
@@ -113,7 +113,7 @@ def test_a_controller_looks_who_had_the_run_last(own: Config, tmp_path: Path) ->
         RayRunState().write(cluster._cluster_dir)
 
 
-def test_an_order_that_comes_late_ends_no_agent(own: Config, tmp_path: Path) -> None:
+def test_a_late_request_ends_no_agent(own: Config, tmp_path: Path) -> None:
     from lockstep.cluster.ray.ray_session import ray_get
 
     with opened(own, tmp_path) as cluster:
@@ -139,7 +139,7 @@ def test_nothing_is_left_of_a_run_that_is_refused(own: Config, tmp_path: Path) -
     until(lambda: not ray.util.list_named_actors(all_namespaces=True), 30, "its actors have ended")
 
 
-def test_an_actor_that_is_killed_has_a_successor_which_reserves_again(own: Config, tmp_path: Path) -> None:
+def test_a_killed_actor_is_replaced_and_its_resources_are_reserved_again(own: Config, tmp_path: Path) -> None:
     import ray
     from ray.util.placement_group import placement_group_table
 

@@ -1,6 +1,6 @@
-"""A run whose head of Ray is gone: it goes on as long as it has nodes, says so, and ends within a bound.
+"""A run whose Ray head is lost continues as long as it has nodes, reports it, and ends within a time limit.
 
-Each is in a process of its own: what Ray has never answered stays in it.
+Each test runs in its own process, because unanswered calls of Ray stay in it.
 """
 
 import logging
@@ -33,21 +33,21 @@ pytestmark = [*needs_ray, pytest.mark.slow, pytest.mark.timeout(400)]
 
 
 def in_a_process(name: str, *words: str) -> subprocess.Popen[str]:
-    """A function of this module."""
-    beside = [str(Path(__file__).parent), str(Path(ray_hosts.__file__).parent), ENVIRONMENT["PYTHONPATH"]]
+    """Start a process that runs a function of this module."""
+    python_path = [str(Path(__file__).parent), str(Path(ray_hosts.__file__).parent), ENVIRONMENT["PYTHONPATH"]]
     return subprocess.Popen(
         [sys.executable, "-c", f"import sys, test_ray_head; test_ray_head.{name}(*sys.argv[1:])", *words],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(beside)}, stdin=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(python_path)}, stdin=subprocess.PIPE,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         text=True,
     )  # fmt: skip
 
 
-def must_end_well(process: "subprocess.Popen[str]") -> str:
-    said, _ = process.communicate("\n", timeout=300)
-    print(said)
-    assert process.returncode == 0, said
-    return said
+def output_of_success(process: "subprocess.Popen[str]") -> str:
+    output, _ = process.communicate("\n", timeout=300)
+    print(output)
+    assert process.returncode == 0, output
+    return output
 
 
 def opened(config: Config) -> Any:
@@ -75,7 +75,7 @@ def end_own_head() -> None:
     head.kill()
 
 
-def a_run_goes_on() -> None:
+def a_run_continues() -> None:
     cluster = opened(own())
     workers = cluster.start([engine(0), engine(1)])
     end_own_head()
@@ -103,7 +103,7 @@ def a_run_loses_all_nodes(address: str) -> None:
     workers = cluster.start([engine(0), engine(1)])
     print("started", flush=True)
     sys.stdin.readline()
-    for node in cluster._nodes:  # the agents, where a raylet had no time to end them
+    for node in cluster._nodes:  # the agents, if a raylet had no time to end them
         with suppress(ProcessLookupError):
             os.kill(node.agent.address.pid, signal.SIGKILL)
     until(lambda: all(worker.dead for worker in workers), 60, "the workers are lost")
@@ -115,10 +115,10 @@ def a_run_loses_all_nodes(address: str) -> None:
     closed(cluster)
 
 
-@pytest.mark.parametrize(("name", "told"), [("a_run_goes_on", 1), ("a_run_ends", 0)], ids=["goes-on", "ends"])
-def test_without_the_head(name: str, told: int) -> None:
-    said = must_end_well(in_a_process(name))
-    assert said.count(": the run continues on its nodes") == told, said
+@pytest.mark.parametrize(("name", "messages"), [("a_run_continues", 1), ("a_run_ends", 0)], ids=["continues", "ends"])
+def test_without_the_head(name: str, messages: int) -> None:
+    output = output_of_success(in_a_process(name))
+    assert output.count(": the run continues on its nodes") == messages, output
 
 
 @needs_namespaces
@@ -129,4 +129,4 @@ def test_a_run_whose_nodes_have_left_with_the_head_ends(hosts: Hosts) -> None:
         assert process.poll() is None
     hosts.end_head()
     until(hosts.has_ended, 120, "Ray's nodes have left, and the run's actors with them")
-    assert "all nodes of the run are lost" in must_end_well(process)
+    assert "all nodes of the run are lost" in output_of_success(process)

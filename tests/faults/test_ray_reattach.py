@@ -1,4 +1,4 @@
-"""What the next controller does with what a killed one has left on a Ray that runs already: on this host."""
+"""Reattachment on a running Ray of this host: what the next controller does with the workers of a killed one."""
 
 import contextlib
 import json
@@ -52,7 +52,7 @@ cluster:
 
 @pytest.fixture(scope="module")
 def head() -> Iterator[str]:
-    """The address of a Ray that is there before a run and after it."""
+    """The address of a Ray that is started before a run and survives it."""
     import ray
 
     from lockstep.cluster.ray import ray_session
@@ -71,7 +71,7 @@ def head() -> Iterator[str]:
                 until(lambda: joins(Config(address=address)), 120, "the head is there")
                 yield address
             finally:
-                while ray.is_initialized():  # also by a test that has failed
+                while ray.is_initialized():  # also if a test has failed
                     ray_session.close_session()
                 ours = [psutil.Process(started.pid), *psutil.Process(started.pid).children(recursive=True)]
                 for process in ours:
@@ -93,7 +93,7 @@ def joins(config: Config) -> bool:
 
 
 class Killed:
-    """A controller that ran two engines; with the pids of the agent and of theirs."""
+    """A killed controller that ran two engines, and the pids of the agent and the engines."""
 
     def __init__(self, address: str, folder: Path, where: str = "running") -> None:
         self.run, self.folder = f"heirs-{secrets.token_hex(3)}", folder / "run"
@@ -134,7 +134,8 @@ def actors() -> list[Any]:
 
 
 def test_a_run_of_other_processes_starts_anew(head: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The places of the earlier one do not do; they are free again, and its workers have ended, when it starts."""
+    """The reservations of the earlier run do not fit. They are released, and its workers have ended, when the run
+    starts."""
     from lockstep.cluster.ray.ray_cluster import RayCluster
 
     killed = Killed(head, tmp_path)
@@ -148,7 +149,7 @@ def test_a_run_of_other_processes_starts_anew(head: str, tmp_path: Path, caplog:
         assert free_cpus() == CPUS - 3
 
 
-def test_old_code_does_not_go_on(
+def test_workers_with_old_code_are_not_adopted(
     head: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = tmp_path / "heirs_module.py"
@@ -164,7 +165,7 @@ def test_old_code_does_not_go_on(
     assert not killed.living
 
 
-def test_where_its_agent_has_ended_as_well_nothing_goes_on(
+def test_if_the_agent_has_ended_as_well_nothing_is_adopted(
     head: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     killed = Killed(head, tmp_path)
@@ -176,7 +177,7 @@ def test_where_its_agent_has_ended_as_well_nothing_goes_on(
     until(lambda: not actors() and free_cpus() == CPUS, 30, "nothing is reserved any more")
 
 
-def test_an_actor_that_does_not_answer_may_not_come_back_into_the_run(
+def test_an_actor_that_does_not_answer_cannot_rejoin_the_run(
     head: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from lockstep.cluster.ray import actors, ray_reattach
@@ -201,7 +202,9 @@ def test_a_controller_that_is_killed_while_it_starts_leaves_nothing(head: str, t
     until(lambda: not actors() and free_cpus() == CPUS, 30, "its actor goes, and what it has reserved is free")
 
 
-def test_who_names_no_cluster_starts_none_to_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_cluster_none_is_started_to_search_for_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from lockstep.cluster.ray import ray_session
     from lockstep.cluster.ray.ray_reattach import RayRunState, take_over_ray_actors
 

@@ -1,5 +1,5 @@
-"""A controller is killed, and the next one comes within the grace: who is worth it goes on, who is not is replaced, and
-the first one, should it still live, can do nothing any more."""
+"""A controller is killed, and the next one starts within the grace period: it adopts the workers that fit and replaces
+the others. The first controller, if it still runs, can do nothing any more."""
 
 import os
 import secrets
@@ -67,15 +67,15 @@ def keep(name: str, rank: int = 0, **arguments: int) -> WorkerSpec:
 
 
 def other() -> WorkerSpec:
-    """One that nobody goes on with."""
+    """A worker that the next controller does not adopt."""
     spec = keep("other-0")
     spec.role, spec.service, spec.adoptable = "other", "cluster_services:Plain", False
     return spec
 
 
 def work(cluster: LocalCluster, worker: object) -> None:
-    """What a controller does that does not know yet that another has the run: it asks its worker for something again
-    and again, and when that is gone, for another one."""
+    """Act like a controller that does not know yet that another has the run: call a worker again and again, and start
+    another one when it is lost."""
     try:
         while True:
             worker.call(Renewable.add, 1000)  # type: ignore[attr-defined]
@@ -98,7 +98,7 @@ class Site:
     def begin(
         self, generation: int = 1, mode: str = "idle", grace_s: float = GRACE_S
     ) -> tuple[subprocess.Popen[str], list[int]]:
-        """A controller as a process of its own, and its workers' pids."""
+        """Start a controller process; returns it and the pids of its workers."""
         words = [self.run, str(self.folder), str(generation), mode, str(grace_s)]
         controller = subprocess.Popen([sys.executable, "-c", CONTROLLER, *words], stdout=subprocess.PIPE, text=True)
         self.controllers.append(controller)
@@ -110,7 +110,7 @@ class Site:
 
     @contextmanager
     def successor(self, generation: int = 2) -> Iterator[LocalCluster]:
-        """A controller in this process, which has what the one before has left."""
+        """A controller in this process, which takes over from the previous one."""
         heritage = self.take_over(generation)
         assert heritage is not None
         assert heritage.run == self.run
@@ -145,20 +145,20 @@ def kill(controller: "subprocess.Popen[str]") -> None:
     controller.wait(20)
 
 
-def test_who_is_asked_for_again_goes_on_and_the_others_end(site: Site) -> None:
+def test_requested_workers_are_adopted_and_the_others_end(site: Site) -> None:
     controller, (first, second, third) = site.begin()
     agent = site.agent()
     kill(controller)
     time.sleep(0.5)
-    assert alive(first, second, third) == [True] * 3, "they have their grace"
+    assert alive(first, second, third) == [True] * 3, "they live on for the grace period"
     with site.successor() as cluster:
-        assert not processes.is_alive(third), "nobody goes on with it"
+        assert not processes.is_alive(third), "it is not adopted"
         adopted, fresh = cluster.start([keep("keep-0"), other()])
         assert adopted.pid == first
         assert fresh.pid != third
         assert adopted.call(Renewable.renewed) == 1
         assert adopted.call(Renewable.add, 3) == 3
-        assert alive(second) == [True], "it may still be asked for"
+        assert alive(second) == [True], "it may still be requested"
         cluster.release()
         assert alive(second) == [False]
         (again,) = cluster.start([keep("keep-1", 1)])
@@ -167,7 +167,7 @@ def test_who_is_asked_for_again_goes_on_and_the_others_end(site: Site) -> None:
     until(lambda: not any(alive(first, agent.pid)), 10, "all end with the second controller")
 
 
-def test_who_does_not_fit_or_does_not_come_is_replaced(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_that_do_not_fit_or_do_not_answer_are_replaced(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reattach, "ADOPTION_STALL_S", 1.5)
     controller, (first, second, _) = site.begin()
     kill(controller)
@@ -181,18 +181,18 @@ def test_who_does_not_fit_or_does_not_come_is_replaced(site: Site, monkeypatch: 
         assert alive(first, second) == [False, False]
 
 
-def test_who_is_in_a_call_comes_when_it_is_over(site: Site) -> None:
+def test_a_worker_in_a_call_is_adopted_when_the_call_ends(site: Site) -> None:
     controller, (first, *_) = site.begin(mode="waits")
     kill(controller)
     with site.successor() as cluster:
         (adopted,) = cluster.start([keep("keep-0")])
         assert adopted.pid == first
-        assert adopted.call(Renewable.add, 1) == 1, "what was asked before is forgotten"
+        assert adopted.call(Renewable.add, 1) == 1, "earlier requests are dropped"
         assert adopted.call(Renewable.renewed) == 1
 
 
-def test_one_controller_after_the_other(site: Site) -> None:
-    """The names of those that are replaced are the same in every generation."""
+def test_several_controllers_one_after_the_other(site: Site) -> None:
+    """Replaced workers have the same names in every generation."""
     kept, replaced = None, set()
     for generation in (1, 2, 3):
         controller, (first, second, third) = site.begin(generation)
@@ -205,18 +205,18 @@ def test_one_controller_after_the_other(site: Site) -> None:
         assert [worker.pid for worker in cluster.start([keep("keep-1", 1), keep("keep-0")])] == [*reversed(kept or ())]
 
 
-def test_after_the_grace_there_is_nobody(site: Site) -> None:
+def test_after_the_grace_period_no_worker_is_left(site: Site) -> None:
     controller, workers = site.begin(grace_s=0.5)
     agent = site.agent()
     kill(controller)
-    until(lambda: not any(alive(agent.pid, *workers)), 15, "all are gone")
+    until(lambda: not any(alive(agent.pid, *workers)), 15, "all have ended")
     assert site.take_over(2) is None
     with LocalCluster(Config(), f"{site.run}-2", site.folder, 2) as cluster:
         (fresh,) = cluster.start([keep("keep-0")])
         assert fresh.call(Renewable.renewed) == 0
 
 
-def test_an_agent_that_leaves_is_not_taken_over(site: Site) -> None:
+def test_an_agent_that_shuts_down_is_not_taken_over(site: Site) -> None:
     controller, workers = site.begin()
     agent = site.agent()
     os.kill(workers[0], signal.SIGSTOP)  # the agent waits for it a while
@@ -229,7 +229,7 @@ def test_an_agent_that_leaves_is_not_taken_over(site: Site) -> None:
         assert not any(alive(agent.pid, *workers))
 
 
-def test_code_that_has_changed_is_loaded_again(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_code_is_loaded_again(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     controller, workers = site.begin()
     kill(controller)
     monkeypatch.setattr(reattach, "changed_since", lambda wall: "torch/__init__.py")
@@ -238,7 +238,7 @@ def test_code_that_has_changed_is_loaded_again(site: Site, monkeypatch: pytest.M
         assert not any(alive(*workers))
 
 
-def test_a_stopped_controller_that_goes_on_can_do_nothing(site: Site) -> None:
+def test_a_resumed_controller_that_was_superseded_can_do_nothing(site: Site) -> None:
     controller, (first, *_) = site.begin(mode="works")
     agent = site.agent()
     controller.send_signal(signal.SIGSTOP)
@@ -247,11 +247,11 @@ def test_a_stopped_controller_that_goes_on_can_do_nothing(site: Site) -> None:
         assert adopted.pid == first
         assert adopted.call(Renewable.add, 1) == 1
         controller.send_signal(signal.SIGCONT)
-        said, _ = controller.communicate(timeout=30)
-        assert said.splitlines()[0] == "WorkerDied"
-        assert said.splitlines()[1].startswith("AgentGone start: generation 1 of")
-        assert "generation 2 has taken it over" in said
-        assert adopted.call(Renewable.add, 1) == 2, "nothing of what it asked was done"
+        output, _ = controller.communicate(timeout=30)
+        assert output.splitlines()[0] == "WorkerDied"
+        assert output.splitlines()[1].startswith("AgentGone start: generation 1 of")
+        assert "generation 2 has taken it over" in output
+        assert adopted.call(Renewable.add, 1) == 2, "none of its calls was executed"
         assert site.agent() == agent and processes.is_alive(agent.pid)
         assert service_discovery.is_superseded(site.run, 1) and not service_discovery.is_superseded(site.run, 2)
         with pytest.raises(service_discovery.Superseded):

@@ -1,4 +1,4 @@
-"""The recorder against real gloo ranks: what it says is what they did, whatever becomes of them."""
+"""The recorder with real gloo ranks: it records what they do, and the record survives them."""
 
 import json
 import os
@@ -78,7 +78,7 @@ def test_calls_and_counts_are_what_the_ranks_did(tmp_path):
     [recorded_ranks.fsdp, pytest.param(recorded_ranks.ddp, marks=pytest.mark.slow),
      pytest.param(recorded_ranks.tensor_parallel, marks=pytest.mark.slow)],
 )  # fmt: skip
-def test_counts_see_what_libraries_issue(tmp_path, body):
+def test_counts_include_collectives_of_libraries(tmp_path, body):
     with ranks(tmp_path, body) as both:
         sequences = good(both.end())
         states = [both.communicators(rank) for rank in (0, 1)]
@@ -108,7 +108,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("how", REFUSED)
-def test_what_does_not_fit_is_refused_on_the_later_entrant(tmp_path, how):
+def test_a_mismatched_call_is_refused_on_the_later_rank(tmp_path, how):
     (tmp_path / "how").write_text(how)
     mine, theirs = REFUSED[how]
     with ranks(tmp_path, recorded_ranks.diverging) as both:
@@ -133,11 +133,11 @@ def test_another_root_is_refused(tmp_path):
         assert both.end_of(1).error == "CollectiveRefused"
 
 
-def test_ranks_in_step_are_never_refused(tmp_path):
+def test_matching_calls_are_never_refused(tmp_path):
     assert good(run_ranks(tmp_path, recorded_ranks.in_step, world=3)) == [0, 0, 0]
 
 
-def test_a_deadlock_over_two_communicators_shows_on_both(tmp_path):
+def test_a_deadlock_on_two_communicators_is_visible_on_both(tmp_path):
     with ranks(tmp_path, recorded_ranks.crossed) as both:
         for rank, label in ((0, "one"), (1, "two")):
             state = both.until_inside(rank, "all_reduce", label)
@@ -164,11 +164,11 @@ def test_evidence_outlives_the_rank(tmp_path, how):
             then = read_beacon(both.path(1)).beat_ns
             now = read_beacon(both.path(0)).beat_ns
             wait_until(lambda: read_beacon(both.path(0)).beat_ns > now + 10**9)
-            assert read_beacon(both.path(1)).beat_ns - then < 10**9  # frozen: no sign of life
+            assert read_beacon(both.path(1)).beat_ns - then < 10**9  # frozen: no heartbeat
 
 
 @pytest.mark.parametrize("way", ["outside", "inside"])
-def test_the_innocent_get_the_verdict_within_a_second(tmp_path, way):
+def test_innocent_ranks_get_the_verdict_within_a_second(tmp_path, way):
     (tmp_path / "how").write_text("absent")
     watched()
     with ranks(tmp_path, recorded_ranks.stuck, world=3) as three:
@@ -192,7 +192,7 @@ def test_the_innocent_get_the_verdict_within_a_second(tmp_path, way):
         three.go()
 
 
-def test_a_stopped_rank_is_freed_from_outside(tmp_path):
+def test_a_stopped_rank_is_released_from_outside(tmp_path):
     (tmp_path / "how").write_text("absent")
     watched()
     with ranks(tmp_path, recorded_ranks.stuck) as both:
@@ -205,7 +205,7 @@ def test_a_stopped_rank_is_freed_from_outside(tmp_path):
         assert both.end_of(0).error == "CollectiveStalled"
 
 
-def test_the_verdict_is_waited_for_and_replaces_what_the_backend_said(tmp_path):
+def test_the_verdict_is_awaited_and_replaces_the_backends_message(tmp_path):
     watched()
     with ranks(tmp_path, recorded_ranks.waits_on_work) as both:
         both.until(0, lambda found: found["default_pg"].inside)
@@ -215,7 +215,7 @@ def test_the_verdict_is_waited_for_and_replaces_what_the_backend_said(tmp_path):
         assert (outcome.error, outcome.text) == ("CollectiveStalled", "rank 1 was killed")
 
 
-def test_without_an_observer_errors_stay_what_they_are(tmp_path):
+def test_without_a_supervisor_errors_are_unchanged(tmp_path):
     with ranks(tmp_path, recorded_ranks.waits_on_work) as both:
         both.until(0, lambda found: found["default_pg"].inside)
         os.kill(both.pid(1), signal.SIGKILL)
@@ -225,7 +225,7 @@ def test_without_an_observer_errors_stay_what_they_are(tmp_path):
         assert time.monotonic() - began < 10
 
 
-def test_links_are_watched(tmp_path):
+def test_keepalive_is_set_on_the_sockets(tmp_path):
     for options in good(run_ranks(tmp_path, recorded_ranks.hardened)):
         assert options and all(each == [1, 5000] for each in options)
 
@@ -235,7 +235,7 @@ def test_links_are_watched(tmp_path):
     os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("nsenter")), reason="needs network namespaces"
 )
 def test_a_dead_link_is_noticed_long_before_the_timeout(tmp_path):
-    """Two ranks in network namespaces; the switch between them stops forwarding, and nobody is told."""
+    """Two ranks in network namespaces; the switch between them stops forwarding without an error."""
     with ranks(tmp_path, recorded_ranks.in_a_namespace) as both, switch() as middle:
         for rank in (0, 1):
             wait_for(tmp_path / f"apart-{rank}")
@@ -265,11 +265,11 @@ def test_a_forked_child_does_not_write_for_its_parent(tmp_path):
         assert value == {"child": 0, "calls": ["all_reduce", "all_reduce"]}
 
 
-def test_communicators_of_one_name_are_told_apart(tmp_path):
+def test_communicators_of_one_name_are_distinguished(tmp_path):
     values = good(run_ranks(tmp_path, recorded_ranks.again))
     assert values[0] == values[1]
     (old, new), loops = values[0]
-    assert loops == 1  # nothing holds the destroyed one
+    assert loops == 1  # the destroyed communicator is not referenced
     assert (old[:2], new[:2]) == ([True, 1], [False, 2]) and old[2] != new[2]
 
 

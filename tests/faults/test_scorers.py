@@ -1,4 +1,5 @@
-"""The scorer pool on real processes, with functions that raise, lie, hang, crash and eat memory."""
+"""The scorer pool on real processes, with functions that raise, return wrong values, hang, crash and use much
+memory."""
 
 import os
 import signal
@@ -42,7 +43,7 @@ def pool(cluster):
 
 
 def rollouts(*texts, answer="ok", step=1, **columns):
-    """A group for each list of completions."""
+    """Rollouts with a group for each list of completions."""
     columns = {"data_source": "test", **columns}
     groups = []
     for row, group in enumerate(texts):
@@ -62,7 +63,7 @@ BAD = [["ok", "ok"], ["ok", "bad"]]
 
 
 def failure(pool, texts=BAD, **columns):
-    """The RewardError; the rollouts are as they were."""
+    """The RewardError of scoring; checks that the rollouts are unchanged."""
     made = rollouts(*texts, **columns)
     with pytest.raises(RewardError) as caught:
         pool.score(made)
@@ -71,7 +72,7 @@ def failure(pool, texts=BAD, **columns):
 
 
 def blames(error, function, problem):
-    """Names function and sample, and says what happened."""
+    """Check that the error names function and sample, and the problem."""
     assert error.function == f"reward_faults.py:{function}"
     assert (error.uid, error.row, error.completion) == ("0:1#1", 1, "bad")
     assert problem in error.problem
@@ -135,7 +136,7 @@ def test_batch_functions_see_whole_groups(pool):
         ("never", "no term applies"),
     ],
 )
-def test_what_is_no_reward_names_function_and_sample(pool, function, problem):
+def test_an_invalid_reward_names_function_and_sample(pool, function, problem):
     error = failure(pool(function))
     if function == "never":
         assert (error.uid, error.row) == ("0:1#1", 1)
@@ -187,7 +188,7 @@ def test_memory_is_limited(pool):
     assert "hungry" in error.traceback
 
 
-def test_a_limit_below_what_is_in_use_is_refused(pool):
+def test_a_memory_limit_below_current_use_is_refused(pool):
     with pytest.raises(RewardError, match=r"memory_mb to at least \d+"):
         pool("hungry", memory_mb=8).start()
 
@@ -199,7 +200,7 @@ def test_a_death_that_does_not_repeat_costs_a_retry(pool, tmp_path):
     assert len(set(made.rewards.ravel().tolist())) == 1
 
 
-def test_deaths_are_not_retried_for_ever(pool, tmp_path):
+def test_deaths_are_not_retried_forever(pool, tmp_path):
     texts = [[f"{row}", "ok"] for row in range(LOSSES_PER_SCORER + 1)]
     scorers = pool("leaves_once_per_sample", batch_size=2)
     error = failure(scorers, texts, extra_info={"marker": str(tmp_path)})
@@ -209,7 +210,7 @@ def test_deaths_are_not_retried_for_ever(pool, tmp_path):
     assert (done.rewards == 1).all()
 
 
-def test_ctrl_c_ends_the_calls_under_way(pool):
+def test_ctrl_c_ends_running_calls(pool):
     scorers = pool("slow_but_steady", workers=2)
     scorers.start()
     timer = threading.Timer(1.0, signal.raise_signal, [signal.SIGINT])
@@ -222,7 +223,7 @@ def test_ctrl_c_ends_the_calls_under_way(pool):
     assert scorers.score(rollouts(["a"])).rewards.tolist() == [[1.0]]
 
 
-def test_a_batch_that_only_fails_together_says_so(pool):
+def test_a_batch_that_only_fails_as_a_whole_is_reported_as_such(pool):
     error = failure(pool("too_slow_together", timeout_s=1.0))
     assert error.function == "reward_faults.py:too_slow_together"
     assert error.uid is None
@@ -230,7 +231,7 @@ def test_a_batch_that_only_fails_together_says_so(pool):
     assert "lower reward.batch_size" in error.problem
 
 
-def test_progress_is_not_patience(pool):
+def test_a_slow_function_that_finishes_samples_is_not_ended(pool):
     scorers = pool("slow_but_steady", timeout_s=1.0)
     done = scorers.score(rollouts(["a"] * 10))
     assert done.rewards.tolist() == [[1.0] * 10]
@@ -266,8 +267,8 @@ def test_an_import_that_crashes(pool, tmp_path):
     assert "importing" in caught.value.traceback
 
 
-def test_a_server_has_its_own_deadline_and_its_requests_are_shared_out(pool):
-    """Slower than `timeout_s`, which is for users' functions; the error names endpoint and samples."""
+def test_a_server_has_its_own_deadline_and_its_requests_are_distributed(pool):
+    """The server is slower than `timeout_s`, which applies to functions only; the error names endpoint and samples."""
 
     def reply(number, body, path):
         bad = "bad" in body["completions"]

@@ -1,4 +1,4 @@
-"""Healthy processes under what is no fault: nobody is confirmed to hang in them. The long one is `benchmarks.soak`."""
+"""Healthy but slow or disturbed processes: none is confirmed to hang. `benchmarks.soak` is the long version."""
 
 import json
 import os
@@ -20,17 +20,17 @@ from benchmarks.soak.load import busy
 from lockstep.watch.diagnosis.verdict import StallThresholds
 
 SEED = 18
-"""With it the first acts of both followers are long: one starves, the other's child reads."""
+"""With this seed the first activities of both followers are long: one starves, the child of the other reads."""
 PATIENCE = StallThresholds(notice_s=0.75, still_s=4.0)
 NASTIEST = ("starved", "judge_that_streams", "child_reads")
-"""Without CPU, without a byte that is counted for the process, and with none of its own."""
+"""Activities with little CPU, with bytes that are not counted for the process, and in a child."""
 
 
 BOUND_S = 120.0
 
 
 def long_acts(site: Site) -> int:
-    """How many that would have been proof, had nothing moved, have come to their end."""
+    """The number of finished activities longer than the threshold for inactivity."""
     record = site.folder / "acts.jsonl"
     lines = record.read_text().splitlines() if record.exists() else []
     return sum(json.loads(line).get("took_s", 0.0) > 3 * PATIENCE.still_s for line in lines)
@@ -38,15 +38,16 @@ def long_acts(site: Site) -> int:
 
 @pytest.fixture
 def one_core() -> Iterator[None]:
-    """For this process and all that it starts: a loaded machine that leaves the others alone."""
+    """Bind this process and its children to one core, which loads it without loading the machine."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {max(before)})
     yield
     os.sched_setaffinity(0, before)
 
 
-def test_the_nastiest_of_the_soak_accuse_nobody(tmp_path: Path, one_core: None) -> None:
-    """A follower each, on one core with two busy loops, everybody (the watchers too) stopped for moments."""
+def test_the_hardest_activities_of_the_soak_confirm_no_process(tmp_path: Path, one_core: None) -> None:
+    """One follower per activity, on one core with two busy loops; all processes, agent and supervisor included, are
+    briefly stopped."""
     tally = Tally("site")
     with thinking() as judge:
         environment = {JUDGE: judge, "SOAK_DISK": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -62,7 +63,7 @@ def test_the_nastiest_of_the_soak_accuse_nobody(tmp_path: Path, one_core: None) 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_two_minutes_of_soak_accuse_nobody() -> None:
+def test_two_minutes_of_soak_confirm_no_process() -> None:
     command = [sys.executable, "-m", "benchmarks.soak", "--minutes", "2", "--seed", "20261122"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1100)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-4000:]

@@ -1,4 +1,4 @@
-"""A controller that was killed has left workers with a grace; who resumes the run ends them first."""
+"""A killed controller leaves workers with a grace period; a resumed run ends them first."""
 
 import json
 import os
@@ -37,7 +37,7 @@ def running(pid: int) -> bool:
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
-def test_a_resumed_run_ends_what_the_killed_one_has_left(tmp_path: Path) -> None:
+def test_a_resumed_run_ends_the_workers_of_the_killed_one(tmp_path: Path) -> None:
     run = f"old-{secrets.token_hex(3)}"
     environment = {**os.environ, "PYTHONPATH": SERVICES}
     controller = subprocess.Popen(
@@ -49,7 +49,7 @@ def test_a_resumed_run_ends_what_the_killed_one_has_left(tmp_path: Path) -> None
     controller.send_signal(signal.SIGKILL)
     controller.communicate(timeout=10)
     time.sleep(0.5)
-    assert running(worker) and running(agent), "they have their grace"
+    assert running(worker) and running(agent), "they live on for the grace period"
 
     with LocalCluster(Config(), f"new-{secrets.token_hex(3)}", tmp_path, 2) as cluster:
         assert not running(worker)
@@ -63,7 +63,7 @@ def test_a_resumed_run_ends_what_the_killed_one_has_left(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("generation", [3, 4])
-def test_nobody_ends_an_equal_or_later_generation(tmp_path: Path, generation: int) -> None:
+def test_an_equal_or_later_generation_is_not_ended(tmp_path: Path, generation: int) -> None:
     bystander = subprocess.Popen(["sleep", "60"])
     ticks = int(Path(f"/proc/{bystander.pid}/stat").read_text().rpartition(")")[2].split()[19])
     address = {"run": "bystander", "generation": generation, "host": "127.0.0.1", "port": 1}
@@ -71,7 +71,7 @@ def test_nobody_ends_an_equal_or_later_generation(tmp_path: Path, generation: in
         (tmp_path / "agent.json").write_text(json.dumps({**address, "pid": bystander.pid, "start_ticks": ticks}))
         kill_previous_agent(tmp_path, 3)
         assert bystander.poll() is None
-        # A pid that another process has by now is none of ours.
+        # A pid that another process has by now is not of this run.
         old = {**address, "generation": 1, "pid": bystander.pid, "start_ticks": ticks + 1}
         (tmp_path / "agent.json").write_text(json.dumps(old))
         kill_previous_agent(tmp_path, 3)
@@ -83,8 +83,8 @@ def test_nobody_ends_an_equal_or_later_generation(tmp_path: Path, generation: in
         bystander.wait(10)
 
 
-def test_an_agent_that_leaves_late_keeps_its_successors_address(tmp_path: Path) -> None:
-    """Only where nobody ended it: on another host, say."""
+def test_an_agent_that_shuts_down_late_keeps_its_successors_address(tmp_path: Path) -> None:
+    """This happens if the agent was not ended, for example on another host."""
     first = LocalCluster(Config(), f"first-{secrets.token_hex(3)}", tmp_path, 1)
     address = tmp_path / "cluster" / "agent.json"
     try:

@@ -171,18 +171,18 @@ def test_a_killed_process_is_noticed_within_a_second(site: Site) -> None:
     site.start("slow")
     os.kill(site.pids["policy-1"], signal.SIGKILL)
     began = time.time()
-    events = site.until_event("policy-1", "confirmed")
-    assert events.verdict["kind"] == "dead"
-    assert events.wall - began < 1.0 + 1.0, "a second, and one more for a loaded machine"
-    assert "SIGKILL" in json.dumps(events.verdict)
+    event = site.until_event("policy-1", "confirmed")
+    assert event.verdict["kind"] == "dead"
+    assert event.wall - began < 1.0 + 1.0, "a second, and one more for a loaded machine"
+    assert "SIGKILL" in json.dumps(event.verdict)
 
 
 def test_an_exception_is_reported_with_its_text(site: Site) -> None:
     site.start("raise")
     site.start_fault()
-    events = site.until_event("policy-1", "confirmed")
-    assert (events.verdict["kind"], events.verdict["class"]) == ("dead", "rank_exception_masked")
-    assert "ZeroDivisionError: division by zero" in json.dumps(events.verdict)
+    event = site.until_event("policy-1", "confirmed")
+    assert (event.verdict["kind"], event.verdict["class"]) == ("dead", "rank_exception_masked")
+    assert "ZeroDivisionError: division by zero" in json.dumps(event.verdict)
 
 
 def test_a_sleep_in_user_code_is_noticed_with_its_line_then_confirmed(site: Site) -> None:

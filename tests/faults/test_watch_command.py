@@ -31,12 +31,12 @@ def watch(folder: Path, *words: str, options: tuple[str, ...] = QUICK, **more: s
 
 def finish(process: "subprocess.Popen[str]") -> tuple[int, str, str]:
     try:
-        out, said = process.communicate(timeout=BOUND_S)
+        out, errors = process.communicate(timeout=BOUND_S)
     except subprocess.TimeoutExpired:
         process.kill()
-        out, said = process.communicate()
-        raise AssertionError(f"not finished:\n{out}\n{said}") from None
-    return process.returncode, out, said
+        out, errors = process.communicate()
+        raise AssertionError(f"not finished:\n{out}\n{errors}") from None
+    return process.returncode, out, errors
 
 
 def torchrun(*words: str, ranks: int = 2) -> list[str]:
@@ -44,8 +44,8 @@ def torchrun(*words: str, ranks: int = 2) -> list[str]:
 
 
 def test_a_reward_that_blocks_one_rank_is_named(tmp_path: Path) -> None:
-    """The command of the documentation, an unmodified script of torchrun: rank, line and the collective the others wait
-    in; then it is ended."""
+    """The command of the documentation, with an unmodified torchrun script: the notice names rank, line and the
+    collective that the others wait in; then the command is ended."""
     documented = re.search(r"^lockstep (watch .*)$", (ROOT / "docs" / "watch-command.md").read_text(), re.MULTILINE)
     assert documented is not None
     (tmp_path / "examples").symlink_to(ROOT / "examples")
@@ -55,16 +55,16 @@ def test_a_reward_that_blocks_one_rank_is_named(tmp_path: Path) -> None:
         [LOCKSTEP, *documented[1].split()], cwd=tmp_path, env={**os.environ, **variables}, text=True,
         stderr=subprocess.PIPE, stdout=subprocess.PIPE,
     )  # fmt: skip
-    code, _, said = finish(process)
-    assert code == STALL_EXIT_CODE, said
-    assert "notice" in said and "rank 1" in said, said
+    code, _, errors = finish(process)
+    assert code == STALL_EXIT_CODE, errors
+    assert "notice" in errors and "rank 1" in errors, errors
     (file,) = (tmp_path / "incidents").glob("*/verdict.json")
     verdict = json.loads(file.read_text())
     assert verdict["kind"] == "absent"
     assert [each["rank"] for each in verdict["culprits"]] == [1]
     assert "reward" in verdict["culprits"][0]["where"] and "stuck_rank.py" in verdict["culprits"][0]["where"]
     assert verdict["collective"]["operation"] == "all_reduce"
-    assert "environment: nothing reads NCCL_TIMEOUT=1800" in said
+    assert "environment: nothing reads NCCL_TIMEOUT=1800" in errors
     found = json.loads((file.parent / "findings.json").read_text())["environment"]
     assert "env-unread" in [each["id"] for each in found]
 
@@ -79,13 +79,13 @@ def test_the_exit_code_is_the_commands(tmp_path: Path, command: str, code: int) 
 
 
 def test_a_command_that_does_not_exist(tmp_path: Path) -> None:
-    code, _, said = finish(watch(tmp_path, "no-such-launcher"))
+    code, _, errors = finish(watch(tmp_path, "no-such-launcher"))
     assert code == 127
-    assert "no-such-launcher" in said
+    assert "no-such-launcher" in errors
 
 
 def test_signals_and_output_pass_through(tmp_path: Path) -> None:
-    """The command sees SIGTERM and ends as it likes; its output is its own."""
+    """The command gets SIGTERM and ends by itself; its output is not changed."""
     script = "trap 'echo caught; exit 3' TERM; echo ready; while :; do sleep 0.05; done"
     process = watch(tmp_path, "sh", "-c", script)
     assert process.stdout is not None
@@ -95,7 +95,7 @@ def test_signals_and_output_pass_through(tmp_path: Path) -> None:
     assert (code, out) == (3, "caught\n")
 
 
-def test_the_watcher_killed_leaves_the_command_alone(tmp_path: Path) -> None:
+def test_killing_the_watcher_does_not_affect_the_command(tmp_path: Path) -> None:
     done = tmp_path / "done"
     process = watch(tmp_path, "sh", "-c", f"echo ready; sleep 1; touch {done}")
     assert process.stdout is not None
@@ -121,13 +121,13 @@ def test_another_sitecustomize_still_works(tmp_path: Path) -> None:
     assert done.stdout.split() == ["True", str(tmp_path / "sitecustomize.py")], done.stderr
 
 
-def test_what_is_loaded_costs_nothing_until_torch_is(tmp_path: Path) -> None:
+def test_nothing_is_imported_until_torch_is(tmp_path: Path) -> None:
     done = python(tmp_path, "import sys, json; print([name for name in sys.modules if 'lockstep' in name])")
     assert (done.stdout, done.stderr) == ("[]\n", "")
 
 
-def test_a_failure_of_ours_never_fails_the_job(tmp_path: Path) -> None:
-    """Beacons in a folder that cannot be made."""
+def test_a_failure_of_the_recorder_does_not_fail_the_job(tmp_path: Path) -> None:
+    """The folder of the beacons cannot be created."""
     (tmp_path / "file").touch()
     code = "import torch.distributed; print('goes on')"
     done = python(tmp_path, code, RANK="0", LOCAL_RANK="0", LOCKSTEP_BEACONS=str(tmp_path / "file" / "below"))
@@ -136,10 +136,12 @@ def test_a_failure_of_ours_never_fails_the_job(tmp_path: Path) -> None:
 
 
 def test_a_job_in_an_environment_without_lockstep(tmp_path: Path) -> None:
-    """Torch is there, Lockstep is not: what is loaded comes with the command's environment variables."""
+    """Torch is installed and Lockstep is not: the recorder is found by the command's environment variables."""
     venv.create(tmp_path / "venv", symlinks=True)
     (packages,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
-    (packages / "torch.pth").write_text(f"{Path(torch.__file__).parent.parent}\n")  # its own .pth files do not count
+    (packages / "torch.pth").write_text(
+        f"{Path(torch.__file__).parent.parent}\n"
+    )  # .pth files in that folder are not read
     code = (
         "import importlib.util as util; print(util.find_spec('lockstep'))\n"
         "import torch.distributed as dist\n"
@@ -154,8 +156,8 @@ def test_a_job_in_an_environment_without_lockstep(tmp_path: Path) -> None:
     assert done.stdout.split() == ["None", "rank-0", "True", "False"], done.stderr
 
 
-def test_torch_that_imports_its_distributed_part_itself(tmp_path: Path) -> None:
-    """The recorder waits until all of torch is there."""
+def test_torch_imports_its_distributed_module_itself(tmp_path: Path) -> None:
+    """The recorder starts when all of torch is imported."""
     fake = tmp_path / "torch"
     (fake / "distributed").mkdir(parents=True)
     (fake / "__init__.py").write_text("import torch.distributed\nimport sys\nfinished = True\n")
@@ -173,7 +175,7 @@ def test_torch_that_imports_its_distributed_part_itself(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_trl_with_a_judge_that_never_answers(tmp_path: Path) -> None:
-    """An unmodified script of TRL; the benchmarks' environment has it."""
+    """An unmodified TRL script; TRL is installed in the environment of the benchmarks."""
     peer = ROOT / "build" / "peer"
     if not (peer / "trl").is_dir():
         pytest.skip("TRL is not there: script/benchmark installs it into build/peer")
@@ -185,11 +187,11 @@ def test_trl_with_a_judge_that_never_answers(tmp_path: Path) -> None:
     options = ("--on-stall", "kill", "--confirm-after", "8")
     path = os.pathsep.join(filter(None, [str(peer), os.environ.get("PYTHONPATH")]))
     process = watch(tmp_path, *torchrun(*script), options=options, PYTHONPATH=path, HF_HUB_OFFLINE="1")
-    code, _, said = finish(process)
-    assert code == STALL_EXIT_CODE, said
-    told = [line for line in said.splitlines() if "lockstep watch: notice:" in line]
-    assert "rank 1" in told[0] and "ask_the_judge() at trl_blocked.py" in told[0], said
-    assert any(f"for {seconds} s" in told[0] for seconds in (3, 4, 5)), told[0]
+    code, _, errors = finish(process)
+    assert code == STALL_EXIT_CODE, errors
+    notices = [line for line in errors.splitlines() if "lockstep watch: notice:" in line]
+    assert "rank 1" in notices[0] and "ask_the_judge() at trl_blocked.py" in notices[0], errors
+    assert any(f"for {seconds} s" in notices[0] for seconds in (3, 4, 5)), notices[0]
     (file,) = (tmp_path / "incidents").glob("*/verdict.json")
     verdict = json.loads(file.read_text())
     assert (verdict["kind"], [each["rank"] for each in verdict["culprits"]]) == ("absent", [1])

@@ -1,5 +1,5 @@
-"""`lockstep watch` around the launchers there are, and stand-ins for those that are not installed: who blocks is named
-with its rank and its line, and who never comes to the rendezvous."""
+"""`lockstep watch` around installed launchers, and substitutes for others: ranks that block or never join the
+rendezvous are named with their line of code."""
 
 import contextlib
 import json
@@ -29,10 +29,10 @@ ACCELERATE = Path(sys.executable).with_name("accelerate")
 class Outcome:
     code: int
     notice: str
-    """What was printed before anything was confirmed: a first one may come before its stack has been taken."""
+    """The last notice before a confirmed verdict: the first one may be printed before the stack is read."""
     verdict: dict[str, object]
-    """The first that was confirmed."""
-    said: str
+    """The first confirmed verdict."""
+    errors: str
 
 
 def free_port() -> str:
@@ -64,7 +64,7 @@ def kill(processes: list[psutil.Process]) -> None:
 
 
 def watch_until_confirmed(folder: Path, command: list[str]) -> Outcome:
-    """Ends the command as soon as a verdict is confirmed."""
+    """Run the command, and end it as soon as a verdict is confirmed."""
     argv = [LOCKSTEP, "watch", "--incidents", str(folder / "incidents"), *OPTIONS, "--", *command]
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": path, "MASTER_PORT": free_port()}
@@ -80,13 +80,13 @@ def watch_until_confirmed(folder: Path, command: list[str]) -> Outcome:
     started = below(process)
     process.send_signal(signal.SIGTERM)
     code = process.wait(60)
-    kill(started)  # a command that is ended leaves its children, watched or not
-    said = "".join(lines) + process.stderr.read()
+    kill(started)  # an ended command leaves its children, with or without lockstep watch
+    errors = "".join(lines) + process.stderr.read()
     bound.cancel()
     files = sorted((folder / "incidents").glob("*/verdict.json"))
-    assert files, said
+    assert files, errors
     notices = "".join(line for line in lines if "lockstep watch: notice" in line)
-    return Outcome(code, notices, json.loads(files[0].read_text()), said)
+    return Outcome(code, notices, json.loads(files[0].read_text()), errors)
 
 
 def ranks_of(outcome: Outcome) -> list[object]:
@@ -117,11 +117,11 @@ BLOCKED: dict[str, Callable[[str], list[str]]] = {
 
 @pytest.mark.parametrize("launcher", all_slow_but("fork", BLOCKED))
 @pytest.mark.timeout(300)
-def test_who_blocks_is_named_with_its_line(tmp_path: Path, launcher: str) -> None:
+def test_a_blocking_rank_is_named_with_its_line(tmp_path: Path, launcher: str) -> None:
     outcome = watch_until_confirmed(tmp_path, [*BLOCKED[launcher](free_port()), "--stuck", "1"])
-    assert "rank 1" in outcome.notice, outcome.said
-    assert "ask_the_judge() at training_job.py" in outcome.notice, outcome.said
-    assert (outcome.verdict["kind"], ranks_of(outcome)) == ("absent", [1]), outcome.said
+    assert "rank 1" in outcome.notice, outcome.errors
+    assert "ask_the_judge() at training_job.py" in outcome.notice, outcome.errors
+    assert (outcome.verdict["kind"], ranks_of(outcome)) == ("absent", [1]), outcome.errors
     collective = outcome.verdict["collective"]
     assert isinstance(collective, dict)
     assert (collective["operation"], collective["seq"]) == ("all_reduce", 6)
@@ -136,37 +136,37 @@ LATE: dict[str, Callable[[str], list[str]]] = {
 
 @pytest.mark.parametrize("launcher", all_slow_but("torchrun", LATE))
 @pytest.mark.timeout(300)
-def test_who_never_comes_to_the_rendezvous(tmp_path: Path, launcher: str) -> None:
-    """It exists, and does something else: with its line."""
+def test_a_rank_that_never_joins_the_rendezvous(tmp_path: Path, launcher: str) -> None:
+    """The rank exists and does something else: its line is named."""
     outcome = watch_until_confirmed(tmp_path, [*LATE[launcher](free_port()), "--late", "1"])
-    assert "rank 1 " in outcome.notice, outcome.said
+    assert "rank 1 " in outcome.notice, outcome.errors
     assert "has not joined the rendezvous of 2 ranks; it has been in load_the_data() at training_job.py" in (
         outcome.notice
-    ), outcome.said
-    assert (outcome.verdict["class"], ranks_of(outcome)) == ("rendezvous_incomplete", [1]), outcome.said
+    ), outcome.errors
+    assert (outcome.verdict["class"], ranks_of(outcome)) == ("rendezvous_incomplete", [1]), outcome.errors
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_who_does_not_even_import_torch(tmp_path: Path) -> None:
-    """Nothing of ours has run in it yet."""
+def test_a_rank_that_has_not_imported_torch(tmp_path: Path) -> None:
+    """The recorder has not started in it yet."""
     outcome = watch_until_confirmed(tmp_path, torchrun(JOB, "--late-import"))
     assert "rank 1 " in outcome.notice
-    assert "<module> at training_job.py" in outcome.notice, outcome.said
-    assert (outcome.verdict["class"], ranks_of(outcome)) == ("rendezvous_incomplete", [1]), outcome.said
+    assert "<module> at training_job.py" in outcome.notice, outcome.errors
+    assert (outcome.verdict["class"], ranks_of(outcome)) == ("rendezvous_incomplete", [1]), outcome.errors
 
 
 @pytest.mark.timeout(300)
-def test_a_rank_that_nobody_started(tmp_path: Path) -> None:
+def test_a_rank_that_was_never_started(tmp_path: Path) -> None:
     command = python(JOB, "--how", "fork", "--ranks", "2", "--world", "3", "--port", free_port())
     outcome = watch_until_confirmed(tmp_path, command)
     assert "rank 2 has not joined the rendezvous of 3 ranks; no such process is known" in outcome.notice
-    assert (outcome.verdict["class"], ranks_of(outcome)) == ("rendezvous_incomplete", [2]), outcome.said
+    assert (outcome.verdict["class"], ranks_of(outcome)) == ("rendezvous_incomplete", [2]), outcome.errors
     assert outcome.verdict["confidence"] == 0.7
 
 
 @pytest.mark.parametrize("how", ["alone", "fork"])
-def test_a_healthy_job_is_left_in_peace(tmp_path: Path, how: str) -> None:
+def test_a_healthy_job_is_not_disturbed(tmp_path: Path, how: str) -> None:
     argv = [LOCKSTEP, "watch", "--incidents", str(tmp_path / "incidents"), *OPTIONS, "--"]
     words = python(JOB, "--how", how, "--steps", "20" if how == "fork" else "2", "--port", free_port())
     done = subprocess.run(
@@ -179,7 +179,7 @@ def test_a_healthy_job_is_left_in_peace(tmp_path: Path, how: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("launcher", ["torch-spawn", "mpirun"])
-def test_a_stalled_command_is_ended_with_all_that_it_started(tmp_path: Path, launcher: str) -> None:
+def test_a_stalled_command_is_ended_with_all_its_processes(tmp_path: Path, launcher: str) -> None:
     port = free_port()
     argv = [LOCKSTEP, "watch", "--incidents", str(tmp_path / "incidents"), *OPTIONS, "--on-stall", "kill", "--"]
     done = subprocess.run(
@@ -197,7 +197,7 @@ def test_a_stalled_command_is_ended_with_all_that_it_started(tmp_path: Path, lau
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("launcher", ["torchrun", "deepspeed", "fork"])
 def test_the_exit_code_of_a_launcher_is_kept(tmp_path: Path, launcher: str) -> None:
-    """With a script that fails on each rank, and one that multiprocessing does not speak of."""
+    """With a script that fails on each rank, and one whose failure multiprocessing does not report."""
     forked = "p = m.get_context('fork').Process(target=exit, args=(7,)); p.start(); p.join(); exit(p.exitcode)"
     commands = {
         "torchrun": torchrun(JOB, "--how", "nonsense"),

@@ -1,4 +1,4 @@
-"""`lockstep watch` on every node of a job, here two network namespaces: one supervisor names who blocks on any."""
+"""`lockstep watch` on every node (network namespace) of a job: one supervisor names blocking ranks of all nodes."""
 
 import json
 import os
@@ -61,18 +61,18 @@ def start(folder: Path, cable: Cable, node: int, *words: str) -> "subprocess.Pop
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("fault", ["stuck", "late"])
-def test_a_rank_of_the_other_node_that_blocks_is_named(tmp_path: Path, cable: Cable, fault: str) -> None:
-    """With its host and line, on both consoles; and the command is ended on both nodes."""
+def test_a_blocking_rank_of_the_other_node_is_named(tmp_path: Path, cable: Cable, fault: str) -> None:
+    """With its host and line, on both consoles; and the command ends on both nodes."""
     nodes = [start(tmp_path, cable, node, f"--{fault}", "1") for node in range(2)]
     bound = threading.Timer(BOUND_S, lambda: [os.killpg(each.pid, signal.SIGKILL) for each in nodes])
     bound.start()
-    said = [each.communicate()[1] for each in nodes]
+    outputs = [each.communicate()[1] for each in nodes]
     bound.cancel()
     line = f"{'ask_the_judge' if fault == 'stuck' else 'load_the_data'}() at {Path(JOB).name}"
-    for text in said:
-        assert "lockstep watch: notice: rank 1 (host b) has not" in text, said
-        assert line in text, said
-    assert [each.returncode for each in nodes] == [124, 124], said
+    for text in outputs:
+        assert "lockstep watch: notice: rank 1 (host b) has not" in text, outputs
+        assert line in text, outputs
+    assert [each.returncode for each in nodes] == [124, 124], outputs
     verdicts = [json.loads(file.read_text()) for file in (tmp_path / "incidents-0").glob("*/verdict.json")]
     (culprit,) = verdicts[0]["culprits"]
     assert (culprit["rank"], culprit["host"]) == (1, "b")
@@ -80,7 +80,7 @@ def test_a_rank_of_the_other_node_that_blocks_is_named(tmp_path: Path, cable: Ca
 
 
 @pytest.mark.parametrize(
-    ("place", "token", "why"),
+    ("address", "token", "why"),
     [
         ("127.0.0.1:29477", "", "set LOCKSTEP_TOKEN"),
         ("127.0.0.1:29477", "short", "set LOCKSTEP_TOKEN"),
@@ -89,10 +89,10 @@ def test_a_rank_of_the_other_node_that_blocks_is_named(tmp_path: Path, cable: Ca
     ],
     ids=["no token", "short token", "no port", "no host"],
 )
-def test_refused_before_anything_starts(place: str, token: str, why: str) -> None:
+def test_refused_before_anything_starts(address: str, token: str, why: str) -> None:
     environment = {**os.environ, "LOCKSTEP_TOKEN": token}
     done = subprocess.run(
-        [LOCKSTEP, "watch", "--supervisor", place, "--", "echo", "started"],
+        [LOCKSTEP, "watch", "--supervisor", address, "--", "echo", "started"],
         env=environment, text=True, capture_output=True, timeout=60,
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (2, ""), done.stderr

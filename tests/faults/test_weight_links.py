@@ -1,4 +1,4 @@
-"""Weights between two network namespaces, as between hosts: over the link's address, and when the link is cut."""
+"""Weights between two network namespaces, as between hosts: over the address of the link, and when the link is cut."""
 
 import sys
 import time
@@ -22,7 +22,7 @@ def cable() -> Iterator[Cable]:
         yield made
 
 
-def test_a_link_that_is_cut_in_mid_transfer(tmp_path: Path, cable: Cable) -> None:
+def test_a_link_that_is_cut_in_the_middle_of_a_transfer(tmp_path: Path, cable: Cable) -> None:
     store = TCPStore(cable.here, 0, None, True, timedelta(seconds=60), wait_for_workers=False)
     node_set = NodeSet(
         tmp_path / "run", "gloo", ["a"], ["b", "a"], limit_s=3.0, bucket_bytes=20_000,

@@ -1,4 +1,4 @@
-"""Weights between real processes: two writers, a reader, and writers that are killed in the middle."""
+"""Weights between real processes: two writers, a reader, and writers killed in the middle."""
 
 import os
 import shutil
@@ -93,11 +93,11 @@ class Process:
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
 
-    def tell(self, text):
+    def send(self, text):
         self.popen.stdin.write(f"{text}\n")
         self.popen.stdin.flush()
 
-    def hear(self):
+    def receive(self):
         return self.popen.stdout.readline().strip()
 
     def end(self):
@@ -108,7 +108,7 @@ class Process:
 
 @pytest.fixture
 def folder(tmp_path):
-    """On real shared memory where there is some."""
+    """A folder in shared memory, if there is any."""
     if not os.access("/dev/shm", os.W_OK):
         yield tmp_path / "weights"
         return
@@ -124,13 +124,13 @@ def test_two_writers_and_a_reader(folder):
     last = 40
     for version in range(1, last + 1):
         for writer in writers:
-            writer.tell(version)
-        assert [writer.hear() for writer in writers] == ["done", "done"]
+            writer.send(version)
+        assert [writer.receive() for writer in writers] == ["done", "done"]
         store.commit(version)
         if reader is None:
             reader = Process(READER, folder, 0, last)
         time.sleep(0.1 if version % 10 == 0 else 0.0)
-    assert reader.hear().endswith(f"last {last}")
+    assert reader.receive().endswith(f"last {last}")
     assert [process.end() for process in (*writers, reader)] == [0, 0, 0]
     with store.reading(last, "complete") as weights:
         assert torch.equal(weights.tensors["a"], torch.full((ROWS, 64), float(last)))
@@ -141,13 +141,13 @@ def test_a_writer_killed_in_the_middle(folder):
     writers = [Process(WRITER, folder, rank) for rank in (0, 1)]
     for version in (1, 2):
         for writer in writers:
-            writer.tell(version)
-        assert [writer.hear() for writer in writers] == ["done", "done"]
+            writer.send(version)
+        assert [writer.receive() for writer in writers] == ["done", "done"]
         store.commit(version)
-    writers[0].tell(3)
-    assert writers[0].hear() == "done"
+    writers[0].send(3)
+    assert writers[0].receive() == "done"
     victim = Process(KILLED, folder, 1, 3)
-    assert victim.hear() == "half"
+    assert victim.receive() == "half"
     victim.popen.send_signal(signal.SIGKILL)
     assert victim.end() == -signal.SIGKILL
     with pytest.raises(IncompleteWeights, match="rank 1: has not finished"):
@@ -155,8 +155,8 @@ def test_a_writer_killed_in_the_middle(folder):
     with store.reading(check="complete") as weights:
         assert weights.version == 2
         assert (weights.tensors["a"] == 2.0).all()
-    writers[1].tell(3)  # its successor writes the part again: the dead one's lease is gone
-    assert writers[1].hear() == "done"
+    writers[1].send(3)  # its successor writes the part again: the lease of the dead writer is released
+    assert writers[1].receive() == "done"
     store.commit(3)
     with store.reading(3, "complete") as weights:
         assert (weights.tensors["b"] == 3.0).all()
@@ -175,18 +175,18 @@ with store.reading() as weights:
 """
     )
 
-    class Whole:
+    class FullShard:
         def __init__(self, name, tensor):
             self.name, self.offset, self.tensor, self.constant = name, 0, tensor, False
 
     def publish(version):
-        whole = {"a": torch.full((ROWS, 64), float(version)), "b": torch.full((ROWS, 16), float(version))}
-        store.write_shards(0, version, [Whole(name, tensor) for name, tensor in whole.items()])
+        tensors = {"a": torch.full((ROWS, 64), float(version)), "b": torch.full((ROWS, 16), float(version))}
+        store.write_shards(0, version, [FullShard(name, tensor) for name, tensor in tensors.items()])
         store.commit(version)
 
     publish(1)
     victim = Process(code, folder, 0)
-    assert victim.hear() == "reading"
+    assert victim.receive() == "reading"
     publish(2)
     victim.popen.send_signal(signal.SIGKILL)
     victim.end()

@@ -1,6 +1,5 @@
-"""Starts a command as often as there are ranks, with the variables that a launcher sets which is not installed here:
-`launcher_stub.py mpirun 2 -- python training_job.py`. Ends as the first of them that fails, and ends the others
-then."""
+"""Starts a command once per rank with the variables that a launcher would set: `launcher_stub.py mpirun 2 -- python
+training_job.py`. If a rank fails, ends the others and exits with its code."""
 
 import os
 import subprocess
@@ -9,7 +8,7 @@ import time
 
 
 def variables(kind: str, rank: int, size: int) -> dict[str, str]:
-    said: dict[str, dict[str, object]] = {
+    by_launcher: dict[str, dict[str, object]] = {
         # docs.open-mpi.org/en/v5.0.x/tuning-apps/environment-var.html
         "mpirun": {
             "OMPI_COMM_WORLD_SIZE": size, "OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_LOCAL_SIZE": size,
@@ -27,10 +26,10 @@ def variables(kind: str, rank: int, size: int) -> dict[str, str]:
             "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_SIZE": size, "CROSS_RANK": 0, "CROSS_SIZE": 1,
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": os.environ.get("MASTER_PORT", "29500"),
         },
-        # Kubeflow says nodes, not ranks, to the torchrun of each of them
+        # Kubeflow passes the numbers of nodes, not ranks, to torchrun
         "kubeflow": {"RANK": rank, "WORLD_SIZE": size},
     }  # fmt: skip
-    return {name: str(value) for name, value in said[kind].items()}
+    return {name: str(value) for name, value in by_launcher[kind].items()}
 
 
 def main(kind: str, size: int, command: list[str]) -> int:

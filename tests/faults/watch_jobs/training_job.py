@@ -1,5 +1,5 @@
-"""A job that others start in their way: `training_job.py [--how spawn] [--stuck 1] ...`. Rank and world come from the
-launcher's environment, of whichever kind, or from the function that is started for each rank."""
+"""A training job for the tests of launchers: `training_job.py [--how spawn] [--stuck 1] ...`. Rank and world size come
+from the environment of any launcher, or from the function that starts each rank."""
 
 import argparse
 import os
@@ -27,11 +27,11 @@ def load_the_data() -> None:
     threading.Event().wait(600)
 
 
-def rank_main(rank: int, world: int, place: str, chosen: argparse.Namespace) -> None:
+def rank_main(rank: int, world: int, init_method: str, chosen: argparse.Namespace) -> None:
     if chosen.late == rank:
         load_the_data()
-    if place:
-        dist.init_process_group("gloo", init_method=place, rank=rank, world_size=world)
+    if init_method:
+        dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=world)
     else:
         dist.init_process_group("gloo")
     total = torch.ones(8)
@@ -43,19 +43,21 @@ def rank_main(rank: int, world: int, place: str, chosen: argparse.Namespace) -> 
 
 
 def start(chosen: argparse.Namespace) -> None:
-    place, world = f"tcp://127.0.0.1:{chosen.port}", chosen.world or chosen.ranks
+    init_method, world = f"tcp://127.0.0.1:{chosen.port}", chosen.world or chosen.ranks
     if chosen.how == "alone":
         time.sleep(chosen.steps)
     elif chosen.how == "env":
         rank_main(int(os.environ["RANK"]), 0, "", chosen)
     elif chosen.how in PLACES:
         rank, size = (int(os.environ[name]) for name in PLACES[chosen.how])
-        rank_main(rank, size, place, chosen)
+        rank_main(rank, size, init_method, chosen)
     elif chosen.how == "torch-spawn":
-        mp.spawn(rank_main, (world, place, chosen), nprocs=chosen.ranks)
+        mp.spawn(rank_main, (world, init_method, chosen), nprocs=chosen.ranks)
     else:
         context = mp.get_context(chosen.how)
-        ranks = [context.Process(target=rank_main, args=(rank, world, place, chosen)) for rank in range(chosen.ranks)]
+        ranks = [
+            context.Process(target=rank_main, args=(rank, world, init_method, chosen)) for rank in range(chosen.ranks)
+        ]
         for each in ranks:
             each.start()
         for each in ranks:
