@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def render_explanation(explained: "Explanation") -> RenderableType:
-    """Explanation, culprits, collective, evidence and fix, each under its name."""
+    """Renders an explanation: the text, then culprits, collective, evidence and fix."""
     verdict = explained.verdict
     title = Text.assemble(
         (terminal_safe(explanation_title(explained)), "bold green" if verdict.cause == "benign" else "bold red"),
@@ -39,13 +39,13 @@ def render_explanation(explained: "Explanation") -> RenderableType:
 
 
 def explanation_title(explained: "Explanation") -> str:
-    """The title of the failure class."""
+    """Returns the title of the failure class."""
     about = explained.rules.about.get(explained.verdict.cause)
     return about.title if about else "The logs do not show the cause"
 
 
 def explanation_rows(verdict: Verdict) -> Iterator[tuple[str, str]]:
-    """Name and text of everything known; the name stands only beside the first of its texts."""
+    """Yields name and text of each row of an explanation; only the first of several rows has the name."""
     yield from labeled_rows("structure", [str(verdict.kind)] if verdict.kind is not VerdictKind.UNKNOWN else [])
     yield from labeled_rows("culprit", [culprit_text(each) for each in verdict.culprits])
     if verdict.collective is not None:
@@ -58,16 +58,16 @@ def explanation_rows(verdict: Verdict) -> Iterator[tuple[str, str]]:
 
 
 def culprit_text(culprit: Culprit) -> str:
-    """`rank 3 (host a) in step() at train.py:7`."""
+    """Describes a culprit: `rank 3 (host a) in step() at train.py:7`."""
     name = culprit.name or (culprit.role if culprit.rank is None else f"rank {culprit.rank}") or culprit.host
     host = f" (host {culprit.host})" if culprit.host and culprit.host != name else ""
     return f"{name}{host}{f' in {culprit.where}' if culprit.where else ''}"
 
 
 def fact_text(fact: Fact) -> str:
-    """The line and its place."""
-    place = f"{fact.file}:{fact.line}" if fact.line is not None else fact.file or fact.source
-    return f"{fact.text}  [{place}]" if place else fact.text
+    """Returns the text of a fact, with the file and line that it comes from."""
+    location = f"{fact.file}:{fact.line}" if fact.line is not None else fact.file or fact.source
+    return f"{fact.text}  [{location}]" if location else fact.text
 
 
 _PAGE = """<!doctype html>
@@ -89,7 +89,7 @@ code { color: #666; }
 
 
 def explanation_page(explained: "Explanation") -> str:
-    """The whole page; log text is escaped."""
+    """Renders an explanation as an HTML page; text of logs is escaped."""
     from jinja2 import Environment, select_autoescape  # only `--html` needs it
 
     verdict = explained.verdict
@@ -104,11 +104,11 @@ def explanation_page(explained: "Explanation") -> str:
 
 _LEVEL_COLOURS = {VerdictLevel.NOTICE: "yellow", VerdictLevel.CONFIRMED: "bold red", VerdictLevel.ACT: "bold red"}
 _MAX_EVIDENCE = 12
-"""Pieces of evidence shown."""
+"""Maximum number of pieces of evidence that are shown."""
 
 
 def render_verdict(verdict: Verdict) -> RenderableType:
-    """Explanation, culprits, collective, waiting processes, evidence and fix, each under its name."""
+    """Renders a recorded verdict: the text, then culprits, collective, waiting processes, evidence and fix."""
     colour = "green" if verdict.cause == "benign" else _LEVEL_COLOURS[verdict.level]
     title = Text.assemble((str(verdict.kind), colour), f"  {verdict.level}, confidence {verdict.confidence:.2f}")
     if verdict.cause not in ("", "unknown"):

@@ -1,12 +1,12 @@
-"""Findings of checks, grouped in sections of one report."""
+"""The findings of checks, grouped into the sections of a report."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
 
 Severity = Literal["error", "warning", "note", "ok", "unchecked"]
-"""`error`: a run will fail or hang. `warning`: it may, or will be slow. `note`: good to know. `ok`: checked and right.
-`unchecked`: could not be checked, and why."""
+"""`error`: a run will fail or hang. `warning`: a run may fail or hang, or will be slow. `note`: good to know. `ok`:
+checked and right. `unchecked`: could not be checked; the text says why."""
 SEVERITIES: tuple[Severity, ...] = get_args(Severity)
 
 
@@ -18,15 +18,15 @@ class Finding:
     """Identifies the kind of finding, such as `shm-size`; the same on every host and in every version."""
     severity: Severity
     host: str
-    """The host, or several joined by commas; empty if it is about no particular host."""
+    """The host, or several joined by commas; "" if the finding concerns no particular host."""
     seen: str
-    """What was found, with its numbers."""
+    """What was found, with numbers."""
     why: str = ""
     """Why it matters."""
     fix: str = ""
     """The exact command or setting."""
     source: str = ""
-    """URL of documentation or source code."""
+    """The URL of documentation or source code."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class CheckSection:
     """The findings of one part of a check, and its duration."""
 
     name: str
-    """One word, for scripts."""
+    """A single word, for scripts."""
     title: str
     findings: tuple[Finding, ...] = ()
     seconds: float = 0.0
@@ -42,18 +42,18 @@ class CheckSection:
 
 @dataclass(slots=True)
 class CheckReport:
-    """All sections, in the order in which they ran."""
+    """The sections of a check, in the order in which they ran."""
 
-    rungs: list[CheckSection] = field(default_factory=list)
+    sections: list[CheckSection] = field(default_factory=list)
 
     def add(self, name: str, title: str, findings: Iterable[Finding], seconds: float = 0.0) -> None:
         """Adds a section."""
-        self.rungs.append(CheckSection(name, title, tuple(findings), seconds))
+        self.sections.append(CheckSection(name, title, tuple(findings), seconds))
 
     @property
     def findings(self) -> list[Finding]:
-        """Findings of all sections."""
-        return [finding for rung in self.rungs for finding in rung.findings]
+        """The findings of all sections."""
+        return [finding for section in self.sections for finding in section.findings]
 
     @property
     def passed(self) -> bool:
@@ -66,20 +66,31 @@ class CheckReport:
         return {severity: severities.count(severity) for severity in SEVERITIES}
 
     def json(self) -> dict[str, Any]:
-        """`{"passed", "counts": {severity: n}, "rungs": [{"name", "title", "seconds"}], "findings": [{"rung", "id",
-        "severity", "host", "seen", "why", "fix", "source"}]}`."""
+        """Returns the report as JSON, in which a section is called a rung.
+
+        The form is `{"passed", "counts": {severity: n}, "rungs": [{"name", "title", "seconds"}], "findings": [{"rung",
+        "id", "severity", "host", "seen", "why", "fix", "source"}]}`.
+        """
         return {
             "passed": self.passed,
             "counts": self.counts(),
-            "rungs": [{"name": r.name, "title": r.title, "seconds": round(r.seconds, 3)} for r in self.rungs],
-            "findings": [{"rung": rung.name, **asdict(found)} for rung in self.rungs for found in rung.findings],
+            "rungs": [
+                {"name": each.name, "title": each.title, "seconds": round(each.seconds, 3)} for each in self.sections
+            ],
+            "findings": [
+                {"rung": section.name, **asdict(found)} for section in self.sections for found in section.findings
+            ],
         }
 
 
-def guarded_findings(id: str, host: str, what: str, look: Callable[[], Iterable[Finding]]) -> list[Finding]:
-    """The findings of `look`; one `unchecked` finding if the system refuses or its answer cannot be parsed."""
+def guarded_findings(id: str, host: str, what: str, check: Callable[[], Iterable[Finding]]) -> list[Finding]:
+    """Returns the findings of `check`; one of severity `unchecked` if it fails at the system or at parsing an answer.
+
+    Args:
+        what: The name of the check, for the message.
+    """
     try:
-        return list(look())
+        return list(check())
     except (OSError, ValueError, LookupError) as error:
         message = str(error) or type(error).__name__
         return [Finding(id, "unchecked", host, f"{what} could not be checked: {message}")]

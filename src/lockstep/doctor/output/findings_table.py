@@ -22,18 +22,18 @@ _SEVERITY_ORDER: tuple[Severity, ...] = ("error", "warning", "note", "ok", "unch
 
 
 def render_report(report: CheckReport) -> RenderableType:
-    """Each section with its findings, worst first, then a one-line summary."""
-    parts = [render_section(rung, covers_several_hosts(report)) for rung in report.rungs if rung.findings]
+    """Renders each section with its findings, worst first, then a one-line summary."""
+    parts = [render_section(section, covers_several_hosts(report)) for section in report.sections if section.findings]
     return Group(*parts, report_summary(report))
 
 
 def covers_several_hosts(report: CheckReport) -> bool:
-    """Whether the report covers several hosts, so that each finding names its own."""
+    """Whether the report covers several hosts, so that each finding must name its host."""
     return len({finding.host for finding in report.findings if finding.host}) > 1
 
 
 def report_summary(report: CheckReport) -> Text:
-    """Whether anything is wrong, and what was not checked."""
+    """Renders the summary: the number of problems, and the number of checks that could not be made."""
     counts = report.counts()
     if not report.passed:
         summary = Text(_counted_noun(counts["error"], "error"), "bold red")
@@ -48,20 +48,24 @@ def report_summary(report: CheckReport) -> Text:
     return Text.assemble(summary, (f"  ({', '.join(others)})" if others else "", "dim"))
 
 
-def _counted_noun(many: int, noun: str) -> str:
-    return f"{many} {noun}{'s' if many != 1 else ''}"
+def _counted_noun(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' if count != 1 else ''}"
 
 
-def render_section(rung: CheckSection, several: bool) -> RenderableType:
-    """The title and the findings, worst first."""
+def render_section(section: CheckSection, several: bool) -> RenderableType:
+    """Renders the title of a section and its findings, worst first.
+
+    Args:
+        several: Whether the report covers several hosts, so that each finding names its host.
+    """
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    for finding in sorted(rung.findings, key=lambda each: _SEVERITY_ORDER.index(each.severity)):
+    for finding in sorted(section.findings, key=lambda each: _SEVERITY_ORDER.index(each.severity)):
         mark, style = _SEVERITY_STYLES[finding.severity]
         table.add_row(Text(mark, style), Group(*_finding_lines(finding, several)))
-    took = f"  {rung.seconds:.1f} s" if rung.seconds >= 0.05 else ""
-    return Group(Text.assemble((terminal_safe(rung.title), "bold"), (took, "dim")), table, Text(""))
+    duration = f"  {section.seconds:.1f} s" if section.seconds >= 0.05 else ""
+    return Group(Text.assemble((terminal_safe(section.title), "bold"), (duration, "dim")), table, Text(""))
 
 
 def _finding_lines(finding: Finding, several: bool) -> Iterator[Text]:
@@ -79,7 +83,7 @@ class LiveReport(CheckReport):
     """A report that prints every section as soon as it is complete.
 
     Args:
-        as_json: print nothing before the end, and then the whole report as one JSON object.
+        as_json: Print nothing before the end, and then the whole report as one JSON object.
     """
 
     def __init__(self, as_json: bool) -> None:
@@ -89,8 +93,8 @@ class LiveReport(CheckReport):
     def add(self, name: str, title: str, findings: Iterable[Finding], seconds: float = 0.0) -> None:
         """Adds a section."""
         CheckReport.add(self, name, title, findings, seconds)
-        if not self._json and self.rungs[-1].findings:
-            self._console.print(render_section(self.rungs[-1], covers_several_hosts(self)))
+        if not self._json and self.sections[-1].findings:
+            self._console.print(render_section(self.sections[-1], covers_several_hosts(self)))
 
     def finish(self) -> None:
         """Prints the summary in one line, or the whole report as JSON."""
@@ -102,7 +106,7 @@ class LiveReport(CheckReport):
 
     def finish_early(self, error: BaseException) -> None:
         """Finishes the report after an error; prints nothing if no section is complete."""
-        if self.rungs:
+        if self.sections:
             seen = f"the remaining checks were not run: {str(error) or type(error).__name__}"
             self.add("ended", "Not checked", [Finding("check-ended", "unchecked", "", seen)])
             self.finish()

@@ -89,7 +89,7 @@ def test_several_files_are_judged_together(writer: ConfigWriter) -> None:
     report = writer.report(
         80, {}, run_sh=openrlhf(OPENRLHF), more_sh=verl(VERL), ds_json=DEEPSPEED, acc_yaml=ACCELERATE
     )
-    assert [rung.name for rung in report.rungs] == ["accelerate", "openrlhf", "verl", "deepspeed"]
+    assert [section.name for section in report.sections] == ["accelerate", "openrlhf", "verl", "deepspeed"]
     assert bad(report.findings) == []
 
 
