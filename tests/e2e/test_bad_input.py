@@ -88,13 +88,13 @@ def sft(folder: Path, **changes: Any) -> dict[str, Any]:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_values_that_cannot_be(folder: Path, override: str, words: list[str]) -> None:
-    said = refused(folder, "train", str(write(folder, grpo(folder))), override)
-    assert all(word in said for word in words), said
+    message = refused(folder, "train", str(write(folder, grpo(folder))), override)
+    assert all(word in message for word in words), message
 
 
 def test_everything_that_is_wrong_is_said_at_once(folder: Path) -> None:
-    said = refused(folder, "train", str(write(folder, grpo(folder, stepps=3, seed="x"))), "trainer.ranks=0")
-    assert all(word in said for word in ("stepps", "seed: 'x'", "trainer.ranks: 0")), said
+    message = refused(folder, "train", str(write(folder, grpo(folder, stepps=3, seed="x"))), "trainer.ranks=0")
+    assert all(word in message for word in ("stepps", "seed: 'x'", "trainer.ranks: 0")), message
 
 
 @pytest.mark.parametrize(
@@ -114,8 +114,8 @@ def test_files_that_are_no_run(folder: Path, text: str | None, words: list[str])
     file.unlink(missing_ok=True)
     if text is not None:
         file.write_text(text)
-    said = refused(folder, "train", str(file))
-    assert str(file) in said and all(word in said for word in words), said
+    message = refused(folder, "train", str(file))
+    assert str(file) in message and all(word in message for word in words), message
 
 
 GOOD = '{"prompt": "1=", "answer": "1"}\n'
@@ -155,20 +155,22 @@ def test_data_that_cannot_be_used(
     path = folder / "data" / name
     if content is not None:
         path.write_text(content)
-    said = refused(folder, "train", str(write(folder, grpo(folder, data={"path": str(path), **settings}))))
-    assert str(path) in said and all(word in said for word in words), said
+    message = refused(folder, "train", str(write(folder, grpo(folder, data={"path": str(path), **settings}))))
+    assert str(path) in message and all(word in message for word in words), message
 
 
 def test_supervised_data_without_anything_to_learn(folder: Path) -> None:
     path = folder / "data" / "nothing.jsonl"
     path.write_text('{"prompt": "1=", "completion": "1"}\n{"prompt": "2=", "completion": ""}\n')
-    said = refused(folder, "train", str(write(folder, sft(folder, data={"path": str(path)}))))
-    assert f"{path}, line 2, column 'completion': is empty" in said
+    message = refused(folder, "train", str(write(folder, sft(folder, data={"path": str(path)}))))
+    assert f"{path}, line 2, column 'completion': is empty" in message
 
 
 def test_a_document_longer_than_the_budget(folder: Path) -> None:
-    said = refused(folder, "train", str(write(folder, sft(folder, token_budget=4, rollout={}, evaluation=None))))
-    assert all(word in said for word in ("line 1", "the document has 5 tokens", "4 that fit", "token_budget")), said
+    message = refused(folder, "train", str(write(folder, sft(folder, token_budget=4, rollout={}, evaluation=None))))
+    assert all(word in message for word in ("line 1", "the document has 5 tokens", "4 that fit", "token_budget")), (
+        message
+    )
 
 
 def changed(folder: Path, name: str, change: Callable[[Path], object]) -> Path:
@@ -200,7 +202,7 @@ def without_tokenizer(copy: Path) -> None:
 
 
 def mamba(copy: Path) -> None:
-    """A state-space model, whose layers pass over any layout. It names no longest sequence."""
+    """A state-space model, whose layers ignore any layout. Its config has no longest sequence."""
     vocabulary = json.loads((copy / "config.json").read_text())["vocab_size"]
     torch.manual_seed(0)
     sizes = {"vocab_size": vocabulary, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}
@@ -217,7 +219,11 @@ def bert(copy: Path) -> None:
     ("name", "change", "words"),
     [
         ("no-weights", lambda copy: (copy / "model.safetensors").unlink(), ["no model.safetensors", "safetensors"]),
-        ("torn-weights", lambda copy: (copy / "model.safetensors").write_bytes(b"x"), ["model.safetensors is torn"]),
+        (
+            "torn-weights",
+            lambda copy: (copy / "model.safetensors").write_bytes(b"x"),
+            ["model.safetensors cannot be read"],
+        ),
         ("one-weight-less", without_a_weight, ["1 weights are missing", "model.norm.weight"]),
         ("other-shape", set_in("config.json", intermediate_size=48), ["has shape (64, 32)", "expected (48, 32)"]),
         ("no-config", lambda copy: (copy / "config.json").unlink(), ["its config cannot be loaded"]),
@@ -225,10 +231,10 @@ def bert(copy: Path) -> None:
         ("odd-config", set_in("config.json", hidden_size="wide"), ["hidden_size", "expected int", "'wide'"]),
         ("new-kind", set_in("config.json", model_type="gpt9"), ["`gpt9`", "does not recognize"]),
         ("encoder", bert, ["Bert", "use a model with an ordinary head"]),
-        ("no-tokenizer", without_tokenizer, ["holds no tokenizer", "model.tokenizer"]),
+        ("no-tokenizer", without_tokenizer, ["has no tokenizer", "model.tokenizer"]),
         ("torn-tokenizer", lambda copy: (copy / "tokenizer.json").write_text("x"), ["tokenizer cannot be loaded"]),
         ("no-end", set_in("tokenizer_config.json", eos_token=None), ["no end-of-sequence token", "`eos_token`"]),
-        ("no-length", mamba, ["model.max_length", "mamba names no longest sequence", "set it"]),
+        ("no-length", mamba, ["model.max_length", "mamba has no longest sequence", "set it"]),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -236,9 +242,9 @@ def test_models_that_cannot_be_used(
     folder: Path, name: str, change: Callable[[Path], object], words: list[str]
 ) -> None:
     model = changed(folder, name, change)
-    said = refused(folder, "train", str(write(folder, grpo(folder, model={"path": str(model)}))))
-    assert all(word in said for word in words), said
-    assert str(model) in said or name == "no-length"
+    message = refused(folder, "train", str(write(folder, grpo(folder, model={"path": str(model)}))))
+    assert all(word in message for word in words), message
+    assert str(model) in message or name == "no-length"
 
 
 @pytest.mark.parametrize(
@@ -246,21 +252,21 @@ def test_models_that_cannot_be_used(
     [
         ("/nowhere/model", ["'/nowhere/model'", "there is no such folder", "`owner/name`"]),
         ("{folder}/modell", ["there is no such folder", "did you mean {folder}/model?"]),
-        ("nobody/nothing-here", ["'nobody/nothing-here'", "the hub does not give it", "`owner/name`"]),
+        ("nobody/nothing-here", ["'nobody/nothing-here'", "the hub does not provide it", "`owner/name`"]),
     ],
 )
 def test_a_model_that_is_not_there(folder: Path, path: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     path = path.format(folder=folder)
-    said = refused(folder, "train", str(write(folder, grpo(folder, model={"path": path}))))
-    assert all(word.format(folder=folder) in said for word in ["model.path", *words]), said
+    message = refused(folder, "train", str(write(folder, grpo(folder, model={"path": path}))))
+    assert all(word.format(folder=folder) in message for word in ["model.path", *words]), message
 
 
 def test_conversations_without_a_chat_template(folder: Path) -> None:
     path = folder / "data" / "chat.jsonl"
     path.write_text('{"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "1"}]}\n')
-    said = refused(folder, "train", str(write(folder, sft(folder, data={"path": str(path)}))))
-    assert all(word in said for word in (str(folder / "model"), "no chat template", "model.chat_template")), said
+    message = refused(folder, "train", str(write(folder, sft(folder, data={"path": str(path)}))))
+    assert all(word in message for word in (str(folder / "model"), "no chat template", "model.chat_template")), message
 
 
 @pytest.mark.parametrize(
@@ -279,32 +285,32 @@ def test_reward_functions_that_are_not_there(folder: Path, path: str, words: lis
     (folder / "broken.py").write_text("def f(:\n")
     path = path.format(folder=folder)
     reward = {"terms": [{"kind": "function", "path": path}]}
-    said = refused(folder, "train", str(write(folder, grpo(folder, reward=reward))))
-    assert f"reward function {path}" in said and all(word in said for word in words), said
+    message = refused(folder, "train", str(write(folder, grpo(folder, reward=reward))))
+    assert f"reward function {path}" in message and all(word in message for word in words), message
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this host has GPUs")
 def test_gpus_that_this_host_has_not(folder: Path) -> None:
-    said = refused(folder, "train", str(write(folder, grpo(folder))), "cluster.device=cuda")
-    assert all(word in said for word in ("cluster.device is cuda", "no GPU", "cluster.device=cpu")), said
+    message = refused(folder, "train", str(write(folder, grpo(folder))), "cluster.device=cuda")
+    assert all(word in message for word in ("cluster.device is cuda", "no GPU", "cluster.device=cpu")), message
 
 
 @pytest.mark.parametrize("kind", ["a run", "a folder", "a file"])
 def test_a_folder_that_exists_is_not_touched(folder: Path, kind: str, tmp_path: Path) -> None:
     values = grpo(folder) | {"folder": str(tmp_path)}
-    place = tmp_path / "bad"
+    target = tmp_path / "bad"
     if kind == "a run":
-        Ledger.create(place, values).close()
+        Ledger.create(target, values).close()
     elif kind == "a folder":
-        place.mkdir()
-        (place / "thesis.txt").write_text("three years of work")
+        target.mkdir()
+        (target / "thesis.txt").write_text("three years of work")
     else:
-        place.write_text("notes")
+        target.write_text("notes")
     before = snapshot(tmp_path)
-    said = refused(folder, "train", str(write(folder, values)))
+    message = refused(folder, "train", str(write(folder, values)))
     assert snapshot(tmp_path) == before
-    assert str(place) in said and "name=" in said
-    assert (f"--resume {place}" in said) == (kind == "a run"), said
+    assert str(target) in message and "name=" in message
+    assert (f"--resume {target}" in message) == (kind == "a run"), message
 
 
 def test_commands_on_what_is_no_run(folder: Path) -> None:
@@ -364,29 +370,29 @@ EXPECTED = {
 def test_a_reward_function_that_fails_is_named_and_the_run_goes_on_once_it_is_mended(
     folder: Path, modes: tuple[str, ...]
 ) -> None:
-    place = folder / "-".join(modes)
-    place.mkdir()
-    (place / "functions.py").write_text(MODES)
-    path = f"{place}/functions.py:score"
-    values = short(folder, place.name, {"kind": "function", "path": path})
+    target = folder / "-".join(modes)
+    target.mkdir()
+    (target / "functions.py").write_text(MODES)
+    path = f"{target}/functions.py:score"
+    values = short(folder, target.name, {"kind": "function", "path": path})
     arguments = [str(write(folder, values))]
-    run = Path(values["folder"]) / place.name
+    run = Path(values["folder"]) / target.name
     for mode in modes:
-        (place / "mode").write_text(mode)
+        (target / "mode").write_text(mode)
         launched = Launched.start(run, *arguments, *(["reward.timeout_s=1"] if mode == "hang" else []))
         assert launched.finish() == 1, launched.text()
-        said = launched.said()
-        assert all(word in said for word in (f"error reward {path}: ", *EXPECTED[mode])), said
-        assert said.rstrip().endswith(f"{run}/logs") and f"lockstep train --resume {run}" in said
-        assert "lockstep/rewards" not in said, "only the user's own lines are shown"
+        message = launched.printed()
+        assert all(word in message for word in (f"error reward {path}: ", *EXPECTED[mode])), message
+        assert message.rstrip().endswith(f"{run}/logs") and f"lockstep train --resume {run}" in message
+        assert "lockstep/rewards" not in message, "only the user's own lines are shown"
         assert path in (run / "logs" / "controller.log").read_text()
-        assert launched.gone(10)
+        assert launched.has_ended(10)
         with Ledger.reader(run) as ledger:
             assert (ledger.committed(), ledger.collected_steps()) == (0, [0]), "no zero in place of a reward"
         summary = json.loads((run / "summary.json").read_text())
         assert summary["exit_reason"].startswith("failed: RewardError: ") and summary["steps"]["done"] == 1
         arguments = ["--resume", str(run)]
-    (place / "mode").write_text("mended")
+    (target / "mode").write_text("mended")
     launched = Launched.start(run, *arguments, "reward.timeout_s=60")
     assert launched.finish() == 0, launched.text()
     assert sorted(prompts_used(run).values()) == sorted([0, 1, 2] * 4)
@@ -400,13 +406,13 @@ def test_a_run_that_cannot_start_frees_its_name(folder: Path) -> None:
     run = Path(values["folder"]) / "needs"
     launched = Launched.start(run, str(write(folder, values)))
     assert launched.finish() == 1
-    said = launched.said()
-    assert f"error reward {file}:score: importing it raised ModuleNotFoundError" in said
-    assert f'File "{file}", line 1' in said and "importlib" not in said
-    assert launched.gone(10)
+    message = launched.printed()
+    assert f"error reward {file}:score: importing it raised ModuleNotFoundError" in message
+    assert f'File "{file}", line 1' in message and "importlib" not in message
+    assert launched.has_ended(10)
     assert not run.exists()
     (kept,) = run.parent.glob("needs.failed-*")
-    assert f"{run} is kept as {kept}" in said
+    assert f"{run} is kept as {kept}" in message
     log = (kept / "logs" / "controller.log").read_text()
     assert "a_package_nobody_has" in log and "rewards/scorer.py" in log, "all of it is in the log"
 
@@ -418,10 +424,10 @@ def test_a_model_that_passes_over_the_layout_is_packed_singly_and_that_is_said(f
     run = Path(values["folder"]) / "mamba"
     launched = Launched.start(run, str(write(folder, values)))
     assert launched.finish() == 0, launched.text()
-    said = launched.said()
-    assert "packing single: one sample per row, which is slower (MambaForCausalLM" in said
+    message = launched.printed()
+    assert "packing single: one sample per row, which is slower (MambaForCausalLM" in message
     assert "packing single" in (run / "logs" / "controller.log").read_text()
-    assert "MambaForCausalLM decodes without the KV cache" in said
+    assert "MambaForCausalLM decodes without the KV cache" in message
     assert "MambaForCausalLM decodes without the KV cache" in (run / "logs" / "engine-0.log").read_text()
     with Ledger.reader(run) as ledger:
         gaps = [row.values["policy/engine_gap_max"] for row in ledger.metrics_rows()]
@@ -434,23 +440,23 @@ def test_a_model_that_passes_over_the_layout_is_packed_singly_and_that_is_said(f
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 16 MB."""
-    place = tmp_path / "disk"
-    place.mkdir()
+    target = tmp_path / "disk"
+    target.mkdir()
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(place)], capture_output=True, text=True, check=False
+        ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(target)], capture_output=True, text=True, check=False
     )
     if mounted.returncode:
         pytest.skip(f"mounting a tmpfs is not permitted here: {mounted.stderr.strip()}")
-    yield place
-    subprocess.run(["umount", "--lazy", str(place)], check=True)
+    yield target
+    subprocess.run(["umount", "--lazy", str(target)], check=True)
 
 
-def fill(disk: Path, leave: int) -> Path:
+def fill(disk: Path, free_bytes: int) -> Path:
     """Takes all room but `leave` bytes."""
     facts = os.statvfs(disk)
     filler = disk / "filler"
     with filler.open("wb") as file:
-        os.posix_fallocate(file.fileno(), 0, facts.f_bavail * facts.f_frsize - leave)
+        os.posix_fallocate(file.fileno(), 0, facts.f_bavail * facts.f_frsize - free_bytes)
     return filler
 
 
@@ -465,25 +471,29 @@ def test_a_full_disk_ends_the_run_and_room_lets_it_go_on(folder: Path, small_dis
 
     launched = Launched.start(run, str(file))
     gate.wait(1, launched)
-    filler = fill(small_disk, leave=0)
+    filler = fill(small_disk, free_bytes=0)
     gate.open(1)
     assert launched.finish() == 1, launched.text()
-    said = launched.said()
-    assert f"error cannot write {run}/steps/00000001.arrow: " in said and "0 bytes free: make room" in said
-    assert f"lockstep train --resume {run}" in said and "Traceback" not in said
-    assert launched.gone(10)
+    message = launched.printed()
+    assert f"error cannot write {run}/steps/00000001.arrow: " in message and "0 bytes free: make room" in message
+    assert f"lockstep train --resume {run}" in message and "Traceback" not in message
+    assert launched.has_ended(10)
     assert sorted(path.name for path in (run / "steps").iterdir()) == ["00000000.arrow"]
 
     filler.unlink()
     launched = Launched.resume(run)
     gate.wait(2, launched)
-    filler = fill(small_disk, leave=160_000)
+    filler = fill(small_disk, free_bytes=160_000)
     gate.open(2)
     assert launched.finish() == 1, launched.text()
-    said = launched.said()
-    assert f"error policy-0: CheckpointError: checkpoint {run}/checkpoints/00000003" in said, said
-    assert "No space left on device" in said and "bytes are free there: make room" in said and "Traceback" not in said
-    assert launched.gone(10)
+    message = launched.printed()
+    assert f"error policy-0: CheckpointError: checkpoint {run}/checkpoints/00000003" in message, message
+    assert (
+        "No space left on device" in message
+        and "bytes are free there: make room" in message
+        and "Traceback" not in message
+    )
+    assert launched.has_ended(10)
     with Ledger.reader(run) as ledger:
         assert (ledger.committed(), ledger.checkpoints()) == (2, [])
     assert list((run / "checkpoints").iterdir()) == []

@@ -55,7 +55,7 @@ def test_the_merge_of_variable_length_parts_is_exact() -> None:
     q, k, v = (torch.randn(layout.tokens, heads, 64, device="cuda") for heads in (4, 2, 2))
     weights = torch.randn_like(q)
     found = [x.bfloat16().requires_grad_() for x in (q, k, v)]
-    assert CUDA_KERNELS.fits(found[0], found[2])
+    assert CUDA_KERNELS.supports(found[0], found[2])
     out = merged_attention(*found, QuerySubset.all_of(layout), 0.125, CUDA_KERNELS)
     (out * weights).sum().backward()
     plain = [x.detach().float().requires_grad_() for x in found]

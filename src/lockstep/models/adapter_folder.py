@@ -1,4 +1,4 @@
-"""An adapter that there is already, as peft writes one: its settings, and whether it fits a model."""
+"""Reads the settings of an existing adapter in peft's format, and checks whether it matches a model."""
 
 import json
 from collections.abc import Iterator
@@ -22,17 +22,16 @@ _IGNORED_SETTINGS = {
     *("peft_version", "qalora_group_size", "revision", "runtime_config", "target_modules", "task_type", "use_dora"),
     "use_rslora",
 }
-"""Keys of peft's `LoraConfig` that are read here, or have no meaning for an adapter that has been trained."""
+"""Keys of peft's `LoraConfig` that are read here, or that have no effect on a trained adapter."""
 _BASE_CHANGING_INITS = ("pissa", "olora", "loftq", "corda", "lora_ga")
-"""Initialisations that change the base model's own weights."""
+"""Initialisations that change the weights of the base model."""
 
 
 def resolve_adapter(cfg: AdapterConfig) -> AdapterConfig:
-    """The settings of an adapter, with those of the one that it begins from.
+    """Adds the settings of the adapter in `cfg.path` to the config.
 
     Raises:
-        ModelError: there is no such adapter, it is of a kind that is not trained here, or it contradicts a setting
-            that was given beside it.
+        ModelError: there is no such adapter, its kind is not supported, or it contradicts a setting in the config.
     """
     if cfg.path is None:
         return cfg
@@ -43,7 +42,7 @@ def resolve_adapter(cfg: AdapterConfig) -> AdapterConfig:
         if name == "lora_dropout" or name not in given or _same_setting(given[name], value):
             continue
         problem = f"the adapter in {cfg.path} has {_as_list(value)!r}"
-        raise ModelError(f"model.adapter.{name}", _as_list(given[name]), problem, "leave it out: the adapter has it")
+        raise ModelError(f"model.adapter.{name}", _as_list(given[name]), problem, "leave it out")
     return AdapterConfig.model_validate(found | given)
 
 
@@ -51,25 +50,27 @@ def resolve_adapter(cfg: AdapterConfig) -> AdapterConfig:
 def open_adapter(
     shapes: dict[str, tuple[int, ...]], aliases: dict[str, list[str]], path: str
 ) -> Iterator[SafetensorsCheckpoint]:
-    """The weights of a stored adapter that fits a model.
+    """Opens the weights of a stored adapter, if it matches the model.
 
     Args:
-        shapes: of each of the adapter's parameters in the model, by name in peft's files.
-        aliases: all names there of those that the model ties.
+        shapes: shape of each adapter parameter of the model, by its name in peft's files.
+        aliases: all names in peft's files of each weight that the model ties.
 
     Raises:
-        ModelError: it has other parts or shapes, or two values for what the model ties.
+        ModelError: the adapter has other parameters or shapes, or different values for tied weights.
     """
     with _adapter_checkpoint(path) as stored:
         _check_names(shapes, aliases, path, stored)
         for name, shape in shapes.items():
             if stored.shape(name) != shape:
                 what = f"{_short_name([name])} has shape {stored.shape(name)}, in the model {shape}"
-                raise ModelError(ADAPTER_FIELD, path, f"it does not fit the model: {what}", _REMEDY)
+                raise ModelError(ADAPTER_FIELD, path, f"it does not match the model: {what}", _REMEDY)
             for alias in aliases.get(name, [name])[1:]:
                 if alias not in stored or not torch.equal(stored.read(name), stored.read(alias)):
-                    what = f"{_short_name([alias])} and {_short_name([name])} apart, which the model ties"
-                    raise ModelError(ADAPTER_FIELD, path, f"it has {what}", "untie them in the model's folder first")
+                    what = f"{_short_name([alias])} and {_short_name([name])}, which the model ties"
+                    raise ModelError(
+                        ADAPTER_FIELD, path, f"it has different values of {what}", "untie them in the model first"
+                    )
         yield stored
 
 
@@ -80,12 +81,12 @@ def _check_names(
     missing = [name for name in shapes if name not in stored]
     unexpected = [name for name in stored.names if name not in known]
     parts = [f"has no {_short_name(missing)}"] if missing else []
-    parts += [f"has {_short_name(unexpected)}, for which there is no place"] if unexpected else []
+    parts += [f"has {_short_name(unexpected)}, which the model lacks"] if unexpected else []
     if parts:
-        raise ModelError(ADAPTER_FIELD, path, f"it does not fit the model: it {' and '.join(parts)}", _REMEDY)
+        raise ModelError(ADAPTER_FIELD, path, f"it does not match the model: it {' and '.join(parts)}", _REMEDY)
 
 
-_REMEDY = "name the model it was trained on in model.path, and leave target_modules and modules_to_save to it"
+_REMEDY = "set model.path to the model it was trained on, and leave out target_modules and modules_to_save"
 
 
 def _adapter_checkpoint(path: str) -> SafetensorsCheckpoint:
@@ -93,23 +94,23 @@ def _adapter_checkpoint(path: str) -> SafetensorsCheckpoint:
 
 
 def _read_settings(path: str, stored: SafetensorsCheckpoint) -> dict[str, Any]:
-    """The settings in an adapter's folder, by the names of `AdapterConfig`."""
+    """Reads the settings in an adapter's folder, by the names of `AdapterConfig`."""
     content = _read_config(path, stored.folder)
     others = {name: value for name, value in content.items() if name not in _IGNORED_SETTINGS and value}
     if others.pop("bias", "none") != "none" or others:
         named = ", ".join(f"{name} {value!r}" for name, value in others.items()) or f"bias {content['bias']!r}"
-        raise ModelError(ADAPTER_FIELD, path, f"its adapter_config.json has {named}", "that is not trained here")
+        raise ModelError(ADAPTER_FIELD, path, f"its adapter_config.json has {named}", "this is not supported")
     start = content.get("init_lora_weights")
     if isinstance(start, str) and start.startswith(_BASE_CHANGING_INITS):
         problem = f"it was initialised by {start}, so its base weights were changed"
         raise ModelError(
             ADAPTER_FIELD, path, problem, "convert it with peft's path_initial_model_for_weight_conversion"
         )
-    low: set[str] = set()
+    adapted: set[str] = set()
     saved: set[str] = set()
     for name in stored.names:
-        module, is_low, _ = name.removeprefix(_PEFT_PREFIX).partition(".lora_")
-        (low if is_low else saved).add(module if is_low else module.rpartition(".")[0])
+        module, is_adapter_weight, _ = name.removeprefix(_PEFT_PREFIX).partition(".lora_")
+        (adapted if is_adapter_weight else saved).add(module if is_adapter_weight else module.rpartition(".")[0])
     targets, restricted = content.get("target_modules"), content.get("layers_to_transform") is not None
     restricted = restricted or bool(content.get("exclude_modules"))
     return {
@@ -117,7 +118,7 @@ def _read_settings(path: str, stored: SafetensorsCheckpoint) -> dict[str, Any]:
         "r": content.get("r", 8),
         "lora_alpha": float(content.get("lora_alpha", 8)),
         "lora_dropout": content.get("lora_dropout", 0.0),
-        "target_modules": _module_names(None if restricted else targets, low),
+        "target_modules": _module_names(None if restricted else targets, adapted),
         "modules_to_save": _module_names(content.get("modules_to_save"), saved),
         "use_rslora": bool(content.get("use_rslora")),
     }
@@ -133,14 +134,14 @@ def _read_config(path: str, folder: Path) -> dict[str, Any]:
     kind = content.get("peft_type") if isinstance(content, dict) else None
     if kind != "LORA":
         raise ModelError(
-            ADAPTER_FIELD, path, f"its adapter_config.json has peft_type {kind!r}", "only LORA is trained here"
+            ADAPTER_FIELD, path, f"its adapter_config.json has peft_type {kind!r}", "only LORA is supported"
         )
     return dict(content)
 
 
 def _module_names(written: Any, modules: set[str]) -> tuple[str, ...]:
-    """The names that the config has, where they are ends of those that the weights have; else those of the weights, as
-    peft also takes patterns."""
+    """Returns the module names in the config if they match the names of the weights by their ends. Otherwise returns
+    the names of the weights, because peft's config may contain patterns."""
     names = sorted(written) if isinstance(written, list) else []
     ends = tuple(f".{name}" for name in names)
     if all(f".{module}".endswith(ends) for module in modules):
@@ -151,7 +152,7 @@ def _module_names(written: Any, modules: set[str]) -> tuple[str, ...]:
 def _same_setting(given: Any, found: Any) -> bool:
     if isinstance(given, tuple) and isinstance(found, tuple):
         return set(given) == set(found)
-    return bool(given == found) or given == "all-linear"  # which layers these are, is held against the model
+    return bool(given == found) or given == "all-linear"  # the layers are checked against the model later
 
 
 def _as_list(value: Any) -> Any:

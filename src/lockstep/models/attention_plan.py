@@ -1,10 +1,9 @@
-"""Which attention calls compute a packed row: indices only, made once per row.
+"""Plans which dense attention calls compute a packed row, once per row. The plan consists of indices only.
 
-Every segment attends to itself causally and to each of its ancestors wholly; each of the two is a dense call. The
-descendants of an ancestor are its queries together, so that its keys and values are read once for all of them.
-Segments of equal length in sequence are one call on views; short ones are gathered into a padded call with others
-of about their length, because every call has a fixed cost. The last layer computes only the queries that predict a
-target (`QuerySubset`).
+Every segment attends to itself causally and to all tokens of its ancestors; each of the two is a dense call. All
+descendants of an ancestor are in one call, so that its keys and values are read once. Consecutive segments of equal
+length are one call on views. Short segments are gathered and padded into calls with others of similar length, because
+every call has a fixed cost. The last layer computes only queries that predict a target (`QuerySubset`).
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -22,14 +21,14 @@ Cached = TypeVar("Cached")
 
 
 class QuerySubset:
-    """The tokens of a row for which a layer computes its output: one span of each segment, possibly empty.
+    """The tokens of a row for which a layer computes its output: one span per segment, possibly empty.
 
-    The last layer computes only tokens that predict a target: all others, such as a prompt's tokens but the last, give
-    it their keys and values and nothing else. An opaque class, for the reason given in `RowLayout`.
+    The last layer computes outputs only for tokens that predict a target. Of all others, such as a prompt's tokens
+    before the last, it needs only keys and values. Not a dataclass, for the reason given in `RowLayout`.
 
     Args:
-        layout: of the whole row.
-        spans: (start, stop) in the row, by segment; start equals stop where the span is empty.
+        layout: layout of the whole row.
+        spans: (start, stop) in the row for each segment; equal if the span is empty.
     """
 
     __slots__ = ("_cache", "index", "layout", "places", "spans", "tokens")
@@ -37,24 +36,25 @@ class QuerySubset:
     def __init__(self, layout: RowLayout, spans: Sequence[tuple[int, int]]) -> None:
         self.layout, self.spans = layout, spans
         self.places: list[int] = []
-        """Where each span begins in the subset, which is the spans' concatenation."""
+        """Where each span begins in the subset, which is the concatenation of the spans."""
         self.tokens = 0
         """Number of tokens in the subset."""
         for start, stop in spans:
             self.places.append(self.tokens)
             self.tokens += stop - start
         self.index = torch.cat([torch.arange(start, stop) for start, stop in spans])
-        """int64 `[subset]`: their places in the row."""
+        """int64 `[subset tokens]`: position of each token in the row."""
         self._cache: dict[Hashable, Any] = {}
 
     @classmethod
     def all_of(cls, layout: RowLayout) -> Self:
-        """The whole row; made once."""
+        """Returns the subset of all tokens. Cached."""
         return layout.cached("all", lambda row: cls(row, [(start, stop) for start, stop, _ in row.segments()]))
 
     @classmethod
     def of_sources(cls, layout: RowLayout, sources: Tensor) -> Self:
-        """Each segment's tokens from its first to its last source; `sources` are int64 places in the row."""
+        """Returns the tokens of each segment from its first to its last source. `sources` are int64 positions in the
+        row."""
         starts = torch.tensor(layout.starts)
         segments = torch.bucketize(sources.contiguous(), starts, right=True) - 1
         first = torch.full_like(starts, layout.tokens).scatter_reduce_(0, segments, sources, "amin")
@@ -63,35 +63,35 @@ class QuerySubset:
         return cls(layout, [(low, high + 1) if high >= 0 else (start, start) for start, low, high in spans])
 
     def places_of(self, sources: Tensor) -> Tensor:
-        """int64 places in the row to places in the subset."""
+        """Converts positions in the row to positions in the subset, int64."""
         places = torch.zeros(self.layout.tokens, dtype=torch.int64)
         places[self.index] = torch.arange(self.tokens)
         return places.index_select(0, sources)
 
     def range_of(self, segment: int) -> range:
-        """The places of a segment's span in the subset."""
+        """Returns the positions of a segment's span in the subset."""
         start, stop = self.spans[segment]
         return range(self.places[segment], self.places[segment] + stop - start)
 
     def cached(self, name: Hashable, make: Callable[[Self], Cached]) -> Cached:
-        """The result of `make` for this subset, computed at the first call of that name only."""
+        """Returns the result of `make` for this subset. Computes it at the first call with that name."""
         if name not in self._cache:
             self._cache[name] = make(self)
-        made: Cached = self._cache[name]
-        return made
+        value: Cached = self._cache[name]
+        return value
 
 
 MIN_VIEW_QUERIES = 128
-"""Query tokens from which a call on views is cheaper than gathering (CPU, heads of 32 to 64)."""
+"""From this number of query tokens on, a call on views is cheaper than gathering (CPU, heads of 32 to 64)."""
 MAX_CALL_QUERIES = 1024
-"""Query tokens of a call at most, where it can be smaller: more than this leaves the cache."""
+"""Largest number of query tokens per call if the call can be divided: more would not fit into the cache."""
 LONG_SEGMENT, CAUSAL_STEP = 384, 128
-"""Tokens from which a segment over itself goes step by step, and of a step."""
+"""Segments of at least LONG_SEGMENT tokens attend to themselves in several calls of CAUSAL_STEP queries."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenBlock:
-    """`[count, length]` tokens of a row at equal distances: a view."""
+    """`[count, length]` tokens of a row at equal distances, accessed as a view."""
 
     start: int
     count: int
@@ -99,7 +99,7 @@ class TokenBlock:
     stride: int
 
     def of(self, row: Tensor) -> Tensor:
-        """`[tokens, heads, ...]` to the view `[count, heads, length, ...]`."""
+        """Returns the view `[count, heads, length, ...]` of a row `[tokens, heads, ...]`."""
         token, heads, *rest = row.stride()
         shape = (self.count, row.shape[1], self.length, *row.shape[2:])
         return row.as_strided(
@@ -107,7 +107,7 @@ class TokenBlock:
         )
 
     def put(self, row: Tensor, values: Tensor) -> None:
-        """Writes `[count, heads, length, ...]`."""
+        """Writes values `[count, heads, length, ...]` to the row."""
         self.of(row).copy_(values)
 
     def add(self, row: Tensor, values: Tensor) -> None:
@@ -116,26 +116,26 @@ class TokenBlock:
 
 @dataclass(frozen=True, slots=True)
 class GatheredTokens:
-    """`[count, length]` tokens of a row anywhere in it, some of them padding."""
+    """`[count, length]` tokens at any positions of a row, some of them padding."""
 
     index: Tensor
-    """int64 `[count * length]`; padding points to some token."""
+    """int64 `[count * length]`: position of each token; of padding, the position of an arbitrary token."""
     count: int
     length: int
     hidden: Tensor | None
-    """float32 `[count, 1, length]`: infinite at padding; None without padding."""
+    """float32 `[count, 1, length]`: infinite for padding, else 0; None without padding."""
     real: Tensor | None
-    """int64: the places in `index` that are no padding."""
+    """int64: indices in `index` that are not padding; None without padding."""
     tokens: Tensor
-    """int64: the tokens at those places."""
+    """int64: positions of the tokens that are not padding."""
 
     def of(self, row: Tensor) -> Tensor:
-        """`[tokens, heads, ...]` to `[count, heads, length, ...]`."""
+        """Gathers `[count, heads, length, ...]` from a row `[tokens, heads, ...]`."""
         picked = row.index_select(0, self.index)
         return picked.view(self.count, self.length, *row.shape[1:]).transpose(1, 2)
 
     def put(self, row: Tensor, values: Tensor) -> None:
-        """Writes `[count, heads, length, ...]`, padding left out."""
+        """Writes values `[count, heads, length, ...]` to the row, except padding."""
         row.index_copy_(0, self.tokens, self._flat(values))
 
     def add(self, row: Tensor, values: Tensor) -> None:
@@ -155,23 +155,23 @@ QueriesAndKeys = tuple[Sequence[int], Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """One dense attention: queries of some tokens over keys of some tokens, row by row of the two."""
+    """One dense attention call: row i of the queries attends to row i of the keys."""
 
     queries: TokenSelection
-    """Places in the subset."""
+    """Positions in the subset."""
     keys: TokenSelection
-    """Places in the row."""
+    """Positions in the row."""
     own: bool
-    """Segments over themselves, causally, the queries being the last of the keys; otherwise wholly over what is before
-    them."""
+    """Whether segments attend to themselves, causally: the queries are the last of the keys. Otherwise queries attend
+    to all keys, which are those of ancestors."""
 
     @property
     def causal(self) -> bool:
-        """Whether it is what the kernel calls causal."""
+        """Whether the kernel's causal flag expresses the mask: there are as many queries as keys."""
         return self.own and self.queries.length == self.keys.length
 
     def mask(self, dtype: torch.dtype) -> Tensor | None:
-        """`[count or 1, 1, queries or 1, keys]`, added to the scores: hides keys that are padding or come later."""
+        """Returns `[count or 1, 1, queries or 1, keys]` to add to the scores, which masks padding and later keys."""
         if self.own:
             return None if self.causal else _causal_mask(self.queries.length, self.keys.length, dtype)
         if isinstance(self.keys, TokenBlock) or self.keys.hidden is None:
@@ -186,8 +186,8 @@ def _causal_mask(queries: int, keys: int, dtype: torch.dtype) -> Tensor:
 
 
 def plan_attention_calls(subset: QuerySubset) -> list[AttentionCall]:
-    """Every (query, key) pair of a row whose query is in the subset, in exactly one call; those of segments over
-    themselves come first, and no token is twice among the queries of a call."""
+    """Returns calls that compute every (query, key) pair whose query is in the subset exactly once. Calls of segments
+    over themselves come first. A call has every query at most once."""
     return subset.cached("calls", lambda row: [*_self_calls(row), *_ancestor_calls(row)])
 
 
@@ -211,7 +211,7 @@ def _self_calls(subset: QuerySubset) -> Iterator[AttentionCall]:
 
 
 def _equal_runs(subset: QuerySubset) -> Iterator[range]:
-    """Consecutive segments of equal length with equal spans."""
+    """Yields runs of consecutive segments with equal lengths and spans."""
     row = subset.layout
     shapes = [
         (length, first - start, last - first)
@@ -223,14 +223,15 @@ def _equal_runs(subset: QuerySubset) -> Iterator[range]:
 
 
 def _causal_calls(queries: TokenBlock, keys: TokenBlock) -> Iterator[AttentionCall]:
-    """The kernel also computes the masked half: long segments go in steps, each over the keys up to it."""
+    """Splits long segments into steps that attend to the keys up to their end, because the kernel also computes masked
+    scores."""
     if queries.length < LONG_SEGMENT:
         yield AttentionCall(queries, keys, True)
         return
     for done in range(0, queries.length, CAUSAL_STEP):
-        upto = min(done + CAUSAL_STEP, queries.length)
-        part = TokenBlock(queries.start + done, queries.count, upto - done, queries.stride)
-        yield AttentionCall(part, TokenBlock(keys.start, keys.count, upto, keys.stride), True)
+        end = min(done + CAUSAL_STEP, queries.length)
+        part = TokenBlock(queries.start + done, queries.count, end - done, queries.stride)
+        yield AttentionCall(part, TokenBlock(keys.start, keys.count, end, keys.stride), True)
 
 
 def _ancestor_calls(subset: QuerySubset) -> Iterator[AttentionCall]:
@@ -248,9 +249,9 @@ def _ancestor_calls(subset: QuerySubset) -> Iterator[AttentionCall]:
 
 
 def ancestor_levels(subset: QuerySubset) -> list[list[tuple[range, Sequence[int]]]]:
-    """Groups ancestors by depth: each ancestor's tokens, and its descendants' tokens in the subset. The tokens at the
-    beginning of a segment that are outside the subset count as an ancestor of the rest. Ancestors of one depth share
-    no descendants."""
+    """Returns the ancestors of each depth: tokens of each ancestor, and of its descendants in the subset. Tokens at the
+    beginning of a segment that are not in the subset are treated as an ancestor of the others. Ancestors of one depth
+    share no descendants."""
     layout = subset.layout
     depth: list[int] = []
     below: dict[int, list[int]] = {}
@@ -270,7 +271,7 @@ def ancestor_levels(subset: QuerySubset) -> list[list[tuple[range, Sequence[int]
 
 
 def _query_tokens(subset: QuerySubset, segments: Sequence[int]) -> Sequence[int]:
-    """The segments' tokens in the subset: a range where they are consecutive."""
+    """Returns the positions of the segments' tokens in the subset, as a range if they are consecutive."""
     spans = [subset.range_of(segment) for segment in segments]
     if all(one.stop == next_.start for one, next_ in pairwise(spans)):
         return range(spans[0].start, spans[-1].stop)
@@ -278,12 +279,12 @@ def _query_tokens(subset: QuerySubset, segments: Sequence[int]) -> Sequence[int]
 
 
 def _length_buckets(pairs: Sequence[QueriesAndKeys]) -> Iterator[list[QueriesAndKeys]]:
-    """(queries, keys) of about equal lengths together."""
+    """Groups (queries, keys) of similar lengths."""
     bucket: list[QueriesAndKeys] = []
     for queries, keys in sorted(pairs, key=lambda pair: (-len(pair[1]), -len(pair[0]))):
         if bucket and not (
             _similar_length(len(keys), len(bucket[0][1]))
-            and _similar_length(len(queries), max(len(held) for held, _ in bucket))
+            and _similar_length(len(queries), max(len(other) for other, _ in bucket))
             and (len(bucket) + 1) * len(bucket[0][0]) <= MAX_CALL_QUERIES
         ):
             yield bucket
@@ -294,7 +295,7 @@ def _length_buckets(pairs: Sequence[QueriesAndKeys]) -> Iterator[list[QueriesAnd
 
 
 def _similar_length(shorter: int, longer: int) -> bool:
-    """Whether padding the one to the other wastes little."""
+    """Returns whether padding the shorter to the longer wastes little."""
     return abs(longer - shorter) * 4 <= longer + 8
 
 

@@ -1,14 +1,14 @@
-"""Cascade attention over a forest: dense parts merged by their log-sum-exps, exact in both directions, on CPU and
-CUDA.
+"""Cascade attention over a forest: dense parts are merged by their log-sum-exps, exactly in forward and backward, on
+CPU and CUDA.
 
-Forward: with outputs o_i and log-sum-exps l_i of parts over disjoint keys, l = log sum exp(l_i) and o = sum exp(l_i
-- l) o_i (online softmax, Milakov & Gimelshein 2018, arXiv:1805.02867; cascade attention). Backward: the gradient of
-a part's scores is P (dP - rowsum(do o)) with P = exp(scores - l), so each part's own backward kernel is exact when
-it is given the *merged* o and l; the queries' gradients add up.
+Forward: for outputs o_i and log-sum-exps l_i of parts over disjoint keys, l = log sum exp(l_i) and o = sum exp(l_i - l)
+o_i (online softmax, Milakov & Gimelshein 2018, arXiv:1805.02867). Backward: the gradient of a part's scores is P (dP -
+rowsum(do o)) with P = exp(scores - l). So the ordinary backward kernel of each part is exact if its inputs are the
+*merged* o and l, and the gradients of the queries are summed.
 
-On the CPU the parts are the calls of `lockstep.models.attention_plan`. On CUDA they are variable-length flash
-attention without padding: one causal call over all segments, then one call per depth of the forest for the
-descendants of every ancestor of that depth.
+On the CPU, the parts are the calls of `lockstep.models.attention_plan`. On CUDA they are calls of variable-length flash
+attention: a causal one over all segments, then one per depth of the forest for the descendants of all ancestors of that
+depth.
 """
 
 from dataclasses import dataclass
@@ -33,54 +33,54 @@ _cpu_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 class AttentionKernels(Protocol):
-    """How a kind of device computes a row. Tensors are `[tokens, heads, head size]`."""
+    """Computes the attention of a row on one kind of device. Tensors are `[tokens, heads, head size]`."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, subset: QuerySubset, scale: float) -> tuple[Tensor, Tensor]:
-        """(output, log-sum-exps in a form of its own)."""
+        """Returns the output, and the log-sum-exps in the form that `backward` takes."""
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, subset: QuerySubset, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of q, k and v."""
+        """Returns the gradients of q, k and v."""
 
 
 def merged_attention(
-    q: Tensor, k: Tensor, v: Tensor, subset: QuerySubset, scale: float, parts: AttentionKernels
+    q: Tensor, k: Tensor, v: Tensor, subset: QuerySubset, scale: float, kernels: AttentionKernels
 ) -> Tensor:
-    """Each segment over itself and its ancestors.
+    """Computes attention of each segment over itself and its ancestors.
 
     Args:
-        q: `[subset tokens, heads, head size]`; k and v `[tokens, key/value heads, head size]`.
+        q: `[subset tokens, heads, head size]`; k and v are `[tokens, key/value heads, head size]`.
 
     Returns:
         `[subset tokens, heads, head size]`, contiguous.
     """
-    out: Tensor = _MergedAttention.apply(q, k, v, subset, scale, parts)  # type: ignore[no-untyped-call]
+    out: Tensor = _MergedAttention.apply(q, k, v, subset, scale, kernels)  # type: ignore[no-untyped-call]
     return out
 
 
 class _MergedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, subset: QuerySubset, scale: float, parts: AttentionKernels
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, subset: QuerySubset, scale: float, kernels: AttentionKernels
     ) -> Tensor:
-        out, lse = parts.forward(q, k, v, subset, scale)
+        out, lse = kernels.forward(q, k, v, subset, scale)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.settings = (subset, scale, parts)
+        ctx.settings = (subset, scale, kernels)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        subset, scale, parts = ctx.settings
-        return *parts.backward(grad, *ctx.saved_tensors, subset, scale), None, None, None
+        subset, scale, kernels = ctx.settings
+        return *kernels.backward(grad, *ctx.saved_tensors, subset, scale), None, None, None
 
 
 class CpuKernels:
-    """torch's flash attention for the CPU; grouped-query heads read the keys they share."""
+    """torch's flash attention for the CPU. With grouped-query attention, heads read shared keys without a copy."""
 
     @staticmethod
-    def fits(q: Tensor, v: Tensor) -> bool:
+    def supports(q: Tensor, v: Tensor) -> bool:
         return q.device.type == "cpu" and q.shape[-1] == v.shape[-1]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, subset: QuerySubset, scale: float) -> tuple[Tensor, Tensor]:
@@ -98,9 +98,9 @@ class CpuKernels:
                 scale=scale,
             )
             if not call.own:
-                seen, seen_lse = where.of(out), where.of(lse)
-                part = torch.lerp(seen, part, torch.sigmoid(part_lse - seen_lse)[..., None].to(part.dtype))
-                part_lse = torch.logaddexp(part_lse, seen_lse)
+                previous, previous_lse = where.of(out), where.of(lse)
+                part = torch.lerp(previous, part, torch.sigmoid(part_lse - previous_lse)[..., None].to(part.dtype))
+                part_lse = torch.logaddexp(part_lse, previous_lse)
             where.put(out, part)
             where.put(lse, part_lse)
         return out, lse
@@ -113,7 +113,7 @@ class CpuKernels:
             where, keys = call.queries, call.keys
             part_lse = where.of(lse)
             if isinstance(where, GatheredTokens) and where.hidden is not None:
-                part_lse = part_lse + where.hidden  # exp(scores - inf): a padded query takes part in nothing
+                part_lse = part_lse + where.hidden  # makes exp(scores - lse) of padded queries 0
             part, part_k, part_v = _cpu_flash_backward(
                 where.of(grad),
                 where.of(q),
@@ -149,10 +149,10 @@ _cuda_flash_backward = torch.ops.aten._flash_attention_backward
 
 @dataclass(frozen=True, slots=True)
 class TokenSpans:
-    """Tokens of a row, cut into pieces."""
+    """Pieces of a row's tokens, for one call of variable-length attention."""
 
     index: Tensor | None
-    """int64 `[tokens of all pieces]`; None for the whole row as it is."""
+    """int64 `[tokens of all pieces]`; None if the pieces are the whole row, in its order."""
     ends: Tensor
     """int32 `[pieces + 1]`: cumulative lengths."""
     longest: int
@@ -169,35 +169,35 @@ class CascadeLevel:
 
 
 def cascade_levels(layout: RowLayout, device: torch.device) -> list[CascadeLevel]:
-    """The segments over themselves, then the descendants of each depth's ancestors over these."""
+    """Returns the parts of a row: all segments over themselves, then per depth the descendants over their ancestors."""
 
     def make(row: RowLayout) -> list[CascadeLevel]:
-        own = _token_spans([range(start, stop) for start, stop, _ in row.segments()], device, whole=True)
-        made = [CascadeLevel(own, own, True)]
+        segments = _token_spans([range(start, stop) for start, stop, _ in row.segments()], device, is_whole_row=True)
+        levels = [CascadeLevel(segments, segments, True)]
         for family in ancestor_levels(QuerySubset.all_of(row)):
             queries = [list(below) for _, below in family]
-            made.append(
+            levels.append(
                 CascadeLevel(
                     _token_spans(queries, device), _token_spans([list(above) for above, _ in family], device), False
                 )
             )
-        return made
+        return levels
 
     return layout.cached(("levels", device), make)
 
 
-def _token_spans(pieces: list[range] | list[list[int]], device: torch.device, whole: bool = False) -> TokenSpans:
+def _token_spans(pieces: list[range] | list[list[int]], device: torch.device, is_whole_row: bool = False) -> TokenSpans:
     lengths = [len(piece) for piece in pieces]
     ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(device)
-    index = None if whole else torch.tensor([token for piece in pieces for token in piece]).to(device)
+    index = None if is_whole_row else torch.tensor([token for piece in pieces for token in piece]).to(device)
     return TokenSpans(index, ends, max(lengths))
 
 
 class CudaKernels:
-    """torch's flash attention for CUDA, in half precision, over whole rows; sums over parts are kept in float32."""
+    """torch's flash attention for CUDA, in half precision and for whole rows. Sums over parts are kept in float32."""
 
     @staticmethod
-    def fits(q: Tensor, v: Tensor) -> bool:
+    def supports(q: Tensor, v: Tensor) -> bool:
         half = q.dtype in (torch.float16, torch.bfloat16)
         return q.device.type == "cuda" and half and q.shape[-1] == v.shape[-1] <= 256 and q.shape[-1] % 8 == 0
 
@@ -211,10 +211,10 @@ class CudaKernels:
             if level.causal:
                 out, lse = part, part_lse  # [tokens, heads, size] and [heads, tokens]
                 continue
-            seen, seen_lse = a.of(out), lse[:, a.index]
-            share = torch.sigmoid(part_lse - seen_lse).t()[..., None]
-            out[a.index] = torch.lerp(seen.float(), part.float(), share).to(out.dtype)
-            lse[:, a.index] = torch.logaddexp(part_lse, seen_lse)
+            previous, previous_lse = a.of(out), lse[:, a.index]
+            share = torch.sigmoid(part_lse - previous_lse).t()[..., None]
+            out[a.index] = torch.lerp(previous.float(), part.float(), share).to(out.dtype)
+            lse[:, a.index] = torch.logaddexp(part_lse, previous_lse)
         return out, lse
 
     def backward(
@@ -243,7 +243,7 @@ class CudaKernels:
                 scale=scale,
             )
             for total, part, where in zip(sums, parts, (a, b, b), strict=True):
-                # No token is twice in a level, so that indexing adds each once, and deterministically.
+                # A level has every token at most once, so indexing adds each gradient, deterministically.
                 if where.index is None:
                     total += part
                 else:

@@ -4,13 +4,13 @@ from lockstep.base.errors import PicklableError
 
 
 class ModelError(PicklableError, ValueError):
-    """A model, tokenizer or checkpoint that cannot be used as configured.
+    """A model, tokenizer or checkpoint cannot be used as configured.
 
     Attributes:
-        field: of the config, such as `model.path`.
-        value: what it was.
-        problem: what is wrong with it.
-        remedy: what to do.
+        field: field of the config, such as `model.path`.
+        value: the field's value.
+        problem: what is wrong.
+        remedy: how to fix it.
     """
 
     def __init__(self, field: str, value: object, problem: str, remedy: str) -> None:
@@ -19,4 +19,4 @@ class ModelError(PicklableError, ValueError):
 
 
 class HubUnreachable(ModelError):
-    """A hub model that is not on this machine while the hub cannot be reached: whether it exists is unknown."""
+    """A hub model is not on this machine, and the hub cannot be reached; whether the model exists is unknown."""

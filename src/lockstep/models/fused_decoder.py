@@ -1,9 +1,8 @@
-"""A fused forward for known decoder layers on the CPU: fewer passes over memory than autograd of the plain formulas,
-and the last layer computes only the tokens that predict a target.
+"""A fused forward for known decoder layers on the CPU. It makes fewer passes over memory than autograd of the
+plain formulas, and its last layer computes only the tokens that predict a target.
 
-A layer's `forward` is replaced, not the layer, so that names, sharding and recomputation stay as they are. All
-other models keep transformers' own layers. Compilers fuse the plain formulas themselves, so these are what they
-see.
+Only the `forward` of a layer is replaced, so that names, sharding and recomputation do not change. Other models keep
+the forward of transformers. torch.compile gets the plain formulas, which it fuses itself.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +22,7 @@ _silu_backward = torch.ops.aten.silu_backward
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root mean square normalisation (Zhang and Sennrich 2019, arXiv:1910.07467) over the last of `[..., size]`."""
+    """Root mean square normalisation (Zhang and Sennrich 2019, arXiv:1910.07467) over the last dimension."""
     if torch.compiler.is_compiling():
         return torch.mul(weight, x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))
     out: Tensor = _RMSNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
@@ -76,8 +75,8 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding (Su et al. 2021, arXiv:2104.09864) of `[tokens, heads, size]`, halves paired; cos and
-    sin are `[tokens, 1, size]`."""
+    """Rotary position embedding (Su et al. 2021, arXiv:2104.09864) of `[tokens, heads, size]`, halves paired; cos
+    and sin are `[tokens, 1, size]`."""
     if torch.compiler.is_compiling():
         half = x.shape[-1] // 2
         return x * cos + torch.cat((-x[..., half:], x[..., :half]), dim=-1) * sin
@@ -107,13 +106,13 @@ class _Rotary(torch.autograd.Function):
 
 
 def linear_projections(modules: Sequence[nn.Module], x: Tensor) -> tuple[Tensor, ...]:
-    """The outputs of several linear layers for the same `[tokens, size]` in one function; other modules run one by
-    one."""
+    """Computes the outputs of several linear layers for the same `[tokens, size]`, with one backward for all. Calls the
+    modules one by one if they are not plain linear layers."""
     if torch.compiler.is_compiling() or any(type(module) is not nn.Linear for module in modules):
         return tuple(module(x) for module in modules)
     parts = [part for module in modules for part in (module.weight, module.bias)]
-    made: tuple[Tensor, ...] = _Projections.apply(x, *parts)  # type: ignore[no-untyped-call]
-    return made
+    outputs: tuple[Tensor, ...] = _Projections.apply(x, *parts)  # type: ignore[no-untyped-call]
+    return outputs
 
 
 class _Projections(torch.autograd.Function):
@@ -140,7 +139,7 @@ class _Projections(torch.autograd.Function):
 
 
 def add_linear(total: Tensor, module: nn.Module, x: Tensor) -> Tensor:
-    """`total + module(x)`, in one product where the module is a plain linear layer."""
+    """Computes `total + module(x)`, in one operation if the module is a plain linear layer."""
     if type(module) is nn.Linear and getattr(module, "bias", None) is None:
         return torch.addmm(total, x, module.weight.t())
     found: Tensor = total + module(x)
@@ -151,7 +150,7 @@ FUSED_FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
 
 
 class FusedDecoder:
-    """Gives the layers of a backbone the forward of this module, and its last norm a faster one.
+    """Replaces the forward of a backbone's decoder layers and of its last norm.
 
     Raises:
         UnsupportedLayers: the layers differ from those of `FUSED_FAMILIES`.
@@ -161,13 +160,15 @@ class FusedDecoder:
         for layer in layers:
             _check_supported(layer, norm)
         self.enabled = True
-        """Otherwise transformers' own forward is used."""
+        """If False, transformers' own forward is used."""
         for layer in layers:
-            layer.forward = self._replaced(layer, layer.forward, layer is layers[-1])
-        plain = norm.forward
-        norm.forward = lambda x: rms_norm(x, norm.weight, norm.variance_epsilon) if self.enabled else plain(x)
+            layer.forward = self._make_forward(layer, layer.forward, layer is layers[-1])
+        original_forward = norm.forward
+        norm.forward = lambda x: (
+            rms_norm(x, norm.weight, norm.variance_epsilon) if self.enabled else original_forward(x)
+        )
 
-    def _replaced(self, layer: Any, plain: Callable[..., Tensor], last: bool) -> Callable[..., Tensor]:
+    def _make_forward(self, layer: Any, original_forward: Callable[..., Tensor], last: bool) -> Callable[..., Tensor]:
         def forward(
             hidden_states: Tensor,
             *args: Any,
@@ -175,17 +176,17 @@ class FusedDecoder:
             subset: QuerySubset | None = None,
             **kwargs: Any,
         ) -> Tensor:
-            # A compiler optimizes the model's own forward as well as ours, and once for all layers.
+            # torch.compile optimizes the plain forward as well, and compiles it once for all layers.
             compiled = torch.compiler.is_compiling() and (subset is None or not last)
             if layout is None or not self.enabled or compiled:
-                return plain(hidden_states, *args, layout=layout, **kwargs)
+                return original_forward(hidden_states, *args, layout=layout, **kwargs)
             return _layer_forward(layer, hidden_states[0], layout, subset if last else None, **kwargs)[None]
 
         return forward
 
 
 class UnsupportedLayers(ValueError):
-    """Layers that keep their own forward, and why."""
+    """The layers have no fused forward; the message says why."""
 
 
 def _check_supported(layer: Any, norm: nn.Module) -> None:
@@ -198,10 +199,10 @@ def _check_supported(layer: Any, norm: nn.Module) -> None:
         "MLP": [layer.mlp],
         "RMSNorm": [layer.input_layernorm, layer.post_attention_layernorm, norm],
     }
-    home = f"transformers.models.{family.lower()}.modeling_{family.lower()}"
+    module_name = f"transformers.models.{family.lower()}.modeling_{family.lower()}"
     for suffix, modules in parts.items():
         for module in modules:
-            if type(module).__name__ != family + suffix or type(module).__module__ != home:
+            if type(module).__name__ != family + suffix or type(module).__module__ != module_name:
                 raise UnsupportedLayers(f"{type(module).__name__} is not transformers' {family}{suffix}")
     if layer.self_attn.config.hidden_act != "silu":
         raise UnsupportedLayers(f"its activation is {layer.self_attn.config.hidden_act}, not silu")
@@ -216,52 +217,52 @@ def _layer_forward(
     position_embeddings: tuple[Tensor, Tensor],
     **_: Any,
 ) -> Tensor:
-    """`x [tokens, hidden]` to `[subset tokens, hidden]`."""
-    heads, mlp = layer.self_attn, layer.mlp
+    """Computes a layer: `x [tokens, hidden]` to `[subset tokens, hidden]`."""
+    attention, mlp = layer.self_attn, layer.mlp
     normed = _apply_norm(layer.input_layernorm, x)
-    mixed = _layer_attention(heads, normed, layout, subset, attention_mask, position_embeddings)
-    x = add_linear(x if subset is None else x.index_select(0, subset.index), heads.o_proj, mixed)
+    mixed = _layer_attention(attention, normed, layout, subset, attention_mask, position_embeddings)
+    x = add_linear(x if subset is None else x.index_select(0, subset.index), attention.o_proj, mixed)
     gate, up = linear_projections([mlp.gate_proj, mlp.up_proj], _apply_norm(layer.post_attention_layernorm, x))
     return add_linear(x, mlp.down_proj, swiglu(gate, up))
 
 
 def _layer_attention(
-    heads: Any,
+    attention: Any,
     x: Tensor,
     layout: RowLayout,
     subset: QuerySubset | None,
     mask: Tensor | None,
     position_embeddings: tuple[Tensor, Tensor],
 ) -> Tensor:
-    """Everything before the output's projection: `[tokens, hidden]` to `[subset tokens, heads * size]`."""
+    """Computes attention without the output projection: `[tokens, hidden]` to `[subset tokens, heads * size]`."""
     cos, sin = (table[0].unsqueeze(1) for table in position_embeddings)
-    # Qwen's layers know their window; Mistral's is one for all.
-    own = heads if hasattr(heads, "sliding_window") else heads.config
-    window = getattr(own, "sliding_window", None)
-    hides = forest_attention.effective_window(heads, mask, {"sliding_window": window}, layout) is not None
-    few = None if hides else subset
-    if few is None:
-        q, k, v = linear_projections([heads.q_proj, heads.k_proj, heads.v_proj], x)
+    # Qwen's layers have the window as an attribute; Mistral's is in the config.
+    window_owner = attention if hasattr(attention, "sliding_window") else attention.config
+    window = getattr(window_owner, "sliding_window", None)
+    has_window = forest_attention.effective_window(attention, mask, {"sliding_window": window}, layout) is not None
+    queried = None if has_window else subset
+    if queried is None:
+        q, k, v = linear_projections([attention.q_proj, attention.k_proj, attention.v_proj], x)
         q_cos, q_sin = cos, sin
     else:
-        (q,) = linear_projections([heads.q_proj], x.index_select(0, few.index))
-        k, v = linear_projections([heads.k_proj, heads.v_proj], x)
-        q_cos, q_sin = (table.index_select(0, few.index) for table in (cos, sin))
-    q, k, v = (x.view(len(x), -1, heads.head_dim) for x in (q, k, v))
-    if hasattr(heads, "q_norm"):
-        q, k = _apply_norm(heads.q_norm, q), _apply_norm(heads.k_norm, k)
+        (q,) = linear_projections([attention.q_proj], x.index_select(0, queried.index))
+        k, v = linear_projections([attention.k_proj, attention.v_proj], x)
+        q_cos, q_sin = (table.index_select(0, queried.index) for table in (cos, sin))
+    q, k, v = (x.view(len(x), -1, attention.head_dim) for x in (q, k, v))
+    if hasattr(attention, "q_norm"):
+        q, k = _apply_norm(attention.q_norm, q), _apply_norm(attention.k_norm, k)
     q, k = apply_rotary(q, q_cos, q_sin), apply_rotary(k, cos, sin)
     mixed, _ = ALL_ATTENTION_FUNCTIONS[forest_attention.FOREST_ATTENTION](
-        heads,
+        attention,
         *(x.transpose(0, 1)[None] for x in (q, k, v)),
         mask,
-        scaling=heads.scaling,
+        scaling=attention.scaling,
         layout=layout,
-        subset=few,
+        subset=queried,
         sliding_window=window,
     )
-    every: Tensor = mixed[0].flatten(1)
-    return every if subset is None or few is not None else every.index_select(0, subset.index)
+    output: Tensor = mixed[0].flatten(1)
+    return output if subset is None or queried is not None else output.index_select(0, subset.index)
 
 
 def _apply_norm(module: Any, x: Tensor) -> Tensor:

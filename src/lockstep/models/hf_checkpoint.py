@@ -1,5 +1,5 @@
-"""Checkpoint folders of Hugging Face models, read into a policy by name and by rows: no rank needs to hold the whole
-model.
+"""Reads checkpoint folders of Hugging Face models into a policy, by name and by rows, so that no rank needs to hold the
+whole model.
 """
 
 import difflib
@@ -35,11 +35,11 @@ class SafetensorsCheckpoint:
     """The tensors of a safetensors folder, read by name and by rows. A context manager.
 
     Args:
-        single: the file's name where there is one only.
-        field: of the config that names the folder, for errors.
+        single: name of the file if there is only one.
+        field: field of the config that names the folder, for errors.
 
     Raises:
-        ModelError: the folder has no safetensors, one is torn, or its index names a file that is not there.
+        ModelError: the folder has no safetensors file, a file is truncated, or a file of the index is missing.
     """
 
     def __init__(self, folder: Path, single: str = _SINGLE_FILE, field: str = "model.path") -> None:
@@ -54,7 +54,7 @@ class SafetensorsCheckpoint:
             try:
                 opened = self._stack.enter_context(safe_open(path, framework="pt", device="cpu"))
             except SafetensorError as error:
-                raise ModelError(field, str(folder), f"{file} is torn ({error})", "fetch it again") from error
+                raise ModelError(field, str(folder), f"{file} cannot be read ({error})", "download it again") from error
             self._files[file] = opened
             self._where.update(dict.fromkeys(opened.keys(), file))
 
@@ -77,16 +77,16 @@ class SafetensorsCheckpoint:
         return tuple(self._files[self._where[name]].get_slice(name).get_shape())
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Rows `start` to `stop` of a tensor, and no other byte of it."""
-        found: Tensor = self._files[self._where[name]].get_slice(name)[start:stop]
-        return found
+        """Reads only rows `start` to `stop` of a tensor."""
+        tensor: Tensor = self._files[self._where[name]].get_slice(name)[start:stop]
+        return tensor
 
     def read(self, name: str) -> Tensor:
-        found: Tensor = self._files[self._where[name]].get_tensor(name)
-        return found
+        tensor: Tensor = self._files[self._where[name]].get_tensor(name)
+        return tensor
 
     def part(self, name: str, start: int, stop: int) -> Tensor:
-        """`rows`, or the whole tensor in one read where all rows are requested, which scalars need."""
+        """Reads rows, or the whole tensor if all rows are requested, which also works for scalars."""
         whole = start == 0 and self.shape(name)[:1] in ((), (stop,))
         return self.read(name) if whole else self.rows(name, start, stop)
 
@@ -103,29 +103,29 @@ class SafetensorsCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class NameReport:
-    """How a checkpoint's names compare with a policy's (both in the checkpoint's spelling)."""
+    """The differences between the names in a checkpoint and those of a policy (as checkpoint names)."""
 
     missing: list[str]
-    """The policy has them, the checkpoint has not."""
+    """Names that only the policy has."""
     unexpected: list[str]
-    """The checkpoint has them, the policy has not."""
+    """Names that only the checkpoint has."""
 
 
 def named_weights(policy: PolicyModel) -> Iterator[tuple[str, nn.Parameter]]:
-    """(checkpoint name, parameter) of each of the model's own weights, without an adapter's; tied weights once, under
-    the name of their first place."""
+    """Yields (checkpoint name, parameter) of each weight of the model, without an adapter's. Tied weights appear once,
+    under their first name."""
     for name, parameter in policy.named_parameters():
         if not is_adapter_parameter(name):
             yield hf_name(name), parameter
 
 
 def is_adapter_parameter(name: str) -> bool:
-    """Whether a parameter of that name is an adapter's."""
+    """Returns whether a parameter with this name belongs to an adapter."""
     return _ADAPTER_PARAMETER.search(name) is not None
 
 
 def named_state(policy: PolicyModel) -> Iterator[tuple[str, Tensor]]:
-    """`named_weights`, then the persistent buffers: everything that a checkpoint holds."""
+    """Yields everything that a checkpoint holds: `named_weights`, then the persistent buffers."""
     yield from named_weights(policy)
     for path, module in policy.named_modules():
         for leaf, buffer in module.named_buffers(recurse=False):
@@ -134,7 +134,7 @@ def named_state(policy: PolicyModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def compare_names(policy: PolicyModel, checkpoint: SafetensorsCheckpoint) -> NameReport:
-    """The names that only one of the two has; all names of a tied weight count as one."""
+    """Returns the names that only the policy or only the checkpoint has. Any name of a tied weight is sufficient."""
     expected = dict(named_state(policy))
     aliases = tied_names(policy)
     missing = [name for name in expected if not any(alias in checkpoint for alias in aliases.get(name, [name]))]
@@ -143,55 +143,55 @@ def compare_names(policy: PolicyModel, checkpoint: SafetensorsCheckpoint) -> Nam
 
 
 def check_weights(policy: PolicyModel, folder: Path) -> NameReport:
-    """Whether a checkpoint fits a policy, by names and shapes; no weight is read. Raises ModelError where not."""
+    """Raises ModelError if a checkpoint's names and shapes do not match a policy. Reads no weights."""
     with SafetensorsCheckpoint(folder) as checkpoint:
         return _match_names(policy, checkpoint)[0]
 
 
 def fill_policy(policy: PolicyModel, folder: Path, device: torch.device | str) -> NameReport:
-    """Reads a checkpoint into a policy made on the meta device, sharded (FSDP2, by rows) or not.
+    """Reads a checkpoint into a policy on the meta device, which may be sharded by rows (FSDP2).
 
-    Each rank reads only its rows; nothing is communicated. Tied weights stay tied, buffers move to `device`.
+    Each rank reads only its rows, without communication. Tied weights stay tied; buffers are moved to `device`.
 
     Returns:
         The report; its `missing` is empty.
 
     Raises:
-        ModelError: a weight is missing or of another shape. Nothing is filled then.
+        ModelError: a weight is missing or has another shape; the policy is unchanged.
     """
     with SafetensorsCheckpoint(folder) as checkpoint:
         report, sources = _match_names(policy, checkpoint)
-        places = ParameterSlots(policy, torch.device(device))
+        slots = ParameterSlots(policy, torch.device(device))
         for name, parameter in list(named_weights(policy)):
-            places.fill(parameter, partial(checkpoint.part, sources[name]))
+            slots.fill(parameter, partial(checkpoint.part, sources[name]))
         for name, buffer in named_state(policy):
             if not isinstance(buffer, nn.Parameter):
                 buffer.copy_(checkpoint.read(sources[name]))
         for module in policy.modules():
-            for leaf, kept in module._buffers.items():
-                if kept is not None:
-                    module._buffers[leaf] = kept.to(device)
+            for leaf, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[leaf] = buffer.to(device)
     if report.unexpected:
         log.warning("%s: %d weights are not used: %s", folder, len(report.unexpected), ", ".join(report.unexpected[:3]))
     return report
 
 
 class ParameterSlots:
-    """The modules that hold each parameter of a policy, to replace those on the meta device by real ones."""
+    """Finds the modules that hold each parameter of a policy, to replace parameters on the meta device."""
 
     def __init__(self, policy: PolicyModel, device: torch.device) -> None:
         self.device = device
-        self._places: dict[int, list[tuple[nn.Module, str]]] = {}
+        self._modules: dict[int, list[tuple[nn.Module, str]]] = {}
         for module in policy.modules():
             for leaf, parameter in module._parameters.items():
                 if parameter is not None:
-                    self._places.setdefault(id(parameter), []).append((module, leaf))
+                    self._modules.setdefault(id(parameter), []).append((module, leaf))
 
     def fill(self, parameter: nn.Parameter, rows: Callable[[int, int], Tensor]) -> nn.Parameter:
-        """Puts a parameter with this rank's rows in the place of `parameter` (several for a tied one).
+        """Replaces `parameter` by one with this rank's rows, in all modules that hold it.
 
         Args:
-            rows: gives the rows from the first to the last (exclusive) of the whole tensor.
+            rows: reads the rows from the first to the last (exclusive) of the whole tensor.
         """
         data = parameter.data
         if isinstance(data, DTensor):
@@ -204,14 +204,14 @@ class ParameterSlots:
             whole = rows(0, data.shape[0] if data.ndim else 1)
             value = whole.to(device=self.device, dtype=data.dtype).contiguous()
         filled = nn.Parameter(value, requires_grad=parameter.requires_grad)
-        for module, leaf in self._places[id(parameter)]:
+        for module, leaf in self._modules[id(parameter)]:
             setattr(module, leaf, filled)
         return filled
 
 
 def folder_digest(folder: Path) -> str:
-    """sha256, hexadecimal, of a checkpoint: sizes, headers and 64 pages of each of its files, which tells another
-    model of the same shape and takes no time."""
+    """Returns a sha256 (hexadecimal) of sizes, headers and 64 pages of each file of a checkpoint. It differs for
+    another model of the same shape, and is fast."""
     digest = hashlib.sha256()
     for path in sorted(folder.glob("*.safetensors")):
         size = path.stat().st_size
@@ -225,10 +225,10 @@ def folder_digest(folder: Path) -> str:
 
 
 def local_row_range(tensor: DTensor) -> tuple[int, int]:
-    """(first row, number of rows) of this rank's shard; a rank beyond the last row has none.
+    """Returns (first row, number of rows) of this rank's shard; (0, 0) if it has no rows.
 
     Raises:
-        ValueError: sharded along another dimension than rows.
+        ValueError: the tensor is sharded along another dimension than rows.
     """
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -241,7 +241,7 @@ def local_row_range(tensor: DTensor) -> tuple[int, int]:
 
 
 def _match_names(policy: PolicyModel, checkpoint: SafetensorsCheckpoint) -> tuple[NameReport, dict[str, str]]:
-    """The report, and the checkpoint's name of each weight and buffer. Raises ModelError."""
+    """Returns the report, and the checkpoint's name of each weight and buffer. Raises ModelError."""
     folder, report, aliases = str(checkpoint.folder), compare_names(policy, checkpoint), tied_names(policy)
     sources = {name: _first_present(checkpoint, aliases.get(name, [name])) for name, _ in named_state(policy)}
     if report.missing:
@@ -256,7 +256,10 @@ def _match_names(policy: PolicyModel, checkpoint: SafetensorsCheckpoint) -> tupl
         found = checkpoint.shape(sources[name])
         if found != tuple(tensor.shape):
             raise ModelError(
-                "model.path", folder, f"{name} has shape {found}, expected {tuple(tensor.shape)}", "use its own config"
+                "model.path",
+                folder,
+                f"{name} has shape {found}, expected {tuple(tensor.shape)}",
+                "use the config of this checkpoint",
             )
     return report, sources
 
@@ -266,7 +269,8 @@ def _first_present(checkpoint: SafetensorsCheckpoint, names: list[str]) -> str:
 
 
 def tied_names(policy: PolicyModel) -> dict[str, list[str]]:
-    """All names of each weight, tied ones have several, by its first: an untied checkpoint may hold any of them."""
+    """Returns all names of each weight, by the first. Tied weights have several, and a checkpoint may use any of
+    them."""
     names: dict[int, list[str]] = {}
     for name, parameter in policy.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(hf_name(name))
@@ -274,33 +278,33 @@ def tied_names(policy: PolicyModel) -> dict[str, list[str]]:
 
 
 def resolve_folder(name: str, revision: str | None = None, *, field: str = "model.path", weights: bool = True) -> Path:
-    """The folder of a local path or of a hub name, downloaded where needed.
+    """Returns the folder of a local path or of a hub name. Downloads it if needed.
 
     Args:
         name: a folder, or `owner/name` on the hub.
-        field: of the config, for the error.
+        field: field of the config, for the error.
         weights: whether weights are needed, or config and tokenizer are enough.
 
     Raises:
-        ModelError: neither a folder nor on the hub, or the hub does not answer.
+        ModelError: there is no such folder or hub repository, or the hub does not answer.
     """
     path = Path(name).expanduser()
     if path.is_dir():
         return path
     close = _nearest_folder(path)
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        remedy = close or "give an existing one or a hub name `owner/name`"
+        remedy = close or "give an existing folder or a hub name `owner/name`"
         raise ModelError(field, name, "there is no such folder", remedy)
     try:
         return download_model(name, revision, field=field, weights=weights)
     except ModelError as error:
-        local = close or (path.parent.is_dir() and str(path.parent) != ".")  # then it was meant to be a folder
-        refusal = ModelError if local else type(error)
-        raise refusal(field, name, error.problem, close or error.remedy) from error
+        local = close or (path.parent.is_dir() and str(path.parent) != ".")  # then the user probably meant a folder
+        error_class = ModelError if local else type(error)
+        raise error_class(field, name, error.problem, close or error.remedy) from error
 
 
 def _nearest_folder(path: Path) -> str:
-    """The folder beside it that was probably meant, as a question; empty where there is none."""
-    beside = [each.name for each in path.parent.iterdir() if each.is_dir()] if path.parent.is_dir() else []
-    found = difflib.get_close_matches(path.name, beside, n=1)
+    """Returns a hint with the name of a similar folder; empty if there is none."""
+    siblings = [each.name for each in path.parent.iterdir() if each.is_dir()] if path.parent.is_dir() else []
+    found = difflib.get_close_matches(path.name, siblings, n=1)
     return f"did you mean {path.with_name(found[0])}?" if found else ""

@@ -1,6 +1,4 @@
-"""Hugging Face libraries: downloads from the hub that end by success, error or stall, and transformers without
-progress bars and advice.
-"""
+"""Downloads models from the Hugging Face hub with a limit on stalls, and silences transformers."""
 
 import os
 import threading
@@ -19,17 +17,17 @@ from lockstep.base.text import first_line
 from lockstep.models.errors import HubUnreachable, ModelError
 
 DOWNLOAD_STALL_S = 120.0
-"""A download that brings no byte for this long has failed."""
+"""A download fails if it receives no byte for this long."""
 
 _CONFIG_PATTERNS = ["*.json", "*.txt", "*.model", "*.jinja", "*.py", "*.tiktoken"]
 
 
 def download_model(name: str, revision: str | None, *, field: str, weights: bool) -> Path:
-    """The local folder of a hub repository, downloaded if it is not in the cache.
+    """Returns the local folder of a hub repository. Downloads it if it is not in the cache.
 
     Raises:
-        ModelError: no such repository, or the hub cannot be reached.
-        Stalled: the download stopped moving (`lockstep.base.wait_state.Stalled`).
+        ModelError: the repository does not exist, or the hub cannot be reached.
+        Stalled: the download received no byte for too long (`lockstep.base.wait_state.Stalled`).
     """
     outcome: list[Path | Exception] = []
 
@@ -60,14 +58,14 @@ def download_model(name: str, revision: str | None, *, field: str, weights: bool
         raise ModelError(field, name, "its download ended without a result", "see the traceback above")
     if isinstance(found := outcome[0], Path):
         return found
-    problem = f"there is no such folder, and the hub does not give it ({type(found).__name__}: {first_line(found)})"
-    silent = isinstance(found, LocalEntryNotFoundError | ConnectionError)  # as opposed to a refusal by the hub
-    refusal = HubUnreachable if silent else ModelError
-    raise refusal(field, name, problem, "give an existing folder or a hub name `owner/name`") from found
+    problem = f"there is no such folder, and the hub does not provide it ({type(found).__name__}: {first_line(found)})"
+    unreachable = isinstance(found, LocalEntryNotFoundError | ConnectionError)  # the hub itself did not answer
+    error_class = HubUnreachable if unreachable else ModelError
+    raise error_class(field, name, problem, "give an existing folder or a hub name `owner/name`") from found
 
 
 def _bytes_in(cache: Path) -> int:
-    """Bytes of the repository that are on disk by now."""
+    """Returns how many bytes of the repository are on disk."""
     blobs = cache / "blobs"
     if not blobs.is_dir():
         return 0
@@ -82,10 +80,10 @@ def _bytes_in(cache: Path) -> int:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Without transformers' progress bars (a log is no terminal) and without its advice, which is about code that the
-    user did not write. `TRANSFORMERS_VERBOSITY` in the environment brings the advice back. Also a decorator.
+    """Disables transformers' progress bars, which do not suit logs, and its warnings, which concern code that the user
+    did not write. `TRANSFORMERS_VERBOSITY` in the environment enables the warnings again. Also a decorator.
 
-    Not for downloads: their bars show progress.
+    Do not use it for downloads, whose bars show progress.
     """
     bars, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()

@@ -1,7 +1,7 @@
-"""From hidden states to log-probabilities, a chunk of targets at a time.
+"""Computes log-probabilities from hidden states, a chunk of targets at a time.
 
-No `[targets, vocabulary]` tensor outlives its chunk: forward keeps one number per target (the log-sum-exp),
-backward computes the chunk's logits again.
+No `[targets, vocabulary]` tensor is kept: forward stores the log-sum-exp of each target, and backward computes the
+logits of each chunk again.
 """
 
 from collections.abc import Iterator
@@ -18,15 +18,15 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from lockstep.models.errors import ModelError
 
 DIRECT_ELEMENTS = 2**18
-"""Logits of at most this many elements (1 MB) are left to autograd, which is faster than computing them twice."""
+"""With at most this many logits (1 MB), autograd is used, which is faster than computing the logits twice."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogitTransform:
-    """What a model does to the output of its last matrix: `softcap * tanh(scale * z / softcap)`."""
+    """The function that a model applies to the output of its head's matrix: `softcap * tanh(scale * z / softcap)`."""
 
     scale: float = 1.0
-    """Cohere's `logit_scale`, one over Granite's `logits_scaling`."""
+    """Cohere's `logit_scale`, or 1 / Granite's `logits_scaling`."""
     softcap: float | None = None
     """Gemma's `final_logit_softcapping`."""
 
@@ -48,14 +48,14 @@ def target_logprobs(
     chunk: int = 1024,
     entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probabilities of targets under softmax(logits / temperature), in float32.
+    """Computes log-probabilities of targets under softmax(logits / temperature), in float32.
 
     Args:
         hidden: `[targets, hidden]`.
         weight: `[vocabulary, hidden]`.
         bias: `[vocabulary]` or None.
         targets: int64 `[targets]`.
-        chunk: targets whose logits are computed at once.
+        chunk: number of targets whose logits are computed at once.
         entropy: also return the entropy of each target's distribution, in nats.
 
     Returns:
@@ -64,7 +64,7 @@ def target_logprobs(
     if targets.numel() * weight.shape[0] <= DIRECT_ELEMENTS:
         logits = transform(linear(hidden, weight, bias).float()) / temperature
         every = torch.log_softmax(logits, dim=-1)
-        # Not a view: FSDP2 hangs its backward hook on what the root returns, and warns of views in every run's log.
+        # Not a view, because FSDP2 registers its backward hook on the root's output and warns if that is a view.
         chosen = every.gather(-1, targets[:, None]).squeeze(-1).clone()
         return chosen, -(every.exp() * every).sum(-1) if entropy else None
     chosen, entropies = _ChunkedHead.apply(  # type: ignore[no-untyped-call]
@@ -74,7 +74,7 @@ def target_logprobs(
 
 
 class _ChunkedHead(torch.autograd.Function):
-    """`target_logprobs` with the gradient written out; see `_gradient_of_scores` for the formulas."""
+    """`target_logprobs` with an explicit gradient; see `_gradient_of_scores` for the formulas."""
 
     @staticmethod
     def forward(
@@ -111,7 +111,7 @@ class _ChunkedHead(torch.autograd.Function):
         transform, temperature, chunk, entropy = ctx.settings
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
-        # Sums over chunks are kept in float32: in bfloat16 every further chunk would lose bits.
+        # Sums over chunks are kept in float32, because every addition in bfloat16 would lose bits.
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if wants_bias else None
         for start in range(0, len(targets), chunk):
@@ -144,10 +144,10 @@ def _gradient_of_scores(
     transform: LogitTransform,
     temperature: float,
 ) -> Tensor:
-    """Gradient at the matrix's output `[chunk, vocabulary]`.
+    """Computes the gradient of the matrix's output `[chunk, vocabulary]`.
 
-    With x the logits over temperature, p = softmax(x), H its entropy: d log p_t / dx = onehot_t - p and
-    dH / dx = -p (log p + H); then the chain through temperature, softcap (1 - tanh^2) and scale.
+    With x = logits / temperature, p = softmax(x) and H the entropy of p: d log p_t / dx = onehot_t - p and dH / dx =
+    -p (log p + H). The chain rule adds temperature, softcap (1 - tanh^2) and scale.
     """
     logits = transform(scores).div_(temperature)
     log_probabilities = logits - normalizer[:, None]
@@ -166,18 +166,18 @@ def _gradient_of_scores(
 
 
 def split_head(lm: Any) -> tuple[str, LogitTransform]:
-    """Finds the backbone of a causal language model and what is done to its logits; proves both against its forward.
+    """Finds the backbone of a causal language model and the transform of its logits, and checks both with its forward.
 
-    The proof costs nothing and needs no weights: the backbone is replaced for one call by a few random hidden
-    states, the head by a small random matrix.
+    The check is cheap and needs no weights: for one call, the backbone is replaced by a few random hidden states, and
+    the head by a small random matrix.
 
     Returns:
-        (the backbone's name inside the model, the transform).
+        (name of the backbone within the model, the transform).
 
     Raises:
-        ModelError: the model does something between its backbone and its logits that is not known here.
+        ModelError: the model computes its logits from the backbone's output in an unsupported way.
     """
-    problem = "it has no module that makes hidden states for its head"
+    problem = "it has no module that computes hidden states for its head"
     for name in _backbone_names(lm):
         try:
             hidden, small, reference = _logits_of_small_head(lm, name)
@@ -193,7 +193,7 @@ def split_head(lm: Any) -> tuple[str, LogitTransform]:
 
 
 def _backbone_names(lm: Any) -> list[str]:
-    """Names of the modules that may be the backbone, the likeliest first."""
+    """Returns the names of the modules that may be the backbone, the most likely first."""
     modules = [lm.base_model, lm.get_decoder(), *(child for child in lm.children() if hasattr(child, "base_model"))]
     names = {id(module): name for name, module in lm.named_modules() if name}
     return list(dict.fromkeys(names[id(module)] for module in modules if id(module) in names))
@@ -213,7 +213,7 @@ def _candidate_transforms(lm: Any) -> Iterator[LogitTransform]:
 
 
 class _StubOutput(BaseModelOutputWithPast):  # type: ignore[misc]
-    """Hidden states, and None for everything else that a head's code may hand through."""
+    """The backbone's output with hidden states; all other attributes, which a head may pass on, are None."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
@@ -228,7 +228,7 @@ def _logits_of_small_head(lm: Any, backbone: str) -> tuple[Tensor, nn.Linear, Te
     small = nn.Linear(head.in_features, 16, bias=head.bias is not None)
     with torch.no_grad():
         for parameter in small.parameters():
-            # Large enough that a soft-cap bends, small enough that it does not saturate.
+            # Large enough for a soft cap to have an effect, small enough not to saturate it.
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 4 / head.in_features**0.5)
     hidden = torch.randn(1, 3, head.in_features, generator=generator)
     body = lm.get_submodule(backbone)

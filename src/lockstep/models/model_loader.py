@@ -29,7 +29,7 @@ _MIN_CAPABILITY = {"nf4": (6, 0), "int8": (7, 5)}
 
 
 def check_quantization(cfg: ModelConfig, device: str) -> None:
-    """Raises ModelError where the configured quantization cannot run on a device (`cpu`, `cuda`)."""
+    """Raises ModelError if the configured quantization cannot run on a device (`cpu`, `cuda`)."""
     if cfg.quantization is None:
         return
     kind = cfg.quantization.kind
@@ -38,19 +38,24 @@ def check_quantization(cfg: ModelConfig, device: str) -> None:
         remedy = f"install it (pip install bitsandbytes), or {without}"
         raise ModelError(_QUANTIZATION_FIELD, kind, "bitsandbytes is not installed", remedy)
     if torch.device(device).type != "cuda":
-        raise ModelError(_QUANTIZATION_FIELD, kind, f"it is made for GPUs here, the trainer is on {device}", without)
+        raise ModelError(
+            _QUANTIZATION_FIELD, kind, f"it is supported on GPUs only, and the trainer is on {device}", without
+        )
     if not torch.cuda.is_available():  # this host only starts the run; the GPUs are on other hosts
         return
     found = torch.cuda.get_device_capability(device)
     if found < _MIN_CAPABILITY[kind]:
         least = ".".join(map(str, _MIN_CAPABILITY[kind]))
         raise ModelError(
-            _QUANTIZATION_FIELD, kind, f"the GPU has compute capability {found[0]}.{found[1]}, not {least}", without
+            _QUANTIZATION_FIELD,
+            kind,
+            f"the GPU has compute capability {found[0]}.{found[1]}, and {least} is needed",
+            without,
         )
 
 
 def quantization_config(cfg: QuantizationConfig, compute: torch.dtype) -> BitsAndBytesConfig:
-    """The config in transformers' form."""
+    """Returns the config of the quantization for transformers."""
     if cfg.kind == "int8":
         return BitsAndBytesConfig(load_in_8bit=True)
     return BitsAndBytesConfig(
@@ -62,14 +67,14 @@ def quantization_config(cfg: QuantizationConfig, compute: torch.dtype) -> BitsAn
 
 
 def dequantized_shape(module: nn.Module, parameter: Tensor) -> tuple[int, ...]:
-    """The shape of a parameter, also of a quantized linear weight."""
+    """Returns the shape of a parameter without quantization."""
     if isinstance(module, nn.Linear) and parameter is module.weight:
         return module.out_features, module.in_features
     return tuple(parameter.shape)
 
 
 def dequantized_weight(module: Any) -> Tensor:
-    """A layer's weight in a floating-point type: what its quantized bits stand for."""
+    """Returns a layer's weight in a floating-point type."""
     weight: Tensor = dequantize_module_weight(module)
     return weight.detach()
 
@@ -80,10 +85,10 @@ _CONTEXT_LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_
 
 
 def load_tokenizer(cfg: ModelConfig) -> PreTrainedTokenizerBase:
-    """The model's tokenizer, with the configured chat template.
+    """Loads the model's tokenizer, with the configured chat template.
 
     Raises:
-        ModelError: none there, no end-of-sequence token, or the template file cannot be read.
+        ModelError: there is no tokenizer, it has no end-of-sequence token, or the template file cannot be read.
     """
     name = cfg.tokenizer or cfg.path
     field = "model.tokenizer" if cfg.tokenizer else "model.path"
@@ -95,10 +100,10 @@ def load_tokenizer(cfg: ModelConfig) -> PreTrainedTokenizerBase:
             )
     except (OSError, ValueError, KeyError, TypeError) as error:
         problem = f"its tokenizer cannot be loaded ({first_line(error)})"
-        raise ModelError(field, name, problem, "name a folder that has one in model.tokenizer") from error
+        raise ModelError(field, name, problem, "set model.tokenizer to a folder that has one") from error
     if not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
-        # transformers makes an empty tokenizer of the model's type where the folder holds no files of one.
-        raise ModelError(field, name, "it holds no tokenizer", "name a folder that has one in model.tokenizer")
+        # transformers creates an empty tokenizer of the model's type if the folder has no tokenizer files.
+        raise ModelError(field, name, "it has no tokenizer", "set model.tokenizer to a folder that has one")
     if tokenizer.eos_token_id is None:
         remedy = "set `eos_token` in its tokenizer_config.json"
         raise ModelError(field, name, "its tokenizer has no end-of-sequence token", remedy)
@@ -113,10 +118,10 @@ def load_tokenizer(cfg: ModelConfig) -> PreTrainedTokenizerBase:
 
 
 def load_model_config(cfg: ModelConfig) -> Any:
-    """The model's transformers config.
+    """Loads the model's transformers config.
 
     Raises:
-        ModelError: no config there, or of an unknown architecture.
+        ModelError: there is no config, or its architecture is unknown.
     """
     folder = resolve_folder(cfg.path, cfg.revision, weights=False)
     try:
@@ -130,17 +135,16 @@ def load_model_config(cfg: ModelConfig) -> Any:
 def load_policy(
     cfg: ModelConfig, device: torch.device | str, meta: bool = False, dtype: torch.dtype | None = None
 ) -> PolicyModel:
-    """The model as a `PolicyModel`, in evaluation mode.
+    """Loads the model as a `PolicyModel`, in evaluation mode.
 
     Args:
-        device: where parameters and buffers go.
-        meta: leave the parameters on the meta device (no memory), with real buffers, to be sharded first and then
-            filled by `lockstep.models.hf_checkpoint.fill_policy`.
-        dtype: of the parameters; the configured compute precision when absent. A trainer that keeps float32
-            master weights under bfloat16 computation asks for float32 here.
+        device: the device of parameters and buffers.
+        meta: whether to leave the parameters, but not the buffers, on the meta device. They are then sharded and filled
+            by `lockstep.models.hf_checkpoint.fill_policy`.
+        dtype: precision of the parameters, such as float32 for master weights; None: the configured compute precision.
 
     Raises:
-        ModelError: weights missing from the checkpoint, an architecture that cannot be used.
+        ModelError: the checkpoint lacks weights, or the architecture is not supported.
     """
     dtype = dtype or resolve_dtype(cfg.dtype, device)
     config = load_model_config(cfg)
@@ -156,10 +160,10 @@ def load_policy(
 
 
 def load_quantized_policy(cfg: ModelConfig, device: torch.device, dtype: torch.dtype) -> PolicyModel:
-    """The model as a `PolicyModel` with its linear layers (not the output layer) quantized as the config says.
+    """Loads the model as a `PolicyModel` with quantized linear layers, except the output layer.
 
     Raises:
-        ModelError: as `load_policy`, or where the quantization cannot run.
+        ModelError: as for `load_policy`, or the quantization cannot run here.
     """
     assert cfg.quantization is not None
     check_quantization(cfg, str(device))
@@ -173,7 +177,7 @@ def load_quantized_policy(cfg: ModelConfig, device: torch.device, dtype: torch.d
 
 
 def resolve_dtype(dtype: DType, device: torch.device | str) -> torch.dtype:
-    """Compute precision: "auto" is float32 on CPU and bfloat16 elsewhere."""
+    """Returns the compute precision: "auto" is float32 on CPUs and bfloat16 on other devices."""
     if dtype == "auto":
         return torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
     found = getattr(torch, dtype)
@@ -182,10 +186,10 @@ def resolve_dtype(dtype: DType, device: torch.device | str) -> torch.dtype:
 
 
 def context_length(hf_config: Any) -> int:
-    """The longest sequence the model was made for, in tokens.
+    """Returns the longest sequence of the model, in tokens.
 
     Raises:
-        ModelError: the config does not say.
+        ModelError: the config has no such value.
     """
     text = hf_config.get_text_config()
     for name in _CONTEXT_LENGTH_KEYS:
@@ -195,8 +199,8 @@ def context_length(hf_config: Any) -> int:
     raise ModelError(
         "model.max_length",
         None,
-        f"the config of {hf_config.model_type} names no longest sequence",
-        "set it, in tokens of prompt and completion",
+        f"the config of {hf_config.model_type} has no longest sequence",
+        "set it to the number of tokens of prompt and completion",
     )
 
 
@@ -210,7 +214,7 @@ def _load_from_checkpoint(cfg: ModelConfig, config: Any, dtype: torch.dtype, **s
             attn_implementation=_attention_implementation(cfg, config),
             trust_remote_code=cfg.trust_remote_code,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # so that they are in the report, with their names
+            ignore_mismatched_sizes=True,  # so that the report lists them by name
             **settings,
         )
     missing = sorted(report["missing_keys"])
@@ -228,7 +232,7 @@ def _load_from_checkpoint(cfg: ModelConfig, config: Any, dtype: torch.dtype, **s
 
 
 def _build_on_meta(cfg: ModelConfig, config: Any, dtype: torch.dtype) -> Any:
-    # Only parameters go to meta: buffers such as rotary frequencies are in no checkpoint, they must be computed.
+    # Only parameters are on meta: checkpoints lack buffers such as rotary frequencies, so these must be computed.
     with quiet_transformers(), no_init_weights(), init_empty_weights(include_buffers=False):
         lm = AutoModelForCausalLM.from_config(
             config,
@@ -241,13 +245,13 @@ def _build_on_meta(cfg: ModelConfig, config: Any, dtype: torch.dtype) -> Any:
 
 
 def _attention_implementation(cfg: ModelConfig, config: Any) -> str | None:
-    """The forest attention where the architecture can have it, else the model's own choice."""
+    """Returns the name of the forest attention if the architecture supports it, else None (the model's default)."""
     mapping = AutoModelForCausalLM._model_mapping
     if type(config) not in mapping:
         if cfg.trust_remote_code:
             return None
         raise ModelError(
-            "model.path", cfg.path, f"{config.model_type} is not a causal language model", "use one that is"
+            "model.path", cfg.path, f"{config.model_type} is not a causal language model", "use a causal language model"
         )
     lm_class = mapping[type(config)]
     return forest_attention.FOREST_ATTENTION if supports_forest_attention(lm_class) else None

@@ -1,7 +1,8 @@
-"""Tests at load whether a model respects a row layout, and how rows may be packed for it.
+"""Tests whether a loaded model respects row layouts, which determines how rows may be packed for it.
 
-A model whose layers ignore the layout (linear attention, state space, own kernels) would let samples of one row see
-each other without any error. So a two-segment row and a tree are compared with separate forwards.
+In a model whose layers ignore the layout (linear attention, state space models, custom kernels), samples of one row
+would attend to each other without any error. So the probe compares a row of two segments, and a tree, with separate
+forwards.
 """
 
 from dataclasses import dataclass
@@ -29,11 +30,11 @@ class _Comparison:
     """Largest differences of log-probabilities over a few random tokens."""
 
     error: float
-    """Packed against separate."""
+    """Difference between packed and separate forwards."""
     leak: float
-    """The difference if the segments attended to each other."""
+    """Difference if the segments attend to each other."""
     noise: float
-    """The difference caused by the row's other length alone, where the result must not change."""
+    """Difference due to another row length alone, which should not change the result."""
 
     def respected(self, floor: float) -> bool:
         return self.error <= self.tolerance(floor)
@@ -44,12 +45,12 @@ class _Comparison:
 
 @torch.no_grad()
 def probe_packing(policy: PolicyModel, compute_dtype: torch.dtype | None = None) -> PackingProbeResult:
-    """How rows may be packed for this model: as a forest, as blocks, or one sample per row.
+    """Finds out how rows may be packed for this model: as a forest, as blocks, or one sample per row.
 
-    Under FSDP every rank calls it: each makes the same forwards.
+    With FSDP, every rank must call it.
 
     Args:
-        compute_dtype: of the forward, where FSDP computes in another precision than that of the parameters.
+        compute_dtype: precision of the forward, if FSDP computes in another precision than that of the parameters.
     """
     if policy.layout_refusal is not None:
         return PackingProbeResult("single", policy.layout_refusal)
@@ -60,10 +61,10 @@ def probe_packing(policy: PolicyModel, compute_dtype: torch.dtype | None = None)
     block, tree = _compare_block(policy, tokens), _compare_tree(policy, tokens)
     for what, found in (("two segments of a row", block), ("the branches of a tree", tree)):
         if found.leak <= found.tolerance(floor):
-            seen = f"{found.leak:.1e} where they see each other, {found.tolerance(floor):.1e} is noise"
-            return PackingProbeResult("single", f"{name}: cannot tell whether {what} are kept apart ({seen})")
+            values = f"difference {found.leak:.1e} if they attend to each other, noise {found.tolerance(floor):.1e}"
+            return PackingProbeResult("single", f"{name}: cannot tell whether {what} are kept apart ({values})")
     if not block.respected(floor):
-        return PackingProbeResult("single", _ignores_layout(name, "two segments of a row see each other", block))
+        return PackingProbeResult("single", _ignores_layout(name, "two segments of a row attend to each other", block))
     if not tree.respected(floor):
         return PackingProbeResult("block", _ignores_layout(name, "the branches of a tree are not kept apart", tree))
     worst = max(block.error, tree.error)
@@ -72,8 +73,8 @@ def probe_packing(policy: PolicyModel, compute_dtype: torch.dtype | None = None)
 
 @torch.no_grad()
 def probe_fused_decoder(policy: PolicyModel) -> str:
-    """Keeps the fused forward of `PolicyModel.fuse_layers` where it agrees with the model's own on a tree with targets
-    in its branches, and disables it elsewhere; returns a description. Under FSDP every rank calls it."""
+    """Disables the fused forward of `PolicyModel.fuse_layers` if its results on a tree differ from those of the model's
+    own forward. Returns a description of the forward in use. With FSDP, every rank must call it."""
     layers = policy.fused_decoder
     if layers is None:
         return "the model's own forward"
@@ -81,13 +82,13 @@ def probe_fused_decoder(policy: PolicyModel) -> str:
     pairs = _next_token_pairs(_SEGMENT_LENGTH - 1, 2 * _SEGMENT_LENGTH)
     fused = _logprobs(policy, tokens.flatten(), [-1, 0, 0], pairs)
     layers.enabled = False
-    own = _logprobs(policy, tokens.flatten(), [-1, 0, 0], pairs)
-    noise = _max_difference(own, _logprobs(policy, tokens[:2].flatten(), [-1], pairs))
-    error = _max_difference(fused, own)
+    unfused = _logprobs(policy, tokens.flatten(), [-1, 0, 0], pairs)
+    noise = _max_difference(unfused, _logprobs(policy, tokens[:2].flatten(), [-1], pairs))
+    error = _max_difference(fused, unfused)
     layers.enabled = error <= max(4 * noise, 1e-5)
     if layers.enabled:
-        return f"a fused forward, which agrees with the model's own to {error:.1e}"
-    return f"the model's own forward, as the fused one disagrees with it by {error:.1e}"
+        return f"a fused forward, which agrees with the model's own forward to {error:.1e}"
+    return f"the model's own forward, because the fused one differs from it by {error:.1e}"
 
 
 def _ignores_layout(name: str, what: str, found: _Comparison) -> str:
@@ -95,7 +96,7 @@ def _ignores_layout(name: str, what: str, found: _Comparison) -> str:
 
 
 def _random_tokens(policy: PolicyModel, device: torch.device) -> Tensor:
-    """int64 `[3, length]`, the same on every rank."""
+    """Returns random tokens, int64 `[3, length]`, the same on every rank."""
     generator = torch.Generator().manual_seed(0)
     vocabulary = policy.config.get_text_config().vocab_size
     return torch.randint(0, vocabulary, (3, _SEGMENT_LENGTH), generator=generator).to(device)
@@ -118,7 +119,7 @@ def _compare_block(policy: PolicyModel, tokens: Tensor) -> _Comparison:
 
 
 def _compare_tree(policy: PolicyModel, tokens: Tensor) -> _Comparison:
-    """A prompt with two completions against two rows of prompt and completion."""
+    """Compares a prompt with two completions with two rows of prompt and completion."""
     prompt, left, right = tokens
     inside = _next_token_pairs(_SEGMENT_LENGTH - 1, 2 * _SEGMENT_LENGTH)
     branch = [(_SEGMENT_LENGTH - 1, 2 * _SEGMENT_LENGTH), *_next_token_pairs(2 * _SEGMENT_LENGTH, 3 * _SEGMENT_LENGTH)]
@@ -134,7 +135,7 @@ def _compare_tree(policy: PolicyModel, tokens: Tensor) -> _Comparison:
 
 
 def _next_token_pairs(start: int, stop: int) -> list[tuple[int, int]]:
-    """Each token of `[start, stop)` predicts the next, as (source, target) places."""
+    """Returns (source, target) positions in which each token of `[start, stop)` predicts the next."""
     return [(place, place + 1) for place in range(start, stop - 1)]
 
 

@@ -1,4 +1,4 @@
-"""The policy model: a language model that returns the log-probabilities of targets, never logits."""
+"""The policy model: a language model that returns log-probabilities of targets instead of logits."""
 
 import inspect
 from typing import Any
@@ -17,16 +17,15 @@ _LM_PREFIX = "lm."
 
 
 class PolicyModel(nn.Module):
-    """Any causal language model of transformers, over packed rows, with a chunked head.
+    """Wraps any causal language model of transformers: takes packed rows, and computes the head in chunks.
 
-    It is a root module of its own on purpose: the root of FSDP2 must be the module that uses the head in its forward,
-    because outside of it the head's weight is a DTensor.
+    The wrapper is the root module of FSDP2, because outside of the root's forward the head's weight is a DTensor.
 
     Args:
-        lm: an `AutoModelForCausalLM` (on the meta device, too).
+        lm: an `AutoModelForCausalLM`, possibly on the meta device.
 
     Raises:
-        ModelError: a head that is not known how to apply in chunks.
+        ModelError: the head cannot be computed in chunks.
     """
 
     def __init__(self, lm: Any) -> None:
@@ -34,9 +33,9 @@ class PolicyModel(nn.Module):
         self.lm = lm
         self._backbone_name, self.transform = split_head(lm)
         self.layout_refusal = _layout_refusal(lm, self.backbone)
-        """Why rows of several segments cannot be given to this model at all; None where `probe_packing` decides."""
+        """Why the model cannot take rows of several segments; None if `probe_packing` has to find out."""
         self.fused_decoder: FusedDecoder | None = None
-        """None unless the layers have a fused forward (`fuse_layers`)."""
+        """The fused forward of the layers; None unless `fuse_layers` succeeded."""
 
     @property
     def config(self) -> Any:
@@ -44,7 +43,7 @@ class PolicyModel(nn.Module):
 
     @property
     def backbone(self) -> nn.Module:
-        """Everything but the head: token ids to last hidden states."""
+        """The module that computes the last hidden states from token ids: everything except the head."""
         backbone: nn.Module = self.lm.get_submodule(self._backbone_name)
         return backbone
 
@@ -55,7 +54,7 @@ class PolicyModel(nn.Module):
 
     @property
     def layers(self) -> list[nn.Module]:
-        """The decoder layers, first to last: the units of sharding and of activation checkpointing."""
+        """The decoder layers in order: the units of sharding and of activation checkpointing."""
         count = self.config.get_text_config().num_hidden_layers
         for module in self.backbone.modules():
             if isinstance(module, nn.ModuleList) and len(module) == count:
@@ -63,8 +62,8 @@ class PolicyModel(nn.Module):
         raise ModelError("model.path", type(self.lm).__name__, f"no list of {count} layers found", "use another model")
 
     def fuse_layers(self) -> str | None:
-        """Gives the decoder layers the forward of `lockstep.models.fused_decoder`; returns why where it cannot.
-        Before they are compiled, recomputed or sharded."""
+        """Replaces the forward of the decoder layers by that of `lockstep.models.fused_decoder`. Returns why it cannot,
+        or None. Call it before layers are compiled, recomputed or sharded."""
         if self.layout_refusal is not None:
             return self.layout_refusal
         try:
@@ -83,23 +82,23 @@ class PolicyModel(nn.Module):
         chunk: int = 1024,
         entropy: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-probability of each target after its source's path.
+        """Computes the log-probability of each target after the path to its source.
 
         Args:
             tokens: int64 `[tokens]`, one packed row.
-            layout: of that row.
-            sources: int64 `[targets]`: the tokens after which the targets stand.
+            layout: layout of that row.
+            sources: int64 `[targets]`: positions of the tokens that predict the targets.
             targets: int64 `[targets]`: token ids.
-            temperature: logits are divided by it.
-            chunk: targets whose logits are computed at once.
+            temperature: divisor of the logits.
+            chunk: number of targets whose logits are computed at once.
             entropy: whether to compute entropies.
 
         Returns:
             (log-probabilities `[targets]`, entropies `[targets]` in nats or None), float32.
 
         Raises:
-            ValueError: a row of several segments for a model that cannot have one (`layout_refusal`), a
-                temperature or a chunk that is not positive, tokens that do not fit the layout.
+            ValueError: the model does not support rows of several segments (`layout_refusal`), temperature or chunk is
+                not positive, or the number of tokens differs from the layout's.
         """
         if temperature <= 0 or chunk < 1:
             raise ValueError(f"temperature and chunk must be positive, got {temperature} and {chunk}")
@@ -109,7 +108,7 @@ class PolicyModel(nn.Module):
         hidden = self._hidden(tokens, layout, subset)
         if subset is not None:
             sources = subset.places_of(sources)
-        # Both gather; on CUDA only indexing has a deterministic backward, on CPU only index_select has a fast one.
+        # Both gather. On CUDA only indexing has a deterministic backward; on CPU only index_select has a fast one.
         chosen = hidden.index_select(0, sources) if hidden.device.type == "cpu" else hidden[sources]
         head = self.head
         return target_logprobs(
@@ -117,14 +116,15 @@ class PolicyModel(nn.Module):
         )
 
     def _query_subset(self, layout: RowLayout, sources: Tensor) -> QuerySubset | None:
-        """The tokens for which the last layer does all of its work; None for all of them, where little is saved."""
+        """Returns the tokens for which the last layer computes its output; None for all tokens, if that costs little
+        more."""
         if self.fused_decoder is None or not self.fused_decoder.enabled or not len(sources):
             return None
         subset = QuerySubset.of_sources(layout, sources)
         return subset if subset.tokens * 16 <= layout.tokens * 15 else None
 
     def _hidden(self, tokens: Tensor, layout: RowLayout, subset: QuerySubset | None) -> Tensor:
-        """Last hidden states `[subset tokens, hidden]`."""
+        """Computes the last hidden states `[subset tokens, hidden]`."""
         several = len(layout.lengths) > 1
         if several and self.layout_refusal is not None:
             raise ValueError(f"a row of {len(layout.lengths)} segments was given, but {self.layout_refusal}")
@@ -132,19 +132,20 @@ class PolicyModel(nn.Module):
             hidden: Tensor = self.backbone(input_ids=tokens[None], use_cache=False).last_hidden_state
             return hidden[0]
         positions = layout.positions().to(tokens.device)
-        more = {} if subset is None else {"subset": subset}
+        subset_argument = {} if subset is None else {"subset": subset}
         with forest_attention.without_model_mask():
             hidden = self.backbone(
-                input_ids=tokens[None], position_ids=positions[None], layout=layout, use_cache=False, **more
+                input_ids=tokens[None], position_ids=positions[None], layout=layout, use_cache=False, **subset_argument
             ).last_hidden_state
         return hidden[0]
 
 
 def hf_name(policy_name: str) -> str:
-    """The checkpoint's name of a parameter, from the policy's: `lm.model.norm.weight` -> `model.norm.weight`.
+    """Converts a parameter's name in the policy to that in the checkpoint: `lm.model.norm.weight` to
+    `model.norm.weight`.
 
     Raises:
-        ValueError: not a name of a policy.
+        ValueError: the name is not one of a policy's parameters.
     """
     for wrapper in _WRAPPERS:
         policy_name = policy_name.replace(wrapper, "")
@@ -156,12 +157,12 @@ def hf_name(policy_name: str) -> str:
 
 
 def policy_name(hf_name: str) -> str:
-    """The policy's name of a parameter, from the checkpoint's; the inverse of `hf_name` for an unwrapped policy."""
+    """Converts a parameter's name in the checkpoint to that in an unwrapped policy: the inverse of `hf_name`."""
     return _LM_PREFIX + hf_name
 
 
 def supports_forest_attention(lm_class: Any) -> bool:
-    """Whether the model's attention goes through transformers' `AttentionInterface`."""
+    """Returns whether the model's attention can be set through transformers' `AttentionInterface`."""
     can_set = getattr(lm_class, "_can_set_attn_implementation", None)
     return bool(can_set is None or can_set()) and bool(getattr(lm_class, "_supports_attention_backend", True))
 
@@ -172,9 +173,9 @@ def _layout_refusal(lm: Any, backbone: nn.Module) -> str | None:
         return f"{name} does not take its attention from transformers' AttentionInterface"
     parameters = inspect.signature(inspect.unwrap(backbone.forward)).parameters
     if "position_ids" not in parameters:
-        return f"{name} takes no positions"
+        return f"{name} does not accept position ids"
     if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return f"{name} hands no keywords on to its layers"
+        return f"{name} does not pass keyword arguments to its layers"
     kinds = set(getattr(lm.config.get_text_config(), "layer_types", None) or [])
     if others := kinds - {"full_attention", "sliding_attention"}:
         return f"{name} has layers of the kind {', '.join(sorted(others))}"

@@ -1,6 +1,6 @@
-"""Tiny models made from a config, with a tokenizer of single characters: for examples, tests and dry runs.
+"""Creates tiny models with random weights and a tokenizer of single characters, for examples, tests and dry runs.
 
-Nothing is downloaded; the folder is an ordinary one that `AutoModelForCausalLM.from_pretrained` loads.
+Nothing is downloaded. `AutoModelForCausalLM.from_pretrained` loads the folder.
 """
 
 import json
@@ -45,16 +45,16 @@ _ARCHITECTURES: dict[str, tuple[Any, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class TinyModel:
-    """The complete recipe of a tiny model: it determines every bit of the weights.
+    """The settings of a tiny model, which determine every bit of its weights.
 
     Raises:
-        ValueError: sizes that do not go together, naming the field, the value and what would.
+        ValueError: a size is invalid. Names the field, its value, and a valid value.
     """
 
     family: TinyFamily = "qwen2"
     alphabet: str = DEFAULT_ALPHABET
-    """The characters of the tokenizer, one token each. Others are `<unk>` in Llama's tokenizer and
-    vanish in Qwen2's, which knows no unknown token."""
+    """The characters of the tokenizer, one token each. Other characters become `<unk>` in Llama's tokenizer, and are
+    dropped by Qwen2's, which has no unknown token."""
     hidden: int = 128
     layers: int = 2
     heads: int = 4
@@ -89,14 +89,14 @@ class TinyModel:
 def make_tiny(folder: Path | str, model: TinyModel | None = None, **fields: Any) -> Path:
     """Writes config, random weights and tokenizer into `folder` and returns it.
 
-    The same recipe into the same folder is made once: a second call finds it there and leaves it.
+    If the folder already holds a model with the same settings, it is not written again.
 
     Args:
-        model: the recipe; or give its fields as keywords: `make_tiny(folder, family="llama", seed=3)`.
+        model: the settings; alternatively keywords: `make_tiny(folder, family="llama", seed=3)`.
 
     Raises:
-        FileExistsError: the folder holds something else.
-        ValueError: sizes that do not go together.
+        FileExistsError: the folder has other content.
+        ValueError: a size is invalid.
     """
     if model is not None and fields:
         raise ValueError("give either a TinyModel or its fields, not both")
@@ -105,7 +105,7 @@ def make_tiny(folder: Path | str, model: TinyModel | None = None, **fields: Any)
     if folder.exists() and any(folder.iterdir()):
         if _read_recipe(folder) == asdict(model):
             return folder
-        raise FileExistsError(f"{folder} exists and holds something else than this tiny model; choose another folder")
+        raise FileExistsError(f"{folder} exists, but does not hold this tiny model; choose another folder")
     folder.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
@@ -124,10 +124,10 @@ def make_tiny(folder: Path | str, model: TinyModel | None = None, **fields: Any)
 
 
 def char_tokenizer(model: TinyModel) -> PreTrainedTokenizerFast:
-    """A tokenizer with one token per character of the alphabet, after the special tokens.
+    """Makes a tokenizer with the special tokens, then one token per character of the alphabet.
 
-    It is a byte-level BPE that merges only the bytes of one character: transformers rebuilds Qwen2's tokenizer from
-    vocabulary and merges, ignoring the rest of `tokenizer.json`.
+    It is a byte-level BPE that merges only the bytes of one character, because transformers rebuilds Qwen2's tokenizer
+    from vocabulary and merges and ignores the rest of `tokenizer.json`.
     """
     specials = [PAD, EOS, UNK, *([BOS] if model.bos else []), *(ROLES if model.chat else [])]
     vocabulary, merges = _characters(specials, model.alphabet)
@@ -152,7 +152,7 @@ def char_tokenizer(model: TinyModel) -> PreTrainedTokenizerFast:
 
 
 def _characters(specials: list[str], alphabet: str) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Vocabulary and merges: special tokens, then characters, then the bytes of characters outside ASCII."""
+    """Returns vocabulary and merges: special tokens, then characters, then the bytes of characters outside ASCII."""
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     symbols = ["".join(piece for piece, _ in byte_level.pre_tokenize_str(character)) for character in alphabet]
     merges: dict[tuple[str, str], None] = {}

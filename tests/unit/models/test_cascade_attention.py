@@ -179,5 +179,5 @@ def test_long_runs_are_views_and_short_segments_are_gathered_together() -> None:
 
 def test_which_rows_the_kernels_take() -> None:
     q, _, v = row_of(FORESTS["turns"], 4, 2)
-    assert CPU_KERNELS.fits(q, v) and not CPU_KERNELS.fits(q, v[..., :4])
-    assert not CUDA_KERNELS.fits(q, v)
+    assert CPU_KERNELS.supports(q, v) and not CPU_KERNELS.supports(q, v[..., :4])
+    assert not CUDA_KERNELS.supports(q, v)

@@ -96,7 +96,7 @@ def test_with_a_layout_no_mask_is_built() -> None:
     with without_model_mask():
         assert forest_mask(**sizes) is None
         assert forest_mask(**sizes, local_size=3).shape == (0, 3)
-        with pytest.raises(ValueError, match="mask of its own"):
+        with pytest.raises(ValueError, match="custom mask function"):
             forest_mask(**sizes, use_vmap=True)
     assert forest_mask(**sizes, allow_is_causal_skip=False).shape == (1, 1, 4, 4)
 

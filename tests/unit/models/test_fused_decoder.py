@@ -129,7 +129,7 @@ def test_the_probe_disables_a_forward_that_disagrees() -> None:
         policy.layers[1].self_attn.scaling *= 1.5  # both forwards read it
     assert "agrees" in probe_fused_decoder(policy)
     policy.layers[1].mlp.forward = lambda x: 2 * x  # only the model's own calls it
-    assert "disagrees" in probe_fused_decoder(policy) and not policy.fused_decoder.enabled
+    assert "differs" in probe_fused_decoder(policy) and not policy.fused_decoder.enabled
 
 
 @pytest.mark.parametrize("shape", [(7, 6), (5, 3, 4)], ids=["rows", "heads"])

@@ -117,7 +117,7 @@ def test_all_linear_is_every_layer_but_the_output(folder: Path) -> None:
         ("q_prj", ["'q_prj'", "no layer of that name", "did you mean q_proj"]),
         ("query_key_value", ["no layer of that name", "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj"]),
         ("lm_head", ["the output layer"]),
-        ("input_layernorm", ["RMSNorm", "no linear layer"]),
+        ("input_layernorm", ["RMSNorm", "not a linear layer"]),
     ],
 )
 def test_targets_that_do_not_fit_are_named(folder: Path, target: str, words: list[str]) -> None:

@@ -17,7 +17,7 @@ def test_the_smaller_of_two_lengths_counts_and_weights_must_fit(tmp_path: Path) 
     assert model_facts(ModelConfig(path=str(folder), max_length=30), "cpu").context == 30
     assert model_facts(ModelConfig(path=str(folder), max_length=50), "cpu").context == 40
     (folder / "model.safetensors").write_bytes(b"")
-    with pytest.raises(ModelError, match=r"model.safetensors is torn .*; fetch it again"):
+    with pytest.raises(ModelError, match=r"model.safetensors cannot be read .*; download it again"):
         model_facts(ModelConfig(path=str(folder)), "cpu")
 
 
