@@ -24,8 +24,8 @@ Series = Sequence[tuple[float, float]]
 # Placeholder colours, replaced by CSS variables in the finished SVG.
 _INK, _GRID = "#0a0b0c", "#0a0b0d"
 _LINES = ("#0a0c01", "#0a0c02", "#0a0c03", "#0a0c04", "#0a0c05", "#0a0c06")
-_FINE, _BAD = "#0a0d01", "#0a0d02"
-_VARIABLES = {_INK: "var(--muted)", _GRID: "var(--line)", _FINE: "var(--warn)", _BAD: "var(--bad)"} | {
+_HARMLESS, _BAD = "#0a0d01", "#0a0d02"
+_VARIABLES = {_INK: "var(--muted)", _GRID: "var(--line)", _HARMLESS: "var(--warn)", _BAD: "var(--bad)"} | {
     colour: f"var(--series-{index + 1})" for index, colour in enumerate(_LINES)
 }
 _STYLE: dict[Any, Any] = {
@@ -44,13 +44,13 @@ _STYLE: dict[Any, Any] = {
     "grid.color": _GRID,
     "grid.linewidth": 0.8,
 }
-_SMOOTH_FROM = 40
-"""Longer curves are also drawn smoothed, unless they are exact by nature."""
+_MIN_SMOOTHED_POINTS = 40
+"""Curves with at least this many points are also drawn smoothed, unless they are in _EXACT_METRICS."""
 _MAX_POINTS = 1000
-"""Points per curve: a card is about 500 pixels wide."""
+"""Most points per curve: a card is about 500 pixels wide."""
 _EXACT_METRICS = frozenset({"policy/lr", "steps"})
 _MAX_LABELLED = 20
-"""Charts with more marks show them without numbers."""
+"""Charts with more marks show no numbers at them."""
 _TICK_STEPS_S = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400)
 """Tick spacings of a time axis, in seconds."""
 
@@ -64,13 +64,13 @@ class Chart:
     """Metrics drawn together; those that the run does not have are left out."""
     unit: str = ""
     log: bool = False
-    """Logarithmic, if the values span more than a decade."""
+    """Whether the axis is logarithmic if the values span more than a decade."""
     bounded: bool = False
-    """The values are shares: the axis runs from 0 to 1."""
+    """Whether the values are shares, so that the axis runs from 0 to 1."""
     wide: bool = False
-    """As wide as the page."""
+    """Whether the chart is as wide as the page."""
     clock: bool = False
-    """Drawn over seconds instead of steps."""
+    """Whether the x axis is time in seconds instead of steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +79,9 @@ class ChartMark:
 
     at: float
     until: float
-    """The same as `at` if it has no duration on this axis."""
+    """End of the event; the same as `at` if it has no duration on this axis."""
     label: str
-    fine: bool
+    harmless: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class DrawnChart:
 def draw_chart(
     chart: Chart, curves: Mapping[str, Series], labels: Mapping[str, str] | None = None, marks: Sequence[ChartMark] = ()
 ) -> DrawnChart | None:
-    """The chart as SVG; None if the run has none of its metrics. Non-finite points leave a gap."""
+    """Draws the chart as SVG; returns None if the run has none of its metrics. Non-finite points leave a gap."""
     present = [name for name in chart.names if any(math.isfinite(value) for _, value in curves.get(name, ()))]
     if not present:
         return None
@@ -128,7 +128,7 @@ def draw_chart(
 
 
 def thinned(points: Series, most: int = _MAX_POINTS) -> list[tuple[float, float]]:
-    """At most so many points: means of equally many neighbours. A mean that is not finite stays so."""
+    """Reduces a curve to at most `most` points by taking means of neighbours. Means that are not finite are kept."""
     if len(points) <= most:
         return list(points)
     parts = np.array_split(np.array(points, dtype=np.float64), most)
@@ -136,16 +136,16 @@ def thinned(points: Series, most: int = _MAX_POINTS) -> list[tuple[float, float]
 
 
 def smoothed(points: Series) -> list[tuple[float, float]]:
-    """Mean under a Gaussian window around each point, a thirtieth of the curve wide. Unlike a moving average it does
-    not lag behind. Non-finite points are skipped."""
+    """Smooths a curve with a Gaussian window whose width is a thirtieth of the curve. Unlike a moving average, the
+    result does not lag behind. Skips non-finite points."""
     finite = np.array([point for point in points if math.isfinite(point[1])], dtype=np.float64).reshape(-1, 2)
     if not len(finite):
         return []
     sigma = max(1.0, len(finite) / 30)
-    reach = np.arange(-math.ceil(3 * sigma), math.ceil(3 * sigma) + 1)
-    window = np.exp(-0.5 * (reach / sigma) ** 2)
-    sums = np.convolve(finite[:, 1], window)[len(reach) // 2 :][: len(finite)]
-    weights = np.convolve(np.ones(len(finite)), window)[len(reach) // 2 :][: len(finite)]
+    offsets = np.arange(-math.ceil(3 * sigma), math.ceil(3 * sigma) + 1)
+    window = np.exp(-0.5 * (offsets / sigma) ** 2)
+    sums = np.convolve(finite[:, 1], window)[len(offsets) // 2 :][: len(finite)]
+    weights = np.convolve(np.ones(len(finite)), window)[len(offsets) // 2 :][: len(finite)]
     return list(zip(finite[:, 0].tolist(), (sums / weights).tolist(), strict=True))
 
 
@@ -164,15 +164,15 @@ def _scale(axes: Any, chart: Chart, values: list[float]) -> None:
 
 def _clock_axis(axes: Any) -> None:
     first, last = axes.get_xlim()
-    between = next((each for each in _TICK_STEPS_S if (last - first) / each <= 12), _TICK_STEPS_S[-1])
-    axes.xaxis.set_major_locator(MultipleLocator(between) if last - first < 12 * between else MaxNLocator(nbins=7))
+    spacing = next((each for each in _TICK_STEPS_S if (last - first) / each <= 12), _TICK_STEPS_S[-1])
+    axes.xaxis.set_major_locator(MultipleLocator(spacing) if last - first < 12 * spacing else MaxNLocator(nbins=7))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_duration(value) if value > 0 else "0"))
 
 
 def _draw_marks(axes: Any, marks: Sequence[ChartMark]) -> None:
-    """A line at the start of an event, a band for its duration, its number above."""
+    """Draws a line at the start of each event, a band for its duration, and its number above."""
     for mark in marks:
-        colour = _FINE if mark.fine else _BAD
+        colour = _HARMLESS if mark.harmless else _BAD
         if mark.until > mark.at:
             axes.axvspan(mark.at, mark.until, color=colour, alpha=0.16, linewidth=0, zorder=0)
         axes.axvline(mark.at, color=colour, linewidth=1.0, linestyle=(0, (3, 2)), zorder=1)
@@ -196,7 +196,7 @@ def _tick(value: float, _: object) -> str:
 
 def _curve(axes: Any, points: Series, colour: str, smooth: bool) -> None:
     steps, values = [step for step, _ in points], [value for _, value in points]
-    if not smooth or len(points) < _SMOOTH_FROM:
+    if not smooth or len(points) < _MIN_SMOOTHED_POINTS:
         marker = "o" if len(points) <= 30 else None
         axes.plot(steps, values, color=colour, linewidth=1.8, marker=marker, markersize=3.2, solid_capstyle="round")
         return
@@ -211,7 +211,7 @@ def _last_value(points: Series) -> str:
 
 
 def _inline(svg: str) -> str:
-    """Only the <svg> element, scaling with its card, its colours from the page."""
+    """Returns only the <svg> element, without a fixed size, with colours from the page's style sheet."""
     svg = svg[svg.index("<svg") :]
     for colour, variable in _VARIABLES.items():
         svg = svg.replace(colour, variable)

@@ -1,4 +1,4 @@
-"""`report.html`: a self-contained page about a run: curves, incidents, samples, configuration."""
+"""Writes `report.html`, a self-contained page about a run: curves, incidents, samples, configuration."""
 
 import re
 import time
@@ -31,23 +31,23 @@ PROGRESS_CHART = Chart("Steps done", ("steps",), "over the time the run was up",
 
 
 class RunUptime:
-    """Seconds that a run has been up, excluding the time between its attempts."""
+    """Converts times to the seconds that a run has been up, excluding the time between its attempts."""
 
     def __init__(self, events: Sequence[EventRow], commits: Sequence[CommitRow]) -> None:
         spans: dict[int, tuple[float, float]] = {}
-        seen = [(row.generation, row.at) for row in events] + [(row.generation, row.at) for row in commits]
-        for generation, at in seen:
+        times = [(row.generation, row.at) for row in events] + [(row.generation, row.at) for row in commits]
+        for generation, at in times:
             first, last = spans.get(generation, (at, at))
             spans[generation] = min(first, at), max(last, at)
         self._spans = [spans[generation] for generation in sorted(spans)]
 
     def at(self, wall: float) -> float:
-        """Uptime at a time in seconds since the epoch; between two attempts, at the end of the first."""
+        """Returns the uptime at a time in seconds since the epoch. It does not grow between two attempts."""
         return sum(min(max(wall - first, 0.0), last - first) for first, last in self._spans)
 
 
 class IncidentTimeline:
-    """Positions of incidents on charts over time and over steps."""
+    """Computes the positions of incidents on charts over time and over steps."""
 
     def __init__(self, ledger: Ledger, incidents: Sequence[Incident]) -> None:
         commits = sorted(ledger.commits(), key=lambda row: row.at)
@@ -57,7 +57,7 @@ class IncidentTimeline:
         self._done = [row.step + 1 for row in commits]
 
     def curve(self) -> list[tuple[float, float]]:
-        """(seconds up, steps done) at the start and at each step's end."""
+        """Returns (seconds up, steps done) at the start and at each step's end."""
         return [(0.0, 0.0)] + [
             (self._clock.at(at), float(done)) for at, done in zip(self._committed, self._done, strict=True)
         ]
@@ -65,7 +65,10 @@ class IncidentTimeline:
     def over_time(self) -> list[ChartMark]:
         return [
             ChartMark(
-                self._clock.at(each.began), self._clock.at(each.ended or each.moments[-1].at), str(number), each.fine
+                self._clock.at(each.began),
+                self._clock.at(each.ended or each.moments[-1].at),
+                str(number),
+                each.harmless,
             )
             for number, each in enumerate(self._incidents, 1)
         ]
@@ -73,12 +76,12 @@ class IncidentTimeline:
     def over_steps(self) -> list[ChartMark]:
         places = [self.step(each.began) - 0.5 for each in self._incidents]
         return [
-            ChartMark(place, place, str(number), each.fine)
+            ChartMark(place, place, str(number), each.harmless)
             for number, (place, each) in enumerate(zip(places, self._incidents, strict=True), 1)
         ]
 
     def step(self, wall: float) -> int:
-        """The step under way at that time, counted from 1."""
+        """Returns the step that was in progress at that time, counted from 1."""
         before = bisect_right(self._committed, wall)
         return self._done[before - 1] + 1 if before else 1
 
@@ -107,7 +110,7 @@ _LABELS = {
     "policy/engine_gap_max": "max",
 }
 _MAX_OTHER_CHARTS = 24
-"""Further metrics with a chart of their own, at most."""
+"""Most charts of metrics that are not in CHARTS."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,16 +139,16 @@ class ListedIncident:
     incident: Incident
     clock: str
     step: int
-    """The step under way when it began, counted from 1."""
+    """The step that was in progress when it began, counted from 1."""
     moments: list[tuple[str, IncidentMoment]]
-    """Each with the time since the incident began."""
+    """The incident's moments, each with the time since the incident began."""
     environment: list[str]
-    """Findings about the environment of its processes."""
+    """Findings about environment variables of its processes."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplePair:
-    """The same prompt before and after training."""
+    """Completions of the same prompt before and after training."""
 
     before: EvaluationSample | None
     after: EvaluationSample | None
@@ -158,14 +161,14 @@ class SamplePair:
 
 
 def write_report(ledger: Ledger, exit_reason: str = "") -> Path:
-    """Writes `report.html` into the run's folder atomically; `ledger` may be a reader."""
+    """Writes `report.html` into the run's folder atomically. `ledger` may be opened for reading only."""
     path = ledger.folder / "report.html"
     replace_file(path, render_html(ledger, exit_reason).encode("utf-8", "replace"))
     return path
 
 
 def render_html(ledger: Ledger, exit_reason: str = "") -> str:
-    """The page. Text from data or models is escaped."""
+    """Renders the page. Text from data or models is escaped."""
     config = ledger.config()
     rows, evaluations = committed_rows(ledger)
     reason = exit_reason or _exit_reason(ledger)
@@ -183,7 +186,7 @@ def render_html(ledger: Ledger, exit_reason: str = "") -> str:
         charts=[_card(chart, curves, marks) for chart in _charts(curves)],
         more=[_card(chart, curves, marks) for chart in _other_charts(curves)],
         stages=_stages(rows),
-        incidents=_listed(incidents, timeline, ledger.folder),
+        incidents=_listed_incidents(incidents, timeline, ledger.folder),
         progress=_card(PROGRESS_CHART, {"steps": timeline.curve()}, timeline.over_time()) if incidents else None,
         evaluations=_sampled_steps(evaluations),
         pairs=_pairs(evaluations),
@@ -196,7 +199,8 @@ def render_html(ledger: Ledger, exit_reason: str = "") -> str:
 
 
 def metric_curves(rows: list[MetricsRow], evaluations: list[EvaluationRow]) -> dict[str, list[tuple[float, float]]]:
-    """Points by metric; x is the number of steps done (step 0's metrics are at 1, the first evaluation at 0)."""
+    """Returns the points of each metric. x is the number of steps done: step 0's metrics are at 1, the first evaluation
+    at 0."""
     curves: dict[str, dict[float, float]] = {}
     for row in rows:
         for name, value in row.values.items():
@@ -226,7 +230,7 @@ def _card(chart: Chart, curves: Mapping[str, Any], marks: Sequence[ChartMark]) -
     return None if drawn is None else (drawn, Markup(drawn.svg))
 
 
-def _listed(incidents: list[Incident], timeline: IncidentTimeline, run: Path) -> list[ListedIncident]:
+def _listed_incidents(incidents: list[Incident], timeline: IncidentTimeline, run: Path) -> list[ListedIncident]:
     return [
         ListedIncident(
             number,
@@ -281,13 +285,13 @@ def _stages(rows: list[MetricsRow]) -> list[StageShare]:
 
 
 def _sampled_steps(evaluations: list[EvaluationRow]) -> tuple[int, int] | None:
-    """Steps done at the first and the last evaluation with samples."""
+    """Returns the steps done at the first and at the last evaluation with samples."""
     sampled = [row.step + 1 for row in evaluations if row.samples]
     return (sampled[0], sampled[-1]) if sampled else None
 
 
 def _pairs(evaluations: list[EvaluationRow]) -> list[SamplePair]:
-    """Samples of the first and last evaluation, paired by prompt."""
+    """Pairs the samples of the first and the last evaluation by prompt."""
     sampled = [row for row in evaluations if row.samples]
     if not sampled:
         return []
@@ -299,7 +303,7 @@ def _pairs(evaluations: list[EvaluationRow]) -> list[SamplePair]:
 
 
 def _exit_reason(ledger: Ledger) -> str:
-    """How the newest attempt ended; a report may be written while the run continues."""
+    """Returns how the newest attempt ended. A report may be written while the run continues."""
     ends = [event for event in ledger.events() if event.kind == "end" and event.generation == ledger.generation]
     return str(ends[-1].fields["reason"]) if ends else "still running, or killed"
 

@@ -1,4 +1,4 @@
-"""Terminal output of a run: one live block on a terminal, plain lines elsewhere."""
+"""Prints the progress of a run: a live block on a terminal, plain lines elsewhere."""
 
 import sys
 import time
@@ -27,7 +27,7 @@ REPORT_AFTER_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class StageActivity:
-    """Progress within a stage; read from beacons, so that it moves while the controller waits."""
+    """Progress within a stage. It is read from beacons, so that it is updated while the controller waits."""
 
     done: int = 0
     total: int | None = None
@@ -37,7 +37,7 @@ class StageActivity:
 
 
 class LiveConsole:
-    """The console of a run. Called from the controller's thread; rich's refresh thread only reads.
+    """The console of a run. Only the controller's thread calls it; rich's refresh thread only reads its state.
 
     `quiet` prints only warnings and the last line. `activity` is called at every refresh (4 per second).
     """
@@ -105,7 +105,7 @@ class LiveConsole:
             self._print(f"[dim]{escape(self._stage)} waits for {escape(text)}[/]")
 
     def progress(self, done: int, total: int | None = None, unit: str = "", waiting: str = "") -> None:
-        """Progress within the stage, if there is no `activity` callback."""
+        """Sets the progress within the stage, if there is no `activity` callback."""
         self._reported = StageActivity(done, total, unit, waiting)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -118,13 +118,13 @@ class LiveConsole:
             self._print(escape(self._line()))
 
     def evaluation(self, done: int, metrics: Mapping[str, float]) -> None:
-        """An evaluation of the weights after `done` steps."""
+        """Prints an evaluation of the weights after `done` steps."""
         if "eval/exact_match" in metrics:
             self._evaluated.append((done, metrics["eval/exact_match"]))
         if not self._quiet:
-            # The breakdown does not fit in a line; it is in the metrics.
-            own = {name.removeprefix("eval/"): value for name, value in metrics.items()}
-            shown = "  ".join(f"{name} {format_number(value)}" for name, value in own.items() if "/" not in name)
+            # The values of reward terms do not fit into a line; they are in the metrics.
+            by_name = {name.removeprefix("eval/"): value for name, value in metrics.items()}
+            shown = "  ".join(f"{name} {format_number(value)}" for name, value in by_name.items() if "/" not in name)
             self._print(f"[cyan]evaluation[/] after step {done}: {escape(shown)}")
 
     def message(self, text: str) -> None:
@@ -226,7 +226,7 @@ class LiveConsole:
         return line
 
     def _line(self) -> str:
-        """A step as one plain line, for logs."""
+        """Formats a step as one plain line, for logs."""
         shown = "  ".join(f"{label} {value}" for label, value in self._shown())
         stages = " ".join(
             f"{name.removeprefix('time/').removesuffix('_s')} {format_duration(value)}"
@@ -238,12 +238,12 @@ class LiveConsole:
     def _remaining(self) -> str:
         elapsed = time.monotonic() - self._began
         done = self._done - self._first
-        left = f", about {format_duration(elapsed / done * (self._steps - self._done))} left" if done > 0 else ""
-        return f"{format_duration(elapsed)}{left if self._done < self._steps else ''}"
+        remaining = f", about {format_duration(elapsed / done * (self._steps - self._done))} left" if done > 0 else ""
+        return f"{format_duration(elapsed)}{remaining if self._done < self._steps else ''}"
 
 
 def sparkline(values: list[float]) -> str:
-    """Eight heights between the least and the greatest value; a gap for a value that is not a number."""
+    """Draws values as bars of eight heights; leaves a gap for a value that is not finite."""
     finite = [value for value in values if value == value and abs(value) != float("inf")]
     if not finite:
         return ""
@@ -253,7 +253,7 @@ def sparkline(values: list[float]) -> str:
 
 
 def format_number(value: float) -> str:
-    """Three significant figures: 0.512, 12.3, 1,204, 3.2e-06."""
+    """Formats a number with about three significant figures: 0.512, 12.3, 1,204, 3.2e-06."""
     if value != value or abs(value) == float("inf"):
         return str(value)
     if value == 0 or 1e-3 <= abs(value) < 1000:
@@ -265,27 +265,27 @@ _SHOW_WAIT_S = 2.0
 
 
 def beacon_activity(run: str, controller: str = "controller") -> StageActivity:
-    """The latest progress, summed over its role, and the controller's longest wait."""
+    """Reads the latest progress, summed over the processes of its role, and the controller's longest wait."""
     return stage_activity(beacon_table.process_rows(beacon_table.take_snapshot(run)), controller)
 
 
 def stage_activity(rows: list[ProcessRow], controller: str = "controller") -> StageActivity:
-    """Pure part of `beacon_activity`. `controller` is the role of the process that waits for all others."""
+    """Computes `beacon_activity` from the table's rows. `controller` is the role that waits for all others."""
     waiting = ""
     for row in rows:
         if row.role == controller and row.waits and row.waits[0].stalled_s >= _SHOW_WAIT_S:
             wait = row.waits[0]
             waiting = f"{wait.waits_for} ({wait.kind}) for {format_duration(wait.since_s)}: {wait.why}"
-    moving = [
+    in_progress = [
         (counter.still_s, row.role, counter)
         for row in rows
         if row.alive
         for counter in row.counters
         if counter.total is not None and 0 < counter.value < counter.total
     ]
-    if not moving:
+    if not in_progress:
         return StageActivity(waiting=waiting)
-    _, role, latest = min(moving, key=lambda entry: entry[0])
+    _, role, latest = min(in_progress, key=lambda entry: entry[0])
     same = [one for row in rows if row.role == role and row.alive for one in row.counters if one.name == latest.name]
     return StageActivity(sum(one.value for one in same), _sum_totals(same), latest.name, waiting)
 

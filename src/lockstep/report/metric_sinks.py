@@ -1,7 +1,7 @@
-"""Metric sinks: JSON lines, TensorBoard, and a wrapper that writes in the background. `trackers` has more sinks.
+"""Writes metrics to JSON lines and TensorBoard, and to slow sinks in the background. `trackers` has more sinks.
 
-A resumed run repeats the steps after the newest checkpoint; a sink opened with `resume_after` drops or supersedes
-the rows past that step, so that every reader sees one row per step.
+A resumed run repeats the steps after the newest checkpoint. A sink opened with `resume_after` drops or replaces the
+rows of later steps, so that every reader sees one row per step.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from lockstep.ledger.durable_files import disk_full_as_ledger_error, replace_fil
 
 class MetricSink(Protocol):
     def write(self, step: int, values: Mapping[str, float], at: float | None = None) -> None:
-        """Writes one row, visible to readers on return. `at`: seconds since the epoch, now if None."""
+        """Writes one row, visible to readers on return. `at`: seconds since the epoch; None: now."""
 
     def close(self, reason: str = "") -> None:
         """Idempotent. `reason`: how the run ended, as in its summary."""
@@ -39,7 +39,7 @@ class JsonlSink:
     """`metrics.jsonl`: one object per row with `step`, `time` and the values; NaN and infinities are null."""
 
     def __init__(self, path: Path, resume_after: int | None = None) -> None:
-        """`resume_after`: keep rows up to this step (None: keep all rows; a torn last line is dropped)."""
+        """`resume_after`: keep rows up to this step (None: all rows). An incomplete last line is dropped."""
         self._path = path
         if path.exists():
             _trim_rows(path, resume_after)
@@ -60,8 +60,8 @@ class JsonlSink:
 
 
 class TensorBoardSink:
-    """Event files for `tensorboard --logdir`. Written in the caller's thread, because TensorBoard's own writer joins
-    its thread without a bound."""
+    """Writes event files for `tensorboard --logdir`, in the caller's thread, because TensorBoard's own writer joins its
+    thread without a time limit."""
 
     def __init__(self, folder: Path, resume_after: int | None = None) -> None:
         """`resume_after`: tells TensorBoard to discard the later steps of earlier event files."""
@@ -112,7 +112,7 @@ class MetricSinks:
 def open_sinks(
     folder: Path, *, tensorboard: bool = True, resume_after: int | None = None, others: Sequence[MetricSink] = ()
 ) -> MetricSinks:
-    """The sinks of a run's folder: `metrics.jsonl`, optionally `tensorboard/`, and `others`."""
+    """Opens the sinks of a run's folder: `metrics.jsonl`, optionally `tensorboard/`, and `others`."""
     sinks: list[MetricSink] = [JsonlSink(folder / "metrics.jsonl", resume_after)]
     if tensorboard:
         sinks.append(TensorBoardSink(folder / "tensorboard", resume_after))
@@ -120,22 +120,22 @@ def open_sinks(
 
 
 def _close_file(file: IO[Any]) -> None:
-    """Rows are flushed as they are written. What is left is a row that found no space, which `write` has reported; the
-    same failure must not mask that error."""
+    """Closes a file. If a row is still in its buffer, there was no space for it; `write` has reported that, and closing
+    must not mask the error."""
     with contextlib.suppress(OSError):
         file.close()
 
 
 def _trim_rows(path: Path, resume_after: int | None) -> None:
-    """Drops rows past `resume_after` and a torn last line; rewrites the file only if necessary."""
+    """Drops rows past `resume_after` and an incomplete last line. Rewrites the file only if necessary."""
     data = path.read_bytes()
     lines = data.splitlines(keepends=True)
-    kept = b"".join(line for line in lines if line.endswith(b"\n") and _belongs(line, resume_after))
+    kept = b"".join(line for line in lines if line.endswith(b"\n") and _is_kept(line, resume_after))
     if kept != data:
         replace_file(path, kept)
 
 
-def _belongs(line: bytes, resume_after: int | None) -> bool:
+def _is_kept(line: bytes, resume_after: int | None) -> bool:
     try:
         step = json.loads(line)["step"]
     except (ValueError, KeyError, TypeError):
@@ -146,9 +146,9 @@ def _belongs(line: bytes, resume_after: int | None) -> bool:
 log = logging.getLogger(__name__)
 
 MAX_QUEUED_ROWS = 10_000
-"""Further rows are dropped and counted."""
+"""Rows beyond this number are dropped and counted."""
 CLOSE_S = 30.0
-"""Seconds that the last rows have at the end of a run."""
+"""Time limit for writing the last rows at the end of a run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,15 +164,15 @@ class _QueuedClose:
 
 
 class BackgroundSink:
-    """Passes rows to a sink in a thread that lives while there are rows.
+    """Passes rows to a sink in a thread, which runs only while there are rows.
 
     An exception of the sink is logged once, without secrets, and not raised: a tracker that is down neither stops nor
     slows a run.
     """
 
-    def __init__(self, name: str, opened: Callable[[], MetricSink], known_secrets: tuple[str, ...] = ()) -> None:
-        """`opened` makes the sink; it is called in the thread immediately."""
-        self.name, self._opened, self._known = name, opened, known_secrets
+    def __init__(self, name: str, open_sink: Callable[[], MetricSink], known_secrets: tuple[str, ...] = ()) -> None:
+        """`open_sink` makes the sink; the thread calls it immediately."""
+        self.name, self._open_sink, self._known_secrets = name, open_sink, known_secrets
         self._sink: MetricSink | None = None
         self._waiting: deque[_QueuedRow | _QueuedClose] = deque()
         self._lock = threading.Lock()
@@ -237,7 +237,7 @@ class BackgroundSink:
     def _open(self) -> MetricSink | None:
         if self._sink is None and not self._broken:
             try:
-                self._sink = self._opened()
+                self._sink = self._open_sink()
             except Exception as error:  # noqa: BLE001 - an exception of a tracker must not stop the run
                 self._broken = True
                 self._log_error("cannot be used", error)
@@ -247,5 +247,5 @@ class BackgroundSink:
         if self._logged:
             return
         self._logged = True
-        why = redact_text(f"{type(error).__name__}: {error}", self._known)
+        why = redact_text(f"{type(error).__name__}: {error}", self._known_secrets)
         log.warning("%s %s (%s); the run continues, its metrics are in metrics.jsonl", self.name, what, why)

@@ -1,7 +1,7 @@
-"""Lists the incidents of a run: what was reported, what recovery did, and how each ended.
+"""Lists the incidents of a run: reports, actions of recovery, and outcomes.
 
-The ledger holds these separately: `stall` events for the supervisor's reports, `recovery` events for restarts.
-Events about the same workers at the same time form one incident.
+The ledger has separate events: `stall` events for the supervisor's reports, and `recovery` events for restarts. Events
+about the same workers at the same time form one incident.
 """
 
 import json
@@ -22,9 +22,9 @@ RECOVERY_EVENT = "recovery"
 Outcome = Literal["healed", "passed", "open", "gave up"]
 
 _LATE_S = 5.0
-"""The supervisor may report a failure after its recovery: an engine is back in less than a second."""
+"""The supervisor may report a failure this long after recovery, because an engine restarts in less than a second."""
 _STALL_NOTICE_S = 10.0
-"""A stall is reported within this time: an older wait was for a process that still made progress."""
+"""A stall is reported within this time. During an older part of the wait, the process still made progress."""
 _SEVERITIES = ("error", "warning", "note")
 _CLOSING_ACTIONS = ("restarted", "gave up")
 
@@ -46,31 +46,31 @@ class Incident:
 
     workers: str
     what: str
-    """Kind of the verdict; without one, how the process failed."""
+    """Kind of the verdict; without a verdict, how the process failed."""
     began: float
-    """Seconds since the epoch; since when others waited for it, if known."""
+    """When it began, or when others began to wait for it, in seconds since the epoch."""
     ended: float | None
     outcome: Outcome
-    """healed by recovery, passed by itself, open (no known end), or gave up."""
+    """healed (by recovery), passed (by itself), open (no known end), or gave up."""
     moments: tuple[IncidentMoment, ...]
     """Oldest first."""
     folder: str
-    """Relative to the run's folder; empty if none was written."""
+    """Folder of the incident, relative to the run's folder; empty if none was written."""
 
     @property
-    def fine(self) -> bool:
+    def harmless(self) -> bool:
         """Whether the run continued unharmed."""
         return self.outcome in ("healed", "passed")
 
     @property
     def outcome_text(self) -> str:
-        """How it ended: `healed after 5.2s`."""
+        """How it ended, such as `healed after 5.2s`."""
         if self.ended is None:
             return {"open": "unresolved", "gave up": "the run gave up"}.get(self.outcome, self.outcome)
         return f"{self.outcome} after {format_duration(self.ended - self.began)}"
 
     def json(self) -> dict[str, Any]:
-        """For `summary.json`; times in seconds since the incident began, which is `at` (UTC)."""
+        """Returns the incident for `summary.json`. Times are seconds since `at` (UTC), when the incident began."""
         return {
             "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self.began)),
             "who": self.workers,
@@ -122,53 +122,53 @@ class _Stall:
 
 @dataclass(slots=True)
 class _Repair:
-    """A failure of the trainer or of one engine, with recovery's actions until it was healed or given up."""
+    """Recovery's actions after one failure of the trainer or of an engine."""
 
     generation: int
     key: str
-    done: list[Mapping[str, Any]] = field(default_factory=list)
+    actions: list[Mapping[str, Any]] = field(default_factory=list)
 
     @property
     def workers(self) -> list[str]:
-        return str(self.done[0]["worker"]).split(", ")
+        return str(self.actions[0]["worker"]).split(", ")
 
     @property
     def began(self) -> float:
-        first = self.done[0]
+        first = self.actions[0]
         return float(first["at"]) - (float(first.get("seconds", 0.0)) if first["action"] != "failed" else 0.0)
 
     @property
     def closing(self) -> Mapping[str, Any] | None:
-        return self.done[-1] if self.done[-1]["action"] in _CLOSING_ACTIONS else None
+        return self.actions[-1] if self.actions[-1]["action"] in _CLOSING_ACTIONS else None
 
     @property
     def ended(self) -> float | None:
         return None if self.closing is None else float(self.closing["at"])
 
     def moments(self) -> list[IncidentMoment]:
-        return [IncidentMoment(float(each["at"]), str(each["action"]), _action_text(each)) for each in self.done]
+        return [IncidentMoment(float(each["at"]), str(each["action"]), _action_text(each)) for each in self.actions]
 
 
 def incidents_of(events: Sequence[EventRow]) -> list[Incident]:
-    """Incidents of all attempts, oldest first. A stall that passed as a mere notice is not an incident."""
+    """Returns the incidents of all attempts, oldest first. A stall that was never confirmed is not an incident."""
     repairs = _repairs(events)
     stalls_of_repair: dict[int, list[_Stall]] = {index: [] for index in range(len(repairs))}
-    alone = []
+    without_repair = []
     for stall in _stalls(events):
         index = _repair_of(stall, repairs)
         if index is not None:
             stalls_of_repair[index].append(stall)
         elif stall.confirmed:
-            alone.append(stall)
+            without_repair.append(stall)
     found = [_incident_of_repair(repair, stalls_of_repair[index]) for index, repair in enumerate(repairs)]
-    return sorted([*found, *map(_incident_of_stall, alone)], key=lambda each: each.began)
+    return sorted([*found, *map(_incident_of_stall, without_repair)], key=lambda each: each.began)
 
 
 def incidents_summary(incidents: Sequence[Incident]) -> str:
-    """`2 incidents, all healed`; empty if there were none."""
+    """Summarizes incidents, such as `2 incidents, all healed`; empty if there were none."""
     if not incidents:
         return ""
-    bad = sum(not each.fine for each in incidents)
+    bad = sum(not each.harmless for each in incidents)
     count = "an incident" if len(incidents) == 1 else f"{len(incidents)} incidents"
     if bad:
         return f"{count}, {bad} of them not healed" if len(incidents) > 1 else f"{count}, not healed"
@@ -187,7 +187,7 @@ def _stalls(events: Sequence[EventRow]) -> list[_Stall]:
 
 def _repairs(events: Sequence[EventRow]) -> list[_Repair]:
     found: list[_Repair] = []
-    under_way: dict[tuple[int, str], _Repair] = {}
+    open_repairs: dict[tuple[int, str], _Repair] = {}
     for event in events:
         if event.kind != RECOVERY_EVENT or event.fields.get("action") not in (
             "failed",
@@ -196,22 +196,24 @@ def _repairs(events: Sequence[EventRow]) -> list[_Repair]:
         ):
             continue
         key = event.generation, _restart_unit(str(event.fields["worker"]))
-        if key not in under_way:
-            under_way[key] = _Repair(*key)
-            found.append(under_way[key])
-        under_way[key].done.append(event.fields)
+        if key not in open_repairs:
+            open_repairs[key] = _Repair(*key)
+            found.append(open_repairs[key])
+        open_repairs[key].actions.append(event.fields)
         if event.fields["action"] in _CLOSING_ACTIONS:
-            del under_way[key]
+            del open_repairs[key]
     return found
 
 
 def _restart_unit(worker: str) -> str:
-    """What is restarted together: all trainer ranks, or one engine in all its incarnations."""
+    """Returns what is restarted together: `policy` for all trainer ranks, or an engine's name without restart
+    numbers."""
     return "policy" if worker.startswith("policy-") else worker.partition(",")[0].partition(".")[0]
 
 
 def _repair_of(stall: _Stall, repairs: Sequence[_Repair]) -> int | None:
-    """The repair of the same workers during the stall, preferably the one that names them."""
+    """Returns the index of the repair during the stall that concerns the same workers, preferably one that names
+    them."""
     keys, workers = {_restart_unit(name) for name in stall.workers}, set(stall.workers)
     near = [
         (bool(workers & set(repair.workers)), -abs(repair.began - stall.reported_at), index)
@@ -229,14 +231,14 @@ def _incident_of_repair(repair: _Repair, stalls: Sequence[_Stall]) -> Incident:
     done = repair.moments()
     if any(
         each.what != "notice" and each.at <= done[0].at for each in reported
-    ):  # the stalled process was ended for the stall
+    ):  # recovery ended the stalled process, so its end is not news
         done = [each for each in done if each.what != "failed"] or done
     blamed = [stall for stall in stalls if stall.confirmed] or list(stalls)
     closing = repair.closing
     outcome: Outcome = "open" if closing is None else "gave up" if closing["action"] == "gave up" else "healed"
     return Incident(
         workers=", ".join(dict.fromkeys([*repair.workers, *(name for stall in blamed for name in stall.workers)])),
-        what=str(blamed[0].reports[-1]["verdict"]) if blamed else str(repair.done[0].get("what", "failed")),
+        what=str(blamed[0].reports[-1]["verdict"]) if blamed else str(repair.actions[0].get("what", "failed")),
         began=min([repair.began, *(stall.began for stall in stalls)]),
         ended=repair.ended if outcome == "healed" else None,
         outcome=outcome,
@@ -261,8 +263,8 @@ def _incident_of_stall(stall: _Stall) -> Incident:
 
 
 def environment_findings(folder: Path) -> list[str]:
-    """Findings in an incident's `findings.json` about environment variables, worst first; empty if there is no such
-    file."""
+    """Reads the findings about environment variables from an incident's `findings.json`, worst first. Empty without
+    that file."""
     try:
         entries = json.loads((folder / "findings.json").read_text(encoding="utf-8"))["environment"]
         found = [(_SEVERITIES.index(each["severity"]), f"{each['seen']}. {each['why']}") for each in entries]
@@ -272,7 +274,7 @@ def environment_findings(folder: Path) -> list[str]:
 
 
 def _incident_folder(stalls: Sequence[_Stall]) -> str:
-    """Relative to the run's folder, which may have been moved since."""
+    """Returns the incident's folder relative to the run's folder, which may have been moved."""
     written = [each["incident"] for stall in stalls for each in stall.reports if each["incident"]]
     return f"incidents/{Path(written[0]).name}" if written else ""
 

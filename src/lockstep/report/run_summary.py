@@ -1,4 +1,4 @@
-"""`summary.json`: a run in a few numbers."""
+"""Writes `summary.json`, the summary of a run."""
 
 import json
 import platform
@@ -15,7 +15,7 @@ _PACKAGES = ("lockstep-rl", "torch", "transformers", "numpy", "pyarrow", "ray", 
 
 
 def build_summary(ledger: Ledger, exit_reason: str) -> dict[str, Any]:
-    """The ledger's summary of a run that ends now. `exit_reason`: `finished`, `interrupted`, or an error."""
+    """Builds the summary of a run from its ledger. `exit_reason` is `finished`, `interrupted`, or an error."""
     config, checkpoint = ledger.config(), ledger.newest_checkpoint()
     rows, evaluations = committed_rows(ledger)
     return {
@@ -35,7 +35,7 @@ def build_summary(ledger: Ledger, exit_reason: str) -> dict[str, Any]:
 
 
 def committed_rows(ledger: Ledger) -> tuple[list[MetricsRow], list[EvaluationRow]]:
-    """Metrics and evaluations of committed steps, without rows of an earlier attempt that this one has not reached
+    """Returns metrics and evaluations of committed steps, without those of steps that a resumed run has not reached
     again."""
     done = ledger.done()
     rows = [row for row in ledger.metrics_rows() if row.step < done]
@@ -51,7 +51,8 @@ def write_summary(ledger: Ledger, exit_reason: str) -> Path:
 
 
 def stage_seconds(rows: list[MetricsRow]) -> dict[str, float]:
-    """Seconds of each stage over all steps, from `time/<stage>_s` (`time/step_s` is their sum, not a stage)."""
+    """Returns the seconds that each stage took in all steps, from `time/<stage>_s` (`time/step_s` is the sum of
+    all)."""
     totals: dict[str, float] = {}
     for row in rows:
         for name, value in row.values.items():
@@ -62,7 +63,7 @@ def stage_seconds(rows: list[MetricsRow]) -> dict[str, float]:
 
 
 def total_tokens(rows: list[MetricsRow]) -> int:
-    """`tokens/total` of the last row that has it, else the sum of the generated tokens."""
+    """Returns `tokens/total` of the last row that has it, else the sum of the generated tokens."""
     totals = [row.values["tokens/total"] for row in rows if "tokens/total" in row.values]
     if totals:
         return int(totals[-1])
@@ -70,19 +71,19 @@ def total_tokens(rows: list[MetricsRow]) -> int:
 
 
 def package_versions() -> dict[str, str]:
-    """Versions of Python and of the packages that affect a run's results; packages that are not installed are left
-    out."""
-    found = {"python": platform.python_version()}
+    """Returns the versions of Python and of the installed packages that affect a run's results."""
+    versions = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
-            found[package] = version(package)
+            versions[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def _evaluation_summary(evaluations: list[EvaluationRow]) -> dict[str, Any]:
-    """Exact match under the metric's name (`best_step`: steps done then), and all metrics of the last evaluation."""
+    """Returns first, final and best exact match (`best_step`: steps done at the best), and all metrics of the last
+    evaluation."""
     scored = [row for row in evaluations if EXACT_MATCH in row.metrics]
     best = max(scored, key=lambda row: row.metrics[EXACT_MATCH], default=None)
     exact = {

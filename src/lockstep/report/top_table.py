@@ -1,4 +1,4 @@
-"""The table of `lockstep top`: every process of a run, what it does and what it waits for."""
+"""Shows the table of `lockstep top`: every process of a run, its stage, progress and waits."""
 
 from collections.abc import Callable, Sequence
 
@@ -17,19 +17,19 @@ from lockstep.watch.diagnosis.evidence_types import WaitAlias
 from lockstep.watch.diagnosis.verdict import Verdict, VerdictLevel
 from lockstep.watch.supervisor.incident import verdict_headline
 
-_STALE_BEAT_S = 5.0
+_STALE_HEARTBEAT_S = 5.0
 _LONG_WAIT_S = 10.0
 
 
 def render_processes(rows: Sequence[ProcessRow], run: str = "", verdicts: Sequence[Verdict] = ()) -> RenderableType:
-    """A table of processes, suspects first, with verdicts above it and a summary of waits below."""
+    """Renders a table of processes, suspects first, with verdicts above it and a summary of waits below."""
     if not rows:
-        return Text(f"no process of {run or 'the run'} has a beacon on this host", style="yellow")
+        return Text(f"no process of {run or 'the run'} was found on this host", style="yellow")
     table = Table(box=None, header_style="bold dim", padding=(0, 2, 0, 0))
     suspects = {each.pid for verdict in verdicts for each in verdict.culprits}
     collective = any(row.communicators for row in rows)
     for heading, justify in (
-        ("process", "left"), ("pid", "right"), ("state", "left"), ("stage", "left"), ("for", "right"),
+        ("process", "left"), ("pid", "right"), ("state", "left"), ("stage", "left"), ("since", "right"),
         ("progress", "left"), *((("collectives", "left"),) if collective else ()), ("waits for", "left"),
     ):  # fmt: skip
         table.add_column(heading, justify=justify, no_wrap=heading != "waits for")
@@ -42,52 +42,53 @@ def render_processes(rows: Sequence[ProcessRow], run: str = "", verdicts: Sequen
             Text(format_duration(row.stage_s) if row.stage else "", style="dim"),
             _progress(row.counters),
             *((_collectives(row, rows),) if collective else ()),
-            _wait_text(row),
+            _longest_wait_text(row),
         )
     lines = [_verdict_line(verdict) for verdict in verdicts]
-    return Group(*lines, *([Text("")] if lines else []), table, Text(""), _conclusion(rows))
+    return Group(*lines, *([Text("")] if lines else []), table, Text(""), _waits_summary(rows))
 
 
-def follow_processes(run: str, console: Console, every_s: float = 1.0, turns: int | None = None) -> None:
-    """Shows the table until Ctrl-C (or `turns` times), refreshed in place."""
+def follow_processes(run: str, console: Console, every_s: float = 1.0, refreshes: int | None = None) -> None:
+    """Shows the table and refreshes it in place until Ctrl-C, or `refreshes` times."""
     before: beacon_table.BeaconSnapshot | None = None
-    onlooker = _run_observer(run)
+    observer = _run_observer(run)
     with Live(console=console, auto_refresh=False, screen=False, transient=False) as live:
-        turn = 0
+        shown = 0
         try:
-            while turns is None or turn < turns:
+            while refreshes is None or shown < refreshes:
                 now = beacon_table.take_snapshot(run)
                 live.update(
-                    render_processes(beacon_table.process_rows(now, before), run, onlooker.poll()), refresh=True
+                    render_processes(beacon_table.process_rows(now, before), run, observer.poll()), refresh=True
                 )
-                before, turn = now, turn + 1
-                if turns is None or turn < turns:
-                    waits.sleep(every_s, "next look at the beacons")
+                before, shown = now, shown + 1
+                if refreshes is None or shown < refreshes:
+                    waits.sleep(every_s, "next refresh of the table")
         except KeyboardInterrupt:
             return
 
 
-def print_processes(run: str, console: Console, settle: Callable[[], None] | None = None) -> None:
-    """Prints the table once. With `settle` (a short pause) between two readings, counters have rates."""
-    onlooker = _run_observer(run)
+def print_processes(run: str, console: Console, pause: Callable[[], None] | None = None) -> None:
+    """Prints the table once. `pause`, if given, is called between two readings, so that counters have rates."""
+    observer = _run_observer(run)
     before = beacon_table.take_snapshot(run)
-    if settle is not None:
-        onlooker.poll()
-        settle()
+    if pause is not None:
+        observer.poll()
+        pause()
     now = beacon_table.take_snapshot(run)
     console.print(
-        render_processes(beacon_table.process_rows(now, before if settle is not None else None), run, onlooker.poll())
+        render_processes(beacon_table.process_rows(now, before if pause is not None else None), run, observer.poll())
     )
 
 
 def _run_observer(run: str) -> RunObserver:
+    # The aliases resolve a wait for a role, such as "trainer ranks", to all processes of that role.
     return RunObserver(run, aliases={name: WaitAlias(role) for name, role in ROLE_OF_PROCESSES.items()})
 
 
 def _colour(row: ProcessRow) -> str:
     if not row.alive:
         return "bold red"
-    if row.state in ("stopped", "traced") or (row.beat_s is not None and row.beat_s > _STALE_BEAT_S):
+    if row.state in ("stopped", "traced") or (row.beat_s is not None and row.beat_s > _STALE_HEARTBEAT_S):
         return "bold yellow"
     return "green" if row.state == "running" else "default"
 
@@ -105,14 +106,16 @@ def _progress(counters: Sequence[CounterRow]) -> Text:
 
 
 def _collectives(row: ProcessRow, rows: Sequence[ProcessRow]) -> Text:
-    """Sequence numbers entered on each communicator; a rank behind the others is highlighted."""
+    """Shows the number of the last collective on each communicator. A rank behind the others is highlighted."""
     text = Text()
     for each in row.communicators[:3]:
-        ahead = max(other.entered for one in rows for other in one.communicators if other.label == each.label)
+        newest = max(
+            other.entered for other_row in rows for other in other_row.communicators if other.label == each.label
+        )
         text.append(", " if text else "")
         text.append(f"{each.label} ", style="dim")
         text.append(
-            f"#{each.entered}" if each.entered >= 0 else "?", style="red" if each.entered < ahead else "default"
+            f"#{each.entered}" if each.entered >= 0 else "?", style="red" if each.entered < newest else "default"
         )
         if each.operation:
             text.append(f" in {each.operation} {format_duration(each.inside_s)}", style="yellow")
@@ -124,7 +127,7 @@ def _verdict_line(verdict: Verdict) -> Text:
     return text.append(verdict_headline(verdict), style="default")
 
 
-def _wait_text(row: ProcessRow) -> Text:
+def _longest_wait_text(row: ProcessRow) -> Text:
     if not row.waits:
         return Text("")
     wait = row.waits[0]
@@ -138,12 +141,12 @@ def _wait_text(row: ProcessRow) -> Text:
     return text
 
 
-def _conclusion(rows: Sequence[ProcessRow]) -> Text:
+def _waits_summary(rows: Sequence[ProcessRow]) -> Text:
     dead = [row.name for row in rows if not row.alive]
     edges = beacon_table.wait_edges(rows)
     text = Text()
     if dead:
-        text.append(f"gone: {', '.join(dead)}. ", style="bold red")
+        text.append(f"dead: {', '.join(dead)}. ", style="bold red")
     awaited = {waits_for for _, waits_for, _ in edges}
     for name in sorted(awaited):
         waiters = [waiter for waiter, waits_for, _ in edges if waits_for == name]

@@ -1,6 +1,6 @@
-"""Experiment trackers as metric sinks: W&B, MLflow, and a Prometheus exporter.
+"""Metric sinks for experiment trackers: W&B, MLflow, and a Prometheus exporter.
 
-A resumed run continues its W&B or MLflow run: the ids are kept in `tracking.json`.
+A resumed run continues its W&B or MLflow run, whose id is in `tracking.json`.
 """
 
 import importlib.util
@@ -31,9 +31,9 @@ PROMETHEUS_CLOSE_S = 5.0
 
 
 class PrometheusExporter:
-    """A sink that answers `GET /metrics`: `lockstep_reward_mean{run="NAME"}` for `reward/mean`, and `lockstep_step`.
+    """Serves `GET /metrics` with `lockstep_reward_mean{run="NAME"}` for `reward/mean`, and `lockstep_step`.
 
-    It serves while the run lasts; if its port is taken it logs a warning and the run continues.
+    If the port is taken, it logs a warning and the run continues without it.
     """
 
     def __init__(self, cfg: PrometheusConfig, run: str) -> None:
@@ -74,7 +74,7 @@ class PrometheusExporter:
             for name in (*values, "step"):
                 self._values.pop(
                     by_name.get(prometheus_name(name), name), None
-                )  # the later of two names that are equal for Prometheus
+                )  # if two names are equal for Prometheus, the later one replaces the other
             self._values |= {name: float(value) for name, value in values.items()} | {"step": float(step)}
 
     def close(self, reason: str = "") -> None:
@@ -91,13 +91,13 @@ class PrometheusExporter:
 
 
 def prometheus_name(name: str) -> str:
-    """`lockstep_reward_mean` for `reward/mean`."""
+    """Converts the name of a metric: `reward/mean` to `lockstep_reward_mean`."""
     return "lockstep_" + re.sub(r"[^a-zA-Z0-9_]", "_", name)
 
 
 IDS_FILE = "tracking.json"
 INIT_S = 20.0
-"""Time limit for W&B's server to accept a run; a process waits for it at exit."""
+"""Time limit for W&B's server to accept a run. A process that exits waits for it."""
 _PACKAGES = {"wandb": "wandb", "mlflow": "mlflow", "prometheus": "prometheus_client"}
 _ENVIRONMENT_PREFIXES = ("CUDA", "NCCL", "GLOO", "TORCH", "PYTORCH", "OMP", "MKL", "LOCKSTEP", "TOKENIZERS", "SLURM")
 """Prefixes of the environment variables that are recorded."""
@@ -106,7 +106,7 @@ _MAX_PARAM_CHARS = 500
 
 
 class TrackingError(ValueError):
-    """A tracker that cannot be used, and the fix."""
+    """A tracker cannot be used. `remedy` is the fix."""
 
     def __init__(self, kind: str, problem: str, remedy: str) -> None:
         super().__init__(f"tracking {kind}: {problem}; {remedy}")
@@ -129,43 +129,44 @@ def check_trackers(trackers: Sequence[TrackerConfig], environment: Mapping[str, 
 def open_trackers(
     trackers: Sequence[TrackerConfig], folder: Path, config: Mapping[str, Any], versions: Any
 ) -> list[MetricSink]:
-    """The sinks; those that contact servers run in the background."""
+    """Opens the sinks of trackers; those that contact servers run in the background."""
     known = secret_values(os.environ)
-    about = redact({"config": dict(config), "versions": versions, "environment": environment_facts()}, known)
+    run_info = redact({"config": dict(config), "versions": versions, "environment": environment_facts()}, known)
     sinks: list[MetricSink] = []
     for tracker in trackers:
         if isinstance(tracker, PrometheusConfig):
             sinks.append(PrometheusExporter(tracker, str(config["name"])))
         else:
-            sinks.append(_background_sink(tracker, folder, about, known))
+            sinks.append(_background_sink(tracker, folder, run_info, known))
     return sinks
 
 
 def environment_facts(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The recorded environment variables."""
+    """Returns the environment variables that are recorded."""
     return {name: value for name, value in sorted(environment.items()) if name.startswith(_ENVIRONMENT_PREFIXES)}
 
 
 def _background_sink(
-    tracker: WandBConfig | MLflowConfig, folder: Path, about: dict[str, Any], known: tuple[str, ...]
+    tracker: WandBConfig | MLflowConfig, folder: Path, run_info: dict[str, Any], known: tuple[str, ...]
 ) -> BackgroundSink:
-    def opened() -> MetricSink:
+    def open_sink() -> MetricSink:
         return (
-            WandBSink(tracker, folder, about)
+            WandBSink(tracker, folder, run_info)
             if isinstance(tracker, WandBConfig)
-            else MLflowSink(tracker, folder, about)
+            else MLflowSink(tracker, folder, run_info)
         )
 
-    return BackgroundSink(tracker.kind, opened, known)
+    return BackgroundSink(tracker.kind, open_sink, known)
 
 
 class WandBSink:
-    """Rows with their step as a value of its own: W&B's own step only increases, and a resumed run may repeat steps.
+    """Logs metrics to W&B. The step is a value of its own, because W&B's step only increases, and a resumed run may
+    repeat steps.
 
-    If the server cannot be reached at the start, the run is written to its folder, for `wandb sync`.
+    If the server cannot be reached at the start, the run is written to the run's folder, for `wandb sync`.
     """
 
-    def __init__(self, cfg: WandBConfig, folder: Path, about: Mapping[str, Any]) -> None:
+    def __init__(self, cfg: WandBConfig, folder: Path, run_info: Mapping[str, Any]) -> None:
         os.environ.setdefault("WANDB_SILENT", "true")
         import wandb
 
@@ -173,20 +174,20 @@ class WandBSink:
         id = resumed or secrets.token_hex(6)
         _store_id(folder, "wandb", id)
         try:
-            self._run = self._started(cfg, folder, about, id, cfg.mode)
+            self._run = self._start(cfg, folder, run_info, id, cfg.mode)
         except wandb.errors.Error as error:
             if cfg.mode == "offline":
                 raise
             why = redact_text(str(error), secret_values(os.environ))
             log.warning("cannot reach the wandb server (%s); writing to %s for `wandb sync`", why, folder / "wandb")
-            own = secrets.token_hex(6)  # wandb's service in this process still holds the other id
+            offline_id = secrets.token_hex(6)  # wandb's service in this process still uses the other id
             if not resumed:
-                _store_id(folder, "wandb", own)
-            self._run = self._started(cfg, folder, about, own, "offline")
+                _store_id(folder, "wandb", offline_id)
+            self._run = self._start(cfg, folder, run_info, offline_id, "offline")
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
 
-    def _started(self, cfg: WandBConfig, folder: Path, about: Mapping[str, Any], id: str, mode: str) -> Any:
+    def _start(self, cfg: WandBConfig, folder: Path, run_info: Mapping[str, Any], id: str, mode: str) -> Any:
         import wandb
 
         settings = wandb.Settings(
@@ -205,11 +206,11 @@ class WandBSink:
             entity=cfg.entity,
             group=cfg.group,
             tags=list(cfg.tags),
-            name=str(about["config"]["name"]),
+            name=str(run_info["config"]["name"]),
             id=id,
             resume="allow",
             dir=str(folder),
-            config=dict(about),
+            config=dict(run_info),
             settings=settings,
         )
 
@@ -222,12 +223,12 @@ class WandBSink:
 
 
 class MLflowSink:
-    """One MLflow run, through the client, without MLflow's global state."""
+    """Logs metrics to an MLflow run, through the client and not MLflow's global state."""
 
-    def __init__(self, cfg: MLflowConfig, folder: Path, about: Mapping[str, Any]) -> None:
+    def __init__(self, cfg: MLflowConfig, folder: Path, run_info: Mapping[str, Any]) -> None:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # the user chose a folder
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "15")  # the default is two minutes, with seven tries
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "15")  # the default is two minutes and seven retries
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
         from mlflow import MlflowClient
         from mlflow.entities import Metric
@@ -240,10 +241,10 @@ class MLflowSink:
             return
         found = self._client.get_experiment_by_name(cfg.experiment)
         experiment = found.experiment_id if found is not None else self._client.create_experiment(cfg.experiment)
-        run = self._client.create_run(experiment, run_name=str(about["config"]["name"]))
+        run = self._client.create_run(experiment, run_name=str(run_info["config"]["name"]))
         self._id = run.info.run_id
         _store_id(folder, "mlflow", self._id)
-        for name, value in _flatten("", about):
+        for name, value in _flatten("", run_info):
             self._client.log_param(self._id, _mlflow_name(name), str(value)[:_MAX_PARAM_CHARS])
 
     def write(self, step: int, values: Mapping[str, float], at: float | None = None) -> None:

@@ -163,15 +163,15 @@ def test_top():
     text = shown(render_processes(rows), 200)
     assert "tokens 512/4,096 230/s" in text
     assert "engine-0 12s (future): completions of step 7 [at most 48s more]" in text
-    assert "gone: policy-1. controller waits for engine-0 (12s)." in text
+    assert "dead: policy-1. controller waits for engine-0 (12s)." in text
     assert "no process waits" in shown(render_processes([row("policy-0")]))
-    assert "no process of sort has a beacon" in shown(render_processes([], "sort"))
+    assert "no process of sort was found on this host" in shown(render_processes([], "sort"))
 
 
 def test_follow_ends(monkeypatch, tmp_path):
     monkeypatch.setenv("LOCKSTEP_BEACONS", str(tmp_path))
     stream = io.StringIO()
-    follow_processes("nobody", RichConsole(file=stream), every_s=0.01, turns=2)
+    follow_processes("nobody", RichConsole(file=stream), every_s=0.01, refreshes=2)
     assert "no process of nobody" in stream.getvalue()
 
 

@@ -189,7 +189,7 @@ def test_places_on_the_charts(tmp_path: Path) -> None:
         healed = recovery_event(at[1], "restarted", "engine-0", seconds=0.0, **DIED)
         later = recovery_event(at[2] + 5, "gave up", "policy-0", reason="spent", **DIED)
         timeline = IncidentTimeline(ledger, incidents_of([healed, later]))
-    assert [(mark.label, mark.at, mark.fine) for mark in timeline.over_steps()] == [("1", 2.5, True), ("2", 3.5, False)]
+    assert [(mark.label, mark.at, mark.harmless) for mark in timeline.over_steps()] == [("1", 2.5, True), ("2", 3.5, False)]
     first, second = timeline.over_time()
     assert 0 <= first.at == first.until <= second.at
     assert [done for _, done in timeline.curve()] == [0, 1, 2, 3]
