@@ -19,9 +19,8 @@ from lockstep.train.distributed import join_ranks
 from lockstep.train.merged_weights import LazyWeight, gather_buckets
 from lockstep.train.parallelize import local_shard
 from lockstep.weights.stream.channel import StreamChannel
-from lockstep.weights.stream.receiver import StreamReceiver
-from lockstep.weights.stream.sender import StreamSender
 from lockstep.weights.stream.tensor_buckets import cut_buckets
+from lockstep.weights.stream.weight_stream import StreamReceiver, StreamSender
 from lockstep.weights.weight_plan import WeightPlan
 
 CPU = torch.device("cpu")

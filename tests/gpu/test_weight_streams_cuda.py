@@ -11,9 +11,8 @@ import torch
 
 from lockstep.weights.stream.channel import StreamChannel
 from lockstep.weights.stream.ipc_buffers import CudaIpcMemory
-from lockstep.weights.stream.receiver import StreamReceiver
-from lockstep.weights.stream.sender import StreamSender
 from lockstep.weights.stream.tensor_buckets import cut_buckets
+from lockstep.weights.stream.weight_stream import StreamReceiver, StreamSender
 from lockstep.weights.weight_plan import WeightPlan
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]

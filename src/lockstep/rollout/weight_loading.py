@@ -63,7 +63,7 @@ def count_loaded_tensors(reader: WeightReader) -> WeightReader:
 
 
 class WeightReceiver(Protocol):
-    """Receives versions from the trainer's device, like `lockstep.weights.stream.receiver:StreamReceiver`."""
+    """Receives versions from the trainer's device, like `lockstep.weights.stream.weight_stream:StreamReceiver`."""
 
     def promised(self, where: Mapping[str, Any]) -> Mapping[str, "HasShape"]:
         """The tensors that a version will have, by name."""

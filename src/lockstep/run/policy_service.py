@@ -9,8 +9,8 @@ from lockstep.train.trainer_service import TrainerService
 from lockstep.watch.beacon.writer import current_beacon
 from lockstep.watch.recorder import recorder
 from lockstep.weights.stream.channel import StreamChannel
-from lockstep.weights.stream.sender import StreamSender
 from lockstep.weights.stream.tensor_buckets import cut_buckets
+from lockstep.weights.stream.weight_stream import StreamSender
 from lockstep.weights.weight_store import WeightStore
 
 

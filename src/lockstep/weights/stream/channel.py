@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import Store
 from lockstep.weights.distributed_setup import wait_for_key
 from lockstep.weights.errors import LinkFailed, PlanMismatch
 
-STREAM_RECEIVER = "lockstep.weights.stream.receiver:StreamReceiver"
+STREAM_RECEIVER = "lockstep.weights.stream.weight_stream:StreamReceiver"
 """The class by which an engine receives a stream."""
 
 StreamTransport = Literal["nccl", "cuda_ipc"]

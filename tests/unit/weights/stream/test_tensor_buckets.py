@@ -7,8 +7,6 @@ from hypothesis import strategies as st
 
 from lockstep.weights.errors import TornWeights
 from lockstep.weights.stream.channel import StreamChannel
-from lockstep.weights.stream.receiver import bucket_views
-from lockstep.weights.stream.sender import fill_bucket
 from lockstep.weights.stream.tensor_buckets import (
     TensorBucket,
     bytes_with_trailer,
@@ -18,6 +16,7 @@ from lockstep.weights.stream.tensor_buckets import (
     verify_trailer,
     write_trailer,
 )
+from lockstep.weights.stream.weight_stream import bucket_views, fill_bucket
 from lockstep.weights.weight_plan import WeightPlan
 from lockstep.weights.write_records import sample_ranges
 
