@@ -1,7 +1,7 @@
-"""Aligns the dumps of many ranks and turns them into `Evidence`.
+"""Aligns the dumps of many ranks and builds evidence from them.
 
-Ranks are aligned by communicator and collective sequence number. `record_id` counts per process over all
-communicators and wraps with the ring, so it says nothing about other ranks.
+Calls are aligned by communicator and collective sequence number. `record_id` cannot align them, because each process
+counts it over all of its communicators.
 """
 
 import math
@@ -23,16 +23,15 @@ from lockstep.watch.diagnosis.evidence_types import (
     Liveness,
     ProcessInfo,
 )
-from lockstep.watch.dumps.decode import CallTexts as Known
-from lockstep.watch.dumps.decode import CommunicatorTrace
+from lockstep.watch.dumps.decode import CallTexts, CommunicatorTrace
 from lockstep.watch.dumps.dump_files import RankDump, ranks_text
 
 NEWEST_CALLS = 16
-"""The number of newest calls that are kept of each member."""
+"""The number of newest calls kept of each member."""
 _KEPT_AFTER_DIVERGENCE = 64
-"""The number of calls kept from the first divergence on; later ones are its effects."""
+"""The number of calls kept after the first divergence; later ones only follow from it."""
 _MAX_SPAN = 10_000_000
-"""Sequence numbers further apart than this belong to different runs."""
+"""If the sequence numbers of members are further apart than this, the members are not compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,52 +45,53 @@ class MemberCalls:
 
 
 def informative_calls(columns: Sequence[MemberCalls]) -> list[NDArray[np.int64]]:
-    """The informative calls of each member, as ascending indices: the newest, those around the slowest member's
-    position, and those from the first divergence on."""
+    """Selects calls of each member, as ascending indices: the newest, those around the slowest member's newest, and
+    those around the first divergence."""
     if not columns:
         return []
-    low = min(int(column.sequence.min()) for column in columns)
-    high = max(int(column.sequence.max()) for column in columns)
+    lowest = min(int(column.sequence.min()) for column in columns)
+    highest = max(int(column.sequence.max()) for column in columns)
     slowest = min(int(column.sequence.max()) for column in columns)
-    parted = high + 1
-    if high - low < _MAX_SPAN:
-        first = np.zeros(high - low + 1, np.uint64)
-        differs = np.zeros(high - low + 1, np.bool_)
+    diverged_at = highest + 1
+    if highest - lowest < _MAX_SPAN:
+        first = np.zeros(highest - lowest + 1, np.uint64)
+        differs = np.zeros(highest - lowest + 1, np.bool_)
         for column in columns:
-            at = column.sequence - low
+            at = column.sequence - lowest
             before = first[at]
             differs[at] |= (before != column.signature) & (before != 0)
             first[at] = np.where(before == 0, column.signature, before)
         if differs.any():
-            parted = low + int(np.argmax(differs))
+            diverged_at = lowest + int(np.argmax(differs))
     kept = []
     for column in columns:
         numbers = column.sequence
         keep = (numbers > slowest - 2) & (numbers <= slowest + NEWEST_CALLS)
         keep[-NEWEST_CALLS:] = True
-        keep |= (numbers >= parted - 1) & (numbers < parted + _KEPT_AFTER_DIVERGENCE)
+        keep |= (numbers >= diverged_at - 1) & (numbers < diverged_at + _KEPT_AFTER_DIVERGENCE)
         kept.append(np.flatnonzero(keep))
     return kept
 
 
 def find_undecided(dumps: Sequence[RankDump]) -> list[RankDump]:
-    """Dumps that must be decoded in full: their older calls may differ from other members', or others are so far ahead
-    that the newest calls of all members do not overlap."""
+    """The dumps that must be decoded in full, because their older calls may differ from those of other members, or
+    other members are so far ahead that the newest calls of all do not overlap."""
     members: dict[tuple[str, str], list[tuple[RankDump, CommunicatorTrace]]] = defaultdict(list)
     for dump in dumps:
         for group in dump.trace.groups:
             if group.sequence:
                 members[group.name, group.members].append((dump, group))
-    again: dict[int, RankDump] = {}
+    undecided: dict[int, RankDump] = {}
     for records in members.values():
         slowest = min(group.entered for _, group in records)
-        apart = any(group.digests and group.sequence[0] > slowest - NEWEST_CALLS for _, group in records)
-        if apart or _blocks_differ([group for _, group in records]):
-            again |= {dump.rank: dump for dump, group in records if group.digests}
-    return list(again.values())
+        far_apart = any(group.digests and group.sequence[0] > slowest - NEWEST_CALLS for _, group in records)
+        if far_apart or _blocks_differ([group for _, group in records]):
+            undecided |= {dump.rank: dump for dump, group in records if group.digests}
+    return list(undecided.values())
 
 
 def _blocks_differ(groups: Sequence[CommunicatorTrace]) -> bool:
+    """Whether members have different digests of a block of older calls."""
     first: dict[int, int] = {}
     return any(
         first.setdefault(block, digest) != digest
@@ -113,13 +113,13 @@ class _DumpedCommunicator:
     backend: str
     ranks: list[int]
     records: dict[int, CommunicatorTrace] = field(default_factory=dict)
-    """By rank, the record in its dump."""
+    """The record in the dump of each rank."""
 
 
 def build_dump_evidence(
-    dumps: Sequence[RankDump], gaps: Sequence[str], known: Known, world_size: int | None = None
+    dumps: Sequence[RankDump], gaps: Sequence[str], call_texts: CallTexts, world_size: int | None = None
 ) -> Evidence:
-    """Evidence from one dump per rank. Ranks that only other dumps mention are included as unknown."""
+    """Builds evidence from one dump per rank. Ranks that only other dumps mention are included as unknown."""
     gaps = list(gaps)
     communicators = _communicators(dumps, world_size)
     ranks = sorted({dump.rank for dump in dumps}.union(range(world_size or 0), *(each.ranks for each in communicators)))
@@ -138,7 +138,7 @@ def build_dump_evidence(
         at=max((dump.taken_at for dump in dumps), default=math.nan),
         processes=_process_table(ranks, by_rank, communicators),
         communicators=members,
-        calls=_call_table(communicators, by_rank, known),
+        calls=_call_table(communicators, by_rank, call_texts),
         edges=_wait_edges(communicators, index),
         source="dumps",
         gaps=tuple(gaps),
@@ -153,8 +153,8 @@ def build_dump_evidence(
 def _process_table(
     ranks: Sequence[int], by_rank: Mapping[int, RankDump], communicators: Sequence[_DumpedCommunicator]
 ) -> ProcessTable:
-    """The process table. A rank without a dump counts as running, with everything else unknown."""
-    nothing = np.full(len(ranks), np.nan)
+    """Builds the process table. A rank without a dump counts as running, and everything else about it is unknown."""
+    unknown = np.full(len(ranks), np.nan)
     newest = {dump.rank: dump.trace.newest for dump in by_rank.values()}
     for communicator in communicators:
         for rank in communicator.records:
@@ -165,22 +165,22 @@ def _process_table(
         info=[ProcessInfo(f"rank {rank}", "", rank) for rank in ranks],
         liveness=np.full(len(ranks), Liveness.RUNNING, np.int8),
         exit_code=np.full(len(ranks), NO_EXIT_CODE, np.int32),
-        ended_at=nothing, progressed_at=np.array([newest.get(rank, math.nan) for rank in ranks]),
-        active_at=nothing.copy(), same_stack_since=nothing.copy(), stage=[""] * len(ranks), seen_at=seen,
+        ended_at=unknown, progressed_at=np.array([newest.get(rank, math.nan) for rank in ranks]),
+        active_at=unknown.copy(), same_stack_since=unknown.copy(), stage=[""] * len(ranks), seen_at=seen,
     )  # fmt: skip
 
 
 def _left_behind_at(communicator: _DumpedCommunicator, rank: int) -> float:
-    """When another rank first entered a collective that this rank, known only by its counters, has not entered: it has
-    made no progress since. NaN if none is ahead."""
-    mine = communicator.records[rank].entered
-    ahead = [group.entered_at for group in communicator.records.values() if group.entered > mine != UNKNOWN]
+    """When another rank first entered a collective that this rank has not entered, so that this rank has made no
+    progress since. Used if the rank's dump has counters but no entries. NaN if no rank is ahead."""
+    own_entered = communicator.records[rank].entered
+    ahead = [group.entered_at for group in communicator.records.values() if group.entered > own_entered != UNKNOWN]
     return min((when for when in ahead if not math.isnan(when)), default=math.nan)
 
 
 def _communicators(dumps: Sequence[RankDump], world_size: int | None) -> list[_DumpedCommunicator]:
-    """Communicators by name and members: different ones may share a name (`split_group`), and the member lists of one
-    may differ, which is a fault."""
+    """Groups the records of all dumps by communicator. Different communicators may share a name (`split_group`), and
+    the member lists of one communicator may differ, which is a fault."""
     by_name: dict[str, list[tuple[int, CommunicatorTrace, frozenset[int]]]] = defaultdict(list)
     parsed: dict[str, frozenset[int]] = {"": frozenset()}
     for dump in dumps:
@@ -191,16 +191,18 @@ def _communicators(dumps: Sequence[RankDump], world_size: int | None) -> list[_D
     size = max((max(dump.rank + 1, dump.trace.world) for dump in dumps), default=0)
     found = []
     for name, records in by_name.items():
-        for ranks, mine in _cluster_members(records):
-            if all(group.entered <= 0 and not group.waits for _, group, _ in mine):
+        for ranks, own_records in _cluster_members(records):
+            if all(group.entered <= 0 and not group.waits for _, group, _ in own_records):
                 continue  # never used, as far as the dumps reach back
-            descriptions = [group.description for _, group, _ in mine if group.description]
-            if not any(listed for _, _, listed in mine) and (_DEFAULT_GROUP in descriptions or name == _DEFAULT_GROUP):
+            descriptions = [group.description for _, group, _ in own_records if group.description]
+            if not any(listed for _, _, listed in own_records) and (
+                _DEFAULT_GROUP in descriptions or name == _DEFAULT_GROUP
+            ):
                 ranks = set(range(world_size or size))
-            backend = next((group.backend for _, group, _ in mine if group.backend), "")
+            backend = next((group.backend for _, group, _ in own_records if group.backend), "")
             found.append(
                 _DumpedCommunicator(name, descriptions[0] if descriptions else "", backend, sorted(ranks),
-                              {rank: group for rank, group, _ in mine})
+                              {rank: group for rank, group, _ in own_records})
             )  # fmt: skip
     return sorted(found, key=lambda each: (-len(each.ranks), each.name, each.ranks))
 
@@ -208,34 +210,34 @@ def _communicators(dumps: Sequence[RankDump], world_size: int | None) -> list[_D
 def _cluster_members(
     records: Sequence[tuple[int, CommunicatorTrace, frozenset[int]]],
 ) -> list[tuple[set[int], list[tuple[int, CommunicatorTrace, frozenset[int]]]]]:
-    """Groups the records of one communicator: overlapping lists belong together; a record without a list belongs where
-    its rank is listed."""
+    """Groups the records of one name by communicator: records with overlapping member lists belong together, and a
+    record without a list belongs to the communicator that lists its rank."""
     clusters: list[tuple[set[int], list[tuple[int, CommunicatorTrace, frozenset[int]]]]] = []
     of_list: dict[frozenset[int], int] = {}
     for each in sorted(records, key=lambda each: not each[2]):
-        rank, _, listed = each
-        at = of_list.get(listed) if listed else None
-        if at is None:
-            overlapping = listed or {rank}
-            at = next((i for i, (ranks, _) in enumerate(clusters) if ranks & overlapping), None)
-            if at is None and not listed and len(clusters) == 1:
-                at = 0
-            if at is None:
+        rank, _, member_list = each
+        index = of_list.get(member_list) if member_list else None
+        if index is None:
+            overlapping = member_list or {rank}
+            index = next((i for i, (ranks, _) in enumerate(clusters) if ranks & overlapping), None)
+            if index is None and not member_list and len(clusters) == 1:
+                index = 0
+            if index is None:
                 clusters.append((set(), []))
-                at = len(clusters) - 1
-            if listed:
-                of_list[listed] = at
-        clusters[at][0].update(listed or {rank})
-        clusters[at][1].append(each)
+                index = len(clusters) - 1
+            if member_list:
+                of_list[member_list] = index
+        clusters[index][0].update(member_list or {rank})
+        clusters[index][1].append(each)
     return clusters
 
 
 def _correct_counts(communicator: _DumpedCommunicator, by_rank: Mapping[int, RankDump], gaps: list[str]) -> None:
-    """Corrects the records of a communicator by what other members prove.
+    """Corrects the counts of a communicator by what the records of other members prove.
 
-    If one member finished a collective that none can finish before all have entered, all members entered it. A dump
-    that knows less, and whose newest entry is older than the next collective on the others, was taken earlier; its
-    rank's later progress is unknown.
+    If one member completed a collective that no member can complete before all have entered, all members have entered
+    it. A dump with lower counts, whose newest entry is older than the next collective on the other ranks, was taken
+    earlier, so the later progress of its rank is unknown.
     """
     records = communicator.records
     certain = max((group.certain for group in records.values()), default=UNKNOWN)
@@ -252,15 +254,15 @@ def _correct_counts(communicator: _DumpedCommunicator, by_rank: Mapping[int, Ran
     for rank in communicator.ranks:
         known = records.get(rank)
         if known is not None and not known.sequence and known.entered == UNKNOWN and certain == newest > 0:
-            known.entered = known.completed = certain  # its own entries have left the ring
+            known.entered = known.completed = certain  # its entries have been overwritten
     if communicator.backend == "gloo":
         _correct_gloo_counts(communicator, by_rank)
 
 
 def _correct_gloo_counts(communicator: _DumpedCommunicator, by_rank: Mapping[int, RankDump]) -> None:
-    """Gloo marks a collective as ended shortly after its caller continues, in any order, and also if it failed or timed
-    out. A collective that others finished, and after which this rank continued, is finished; one that a member has not
-    entered is not."""
+    """Corrects the completed counts of gloo, which marks a collective as ended a little after its caller continues, in
+    any order, and also if it failed or timed out. A collective that others completed, and after which this rank
+    continued, is completed. A collective that a member has not entered is not completed."""
     records = communicator.records
     reached = sorted(group.completed for group in records.values())[-2:]
     for group in records.values():
@@ -276,7 +278,7 @@ def _correct_gloo_counts(communicator: _DumpedCommunicator, by_rank: Mapping[int
 
 
 def _entry_time(group: CommunicatorTrace, sequence: int) -> float:
-    """When a rank entered a collective, or the next one with a known time, in Unix seconds; NaN if there is none."""
+    """When a rank entered a collective, or the next later one with an entry, in Unix seconds; NaN if there is none."""
     later = (when for number, when in zip(group.sequence, group.created, strict=True) if number >= sequence)
     return next(later, math.nan) / 1e9
 
@@ -289,11 +291,11 @@ def _membership_table(
     for communicator in communicators:
         for rank in communicator.ranks:
             group = communicator.records.get(rank)
-            whole = rank in by_rank and by_rank[rank].trace.complete
-            nothing = 0 if whole else UNKNOWN
+            complete = rank in by_rank and by_rank[rank].trace.complete
+            without_record = 0 if complete else UNKNOWN
             columns["process"].append(index[rank])
-            columns["entered"].append(group.entered if group else nothing)
-            columns["completed"].append(group.completed if group else nothing)
+            columns["entered"].append(group.entered if group else without_record)
+            columns["completed"].append(group.completed if group else without_record)
             columns["entered_at"].append(group.entered_at if group else math.nan)
             columns["completed_at"].append(group.completed_at if group else math.nan)
             columns["member_list"].append(crc32(group.members.encode()) if group and group.members else UNKNOWN)
@@ -313,27 +315,28 @@ def _membership_table(
 
 
 def _communicator_names(communicators: Sequence[_DumpedCommunicator]) -> list[CommunicatorInfo]:
-    """Names for communicators: the user's descriptions where they are unique; torch's own names are numbers and
+    """Unique names for communicators: the user's description if it is unique, because torch's names are numbers and
     hashes."""
-    meant = ["" if each.description == _NO_DESCRIPTION else each.description for each in communicators]
+    descriptions = ["" if each.description == _NO_DESCRIPTION else each.description for each in communicators]
     names = []
-    for each, description in zip(communicators, meant, strict=True):
-        alone = meant.count(description) == 1 or description == each.name
-        names.append((description if alone else f"{description} {each.name}") if description else each.name)
-    twice = {name for name in names if names.count(name) > 1}
+    for each, description in zip(communicators, descriptions, strict=True):
+        is_unique = descriptions.count(description) == 1 or description == each.name
+        names.append((description if is_unique else f"{description} {each.name}") if description else each.name)
+    duplicates = {name for name in names if names.count(name) > 1}
     names = [
-        f"{name} {each.ranks[:4]}" if name in twice else name for name, each in zip(names, communicators, strict=True)
+        f"{name} {each.ranks[:4]}" if name in duplicates else name
+        for name, each in zip(names, communicators, strict=True)
     ]
     return [
         CommunicatorInfo(name, description, each.backend)
-        for name, description, each in zip(names, meant, communicators, strict=True)
+        for name, description, each in zip(names, descriptions, communicators, strict=True)
     ]
 
 
 def _call_table(
-    communicators: Sequence[_DumpedCommunicator], by_rank: Mapping[int, RankDump], known: Known
+    communicators: Sequence[_DumpedCommunicator], by_rank: Mapping[int, RankDump], call_texts: CallTexts
 ) -> CallTable:
-    """The newest calls of each member, and those where members differ."""
+    """Builds the call table from the informative calls of each member."""
     memberships, sequences, signatures = [], [], []
     sites: dict[tuple[int, int], str] = {}
     start = 0
@@ -361,13 +364,14 @@ def _call_table(
         membership=np.concatenate(memberships or [np.empty(0, np.int64)]),
         seq=np.concatenate(sequences or [np.empty(0, np.int64)]),
         signature=signature,
-        by_signature={each: CollectiveCall(*call) for each, call in known.items() if each in used},
+        by_signature={each: CollectiveCall(*call) for each, call in call_texts.items() if each in used},
         sites=sites,
     )
 
 
 def _wait_edges(communicators: Sequence[_DumpedCommunicator], index: Mapping[int, int]) -> list[WaitEdge]:
-    """Open sends and receives as wait edges. Only NCCL records them; they name ranks within the communicator."""
+    """Sends and receives that have not ended, as wait edges. Only NCCL records them; their ranks are those within the
+    communicator."""
     edges = []
     for communicator in communicators:
         for rank, group in communicator.records.items():

@@ -12,20 +12,20 @@ from lockstep.watch.dumps.dump_parser import MAX_RANKS
 
 _HEAD = 4096
 _MAX_DEPTH = 6
-"""The deepest level that is searched; torchrun's dumps are four levels deep (run, attempt, rank, file)."""
+"""The deepest folder level that is searched; torchrun's dumps are four levels deep (run, attempt, rank, file)."""
 _MAX_FILES = 100_000
 _DUMP_KEYS = (
     b"pg_config", b"pg_status", b"collective_seq_id", b"comm_lib_version", b"nccl_comm_state", b"nccl_version",
     b"profiling_name",
 )  # fmt: skip
-"""Every dump, pickled or JSON, of any version, has one of these in its first bytes."""
+"""Every dump, pickled or JSON, of any version, has one of these keys in its first bytes."""
 _LIKELY_NAME = re.compile(r"(?:trace|dump|flight|recorder|rank|nccl|fr)", re.IGNORECASE)
 
 _RANK = (
     re.compile(r"(?<![a-z])(?:global[_-]?)?rank[_=.-]?(\d+)", re.IGNORECASE),
     re.compile(r"(\d+)$"),
 )
-"""Matches the rank in a file name without suffixes: a number after the word `rank`, else a number at the end."""
+"""Patterns for the rank in a file name without suffixes: a number after the word `rank`, else a number at the end."""
 _FOLDER_RANK = re.compile(r"(?:^|(?<![a-z])rank[_=.-]?)(\d+)$", re.IGNORECASE)
 _SUFFIXES = {".pickle", ".pkl", ".json", ".bin", ".dump", ".trace", ".pt", ".txt", ".log", ".out", ".dat"}
 
@@ -41,15 +41,15 @@ class DumpFile:
 
 
 def find_dump_files(folder: Path, pattern: str | None = None) -> list[DumpFile]:
-    """The dumps below a folder, or the given file, ordered by name.
+    """Finds the dumps below a folder, ordered by name; `folder` may also be a file.
 
-    `pattern` says where the rank stands in a file's path below the folder: `host-*/fr.{rank}.bin`; files that it does
-    not fit are left out. Without it the usual names are understood. Symbolic links are not followed.
+    `pattern` matches a file's path below the folder and shows where the rank is: `host-*/fr.{rank}.bin`. Files that do
+    not match are left out. Without a pattern, the usual names are recognised. Symbolic links are not followed.
 
     Raises:
-        ValueError: The pattern has no `{rank}`.
+        ValueError: the pattern has no `{rank}`.
     """
-    expression = None if pattern is None else _expression(pattern)
+    expression = None if pattern is None else _compile_pattern(pattern)
     found = []
     for path in [folder] if folder.is_file() else _files(folder):
         stat = path.stat()
@@ -84,7 +84,7 @@ def _valid_rank(digits: str) -> int | None:
     return int(digits) if len(digits) <= 7 and int(digits) < MAX_RANKS else None
 
 
-def _expression(pattern: str) -> re.Pattern[str]:
+def _compile_pattern(pattern: str) -> re.Pattern[str]:
     if pattern.count("{rank}") != 1:
         raise ValueError(f"ranks={pattern!r} must contain {{rank}} exactly once, like 'trace-{{rank}}.pickle'")
     parts = [re.escape(part).replace(r"\*", r"[^/]*").replace(r"\?", ".") for part in pattern.split("{rank}")]
@@ -92,19 +92,19 @@ def _expression(pattern: str) -> re.Pattern[str]:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """The regular files at most `_MAX_DEPTH` folders deep, sorted."""
+    """Yields the regular files at most `_MAX_DEPTH` folders deep, sorted."""
     seen = 0
     folders = [(folder, 0)]
     while folders:
-        here, depth = folders.pop()
+        current, depth = folders.pop()
         try:
-            inside = sorted(here.iterdir())
+            paths = sorted(current.iterdir())
         except OSError:
             continue
-        inside = [path for path in inside if not path.is_symlink()]
+        paths = [path for path in paths if not path.is_symlink()]
         if depth < _MAX_DEPTH:
-            folders += [(path, depth + 1) for path in reversed(inside) if path.is_dir()]
-        for path in inside:
+            folders += [(path, depth + 1) for path in reversed(paths) if path.is_dir()]
+        for path in paths:
             if path.is_file():
                 seen += 1
                 if seen > _MAX_FILES:
@@ -113,7 +113,7 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def _is_dump(path: Path, size: int) -> bool:
-    """Whether a file looks like a dump. The first bytes decide, and for an empty file the name."""
+    """Whether a file looks like a dump, by its first bytes; by its name if it is empty."""
     if size == 0:
         return bool(_LIKELY_NAME.search(path.stem)) and path.suffix.lower() in {"", ".pickle", ".pkl", ".json"}
     try:
@@ -139,7 +139,7 @@ _MAX_NAMED = 8
 
 @dataclass(frozen=True, slots=True)
 class RankDump:
-    """A rank's dump."""
+    """The dump of a rank."""
 
     rank: int
     file: DumpFile
@@ -147,13 +147,13 @@ class RankDump:
 
     @property
     def taken_at(self) -> float:
-        """When the file was written, in Unix seconds; its entries cannot be newer."""
+        """When the dump was taken, in Unix seconds: when its file was written, but not before its newest entry."""
         newest = self.trace.newest
         return self.file.modified if math.isnan(newest) else max(newest, self.file.modified)
 
 
 def select_dumps(results: Iterable[tuple[DumpFile, RankTrace | UnreadableDump]]) -> tuple[list[RankDump], list[str]]:
-    """One dump per rank, of the newest run, ordered by rank; and which files were left out, and why."""
+    """Selects one dump per rank, of the newest run, ordered by rank. Also returns texts about the files left out."""
     gaps: list[str] = []
     by_rank: dict[int, list[RankDump]] = defaultdict(list)
     versions: dict[str, list[int]] = defaultdict(list)
@@ -188,14 +188,14 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 def _preference(dump: RankDump) -> tuple[float, bool, int, bool, float]:
-    """Sort key: a newer dump is better; among equally new ones, the fuller one."""
+    """The sort key of dumps of one rank: newer is better; of equally new ones, more complete is better."""
     trace = dump.trace
     newest = -math.inf if math.isnan(trace.newest) else trace.newest
     return newest, trace.complete, trace.entries, len(trace.sites) > 1, dump.file.modified
 
 
 def _newest_run(dumps: list[RankDump], gaps: list[str]) -> list[RankDump]:
-    """Drops the dumps of processes whose last entry is older than the newest run."""
+    """Drops dumps whose newest entry is older than the start of the newest run."""
     began = max((dump.trace.began for dump in dumps if not math.isnan(dump.trace.began)), default=math.nan)
     if math.isnan(began):
         return dumps

@@ -1,8 +1,8 @@
-"""Parses flight-recorder dumps safely: restricted pickle, JSON, entries of every version, stacks.
+"""Parses flight-recorder dumps safely: pickle without classes, JSON, entries of every version, stacks.
 
-A dump holds dicts, lists, tuples, strings and numbers. The unpickler refuses a pickle that names a class or a
-function, so a dump can execute no code. The process that reads dumps (`reader_process`) limits memory and time,
-because a hostile pickle of a few bytes can need gigabytes. This module imports only the standard library.
+A dump consists of dicts, lists, tuples, strings and numbers. The unpickler refuses any pickle that names a class or a
+function, so a dump cannot execute code. A hostile pickle of a few bytes can need gigabytes, so `reader_process` limits
+memory and time. This module imports only the standard library.
 """
 
 import io
@@ -21,7 +21,7 @@ _MAX_SITE_CHARS = 300
 
 
 class DumpCallSites:
-    """Numbers call sites. The entries of a dump share frame objects, so known stacks are recognised by identity."""
+    """Numbers the call sites of a dump. Its entries share frame objects, so known stacks are recognised by identity."""
 
     def __init__(self) -> None:
         self.names: list[str] = [""]
@@ -29,7 +29,7 @@ class DumpCallSites:
         self._by_identity: dict[tuple[int, ...], int] = {}
 
     def of(self, entries: Sequence[Mapping[str, Any]]) -> list[int]:
-        """The number of each entry's call site, 0 if the dump has no stacks."""
+        """The number of each entry's call site; 0 without a stack."""
         try:
             stacks = list(map(_FRAMES, entries))
         except KeyError:
@@ -51,12 +51,12 @@ class DumpCallSites:
 
 
 def bounded_text(value: Any) -> str:
-    """The text, cut to the maximum length; empty if the value is no text."""
+    """The text, cut to the maximum length; empty if the value is not a string."""
     return value[:_MAX_SITE_CHARS] if isinstance(value, str) else ""
 
 
 def _parse_frames(frames: Any) -> list[tuple[str, int, str]]:
-    """(file, line, function), innermost first, from dicts or from torch's text of them."""
+    """Parses frames, innermost first, into (file, line, function). Frames are dicts or torch's text."""
     if isinstance(frames, str):
         return [(m["filename"], int(m["line"]), m["name"]) for m in _FRAME_LINE.finditer(frames[: 2**16])]
     found = []
@@ -72,24 +72,24 @@ def _parse_frames(frames: Any) -> list[tuple[str, int, str]]:
 
 
 def user_call_site(frames: Sequence[tuple[str, int, str]]) -> str:
-    """`train.py:31 in step`: the innermost frame outside libraries, else the innermost outside torch."""
-    ours = [frame for frame in frames if frame[0] and not _LIBRARY.search(frame[0])]
-    beyond = [frame for frame in frames if frame[0] and "/torch/" not in frame[0]]
-    for file, line, function in (ours or beyond or frames)[:1]:
+    """`train.py:31 in step`: the innermost frame outside of libraries, else the innermost one outside of torch."""
+    outside_libraries = [frame for frame in frames if frame[0] and not _LIBRARY.search(frame[0])]
+    outside_torch = [frame for frame in frames if frame[0] and "/torch/" not in frame[0]]
+    for file, line, function in (outside_libraries or outside_torch or frames)[:1]:
         return f"{file.rpartition('/')[2]}:{line} in {function}"[:_MAX_SITE_CHARS]
     return ""
 
 
 MAX_RANKS = 1 << 17
-"""No job has more ranks; a dump with larger numbers is rejected."""
+"""No job has more ranks; larger numbers are not ranks."""
 
 
 class NotADump(ValueError):
-    """The file is no dump, or is damaged; the message says why."""
+    """The file is not a dump, or is damaged; the message is a verb phrase that says why."""
 
 
 _PEEK_BYTES = 1 << 17
-"""The unpickler never peeks at more bytes."""
+"""More bytes than the unpickler ever peeks at."""
 
 
 class UnpickleRefused(pickle.UnpicklingError):
@@ -112,7 +112,7 @@ def loads_restricted(data: bytes) -> Any:
 
     Truncated or damaged input may raise any of `DAMAGED_INPUT_ERRORS`.
     """
-    # The C unpickler reads a file opcode by opcode, unless it can peek: four times as slow.
+    # If the C unpickler cannot peek, it reads the file opcode by opcode, which takes four times as long.
     return _RestrictedUnpickler(io.BufferedReader(io.BytesIO(data), _PEEK_BYTES)).load()
 
 
@@ -120,7 +120,7 @@ DAMAGED_INPUT_ERRORS = (
     pickle.UnpicklingError, EOFError, ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError,
     MemoryError, RecursionError, UnicodeError,
 )  # fmt: skip
-"""Errors that a damaged dump may raise."""
+"""Errors that reading a damaged dump may raise."""
 
 
 _P2P_OPERATIONS = ("send", "recv")
@@ -129,10 +129,10 @@ _HEAD_BYTES = 4096
 
 
 def parse_dump(data: bytes) -> Any:
-    """The content of a dump, pickled or JSON.
+    """Parses a dump, pickled or JSON.
 
     Raises:
-        NotADump: Empty, truncated or damaged.
+        NotADump: the dump is empty, truncated or damaged.
     """
     start = data[:_HEAD_BYTES].lstrip()
     if not start.strip(b"\0"):
@@ -149,13 +149,15 @@ def normalize_entry(entry: Any) -> dict[str, Any] | None:
     if not isinstance(entry, dict):
         return None
     group = entry.get("process_group", entry.get("pg_name"))
-    pair = (group, "") if isinstance(group, str) else tuple(group) if isinstance(group, list | tuple) else ()
-    if not pair:
-        pair = (str(entry.get("pg_id", "")), "")
+    name_and_description = (
+        (group, "") if isinstance(group, str) else tuple(group) if isinstance(group, list | tuple) else ()
+    )
+    if not name_and_description:
+        name_and_description = (str(entry.get("pg_id", "")), "")
     sequence = entry.get("collective_seq_id", entry.get("seq_id"))
     name, created = entry.get("profiling_name"), entry.get("time_created_ns", 0)
-    texts = len(pair) == 2 and all(type(part) is str for part in (*pair, name))
-    if not texts or type(sequence) is not int or type(created) is not int or not 0 <= sequence < 2**62:
+    has_texts = len(name_and_description) == 2 and all(type(part) is str for part in (*name_and_description, name))
+    if not has_texts or type(sequence) is not int or type(created) is not int or not 0 <= sequence < 2**62:
         return None
     if not -(2**62) < created < 2**62:
         return None
@@ -167,7 +169,7 @@ def normalize_entry(entry: Any) -> dict[str, Any] | None:
     except ValueError:
         return None
     return entry | lists | {
-        "process_group": pair, "collective_seq_id": sequence, "time_created_ns": created,
+        "process_group": name_and_description, "collective_seq_id": sequence, "time_created_ns": created,
         "state": entry.get("state"), "retired": bool(entry.get("retired")),
         "is_p2p": bool(entry.get("is_p2p", operation.startswith(_P2P_OPERATIONS))),
     }  # fmt: skip

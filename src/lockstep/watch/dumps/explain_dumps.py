@@ -28,17 +28,19 @@ from lockstep.watch.dumps.dump_files import DumpFile, UnreadableDump, find_dump_
 from lockstep.watch.dumps.reader_process import ANSWER_HEADER, unpack_trace
 
 MEMORY_BYTES = 2 << 30
-"""The address space of a reader process, in bytes. A dump of 20,000 entries needs about 100 MiB."""
+"""The limit of a reader process's address space. A dump of 20,000 entries needs about 100 MiB."""
 _PREFETCH = 2
-"""Files sent to a reader at a time, so that it never waits for the next."""
+"""The most files sent to a reader in advance, so that it never waits for the next one."""
 _START_S = 60.0
 _END_S = 10.0
 _FILE_S, _PER_BYTE_S = 60.0, 1 / 500_000
-"""How long reading a file may take: a constant plus a time per byte. A typical file takes hundredths of a second."""
+"""The time limit for a file: a constant plus a time per byte. A typical file takes hundredths of a second."""
 
 
 @dataclass(eq=False)
 class _ReaderProcess:
+    """A reader process, and the files sent to it that it has not answered yet."""
+
     process: "subprocess.Popen[bytes]"
     deadline: float
     full: bool
@@ -51,13 +53,13 @@ def read_traces(
     files: Sequence[DumpFile], calls: CallTexts, *, full: bool = False, readers: int | None = None,
     memory: int = MEMORY_BYTES, file_s: float = _FILE_S,
 ) -> Iterator[tuple[DumpFile, RankTrace | UnreadableDump]]:  # fmt: skip
-    """Reads dumps in parallel and yields each when it is done, in no order; fills `calls` with their calls. With `full`
-    every call is kept individually, else older ones as digests of blocks.
+    """Reads dumps in parallel and yields each as soon as it is decoded; adds the texts of their calls to `calls`. With
+    `full`, every call is kept individually; else older calls become digests of blocks.
 
     A reader that crashes or times out on a file is replaced, and the file becomes an `UnreadableDump`.
 
     Raises:
-        RuntimeError: the readers do not start.
+        RuntimeError: a reader does not start.
     """
     todo = deque(files)
     count = min(readers or len(os.sched_getaffinity(0)), len(todo), 16)
@@ -74,34 +76,34 @@ def read_traces(
         def drop(reader: _ReaderProcess) -> str:
             selector.unregister(_stdout(reader))
             running.discard(reader)
-            how = ": timed out" if reader.deadline < time.monotonic() else ""
-            return how + _stop_reader(reader, 0.0 if how else _END_S)
+            how_it_ended = ": timed out" if reader.deadline < time.monotonic() else ""
+            return how_it_ended + _stop_reader(reader, 0.0 if how_it_ended else _END_S)
 
         for _ in range(count):
             start()
-        left = len(todo)
-        while left:
+        unread = len(todo)
+        while unread:
             wait = max(0.0, min(60.0, *(reader.deadline - time.monotonic() for reader in running)))
             done = [key.data for key, _ in selector.select(wait)]
-            late = [reader for reader in running - set(done) if reader.deadline < time.monotonic()]
+            lost = [reader for reader in running - set(done) if reader.deadline < time.monotonic()]
             for reader in done:
                 alive = _receive(reader)
                 for result in _parse_answers(reader, calls):
-                    left -= 1
+                    unread -= 1
                     yield result
                 _send_files(reader, todo, file_s)
                 if alive:
                     continue
-                late.append(reader)
-            for reader in late:
-                how = drop(reader)
+                lost.append(reader)
+            for reader in lost:
+                how_it_ended = drop(reader)
                 if not reader.ready:
-                    raise RuntimeError(f"a process that reads dumps did not start{how}")
+                    raise RuntimeError(f"a process that reads dumps did not start{how_it_ended}")
                 if reader.files:
-                    left -= 1
-                    yield reader.files.popleft(), UnreadableDump(f"cannot be read{how}")
+                    unread -= 1
+                    yield reader.files.popleft(), UnreadableDump(f"cannot be read{how_it_ended}")
                 todo.extendleft(reversed(reader.files))
-                if left > sum(len(other.files) for other in running):
+                if unread > sum(len(other.files) for other in running):
                     start()
             for reader in running:
                 if reader.ready:
@@ -109,7 +111,7 @@ def read_traces(
 
 
 def _start_reader(memory: int, full: bool) -> _ReaderProcess:
-    # Without site-packages and without the current folder: the reader needs the standard library and this package.
+    # -S -P: no site-packages and no current folder; the reader needs only the standard library and this package.
     environment = {**os.environ, "PYTHONPATH": str(Path(lockstep.__file__).parents[1])}
     process = subprocess.Popen(
         [sys.executable, "-S", "-P", "-m", "lockstep.watch.dumps.reader_process", str(memory)],
@@ -139,7 +141,7 @@ def _send_files(reader: _ReaderProcess, todo: deque[DumpFile], file_s: float) ->
 
 
 def _receive(reader: _ReaderProcess) -> bool:
-    """Receives the available data; False at the end."""
+    """Receives the available data. Returns False at the end of the output."""
     data = os.read(_stdout(reader), 1 << 20)
     reader.received += data
     return bool(data)
@@ -165,11 +167,11 @@ def _parse_answers(reader: _ReaderProcess, calls: CallTexts) -> Iterator[tuple[D
             yield reader.files.popleft(), unpack_trace(about, blob)
 
 
-def _stop_reader(reader: _ReaderProcess, patience: float = 0.0) -> str:
-    """Ends a reader, after `patience` seconds for one that exits on its own; returns how it ended."""
+def _stop_reader(reader: _ReaderProcess, exit_s: float = 0.0) -> str:
+    """Waits `exit_s` for a reader to exit, then kills it. Returns how it ended."""
     process = reader.process
     with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(timeout=patience)
+        process.wait(timeout=exit_s)
     if process.returncode is None:
         process.kill()
     try:
@@ -181,22 +183,23 @@ def _stop_reader(reader: _ReaderProcess, patience: float = 0.0) -> str:
 
 
 class NoDumps(ValueError):
-    """The folder holds no readable dump; the text says what was searched for."""
+    """The folder contains no readable dump; the message says what was searched for."""
 
 
 def read_dumps(
     folder: Path, *, ranks: str | None = None, world_size: int | None = None, readers: int | None = None
 ) -> Evidence:
-    """The evidence in the dumps below a folder. `Evidence.gaps` names unreadable files.
+    """Builds evidence from the dumps below a folder. `Evidence.gaps` names unreadable files.
 
     Args:
-        folder: a folder, or one dump.
-        ranks: where the rank is in the files' paths, `host-*/trace.{rank}.pickle`; None recognises the usual names.
+        folder: a folder, or a single dump.
+        ranks: a pattern that shows where the rank is in the files' paths, `host-*/trace.{rank}.pickle`; None recognises
+            the usual names.
         world_size: the number of ranks of the job; None takes it from the dumps.
-        readers: the number of reading processes; None means one per CPU.
+        readers: the number of reader processes; None means one per CPU.
 
     Raises:
-        NoDumps: no file is a dump.
+        NoDumps: no file is a readable dump.
         ValueError: `ranks` has no `{rank}`.
     """
     if not folder.exists():
@@ -206,11 +209,11 @@ def read_dumps(
         raise NoDumps(_no_dumps_text(folder, ranks))
     calls: CallTexts = {}
     dumps, gaps = select_dumps(read_traces(files, calls, readers=readers))
-    again = [dump.file for dump in find_undecided(dumps)]
-    if again:
-        fuller = {file.path: trace for file, trace in read_traces(again, calls, full=True, readers=readers)}
+    undecided = [dump.file for dump in find_undecided(dumps)]
+    if undecided:
+        full_traces = {file.path: trace for file, trace in read_traces(undecided, calls, full=True, readers=readers)}
         dumps = [
-            replace(dump, trace=trace) if isinstance(trace := fuller.get(dump.file.path), RankTrace) else dump
+            replace(dump, trace=trace) if isinstance(trace := full_traces.get(dump.file.path), RankTrace) else dump
             for dump in dumps
         ]
     if not dumps:
@@ -228,19 +231,19 @@ def _no_dumps_text(folder: Path, ranks: str | None) -> str:
 
 
 _MAX_CULPRITS = 4
-"""The most culprits whose newest entry is quoted."""
+"""The most culprits whose newest entry becomes a fact."""
 
 
 def explain_dumps(folder: Path, *, ranks: str | None = None, world_size: int | None = None) -> list[Verdict]:
-    """Diagnoses the dumps below a folder: at least one verdict, the one that explains the others first. Arguments and
-    errors are those of `read_dumps`."""
+    """Diagnoses the dumps below a folder. Returns at least one verdict; the one that explains the others comes first.
+    For arguments and errors see `read_dumps`."""
     evidence = read_dumps(folder, ranks=ranks, world_size=world_size)
     found = diagnose(evidence)
     return [_with_dump_facts(verdict, evidence) for verdict in found] or [no_stall_verdict(evidence)]
 
 
 def no_stall_verdict(evidence: Evidence) -> Verdict:
-    """The verdict when, according to the dumps, all entered collectives were completed."""
+    """The verdict if no stalled collective is found in the dumps."""
     read, missing = evidence.extra["files"], evidence.extra["missing"]
     of_all = "Every collective that was entered was completed by its members" if not missing else (
         "No collective is in flight on the ranks whose dumps could be read"
@@ -259,7 +262,7 @@ def no_stall_verdict(evidence: Evidence) -> Verdict:
 
 
 def _with_dump_facts(verdict: Verdict, evidence: Evidence) -> Verdict:
-    """The verdict with the newest entries of the culprits' dumps and with the missing evidence."""
+    """Adds the newest entries of the culprits' dumps and the missing evidence to a verdict."""
     own = [fact for fact in verdict.evidence if fact.source != "agent"]
     collect = (
         verdict.collect if verdict.kind is not VerdictKind.UNKNOWN else (*_missing_dumps(evidence), *verdict.collect)
@@ -278,7 +281,7 @@ def _gap_facts(evidence: Evidence) -> tuple[Fact, ...]:
 
 
 def _last_entries(verdict: Verdict, evidence: Evidence) -> Iterator[Fact]:
-    """The newest entry of each culprit, preferably on the verdict's communicator."""
+    """Yields the newest entry of each culprit, preferably on the verdict's communicator."""
     communicator_name = verdict.collective.communicator if verdict.collective else ""
     members, info = evidence.communicators, evidence.processes.info
     of_rank = {each.rank: at for at, each in enumerate(info)}

@@ -1,9 +1,10 @@
 """The process that reads dumps: `python -m lockstep.watch.dumps.reader_process MEMORY_BYTES`.
 
-For each file the parent writes a line of JSON to standard input: the path, and whether all calls are needed. The
-answer on standard output consists of two lengths (`<II`), a JSON object of the first length and numbers of the second.
-A hostile file may need too much memory or time, or crash the interpreter (a dictionary key nested a million deep
-does). In a separate process this ends only the reader, and the parent reports the file.
+For each file the parent writes a line of JSON to standard input: the path, and whether all calls are needed. The answer
+on standard output consists of two lengths (`<II`), a JSON object of the first length and binary columns of the second.
+
+A hostile file may need too much memory or time, or crash the interpreter, as a dictionary key nested a million levels
+deep does. That ends only this process, and the parent reports the file as unreadable.
 """
 
 import dataclasses
@@ -22,45 +23,45 @@ from lockstep.watch.dumps.dump_parser import NotADump
 ANSWER_HEADER = struct.Struct("<II")
 TRACE_COLUMNS = (("digests", "Q"), ("sequence", "q"), ("signature", "Q"), ("created", "q"), ("site", "i"))
 FILE_MEMORY_SHARE = 4
-"""A file may have at most this fraction of the memory (1/4); its content is larger when unpacked."""
+"""A file may be as large as the memory divided by this number; its content needs more when unpacked."""
 _CPU_S = 3600
 
 
 def main() -> None:
     memory = int(sys.argv[1])
     _limit_resources(memory)
-    gc.disable()  # thousands of small objects without cycles: collecting would take longer than reading
+    gc.disable()  # decoding makes many objects without cycles; collecting garbage would take longer than decoding
     decoder, sent = DumpDecoder(), 0
     send_answer(sys.stdout.buffer, {"ready": os.getpid()}, b"")
     for line in sys.stdin:
         try:
             path, full = json.loads(line)
             trace = decoder.read(_read_bounded(path, memory // FILE_MEMORY_SHARE), full)
-            about, blob = pack_trace(trace)
+            content, blob = pack_trace(trace)
             calls = list(decoder.calls.items())
-            about["calls"], sent = calls[sent:], len(calls)
+            content["calls"], sent = calls[sent:], len(calls)
         except (NotADump, OSError, MemoryError) as error:
-            about, blob = {"error": str(error) or "needs too much memory"}, b""
+            content, blob = {"error": str(error) or "needs too much memory"}, b""
             gc.collect()
-        send_answer(sys.stdout.buffer, about, blob)
+        send_answer(sys.stdout.buffer, content, blob)
 
 
 def pack_trace(trace: RankTrace) -> tuple[dict[str, Any], bytes]:
-    """A trace as JSON, and the concatenated columns of its groups."""
-    about = {each.name: getattr(trace, each.name) for each in dataclasses.fields(trace)}
-    about["groups"], columns = [], []
+    """Packs a trace into a JSON object and the concatenated columns of its communicators."""
+    content = {each.name: getattr(trace, each.name) for each in dataclasses.fields(trace)}
+    content["groups"], columns = [], []
     for group in trace.groups:
         fields = {each.name: getattr(group, each.name) for each in dataclasses.fields(group)}
-        mine = [fields.pop(name) for name, _ in TRACE_COLUMNS]
-        about["groups"].append(fields | {"lengths": [len(column) for column in mine]})
-        columns += mine
-    return about, b"".join(column.tobytes() for column in columns)
+        group_columns = [fields.pop(name) for name, _ in TRACE_COLUMNS]
+        content["groups"].append(fields | {"lengths": [len(column) for column in group_columns]})
+        columns += group_columns
+    return content, b"".join(column.tobytes() for column in columns)
 
 
-def unpack_trace(about: dict[str, Any], blob: bytes | memoryview) -> RankTrace:
+def unpack_trace(content: dict[str, Any], blob: bytes | memoryview) -> RankTrace:
     """The inverse of `pack_trace`."""
     groups, at, view = [], 0, memoryview(blob)
-    for fields in about["groups"]:
+    for fields in content["groups"]:
         columns = {}
         for (name, kind), count in zip(TRACE_COLUMNS, fields.pop("lengths"), strict=True):
             column = columns[name] = array(kind)
@@ -69,11 +70,12 @@ def unpack_trace(about: dict[str, Any], blob: bytes | memoryview) -> RankTrace:
             at += size
         fields["waits"] = [(what, since) for what, since in fields["waits"]]
         groups.append(CommunicatorTrace(**(fields | columns)))
-    return RankTrace(**about | {"groups": groups})
+    return RankTrace(**content | {"groups": groups})
 
 
-def send_answer(file: BinaryIO, about: dict[str, Any], blob: bytes) -> None:
-    text = json.dumps(about).encode()
+def send_answer(file: BinaryIO, content: dict[str, Any], blob: bytes) -> None:
+    """Writes one answer."""
+    text = json.dumps(content).encode()
     file.write(ANSWER_HEADER.pack(len(text), len(blob)))
     file.write(text)
     file.write(blob)
@@ -81,7 +83,7 @@ def send_answer(file: BinaryIO, about: dict[str, Any], blob: bytes) -> None:
 
 
 def _read_bounded(path: str, most: int) -> bytes:
-    """A file's content.
+    """Reads a file.
 
     Raises:
         NotADump: the file is larger than `most` bytes.
