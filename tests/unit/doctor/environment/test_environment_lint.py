@@ -256,7 +256,7 @@ def test_what_accelerate_asks_for_on_rtx_40_is_not_advised_against() -> None:
         [ProcessEnvironment("", values)], job=JobTraits(multi_host=False, gpus=("NVIDIA GeForce RTX 4090",) * 2)
     )
     assert {(each.id, each.severity) for each in gaming if each.id != "env-fine"} == {("env-left-on", "note")}
-    assert all("leave it" in each.fix for each in gaming if each.id != "env-fine")
+    assert all("keep it" in each.fix for each in gaming if each.id != "env-fine")
     found = {
         each.seen: each
         for each in lint_environments(
