@@ -117,7 +117,7 @@ def test_a_mismatched_call_is_refused_on_the_later_rank(tmp_path, how):
         late = both.end_of(1)
         assert (late.error, late.exit_code) == ("CollectiveRefused", 0)
         assert late.text.startswith(
-            f"collective #3 on 'fsdp' does not fit: rank 1 is about to enter {mine} at recorded_ranks.py:"
+            f"collective #3 on 'fsdp' does not match: rank 1 is about to enter {mine} at recorded_ranks.py:"
         )
         assert f"but rank 0 has entered {theirs} at recorded_ranks.py:" in late.text
         state = both.communicators(1)["fsdp"]

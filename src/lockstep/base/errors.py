@@ -1,5 +1,4 @@
-"""Errors that travel between processes, and what a rank raises in place of the backend's "Connection closed by
-peer"."""
+"""Errors that are sent between processes, and the errors that a rank raises in place of the backend's own."""
 
 from typing import Any, ClassVar
 
@@ -8,8 +7,8 @@ PACKAGE_ERROR = "lockstep"
 
 
 class PicklableError(Exception):
-    """A mixin for errors whose constructor takes more than a message: they are copied and unpickled with their fields
-    and without the constructor."""
+    """Base class of errors whose constructor takes more than a message. Copying and unpickling restore their fields
+    without calling the constructor."""
 
     error_code: ClassVar[str] = PACKAGE_ERROR
 
@@ -25,9 +24,9 @@ def _restore_error(kind: type[PicklableError], args: tuple[Any, ...], fields: di
 
 
 def error_code(kind: type[BaseException]) -> str:
-    """The code by which other processes recognise an error of this class: its `error_code`, `lockstep` for an error of
-    this package that declares none, empty for any other. Unlike a class's dotted path it survives a move or a renaming,
-    so recovery and retries compare codes only."""
+    """The code by which other processes recognise an error of this class: its `error_code`; `lockstep` for an error of
+    this package without one; empty for any other error. Unlike the dotted path of a class, the code does not change
+    when the class is renamed, so recovery and retries compare codes only."""
     declared = getattr(kind, "error_code", "")
     if isinstance(declared, str) and declared:
         return declared
@@ -35,29 +34,29 @@ def error_code(kind: type[BaseException]) -> str:
 
 
 class CollectiveRefused(PicklableError, RuntimeError):
-    """A collective did not fit what a peer on this host had already entered, and was not begun.
+    """A collective did not match the call of a peer on this host, and was not started.
 
-    The backend has not seen it, so nothing was paired wrongly and the peer still waits for the right call."""
+    It has not reached the backend, so the peer still waits for the right call."""
 
     error_code = "collective_refused"
 
-    def __init__(self, communicator: str, number: int, mine: str, theirs: str, rank: int, peer: int) -> None:
-        self.communicator, self.number, self.mine, self.theirs = communicator, number, mine, theirs
+    def __init__(self, communicator: str, number: int, own_call: str, peer_call: str, rank: int, peer: int) -> None:
+        self.communicator, self.number, self.own_call, self.peer_call = communicator, number, own_call, peer_call
         self.rank, self.peer = rank, peer
         super().__init__(
-            f"collective #{number} on {communicator!r} does not fit: rank {rank} is about to enter {mine}, "
-            f"but rank {peer} has entered {theirs}. The call was refused before it reached the backend."
+            f"collective #{number} on {communicator!r} does not match: rank {rank} is about to enter {own_call}, "
+            f"but rank {peer} has entered {peer_call}. The call was refused before it reached the backend."
         )
 
 
 class CollectiveStalled(PicklableError, RuntimeError):
-    """A collective ended because the supervisor published a verdict and freed the waiting ranks.
+    """A collective failed, and the supervisor's verdict explains why.
 
-    `verdict` is its JSON form (see `watch.diagnosis.verdict`), empty when only a text was given; `was` is the backend's
-    message."""
+    `verdict` is the verdict in JSON form (see `watch.diagnosis.verdict`), empty if only a text was given.
+    `backend_message` is the message of the original error."""
 
     error_code = "collective_stalled"
 
-    def __init__(self, text: str, verdict: dict[str, Any] | None = None, was: str = "") -> None:
-        self.text, self.verdict, self.was = text, verdict or {}, was
+    def __init__(self, text: str, verdict: dict[str, Any] | None = None, backend_message: str = "") -> None:
+        self.text, self.verdict, self.backend_message = text, verdict or {}, backend_message
         super().__init__(text)

@@ -6,8 +6,8 @@ needs no bound but its length. At least one of two bounds is required: `timeout_
 the longest time without progress of the target: whenever the value of `progress()` changes, the stall clock restarts.
 So a long wait that makes progress is never cut, and a short limit needs no tuning.
 
-    result = waits.future(pending, waits_for="reward-0", why="scores of step 7", stall_s=60, progress=worker.moves)
-"""
+result = waits.future(pending, waits_for="reward-0", why="scores of step 7", stall_s=60, progress=lambda:
+worker.progress_count)"""
 
 import asyncio
 import concurrent.futures

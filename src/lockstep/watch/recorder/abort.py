@@ -62,7 +62,7 @@ def list_threads() -> set[int]:
 
 
 def find_gloo_thread(threads: Iterable[int]) -> int:
-    """The one of these threads of this process that belongs to a gloo communicator; 0 if none or several do."""
+    """The thread among these threads of this process that belongs to a gloo communicator; 0 if none or several do."""
     candidates = set(threads)
     named = candidates & gloo_threads()
     found = named or set(gloo_epolls(None, candidates))
@@ -127,17 +127,17 @@ def duplicated_sockets(pid: int | None, descriptors: Iterable[int]) -> Iterator[
         ProcessLookupError: the process is gone.
     """
     pidfd = None if pid is None else os.pidfd_open(pid)
-    taken: list[socket.socket] = []
+    duplicates: list[socket.socket] = []
     try:
         for descriptor in descriptors:
             with contextlib.suppress(OSError):  # closed meanwhile
                 each = socket.socket(fileno=_duplicate(pidfd, descriptor))
-                taken.append(each)
+                duplicates.append(each)
                 if each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                    taken.pop().close()  # gloo ends the process when its listener fails
-        yield taken
+                    duplicates.pop().close()  # gloo ends the process if its listener fails
+        yield duplicates
     finally:
-        for each in taken:
+        for each in duplicates:
             each.close()
         if pidfd is not None:
             os.close(pidfd)
@@ -147,11 +147,11 @@ def _duplicate(pidfd: int | None, descriptor: int) -> int:
     if pidfd is None:
         return os.dup(descriptor)
     libc = ctypes.CDLL(None, use_errno=True)
-    taken: int = libc.syscall(_PIDFD_GETFD, pidfd, descriptor, 0)
-    if taken < 0:
+    duplicate: int = libc.syscall(_PIDFD_GETFD, pidfd, descriptor, 0)
+    if duplicate < 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
-    return taken
+    return duplicate
 
 
 def abort_gloo(pid: int | None = None, threads: Iterable[int] | None = None) -> int:
@@ -242,8 +242,8 @@ def release_ranks(
 
     The ranks first get the verdict. Then this process shuts down the connections of the communicators that they are
     blocked in, which needs no cooperation of the ranks. A rank that may not be inspected, or that uses NCCL, gets a
-    command to abort its communicators. The members on other hosts have to be released as well, because aborting one
-    member releases only the ranks that wait for that member.
+    command to abort its communicators. The members on other hosts have to be released as well, because aborting a
+    member releases only the ranks that wait for it.
 
     Args:
         verdict: the verdict in its JSON form.

@@ -1,12 +1,13 @@
 """Checks the order of collectives across the ranks of one host, to refuse a wrong call before the backend sees it.
 
-gloo pairs any two calls: silently if the sizes match, and otherwise it aborts the receiving rank, which may be the
-innocent one. The members of a communicator on one host share a file with a row per collective and a column per
-member. A rank that is about to enter a collective writes its intent to the row, reads the row, and commits. If
-another member has committed a different call in that row, the call of the rank is refused.
+gloo pairs any two calls, silently if their sizes match; otherwise it aborts the receiving rank, which may be the
+correct one. The members of a communicator on one host share a file with a row per collective and a column per
+member. A rank that is about to enter a collective writes its call to the row, reads the row, and commits the call. If
+another member has committed a different call in that row, the call is refused.
 
-If two ranks write at the same time, each sees the intent of the other; the rank in the lower column waits until the
-other has decided. A rank that does not decide within `DECISION_S`, because it is stopped, counts as committed.
+If two ranks write at the same time, each sees the call of the other. Then the rank in the lower column waits until the
+other has committed or withdrawn its call; after `DECISION_S`, because the other is stopped, its call counts as
+committed.
 """
 
 import mmap
@@ -22,7 +23,7 @@ MAX_MEMBERS = 32
 DECISION_S = 0.05
 
 _ENTRY = 20
-"""Words of a member's entry: rank + 1, pid, start time, slot in its beacon, and its beacon's name."""
+"""Words of a member's entry: rank + 1, pid, start time, slot in the beacon, and name of the beacon."""
 _NAME = 96
 _TABLE = 8
 _ROWS_AT = _TABLE + MAX_MEMBERS * _ENTRY
@@ -49,11 +50,11 @@ class OrderCheck:
         finally:
             os.close(descriptor)
         self.rank = rank
-        self._mine = [0] * ROWS
+        self._own_tags = [0] * ROWS
 
     def _register(self, rank: int, beacon: str, slot: int) -> int:
         words, count = self._words, self._words[0]
-        free = next((n for n in range(count) if self._gone(n) or words[_TABLE + n * _ENTRY] == rank + 1), count)
+        free = next((n for n in range(count) if self._has_ended(n) or words[_TABLE + n * _ENTRY] == rank + 1), count)
         if free >= MAX_MEMBERS:
             raise OverflowError(f"more than {MAX_MEMBERS} members of a communicator on one host")
         at = _TABLE + free * _ENTRY
@@ -65,44 +66,44 @@ class OrderCheck:
         words[0] = max(count, free + 1)
         return free
 
-    def _gone(self, column: int) -> bool:
+    def _has_ended(self, column: int) -> bool:
         _, pid, start, _ = self._words[_TABLE + column * _ENTRY : _TABLE + column * _ENTRY + 4].tolist()
         return not is_alive(pid, start)
 
     def member(self, column: int) -> tuple[int, str, int]:
-        """Rank of a member, the name of its beacon, and its slot in the beacon."""
+        """The rank of a member, the name of the member's beacon, and the slot of the communicator in the beacon."""
         at = _TABLE + column * _ENTRY
         name = bytes(self._memory[8 * (at + 4) : 8 * (at + 4) + _NAME]).rstrip(b"\0").decode()
         return self._words[at] - 1, name, self._words[at + 3]
 
     def enter(self, number: int, signature: int) -> int | None:
-        """Announces collective `number`; returns the column of a member that entered a different call, None if none."""
+        """Enters a collective. Returns the column of a member that has entered a different call, else None."""
         words, row = self._words, number % ROWS
         at = _ROWS_AT + row * MAX_MEMBERS
-        mine = at + self.column
+        own = at + self.column
         tag = ((signature ^ (number * _PRIME)) & _MASK_64 & ~1) or 2
-        before = self._mine[row]
-        # The tag first: a reader that sees a number sees its tag or a later one.
-        words[mine] = tag
-        words[mine + _NUMBERS] = number
+        before = self._own_tags[row]
+        # The tag is written first, so that a reader of the number sees this tag or a later one.
+        words[own] = tag
+        words[own + _NUMBERS] = number
         if not {tag, tag | 1, before, 0}.issuperset(words[at : at + words[0]]):
             other = self._find_conflict(at, number, tag)
             if other is not None:
-                words[mine + _NUMBERS] = 0
-                words[mine] = before
+                words[own + _NUMBERS] = 0
+                words[own] = before
                 return other
-        words[mine] = self._mine[row] = tag | 1
+        words[own] = self._own_tags[row] = tag | 1
         return None
 
     def _find_conflict(self, at: int, number: int, tag: int) -> int | None:
-        """The column of a member that committed a different call; None if no member did. An entry with an older number
-        belongs to a member that has not arrived yet; one with a later number, to a member that has reused the row."""
+        """The column of a member that has committed a different call; None if there is none. An entry with an older
+        number is of a member that has not arrived yet; one with a later number, of a member that has reused the row."""
         words = self._words
         for column in range(words[0]):
             until = time.monotonic() + DECISION_S
             while column != self.column and words[at + column + _NUMBERS] == number:
                 theirs = words[at + column]
-                if theirs & ~1 == tag or self._gone(column):
+                if theirs & ~1 == tag or self._has_ended(column):
                     break
                 time.sleep(5e-5)  # a tag being written belongs to a later number
                 if (words[at + column], words[at + column + _NUMBERS]) != (theirs, number):

@@ -4,9 +4,9 @@ The recorder's thread in each rank checks the size of the file about ten times a
 exists. A rank ignores commands that were sent before the rank started.
 
     verdict   "text", "verdict", "freed": if a collective of the rank fails, the call raises CollectiveStalled with this
-              verdict. "freed" says that Lockstep released the rank; then a rank outside collectives must stop as well
-    free      "communicator": the rank aborts this communicator (see `abort`); None means all communicators
-    dump      "folder": the rank writes the content of c10d's flight recorder to this folder, as `BEACON_NAME.json`
+              verdict; "freed": Lockstep releases the rank, which must stop even if it is not in a collective
+    free      "communicator": the rank aborts this communicator (see `abort`); null means all communicators
+    dump      "folder": the rank writes the content of c10d's flight recorder to this folder as `BEACON_NAME.json`
 """
 
 import json
@@ -26,7 +26,7 @@ COMMANDS_FILE = "orders.jsonl"
 VERDICT_WAIT_S = 2.0
 """How long a rank of a watched run waits for the verdict on a collective that failed."""
 VERDICT_MAX_AGE_S = 60.0
-"""A verdict older than this does not explain a new error."""
+"""Older verdicts do not explain a new error."""
 _BROKEN_CONNECTION = re.compile(
     r"clos|reset|broken pipe|timed? ?out|abort|connect|nccl|gloo|remote|peer", re.IGNORECASE
 )
@@ -46,14 +46,14 @@ class RankCommand:
 
 
 def open_command_file(run: str) -> Path:
-    """Creates the command file and returns its path. The run counts as watched from then on."""
+    """Creates the command file and returns its path. From then on the run counts as watched."""
     path = make_run_shm_dir(run) / COMMANDS_FILE
     path.touch(mode=0o600)
     return path
 
 
 def send_command(run: str, op: str, names: Iterable[str] | None = None, **body: Any) -> int:
-    """Appends a command; returns its number, from 1. Several processes may send at once."""
+    """Appends a command. Returns its number, which counts from 1. Several processes may send at the same time."""
     path = open_command_file(run)
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
     try:
@@ -90,6 +90,7 @@ class CommandInbox:
         self.verdict: RankCommand | None = None
         """The newest verdict for this rank."""
         self.watched = False
+        """Whether the command file exists."""
         self._unread: list[RankCommand] = []
         self._lock = threading.Lock()
         self._read = self._size()
@@ -118,17 +119,17 @@ class CommandInbox:
         with self._path.open("rb") as file:
             file.seek(self._read)
             fresh = file.read(size - self._read)
-        whole = fresh[: fresh.rfind(b"\n") + 1]
-        self._read += len(whole)
-        for command in map(_parse_command, whole.splitlines()):
+        complete = fresh[: fresh.rfind(b"\n") + 1]
+        self._read += len(complete)
+        for command in map(_parse_command, complete.splitlines()):
             if command is not None and (command.names is None or self._name in command.names):
                 self._unread.append(command)
                 if command.op == "verdict":
                     self.verdict = command
 
     def stalled(self, released_only: bool = False) -> CollectiveStalled | None:
-        """The verdict of the last minute as an exception, None without one. With `released_only`, a verdict counts only
-        if Lockstep has released this rank with it."""
+        """The verdict of the last minute as an exception; None if there is none. With `released_only`, also None if
+        Lockstep has not released this rank."""
         with self._lock:
             self._read_new()
         newest = self.verdict
@@ -141,15 +142,15 @@ class CommandInbox:
         return CollectiveStalled(str(newest.body.get("text", "")), newest.body.get("verdict"))
 
     def translate(self, error: Exception) -> Exception:
-        """The verdict that explains the error of a broken connection, as an exception; else the error itself.
+        """If a verdict explains the error of a broken connection, returns it as an exception; else returns the error.
 
-        In a watched run, this waits up to `VERDICT_WAIT_S` for the verdict, once per error.
+        In a watched run, waits up to `VERDICT_WAIT_S` for the verdict, once per error.
         """
         if not isinstance(error, RuntimeError) or isinstance(error, CollectiveStalled):
             return error
         if hasattr(error, "__lockstep__") or not _BROKEN_CONNECTION.search(str(error)):
             return error
-        error.__lockstep__ = True  # type: ignore[attr-defined]  # this has waited for the verdict
+        error.__lockstep__ = True  # type: ignore[attr-defined]  # do not wait again for this error
         found = self.stalled()
         until = time.monotonic() + VERDICT_WAIT_S
         while found is None and self.watched and time.monotonic() < until:
@@ -157,7 +158,7 @@ class CommandInbox:
             found = self.stalled()
         if found is None:
             return error
-        found.was = str(error)
+        found.backend_message = str(error)
         return found
 
 

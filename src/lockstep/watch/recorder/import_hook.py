@@ -9,7 +9,7 @@ from types import ModuleType
 
 
 class _Finder(MetaPathFinder):
-    """Finds nothing itself; wraps the loader that the other finders return."""
+    """Wraps the loader that another finder returns for a module with a hook."""
 
     def __init__(self) -> None:
         self.hooks: dict[str, Callable[[ModuleType], object]] = {}
@@ -41,22 +41,22 @@ class _Loader(Loader):
         self._inner.exec_module(module)
         if module.__spec__ is not None:
             module.__spec__.loader = self._inner
-        then = self._finder.hooks.pop(module.__name__, None)
-        if then is not None:
-            then(module)
+        hook = self._finder.hooks.pop(module.__name__, None)
+        if hook is not None:
+            hook(module)
 
 
 _finder = _Finder()
 
 
-def when_imported(name: str, then: Callable[[ModuleType], object]) -> None:
-    """Calls `then(module)` after the module with that name has been executed. A name has at most one hook. Errors of
-    `then` propagate out of the import."""
+def when_imported(name: str, hook: Callable[[ModuleType], object]) -> None:
+    """Calls `hook(module)` when the module with this name has been executed. A name has at most one hook. Errors of the
+    hook propagate out of the import."""
     loaded = sys.modules.get(name)
     if loaded is not None:
-        then(loaded)
+        hook(loaded)
         return
-    _finder.hooks[name] = then
+    _finder.hooks[name] = hook
     if _finder not in sys.meta_path:
         sys.meta_path.insert(0, _finder)
 

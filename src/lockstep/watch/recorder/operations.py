@@ -23,16 +23,17 @@ class Operation:
 
     name: str
     tensor: tuple[str, ...] = ()
-    """Names of the parameter, a tensor or a list, whose shape and dtype are compared; the first that exists is used."""
+    """Possible names of the parameter (a tensor or a list) whose shape and dtype are compared; the first one that the
+    function has is used."""
     root: tuple[str, ...] = ()
-    """Parameters that name the root: the first as a global rank, the second as a rank of the communicator."""
+    """Parameters with the root: the first as a global rank, the second as a rank in the communicator."""
     peer: tuple[str, ...] = ()
-    """Parameters that name the peer of a point-to-point call, in the same order."""
+    """Parameters with the peer of a point-to-point call, in the same order."""
     sized: bool = True
     """False if members may pass different shapes."""
     p2p: bool = False
     uncounted: bool = False
-    """True if, with gloo, c10d neither records nor counts the call although its sequence number advances."""
+    """True if c10d with gloo neither records nor counts the call, although the sequence number advances."""
 
 
 _SOURCE, _TARGET = ("src", "group_src"), ("dst", "group_dst")
@@ -119,7 +120,7 @@ def _find_position(names: list[str], candidates: tuple[str, ...]) -> ArgumentPos
 
 
 def get_argument(position: ArgumentPosition, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The argument at a position, None if it was not passed."""
+    """The argument at a position; None if it was not passed."""
     at, name = position
     return args[at] if at < len(args) else kwargs.get(name)
 
@@ -127,7 +128,7 @@ def get_argument(position: ArgumentPosition, args: tuple[Any, ...], kwargs: dict
 def get_rank_argument(
     positions: Sequence[ArgumentPosition], args: tuple[Any, ...], kwargs: dict[str, Any], ranks: Sequence[int]
 ) -> int | None:
-    """The root or peer as a rank of the communicator with the global ranks `ranks`; None if it was not passed."""
+    """The root or peer as a rank in the communicator of the global ranks `ranks`; None if it was not passed."""
     for number, position in enumerate(positions):
         rank = get_argument(position, args, kwargs)
         if rank is not None:
@@ -138,8 +139,8 @@ def get_rank_argument(
 
 
 def describe_call(operation: Operation, tensors: Any, root: int | None, module: str = "") -> tuple[int, str]:
-    """64-bit signature and text of a call. `tensors` is a tensor, a list of them, or None. The module is part of the
-    text, not of the signature."""
+    """The 64-bit signature and the text of a call. `tensors` is a tensor, a list of tensors, or None. The module is
+    part of the text, not of the signature."""
     shapes, dtype = "", ""
     if tensors is not None:
         each = [tensors] if hasattr(tensors, "dtype") else list(tensors)
@@ -156,7 +157,7 @@ def digest64(text: str) -> int:
 
 
 MAX_DEPTH = 80
-"""The most frames that are searched for the call site. FSDP's hooks run some thirty frames below the program's line."""
+"""The maximum number of frames that are searched for the call site. FSDP's hooks are some thirty frames deep."""
 _SKIPPED_FILES = ("/contextlib.py", "/functools.py", "/threading.py")
 _MAX_FILE_CHARS = 150
 _MODULE_DEPTH = 8
@@ -164,10 +165,9 @@ _PARAM_GROUP = "/_fsdp_param_group.py"
 
 
 class CallSites:
-    """Finds call sites. A call site is the number of its text in the call rings and a digest of file name, line and
-    function.
+    """Finds call sites: the number of each one's text in the call rings, and a digest of file name, line and function.
 
-    To be fast, it identifies a call site by code object and instruction, and formats the text only once."""
+    For speed, call sites are cached by code object and instruction."""
 
     def __init__(self, rings: CallRings, torch_file: str) -> None:
         self._rings = rings
@@ -179,7 +179,7 @@ class CallSites:
         """Keeps code objects alive, so that their ids stay unique."""
 
     def find(self, frame: FrameType) -> tuple[int, int]:
-        """Text number and digest of the site that issued a call from `frame`."""
+        """The text number and digest of the site that issued a call from `frame`."""
         first, files = frame, self._files
         found: FrameType | None = frame
         for _ in range(MAX_DEPTH):
@@ -191,10 +191,10 @@ class CallSites:
                 known = self._known.get((id(found.f_code), found.f_lasti))
                 return known if known is not None and self._rings.fresh(known[0]) else self._add(found)
             found = found.f_back
-        return self._format(first)  # one of torch's own threads, or too deep
+        return self._format(first)  # a thread of torch, or more than MAX_DEPTH frames
 
     def module(self, frame: FrameType | None) -> str:
-        """The module that FSDP2 gathers or reduces for, if one of its frames is near; else empty."""
+        """The module for which FSDP2 gathers or reduces parameters, if a nearby frame is one of FSDP2; else empty."""
         for _ in range(_MODULE_DEPTH):
             if frame is None:
                 break
@@ -206,7 +206,7 @@ class CallSites:
         return ""
 
     def is_site(self, frame: FrameType) -> bool:
-        """Whether `frame` itself is the call site, so that its code and instruction identify the site."""
+        """Whether `frame` itself is the call site, which its code and instruction then identify."""
         return not self._files.get(frame.f_code.co_filename, True)
 
     def _is_inner(self, filename: str) -> bool:

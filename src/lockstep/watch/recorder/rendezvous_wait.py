@@ -1,4 +1,4 @@
-"""Shows in the beacon that a rank waits in a rendezvous, and parses such waits. Standard library only."""
+"""Shows in the beacon that a rank waits in a rendezvous, and parses such waits."""
 
 import contextlib
 import re
@@ -27,22 +27,22 @@ class ExpectedRanks:
 
 
 def rendezvous_target(expected: ExpectedRanks) -> str:
-    """The target of a wait in a rendezvous."""
+    """Formats the target of a wait in a rendezvous."""
     return f"ranks {expected.first} to {expected.last} of {expected.size}"
 
 
 class RendezvousInfo(NamedTuple):
-    """The rendezvous that a wait is in."""
+    """What a wait shows description its rendezvous."""
 
     name: str = ""
-    """The name of the rendezvous; empty if the wait is in none."""
+    """The name of the rendezvous; empty if the wait is not in a rendezvous."""
     members: str = ""
-    """The member list that the process creates the communicator with, if it shows one."""
+    """The list of members with which the process creates the communicator; empty if it shows none."""
     expected: ExpectedRanks | None = None
 
 
 def rendezvous_reason(rank: int, rendezvous: str, members: Sequence[int] = ()) -> str:
-    """The reason of a wait in a rendezvous: its name, equal on all members, and the member list."""
+    """Formats the reason of a wait in a rendezvous: its name, which is equal on all members, and the member list."""
     ranks = f"{OF_RANKS}{', '.join(map(str, members))}" if members else ""
     return f"rank {rank}{JOINS}{rendezvous}{ranks}"
 
@@ -58,24 +58,23 @@ def parse_rendezvous(kind: str, waits_for: str, why: str) -> RendezvousInfo:
 
 MAX_SHOWN_MEMBERS = 8
 MAX_TARGET_CHARS = 96
-"""With more members or longer names than this, the wait is not shown, because the beacon has no room for it."""
+"""With more members or longer names, the wait is not shown, because the beacon has no room for it."""
 
 
 def group_init_wait(
-    own: Beacon, world: Any, ranks: Sequence[int], name: str, about: str | None
+    own: Beacon, world: Any, ranks: Sequence[int], name: str, description: str | None
 ) -> contextlib.AbstractContextManager[object]:
-    """Shows, while a communicator is created, that this process waits for the other members, and its list of members.
-    Processes with different lists wait for each other forever.
+    """While a communicator is created, shows that this process waits for the other members, and its list of members,
+    because processes with different lists wait for each other forever.
 
-    Does nothing for the default communicator (`world` is None, or no ranks are given), whose rendezvous the program
-    starts itself.
+    Does nothing for the default communicator (`world` is None, or no ranks are given).
     """
     if world is None or not 2 <= len(ranks) <= MAX_SHOWN_MEMBERS or world.rank() not in ranks:
         return contextlib.nullcontext()
     rank = world.rank()
-    role, found, life = own.path.stem.partition(f"-{rank}")
-    waits_for = ", ".join(f"{role}-{each}{life}" for each in sorted(ranks) if each != rank)
+    role, found, suffix = own.path.stem.partition(f"-{rank}")
+    waits_for = ", ".join(f"{role}-{each}{suffix}" for each in sorted(ranks) if each != rank)
     if not found or len(waits_for) > MAX_TARGET_CHARS:
         return contextlib.nullcontext()
-    what = f"{(about or 'communicator')[:24]} ({name[:16]})"
+    what = f"{(description or 'communicator')[:24]} ({name[:16]})"
     return track_wait(RENDEZVOUS, waits_for, rendezvous_reason(rank, what, sorted(ranks)))

@@ -1,4 +1,4 @@
-"""Finding the sockets that a thread waits for, and shutting them down, here and in another process."""
+"""Finds the sockets that a thread waits for, and shuts them down, in this process and in another."""
 
 import ctypes
 import os
@@ -19,7 +19,7 @@ PR_SET_NAME = 15
 
 
 class Loop:
-    """A thread like gloo's: it sleeps in `epoll_wait` on a listener, and on one end of a connection."""
+    """A thread like gloo's, which sleeps in `epoll_wait` on a listener and on one end of a connection."""
 
     def __init__(self, name: bytes = b"") -> None:
         self.listener = socket.create_server(("127.0.0.1", 0))
@@ -30,7 +30,7 @@ class Loop:
         for each in (self.listener.fileno(), self.near.fileno()):
             self._epoll.register(each, select.EPOLLIN)
         self._epoll.register(self._wake, select.EPOLLIN)
-        self._epoll.modify(self.near.fileno(), 0)  # what happens to it is not the thread's business here
+        self._epoll.modify(self.near.fileno(), 0)  # the test's thread ignores its events
         self._name, self._started = name, threading.Event()
         self.native = 0
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -68,21 +68,21 @@ def loop(name: bytes = b"") -> Iterator[Loop]:
         made.end()
 
 
-def test_a_communicator_is_broken_and_no_other() -> None:
+def test_only_the_given_communicator_is_aborted() -> None:
     with loop() as one, loop() as other:
         assert abort.abort_gloo(None, [one.native]) == 1
         assert one.broken() and not other.broken()
         socket.create_connection(one.listener.getsockname(), 5).close()  # gloo ends the process if its listener fails
 
 
-def test_all_of_them_by_name() -> None:
+def test_all_communicators_are_found_by_thread_name() -> None:
     with loop(b"gloo_tcp_loop") as one, loop(b"gloo_tcp_loop") as two, loop() as other:
         assert abort.gloo_threads() == {one.native, two.native}
         assert abort.abort_gloo() == 2
         assert one.broken() and two.broken() and not other.broken()
 
 
-def test_the_thread_that_came_with_a_communicator() -> None:
+def test_the_thread_of_a_new_communicator_is_found() -> None:
     before = abort.list_threads()
     with loop() as unnamed:
         idle = threading.Event()
@@ -92,19 +92,19 @@ def test_the_thread_that_came_with_a_communicator() -> None:
         with loop(b"gloo_tcp_loop") as named:
             assert abort.find_gloo_thread(abort.list_threads() - before) == named.native
         with loop():
-            assert abort.find_gloo_thread(abort.list_threads() - before) == 0  # two, and no telling which
+            assert abort.find_gloo_thread(abort.list_threads() - before) == 0  # two candidates
         idle.set()
         sleeper.join(10)
 
 
-def test_a_stopped_process_is_broken_from_outside() -> None:
+def test_the_communicator_of_a_stopped_process_is_aborted_from_outside() -> None:
     ours, theirs = socket.socketpair()
     child = os.fork()
     if child == 0:
-        there = Loop()
-        theirs.sendall(f"{there.native} {there.far.fileno()}".encode())
-        there.far.settimeout(60)
-        theirs.sendall(b"E" if there.far.recv(1) == b"" else b"?")
+        remote = Loop()
+        theirs.sendall(f"{remote.native} {remote.far.fileno()}".encode())
+        remote.far.settimeout(60)
+        theirs.sendall(b"E" if remote.far.recv(1) == b"" else b"?")
         os._exit(0)
     try:
         ours.settimeout(60)
@@ -128,7 +128,7 @@ def test_a_dead_process_has_no_sockets_to_abort() -> None:
         abort.abort_gloo(child)
 
 
-def test_links_are_watched() -> None:
+def test_keepalive_is_enabled() -> None:
     with loop() as one:
         assert abort.enable_keepalive(None, [one.native]) == 1
         assert one.near.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
@@ -136,7 +136,7 @@ def test_links_are_watched() -> None:
         assert one.listener.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 0
 
 
-def test_every_backend_of_a_communicator_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_backend_of_a_communicator_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
     aborted: list[object] = []
     fake = types.SimpleNamespace(_abort_process_group=aborted.append)
     monkeypatch.setitem(sys.modules, "torch.distributed.distributed_c10d", fake)  # type: ignore[arg-type]

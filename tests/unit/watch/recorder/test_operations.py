@@ -1,4 +1,4 @@
-"""What of a call counts, and c10d's own numbers."""
+"""The recorded arguments of calls, and c10d's counts."""
 
 import json
 import subprocess
@@ -25,14 +25,14 @@ from lockstep.watch.recorder.operations import (
 
 
 @pytest.mark.parametrize("name", [name for name in OPERATIONS if hasattr(dist.distributed_c10d, name)])
-def test_every_function_of_this_torch_is_understood(name):
-    form, places = OPERATIONS[name], ArgumentPositions(getattr(dist.distributed_c10d, name), OPERATIONS[name])
-    assert bool(places.tensor[1]) == bool(form.tensor)
-    assert bool(places.root) == bool(form.root) and bool(places.peer) == bool(form.peer)
-    assert places.group[1] or name == "batch_isend_irecv"
+def test_the_arguments_of_every_function_of_this_torch_are_found(name):
+    operation, positions = OPERATIONS[name], ArgumentPositions(getattr(dist.distributed_c10d, name), OPERATIONS[name])
+    assert bool(positions.tensor[1]) == bool(operation.tensor)
+    assert bool(positions.root) == bool(operation.root) and bool(positions.peer) == bool(operation.peer)
+    assert positions.group[1] or name == "batch_isend_irecv"
 
 
-def test_no_function_of_this_torch_is_forgotten():
+def test_every_function_of_this_torch_is_listed():
     public = {name for name in dist.distributed_c10d.__all__ if callable(getattr(dist, name, None))}
     others = {
         name for name in public if name[0].isupper() or name.startswith(("get_", "is_", "new_", "init_", "destroy_"))
@@ -41,26 +41,27 @@ def test_no_function_of_this_torch_is_forgotten():
     assert public - others == set(OPERATIONS) - {"_all_gather_base", "_reduce_scatter_base"}
 
 
-def test_no_functional_collective_of_this_torch_is_forgotten():
+def test_every_functional_collective_of_this_torch_is_listed():
     from torch.distributed import _functional_collectives as funcol
 
-    taking = {
+    with_group = {
         name for name, value in vars(funcol).items()
         if isinstance(value, types.FunctionType) and value.__module__ == funcol.__name__
         and "group" in ArgumentPositions.__init__.__globals__["inspect"].signature(value).parameters
         and not name.startswith("_") and not name.endswith("_inplace")
     }  # fmt: skip
-    assert taking - {"permute_tensor"} <= set(FUNCTIONAL_OPERATIONS)
+    assert with_group - {"permute_tensor"} <= set(FUNCTIONAL_OPERATIONS)
 
 
-def test_a_signature_is_of_operation_shapes_dtype_and_root():
-    form, four = OPERATIONS["broadcast"], torch.ones(4)
-    signature, text = describe_call(form, four, 1, "layers.3")
+def test_a_signature_depends_on_operation_shapes_dtype_and_root():
+    operation, four = OPERATIONS["broadcast"], torch.ones(4)
+    signature, text = describe_call(operation, four, 1, "layers.3")
     assert text.split(SEPARATOR) == ["broadcast", "float32", "1", "layers.3", "[4]"]
-    assert describe_call(form, torch.zeros(4), 1)[0] == signature
+    assert describe_call(operation, torch.zeros(4), 1)[0] == signature
     for other in (
-        describe_call(OPERATIONS["reduce"], four, 1), describe_call(form, torch.ones(5), 1),
-        describe_call(form, four.double(), 1), describe_call(form, four, 0), describe_call(form, four[None], 1),
+        describe_call(OPERATIONS["reduce"], four, 1), describe_call(operation, torch.ones(5), 1),
+        describe_call(operation, four.double(), 1), describe_call(operation, four, 0),
+        describe_call(operation, four[None], 1),
     ):  # fmt: skip
         assert other[0] != signature
     assert (
@@ -73,32 +74,32 @@ def test_a_signature_is_of_operation_shapes_dtype_and_root():
 
 def test_signatures_are_the_same_in_every_process():
     program = "from lockstep.watch.recorder.operations import digest64; print(digest64('all_reduce'))"
-    said = {subprocess.check_output([sys.executable, "-c", program], text=True, timeout=60) for _ in range(2)}
-    assert said == {f"{operations.digest64('all_reduce')}\n"}
+    outputs = {subprocess.check_output([sys.executable, "-c", program], text=True, timeout=60) for _ in range(2)}
+    assert outputs == {f"{operations.digest64('all_reduce')}\n"}
 
 
 def test_roots_are_ranks_of_the_communicator():
-    places = ArgumentPositions(dist.broadcast, OPERATIONS["broadcast"])
-    assert get_rank_argument(places.root, (None, 6), {}, [4, 6]) == 1
-    assert get_rank_argument(places.root, (None,), {"group_src": 1}, [4, 6]) == 1
-    assert get_rank_argument(places.root, (None,), {}, [4, 6]) is None
-    assert get_rank_argument(places.root, (None, 9), {}, [4, 6]) is None
+    positions = ArgumentPositions(dist.broadcast, OPERATIONS["broadcast"])
+    assert get_rank_argument(positions.root, (None, 6), {}, [4, 6]) == 1
+    assert get_rank_argument(positions.root, (None,), {"group_src": 1}, [4, 6]) == 1
+    assert get_rank_argument(positions.root, (None,), {}, [4, 6]) is None
+    assert get_rank_argument(positions.root, (None, 9), {}, [4, 6]) is None
 
 
 @given(st.lists(st.tuples(st.sampled_from(["collective", "message"]), st.integers(0, 3)), max_size=700))
 def test_offsets_count_collectives_only(steps):
-    """Against a plain recount: every collective moves the number by one, messages by whatever they do."""
-    offsets, number, truth, collectives_seen = SequenceOffsets(), 0, {}, 0
-    for kind, moved in steps:
+    """Compared with a plain count: a collective increases the number by one, a message by any amount."""
+    offsets, number, expected, collectives_seen = SequenceOffsets(), 0, {}, 0
+    for kind, increase in steps:
         if kind == "collective":
             number += 1
             collectives_seen += 1
-            truth[number] = collectives_seen
+            expected[number] = collectives_seen
         else:
-            number += moved
-            offsets.skip(number, moved)
+            number += increase
+            offsets.skip(number, increase)
     assert number - offsets.total == collectives_seen
-    for raw, seen in list(truth.items())[-100:]:
+    for raw, seen in list(expected.items())[-100:]:
         assert offsets.to_collective(raw) == seen
 
 
@@ -115,10 +116,10 @@ def test_status_and_names_of_a_flight_recorder():
     assert flight.status() == {"0": (7, -1)}
     assert (flight.name("0"), flight.name("0")) == ("12", "12")
     assert flight.name("5") is None and flight.name("5") is None
-    assert dumps == [False, True, True]  # the unknown one is not asked for again at once
+    assert dumps == [False, True, True]  # an unknown number is not looked up again immediately
 
 
-def test_something_is_done_when_a_module_has_been_imported(tmp_path, monkeypatch):
+def test_a_hook_is_called_when_a_module_has_been_imported(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "to_be_hooked.py").write_text("VALUE = 1\n")
     seen = []

@@ -1,4 +1,4 @@
-"""Commands from the observer to the ranks."""
+"""Commands from the monitoring processes to the ranks."""
 
 import pickle
 import threading
@@ -15,18 +15,18 @@ def base(tmp_path, monkeypatch):
 
 
 def test_commands_reach_their_ranks_once_and_in_order():
-    mine, other = commands.CommandInbox("run-1", "policy-0"), commands.CommandInbox("run-1", "policy-1")
-    assert not mine.watched and mine.take() == []
+    own, other = commands.CommandInbox("run-1", "policy-0"), commands.CommandInbox("run-1", "policy-1")
+    assert not own.watched and own.take() == []
     assert commands.send_command("run-1", "dump", ["policy-0"], folder="/x") == 1
     assert commands.send_command("run-1", "verdict", None, text="why", verdict={"kind": "dead"}) == 2
-    found = mine.take()
+    found = own.take()
     assert [(each.number, each.op, each.body.get("folder")) for each in found] == [
         (1, "dump", "/x"),
         (2, "verdict", None),
     ]
-    assert mine.verdict is not None and mine.verdict.body["verdict"] == {"kind": "dead"}
+    assert own.verdict is not None and own.verdict.body["verdict"] == {"kind": "dead"}
     assert [each.number for each in other.take()] == [2]
-    assert mine.take() == [] and mine.watched
+    assert own.take() == [] and own.watched
 
 
 def test_commands_from_before_a_rank_started_are_ignored():
@@ -35,7 +35,7 @@ def test_commands_from_before_a_rank_started_are_ignored():
     assert late.take() == [] and late.verdict is None and late.watched
 
 
-def test_half_a_line_and_garbage_are_left_alone():
+def test_incomplete_and_invalid_lines_are_ignored():
     inbox = commands.CommandInbox("run-1", "policy-0")
     path = commands.open_command_file("run-1")
     with path.open("a") as file:
@@ -63,9 +63,9 @@ def test_many_processes_may_send_commands_at_once():
     assert [each.number for each in inbox.take()] == list(range(1, 81))
 
 
-def test_errors_travel():
+def test_errors_are_picklable():
     stalled = pickle.loads(pickle.dumps(CollectiveStalled("why", {"kind": "dead"}, "closed by peer")))
-    assert (str(stalled), stalled.verdict, stalled.was) == ("why", {"kind": "dead"}, "closed by peer")
+    assert (str(stalled), stalled.verdict, stalled.backend_message) == ("why", {"kind": "dead"}, "closed by peer")
     refused = pickle.loads(
         pickle.dumps(CollectiveRefused("fsdp", 3, "barrier at a.py:1", "all_reduce at a.py:2", 1, 0))
     )
@@ -76,16 +76,16 @@ def test_errors_travel():
 def test_a_broken_connection_becomes_the_verdict():
     inbox = commands.CommandInbox("run-1", "policy-0")
     broken = RuntimeError("Connection closed by peer [127.0.0.1]:5")
-    assert inbox.translate(broken) is broken  # nobody watches: at once
+    assert inbox.translate(broken) is broken  # not a watched run: no wait
     commands.send_command("run-1", "dump", None, folder="/x")
     commands.send_command("run-1", "verdict", None, text="rank 1 is dead", verdict={"kind": "dead"})
     again = RuntimeError("Connection closed by peer [127.0.0.1]:5")
     found = inbox.translate(again)
     assert isinstance(found, CollectiveStalled) and (str(found), found.verdict) == ("rank 1 is dead", {"kind": "dead"})
-    assert found.was == str(again) and inbox.translate(found) is found
+    assert found.backend_message == str(again) and inbox.translate(found) is found
     for other in (ValueError("closed"), RuntimeError("shape '[3]' is invalid")):
         assert inbox.translate(other) is other
-    assert [each.op for each in inbox.take()] == ["dump", "verdict"]  # translating takes none of them
+    assert [each.op for each in inbox.take()] == ["dump", "verdict"]  # translate() leaves them in the inbox
 
 
 def test_an_old_verdict_explains_nothing(monkeypatch):

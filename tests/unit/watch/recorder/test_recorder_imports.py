@@ -1,4 +1,4 @@
-"""What is loaded into other people's jobs needs the standard library only, and Python 3.10."""
+"""The code that is loaded into jobs of other frameworks needs the standard library only, and runs on Python 3.10."""
 
 import ast
 import json
@@ -25,13 +25,13 @@ print(json.dumps([files, names]))
 
 @pytest.fixture(scope="module")
 def loaded() -> list[list[str]]:
-    """What `import lockstep.watch.attach.enroll` loads, the recorder among it, in an interpreter without
+    """The files and top-level modules that `import lockstep.watch.attach.enroll` loads in an interpreter without
     site-packages."""
-    said = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-I", "-S", "-c", PROGRAM, str(SOURCE)],
         capture_output=True, text=True, timeout=60, check=True, env={"PATH": os.environ["PATH"]},
     )  # fmt: skip
-    found: list[list[str]] = json.loads(said.stdout)
+    found: list[list[str]] = json.loads(process.stdout)
     return found
 
 
