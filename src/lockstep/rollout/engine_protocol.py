@@ -1,14 +1,21 @@
-"""The interface of rollout engines, in process (`RolloutEngine`) and as a worker (`EngineAPI`)."""
+"""The interface of rollout engines: requests and completions, an engine in its process (`RolloutEngine`), and the calls
+to its worker (`EngineAPI`). Also what all engines do with requests: seeds, validation, stop conditions.
+"""
 
-from collections.abc import Mapping, Sequence
+import hashlib
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from lockstep.cluster.protocol import concurrent
 from lockstep.data.samples import Completion, FinishReason
+from lockstep.rollout.errors import BadRequest
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 
 @dataclass(slots=True)
@@ -17,7 +24,7 @@ class Request:
 
     id: str
     group: str
-    """Requests of one group have the same prompt: it is prefilled once and its K/V is shared."""
+    """Requests of one group have the same prompt. It is prefilled once, and its keys and values are shared."""
     prompt: np.ndarray
     """int32 `[prompt tokens]`."""
     seed: int
@@ -32,12 +39,13 @@ class Request:
     priority: int = 0
     """Lower values are admitted first, equal ones in the order of submission."""
     keep: bool = False
-    """Keep its keys and values when it ends: a prompt that begins with it may follow."""
+    """Whether to keep the keys and values of the sequence when it ends: a request may follow whose prompt begins with
+    the sequence."""
 
 
 @dataclass(slots=True)
 class EngineProgress:
-    """Counters of an engine; they can be read at any time."""
+    """Counters of an engine."""
 
     tokens: int
     """Tokens generated since the engine started."""
@@ -49,23 +57,23 @@ class EngineProgress:
     prefix_cache_queries: int = 0
     """Prompt tokens that were looked up in the prefix cache."""
     prefix_cache_hits: int = 0
-    """Prompt tokens whose keys and values were found there."""
+    """Prompt tokens whose keys and values were found in the prefix cache."""
 
 
 class RolloutEngine(Protocol):
-    """A continuous-batching engine. Not thread-safe: one thread calls it."""
+    """An engine with continuous batching. Not thread-safe."""
 
     version: int
-    """Weights version being served."""
+    """Version of the weights that the engine samples with."""
     slower: str
-    """Why it does not decode in the fastest possible way; "" if it does."""
+    """Why the engine does not decode in the fastest possible way; "" if it does."""
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queues requests. ValueError names the request whose prompt and max_tokens exceed the context."""
+        """Queues all requests or none. Raises BadRequest for the first that cannot be served."""
 
     def step(self) -> list[Completion]:
-        """Admits waiting requests (prefill), decodes one token of every running row, and returns completions. Returns
-        at once when there is nothing to do or the engine is paused."""
+        """Admits waiting requests (prefill), decodes one token of every running request, and returns the completions
+        that are finished. Returns at once if there is nothing to do or the engine is paused."""
 
     def abort(self, ids: Sequence[str] | None = None) -> list[Completion]:
         """Ends requests (all if None) and returns their partial completions, with `finish="abort"`."""
@@ -73,14 +81,14 @@ class RolloutEngine(Protocol):
     def load_weights(self, source: Path, version: int) -> None:
         """Loads weights between two decode steps from the weight store at `source`.
 
-        Running rows continue (their later tokens carry the new version); whether the KV cache of prompts is recomputed
-        is documented by each engine."""
+        Running requests continue, and their later tokens carry the new version. Each engine documents whether it
+        recomputes the KV cache of prompts."""
 
     def receive_weights(self, where: Mapping[str, Any], version: int) -> None:
-        """Like `load_weights`, as a stream from the trainer's device; `where` describes the stream to the receiver.
+        """Loads weights like `load_weights`, from a stream from the trainer's device, which `where` describes.
 
         Raises:
-            WeightsMismatch: the tensors are not the model's; nothing was changed.
+            WeightsMismatch: the tensors do not fit the model; nothing was changed.
             RuntimeError: the version did not arrive completely. The engine keeps its weights or, if it overwrites them
                 bucket by bucket, serves no request until it has loaded a complete version."""
 
@@ -89,9 +97,9 @@ class RolloutEngine(Protocol):
     def resume(self) -> None: ...
 
     def sleep(self, level: int = 1) -> None:
-        """Releases device memory; the next call that needs it wakes the engine. At level 1 it keeps its weights (in
-        host memory if they were on a GPU), at level 2 it may drop them: new ones must be loaded. ValueError if there
-        are open requests."""
+        """Releases device memory; the next call that needs the memory wakes the engine. At level 1 the engine keeps its
+        weights (in host memory if they were on a GPU); at level 2 it may drop them, and new ones must be loaded. Raises
+        ValueError if there are open requests."""
 
     def wake(self) -> None: ...
 
@@ -106,10 +114,10 @@ ENGINE_SERVICE = "lockstep.rollout.engine_service:EngineService"
 
 @dataclass(slots=True)
 class CompletionBatch:
-    """Completions that were not acknowledged yet, oldest first; in columns, as a step has thousands."""
+    """Completions that were not acknowledged yet, oldest first. In columns, because a step has thousands."""
 
     sequence: int
-    """Number of the last one since the engine started; the next `collect` acknowledges it."""
+    """Number of the last completion, counted from 1 since the engine started; the next `collect` acknowledges it."""
     requests: list[str]
     finishes: list[FinishReason]
     texts: list[str]
@@ -124,7 +132,7 @@ class CompletionBatch:
 
     @classmethod
     def of(cls, sequence: int, completions: Sequence[Completion]) -> "CompletionBatch":
-        """Raises ValueError for tokens of an environment, which no engine makes."""
+        """Packs completions. Raises ValueError for one with tokens of an environment, which no engine generates."""
         if any(each.mask is not None or each.episode is not None for each in completions):
             raise ValueError("an engine's completions have neither a mask nor an episode")
         return cls(
@@ -140,34 +148,35 @@ class CompletionBatch:
 
     @property
     def completions(self) -> list[Completion]:
-        """Returns the completions. Each call copies the arrays."""
+        """The completions, unpacked. Each call copies the arrays."""
         tokens = np.frombuffer(bytearray(self.tokens), np.int32)
         logprobs = np.frombuffer(bytearray(self.logprobs), np.float32)
         versions = np.frombuffer(bytearray(self.versions), np.int32)
-        found, begin = [], 0
+        unpacked, begin = [], 0
         for request, finish, text, size in zip(self.requests, self.finishes, self.texts, self.sizes, strict=True):
             end = begin + size
-            found.append(Completion(request, tokens[begin:end], logprobs[begin:end], versions[begin:end], finish, text))
+            arrays = tokens[begin:end], logprobs[begin:end], versions[begin:end]
+            unpacked.append(Completion(request, *arrays, finish, text))
             begin = end
-        return found
+        return unpacked
 
 
 class EngineAPI(Protocol):
     """Calls to a `lockstep.rollout.engine_service:EngineService` worker."""
 
     def submit(self, requests: list[Request]) -> None:
-        """Queues all requests or none. Raises BadRequest for one that cannot be served."""
+        """Queues all requests or none. Raises BadRequest for the first that cannot be served."""
 
     def collect(self, ack: int = 0, hold_s: float = 0.0) -> CompletionBatch:
-        """Completions after number `ack`, the `sequence` of the newest batch that has arrived (0: none). The answer
-        comes when there are some, up to `hold_s` later while the engine has other requests that are as urgent.
+        """Returns the completions after number `ack`, the `sequence` of the newest batch that has arrived (0: none).
 
-        Completions are delivered at least once: they are kept until they are acknowledged, so a lost answer loses none.
+        The call is answered when there are completions, or up to `hold_s` later while the engine has other requests
+        that are as urgent. The engine keeps completions until they are acknowledged, so a lost answer loses none.
         Raises the error that stopped the engine, if there is one.
         """
 
     def abort(self, ids: list[str] | None = None) -> None:
-        """Ends requests (all if None); the next `collect` has their partial completions, with `finish="abort"`."""
+        """Ends requests (all if None); the next `collect` returns their partial completions, with `finish="abort"`."""
 
     def pause(self) -> None: ...
 
@@ -188,8 +197,78 @@ class EngineAPI(Protocol):
         """Loads a version as a stream from the trainer's device (see `RolloutEngine.receive_weights`)."""
 
     def slower(self) -> str:
-        """Why it does not decode in the fastest possible way; "" if it does."""
+        """Why the engine does not decode in the fastest possible way; "" if it does."""
 
     @concurrent
     def progress(self) -> EngineProgress:
-        """Counters; answers at any time."""
+        """The engine's counters; answered at any time."""
+
+
+def check_request(
+    request: Request, group_prompt: np.ndarray, open_ids: Container[str], context: int, vocabulary: int
+) -> None:
+    """Raises BadRequest for a request that cannot be served.
+
+    Args:
+        group_prompt: the prompt of the request's group.
+        open_ids: ids of open requests.
+        context: the largest length of a sequence.
+        vocabulary: the number of tokens.
+    """
+    length = len(request.prompt)
+    if request.id in open_ids:
+        raise BadRequest(request.id, "is already open")
+    if length == 0:
+        raise BadRequest(request.id, "has an empty prompt")
+    if request.max_tokens < 1:
+        raise BadRequest(request.id, f"has max_tokens {request.max_tokens}, expected at least 1")
+    if length + request.max_tokens > context:
+        raise BadRequest(
+            request.id,
+            f"needs {length} prompt tokens + max_tokens {request.max_tokens} = {length + request.max_tokens}, "
+            f"but the context has {context}",
+        )
+    if int(request.prompt.min()) < 0 or int(request.prompt.max()) >= vocabulary:
+        raise BadRequest(request.id, f"has a prompt token outside of the vocabulary of {vocabulary}")
+    if group_prompt is not request.prompt and not np.array_equal(group_prompt, request.prompt):
+        raise BadRequest(request.id, f"has another prompt than the other requests of group {request.group!r}")
+
+
+def empty_completion(request: Request) -> Completion:
+    """The completion of a request that was aborted before it ran."""
+    empty = np.zeros(0, np.int32)
+    return Completion(request.id, empty, np.zeros(0, np.float32), empty.copy(), "abort", "")
+
+
+def request_seed(run_seed: int, step: int, uid: str, k: int) -> int:
+    """Returns the seed of the `k`-th completion of prompt `uid` at `step`: a stable hash, 0 <= seed < 2**63.
+
+    The seed is the same on every machine and in every process and version of Python, so that a repeated generation
+    gives the same completion.
+    """
+    digest = hashlib.blake2b(f"{run_seed}\0{step}\0{uid}\0{k}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def stop_window(stop: Sequence[str]) -> int:
+    """Returns how many of the last tokens to decode to find a stop string that has just been completed."""
+    # A token stands for at least one byte. Special tokens stand for none; the extra tokens allow for some of them.
+    return max(len(each.encode()) for each in stop) + 8
+
+
+def contains_stop(
+    tokenizer: "PreTrainedTokenizerBase", tails: Sequence[list[int]], stops: Sequence[Sequence[str]]
+) -> list[bool]:
+    """Whether each tail, the last `stop_window(stop)` tokens of a completion, contains one of its stop strings."""
+    texts = tokenizer.batch_decode(list(tails))
+    return [any(each in text for each in stop) for text, stop in zip(texts, stops, strict=True)]
+
+
+def eos_tokens(tokenizer: "PreTrainedTokenizerBase", generation: "GenerationConfig | None") -> frozenset[int]:
+    """Returns the tokens that end a sequence, from the tokenizer and from the model's generation config."""
+    tokens: set[int] = set()
+    for source in (tokenizer, generation):
+        value: Any = getattr(source, "eos_token_id", None)
+        if value is not None:
+            tokens.update(value if isinstance(value, list | tuple) else [value])
+    return frozenset(int(token) for token in tokens)

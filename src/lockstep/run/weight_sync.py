@@ -237,14 +237,14 @@ class WeightPublisher:
         """Makes the ranks write the version and transfers it to the engines' nodes. Kills engines that block it."""
         for held in self.delivery.blocking_readers():
             self.engines.kill_engines(partial(self.delivery.holds_buffer, held=held), str(held))
-        began, before = time.monotonic(), self.engines.moves_by_engine(lambda _: True)
+        began, before = time.monotonic(), self.engines.progress_by_engine(lambda _: True)
         while True:
             try:
                 self.delivery.publish(version, write)
                 return
             except BufferHeld as held:
                 holds = partial(self.delivery.holds_buffer, held=held)
-                now = self.engines.moves_by_engine(holds)
+                now = self.engines.progress_by_engine(holds)
                 if any(before.get(name) != moves for name, moves in now.items()):
                     before |= now  # a large copy makes progress: it will release the buffer
                 elif not self.engines.kill_engines(holds, str(held)) and time.monotonic() - began > FENCE_TIMEOUT_S:

@@ -136,7 +136,7 @@ def test_a_successor_that_copies_slowly_is_waited_for(run: Run) -> None:
     def copy() -> None:
         began = time.monotonic()
         while time.monotonic() - began < 3.5:
-            slow.moves += 1
+            slow.progress_count += 1
             time.sleep(0.1)
         slow.finish()
         over.set()
@@ -163,7 +163,7 @@ def test_an_incoming_engine_can_be_killed(tmp_path: Path) -> None:
     weights.fetch_allowed.set()
     until(lambda: bool(copies))
     is_one: Callable[[Any], bool] = lambda worker: worker.pid == 7  # noqa: E731
-    assert engines.moves_by_engine(is_one) == {"engine-0": 0}
+    assert engines.progress_by_engine(is_one) == {"engine-0": 0}
     assert engines.kill_engines(is_one, "pid 7 reads")
 
 

@@ -121,7 +121,7 @@ def test_engines_load_weights_after_the_trainer_has_freed_memory(tmp_path: Path,
         tell(("deliver",))
 
     delivery: Any = SimpleNamespace(publish=publish, delete_former_stores=lambda: None, blocking_readers=list)
-    engines: Any = SimpleNamespace(workers=[], moves_by_engine=lambda _: {}, load_weights=lambda *_: tell(("load",)))
+    engines: Any = SimpleNamespace(workers=[], progress_by_engine=lambda _: {}, load_weights=lambda *_: tell(("load",)))
     ledger: Any = SimpleNamespace(published=lambda version: None)
     weights = WeightPublisher(policy, engines, delivery, ledger)
     for version in (1, 1):

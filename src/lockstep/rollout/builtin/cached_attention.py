@@ -1,4 +1,6 @@
-"""Attention with its log-sum-exp, and the hook through which a model's own forward reaches the engine's cache."""
+"""Attention over the engine's KV cache: the function that a model's own forward calls in place of its attention, and
+the kernels.
+"""
 
 from typing import Protocol
 
@@ -8,25 +10,28 @@ from transformers.modeling_utils import AttentionInterface
 
 ATTENTION_NAME = "lockstep_decode"
 _MIN_EXPONENT = -60.0
-"""Lower scores have no weight in 32 bit. Below -87 the exponential would be subnormal: MKL takes up to forty times as
-long for it, and several times as long for its products."""
+"""Scores further below the maximum have no weight in float32. Below -87 the exponential would be subnormal: MKL takes
+up to forty times as long for it, and several times as long for products with it."""
 
 
 class UnsupportedAttention(ValueError):
-    """A model's attention has a feature that this one does not compute."""
+    """A model's attention has a feature that `engine_attention` does not compute."""
 
 
-class EngineForward(Protocol):
-    """One forward of the engine: knows which tokens are in it and where their keys and values belong."""
+class ForwardBatch(Protocol):
+    """The batch of one forward: its tokens, and where their keys and values are stored in the cache."""
 
     windows: dict[int, int]
-    """Layers with a sliding window, and its size."""
+    """Size of the sliding window by layer, for layers that have one."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None) -> Tensor:
-        """`q [tokens, heads, dim]`, `k, v [tokens, kv heads, dim]` to contiguous `[tokens, heads, dim]`."""
+        """Stores the keys and values, and computes attention over the cache.
+
+        `q [tokens, heads, dim]`, `k, v [tokens, kv heads, dim]` to contiguous `[tokens, heads, dim]`.
+        """
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Keeps keys and values `[tokens, kv heads, dim]`."""
+        """Stores keys and values `[tokens, kv heads, dim]` in the cache."""
 
 
 def engine_attention(
@@ -38,12 +43,13 @@ def engine_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
-    turn: EngineForward | None = None,
+    forward_batch: ForwardBatch | None = None,
     **extra: object,
 ) -> tuple[Tensor, None]:
-    """The function in transformers' registry. Raises UnsupportedAttention for soft caps, sinks, biases."""
-    if turn is None:
-        raise UnsupportedAttention(f"{ATTENTION_NAME} was called without `turn`: the model does not pass it on")
+    """The attention function in transformers' registry. Raises UnsupportedAttention for soft caps, sinks, biases."""
+    if forward_batch is None:
+        problem = "was called without `forward_batch`: the model does not pass its keyword arguments to its attention"
+        raise UnsupportedAttention(f"{ATTENTION_NAME} {problem}")
     for name in ("softcap", "s_aux", "position_bias"):
         if extra.get(name) is not None:
             raise UnsupportedAttention(f"{ATTENTION_NAME} does not compute {name}")
@@ -52,18 +58,18 @@ def engine_attention(
         raise UnsupportedAttention(f"{type(module).__name__} has no layer_idx")
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    return turn.attend(layer, q, k, v, scale, sliding_window).unsqueeze(0), None
+    return forward_batch.attend(layer, q, k, v, scale, sliding_window).unsqueeze(0), None
 
 
 AttentionInterface.register(ATTENTION_NAME, engine_attention)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention and its log-sum-exp.
+    """Computes attention and its log-sum-exp.
 
     Args:
-        q: `[batch, kv heads, queries, dim]`, the query heads of a kv head folded into the queries.
-        k, v: `[batch, kv heads, keys, dim]`, as they lie in the cache.
+        q: `[batch, kv heads, queries, dim]`, where the query heads of a kv head are folded into the queries.
+        k, v: `[batch, kv heads, keys, dim]`, views of the cache.
         mask: added to the scores, `[batch, 1, 1 or queries, keys]`.
 
     Returns:
@@ -80,7 +86,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -
     if q.device.type == "cuda" and dim == v.shape[-1] and dim % 8 == 0:
         mask = None if mask is None else mask.expand(-1, heads, -1, -1)
         out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, mask, True, scale=scale)
-        return out, lse[..., :queries]  # which is padded to whole blocks of queries
+        return out, lse[..., :queries]  # it is padded to whole blocks of queries
     scores = torch.matmul(q, k.transpose(-1, -2)).float() * scale
     if mask is not None:
         scores = scores + mask
@@ -89,8 +95,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -
 
 
 def uses_matmul_attention(like: Tensor) -> bool:
-    """Whether to compute attention as two plain matrix products: with few queries the CPU's own kernel, which splits
-    them into small ones, takes up to twice as long. Only in float32, whose products are precise enough."""
+    """Whether to compute attention as two plain matrix products. With few queries the CPU's attention kernel, which
+    splits these products into small ones, takes up to twice as long. Other dtypes than float32 are not precise
+    enough."""
     return like.device.type == "cpu" and like.dtype == torch.float32
 
 
@@ -101,15 +108,18 @@ def _matmul_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scal
     torch.baddbmm(scores, q.flatten(0, 1), keys, beta=0, alpha=scale, out=scores)
     if mask is not None:
         scores.view(batch, heads, queries, -1).add_(mask)
-    most = scores.amax(-1, keepdim=True)
-    total = scores.sub_(most).clamp_(min=_MIN_EXPONENT).exp_().sum(-1, keepdim=True)
+    maximum = scores.amax(-1, keepdim=True)
+    total = scores.sub_(maximum).clamp_(min=_MIN_EXPONENT).exp_().sum(-1, keepdim=True)
     out = torch.bmm(scores, v.flatten(0, 1)).div_(total)
-    return out.view(batch, heads, queries, -1), total.log_().add_(most).view(batch, heads, queries)
+    return out.view(batch, heads, queries, -1), total.log_().add_(maximum).view(batch, heads, queries)
 
 
 def mask_bias(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """bool `[..., keys]` to what is added to scores. Finite: a query that sees nothing gets weight 0 in the merge,
-    not NaN. Rows begin at multiples of 16 elements, as CUDA's kernel wants them."""
+    """Converts bool `[..., keys]` to a bias that is added to scores.
+
+    The bias is finite, so that a query to which no key is visible gets weight 0 when parts of the attention are merged,
+    and not NaN. Rows begin at multiples of 16 elements, which CUDA's kernel requires.
+    """
     *rest, keys = visible.shape
-    made = torch.zeros(*rest, -(-keys // 16) * 16, dtype=dtype, device=visible.device)[..., :keys]
-    return made.masked_fill_(~visible, torch.finfo(dtype).min / 2)
+    bias = torch.zeros(*rest, -(-keys // 16) * 16, dtype=dtype, device=visible.device)[..., :keys]
+    return bias.masked_fill_(~visible, torch.finfo(dtype).min / 2)

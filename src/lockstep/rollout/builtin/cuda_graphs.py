@@ -1,9 +1,9 @@
 """Decode steps as CUDA graphs: hundreds of small kernels with one launch.
 
-A graph has fixed shapes and addresses, so rows, groups, prompts and suffixes are rounded up and everything that
-differs from step to step (tokens, positions, places, masks) is copied into buffers that the graph reads. Padding rows
-write into free slots, and their results are ignored. There is one graph per rounded shape; all are dropped when the
-cache is reallocated.
+A graph has fixed shapes and addresses. So the numbers of rows and groups and the lengths of prompts and suffixes are
+rounded up, and everything that differs from step to step (tokens, positions, slots, masks) is copied into buffers that
+the graph reads. Padding rows write into free slots, and their results are ignored. There is one graph per rounded
+shape; all are dropped when the cache is reallocated.
 """
 
 from collections.abc import Callable
@@ -20,11 +20,11 @@ from lockstep.rollout.builtin.kv_cache import KVCache
 
 Step = Callable[[], Tensor]
 Capture = Callable[[Step], Step]
-_MAX_GRAPHS = 64  # graphs that are kept
+_MAX_GRAPHS = 64
 
 
 def capture_graph(step: Step) -> Step:
-    """The step as a CUDA graph, whose every replay fills the same logits."""
+    """Captures a step as a CUDA graph. Each replay writes to the same logits."""
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -53,21 +53,22 @@ class GraphShape:
     prompt: int
 
     @classmethod
-    def of(cls, among: RowSet, counts: np.ndarray) -> "GraphShape":
+    def of(cls, row_set: RowSet, counts: np.ndarray) -> "GraphShape":
+        """Rounds up the shape of a decode step."""
         return cls(
             rows=_next_power(len(counts), 8),
             suffix=-(-(int(counts.max()) + 1) // 128) * 128,
-            groups=_next_power(among.fold.groups, 1),
-            width=_next_power(among.fold.width, 1),
-            prompt=-(-among.prompt // 128) * 128,
+            groups=_next_power(row_set.fold.groups, 1),
+            width=_next_power(row_set.fold.width, 1),
+            prompt=-(-row_set.prompt // 128) * 128,
         )
 
 
 class CudaGraphs:
-    """The decode steps of a fused forward over `cache`.
+    """Runs the decode steps of a fused forward over `cache` as graphs.
 
     Args:
-        capture: makes a step that can be repeated out of one that can be run; tests on the CPU pass it through.
+        capture: makes a graph of a step; tests on the CPU return the step itself.
     """
 
     def __init__(
@@ -82,9 +83,10 @@ class CudaGraphs:
         self._steps: dict[GraphShape, _StaticDecode] = {}
         self._sizes = (0, 0, 0, 0)
 
-    def __call__(self, among: RowSet, counts: np.ndarray, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Logits `[rows, vocabulary]` of int64 `tokens`, `positions` `[rows]`, whose rows have `counts` tokens."""
-        shape = GraphShape.of(among, counts)
+    def __call__(self, row_set: RowSet, counts: np.ndarray, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Returns the logits `[rows, vocabulary]` of int64 `tokens`, `positions` `[rows]`. `counts` is the number of
+        suffix tokens of each row in the cache."""
+        shape = GraphShape.of(row_set, counts)
         self.cache.reserve(shape.groups, shape.prompt, shape.rows, shape.suffix)
         prompt, suffix = self.cache.prompt_size, self.cache.suffix_size
         sizes = (prompt.slots, prompt.tokens, suffix.slots, suffix.tokens)
@@ -93,11 +95,11 @@ class CudaGraphs:
             self._sizes = sizes
         if shape not in self._steps:
             self._steps[shape] = _StaticDecode(shape, self)
-        return self._steps[shape](among, counts, tokens, positions)
+        return self._steps[shape](row_set, counts, tokens, positions)
 
 
 class _StaticDecode:
-    """Buffers of one graph, and the graph."""
+    """One graph and its buffers."""
 
     def __init__(self, shape: GraphShape, graphs: CudaGraphs) -> None:
         device, dtype = graphs.device, graphs.dtype
@@ -106,51 +108,53 @@ class _StaticDecode:
             return torch.zeros(size, dtype=torch.int64, device=device)
 
         self.shape, self.forward, self.capture = shape, graphs.forward, graphs.capture
-        self.tokens, self.positions, self.at = zeros(shape.rows), zeros(shape.rows), zeros(shape.rows)
-        self.into, self.out = zeros(shape.groups * shape.width), zeros(shape.rows)
+        self.tokens, self.positions, self.write_at = zeros(shape.rows), zeros(shape.rows), zeros(shape.rows)
+        self.row_of_cell, self.cell_of_row = zeros(shape.groups * shape.width), zeros(shape.rows)
         self.column = torch.arange(shape.suffix, device=device)
         self.suffix = mask_bias(torch.ones(shape.rows, 1, 1, shape.suffix, dtype=torch.bool, device=device), dtype)
         self.prompt = mask_bias(torch.ones(shape.groups, 1, 1, shape.prompt, dtype=torch.bool, device=device), dtype)
-        self.hidden = torch.finfo(dtype).min / 2
-        fold = RowFold(shape.groups, shape.width, self.into, self.out)
+        self.mask_value = torch.finfo(dtype).min / 2
+        fold = RowFold(shape.groups, shape.width, self.row_of_cell, self.cell_of_row)
         rows = torch.arange(shape.rows, device=device)
         none = np.zeros(0, np.int64)
-        among = RowSet(none, none, device, dtype, shape.prompt, none, fold, rows, self.prompt)
+        row_set = RowSet(none, none, device, dtype, shape.prompt, none, fold, rows, self.prompt)
         masks: dict[int | None, Masks] = {None: (self.prompt, self.suffix)}
-        self.turn = DecodeBatch(graphs.cache, among, none, self.at, shape.suffix, _masks=masks)
-        self._among: RowSet | None = None
+        self.batch = DecodeBatch(graphs.cache, row_set, none, self.write_at, shape.suffix, _masks=masks)
+        self._row_set: RowSet | None = None
+        """The rows whose slots are in the buffers."""
         self._replay: Step | None = None
 
-    def __call__(self, among: RowSet, counts: np.ndarray, tokens: Tensor, positions: Tensor) -> Tensor:
+    def __call__(self, row_set: RowSet, counts: np.ndarray, tokens: Tensor, positions: Tensor) -> Tensor:
         rows = len(counts)
-        if among is not self._among:
-            self._use_rows(among)
-        for buffer, now in ((self.tokens, tokens), (self.positions, positions), (self.at, torch.from_numpy(counts))):
-            buffer[:rows].copy_(now)
+        if row_set is not self._row_set:
+            self._set_rows(row_set)
+        inputs = (self.tokens, tokens), (self.positions, positions), (self.write_at, torch.from_numpy(counts))
+        for buffer, values in inputs:
+            buffer[:rows].copy_(values)
             buffer[rows:].zero_()
         if self._replay is None:
             self._replay = self.capture(self._step)
         return self._replay()[:rows]
 
     def _step(self) -> Tensor:
-        unseen = (self.column > self.at.unsqueeze(1))[:, None, None, :]
-        self.suffix.zero_().masked_fill_(unseen, self.hidden)
+        hidden = (self.column > self.write_at.unsqueeze(1))[:, None, None, :]
+        self.suffix.zero_().masked_fill_(hidden, self.mask_value)
         longest = self.shape.prompt + self.shape.suffix
-        return self.forward(self.tokens, self.positions, longest, self.turn)
+        return self.forward(self.tokens, self.positions, longest, self.batch)
 
-    def _use_rows(self, among: RowSet) -> None:
-        """Adopts the slots of other rows."""
-        fold = RowFold.spread(among.group, among.fold.groups, self.shape.width, self.into.device)
-        assert fold.into is not None and fold.out is not None
-        self.into.zero_()[: len(fold.into)].copy_(fold.into)
-        self.out.zero_()[: len(fold.out)].copy_(fold.out)
+    def _set_rows(self, row_set: RowSet) -> None:
+        """Copies groups and prompt lengths of a set of rows into the buffers."""
+        fold = RowFold.spread(row_set.group, row_set.fold.groups, self.shape.width, self.row_of_cell.device)
+        assert fold.row_of_cell is not None and fold.cell_of_row is not None
+        self.row_of_cell.zero_()[: len(fold.row_of_cell)].copy_(fold.row_of_cell)
+        self.cell_of_row.zero_()[: len(fold.cell_of_row)].copy_(fold.cell_of_row)
         lengths = np.zeros(self.shape.groups, np.int64)
-        lengths[: among.fold.groups] = among.lengths
-        unseen = torch.arange(self.shape.prompt) >= torch.from_numpy(lengths).unsqueeze(1)
-        self.prompt.zero_().masked_fill_(unseen[:, None, None, :].to(self.prompt.device), self.hidden)
-        self._among = among
+        lengths[: row_set.fold.groups] = row_set.lengths
+        hidden = torch.arange(self.shape.prompt) >= torch.from_numpy(lengths).unsqueeze(1)
+        self.prompt.zero_().masked_fill_(hidden[:, None, None, :].to(self.prompt.device), self.mask_value)
+        self._row_set = row_set
 
 
 def _next_power(count: int, least: int) -> int:
-    """The next power of two."""
+    """The next power of two, at least `least`."""
     return max(least, 1 << (count - 1).bit_length())

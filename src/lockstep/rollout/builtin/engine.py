@@ -1,4 +1,4 @@
-"""The builtin engine: admits requests, decodes and samples a token of each, and returns completions."""
+"""The builtin engine: admits requests, decodes one token of each per step, and returns completions."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -17,9 +17,8 @@ from lockstep.models.model_loader import context_length, load_policy, load_token
 from lockstep.rollout.builtin.model_runner import choose_runner
 from lockstep.rollout.builtin.sampler import SamplingRows, sample_tokens
 from lockstep.rollout.builtin.scheduler import DecodeRows, Scheduler, StopChecker
-from lockstep.rollout.engine_protocol import EngineProgress, Request
+from lockstep.rollout.engine_protocol import EngineProgress, Request, check_request, empty_completion, eos_tokens
 from lockstep.rollout.errors import BadLogits, BadRequest
-from lockstep.rollout.requests import check_request, empty_completion, eos_tokens
 from lockstep.rollout.weight_loading import ExpectedParameters, WeightReader, WeightReceiver, open_receiver
 
 log = logging.getLogger(__name__)
@@ -28,19 +27,19 @@ log = logging.getLogger(__name__)
 class BuiltinEngine:
     """Any causal language model of transformers, on the CPU or one GPU. Implements `RolloutEngine`.
 
-    New weights are loaded between two decode steps. Running rows keep their keys and values, their later tokens carry
-    the new version, and the recorded log-probabilities are those that were sampled from; prompts of later requests are
-    prefilled with the new weights.
+    New weights are loaded between two decode steps. Running rows keep their keys and values, and their later tokens
+    carry the new version. The recorded log-probabilities are those of the distribution that was sampled from. Prompts
+    of later requests are prefilled with the new weights.
 
     Args:
-        lm: an `AutoModelForCausalLM`, on its device, in its precision.
-        tokenizer: for stop strings and the completions' text.
-        max_rows: rows decoded together.
+        lm: an `AutoModelForCausalLM`, on its device and in its precision.
+        tokenizer: decodes stop strings and the completions' text.
+        max_rows: the largest number of requests that are decoded together.
         cache_tokens: limit of the KV cache in tokens; it grows as needed if None.
         max_length: longest sequence; the model's own limit if None.
         reader: reads versions for `load_weights`.
-        version: of the weights that `lm` has.
-        prefix_cache: how much is kept of sequences that ended (`Request.keep`), as a share of `cache_tokens`.
+        version: version of the weights in `lm`.
+        prefix_cache: size of the cache of ended sequences (see `Request.keep`), as a share of `cache_tokens`.
     """
 
     def __init__(
@@ -65,7 +64,6 @@ class BuiltinEngine:
         self._scheduler = Scheduler(cache_tokens)
         self._stops = StopChecker(tokenizer, eos_tokens(tokenizer, getattr(lm, "generation_config", None)))
         self._runner, self.slower = choose_runner(lm, self.device, self.context, cache_tokens, prefix_cache)
-        """The runner, and why it is not the fastest; "" if it is."""
         self._expected = ExpectedParameters(lm)
         self._receiver: WeightReceiver | None = None
         self._sampling: SamplingRows | None = None
@@ -81,7 +79,7 @@ class BuiltinEngine:
         reader: WeightReader | None = None,
         version: int = 0,
     ) -> "BuiltinEngine":
-        """Loads model and tokenizer as the config says. Raises ModelError."""
+        """Loads model and tokenizer. Raises ModelError."""
         chosen = model.model_copy(update={"dtype": engine.dtype}) if engine.dtype != "auto" else model
         lm = load_policy(chosen, device).lm
         tokenizer = load_tokenizer(model)
@@ -91,19 +89,19 @@ class BuiltinEngine:
     def submit(self, requests: Sequence[Request]) -> None:
         """Queues all requests or none. Raises BadRequest for the first that cannot be served."""
         prompts: dict[str, np.ndarray] = {}
-        known = set(self._ids)
+        ids = set(self._ids)
         for request in requests:
             check_request(
-                request, prompts.setdefault(request.group, request.prompt), known, self.context, self._vocabulary
+                request, prompts.setdefault(request.group, request.prompt), ids, self.context, self._vocabulary
             )
             self._check_fits_cache(request)
-            known.add(request.id)
-        self._ids = known
+            ids.add(request.id)
+        self._ids = ids
         self._scheduler.add(requests)
 
     @torch.inference_mode()
     def step(self) -> list[Completion]:
-        """Admits requests, decodes one token of every row, and returns completions."""
+        """Admits requests, decodes one token of every row, and returns the completions that are finished."""
         if self._paused:
             return []
         self._admit()
@@ -112,47 +110,46 @@ class BuiltinEngine:
         tokens, logprobs = self._sample(self._runner.decode(self._rows, self._scheduler.groups))
         self._rows.append(tokens, logprobs, self.version)
         self._tokens += len(tokens)
-        return self._retire()
+        return self._collect_finished()
 
     @torch.inference_mode()
     def abort(self, ids: Sequence[str] | None = None) -> list[Completion]:
-        """Ends running or waiting requests; unknown ids belong to finished ones."""
+        """Ends running or waiting requests (all if None). Unknown ids are those of finished requests."""
         wanted = None if ids is None else set(ids)
         rows = [row for row, each in enumerate(self._rows.requests) if wanted is None or each.id in wanted]
         partial = [self._rows.completion(row, "abort", self._text(row)) for row in rows]
-        waiting = self._scheduler.withdraw(wanted)
+        waiting = self._scheduler.remove_waiting(wanted)
         self._ids -= {request.id for request in waiting}
         self._free_rows(rows)
         return partial + [empty_completion(request) for request in waiting]
 
     @torch.inference_mode()
     def load_weights(self, source: Path, version: int) -> None:
-        """Copies version `version` from the store at `source` into the model.
+        """Copies a version from the weight store at `source` into the model.
 
         Raises:
-            WeightsMismatch: the store's tensors are not this model's.
-            ValueError: the engine was made without a reader.
+            WeightsMismatch: the store's tensors do not fit the model.
+            ValueError: the engine has no reader.
         """
         if self._reader is None:
-            raise ValueError("the engine was made without a weight reader; give it `reader`")
+            raise ValueError("the engine has no weight reader; pass `reader`")
         self._runner.prefixes.clear()
         with self._reader(source, version) as tensors:
             self._load(tensors)
         self.version = version
-        self._move_groups(())
+        self._remove_groups(())
 
     @torch.no_grad()
     def receive_weights(self, where: Mapping[str, Any], version: int) -> None:
-        """Receives a version from the trainer's device beside the model's weights, and copies it there when it is
-        complete: until then the engine keeps its weights."""
+        """Receives a version from the trainer's device, and copies it into the model when it is complete."""
         receiver = self._receiver = self._receiver or open_receiver(where)
         self._expected.check(receiver.promised(where))
-        with receiver.stream(where, version, 0, self.device) as coming:
-            tensors = dict(coming)
+        with receiver.stream(where, version, 0, self.device) as arriving:
+            tensors = dict(arriving)
         self._runner.prefixes.clear()
         self._load(tensors)
         self.version = version
-        self._move_groups(())
+        self._remove_groups(())
 
     def pause(self) -> None:
         self._paused = True
@@ -161,7 +158,8 @@ class BuiltinEngine:
         self._paused = False
 
     def sleep(self, level: int = 1) -> None:
-        """Frees the KV cache and the prefix cache, which grow again with the next requests; weights stay at any level.
+        """Frees the KV cache and the prefix cache, which grow again with the next requests. Keeps the weights at any
+        level.
 
         Raises:
             ValueError: there are open requests.
@@ -186,7 +184,7 @@ class BuiltinEngine:
         )
 
     def close(self) -> None:
-        """Drops all requests and caches; the model is not closed."""
+        """Drops all requests and caches."""
         if self._receiver is not None:
             self._receiver.close()
         self.abort()
@@ -195,7 +193,7 @@ class BuiltinEngine:
     def _check_fits_cache(self, request: Request) -> None:
         needed = len(request.prompt) + request.max_tokens
         if self._cache_tokens is not None and needed > self._cache_tokens:
-            raise BadRequest(request.id, f"needs {needed} tokens of KV cache, it has {self._cache_tokens}")
+            raise BadRequest(request.id, f"needs {needed} tokens of KV cache, but the engine has {self._cache_tokens}")
 
     def _admit(self) -> None:
         new = self._scheduler.admit(self._rows, self.version)
@@ -216,20 +214,21 @@ class BuiltinEngine:
             )
         return tokens, logprobs
 
-    def _retire(self) -> list[Completion]:
+    def _collect_finished(self) -> list[Completion]:
+        """Removes the rows that ended with their last token, and returns their completions."""
         ended = self._stops.finished(self._rows)
         if not ended:
             return []
         rows = sorted(ended)
         texts = self._texts(rows)
         done = [self._rows.completion(row, ended[row], text) for row, text in zip(rows, texts, strict=True)]
-        self._runner.keep(self._rows, self._scheduler.groups, [row for row in rows if self._may_keep(row)])
+        self._runner.keep(self._rows, self._scheduler.groups, [row for row in rows if self._should_keep(row)])
         self._free_rows(rows)
         self._finished += len(done)
         return done
 
-    def _may_keep(self, row: int) -> bool:
-        """Whether to keep a row's keys and values: its request asks for it, and all are of the current weights."""
+    def _should_keep(self, row: int) -> bool:
+        """Whether to keep a row's keys and values: its request asks for it, and all come from the current weights."""
         prompt = self._scheduler.groups[self._rows.group[row]]
         versions = self._rows.versions[row, : self._rows.counts[row]]
         return (
@@ -237,15 +236,16 @@ class BuiltinEngine:
         )
 
     def _free_rows(self, rows: list[int]) -> None:
-        """Frees the rows, and the groups without rows."""
+        """Removes the rows, and the groups without rows."""
         groups = self._rows.group[rows].tolist()
         self._ids -= {self._rows.requests[row].id for row in rows}
         if rows:
-            self._runner.move_rows(*self._rows.leave(rows))
-        self._move_groups(groups)
+            self._runner.move_rows(*self._rows.remove(rows))
+        self._remove_groups(groups)
 
-    def _move_groups(self, left: Sequence[int]) -> None:
-        sources, targets = self._scheduler.left(left, self._rows, self.version)
+    def _remove_groups(self, ended: Sequence[int]) -> None:
+        """Removes groups that are no longer needed. `ended` has the group's slot of each row that has ended."""
+        sources, targets = self._scheduler.remove_groups(ended, self._rows, self.version)
         self._runner.move_groups(sources, targets)
 
     def _load(self, tensors: Mapping[str, Tensor]) -> None:
@@ -264,7 +264,7 @@ class BuiltinEngine:
 
 
 def _copy_parameter(own: Tensor, tensor: Tensor) -> None:
-    """Copies a parameter; in two steps if the engine stores it transposed, which takes half the time."""
+    """Copies a parameter. If the engine stores it transposed, copying in two steps takes half the time."""
     if own.ndim == 2 and own.stride(0) == 1 < own.stride(1) and tensor.device.type == own.device.type == "cpu":
         own.t().copy_(tensor.t().contiguous())
     else:

@@ -1,8 +1,8 @@
-"""A functional forward for Llama-type decoders: fused projections, no module calls, no unused results.
+"""A faster forward for Llama-type decoders, with fused projections and without module calls.
 
-Queries, keys and values are one matrix product, gate and up another; the rotary table is read once per forward; a
-prefill stops after the keys and values of its last layer. The fused tensors are the storage, and the model's
-parameters become views of them: writing a parameter writes the fused tensor, and no weight is stored twice.
+One matrix product computes queries, keys and values, another gate and up. The rotary table is read once per forward,
+and a prefill stops after the keys and values of its last layer. The model's parameters become views of the fused
+tensors: writing a parameter writes the fused tensor, and no weight is stored twice.
 """
 
 import functools
@@ -14,18 +14,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lockstep.rollout.builtin.cached_attention import EngineForward
+from lockstep.rollout.builtin.cached_attention import ForwardBatch
 
 FUSED_FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
-
-_LARGE = 16 << 20
-"""Bytes of a layer's matrices."""
+_MAX_TRANSPOSED_BYTES = 16 << 20
+"""A layer whose matrices have fewer bytes stores them transposed."""
 _SILU = functools.partial(F.silu, inplace=True)
 
 
 class NotFusible(ValueError):
-    """A model that this forward does not compute, and why."""
+    """The fused forward does not support the model."""
 
 
 @dataclass(slots=True)
@@ -33,19 +32,23 @@ class FusedProjection:
     """Linear layers with the same input, concatenated."""
 
     weight: Tensor
-    """`[inputs, outputs]`, a view of `[outputs, inputs]` unless transposed."""
+    """`[inputs, outputs]`: stored in this layout, or a view of a tensor `[outputs, inputs]`."""
     bias: Tensor | None
 
     @classmethod
-    def of(cls, modules: Sequence[Any], turned: bool) -> "FusedProjection":
-        """Fuses the modules' parameters, which become views. Raises NotFusible for anything but plain linear layers."""
+    def of(cls, modules: Sequence[Any], transposed: bool) -> "FusedProjection":
+        """Fuses the modules, whose parameters become views. Raises NotFusible unless they are plain linear layers.
+
+        Args:
+            transposed: whether to store the weight as `[inputs, outputs]`.
+        """
         for module in modules:
             if type(module) is not nn.Linear:
                 raise NotFusible(f"{type(module).__name__} is not a plain linear layer")
-        # Ordinary tensors can also be written outside of inference mode.
+        # Inference tensors could not be written outside of inference mode.
         with torch.inference_mode(False), torch.no_grad():
             weight = torch.cat([module.weight for module in modules])
-            stored = weight.t().contiguous() if turned else weight.t()
+            stored = weight.t().contiguous() if transposed else weight.t()
             biases = [module.bias for module in modules]
             if any(bias is None for bias in biases) and not all(bias is None for bias in biases):
                 raise NotFusible("some projections have a bias and some have none")
@@ -68,7 +71,7 @@ class FusedProjection:
             total.add_(self.bias)
 
     def tail(self, start: int) -> "FusedProjection":
-        """The outputs from `start` on."""
+        """The projection to the outputs from `start` on."""
         return FusedProjection(self.weight[:, start:], None if self.bias is None else self.bias[start:])
 
 
@@ -79,24 +82,24 @@ class FusedNorm:
     weight: Tensor
     eps: float
     _eps: Tensor
-    _few: bool
-    """Whether to use the variant with the fewest passes; the CPU has no fused kernel."""
+    _few_passes: bool
+    """Whether to compute with few passes over memory, because the CPU has no fused kernel."""
 
     @classmethod
     def of(cls, module: Any) -> "FusedNorm":
         weight, eps = module.weight, float(module.variance_epsilon)
-        few = weight.device.type == "cpu" and weight.dtype == torch.float32
-        return cls(weight, eps, torch.tensor(eps, device=weight.device), few)
+        few_passes = weight.device.type == "cpu" and weight.dtype == torch.float32
+        return cls(weight, eps, torch.tensor(eps, device=weight.device), few_passes)
 
     def __call__(self, x: Tensor) -> Tensor:
-        if not self._few:
+        if not self._few_passes:
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         size = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         return (x * torch.addcmul(self._eps, size, size, value=1 / x.shape[-1]).rsqrt_()).mul_(self.weight)
 
 
 class FusedHeadNorm:
-    """Qwen3's norms of queries and keys, with one pass over both."""
+    """Qwen3's norms of queries and keys, computed in one pass over both."""
 
     def __init__(self, attention: Any) -> None:
         self.heads = attention.q_proj.out_features // attention.head_dim
@@ -104,7 +107,7 @@ class FusedHeadNorm:
         self.eps = attention.q_norm.variance_epsilon
 
     def __call__(self, x: Tensor, heads: int) -> Tensor:
-        """`x [tokens, heads + kv heads, dim]`; `heads` of them are queries."""
+        """Normalises `x [tokens, heads + kv heads, dim]`, whose first `heads` are queries."""
         normed = F.rms_norm(x, x.shape[-1:], None, self.eps)
         normed[:, :heads].mul_(self.query)
         normed[:, heads:].mul_(self.key)
@@ -112,31 +115,33 @@ class FusedHeadNorm:
 
 
 class FusedRotary:
-    """Cosines and signed sines of positions, made by the model's own module, so that every kind of scaling works."""
+    """Cosines and signed sines of positions, computed by the model's own module, so that every kind of scaling
+    works."""
 
     def __init__(self, module: Any, like: Tensor) -> None:
         self.module, self.like = module, like
-        # Their frequencies depend on the length: no table.
-        self._fixed = "dynamic" not in module.rope_type and module.rope_type != "longrope"
+        # The frequencies of the other kinds depend on the length, so there is no table for them.
+        self._has_table = "dynamic" not in module.rope_type and module.rope_type != "longrope"
         self._cos = self._sin = like.new_empty(0, 1, 0)
 
     def __call__(self, positions: Tensor, longest: int) -> tuple[Tensor, Tensor]:
         """`[tokens, 1, dim]` each, for int64 positions `[tokens]` below `longest`."""
-        if not self._fixed:
-            return self._made(positions)
+        if not self._has_table:
+            return self._compute(positions)
         if longest > len(self._cos):
             every = torch.arange(max(256, 1 << (longest - 1).bit_length()), device=self.like.device)
-            self._cos, self._sin = self._made(every)
+            self._cos, self._sin = self._compute(every)
         return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
 
-    def _made(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def _compute(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         cos, sin = self.module(self.like, positions.unsqueeze(0))
         sin = torch.cat([-sin[..., : sin.shape[-1] // 2], sin[..., sin.shape[-1] // 2 :]], -1)
         return cos[0].unsqueeze(1), sin[0].unsqueeze(1)
 
 
 def rotate_heads(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding (Su et al. 2021, arXiv:2104.09864) of `[tokens, heads, dim]`, halves paired."""
+    """Applies rotary position embedding (Su et al. 2021, arXiv:2104.09864) to `[tokens, heads, dim]`. Dimension i of
+    the first half is paired with dimension i of the second."""
     half = x.shape[-1] // 2
     out = x * cos
     out[..., :half].addcmul_(x[..., half:], sin[..., :half])
@@ -153,7 +158,8 @@ class FusedLayer:
         self.heads = attention.q_proj.out_features // self.dim
         self.kv_heads = attention.k_proj.out_features // self.dim
         self.window = _window(attention)
-        self.before, self.between = FusedNorm.of(module.input_layernorm), FusedNorm.of(module.post_attention_layernorm)
+        self.attention_norm = FusedNorm.of(module.input_layernorm)
+        self.mlp_norm = FusedNorm.of(module.post_attention_layernorm)
         self.head_norm = FusedHeadNorm(attention) if hasattr(attention, "q_norm") else None
         fused = (
             [attention.q_proj, attention.k_proj, attention.v_proj],
@@ -161,41 +167,42 @@ class FusedLayer:
             [mlp.gate_proj, mlp.up_proj],
             [mlp.down_proj],
         )
-        turned = _transposed([part for parts in fused for part in parts])
-        self.qkv, self.out, self.gate_up, self.down = (FusedProjection.of(parts, turned) for parts in fused)
+        transposed = _store_transposed([part for parts in fused for part in parts])
+        self.qkv, self.out, self.gate_up, self.down = (FusedProjection.of(parts, transposed) for parts in fused)
         self.kv = self.qkv.tail(self.heads * self.dim)
         self.activation = _SILU if attention.config.hidden_act == "silu" else mlp.act_fn
 
-    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, turn: EngineForward) -> None:
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, batch: ForwardBatch) -> None:
         """Adds the layer's output to `x [tokens, hidden]`."""
-        q, k, v = self._heads(self.qkv(self.before(x)), self.heads, cos, sin)
-        mixed = turn.attend(self.index, q, k, v, self.scaling, self.window)
+        q, k, v = self._heads(self.qkv(self.attention_norm(x)), self.heads, cos, sin)
+        mixed = batch.attend(self.index, q, k, v, self.scaling, self.window)
         self.out.add_to(x, mixed.view(len(x), -1))
-        gate, up = self.gate_up(self.between(x)).chunk(2, -1)
+        gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, -1)
         self.down.add_to(x, self.activation(gate).mul_(up))
 
-    def store(self, x: Tensor, cos: Tensor, sin: Tensor, turn: EngineForward) -> None:
-        """Computes only its keys and values."""
-        _, k, v = self._heads(self.kv(self.before(x)), 0, cos, sin)
-        turn.store(self.index, k, v)
+    def store(self, x: Tensor, cos: Tensor, sin: Tensor, batch: ForwardBatch) -> None:
+        """Computes and stores only the layer's keys and values."""
+        _, k, v = self._heads(self.kv(self.attention_norm(x)), 0, cos, sin)
+        batch.store(self.index, k, v)
 
     def _heads(self, projected: Tensor, heads: int, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Splits the output of a projection with that many query heads into queries, keys, values `[tokens, heads,
-        dim]`."""
+        """Splits the output of a projection with that many query heads into queries, keys and values
+        `[tokens, heads, dim]`, with rotary embedding."""
         every = projected.view(len(projected), -1, self.dim)
-        turning = every[:, : heads + self.kv_heads]
+        rotated = every[:, : heads + self.kv_heads]
         if self.head_norm is not None:
-            turning = self.head_norm(turning, heads)
-        turning = rotate_heads(turning, cos, sin)
-        return turning[:, :heads], turning[:, heads:], every[:, heads + self.kv_heads :]
+            rotated = self.head_norm(rotated, heads)
+        rotated = rotate_heads(rotated, cos, sin)
+        return rotated[:, :heads], rotated[:, heads:], every[:, heads + self.kv_heads :]
 
 
-def _transposed(linear: Sequence[Any]) -> bool:
-    """Whether to store a layer's matrices as `[inputs, outputs]`. For small ones on a CPU that is up to twice as fast
-    in MKL; for large ones products take as long either way, and transposing new weights takes three times a copy."""
+def _store_transposed(linear: Sequence[Any]) -> bool:
+    """Whether to store a layer's matrices as `[inputs, outputs]`. For small ones on a CPU, products are up to twice as
+    fast in MKL; for large ones they take as long either way, and transposing new weights takes three times as long as
+    copying them."""
     weights = [module.weight for module in linear]
     on_cpu = all(weight.device.type == "cpu" for weight in weights)
-    return on_cpu and sum(weight.nbytes for weight in weights) < _LARGE
+    return on_cpu and sum(weight.nbytes for weight in weights) < _MAX_TRANSPOSED_BYTES
 
 
 class FusedForward:
@@ -210,28 +217,26 @@ class FusedForward:
         self.norm, self.head = FusedNorm.of(lm.model.norm), lm.lm_head
         self.windows = {layer.index: layer.window for layer in self.layers if layer.window is not None}
 
-    def __call__(self, tokens: Tensor, positions: Tensor, longest: int, turn: EngineForward) -> Tensor:
-        """Logits `[tokens, vocabulary]`; `positions` are below `longest`."""
+    def __call__(self, tokens: Tensor, positions: Tensor, longest: int, batch: ForwardBatch) -> Tensor:
+        """Returns the logits `[tokens, vocabulary]`; `positions` are below `longest`."""
         x, cos, sin = self._start(tokens, positions, longest)
         for layer in self.layers:
-            layer(x, cos, sin, turn)
+            layer(x, cos, sin, batch)
         return F.linear(self.norm(x), self.head.weight, self.head.bias)
 
-    def fill(self, tokens: Tensor, positions: Tensor, longest: int, turn: EngineForward) -> None:
-        """Computes keys and values of the tokens, without the last layer's attention and MLP."""
+    def fill(self, tokens: Tensor, positions: Tensor, longest: int, batch: ForwardBatch) -> None:
+        """Computes only the keys and values of the tokens, and so skips the last layer's attention and MLP."""
         x, cos, sin = self._start(tokens, positions, longest)
         for layer in self.layers[:-1]:
-            layer(x, cos, sin, turn)
-        self.layers[-1].store(x, cos, sin, turn)
+            layer(x, cos, sin, batch)
+        self.layers[-1].store(x, cos, sin, batch)
 
     def _start(self, tokens: Tensor, positions: Tensor, longest: int) -> tuple[Tensor, Tensor, Tensor]:
         return F.embedding(tokens, self.embedding), *self.rotary(positions, longest)
 
 
 def _window(attention: Any) -> int | None:
-    """The window: an attribute of Qwen's layers, a config value of Mistral."""
-    if hasattr(attention, "sliding_window"):
-        own: int | None = attention.sliding_window
-        return own
-    whole: int | None = getattr(attention.config, "sliding_window", None)
-    return whole
+    """The size of the sliding window: an attribute of Qwen's layers, a config value of Mistral."""
+    source = attention if hasattr(attention, "sliding_window") else attention.config
+    window: int | None = getattr(source, "sliding_window", None)
+    return window

@@ -1,4 +1,4 @@
-"""The KV cache of everything that is being generated, and of ended sequences whose prefix may be reused."""
+"""The KV cache of the running sequences, and the prefix cache of ended ones that later prompts may begin with."""
 
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from lockstep.rollout.builtin.cached_attention import uses_matmul_attention
 
 @dataclass(slots=True)
 class KVTableSize:
-    """Slots and tokens per slot."""
+    """The size of a table: slots, and tokens per slot."""
 
     slots: int = 0
     tokens: int = 0
@@ -25,37 +25,40 @@ class KVTableSize:
 class KVTable:
     """Keys and values `[slots, kv heads, tokens, head dim]` of one layer, allocated at the first write.
 
-    `turned`: stores keys as `[slots, kv heads, head dim, tokens]` for attention by matrix products, which read long
-    ones faster in this layout."""
+    Args:
+        keys_transposed: store keys as `[slots, kv heads, head dim, tokens]` if attention is computed by matrix
+            products, which are faster for long prompts in this layout.
+    """
 
-    __slots__ = ("keys", "size", "turned", "values")
+    __slots__ = ("keys", "keys_transposed", "size", "values")
 
-    def __init__(self, size: KVTableSize, turned: bool = False) -> None:
-        self.size, self.turned = size, turned
+    def __init__(self, size: KVTableSize, keys_transposed: bool = False) -> None:
+        self.size, self.keys_transposed = size, keys_transposed
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
 
-    def open(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """The two tensors, of at least the needed size; `keys`, `values` `[..., kv heads, head dim]` give the shape,
-        type and device of new ones."""
-        have = () if self.keys is None else (self.keys.shape[0], self.keys.shape[2])
-        if self.keys is None or self.values is None or have != (self.size.slots, self.size.tokens):
-            turned = self.turned and uses_matmul_attention(keys)
-            self.keys = _grown(self.keys, keys, self.size, turned)
-            self.values = _grown(self.values, values, self.size, turned=False)
+    def ensure_allocated(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the tensors of keys and values, reallocated if the size has changed. `keys`, `values`
+        `[..., kv heads, head dim]` give the shape, type and device of new tensors."""
+        allocated = () if self.keys is None else (self.keys.shape[0], self.keys.shape[2])
+        if self.keys is None or self.values is None or allocated != (self.size.slots, self.size.tokens):
+            transposed = self.keys_transposed and uses_matmul_attention(keys)
+            self.keys = _reallocate(self.keys, keys, self.size, transposed)
+            self.values = _reallocate(self.values, values, self.size, transposed=False)
         return self.keys, self.values
 
-    def move(self, sources: Tensor, targets: Tensor, tokens: int) -> None:
+    def copy_slots(self, sources: Tensor, targets: Tensor, tokens: int) -> None:
         """Copies the first `tokens` of slots `sources` over slots `targets`."""
         if self.keys is not None and self.values is not None:
             self.keys[targets, :, :tokens] = self.keys[sources, :, :tokens]
             self.values[targets, :, :tokens] = self.values[sources, :, :tokens]
 
 
-def _grown(old: Tensor | None, like: Tensor, size: KVTableSize, turned: bool) -> Tensor:
+def _reallocate(old: Tensor | None, like: Tensor, size: KVTableSize, transposed: bool) -> Tensor:
+    """Returns a tensor of this size with the contents of the old one."""
     heads, dim = like.shape[-2:]
-    # Zeros: a masked value is multiplied by weight 0, and 0 x garbage may be NaN.
-    if turned:
+    # Zeros, because a masked value is multiplied by weight 0, and 0 times garbage may be NaN.
+    if transposed:
         new = like.new_zeros(size.slots, heads, dim, size.tokens).transpose(2, 3)
     else:
         new = like.new_zeros(size.slots, heads, size.tokens, dim)
@@ -66,24 +69,29 @@ def _grown(old: Tensor | None, like: Tensor, size: KVTableSize, turned: bool) ->
 
 
 class KVCache:
-    """Both tables of every layer. Grows by doubling; with a `budget` of tokens exactly and within it."""
+    """The keys and values of all layers.
+
+    Each layer has two tables. A slot of the prompt table holds the prompt of a group, which all its completions share;
+    a slot of the suffix table holds the generated tokens of a row. Tables grow by doubling. With a `budget` of tokens
+    they have exactly the needed size, and may shrink to stay within the budget.
+    """
 
     def __init__(self, budget: int | None = None) -> None:
         self.budget = budget
-        self.prompts: dict[int, KVTable] = {}
-        self.suffixes: dict[int, KVTable] = {}
+        self.prompt_tables: dict[int, KVTable] = {}
+        self.suffix_tables: dict[int, KVTable] = {}
         self.prompt_size = KVTableSize()
         self.suffix_size = KVTableSize()
 
-    def prompt(self, layer: int) -> KVTable:
-        if layer not in self.prompts:
-            self.prompts[layer] = KVTable(self.prompt_size, turned=True)
-        return self.prompts[layer]
+    def prompt_table(self, layer: int) -> KVTable:
+        if layer not in self.prompt_tables:
+            self.prompt_tables[layer] = KVTable(self.prompt_size, keys_transposed=True)
+        return self.prompt_tables[layer]
 
-    def suffix(self, layer: int) -> KVTable:
-        if layer not in self.suffixes:
-            self.suffixes[layer] = KVTable(self.suffix_size)
-        return self.suffixes[layer]
+    def suffix_table(self, layer: int) -> KVTable:
+        if layer not in self.suffix_tables:
+            self.suffix_tables[layer] = KVTable(self.suffix_size)
+        return self.suffix_tables[layer]
 
     @property
     def tokens(self) -> int:
@@ -91,50 +99,51 @@ class KVCache:
         return self.prompt_size.total + self.suffix_size.total
 
     def reserve(self, groups: int, prompt_tokens: int, rows: int, suffix_tokens: int) -> None:
-        """Makes room for that many groups and rows of these lengths; contents are kept."""
+        """Makes room for that many groups and rows of these lengths, and keeps the contents."""
         exact = self.budget is not None
-        prompt = _larger(self.prompt_size, groups, prompt_tokens, exact)
-        suffix = _larger(self.suffix_size, rows, suffix_tokens, exact)
+        prompt = _enlarge(self.prompt_size, groups, prompt_tokens, exact)
+        suffix = _enlarge(self.suffix_size, rows, suffix_tokens, exact)
         if self.budget is not None and prompt.total + suffix.total > self.budget:
             prompt, suffix = KVTableSize(groups, prompt_tokens), KVTableSize(rows, suffix_tokens)
         if prompt != self.prompt_size:
             self.prompt_size = prompt
-            for table in self.prompts.values():
+            for table in self.prompt_tables.values():
                 table.size = prompt
         if suffix != self.suffix_size:
             self.suffix_size = suffix
-            for table in self.suffixes.values():
+            for table in self.suffix_tables.values():
                 table.size = suffix
 
-    def sequence(self, group: int, prompt: int, row: int, suffix: int) -> dict[int, tuple[Tensor, Tensor]]:
-        """By layer: a copy of the first `prompt` keys and values of a group and the first `suffix` of a row,
-        `[kv heads, tokens, head dim]`."""
-        made = {}
-        for layer, own in self.suffixes.items():
-            assert own.keys is not None and own.values is not None
-            keys, values = [own.keys[row, :, :suffix]], [own.values[row, :, :suffix]]
-            above = self.prompts.get(layer)
-            if prompt and above is not None and above.keys is not None and above.values is not None:
-                keys.insert(0, above.keys[group, :, :prompt])
-                values.insert(0, above.values[group, :, :prompt])
-            made[layer] = torch.cat(keys, 1), torch.cat(values, 1)
-        return made
+    def copy_sequence(self, group: int, prompt_tokens: int, row: int, suffix_tokens: int) -> "LayerKV":
+        """Copies the keys and values of a row: the first `prompt_tokens` of its group, and its first
+        `suffix_tokens`."""
+        layers = {}
+        for layer, suffix in self.suffix_tables.items():
+            assert suffix.keys is not None and suffix.values is not None
+            keys, values = [suffix.keys[row, :, :suffix_tokens]], [suffix.values[row, :, :suffix_tokens]]
+            prompt = self.prompt_tables.get(layer)
+            if prompt_tokens and prompt is not None and prompt.keys is not None and prompt.values is not None:
+                keys.insert(0, prompt.keys[group, :, :prompt_tokens])
+                values.insert(0, prompt.values[group, :, :prompt_tokens])
+            layers[layer] = torch.cat(keys, 1), torch.cat(values, 1)
+        return layers
 
     def move_rows(self, sources: Tensor, targets: Tensor, tokens: int) -> None:
-        """`tokens`: the length of the longest row in the cache."""
-        for table in self.suffixes.values():
-            table.move(sources, targets, tokens)
+        """Copies rows over others. `tokens` is the length of the longest row in the cache."""
+        for table in self.suffix_tables.values():
+            table.copy_slots(sources, targets, tokens)
 
     def move_groups(self, sources: Tensor, targets: Tensor) -> None:
-        for table in self.prompts.values():
-            table.move(sources, targets, self.prompt_size.tokens)
+        """Copies the prompts of groups over others."""
+        for table in self.prompt_tables.values():
+            table.copy_slots(sources, targets, self.prompt_size.tokens)
 
 
-def _larger(size: KVTableSize, slots: int, tokens: int, exact: bool) -> KVTableSize:
-    def grow(have: int, want: int, least: int) -> int:
-        if want <= have:
-            return have
-        return want if exact else max(least, 1 << (want - 1).bit_length())
+def _enlarge(size: KVTableSize, slots: int, tokens: int, exact: bool) -> KVTableSize:
+    def grow(current: int, needed: int, least: int) -> int:
+        if needed <= current:
+            return current
+        return needed if exact else max(least, 1 << (needed - 1).bit_length())
 
     return KVTableSize(grow(size.slots, slots, 16), grow(size.tokens, tokens, 32))
 
@@ -145,10 +154,11 @@ def index_tensor(values: list[int], device: torch.device) -> Tensor:
 
 
 _MIN_SHARED_TOKENS = 16
-"""The least number of tokens that a prompt must share with a kept sequence; fewer are computed as fast as found."""
+"""The least number of tokens that a prompt must share with a kept sequence. For fewer, recomputing is as fast as
+copying."""
 
 LayerKV = dict[int, tuple[Tensor, Tensor]]
-"""By layer: keys and values `[kv heads, tokens, head dim]`."""
+"""Keys and values `[kv heads, tokens, head dim]` by layer."""
 
 
 @dataclass(slots=True)
@@ -160,11 +170,12 @@ class CachedSequence:
 
 
 class PrefixCache:
-    """Kept sequences, evicted in LRU order. All are of the same weights: `clear` them when new ones are loaded."""
+    """Keys and values of ended sequences, evicted in LRU order. All were computed with the same weights: `clear` the
+    cache when new weights are loaded."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[int, CachedSequence] = OrderedDict()
-        self._number = 0
+        self._next_number = 0
         self.tokens = 0
         """Tokens in all kept sequences."""
         self.queries = 0
@@ -176,7 +187,7 @@ class PrefixCache:
         return len(self._kept)
 
     def find(self, prompt: np.ndarray) -> tuple[LayerKV, int]:
-        """The layers of the kept sequence with the longest common prefix, and its length."""
+        """Returns the keys and values of the kept sequence with the longest common prefix, and the prefix's length."""
         self.queries += len(prompt)
         shared = {number: _common_prefix(kept.tokens, prompt) for number, kept in self._kept.items()}
         best = max(shared, key=shared.__getitem__, default=None)
@@ -187,12 +198,13 @@ class PrefixCache:
         return self._kept[best].layers, shared[best]
 
     def keep(self, tokens: np.ndarray, layers: LayerKV, limit: int) -> None:
-        """Adds a sequence, replaces those that it continues, and evicts old ones until `limit` tokens are left."""
+        """Adds a sequence in place of those that it continues, and evicts old ones until at most `limit` tokens are
+        kept."""
         for number, kept in list(self._kept.items()):
             if _common_prefix(kept.tokens, tokens) == len(kept.tokens):
                 self._drop(number)
-        self._kept[self._number] = CachedSequence(tokens, layers)
-        self._number += 1
+        self._kept[self._next_number] = CachedSequence(tokens, layers)
+        self._next_number += 1
         self.tokens += len(tokens)
         while self.tokens > limit:
             self._drop(next(iter(self._kept)))
@@ -206,7 +218,6 @@ class PrefixCache:
 
 
 def _common_prefix(one: np.ndarray, other: np.ndarray) -> int:
-    """The length of the common prefix."""
     length = min(len(one), len(other))
     differs = one[:length] != other[:length]
     return int(differs.argmax()) if differs.any() else length

@@ -1,6 +1,4 @@
-"""Which requests wait and which run: admission by priority, the running rows and their state, and when a row is
-finished.
-"""
+"""Admits waiting requests by priority, keeps the state of the running rows, and finds finished ones."""
 
 from collections import Counter, deque
 from collections.abc import Iterable
@@ -12,8 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lockstep.data.samples import Completion, FinishReason
 from lockstep.rollout.builtin.sampler import SamplingRows
-from lockstep.rollout.engine_protocol import Request
-from lockstep.rollout.requests import contains_stop, stop_window
+from lockstep.rollout.engine_protocol import Request, contains_stop, stop_window
 
 _INT, _FLOAT = np.int64, np.float32
 
@@ -21,8 +18,8 @@ _INT, _FLOAT = np.int64, np.float32
 class DecodeRows:
     """State of the running rows; row `i` of every array belongs to `requests[i]`.
 
-    A forward reads the last token of each row. Before the first one is generated, that is the last token of the prompt,
-    whose other tokens are prefilled.
+    A decode step reads the last token of each row. In the first step, that is the last token of the prompt, whose other
+    tokens were prefilled.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -31,12 +28,13 @@ class DecodeRows:
         self.group = np.zeros(capacity, _INT)
         """Slot of the row's group."""
         self.counts = np.zeros(capacity, _INT)
-        """Tokens generated."""
+        """Number of tokens generated."""
         self.last = np.zeros(capacity, _INT)
+        """The last token."""
         self.limit = np.zeros(capacity, _INT)
+        """Largest number of tokens to generate."""
         self.ignore_eos = np.zeros(capacity, bool)
-        self.watched = np.zeros(capacity, bool)
-        """Whether the row has stop strings."""
+        self.has_stop_strings = np.zeros(capacity, bool)
         self.seed = np.zeros(capacity, _INT)
         self.temperature = np.ones(capacity, _FLOAT)
         self.top_p = np.ones(capacity, _FLOAT)
@@ -46,7 +44,7 @@ class DecodeRows:
         self.logprobs = np.zeros((capacity, 64), np.float32)
         self.versions = np.zeros((capacity, 64), np.int32)
         self.changed = True
-        """Set when rows entered, left or moved; cleared by the code that derives something from the set of rows."""
+        """Set when the set of rows or its order changes; cleared by the runner, which caches data about it."""
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -63,11 +61,11 @@ class DecodeRows:
         self.limit[row], self.ignore_eos[row], self.seed[row] = request.max_tokens, request.ignore_eos, request.seed
         self.temperature[row], self.top_p[row] = request.temperature, request.top_p
         self.top_k[row], self.min_p[row] = request.top_k, request.min_p
-        self.watched[row] = bool(request.stop)
+        self.has_stop_strings[row] = bool(request.stop)
         self.changed = True
 
     def sampling(self, device: torch.device) -> SamplingRows:
-        """The rows' parameters on the device."""
+        """Returns the rows' sampling parameters on the device."""
         n = len(self.requests)
         return SamplingRows.of(
             self.seed[:n], self.temperature[:n], self.top_p[:n], self.top_k[:n], self.min_p[:n], device
@@ -76,16 +74,16 @@ class DecodeRows:
     def append(self, tokens: np.ndarray, logprobs: np.ndarray, version: int) -> None:
         """Appends the next token of every row."""
         rows = len(self.requests)
-        at = self.counts[:rows]
-        longest = int(at.max())
+        counts = self.counts[:rows]
+        longest = int(counts.max())
         if longest >= self.tokens.shape[1]:
             self.tokens, self.logprobs, self.versions = (
                 np.concatenate([x, np.zeros_like(x)], axis=1) for x in (self.tokens, self.logprobs, self.versions)
             )
-        place: tuple[slice | np.ndarray, int | np.ndarray] = slice(rows), longest
-        if int(at.min()) < longest:
-            place = np.arange(rows), at
-        self.tokens[place], self.logprobs[place], self.versions[place] = tokens, logprobs, version
+        cells: tuple[slice | np.ndarray, int | np.ndarray] = slice(rows), longest
+        if int(counts.min()) < longest:
+            cells = np.arange(rows), counts
+        self.tokens[cells], self.logprobs[cells], self.versions[cells] = tokens, logprobs, version
         self.last[:rows] = tokens
         self.counts[:rows] += 1
 
@@ -100,8 +98,8 @@ class DecodeRows:
             text=text,
         )
 
-    def leave(self, rows: list[int]) -> tuple[list[int], list[int]]:
-        """Removes rows and fills the gaps from the end; returns (sources, targets) of the moves."""
+    def remove(self, rows: list[int]) -> tuple[list[int], list[int]]:
+        """Removes rows and moves the last ones into the gaps. Returns (sources, targets) of the moves."""
         sources, targets = compaction_moves(len(self.requests), rows)
         for target, source in zip(targets, sources, strict=True):
             self.requests[target] = self.requests[source]
@@ -114,49 +112,55 @@ class DecodeRows:
         return sources, targets
 
 
-def compaction_moves(count: int, leaving: list[int]) -> tuple[list[int], list[int]]:
-    """The moves that close the gaps among `count` dense slots when some leave: (sources, targets)."""
-    gone = set(leaving)
-    left = count - len(gone)
-    targets = sorted(slot for slot in gone if slot < left)
-    sources = [slot for slot in range(left, count) if slot not in gone]
+def compaction_moves(count: int, removed: list[int]) -> tuple[list[int], list[int]]:
+    """Returns the (sources, targets) of the moves that close the gaps when some of `count` dense slots are removed."""
+    gaps = set(removed)
+    remaining = count - len(gaps)
+    targets = sorted(slot for slot in gaps if slot < remaining)
+    sources = [slot for slot in range(remaining, count) if slot not in gaps]
     return sources, targets
 
 
 @dataclass(slots=True)
 class CachedPrompt:
-    """A prompt in the cache."""
+    """The prompt of a group in the cache."""
 
     name: str
+    """Name of the group."""
     prompt: np.ndarray
     version: int
-    """The weights version of its keys and values."""
+    """Version of the weights that its keys and values were computed with."""
     running: int = 0
+    """Number of running rows of the group."""
 
     @property
     def cached(self) -> int:
-        """Tokens in the cache: all but the last one, which is the first input of each row."""
+        """Number of tokens in the cache: all but the last one, which is the first input of each row."""
         return len(self.prompt) - 1
 
 
 class Scheduler:
-    """The queue of waiting requests, and the dense table of groups."""
+    """The queue of waiting requests, and the groups whose prompts are in the cache.
+
+    Args:
+        budget: limit of the KV cache in tokens, if there is one.
+    """
 
     def __init__(self, budget: int | None) -> None:
         self.budget = budget
         self.waiting: deque[Request] = deque()
         self.groups: list[CachedPrompt] = []
-        self._wanted: Counter[str] = Counter()
+        self._waiting_in_group: Counter[str] = Counter()
 
     def add(self, requests: Iterable[Request]) -> None:
         new = list(requests)
-        self._wanted.update(request.group for request in new)
+        self._waiting_in_group.update(request.group for request in new)
         self.waiting = deque(sorted([*self.waiting, *new], key=lambda request: request.priority))
 
     def admit(self, rows: DecodeRows, version: int) -> list[CachedPrompt]:
-        """Moves waiting requests into free rows; returns the new groups, which are the last ones of `groups`.
+        """Moves waiting requests into free rows. Returns the new groups, which are the last ones of `groups`.
 
-        A group whose prompt was prefilled with older weights is not joined: a second one is made.
+        If the prompt of a request's group was prefilled with older weights, a second group is made for the request.
         """
         if not self._should_admit(rows):
             return []
@@ -171,7 +175,7 @@ class Scheduler:
             if self.budget is not None and (len(rows) + 1) * longest + groups * prompt > self.budget:
                 if len(rows) or not self.groups:
                     break
-                # No row runs: prompts that are kept for later requests would block the first one for ever.
+                # No row is running. Prompts that are kept for later requests would block the first request forever.
                 self.groups.clear()
                 slots.clear()
                 first = prompt = 0
@@ -180,7 +184,7 @@ class Scheduler:
         return self.groups[first:]
 
     def _admit(self, request: Request, rows: DecodeRows, slots: dict[str, int], version: int) -> None:
-        self._wanted[request.group] -= 1
+        self._waiting_in_group[request.group] -= 1
         if request.group not in slots:
             slots[request.group] = len(self.groups)
             self.groups.append(CachedPrompt(request.group, request.prompt, version))
@@ -189,37 +193,42 @@ class Scheduler:
         rows.enter(request, slot)
 
     def _should_admit(self, rows: DecodeRows) -> bool:
-        """Whether to admit now: each refill costs a forward, so several free rows are filled together."""
+        """Whether to admit now. Each prefill costs a forward, so several free rows are filled together."""
         return bool(self.waiting) and rows.free >= min(len(self.waiting), max(1, rows.capacity // 16))
 
-    def left(self, slots: Iterable[int], rows: DecodeRows, version: int) -> tuple[list[int], list[int]]:
-        """Rows of these groups have ended. Removes groups without running or waiting requests, renumbers the rows'
-        groups, and returns (sources, targets) of the slots to move."""
-        for slot in slots:
+    def remove_groups(self, ended: Iterable[int], rows: DecodeRows, version: int) -> tuple[list[int], list[int]]:
+        """Removes groups without running or waiting requests, and those of older weights without running requests.
+        Renumbers the rows' groups. Returns (sources, targets) of the slots to move.
+
+        Args:
+            ended: the group's slot of each row that has ended.
+            version: of the current weights.
+        """
+        for slot in ended:
             self.groups[slot].running -= 1
-        gone = [
+        removed = [
             slot
             for slot, group in enumerate(self.groups)
-            if not group.running and (group.version != version or not self._wanted[group.name])
+            if not group.running and (group.version != version or not self._waiting_in_group[group.name])
         ]
-        if not gone:
+        if not removed:
             return [], []
         rows.changed = True
-        sources, targets = compaction_moves(len(self.groups), gone)
+        sources, targets = compaction_moves(len(self.groups), removed)
         for source, target in zip(sources, targets, strict=True):
             self.groups[target] = self.groups[source]
             rows.group[: len(rows)][rows.group[: len(rows)] == source] = target
-        del self.groups[len(self.groups) - len(gone) :]
+        del self.groups[len(self.groups) - len(removed) :]
         return sources, targets
 
-    def withdraw(self, ids: set[str] | None) -> list[Request]:
-        """Removes requests (all if None) from the queue."""
-        taken = [request for request in self.waiting if ids is None or request.id in ids]
+    def remove_waiting(self, ids: set[str] | None) -> list[Request]:
+        """Removes requests (all if None) from the queue, and returns them."""
+        removed = [request for request in self.waiting if ids is None or request.id in ids]
         self.waiting = deque(request for request in self.waiting if ids is not None and request.id not in ids)
-        for request in taken:
-            self._wanted[request.group] -= 1
-        self._wanted += Counter()  # drops the zeros
-        return taken
+        for request in removed:
+            self._waiting_in_group[request.group] -= 1
+        self._waiting_in_group += Counter()  # drops the zeros
+        return removed
 
 
 class StopChecker:
@@ -230,7 +239,7 @@ class StopChecker:
         self.eos = eos
 
     def finished(self, rows: DecodeRows) -> dict[int, FinishReason]:
-        """Rows that end with their last token, and why."""
+        """Returns the finish reason of each row that ends with its last token."""
         count = len(rows)
         last = rows.last[:count]
         stopped = np.zeros(count, bool)
@@ -245,15 +254,16 @@ class StopChecker:
 
     def _rows_with_stop_string(self, rows: DecodeRows) -> list[int]:
         """Rows whose last tokens contain one of their stop strings."""
-        watched = [int(row) for row in np.flatnonzero(rows.watched[: len(rows)])]
-        if not watched:
+        candidates = [int(row) for row in np.flatnonzero(rows.has_stop_strings[: len(rows)])]
+        if not candidates:
             return []
-        stops = [rows.requests[row].stop for row in watched]
-        tails = [self._tail(rows, row) for row in watched]
+        stops = [rows.requests[row].stop for row in candidates]
+        tails = [self._tail(rows, row) for row in candidates]
         hits = contains_stop(self.tokenizer, tails, stops)
-        return [row for row, hit in zip(watched, hits, strict=True) if hit]
+        return [row for row, hit in zip(candidates, hits, strict=True) if hit]
 
     @staticmethod
     def _tail(rows: DecodeRows, row: int) -> list[int]:
+        """The last tokens of a row in which a stop string may end."""
         count = int(rows.counts[row])
         return list(rows.tokens[row, max(0, count - stop_window(rows.requests[row].stop)) : count].tolist())

@@ -1,7 +1,7 @@
-"""Brings engines back: the same process with current weights, or a new one.
+"""Replaces lost engines by new processes, and readmits excluded ones when they have the current weights.
 
-Each engine comes back in a thread of its own, so that the run can wait for something else meanwhile. An error that
-cannot be recovered from is raised by the next call of the run's thread.
+Each engine is recovered in its own thread, so that the run's thread can continue. An error that cannot be recovered
+from is raised by the next call of the run's thread.
 """
 
 import logging
@@ -21,22 +21,23 @@ from lockstep.rollout.engine_protocol import EngineAPI
 log = logging.getLogger(__name__)
 
 NEXT_VERSION_LIMIT_S = 60.0
-"""Between the commit of a version and the call that makes engines load it, only transfers to their nodes happen."""
+"""How long to wait without progress for the version after a stale one: until engines are called to load it, it is only
+transferred to their nodes."""
 _STALE_VERSION = "stale_version"
-"""Error code of a weight store that has a newer version."""
+"""Error code of a weight store that has replaced the version by a newer one."""
 
 
 class WeightSource(Protocol):
-    """Where an engine finds a version of the weights. Any thread may call."""
+    """Where engines find the weights. Any thread may call."""
 
     def store_folder(self, worker: Worker, version: int) -> str | None:
-        """The folder of the store on the engine's node; None if that does not have the version (yet)."""
+        """The folder of the weight store on the engine's node; None if the store does not have the version (yet)."""
 
     def fetch(self, worker: Worker, version: int) -> None:
-        """Brings the version to the engine's node, as long as bytes move. Raises Stalled, WorkerDied, RemoteError."""
+        """Transfers the version to the engine's node. Raises Stalled, WorkerDied, RemoteError."""
 
     def progress(self) -> object:
-        """Changes as long as bytes of any transfer move."""
+        """A value that changes as long as any transfer makes progress."""
 
 
 class EngineRecovery(Protocol):
@@ -45,7 +46,7 @@ class EngineRecovery(Protocol):
     step: int
 
     def decide(self, failure: WorkerFailure, cause: Exception) -> object:
-        """Raises what ends the run, if the failure does."""
+        """Raises an error if the failure ends the run."""
 
     def restarted(self, failure: WorkerFailure, seconds: float, text: str, **facts: Any) -> None:
         """Reports a completed restart."""
@@ -66,10 +67,11 @@ class EngineSlots(Protocol):
     def live_engines(self) -> int: ...
 
     def incoming(self, rank: int, worker: Worker) -> AbstractContextManager[None]:
-        """Inside this context the worker, which is in no slot, can be killed by `EnginePool.kill_engines`."""
+        """While in this context, `EnginePool.kill_engines` can kill the worker, although it is in no slot."""
 
     def install(self, rank: int, worker: Worker, weights: tuple[WeightSource, int] | None) -> bool:
-        """Puts a worker with these weights into its slot and sends it requests; False if newer weights are out."""
+        """Puts a worker with these weights into its slot and sends it requests. Returns False and does nothing if newer
+        weights were published."""
 
     def fail(self, error: Exception) -> None:
         """Makes the next call of the run's thread raise the error."""
@@ -79,7 +81,7 @@ class EngineFailover:
     """Replaces lost engines and readmits excluded ones.
 
     Args:
-        launcher, recovery: without them the first loss is an error.
+        launcher, recovery: restart lost engines; without them the first loss is an error.
     """
 
     def __init__(self, slots: EngineSlots, launcher: WorkerLauncher | None, recovery: EngineRecovery | None) -> None:
@@ -90,7 +92,7 @@ class EngineFailover:
         return self._launcher is not None
 
     def decide(self, rank: int, worker: Worker, error: CallError, starting: bool = False) -> WorkerFailure:
-        """The failure behind an error. Raises what ends the run, if the failure does."""
+        """Describes the failure behind an error. Raises an error if the failure ends the run."""
         if self._recovery is None or self._launcher is None:
             raise error
         failure = describe_failure(error, "rollout", worker.spec.name, rank, self._recovery.step, starting)
@@ -102,7 +104,7 @@ class EngineFailover:
         self._start(f"replace {worker.spec.name}", lambda: self._replace(rank, worker, failure, unfinished))
 
     def readmit(self, rank: int, worker: Worker) -> None:
-        """Makes an excluded engine forget its requests, load the current weights and rejoin. Returns at once."""
+        """Makes an excluded engine drop its requests, load the current weights and rejoin. Returns at once."""
         renewed = worker.submit(EngineAPI.renew)
         self._start(f"readmit {worker.spec.name}", lambda: self._readmit(rank, worker, renewed))
 
@@ -120,7 +122,7 @@ class EngineFailover:
         threading.Thread(target=run, name=name, daemon=True).start()
 
     def _replace(self, rank: int, worker: Worker, failure: WorkerFailure, unfinished: int) -> None:
-        """Starts processes until one of them serves, at most as often as the budget allows."""
+        """Starts processes until one of them serves, as often as the restart budget allows."""
         assert self._launcher is not None and self._recovery is not None
         began = time.monotonic()
         while not self._slots.stopped:
@@ -145,7 +147,7 @@ class EngineFailover:
         began = time.monotonic()
         try:
             with self._slots.incoming(rank, worker):
-                renewed.result(why="forget requests")
+                renewed.result(why="drop requests")
                 self._install(rank, worker)
         except (RemoteError, WorkerDied, Stalled) as error:
             if not self._slots.stopped:
@@ -154,7 +156,8 @@ class EngineFailover:
             log.warning("%s rejoined after %.1f s", worker.spec.name, time.monotonic() - began)
 
     def _install(self, rank: int, worker: Worker) -> None:
-        """Loads the current weights and takes the slot; again if newer weights were published meanwhile."""
+        """Loads the current weights and puts the worker into its slot. Repeats if newer weights are published
+        meanwhile."""
         while True:
             weights = self._slots.weights
             if weights is not None and not self._load(worker, weights):
@@ -163,7 +166,10 @@ class EngineFailover:
                 return
 
     def _load(self, worker: Worker, weights: tuple[WeightSource, int]) -> bool:
-        """Returns whether the version was still current."""
+        """Makes a worker load these weights. Returns False if they are no longer current.
+
+        If the store has replaced the version by a newer one, waits until that one is published.
+        """
         source, version = weights
         source.fetch(worker, version)
         folder = source.store_folder(worker, version)

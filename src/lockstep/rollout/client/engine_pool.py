@@ -1,8 +1,7 @@
-"""All engine workers: requests are spread over the live engines, and lost engines are replaced.
+"""The pool of all engine workers: spreads requests over the live engines and replaces lost ones.
 
-Finished completions of a lost engine are kept; its unfinished requests go to the other engines at once, or to its
-successor if it was the only one. Completions depend on the seeds of their requests, not on the engine that makes
-them.
+The pool keeps the finished completions of a lost engine. The unfinished requests go to the other engines at once, or to
+the replacement if there is no other engine. A completion depends on the seed of its request, not on the engine.
 """
 
 import contextlib
@@ -29,19 +28,22 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 COUNTERS_INTERVAL_S = 1.0
-"""How often the counters of up to 64 engines are read during a wait; of more engines less often."""
+"""How often the counters of the engines are read during a wait; with more than 64 engines less often."""
 _Dispatch = tuple[EngineSlot, Worker, PendingResult[None]]
-"""Requests that were sent to an engine, and the call that did so."""
+"""An engine that was sent requests, its worker, and the call that sent them."""
 
 
 class EnginePool:
-    """All engines of a run. The run's thread submits requests and collects completions. Losses are handled by threads
-    of the failover. One lock guards the slots, the router and the straggler detector.
+    """All engines of a run.
+
+    The run's thread submits requests and collects completions; threads of the failover replace lost engines. One lock
+    guards the slots, the router and the straggler detector.
 
     Args:
-        changed: set when there may be completions, or an error.
-        choose_engine: picks the engine for a group, given the load of the live engines; from any thread.
-        launcher, recovery: without them the first loss is an error.
+        changed: set when completions may have arrived, or there is an error.
+        choose_engine: picks the engine for a group, given the load of the live engines. Called in any thread.
+        launcher, recovery: restart lost engines; without them the first loss is an error.
+        reissue: when requests of slow engines are sent to other engines as well.
     """
 
     def __init__(
@@ -60,9 +62,9 @@ class EnginePool:
         self._failover = EngineFailover(self, launcher, recovery)
         self._changed = changed
         self._answers: deque[tuple[EngineSlot, PendingResult[CompletionBatch]]] = deque()
-        """Answered `collect` calls, appended without the lock: few of a thousand engines answer at a time."""
+        """Answered `collect` calls that are not read yet. Appended without the lock."""
         self._completions: list[Completion] = []
-        """Completions that have arrived and were not collected yet."""
+        """Completions that were read from engines and not collected yet."""
         self._incoming: dict[int, Worker] = {}
         """Engines that are excluded or starting, by rank."""
         self._weights: tuple[WeightSource, int] | None = None
@@ -71,9 +73,9 @@ class EnginePool:
         self._counters_at = 0.0
         self._hold_s = min(MAX_HOLD_S, HOLD_PER_ENGINE_S * len(workers))
         self.changes = 0
-        """Grows whenever an engine is lost or joins: progress while there is no other."""
+        """How often an engine was lost or joined, which counts as progress of a wait."""
         self.reissued = 0
-        """Requests that were reissued because their engine was far behind."""
+        """Number of requests that were reissued because their engine was far behind."""
         for slot, worker in zip(self._slots, workers, strict=True):
             self._watch_for_death(slot, worker)
 
@@ -83,10 +85,10 @@ class EnginePool:
         return [slot.worker for slot in self._slots if slot.worker is not None]
 
     @property
-    def moves(self) -> int:
-        """Changes as engines with open requests make progress, as they report unasked."""
-        open_requests = self._router.open_requests
-        return sum(slot.worker.moves for slot in self._slots if open_requests(slot.rank) and slot.worker is not None)
+    def progress_count(self) -> int:
+        """The sum of the progress counts that engines with open requests have reported."""
+        busy = [slot for slot in self._slots if self._router.open_requests(slot.rank)]
+        return sum(slot.worker.progress_count for slot in busy if slot.worker is not None)
 
     # --- requests
 
@@ -100,7 +102,7 @@ class EnginePool:
         with self._lock:
             self._router.add(requests)
             dispatched = self._dispatch()
-        for slot, worker, outcome in self._outcomes(dispatched, "hand over requests"):
+        for slot, worker, outcome in self._gather(dispatched, "submit requests"):
             if isinstance(outcome, RemoteError):
                 raise outcome
             if isinstance(outcome, WorkerDied | Stalled):
@@ -108,7 +110,8 @@ class EnginePool:
         self._raise_error()
 
     def collect(self) -> list[Completion]:
-        """The completions since the last call; returns at once. Raises an error that recovery did not handle."""
+        """Returns the completions since the last call, without waiting. Raises an error that recovery did not
+        handle."""
         self._raise_error()
         while self._answers:
             self._read_answer(*self._answers.popleft())
@@ -118,12 +121,12 @@ class EnginePool:
         return completions
 
     def begin_wait(self) -> None:
-        """Notes that a wait for completions begins: stragglers are measured from now on."""
+        """Begins a wait for completions. Engines that are slow from now on may become stragglers."""
         with self._lock:
             self._stragglers.begin_wait(time.monotonic())
 
     def reissue_stragglers(self, step: int) -> None:
-        """Reissues the requests of steps up to `step` that only far slower engines still have. Returns at once."""
+        """Reissues the open requests of steps up to `step` if only stragglers still have them. Returns at once."""
         now = time.monotonic()
         if now < self._counters_at or not self._stragglers.config.enable:
             return
@@ -144,7 +147,7 @@ class EnginePool:
                 log.warning("engine-%d %s: reissuing %d requests to other engines", rank, straggler.why, count)
 
     def replace_stalled(self, error: Stalled) -> bool:
-        """Replaces the engines with open requests, because nothing has made progress. Returns whether that began."""
+        """Replaces all engines with open requests, because none of them has made progress. Returns whether it could."""
         live = [(slot, slot.worker) for slot in self._slots if slot.worker is not None]
         stalled = [(slot, worker) for slot, worker in live if self._router.open_requests(slot.rank)]
         for slot, worker in stalled:
@@ -154,8 +157,14 @@ class EnginePool:
     # --- all engines
 
     def load_weights(self, source: WeightSource, version: int, having: Collection[Worker] = ()) -> None:
-        """Makes every engine load a version, except those `having` it. An engine that is being replaced starts with it.
-        An engine whose node does not have it is excluded until it has."""
+        """Makes every engine load a version.
+
+        An engine that is being replaced starts with this version. An engine whose node does not have the version yet is
+        excluded until the version has arrived.
+
+        Args:
+            having: workers that have loaded the version already.
+        """
         folders: dict[str, str] = {}
         with self._lock:
             self._weights = source, version
@@ -175,23 +184,23 @@ class EnginePool:
         )  # fmt: skip
 
     def sleep(self) -> None:
-        """Makes idle engines release the devices to the trainer; they wake for their next request."""
+        """Makes the engines release the devices to the trainer if they are idle. They wake for their next request."""
         if not self._router.any_open():
             self._call_all(lambda worker: worker.submit(EngineAPI.sleep), "sleep")
 
     def counters(self) -> list[EngineProgress]:
-        """The counters of the live engines that answer."""
+        """The counters of the live engines that are not silent."""
         names = {slot.worker.spec.name for slot in self._slots if slot.worker is not None and not slot.silent}
         return self._call_all(lambda worker: worker.submit(EngineAPI.progress), "progress", names)
 
-    def moves_by_engine(self, selected: Callable[[Worker], bool]) -> dict[str, int]:
-        """Progress of engines by name, starting and excluded ones included. From any thread."""
+    def progress_by_engine(self, selected: Callable[[Worker], bool]) -> dict[str, int]:
+        """Progress counts of engines by name, including starting and excluded engines. Any thread may call."""
         with self._lock:
             workers = [*self.workers, *self._incoming.values()]
-        return {worker.spec.name: worker.moves for worker in workers if selected(worker)}
+        return {worker.spec.name: worker.progress_count for worker in workers if selected(worker)}
 
     def kill_engines(self, selected: Callable[[Worker], bool], why: str) -> bool:
-        """Kills and replaces engines, starting and excluded ones included. Whether there was one."""
+        """Kills and replaces engines, including starting and excluded ones. Returns whether there was one."""
         if not self._failover.enabled:
             return False
         with self._lock:
@@ -203,7 +212,7 @@ class EnginePool:
         for slot, worker in serving:
             self._handle_loss(slot, worker, WorkerDied(worker.spec.name, slot.rank, None, "", why))
         self._failover.kill([worker for _, worker in serving])
-        self._failover.kill(incoming)  # the failover thread that waits for its answer replaces it
+        self._failover.kill(incoming)  # the failover threads that wait for their answers replace them
         return bool(serving or incoming)
 
     def close(self) -> None:
@@ -229,7 +238,7 @@ class EnginePool:
 
     @contextlib.contextmanager
     def incoming(self, rank: int, worker: Worker) -> Iterator[None]:
-        """Inside this context the worker, which is in no slot, can be killed by `kill_engines`."""
+        """While in this context, `kill_engines` can kill the worker, although it is in no slot."""
         with self._lock:
             self._incoming[rank] = worker
         try:
@@ -240,7 +249,8 @@ class EnginePool:
                     del self._incoming[rank]
 
     def install(self, rank: int, worker: Worker, weights: tuple[WeightSource, int] | None) -> bool:
-        """Puts a worker with these weights into its slot and sends it requests; False if newer weights are out."""
+        """Puts a worker with these weights into its slot and sends it requests. Returns False and does nothing if newer
+        weights were published."""
         slot = self._slots[rank]
         with self._lock:
             if self._weights != weights:
@@ -267,22 +277,22 @@ class EnginePool:
         dispatched = []
         for rank, requests in self._router.assign().items():
             slot = self._slots[rank]
-            assert slot.worker is not None  # it has a load, so it lives
+            assert slot.worker is not None  # the router assigns requests to live engines only
             dispatched.append((slot, slot.worker, slot.worker.submit(EngineAPI.submit, requests)))
             self._request_completions(slot)
         return dispatched
 
     def _request_completions(self, slot: EngineSlot) -> None:
         if slot.collecting is None and self._router.open_requests(slot.rank):
-            slot.request_completions(self._hold_s, self._answered)
+            slot.request_completions(self._hold_s, self._on_answer)
 
-    def _answered(self, slot: EngineSlot, answer: PendingResult[CompletionBatch]) -> None:
-        """From any thread, without the lock."""
+    def _on_answer(self, slot: EngineSlot, answer: PendingResult[CompletionBatch]) -> None:
+        """Records an answered `collect` call. Called in any thread, without the lock."""
         self._answers.append((slot, answer))
         self._changed.set()
 
     def _take_completions(self, slot: EngineSlot, batch: CompletionBatch) -> None:
-        """Keeps an engine's completions; requests that another engine has as well are aborted there."""
+        """Keeps an engine's completions, and aborts the same requests in other engines."""
         slot.acknowledged = batch.sequence
         fresh, duplicates = self._router.complete(slot.rank, batch.completions)
         self._completions += fresh
@@ -292,18 +302,18 @@ class EnginePool:
                 other.aborting = other.worker.submit(EngineAPI.abort, ids)
 
     def _vacate(self, slot: EngineSlot) -> int:
-        """Empties a slot; the number of its requests that go to other engines."""
+        """Empties a slot. Returns the number of its requests that go to other engines."""
         collecting, slot.worker = slot.collecting, None
         slot.collecting = None
         if collecting is not None and collecting.done():
-            with contextlib.suppress(RemoteError, WorkerDied):  # then it had sent nothing
+            with contextlib.suppress(RemoteError, WorkerDied):  # the engine was lost before it sent any
                 self._take_completions(slot, collecting.result(why="completions"))
         self._stragglers.forget(slot.rank)
         slot.reset()
         return self._router.remove_engine(slot.rank)
 
     def _exclude(self, slot: EngineSlot, worker: Worker, until: str) -> None:
-        """Gives an engine no requests until it has the current weights."""
+        """Takes an engine out of its slot until it has loaded the current weights. `until` completes the warning."""
         if slot.worker is not worker:
             return
         log.warning("%s is excluded %s", worker.spec.name, until)
@@ -317,7 +327,7 @@ class EnginePool:
         busy = bool(self._router.open_requests(slot.rank))
         (self._stragglers.mark_busy if busy else self._stragglers.mark_idle)(slot.rank, now)
         if slot.counters is not None and slot.counters.done():
-            with contextlib.suppress(RemoteError, WorkerDied):  # calls that matter report it
+            with contextlib.suppress(RemoteError, WorkerDied):  # other calls report the loss
                 self._stragglers.observe(slot.rank, now, slot.counters.result(why="counters"))
                 if not busy and not slot.silent and self._stragglers.penalty_over(slot.rank, now):
                     self._router.release(slot.rank)
@@ -345,8 +355,10 @@ class EnginePool:
                 self._request_completions(slot)
 
     def _handle_loss(self, slot: EngineSlot, worker: Worker, error: CallError) -> None:
-        """An engine is lost: keeps its completions, sends its requests to others, and has it replaced. From any
-        thread. Does nothing for a worker that is no longer in the slot."""
+        """Handles the loss of an engine: keeps its completions, sends its requests to others, and starts a replacement.
+
+        Called in any thread. Does nothing if the worker is no longer in the slot.
+        """
         with self._lock:
             if slot.worker is not worker or self._closed:
                 return
@@ -366,24 +378,24 @@ class EnginePool:
             worker.on_death(lambda error: self._handle_loss(slot, worker, error))
 
     def _watch_dispatched(self, dispatched: Sequence[_Dispatch]) -> None:
-        """Reports requests that an engine refuses, if no thread blocks on the call. Deaths are reported elsewhere."""
+        """Makes the next call raise the error if an engine refuses requests. For calls that no thread waits for."""
 
-        def answered(pending: PendingResult[None]) -> None:
+        def on_done(pending: PendingResult[None]) -> None:
             try:
-                pending.result(why="hand over requests")
+                pending.result(why="submit requests")
             except RemoteError as error:
                 self._error = error
                 self._changed.set()
             except WorkerDied:
-                return
+                return  # `_watch_for_death` handles it
 
         for _, _, pending in dispatched:
-            pending.on_done(lambda pending=pending: answered(pending))  # type: ignore[misc]
+            pending.on_done(lambda pending=pending: on_done(pending))  # type: ignore[misc]
 
     def _call_all(
         self, call: Callable[[Worker], PendingResult[T]], why: str, names: Collection[str] | None = None
     ) -> list[T]:
-        """The answers of all live engines (of those names)."""
+        """Calls all live engines, or those with these names, and returns their answers. Handles lost engines."""
         self._raise_error()
         with self._lock:
             live = [(slot, slot.worker) for slot in self._slots if slot.worker is not None]
@@ -391,7 +403,7 @@ class EnginePool:
                 (slot, worker, call(worker)) for slot, worker in live if names is None or worker.spec.name in names
             ]
         results = []
-        for slot, worker, outcome in self._outcomes(calls, why):
+        for slot, worker, outcome in self._gather(calls, why):
             if isinstance(outcome, RemoteError | WorkerDied | Stalled):
                 self._handle_loss(slot, worker, outcome)
             else:
@@ -399,10 +411,10 @@ class EnginePool:
         self._raise_error()
         return results
 
-    def _outcomes(
+    def _gather(
         self, calls: Sequence[tuple[EngineSlot, Worker, PendingResult[T]]], why: str
     ) -> list[tuple[EngineSlot, Worker, T | CallError]]:
-        """The outcome of every call; engines that are silent for too long are excluded until they answer."""
+        """Waits for the outcomes of calls. Engines that are silent for too long are excluded until they answer."""
         pendings = [pending for _, _, pending in calls]
         outcomes, silent = gather_patiently(pendings, why, self._stragglers.config, lambda: len(self.workers))
         if silent:
@@ -411,7 +423,7 @@ class EnginePool:
                     if isinstance(outcome, Stalled):
                         self._exclude(slot, worker, "until it answers")
                 self._watch_dispatched(self._dispatch())
-        # an excluded engine has no worker in its slot: losing it changes nothing
+        # For an excluded engine the outcome is an error, but its slot is empty, so the callers do nothing.
         return [(slot, worker, outcome) for (slot, worker, _), outcome in zip(calls, outcomes, strict=True)]
 
     def _raise_error(self) -> None:

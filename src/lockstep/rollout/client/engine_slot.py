@@ -1,4 +1,4 @@
-"""The slot of an engine in the pool: its current worker, and the calls to it that no thread blocks on."""
+"""The slot of an engine in the pool: the current worker, and the calls to it that no thread waits for."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,24 +7,25 @@ from lockstep.cluster.protocol import PendingResult, Worker
 from lockstep.rollout.engine_protocol import CompletionBatch, EngineAPI, EngineProgress
 
 HOLD_PER_ENGINE_S = 1e-3
-"""Times the number of engines: how long an engine may hold completions back while it has equally urgent ones to make.
-So the controller of a thousand engines gets several completions per answer."""
+"""Times the number of engines: how long an engine may hold completions back while it has other requests that are as
+urgent. So the controller of a thousand engines gets several completions per answer."""
 MAX_HOLD_S = 1.0
-"""Finished completions are made durable once a second."""
+"""The longest hold: finished completions are saved once a second."""
 
 
 @dataclass(slots=True, eq=False)
 class EngineSlot:
-    """The slot of one engine. Its process changes when the engine is replaced."""
+    """The slot of one engine. It gets another worker when the engine is replaced."""
 
     rank: int
     worker: Worker | None
-    """The current process; None while the engine is replaced or excluded."""
+    """None while the engine is being replaced or is excluded."""
     acknowledged: int = 0
     """Sequence number of the newest completion that arrived."""
     collecting: PendingResult[CompletionBatch] | None = None
     """The `collect` call that is not answered, or whose answer is not read yet."""
     counters: PendingResult[EngineProgress] | None = None
+    """The newest `progress` call, until its answer is read."""
     aborting: PendingResult[None] | None = None
     """The newest `abort` call."""
 
@@ -36,12 +37,12 @@ class EngineSlot:
     def request_completions(
         self, hold_s: float, answered: Callable[["EngineSlot", PendingResult[CompletionBatch]], None]
     ) -> None:
-        """Calls `collect`, which the engine answers when it has completions; `answered` runs then, in any thread."""
+        """Calls `collect`. When the engine answers, `answered` is called in any thread."""
         if self.worker is None:
             return
         self.collecting = pending = self.worker.submit(EngineAPI.collect, self.acknowledged, hold_s)
         pending.on_done(lambda: answered(self, pending))
 
     def reset(self) -> None:
-        """The next worker has not been called yet."""
+        """Prepares the slot for the next worker."""
         self.acknowledged, self.counters, self.aborting = 0, None, None

@@ -1,7 +1,6 @@
-"""Multi-turn rollouts: alternates between engine turns and environment replies, each as soon as it arrives.
+"""Multi-turn rollouts: conversations between the model and an environment.
 
-Engines and environments work side by side: a conversation proceeds to its next turn as soon as its own reply has
-come.
+Engines and environments work at the same time: each conversation proceeds when its own turn or reply has arrived.
 """
 
 import copy
@@ -20,25 +19,23 @@ from lockstep.data.samples import Completion, Episode, EpisodeEnd, FinishReason,
 from lockstep.rollout.client.engine_failover import EngineRecovery
 from lockstep.rollout.client.request_router import EngineLoad
 from lockstep.rollout.client.rollout_client import RolloutClient
-from lockstep.rollout.engine_protocol import Request
-from lockstep.rollout.environments.environment_messages import EnvironmentFailed, EnvironmentFailure
+from lockstep.rollout.engine_protocol import Request, request_seed
 from lockstep.rollout.environments.environment_pool import EnvironmentPool, EpisodeReply
-from lockstep.rollout.environments.environment_protocol import Observation
-from lockstep.rollout.requests import request_seed
+from lockstep.rollout.environments.environment_protocol import EnvironmentFailed, EnvironmentFailure, Observation
 
 log = logging.getLogger(__name__)
 
 _TURN_QUEUE = "turns"
-"""The queue of single turns."""
+"""The queue of the requests for single turns."""
 ENVIRONMENT_POLL_S = 0.01
 """How often the replies of environments are polled."""
 _MAX_LOGGED_FAILURES = 5
-"""Failures of environments that are logged with their traceback; further ones are only counted."""
+"""This many failures of environments are logged; further ones are only counted."""
 
 
 @dataclass(slots=True)
 class _Segment:
-    """Consecutive tokens of the model or of the environment; all arrays are `[tokens]`."""
+    """Consecutive tokens of the model, or of the environment. All arrays are `[tokens]`."""
 
     tokens: np.ndarray
     logprobs: np.ndarray
@@ -48,7 +45,7 @@ class _Segment:
 
 @dataclass(slots=True)
 class _Conversation:
-    """An open conversation. Until it branches, it belongs to several requests."""
+    """An open conversation. If conversations branch, one that has not branched yet belongs to several requests."""
 
     requests: list[Request]
     prompt: Prompt
@@ -57,9 +54,9 @@ class _Conversation:
     segments: list[_Segment] = field(default_factory=list)
     episode: Episode = field(default_factory=lambda: Episode([], [], "abort"))
     turns: int = 0
-    """Turns of the model that the environment replied to."""
+    """Number of the model's turns that the environment has replied to."""
     engine: int | None = None
-    """The engine that has the keys and values of its turns."""
+    """The engine that has the keys and values of the turns in its cache."""
 
     @property
     def name(self) -> str:
@@ -67,18 +64,19 @@ class _Conversation:
 
     @property
     def size(self) -> int:
+        """Number of tokens after the prompt."""
         return sum(segment.tokens.size for segment in self.segments)
 
     def add_environment_tokens(self, tokens: np.ndarray, messages: Sequence[dict[str, Any]]) -> None:
         count = tokens.size
         if count:
-            zeros, never = np.zeros(count, np.float32), np.full(count, -1, np.int32)
-            self.segments.append(_Segment(tokens, zeros, never, False))
+            logprobs, versions = np.zeros(count, np.float32), np.full(count, -1, np.int32)
+            self.segments.append(_Segment(tokens, logprobs, versions, by_model=False))
         self.episode.messages += messages
 
     def add_turn(self, turn: Completion) -> None:
         """Appends a turn of the model."""
-        self.segments.append(_Segment(turn.tokens, turn.logprobs, turn.versions, True))
+        self.segments.append(_Segment(turn.tokens, turn.logprobs, turn.versions, by_model=True))
         self.episode.messages.append({"role": "assistant", "content": turn.text})
 
     def add_metrics(self, metrics: dict[str, float]) -> None:
@@ -91,7 +89,7 @@ class MultiTurnClient(RolloutClient):
 
     Args:
         pool: the environments.
-        turns: the tokens between two turns.
+        turns: makes the tokens between two turns.
     """
 
     def __init__(
@@ -107,23 +105,27 @@ class MultiTurnClient(RolloutClient):
         pool: EnvironmentPool,
         turns: TurnTokenizer,
     ) -> None:
-        # An environment may take long to reply, and no tokens are made meanwhile.
+        # While environments reply, engines may generate no tokens.
         super().__init__(workers, sampling, seed, max(stall_s, 2 * pool.config.timeout_s), launcher, recovery, reissue)
-        self.poll_interval_s = ENVIRONMENT_POLL_S  # engines end a wait at once, environments are polled
+        self.poll_interval_s = ENVIRONMENT_POLL_S  # completions of engines wake a wait, but environments are polled
         self.pool, self.turns, self.config = pool, turns, pool.config
         self._prompts: dict[str, Prompt] = {}
         self._conversations: dict[str, _Conversation] = {}
+        """Open conversations by name."""
         self._outgoing: list[Request] = []
+        """Requests for turns that were not submitted yet."""
         self._ended: list[str] = []
+        """Ended conversations whose environments are not closed yet."""
         self._finished: dict[str, list[Completion]] = {}
+        """Completions that were not collected yet, by queue."""
         self._failures = 0
-        self._cached = (0, 0)
+        self._prefix_cache = (0, 0)
         """Hits and queries of the engines' prefix caches at the last call of `metrics`."""
 
     def submit(self, requests: Sequence[Request], queue: str = "") -> None:
-        """Starts a conversation for each request; if conversations branch, one for several requests of a group.
-        `max_tokens` of a request bounds the whole conversation."""
-        for conversation in self._first_turns(requests, queue):
+        """Starts a conversation for each request, or for several requests of a group if conversations branch.
+        `max_tokens` of a request limits the whole conversation."""
+        for conversation in self._make_conversations(requests, queue):
             self._conversations[conversation.name] = conversation
             self.pool.begin(conversation.name, conversation.prompt)
             if not self.pool.resets:
@@ -131,30 +133,30 @@ class MultiTurnClient(RolloutClient):
         self._advance()
 
     def collect(self, queue: str = "") -> list[Completion]:
-        """The conversations of a queue that ended since the last call; returns at once.
+        """Returns the conversations of a queue that ended since the last call, without waiting.
 
         Raises:
-            EnvironmentFailed: an environment or tool failed, and by the config that stops the run.
+            EnvironmentFailed: an environment or tool failed, and by the config this ends the run.
         """
         self._advance()
         return self._finished.pop(queue, [])
 
     def metrics(self) -> dict[str, float]:
         """`rollout/prefix_cache_hit_rate`: the share of prompt tokens, in all turns since the last call, whose keys and
-        values were still cached. (The prompt of a group of first turns counts once.)"""
+        values were still cached. The prompt of a group of first turns is counted once."""
         now = [(each.prefix_cache_hits, each.prefix_cache_queries) for each in self.counters()]
         hits, queries = (sum(column) for column in zip(*now, strict=True))
-        before, self._cached = self._cached, (hits, queries)
-        queried, found = queries - before[1], super().metrics()
+        before, self._prefix_cache = self._prefix_cache, (hits, queries)
+        queried, metrics = queries - before[1], super().metrics()
         rate = {"rollout/prefix_cache_hit_rate": max(0.0, (hits - before[0]) / queried)} if queried > 0 else {}
-        return found | rate
+        return metrics | rate
 
     def _progress(self) -> object:
         return super()._progress(), self.pool.answers
 
     def _choose_engine(self, group: Sequence[Request], load: EngineLoad) -> int:
-        """A conversation stays with the engine that has its earlier turns cached, as long as that lives."""
-        conversations = [self._conversation(request.id) for request in group]
+        """A conversation stays with the engine that has its earlier turns cached, as long as that engine is live."""
+        conversations = [self._conversation_of(request.id) for request in group]
         engine = conversations[0].engine
         if engine is None or engine not in load:
             engine = super()._choose_engine(group, load)
@@ -162,7 +164,7 @@ class MultiTurnClient(RolloutClient):
             conversation.engine = engine
         return engine
 
-    def _conversation(self, request: str) -> _Conversation:
+    def _conversation_of(self, request: str) -> _Conversation:
         """The conversation that a turn's request belongs to."""
         return self._conversations[request.rpartition("/turn")[0]]
 
@@ -172,7 +174,7 @@ class MultiTurnClient(RolloutClient):
         self._prompts[id] = prompt
         return super().request(id, step, prompt, k, sampling, suffix)
 
-    def _first_turns(self, requests: Sequence[Request], queue: str) -> list[_Conversation]:
+    def _make_conversations(self, requests: Sequence[Request], queue: str) -> list[_Conversation]:
         paths = math.prod(self.config.branches)
         shared: dict[tuple[str, int], list[Request]] = {}
         for request in requests:
@@ -184,7 +186,7 @@ class MultiTurnClient(RolloutClient):
                 group_requests,
                 prompts[group_requests[0].id],
                 queue,
-                # Depends on the place in the group, not on the requests: a resumed step has only the missing ones.
+                # Depends on the number in the group, because a resumed step has only some of the requests.
                 group_requests[0].seed if paths == 1 else request_seed(self.seed, 0, f"{group}/branch", node),
             )
             for (group, node), group_requests in shared.items()
@@ -193,7 +195,7 @@ class MultiTurnClient(RolloutClient):
     def _advance(self) -> None:
         """Processes turns and replies that have arrived, and submits the turns that follow."""
         for turn in super().collect(_TURN_QUEUE):
-            self._on_turn(self._conversation(turn.request), turn)
+            self._on_turn(self._conversation_of(turn.request), turn)
         for reply in self.pool.collect():
             self._on_reply(self._conversations[reply.episode], reply)
         if self._ended:
@@ -207,7 +209,7 @@ class MultiTurnClient(RolloutClient):
             super().submit(outgoing, _TURN_QUEUE)
 
     def _open(self, conversation: _Conversation, messages: Sequence[dict[str, Any]]) -> None:
-        """Submits the model's first turn, after the environment's first messages."""
+        """Requests the model's first turn, after the environment's first messages."""
         if self.config.path is not None:
             conversation.add_environment_tokens(self.turns.opening(conversation.prompt, messages), messages)
         self._request_turn(conversation)
@@ -241,27 +243,28 @@ class MultiTurnClient(RolloutClient):
             self.pool.step(conversation.name, turn.text)
 
     def _on_reply(self, conversation: _Conversation, reply: EpisodeReply) -> None:
-        starting = not conversation.segments
-        found = reply.observation
-        if found is None:
+        is_reset = not conversation.segments
+        observation = reply.observation
+        if observation is None:
             assert reply.failure is not None
-            found = self._on_failure(conversation, reply.failure, starting)
-        conversation.add_metrics(found.metrics)
-        if starting:
-            if found.done:
-                raise EnvironmentFailed(self.pool.path, "reset says that the conversation is over", conversation.name)
-            self._open(conversation, found.turns())
+            observation = self._on_failure(conversation, reply.failure, is_reset)
+        conversation.add_metrics(observation.metrics)
+        if is_reset:
+            if observation.done:
+                raise EnvironmentFailed(self.pool.path, "reset returned an observation that is done", conversation.name)
+            self._open(conversation, observation.turns())
             return
         conversation.turns += 1
-        conversation.episode.rewards.append(found.reward)
-        if found.done:
-            self._finish(conversation, *self._end_of(conversation))
+        conversation.episode.rewards.append(observation.reward)
+        if observation.done:
+            self._finish(conversation, *self._end_reason(conversation))
         elif conversation.turns >= self.config.max_turns:
             self._finish(conversation, "length", "turns")
         else:
-            self._continue(conversation, found.turns(self.pool.role))
+            self._continue(conversation, observation.turns(self.pool.role))
 
     def _continue(self, conversation: _Conversation, messages: Sequence[dict[str, Any]]) -> None:
+        """Adds the environment's reply and requests the next turn, of each branch if the conversation branches."""
         tokens = self.turns.reply(conversation.prompt, messages, int(conversation.segments[-1].tokens[-1]))
         if conversation.size + tokens.size >= conversation.requests[0].max_tokens:
             self._finish(conversation, "length", "tokens")  # the reply leaves no room for another turn
@@ -271,7 +274,7 @@ class MultiTurnClient(RolloutClient):
             self._request_turn(branch)
 
     def _branches(self, conversation: _Conversation) -> list[_Conversation]:
-        """The conversations that continue one after a reply: the same one, or its branches."""
+        """Returns the conversations that continue this one after a reply: itself, or its branches."""
         after = conversation.turns - 1
         if after >= len(self.config.branches) or self.config.branches[after] == 1:
             return [conversation]
@@ -279,7 +282,7 @@ class MultiTurnClient(RolloutClient):
         branches: dict[int, list[Request]] = {}
         for request in conversation.requests:
             branches.setdefault(_completion_number(request) // below % self.config.branches[after], []).append(request)
-        found = []
+        continued = []
         for number, requests in branches.items():
             seed = request_seed(conversation.seed, 0, "branch", number)
             branch = replace(
@@ -291,13 +294,14 @@ class MultiTurnClient(RolloutClient):
             )
             if branch.name != conversation.name:
                 self.pool.branch(conversation.name, branch.name)
-            found.append(branch)
-        self._conversations.update((branch.name, branch) for branch in found)
-        return found
+            continued.append(branch)
+        self._conversations.update((branch.name, branch) for branch in continued)
+        return continued
 
-    def _on_failure(self, conversation: _Conversation, failure: EnvironmentFailure, starting: bool) -> Observation:
-        """The reply to the model in case of a failure, or the end of the conversation. Raises EnvironmentFailed."""
-        if starting or self.config.on_error == "stop":
+    def _on_failure(self, conversation: _Conversation, failure: EnvironmentFailure, is_reset: bool) -> Observation:
+        """Returns an observation in place of the failed one: an error message, or the end of the conversation. Raises
+        EnvironmentFailed if the failure ends the run."""
+        if is_reset or self.config.on_error == "stop":
             raise EnvironmentFailed(
                 self.pool.path, failure.problem, conversation.name, conversation.turns, failure.traceback
             )
@@ -318,7 +322,7 @@ class MultiTurnClient(RolloutClient):
         message = {"role": self.pool.role, "content": f"error: {failure.problem}"}
         return Observation(messages=[message], metrics={"errors": 1.0})
 
-    def _end_of(self, conversation: _Conversation) -> tuple[FinishReason, EpisodeEnd]:
+    def _end_reason(self, conversation: _Conversation) -> tuple[FinishReason, EpisodeEnd]:
         if conversation.episode.ended == "error":
             return "abort", "error"
         return "stop", "answer" if self.config.path is None else "environment"

@@ -1,6 +1,6 @@
-"""Routes requests to engines by load: whole groups are assigned together, and every completion counts once.
+"""Routes requests to engines by load. Requests of a group go to the same engine, and every completion is used once.
 
-Pure bookkeeping, without workers and locks: the engine pool owns the router and sends what it decides.
+The router only keeps records, without workers and locks; the engine pool sends the requests.
 """
 
 import heapq
@@ -14,19 +14,19 @@ _HELD_BACK_LOAD = 1 << 40
 
 
 class EngineLoad:
-    """The number of open requests of each live engine. The least loaded engine is found without a scan: there may be a
-    thousand engines, and each group of a step needs one."""
+    """The number of open requests of each live engine. A heap finds the least loaded engine, because there may be a
+    thousand engines and each group of a step needs one."""
 
     def __init__(self) -> None:
         self._load: dict[int, int] = {}
-        """As ordered by the heap: engines that are held back come last."""
+        """Load by rank. The load of engines that are held back is increased, so that they come last in the heap."""
         self._heap: list[tuple[int, int]] = []
-        """(load, rank), outdated entries included."""
+        """(load, rank), including outdated entries."""
         self.held_back: set[int] = set()
-        """Engines that get no requests as long as another engine is available."""
+        """Engines that get no requests as long as another engine is live."""
 
     def __contains__(self, rank: int) -> bool:
-        """Whether the engine lives and is not held back."""
+        """Whether the engine is live and not held back."""
         return rank in self._load and rank not in self.held_back
 
     def __len__(self) -> int:
@@ -52,7 +52,7 @@ class EngineLoad:
         self.held_back.discard(rank)
 
     def least_loaded(self) -> int:
-        """The engine with the smallest load, the lowest rank among equals. IndexError if no engine lives."""
+        """The engine with the smallest load, the lowest rank among equals. Raises IndexError if no engine is live."""
         while self._load.get(self._heap[0][1]) != self._heap[0][0]:
             heapq.heappop(self._heap)
         return self._heap[0][1]
@@ -72,7 +72,7 @@ class RequestRouter:
         """The requests of each engine that have no completion yet, by id."""
         self._unassigned: list[Request] = []
         self._copies: dict[str, set[int]] = {}
-        """The engines that have each request that was issued a second time."""
+        """The engines that have each reissued request, by request id."""
         for rank in self._open:
             self.load.set(rank, 0)
 
@@ -109,11 +109,11 @@ class RequestRouter:
         return assigned
 
     def complete(self, rank: int, completions: Sequence[Completion]) -> tuple[list[Completion], dict[int, list[str]]]:
-        """Closes the requests that an engine has completed. If two engines have a request, the first completion counts.
+        """Closes the requests that an engine has completed. If several engines have a request, its first completion is
+        used.
 
         Returns:
-            The completions that count, and by engine the requests that are to be aborted there: their completions are
-            ignored.
+            The completions to use, and by engine the requests to abort because another engine has completed them.
         """
         requests = self._open[rank]
         fresh = [each for each in completions if requests.pop(each.request, None) is not None]
@@ -137,20 +137,20 @@ class RequestRouter:
         }
 
     def reissue(self, rank: int, step: int) -> int:
-        """Makes the next `assign` give the open requests of an engine, of steps up to `step`, to other engines as well;
-        how many these are. The engine is held back from now on."""
+        """Makes the next `assign` give the open requests of an engine, of steps up to `step`, to other engines as well.
+        The engine is held back from now on. Returns the number of requests."""
         self.load.held_back.add(rank)
         requests = self._open[rank]
         self.load.set(rank, len(requests))
-        again = [
+        reissued = [
             request for request in requests.values() if request.priority <= step and request.id not in self._copies
         ]
-        self._copies.update((request.id, {rank}) for request in again)
-        self._unassigned += again
-        return len(again)
+        self._copies.update((request.id, {rank}) for request in reissued)
+        self._unassigned += reissued
+        return len(reissued)
 
     def release(self, rank: int) -> None:
-        """Ends the time for which an engine is held back."""
+        """Stops holding an engine back."""
         self.load.held_back.discard(rank)
         if rank in self.load.live:
             self.load.set(rank, len(self._open[rank]))
@@ -163,6 +163,6 @@ class RequestRouter:
         """Takes all requests from a lost engine. Returns how many of them no other engine has."""
         self.load.remove(rank)
         requests, self._open[rank] = self._open[rank], {}
-        left = [request for request in requests.values() if not self._copies.pop(request.id, set()) - {rank}]
-        self._unassigned += left
-        return len(left)
+        unfinished = [request for request in requests.values() if not self._copies.pop(request.id, set()) - {rank}]
+        self._unassigned += unfinished
+        return len(unfinished)

@@ -1,4 +1,4 @@
-"""The controller's handle of one environment process: never blocks on it, kills it when it is stuck, replaces it."""
+"""The controller's handle of one environment process. No call blocks on the process; a stuck one is killed."""
 
 import time
 from pathlib import Path
@@ -7,7 +7,7 @@ from lockstep.base.errors import PicklableError
 from lockstep.cluster.protocol import Cluster, PendingResult, Worker, WorkerDied, WorkerSpec, successor_name
 from lockstep.cluster.user_code import DEATH_LOG_S, UserCodeNotLoaded, killed_process_log, wait_until_loaded
 from lockstep.config.rollout import EnvironmentConfig as Config
-from lockstep.rollout.environments.environment_messages import (
+from lockstep.rollout.environments.environment_protocol import (
     ENVIRONMENT_SERVICE,
     EnvironmentAPI,
     EnvironmentFailed,
@@ -18,15 +18,15 @@ from lockstep.rollout.environments.environment_messages import (
 )
 
 KILL_GRACE_S = 1.0
-"""Async methods are cancelled at the limit; a process that does not return this much later is killed."""
+"""Async methods are cancelled at their time limit. A process with a task that runs this much longer is killed."""
 
 
 class EnvironmentProcessLost(PicklableError):
-    """The process ended, or was killed.
+    """An environment process ended, or was killed.
 
     Attributes:
         culprit: number of the task that is the cause, if known.
-        with_node: whether it was lost with its node, or with the agent of its node, so that no task is the cause.
+        with_node: whether the process was lost with its node or its node's agent, so that no task is the cause.
     """
 
     def __init__(self, failure: EnvironmentFailure, culprit: int | None, with_node: bool = False) -> None:
@@ -35,7 +35,7 @@ class EnvironmentProcessLost(PicklableError):
 
 
 class EnvironmentProcess:
-    """One environment process at a time; a lost one is replaced."""
+    """One environment process at a time. The pool starts a new one when it is lost."""
 
     def __init__(self, cluster: Cluster, config: Config, base: Path, rank: int) -> None:
         self.cluster, self.config, self.base, self.rank = cluster, config, base, rank
@@ -46,14 +46,17 @@ class EnvironmentProcess:
         self._worker: Worker | None = None
         self._latest: str | None = None
         """Name of the latest process."""
-        self._forget_all()
+        self._reset_state()
 
-    def _forget_all(self) -> None:
+    def _reset_state(self) -> None:
+        """Forgets what belongs to the previous process."""
         self._ack = 0
-        self._asked: PendingResult[TaskUpdate] | None = None
-        self._asked_at = 0.0
+        self._collecting: PendingResult[TaskUpdate] | None = None
+        """The `collect` call that is not answered yet."""
+        self._collecting_since = 0.0
         self._calls: list[PendingResult[None]] = []
         self._holding: int | None = None
+        """Number of the task that blocked the process at the last update."""
         self.known.clear()
 
     @property
@@ -61,7 +64,7 @@ class EnvironmentProcess:
         return self._worker is None
 
     def spec(self) -> WorkerSpec:
-        """The spec of the next process. Successors have new names, so that the log of a dead process stays."""
+        """Returns the spec of the next process. It has a new name, so that the log of its predecessor stays."""
         self._latest = f"environment-{self.rank}" if self._latest is None else successor_name(self._latest)
         return WorkerSpec(
             name=self._latest,
@@ -79,10 +82,10 @@ class EnvironmentProcess:
         return worker.submit(EnvironmentAPI.prepare)
 
     def loaded(self, pending: PendingResult[LoadedEnvironment]) -> LoadedEnvironment:
-        """The loaded code of the user.
+        """Waits until the process has loaded the user's code.
 
         Raises:
-            EnvironmentFailed: it cannot be used.
+            EnvironmentFailed: the code cannot be used.
             WorkerDied: the process was lost with its node.
         """
         path = self.config.path or ", ".join(self.config.tools)
@@ -107,13 +110,13 @@ class EnvironmentProcess:
 
     def forget(self, episodes: list[str]) -> None:
         """Closes the environments of ended episodes."""
-        there = [episode for episode in episodes if episode in self.known]
-        self.known.difference_update(there)
-        if self._worker is not None and there:
-            self._calls.append(self._worker.submit(EnvironmentAPI.forget, there))
+        known = [episode for episode in episodes if episode in self.known]
+        self.known.difference_update(known)
+        if self._worker is not None and known:
+            self._calls.append(self._worker.submit(EnvironmentAPI.forget, known))
 
     def collect(self) -> TaskUpdate | None:
-        """New results, or None; returns at once.
+        """Returns new results, or None if there are none. Does not wait.
 
         Raises:
             EnvironmentProcessLost: the process died, or a task in it exceeded its limit and the process was killed.
@@ -123,13 +126,14 @@ class EnvironmentProcess:
             return None
         try:
             self._calls = [call for call in self._calls if not _call_succeeded(call)]
-            if self._asked is None:
-                self._asked, self._asked_at = worker.submit(EnvironmentAPI.collect, self._ack), time.monotonic()
-            if not self._asked.done():
+            if self._collecting is None:
+                self._collecting = worker.submit(EnvironmentAPI.collect, self._ack)
+                self._collecting_since = time.monotonic()
+            if not self._collecting.done():
                 self._check_responsive()
                 return None
-            pending, self._asked = self._asked, None
-            news = pending.result(why="answers of environments")
+            pending, self._collecting = self._collecting, None
+            update = pending.result(why="answers of environments")
         except WorkerDied as error:
             self.stop()
             if error.with_node:
@@ -141,33 +145,33 @@ class EnvironmentProcess:
             raise EnvironmentProcessLost(
                 EnvironmentFailure(f"its process {error.how}", error.last_words or None), culprit
             ) from None
-        self._ack = news.sequence
-        self._check_limits(news)
-        for answer in news.answers:
-            task = self.open.pop(answer.number, None)
-            if task is not None and answer.failure is not None and task.prompt is not None:
-                self.known.discard(task.episode)  # it may not exist yet
-        return news
+        self._ack = update.sequence
+        self._check_limits(update)
+        for result in update.answers:
+            task = self.open.pop(result.number, None)
+            if task is not None and result.failure is not None and task.prompt is not None:
+                self.known.discard(task.episode)  # its environment may not have been made
+        return update
 
-    def _check_limits(self, news: TaskUpdate) -> None:
+    def _check_limits(self, update: TaskUpdate) -> None:
         """Kills the process if a task exceeds its limit. Raises EnvironmentProcessLost."""
         limit = self.config.timeout_s
-        answered = {answer.number for answer in news.answers}
-        late = [each for each in news.running if each.seconds > limit + KILL_GRACE_S and each.number not in answered]
-        holding = [each.number for each in news.running if each.holding]
+        answered = {result.number for result in update.answers}
+        late = [each for each in update.running if each.seconds > limit + KILL_GRACE_S and each.number not in answered]
+        holding = [each.number for each in update.running if each.holding]
         self._holding = holding[0] if holding else None
         if late:
             culprit = self._holding if self._holding is not None else max(late, key=lambda each: each.seconds).number
             raise self._kill_for(culprit)
 
     def _check_responsive(self) -> None:
-        """Kills a process that does not even answer `collect`: C code holds its interpreter."""
-        if time.monotonic() - self._asked_at > self.config.timeout_s + KILL_GRACE_S + DEATH_LOG_S:
+        """Kills a process that does not even answer `collect`, because C code holds the interpreter lock."""
+        if time.monotonic() - self._collecting_since > self.config.timeout_s + KILL_GRACE_S + DEATH_LOG_S:
             raise self._kill_for(self._holding)
 
     def _kill_for(self, culprit: int | None) -> EnvironmentProcessLost:
         problem = (
-            f"did not answer within {self.config.timeout_s:g} s (rollout.environment.timeout_s); its process was ended"
+            f"did not answer within {self.config.timeout_s:g} s (rollout.environment.timeout_s); its process was killed"
         )
         return EnvironmentProcessLost(self._kill(problem, self._calls[0] if self._calls else None), culprit)
 
@@ -179,11 +183,11 @@ class EnvironmentProcess:
 
     def _take_worker(self) -> Worker | None:
         worker, self._worker = self._worker, None
-        self._forget_all()
+        self._reset_state()
         return worker
 
     def _kill(self, problem: str, pending: PendingResult[object] | None) -> EnvironmentFailure:
-        """Kills the process and reads the end of its log, which has its last stack."""
+        """Kills the process and reads the end of its log, which contains its last stack."""
         worker = self._worker
         if worker is None:
             return EnvironmentFailure(problem)
@@ -193,7 +197,7 @@ class EnvironmentProcess:
 
 
 def _call_succeeded(call: PendingResult[None]) -> bool:
-    """Whether a call was answered. Raises the error that the call failed with."""
+    """Whether a call was answered. Raises the call's error if it failed."""
     if not call.done():
         return False
     call.result(why="hand over tasks")

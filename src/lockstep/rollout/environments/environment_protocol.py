@@ -1,10 +1,15 @@
-"""The interface of users' environments: one object per conversation, with methods `reset` and `step`."""
+"""The interface of users' environments (one object per conversation, with methods `reset` and `step`), and the messages
+between the environment pool and its processes.
+"""
 
 import math
 from collections.abc import Awaitable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
+from lockstep.base.errors import PicklableError
+from lockstep.cluster.protocol import concurrent
+from lockstep.cluster.user_code import UserCodeError
 from lockstep.data.samples import Prompt
 
 
@@ -19,7 +24,7 @@ class Observation:
     reward: float = 0.0
     """The reward of the turn."""
     done: bool = False
-    """Whether the conversation ends here; the model does not read the message then."""
+    """Whether the conversation ends; the model then does not read the message."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Numbers to be summed over the conversation and logged as `environment/NAME`."""
 
@@ -79,3 +84,116 @@ def to_observation(value: object, method: str) -> Observation:
     value.reward = float(value.reward)
     value.metrics = {str(name): float(number) for name, number in value.metrics.items()}
     return value
+
+
+ENVIRONMENT_SERVICE = "lockstep.rollout.environments.environment_service:EnvironmentService"
+
+
+@dataclass(slots=True)
+class ReplayedAction:
+    """An earlier action, and the digest of the observation that it must give again when it is repeated."""
+
+    action: str
+    digest: int
+
+
+@dataclass(slots=True)
+class EnvironmentTask:
+    """A call of `reset` or `step`."""
+
+    number: int
+    episode: str
+    action: str | None
+    """The action for `step`; None for `reset`."""
+    prompt: Prompt | None = None
+    """Set if the process does not know the episode, which `history` then restores."""
+    history: list[ReplayedAction] = field(default_factory=list)
+    begun: int | None = None
+    """Digest of the observation of `reset`; None before `reset`."""
+
+
+@dataclass(slots=True)
+class EnvironmentFailure:
+    """An environment's failure to return an observation."""
+
+    problem: str
+    traceback: str | None = None
+    """Starts at the first frame of the user's code."""
+
+
+@dataclass(slots=True)
+class TaskResult:
+    """The result of a task."""
+
+    number: int
+    observation: Observation | None = None
+    failure: EnvironmentFailure | None = None
+    """None if there is an observation."""
+    digest: int = 0
+    """Digest of the observation."""
+
+
+@dataclass(slots=True)
+class RunningTask:
+    """A task that has not finished."""
+
+    number: int
+    seconds: float
+    """For how long the task has been running."""
+    holding: bool
+    """Whether the task blocks the process: a plain function, or an async one that does not await."""
+
+
+@dataclass(slots=True)
+class TaskUpdate:
+    """The results since the last acknowledged one, and the running tasks."""
+
+    sequence: int
+    """Number of the last result since the process started."""
+    answers: list[TaskResult]
+    running: list[RunningTask]
+
+
+@dataclass(slots=True)
+class LoadedEnvironment:
+    """What the pool needs to know of the user's code, or why the code could not be loaded."""
+
+    resets: bool = False
+    """Whether the environment has a `reset`."""
+    role: Literal["user", "tool"] = "user"
+    """The role of the environment's messages."""
+    failure: EnvironmentFailure | None = None
+
+
+class EnvironmentAPI(Protocol):
+    """Calls to an environment process."""
+
+    def prepare(self) -> LoadedEnvironment:
+        """Loads the user's class or functions, and sets the memory limit."""
+
+    def submit(self, tasks: list[EnvironmentTask]) -> None:
+        """Queues tasks; they run between calls."""
+
+    def forget(self, episodes: list[str]) -> None:
+        """Closes the environments of ended conversations."""
+
+    @concurrent
+    def collect(self, ack: int = 0) -> TaskUpdate:
+        """Returns the results after `ack`, the `sequence` of the newest update that arrived. Answered at any time."""
+
+
+class EnvironmentCodeError(UserCodeError):
+    """An environment or tool cannot be used. Names it, the problem and a fix."""
+
+    noun = "environment"
+    expected = "class or function"
+
+
+class EnvironmentFailed(PicklableError, RuntimeError):
+    """An environment or tool failed, and by the config this ends the run."""
+
+    def __init__(self, path: str, problem: str, sample: str = "", turn: int = 0, traceback: str | None = None) -> None:
+        where = f"\n  sample: {sample}, turn {turn}" if sample else ""
+        trace = f"\n\n{traceback.rstrip()}" if traceback else ""
+        super().__init__(f"environment {path}: {problem}{where}{trace}")
+        self.path, self.problem, self.sample, self.turn, self.traceback = path, problem, sample, turn, traceback

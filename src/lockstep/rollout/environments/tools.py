@@ -1,5 +1,5 @@
-"""Tools as an environment: their schemas for the chat template, read without running their code; parsing and execution
-of the model's calls.
+"""Users' functions as tools of the model: their schemas for the chat template, which are read from the source without
+running it, and the environment that parses and executes the model's calls.
 """
 
 import ast
@@ -15,10 +15,9 @@ from lockstep.cluster.user_code import check_source, split_path, suggest_name
 from lockstep.config.rollout import EnvironmentConfig
 from lockstep.config.rollout import EnvironmentConfig as Config
 from lockstep.data.samples import Prompt
-from lockstep.rollout.environments.environment_messages import EnvironmentCodeError
-from lockstep.rollout.environments.environment_protocol import Observation
+from lockstep.rollout.environments.environment_protocol import EnvironmentCodeError, Observation
 
-_TYPES: dict[str, dict[str, Any]] = {
+_SCHEMA_OF_TYPE: dict[str, dict[str, Any]] = {
     "str": {"type": "string"},
     "int": {"type": "integer"},
     "float": {"type": "number"},
@@ -28,17 +27,17 @@ _TYPES: dict[str, dict[str, Any]] = {
     "dict": {"type": "object"},
     "Any": {},
 }
-_PLAIN = "str, int, float, bool, list, dict, Literal or unions of these"
+_SUPPORTED_TYPES = "str, int, float, bool, list, dict, Literal or unions of these"
 _HEADING = re.compile(r"^\s*(Args|Arguments|Returns|Raises|Example|Examples|Note|Notes):\s*$", re.MULTILINE)
 _ENTRY = re.compile(r"^(\w+)(?:\s*\([^)]*\))?:\s*(.*)$")
 _CHOICES = re.compile(r"\(\s*choices:\s*(\[.*?\])\s*\)\s*$", re.IGNORECASE | re.DOTALL)
 
 
 def tool_schemas(paths: Sequence[str], base: Path = Path()) -> list[dict[str, Any]]:
-    """One schema per function, in order.
+    """Returns the schema of each function.
 
     Raises:
-        EnvironmentCodeError: no such function, one without docstring or annotations, or two of one name.
+        EnvironmentCodeError: a function does not exist or has no docstring or annotations, or two have the same name.
     """
     schemas = [tool_schema(path, base) for path in paths]
     names = [schema["function"]["name"] for schema in schemas]
@@ -49,14 +48,14 @@ def tool_schemas(paths: Sequence[str], base: Path = Path()) -> list[dict[str, An
 
 
 def tool_schema(path: str, base: Path = Path()) -> dict[str, Any]:
-    """`{"type": "function", "function": {name, description, parameters}}`. Raises EnvironmentCodeError."""
+    """Returns `{"type": "function", "function": {name, description, parameters}}`. Raises EnvironmentCodeError."""
     module = check_source(path, base, EnvironmentCodeError)
     name = split_path(path, EnvironmentCodeError)[1]
-    found = [] if module is None else [node for node in ast.walk(module) if _is_function(node, name)]
-    if not found:
-        remedy = "give the file and name that `def` it: the model reads its parameters and docstring"
-        raise EnvironmentCodeError(path, f"the text of a function {name!r} is not found", remedy)
-    node = found[-1]
+    definitions = [] if module is None else [node for node in ast.walk(module) if _is_function(node, name)]
+    if not definitions:
+        remedy = "name the file that defines it with `def`: the model reads its parameters and docstring"
+        raise EnvironmentCodeError(path, f"there is no function definition of {name!r}", remedy)
+    node = definitions[-1]
     assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     description, arguments, returns = _docstring(path, node)
     function: dict[str, Any] = {
@@ -74,22 +73,22 @@ def _is_function(node: ast.AST, name: str) -> bool:
 
 
 def _parameters(path: str, node: ast.FunctionDef | ast.AsyncFunctionDef, described: dict[str, str]) -> dict[str, Any]:
-    given = node.args
-    if given.vararg or given.kwarg or given.posonlyargs:
+    declared = node.args
+    if declared.vararg or declared.kwarg or declared.posonlyargs:
         raise EnvironmentCodeError(path, "has * or positional-only parameters", "name every parameter: calls are JSON")
-    every = [*given.args, *given.kwonlyargs]
-    optional = {each.arg for each in given.args[len(given.args) - len(given.defaults) :]}
+    every = [*declared.args, *declared.kwonlyargs]
+    optional = {each.arg for each in declared.args[len(declared.args) - len(declared.defaults) :]}
     optional |= {
-        each.arg for each, default in zip(given.kwonlyargs, given.kw_defaults, strict=True) if default is not None
+        each.arg for each, default in zip(declared.kwonlyargs, declared.kw_defaults, strict=True) if default is not None
     }
     properties = {}
     for each in every:
         if each.annotation is None:
-            raise EnvironmentCodeError(path, f"parameter {each.arg!r} has no type", f"annotate it: {_PLAIN}")
+            raise EnvironmentCodeError(path, f"parameter {each.arg!r} has no type", f"annotate it: {_SUPPORTED_TYPES}")
         if each.arg not in described:
             remedy = f'add a line "{each.arg}: ..." below "Args:" in its docstring'
             raise EnvironmentCodeError(path, f"parameter {each.arg!r} is not described", remedy)
-        properties[each.arg] = _described(
+        properties[each.arg] = _add_description(
             _schema(path, f"parameter {each.arg!r}", each.annotation), described[each.arg]
         )
     schema: dict[str, Any] = {"type": "object", "properties": properties}
@@ -97,7 +96,8 @@ def _parameters(path: str, node: ast.FunctionDef | ast.AsyncFunctionDef, describ
     return schema | ({"required": required} if required else {})
 
 
-def _described(schema: dict[str, Any], text: str) -> dict[str, Any]:
+def _add_description(schema: dict[str, Any], text: str) -> dict[str, Any]:
+    """Adds a parameter's description. `(choices: [...])` at its end becomes `enum`, as in transformers."""
     choices = _CHOICES.search(text)
     if choices:
         schema = {**schema, "enum": list(ast.literal_eval(choices[1]))}
@@ -106,17 +106,17 @@ def _described(schema: dict[str, Any], text: str) -> dict[str, Any]:
 
 
 def _schema(path: str, what: str, node: ast.expr) -> dict[str, Any]:
-    """JSON schema of an annotation, as transformers writes it."""
+    """The JSON schema of an annotation, as transformers writes it. `what` names the annotated thing in errors."""
     match node:
         case ast.Constant(value=str(text)):
             return _schema(path, what, ast.parse(text, mode="eval").body)
-        case ast.Name(id=name) | ast.Attribute(attr=name) if name in _TYPES:
-            return dict(_TYPES[name])
+        case ast.Name(id=name) | ast.Attribute(attr=name) if name in _SCHEMA_OF_TYPE:
+            return dict(_SCHEMA_OF_TYPE[name])
         case ast.BinOp(op=ast.BitOr()):
-            return _union(path, what, _alternatives(node))
+            return _union(path, what, _union_members(node))
         case ast.Subscript(value=ast.Name(id=name) | ast.Attribute(attr=name), slice=inner):
             return _generic(path, what, name, inner.elts if isinstance(inner, ast.Tuple) else [inner])
-    raise EnvironmentCodeError(path, f"{what} has the type {ast.unparse(node)}, which is not known", f"use {_PLAIN}")
+    raise EnvironmentCodeError(path, f"{what} has the unsupported type {ast.unparse(node)}", f"use {_SUPPORTED_TYPES}")
 
 
 def _generic(path: str, what: str, name: str, inner: list[ast.expr]) -> dict[str, Any]:
@@ -127,9 +127,11 @@ def _generic(path: str, what: str, name: str, inner: list[ast.expr]) -> dict[str
             return _union(path, what, inner)
         case "Literal":
             values = [ast.literal_eval(each) for each in inner]
-            kinds = sorted({str(_TYPES[type(value).__name__]["type"]) for value in values if value is not None})
-            found: dict[str, Any] = {"type": kinds[0] if len(kinds) == 1 else kinds, "enum": values}
-            return found | ({"nullable": True} if None in values else {})
+            kinds = sorted(
+                {str(_SCHEMA_OF_TYPE[type(value).__name__]["type"]) for value in values if value is not None}
+            )
+            schema: dict[str, Any] = {"type": kinds[0] if len(kinds) == 1 else kinds, "enum": values}
+            return schema | ({"nullable": True} if None in values else {})
         case "list" | "List" | "Sequence":
             return {"type": "array", "items": _schema(path, what, inner[0])}
         case "tuple" | "Tuple":
@@ -137,12 +139,13 @@ def _generic(path: str, what: str, name: str, inner: list[ast.expr]) -> dict[str
         case "dict" | "Dict":
             values_schema = _schema(path, what, inner[1])
             return {"type": "object"} | ({"additionalProperties": values_schema} if values_schema else {})
-    raise EnvironmentCodeError(path, f"{what} has the type {name}[...], which is not known", f"use {_PLAIN}")
+    raise EnvironmentCodeError(path, f"{what} has the unsupported type {name}[...]", f"use {_SUPPORTED_TYPES}")
 
 
-def _alternatives(node: ast.expr) -> list[ast.expr]:
+def _union_members(node: ast.expr) -> list[ast.expr]:
+    """The types of `A | B | C`."""
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
-        return [*_alternatives(node.left), *_alternatives(node.right)]
+        return [*_union_members(node.left), *_union_members(node.right)]
     return [node]
 
 
@@ -163,10 +166,10 @@ def _is_none(node: ast.expr) -> bool:
 
 
 def _docstring(path: str, node: ast.FunctionDef | ast.AsyncFunctionDef) -> tuple[str, dict[str, str], dict[str, str]]:
-    """Description, text of each parameter, and `description` of the result where there is one."""
+    """The description, the description of each parameter, and `{"description": ...}` of the result if it has one."""
     text = ast.get_docstring(node)
     if not text:
-        raise EnvironmentCodeError(path, "has no docstring", "say what it does: the model reads that")
+        raise EnvironmentCodeError(path, "has no docstring", "describe what it does: the model reads the docstring")
     parts = _HEADING.split(text)
     sections = dict(zip(parts[1::2], parts[2::2], strict=True))
     arguments = _entries(sections.get("Args", sections.get("Arguments", "")))
@@ -175,25 +178,26 @@ def _docstring(path: str, node: ast.FunctionDef | ast.AsyncFunctionDef) -> tuple
 
 
 def _entries(section: str) -> dict[str, str]:
-    """Google's style: `name: text` at the section's indent, further lines deeper."""
+    """The entries of a section in Google's style: `name: text` at the section's indent, further lines indented more."""
     lines = [line for line in section.splitlines() if line.strip()]
-    found: dict[str, str] = {}
+    entries: dict[str, str] = {}
     indent = min((len(line) - len(line.lstrip()) for line in lines), default=0)
     name = ""
     for line in lines:
         entry = _ENTRY.match(line.strip()) if len(line) - len(line.lstrip()) == indent else None
         if entry:
-            name, found[entry[1]] = entry[1], entry[2].strip()
+            name, entries[entry[1]] = entry[1], entry[2].strip()
         elif name:
-            found[name] = f"{found[name]} {line.strip()}".strip()
-    return found
+            entries[name] = f"{entries[name]} {line.strip()}".strip()
+    return entries
 
 
 def chat_template_tools(config: EnvironmentConfig, base: Path = Path()) -> list[dict[str, Any]]:
-    """Schemas of the tools for the chat template; none if calls have another style, or if there is an environment.
+    """Returns the schemas of the tools for the chat template. There are none if the config names an
+    environment, or the parser `regex`.
 
     Raises:
-        EnvironmentCodeError: no such file, package or name, or a function that cannot be described.
+        EnvironmentCodeError: a file, package or name does not exist, or a function has no usable description.
     """
     if config.path is not None:
         _check_class(config.path, base)
@@ -220,26 +224,28 @@ _HERMES = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|$)", re.DOTALL)
 
 
 class BadToolCall(ValueError):
-    """An invalid call of the model. The model gets the error as a reply, whatever `on_error` says."""
+    """The model's call is invalid. The model gets the error as a reply, whatever `on_error` is."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
+    """A call in a turn of the model."""
+
     name: str | None
-    """None if there is one tool and the pattern has no name."""
+    """None if the pattern has no group `name`, because there is only one tool."""
     arguments: str | dict[str, Any]
-    """Text that is not parsed yet, or the parsed arguments."""
+    """The parsed arguments, or their text."""
     problem: str = ""
-    """Why it cannot be parsed."""
+    """Why the call cannot be parsed; "" if it can."""
 
 
 def hermes_calls(text: str) -> list[ToolCall]:
-    """Calls in the style of Hermes and Qwen: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. The last one
-    may lack its end tag, if that is the stop string."""
-    return [_hermes(body) for body in _HERMES.findall(text)]
+    """Finds calls in the style of Hermes and Qwen: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. The end
+    tag of the last call may be missing."""
+    return [_parse_hermes_call(body) for body in _HERMES.findall(text)]
 
 
-def _hermes(body: str) -> ToolCall:
+def _parse_hermes_call(body: str) -> ToolCall:
     try:
         call = json.loads(body)
     except ValueError as error:
@@ -255,7 +261,7 @@ def _hermes(body: str) -> ToolCall:
 
 
 def regex_calls(text: str, pattern: str) -> list[ToolCall]:
-    """Calls found by a pattern with the group `arguments`, and the group `name` if there are several tools."""
+    """Finds calls by a pattern with the group `arguments`, and the group `name` if there are several tools."""
     return [
         ToolCall(match.groupdict().get("name"), (match.group("arguments") or "").strip())
         for match in re.finditer(pattern, text)
@@ -263,17 +269,17 @@ def regex_calls(text: str, pattern: str) -> list[ToolCall]:
 
 
 class ToolEnvironment:
-    """The environment of a conversation with tools. Tools have no state: write an environment for that.
+    """The environment of a conversation with tools, which have no state.
 
     Args:
-        functions: by name, plain or async.
+        functions: the tools by name, plain or async functions.
     """
 
     def __init__(self, functions: Mapping[str, Callable[..., Any]], config: Config) -> None:
         self.functions, self.config = dict(functions), config
 
     async def step(self, action: str) -> Observation:
-        """Runs the calls of a turn in order. Raises errors of tools, unless the model gets them as replies."""
+        """Runs the calls of a turn in order. Raises a tool's error, unless `on_error` makes it a reply to the model."""
         pattern = self.config.pattern
         calls = hermes_calls(action) if pattern is None else regex_calls(action, pattern)
         if not calls:
@@ -281,19 +287,19 @@ class ToolEnvironment:
         messages, errors = [], 0
         for call in calls:
             try:
-                content = await self._result(call)
+                content = await self._run_call(call)
             except BadToolCall as error:
                 content, errors = f"error: {error}", errors + 1
             shown = self.config.result.format(content=content) if pattern is not None else content
             messages.append({"role": "tool", "name": call.name or "", "content": shown})
         return Observation(messages=messages, metrics={"calls": len(calls), "call_errors": errors})
 
-    async def _result(self, call: ToolCall) -> str:
-        """The result of a tool as text. Raises BadToolCall."""
+    async def _run_call(self, call: ToolCall) -> str:
+        """Returns the tool's result as text. Raises BadToolCall."""
         if call.problem:
             raise BadToolCall(call.problem)
-        function = self._function(call.name)
-        arguments = _arguments(function, call.arguments)
+        function = self._find_function(call.name)
+        arguments = _bind_arguments(function, call.arguments)
         try:
             value = function(**arguments)
             if inspect.isawaitable(value):
@@ -304,7 +310,7 @@ class ToolEnvironment:
             raise
         return value if isinstance(value, str) else _json(value)
 
-    def _function(self, name: str | None) -> Callable[..., Any]:
+    def _find_function(self, name: str | None) -> Callable[..., Any]:
         if name is None and len(self.functions) == 1:
             return next(iter(self.functions.values()))
         if name not in self.functions:
@@ -312,8 +318,8 @@ class ToolEnvironment:
         return self.functions[name]
 
 
-def _arguments(function: Callable[..., Any], given: str | dict[str, Any]) -> dict[str, Any]:
-    """The keyword arguments of a call. Raises BadToolCall."""
+def _bind_arguments(function: Callable[..., Any], given: str | dict[str, Any]) -> dict[str, Any]:
+    """Returns the keyword arguments of a call. Raises BadToolCall if the function does not accept them."""
     signature = inspect.signature(function)
     if isinstance(given, str):
         names = list(signature.parameters)
@@ -338,6 +344,6 @@ def _json(value: object) -> str:
 
 
 def reset_environment(environment: object, prompt: Prompt) -> Any:
-    """The result of an environment's `reset`, None if it has none."""
+    """Returns the result of an environment's `reset`; None if it has no `reset`."""
     reset = getattr(environment, "reset", None)
     return None if reset is None else reset(prompt)

@@ -1,4 +1,4 @@
-"""The vLLM engine: admits requests, makes vLLM do steps, and returns completions."""
+"""The vLLM engine: admits requests, runs vLLM's steps, and returns completions."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,9 +13,16 @@ from lockstep.config.rollout import VllmEngineConfig as EngineConfig
 from lockstep.data.samples import Completion, FinishReason
 from lockstep.models.hf_checkpoint import resolve_folder
 from lockstep.models.model_loader import context_length, load_policy, load_tokenizer
-from lockstep.rollout.engine_protocol import EngineProgress, Request
+from lockstep.rollout.engine_protocol import (
+    EngineProgress,
+    Request,
+    check_request,
+    contains_stop,
+    empty_completion,
+    eos_tokens,
+    stop_window,
+)
 from lockstep.rollout.errors import BadLogits, InterruptedUpdate, NoWeights, TornEngine
-from lockstep.rollout.requests import check_request, contains_stop, empty_completion, eos_tokens, stop_window
 from lockstep.rollout.vllm.vllm_requests import (
     TrackedRequest,
     WaitingQueue,
@@ -48,23 +55,24 @@ _PROBE = Request("probe", "probe", np.zeros(1, np.int32), seed=0, max_tokens=1)
 class VllmEngine:
     """Any causal language model that vLLM supports. Implements `RolloutEngine`.
 
-    vLLM's engine core runs in this process and does one step per `step`, so that calls come between its steps; with
-    tensor parallelism its workers are child processes. At most `max_num_seqs` requests are in vLLM, the others wait
-    here.
+    vLLM's engine core runs in this process and does one step per `step`, so that other calls come between its steps.
+    With tensor parallelism its workers are child processes. At most `max_num_seqs` requests are in vLLM; the others
+    wait in a queue of this class.
 
-    New weights are loaded between two steps. Requests with tokens keep their keys and values, their later tokens carry
-    the new version, and the recorded log-probabilities are those that were sampled from. Requests without a token start
-    again. The prefix cache never returns keys and values of older weights: the number of the load is part of its keys.
+    New weights are loaded between two steps. Requests with tokens keep their keys and values, and their later tokens
+    carry the new version. The recorded log-probabilities are those of the distribution that was sampled from. Requests
+    without a token start again. The prefix cache never returns keys and values of older weights, because the number of
+    weight loads so far is part of its keys.
 
     Args:
         core: an `InprocClient` of vLLM.
-        tokenizer: for stop strings and the completions' text.
+        tokenizer: decodes stop strings and the completions' text.
         eos: tokens that end a sequence.
         expected: the parameters that a version must have.
         vocabulary: the number of tokens.
         reader: reads versions for `load_weights`.
-        version: of the weights that the core has.
-        slower: why it does not decode in the fastest possible way; "" if it does.
+        version: version of the weights in the core.
+        slower: why the engine does not decode in the fastest possible way; "" if it does.
     """
 
     def __init__(
@@ -87,26 +95,26 @@ class VllmEngine:
         self._workers: int = config.parallel_config.world_size
         self._capacity: int = config.scheduler_config.max_num_seqs
         self._eos, self._expected, self._vocabulary = eos, expected, vocabulary
-        self._reads = reader is not None
+        self._has_reader = reader is not None
         if reader is not None:
             info = {"reader": reader, "expected": expected}
             self.core.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": info})
         self._waiting, self._running = WaitingQueue(), dict[str, TrackedRequest]()
         self._ids: set[str] = set()
-        self._entered, self._loads = 0, 0
+        self._admitted, self._loads = 0, 0
+        """Numbers of requests given to vLLM, and of weight loads."""
         self._torn: int | None = None
-        """The version during whose load the engine failed."""
+        """The version whose load left the weights in an unknown state; None if they are known."""
         self._receiver: WeightReceiver | None = None
-        self._fenced = False
-        """Whether the weights are incomplete, so that no request is served."""
+        self._incomplete = False
+        """Whether the weights are a mix of two versions, so that no request is served until a complete load."""
         self._asleep: frozenset[str] = frozenset()
-        """The parts of the engine's memory that are released at present."""
-        self._forgotten = False
-        """Whether the engine has dropped its weights."""
+        """The parts of memory that are released."""
+        self._weights_dropped = False
         self._tokens, self._finished, self._paused = 0, 0, False
-        self._queries, self._hits = 0, 0
+        self._cache_queries, self._cache_hits = 0, 0
         self._decoding = 0
-        """How many requests vLLM decoded in the last step: its KV cache has no room for the others."""
+        """Number of requests that vLLM decoded in the last step. Its KV cache has no room for the others."""
 
     @classmethod
     def from_config(
@@ -119,15 +127,15 @@ class VllmEngine:
         threads: int | None = None,
         sleeps: bool = False,
     ) -> "VllmEngine":
-        """Starts vLLM on the model, as the config says.
+        """Starts vLLM with the model.
 
         Args:
-            threads: of the whole engine on a CPU; vLLM's choice if None.
+            threads: number of threads of the whole engine on a CPU; vLLM's choice if None.
             sleeps: whether `sleep` can free the GPU's memory.
 
         Raises:
-            VllmUnsupported: vLLM is missing, or not a supported one.
-            ModelError: a model that cannot be found, that vLLM does not support or cannot load.
+            VllmUnsupported: vLLM is not installed, or not supported.
+            ModelError: the model cannot be found, or vLLM does not support it or cannot load it.
         """
         prepare_vllm(threads, engine.tensor_parallel_size, device)
         check_usable()
@@ -136,7 +144,7 @@ class VllmEngine:
         context = min(model.max_length or context_length(lm.config), context_length(lm.config))
         core = start_core(model.path, engine_arguments(model, engine, device, context, sleeps))
         vocabulary = int(lm.get_input_embeddings().weight.shape[0])
-        eos = eos_tokens(tokenizer, _generation(model, lm.config))
+        eos = eos_tokens(tokenizer, _generation_config(model, lm.config))
         try_core(model.path, core, core_request("probe", _PROBE, eos, "probe"))
         why = vllm_slowdown(vllm_dtype(model, engine, device), device)
         return cls(core, tokenizer, eos, ExpectedParameters(lm), vocabulary, reader, version, why)
@@ -144,36 +152,36 @@ class VllmEngine:
     def submit(self, requests: Sequence[Request]) -> None:
         """Queues all requests or none. Raises BadRequest for the first that cannot be served."""
         prompts: dict[str, np.ndarray] = {}
-        known, drawn = set(self._ids), set[tuple[float, ...]]()
+        ids, checked = set(self._ids), set[tuple[float, ...]]()
         for request in requests:
             prompt = prompts.setdefault(request.group, request.prompt)
-            check_request(request, prompt, known, self.context, self._vocabulary)
-            how = (request.temperature, request.top_p, request.top_k, request.min_p)
-            if how not in drawn:
+            check_request(request, prompt, ids, self.context, self._vocabulary)
+            settings = (request.temperature, request.top_p, request.top_k, request.min_p)
+            if settings not in checked:
                 check_sampling(request, self._eos)
-            drawn.add(how)
-            known.add(request.id)
-        self._ids = known
+            checked.add(settings)
+            ids.add(request.id)
+        self._ids = ids
         self._waiting.add(requests)
 
     def step(self) -> list[Completion]:
-        """Admits requests, makes vLLM do a step, and returns completions."""
-        self._check_whole()
-        if self._paused or self._fenced or not (self._running or self._waiting):
+        """Admits requests, runs a step of vLLM, and returns the completions that are finished."""
+        self._check_not_torn()
+        if self._paused or self._incomplete or not (self._running or self._waiting):
             return []
-        if self._forgotten:
+        if self._weights_dropped:
             raise NoWeights
         self.wake()
         self._admit()
         return self._process_outputs(self.core.get_output())
 
     def abort(self, ids: Sequence[str] | None = None) -> list[Completion]:
-        """Ends running or waiting requests; unknown ids belong to finished ones."""
+        """Ends running or waiting requests (all if None). Unknown ids are those of finished requests."""
         wanted = None if ids is None else set(ids)
         chosen = {name: row for name, row in self._running.items() if wanted is None or row.request.id in wanted}
         self.core.abort_requests(list(chosen))
         partial = self._finish(chosen, dict.fromkeys(chosen, "abort"))
-        waiting = self._waiting.withdraw(wanted)
+        waiting = self._waiting.remove(wanted)
         self._ids -= {request.id for request in waiting}
         return partial + [empty_completion(request) for request in waiting]
 
@@ -181,21 +189,21 @@ class VllmEngine:
         """Makes vLLM's workers load a version from the store at `source`.
 
         Raises:
-            WeightsMismatch: the store's tensors are not this model's; nothing was changed.
-            TornEngine: the engine failed while loading an earlier version.
-            ValueError: the engine was made without a reader.
+            WeightsMismatch: the store's tensors do not fit the model; nothing was changed.
+            TornEngine: the load of an earlier version failed halfway.
+            ValueError: the engine has no reader.
         """
-        if not self._reads:
-            raise ValueError("the engine was made without a weight reader; give it `reader`")
-        self._check_whole()
+        if not self._has_reader:
+            raise ValueError("the engine has no weight reader; pass `reader`")
+        self._check_not_torn()
         self._update(version, {"folder": str(source), "version": version})
 
     def receive_weights(self, where: Mapping[str, Any], version: int) -> None:
-        """Makes vLLM's workers receive a version from the trainer's device, bucket by bucket over their weights. No
-        request is served between the first bucket and the end, or after an incomplete version until a complete one.
+        """Makes vLLM's workers receive a version from the trainer's device. Each bucket overwrites weights when it
+        arrives. After an incomplete version, no request is served until a complete version is loaded.
 
         Raises:
-            WeightsMismatch: the version's tensors are not this model's; nothing was changed.
+            WeightsMismatch: the version's tensors do not fit the model; nothing was changed.
             InterruptedUpdate: the version did not arrive completely.
         """
         self._receiver = self._receiver or open_receiver(where)
@@ -206,28 +214,32 @@ class VllmEngine:
             raise InterruptedUpdate(version, first_line(error)) from error
 
     def _update(self, version: int, info: dict[str, Any]) -> None:
-        """Handles a failed update. If no worker has changed its weights, the engine continues. An interrupted stream
-        leaves whole layers, old and new: the engine waits for a complete version. Otherwise it is torn."""
+        """Makes the workers load a version.
+
+        If that fails before a worker has changed its weights, the engine continues with the old version. An interrupted
+        stream leaves complete layers of both versions: the engine then waits for a complete version. After any other
+        failure the engine is torn: the state of its weights is unknown, and calls raise TornEngine.
+        """
         self._wake("weights")
-        before, fenced = self._torn, self._fenced
-        self._torn, self._fenced = version, False
+        torn, incomplete = self._torn, self._incomplete
+        self._torn, self._incomplete = version, False
         with watch_worker_progress(self._workers) as progress_file:
             answers = self.core.collective_rpc("take_weights", kwargs={"info": info, "progress_file": progress_file})
         failed = sorted((each for each in answers if each.error is not None), key=lambda each: not each.touched)
         if failed:
             touched = any(each.touched for each in answers)
-            self._torn = version if touched else before
-            self._fenced = "stream" in info or (fenced and not touched)
+            self._torn = version if touched else torn
+            self._incomplete = "stream" in info or (incomplete and not touched)
             if touched and not failed[0].touched:
                 raise TornEngine(version) from failed[0].error
             raise failed[0].error
-        self._torn, self._forgotten = None, False
+        self._torn, self._weights_dropped = None, False
         self.version = version
         self._loads += 1
-        self._begin_again()
+        self._requeue_unstarted()
 
-    def _check_whole(self) -> None:
-        if self._torn is not None and not self._fenced:
+    def _check_not_torn(self) -> None:
+        if self._torn is not None and not self._incomplete:
             raise TornEngine(self._torn)
 
     def pause(self) -> None:
@@ -237,9 +249,9 @@ class VllmEngine:
         self._paused = False
 
     def sleep(self, level: int = 1) -> None:
-        """Frees the GPU's memory, the KV cache included: at level 1 the weights go to host memory, at level 2 they are
-        dropped, and steps raise NoWeights until some are loaded. Calls that need memory wake the engine. On a CPU, or
-        if the engine was not started with `sleeps`, nothing is freed.
+        """Frees the GPU's memory, including the KV cache. At level 1 the weights go to host memory; at level 2 they are
+        dropped, and steps raise NoWeights until a version is loaded. Calls that need memory wake the engine. On a CPU,
+        or if the engine was not started with `sleeps`, nothing is freed.
 
         Raises:
             ValueError: there are open requests.
@@ -249,15 +261,15 @@ class VllmEngine:
         if self._sleeps and not self._asleep:
             self.core.sleep(level)
             self._asleep = frozenset(_MEMORY)
-            self._forgotten = self._forgotten or level > 1
+            self._weights_dropped = self._weights_dropped or level > 1
 
     def wake(self) -> None:
         """Allocates released memory again."""
         self._wake(*_MEMORY)
 
     def _wake(self, *parts: str) -> None:
-        """Allocates parts of released memory again. An update needs only that of the weights: the trainer may not have
-        made room for the KV cache yet."""
+        """Allocates some of the released memory again. An update needs only the weights' part: the trainer may not have
+        freed the memory for the KV cache yet."""
         for part in parts:
             if part in self._asleep:
                 self.core.wake_up([part])
@@ -271,36 +283,36 @@ class VllmEngine:
             running=running,
             finished=self._finished,
             version=self.version,
-            paused=self._paused or self._fenced,
-            prefix_cache_queries=self._queries,
-            prefix_cache_hits=self._hits,
+            paused=self._paused or self._incomplete,
+            prefix_cache_queries=self._cache_queries,
+            prefix_cache_hits=self._cache_hits,
         )
 
     def close(self) -> None:
-        """Ends vLLM, its workers included."""
+        """Ends vLLM and its workers."""
         self.core.shutdown()
 
     def _admit(self) -> None:
         while self._waiting and len(self._running) < self._capacity:
-            row = self._waiting.pop()
-            name = str(self._entered)
-            self._entered += 1
-            self._running[name] = row
-            self.core.add_request(core_request(name, row.request, self._eos, str(self._loads)))
+            tracked = self._waiting.pop()
+            name = str(self._admitted)
+            self._admitted += 1
+            self._running[name] = tracked
+            self.core.add_request(core_request(name, tracked.request, self._eos, str(self._loads)))
 
     def _process_outputs(self, outputs: Any) -> list[Completion]:
-        self._count(outputs.scheduler_stats)
+        self._update_counters(outputs.scheduler_stats)
         ended: dict[str, FinishReason] = {}
-        watched: list[str] = []
+        with_stop_strings: list[str] = []
         for output in outputs.outputs:
-            row = self._running[output.request_id]
+            tracked = self._running[output.request_id]
             if output.new_token_ids:
-                self._append(row, output)
-                if row.request.stop:
-                    watched.append(output.request_id)
+                self._append_tokens(tracked, output)
+                if tracked.request.stop:
+                    with_stop_strings.append(output.request_id)
             if output.finish_reason is not None:
                 ended[output.request_id] = vllm_finish_reason(output)
-        for name in self._with_stop_string(watched):
+        for name in self._find_stopped(with_stop_strings):
             if name not in ended:
                 self.core.abort_requests([name])
             ended[name] = "stop"
@@ -308,22 +320,24 @@ class VllmEngine:
         self._finished += len(done)
         return done
 
-    def _append(self, row: TrackedRequest, output: Any) -> None:
+    def _append_tokens(self, tracked: TrackedRequest, output: Any) -> None:
         logprobs = output.new_logprobs.logprobs[:, 0]
         bad = np.flatnonzero(~np.isfinite(logprobs))
         if len(bad):
-            raise BadLogits(row.request.id, len(row.tokens) + int(bad[0]), float(logprobs[bad[0]]), self.version)
-        row.append(output.new_token_ids, logprobs.tolist(), self.version)
+            raise BadLogits(
+                tracked.request.id, len(tracked.tokens) + int(bad[0]), float(logprobs[bad[0]]), self.version
+            )
+        tracked.append(output.new_token_ids, logprobs.tolist(), self.version)
         self._tokens += len(output.new_token_ids)
 
-    def _with_stop_string(self, watched: Sequence[str]) -> list[str]:
-        """Requests that have completed one of their stop strings."""
-        if not watched:
+    def _find_stopped(self, names: Sequence[str]) -> list[str]:
+        """Returns the requests among these that have completed one of their stop strings."""
+        if not names:
             return []
-        rows = [self._running[name] for name in watched]
+        rows = [self._running[name] for name in names]
         tails = [row.tokens[-stop_window(row.request.stop) :] for row in rows]
         hits = contains_stop(self.tokenizer, tails, [row.request.stop for row in rows])
-        return [name for name, hit in zip(watched, hits, strict=True) if hit]
+        return [name for name, hit in zip(names, hits, strict=True) if hit]
 
     def _finish(self, rows: dict[str, TrackedRequest], reasons: dict[str, FinishReason]) -> list[Completion]:
         if not rows:
@@ -334,24 +348,24 @@ class VllmEngine:
             self._ids.discard(row.request.id)
         return [row.completion(reasons[name], text) for (name, row), text in zip(rows.items(), texts, strict=True)]
 
-    def _begin_again(self) -> None:
-        """Puts requests without a token back into the queue: their prompts were prefilled with older weights."""
-        early = [name for name, row in self._running.items() if not row.tokens]
-        self.core.abort_requests(early)
-        for name in early:
+    def _requeue_unstarted(self) -> None:
+        """Puts requests without a token back into the queue, because older weights prefilled their prompts."""
+        unstarted = [name for name, row in self._running.items() if not row.tokens]
+        self.core.abort_requests(unstarted)
+        for name in unstarted:
             self._waiting.push(self._running.pop(name))
 
-    def _count(self, stats: Any) -> None:
+    def _update_counters(self, stats: Any) -> None:
         if stats is None:
             return
         self._decoding = stats.num_running_reqs
-        found = stats.prefix_cache_stats
-        if found is not None:
-            self._queries += found.queries
-            self._hits += found.hits
+        prefix_cache = stats.prefix_cache_stats
+        if prefix_cache is not None:
+            self._cache_queries += prefix_cache.queries
+            self._cache_hits += prefix_cache.hits
 
 
-def _generation(model: ModelConfig, config: Any) -> GenerationConfig:
+def _generation_config(model: ModelConfig, config: Any) -> GenerationConfig:
     """The model's generation config, which may have further end-of-sequence tokens."""
     try:
         return GenerationConfig.from_pretrained(resolve_folder(model.path, model.revision))

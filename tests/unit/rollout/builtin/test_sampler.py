@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.rollout.builtin.sampler import SamplingRows, sample_tokens, truncate_distribution, uniform_draws
-from lockstep.rollout.requests import request_seed
+from lockstep.rollout.engine_protocol import request_seed
 
 CPU = torch.device("cpu")
 

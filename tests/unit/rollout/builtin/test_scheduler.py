@@ -12,7 +12,7 @@ BUDGET = 12
 
 @st.composite
 def queues(draw: st.DrawFn) -> list[tuple[int, Request]]:
-    """(turn in which it comes, request); each fits alone, those of a group share a prompt."""
+    """(step in which it arrives, request). Each request fits alone; requests of a group share a prompt."""
     prompts = draw(st.lists(st.integers(1, BUDGET - 1), min_size=1, max_size=4))
     found = []
     for number in range(draw(st.integers(1, 8))):
@@ -24,7 +24,7 @@ def queues(draw: st.DrawFn) -> list[tuple[int, Request]]:
 
 
 def reserved(rows: DecodeRows, scheduler: Scheduler) -> int:
-    """Tokens of the cache that are promised."""
+    """Tokens of the cache that the running rows and their prompts may take."""
     longest = int(rows.limit[: len(rows)].max(initial=0))
     return len(rows) * longest + len(scheduler.groups) * max((group.cached for group in scheduler.groups), default=0)
 
@@ -37,8 +37,8 @@ def test_whatever_fits_alone_is_served_within_the_cache(
     scheduler, rows = Scheduler(BUDGET), DecodeRows(capacity)
     done: set[str] = set()
     version = 0
-    for turn in range(5 + sum(request.max_tokens for _, request in queue)):
-        scheduler.add([request for at, request in queue if at == turn])
+    for step in range(5 + sum(request.max_tokens for _, request in queue)):
+        scheduler.add([request for at, request in queue if at == step])
         running = len(rows)
         new = scheduler.admit(rows, version)
         assert scheduler.groups[len(scheduler.groups) - len(new) :] == new
@@ -48,9 +48,9 @@ def test_whatever_fits_alone_is_served_within_the_cache(
         ended = [row for row in range(len(rows)) if rows.counts[row] == rows.limit[row]]
         done |= {rows.requests[row].id for row in ended}
         slots = rows.group[ended].tolist()
-        rows.leave(ended)
-        scheduler.left(slots, rows, version)
-        if turn in published:
+        rows.remove(ended)
+        scheduler.remove_groups(slots, rows, version)
+        if step in published:
             version += 1
-            scheduler.left((), rows, version)
+            scheduler.remove_groups((), rows, version)
     assert done == {request.id for _, request in queue}

@@ -19,9 +19,9 @@ from lockstep.run.recovery.recovery_manager import RecoveryManager
 
 
 class Engine:
-    """A worker that finishes half of what it is asked after some seconds, and the rest after some more."""
+    """An engine worker that completes half of its requests after `half_s`, and all after `all_s`."""
 
-    moves = 0
+    progress_count = 0
 
     def __init__(self, half_s: float = 0.0, all_s: float = 0.0) -> None:
         self.half_s, self.all_s, self.name = half_s, all_s, "engine-0"
@@ -50,7 +50,7 @@ class Engine:
 
 
 class Answer:
-    """The answer to `collect`, which comes when there is something new."""
+    """A pending `collect` call, answered when there are new completions."""
 
     def __init__(self, engine: Engine, ack: int, hold_s: float = 0.0) -> None:
         self.engine, self.ack = engine, ack
@@ -86,9 +86,9 @@ def request(id: str, group: str) -> Request:
 
 
 class FakeWorker:
-    """An engine worker that completes requests and dies when the test says so."""
+    """An engine worker whose completions and death the test controls."""
 
-    moves, moved_at, stall_limit_s, notice_after_s, pid = 0, 0.0, 60.0, 60.0, 1
+    progress_count, last_progress_at, stall_limit_s, notice_after_s, pid = 0, 0.0, 60.0, 60.0, 1
 
     def __init__(self, name: str, rank: int) -> None:
         self.name, self.spec = name, WorkerSpec(name, "rollout", rank, "none:None")
@@ -134,7 +134,7 @@ class FakeWorker:
         return [call for call in self.calls if call[0] == name]
 
     def describe(self) -> str:
-        return "is here"
+        return "is alive"
 
 
 class FakeWeights:

@@ -47,8 +47,8 @@ def test_other_engines_get_the_unfinished_requests(ledger: Ledger, launcher: Fak
     assert engines.collect() == []
     one.tell("a/1")
     one.die()
-    assert other.asked() == ["b/0", "a/0", "a/2"], "at once, although nobody has asked for completions since"
-    assert names(engines.collect()) == ["a/1"], "what it told last counts"
+    assert other.asked() == ["b/0", "a/0", "a/2"], "reissued at once, without another call"
+    assert names(engines.collect()) == ["a/1"], "its last completions are kept"
     other.tell("b/0", "a/2", "a/0")
     assert sorted(names(engines.collect())) == ["a/0", "a/2", "b/0"]
     launcher.allowed.set()
@@ -89,7 +89,7 @@ def test_an_engine_without_weights_on_its_node_rejoins_with_them(ledger: Ledger,
     weights = FakeWeights("engine-0")
     engines.load_weights(weights, 4)
     assert engines.workers == [other]
-    assert other.asked() == ["b/0", "a/0"], "what it had not finished goes to others"
+    assert other.asked() == ["b/0", "a/0"], "its unfinished requests go to others"
     assert ("load_weights", ("/w", 4)) in other.calls
     engines.submit([request("c/0", "c")])
     assert other.asked()[-1] == "c/0"
@@ -105,7 +105,7 @@ def test_an_engine_without_weights_on_its_node_rejoins_with_them(ledger: Ledger,
 def test_engines_that_have_a_version_do_not_load_it(ledger: Ledger, launcher: FakeLauncher) -> None:
     engines, (one, other), _ = make_client(ledger, launcher, 2)
     engines.load_weights(FakeWeights("engine-0"), 3, having=[one])
-    assert engines.workers == [one, other], "where its node has it is not asked"
+    assert engines.workers == [one, other], "whether its node has the version does not matter"
     assert (one.calls, other.calls) == ([], [("load_weights", ("/w", 3))])
 
 
@@ -136,7 +136,7 @@ def test_killed_engines_are_replaced_whether_serving_or_excluded(ledger: Ledger,
 
     one.submit = submit  # type: ignore[method-assign]
     engines.load_weights(FakeWeights("engine-0"), 3)
-    assert engines.workers == [other] and [name for name, _ in one.calls] == ["renew"], "it is left out, and hangs"
+    assert engines.workers == [other] and [name for name, _ in one.calls] == ["renew"], "it is excluded, and hangs"
     assert engines.kill_engines(lambda worker: worker.pid == 7, "pid 7 reads")
     assert launcher.killed == ["engine-0"]
     hung[0].fail(WorkerDied("engine-0", 0, -9, ""))
@@ -149,7 +149,7 @@ def test_killed_engines_are_replaced_whether_serving_or_excluded(ledger: Ledger,
     assert launcher.launched[-1] is not successor and successor not in engines.workers
 
 
-@pytest.mark.parametrize("where", ["hires", "weights"])
+@pytest.mark.parametrize("where", ["launch", "weights"])
 def test_an_unexpected_error_of_the_failover_is_raised(ledger: Ledger, launcher: FakeLauncher, where: str) -> None:
     engines, (one,), _ = make_client(ledger, launcher, 1)
     surprise, weights = KeyError("node-b"), FakeWeights("engine-0")
@@ -158,7 +158,7 @@ def test_an_unexpected_error_of_the_failover_is_raised(ledger: Ledger, launcher:
         raise surprise
 
     def loses() -> None:
-        if where == "hires":
+        if where == "launch":
             launcher.errors = [surprise]
             one.die()
         else:
@@ -231,7 +231,8 @@ def test_no_engine_is_replaced_after_close_or_without_recovery(ledger: Ledger, l
     engines, (one, other), _ = make_client(ledger, launcher, 2)
     engines.close()
     one.die()
-    off = RolloutClient([other], SamplingConfig(), 0, 30.0, launcher, RecoveryManager(Config(enable=False), ledger))  # type: ignore[arg-type]
+    disabled = RecoveryManager(Config(enable=False), ledger)
+    off = RolloutClient([other], SamplingConfig(), 0, 30.0, launcher, disabled)  # type: ignore[list-item]
     off.submit([request("a/0", "a")])
     other.die()
     with pytest.raises(WorkerDied):

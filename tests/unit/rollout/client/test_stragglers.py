@@ -29,8 +29,9 @@ def counters(tokens: int, running: int) -> EngineProgress:
     return EngineProgress(tokens, 0, running, 0, 0, False)
 
 
-def watched(speeds: dict[int, tuple[float, int]], seconds: int) -> StragglerDetector:
-    """Engines by rank: tokens per second and sequence, and sequences; looked at every second."""
+def observe_engines(speeds: dict[int, tuple[float, int]], seconds: int) -> StragglerDetector:
+    """A detector that observed these engines every second. `speeds`: (tokens per second and sequence, sequences) by
+    rank."""
     found = StragglerDetector(CONFIG)
     for rank in speeds:
         found.mark_busy(rank, 0.0)
@@ -40,22 +41,22 @@ def watched(speeds: dict[int, tuple[float, int]], seconds: int) -> StragglerDete
     return found
 
 
-def test_a_long_completion_on_an_engine_as_fast_as_the_others_is_waited_for() -> None:
-    found = watched({0: (100, 32), 1: (100, 32), 2: (120, 1)}, 60)
-    assert found.find({2}, 60.0) == {}, "one sequence, and as fast as theirs"
+def test_an_engine_with_a_long_completion_is_no_straggler() -> None:
+    found = observe_engines({0: (100, 32), 1: (100, 32), 2: (120, 1)}, 60)
+    assert found.find({2}, 60.0) == {}, "its one sequence is as fast as those of the others"
 
 
 def test_an_engine_below_its_share_for_long_enough_is_a_straggler() -> None:
     speeds: dict[int, tuple[float, int]] = {0: (100, 8), 1: (90, 32), 2: (20, 8)}
-    assert watched(speeds, 5).find({2}, 5.0) == {}
-    found = watched(speeds, 12).find({2}, 12.0)
-    assert found[2].why == "makes 20.0 tokens/s a sequence, the others 95.0" and not found[2].silent
-    assert watched(speeds, 12).find({1, 2}, 12.0) == {}, "one that is not behind is waited for as well"
-    assert watched({**speeds, 2: (30, 8)}, 60).find({2}, 60.0) == {}, "a third is no quarter"
+    assert observe_engines(speeds, 5).find({2}, 5.0) == {}
+    found = observe_engines(speeds, 12).find({2}, 12.0)
+    assert found[2].why == "generates 20.0 tokens/s per sequence, the others 95.0" and not found[2].silent
+    assert observe_engines(speeds, 12).find({1, 2}, 12.0) == {}, "the step waits for engine 1 anyway"
+    assert observe_engines({**speeds, 2: (30, 8)}, 60).find({2}, 60.0) == {}, "a third is more than a quarter"
 
 
 def test_an_equal_engine_with_many_sequences_left_is_not_slow() -> None:
-    """1,000 tokens/s in all, however many sequences: one has 256 left when the other is done with its last 20."""
+    """Each engine generates 1,000 tokens/s. One still has 256 sequences when the other has finished its last 20."""
     found = StragglerDetector(CONFIG)
     for rank in (0, 1):
         found.mark_busy(rank, 0.0)
@@ -69,7 +70,7 @@ def test_an_equal_engine_with_many_sequences_left_is_not_slow() -> None:
 
 
 def test_engines_are_compared_at_about_as_many_sequences() -> None:
-    """One of n sequences makes 1000 / n: the peers went through 64, 32, 16, 8, and one has 64 all the time."""
+    """Two engines generate 1,000 tokens/s with 64, 32, 16 and 8 sequences; the third generates 200 with 64."""
     found = StragglerDetector(CONFIG)
     tokens = dict.fromkeys(range(3), 0.0)
     for now in range(61):
@@ -80,35 +81,35 @@ def test_engines_are_compared_at_about_as_many_sequences() -> None:
         found.observe(2, float(now), counters(int(tokens[2]), 64))
         tokens[2] += 200
     why = found.find({2}, 60.0)[2].why
-    assert why == "makes 3.1 tokens/s a sequence, the others 15.6", "and not the 125 of their last 8"
+    assert why == "generates 3.1 tokens/s per sequence, the others 15.6", "not compared with the 125 of their last 8"
 
 
 def test_silent_engines_are_stragglers_and_idle_ones_are_not() -> None:
-    found = watched({0: (100, 8), 1: (100, 8)}, 3)
+    found = observe_engines({0: (100, 8), 1: (100, 8)}, 3)
     found.observe(0, 20.0, counters(9999, 8))
     assert found.find({1}, 12.0) == {}
-    assert found.find({1}, 14.0)[1].why == "made no token for 11 s" and found.find({1}, 14.0)[1].silent
+    assert found.find({1}, 14.0)[1].why == "has generated no token for 11 s" and found.find({1}, 14.0)[1].silent
     found.begin_wait(500.0)
-    assert found.find({1}, 505.0) == {}, "nobody looked between two waits"
+    assert found.find({1}, 505.0) == {}, "engines are not observed between two waits"
     assert found.find({1}, 511.0)[1].silent
     found.mark_idle(1, 520.0)
     assert found.find({1}, 525.0) == {}
 
 
 def test_penalties_of_slow_and_silent_engines() -> None:
-    found = watched({0: (100, 8), 1: (10, 8)}, 12)
+    found = observe_engines({0: (100, 8), 1: (10, 8)}, 12)
     (behind,) = found.find({1}, 12.0).values()
     found.penalize(1, behind, 12.0)
     assert not found.penalty_over(1, 12.0 + SLOW_PENALTY * 10 - 1) and found.penalty_over(1, 12.0 + SLOW_PENALTY * 10)
-    silent = watched({0: (100, 8), 1: (100, 8)}, 3)
+    silent = observe_engines({0: (100, 8), 1: (100, 8)}, 3)
     silent.penalize(1, silent.find({1}, 30.0)[1], 30.0)
     assert silent.penalty_over(1, 30.0)
 
 
 class Slow:
-    """An engine that says what the test says, and answers for its counters only where the test lets it."""
+    """An engine worker whose completions and counters the test controls, and which may be silent."""
 
-    moves, moved_at, stall_limit_s, notice_after_s, pid = 0, 0.0, 60.0, 60.0, 1
+    progress_count, last_progress_at, stall_limit_s, notice_after_s, pid = 0, 0.0, 60.0, 60.0, 1
 
     def __init__(self, rank: int) -> None:
         self.name, self.spec = f"engine-{rank}", WorkerSpec(f"engine-{rank}", "rollout", rank, "none:None")
@@ -140,7 +141,7 @@ class Slow:
             self.held.append((call, answer))
         return call
 
-    def wakes(self) -> None:
+    def answer_held_calls(self) -> None:
         self.answers = True
         held, self.held = self.held, []
         for call, _ in held:
@@ -164,9 +165,10 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_pool, "COUNTERS_INTERVAL_S", 0.01)
 
 
-def made(count: int, after_s: float = 0.2) -> tuple[RolloutClient, list[Slow]]:
+def make_engines(count: int, after_s: float = 0.2) -> tuple[RolloutClient, list[Slow]]:
     workers = [Slow(rank) for rank in range(count)]
-    engines = RolloutClient(workers, SamplingConfig(), 0, 30.0, reissue=ReissueConfig(after_s=after_s))  # type: ignore[arg-type]
+    reissue = ReissueConfig(after_s=after_s)
+    engines = RolloutClient(workers, SamplingConfig(), 0, 30.0, reissue=reissue)  # type: ignore[arg-type]
     for number, name in enumerate("abcdef"[:count]):
         engines.submit([request(f"{name}/{k}", name) for k in range(2)], queue="q")
         assert workers[number].asked == [f"{name}/0", f"{name}/1"]
@@ -174,7 +176,7 @@ def made(count: int, after_s: float = 0.2) -> tuple[RolloutClient, list[Slow]]:
 
 
 def wait(engines: RolloutClient, count: int, each: Callable[[], None]) -> list[str]:
-    """Waits for so many completions; `each` happens at every look."""
+    """Waits for so many completions. Calls `each` in every poll."""
     found: list[str] = []
 
     def look() -> list[str] | None:
@@ -188,7 +190,7 @@ def wait(engines: RolloutClient, count: int, each: Callable[[], None]) -> list[s
 
 @pytest.mark.usefixtures("quick")
 def test_requests_of_a_silent_engine_are_reissued_and_its_late_completions_ignored() -> None:
-    engines, (one, other) = made(2)
+    engines, (one, other) = make_engines(2)
     one.answers = False
     other.tell("b/0", "b/1")
 
@@ -201,7 +203,7 @@ def test_requests_of_a_silent_engine_are_reissued_and_its_late_completions_ignor
     assert one.aborted == ["a/0", "a/1"] and engines.metrics() == {"rollout/reissued": 2.0}
     assert engines.metrics() == {"rollout/reissued": 0.0}
     one.tell("a/0", "a/1")
-    assert engines.collect("q") == [], "they counted already"
+    assert engines.collect("q") == [], "the other engine has completed them"
     engines.submit([request("c/0", "c")], queue="q")
     engines.submit([request("d/0", "d")], queue="q")
     assert other.asked[-2:] == ["c/0", "d/0"], "it gets nothing until it answers"
@@ -209,14 +211,14 @@ def test_requests_of_a_silent_engine_are_reissued_and_its_late_completions_ignor
 
 @pytest.mark.usefixtures("quick")
 def test_a_silent_engine_does_not_delay_new_weights() -> None:
-    engines, (one, other) = made(2)
+    engines, (one, other) = make_engines(2)
     one.answers = False
     other.tell("b/0", "b/1")
     wait(engines, 4, lambda: other.tell("a/0", "a/1") if "a/0" in other.asked and other.told == 2 else None)
-    engines.load_weights(Shelf(), 1)
+    engines.load_weights(WeightsEverywhere(), 1)
     assert other.calls[-1] == "load_weights" and one.calls[-1] == "renew"
     assert len(engines.workers) == 1 and len(engines.counters()) == 1
-    one.wakes()
+    one.answer_held_calls()
     for _ in range(1000):
         if len(engines.workers) == 2:
             break
@@ -227,17 +229,17 @@ def test_a_silent_engine_does_not_delay_new_weights() -> None:
 
 
 def test_a_slow_load_of_all_engines_excludes_none() -> None:
-    """It moves no counter: who needs twice as long as another is no laggard, who needs more than four times is."""
-    engines, (one, other) = made(2, after_s=1.0)
+    """Loading changes no counter. An engine that takes twice as long as another is not excluded."""
+    engines, (one, other) = make_engines(2, after_s=1.0)
     for worker, seconds in ((one, 1.7), (other, 0.8)):
         worker.answers = False
-        threading.Timer(seconds, worker.wakes).start()
-    engines.load_weights(Shelf(), 1)
+        threading.Timer(seconds, worker.answer_held_calls).start()
+    engines.load_weights(WeightsEverywhere(), 1)
     assert engines.workers == [one, other] and "renew" not in one.calls
 
 
-class Shelf:
-    """Weights that are everywhere."""
+class WeightsEverywhere:
+    """A weight source with every version on every node."""
 
     def store_folder(self, worker: Any, version: int) -> str:
         return "/w"
@@ -250,7 +252,7 @@ class Shelf:
 
 @pytest.mark.usefixtures("quick")
 def test_the_first_completion_counts_even_from_the_slow_engine() -> None:
-    engines, (one, other) = made(2)
+    engines, (one, other) = make_engines(2)
     one.answers = False
     other.tell("b/0", "b/1")
 
@@ -263,8 +265,8 @@ def test_the_first_completion_counts_even_from_the_slow_engine() -> None:
 
 
 @pytest.mark.usefixtures("quick")
-def test_nothing_is_reissued_if_all_are_silent_or_it_is_off() -> None:
-    engines, (one, other) = made(2)
+def test_nothing_is_reissued_if_all_engines_are_silent_or_reissuing_is_off() -> None:
+    engines, (one, other) = make_engines(2)
     one.answers = other.answers = False
     looks = []
 
@@ -275,8 +277,8 @@ def test_nothing_is_reissued_if_all_are_silent_or_it_is_off() -> None:
             other.tell("b/0", "b/1")
 
     assert len(wait(engines, 4, look)) == 4
-    assert len(one.asked) == len(other.asked) == 2, "a long prefill on both, say"
-    off = RolloutClient([Slow(0), Slow(1)], SamplingConfig(), 0, reissue=ReissueConfig(enable=False))  # type: ignore[list-item]
+    assert len(one.asked) == len(other.asked) == 2, "both may have a long prefill"
+    off = RolloutClient([Slow(0), Slow(1)], SamplingConfig(), 0, reissue=ReissueConfig(enable=False))  # type: ignore
     off.submit([request("a/0", "a")])
     off._pool.reissue_stragglers(0)
     assert "progress" not in [name for worker in off.workers for name in worker.calls]  # type: ignore[attr-defined]
@@ -285,7 +287,7 @@ def test_nothing_is_reissued_if_all_are_silent_or_it_is_off() -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_every_completion_counts_once_whatever_happens(data: st.DataObject) -> None:
-    """Engines answer, fall behind, die and come back in any order."""
+    """Engines answer, fall behind, die and are replaced in any order."""
     router = RequestRouter(range(3), lambda group, load: load.least_loaded())
     wanted = [f"{group}/{k}" for group in range(4) for k in range(2)]
     live, sent, counted = {0, 1, 2}, {rank: [] for rank in range(3)}, []

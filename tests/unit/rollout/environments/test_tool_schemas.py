@@ -6,7 +6,7 @@ from typing import Any, Literal, Optional, Union
 import pytest
 from transformers.utils import get_json_schema
 
-from lockstep.rollout.environments.environment_messages import EnvironmentCodeError
+from lockstep.rollout.environments.environment_protocol import EnvironmentCodeError
 from lockstep.rollout.environments.tools import hermes_calls, regex_calls, tool_schema, tool_schemas
 
 HERE = Path(__file__)
@@ -93,9 +93,9 @@ def test_schemas_are_those_of_transformers(function) -> None:
         ("def f(a: int): ...", "has no docstring"),
         ('def f(a):\n    """Does.\n\n    Args:\n        a: It.\n    """', "parameter 'a' has no type"),
         ('def f(a: int):\n    """Does."""', "parameter 'a' is not described"),
-        ('def f(a: Path):\n    """Does.\n\n    Args:\n        a: It.\n    """', "type Path, which is not known"),
+        ('def f(a: Path):\n    """Does.\n\n    Args:\n        a: It.\n    """', "unsupported type Path"),
         ('def f(*a):\n    """Does."""', "name every parameter"),
-        ("f = max", "the text of a function 'f' is not found"),
+        ("f = max", "there is no function definition of 'f'"),
         ("def g(): ...", "defines no 'f'; it defines g"),
     ],
 )

@@ -12,8 +12,7 @@ from lockstep.config.model import ModelConfig
 from lockstep.config.rollout import VllmEngineConfig as Config
 from lockstep.models.errors import ModelError
 from lockstep.models.tiny_model import make_tiny
-from lockstep.rollout.engine_protocol import Request
-from lockstep.rollout.requests import empty_completion
+from lockstep.rollout.engine_protocol import Request, empty_completion
 from lockstep.rollout.vllm import vllm_setup
 from lockstep.rollout.vllm.vllm_requests import WaitingQueue
 from lockstep.rollout.vllm.vllm_setup import (
@@ -85,15 +84,15 @@ def test_requests_wait_by_priority_and_order():
     first = waiting.pop()
     waiting.push(first)
     assert [waiting.pop().request.id for _ in range(2)] == ["a", "b"]
-    assert [empty_completion(each).request for each in waiting.withdraw({"c"})] == ["c"]
-    assert [each.id for each in waiting.withdraw(None)] == ["d"] and not len(waiting)
+    assert [empty_completion(each).request for each in waiting.remove({"c"})] == ["c"]
+    assert [each.id for each in waiting.remove(None)] == ["d"] and not len(waiting)
 
 
 def test_an_engine_sees_only_its_own_gpus():
     assert visible_gpus("cuda:2", 2, None) == "2,3"
     assert visible_gpus("cuda:1", 2, "4,5,6") == "5,6"
     assert visible_gpus("cuda", 1, "GPU-ab") == "GPU-ab"
-    with pytest.raises(VllmUnsupported, match="needs 2 GPUs from cuda:2 on, and CUDA_VISIBLE_DEVICES is '4,5,6'"):
+    with pytest.raises(VllmUnsupported, match="needs 2 GPUs from cuda:2 on, but CUDA_VISIBLE_DEVICES is '4,5,6'"):
         visible_gpus("cuda:2", 2, "4,5,6")
 
 
