@@ -1,2 +1,2 @@
-"""Basics that every package may import: waits, errors, text, secrets, folders, network, threads, transport. They import
-nothing else of Lockstep and need the standard library only."""
+"""Basics that every package may import: waits, errors, text, secrets, folders, network, malloc, transport. They import
+no other package of Lockstep and need the standard library only."""

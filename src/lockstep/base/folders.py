@@ -1,4 +1,4 @@
-"""The folder of a run in the host's shared memory, which holds the beacons; private folders, file locks and atomic
+"""The folder of a run in the host's shared memory, which holds the beacons; also private folders, file locks and atomic
 writes."""
 
 import contextlib
@@ -16,7 +16,8 @@ _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 
 def new_run_id(name: str) -> str:
-    """A run id unique on this host: `name-` and six hex digits, with characters that folder names allow."""
+    """A run id that is unique on this host: the name, without characters that folder names do not allow, and six hex
+    digits."""
     cleaned = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-._")[:48] or "run"
     return f"{cleaned}-{secrets.token_hex(3)}"
 
@@ -32,7 +33,7 @@ def shm_root() -> Path:
 
 
 def run_shm_dir(run: str) -> Path:
-    """The run's folder, whether it exists or not. Raises ValueError for an id that is no plain name."""
+    """The path of the run's folder, which need not exist. Raises ValueError if the run id is not valid."""
     if not _RUN_ID.fullmatch(run):
         raise ValueError(f"run id {run!r}: expected up to 63 letters, digits, '.', '_' or '-'; see new_run_id()")
     return shm_root() / run
@@ -40,8 +41,8 @@ def run_shm_dir(run: str) -> Path:
 
 @contextlib.contextmanager
 def file_lock(descriptor: int, seconds: float = 2.0) -> Iterator[None]:
-    """Holds the lock of an open file. Raises TimeoutError when another process, perhaps a stopped one, keeps it too
-    long."""
+    """Holds the lock of an open file. Raises TimeoutError if another process, which may be stopped, holds the lock for
+    too long."""
     until = time.monotonic() + seconds
     while True:
         try:
@@ -58,7 +59,7 @@ def file_lock(descriptor: int, seconds: float = 2.0) -> Iterator[None]:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Writes a file so that readers see either all of `data` or the file's former content."""
+    """Writes a file so that readers see either all of `data` or the previous content."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     draft.write_bytes(data)
     draft.rename(path)
@@ -76,13 +77,13 @@ def make_run_shm_dir(run: str) -> Path:
 
 
 def make_private_dir(folder: Path, remedy: str) -> Path:
-    """Creates a folder for this user alone (mode 0700) inside one that others may write to. Raises PermissionError when
-    another user has put something in its place."""
+    """Creates a folder for this user alone (mode 0700) inside a folder that others may write to. Raises PermissionError
+    if the path is not a folder of this user; `remedy` becomes part of the message."""
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     facts = folder.lstat()
     if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid():
-        kind = "" if stat.S_ISDIR(facts.st_mode) else " is no folder and"
+        kind = "" if stat.S_ISDIR(facts.st_mode) else " is not a folder and"
         raise PermissionError(f"{folder}{kind} belongs to uid {facts.st_uid}, not to {os.getuid()}: {remedy}")
     if facts.st_mode & 0o077:
         folder.chmod(0o700)

@@ -10,15 +10,15 @@ _RETAINED_BYTES = 2**30
 
 
 def tune_malloc() -> bool:
-    """Makes glibc keep freed memory for the next step: otherwise every large tensor needs new pages from the kernel.
+    """Makes glibc keep freed memory for the next step. Otherwise every large tensor needs new pages from the kernel.
 
     Returns:
-        Whether it was set; False where the C library has no `mallopt`.
+        Whether malloc was tuned; False if the C library has no `mallopt`.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None or not (
         mallopt(_M_MMAP_THRESHOLD, _RETAINED_BYTES) and mallopt(_M_TRIM_THRESHOLD, _RETAINED_BYTES)
     ):
-        log.warning("trainer.malloc is tuned, but this C library's malloc cannot be tuned: it keeps its defaults")
+        log.warning("trainer.malloc is tuned, but this C library has no mallopt: malloc keeps its defaults")
         return False
     return True

@@ -1,4 +1,4 @@
-"""This host's network: physical interfaces, the address used to reach a peer, ports to listen on and to dial."""
+"""The network of this host: physical interfaces, the address used to reach a peer, listening and connecting."""
 
 import errno
 import socket
@@ -12,11 +12,11 @@ SYS_CLASS_NET = Path("/sys/class/net")
 
 
 def is_physical_interface(interface: Path, depth: int = 4) -> bool:
-    """Whether the interface is a network card or stands on one: as a bridge or bond of ports, or as a VLAN.
+    """Whether the interface is a network card, or a bridge, bond or VLAN on top of one.
 
     Args:
-        interface: its folder in `SYS_CLASS_NET`.
-        depth: the most steps down.
+        interface: the folder of the interface in `SYS_CLASS_NET`.
+        depth: how many interfaces may be on top of each other.
     """
     if (interface / "device").exists():
         return True
@@ -33,13 +33,13 @@ def _list_dir(folder: Path) -> list[Path]:
 
 
 def route_source_address(peer: str, names: bool = False) -> str:
-    """The address of this host that its kernel would use to reach the peer; sends nothing.
+    """The address of this host that the kernel would use to reach the peer. Sends nothing.
 
     Args:
-        names: whether the peer may be a name, which is looked up then.
+        names: whether the peer may be a host name, which is then looked up.
 
     Raises:
-        OSError: there is no route, or the peer is a name that is not looked up, or not known.
+        OSError: there is no route; or the peer is a host name that is unknown or may not be looked up.
     """
     flags = 0 if names else socket.AI_NUMERICHOST
     family, _, _, _, target = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM, flags=flags)[0]
@@ -59,16 +59,16 @@ class NoFreePort(PicklableError, OSError):
 
     def __init__(self, host: str, ports: PortRange) -> None:
         first, last = ports
-        super().__init__(f"all ports from {first} to {last} of {host} are in use: free some, or name a wider range")
+        super().__init__(f"all ports from {first} to {last} of {host} are in use: free some or configure a wider range")
         self.host, self.ports = host, ports
 
 
 def listen(host: str, ports: PortRange | None = None, backlog: int = 1024) -> socket.socket:
-    """A socket that listens on that address alone, IPv4 or IPv6: on the first free port of the range, or on any.
+    """A socket that listens on this IPv4 or IPv6 address, on the first free port of the range or on any free port.
 
     Raises:
-        NoPort: none is free.
-        OSError: the address is none of this host's, or this user may not use the port.
+        NoFreePort: no port of the range is free.
+        OSError: the address does not belong to this host, or this user may not use the port.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     first, last = (0, 0) if ports is None else ports
@@ -82,10 +82,10 @@ def listen(host: str, ports: PortRange | None = None, backlog: int = 1024) -> so
 
 
 def check_reachable(host: str, port: int, why: str, timeout_s: float) -> None:
-    """Checks that a process listens there, at one of the addresses of that name; the bound applies to each address.
+    """Checks that a process listens at one of the addresses of a host name. The time limit applies to each address.
 
     Raises:
-        OSError: none does, or no reply comes within that time.
+        OSError: no process listens there, or none replies in time.
     """
     refused: OSError | None = None
     with track_wait("connect", f"{host}:{port}", why, timeout_s):

@@ -1,4 +1,4 @@
-"""Detects secrets: a config that holds one is refused, elsewhere secrets are redacted."""
+"""Finds secrets in configs, so that these are refused, and redacts secrets in other texts."""
 
 import math
 import re
@@ -28,9 +28,9 @@ _SECRET_NAME = re.compile(
 )
 _SPECIAL_TOKEN_NAME = re.compile(r"(?:^|_)(?:eos|bos|pad|unk|sep|cls|mask|stop|image|video)_token$", re.I)
 _MIN_DIGITS = 3
-"""The minimum number of digits in a random text; names that people give have one or two."""
+"""The minimum number of digits in a random text; ordinary names have one or two."""
 _MIN_VALUE_LENGTH = 8
-"""Values of variables shorter than this are not hidden: they may be ordinary words."""
+"""Shorter values of variables are not redacted, because they may be ordinary words."""
 
 
 def is_secret_name(name: str) -> bool:
@@ -44,8 +44,8 @@ def secret_kind(text: str) -> str | None:
 
 
 def find_secrets(values: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """(dotted path, kind) of every text in nested mappings and lists that is a secret by its form, or by the name of
-    its key and by looking random."""
+    """The secrets in nested mappings and lists, as (dotted path, kind). A text is a secret by its form, or if its key
+    has the name of a secret and the text looks random."""
     if isinstance(values, Mapping):
         for key, value in values.items():
             yield from find_secrets(value, f"{path}.{key}" if path else str(key))
@@ -61,20 +61,20 @@ def find_secrets(values: Any, path: str = "") -> Iterator[tuple[str, str]]:
 
 
 def secret_values(environment: Mapping[str, str]) -> tuple[str, ...]:
-    """The values of variables with names of secrets; longest first, for `redact_text`."""
+    """The values of variables with names of secrets, longest first, for `redact_text`."""
     values = {value.strip() for name, value in environment.items() if is_secret_name(name)}
     return tuple(sorted((value for value in values if len(value) >= _MIN_VALUE_LENGTH), key=len, reverse=True))
 
 
 def redact_text(text: str, known: Collection[str] = ()) -> str:
-    """The text without what looks like a secret, and without the known ones."""
+    """The text with everything hidden that looks like a secret or is a known one."""
     for value in known:
         text = text.replace(value, HIDDEN)
     return _ANY_SECRET.sub(HIDDEN, text)
 
 
 def redact(values: Any, known: Collection[str] = (), name: str = "") -> Any:
-    """A copy of nested mappings and lists in which texts under the names of secrets are hidden, others redacted."""
+    """A copy of nested mappings and lists in which texts under names of secrets are hidden, and others redacted."""
     if isinstance(values, Mapping):
         return {key: redact(value, known, str(key)) for key, value in values.items()}
     if isinstance(values, list | tuple):
@@ -85,8 +85,8 @@ def redact(values: Any, known: Collection[str] = (), name: str = "") -> Any:
 
 
 def _looks_random(text: str) -> bool:
-    """Whether a text looks random: long, of the characters that keys have, letters and several digits, above 3
-    bits a character (Shannon, of its own frequencies)."""
+    """Whether a text looks random: long, with the characters of keys, with letters and several digits, and with a
+    Shannon entropy above 3 bits per character."""
     if not re.fullmatch(r"[A-Za-z0-9._~+/=-]{16,}", text) or not re.search(r"[A-Za-z]", text):
         return False
     if len(re.findall(r"\d", text)) < _MIN_DIGITS:

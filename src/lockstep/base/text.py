@@ -1,4 +1,4 @@
-"""Text for people: lists cut short, the line of an error message that matters, the end of a log."""
+"""Formats text for users: durations, shortened lists, one line of an error message, the end of a log."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -9,35 +9,35 @@ _CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202
 
 
 def terminal_safe(text: str) -> str:
-    """The text without control characters: log lines may come from anywhere."""
+    """The text without control characters, which lines of logs may contain."""
     return _CONTROL_CHARACTERS.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def format_duration(seconds: float) -> str:
-    """`12ms`, `0.4s`, `12s`, `3m05s`, `2h07m`, `3d04h`."""
+    """Formats a duration: `12ms`, `0.4s`, `12s`, `3m05s`, `2h07m`, `3d04h`."""
     if 0 < seconds < 0.0995:
         return f"{seconds * 1000:.0f}ms"
     if seconds < 10:
         return f"{seconds:.1f}s"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    if whole < 86400:
-        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
-    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+    total_s = round(seconds)
+    if total_s < 60:
+        return f"{total_s}s"
+    if total_s < 3600:
+        return f"{total_s // 60}m{total_s % 60:02d}s"
+    if total_s < 86400:
+        return f"{total_s // 3600}h{total_s % 3600 // 60:02d}m"
+    return f"{total_s // 86400}d{total_s % 86400 // 3600:02d}h"
 
 
 def first_line(error: BaseException) -> str:
-    """Returns the first line of an error's message, since libraries add paragraphs of advice; the error's type if the
-    message is empty."""
+    """Returns the first line of an error's message, after which libraries add paragraphs of advice; the error's type if
+    the message is empty."""
     lines = _message_lines(error)
     return f"{lines[0]} {lines[1]}" if lines[0].endswith(":") and len(lines) > 1 else lines[0]
 
 
 def last_line(error: BaseException) -> str:
-    """Returns the last line of an error's message, which follows a traceback or a list of attempts."""
+    """Returns the last line of an error's message, for messages that begin with a traceback or a list of attempts."""
     return _message_lines(error)[-1]
 
 
@@ -46,7 +46,7 @@ def _message_lines(error: BaseException) -> list[str]:
 
 
 def log_tail(log: Path, lines: int = 40) -> str:
-    """The last lines of a log; says so when there is none."""
+    """The last lines of a log, or a remark if it cannot be read or is empty."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - 64_000))
@@ -59,7 +59,7 @@ def log_tail(log: Path, lines: int = 40) -> str:
 T = TypeVar("T")
 
 
-def summarize_list(items: Sequence[T], most: int, name: Callable[[T], str] = str) -> str:
-    """The first few of many: `a, b and 3 more`. Empty where there are none."""
-    few = ", ".join(name(each) for each in items[:most])
-    return few + (f" and {len(items) - most} more" if len(items) > most else "")
+def summarize_list(items: Sequence[T], limit: int, name: Callable[[T], str] = str) -> str:
+    """Lists the first items and counts the others: `a, b and 3 more`. Empty if there are no items."""
+    few = ", ".join(name(each) for each in items[:limit])
+    return few + (f" and {len(items) - limit} more" if len(items) > limit else "")

@@ -1,7 +1,7 @@
-"""A wait in progress: its bounds, its progress, its notices, and where it is shown. Used through `base.waits`.
+"""A wait in progress: its bounds, progress and notices, and how it is shown to other processes. `base.waits` has the
+helpers for callers.
 
-It is separate from `base.waits` because the recorder loads this module into jobs of other frameworks, on Python 3.10
-too.
+This module is separate because the recorder loads it into jobs of other frameworks, which may use Python 3.10.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 _ATTEMPT_S = 0.25
-"""A blocking call is made in slices of this length when progress or notices have to be checked meanwhile."""
+"""The time limit of a single blocking call if progress or notices have to be checked meanwhile."""
 
 
 class WaitTimeout(PicklableError, TimeoutError):
@@ -53,7 +53,7 @@ class WaitState:
     why: str
     waited_s: float
     stalled_s: float
-    """For how long the progress value has not changed; equals waited_s when no progress is reported."""
+    """How long the progress value has not changed; equals waited_s if no progress is reported."""
     progress: object = None
 
     def __str__(self) -> str:
@@ -62,7 +62,7 @@ class WaitState:
 
 @dataclass(frozen=True, slots=True)
 class WaitRecord:
-    """A wait of a thread, as other processes read it. Times are nanoseconds of the host's monotonic clock."""
+    """A wait of a thread, as shown to other processes. Times are nanoseconds of the host's monotonic clock."""
 
     kind: str
     waits_for: str
@@ -70,7 +70,7 @@ class WaitRecord:
     since_ns: int
     deadline_ns: int | None
     moved_ns: int
-    """When the target last made progress that the waiter saw; `since_ns` when it saw none."""
+    """When the waiter last saw progress of the target; `since_ns` if it saw none."""
     thread: int
     thread_name: str
 
@@ -87,8 +87,8 @@ _find_display: Callable[[], WaitDisplay | None] = lambda: None  # noqa: E731
 
 
 def show_waits_on(find_display: Callable[[], WaitDisplay | None]) -> None:
-    """Waits are shown on what `find_display()` returns, called at every change. `watch.beacon` registers the beacon of
-    the process; without it waits are not shown."""
+    """Has waits shown on the display that `find_display()` returns, which is called at every change. `watch.beacon`
+    registers the beacon of the process. Without a display, waits are not shown."""
     global _find_display
     _find_display = find_display
 
@@ -102,7 +102,7 @@ def log_notice(state: WaitState) -> None:
 
 
 class _ThreadWaits(threading.local):
-    """The waits of this thread, outermost first, and the slot of the display that shows the innermost."""
+    """The waits of this thread, outermost first, and the display slot that shows the innermost one."""
 
     def __init__(self) -> None:
         self.waits: list[Wait] = []
@@ -117,7 +117,7 @@ _thread_waits = _ThreadWaits()
 def _publish_wait(current: _ThreadWaits) -> None:
     """Writes the thread's innermost wait to the thread's slot of the display."""
     display = _find_display()
-    if current.display is not display:  # opened, replaced or forked meanwhile
+    if current.display is not display:  # the display was opened or replaced, or this process was forked
         current.display, current.slot = display, None
     if display is None:
         return
@@ -133,7 +133,7 @@ def _publish_wait(current: _ThreadWaits) -> None:
 
 
 class Wait:
-    """A wait in progress. Callers report the target's progress with `moved(value)`; `check()` enforces the bounds."""
+    """A wait in progress. `report_progress(value)` takes the target's progress; `check()` enforces the bounds."""
 
     def __init__(self, kind: str, waits_for: str, why: str, timeout_s: float | None, stall_s: float | None) -> None:
         self.kind, self.waits_for, self.why, self.timeout_s, self.stall_s = kind, waits_for, why, timeout_s, stall_s
@@ -141,7 +141,7 @@ class Wait:
         self.progress: object = None
         self._thread = threading.current_thread().name
         self._thread_id = threading.get_native_id()
-        """The thread's id from the kernel: in Python 3.11 `threading` keeps the parent's id after a fork."""
+        """The kernel's id of the thread. Python 3.11's `threading` keeps the parent's id after a fork."""
 
     def waited_s(self) -> float:
         return (time.monotonic_ns() - self.since_ns) / 1e9
@@ -149,8 +149,8 @@ class Wait:
     def stalled_s(self) -> float:
         return (time.monotonic_ns() - self.moved_ns) / 1e9
 
-    def moved(self, value: object) -> bool:
-        """Notes the progress of the target; a value unlike the last one restarts the stall clock."""
+    def report_progress(self, value: object) -> bool:
+        """Takes the progress of the target. A changed value restarts the stall clock; returns whether it changed."""
         if value == self.progress:
             return False
         self.progress, self.moved_ns = value, time.monotonic_ns()
@@ -158,7 +158,7 @@ class Wait:
         return True
 
     def remaining(self) -> float | None:
-        """Seconds until the nearer bound if the target makes no progress, at least 0; None without a bound."""
+        """Seconds until the nearest bound if the target makes no progress, at least 0; None without a bound."""
         bounds = []
         if self.timeout_s is not None:
             bounds.append(self.timeout_s - self.waited_s())
@@ -167,7 +167,7 @@ class Wait:
         return max(0.0, min(bounds)) if bounds else None
 
     def check(self) -> None:
-        """Raises WaitTimeout or Stalled when a bound is reached."""
+        """Raises WaitTimeout or Stalled if a bound is reached."""
         waited, stalled = self.waited_s(), self.stalled_s()
         if self.stall_s is not None and stalled >= self.stall_s:
             raise Stalled(self.kind, self.waits_for, self.why, waited, self.stall_s)
@@ -180,8 +180,8 @@ class Wait:
     def record(self) -> WaitRecord:
         deadline = None if self.timeout_s is None else self.since_ns + int(self.timeout_s * 1e9)
         if self.stall_s is not None:
-            stalls = self.moved_ns + int(self.stall_s * 1e9)
-            deadline = stalls if deadline is None else min(deadline, stalls)
+            stalled_at = self.moved_ns + int(self.stall_s * 1e9)
+            deadline = stalled_at if deadline is None else min(deadline, stalled_at)
         return WaitRecord(
             self.kind, self.waits_for, self.why, self.since_ns, deadline, self.moved_ns, self._thread_id, self._thread
         )
@@ -191,7 +191,7 @@ class Wait:
 def track_wait(
     kind: str, waits_for: str, why: str, timeout_s: float | None = None, stall_s: float | None = None
 ) -> Iterator[Wait]:
-    """Publishes a wait around code that blocks in its own way, for instance a loop that calls `Wait.check()`."""
+    """Shows a wait while the enclosed code blocks, for example in a loop that calls `Wait.check()`."""
     wait = Wait(kind, waits_for, why, timeout_s, stall_s)
     if _thread_waits.pid != os.getpid():  # forked: these are the parent's waits
         _thread_waits.waits, _thread_waits.slot, _thread_waits.pid = [], None, os.getpid()
@@ -205,8 +205,7 @@ def track_wait(
 
 
 def narrow_wait(waits_for: str) -> None:
-    """Names the remaining targets of this thread's innermost wait, when the others are done. Does nothing outside a
-    wait."""
+    """Changes the target of this thread's innermost wait to the remaining targets. Does nothing outside a wait."""
     if _thread_waits.waits and _thread_waits.waits[-1].waits_for != waits_for:
         _thread_waits.waits[-1].waits_for = waits_for
         _publish_wait(_thread_waits)
@@ -235,7 +234,8 @@ class WaitBounds(TypedDict, total=False):
 
 
 def wait_for(kind: str, waits_for: str, why: str, attempt: Callable[[float], T | NotReady], bounds: WaitBounds) -> T:
-    """Calls `attempt(seconds it may block)` until it returns a result: at least once, and once more at the bound."""
+    """Calls `attempt(seconds)`, which may block that long, until it returns a result: at least once, and once more when
+    the bound is reached."""
     timeout_s, stall_s, progress = bounds.get("timeout_s"), bounds.get("stall_s"), bounds.get("progress")
     notice_after_s, on_notice = bounds.get("notice_after_s", 10.0), bounds.get("on_notice") or log_notice
     if timeout_s is None and stall_s is None:
@@ -247,7 +247,7 @@ def wait_for(kind: str, waits_for: str, why: str, attempt: Callable[[float], T |
             result = attempt(left if progress is None and notice_at is None else min(left, _ATTEMPT_S))
             if not isinstance(result, NotReady):
                 return result
-            if progress is not None and wait.moved(progress()):
+            if progress is not None and wait.report_progress(progress()):
                 notice_at = notice_after_s
             if left <= 0:
                 wait.check()

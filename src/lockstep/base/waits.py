@@ -1,13 +1,13 @@
-"""The one way to wait.
+"""Bounded waits. All blocking waits of the package use this module.
 
-Every helper takes the target of the wait, the reason and the bounds, publishes them with the kind of the wait in the
-process's beacon while the wait lasts, and raises an error with the same words when a bound is reached. `sleep` alone
-needs no bound but its length. At least one of two bounds is required: `timeout_s` for the whole wait, and `stall_s`,
-the longest time without progress of the target: whenever the value of `progress()` changes, the stall clock restarts.
-So a long wait that makes progress is never cut, and a short limit needs no tuning.
+Every helper except `sleep` takes the target of the wait, the reason and the bounds. While the wait lasts, the beacon of
+the process (a file in shared memory, see `watch.beacon`) shows them to other processes. When a bound is reached, the
+error names target and reason. At least one of two bounds is required: `timeout_s` limits the whole wait; `stall_s`
+limits the time without progress of the target, and starts again whenever the value of `progress()` changes. So a wait
+that is bounded by `stall_s` alone lasts as long as there is progress.
 
-result = waits.future(pending, waits_for="reward-0", why="scores of step 7", stall_s=60, progress=lambda:
-worker.progress_count)"""
+    result = waits.future(pending, waits_for="reward-0", why="scores of step 7", stall_s=60, progress=completed_calls)
+"""
 
 import asyncio
 import concurrent.futures
@@ -40,7 +40,7 @@ def poll(
     **bounds: Unpack[WaitBounds],
 ) -> T:
     """Calls `check` every `every_s` until it returns something other than None, and returns that. Setting `wake` makes
-    the next call happen at once; it is cleared before each call."""
+    the next call happen immediately; it is cleared before each call."""
 
     def attempt(seconds: float) -> T | NotReady:
         if wake is not None:
@@ -79,7 +79,7 @@ def queue_get(queue: _GetQueue[T], *, waits_for: str, why: str, **bounds: Unpack
 
 
 def queue_put(queue: _PutQueue[T], item: T, *, waits_for: str, why: str, **bounds: Unpack[WaitBounds]) -> None:
-    """Puts an item into a bounded queue, waiting for room."""
+    """Puts an item into a bounded queue; waits until there is room."""
 
     def attempt(seconds: float) -> NotReady | None:
         try:
@@ -112,7 +112,7 @@ def condition(
     why: str,
     **bounds: Unpack[WaitBounds],
 ) -> T:
-    """Waits, with the condition's lock held by the caller, until `predicate()` is neither None nor False."""
+    """Waits until `predicate()` is neither None nor False. The caller holds the lock of the condition."""
 
     def attempt(seconds: float) -> T | NotReady:
         answer = predicate()
@@ -157,8 +157,8 @@ _CANCEL_S = 5.0
 
 
 def coroutine(body: Coroutine[Any, Any, T], *, kind: str, waits_for: str, why: str, **bounds: Unpack[WaitBounds]) -> T:
-    """Runs a coroutine in an event loop of its own, and cancels it when the bound is reached. Returns the
-    coroutine's result or raises its exception."""
+    """Runs a coroutine in a new event loop, and cancels it when a bound is reached. Returns the coroutine's result or
+    raises its exception."""
     with asyncio.Runner() as runner:
         loop = runner.get_loop()
         task = loop.create_task(body)
@@ -190,13 +190,13 @@ def join(task: _Joinable, *, waits_for: str, why: str, **bounds: Unpack[WaitBoun
 
 
 def sleep(seconds: float, why: str) -> None:
-    """Sleeps. The sleep is shown to other processes like a wait."""
+    """Sleeps. The beacon shows the sleep like a wait."""
     with track_wait("sleep", "the clock", why, seconds):
         time.sleep(seconds)
 
 
 def process(popen: "subprocess.Popen[Any]", *, waits_for: str, why: str, **bounds: Unpack[WaitBounds]) -> int:
-    """Waits for a child process; returns its exit code (minus the signal's number when it was killed)."""
+    """Waits for a child process. Returns its exit code, or minus the signal's number if a signal ended it."""
 
     def attempt(seconds: float) -> int | NotReady:
         try:
@@ -221,8 +221,8 @@ def run(
 ) -> "subprocess.CompletedProcess[str]":
     """Runs a command and returns its exit code, stdout and stderr as text.
 
-    At the bound, or when the caller is interrupted, the command and what it started (its process group) are killed.
-    Raises subprocess.CalledProcessError with `check` when the exit code is not 0."""
+    When the bound is reached or the caller is interrupted, the command's process group is killed. With `check`, raises
+    subprocess.CalledProcessError if the exit code is not 0."""
     waits_for = os.fspath(argv[0])
     popen = subprocess.Popen(
         argv, cwd=cwd, env=env, text=True, errors="replace", start_new_session=True,
@@ -233,9 +233,9 @@ def run(
 
     def attempt(seconds: float) -> tuple[str, str] | NotReady:
         nonlocal text
-        given, text = text, None  # communicate remembers its input between calls
+        stdin_text, text = text, None  # communicate() remembers its input between calls
         try:
-            return popen.communicate(given, seconds)
+            return popen.communicate(stdin_text, seconds)
         except subprocess.TimeoutExpired:
             return NOT_READY
 
@@ -260,10 +260,11 @@ class _Work(Protocol):
 
 
 def work(work: Any, *, communicator: str, operation: str, why: str, **bounds: Unpack[WaitBounds]) -> None:
-    """Waits for a torch `Work` (a collective issued with `async_op=True`; None, for a rank outside, is done).
+    """Waits for a torch `Work`, a collective issued with `async_op=True`. None, which torch returns to ranks outside
+    the group, counts as completed. Raises the error with which the collective failed.
 
-    It asks `is_completed()` instead of blocking in the backend, so that signals are served meanwhile, and a bound
-    that is reached does not tear down an NCCL communicator. Raises what the collective failed with."""
+    It polls `is_completed()` instead of blocking in the backend, so that signals are handled meanwhile, and a reached
+    bound does not tear down an NCCL communicator."""
     if work is None:
         return
     handle = cast(_Work, work)
@@ -275,8 +276,8 @@ def work(work: Any, *, communicator: str, operation: str, why: str, **bounds: Un
             now = time.monotonic()
             if now >= until:
                 return NOT_READY
-            # In proportion: at most 5% late after the first 60 us, which the shortest sleep takes. Spinning instead
-            # would take the CPU from the very rank that is waited for.
+            # Sleep for 5% of the time waited so far (the shortest sleep takes about 60 us), so that completion is
+            # noticed at most 5% late. A busy loop would take CPU time from the other ranks on this host.
             time.sleep(min(max((now - started) / 20, 1e-5), 5e-3, until - now))
         handle.wait()
         return None
@@ -326,7 +327,7 @@ def _poll_ready(source: int | _HasFileno, mask: int, seconds: float) -> bool:
 
 
 def readable(source: int | _HasFileno, *, waits_for: str, why: str, **bounds: Unpack[WaitBounds]) -> None:
-    """Waits until a socket or descriptor has something to read (or was closed by its peer)."""
+    """Waits until a socket or descriptor is readable, or was closed by its peer."""
 
     def attempt(seconds: float) -> NotReady | None:
         return None if _poll_ready(source, select.POLLIN, seconds) else NOT_READY
@@ -335,7 +336,7 @@ def readable(source: int | _HasFileno, *, waits_for: str, why: str, **bounds: Un
 
 
 def writable(source: int | _HasFileno, *, waits_for: str, why: str, **bounds: Unpack[WaitBounds]) -> None:
-    """Waits until a socket or descriptor takes more."""
+    """Waits until a socket or descriptor is writable."""
 
     def attempt(seconds: float) -> NotReady | None:
         return None if _poll_ready(source, select.POLLOUT, seconds) else NOT_READY

@@ -1,4 +1,4 @@
-"""Where processes listen and who is dialled, and folders in places where anybody may write."""
+"""Physical interfaces, listening and connecting, and private folders."""
 
 import errno
 import os
@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from lockstep.base.folders import make_private_dir
-from lockstep.base.network import NoFreePort, check_reachable, listen
+from lockstep.base.network import SYS_CLASS_NET, NoFreePort, check_reachable, is_physical_interface, listen
 
 
 def free(count: int) -> tuple[int, int]:
-    """A range of that many ports of which none is in use."""
+    """A range of ports of which none is in use."""
     while True:
         with socket.create_server(("127.0.0.1", 0)) as trial:
             first = trial.getsockname()[1]
@@ -37,7 +37,7 @@ def test_the_first_free_port_of_a_range() -> None:
         assert again.getsockname()[1] == first
 
 
-def test_any_port_of_an_address_of_either_kind() -> None:
+def test_any_port_of_an_ipv4_or_ipv6_address() -> None:
     for host in ("127.0.0.1", "::1"):
         with listen(host) as listening:
             port = listening.getsockname()[1]
@@ -46,8 +46,8 @@ def test_any_port_of_an_address_of_either_kind() -> None:
             check_reachable(host, port, "a test", 5.0)
 
 
-def test_an_address_that_does_not_answer_is_given_up() -> None:
-    with socket.socket() as full:  # its queue takes one, and nobody takes it out
+def test_connecting_to_an_address_that_does_not_reply_is_bounded() -> None:
+    with socket.socket() as full:  # its queue has room for one connection, which is never accepted
         full.bind(("127.0.0.1", 0))
         full.listen(0)
         with socket.create_connection(full.getsockname()), pytest.raises(TimeoutError):
@@ -55,7 +55,7 @@ def test_an_address_that_does_not_answer_is_given_up() -> None:
                 check_reachable(*full.getsockname(), "a test", 0.2)
 
 
-def test_a_folder_where_anybody_may_write_is_ones_own(tmp_path: Path) -> None:
+def test_a_private_folder_belongs_to_this_user(tmp_path: Path) -> None:
     own = make_private_dir(tmp_path / "own", "choose another")
     assert own.stat().st_mode & 0o777 == 0o700
     own.chmod(0o755)
@@ -63,9 +63,34 @@ def test_a_folder_where_anybody_may_write_is_ones_own(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(own)
     (tmp_path / "file").touch()
     for name in ("link", "file"):
-        with pytest.raises(PermissionError, match=f"{name} is no folder.*: choose another"):
+        with pytest.raises(PermissionError, match=f"{name} is not a folder.*: choose another"):
             make_private_dir(tmp_path / name, "choose another")
     if os.geteuid() == 0:
         os.chown(own, 1, 1)
         with pytest.raises(PermissionError, match="belongs to uid 1, not to 0: choose another"):
             make_private_dir(own, "choose another")
+
+
+def fake_interfaces(folder: Path) -> Path:
+    """Interfaces: a card, a bridge and a bond on it, a VLAN on the bridge, a containers' bridge, and a cycle of two."""
+    for name, below in (
+        ("eth0", "device"), ("br0", "brif/eth0"), ("bond0", "lower_eth0"), ("br0.7", "lower_br0"),
+        ("docker0", "brif/veth1"), ("veth1", ""), ("a", "lower_b"), ("b", "lower_a"),
+    ):  # fmt: skip
+        (folder / name / below).mkdir(parents=True)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("eth0", True), ("br0", True), ("bond0", True), ("br0.7", True), ("docker0", False), ("veth1", False),
+        ("a", False), ("gone", False),
+    ],
+)  # fmt: skip
+def test_interfaces_on_top_of_a_card_are_physical(tmp_path: Path, name: str, found: bool) -> None:
+    assert is_physical_interface(fake_interfaces(tmp_path) / name) is found
+
+
+def test_loopback_is_not_physical() -> None:
+    assert not is_physical_interface(SYS_CLASS_NET / "lo")

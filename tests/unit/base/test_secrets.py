@@ -1,4 +1,4 @@
-"""Secrets are refused in a config, and blacked out elsewhere."""
+"""Secrets are refused in configs, and redacted elsewhere."""
 
 import json
 from pathlib import Path
@@ -45,7 +45,7 @@ def test_secrets_are_known_by_their_form(kind: str, text: str) -> None:
 
 
 @pytest.mark.parametrize("text", HARMLESS)
-def test_ordinary_values_stay(text: str) -> None:
+def test_ordinary_values_are_kept(text: str) -> None:
     assert secret_kind(text) is None and redact_text(text) == text
     assert list(find_secrets({"path": text})) == []
 
@@ -62,14 +62,14 @@ def test_names_reveal_secrets_that_have_no_known_form() -> None:
     assert list(find_secrets({"arguments": {"token": "</s>", "key": "answer", "checksum": drawn}})) == []
 
 
-def test_redacting_keeps_the_shape() -> None:
+def test_redacting_keeps_the_structure() -> None:
     values = {"api_key": "x", "n": 1, "list": [{"token": "y"}, "hf_" + "a" * 30], "none": None, "eos_token": "</s>"}
     assert redact(values) == {
         "api_key": HIDDEN, "n": 1, "list": [{"token": HIDDEN}, HIDDEN], "none": None, "eos_token": "</s>",
     }  # fmt: skip
 
 
-def test_values_of_variables_are_hidden_wherever_they_turn_up() -> None:
+def test_values_of_secret_variables_are_hidden_everywhere() -> None:
     environment = {"MY_API_KEY": "plainwords-but-secret", "HOME": "somewhere-long", "SHORT_KEY": "abc", "NO_KEY": ""}
     known = secret_values(environment)
     assert known == ("plainwords-but-secret",)
@@ -103,17 +103,17 @@ def test_a_config_with_a_secret_is_refused_and_the_secret_not_repeated(
 ) -> None:
     with pytest.raises(ConfigError) as caught:
         check_config(BASE | {"reward": {"terms": [term]}}, "file.yaml")
-    said = str(caught.value)
-    assert field in said and "put the secret into the environment" in said
+    message = str(caught.value)
+    assert field in message and "put the secret into the environment" in message
     for secret in (*(text for each in SECRETS.values() for text in each), "hunter2hunter2", "Tr0ub4dor"):
-        assert secret not in said
+        assert secret not in message
 
 
-def test_what_is_wrong_with_a_field_does_not_repeat_a_secret_beside_it() -> None:
+def test_a_problem_with_a_field_does_not_repeat_its_secret() -> None:
     from lockstep.config.loader import _to_problem
     from lockstep.config.recipes import GRPOConfig
 
     secret = SECRETS["a Hugging Face token"][0]
     item = {"loc": ("model", "path"), "type": "string_type", "input": secret, "msg": "Input should be text"}
     assert secret not in str(_to_problem(item, GRPOConfig))
-    assert yaml.safe_load(HIDDEN) == ["hidden"] or HIDDEN  # stays readable where it is dumped as YAML
+    assert yaml.safe_load(HIDDEN) == ["hidden"] or HIDDEN  # it remains readable in YAML

@@ -1,14 +1,29 @@
-"""Names in sentences for people."""
+"""Shortened lists, and single lines of error messages."""
 
 import pytest
 
-from lockstep.base.text import summarize_list
+from lockstep.base.text import first_line, last_line, summarize_list
 
 
 @pytest.mark.parametrize(
     ("many", "text"),
     [(0, ""), (1, "r0"), (3, "r0, r1, r2"), (4, "r0, r1, r2 and 1 more"), (9, "r0, r1, r2 and 6 more")],
 )
-def test_the_first_few_are_named_and_the_others_counted(many: int, text: str) -> None:
+def test_the_first_items_are_listed_and_the_others_counted(many: int, text: str) -> None:
     assert summarize_list([f"r{rank}" for rank in range(many)], 3) == text
     assert summarize_list(range(many), 3, lambda rank: f"r{rank}") == text
+
+
+@pytest.mark.parametrize(
+    ("text", "first", "last"),
+    [
+        ("no such place", "no such place", "no such place"),
+        ("\n  no such place \n\nadvice\n", "no such place", "advice"),
+        ("the actor died:\n\n  out of memory\nadvice", "the actor died: out of memory", "advice"),
+        ("the actor died:", "the actor died:", "the actor died:"),
+        (" \n", "RuntimeError", "RuntimeError"),
+        ("", "RuntimeError", "RuntimeError"),
+    ],
+)
+def test_first_and_last_line_of_an_error(text: str, first: str, last: str) -> None:
+    assert (first_line(RuntimeError(text)), last_line(RuntimeError(text))) == (first, last)

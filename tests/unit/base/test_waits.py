@@ -127,7 +127,7 @@ def test_every_wait_lasts_while_there_is_progress_and_ends_without(kind: str) ->
     with pytest.raises(Stalled) as caught:
         ENDLESS[kind](
             waits_for="w", why="y", stall_s=0.4, progress=lambda: min(int((time.monotonic() - started) / 0.1), 10)
-        )  # moves for one second
+        )  # progress for one second
     assert 1.3 <= time.monotonic() - started < 3
     assert caught.value.stall_s == 0.4
     assert "w made no progress for" in str(caught.value)
@@ -139,14 +139,14 @@ def test_no_wait_without_a_bound(kind: str) -> None:
         ENDLESS[kind](waits_for="w", why="y")
 
 
-def test_progress_does_not_stretch_the_timeout() -> None:
+def test_progress_does_not_extend_the_timeout() -> None:
     with pytest.raises(WaitTimeout) as caught:
         waits.event(threading.Event(), waits_for="w", why="y", timeout_s=0.6, stall_s=0.4, progress=time.monotonic)
     assert not isinstance(caught.value, Stalled)
     assert caught.value.waited_s >= 0.6
 
 
-def test_answers_arrive_at_once() -> None:
+def test_a_result_ends_the_wait_immediately() -> None:
     box: queue.Queue[int] = queue.Queue()
     threading.Timer(0.1, box.put, [7]).start()
     started = time.monotonic()
@@ -154,7 +154,7 @@ def test_answers_arrive_at_once() -> None:
     assert time.monotonic() - started < 0.2
 
 
-def test_an_answer_that_is_there_needs_no_time() -> None:
+def test_an_available_result_needs_no_time() -> None:
     box: queue.Queue[int] = queue.Queue()
     box.put(3)
     done: concurrent.futures.Future[int] = concurrent.futures.Future()
@@ -166,7 +166,7 @@ def test_an_answer_that_is_there_needs_no_time() -> None:
         waits.poll(lambda: None, kind="k", waits_for="w", why="y", timeout_s=0)
 
 
-def test_an_answer_at_the_bound_still_counts() -> None:
+def test_a_result_at_the_bound_is_returned() -> None:
     ready_at = time.monotonic() + 0.2
     answer = waits.poll(
         lambda: "late" if time.monotonic() >= ready_at else None,
@@ -257,19 +257,19 @@ def test_run_kills_the_command_and_its_children_at_the_bound(tmp_path: Path) -> 
 
 
 def test_notices_come_at_doubling_times_and_start_again_with_progress() -> None:
-    told: list[WaitState] = []
+    notices: list[WaitState] = []
     started = time.monotonic()
     with pytest.raises(WaitTimeout):
         waits.event(
             threading.Event(), waits_for="w", why="y", timeout_s=3.4, progress=lambda: time.monotonic() - started > 1.6,
-            on_notice=told.append, notice_after_s=0.5,
+            on_notice=notices.append, notice_after_s=0.5,
         )  # fmt: skip
-    stalled = [state.stalled_s for state in told]
+    stalled = [state.stalled_s for state in notices]
     assert min(stalled) >= 0.5
     assert stalled[1] >= 2 * stalled[0]
     assert len([1 for a, b in itertools.pairwise(stalled) if b < a]) == 1  # it moved once
-    assert told[-1].stalled_s < told[-1].waited_s
-    assert (told[0].kind, told[0].waits_for, told[0].why) == ("event", "w", "y")
+    assert notices[-1].stalled_s < notices[-1].waited_s
+    assert (notices[0].kind, notices[0].waits_for, notices[0].why) == ("event", "w", "y")
 
 
 def test_a_notice_without_a_handler_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
@@ -283,19 +283,19 @@ def test_a_notice_without_a_handler_is_a_warning(caplog: pytest.LogCaptureFixtur
     assert not caplog.text
 
 
-def test_a_loop_of_ones_own_holds_its_bounds() -> None:
+def test_a_loop_with_check_keeps_its_bounds() -> None:
     with pytest.raises(Stalled), track_wait("call", "w", "y", timeout_s=10, stall_s=0.2) as wait:
         while True:
             remaining = wait.remaining()
             assert remaining is not None
             assert remaining <= 0.2
             wait.check()
-            wait.moved(min(int(wait.waited_s() * 10), 3))
+            wait.report_progress(min(int(wait.waited_s() * 10), 3))
             time.sleep(0.01)
     assert wait.waited_s() >= 0.4
 
 
-def test_a_wait_is_taken_back_when_it_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_wait_is_no_longer_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCKSTEP_BEACONS", str(tmp_path))
     open_beacon("r", "me", "policy", 0)
     try:
@@ -308,34 +308,34 @@ def test_a_wait_is_taken_back_when_it_fails(tmp_path: Path, monkeypatch: pytest.
         close_beacon()
 
 
-def test_a_poll_that_is_woken_looks_at_once():
-    wake, looks = threading.Event(), []
+def test_a_woken_poll_checks_immediately():
+    wake, calls = threading.Event(), []
 
-    def look():
-        looks.append(time.monotonic())
-        if len(looks) == 1:
+    def check():
+        calls.append(time.monotonic())
+        if len(calls) == 1:
             threading.Timer(0.05, wake.set).start()
-        return len(looks) == 2 or None
+        return len(calls) == 2 or None
 
     began = time.monotonic()
-    assert waits.poll(look, kind="queue", waits_for="x", why="y", every_s=30.0, timeout_s=60.0, wake=wake)
-    assert looks[1] - began < 5
+    assert waits.poll(check, kind="queue", waits_for="x", why="y", every_s=30.0, timeout_s=60.0, wake=wake)
+    assert calls[1] - began < 5
 
 
-def test_a_wait_of_a_forked_process_is_its_own_main_thread_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Warm workers are forked; Python 3.11 keeps calling their main thread by the number of the parent's."""
+def test_a_wait_in_a_forked_process_has_its_main_thread_s_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers are forked from fork servers; Python 3.11 keeps the native id of the parent's main thread."""
     monkeypatch.setenv("LOCKSTEP_BEACONS", str(tmp_path))
-    hear, tell = os.pipe()
+    read_end, write_end = os.pipe()
     child = os.fork()
     if child == 0:
         open_beacon("r", "me", "policy", 0)
         with track_wait("call", "w", "y"):
             (record,) = read_beacons("r")[0].waits
-        os.write(tell, str(record.thread).encode())
+        os.write(write_end, str(record.thread).encode())
         os._exit(0)
-    os.close(tell)
-    with os.fdopen(hear) as said:
-        assert int(said.read()) == child
+    os.close(write_end)
+    with os.fdopen(read_end) as output:
+        assert int(output.read()) == child
     assert os.waitpid(child, 0)[1] == 0
 
 
@@ -343,7 +343,7 @@ def fail(problem: str) -> None:
     raise RuntimeError(problem)
 
 
-def test_a_call_gives_its_result_or_its_error() -> None:
+def test_a_call_in_a_thread_returns_its_result_or_its_error() -> None:
     assert waits.future(waits.run_in_thread(lambda: 3, "counts"), waits_for="it", why="the count", timeout_s=10) == 3
     with pytest.raises(RuntimeError, match="no such interface"):
         waits.future(
@@ -351,7 +351,7 @@ def test_a_call_gives_its_result_or_its_error() -> None:
         )
 
 
-def test_a_call_that_does_not_end_is_left_behind() -> None:
+def test_a_call_in_a_thread_that_does_not_end_is_left_behind() -> None:
     never = threading.Event()
     call = waits.run_in_thread(lambda: never.wait(20), "never ends")
     with pytest.raises(WaitTimeout, match="members of the stream"):

@@ -1,5 +1,5 @@
-"""Frames over one authenticated connection: an 8-byte length followed by that many bytes. `auth_handshake` makes the
-connections.
+"""Sends and receives frames over an authenticated connection, which `auth_handshake` opens. A frame is an 8-byte length
+followed by that many bytes.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from lockstep.base.errors import PicklableError
 MAX_FRAME = 4 << 30
 """The default limit of a frame, in bytes."""
 BULK_BYTES = 64 << 10
-"""Frames above this many bytes count into `Connection.bulk` as they move."""
+"""The bytes of frames above this size are counted in `Connection.bulk_bytes` while they are transferred."""
 
 READ_AHEAD = 4096
 """Bytes read at a time when fewer are needed."""
@@ -31,7 +31,7 @@ RefusalCode = Literal["token", "run", "generation", "protocol"]
 
 
 class WireError(PicklableError, ConnectionError):
-    """A connection that cannot be used (any more). Fields: the peer, and why."""
+    """A connection cannot be used, or no longer. Fields: the peer, and why."""
 
     error_code = "connection"
 
@@ -41,15 +41,15 @@ class WireError(PicklableError, ConnectionError):
 
 
 class ConnectionClosed(WireError):
-    """The other side closed, or the connection broke."""
+    """The peer closed the connection, or the connection broke."""
 
 
 class SendTimeout(WireError):
-    """The peer took no byte for too long; the connection is closed, because a frame may be cut."""
+    """The peer has received no byte for too long. The connection is closed, because a frame may be incomplete."""
 
 
 class FrameTooLarge(WireError):
-    """A frame above the limit: refused before it is sent, or the connection is closed when one is announced."""
+    """A frame is larger than the limit. It is not sent; if the peer announces one, the connection is closed."""
 
 
 class HandshakeRefused(WireError):
@@ -76,8 +76,8 @@ class Connection:
         sock.setblocking(False)
         self.peer = peer
         self.max_frame = max_frame
-        self.bulk = 0
-        """Bytes of large frames moved so far, in both directions: moves while a frame is under way."""
+        self.bulk_bytes = 0
+        """Bytes of large frames transferred so far, in both directions; grows while a frame is being transferred."""
         self._socket = sock
         self._closed = False
         self._sending = threading.Lock()
@@ -86,7 +86,7 @@ class Connection:
         self._body: bytearray | None = None
         self._filled = 0
         self._ahead = memoryview(b"")
-        """Bytes read from the socket and not consumed yet."""
+        """Bytes that were read from the socket and not consumed yet."""
         self._drained = False
         """Whether the last read emptied the socket."""
 
@@ -95,18 +95,19 @@ class Connection:
         return self._closed
 
     def fileno(self) -> int:
-        """Returns the socket's descriptor, for selectors; -1 once closed."""
+        """Returns the socket's descriptor, for selectors; -1 after closing."""
         return self._socket.fileno()
 
     def queue(self, *parts: Buffer) -> None:
-        """Adds a frame, the concatenation of `parts`, to what `flush` writes. The buffers must not change
-        until they are written.
+        """Queues a frame, the concatenation of `parts`, for `flush`. Buffers must not change until they are written.
 
         Raises:
-            FrameTooLarge: and nothing is queued.
-            ConnectionClosed: the connection is closed already.
+            FrameTooLarge: nothing was queued.
+            ConnectionClosed: the connection is closed.
         """
-        views = [view for part in parts if (view := memoryview(part).cast("B")).nbytes]  # an empty one is never sent
+        views = [
+            view for part in parts if (view := memoryview(part).cast("B")).nbytes
+        ]  # empty views would never count as sent
         size = sum(view.nbytes for view in views)
         if size > self.max_frame:
             raise FrameTooLarge(self.peer.name, f"a frame of {size} bytes is above the limit of {self.max_frame}")
@@ -116,10 +117,10 @@ class Connection:
         self._outbox.extend((memoryview(b"".join((header, *views))),) if size < 4096 else (header, *views))
 
     def flush(self) -> bool:
-        """Writes what the socket takes now; whether everything queued is written.
+        """Writes as much as the socket accepts without blocking. Returns whether everything is written.
 
         Raises:
-            ConnectionClosed: the peer is gone.
+            ConnectionClosed: the peer closed, or the connection broke.
         """
         with self._sending:
             return self._write()
@@ -130,26 +131,26 @@ class Connection:
         return bool(self._outbox)
 
     def send(self, *parts: Buffer, timeout_s: float = 30.0) -> None:
-        """Sends one frame; waits while the peer takes bytes, at most `timeout_s` without one.
+        """Sends one frame. Waits while the peer receives bytes.
 
         Raises:
-            SendTimeout: the peer (stopped?) took nothing for `timeout_s`; the connection is closed.
-            ConnectionClosed: the peer is gone.
+            SendTimeout: the peer has received nothing for `timeout_s`; the connection is closed.
+            ConnectionClosed: the peer closed, or the connection broke.
             FrameTooLarge: nothing was sent.
         """
         if not self._sending.acquire(timeout=timeout_s):
-            raise SendTimeout(self.peer.name, f"another frame has been on its way for {timeout_s:g} s")
+            raise SendTimeout(self.peer.name, f"another frame has been in transfer for {timeout_s:g} s")
         try:
             self.queue(*parts)
             while not self._write():
                 if not _ready(self._socket, select.POLLOUT, timeout_s):
                     self.close()
-                    raise SendTimeout(self.peer.name, f"took no byte for {timeout_s:g} s")
+                    raise SendTimeout(self.peer.name, f"received no byte for {timeout_s:g} s")
         finally:
             self._sending.release()
 
     def recv(self, timeout_s: float) -> bytearray | None:
-        """The next frame, or None when it is not complete within `timeout_s` (0: only what is here already).
+        """The next frame, or None if it is not complete within `timeout_s` (0: only what has arrived already).
 
         Raises:
             ConnectionClosed: the peer closed, or the connection broke.
@@ -165,7 +166,7 @@ class Connection:
                 return None
 
     def frames(self) -> Iterator[bytearray]:
-        """Frames that have arrived; later ones may be left for the next call. Raises what `recv` raises."""
+        """Frames that have arrived; the last ones may be left for the next call. Raises the same errors as `recv`."""
         self._drained = False
         while (frame := self._read()) is not None:
             yield frame
@@ -173,7 +174,7 @@ class Connection:
                 return
 
     def close(self) -> None:
-        """Closes both directions; wakes threads that wait on it. Idempotent."""
+        """Closes both directions and wakes threads that wait on the connection. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -200,7 +201,7 @@ class Connection:
                 self.close()
                 raise ConnectionClosed(self.peer.name, os_error_reason(error)) from None
             if sent >= BULK_BYTES or views[0].nbytes >= BULK_BYTES:
-                self.bulk += sent
+                self.bulk_bytes += sent
             while sent:
                 first = self._outbox[0]
                 if sent < first.nbytes:
@@ -236,34 +237,33 @@ class Connection:
                 rest[: len(part)] = part
                 self._filled, self._ahead = self._filled + len(part), self._ahead[len(part) :]
             if len(buffer) > BULK_BYTES:
-                self.bulk += self._filled - before
+                self.bulk_bytes += self._filled - before
         return True
 
     def _receive(self, rest: memoryview) -> bool:
-        """Reads into `rest` when that is long, else a small frame together with what follows it; whether anything
-        came."""
+        """Reads into `rest` if that is long, else reads ahead of it. Returns whether anything was read."""
         try:
             if len(rest) >= READ_AHEAD:
-                got = self._socket.recv_into(rest)
-                self._filled += got
-                self._drained = got < len(rest)
+                received = self._socket.recv_into(rest)
+                self._filled += received
+                self._drained = received < len(rest)
             else:
                 self._ahead = memoryview(self._socket.recv(READ_AHEAD))
-                got = len(self._ahead)
-                self._drained = got < READ_AHEAD
+                received = len(self._ahead)
+                self._drained = received < READ_AHEAD
         except (BlockingIOError, InterruptedError):
             return False
         except OSError as error:
             self.close()
             raise ConnectionClosed(self.peer.name, os_error_reason(error)) from None
-        if got == 0:
+        if received == 0:
             self.close()
             raise ConnectionClosed(self.peer.name, "the peer closed it")
         return True
 
 
 def _ready(sock: socket.socket, event: int, timeout_s: float) -> bool:
-    """Whether the socket becomes ready within the time (errors count: the next call reports them)."""
+    """Whether the socket becomes ready in time; also true after an error, which the next call reports."""
     if sock.fileno() < 0:
         return True
     poller = select.poll()

@@ -1,4 +1,4 @@
-"""Frames, the handshake, and whoever else talks to the port."""
+"""Frames, the handshake, and other programs that connect to the port."""
 
 import json
 import os
@@ -93,7 +93,7 @@ def test_bytes_read_ahead_go_to_the_next_reader() -> None:
 
 
 def test_a_part_may_be_empty() -> None:
-    """As the payload is of an exception with a long traceback."""
+    """As for an exception with a long traceback, whose payload is empty."""
     with pair() as (here, there):
         for size in (1, 5000):
             here.queue(b"x" * size, b"", b"")
@@ -111,8 +111,8 @@ def test_a_large_frame_crosses_while_the_other_reads_in_pieces() -> None:
             got = server.recv(0.001)
         thread.join(5)
         assert bytes(got) == data
-        assert client.bulk > len(data) - BULK_BYTES  # what the last call sends may be less than counts
-        assert server.bulk >= len(data)
+        assert client.bulk_bytes > len(data) - BULK_BYTES  # what the last call sends may be less than counts
+        assert server.bulk_bytes >= len(data)
 
 
 def test_threads_may_send_at_once() -> None:
@@ -172,7 +172,7 @@ def test_a_closed_peer_is_an_error_not_a_wait() -> None:
     ("changes", "code"),
     [({"token": "wrong"}, "token"), ({"run": "other"}, "run"), ({"generation": 0}, "generation")],
 )
-def test_strangers_are_refused_with_the_reason(changes: dict, code: str) -> None:
+def test_unknown_peers_are_refused_with_the_reason(changes: dict, code: str) -> None:
     with Listener(TOKEN, "r", 1) as listener, accepting(listener, 0.5) as accepted:
         with pytest.raises(HandshakeRefused) as refusal:
             dial(listener, **changes)
@@ -193,7 +193,7 @@ def test_a_newer_generation_makes_the_older_stale() -> None:
 
 
 def test_a_listener_without_the_token_is_refused_by_the_client() -> None:
-    """An impostor on the port says yes to everybody; the client wants its proof."""
+    """An impostor on the port accepts every client, but cannot prove that it knows the token."""
     impostor = socket.create_server(("127.0.0.1", 0))
 
     def play() -> None:
@@ -213,7 +213,7 @@ def test_a_listener_without_the_token_is_refused_by_the_client() -> None:
     impostor.close()
 
 
-def test_the_token_never_travels() -> None:
+def test_the_token_is_never_sent() -> None:
     seen = bytearray()
     with Listener(TOKEN, "r", 1) as listener, socket.create_server(("127.0.0.1", 0)) as proxy:
 
