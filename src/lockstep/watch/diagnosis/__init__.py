@@ -1,1 +1,1 @@
-"""From evidence to verdicts: which processes hold up the others, and why."""
+"""Derives verdicts from evidence: which processes block the others, and why."""

@@ -77,7 +77,7 @@ def _deadlock_hypothesis(context: DiagnosisContext, graph: WaitGraph, deadlock: 
 
 
 def _participants(graph: WaitGraph, deadlock: IntArray, node: int) -> set[int]:
-    """The processes that wait in a node of the deadlock and hold up other nodes of it."""
+    """The processes that wait in a node of the deadlock and block other nodes of it."""
     blocks = np.zeros(graph.processes, dtype=np.bool_)
     blocks[graph.block_process[np.isin(graph.block_node, deadlock)]] = True
     waiters = graph.wait_process[graph.wait_node == node]

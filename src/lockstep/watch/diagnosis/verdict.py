@@ -11,7 +11,7 @@ inactivity with equal stacks."""
 
 
 class VerdictKind(StrEnum):
-    """What kind of failure holds up the job."""
+    """What kind of failure stalls the job."""
 
     DEAD = "dead"
     """The process ended while others needed it: by a signal, with an error, or with exit code 0 too early."""

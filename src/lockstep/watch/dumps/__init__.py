@@ -1,1 +1,1 @@
-"""PyTorch's flight-recorder dumps as evidence and verdicts: `explain_dumps.read_dumps(folder)`."""
+"""Reads PyTorch's flight-recorder dumps and diagnoses them: `explain_dumps.explain_dumps(folder)`."""

@@ -1,1 +1,1 @@
-"""The supervisor: merges the reports of all agents, judges them, writes incidents and informs its subscribers."""
+"""The supervisor: merges the reports of all agents, diagnoses the job, writes incidents and informs subscribers."""
