@@ -1,4 +1,4 @@
-"""What relays and streams need of torch.distributed: the run's store, a default group, gloo's interface."""
+"""Prepares torch.distributed for relays and streams: the run's store, a default process group, gloo's interface."""
 
 import logging
 import os
@@ -16,7 +16,7 @@ from lockstep.weights.errors import LinkFailed
 
 
 def init_default_group(scope: str) -> None:
-    """Starts recording this process's communicators, and makes the default process group that torch requires."""
+    """Starts recording this process's communicators, and creates the default process group that torch requires."""
     recorder.install(keepalive=True, scope=scope)
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
@@ -28,8 +28,8 @@ log = logging.getLogger(__name__)
 
 
 def use_gloo_interface(address: str) -> None:
-    """Makes gloo use the interface with this address, by which other nodes reach this one. If no interface has it (a
-    translated address), the variable stays as it is."""
+    """Makes gloo use the interface with this address, at which other nodes reach this one. Changes nothing if no
+    interface has the address, because of address translation."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(each.address == address for each in addresses):
             os.environ[GLOO_INTERFACE_VARIABLE] = name
@@ -55,8 +55,8 @@ def connect_store(host: str, port: int, prefix: str) -> Store:
 def wait_for_key(
     store: Store, key: str, link: str, peer: str, waits_for: str | None = None, **bounds: Unpack[WaitBounds]
 ) -> bytes:
-    """The value that `peer` sets under that key. `waits_for` names the process if that differs from the peer. Raises
-    LinkFailed if the key does not appear within the bounds."""
+    """Waits for a key that `peer` sets, and returns its value. `waits_for` is the name of the process if that differs
+    from `peer`. Raises LinkFailed if the key is not set in time."""
     try:
         return waits.store_get(store, key, waits_for=waits_for or peer, why=link, every_s=STORE_POLL_S, **bounds)
     except WaitTimeout as error:

@@ -7,12 +7,12 @@ from lockstep.base.errors import PicklableError
 
 
 class WeightsError(PicklableError, RuntimeError):
-    """Weights that cannot be written, committed or read."""
+    """Weights cannot be written, committed or read."""
 
 
 class PlanMismatch(WeightsError):
-    """Two sides expect different tensors: `difference` is the first one; digests are given where plans were
-    compared."""
+    """Two sides expect different tensors. `difference` describes the first one; the digests of the plans are given if
+    plans were compared."""
 
     error_code = "plan_mismatch"
 
@@ -26,7 +26,7 @@ class PlanMismatch(WeightsError):
 
 
 class IncompleteWeights(WeightsError):
-    """A version that cannot be committed: `problems` by rank or tensor."""
+    """A version cannot be committed. `problems` are by rank or tensor."""
 
     def __init__(self, version: int, problems: Mapping[str, str]) -> None:
         listed = "; ".join(f"{part}: {problem}" for part, problem in list(problems.items())[:4])
@@ -36,20 +36,21 @@ class IncompleteWeights(WeightsError):
 
 
 class TornWeights(WeightsError):
-    """Bytes differ from those that were written: a checksum does not match."""
+    """A checksum does not match: the bytes differ from those that were written."""
 
     error_code = "torn_weights"
 
     def __init__(self, version: int, tensor: str, start: int, length: int) -> None:
         super().__init__(
             f"version {version} of the weights is torn: the checksum of {tensor}, bytes {start} to {start + length}, "
-            f"differs from the one it was written with; publish again"
+            f"differs from the checksum when it was written; publish again"
         )
         self.version, self.tensor, self.start, self.length = version, tensor, start, length
 
 
 class StaleVersion(WeightsError):
-    """The store has another version than the requested one (None: any); `found` is None if nothing was published."""
+    """The store does not have the requested version. `wanted` is None if any version was requested; `found` is None if
+    nothing was published."""
 
     error_code = "stale_version"
 
@@ -66,12 +67,14 @@ class StaleWriter(WeightsError):
     error_code = "stale_weights_generation"
 
     def __init__(self, mine: int, current: int) -> None:
-        super().__init__(f"generation {mine} of the run tried to write weights, generation {current} is in charge")
+        super().__init__(
+            f"generation {mine} of the run tried to write weights, but generation {current} has taken over"
+        )
         self.mine, self.current = mine, current
 
 
 class NoRoom(WeightsError):
-    """Not enough (shared) memory for the two buffers, in bytes."""
+    """There is not enough shared memory for the two buffers. `needed` and `available` are bytes."""
 
     error_code = "no_room_for_weights"
 
@@ -84,7 +87,7 @@ class NoRoom(WeightsError):
 
 
 class NoStore(WeightsError):
-    """A folder holds no weight store, or one that cannot be read: `problem` says which."""
+    """A folder holds no weight store, or one that cannot be read."""
 
     def __init__(self, folder: Path, problem: str) -> None:
         super().__init__(f"{folder}: {problem}")
@@ -102,8 +105,8 @@ class LinkFailed(WeightsError):
 
 
 class BufferHeld(WeightsError):
-    """A reader of an older version holds memory that a version needs for too long. `readers` holds the pid of each
-    reader, followed by those of its parents."""
+    """Readers of an older version have held the buffer that the next version needs for too long. `readers` has the pid
+    of each reader, followed by those of its parents."""
 
     def __init__(self, folder: Path, node: str, readers: tuple[tuple[int, ...], ...], limit_s: float) -> None:
         pids = ", ".join(str(each[0]) for each in readers) or "unknown"

@@ -1,6 +1,6 @@
-"""Weight sync within one host: the controller's transport over one store, and the engine's reader.
+"""Weight sync within one host: the transport, which the controller uses, and the reader, which engines use.
 
-Also finds the processes that still read the buffer that the next version needs.
+Also finds processes that still read the buffer that the next version needs.
 """
 
 import os
@@ -31,7 +31,7 @@ from lockstep.weights.write_records import (
 
 
 class StoreReader:
-    """Opens versions for an engine: `with reader(folder, version) as tensors: ...`. Stores stay mapped."""
+    """Reads versions for an engine: `with reader(folder, version) as tensors: ...`. Keeps stores open."""
 
     def __init__(self, check: ChecksumMode = "sampled") -> None:
         self.check: ChecksumMode = check
@@ -39,31 +39,32 @@ class StoreReader:
 
     @contextmanager
     def __call__(self, folder: Path, version: int) -> Generator[Mapping[str, Tensor]]:
-        """The tensors of that version by name. Raises as `WeightStore.reading`."""
+        """Returns the tensors of that version by name. Raises like `WeightStore.reading`."""
         with self._store(folder).reading(version, self.check) as weights:
             yield weights.tensors
 
     def _store(self, folder: Path) -> WeightStore:
         control = folder / "control"
         inode = control.stat().st_ino if control.exists() else -1
-        known = self._stores.get(folder)
-        if known is None or known[0] != inode:
+        opened = self._stores.get(folder)
+        if opened is None or opened[0] != inode:
             self._stores[folder] = inode, WeightStore.open(folder)
         return self._stores[folder][1]
 
 
 def complete_store_reader() -> StoreReader:
-    """A reader that verifies every byte."""
+    """Returns a reader that verifies every byte."""
     return StoreReader("complete")
 
 
 ProcessLineage = tuple[int, ...]
-"""Pid of a process, then those of its parents: an engine may read in child processes."""
+"""Pid of a process, then those of its parents, because an engine may read in child processes."""
 
 
 def spare_buffer_readers(store: WeightStore) -> list[ProcessLineage]:
-    """Processes, other than this one, that hold a lease on the store's spare buffer. No new ones start to: engines read
-    the current buffer, and relays send only versions that are recorded as written. Does not wait."""
+    """Returns the processes, except this one, that hold a lease on the store's spare buffer. Does not wait. No process
+    takes
+    a new lease on it: engines read the current buffer, and relays send only versions that are recorded as written."""
     newest = store.control.newest()
     path = store.folder / f"buffer-{0 if newest is None else 1 - newest.buffer}"
     lease = BufferLease.take(path, exclusive=True)
@@ -81,36 +82,37 @@ def process_lineage(pid: int) -> ProcessLineage:
 
 
 class SharedMemoryTransport:
-    """Implements `lockstep.weights.weight_transport.WeightTransport`within one host: no extra process, nothing is sent.
+    """Implements `lockstep.weights.weight_transport.WeightTransport` within one host, without other processes or
+    transfers.
 
     Args:
-        folder: the store's, in shared memory.
-        generation: the run's.
-        limit_s: how long a reader may hold memory that a version needs.
+        folder: folder of the store, in shared memory.
+        generation: generation of the run.
+        limit_s: how long a reader may hold the buffer that a version needs.
     """
 
     def __init__(self, folder: Path, plan: WeightPlan, generation: int, limit_s: float = 60.0) -> None:
         self._folder, self._plan, self._generation, self._limit_s = folder, plan, generation, limit_s
         self._store: WeightStore | None = None
         self._former: WeightStore | None = None
-        """The store that engines still read after the number of ranks has changed, until the next publish."""
+        """After a change of the number of ranks: the previous store, which engines read until the next publish."""
 
     @property
     def store(self) -> WeightStore:
-        """The store that the next version goes to."""
+        """The store of the next version."""
         if self._store is None:
             raise RuntimeError("no store is open; call prepare_stores() first")
         return self._store
 
     def prepare_stores(self, ranks: Sequence[Worker]) -> list[str]:
-        left = self._store
-        if left is None or left.control.writers != len(ranks):
-            folder = self._folder if left is None else self._folder.with_name(f"{self._folder.name}-{len(ranks)}")
+        previous = self._store
+        if previous is None or previous.control.writers != len(ranks):
+            folder = self._folder if previous is None else self._folder.with_name(f"{self._folder.name}-{len(ranks)}")
             self._store = WeightStore.create(folder, self._plan, len(ranks), self._generation)
-            if left is not None and self._former is None:
-                self._former = left
-            elif left is not None:  # nothing was published from it
-                _delete_store(left)
+            if previous is not None and self._former is None:
+                self._former = previous
+            elif previous is not None:  # nothing was published in it
+                _delete_store(previous)
         return [str(self.store.folder)] * len(ranks)
 
     def publish(self, version: int, write: WriteVersion) -> None:

@@ -1,9 +1,8 @@
-"""The files of a weight store: two buffers, the plan, a control block, and leases on the buffers.
+"""The files of a weight store: two buffers, the plan and a control block; and leases on the buffers.
 
-A commit record lies in one of two slots of the control block, each with its own checksum; a new one goes over the
-older slot. A reader takes the newest valid one, so it sees the old version or the new one and never something
-between, wherever the writer was killed. Leases are the kernel's file locks, which vanish with the process that held
-them.
+The control block has two slots for commit records, each with a checksum. A new record overwrites the older slot, and a
+reader uses the newest valid one. So a reader sees either the old version or the new one, whenever the writer is killed.
+Leases are file locks, which the kernel releases when the process ends.
 """
 
 import errno
@@ -49,7 +48,7 @@ class ControlBlock:
     """The mapped control file of a store."""
 
     def __init__(self, path: Path, writable: bool) -> None:
-        """Raises NoStore if there is none."""
+        """Raises NoStore if there is no valid control file."""
         self.path = path
         try:
             with path.open("r+b" if writable else "rb") as file:
@@ -75,7 +74,7 @@ class ControlBlock:
 
     @property
     def generation(self) -> int:
-        """The generation that owns the store, 0 before the first."""
+        """The generation that owns the store; 0 before the first claim."""
         found = self._read(_GENERATION_AT, _GENERATION)
         return int(found[0]) if found else 0
 
@@ -83,7 +82,7 @@ class ControlBlock:
         self._write(_GENERATION_AT, _GENERATION.pack(generation))
 
     def newest(self) -> CommittedVersion | None:
-        """The current version."""
+        """Returns the current commit; None if nothing was committed."""
         found = [CommittedVersion(*map(int, record)) for at in _RECORDS_AT if (record := self._read(at, _RECORD))]
         return max(found, key=lambda commit: commit.sequence, default=None)
 
@@ -93,7 +92,7 @@ class ControlBlock:
         self._write(_RECORDS_AT[sequence % 2], _RECORD.pack(sequence, generation, version, buffer))
 
     def _read(self, at: int, layout: struct.Struct) -> tuple[bytes, ...] | None:
-        """The record at that offset, None if it is empty or half-written."""
+        """Returns the record at that offset; None if it is empty or incomplete."""
         raw = self._memory[at : at + layout.size + _CRC.size]
         body = raw[: layout.size]
         if not any(raw) or _CRC.unpack(raw[layout.size :])[0] != zlib.crc32(body):
@@ -133,24 +132,25 @@ def create_store_files(folder: Path, plan: WeightPlan, writers: int) -> None:
 
 
 def tensor_views(memory: mmap.mmap, plan: WeightPlan) -> dict[str, Tensor]:
-    """All tensors of a buffer by name. They share one storage, so neighbours can be viewed as one tensor."""
+    """Returns all tensors of a buffer by name. They share one storage, so that adjacent tensors can be viewed as
+    one."""
     with warnings.catch_warnings():
         # torch warns that the memory is read-only, which is intended.
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
-        whole = torch.frombuffer(memory, dtype=torch.uint8)
-    return {entry.name: _tensor_view(whole, entry) for entry in plan.entries}
+        buffer_bytes = torch.frombuffer(memory, dtype=torch.uint8)
+    return {entry.name: _tensor_view(buffer_bytes, entry) for entry in plan.entries}
 
 
-def _tensor_view(whole: Tensor, entry: PlanEntry) -> Tensor:
+def _tensor_view(buffer_bytes: Tensor, entry: PlanEntry) -> Tensor:
     if not entry.nbytes:
         return torch.empty(entry.shape, dtype=entry.torch_dtype)
-    return whole[entry.offset : entry.offset + entry.nbytes].view(entry.torch_dtype).view(entry.shape)
+    return buffer_bytes[entry.offset : entry.offset + entry.nbytes].view(entry.torch_dtype).view(entry.shape)
 
 
 T = TypeVar("T")
 
 FENCE_TIMEOUT_S = 300.0
-"""How long a writer waits for readers of the spare buffer: an engine reads for as long as a copy takes."""
+"""How long a writer waits for readers of the spare buffer; an engine reads while it copies the weights."""
 
 
 class BufferLease:
@@ -161,7 +161,7 @@ class BufferLease:
 
     @classmethod
     def take(cls, path: Path, exclusive: bool = False) -> "BufferLease | None":
-        """None if another process holds a conflicting lease. Never waits."""
+        """Takes a lease without waiting. Returns None if another process holds a conflicting one."""
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             fcntl.flock(descriptor, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
@@ -178,25 +178,25 @@ class BufferLease:
 
 
 def lease_holders(path: Path) -> list[int]:
-    """Pids on this host that hold a lease on the file, as far as /proc shows."""
+    """Returns the pids on this host that hold a lease on the file, as far as /proc/locks lists them."""
     try:
         status = path.stat()
         lines = Path("/proc/locks").read_text().splitlines()
     except OSError:
         return []
-    # Inode numbers alone are ambiguous: every tmpfs counts from one.
+    # Inode numbers alone are ambiguous, because every tmpfs numbers its inodes from one.
     file = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
     found = set()
     for line in lines:
         fields = line.split()
-        # "1: FLOCK ADVISORY READ 1234 00:1a:42 0 EOF"; a waiting one has "->" in second place.
+        # "1: FLOCK ADVISORY READ 1234 00:1a:42 0 EOF"; a waiting process has "->" as second field.
         if len(fields) > 5 and fields[1] == "FLOCK" and fields[5] == file:
             found.add(int(fields[4]))
     return sorted(found)
 
 
 def acquire_exclusive(path: Path, waits_for: str, why: str) -> BufferLease:
-    """Waits for an exclusive lease; the wait names the processes that hold one."""
+    """Waits for an exclusive lease. The wait names the processes that hold conflicting ones."""
     lease = BufferLease.take(path, exclusive=True)
     if lease is not None:
         return lease
@@ -205,5 +205,5 @@ def acquire_exclusive(path: Path, waits_for: str, why: str) -> BufferLease:
 
 
 def poll_lease(attempt: Callable[[], T | None], waits_for: str, why: str) -> T:
-    """The first result of `attempt` that is not None. Raises WaitTimeout."""
+    """Repeats `attempt` until its result is not None, and returns it. Raises WaitTimeout."""
     return waits.poll(attempt, kind="lease", waits_for=waits_for, why=why, timeout_s=FENCE_TIMEOUT_S, every_s=0.002)

@@ -1,4 +1,4 @@
-"""The plan of a weight transfer: names, shapes, dtypes and offsets, agreed before bytes move."""
+"""The plan of a weight transfer: names, shapes, dtypes and offsets, on which both sides agree before any transfer."""
 
 import hashlib
 import json
@@ -12,7 +12,7 @@ import torch
 from lockstep.weights.errors import PlanMismatch
 
 ALIGNMENT = 256
-"""Bytes. Enough for every vector unit, and for a copy to a device."""
+"""Alignment of tensors in bytes, sufficient for all vector instructions and for copies to a device."""
 _FUSED_ORDER = {"q_proj": "qkv_0", "k_proj": "qkv_1", "v_proj": "qkv_2"}
 
 
@@ -23,7 +23,7 @@ class PlanEntry:
     name: str
     shape: tuple[int, ...]
     dtype: str
-    """Torch's name: `float32`, `bfloat16`."""
+    """Name of the dtype in torch, such as `bfloat16`."""
     offset: int
     """Bytes."""
 
@@ -33,12 +33,12 @@ class PlanEntry:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row (index of the first dimension)."""
+        """Number of bytes of one row (index of the first dimension)."""
         return math.prod(self.shape[1:]) * self.torch_dtype.itemsize
 
     @property
     def rows(self) -> int:
-        """1 for a scalar."""
+        """Number of rows; 1 for a scalar."""
         return self.shape[0] if self.shape else 1
 
     @property
@@ -48,7 +48,7 @@ class PlanEntry:
 
 @dataclass(frozen=True)
 class WeightPlan:
-    """All tensors of a buffer, aligned; tensors that engines fuse are neighbours. Equal plans have equal digests."""
+    """All tensors of a buffer, aligned. Tensors that engines fuse are adjacent. Equal plans have equal digests."""
 
     entries: tuple[PlanEntry, ...]
 
@@ -57,7 +57,7 @@ class WeightPlan:
         """Makes a plan from (name, shape, dtype) in any order. Tied weights appear once.
 
         Raises:
-            ValueError: a name given twice, an empty name, an unknown dtype, a negative size.
+            ValueError: a name is empty or appears twice, a dtype is unknown, or a size is negative.
         """
         entries: list[PlanEntry] = []
         offset = 0
@@ -75,17 +75,17 @@ class WeightPlan:
 
     @property
     def nbytes(self) -> int:
-        """Of one buffer."""
+        """Number of bytes of one buffer."""
         return self.entries[-1].offset + self.entries[-1].nbytes if self.entries else 0
 
     @cached_property
     def index(self) -> dict[str, int]:
-        """Name to position in `entries`."""
+        """Position of each name in `entries`."""
         return {entry.name: position for position, entry in enumerate(self.entries)}
 
     @cached_property
     def digest(self) -> str:
-        """sha256, hexadecimal, of names, shapes, dtypes and offsets."""
+        """The sha256 (hexadecimal) of names, shapes, dtypes and offsets."""
         return hashlib.sha256(self._body().encode()).hexdigest()
 
     def _body(self) -> str:
@@ -97,7 +97,7 @@ class WeightPlan:
 
     @classmethod
     def from_json(cls, text: str) -> "WeightPlan":
-        """Raises ValueError for what `to_json` did not write, or that was changed since."""
+        """Reads the result of `to_json`. Raises ValueError if the text is not a plan, or was changed."""
         found = json.loads(text)
         if not isinstance(found, dict) or found.get("format") != 1:
             raise ValueError("not a weight plan of format 1")
@@ -111,13 +111,13 @@ class WeightPlan:
         return plan
 
     def check(self, other: "WeightPlan") -> None:
-        """Raises PlanMismatch where `other` is not this plan, naming the first tensor that differs."""
+        """Raises PlanMismatch, which names the first tensor that differs, if `other` is another plan."""
         if self.digest != other.digest:
             raise PlanMismatch(_difference(self, other), self.digest, other.digest)
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The dtype of that name. Raises ValueError for an unknown one."""
+    """Returns the dtype with that name. Raises ValueError if it is unknown."""
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
         raise ValueError(f"dtype {name!r} is unknown, expected one of torch's, such as 'float32'")
@@ -125,9 +125,10 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def _sort_key(name: str) -> tuple[str, ...]:
-    """Orders tensors so that those that an engine fuses (query, key, value; gate, up) are contiguous wherever their
-    sizes are multiples of the alignment: tensors of one kind (weight, bias) in sibling layers come together, sorted by
-    name, with queries before keys before values."""
+    """Orders tensors such that those that an engine fuses (query, key, value; gate, up) are contiguous if their sizes
+    are
+    multiples of the alignment: tensors of one kind (weight, bias) in sibling layers are adjacent, sorted by name, with
+    query, key and value in this order."""
     owner, _, kind = name.rpartition(".")
     above, _, layer = owner.rpartition(".")
     return above, kind, _FUSED_ORDER.get(layer, layer), name

@@ -1,12 +1,12 @@
-"""The weight store of a host: trainer ranks write, engines read, through two buffers in shared memory.
+"""The weight store of a host: two buffers in shared memory, which trainer ranks write and engines read.
 
-Every rank writes its rows straight into the spare buffer, then records that it is done; the controller's commit, which
-needs the records of all ranks, makes that buffer the current one. Readers hold a lease on the buffer they read, and no
-rank writes to a buffer with leases. So a reader always sees one version, whole.
+Every rank writes its rows into the spare buffer and then records that it is done. The controller's commit, which needs
+the records of all ranks, makes that buffer the current one. Readers hold a lease on the buffer that they read, and no
+rank writes to a buffer with leases. So a reader always sees one complete version.
 
-On other nodes than the trainer's, a relay writes in place of the ranks, and commits. Therefore every writer of a rank's
-part locks that part, and a commit locks all parts: the current buffer is determined under the lock and cannot change
-until it is released.
+On nodes without trainer ranks, a relay writes the parts of the ranks and commits. Therefore every writer of a rank's
+part
+locks that part, and a commit locks all parts: while a process holds such a lock, the current buffer cannot change.
 """
 
 import logging
@@ -56,14 +56,14 @@ class WeightStore:
 
     @classmethod
     def create(cls, folder: Path, plan: WeightPlan, writers: int, generation: int = 1) -> "WeightStore":
-        """Opens the store for the controller, or creates it. A version of an earlier generation with the same plan
-        stays readable.
+        """Opens the store for the controller, or creates it. A version that an earlier generation committed stays
+        readable if the plan is the same.
 
         Args:
-            writers: number of ranks that write.
+            writers: number of ranks that write to it.
 
         Raises:
-            NoRoom: two buffers do not fit.
+            NoRoom: there is no space for two buffers.
             StaleWriter: a later generation has claimed the store.
         """
         folder.mkdir(parents=True, exist_ok=True)
@@ -85,8 +85,8 @@ class WeightStore:
         """Opens the store for a rank (with its generation) or a reader.
 
         Raises:
-            NoStore: there is none.
-            PlanMismatch: the store's plan is not `plan`.
+            NoStore: there is no store.
+            PlanMismatch: the store's plan differs from `plan`.
         """
         control = ControlBlock(folder / "control", writable=generation is not None)
         try:
@@ -100,56 +100,56 @@ class WeightStore:
         return cls(folder, found, control, generation)
 
     def version(self) -> int | None:
-        """The committed version, None before the first."""
+        """Returns the committed version; None if there is none."""
         newest = self.control.newest()
         return None if newest is None else newest.version
 
     def write_shards(self, rank: int, version: int, shards: Iterable[WeightShard], complete: bool = False) -> None:
         """Writes this rank's rows into the spare buffer and records that the rank is done. Does nothing if the version
-        is committed already. A constant shard that the same generation wrote into this buffer two versions ago is
-        still there: it is neither copied nor checksummed again.
+        is committed already. A constant shard is not written again if the same generation wrote it into this buffer two
+        versions ago.
 
         Args:
             rank: 0 <= rank < writers.
-            shards: cast to the plan's types.
-            complete: whether to make complete checksums beside the sampled ones.
+            shards: the rows; they are cast to the plan's types.
+            complete: whether to compute complete checksums in addition to the sampled ones.
 
         Raises:
             StaleWriter, StaleVersion: a newer generation owns the store; a newer version is current.
             PlanMismatch: a shard is not in the plan.
-            WaitTimeout: a reader, named by its pid, holds the buffer.
+            WaitTimeout: a reader holds the buffer; the message has its pid.
         """
         if not 0 <= rank < self.control.writers:
             raise ValueError(f"rank: {rank}, expected 0 to {self.control.writers - 1}")
         with self._lock_parts(version, [rank]) as buffer:
             if buffer is None:
                 return
-            before = self._clear_parts(buffer, version, [rank])
+            previous = self._clear_parts(buffer, version, [rank])
             memory = memoryview(self._mapped(buffer, writable=True))
-            written = [block for shard in shards for block in self._write(memory, shard, complete, before)]
-            record = WriteRecord(rank, version, self._mine, self.plan.digest, tuple(written))
+            written = [block for shard in shards for block in self._write(memory, shard, complete, previous)]
+            record = WriteRecord(rank, version, self._current_generation, self.plan.digest, tuple(written))
             record.write(self._record_path(buffer, rank))
 
     def commit(self, version: int) -> None:
-        """Makes the version current if every rank has written all of its part. Idempotent.
+        """Makes the version current if all ranks have written their parts completely. Idempotent.
 
         Raises:
-            IncompleteWeights: names the ranks that are not done, or the tensors with gaps.
-            StaleWriter, StaleVersion: as `write_shards`.
+            IncompleteWeights: some ranks are not done, or some tensors have gaps.
+            StaleWriter, StaleVersion: as for `write_shards`.
         """
         newest = self._check_generation(version)
         if not self._is_committed(newest, version):
-            self._check_complete(_spare_buffer(newest), version)  # fails before it waits for locks
+            self._check_complete(_spare_buffer(newest), version)  # fails early, without waiting for locks
         with self._lock_parts(version, range(self.control.writers)) as buffer:
             if buffer is not None:
                 self._commit(buffer, version)
 
     @contextmanager
     def sending(self, version: int, ranks: Sequence[int]) -> Generator[OutgoingVersion]:
-        """Leases what these ranks wrote of `version`, committed or not, during the context.
+        """Leases the parts that these ranks have written of `version`, committed or not, during the context.
 
         Raises:
-            StaleVersion: they have not written it, or have written a later one since.
+            StaleVersion: the ranks have not written the version, or have written a later one.
         """
         why = f"send version {version} of the weights"
         held, lease = poll_lease(lambda: self._lease_written(version, ranks), "trainer ranks", why)
@@ -160,18 +160,18 @@ class WeightStore:
 
     @contextmanager
     def filling(self, version: int, ranks: Sequence[int]) -> Generator[IncomingVersion]:
-        """The spare buffer, to be written in place of these ranks. `keep` records them as done and, if they are all
-        ranks, commits the version.
+        """Gives the spare buffer to a relay, which fills it with the parts of these ranks. `keep` records the ranks as
+        done and, if they are all ranks, commits the version.
 
         Raises:
-            StaleWriter, StaleVersion, WaitTimeout: as `write_shards`; StaleVersion also if the version is current
-                already, or if these are all ranks and one of them has written a later version here.
+            StaleWriter, StaleVersion, WaitTimeout: as for `write_shards`. StaleVersion also if the version is current
+                already, or if these are all ranks and one of them has written a later version into this buffer.
         """
         with self._lock_parts(version, ranks) as buffer:
             if buffer is None:
                 raise StaleVersion(version, version)
-            whole = len(ranks) == self.control.writers
-            if whole:
+            all_ranks = len(ranks) == self.control.writers
+            if all_ranks:
                 self._check_not_newer(buffer, version)
             self._clear_parts(buffer, version, ranks)
             memory = memoryview(self._mapped(buffer, writable=True))
@@ -181,14 +181,15 @@ class WeightStore:
                     verify_record(self.plan, record, memory, check)
                 for record in records:
                     record.write(self._record_path(buffer, record.rank))
-                if whole:
+                if all_ranks:
                     self._commit(buffer, version)
 
             yield IncomingVersion(memory, keep)
 
     @contextmanager
     def current(self) -> Generator[memoryview]:
-        """All bytes of the current version, unchecked. Raises StaleVersion if there is none."""
+        """Leases the current version and returns its bytes, without verifying them. Raises StaleVersion if there is
+        none."""
         commit, lease = self._lease(None)
         try:
             yield memoryview(self._mapped(commit.buffer, writable=False))
@@ -200,12 +201,12 @@ class WeightStore:
         """Leases the current version during the context.
 
         Args:
-            version: the one that must be current; None for any.
-            check: how the bytes are verified against their writers' checksums.
+            version: the version that must be current; None: any.
+            check: how to verify the bytes by the checksums of their writers.
 
         Raises:
             StaleVersion: another version is current, or none.
-            TornWeights: the bytes are not what was written.
+            TornWeights: the bytes differ from those that were written.
         """
         commit, lease = self._lease(version)
         try:
@@ -216,7 +217,7 @@ class WeightStore:
             lease.release()
 
     def close(self) -> None:
-        """Unmaps the buffers that no tensor uses any more."""
+        """Unmaps the buffers, except those that a tensor still uses."""
         for key in list(self._memory):
             try:
                 self._memory[key].close()
@@ -226,7 +227,7 @@ class WeightStore:
         self.control.close()
 
     def _check_generation(self, version: int) -> CommittedVersion | None:
-        """The current commit, if this process may follow it with `version`. Raises StaleWriter, StaleVersion."""
+        """Returns the current commit if this process may write `version` after it. Raises StaleWriter, StaleVersion."""
         if self.generation is None:
             raise ValueError("generation: the store was opened for reading; give open() the run's generation")
         current = self.control.generation
@@ -238,14 +239,14 @@ class WeightStore:
         return newest
 
     def _is_committed(self, commit: CommittedVersion | None, version: int) -> bool:
-        """Whether that commit is this version, made by this generation of the run."""
-        return commit is not None and (commit.generation, commit.version) == (self._mine, version)
+        """Returns whether a commit is that of this version by this generation of the run."""
+        return commit is not None and (commit.generation, commit.version) == (self._current_generation, version)
 
     @contextmanager
     def _lock_parts(self, version: int, ranks: Sequence[int]) -> Generator[int | None]:
-        """Locks the parts of these ranks and yields the spare buffer, which stays spare: one process at a time writes a
-        part, whatever its generation, and none commits meanwhile. Yields None if the version is current already.
-        Raises StaleWriter, StaleVersion, WaitTimeout."""
+        """Locks the parts of these ranks and yields the spare buffer. Meanwhile no other process of any generation can
+        write these parts or commit. Yields None if the version is current already. Raises StaleWriter, StaleVersion,
+        WaitTimeout."""
         while True:
             newest = self._check_generation(version)
             if self._is_committed(newest, version):
@@ -253,7 +254,7 @@ class WeightStore:
                 return
             buffer = _spare_buffer(newest)
             with ExitStack() as locks:
-                for rank in sorted(ranks):  # one order for all processes: no deadlock
+                for rank in sorted(ranks):  # all processes lock in the same order, so there is no deadlock
                     path = self.folder / f"buffer-{buffer}.rank-{rank}.lock"
                     path.touch()
                     locks.callback(acquire_exclusive(path, f"another writer of rank {rank}", "write weights").release)
@@ -262,41 +263,41 @@ class WeightStore:
                     return
 
     def _clear_parts(self, buffer: int, version: int, ranks: Sequence[int]) -> dict[int, list[ChecksumBlock]]:
-        """Makes locked parts ready to be written: deletes their records and waits for readers. Returns what this
-        generation wrote of them before, by entry of the plan."""
-        before = dict[int, list[ChecksumBlock]]()
+        """Prepares locked parts for writing: deletes their records and waits for readers. Returns the blocks that this
+        generation had written of them, by entry of the plan."""
+        previous = dict[int, list[ChecksumBlock]]()
         for rank in ranks:
             record = WriteRecord.read(self._record_path(buffer, rank))
             self._record_path(buffer, rank).unlink(missing_ok=True)
             if record is not None and (record.generation, record.digest) == (self.generation, self.plan.digest):
                 for block in record.blocks:
-                    before.setdefault(block.entry, []).append(block)
-        # No new reader appears: engines read only the current buffer, and relays send only what is recorded.
+                    previous.setdefault(block.entry, []).append(block)
+        # No new reader can start: engines read only the current buffer, and relays send only recorded parts.
         why = f"write version {version} of the weights"
         acquire_exclusive(self._buffer(buffer), "readers of an older version", why).release()
-        return before
+        return previous
 
     def _check_not_newer(self, buffer: int, version: int) -> None:
-        """Raises StaleVersion if ranks have written a later version here, which one from elsewhere must not replace."""
+        """Raises StaleVersion if ranks have written a later version into this buffer, which must not be overwritten."""
         for rank in range(self.control.writers):
             record = WriteRecord.read(self._record_path(buffer, rank))
             if record is not None and record.generation == self.generation and record.version > version:
                 raise StaleVersion(version, record.version)
 
     def _commit(self, buffer: int, version: int) -> None:
-        """The caller holds the locks of all ranks."""
+        """Commits the buffer. The caller holds the locks of all parts."""
         self._check_complete(buffer, version)
-        self.control.commit(self._mine, version, buffer)
+        self.control.commit(self._current_generation, version, buffer)
 
     def _check_complete(self, buffer: int, version: int) -> None:
-        """Raises IncompleteWeights unless every byte was written."""
+        """Raises IncompleteWeights if a byte was not written."""
         records = {rank: WriteRecord.read(self._record_path(buffer, rank)) for rank in range(self.control.writers)}
-        problems = find_unwritten(self.plan, records, self._mine, version)
+        problems = find_unwritten(self.plan, records, self._current_generation, version)
         if problems:
             raise IncompleteWeights(version, problems)
 
     def _write(
-        self, memory: memoryview, shard: WeightShard, complete: bool, before: Mapping[int, list[ChecksumBlock]]
+        self, memory: memoryview, shard: WeightShard, complete: bool, previous: Mapping[int, list[ChecksumBlock]]
     ) -> Iterable[ChecksumBlock]:
         position = self.plan.index.get(shard.name)
         if position is None:
@@ -310,9 +311,9 @@ class WeightStore:
         if not source.numel():
             return []
         start = shard.offset * entry.row_bytes
-        if shard.constant and (known := before.get(position)) and known[0].start == start:
-            summed_up = all(block.complete is not None for block in known) or not complete
-            if summed_up and sum(block.length for block in known) == rows * entry.row_bytes:
+        if shard.constant and (known := previous.get(position)) and known[0].start == start:
+            has_checksums = all(block.complete is not None for block in known) or not complete
+            if has_checksums and sum(block.length for block in known) == rows * entry.row_bytes:
                 return known
         piece = memory[entry.offset + start : entry.offset + start + rows * entry.row_bytes]
         torch.frombuffer(piece, dtype=entry.torch_dtype).view(source.shape).copy_(source)
@@ -326,7 +327,7 @@ class WeightStore:
             lease = BufferLease.take(self._buffer(commit.buffer))
             if lease is not None and self.control.newest() == commit:
                 return commit, lease
-            # The commit was replaced meanwhile, or a rank is just checking for readers.
+            # The commit was replaced meanwhile, or a rank is checking for readers right now.
             if lease is not None:
                 lease.release()
             return None
@@ -342,17 +343,17 @@ class WeightStore:
             verify_record(self.plan, record, memory, check)
 
     def _lease_written(self, version: int, ranks: Sequence[int]) -> tuple[OutgoingVersion, BufferLease] | None:
-        """None if the caller must try again."""
+        """Leases the recorded parts of these ranks. Returns None if the caller must try again."""
         newest = self.control.newest()
         buffer = newest.buffer if newest is not None and self._is_committed(newest, version) else _spare_buffer(newest)
         lease = BufferLease.take(self._buffer(buffer))
-        if lease is None:  # a rank is just checking for readers
+        if lease is None:  # a rank is checking for readers right now
             return None
         records = [WriteRecord.read(self._record_path(buffer, rank)) for rank in ranks]
         done = [
             record
             for record in records
-            if record is not None and (record.version, record.generation) == (version, self._mine)
+            if record is not None and (record.version, record.generation) == (version, self._current_generation)
         ]
         if len(done) == len(records) and self.control.newest() == newest:
             return OutgoingVersion(memoryview(self._mapped(buffer, writable=False)), tuple(done)), lease
@@ -362,7 +363,7 @@ class WeightStore:
         return None
 
     @property
-    def _mine(self) -> int:
+    def _current_generation(self) -> int:
         return self.control.generation if self.generation is None else self.generation
 
     def _mapped(self, buffer: int, writable: bool) -> mmap.mmap:

@@ -1,4 +1,4 @@
-"""What each rank wrote of a version: byte ranges with checksums, and whether they make up the whole."""
+"""Records of what each rank wrote of a version: byte ranges with checksums. Checks whether they cover all tensors."""
 
 import json
 import zlib
@@ -21,21 +21,21 @@ _SAMPLE_BYTES = 4 << 10  # bytes of each sample
 
 @dataclass(frozen=True, slots=True)
 class ChecksumBlock:
-    """Some bytes of one tensor, with their checksums."""
+    """A range of bytes of one tensor, with checksums."""
 
     entry: int
     """Position in the plan."""
     start: int
-    """First byte, from the tensor's beginning."""
+    """First byte, relative to the beginning of the tensor."""
     length: int
     sampled: int
     complete: int | None
-    """None if the writer made only the sampled checksum."""
+    """None if the writer computed only the sampled checksum."""
 
 
 @dataclass(frozen=True, slots=True)
 class WriteRecord:
-    """A rank's record that it has written its part of a version. Its JSON names the blocks `buckets`."""
+    """A rank's record that it has written its part of a version. In JSON, the blocks are called `buckets`."""
 
     rank: int
     version: int
@@ -53,7 +53,7 @@ class WriteRecord:
 
     @classmethod
     def read(cls, path: Path) -> "WriteRecord | None":
-        """None if the rank is not done."""
+        """Reads a record. Returns None if the rank is not done."""
         try:
             found = json.loads(path.read_text())
         except (FileNotFoundError, ValueError):
@@ -63,15 +63,16 @@ class WriteRecord:
 
 
 def checksum_blocks(memory: memoryview, entry: int, start: int, complete: bool) -> Iterator[ChecksumBlock]:
-    """Cuts what was written (`memory`, from byte `start` of the tensor) into blocks with checksums."""
+    """Cuts written bytes (`memory`, from byte `start` of the tensor) into blocks with checksums."""
     for at in range(0, len(memory), _BLOCK_BYTES):
         piece = memory[at : at + _BLOCK_BYTES]
-        whole = zlib.crc32(piece) if complete else None
-        yield ChecksumBlock(entry, start + at, len(piece), _sampled_checksum(piece), whole)
+        complete_checksum = zlib.crc32(piece) if complete else None
+        yield ChecksumBlock(entry, start + at, len(piece), _sampled_checksum(piece), complete_checksum)
 
 
 def sample_ranges(size: int) -> list[tuple[int, int]]:
-    """First and last (exclusive) byte of every sample of `size` bytes: beginning, middle and end of each block."""
+    """Returns the first and last (exclusive) byte of each sample of `size` bytes: beginning, middle and end of each
+    block."""
     found = []
     for at in range(0, size, _BLOCK_BYTES):
         length = min(_BLOCK_BYTES, size - at)
@@ -91,8 +92,8 @@ def _sampled_checksum(block: memoryview) -> int:
 
 
 def matches_checksum(block: ChecksumBlock, memory: memoryview, check: ChecksumMode) -> bool:
-    """Whether `memory` still is what was written. A complete check falls back to the sampled one if the writer made no
-    complete checksum."""
+    """Returns whether `memory` has the checksum of the block. A complete check falls back to the sampled checksum if
+    the writer computed no complete one."""
     if check == "none":
         return True
     if check == "complete" and block.complete is not None:
@@ -101,35 +102,35 @@ def matches_checksum(block: ChecksumBlock, memory: memoryview, check: ChecksumMo
 
 
 def find_gaps(plan: WeightPlan, records: Iterable[WriteRecord]) -> dict[str, str]:
-    """Tensors whose bytes were not written exactly once, with the problem of each."""
+    """Returns the tensors whose bytes were not all written exactly once, with the problem of each."""
     pieces: list[list[tuple[int, int]]] = [[] for _ in plan.entries]
     for record in records:
         for block in record.blocks:
             pieces[block.entry].append((block.start, block.length))
-    wrong = {}
+    problems = {}
     for entry, parts in zip(plan.entries, pieces, strict=True):
         problem = _tiling_problem(sorted(parts), entry.nbytes)
         if problem:
-            wrong[entry.name] = problem
-    return wrong
+            problems[entry.name] = problem
+    return problems
 
 
 def verify_record(plan: WeightPlan, record: WriteRecord, memory: memoryview, check: ChecksumMode) -> None:
-    """Raises TornWeights if the buffer's `memory` does not match the record's checksums. Each block counts as
-    progress."""
-    here = current_beacon()
+    """Raises TornWeights if the buffer's `memory` does not match the record's checksums. Reports progress after each
+    block."""
+    beacon = current_beacon()
     for block in record.blocks:
         entry = plan.entries[block.entry]
         start = entry.offset + block.start
         if not matches_checksum(block, memory[start : start + block.length], check):
             raise TornWeights(record.version, entry.name, block.start, block.length)
-        here.add("buckets")
+        beacon.add("buckets")
 
 
 def find_unwritten(
     plan: WeightPlan, records: Mapping[int, WriteRecord | None], generation: int, version: int
 ) -> dict[str, str]:
-    """What is missing of a version, by rank or tensor. `records` are by rank."""
+    """Returns what is missing of a version, by rank or tensor. `records` are by rank."""
     problems: dict[str, str] = {}
     for rank, record in records.items():
         if record is None:
@@ -149,7 +150,7 @@ def _tiling_problem(parts: Sequence[tuple[int, int]], size: int) -> str | None:
 
 
 class WeightShard(Protocol):
-    """A rank's rows of one tensor, as the trainer gives it."""
+    """A rank's rows of one tensor."""
 
     @property
     def name(self) -> str: ...
@@ -163,18 +164,18 @@ class WeightShard(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class OutgoingVersion:
-    """A version's bytes, to be sent to another node."""
+    """The bytes of a version that a relay sends to another node."""
 
     memory: memoryview
     records: tuple[WriteRecord, ...]
 
 
 class IncomingVersion:
-    """A buffer to be filled with what ranks of another node wrote."""
+    """A buffer that a relay fills with the parts of ranks on another node."""
 
     def __init__(self, memory: memoryview, keep: Callable[[Sequence[WriteRecord], ChecksumMode], None]) -> None:
         self.memory, self.keep = memory, keep
-        """`keep(records, check)` verifies the bytes against their writers' checksums and stores the records."""
+        """`keep(records, check)` verifies the bytes by the checksums of their writers and stores the records."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Which transport a run uses, and what is refused."""
+"""Which transport a run uses, and which settings are refused."""
 
 import pytest
 
@@ -47,7 +47,7 @@ def test_several_nodes_use_gloo(trainers: set[str], engines: set[str], here: str
         "two-engines-on-one",
     ],
 )
-def test_gpus_are_reached_without_host_memory(devices: DevicePlacement, engines: set[str], way: str | None) -> None:
+def test_weights_are_sent_from_gpu_to_gpu(devices: DevicePlacement, engines: set[str], way: str | None) -> None:
     assert select_device_transport("auto", devices, {"a"}, engines).way == way
     for other in ("shared", "gloo", "files"):
         assert select_device_transport(other, devices, {"a"}, engines).way is None
@@ -79,11 +79,11 @@ def test_gpus_are_reached_without_host_memory(devices: DevicePlacement, engines:
     ],
     ids=["nccl-cpu", "ipc-cpu", "nccl-shared", "ipc-apart", "ipc-other-node"],
 )
-def test_what_the_devices_do_not_have_is_refused(wanted, devices, engines, problem) -> None:
+def test_transports_that_the_devices_do_not_support_are_refused(wanted, devices, engines, problem) -> None:
     with pytest.raises(ValueError, match=rf"weights\.transport {problem}"):
         select_device_transport(wanted, devices, {"a"}, engines)
 
 
-def test_behind_a_direct_way_is_one_through_host_memory() -> None:
+def test_with_a_device_transport_there_is_also_a_host_transport() -> None:
     assert select_host_transport("nccl", {"a"}, {"a"}, "a").transport == "shared"
     assert select_host_transport("cuda_ipc", {"a"}, {"b"}, "a", 2).transport == "gloo"

@@ -1,4 +1,4 @@
-"""The plan: same tensors, same digest, on both sides; nothing overlaps."""
+"""Plans of the same tensors have the same digest, and tensors do not overlap."""
 
 import json
 import math
@@ -28,7 +28,7 @@ def test_the_order_of_the_tensors_does_not_matter(tensors, random):
 
 
 @given(TENSORS)
-def test_places_are_aligned_and_apart(tensors):
+def test_tensors_are_aligned_and_do_not_overlap(tensors):
     plan = WeightPlan.of((name, shape, dtype) for name, (shape, dtype) in tensors.items())
     end = 0
     for entry in plan.entries:
@@ -64,7 +64,7 @@ def test_the_difference_is_named():
         plan.check(WeightPlan.of([("a", (2, 3), "float32")]))
 
 
-def test_nonsense_is_refused():
+def test_invalid_plans_are_refused():
     with pytest.raises(ValueError, match="once"):
         WeightPlan.of([("a", (2,), "float32"), ("a", (2,), "float32")])
     with pytest.raises(ValueError, match="dtype 'float33'"):
@@ -77,7 +77,7 @@ def test_nonsense_is_refused():
         WeightPlan.from_json("[]")
 
 
-def test_what_engines_fuse_lies_side_by_side_in_their_order():
+def test_tensors_that_engines_fuse_are_adjacent_in_their_order():
     layer = "model.layers.0."
     shapes = {
         "self_attn.k_proj": (8, 64), "self_attn.o_proj": (64, 64), "self_attn.q_proj": (64, 64),

@@ -37,7 +37,7 @@ PLAN = WeightPlan.of((name, tensor.shape, tensor.dtype) for name, tensor in TENS
 
 
 def part(rank, add=0.0):
-    """Two ranks: the rows halved as FSDP2 does; the scalar with rank 0."""
+    """Shards of two ranks: each has half of the rows, as with FSDP2, and rank 0 has the scalar."""
     for name, tensor in TENSORS.items():
         if not tensor.ndim:
             if rank == 0:
@@ -53,7 +53,7 @@ def publish(store, version, add=0.0, complete=False):
     store.commit(version)
 
 
-def test_what_is_written_is_read(tmp_path):
+def test_readers_get_what_was_written(tmp_path):
     store = WeightStore.create(tmp_path / "w", PLAN, writers=2)
     assert store.version() is None
     with pytest.raises(StaleVersion, match="nothing was published"), store.reading():
@@ -113,7 +113,7 @@ def test_casts_to_the_plans_precision(tmp_path):
             assert torch.equal(weights.tensors[name], tensor.bfloat16())
 
 
-def test_a_version_is_committed_only_when_whole(tmp_path):
+def test_a_version_is_committed_only_if_it_is_complete(tmp_path):
     store = WeightStore.create(tmp_path, PLAN, writers=2)
     publish(store, 1)
     store.write_shards(0, 2, part(0, 1.0))
@@ -134,7 +134,7 @@ def test_a_version_is_committed_only_when_whole(tmp_path):
         assert torch.equal(weights.tensors["big"], TENSORS["big"] + 1.0)
 
 
-def test_a_mark_of_another_version_does_not_count(tmp_path):
+def test_a_record_of_another_version_is_not_used(tmp_path):
     store = WeightStore.create(tmp_path, PLAN, writers=2)
     store.write_shards(0, 1, part(0))
     store.write_shards(1, 2, part(1))
@@ -158,14 +158,14 @@ def test_publishing_again_changes_nothing(tmp_path):
         store.write_shards(0, 2, part(0))
 
 
-def test_an_older_generation_is_refused_and_a_newer_may_go_back(tmp_path):
+def test_an_older_generation_is_refused_and_a_newer_one_may_write_older_versions(tmp_path):
     old = WeightStore.create(tmp_path, PLAN, writers=2, generation=1)
     publish(old, 7)
     old.write_shards(0, 8, part(0))
     new = WeightStore.create(tmp_path, PLAN, writers=2, generation=2)
     with new.reading(7) as weights:  # still served until the new one publishes
         assert weights.generation == 1
-    with pytest.raises(StaleWriter, match=r"generation 1 .* generation 2 is in charge"):
+    with pytest.raises(StaleWriter, match=r"generation 1 .* generation 2 has taken over"):
         old.write_shards(1, 8, part(1))
     with pytest.raises(StaleWriter):
         old.commit(8)
@@ -195,7 +195,7 @@ def test_another_plan_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("check", "at", "caught"), [("sampled", 0, True), ("sampled", 5000, False), ("complete", 5000, True)]
 )
-def test_changed_bytes_are_noticed(tmp_path, check, at, caught):
+def test_changed_bytes_are_detected(tmp_path, check, at, caught):
     store = WeightStore.create(tmp_path, PLAN, writers=2)
     publish(store, 1, complete=True)
     commit, big = store.control.newest(), PLAN.entries[PLAN.index["big"]]
@@ -237,7 +237,7 @@ def test_a_writer_waits_for_readers_and_names_them(tmp_path, monkeypatch):
     assert store.version() == 3
 
 
-def test_no_room_is_said_before_anything_is_made(tmp_path, monkeypatch):
+def test_missing_room_is_reported_before_files_are_created(tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
     plan = WeightPlan.of([("huge", (usage.free // 4,), "float32")])
     with pytest.raises(NoRoom, match=r"two buffers .* need") as caught:

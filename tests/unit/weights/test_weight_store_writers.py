@@ -1,4 +1,4 @@
-"""A node's ranks and its relay write into one store: whoever comes second writes where nobody reads."""
+"""Ranks and the relay of a node write into one store: each writes only into a buffer without readers."""
 
 import threading
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ def write(store: WeightStore, version: int) -> None:
 
 
 def fill(filling: IncomingVersion, version: int, generation: int = 1) -> None:
-    """What a relay does with bytes that have come."""
+    """Stores received bytes like a relay."""
     piece = filling.memory[: 4 * SIZE]
     piece[:] = memoryview(torch.full((SIZE,), float(version)).numpy()).cast("B")
     filling.keep(
@@ -54,12 +54,12 @@ def home(tmp_path: Path) -> Iterator[WeightStore]:
 
 
 def waits_for(path: Path, thread: threading.Thread) -> None:
-    """Until the thread has found the lock taken: it opens the file again and again."""
+    """Waits until the thread tries to take the lock, for which it opens the file repeatedly."""
     thread.join(0.05)
     assert thread.is_alive() and path.exists() and lease_holders(path)
 
 
-def test_a_rank_does_not_write_over_what_a_courier_has_just_committed(home: WeightStore) -> None:
+def test_a_rank_does_not_overwrite_what_a_relay_has_just_committed(home: WeightStore) -> None:
     rank = WeightStore.open(home.folder, PLAN, 1)
     relay = WeightStore.open(home.folder, PLAN, 1)
     writer = threading.Thread(target=write, args=(rank, 3), daemon=True)
@@ -80,7 +80,7 @@ def test_a_rank_does_not_write_over_what_a_courier_has_just_committed(home: Weig
     served(reader, 3)
 
 
-def test_a_commit_waits_for_a_writer_and_believes_only_what_it_left(home: WeightStore) -> None:
+def test_a_commit_waits_for_a_writer_and_uses_its_final_records(home: WeightStore) -> None:
     write(home, 2)
     lock = BufferLease.take(home.folder / "buffer-1.rank-0.lock", exclusive=True)
     assert lock is not None
@@ -101,7 +101,7 @@ def test_a_commit_waits_for_a_writer_and_believes_only_what_it_left(home: Weight
     assert len(caught) == 1 and home.version() == 1
 
 
-def test_an_older_version_from_elsewhere_does_not_displace_a_later_one(home: WeightStore) -> None:
+def test_an_older_version_of_another_node_does_not_replace_a_later_one(home: WeightStore) -> None:
     write(home, 3)
     relay = WeightStore.open(home.folder, PLAN, 1)
     with pytest.raises(StaleVersion, match=r"version 2 .* has version 3"), relay.filling(2, [0]):

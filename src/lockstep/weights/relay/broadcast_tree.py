@@ -1,6 +1,6 @@
-"""One version on its way to several nodes: a tree of transfers; a node that has the version passes it on.
+"""Broadcasts a version to several nodes as a tree of transfers: nodes that have the version send it to others.
 
-What each transfer's end says about sender and receiver decides which nodes are left behind.
+The outcome of each transfer, which says whether the sender or the receiver failed, decides which nodes are given up.
 """
 
 import logging
@@ -19,35 +19,36 @@ from lockstep.weights.relay.relay_api import ReceiveResult, RelayAPI, RelayLink,
 from lockstep.weights.relay.relay_manager import RelayNode
 
 TransferOutcome = Literal["done", "sender", "refused", "receiver"]
-"""How it ended: successfully, or which side failed. A sender that refused is alive and gave its reason."""
+"""How a transfer ended: successfully, or which side failed. A sender that refused is alive and gave a reason."""
 
 SENDER_ANSWER_S = 5.0
-"""A sender whose receiver has failed or stalled must report its progress within this time, or it is at fault itself."""
+"""If a receiver has failed or stalled, the sender must report its progress within this time, or counts as failed
+itself."""
 _PERMANENT = ("plan_mismatch", "no_room_for_weights", "stale_weights_generation")
 
 
 def is_permanent(error: Exception) -> bool:
-    """Whether a relay's error would recur at every retry."""
+    """Returns whether a relay's error would recur at every retry."""
     return isinstance(error, RemoteError) and error.code in _PERMANENT
 
 
 @dataclass(slots=True)
 class RelayTransfer:
-    """A running transfer; `poll` returns how it ended."""
+    """A transfer between two relays."""
 
     source: RelayNode
     target: RelayNode
     link: RelayLink
     sender: Worker
-    """The relay that sends; its node may have a new one by the time this transfer ends."""
+    """The relay that sends. Its node may have a new relay when this transfer ends."""
     receiver: Worker
     receiving: PendingResult[ReceiveResult]
     bytes: int = 0
     summed: int = 0
     received: ReceiveResult | None = None
     problem: str = ""
-    _asked: PendingResult[SendProgress] | None = None
-    _asked_at: float = 0.0
+    _pending_poll: PendingResult[SendProgress] | None = None
+    _poll_sent_at: float = 0.0
     _failed_at: float | None = field(default=None)
 
     @classmethod
@@ -63,21 +64,25 @@ class RelayTransfer:
 
     @property
     def progress(self) -> object:
-        """Changes while bytes move or the receiver processes them."""
-        return self.bytes, self.summed, self.receiver.moves
+        """A value that changes while bytes are sent, received or processed."""
+        return self.bytes, self.summed, self.receiver.progress_count
 
     def silent_s(self) -> float:
-        """Seconds for which the sender has not answered; infinite once it has ended."""
+        """Returns for how many seconds the sender has not answered; infinite if it has ended."""
         if not self.sender.alive():
             return math.inf
-        return time.monotonic() - self._asked_at if self._asked is not None and not self._asked.done() else 0.0
+        return (
+            time.monotonic() - self._poll_sent_at
+            if self._pending_poll is not None and not self._pending_poll.done()
+            else 0.0
+        )
 
     def superseded(self) -> bool:
-        """Whether another relay has replaced the sender."""
+        """Returns whether another relay has replaced the sender."""
         return self.source.relay is not self.sender
 
     def poll(self) -> TransferOutcome | None:
-        """None while it runs. Raises RemoteError for a permanent error."""
+        """Returns how the transfer ended, or None while it runs. Raises RemoteError for a permanent error."""
         if self._failed_at is None and self.receiving.done():
             try:
                 self.received = self.receiving.result(why=self.link.name)
@@ -93,20 +98,23 @@ class RelayTransfer:
         return self._poll_sender()
 
     def _poll_sender(self) -> TransferOutcome | None:
-        """The outcome by the sender's report."""
-        if self._asked is None:
-            self._asked, self._asked_at = self.sender.submit(RelayAPI.sent, self.link.number), time.monotonic()
-        asked = self._asked
-        if asked.done():
-            self._asked = None
+        """Determines the outcome from the sender's report."""
+        if self._pending_poll is None:
+            self._pending_poll, self._poll_sent_at = (
+                self.sender.submit(RelayAPI.sent, self.link.number),
+                time.monotonic(),
+            )
+        pending = self._pending_poll
+        if pending.done():
+            self._pending_poll = None
             try:
-                sent = asked.result(why=self.link.name)
+                sent = pending.result(why=self.link.name)
             except WorkerDied as error:
                 self.problem = first_line(error)
                 return "sender" if self.receiving.done() else None  # the receiver will notice
             self.bytes, self.summed = sent.bytes, sent.summed
             if sent.outcome and not sent.outcome.startswith(LinkFailed.__name__):
-                self.problem = sent.outcome  # the cause; the receiver's error is only its effect
+                self.problem = sent.outcome  # this is the cause, and the receiver's error is its effect
                 return "refused" if self.receiving.done() else None  # the receiver will notice
             if sent.outcome or self._failed_at is not None:
                 self.problem = self.problem or sent.outcome or "it failed"
@@ -120,9 +128,9 @@ class RelayTransfer:
 log = logging.getLogger(__name__)
 
 FANOUT = 2
-"""Nodes that one relay sends to at once."""
+"""Number of nodes to which one relay sends at the same time."""
 MAX_SENDER_FAILURES = 5
-"""Failures of senders that one broadcast tolerates."""
+"""Number of sender failures that one broadcast tolerates."""
 
 RELAY_ERRORS = (RemoteError, WorkerDied, WaitTimeout, LinkFailed, AgentError)
 """Errors of starting or calling a relay."""
@@ -133,16 +141,16 @@ OnTransferDone = Callable[[RelayTransfer, int], None]
 
 
 class BroadcastTree:
-    """Brings what `ranks` wrote of a version to the nodes that lack it. Every node that has it sends it on, so a
-    broadcast to n nodes takes about log(n) transfers in sequence.
+    """Broadcasts the parts of `ranks` of a version to nodes that lack it. Nodes that have it send it to others, so that
+    a broadcast to n nodes takes about log(n) transfers in sequence.
 
-    A node is left behind if none of its bytes move for `limit_s`, whichever side is at fault. A sender that is silent
-    for half of that is replaced, which leaves time for another.
+    A node is given up (`behind`) if its transfer makes no progress for `limit_s`, whichever side is at fault. A sender
+    that does not answer for half of that time is replaced, so that there is time for another one.
 
     Args:
         ready: returns whether a node has a relay and, if not, starts one. Does not wait.
         begin: starts a transfer from one node to another.
-        arrived: called after every successful transfer.
+        arrived: is called after every successful transfer.
     """
 
     def __init__(
@@ -154,63 +162,63 @@ class BroadcastTree:
         self._ready, self._begin, self._arrived = ready, begin, arrived
         self._waiting = list(missing)
         self._holders = list(holders)
-        self._running: list[RelayTransfer] = []
+        self._transfers: list[RelayTransfer] = []
         self._failures = self._ended = 0
-        self._moved_at = clock()
-        """When any byte moved last."""
-        self._last: dict[str, tuple[object, float]] = {}
-        """By target: its transfer's progress, and when it changed last."""
+        self._progress_at = clock()
+        """When any transfer last made progress."""
+        self._target_progress: dict[str, tuple[object, float]] = {}
+        """Progress of the transfer to each target, and when it last changed."""
         self.behind: list[RelayNode] = []
         self.problem = ""
-        """The latest problem."""
+        """Description of the latest failure."""
 
     def poll(self) -> bool | None:
-        """Advances all transfers; true once every node has the version or is left behind."""
-        for transfer in list(self._running):
+        """Advances all transfers. Returns True when every node has the version or was given up, else None."""
+        for transfer in list(self._transfers):
             verdict, late = transfer.poll(), False
             if verdict is None:
                 verdict, late = self._check_stalled(transfer)
             if verdict is not None:
-                self._running.remove(transfer)
+                self._transfers.remove(transfer)
                 self._finish_transfer(transfer, verdict, late)
         for target in list(self._waiting):
             self._start(target)
-        still = self._clock() - self._moved_at > self._limit_s
-        if self._waiting and not self._running and (still or not self._holders):
-            self.give_up(f"no progress for {self._limit_s:g} s" if still else self.problem)
-        return None if self._running or self._waiting else True
+        stalled = self._clock() - self._progress_at > self._limit_s
+        if self._waiting and not self._transfers and (stalled or not self._holders):
+            self.give_up(f"no progress for {self._limit_s:g} s" if stalled else self.problem)
+        return None if self._transfers or self._waiting else True
 
     def progress(self) -> object:
-        """Changes while bytes move."""
-        return self._ended, len(self._waiting), [transfer.progress for transfer in self._running]
+        """Returns a value that changes while a transfer makes progress."""
+        return self._ended, len(self._waiting), [transfer.progress for transfer in self._transfers]
 
     def give_up(self, why: str) -> None:
-        """Leaves all unfinished nodes behind; their relays are not expected to answer."""
+        """Gives up all unfinished nodes and marks the relays with running transfers as stuck."""
         self.problem = why
-        for transfer in self._running:
+        for transfer in self._transfers:
             transfer.target.stuck = True
             self.behind.append(transfer.target)
         self.behind += self._waiting
-        self._running.clear()
+        self._transfers.clear()
         self._waiting.clear()
 
     def _check_stalled(self, transfer: RelayTransfer) -> tuple[TransferOutcome | None, bool]:
-        """Which side is at fault if a transfer stalls, and whether the target's time is over."""
+        """Returns which side is at fault if a transfer stalls (else None), and whether the target's time is over."""
         name, now = transfer.target.info.name, self._clock()
-        progress, moved_at = self._last[name]
+        progress, progress_at = self._target_progress[name]
         if transfer.progress != progress:
-            self._last[name], self._moved_at = (transfer.progress, now), now
+            self._target_progress[name], self._progress_at = (transfer.progress, now), now
             return None, False
-        still_s, half_s = now - moved_at, self._limit_s / 2
-        late = still_s > self._limit_s
-        if still_s > half_s and transfer.silent_s() > (min(SENDER_ANSWER_S, half_s) if late else half_s):
+        stalled_s, half_s = now - progress_at, self._limit_s / 2
+        late = stalled_s > self._limit_s
+        if stalled_s > half_s and transfer.silent_s() > (min(SENDER_ANSWER_S, half_s) if late else half_s):
             transfer.problem = f"{transfer.sender.spec.name} does not answer"
             return "sender", late
         transfer.problem = f"no progress for {self._limit_s:g} s" if late else transfer.problem
         return ("receiver" if late else None), late
 
     def _start(self, target: RelayNode) -> None:
-        """Starts a transfer to a node if it and a holder of the version are ready."""
+        """Starts a transfer to a node if its relay and that of a node with the version are ready."""
         source = self._sender()
         if source is None:
             return
@@ -226,14 +234,15 @@ class BroadcastTree:
             self.behind.append(target)
             return
         self._waiting.remove(target)
-        _, moved_at = self._last.get(target.info.name, (None, 0.0))
-        self._last[target.info.name] = transfer.progress, max(moved_at, self._moved_at)
-        self._running.append(transfer)
+        _, progress_at = self._target_progress.get(target.info.name, (None, 0.0))
+        self._target_progress[target.info.name] = transfer.progress, max(progress_at, self._progress_at)
+        self._transfers.append(transfer)
 
     def _sender(self) -> RelayNode | None:
-        """The holder with the fewest transfers, of those that can take one more."""
+        """Returns, of the nodes that have the version and can send to one more node, the one with the fewest
+        transfers."""
         load = dict.fromkeys(self._holders, 0)
-        for transfer in self._running:
+        for transfer in self._transfers:
             load[transfer.source] = load.get(transfer.source, 0) + 1
         for source in sorted(self._holders, key=lambda node: load[node]):
             try:
@@ -247,11 +256,11 @@ class BroadcastTree:
         return None
 
     def _finish_transfer(self, transfer: RelayTransfer, verdict: TransferOutcome, late: bool) -> None:
-        """`late`: the target's time is over, whichever side is at fault."""
+        """Handles the end of a transfer. `late`: the target's time is over, whichever side is at fault."""
         self._ended += 1
         source, target = transfer.source, transfer.target
         if verdict == "done":
-            self._moved_at = self._clock()
+            self._progress_at = self._clock()
             self._arrived(transfer, self._version)
             if transfer.received is not None and transfer.received.whole:
                 self._holders.append(target)
@@ -262,23 +271,25 @@ class BroadcastTree:
             self.behind.append(target)
             return
         if verdict == "refused":  # the same relay would refuse again
-            self._replace_sender(source, target, again=len(self._holders) > 1)
+            self._replace_sender(source, target, retry=len(self._holders) > 1)
             return
-        if not transfer.superseded():  # otherwise another receiver saw the failure, and the relay was replaced
+        if (
+            not transfer.superseded()
+        ):  # otherwise another transfer reported the failure already, and the relay was replaced
             source.stuck = True
         if late:
             self.behind.append(target)
         elif transfer.superseded():
             self._waiting.append(target)
         else:
-            self._replace_sender(source, target, again=True)
+            self._replace_sender(source, target, retry=True)
 
-    def _replace_sender(self, source: RelayNode, target: RelayNode, again: bool) -> None:
-        """A sender has failed: the target gets the version from another node, or from this node's next relay."""
+    def _replace_sender(self, source: RelayNode, target: RelayNode, retry: bool) -> None:
+        """After a sender failed: queues the target again, for another sender or the new relay of this one."""
         self._failures += 1
         if len(self._holders) > 1 and source in self._holders:
             self._holders.remove(source)
-        (self._waiting if again and self._failures < MAX_SENDER_FAILURES else self.behind).append(target)
+        (self._waiting if retry and self._failures < MAX_SENDER_FAILURES else self.behind).append(target)
 
     def _report(self, problem: str) -> None:
         self.problem = problem

@@ -1,8 +1,8 @@
-"""What the two relays of a link agree on: the handshake, and how a version is cut into chunks.
+"""The protocol between the two relays of a link: the handshake, and how a version is cut into chunks.
 
-Keys are named by link and relay. The receiver announces itself with its plan's digest and the version it has; the
-sender consents, or answers with its own plan where the two differ. Chunks are cut by pure functions, the same on
-both sides.
+Names of keys contain link and relay. The receiver announces the digest of its plan and the version it has. The sender
+answers with the same digest, or with its own plan if the plans differ. Both sides cut chunks by the same pure
+functions.
 """
 
 import hashlib
@@ -24,53 +24,55 @@ from lockstep.weights.write_records import WriteRecord
 
 @dataclass(frozen=True, slots=True)
 class RelayReceiverInfo:
-    """What a receiver announces."""
+    """The announcement of a receiver."""
 
     digest: str
     """Digest of its plan."""
     generation: int = 0
-    """Generation of the version it has."""
+    """Generation of the version that the receiver has."""
     version: int | None = None
-    """None if it has no version that a transfer could build upon."""
+    """The version that the receiver has; None if a transfer must send all chunks."""
     host: str = field(default_factory=socket.gethostname)
     pid: int = field(default_factory=os.getpid)
 
 
 def handshake_with_receiver(store: Store, link: RelayLink, plan: WeightPlan, limit_s: float) -> RelayReceiverInfo:
-    """The sender's side: waits for the receiver. Raises PlanMismatch, and LinkFailed if no receiver came."""
+    """The sender's part of the handshake: waits for the receiver. Raises PlanMismatch, and LinkFailed if there is no
+    announcement in time."""
     waits_for = f"relay of {link.receiver}"
     raw = wait_for_key(
         store, f"{link.number}/receiver/{link.receiver}", link.name, link.receiver, waits_for, stall_s=limit_s
     )
-    card = RelayReceiverInfo(**json.loads(raw))
-    if card.digest == plan.digest:
+    info = RelayReceiverInfo(**json.loads(raw))
+    if info.digest == plan.digest:
         store.set(f"{link.number}/sender/{link.sender}", json.dumps({"digest": plan.digest}))
-        return card
+        return info
     store.set(f"{link.number}/sender/{link.sender}", json.dumps({"digest": plan.digest, "plan": plan.to_json()}))
-    raise PlanMismatch(f"the relay of {link.receiver} has another plan", plan.digest, card.digest)
+    raise PlanMismatch(f"the relay of {link.receiver} has another plan", plan.digest, info.digest)
 
 
 def refuse_transfer(store: Store, link: RelayLink, why: str) -> None:
-    """Tells the receiver that the sender cannot send, before or after the handshake, so that it does not wait."""
+    """Reports to the receiver that the sender cannot send, before or after the handshake, so that it does not wait."""
     store.set(f"{link.number}/refused", why)
     store.compare_set(f"{link.number}/sender/{link.sender}", "", json.dumps({"refused": why}))
 
 
 def refusal_reason(store: Store, link: RelayLink) -> str:
-    """Why the sender refuses; empty if it does not."""
+    """Returns why the sender refuses; empty if it does not."""
     return (_read_sender_key(store, link, "refused") or b"").decode()
 
 
 def report_preparing(store: Store, link: RelayLink, count: int) -> None:
-    """Reports the sender's progress in what it does before the handshake."""
+    """Reports the sender's progress before the handshake."""
     store.set(f"{link.number}/busy", str(count))
 
 
 def handshake_with_sender(
-    store: Store, link: RelayLink, plan: WeightPlan, card: RelayReceiverInfo, limit_s: float
+    store: Store, link: RelayLink, plan: WeightPlan, info: RelayReceiverInfo, limit_s: float
 ) -> None:
-    """The receiver's side. Raises PlanMismatch, which names the first tensor that differs, and LinkFailed."""
-    store.set(f"{link.number}/receiver/{link.receiver}", json.dumps(asdict(card)))
+    """The receiver's part of the handshake. Raises PlanMismatch, which names the first tensor that differs, and
+    LinkFailed."""
+    store.set(f"{link.number}/receiver/{link.receiver}", json.dumps(asdict(info)))
     raw = wait_for_key(
         store, f"{link.number}/sender/{link.sender}", link.name, link.sender, f"relay of {link.sender}",
         stall_s=limit_s, progress=lambda: _read_sender_key(store, link, "busy"),
@@ -90,7 +92,7 @@ def delete_link_keys(store: Store, link: RelayLink) -> None:
 
 
 def _read_sender_key(store: Store, link: RelayLink, what: str) -> bytes | None:
-    """The value of a key of the sender, if it is set."""
+    """Returns the value of a key of the sender; None if it is not set."""
     key = f"{link.number}/{what}"
     if not store.check([key]):
         return None
@@ -98,7 +100,7 @@ def _read_sender_key(store: Store, link: RelayLink, what: str) -> bytes | None:
 
 
 SMALL_RANGE_BYTES = 256 << 10
-"""Bytes. Shorter ranges are sent together in one chunk."""
+"""Ranges with fewer bytes are sent together in one chunk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,30 +116,30 @@ class ByteRange:
 
 
 Chunk = tuple[ByteRange, ...]
-"""What is sent at once: one range, directly from memory, or several, copied together first."""
+"""Bytes that are sent at once: one range, directly from memory, or several ranges, which are copied together first."""
 
 
 def cut_chunks(plan: WeightPlan, records: Sequence[WriteRecord], limit: int) -> list[Chunk]:
-    """Everything that the writers of `records` wrote, in the order of the buffer, cut into chunks of `limit` bytes at
-    most. Padding between tensors is included."""
+    """Cuts everything that `records` describe into chunks of at most `limit` bytes, in the order of the buffer.
+    Includes padding between tensors."""
     pieces = []
     for record in records:
         for block in record.blocks:
             entry = plan.entries[block.entry]
             end = block.start + block.length
-            # After the end of a tensor comes padding; after the end of a rank's rows come those of another rank.
+            # Padding follows the end of a tensor; the rows of another rank follow the end of a rank's rows.
             padded = entry.offset + (-(-end // ALIGNMENT) * ALIGNMENT if end == entry.nbytes else end)
             pieces.append((entry.offset + block.start, block.length, padded))
     return list(_group_ranges(_split_ranges(_merge_ranges(sorted(pieces)), limit), limit))
 
 
 def chunk_bytes(chunk: Chunk) -> int:
-    """Bytes."""
+    """Returns the number of bytes of a chunk."""
     return sum(run.length for run in chunk)
 
 
 def pack_chunk(chunk: Chunk, memory: memoryview, staging: memoryview) -> memoryview:
-    """The chunk's bytes in one piece: those of `memory` itself, or copied into `staging`."""
+    """Returns the bytes of a chunk as one piece: a view of `memory`, or copied into `staging`."""
     if len(chunk) == 1:
         return memory[chunk[0].start : chunk[0].end]
     at = 0
@@ -148,7 +150,7 @@ def pack_chunk(chunk: Chunk, memory: memoryview, staging: memoryview) -> memoryv
 
 
 def unpack_chunk(chunk: Chunk, piece: memoryview, memory: memoryview) -> None:
-    """Copies a received chunk to its ranges. A chunk of one range was received in place already."""
+    """Copies a received chunk to its ranges. A chunk of one range was received in place."""
     at = 0
     for run in chunk if len(chunk) > 1 else ():
         memory[run.start : run.end] = piece[at : at + run.length]
@@ -156,29 +158,30 @@ def unpack_chunk(chunk: Chunk, piece: memoryview, memory: memoryview) -> None:
 
 
 def chunk_digest(chunk: Chunk, memory: memoryview) -> bytes:
-    """sha256 of a chunk. It decides whether bytes are sent at all, so 32 bits would not do."""
-    whole = hashlib.sha256()
+    """Returns the sha256 of a chunk. A crc32 would not suffice, because the digest decides whether a chunk is sent."""
+    digest = hashlib.sha256()
     for run in chunk:
-        whole.update(memory[run.start : run.end])
-    return whole.digest()
+        digest.update(memory[run.start : run.end])
+    return digest.digest()
 
 
 def changed_chunks(before: Sequence[bytes] | None, now: Sequence[bytes]) -> list[int]:
-    """Positions of the chunks that differ from `before`, the receiver's; all if the two cannot be compared."""
+    """Returns the positions of the chunks whose digests differ from those of the receiver (`before`); all positions if
+    the two cannot be compared."""
     if before is None or len(before) != len(now):
         return list(range(len(now)))
     return [position for position, (old, new) in enumerate(zip(before, now, strict=True)) if old != new]
 
 
 def _merge_ranges(pieces: Iterable[tuple[int, int, int]]) -> Iterator[ByteRange]:
-    """Merges contiguous pieces, each (start, length, end with padding)."""
-    start = end = reach = -1
+    """Merges contiguous pieces. Each is (start, length, end with padding)."""
+    start = end = end_with_padding = -1
     for at, length, padded in pieces:
-        if at != reach and start >= 0:
+        if at != end_with_padding and start >= 0:
             yield ByteRange(start, end - start)
-        if at != reach:
+        if at != end_with_padding:
             start = at
-        end, reach = at + length, padded
+        end, end_with_padding = at + length, padded
     if start >= 0:
         yield ByteRange(start, end - start)
 

@@ -38,7 +38,7 @@ class SendProgress:
     outcome: str | None = None
     """The error; None while the transfer runs, empty after success."""
     summed: int = 0
-    """Number of bytes digested so far, to find the chunks that have changed."""
+    """Number of bytes of which digests were computed so far, to find the chunks that have changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +55,14 @@ class ReceiveResult:
 
 
 class RelayAPI(Protocol):
-    """Calls to a `lockstep.weights.relay.weight_relay:WeightRelay` worker, which run one after the other. The
-    relay sends in threads, one for each receiver, so that no receiver waits for another."""
+    """Calls to a `lockstep.weights.relay.weight_relay:WeightRelay` worker. They run one after the other, but a relay
+    sends in one thread per receiver, so that no receiver waits for another."""
 
     def create(self, folder: str, plan: str, writers: int) -> int | None:
         """Creates or opens this node's store; returns its version. Raises NoRoom, StaleWriter."""
 
     def commit(self, version: int) -> None:
-        """Makes a version this node's current one. Raises IncompleteWeights, StaleWriter, StaleVersion."""
+        """Makes a version the current one on this node. Raises IncompleteWeights, StaleWriter, StaleVersion."""
 
     def version(self) -> int | None:
         """Returns the committed version."""

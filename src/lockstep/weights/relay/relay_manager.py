@@ -1,4 +1,4 @@
-"""The relays of a run: one per node, started and replaced in threads of their own, with the store open."""
+"""Starts and replaces the relays of a run, one per node, in threads of their own."""
 
 import logging
 import threading
@@ -24,26 +24,26 @@ class PendingRelay:
 
 @dataclass(slots=True, eq=False)
 class RelayNode:
-    """A node that holds weights, as the controller knows it."""
+    """The controller's state of a node that holds weights."""
 
     info: NodeInfo
     relay: Worker | None = None
     folder: str = ""
-    """Folder of the store that its relay has open."""
+    """Folder of the store that the relay has open."""
     served: tuple[str, int] | None = None
-    """Folder of the store with the node's newest version, and that version."""
+    """The newest version on the node, after the folder of its store."""
     claim: object | None = None
-    """Token of the thread that brings weights to the node."""
+    """Token of the thread that has the exclusive right to bring weights to the node."""
     urgent: bool = False
-    """The trainer needs to write there: other transfers to the node end."""
+    """Whether the trainer waits to write on the node, so that other transfers to it must end."""
     pending: PendingRelay | None = None
     behind: bool = False
-    """Whether the latest transfer left it behind."""
+    """Whether the latest transfer to it failed."""
     stuck: bool = False
-    """Its relay has an unanswered call that was given up."""
+    """Whether its relay did not answer a call in time."""
 
     def require_relay(self) -> Worker:
-        """Its relay. Raises LinkFailed if there is none, as it is being replaced."""
+        """Returns its relay. Raises LinkFailed if there is none, because it is being replaced."""
         relay = self.relay
         if relay is None:
             raise LinkFailed(f"weights to {self.info.name}", self.info.name, "no relay runs there now")
@@ -51,7 +51,7 @@ class RelayNode:
 
     @property
     def usable(self) -> bool:
-        """Whether its relay has no known problem; true if none was started yet."""
+        """Whether its relay has no known problem; True if none was started yet."""
         return self.relay is None or (self.relay.alive() and not self.stuck)
 
     @property
@@ -62,12 +62,12 @@ class RelayNode:
 log = logging.getLogger(__name__)
 
 RELAY_START_S = 600.0
-"""Bound for the start of a relay that the run cannot do without; the cluster gives up earlier."""
+"""Time limit for the start of a relay that the run needs. The cluster's own limit is shorter."""
 RELAY_POLL_S = 0.02
 
 
 class ClusterNodes(Protocol):
-    """The part of `Cluster` that relays need."""
+    """The methods of `Cluster` that relays need."""
 
     def nodes(self) -> list[NodeInfo]: ...
     def node_of(self, worker: Worker) -> NodeInfo: ...
@@ -77,8 +77,8 @@ class RelayManager:
     """Starts the relays of nodes, and replaces failed ones.
 
     Args:
-        limit_s: how long a relay may take to open its store without progress.
-        name: of the stores' folder in every node's shared memory.
+        limit_s: how long opening a store may make no progress.
+        name: name of the stores' folder in the shared memory of every node.
     """
 
     def __init__(
@@ -86,9 +86,9 @@ class RelayManager:
     ) -> None:
         self._cluster, self._launcher, self._plan, self._limit_s = cluster, launcher, plan, limit_s
         self.name, self.writers = name, 0
-        """Name of the stores' folder, and the number of ranks that write."""
+        """Name of the stores' folder, and number of ranks that write."""
         self._lock = threading.Lock()
-        """Guards the pending starts; never held during a wait."""
+        """Guards the pending starts. Never held during a wait."""
 
     def folder(self, node: RelayNode) -> str:
         return str(node.info.shared / self.name)
@@ -97,11 +97,11 @@ class RelayManager:
         return any(each.name == node.info.name for each in self._cluster.nodes())
 
     def ready(self, node: RelayNode) -> bool:
-        """Whether a node has a responsive relay with its store open; if not, starts one. Does not wait.
+        """Returns whether a node has a responsive relay with its store open. If not, starts one. Does not wait.
 
         Raises:
             LinkFailed: the node is lost.
-            Exception: the error of the last attempt, raised to one caller; the next call starts another attempt.
+            Exception: the error of the last attempt to start a relay. The next call starts another attempt.
         """
         with self._lock:
             pending = node.pending
@@ -126,11 +126,11 @@ class RelayManager:
         )  # fmt: skip
 
     def discard(self, node: RelayNode, name: str) -> None:
-        """Deletes a store that is no longer used, without waiting."""
+        """Deletes a store that is no longer used. Does not wait."""
         folder = str(node.info.shared / name)
         if node.relay is not None:
-            asked = node.relay.submit(RelayAPI.discard, folder)
-            asked.on_done(lambda: _log_failed_discard(asked, folder))
+            pending_call = node.relay.submit(RelayAPI.discard, folder)
+            pending_call.on_done(lambda: _log_failed_discard(pending_call, folder))
 
     def _start_in_thread(self, node: RelayNode, pending: PendingRelay) -> None:
         try:
@@ -153,17 +153,17 @@ class RelayManager:
                 raise LinkFailed(f"weights to {node.info.name}", node.info.name, str(error)) from error
         folder = self.folder(node)
         if node.folder != folder:
-            asked = node.relay.submit(RelayAPI.create, folder, self._plan.to_json(), self.writers)
+            pending_call = node.relay.submit(RelayAPI.create, folder, self._plan.to_json(), self.writers)
             try:
-                gather_results([asked], why=f"store of weights on {node.info.name}", stall_s=self._limit_s)
+                gather_results([pending_call], why=f"store of weights on {node.info.name}", stall_s=self._limit_s)
             except Stalled:
                 node.stuck = True
                 raise
             node.folder = folder
 
 
-def _log_failed_discard(asked: PendingResult[None], folder: str) -> None:
+def _log_failed_discard(pending_call: PendingResult[None], folder: str) -> None:
     try:
-        asked.result(why="delete a store")
+        pending_call.result(why="delete a store")
     except (RemoteError, WorkerDied) as error:
         log.warning("%s stays until the run ends: %s", folder, error)

@@ -1,7 +1,7 @@
-"""A node's relay: keeps the node's weight store, sends versions to other nodes and receives them.
+"""The relay of a node: keeps the node's weight store, sends versions to other nodes and receives them.
 
-Bytes go from one node's shared memory into that of another: into the spare buffer, where they are checked against
-the checksums of the ranks that wrote them, and only then become the current version.
+Bytes are transferred from the shared memory of one node into the spare buffer of another. There they are verified by
+the checksums of the ranks that wrote them, before they become the current version.
 """
 
 import contextlib
@@ -48,26 +48,26 @@ from lockstep.weights.write_records import ChecksumBlock, ChecksumMode, Outgoing
 log = logging.getLogger(__name__)
 
 KEPT_DIGESTS = 4
-"""Versions whose digests a sender keeps."""
+"""Number of versions whose digests a sender keeps."""
 
 KEPT_OUTCOMES = 1000
-"""Links whose outcome a sender keeps."""
+"""Number of links whose outcome a sender keeps."""
 
 LinkBackend = Literal["gloo", "files"]
 
 
 @dataclass(frozen=True, slots=True)
 class TransferHeader:
-    """The header of a transfer, sent before the chunks."""
+    """The header of a transfer, which is sent before the chunks."""
 
     version: int
     generation: int
     limit: int
-    """Largest chunk in bytes; receiver and sender cut alike."""
+    """Largest chunk in bytes; the receiver cuts chunks with the same limit."""
     which: list[int]
-    """Positions of the chunks that follow; the receiver has the others already."""
+    """Positions of the chunks that are sent; the receiver has the others already."""
     kept: list[str]
-    """Digests of the other chunks, in their order."""
+    """Digests of the chunks that are not sent, in order."""
     records: list[WriteRecord]
 
     def encode(self) -> bytes:
@@ -87,13 +87,13 @@ class WeightRelay(RelayAPI):
     """Keeps a node's weight store, sends versions to other nodes and receives them.
 
     Args:
-        node: the node's name.
-        address: where other nodes reach it.
-        generation: the run's.
-        way: `gloo`, or `files` in `folder`, which all nodes see.
-        store_host, store_port: the run's rendezvous store.
-        bucket_bytes: largest chunk.
-        check: how received bytes are verified against their writers' checksums.
+        node: name of the node.
+        address: address at which other nodes reach it.
+        generation: generation of the run.
+        way: `gloo`, or `files` in `folder`, which all nodes share.
+        store_host, store_port: address of the run's rendezvous store.
+        bucket_bytes: size of the largest chunk.
+        check: how to verify received bytes by the checksums of their writers.
         delta: whether to send only chunks that have changed.
         limit_s: how long a peer may make no progress.
     """
@@ -116,16 +116,17 @@ class WeightRelay(RelayAPI):
         self._bucket_bytes, self._check, self._delta = bucket_bytes, check, delta
         self._folder = None if folder is None else Path(folder)
         self._keys: Store = connect_store(store_host, store_port, f"gen{generation}/weights")
-        self._opened: WeightStore | None = None
+        self._open_store: WeightStore | None = None
         self._sent: dict[int, SendProgress] = {}
         self._digests: dict[tuple[int, int, tuple[int, ...]], list[bytes]] = {}
-        self._summing: set[tuple[int, int, tuple[int, ...]]] = set()
+        self._digests_in_progress: set[tuple[int, int, tuple[int, ...]]] = set()
         """Versions whose digests a thread is computing."""
-        self._summed = 0
+        self._digested_bytes = 0
         self._base_differs = False
-        """Whether this node's version differs from the sender's although it should not."""
+        """Whether unsent chunks of this node's version differed from the sender's, so that the next transfer must send
+        all."""
         self._lock = threading.Lock()
-        """Guards the digests; never held during a wait."""
+        """Guards the digests. Never held during a wait."""
         if way == "gloo":
             use_gloo_interface(address)
             init_default_group(f"gen{generation}/weights")
@@ -134,8 +135,8 @@ class WeightRelay(RelayAPI):
         self.close()
         if self._way == "files":
             delete_stale_files(self._shared_folder, self.generation, self.node)
-        self._opened = WeightStore.create(Path(folder), WeightPlan.from_json(plan), writers, self.generation)
-        return self._opened.version()
+        self._open_store = WeightStore.create(Path(folder), WeightPlan.from_json(plan), writers, self.generation)
+        return self._open_store.version()
 
     def commit(self, version: int) -> None:
         self._store.commit(version)
@@ -152,7 +153,7 @@ class WeightRelay(RelayAPI):
 
     @concurrent
     def readers(self) -> list[ProcessLineage]:
-        return [] if self._opened is None else spare_buffer_readers(self._opened)
+        return [] if self._open_store is None else spare_buffer_readers(self._open_store)
 
     @concurrent
     def sent(self, number: int) -> SendProgress:
@@ -162,35 +163,35 @@ class WeightRelay(RelayAPI):
         if current_beacon().stage_name != "receive":  # setting a stage again would count as progress
             current_beacon().stage("receive")
         began, store = time.monotonic(), self._store
-        whole = len(ranks) == store.control.writers
+        all_ranks = len(ranks) == store.control.writers
         newest = store.control.newest()
-        base = newest if self._delta and whole and not self._base_differs else None
-        card = (
+        base = newest if self._delta and all_ranks and not self._base_differs else None
+        info = (
             RelayReceiverInfo(store.plan.digest)
             if base is None
             else RelayReceiverInfo(store.plan.digest, base.generation, base.version)
         )
         with store.filling(version, ranks) as filling:
-            link_protocol.handshake_with_sender(self._keys, link, store.plan, card, self._limit_s / 2)
-            inlet = self._inlet(link)
+            link_protocol.handshake_with_sender(self._keys, link, store.plan, info, self._limit_s / 2)
+            receiver = self._open_receiver(link)
             try:
-                header = self._check_header(TransferHeader.decode(inlet.header()), version, ranks, link)
-                cut = cut_chunks(store.plan, header.records, header.limit)
-                wanted = [cut[position] for position in header.which]
-                self._copy_unsent(store, cut, header, filling.memory)
-                inlet.receive(wanted, filling.memory, self._count)
+                header = self._check_header(TransferHeader.decode(receiver.header()), version, ranks, link)
+                chunks = cut_chunks(store.plan, header.records, header.limit)
+                wanted = [chunks[position] for position in header.which]
+                self._copy_unsent(store, chunks, header, filling.memory)
+                receiver.receive(wanted, filling.memory, self._count)
             finally:
-                inlet.close()
+                receiver.close()
             filling.keep(header.records, self._check)
         self._base_differs = False
         link_protocol.delete_link_keys(self._keys, link)
-        sent, total = sum(map(chunk_bytes, wanted)), sum(map(chunk_bytes, cut))
-        return ReceiveResult(sent, total, time.monotonic() - began, whole)
+        sent, total = sum(map(chunk_bytes, wanted)), sum(map(chunk_bytes, chunks))
+        return ReceiveResult(sent, total, time.monotonic() - began, all_ranks)
 
     def close(self) -> None:
-        if self._opened is not None:
-            self._opened.close()
-            self._opened = None
+        if self._open_store is not None:
+            self._open_store.close()
+            self._open_store = None
             if self._way == "files":
                 delete_stale_files(self._shared_folder, self.generation, self.node)
                 with contextlib.suppress(OSError):  # other nodes have files there
@@ -198,12 +199,12 @@ class WeightRelay(RelayAPI):
 
     @property
     def _store(self) -> WeightStore:
-        if self._opened is None:
+        if self._open_store is None:
             raise NoStore(Path(self.node), "no store is open on this node; call create() first")
-        return self._opened
+        return self._open_store
 
     def _send(self, store: WeightStore, version: int, ranks: list[int], link: RelayLink) -> None:
-        """Runs in a thread of its own."""
+        """Sends a version, in a thread per link."""
         try:
             with store.sending(version, ranks) as held:
                 self._send_version(store, held, version, ranks, link)
@@ -223,66 +224,71 @@ class WeightRelay(RelayAPI):
     def _send_version(
         self, store: WeightStore, held: OutgoingVersion, version: int, ranks: Sequence[int], link: RelayLink
     ) -> None:
-        cut = cut_chunks(store.plan, held.records, self._bucket_bytes)
+        chunks = cut_chunks(store.plan, held.records, self._bucket_bytes)
 
-        def look() -> None:
+        def check_not_superseded() -> None:
             newest = store.control.newest()
             if newest is not None and newest.generation == self.generation and newest.version > version:
-                raise StaleVersion(version, newest.version)  # the trainer needs this buffer
+                raise StaleVersion(version, newest.version)  # the trainer needs this buffer for the next version
 
-        now = (
-            self._chunk_digests(cut, held, (self.generation, version, tuple(ranks)), link, look) if self._delta else []
+        digests = (
+            self._chunk_digests(chunks, held, (self.generation, version, tuple(ranks)), link, check_not_superseded)
+            if self._delta
+            else []
         )
-        card = link_protocol.handshake_with_receiver(self._keys, link, store.plan, self._limit_s)
-        before = self._digests.get((card.generation, -1 if card.version is None else card.version, tuple(ranks)))
-        which = changed_chunks(before, now) if self._delta else list(range(len(cut)))
-        kept = [each.hex() for position, each in enumerate(now) if position not in set(which)]
+        info = link_protocol.handshake_with_receiver(self._keys, link, store.plan, self._limit_s)
+        receiver_digests = self._digests.get(
+            (info.generation, -1 if info.version is None else info.version, tuple(ranks))
+        )
+        which = changed_chunks(receiver_digests, digests) if self._delta else list(range(len(chunks)))
+        kept = [each.hex() for position, each in enumerate(digests) if position not in set(which)]
         header = TransferHeader(version, self.generation, self._bucket_bytes, which, kept, list(held.records))
-        outlet = self._outlet(link)
+        sender = self._open_sender(link)
 
-        def moved(count: int) -> None:
+        def on_moved(count: int) -> None:
             self._count(count)
             sent = self.sent(link.number)
             self._sent[link.number] = replace(sent, bytes=sent.bytes + count)
-            look()
+            check_not_superseded()
 
         try:
-            outlet.send(header.encode(), [cut[position] for position in which], held.memory, moved)
+            sender.send(header.encode(), [chunks[position] for position in which], held.memory, on_moved)
         finally:
-            outlet.close()
+            sender.close()
 
     def _chunk_digests(
-        self, cut: Sequence[Chunk], held: OutgoingVersion, key: tuple[int, int, tuple[int, ...]], link: RelayLink,
-        look: Callable[[], None],
+        self, chunks: Sequence[Chunk], held: OutgoingVersion, key: tuple[int, int, tuple[int, ...]], link: RelayLink,
+        check_not_superseded: Callable[[], None],
     ) -> list[bytes]:  # fmt: skip
-        """Digests of all chunks, computed once for all receivers; progress is reported to each."""
+        """Returns the digests of all chunks, which one thread computes for all receivers. Reports progress to the
+        receiver."""
 
         def report_progress() -> object:
-            self._sent[link.number] = replace(self.sent(link.number), summed=self._summed)
-            link_protocol.report_preparing(self._keys, link, self._summed)
-            return self._summed
+            self._sent[link.number] = replace(self.sent(link.number), summed=self._digested_bytes)
+            link_protocol.report_preparing(self._keys, link, self._digested_bytes)
+            return self._digested_bytes
 
-        def made() -> bool | None:
+        def is_ready() -> bool | None:
             with self._lock:
-                if key in self._digests or key not in self._summing:
-                    self._summing.add(key)
+                if key in self._digests or key not in self._digests_in_progress:
+                    self._digests_in_progress.add(key)
                     return True
                 return None
 
         waits.poll(
-            made, kind="event", waits_for=f"relay of {self.node}", why="digests of the version",
+            is_ready, kind="event", waits_for=f"relay of {self.node}", why="digests of the version",
             stall_s=self._limit_s,
             progress=report_progress,
         )  # fmt: skip
         try:
             found = list(self._digests.get(key, []))
-            for chunk in cut[len(found) :]:
+            for chunk in chunks[len(found) :]:
                 found.append(chunk_digest(chunk, held.memory))
-                self._summed += chunk_bytes(chunk)
+                self._digested_bytes += chunk_bytes(chunk)
                 report_progress()
-                look()
+                check_not_superseded()
         finally:
-            self._summing.discard(key)
+            self._digests_in_progress.discard(key)
         with self._lock:
             self._digests[key] = found
             while len(self._digests) > KEPT_DIGESTS:
@@ -292,7 +298,7 @@ class WeightRelay(RelayAPI):
     def _check_header(
         self, header: TransferHeader, version: int, ranks: Sequence[int], link: RelayLink
     ) -> TransferHeader:
-        """Raises LinkFailed if the header announces something else than was requested."""
+        """Returns the header. Raises LinkFailed if it announces another version than was requested."""
         wanted = version, self.generation, list(ranks)
         found = header.version, header.generation, [record.rank for record in header.records]
         if found != wanted:
@@ -302,12 +308,12 @@ class WeightRelay(RelayAPI):
         return header
 
     def _copy_unsent(
-        self, store: WeightStore, cut: Sequence[Chunk], header: TransferHeader, memory: memoryview
+        self, store: WeightStore, chunks: Sequence[Chunk], header: TransferHeader, memory: memoryview
     ) -> None:
-        """Copies unsent chunks from the current version. Raises TornWeights if they differ from the sender's; the next
-        transfer then brings everything."""
-        coming = set(header.which)
-        kept = [chunk for position, chunk in enumerate(cut) if position not in coming]
+        """Copies the chunks that are not sent from the current version. Raises TornWeights if they differ from the
+        sender's; the next transfer then sends all chunks."""
+        sent = set(header.which)
+        kept = [chunk for position, chunk in enumerate(chunks) if position not in sent]
         if not kept:
             return
         with store.current() as current:
@@ -321,12 +327,12 @@ class WeightRelay(RelayAPI):
                     name = next(each.name for each in reversed(store.plan.entries) if each.offset <= start)
                     raise TornWeights(header.version, f"{name}, which was not sent", start, length)
 
-    def _outlet(self, link: RelayLink) -> LinkSender:
+    def _open_sender(self, link: RelayLink) -> LinkSender:
         if self._way == "gloo":
             return GlooLink(self._keys, link, True, self._limit_s)
         return FileLinkSender(self._shared_folder, self.generation, link)
 
-    def _inlet(self, link: RelayLink) -> LinkReceiver:
+    def _open_receiver(self, link: RelayLink) -> LinkReceiver:
         if self._way == "gloo":
             return GlooLink(self._keys, link, False, self._limit_s)
         return FileLinkReceiver(

@@ -1,1 +1,1 @@
-"""Weights from the trainer's GPUs into the engines', bucket by bucket, without a copy in host memory."""
+"""Sends weights from the trainer's GPUs to the engines' GPUs, bucket by bucket, without a copy in host memory."""

@@ -1,8 +1,8 @@
-"""Buckets through device memory shared by CUDA IPC: two buffers in turn.
+"""Transfers buckets through device memory that is shared by CUDA IPC, with two buffers in turn.
 
-A trainer rank shares them with the engine workers on its GPU: it fills one and announces it at the run's store;
-each worker copies the bucket into memory of its own and confirms; then the buffer is filled again. Every buffer is
-mapped once in a channel's life.
+A trainer rank shares the buffers with the engine workers on its GPU. It fills one and announces it in the run's store.
+Each worker copies the bucket into memory of its own and confirms; then the rank fills the buffer again. A buffer is
+mapped once per channel.
 """
 
 import base64
@@ -23,23 +23,24 @@ _OFFSET_FIELDS = ("storage_bytes", "storage_offset", "ref_counter_offset")
 
 
 class IpcMemory(Protocol):
-    """Memory of a device that other processes on the host can open."""
+    """Device memory that other processes on the host can open."""
 
     def device_key(self, device: torch.device) -> str:
-        """A host-wide name of the device, whatever its index in each process."""
+        """Returns a name of the device that is the same in all processes of the host."""
 
     def allocate(self, size: int, device: torch.device) -> Tensor:
-        """New memory, uint8 `[size]`."""
+        """Allocates memory, uint8 `[size]`."""
 
     def export(self, buffer: Tensor) -> dict[str, Any]:
-        """A handle (JSON) by which one other process opens the memory; every process needs its own."""
+        """Returns a handle (JSON values) with which one other process can open the memory. Each process needs its
+        own."""
 
     def open(self, handle: Mapping[str, Any], device: torch.device) -> Tensor:
-        """The memory of another process, uint8 `[size]`, which owns it and must outlive this view."""
+        """Opens the memory of another process, uint8 `[size]`. That process must keep it while this view is used."""
 
 
 class CudaIpcMemory:
-    """CUDA IPC, by the functions that torch's multiprocessing queues use."""
+    """CUDA IPC, with the functions that torch's multiprocessing queues use."""
 
     def device_key(self, device: torch.device) -> str:
         return str(torch.cuda.get_device_properties(device).uuid)
@@ -55,8 +56,8 @@ class CudaIpcMemory:
 
 
 def export_handle(tensor: Tensor) -> dict[str, Any]:
-    """A handle by which another process on this GPU opens a contiguous tensor, once: torch counts references in memory
-    that belongs to this one export."""
+    """Returns a handle with which another process on this GPU can open a contiguous tensor once, because torch keeps a
+    reference counter per export."""
     from torch.multiprocessing.reductions import reduce_tensor
 
     _, found = reduce_tensor(tensor)  # type: ignore[no-untyped-call]
@@ -74,27 +75,27 @@ def export_handle(tensor: Tensor) -> dict[str, Any]:
 
 
 def open_handle(found: Mapping[str, Any], device: torch.device) -> Tensor:
-    """Opens the tensor of `export_handle`, uint8 `[size]`; `device` is this process's index of that GPU."""
+    """Opens the tensor of `export_handle`, uint8 `[size]`. `device` is that GPU as this process numbers it."""
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
     handle, counter, event = (base64.b64decode(found[name]) for name in _HANDLE_FIELDS)
     storage_bytes, storage_offset, counter_offset = (found[name] for name in _OFFSET_FIELDS)
-    made: Tensor = rebuild_cuda_tensor(  # type: ignore[no-untyped-call]
+    opened: Tensor = rebuild_cuda_tensor(  # type: ignore[no-untyped-call]
         Tensor, torch.Size([found["size"]]), (1,), found["offset"], torch.storage.TypedStorage, torch.uint8,
         device.index or 0, handle, storage_bytes, storage_offset, False, counter, counter_offset, event,
         found["event_sync_required"],
     )  # fmt: skip
-    return made
+    return opened
 
 
 BUFFER_COUNT = 2
 
 
 class IpcBufferWriter:
-    """A trainer rank's end.
+    """A trainer rank's end of the buffers.
 
     Args:
-        buckets: all buckets of a version; the largest determines the buffers' size.
+        buckets: all buckets of a version; the largest determines the size of the buffers.
         readers: names of the workers on this device.
     """
 
@@ -113,31 +114,31 @@ class IpcBufferWriter:
         self._key = memory.device_key(device)
 
     def acquire(self, bucket: TensorBucket, version: int) -> Tensor:
-        """Memory for a bucket, once all readers have copied its previous content. Raises LinkFailed, which names a
-        reader that has not."""
+        """Returns memory for a bucket, after all readers have copied its previous content. Raises LinkFailed, which
+        names a reader that has not."""
         self._version = version
         if bucket.number >= BUFFER_COUNT:
-            self._wait_until_taken(bucket.number - BUFFER_COUNT)
+            self._wait_until_copied(bucket.number - BUFFER_COUNT)
         return self._memory[bucket.number % BUFFER_COUNT][: bytes_with_trailer(bucket)]
 
     def put(self, bucket: TensorBucket, buffer: Tensor) -> None:
-        """Announces to the readers that the bucket is in its memory."""
+        """Announces to the readers that the bucket is in the buffer."""
         _synchronize(self._device)
         self._store.set(self._name(f"there/{self._key}", bucket.number), "1")
         self._put = bucket.number + 1
 
     def flush(self) -> None:
-        """Waits until the readers have copied everything."""
+        """Waits until the readers have copied all buckets."""
         for number in range(max(0, self._put - BUFFER_COUNT), self._put):
-            self._wait_until_taken(number)
+            self._wait_until_copied(number)
 
     def close(self) -> None:
-        """Frees the memory once no reader has it open."""
+        """Frees the memory when no reader has it open any more."""
         self._memory.clear()
         if self._device.type == "cuda":
             torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
 
-    def _wait_until_taken(self, number: int) -> None:
+    def _wait_until_copied(self, number: int) -> None:
         for reader in self._readers:
             key = self._name(f"taken/{reader}", number)
             wait_for_key(
@@ -151,12 +152,12 @@ class IpcBufferWriter:
 
 
 class IpcBufferReader:
-    """An engine worker's end. Raises LinkFailed if no trainer rank is on its device."""
+    """An engine worker's end of the buffers. Raises LinkFailed if no trainer rank is on its device."""
 
     def __init__(
         self, store: Store, channel: StreamChannel, name: str, memory: IpcMemory, device: torch.device
     ) -> None:
-        self._store, self._channel, self._me, self._device = store, channel, name, device
+        self._store, self._channel, self._reader_name, self._device = store, channel, name, device
         self._key = memory.device_key(device)
         raw = wait_for_key(
             store, f"{channel.number}/buffers/{name}", channel.name, f"a trainer rank on GPU {self._key}",
@@ -166,25 +167,25 @@ class IpcBufferReader:
         self._memory = [memory.open(handle, device) for handle in handles]
 
     def buckets(self, buckets: Sequence[TensorBucket], version: int) -> Iterator[Tensor]:
-        """The buckets in order, each in memory of its own."""
+        """Yields the buckets in order, each in new memory."""
         start = f"{self._channel.number}/{version}"
         for bucket in buckets:
-            there = f"{start}/there/{self._key}/{bucket.number}"
+            announced = f"{start}/there/{self._key}/{bucket.number}"
             wait_for_key(
-                self._store, there, self._channel.name, "the trainer rank on this GPU",
+                self._store, announced, self._channel.name, "the trainer rank on this GPU",
                 timeout_s=self._channel.limit_s, notice_after_s=None,
             )  # fmt: skip
-            own = self._memory[bucket.number % BUFFER_COUNT][: bytes_with_trailer(bucket)].clone()
+            copied = self._memory[bucket.number % BUFFER_COUNT][: bytes_with_trailer(bucket)].clone()
             _synchronize(self._device)
-            self._store.set(f"{start}/taken/{self._me}/{bucket.number}", "1")
-            yield own
+            self._store.set(f"{start}/taken/{self._reader_name}/{bucket.number}", "1")
+            yield copied
 
     def close(self) -> None:
-        """Closes the trainer's memory."""
+        """Closes the trainer rank's memory."""
         self._memory.clear()
 
 
 def _synchronize(device: torch.device) -> None:
-    """Waits for copies on the device: another process sees its memory, not this process's CUDA streams."""
+    """Waits for copies on the device, because other processes are not ordered after this process's CUDA streams."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

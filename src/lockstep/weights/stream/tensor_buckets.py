@@ -1,7 +1,7 @@
-"""How a version is cut into buckets of whole tensors, and the trailer that identifies and checks each.
+"""Cuts a version into buckets of whole tensors, with a trailer that identifies and checks each bucket.
 
-A bucket's last bytes say which one it is and hold its checksum, so a receiver whose communicator was aborted (NCCL
-ends an aborted collective without an error) never takes stale memory for weights.
+The trailer has the bucket's number and checksum, so that a receiver whose communicator was aborted never takes stale
+memory for weights: an aborted NCCL collective ends without an error.
 """
 
 import hashlib
@@ -20,8 +20,8 @@ from lockstep.weights.write_records import ChecksumMode, sample_ranges
 
 @dataclass(frozen=True, slots=True)
 class TensorBucket:
-    """Neighbouring tensors of the plan that are gathered, sent, checked and loaded together. They are laid out in
-    memory as in the plan's buffer, starting at the first one's offset."""
+    """Adjacent tensors of the plan that are gathered, sent, checked and loaded together. Their layout in memory is that
+    of the plan's buffer, starting at the first tensor."""
 
     number: int
     entries: tuple[PlanEntry, ...]
@@ -31,15 +31,16 @@ class TensorBucket:
         last = self.entries[-1]
         return last.offset + last.nbytes - self.entries[0].offset
 
-    def place(self, entry: PlanEntry) -> tuple[int, int]:
-        """First and last (exclusive) byte of one of its tensors."""
+    def byte_range(self, entry: PlanEntry) -> tuple[int, int]:
+        """Returns the first and last (exclusive) byte of one of its tensors."""
         start = entry.offset - self.entries[0].offset
         return start, start + entry.nbytes
 
 
 def cut_buckets(plan: WeightPlan, limit: int) -> tuple[TensorBucket, ...]:
-    """All tensors in the order of the plan, in buckets of at most `limit` bytes. Tensors are not cut, because an engine
-    loads whole ones: a larger tensor is a bucket by itself."""
+    """Divides all tensors, in the order of the plan, into buckets of at most `limit` bytes. Tensors are not cut,
+    because
+    engines load whole tensors: a larger tensor is a bucket by itself."""
     groups: list[list[PlanEntry]] = []
     for entry in plan.entries:
         if groups and entry.offset + entry.nbytes - groups[-1][0].offset <= limit:
@@ -50,7 +51,8 @@ def cut_buckets(plan: WeightPlan, limit: int) -> tuple[TensorBucket, ...]:
 
 
 def stream_digest(plan: WeightPlan, limit: int, check: str) -> str:
-    """sha256, hexadecimal, of what both sides must agree on: tensors and their order, buckets, checksums."""
+    """Returns the sha256 (hexadecimal) of everything on which both sides must agree: tensors, their order, buckets and
+    checksums."""
     return hashlib.sha256(f"{plan.digest} {limit} {check}".encode()).hexdigest()
 
 
@@ -59,26 +61,27 @@ _MAGIC = b"LOCKSTPS"
 
 
 def bytes_with_trailer(bucket: TensorBucket) -> int:
-    """Size of a bucket with its trailer."""
+    """Returns the size of a bucket with its trailer."""
     return _trailer_offset(bucket) + _TRAILER.size
 
 
 def tensor_checksum(data: Tensor, check: ChecksumMode) -> int:
-    """crc32 of the samples, or of everything, of uint8 `[bytes]` on any device. Only those bytes are copied off it."""
+    """Computes the crc32 of samples, or of everything, of uint8 `[bytes]` on any device. Copies only those bytes to the
+    host."""
     if check == "none":
         return 0
-    places = sample_ranges(data.numel())
-    if check == "sampled" and len(places) > 1:
-        data = torch.cat([data[start:end] for start, end in places])
-    plain: memoryview = data.cpu().numpy().data
-    return zlib.crc32(plain)
+    samples = sample_ranges(data.numel())
+    if check == "sampled" and len(samples) > 1:
+        data = torch.cat([data[start:end] for start, end in samples])
+    on_host: memoryview = data.cpu().numpy().data
+    return zlib.crc32(on_host)
 
 
 def write_trailer(buffer: Tensor, bucket: TensorBucket, channel: int, version: int, check: ChecksumMode) -> None:
     """Writes the trailer after the bucket.
 
     Args:
-        buffer: uint8 `[bytes_with_trailer(bucket)]` with the bucket's tensors; padding between them is zeroed here.
+        buffer: uint8 `[bytes_with_trailer(bucket)]` with the bucket's tensors. Padding between them is set to zero.
     """
     for start, end in _padding_ranges(bucket):
         buffer[start:end] = 0
@@ -88,7 +91,7 @@ def write_trailer(buffer: Tensor, bucket: TensorBucket, channel: int, version: i
 
 
 def verify_trailer(buffer: Tensor, bucket: TensorBucket, channel: int, version: int, check: ChecksumMode) -> None:
-    """Raises TornWeights unless the buffer holds this bucket as its trailer describes it."""
+    """Raises TornWeights if the buffer's trailer is not that of this bucket, or its checksum does not match."""
     at = _trailer_offset(bucket)
     found = _TRAILER.unpack(buffer[at : at + _TRAILER.size].cpu().numpy().tobytes())
     expected = _TRAILER.pack(_MAGIC, channel, version, bucket.number, tensor_checksum(buffer[: bucket.nbytes], check))
@@ -101,6 +104,6 @@ def _trailer_offset(bucket: TensorBucket) -> int:
 
 
 def _padding_ranges(bucket: TensorBucket) -> list[tuple[int, int]]:
-    """Padding before aligned tensors: no tensor fills it, and the checksum covers it."""
-    places = [bucket.place(entry) for entry in bucket.entries]
-    return [(end, start) for (_, end), (start, _) in itertools.pairwise(places) if end < start]
+    """Returns the padding between aligned tensors, which the checksum includes."""
+    ranges = [bucket.byte_range(entry) for entry in bucket.entries]
+    return [(end, start) for (_, end), (start, _) in itertools.pairwise(ranges) if end < start]

@@ -35,14 +35,15 @@ from lockstep.weights.weight_plan import PlanEntry, WeightPlan
 log = logging.getLogger(__name__)
 
 GatheredRows = Mapping[str, Sequence[Tensor]]
-"""Rows of a bucket's tensors, by name: consecutive, in the plan's dtypes, uint8 `[bytes]` each."""
+"""Rows of a bucket's tensors by name, in order, in the plan's dtypes; uint8 `[bytes]` each."""
 
 
 class StreamSender:
-    """Keeps the channel open from version to version. Only the thread that runs all collectives calls it.
+    """A trainer rank's end of a channel, which stays open from version to version. Only the thread that runs all
+    collectives calls it.
 
     Args:
-        rank: the trainer's. Over NCCL rank 0 sends; by CUDA IPC every rank sends to the workers on its GPU.
+        rank: rank of this process. With NCCL rank 0 sends; with CUDA IPC every rank sends to the workers on its GPU.
         memory: implementation of CUDA IPC.
     """
 
@@ -57,11 +58,11 @@ class StreamSender:
         """Sends a version, bucket by bucket as they are gathered.
 
         Args:
-            gathered: for each bucket what this rank sends, None on ranks that send nothing. It is always exhausted,
-                because gathering is a collective of all ranks.
+            gathered: yields what this rank sends of each bucket; None on ranks that send nothing. It is consumed even
+                if the channel fails, because gathering is a collective of all ranks.
 
         Returns:
-            Why it failed, empty on success. The controller decides which engines to leave out.
+            Why sending failed; empty on success. The controller decides which engines to leave out.
         """
         buckets = cut_buckets(plan, channel.bucket_bytes)
         problem, sender = "", None
@@ -91,7 +92,7 @@ class StreamSender:
         return problem
 
     def close(self) -> None:
-        """Ends the communicator; buckets in flight are lost."""
+        """Closes the channel; buckets in flight are lost."""
         if self._open is not None:
             (_, sender), self._open = self._open, None
             sender.close()
@@ -99,20 +100,20 @@ class StreamSender:
     def _open_sender(
         self, channel: StreamChannel, plan: WeightPlan, buckets: Sequence[TensorBucket]
     ) -> BroadcastGroup | IpcBufferWriter | None:
-        """None on ranks that send nothing."""
+        """Opens the channel. Returns None on ranks that send nothing."""
         if channel.way == "nccl" and self.rank:
             return None
         if self._open is not None and self._open[0] == channel:
             return self._open[1]
         self.close()  # at most one channel is open
         store = connect_store(*channel.store, f"{channel.scope}/stream")
-        agreed = stream_digest(plan, channel.bucket_bytes, channel.check)
-        cards = gather_receivers(store, channel, agreed, answers=self.rank == 0)
+        agreement = stream_digest(plan, channel.bucket_bytes, channel.check)
+        infos = gather_receivers(store, channel, agreement, answers=self.rank == 0)
         sender: BroadcastGroup | IpcBufferWriter
         if channel.way == "nccl":
             sender = BroadcastGroup(store, channel, 0, self.device)
         else:
-            readers = receivers_on_device(cards, self._memory.device_key(self.device))
+            readers = receivers_on_device(infos, self._memory.device_key(self.device))
             if not readers:
                 return None
             sender = IpcBufferWriter(store, channel, buckets, readers, self._memory, self.device)
@@ -128,7 +129,7 @@ def fill_bucket(buffer: Tensor, bucket: TensorBucket, pieces: GatheredRows) -> N
         ValueError: rows are missing, or too many.
     """
     for entry in bucket.entries:
-        at, end = bucket.place(entry)
+        at, end = bucket.byte_range(entry)
         for piece in pieces[entry.name]:
             if at + piece.numel() > end:
                 raise ValueError(f"{entry.name}: more rows than {list(entry.shape)} were gathered")
@@ -139,7 +140,7 @@ def fill_bucket(buffer: Tensor, bucket: TensorBucket, pieces: GatheredRows) -> N
 
 
 class StreamReceiver:
-    """Keeps the channel open from version to version.
+    """An engine worker's end of a channel, which stays open from version to version.
 
     Args:
         memory: implementation of CUDA IPC.
@@ -150,42 +151,42 @@ class StreamReceiver:
         self._open: tuple[StreamChannel, BroadcastGroup | IpcBufferReader] | None = None
 
     def promised(self, where: Mapping[str, Any]) -> dict[str, PlanEntry]:
-        """Shapes and dtypes of a version's tensors by name, from the fields of `StreamChannel.where`."""
+        """Returns shapes and dtypes of a version's tensors by name, from the fields of `StreamChannel.where`."""
         return {entry.name: entry for entry in WeightPlan.from_json(where["plan"]).entries}
 
     @contextmanager
     def stream(
         self, where: Mapping[str, Any], version: int, worker: int, device: torch.device
     ) -> Generator[Iterator[tuple[str, Tensor]]]:
-        """The tensors of `version` with their names, as they arrive. A bucket's memory lives as long as one of its
-        tensors. If the context ends with an error, or before the last tensor, this receiver leaves the channel.
+        """Yields an iterator over names and tensors of `version`, as they arrive. If the context ends with an error, or
+        before the last tensor, this receiver leaves the channel.
 
         Args:
             worker: index of this worker in its engine.
-            device: where the tensors are put.
+            device: device of the tensors.
 
         Raises:
-            PlanMismatch: the trainer sends other tensors; nothing has moved.
-            LinkFailed: the trainer did not come, or stopped.
-            TornWeights: a bucket is not what was sent.
+            PlanMismatch: the trainer sends other tensors; nothing was transferred.
+            LinkFailed: the trainer did not join, or stopped.
+            TornWeights: a bucket differs from what was sent.
         """
         channel, plan = StreamChannel.of(where["channel"]), WeightPlan.from_json(where["plan"])
         source = self._open_receiver(channel, plan, member_name(where["engine"], worker, channel.width), device)
         buckets = cut_buckets(plan, channel.bucket_bytes)
-        whole = False
+        complete = False
 
         def tensors() -> Iterator[tuple[str, Tensor]]:
-            nonlocal whole
+            nonlocal complete
             for bucket, buffer in zip(buckets, source.buckets(buckets, version), strict=True):
                 verify_trailer(buffer, bucket, channel.number, version, channel.check)
                 current_beacon().add("bytes", bucket.nbytes)
                 yield from bucket_views(buffer, bucket)
-            whole = True
+            complete = True
 
         try:
             yield tensors()
         finally:
-            if not whole:
+            if not complete:
                 self.close()
 
     def close(self) -> None:
@@ -201,12 +202,12 @@ class StreamReceiver:
             return self._open[1]
         self.close()
         store = connect_store(*channel.store, f"{channel.scope}/stream")
-        lends = channel.way == "cuda_ipc"
-        device_key = self._memory.device_key(device) if lends else str(device)
-        agreed = stream_digest(plan, channel.bucket_bytes, channel.check)
-        announce_receiver(store, channel, name, StreamReceiverInfo(agreed, device_key))
+        uses_ipc = channel.way == "cuda_ipc"
+        device_key = self._memory.device_key(device) if uses_ipc else str(device)
+        agreement = stream_digest(plan, channel.bucket_bytes, channel.check)
+        announce_receiver(store, channel, name, StreamReceiverInfo(agreement, device_key))
         source: BroadcastGroup | IpcBufferReader
-        if lends:
+        if uses_ipc:
             source = IpcBufferReader(store, channel, name, self._memory, device)
         else:
             source = BroadcastGroup(store, channel, 1 + channel.members.index(name), device)
@@ -215,7 +216,7 @@ class StreamReceiver:
 
 
 def bucket_views(buffer: Tensor, bucket: TensorBucket) -> Iterator[tuple[str, Tensor]]:
-    """A bucket's tensors, as views of its memory."""
+    """Yields the tensors of a bucket with their names, as views of its memory."""
     for entry in bucket.entries:
-        start, end = bucket.place(entry)
+        start, end = bucket.byte_range(entry)
         yield entry.name, buffer[start:end].view(entry.torch_dtype).view(entry.shape)

@@ -1,4 +1,4 @@
-"""Who sends a version to whom, with transfers that end as the test says."""
+"""Which node sends a version to which, with fake transfers whose outcome the test sets."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ LIMIT = 60.0
 
 
 class Stub:
-    """A transfer whose end the test sets."""
+    """A transfer whose outcome the test sets."""
 
     def __init__(self, source: RelayNode, target: RelayNode, number: int) -> None:
         self.source, self.target, self.bytes, self.problem = source, target, 0, "told so"
@@ -48,7 +48,7 @@ def node(name: str) -> RelayNode:
 
 
 class Setup:
-    """Begins transfers, and remembers them."""
+    """Begins transfers and records them."""
 
     def __init__(self, names: str) -> None:
         self.home, self.others = node("home"), [node(name) for name in names]
@@ -80,7 +80,7 @@ class Setup:
         return self.tree.poll()
 
 
-def test_who_has_it_passes_it_on() -> None:
+def test_nodes_with_the_version_send_it_to_others() -> None:
     setup = Setup("abcdefghijklmn")
     turns = 0
     setup.tree.poll()
@@ -94,7 +94,7 @@ def test_who_has_it_passes_it_on() -> None:
     assert setup.tree.behind == []
 
 
-def test_one_that_fails_is_left_behind_and_the_others_get_it() -> None:
+def test_a_failing_receiver_is_given_up_and_the_others_get_the_version() -> None:
     setup = Setup("abc")
     setup.tree.poll()
     setup.end("receiver", "a")
@@ -104,7 +104,7 @@ def test_one_that_fails_is_left_behind_and_the_others_get_it() -> None:
     assert sorted(setup.arrived) == ["b", "c"]
 
 
-def test_a_sender_that_fails_is_left_out_where_another_has_it() -> None:
+def test_a_failing_sender_is_not_used_again_if_another_has_the_version() -> None:
     setup = Setup("abc")
     setup.tree.poll()
     setup.end("done", "a")
@@ -116,7 +116,7 @@ def test_a_sender_that_fails_is_left_out_where_another_has_it() -> None:
     assert setup.begun[-1].source.info.name != "home"
 
 
-def test_a_sender_that_fails_again_and_again_is_given_up() -> None:
+def test_a_sender_that_fails_repeatedly_is_given_up() -> None:
     setup = Setup("a")
     setup.tree.poll()
     for _ in range(MAX_SENDER_FAILURES):
@@ -126,7 +126,7 @@ def test_a_sender_that_fails_again_and_again_is_given_up() -> None:
     assert [each.info.name for each in setup.tree.behind] == ["a"]
 
 
-def test_a_node_without_a_courier_is_left_behind() -> None:
+def test_a_node_whose_relay_cannot_start_is_given_up() -> None:
     setup = Setup("ab")
     setup.refuse = {"a"}
     setup.tree.poll()
@@ -134,7 +134,7 @@ def test_a_node_without_a_courier_is_left_behind() -> None:
     assert [each.info.name for each in setup.tree.behind] == ["a"]
 
 
-def test_giving_up_leaves_all_that_are_not_done() -> None:
+def test_giving_up_marks_all_unfinished_nodes() -> None:
     setup = Setup("abcd")
     setup.tree.poll()
     before = setup.tree.progress()
@@ -146,7 +146,7 @@ def test_giving_up_leaves_all_that_are_not_done() -> None:
     assert setup.tree.poll() is True
 
 
-def test_what_no_other_try_would_mend_is_raised() -> None:
+def test_permanent_errors_are_raised() -> None:
     class Final(Stub):
         def poll(self) -> str | None:
             raise WorkerDied("x", 0, 1, "")
@@ -158,7 +158,7 @@ def test_what_no_other_try_would_mend_is_raised() -> None:
         setup.tree.poll()
 
 
-def test_a_sender_that_two_saw_fail_is_replaced_once() -> None:
+def test_a_sender_with_two_failed_transfers_is_replaced_once() -> None:
     setup = Setup("ab")
     setup.tree.poll()
     setup.end("sender", "a")
@@ -171,7 +171,7 @@ def test_a_sender_that_two_saw_fail_is_replaced_once() -> None:
     assert sorted(setup.arrived) == ["a", "b"] and not setup.tree.behind
 
 
-def test_a_sender_that_says_what_is_wrong_is_left_alone() -> None:
+def test_a_sender_that_reports_a_reason_is_not_replaced() -> None:
     setup = Setup("ab")
     setup.tree.poll()
     setup.end("done", "a")
@@ -186,7 +186,7 @@ def test_a_sender_that_says_what_is_wrong_is_left_alone() -> None:
     assert setup.tree.behind == setup.others and not setup.home.stuck and not setup.others[0].stuck
 
 
-def test_a_sender_without_a_courier_blames_no_receiver() -> None:
+def test_a_sender_whose_relay_cannot_start_fails_no_receiver() -> None:
     setup = Setup("abc")
     setup.tree.poll()
     setup.refuse = {"home"}
@@ -196,7 +196,7 @@ def test_a_sender_without_a_courier_blames_no_receiver() -> None:
     assert sorted(setup.arrived) == ["a", "b", "c"] and not setup.tree.behind
 
 
-def test_a_receiver_that_stands_still_is_left_behind_after_the_limit() -> None:
+def test_a_receiver_without_progress_is_given_up_after_the_limit() -> None:
     setup = Setup("ab")
     setup.tree.poll()
     stuck, well = setup.begun
@@ -210,7 +210,7 @@ def test_a_receiver_that_stands_still_is_left_behind_after_the_limit() -> None:
     assert setup.end("done") is True
 
 
-def test_a_sender_that_says_nothing_is_replaced_while_there_is_time() -> None:
+def test_a_silent_sender_is_replaced_while_there_is_time() -> None:
     setup = Setup("a")
     setup.tree.poll()
     setup.now, setup.begun[0].silent = LIMIT / 2 + 1, LIMIT / 2 + 1
@@ -222,7 +222,7 @@ def test_a_sender_that_says_nothing_is_replaced_while_there_is_time() -> None:
     assert setup.tree.poll() is True and setup.tree.behind == setup.others
 
 
-def test_who_has_no_courier_yet_is_waited_for_no_longer_than_the_limit() -> None:
+def test_a_relay_that_is_starting_is_awaited_until_the_limit() -> None:
     setup = Setup("ab")
     setup.pending = {"a"}
     setup.tree.poll()
@@ -234,7 +234,7 @@ def test_who_has_no_courier_yet_is_waited_for_no_longer_than_the_limit() -> None
     assert [each.info.name for each in setup.tree.behind] == ["a"] and not setup.others[0].stuck
 
 
-def test_a_queue_for_a_sender_counts_as_long_as_others_move() -> None:
+def test_a_queued_node_waits_as_long_as_others_make_progress() -> None:
     setup = Setup("abc")
     setup.tree.poll()
     for _ in range(5):

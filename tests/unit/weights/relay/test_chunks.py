@@ -1,4 +1,4 @@
-"""How versions are cut for the way: every byte once, whatever the shapes, ranks and sizes."""
+"""Versions are cut into chunks that contain every byte once, whatever the shapes, ranks and sizes."""
 
 import itertools
 import random
@@ -35,7 +35,7 @@ def digests(cut: list[Chunk], memory: memoryview) -> list[bytes]:
 
 
 def marks_of(plan: WeightPlan, ranks: int) -> list[WriteRecord]:
-    """As FSDP2 shards: chunks of ceil(rows / ranks), one bucket each."""
+    """Shards like FSDP2: ceil(rows / ranks) rows per rank, one block each."""
     records = []
     for rank in range(ranks):
         buckets = []
@@ -51,7 +51,7 @@ def marks_of(plan: WeightPlan, ranks: int) -> list[WriteRecord]:
 
 
 def owned(plan: WeightPlan, records: list[WriteRecord]) -> set[int]:
-    """Every byte of the buffer that these ranks wrote."""
+    """Returns the positions of all bytes that these ranks wrote."""
     return {
         byte
         for record in records
@@ -64,7 +64,7 @@ def owned(plan: WeightPlan, records: list[WriteRecord]) -> set[int]:
 
 
 @given(SHAPES, st.integers(1, 5), st.integers(1, 400_000), st.sampled_from(["float32", "bfloat16"]), st.data())
-def test_every_byte_travels_once(
+def test_every_byte_is_sent_once(
     shapes: list[tuple[int, ...]], ranks: int, limit: int, dtype: str, data: st.DataObject
 ) -> None:
     limit = max(limit, 1000)
@@ -86,7 +86,7 @@ def test_every_byte_travels_once(
 
 
 @given(SHAPES, st.integers(1, 4), st.integers(1000, 300_000), st.integers(0, 1000))
-def test_what_is_sent_arrives_in_its_place(shapes: list[tuple[int, ...]], ranks: int, limit: int, seed: int) -> None:
+def test_sent_bytes_arrive_at_their_position(shapes: list[tuple[int, ...]], ranks: int, limit: int, seed: int) -> None:
     plan = WeightPlan.of((f"t{number:02}", shape, "float32") for number, shape in enumerate(shapes))
     source = memoryview(random.Random(seed).randbytes(plan.nbytes))
     target = memoryview(bytearray(plan.nbytes))
@@ -101,7 +101,7 @@ def test_what_is_sent_arrives_in_its_place(shapes: list[tuple[int, ...]], ranks:
         assert target[entry.offset : entry.offset + entry.nbytes] == source[entry.offset : entry.offset + entry.nbytes]
 
 
-def test_only_changed_parcels_are_named() -> None:
+def test_only_changed_chunks_are_listed() -> None:
     plan = WeightPlan.of([("a", (4000, 64), "float32")])
     cut = cut_chunks(plan, marks_of(plan, 1), 100_000)
     memory = bytearray(random.Random(0).randbytes(plan.nbytes))
@@ -115,8 +115,8 @@ def test_only_changed_parcels_are_named() -> None:
     )
 
 
-def test_equal_checksums_are_not_taken_for_equal_bytes() -> None:
-    """A known pair with one crc32: to the digest they differ."""
+def test_chunks_with_equal_checksums_and_other_bytes_differ() -> None:
+    """A known pair of texts with the same crc32 has different digests."""
     plan = WeightPlan.of([("a", (8,), "uint8")])
     cut = cut_chunks(plan, marks_of(plan, 1), 100)
     one, other = b"plumless", b"buckeroo"
@@ -125,7 +125,7 @@ def test_equal_checksums_are_not_taken_for_equal_bytes() -> None:
 
 
 @pytest.mark.parametrize("limit", [1 << 20, 64 << 20], ids=["1MiB", "64MiB"])
-def test_a_whole_version_is_few_large_parcels(limit: int) -> None:
+def test_a_whole_version_has_few_large_chunks(limit: int) -> None:
     plan = WeightPlan.of((f"layer.{n:02}.{name}", shape, "float32") for n in range(40)
                    for name, shape in (("norm", (512,)), ("weight", (512, 512))))  # fmt: skip
     cut = cut_chunks(plan, marks_of(plan, 1), limit)

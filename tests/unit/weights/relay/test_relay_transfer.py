@@ -1,4 +1,4 @@
-"""Whose fault a transfer's end is, by what sender and receiver say."""
+"""Which side of a failed transfer is at fault, according to the reports of sender and receiver."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ RESET = RemoteError("courier-c", 2, "lockstep.weights.errors.LinkFailed", "reset
 
 
 class Answer:
-    """A call, answered or not."""
+    """A call with or without an answer."""
 
     def __init__(self, value: Any = None) -> None:
         self.value = value
@@ -30,9 +30,9 @@ class Answer:
 
 
 class Relay:
-    """Answers how far it is."""
+    """A relay that reports its progress."""
 
-    spec, moves = WorkerSpec("courier-a", "weights", 0, ""), 0
+    spec, progress_count = WorkerSpec("courier-a", "weights", 0, ""), 0
 
     def __init__(self, says: Any) -> None:
         self.says = says
@@ -51,7 +51,7 @@ def transfer(says: Any, received: Any = None) -> tuple[RelayTransfer, Answer]:
     return begun, answer
 
 
-def test_it_goes_well() -> None:
+def test_a_successful_transfer() -> None:
     begun, answer = transfer(SendProgress(5))
     assert begun.poll() is None and begun.bytes == 5
     answer.value = ReceiveResult(5, 5, 0.1, True)
@@ -59,7 +59,7 @@ def test_it_goes_well() -> None:
 
 
 @pytest.mark.parametrize("successor", [None, Relay(SendProgress())], ids=["without", "replaced"])
-def test_a_dead_sender_is_at_fault_whoever_comes_in_its_place(successor: Any) -> None:
+def test_a_dead_sender_is_at_fault_whatever_replaces_it(successor: Any) -> None:
     begun, answer = transfer(WorkerDied("courier-a", 0, -9, ""))
     assert begun.poll() is None, "the receiver will notice"
     assert not begun.superseded()
@@ -69,7 +69,7 @@ def test_a_dead_sender_is_at_fault_whoever_comes_in_its_place(successor: Any) ->
     assert begun.poll() == "sender"
 
 
-def test_what_a_living_sender_says_of_itself_is_not_the_receivers_fault() -> None:
+def test_an_error_that_the_sender_reports_is_not_the_receivers_fault() -> None:
     begun, answer = transfer(
         SendProgress(0, "StaleVersion: version 1 of the weights was requested, nothing was published yet")
     )
@@ -81,6 +81,6 @@ def test_what_a_living_sender_says_of_itself_is_not_the_receivers_fault() -> Non
 @pytest.mark.parametrize(
     "says", [SendProgress(7), SendProgress(7, "LinkFailed: it did not come")], ids=["sends", "waited"]
 )
-def test_a_link_that_broke_leaves_the_receiver_behind(says: SendProgress) -> None:
+def test_a_broken_link_is_the_receivers_fault(says: SendProgress) -> None:
     begun, _ = transfer(says, RESET)
     assert begun.poll() == "receiver"

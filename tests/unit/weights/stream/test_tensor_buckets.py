@@ -1,4 +1,4 @@
-"""Buckets and their seals: every tensor once, bounded, and nothing taken that is not what was sent."""
+"""Buckets contain every tensor once and are limited in size; their trailers reveal memory that is not what was sent."""
 
 import pytest
 import torch
@@ -28,7 +28,9 @@ TYPES = ("float32", "bfloat16", "float64")
 
 
 @given(SHAPES, st.integers(1, 4000), st.integers(1, 3))
-def test_what_is_filled_from_rows_comes_out_as_it_was(shapes: list[tuple[int, ...]], limit: int, ranks: int) -> None:
+def test_tensors_of_a_bucket_equal_the_rows_that_filled_it(
+    shapes: list[tuple[int, ...]], limit: int, ranks: int
+) -> None:
     plan = WeightPlan.of((f"t{n}", shape, TYPES[n % 3]) for n, shape in enumerate(shapes))
     tensors = {entry.name: torch.randn(entry.shape).to(entry.torch_dtype) for entry in plan.entries}
     buckets = cut_buckets(plan, limit)
@@ -62,7 +64,7 @@ def one_lot() -> tuple[TensorBucket, torch.Tensor]:
     "stale", [{"channel": 2}, {"version": 4}, {"bucket": 1}, {"byte": 0}, {"byte": 20_011}, {"blank": True}],
     ids=["another-channel", "an-older-version", "another-bucket", "first-byte", "last-byte", "never-received"],
 )  # fmt: skip
-def test_memory_that_is_not_this_lot_is_refused(stale: dict[str, int]) -> None:
+def test_memory_with_another_bucket_is_refused(stale: dict[str, int]) -> None:
     bucket, buffer = one_lot()
     verify_trailer(buffer, bucket, 3, 5, "sampled")
     if "byte" in stale:
@@ -75,7 +77,7 @@ def test_memory_that_is_not_this_lot_is_refused(stale: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 12_287, 12_289, (4 << 20) + 5, 9 << 20])
-def test_samples_are_within_and_have_both_ends(size: int) -> None:
+def test_samples_are_within_the_bytes_and_include_both_ends(size: int) -> None:
     found = sample_ranges(size)
     assert found[0][0] == 0 and found[-1][1] == size
     assert all(0 <= start < end <= size for start, end in found)
@@ -86,7 +88,7 @@ def test_samples_are_within_and_have_both_ends(size: int) -> None:
     assert tensor_checksum(data, "sampled") != before and tensor_checksum(data, "none") == 0
 
 
-def test_rows_that_are_missing_or_too_many_are_refused() -> None:
+def test_missing_and_surplus_rows_are_refused() -> None:
     bucket, buffer = one_lot()
     rows = torch.zeros(4 * 50 * 99, dtype=torch.uint8)
     with pytest.raises(ValueError, match=r"a: 200 bytes of \[100, 50\] were not gathered"):
@@ -95,7 +97,7 @@ def test_rows_that_are_missing_or_too_many_are_refused() -> None:
         fill_bucket(buffer, bucket, {"a": [rows, rows], "b": [rows[:12]]})
 
 
-def test_two_sides_agree_on_tensors_buckets_and_checksums() -> None:
+def test_both_sides_agree_on_tensors_buckets_and_checksums() -> None:
     plan, other = WeightPlan.of([("a", (2,), "float32")]), WeightPlan.of([("a", (2,), "bfloat16")])
     agreements = {
         stream_digest(plan, 10, "sampled"),
@@ -105,7 +107,7 @@ def test_two_sides_agree_on_tensors_buckets_and_checksums() -> None:
     assert len(agreements | {stream_digest(plan, 10, "complete")}) == 4
 
 
-def test_a_channel_counts_every_worker_of_an_engine() -> None:
+def test_every_worker_of_an_engine_is_a_member_of_the_channel() -> None:
     channel = StreamChannel(1, "nccl", "nccl", ("here", 1), "gen1", ("e0", "e1"), width=2)
     assert channel.members == ["e0/0", "e0/1", "e1/0", "e1/1"]
     told = channel.where("e1", "{}")
