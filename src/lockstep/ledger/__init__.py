@@ -1,4 +1,4 @@
-"""What a run has done: `Ledger`, its rows and its errors."""
+"""The durable record of a run: `Ledger`, its rows and its errors."""
 
 from lockstep.ledger.config_changes import ConfigChange, compare_config
 from lockstep.ledger.errors import (

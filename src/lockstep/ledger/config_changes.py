@@ -1,4 +1,4 @@
-"""What differs between two configs of a run, and whether it would change the run's result."""
+"""Compares two configs of a run, and decides which differences would change the run's result."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -41,8 +41,8 @@ _NO_EFFECT = (
     "rollout.environment.timeout_s",
     "rollout.environment.memory_mb",
 )
-"""Fields and sections that set where a run is stored, what it shows, which servers it uses, how long it waits and when
-it fails, but not what it computes. `*` stands for one part of a path."""
+"""Fields and sections that do not affect what a run computes: where it is stored, what it shows, which servers it uses,
+how long it waits and when it fails. `*` stands for one part of a path."""
 _CHANGES_BITS = (
     "trainer.ranks",
     "trainer.replicas",
@@ -64,13 +64,13 @@ _CHANGES_BITS = (
     "rollout.engine.enforce_eager",
     "rollout.engine.enable_prefix_caching",
 )
-"""Fields that divide the computation among processes and batches: they change only the order of additions."""
+"""Fields that divide the computation among processes and batches, and so change only the order of additions."""
 _CHANGES_RESULT = ("cluster.device",)
-"""Exceptions from the two above: a GPU computes in another precision if the model's is `auto`."""
+"""Exceptions from the lists above: with precision `auto`, a GPU computes in another precision than a CPU."""
 
 
 class _Absent:
-    """A field that one of the two configs does not have."""
+    """The value of a field that a config does not have."""
 
     def __repr__(self) -> str:
         return "(absent)"
@@ -82,22 +82,22 @@ ABSENT = _Absent()
 @dataclass(frozen=True, slots=True)
 class ConfigChange:
     path: str
-    """Dotted, as on the command line: `trainer.optimizer.lr`."""
+    """The field as on the command line, such as `trainer.optimizer.lr`."""
     old: Any
     new: Any
     effect: ChangeEffect
-    """On the run's result: none, its last bits (about 1e-5 of the weights), or the result itself."""
+    """The effect on the run's result: none, its last bits (about 1e-5 of the weights), or the result itself."""
     reason: str = ""
-    """Why, if that is not obvious."""
+    """Why it has this effect, if that is not obvious."""
 
     @property
     def changes_result(self) -> bool:
-        """Whether a run cannot be resumed with it."""
+        """Whether the change prevents a run from being resumed."""
         return self.effect == "result"
 
     @property
     def changes_bits(self) -> bool:
-        """Whether a run can be resumed with it, but will not end with the same bits."""
+        """Whether a run can be resumed with the change, but will not end with the same bits."""
         return self.effect == "bits"
 
     def __str__(self) -> str:
@@ -105,8 +105,8 @@ class ConfigChange:
 
 
 def compare_config(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[ConfigChange]:
-    """Every field that differs between two resolved configs (`model_dump(mode="json")`), in their order. Fields that
-    the old config is too old to have count as having today's defaults."""
+    """Returns every field that differs between two resolved configs (`model_dump(mode="json")`), in their order. Fields
+    that did not exist when the old config was written are compared by their defaults."""
     changes, old = [], _with_defaults(old)
     for path, before, after in _differences("", old, new):
         if path == "steps":
@@ -120,7 +120,8 @@ def compare_config(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Confi
 
 
 def _with_defaults(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The config with defaults for fields it is too old to have; unchanged if it is no valid config any more."""
+    """Adds the defaults of fields that did not exist when the config was written. Returns a config that is not valid
+    any more unchanged."""
     try:
         return check_config(dict(config), "the run's config").model_dump(mode="json")
     except ConfigError:
@@ -130,12 +131,12 @@ def _with_defaults(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def _effect_of(path: str) -> ChangeEffect:
     parts = path.split(".")
 
-    def among(fields: tuple[str, ...]) -> bool:
+    def is_in(fields: tuple[str, ...]) -> bool:
         return any(_matches_field(parts, field.split(".")) for field in fields)
 
-    if among(_CHANGES_RESULT) or not among(_NO_EFFECT + _CHANGES_BITS):
+    if is_in(_CHANGES_RESULT) or not is_in(_NO_EFFECT + _CHANGES_BITS):
         return "result"
-    return "bits" if among(_CHANGES_BITS) else "none"
+    return "bits" if is_in(_CHANGES_BITS) else "none"
 
 
 def _matches_field(parts: list[str], field: list[str]) -> bool:
@@ -147,7 +148,8 @@ def _uses_dropout(config: Mapping[str, Any]) -> bool:
 
 
 def _steps_change(before: Any, after: Any, config: Mapping[str, Any]) -> ConfigChange:
-    """More steps continue a run, unless the learning rate's schedule spans all of them."""
+    """Returns the effect of another number of steps. A run can be extended, unless the learning rate's schedule depends
+    on that number."""
     schedule = config.get("trainer", {}).get("schedule", {})
     if not (isinstance(before, int) and isinstance(after, int) and after > before):
         return ConfigChange("steps", before, after, "result", "a run can be made longer, not shorter")

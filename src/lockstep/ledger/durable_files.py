@@ -1,4 +1,4 @@
-"""Files that are either complete and on the disk or absent, and the lock that keeps a run to one process."""
+"""Writes files that are either complete on the disk or absent, and locks a run for one process."""
 
 import contextlib
 import errno
@@ -29,7 +29,8 @@ def fsync_folder(folder: Path) -> None:
 
 
 def disk_full_error(path: Path, needed: int | None, limited: bool = False) -> LedgerFull:
-    """The error for a write at `path` that found no room. `limited`: because of the process's file size limit."""
+    """Returns the error for a write at `path` without room. `limited`: whether the process's file size limit is the
+    cause."""
     folder = next(parent for parent in (path, *path.parents) if parent.is_dir())
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     return LedgerFull(path, needed, shutil.disk_usage(folder).free, limit if limited and limit >= 0 else None)
@@ -37,7 +38,7 @@ def disk_full_error(path: Path, needed: int | None, limited: bool = False) -> Le
 
 @contextlib.contextmanager
 def disk_full_as_ledger_error(path: Path, needed: int | None) -> Iterator[None]:
-    """Turns the operating system's errors for a full disk into LedgerFull."""
+    """Converts the operating system's errors for a full disk to LedgerFull."""
     try:
         yield
     except OSError as error:
@@ -47,10 +48,10 @@ def disk_full_as_ledger_error(path: Path, needed: int | None) -> Iterator[None]:
 
 
 def write_hidden(target: Path, needed: int, write: Callable[[IO[bytes]], None], suffix: str = ".tmp") -> Path:
-    """Writes the future `target` under a hidden name beside it, durably; the caller renames it.
+    """Writes the content of `target` to a hidden file in the same folder, durably. The caller renames it.
 
-    Room is reserved first, so that a full disk is noticed before a byte is written. LedgerFull, or whatever else
-    `write` raises, leaves nothing behind."""
+    Reserves room first, so that a full disk is noticed before anything is written. If LedgerFull or an error of `write`
+    is raised, no file is left."""
     hidden = target.parent / f".{target.name}{suffix}"
     try:
         with disk_full_as_ledger_error(target, needed), hidden.open("wb") as file:
@@ -66,7 +67,7 @@ def write_hidden(target: Path, needed: int, write: Callable[[IO[bytes]], None], 
 
 
 def replace_file(target: Path, data: bytes) -> None:
-    """Writes `target` atomically: other processes see the old content or the new one, even after a power cut."""
+    """Writes `target` atomically: it has either the old content or the new one, even after a power failure."""
     hidden = write_hidden(target, len(data), lambda file: _write_all(file, data))
     hidden.rename(target)
     fsync_folder(target.parent)
@@ -87,7 +88,7 @@ def _preallocate(descriptor: int, size: int) -> None:
     try:
         os.posix_fallocate(descriptor, 0, size)
     except OSError as error:
-        # Some file systems cannot reserve; the write itself then fails if there is no room.
+        # Some file systems cannot reserve room; then the write itself fails.
         if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ENODEV):
             raise
 
@@ -96,10 +97,11 @@ log = logging.getLogger(__name__)
 
 
 class RunLock:
-    """Held from construction to `close` (or the end of the process). RunIsActive names the process that holds it.
+    """The lock of a run, held until `close` or the end of the process. The constructor raises RunIsActive, which names
+    the holder, if another process has the lock.
 
-    `force` continues without the lock, for a holder on another host that is known to be gone; should it still run, the
-    generation in the index refuses its writes."""
+    With `force`, continues without the lock, if a holder on another host is known to have ended. If it still runs, the
+    index refuses its writes because of their generation."""
 
     def __init__(self, path: Path, force: bool = False) -> None:
         self._file = path.open("a+", encoding="utf-8")

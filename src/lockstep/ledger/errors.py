@@ -1,4 +1,4 @@
-"""Errors of the ledger, with fields for callers and a fix for readers."""
+"""Errors of the ledger, with fields for callers and a fix in the message."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -8,11 +8,11 @@ if TYPE_CHECKING:
 
 
 class LedgerError(RuntimeError):
-    """Base of every error of the ledger."""
+    """Base class of the errors of the ledger."""
 
 
 class FolderExists(LedgerError):
-    """The folder of a new run exists already; it was not touched."""
+    """The folder of a new run exists already. It is unchanged."""
 
     def __init__(self, folder: Path, is_run: bool) -> None:
         what = "already holds a run" if is_run else "already exists"
@@ -22,16 +22,16 @@ class FolderExists(LedgerError):
 
 
 class NotARun(LedgerError):
-    """A folder without a readable ledger."""
+    """A folder has no readable ledger."""
 
     def __init__(self, folder: Path, reason: str, nearest: tuple[str, ...] = ()) -> None:
-        hint = f"; runs beside it: {', '.join(nearest)}" if nearest else ""
+        hint = f"; runs in the same folder: {', '.join(nearest)}" if nearest else ""
         super().__init__(f"{folder} is not the folder of a run: {reason}{hint}")
         self.folder, self.reason, self.nearest = folder, reason, nearest
 
 
 class RunIsActive(LedgerError):
-    """Another process runs this run."""
+    """Another process is executing this run."""
 
     def __init__(self, folder: Path, pid: int | None, host: str | None) -> None:
         holder = f"process {pid} on {host}" if pid is not None else "another process"
@@ -53,7 +53,7 @@ class StaleGeneration(LedgerError):
 
 
 class LedgerFull(LedgerError):
-    """No room for a write. Nothing half-written is left, and the ledger is as it was before the write."""
+    """There is no room for a write. The ledger is as it was before the write."""
 
     def __init__(self, path: Path, needed: int | None, free: int, limit: int | None = None) -> None:
         need = f"{needed:,} bytes" if needed is not None else "a few pages"
@@ -66,7 +66,7 @@ class LedgerFull(LedgerError):
 
 
 class LedgerBusy(LedgerError):
-    """The index stayed locked by another process for longer than the bound."""
+    """The index stayed locked by another process for too long."""
 
     def __init__(self, path: Path, waited_s: float) -> None:
         super().__init__(f"{path} stayed locked by another process for {waited_s:g} s: find it with `fuser {path}`")
@@ -85,7 +85,7 @@ class IndexDamaged(LedgerError):
 
 
 class StepCorrupt(LedgerError):
-    """A step file is missing or is not what was written."""
+    """A step file is missing, or differs from what was written."""
 
     def __init__(self, path: Path, step: int, reason: str, checkpoint: int | None = None) -> None:
         if checkpoint is not None and checkpoint >= step:
@@ -119,7 +119,7 @@ class PromptUsedTwice(LedgerError):
 
 
 class OutOfOrder(LedgerError):
-    """A commit that skips a step, or a publish before its commit."""
+    """A commit would skip a step, or weights were published before their commit."""
 
     def __init__(self, what: str, number: int, expected: int) -> None:
         super().__init__(f"{what} {number} is out of order: at most {expected} is possible now")
@@ -127,7 +127,7 @@ class OutOfOrder(LedgerError):
 
 
 class ConfigChanged(LedgerError):
-    """The run cannot be resumed with a config that would change its result."""
+    """A run cannot be resumed, because the new config would change its result."""
 
     def __init__(self, folder: Path, changes: "tuple[ConfigChange, ...]") -> None:
         refused = [change for change in changes if change.changes_result]

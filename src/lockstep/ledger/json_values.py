@@ -1,7 +1,7 @@
-"""JSON that round-trips the columns of a dataset, answers, messages and episodes.
+"""Reads and writes columns of datasets, answers, messages and episodes as JSON, without loss.
 
-Numpy scalars and arrays (as Parquet readers return them) become plain numbers and lists; tuples become lists. Types
-that JSON lacks (bytes, dates, decimals, keys that are not strings) are written with a tag.
+Numpy scalars and arrays (as Parquet readers return them) become numbers and lists; tuples become lists. Types that JSON
+lacks (bytes, dates, decimals, keys that are not strings) are written with a tag.
 """
 
 import base64
@@ -18,7 +18,8 @@ _TAG = "$lockstep"
 
 
 def dumps(value: Any, where: str = "value") -> str:
-    """One line of JSON. TypeError names `where` and the path inside it that cannot be written."""
+    """Returns a value as one line of JSON. A TypeError names `where` and the path in the value that cannot be
+    written."""
     return json.dumps(plain_json(value, where), ensure_ascii=True, separators=(",", ":"))
 
 
@@ -27,16 +28,16 @@ def loads(text: str) -> Any:
 
 
 def plain_json(value: Any, where: str = "value") -> Any:
-    """`value` converted to JSON's types."""
+    """Converts a value to JSON's types."""
     if value is None or type(value) in (bool, int, float, str):
         return value
-    if isinstance(value, np.datetime64 | np.timedelta64):  # nanoseconds would become bare integers
+    if isinstance(value, np.datetime64 | np.timedelta64):  # nanoseconds would become integers
         return plain_json(value.astype(f"{value.dtype.str[1:2]}8[us]").item(), where)
     if isinstance(value, np.generic):
         return plain_json(value.item(), where)
     if isinstance(value, np.ndarray):
         return plain_json(value.tolist(), where)
-    for kind in (str, int, float):  # subclasses: enumerations, tokenizers' own strings
+    for kind in (str, int, float):  # subclasses, such as enumerations and the strings of tokenizers
         if isinstance(value, kind):
             return kind(value)
     if isinstance(value, list | tuple):
@@ -96,7 +97,7 @@ def _untag(pairs: dict[str, Any]) -> Any:
 
 
 def encode_episode(episode: Episode | None, request: str) -> str | None:
-    """None without an environment. TypeError names the request whose messages cannot be written."""
+    """Returns an episode as JSON; None without one. A TypeError names the request whose messages cannot be written."""
     if episode is None:
         return None
     fields = [episode.messages, episode.rewards, episode.ended, episode.metrics]

@@ -1,14 +1,14 @@
-"""The record of a run: a redo log of rollouts, commit records and the index of everything else.
+"""The durable record of a run: rollouts, commits, and an index of everything else.
 
     runs/NAME/
-      config.yaml             the resolved config, for people; the ledger has its own copy
+      config.yaml             a readable copy of the resolved config; the ledger has another one
       ledger.sqlite           the index: steps, commits, checkpoints, evaluations, metrics, events
       steps/00000012.arrow    rollouts of step 12, immutable
       steps/00000013.partial  finished completions of step 13, which is not complete yet
       checkpoints/  logs/
 
-A step file is on the disk before its row in the index is, and its row before `collected` returns. One thread of
-one process writes; every write is refused once another process has claimed the run."""
+A step file is on the disk before its row in the index, and the row before `collected` returns. Only one thread of one
+process writes. Writes are refused when another process has claimed the run."""
 
 import dataclasses
 import os
@@ -51,7 +51,8 @@ from lockstep.ledger.sqlite_index import (
 
 
 class Ledger:
-    """Made by `create`, `resume` or `reader`; a context manager. Its methods raise the errors of `ledger.errors`."""
+    """The ledger of a run, opened by `create`, `resume` or `reader`. A context manager. Its methods raise the errors of
+    `ledger.errors`."""
 
     def __init__(self, folder: Path, index: LedgerIndex, lock: RunLock | None) -> None:
         self.folder = folder
@@ -62,8 +63,8 @@ class Ledger:
 
     @classmethod
     def create(cls, folder: Path, config: Mapping[str, Any]) -> "Ledger":
-        """Creates a run, generation 1. FolderExists if `folder` exists: it is not touched. The folder appears whole or
-        (LedgerFull, or a kill) not at all."""
+        """Creates a run, with generation 1. Raises FolderExists if `folder` exists. If it fails, or the process is
+        killed, no folder is left."""
         folder = folder.absolute()
         if os.path.lexists(folder):
             raise FolderExists(folder, (folder / INDEX_FILE).exists())
@@ -78,7 +79,7 @@ class Ledger:
             fsync_folder(hidden)
             try:
                 hidden.rename(folder)
-            except OSError as error:  # another process has just made one of the same name
+            except OSError as error:  # another process may have created it meanwhile
                 if folder.exists():
                     raise FolderExists(folder, (folder / INDEX_FILE).exists()) from error
                 raise
@@ -96,11 +97,11 @@ class Ledger:
         accept: Collection[str] = (),
         takeover: bool = False,
     ) -> "Ledger":
-        """Resumes a run: claims the next generation and repairs what a killed process left unfinished.
+        """Resumes a run: claims the next generation, and repairs the folder if the last process was killed.
 
-        A `config` that would change the result is refused (ConfigChanged) before anything is claimed, except for the
-        dotted fields in `accept`; otherwise it becomes the run's. RunIsActive if another process has the run, unless
-        `takeover`: that process's writes are then refused as stale."""
+        `config`, if given, becomes the config of the run. Raises ConfigChanged, before anything is claimed, if it would
+        change the result by other fields than those in `accept`. Raises RunIsActive if another process executes the
+        run; with `takeover`, that process's writes are refused from then on."""
         folder = folder.absolute()
         check_run_folder(folder)
         lock = RunLock(folder / "lock", force=takeover)
@@ -121,7 +122,7 @@ class Ledger:
 
     @classmethod
     def reader(cls, folder: Path) -> "Ledger":
-        """Reads a run without disturbing it, while it runs or later."""
+        """Opens a run for reading, also while another process executes it."""
         folder = folder.absolute()
         check_run_folder(folder)
         return cls(folder, LedgerIndex.read(folder / INDEX_FILE), None)
@@ -137,7 +138,7 @@ class Ledger:
             pass
 
     def close(self) -> None:
-        """Closes all files. Idempotent; nothing is lost without it."""
+        """Closes all files. Idempotent. All data is durable without it."""
         self._end_partial()
         self._index.close()
         if self._lock is not None:
@@ -154,8 +155,8 @@ class Ledger:
     # Rollouts
 
     def keep(self, step: int, completions: Sequence[Completion]) -> None:
-        """Adds finished completions of a step that is not collected yet; durable on return."""
-        with self._index.transaction() as transaction:  # the transaction's fence refuses a stale writer
+        """Stores finished completions of a step that is not collected yet. They are durable on return."""
+        with self._index.transaction() as transaction:  # raises StaleGeneration if another process has claimed the run
             if transaction.execute("SELECT 1 FROM steps WHERE step = ?", step):
                 raise OutOfOrder("partial results of step", step, step + 1)
             if self._partial is None or self._partial[0] != step:
@@ -164,14 +165,15 @@ class Ledger:
             self._partial[1].append(completions)
 
     def kept(self, step: int) -> list[Completion]:
-        """The completions that `keep` stored for this step, the latest of each request; empty once it is collected."""
+        """Returns the completions that `keep` stored for a step, the latest of each request; empty if it is
+        collected."""
         return partial_rollouts.read_partial(self._partial_path(step))
 
     def collected(self, step: int, rollouts: Rollouts, extra: Mapping[str, Any] | None = None) -> None:
-        """Makes a step's scored rollouts durable, with everything needed to train on them again.
+        """Stores a step's scored rollouts durably, with everything that is needed to train on them again.
 
-        Collecting the same rollouts again is allowed and repairs a damaged file. StepConflict if the step is stored
-        with other content; PromptUsedTwice, LedgerFull; ValueError or TypeError for values that cannot be stored
+        Storing the same rollouts again is allowed, and repairs a damaged file. Raises StepConflict if the step is
+        stored with other content; PromptUsedTwice; LedgerFull; ValueError or TypeError for values that cannot be stored
         exactly."""
         if rollouts.step != step:
             raise ValueError(f"rollouts of step {rollouts.step} were collected as step {step}")
@@ -180,7 +182,7 @@ class Ledger:
 
         table = step_file.rollouts_table(rollouts, dict(extra or {}))
         hidden, digest, size = step_file.write_hidden_step(path, table, self.generation)
-        fresh = False
+        row_added = False
         try:
             with self._index.transaction() as transaction:
                 stored = transaction.execute("SELECT sha256, removed FROM steps WHERE step = ?", step)
@@ -190,12 +192,12 @@ class Ledger:
                     return
                 if not stored:
                     add_step(transaction, rollouts, digest, size)
-                    fresh = True
+                    row_added = True
                 hidden.rename(path)
                 fsync_folder(path.parent)
         except BaseException:
-            # No file without its row. An interrupt may come after the row is durable.
-            if fresh and not self.is_collected(step):
+            # Deletes a file without a row. After an interrupt, the row may be durable.
+            if row_added and not self.is_collected(step):
                 path.unlink(missing_ok=True)
             raise
         finally:
@@ -204,12 +206,12 @@ class Ledger:
         self._partial_path(step).unlink(missing_ok=True)
 
     def rollouts(self, step: int) -> Rollouts | None:
-        """A step's rollouts as they were collected; None before that and after `retain` has deleted them."""
+        """Returns a step's rollouts; None if they are not collected yet, or `retain` has deleted them."""
         stored = self.stored(step)
         return None if stored is None else stored.rollouts
 
     def stored(self, step: int) -> StoredStep | None:
-        """Like `rollouts`, with `extra`. StepCorrupt if the file is not what was written."""
+        """Like `rollouts`, but with `extra`. Raises StepCorrupt if the file differs from what was written."""
         found = self._index.rows("SELECT sha256 FROM steps WHERE step = ? AND NOT removed", step)
         if not found:
             return None
@@ -217,7 +219,7 @@ class Ledger:
         checkpoint = None if newest is None else newest.step
         try:
             if sha256_file(path) != found[0][0]:
-                raise StepCorrupt(path, step, "is not what was written (sha256 differs)", checkpoint)
+                raise StepCorrupt(path, step, "differs from what was written (sha256)", checkpoint)
         except FileNotFoundError as error:
             raise StepCorrupt(path, step, "is missing", checkpoint) from error
         from lockstep.ledger.step_file import read_step_file  # needs pyarrow
@@ -225,27 +227,28 @@ class Ledger:
         return read_step_file(path, step)
 
     def collected_steps(self) -> list[int]:
-        """Steps whose rollouts were stored, including those that `retain` has deleted."""
+        """Returns the steps whose rollouts were stored, including those that `retain` has deleted."""
         return [row[0] for row in self._index.rows("SELECT step FROM steps ORDER BY step")]
 
     def is_collected(self, step: int) -> bool:
-        """Whether the step is one of `collected_steps`."""
+        """Returns whether the step is one of `collected_steps`."""
         return bool(self._index.rows("SELECT 1 FROM steps WHERE step = ?", step))
 
     def prompts_used(self) -> dict[str, int]:
-        """Step by uid of every prompt of a collected step."""
+        """Returns the step of every prompt of a collected step, by uid."""
         return dict(self._index.rows("SELECT uid, step FROM prompts ORDER BY step, uid"))
 
     def draw(self, step: int, round: int, count: int) -> tuple[int, int]:
-        """(start, count) of the data's positions for a round of a step; permanent, and no two rounds share one."""
+        """Assigns positions in the data to a round of a step, permanently: (start, count). No two rounds share a
+        position."""
         with self._index.transaction() as transaction:
             return sqlite_index.allot_positions(transaction, step, round, count)
 
     # Commits
 
     def commit(self, step: int, stats: Mapping[str, Any]) -> None:
-        """Records that a step is trained. A step that is trained again after a restart is committed again. OutOfOrder
-        if a step was skipped."""
+        """Records that a step is trained. A step that is trained again after a restart is committed again. Raises
+        OutOfOrder if a step was skipped."""
         with self._index.transaction() as transaction:
             last = last_commit(transaction)
             if last >= 0 and step > last + 1:
@@ -253,12 +256,12 @@ class Ledger:
             transaction.put("commits", step=step, stats=json_values.dumps(dict(stats), "stats"))
 
     def committed(self) -> int:
-        """The last committed step, -1 when there is none."""
+        """Returns the last committed step; -1 if there is none."""
         return int(self._index.rows("SELECT coalesce(max(step), -1) FROM commits")[0][0])
 
     def done(self) -> int:
-        """Steps trained into the current weights. `committed` may be larger if an earlier attempt was killed after its
-        last checkpoint."""
+        """Returns the number of steps trained into the current weights. `committed` may be larger if an earlier process
+        was killed after its last checkpoint."""
         sql = "SELECT max(step) FROM commits WHERE generation = (SELECT value FROM meta WHERE key = 'generation')"
         last, newest = self._index.rows(sql)[0][0], self.newest_checkpoint()
         return int(last if last is not None else -1 if newest is None else newest.step) + 1
@@ -268,7 +271,7 @@ class Ledger:
         return [CommitRow(step, at, generation, json_values.loads(stats)) for step, at, generation, stats in rows]
 
     def published(self, version: int) -> None:
-        """Records that engines got this version of the weights. OutOfOrder before its commit."""
+        """Records that engines got this version of the weights. Raises OutOfOrder before its commit."""
         with self._index.transaction() as transaction:
             newest = max(last_commit(transaction), 0) + 1
             if version > newest:
@@ -276,20 +279,20 @@ class Ledger:
             transaction.set_meta("published", str(version))
 
     def published_version(self) -> int:
-        """The version published last, -1 when none was."""
+        """Returns the version published last; -1 if there is none."""
         return int(self._index.meta("published"))
 
     # Checkpoints
 
     def checkpoint(self, step: int, path: Path, metric: float | None = None) -> None:
-        """Records a checkpoint that is complete on disk. `step` is the last one trained into it (-1: none)."""
+        """Records a checkpoint that is complete on disk. `step` is the last step trained into it (-1: none)."""
         path = path.absolute()
         stored = path.relative_to(self.folder) if path.is_relative_to(self.folder) else path
         with self._index.transaction() as transaction:
             transaction.put("checkpoints", step=step, path=str(stored), metric=metric)
 
     def checkpoints(self) -> list[CheckpointRow]:
-        """Oldest first."""
+        """Returns them oldest first."""
         rows = self._index.rows("SELECT step, path, metric, at FROM checkpoints ORDER BY step")
         return [CheckpointRow(step, self.folder / path, metric, at) for step, path, metric, at in rows]
 
@@ -297,12 +300,12 @@ class Ledger:
         return next(reversed(self.checkpoints()), None)
 
     def forget_checkpoint(self, step: int) -> None:
-        """Removes a checkpoint from the index; the caller deletes its folder afterwards."""
+        """Removes a checkpoint from the index. The caller deletes its folder afterwards."""
         with self._index.transaction() as transaction:
             transaction.execute("DELETE FROM checkpoints WHERE step = ?", step)
 
     def retain(self) -> list[int]:
-        """Deletes the step files that neither of the two newest checkpoints needs; returns their steps."""
+        """Deletes the step files that neither of the two newest checkpoints needs, and returns their steps."""
         checkpoints = self.checkpoints()
         if len(checkpoints) < 2:
             return []
@@ -314,7 +317,8 @@ class Ledger:
         return steps
 
     def rewind(self, step: int) -> None:
-        """Discards everything after `step`, including step files and checkpoints' records, so that it runs again."""
+        """Discards everything after `step`, including step files and records of checkpoints, so that these steps run
+        again."""
         with self._index.transaction() as transaction:
             for table in ("steps", "prompts", "commits", "checkpoints", "evaluations", "metrics"):
                 transaction.execute(f"DELETE FROM {table} WHERE step > ?", step)
@@ -330,7 +334,7 @@ class Ledger:
     # Reports
 
     def evaluation(self, step: int, metrics: Mapping[str, float], samples: Sequence[EvaluationSample] = ()) -> None:
-        """Records an evaluation of the weights after `step` (-1: before the first); replaces an earlier one."""
+        """Records an evaluation of the weights after `step` (-1: before the first), and replaces an earlier one."""
         shown = json_values.dumps([dataclasses.asdict(sample) for sample in samples], "samples")
         with self._index.transaction() as transaction:
             transaction.put(
@@ -350,14 +354,14 @@ class Ledger:
         ]
 
     def metrics(self, step: int, row: Mapping[str, float]) -> None:
-        """Adds values to the metrics of a step; replaces those of the same name."""
+        """Adds values to the metrics of a step, and replaces those with the same names."""
         with self._index.transaction() as transaction:
             found = transaction.execute('SELECT "values" FROM metrics WHERE step = ?', step)
             merged = {**(json_values.loads(found[0][0]) if found else {}), **row}
             transaction.put("metrics", step=step, values=json_values.dumps(merged, "metrics"))
 
     def metrics_rows(self, after: int | None = None) -> list[MetricsRow]:
-        """By step; only steps later than `after`."""
+        """Returns the metrics by step, only of steps later than `after`."""
         where = "" if after is None else f"WHERE step > {int(after)}"
         rows = self._index.rows(f'SELECT step, at, generation, "values" FROM metrics {where} ORDER BY step')
         return [MetricsRow(step, at, generation, json_values.loads(row)) for step, at, generation, row in rows]
@@ -368,12 +372,12 @@ class Ledger:
             transaction.put("events", kind=kind, fields=json_values.dumps(fields, kind))
 
     def events(self) -> list[EventRow]:
-        """Oldest first."""
+        """Returns them oldest first."""
         rows = self._index.rows("SELECT at, generation, kind, fields FROM events ORDER BY id")
         return [EventRow(at, generation, kind, json_values.loads(fields)) for at, generation, kind, fields in rows]
 
     def config(self) -> dict[str, Any]:
-        """The run's current resolved config."""
+        """Returns the run's current resolved config."""
         return dict(json_values.loads(self._index.meta("config")))
 
     def step_path(self, step: int) -> Path:
@@ -397,11 +401,11 @@ class Ledger:
 
 
 def _check_changes(folder: Path, config: Mapping[str, Any] | None, accept: Collection[str]) -> tuple[ConfigChange, ...]:
-    """The changes from the run's config to `config`. Raises ConfigChanged if one of them is refused."""
+    """Returns the changes from the run's config to `config`. Raises ConfigChanged if one of them is not allowed."""
     if config is None:
         return ()
-    with Ledger.reader(folder) as now:
-        changes = tuple(compare_config(now.config(), json_values.loads(json_values.dumps(dict(config), "config"))))
+    with Ledger.reader(folder) as current:
+        changes = tuple(compare_config(current.config(), json_values.loads(json_values.dumps(dict(config), "config"))))
     refused = tuple(change for change in changes if change.changes_result and change.path not in accept)
     if refused:
         raise ConfigChanged(folder, refused)

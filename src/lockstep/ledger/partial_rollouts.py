@@ -1,4 +1,4 @@
-"""Finished completions of a step that is not complete yet: an append-only file of framed records."""
+"""Stores finished completions of a step that is not complete yet, in an append-only file of framed records."""
 
 import os
 import struct
@@ -27,11 +27,11 @@ class _CompletionRecord(msgspec.Struct, array_like=True):
     text: bytes
     mask: bytes | None = None
     episode: str | None = None
-    """As JSON."""
+    """The episode as JSON."""
 
 
 class PartialLog:
-    """Writes one step's file. Opening it truncates an incomplete last frame."""
+    """Writes the file of one step. Opening the file removes an incomplete last frame."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -39,13 +39,13 @@ class PartialLog:
         with disk_full_as_ledger_error(path, None):
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         with os.fdopen(os.dup(self._descriptor), "rb") as file:
-            self._end = _read_whole_frames(file)[1]
+            self._end = _read_complete_frames(file)[1]
         os.ftruncate(self._descriptor, self._end)
         if created:
             fsync_folder(path.parent)
 
     def append(self, completions: Sequence[Completion]) -> None:
-        """Adds completions, durable on return. LedgerFull leaves the file as it was."""
+        """Adds completions; they are durable on return. After LedgerFull, the file is unchanged."""
         data = b"".join(_encode_frame(completion) for completion in completions)
         try:
             with disk_full_as_ledger_error(self._path, len(data)):
@@ -70,10 +70,11 @@ class PartialLog:
 
 
 def read_partial(path: Path) -> list[Completion]:
-    """The completions of all complete frames, in order; the last of several with one request id."""
+    """Returns the completions of all complete frames, in order. Of several with the same request id, returns the
+    last."""
     try:
         with path.open("rb") as file:
-            payloads = _read_whole_frames(file)[0]
+            payloads = _read_complete_frames(file)[0]
     except FileNotFoundError:
         return []
     completions = [_decode_completion(payload) for payload in payloads]
@@ -114,8 +115,8 @@ def _mask_bytes(completion: Completion) -> bytes:
     return mask.tobytes()
 
 
-def _read_whole_frames(file: IO[bytes]) -> tuple[list[bytes], int]:
-    """Payloads of the complete frames from the start of the file, and the end offset of the last."""
+def _read_complete_frames(file: IO[bytes]) -> tuple[list[bytes], int]:
+    """Returns the payloads of the complete frames, and where the last one ends."""
     payloads, end = [], 0
     file.seek(0)
     while len(header := file.read(_HEADER.size)) == _HEADER.size:

@@ -1,4 +1,4 @@
-"""The folder of a run: what marks it as one, what its index is given, and how it is repaired after a kill."""
+"""The folder of a run: recognizes it, adds steps to its index, and repairs it after the process was killed."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,11 +16,11 @@ INDEX_FILE, CONFIG_FILE = "ledger.sqlite", "config.yaml"
 
 
 def check_run_folder(folder: Path) -> None:
-    """Raises NotARun, which names the runs beside it."""
+    """Raises NotARun, which names the runs in the same folder, if this is not the folder of a run."""
     if (folder / INDEX_FILE).is_file():
         return
-    beside = folder.parent.iterdir() if folder.parent.is_dir() else ()
-    runs = tuple(sorted(path.name for path in beside if (path / INDEX_FILE).is_file())[:8])
+    siblings = folder.parent.iterdir() if folder.parent.is_dir() else ()
+    runs = tuple(sorted(path.name for path in siblings if (path / INDEX_FILE).is_file())[:8])
     raise NotARun(folder, f"it has no {INDEX_FILE}" if folder.is_dir() else "there is no such folder", runs)
 
 
@@ -44,37 +44,37 @@ def add_step(transaction: IndexTransaction, rollouts: Rollouts, digest: str, siz
 
 
 def last_commit(transaction: IndexTransaction) -> int:
-    """The last committed step, -1 when there is none."""
+    """Returns the last committed step; -1 if there is none."""
     return int(transaction.execute("SELECT coalesce(max(step), -1) FROM commits")[0][0])
 
 
 def config_yaml(config: Mapping[str, Any]) -> bytes:
-    """A config as readable YAML."""
+    """Returns a config as readable YAML."""
     return yaml.safe_dump(json_values.plain_json(dict(config), "config"), sort_keys=False, allow_unicode=True).encode()
 
 
 def recover_folder(folder: Path, index: LedgerIndex) -> None:
-    """Makes folder and index consistent after a kill: deletes unfinished files, and adds a step file to the index that
-    has its name but no row yet (a file is complete before it gets its name)."""
+    """Makes folder and index consistent after the process was killed: deletes unfinished files, and adds complete step
+    files to the index that have no row yet. A step file with its final name is complete."""
     known = {step: bool(removed) for step, removed in index.rows("SELECT step, removed FROM steps")}
     for path in sorted((folder / "steps").iterdir()):
         step = int(path.stem) if path.stem.isdigit() else None
         if path.name.startswith(".") and path.suffix == ".tmp":
             path.unlink(missing_ok=True)
         elif step is not None and path.suffix == ".arrow" and step not in known:
-            _take_in_step(index, step, path)
+            _index_step_file(index, step, path)
         elif step is not None and ((path.suffix == ".arrow" and known[step]) or _is_superseded(index, path, step)):
             path.unlink(missing_ok=True)
-    readable, config = folder / CONFIG_FILE, config_yaml(dict(json_values.loads(index.meta("config"))))
-    if not readable.exists() or readable.read_bytes() != config:
-        replace_file(readable, config)
+    config_file, config = folder / CONFIG_FILE, config_yaml(dict(json_values.loads(index.meta("config"))))
+    if not config_file.exists() or config_file.read_bytes() != config:
+        replace_file(config_file, config)
 
 
 def _is_superseded(index: LedgerIndex, path: Path, step: int) -> bool:
     return path.suffix == ".partial" and bool(index.rows("SELECT 1 FROM steps WHERE step = ?", step))
 
 
-def _take_in_step(index: LedgerIndex, step: int, path: Path) -> None:
+def _index_step_file(index: LedgerIndex, step: int, path: Path) -> None:
     from lockstep.ledger.step_file import read_step_file  # needs pyarrow, which the core does not install
 
     try:

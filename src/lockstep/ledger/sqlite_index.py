@@ -1,6 +1,6 @@
-"""The SQLite index beside the step files: one writer, any number of readers, a fence against stale writers.
+"""The SQLite index of a run: one writer, any number of readers, and a fence against stale writers.
 
-The journal mode is the one that the folder's file system allows.
+The journal mode depends on the file system of the folder.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ CREATE TABLE events (id INTEGER PRIMARY KEY, kind TEXT NOT NULL, fields TEXT NOT
 _DRAWS_TABLE = """
 CREATE TABLE IF NOT EXISTS draws (step INTEGER NOT NULL, round INTEGER NOT NULL, start INTEGER NOT NULL,
   count INTEGER NOT NULL, generation INTEGER NOT NULL, at REAL NOT NULL, PRIMARY KEY (step, round)) WITHOUT ROWID"""
-# sqlite.org/rescode.html: writes that found no room, because of the disk or the process's file size limit.
+# sqlite.org/rescode.html: errors of writes without room on the disk, or beyond the process's file size limit.
 _FULL_CODES = {
     sqlite3.SQLITE_FULL,
     sqlite3.SQLITE_IOERR_WRITE,
@@ -60,20 +60,20 @@ _FULL_CODES = {
 
 @dataclass(frozen=True, slots=True)
 class StoredStep:
-    """A step file's content."""
+    """The content of a step file."""
 
     rollouts: Rollouts
     extra: dict[str, Any]
-    """Other values that were given to `collected` (packing seed, position in the data, ...)."""
+    """Other values that were passed to `collected` (packing seed, position in the data, ...)."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointRow:
     step: int
-    """The last step whose training is in it; steps after it are trained again from their step files."""
+    """The last step trained into it. Later steps are trained again from their step files."""
     path: Path
     metric: float | None
-    """What `keep_best` compares, higher is better."""
+    """The metric that `keep_best` compares; higher is better."""
     at: float
 
 
@@ -102,12 +102,12 @@ class EvaluationSample:
     answer: Any = None
     reward: float | None = None
     scores: dict[str, float] = field(default_factory=dict)
-    """The reward's terms, `exact_match`, by name."""
+    """Values of the reward's terms and `exact_match`, by name."""
     uid: str = ""
     """The prompt's uid, by which two evaluations can be compared."""
     finish: str = "stop"
     messages: list[dict[str, Any]] | None = None
-    """All turns after the prompt, if there is an environment."""
+    """All turns after the prompt; None without an environment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,8 @@ class EventRow:
 
 
 class LedgerIndex:
-    """One connection, used by one thread. Every public method may raise LedgerFull, LedgerBusy or IndexDamaged."""
+    """One connection to the index, for one thread. Every public method may raise LedgerFull, LedgerBusy or
+    IndexDamaged."""
 
     def __init__(self, path: Path, connection: sqlite3.Connection, generation: int) -> None:
         self.path, self.generation = path, generation
@@ -136,7 +137,7 @@ class LedgerIndex:
 
     @classmethod
     def create(cls, path: Path, config: str) -> None:
-        """Creates an index with generation 0, which no process has, and closes it."""
+        """Creates an index with generation 0, which no process uses, and closes it."""
         with _sqlite_errors(path):
             connection = sqlite3.connect(path, isolation_level=None)
             try:
@@ -152,8 +153,8 @@ class LedgerIndex:
 
     @classmethod
     def write(cls, path: Path) -> "LedgerIndex":
-        """Opens the index for writing and claims the next generation: writes of earlier ones are refused from now
-        on."""
+        """Opens the index for writing and claims the next generation, so that writes of earlier generations are
+        refused."""
         with _sqlite_errors(path):
             connection = sqlite3.connect(
                 f"{_uri(path)}?mode=rw", uri=True, timeout=BUSY_TIMEOUT_S, isolation_level=None
@@ -163,7 +164,7 @@ class LedgerIndex:
                 connection.execute(f"PRAGMA journal_mode = {journal_mode_for(path.parent)}")
                 connection.execute("PRAGMA synchronous = FULL")
                 connection.execute("BEGIN IMMEDIATE")
-                connection.execute(_DRAWS_TABLE)  # which runs begun by earlier versions lack
+                connection.execute(_DRAWS_TABLE)  # runs that earlier versions created lack this table
                 generation = int(_read_meta(connection, "generation")) + 1
                 connection.execute("UPDATE meta SET value = ? WHERE key = 'generation'", (str(generation),))
                 connection.execute("COMMIT")
@@ -174,7 +175,7 @@ class LedgerIndex:
 
     @classmethod
     def read(cls, path: Path) -> "LedgerIndex":
-        """Opens the index read-only, beside a writer or on a read-only medium."""
+        """Opens the index read-only, also while another process writes, or on a read-only file system."""
         with _sqlite_errors(path):
             try:
                 connection = _open_read_only(path, "mode=ro")
@@ -182,7 +183,7 @@ class LedgerIndex:
                 if error.sqlite_errorcode == sqlite3.SQLITE_READONLY_ROLLBACK and os.access(path, os.W_OK):
                     _roll_back(path)
                     return cls.read(path)
-                # SQLite cannot create its log in a read-only folder; without a log there is no writer.
+                # SQLite cannot create its log in a read-only folder. Without a log there is no writer.
                 log = path.with_name(path.name + "-wal")
                 if os.access(path.parent, os.W_OK) or (log.exists() and log.stat().st_size > 0):
                     raise
@@ -200,7 +201,8 @@ class LedgerIndex:
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator["IndexTransaction"]:
-        """A transaction, durable at the end of the block. Raises StaleGeneration before anything is written."""
+        """Opens a transaction, which is durable at the end of the block. Raises StaleGeneration if another process has
+        claimed the run."""
         with _sqlite_errors(self.path):
             self._connection.execute("BEGIN IMMEDIATE")
             try:
@@ -210,7 +212,7 @@ class LedgerIndex:
                 yield IndexTransaction(self._connection, self.generation)
                 self._connection.execute("COMMIT")
             except BaseException:
-                # SQLite rolls back by itself after some errors, such as a full disk.
+                # After some errors, such as a full disk, SQLite has rolled back already.
                 if self._connection.in_transaction:
                     self._connection.execute("ROLLBACK")
                 raise
@@ -221,13 +223,13 @@ class LedgerIndex:
 
 
 class IndexTransaction:
-    """Writes within one transaction; each row gets the time and the generation."""
+    """Writes within one transaction. Each row gets the time and the generation."""
 
     def __init__(self, connection: sqlite3.Connection, generation: int) -> None:
         self._connection, self._generation = connection, generation
 
     def put(self, table: str, at: float | None = None, **columns: Any) -> None:
-        """Inserts a row; replaces one with the same key."""
+        """Inserts a row, or replaces the one with the same key."""
         row = {**columns, "generation": self._generation, "at": time.time() if at is None else at}
         names = ", ".join(f'"{name}"' for name in row)
         marks = ", ".join("?" * len(row))
@@ -241,8 +243,8 @@ class IndexTransaction:
 
 
 def allot_positions(transaction: IndexTransaction, step: int, round: int, count: int) -> tuple[int, int]:
-    """(first position, number of positions) of a round of a step: those allotted to it before, or else `count` new ones
-    after all that were ever allotted."""
+    """Returns (first position, number of positions) of a round of a step: those allotted to it before, or else `count`
+    new ones after all that were ever allotted."""
     found = transaction.execute("SELECT start, count FROM draws WHERE step = ? AND round = ?", step, round)
     if found:
         return int(found[0][0]), int(found[0][1])
@@ -252,15 +254,15 @@ def allot_positions(transaction: IndexTransaction, step: int, round: int, count:
 
 
 def is_network_filesystem(kind: str) -> bool:
-    """Whether a file system type (`nfs4`, `fuse.sshfs`, ...) is, or may be, shared between hosts.
+    """Returns whether a file system type (`nfs4`, `fuse.sshfs`, ...) may be shared between hosts.
 
-    `fuse.*` counts, because its storage is unknown; `fuseblk` (a local disk) does not."""
+    True for `fuse.*`, whose storage is unknown, but not for `fuseblk`, a local disk."""
     return kind in _NETWORK_FILESYSTEMS or kind.startswith("fuse.")
 
 
 def mounted_filesystem(path: PurePosixPath, mountinfo: str) -> str | None:
-    """Type of the file system that holds the absolute `path`, from the text of /proc/self/mountinfo (proc(5)); None if
-    no mount point matches. Of two mounts on one point the later one hides the earlier."""
+    """Returns the type of the file system that holds the absolute `path`, from the text of /proc/self/mountinfo
+    (proc(5)); None if no mount point matches. Of two mounts at one mount point, the later one is visible."""
     best: tuple[int, str] | None = None
     for line in mountinfo.splitlines():
         left, found, right = line.partition(" - ")
@@ -274,7 +276,8 @@ def mounted_filesystem(path: PurePosixPath, mountinfo: str) -> str | None:
 
 
 def journal_mode_for(folder: Path, mountinfo: str | None = None) -> str:
-    """`WAL` on a local disk, `TRUNCATE` (a rollback journal) on a network file system or an unknown one."""
+    """Returns `WAL` for a local disk, and `TRUNCATE` (a rollback journal) for a network file system or an unknown
+    one."""
     if mountinfo is None:
         try:
             mountinfo = Path("/proc/self/mountinfo").read_text(errors="replace")
@@ -285,13 +288,13 @@ def journal_mode_for(folder: Path, mountinfo: str | None = None) -> str:
 
 
 def _unescape_mount(text: str) -> str:
-    """mountinfo writes blanks and backslashes in octal: `\\040`."""
+    """Decodes blanks and backslashes, which mountinfo writes in octal: `\\040`."""
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
 
 
 @contextlib.contextmanager
 def _sqlite_errors(path: Path) -> Iterator[None]:
-    """Turns SQLite's errors into the ledger's."""
+    """Converts SQLite's errors to the ledger's."""
     try:
         yield
     except sqlite3.Error as error:
@@ -308,7 +311,7 @@ def _sqlite_errors(path: Path) -> Iterator[None]:
 
 
 def _full_error(path: Path, code: int) -> LedgerFull | None:
-    """The error for a write that found no room, None if it failed for another reason (a broken disk)."""
+    """Returns the error for a write without room; None if it failed for another reason, such as a broken disk."""
     error = disk_full_error(path, None, limited=code != sqlite3.SQLITE_FULL)
     plausible = code == sqlite3.SQLITE_FULL or error.limit is not None or error.free < 1 << 20
     return error if plausible else None
@@ -325,7 +328,7 @@ def _open_read_only(path: Path, options: str) -> sqlite3.Connection:
 
 
 def _roll_back(path: Path) -> None:
-    """Rolls back the transaction of a killed writer, which a read-only connection cannot."""
+    """Rolls back the transaction of a killed writer, which a read-only connection cannot do."""
     connection = sqlite3.connect(f"{_uri(path)}?mode=rw", uri=True, timeout=BUSY_TIMEOUT_S, isolation_level=None)
     try:
         _read_meta(connection, "generation")

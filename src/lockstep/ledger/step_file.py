@@ -1,8 +1,8 @@
-"""A step's rollouts as one Arrow IPC file, bit for bit.
+"""Stores a step's rollouts exactly, in one Arrow IPC file.
 
-One row per group. Everything the step needs to be trained again is in the file (`extra` too, in the schema's
-metadata), and pandas, polars or duckdb read it as it is: `pyarrow.feather.read_table(path)`. Columns go to and from
-numpy without a Python object per token.
+The file has one row per group and everything that is needed to train the step again (`extra` is in the metadata of the
+schema). pandas, polars and duckdb can read it, and `pyarrow.feather.read_table(path)`. Columns are converted to and
+from numpy without a Python object per token.
 """
 
 import hashlib
@@ -23,22 +23,22 @@ from lockstep.ledger.sqlite_index import StoredStep
 
 
 def offsets_of(lengths: Sequence[int]) -> np.ndarray:
-    """int64 `[n + 1]`: where each of n consecutive pieces begins."""
+    """Returns where each of n consecutive pieces begins, and where the last one ends: int64 `[n + 1]`."""
     offsets = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=offsets[1:])
     return offsets
 
 
 def numbers_column(values: np.ndarray) -> Any:
-    """A column of numbers from a 1-d array (not of booleans, which Arrow packs).
+    """Makes a column of numbers from a 1-d array (but not of booleans, which Arrow packs).
 
-    `pa.array` would import pandas to check for its types, which costs 0.3 CPU s in the first step."""
+    `pa.array` would import pandas to check for its types, which costs 0.3 s of CPU time in the first step."""
     buffer = pa.py_buffer(np.ascontiguousarray(values))
     return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, buffer])
 
 
 def arrays_column(arrays: Sequence[np.ndarray], dtype: type[np.generic], name: str) -> Any:
-    """A list column of 1-d arrays. ValueError if one has another dtype: nothing is converted silently."""
+    """Makes a list column of 1-d arrays. Raises ValueError if one has another dtype, instead of converting it."""
     for array in arrays:
         if not isinstance(array, np.ndarray) or array.dtype != dtype or array.ndim != 1:
             got = f"{array.dtype} {array.shape}" if isinstance(array, np.ndarray) else type(array).__name__
@@ -48,14 +48,14 @@ def arrays_column(arrays: Sequence[np.ndarray], dtype: type[np.generic], name: s
 
 
 def arrays_of(column: Any) -> list[np.ndarray]:
-    """The arrays of a list column: views of one writable copy."""
+    """Returns the arrays of a list column, as views of one writable copy."""
     values = np.array(column.values.to_numpy(zero_copy_only=True), copy=True)
     offsets = column.offsets.to_numpy()
     return [values[begin:end] for begin, end in itertools.pairwise(offsets)]
 
 
 def text_column(texts: Sequence[str | None]) -> Any:
-    """A string column. Lone surrogates, which JSON can hold and UTF-8 cannot, survive (`surrogatepass`)."""
+    """Makes a string column. Preserves lone surrogates, which JSON allows and UTF-8 does not (`surrogatepass`)."""
     pieces = [b"" if text is None else text.encode("utf-8", "surrogatepass") for text in texts]
     mask = np.packbits(np.array([text is not None for text in texts], bool), bitorder="little").tobytes()
     return pa.LargeStringArray.from_buffers(
@@ -82,7 +82,7 @@ def list_column(lengths: Sequence[int], inner: Any) -> Any:
 
 
 def spans_of(column: Any) -> list[slice]:
-    """Which entries of a list column's inner column belong to each row."""
+    """Returns which entries of a list column's inner column belong to each row."""
     offsets = column.offsets.to_numpy().tolist()
     return [slice(begin, end) for begin, end in itertools.pairwise(offsets)]
 
@@ -91,7 +91,7 @@ _FORMAT = "1"
 
 
 def rollouts_table(rollouts: Rollouts, extra: dict[str, Any]) -> Any:
-    """The Arrow table. ValueError or TypeError names the prompt and field that cannot be stored as it is."""
+    """Makes the Arrow table. A ValueError or TypeError names the prompt and field that cannot be stored exactly."""
     groups = rollouts.groups
     sizes = sorted({len(group.completions) for group in groups})
     if len(sizes) > 1:
@@ -119,7 +119,8 @@ def rollouts_table(rollouts: Rollouts, extra: dict[str, Any]) -> Any:
 
 
 def write_hidden_step(target: Path, table: Any, generation: int) -> tuple[Path, str, int]:
-    """Writes the table under a hidden name beside `target`, durably: hidden path, sha256, bytes. LedgerFull."""
+    """Writes the table to a hidden file in the folder of `target`, durably. Returns its path, sha256 and size. Raises
+    LedgerFull."""
     counter = pa.MockOutputStream()
     _write_table(table, counter)
     size = counter.size()
@@ -133,7 +134,7 @@ def write_hidden_step(target: Path, table: Any, generation: int) -> tuple[Path, 
 
 
 def read_step_file(path: Path, step: int) -> StoredStep:
-    """The content of a step file. StepCorrupt if it cannot be read or belongs to another step."""
+    """Reads a step file. Raises StepCorrupt if it cannot be read, or belongs to another step."""
     try:
         with pa.memory_map(str(path)) as source:
             table = pa.ipc.open_file(source).read_all().combine_chunks()
@@ -151,7 +152,7 @@ def read_step_file(path: Path, step: int) -> StoredStep:
 
 
 class _HashingFile:
-    """A file that hashes what is written to it."""
+    """A file object that computes the hash of what is written to it."""
 
     closed = False
 
@@ -166,7 +167,7 @@ class _HashingFile:
         self._file.flush()
 
     def close(self) -> None:
-        """The caller closes the file, after fsync."""
+        """Does nothing: the caller closes the file after fsync."""
 
 
 def _write_table(table: Any, sink: Any) -> None:
@@ -200,7 +201,7 @@ def _completions_column(groups: list[Group]) -> Any:
 
 
 def _turns_columns(flat: list[Completion]) -> dict[str, Any]:
-    """Columns that only completions with an environment have; a step without one has no such columns."""
+    """Returns the columns that only completions with an environment have; none if the step has no such completion."""
     found: dict[str, Any] = {}
     if any(one.mask is not None for one in flat):
         found["mask"] = arrays_column([_mask_bytes(one) for one in flat], np.uint8, "masks")
@@ -210,7 +211,8 @@ def _turns_columns(flat: list[Completion]) -> dict[str, Any]:
 
 
 def _mask_bytes(one: Completion) -> np.ndarray:
-    """The mask as uint8, since numpy cannot view Arrow's packed bools; one extra item marks that there is a mask."""
+    """Returns the mask as uint8, because numpy cannot view Arrow's packed booleans. One more item marks that there is a
+    mask."""
     if one.mask is None:
         return np.zeros(0, np.uint8)
     if one.mask.dtype != np.bool_ or one.mask.shape != one.tokens.shape:
@@ -229,7 +231,7 @@ def _rewards_column(groups: list[Group]) -> Any:
                     f"{name} of prompt {group.prompt.uid} has {len(scores)} entries "
                     f"for {len(group.completions)} completions"
                 )
-    # An unscored group has no list, a scored one has one: exact even for groups without completions.
+    # A scored group has one list, an unscored one has none. So groups without completions are stored exactly, too.
     scored = [group.rewards for group in groups if group.rewards is not None]
     inner = arrays_column(scored, np.float32, "rewards")
     return list_column([int(group.rewards is not None) for group in groups], inner)
@@ -289,10 +291,10 @@ def _prompts(columns: dict[str, Any]) -> list[Prompt]:
 def _completions(struct: Any) -> list[Completion]:
     texts = {name: texts_of(struct.field(name)) for name in ("request", "finish", "text")}
     arrays = {name: arrays_of(struct.field(name)) for name in ("tokens", "logprobs", "versions")}
-    there = {field.name for field in struct.type}
+    present = {field.name for field in struct.type}
     none: list[Any] = [None] * len(struct)
-    masks: list[Any] = arrays_of(struct.field("mask")) if "mask" in there else none
-    episodes = texts_of(struct.field("episode")) if "episode" in there else none
+    masks: list[Any] = arrays_of(struct.field("mask")) if "mask" in present else none
+    episodes = texts_of(struct.field("episode")) if "episode" in present else none
     return [
         Completion(
             request=str(texts["request"][index]),

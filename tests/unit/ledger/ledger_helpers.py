@@ -1,4 +1,4 @@
-"""Rollouts and a config to try the ledger with."""
+"""Rollouts and a config for tests of the ledger."""
 
 import numpy as np
 
@@ -51,7 +51,7 @@ def make_rollouts(step: int, groups: int = 3, size: int = 4, scored: bool = True
 
 
 def assert_same(left: object, right: object) -> None:
-    """Equal in every field, array and bit, dtypes included."""
+    """Returns whether two values are equal in every field, array, bit and dtype."""
     assert type(left) is type(right), (left, right)
     if isinstance(left, np.ndarray):
         assert left.dtype == right.dtype and left.shape == right.shape

@@ -103,7 +103,7 @@ def test_what_changes_the_last_bits_only(path, value):
     assert change.changes_bits and not change.changes_result
 
 
-def test_ranks_change_the_result_where_an_adapter_drops_out():
+def test_ranks_change_the_result_if_the_adapter_has_dropout():
     for dropout, effect in ((0.0, "bits"), (0.1, "result")):
         old = resolved(changed("model.adapter", {"kind": "lora", "r": 8, "lora_dropout": dropout}))
         (change,) = compare_config(old, changed("trainer.ranks", 2, old))
@@ -113,7 +113,7 @@ def test_ranks_change_the_result_where_an_adapter_drops_out():
         assert change.path.startswith(f"model.adapter.{field}") and change.changes_result
 
 
-def test_more_steps_change_the_result_where_the_schedule_spans_the_run():
+def test_more_steps_change_the_result_if_the_schedule_spans_the_run():
     cosine = changed("trainer.schedule.kind", "cosine")
     (change,) = compare_config(cosine, changed("steps", 20, cosine))
     assert change.changes_result and "cosine schedule spans the run" in str(change)
@@ -121,7 +121,7 @@ def test_more_steps_change_the_result_where_the_schedule_spans_the_run():
     assert [c.changes_result for c in compare_config(fixed, changed("steps", 20, fixed))] == [False]
 
 
-def test_sections_that_come_and_go():
+def test_added_and_removed_sections():
     (change,) = compare_config(BASE, changed("evaluation", None))
     assert change.path == "evaluation" and change.changes_result
     less = copy.deepcopy(BASE)

@@ -42,7 +42,7 @@ def test_the_innermost_latest_mount_decides(path, kind):
     assert mounted_filesystem(PurePosixPath(path), MOUNTS) == kind
 
 
-def test_no_mount_no_answer():
+def test_without_a_mount_the_type_is_unknown():
     assert mounted_filesystem(PurePosixPath("/x"), "") is None
 
 

@@ -66,9 +66,9 @@ def test_a_config_that_cannot_be_written_leaves_no_folder(folder):
     assert list(folder.parent.iterdir()) == []
 
 
-def test_what_is_not_a_run(folder, tmp_path):
+def test_folders_that_are_not_runs(folder, tmp_path):
     Ledger.create(folder, CONFIG).close()
-    with pytest.raises(NotARun, match="there is no such folder; runs beside it: sort"):
+    with pytest.raises(NotARun, match="there is no such folder; runs in the same folder: sort"):
         Ledger.resume(folder.parent / "sorr")
     with pytest.raises(NotARun, match=r"it has no ledger\.sqlite"):
         Ledger.reader(tmp_path)
@@ -90,7 +90,7 @@ def test_rollouts_survive_exactly(ledger, folder):
         assert again.prompts_used() == {"0:0": 0, "0:1": 0, "0:2": 0}
 
 
-def test_collecting_the_same_again_is_fine(ledger):
+def test_the_same_rollouts_can_be_collected_again(ledger):
     ledger.collected(0, make_rollouts(0))
     before = ledger.step_path(0).stat()
     ledger.collected(0, make_rollouts(0))
@@ -105,7 +105,7 @@ def test_collecting_the_same_again_is_fine(ledger):
 
 @pytest.mark.parametrize("committed", [True, False])
 def test_interrupted_around_the_commit(ledger, monkeypatch, committed):
-    """The row and the file are there together or not at all."""
+    """Either both the row and the file exist, or neither."""
     original = LedgerIndex.transaction
 
     @contextlib.contextmanager
@@ -137,7 +137,7 @@ def test_a_prompt_is_used_once(ledger):
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
-def test_a_damaged_step_file_is_told_and_mended(ledger, damage):
+def test_a_damaged_step_file_is_reported_and_repaired(ledger, damage):
     ledger.collected(0, make_rollouts(0))
     path = ledger.step_path(0)
     data = bytearray(path.read_bytes())
@@ -184,8 +184,8 @@ def test_conversations_are_kept_with_mask_and_messages(ledger):
     assert_same(ledger.kept(0), [one, plain])
 
 
-def test_partial_records_from_before_there_were_conversations_are_read(ledger, folder):
-    """Records are arrays: an old one ends after its text."""
+def test_partial_records_of_earlier_versions_without_conversations_are_read(ledger, folder):
+    """Records are arrays; those of earlier versions end after the text."""
     one = make_completion("r0")
     ledger.keep(0, [one])
     path = folder / "steps" / "00000000.partial"
@@ -334,7 +334,7 @@ def test_a_stale_generation_writes_nothing(ledger, folder):
 
 
 def _read_along(folder: str, results) -> None:
-    """Reads as fast as it can while the writer works; every answer must be of one moment."""
+    """Reads repeatedly while the writer works. Every result must be consistent."""
     seen, looks = -1, 0
     with Ledger.reader(Path(folder)) as reader:
         while seen < 39:
@@ -349,7 +349,7 @@ def _read_along(folder: str, results) -> None:
 
 
 @pytest.mark.parametrize("journal", ["WAL", "TRUNCATE"])
-def test_a_reader_beside_the_writer(folder, journal, monkeypatch):
+def test_a_reader_during_writes(folder, journal, monkeypatch):
     monkeypatch.setattr("lockstep.ledger.sqlite_index.journal_mode_for", lambda _: journal)
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
@@ -381,7 +381,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_a_reader_undoes_what_a_killed_writer_left_half_written(folder):
+def test_a_reader_rolls_back_the_transaction_of_a_killed_writer(folder):
     with Ledger.create(folder, CONFIG) as writer:
         writer.collected(0, make_rollouts(0))
     killed = subprocess.run([sys.executable, "-c", _KILLED_IN_A_WRITE, str(folder / "ledger.sqlite")], check=False)
@@ -420,7 +420,7 @@ def test_resume_with_another_config(ledger, folder):
         assert again.config()["seed"] == 1
 
 
-def test_what_a_killed_process_leaves_is_cleared_away(ledger, folder):
+def test_unfinished_files_of_a_killed_process_are_deleted(ledger, folder):
     ledger.collected(0, make_rollouts(0))
     ledger.keep(1, [make_completion("r")])
     ledger.close()
@@ -444,11 +444,11 @@ def test_what_a_killed_process_leaves_is_cleared_away(ledger, folder):
     assert names == ["00000000.arrow", "00000001.arrow", "00000002.rejected"]
 
 
-def test_the_lock_file_says_who(ledger, folder):
+def test_the_lock_file_names_the_holder(ledger, folder):
     assert json.loads((folder / "lock").read_text())["pid"] > 0
 
 
-def test_draws_are_given_once_and_for_ever(ledger, folder):
+def test_positions_are_assigned_permanently(ledger, folder):
     assert [ledger.draw(0, 0, 4), ledger.draw(1, 0, 4), ledger.draw(0, 1, 2)] == [(0, 4), (4, 4), (8, 2)]
     assert ledger.draw(0, 1, 7) == (8, 2), "what it was given, whatever is asked"
     ledger.rewind(-1)
@@ -457,7 +457,7 @@ def test_draws_are_given_once_and_for_ever(ledger, folder):
         assert [again.draw(1, 0, 4), again.draw(2, 0, 3)] == [(4, 4), (10, 3)]
 
 
-def test_a_run_of_a_version_without_draws_goes_on(ledger, folder):
+def test_a_run_of_a_version_without_draws_can_be_resumed(ledger, folder):
     ledger.close()
     with sqlite3.connect(folder / "ledger.sqlite") as index:
         index.execute("DROP TABLE draws")

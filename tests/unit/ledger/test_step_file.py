@@ -96,7 +96,7 @@ def test_roundtrip_is_exact(tmp_path_factory, given_rollouts, extra):
 
 
 def test_a_step_without_conversations_is_stored_as_before(tmp_path):
-    """So that step files from before there were any are read: they have the same columns."""
+    """Step files of earlier versions have the same columns, so they can be read."""
     table = step_file.rollouts_table(make_rollouts(3), {})
     fields = {field.name for field in table.schema.field("completions").type.value_type}
     assert fields == {"request", "tokens", "logprobs", "versions", "finish", "text"}
@@ -171,11 +171,11 @@ def test_columns_of_parquet_readers(tmp_path):
         -0.0,
     ],
 )
-def test_values_without_a_json_word(value):
+def test_values_of_types_that_json_lacks(value):
     assert_same(json_values.loads(json_values.dumps({"x": [value]})), {"x": [value]})
 
 
-def test_what_cannot_be_stored_is_named():
+def test_values_that_cannot_be_stored_are_named():
     rollouts = make_rollouts(0)
     rollouts.groups[1].prompt.columns["image"] = {"pixels": object()}
     with pytest.raises(TypeError, match=r"columns of prompt 0:1\.image\.pixels is a builtins\.object"):
@@ -192,7 +192,7 @@ def test_what_cannot_be_stored_is_named():
         (lambda g: g.completions.pop(), "need the same number"),
     ],
 )
-def test_rollouts_that_would_not_come_back_the_same_are_refused(spoil, message):
+def test_rollouts_that_cannot_be_stored_exactly_are_refused(spoil, message):
     rollouts = make_rollouts(0)
     spoil(rollouts.groups[0])
     with pytest.raises(ValueError, match=message):
@@ -217,7 +217,7 @@ def test_a_step_file_of_another_step_is_corrupt(tmp_path):
 
 
 def test_a_step_is_written_without_pandas(tmp_path):
-    """Importing it would cost the first step of every run 0.3 CPU seconds."""
+    """Importing pandas would cost 0.3 s of CPU time in the first step of every run."""
     code = (
         "import sys; from pathlib import Path; from ledger_helpers import make_rollouts;"
         "from lockstep.ledger import step_file;"
