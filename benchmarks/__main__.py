@@ -1,13 +1,12 @@
-"""Measures Lockstep beside TRL and prints the table: `script/benchmark`, which puts TRL where it is found.
+"""Compares Lockstep with TRL and prints the table: `script/benchmark`, which installs TRL first.
 
     script/benchmark                             everything, five repeats: about 20 minutes on two quiet cores
-    script/benchmark fixed tail                  some of it
-    script/benchmark async                       not among everything: generation ahead of training, ten minutes
-    script/benchmark --table --out FOLDER        the table of what was measured into FOLDER, without measuring
+    script/benchmark fixed tail                  some workloads
+    script/benchmark async                       not part of the full set: generation ahead of training, ten minutes
+    script/benchmark --table --out FOLDER        the table of the results in FOLDER, without measuring
     script/benchmark --quick                     one tiny repeat of everything, to see that it works
 
-Every repeat is written to `FOLDER/raw.jsonl` as it comes. A run that was cut short goes on where it was when it gets
-the same `--out`.
+Every repeat is written to `FOLDER/raw.jsonl` at once. An interrupted run continues when it gets the same `--out`.
 """
 
 import argparse
@@ -27,7 +26,7 @@ from lockstep.models.tiny_model import TinyModel, make_tiny
 
 GENERATION, FLOORS, ASYNC = "generation", "floors", "async"
 GENERATED = {"fixed": "p32-fixed", "tail": "p32-tail", "p512": "p512-fixed"}
-"""What the row of `benchmarks.generation` with the same prompts and lengths is called there."""
+"""The names of the rows of `benchmarks.generation` with the same prompts and lengths."""
 
 
 def main() -> None:
@@ -93,7 +92,7 @@ def arguments() -> argparse.Namespace:
 
 def measure_floors(works: list[Work], folder: Path, scratch: Path, tell: Tell, model: TinyModel) -> None:
     """The matrix products of each workload's training step, in this process."""
-    import torch  # only now: help and the table should not wait for it
+    import torch  # only here, so that --help and --table are fast
     from transformers import AutoModelForCausalLM
 
     from benchmarks.matmul_baseline import training_floor
@@ -107,7 +106,7 @@ def measure_floors(works: list[Work], folder: Path, scratch: Path, tell: Tell, m
 
 
 def measure_generation(folder: Path, scratch: Path, tell: Tell, repeats: int) -> None:
-    """The engine beside `generate` of transformers, with the floor, in a process of its own."""
+    """Compare the engine with `generate` of transformers and the floor, in a separate process."""
     tell("generation alone")
     target = scratch / "generation.json"
     side = Side(GENERATION, "lockstep")

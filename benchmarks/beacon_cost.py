@@ -1,4 +1,5 @@
-"""What a beacon and a published wait cost: `python benchmarks/beacon_cost.py`. Prints CPU microseconds per call."""
+"""The cost of a beacon and of a published wait: `python benchmarks/beacon_cost.py`. Prints CPU microseconds per
+call."""
 
 import os
 import shutil

@@ -1,10 +1,10 @@
-"""How long `lockstep check` needs to try every pair of many hosts: the real schedule on links that are made up, in
+"""The time that `lockstep check` needs to test every pair of many hosts: the real schedule on simulated links, in
 virtual time.
 
     python -m benchmarks.check_pairs [HOSTS ...]
 
-What a dial costs is measured on this machine first, on one port of one process. Links: 0.1 ms there and back, 1 ms
-between halves of the hosts (two rooms), 1 Gbit/s for tables and answers of the head; some hosts drop every packet.
+The cost of a dial is first measured on this machine, on one port of one process. Links have a round trip of 0.1 ms, of
+1 ms between two halves of the hosts, and 1 Gbit/s for messages of the head; some hosts drop every packet.
 """
 
 import heapq
@@ -20,19 +20,19 @@ from lockstep.doctor.check.probe.round_robin import LANES, measurement_rounds, p
 
 BOUND_S = 10.0
 ROUND_TRIPS = 5
-"""Of one dial: connect, proof, three small frames."""
+"""Messages of one dial: connect, proof, three small frames."""
 SAMPLE = 400
-"""Dials that are measured."""
+"""Number of measured dials."""
 HEAD_BYTES_S = 125e6
 """1 Gbit/s."""
 
 Link = Callable[[int, int], float | None]
-"""Round trip in seconds between two hosts, None where packets are dropped."""
+"""Round trip in seconds between two hosts; None if packets are dropped."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """CPU seconds of one dial, at each end, measured; and of the head for what one host says of another."""
+    """Measured CPU seconds of one dial at each end, and of the head for one result of a pair."""
 
     end_s: float
     head_s: float
@@ -40,17 +40,17 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """What came of it."""
+    """The simulated durations in seconds."""
 
     hosts: int
     table_s: float
     """Until every probe has the table."""
     reach_s: float
-    """From then until the last host has dialled all others, or given up on them."""
+    """From then until the last host has dialled all others or given up."""
     answers_s: float
-    """Until the head has read all answers."""
+    """Until the head has read all results."""
     rates_s: float
-    """Of the rounds in which bandwidth is measured."""
+    """Duration of the rounds in which bandwidth is measured."""
     rounds: int
     unreached: int
 
@@ -60,7 +60,7 @@ class Simulated:
 
 
 def cost() -> Cost:
-    """On this machine."""
+    """Measure the cost on this machine."""
     answering = PeerListener("token", "listener", "127.0.0.1", [], 1)
     label, port = next(iter(answering.ports.items()))
     began = time.process_time()
@@ -77,8 +77,8 @@ def cost() -> Cost:
     return Cost(both / 2, (time.process_time() - began) / SAMPLE**2)
 
 
-def two_rooms(many: int, silent: Collection[int] = ()) -> Link:
-    """Links within and between two halves; nothing passes to those that are silent."""
+def two_halves(many: int, silent: Collection[int] = ()) -> Link:
+    """Links within and between two halves of the hosts; packets to silent hosts are dropped."""
 
     def link(one: int, other: int) -> float | None:
         if other in silent or one in silent:
@@ -89,7 +89,7 @@ def two_rooms(many: int, silent: Collection[int] = ()) -> Link:
 
 
 def simulate(many: int, link: Link, each: Cost, bound_s: float = BOUND_S) -> Simulated:
-    """All hosts at once, each with its lanes and one interpreter that computes one thing at a time."""
+    """Simulate all hosts; each has its lanes, and one interpreter that does one thing at a time."""
     plan = pair_test_budget(many, 1, bound_s)
     row_bytes, answer_bytes = 70 * many, 8 * many
     table_s = many * row_bytes / HEAD_BYTES_S
@@ -128,7 +128,7 @@ def main() -> None:
     print("hosts  silent  table s  reach s  answers s  bandwidth s (rounds)  total s  one pair after another s")
     for many in sizes:
         for silent in ((), range(max(1, many // 16))):
-            found = simulate(many, two_rooms(many, silent), each)
+            found = simulate(many, two_halves(many, silent), each)
             turns = many * (many - 1) / 2 * 2 * (2 * each.end_s + ROUND_TRIPS * 5e-4)
             print(
                 f"{many:5}  {len(silent):6}  {found.table_s:7.2f}  {found.reach_s:7.2f}  {found.answers_s:9.2f}"

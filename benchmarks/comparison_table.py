@@ -1,4 +1,4 @@
-"""From measurements to the table. Pure."""
+"""Builds the comparison table from measurements. Pure functions."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ Line = Mapping[str, Any]
 
 ENGINE, TRAINER = "engine-0", "policy-0"
 OWN_WORK = {"rollout": ENGINE, "train": TRAINER}
-"""Which process does the work of a stage that TRL has as well; all else is what Lockstep adds."""
+"""The process that does the work of a stage that TRL has as well; all other work is Lockstep's overhead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Row:
 
 
 def row(work: Work, side: Side, lines: Sequence[Line]) -> Row | None:
-    """Medians of a side; None where it was not measured."""
+    """The medians of a side; None if it was not measured."""
     mine = [line for line in lines if line.get("work") == work.name and line.get("side") == side.name]
     if not mine:
         return None
@@ -54,7 +54,7 @@ def row(work: Work, side: Side, lines: Sequence[Line]) -> Row | None:
 
 
 def comparison(works: Sequence[Work], lines: Sequence[Line]) -> list[str]:
-    """The issue's table: a line per peer of each workload, and per way to run Lockstep. Ratios are of rates per CPU
+    """The main table: a line per peer of each workload, and per way to run Lockstep. Ratios are of rates per CPU
     second."""
     out = markdown_head(
         "workload", "against", "Lockstep", "peer", "Lockstep / peer", "goal", "repeats (spread)", "memory"
@@ -91,7 +91,7 @@ def amount(work: Work, row: Row) -> str:
 
 
 def generation(lines: Sequence[Line], goal: float = 12.0) -> list[str]:
-    """The engine beside `generate`, from the rows of `benchmarks.generation`."""
+    """The engine compared with `generate`, from the rows of `benchmarks.generation`."""
     found = [line["generation"] for line in lines if "generation" in line]
     if not found:
         return []
@@ -115,7 +115,7 @@ def generation(lines: Sequence[Line], goal: float = 12.0) -> list[str]:
 
 
 def floors(works: Sequence[Work], lines: Sequence[Line]) -> list[str]:
-    """The two big stages of each workload beside the matrix products of the same tokens."""
+    """The two main stages of each workload compared with the matrix products of the same tokens."""
     out = markdown_head("workload", "stage", "CPU s a step", "floor", "times the floor")
     for work in works:
         known: dict[str, float] = {}
@@ -131,7 +131,7 @@ def floors(works: Sequence[Work], lines: Sequence[Line]) -> list[str]:
 
 
 def process_seconds(work: Work, process: str, lines: Sequence[Line]) -> float | None:
-    """Median CPU seconds a step of one of Lockstep's processes, as it is by default."""
+    """Median CPU seconds per step of one of Lockstep's processes, with default settings."""
     found = [
         line["by_process"][process] / line["steps"]
         for line in lines
@@ -141,24 +141,24 @@ def process_seconds(work: Work, process: str, lines: Sequence[Line]) -> float | 
 
 
 def overhead(work: Work, lines: Sequence[Line], goal: float = 0.05) -> list[str]:
-    """What a step costs beside generation and training, part by part, of the details of its stages."""
+    """The cost of a step besides generation and training, by part, from the details of its stages."""
     details = [line["ms"] for line in lines if line.get("details") == work.name]
     if not details:
         return []
     parts = overhead_parts(details[-1])
-    whole = sum(sum(each.values()) for each in details[-1].values())
-    out = markdown_head("part", "CPU ms a step", f"share of the step ({whole:,.0f} ms)")
+    step_ms = sum(sum(each.values()) for each in details[-1].values())
+    out = markdown_head("part", "CPU ms a step", f"share of the step ({step_ms:,.0f} ms)")
     for name, ms in parts.items():
-        out.append(markdown(name, f"{ms:.1f}", f"{ms / whole:.2%}"))
+        out.append(markdown(name, f"{ms:.1f}", f"{ms / step_ms:.2%}"))
     total = sum(parts.values())
-    verdict = "" if total <= goal * whole else ", not met"
-    out.append(markdown(f"**all** (goal: under {goal:.0%}{verdict})", f"**{total:.1f}**", f"**{total / whole:.2%}**"))
+    verdict = "" if total <= goal * step_ms else ", not met"
+    out.append(markdown(f"**all** (goal: under {goal:.0%}{verdict})", f"**{total:.1f}**", f"**{total / step_ms:.2%}**"))
     return out
 
 
 def overhead_parts(details: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """Milliseconds by part, largest first: by stage what is not the engine's decoding or the trainer's step. The
-    agent's time is one part, whenever it came."""
+    """Milliseconds by part, largest first, without the engine's decoding and the trainer's step. The agent's time is
+    one part, whatever the stage."""
     parts: dict[str, float] = {}
     for stage, each in details.items():
         for process, ms in each.items():
@@ -170,7 +170,7 @@ def overhead_parts(details: Mapping[str, Mapping[str, float]]) -> dict[str, floa
 
 
 def part_of(stage: str, process: str) -> str:
-    """Where a stage's time belongs, in words."""
+    """The name of the part to which the time of a process in a stage belongs."""
     if process == "agent":
         return "node agent"
     if process.startswith("scorer") and stage != "reward":

@@ -1,15 +1,15 @@
-"""Tokens per CPU second of the builtin engine beside `generate` of transformers: one process, one thread, fp32.
+"""Tokens per CPU second of the builtin engine and of `generate` of transformers: one process, one thread, fp32.
 
     python benchmarks/generation.py [--models 0.5M 3M] [--work p32-fixed p32-tail p512-fixed] [--repeats 5]
 
-Both sides make the same tokens from the same random Qwen2: groups of 8 completions of a prompt (`generate` gets each
-prompt 8 times), temperature 1, no truncation. A table of lengths ends the rows on both sides, whatever they say:
+Both sides generate as many tokens with the same random Qwen2: groups of 8 completions per prompt (`generate` gets each
+prompt 8 times), temperature 1, no truncation. A table of lengths ends the rows on both sides, whatever their text:
 `max_tokens` of each request here, a stopping criterion per row there. `fixed`: 64 tokens each; `tail`:
 exponential, mean a third of 64, at most 64, as real rollouts. The floor is what the matrix products of the engine's
-algorithm cost alone: every prompt once, then the rows that are alive at each token.
+algorithm cost alone: every prompt once, then the unfinished rows at each token.
 
-Process CPU time, so the numbers hold on a busy machine; only ratios within one run compare. Medians of alternating
-repeats, after one to warm up.
+Process CPU time is measured, so a busy machine matters little; only ratios within one run are comparable. The numbers
+are medians of alternating repeats, after one to warm up.
 """
 
 import argparse
@@ -39,7 +39,7 @@ MODELS: dict[str, dict[str, int]] = {
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Prompts and how long their completions are."""
+    """Prompts, and the lengths of their completions."""
 
     name: str
     prompt: int
@@ -85,12 +85,12 @@ class Row:
 
     @property
     def ratio(self) -> float:
-        """How many times the CPU time of the engine `generate` needs."""
+        """CPU time of `generate` over that of the engine."""
         return self.generate / self.engine
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="The builtin engine beside transformers' generate.")
+    parser = argparse.ArgumentParser(description="Compare the builtin engine with transformers' generate.")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--work", nargs="+", choices=[work.name for work in WORKS], default=[w.name for w in WORKS])
     parser.add_argument("--repeats", type=int, default=5)
@@ -110,7 +110,7 @@ def main() -> None:
 
 
 def measure(model: str, work: Work, repeats: int = 5) -> Row:
-    """Engine, `generate` and floor in turns, on one thread (the process's number of threads is put back)."""
+    """Measure engine, `generate` and floor in turns, on one thread (the process's number of threads is restored)."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -127,7 +127,7 @@ def measure(model: str, work: Work, repeats: int = 5) -> Row:
 
 
 def medians(sides: list[Callable[[], None]], repeats: int) -> list[float]:
-    """CPU seconds of each, which take turns."""
+    """Median CPU seconds of each side; the sides take turns."""
     seconds: list[list[float]] = [[] for _ in sides]
     for repeat in range(repeats + 1):
         for side, taken in zip(sides, seconds, strict=True):
@@ -227,7 +227,7 @@ def floor_side(lm: Any, work: Work) -> Callable[[], None]:
 
 
 def projections(layer: Any) -> list[list[Any]]:
-    """The layer's matrices, those of the same input together."""
+    """The layer's matrices, grouped by their input."""
     attention, mlp = layer.self_attn, layer.mlp
     return [
         [attention.q_proj, attention.k_proj, attention.v_proj],

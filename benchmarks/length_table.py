@@ -1,4 +1,4 @@
-"""One table of lengths for all sides: each ends its rows where the table says, by the cheapest means it has.
+"""One table of completion lengths for all sides: each ends its rows accordingly, in the cheapest way it has.
 
 Lockstep's requests each carry a `max_tokens`, and do not end at an end-of-sequence token. TRL has one
 `max_completion_length` for all and finds a row's end by its end-of-sequence token, so a logits processor forbids the
@@ -19,7 +19,7 @@ from lockstep.rollout.engine_protocol import Request
 
 
 def force_requests(engines: RolloutClient, table: np.ndarray) -> None:
-    """Gives every request the length of its row: `[prompts, group]`."""
+    """Set `max_tokens` of every request from the table `[prompts, group]`."""
     submit = engines.submit
 
     def forced(requests: Sequence[Request], **kwargs: Any) -> None:
@@ -35,7 +35,7 @@ def _length(request: Request, table: np.ndarray) -> int:
 
 
 class ForcedLengths(LogitsProcessor):
-    """Forbids the end of sequence before a row's length, and allows nothing else at it."""
+    """Forbids the end-of-sequence token before a row's length, and forces it there."""
 
     def __init__(self, lengths: np.ndarray, eos: int, prompt: int) -> None:
         self._ends = {int(length) - 1: torch.from_numpy(np.flatnonzero(lengths == length)) for length in set(lengths)}
@@ -52,7 +52,7 @@ class ForcedLengths(LogitsProcessor):
 
 
 def force_generate(model: Any, table: np.ndarray, eos: int) -> None:
-    """Has `model.generate` give its i-th row of all calls the i-th length of the table."""
+    """Make `model.generate` give the i-th row of all its calls the i-th length of the table."""
     generate: Callable[..., Any] = model.generate
     done = 0
 

@@ -1,8 +1,7 @@
-"""Lockstep's side: `python -m benchmarks.lockstep_side FOLDER`. See `benchmarks.side_process`.
+"""Lockstep's side of a comparison: `python -m benchmarks.lockstep_side FOLDER`. See `benchmarks.side_process`.
 
-`FOLDER/lockstep.json` holds the run's config and the table of lengths. The recipe is the product's own; between its
-steps it waits for its turn, and each request's `max_tokens` is the length of its row.
-"""
+`FOLDER/lockstep.json` contains the run's config and the table of lengths. The recipe is unchanged; between its steps
+the run waits for its turn, and each request's `max_tokens` is the length of its row."""
 
 import json
 import os
@@ -32,7 +31,7 @@ from lockstep.watch.beacon.reader import read_beacons
 
 
 class Detail:
-    """CPU time of every process of the run by stage; what lies between two stages is named after the earlier one."""
+    """CPU time of every process of the run by stage; time between two stages belongs to the earlier one."""
 
     def __init__(self, processes: dict[str, int]) -> None:
         self._processes = processes
@@ -43,13 +42,13 @@ class Detail:
         self.on = False
 
     def mark(self, name: str) -> None:
-        """What was used since the last mark belongs to `name`; the looking itself is not counted."""
+        """Count the CPU time since the last mark for the stage `name`, without the cost of measuring."""
         if not self.on:
             return
         began = time.thread_time_ns()
         own = {
             "controller": cpu_ns(self._processes["controller"]) - self._own_ns
-        }  # first: what follows is our own time
+        }  # first, as the rest is the cost of measuring
         now = own | {process: cpu_ns(pid) for process, pid in self._processes.items() if process != "controller"}
         if self._last:
             here = self.spent.setdefault(name, dict.fromkeys(now, 0.0))
@@ -59,12 +58,12 @@ class Detail:
         self._own_ns += time.thread_time_ns() - began
 
     def pause(self) -> None:
-        """What comes until the next mark belongs to nothing."""
+        """Do not count the time until the next mark."""
         self._last = {}
 
 
 class Paced:
-    """A run that waits for its turn before each step. Everything else is the run's own."""
+    """A run that waits for its turn before each step, and is otherwise unchanged."""
 
     def __init__(self, run: Run, pacer: Pacer) -> None:
         self._run, self._pacer = run, pacer
@@ -84,7 +83,7 @@ class Paced:
             self._detail.on = self._pacer.detail
             self._detail.mark("")
             yield step
-        self._pacer.begin()  # tells that the last one is done
+        self._pacer.begin()  # reports that the last step is done
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -96,7 +95,7 @@ class Paced:
 
 
 class CountedDocuments:
-    """Documents, and how many tokens of them were taken."""
+    """Documents that count their tokens when they are used."""
 
     def __init__(self, source: DocumentSource, pacer: Pacer) -> None:
         self._source, self._pacer = source, pacer

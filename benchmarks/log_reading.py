@@ -1,10 +1,9 @@
-"""How fast `lockstep explain` reads logs: `python -m benchmarks.log_reading [--megabytes N]`. Prints a table.
+"""The speed of `lockstep explain` on logs: `python -m benchmarks.log_reading [--megabytes N]`. Prints a table.
 
-A made-up training log with a line that a rule matches in every 1000th, read from disk by the whole pipeline (blocks,
-prefilter, rules, prefixes, times, story, judge), by the prefilter alone, by `grep -E` of the same signatures, and by
-other libraries that could take the prefilter's place, where they are installed. Seconds are CPU seconds, so that other
-load counts little; the last column is each side's time over that of the whole pipeline.
-"""
+A generated training log in which a rule matches every 1000th line is read from disk by the full pipeline (blocks,
+prefilter, rules, prefixes, times, history, judge), by the prefilter alone, by `grep -E` with the same signatures, and
+by installed libraries that could replace the prefilter. Seconds are CPU seconds, so other load matters little; the last
+column is each side's time over that of the full pipeline."""
 
 import argparse
 import importlib
@@ -32,7 +31,7 @@ _MATCHED = "[default3]:[rank3]: RuntimeError: CUDA error: an illegal memory acce
 
 
 def lines(count: int) -> Iterator[str]:
-    """A log of 8 ranks; every 1000th line is one that a rule matches."""
+    """A log of 8 ranks; a rule matches every 1000th line."""
     for at in range(count):
         if at % EVERY == EVERY // 2:
             yield _MATCHED
@@ -43,7 +42,7 @@ def lines(count: int) -> Iterator[str]:
 
 
 def seconds(work: Callable[[], object], times: int) -> float:
-    """The least CPU seconds of some runs, those of programs that it starts included."""
+    """The smallest CPU seconds of some runs, child processes included."""
 
     def spent() -> float:
         so_far = os.times()
@@ -58,7 +57,7 @@ def seconds(work: Callable[[], object], times: int) -> float:
 
 
 def extended(pattern: str) -> str | None:
-    """A signature as `grep -E` reads it; None where it has what that lacks, as what lies ahead or behind."""
+    """A signature in the syntax of `grep -E`; None if it uses features that grep lacks, such as lookahead."""
     plain = re.sub(r"\(\?P<\w+>", "(", pattern).replace("(?:", "(").replace(r"\d", "[0-9]")
     plain = re.sub(r"(?<=[*+}?])\?", "", plain)
     return None if re.search(r"\(\?|\\[ADZnt]", plain) else plain
@@ -85,7 +84,7 @@ def blocks(path: Path) -> Iterator[bytes]:
 
 
 def others(texts: list[str], path: Path) -> Iterator[tuple[str, Callable[[], object]]]:
-    """The libraries that could be the prefilter, as far as they are installed."""
+    """Installed libraries that could replace the prefilter."""
     found: dict[str, Any] = {}
     for name in ("hyperscan", "ahocorasick"):
         try:
@@ -124,7 +123,7 @@ def main() -> None:
         read = [each for each in map(extended, signatures) if each is not None]
         literal = [re.sub(r"[][.*+?(){}|^$\\]", r"\\\g<0>", each) for each in texts]
         rows: list[tuple[str, Callable[[], object]]] = [
-            ("whole pipeline", lambda: explain([str(path)])),
+            ("full pipeline", lambda: explain([str(path)])),
             (
                 "prefilter (ahocorasick_rs)",
                 lambda: [list(prefilter.candidates(each)) for each in split_pages(blocks(path))],
@@ -134,11 +133,11 @@ def main() -> None:
             *others(texts, path),
         ]
         print(f"{size:.0f} MB, {len(rules.rules)} rules, {len(texts)} texts, one line in {EVERY} matches")
-        whole = 0.0
+        pipeline_s = 0.0
         for name, work in rows:
             spent = seconds(work, asked.times)
-            whole = whole or spent
-            print(f"{name:<36} {size / spent:7.0f} MB/s   {spent:6.2f} s   {spent / whole:5.2f}")
+            pipeline_s = pipeline_s or spent
+            print(f"{name:<36} {size / spent:7.0f} MB/s   {spent:6.2f} s   {spent / pipeline_s:5.2f}")
 
 
 if __name__ == "__main__":

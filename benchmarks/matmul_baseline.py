@@ -1,8 +1,8 @@
 """A lower bound for a training step: the matrix products of its tokens, and nothing else.
 
 Like the floor of generation (`benchmarks.generation`): every prompt once, then each completion's own tokens; one
-product forward and two backward for every projection and the head, scores and values of attention forward and their
-four products backward over the pairs that see each other (without the causal half that nobody can leave out here).
+product forward and two backward for every projection and the head, and for attention the scores and values forward and
+their four products backward, over all pairs of positions that may attend to each other.
 """
 
 import time
@@ -16,14 +16,14 @@ from benchmarks.workloads import Work, document_lengths, lengths
 
 
 def segments(work: Work) -> list[tuple[int, list[int]]]:
-    """Of one step: tokens of each root, and of what continues it."""
+    """For one step, (tokens of the prompt, tokens of each continuation) of every prompt."""
     if work.kind == "sft":
         return [(int(size) + 1, []) for size in document_lengths(work)]
     return [(work.prompt_tokens, row.tolist()) for row in lengths(work)]
 
 
 class TrainingFloor:
-    """The products of one step, on one thread."""
+    """The matrix products of one step, on one thread."""
 
     def __init__(self, lm: Any, work: Work) -> None:
         config = lm.config
@@ -61,7 +61,7 @@ class TrainingFloor:
 
     @staticmethod
     def _linear(weight: torch.Tensor, rows: int) -> None:
-        for start in range(0, rows, 4096):  # as a packed row: no larger memory than a real step's
+        for start in range(0, rows, 4096):  # in packed rows, so that memory is as in a real step
             count = min(4096, rows - start)
             x, dy = torch.zeros(count, weight.shape[1]), torch.zeros(count, weight.shape[0])
             torch.mm(x, weight.T)
@@ -74,8 +74,8 @@ class TrainingFloor:
         torch.bmm(p, k)
         torch.bmm(p.transpose(1, 2), q)  # gradient of the values
         dp = torch.bmm(q, k.transpose(1, 2))
-        torch.bmm(dp, k)  # of the queries
-        torch.bmm(dp.transpose(1, 2), q)  # of the keys
+        torch.bmm(dp, k)  # gradient of the queries
+        torch.bmm(dp.transpose(1, 2), q)  # gradient of the keys
 
 
 def training_floor(lm: Any, work: Work, repeats: int = 3) -> float:

@@ -1,11 +1,10 @@
-"""What the recorder costs: `python -m benchmarks.recorder`.
+"""The cost of the recorder: `python -m benchmarks.recorder`.
 
-Calls with and without it alternate in one process, in blocks of 250, and the median of the differences of
-neighbouring blocks counts, in CPU time of the calling thread: back to back, and with 50 us of other work between
-them, which finds the recorder's code and data out of the processor's nearest caches, as a real program does. Without it
-means without anything of it, `Work.wait` included, on a communicator of its own. The poll is measured apart. The share
-of a step is reckoned from both.
-"""
+Calls with and without the recorder alternate in one process, in blocks of 250. The result is the median difference of
+neighbouring blocks, in CPU time of the calling thread: for calls back to back, and for calls with 50 us of other work
+in between, which evicts the recorder's code and data from the nearest caches, as a real program does. Calls without the
+recorder use no part of it, not even `Work.wait`, on a separate communicator. Polling is measured separately, and the
+share of a step is computed from both."""
 
 import argparse
 import multiprocessing
@@ -56,7 +55,7 @@ def main() -> None:
 
 
 def measure(world: int, refuse: bool, pause_us: int, blocks: int) -> dict[str, Any]:
-    """What rank 0 saw."""
+    """Measure in a new group of ranks; returns the results of rank 0."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         queue = context.Queue()
@@ -71,7 +70,7 @@ def measure(world: int, refuse: bool, pause_us: int, blocks: int) -> dict[str, A
 
 
 def nothing(tensor: Any, op: Any = None, group: Any = None, async_op: bool = False) -> None:
-    """In place of all_reduce."""
+    """Replaces all_reduce."""
 
 
 def rank_main(rank: int, world: int, refuse: bool, pause_us: int, blocks: int, folder: str, queue: Any) -> None:
@@ -112,7 +111,7 @@ def rank_main(rank: int, world: int, refuse: bool, pause_us: int, blocks: int, f
     noting = CollectiveWrappers(found, torch).wrapper_of(nothing, OPERATIONS["all_reduce"])
     member = found.member(groups[0])
     assert member is not None
-    member.until = 1 << 62  # c10d's number does not move here
+    member.until = 1 << 62  # c10d's sequence number does not change here
     alone = min(block(noting) for _ in range(10)) - min(block(nothing) for _ in range(10))
     member.resynchronize()
     began = time.thread_time()

@@ -1,11 +1,11 @@
-"""Measures two checkouts of Lockstep side by side, to see that a change costs no speed.
+"""Compares the speed of two checkouts of Lockstep, to check that a change costs no speed.
 
     git worktree add /tmp/before COMMIT
     python -m benchmarks.revisions /tmp/before                  every workload, five repeats
     python -m benchmarks.revisions /tmp/before fixed sft        some of them
 
 Both checkouts run in this environment, each from its own sources, one repeat after the other in turns; the first side
-alternates. What counts is the ratio of the two in one run: these are medians of CPU seconds and of wall time per step.
+alternates. Compare only ratios within one run: medians of CPU seconds and of wall time per step.
 """
 
 import argparse
@@ -38,7 +38,7 @@ class Pair:
 
 
 def measure(work: Work, roots: Sequence[Path], repeats: int, scratch: Path, model: TinyModel) -> list[Pair]:
-    """Repeats of a workload from both checkouts in turns."""
+    """Run repeats of a workload from both checkouts in turns."""
     side = work.sides[0]
     steps = 2 + repeats * side.steps
     with ExitStack() as stack:

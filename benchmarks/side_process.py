@@ -1,4 +1,4 @@
-"""How the two sides alternate: each runs in its own process, which continues on request.
+"""Alternation of the two sides: each runs in its own process, which continues on request.
 
 The sides begin every step with `Pacer.begin`, which blocks until the step may be done. So both start once, and the
 measured steps alternate. One line of JSON in each direction: `{"go": 2}` or `{"stop": true}` to the side,
@@ -20,11 +20,11 @@ START_S, STEPS_S, STOP_S = 300.0, 1800.0, 60.0
 
 
 class Stopped(BaseException):
-    """The side is to end now."""
+    """Raised when the side must end."""
 
 
 class Pacer:
-    """The side's end. Made first, before anything prints."""
+    """The side's end of the connection. Create it before anything prints."""
 
     def __init__(self) -> None:
         self._commands: TextIO = sys.stdin
@@ -35,10 +35,10 @@ class Pacer:
         self.facts: dict[str, Any] = {}
         """Sent with the next answer, for example `tokens` done."""
         self.detail = False
-        """Whether the steps are to be taken apart."""
+        """Whether the stages of a step are measured."""
 
     def begin(self) -> None:
-        """A step begins: goes on at once while there are steps to do, else tells that they are done and waits for the
+        """Begin a step: returns at once if more steps were requested, else reports that they are done and waits for the
         next command. Raises Stopped."""
         if self._left == 0:
             self._answers.write(json.dumps({self._said: self.facts}) + "\n")
@@ -51,7 +51,7 @@ class Pacer:
 
 
 class SideFailed(RuntimeError):
-    """A side ended or said nothing; its log tells why."""
+    """A side ended or did not answer; its log shows why."""
 
     def __init__(self, what: str, log: Path) -> None:
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-25:]) if log.exists() else ""
@@ -59,7 +59,7 @@ class SideFailed(RuntimeError):
 
 
 class SideProcess:
-    """The runner's end: a side that was started. A context manager; leaving it ends the side."""
+    """A started side, for the runner. A context manager that ends the side."""
 
     def __init__(self, command: list[str], environment: dict[str, str], log: Path) -> None:
         self.log = log
@@ -76,12 +76,12 @@ class SideProcess:
         return self._popen.pid
 
     def ready(self, waiting: Callable[[float], None] | None = None) -> dict[str, Any]:
-        """Facts of a side that is about to begin its first step."""
+        """Wait until the side is about to begin its first step; returns its facts."""
         return dict(self._answer("ready", START_S, waiting))
 
     def go(self, steps: int, detail: bool = False) -> dict[str, Any]:
-        """Does the steps; what the side tells of them. Returns when they are done."""
-        self._tell({"go": steps, "detail": detail})
+        """Run so many steps; returns the side's report when they are done."""
+        self._send({"go": steps, "detail": detail})
         return dict(self._answer("done", STEPS_S))
 
     def __enter__(self) -> "SideProcess":
@@ -89,7 +89,7 @@ class SideProcess:
 
     def __exit__(self, *_: object) -> None:
         try:
-            self._tell({"stop": True})
+            self._send({"stop": True})
             self._popen.wait(STOP_S)
         except (BrokenPipeError, SideFailed, subprocess.TimeoutExpired):
             os.killpg(self._popen.pid, signal.SIGKILL)
@@ -98,7 +98,7 @@ class SideProcess:
             if stream is not None:
                 stream.close()
 
-    def _tell(self, command: dict[str, Any]) -> None:
+    def _send(self, command: dict[str, Any]) -> None:
         assert self._popen.stdin is not None
         if self._popen.poll() is None:
             self._popen.stdin.write(json.dumps(command).encode() + b"\n")
@@ -119,5 +119,5 @@ class SideProcess:
         line, _, self._buffer = self._buffer.partition(b"\n")
         answer = json.loads(line)
         if name not in answer:
-            raise SideFailed(f"said {sorted(answer)} where {name!r} was due", self.log)
+            raise SideFailed(f"sent {sorted(answer)} instead of {name!r}", self.log)
         return answer[name]

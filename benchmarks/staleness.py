@@ -1,4 +1,4 @@
-"""What `rollout.max_staleness` brings: the same run with generation 0, 1 and 2 steps ahead of training, in turns.
+"""The gain of `rollout.max_staleness`: the same run with generation 0, 1 and 2 steps ahead of training, in turns.
 
 A run's first step has nothing to overlap with and its last steps nothing left to generate, so whole runs are timed,
 from the first step's beginning to the last one's end: each generates and trains the same number of steps. Engine and
@@ -27,26 +27,26 @@ WORK_NAMES = ("fixed", "tail")
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """One run."""
+    """The measurements of one run."""
 
     ahead: str
-    """Of the workload."""
+    """Name of the workload."""
     max_staleness: int
     repeat: int
     steps: int
     wall_s: float
     cpu_s: float
-    """Of all processes of the run."""
+    """CPU seconds of all processes of the run."""
     load: float
     """Load average over the last minute, as the run began."""
     staleness: float
     """Mean of `rollout/staleness_mean` over the steps."""
     ready: float
-    """Mean of `rollout/ready`: share of the completions that were there when their step's turn came."""
+    """Mean of `rollout/ready`: share of completions that were finished when their step began."""
 
 
 def run_ahead(repeats: int, scratch: Path, record: Path, tell: Tell, small: bool = False) -> None:
-    """Times the runs; `record` gets a line of JSON for each."""
+    """Time the runs; append a line of JSON for each to `record`."""
     steps, model = (3, TOY) if small else (STEPS, MODEL)
     works = [WORKS[name] for name in WORK_NAMES]
     for work in [quick(work) for work in works] if small else works:
@@ -62,7 +62,7 @@ def run_ahead(repeats: int, scratch: Path, record: Path, tell: Tell, small: bool
 
 
 def timed(work: Work, staleness: int, repeat: int, steps: int, folder: Path, model: TinyModel = MODEL) -> Timed:
-    """A run of its own process, from its first step to its last."""
+    """Time a run in a separate process, from its first step to its last."""
     side = Side(f"ahead {staleness}", "lockstep", {"rollout": {"max_staleness": staleness}})
     command = ordered(work, side, folder, steps, model)
     load = os.getloadavg()[0]
@@ -80,7 +80,8 @@ def timed(work: Work, staleness: int, repeat: int, steps: int, folder: Path, mod
 
 
 def ahead_table(lines: Sequence[Line]) -> list[str]:
-    """A line per workload and staleness: medians over the repeats, wall time against that of 0."""
+    """A line per workload and staleness: medians over the repeats, with the wall time relative to that of staleness
+    0."""
     mine = [line for line in lines if "ahead" in line]
     if not mine:
         return []

@@ -1,11 +1,10 @@
-"""Generation ahead of training on the demo: the same run in turns and one step ahead, on a core for each side.
+"""Generation ahead of training on the demo: the same run synchronously and one step ahead, with a core for each side.
 
     python -m benchmarks.staleness_demo --model runs/demo/sort-sft/export --data runs/demo/data
 
-`script/demo` makes model and data. Engine and trainer rank have one thread each, in both ways; with `--pin` the engine
-is bound to one core and all other processes to another. The most that can be won is (generation + rest) /
-max(generation, rest).
-"""
+`script/demo` creates the model and the data. Engine and trainer rank have one thread each in both runs; with `--pin`
+the engine is bound to one core and all other processes to another. The largest possible gain is (generation + rest) /
+max(generation, rest)."""
 
 import argparse
 import json
@@ -24,12 +23,12 @@ from lockstep.run.run_id import RUN_ID_FILE
 from lockstep.watch.beacon.reader import read_beacons
 
 WARM = 3
-"""First steps that are not counted."""
+"""Number of first steps that are not counted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One run."""
+    """The result of one run."""
 
     max_staleness: int
     steps_per_s: float
@@ -38,7 +37,7 @@ class Outcome:
     step_s: float
     staleness: float
     accuracy: float
-    """At the end, on held-out prompts."""
+    """Accuracy at the end, on held-out prompts."""
     load: float
 
 
@@ -53,7 +52,8 @@ def command(model: Path, data: Path, folder: Path, steps: int, staleness: int) -
 
 
 def pin(run: Path, controller: int) -> bool:
-    """Binds the engine to the first core of this process, and the others to the second; whether all were there."""
+    """Bind the engine to the first core of this process, and the others to the second. Returns whether all processes
+    existed."""
     if not (run / RUN_ID_FILE).exists():
         return False
     first, second, *_ = sorted(os.sched_getaffinity(0))

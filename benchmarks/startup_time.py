@@ -4,9 +4,9 @@
     python -m benchmarks.startup_time --model runs/demo/sort-sft/export --data runs/demo/data cluster=ray
     rollout.engine=vllm
 
-Words at the end go to the run as they are: on Ray, which is started for the run where none is there, and with vLLM.
-Starts `lockstep train` a few times, and says when each process of the run appeared and when the engine's first token
-was counted, in seconds from the start of the command.
+Starts `lockstep train` a few times, and reports when each process of the run appeared and when the engine's first token
+was counted, in seconds from the start of the command. Arguments at the end are passed to the run: here it runs on Ray,
+which is started if it is not running, and with vLLM.
 """
 
 import argparse
@@ -26,7 +26,7 @@ FIRST = "first token"
 
 
 def started(model: Path, data: Path, folder: Path, overrides: Sequence[str] = ()) -> dict[str, float]:
-    """Seconds until each beacon was there, and until the first token."""
+    """Seconds until each process had a beacon, and until the first token."""
     run, found = folder / "ahead-0", dict[str, float]()
     with (folder / "log").open("wb") as log:
         began = time.monotonic()

@@ -1,13 +1,13 @@
-"""A trainer's step beside transformers' padded forward and backward and beside its own matrix products.
+"""A trainer's step compared with transformers' padded forward and backward and with its own matrix products.
 
     python -m benchmarks.training [--work fixed tail p512 sft] [--repeats 5] [--compile] [--json FILE]
 
-The same tokens, one thread, one process, CPU seconds; the ways take turns, medians and ratios are told. `lockstep` is
-packing and the optimizer step of `FSDP2Trainer` with its defaults; `malloc default` the same with the C library's own
-allocation; `compiled` (with `--compile`) with `trainer.compile: layers`, whose first step is told apart; `padded` one
-left-padded batch of transformers per micro-batch, mean log-likelihood, forward and backward alone. One process cannot
-forget a tuned allocator, so `tune_malloc` is undone and done between turns.
-"""
+All variants process the same tokens in one process with one thread, in turns; medians of CPU seconds and ratios are
+printed. `lockstep` is packing and the optimizer step of `FSDP2Trainer` with its defaults; `malloc default` the same
+with the C library's default allocation; `compiled` (with `--compile`) uses `trainer.compile: layers`, whose first step
+is reported separately; `padded` is the forward and backward of transformers for the mean log-likelihood, on one
+left-padded batch per micro-batch. As allocation settings last for the process, `tune_malloc` is undone and redone
+between turns."""
 
 import argparse
 import ctypes
@@ -35,11 +35,11 @@ from lockstep.train.distributed import ParallelContext
 from lockstep.train.fsdp import FSDP2Trainer
 
 MICRO = {"fixed": 128, "tail": 128, "p512": 8, "sft": 1}
-"""Rows of a padded micro-batch: what suits it best here."""
+"""Rows of a padded micro-batch: the fastest size."""
 
 
 def trees(work: Work) -> list[list[Segment]]:
-    """The workload's prompts with their completions, or its documents, of random tokens, with advantages in every
+    """The workload's prompts with completions, or its documents, of random tokens; advantages differ within every
     group."""
     draw = np.random.default_rng(3)
 
@@ -92,7 +92,7 @@ class PaddedStep:
             for leaf in tree[1:] or tree
         ]
         self._kept = 0 if work.kind == "sft" else work.max_tokens + 1
-        """Last positions whose logits are computed; all of them for documents."""
+        """Number of last positions whose logits are computed; all positions for documents."""
         self._batches = [self._padded(paths[first : first + rows]) for first in range(0, len(paths), rows)]
 
     def __call__(self) -> None:
@@ -106,7 +106,9 @@ class PaddedStep:
     @staticmethod
     def _padded(rows: list[np.ndarray]) -> tuple[Tensor, Tensor]:
         longest = max(len(row) for row in rows)
-        tokens = torch.full((len(rows), longest), 5)  # no pad id: its embedding of zeros blows up RMSNorm's gradient
+        tokens = torch.full(
+            (len(rows), longest), 5
+        )  # not the pad id, whose zero embedding would blow up RMSNorm's gradient
         mask = torch.zeros_like(tokens)
         for place, row in enumerate(rows):
             tokens[place, longest - len(row) :] = torch.from_numpy(row)
@@ -115,7 +117,7 @@ class PaddedStep:
 
 
 def default_malloc() -> None:
-    """Undoes `tune_malloc`: glibc's initial thresholds."""
+    """Undo `tune_malloc`: restore glibc's initial thresholds."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
         for threshold in (-3, -1):
@@ -130,7 +132,7 @@ def cpu_seconds(work: Callable[[], object]) -> float:
 
 
 def measure(work: Work, repeats: int, compiled: bool = False) -> dict[str, Any]:
-    """Median CPU seconds of a step by way, `compile` (the first compiled step) among them."""
+    """Median CPU seconds of a step by variant; `compile` is the first compiled step."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
@@ -151,13 +153,13 @@ def measure(work: Work, repeats: int, compiled: bool = False) -> dict[str, Any]:
         for name, (run, tuned) in ways.items():
             _ = tune_malloc() if tuned else default_malloc()
             seconds = cpu_seconds(run)
-            if turn:  # the first one warms up
+            if turn:  # the first turn warms up
                 taken[name].append(seconds)
     return {"work": work.name, "tokens": floor.tokens, **{name: median(all_) for name, all_ in taken.items()}, **once}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="A trainer's step beside padded transformers and its floor.")
+    parser = argparse.ArgumentParser(description="Compare a trainer's step with padded transformers and its floor.")
     parser.add_argument("--work", nargs="+", choices=list(WORKS), default=list(WORKS))
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--compile", action="store_true")

@@ -1,6 +1,7 @@
-"""TRL's side: `python -m benchmarks.trl_side FOLDER`, with build/peer on the path. See `benchmarks.side_process`.
+"""TRL's side of a comparison: `python -m benchmarks.trl_side FOLDER`, with build/peer on the path. See
+`benchmarks.side_process`.
 
-`FOLDER/trl.json` holds the kind of work, TRL's arguments and the table of lengths.
+`FOLDER/trl.json` contains the kind of work, TRL's arguments and the table of lengths.
 """
 
 import json
@@ -20,7 +21,8 @@ from benchmarks.side_process import Pacer, Stopped
 
 
 class Paced(TrainerCallback):
-    """Between two of these calls lies one whole step: batch, generation, scoring, update, logging."""
+    """Waits before each step. A full step lies between two of its calls: batch, generation, scoring, update,
+    logging."""
 
     def __init__(self, pacer: Pacer) -> None:
         self._pacer = pacer

@@ -1,12 +1,12 @@
 """Measures the vLLM engine, and prints a table of each part:
 
-    .venv-scale/bin/python -m benchmarks.vllm_engine generate      beside vLLM's own LLM.generate, same requests
-    .venv-scale/bin/python -m benchmarks.vllm_engine update        new weights, beside vLLM's own reload_weights
-    .venv-scale/bin/python -m benchmarks.vllm_engine builtin       beside the builtin engine
+    .venv-scale/bin/python -m benchmarks.vllm_engine generate      compared with vLLM's LLM.generate, same requests
+    .venv-scale/bin/python -m benchmarks.vllm_engine update        weight updates, compared with vLLM's reload_weights
+    .venv-scale/bin/python -m benchmarks.vllm_engine builtin       compared with the builtin engine
 
-Everything on one thread, sides in turns in one process, wall time: ratios and rates are of medians, the fastest repeat
-is told beside them, as what else runs on the machine slows whichever side it meets. `--json` into
-`benchmarks/results/cpu/vllm-PART.json`, then `python -m benchmarks.docs_tables`, makes the tables of docs/engines.md.
+Both sides run in turns in one process with one thread, and wall time is measured. Ratios and rates are of medians; the
+fastest repeat is printed as well, as other load slows single repeats. To update the tables of docs/engines.md, write
+`--json benchmarks/results/cpu/vllm-PART.json`, then run `python -m benchmarks.docs_tables`.
 """
 
 import argparse
@@ -81,7 +81,7 @@ def tell(row: dict[str, Any], first: bool) -> None:
 
 
 def make_model(folder: Path, name: str) -> Path:
-    """100M has a vocabulary of 8,192, its embedding tied like that of the small ones."""
+    """Create a model. 100M has a vocabulary of 8,192, and like the small ones a tied embedding."""
     made = make_tiny(folder, TinyModel(max_length=1024, **MODELS[name]))
     if name != "100M":
         return made
@@ -100,7 +100,7 @@ def engine(folder: Path, rows: int, context: int, reader: str | None = None) -> 
 
 
 def in_turns(sides: dict[str, Callable[[], object]], repeats: int) -> dict[str, tuple[float, float]]:
-    """Seconds of each side: of its fastest repeat, and the median."""
+    """(fastest, median) seconds of each side."""
     taken: dict[str, list[float]] = {name: [] for name in sides}
     for repeat in range(repeats + 1):
         for name, side in sides.items():
@@ -112,7 +112,7 @@ def in_turns(sides: dict[str, Callable[[], object]], repeats: int) -> dict[str, 
 
 
 def complete(of: RolloutEngine, wanted: list[Request]) -> int:
-    """How many tokens the requests got."""
+    """Run the requests to their end; returns the number of generated tokens."""
     of.submit(wanted)
     done, tokens = 0, 0
     while done < len(wanted):
@@ -123,8 +123,9 @@ def complete(of: RolloutEngine, wanted: list[Request]) -> int:
 
 
 def beside_generate(folder: Path, works: list[Work], repeats: int) -> list[dict[str, Any]]:
-    """Our engine and vLLM's `LLM`, which is asked for a log-probability per token and for no text, as our engine makes
-    text at the end only: with the same arguments, and with its own defaults but for the size of its caches."""
+    """Compare Lockstep's vLLM engine with vLLM's `LLM`: with the same arguments, and with its own defaults except the
+    size of its caches. `LLM` returns a log-probability per token and no text, as the engine converts text only at the
+    end."""
     rows = max(work.groups * work.size for work in works)
     context = max(work.prompt + work.tokens for work in works)
     ours = engine(folder, rows, context)
@@ -134,7 +135,7 @@ def beside_generate(folder: Path, works: list[Work], repeats: int) -> list[dict[
         wanted = work.requests()
 
         def fresh(wanted: list[Request] = wanted) -> int:
-            ours._loads += 1  # else the prompts of the repeat before are there still
+            ours._loads += 1  # else the prompts of the previous repeat are still cached
             return complete(ours, wanted)
 
         def generate(llm: Any, wanted: list[Request] = wanted) -> None:
@@ -152,7 +153,7 @@ def beside_generate(folder: Path, works: list[Work], repeats: int) -> list[dict[
 
 
 def their_engines(folder: Path, rows: int, context: int) -> tuple[Any, Any]:
-    """vLLM's `LLM` with the arguments of our engine, and as it is by default, but that prompts are read whole."""
+    """vLLM's `LLM` with the arguments of Lockstep's engine, and with its defaults but without chunked prefill."""
     from vllm import LLM
 
     from lockstep.rollout.vllm.vllm_setup import engine_arguments
@@ -163,13 +164,13 @@ def their_engines(folder: Path, rows: int, context: int) -> tuple[Any, Any]:
     for name in ("worker_extension_cls", "weight_transfer_config"):
         del arguments[name]
     sizes = {name: arguments[name] for name in ("model", "dtype", "max_model_len", "kv_cache_memory_bytes")}
-    # A seeded request whose prompt is read in parts ends vLLM's CPU build: "CPU Generator does not use offset".
+    # vLLM's CPU build fails for a seeded request with a chunked prompt: "CPU Generator does not use offset".
     own = LLM(**sizes, enable_chunked_prefill=False)
     return LLM(**arguments | {"skip_tokenizer_init": False}), own
 
 
 def as_theirs(wanted: list[Request]) -> tuple[list[Any], list[Any]]:
-    """Prompts and settings of our requests."""
+    """Requests as prompts and sampling parameters of vLLM."""
     from vllm import SamplingParams
 
     prompts = [{"prompt_token_ids": each.prompt.tolist()} for each in wanted]
@@ -202,7 +203,7 @@ def beside_builtin(folder: Path, works: list[Work], repeats: int) -> list[dict[s
 
 
 def seconds(taken: dict[str, tuple[float, float]]) -> dict[str, float]:
-    """Of all sides."""
+    """Columns of a row: fastest and median seconds of all sides."""
     times = {}
     for name, (best, median) in taken.items():
         times |= {f"{name} s": best, f"{name} median": median}
@@ -219,9 +220,9 @@ class Rows:
 
 
 def update(folder: Path, scratch: Path, repeats: int) -> dict[str, Any]:
-    """Whole update: the trainer's write into shared memory, commit, and what vLLM does with it. Beside it vLLM's own
-    way: files on a RAM disk, `reload_weights`, and the prefix cache reset. The 'copy' column is a bare memcpy of the
-    bytes, 'write' our part before vLLM's."""
+    """A full update: the trainer's write into shared memory, the commit, and the load in vLLM; compared with vLLM's own
+    way: files on a RAM disk, `reload_weights`, and a reset of the prefix cache. `copy` is a plain memcpy of the bytes,
+    `write` Lockstep's part before vLLM's."""
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM
 

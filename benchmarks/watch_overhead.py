@@ -1,9 +1,8 @@
-"""What `lockstep watch` adds to a job of torchrun: `python -m benchmarks.watch_overhead`.
+"""The overhead of `lockstep watch` on a torchrun job: `python -m benchmarks.watch_overhead`.
 
-The same job, two gloo ranks in a loop of all_reduce, runs alternately bare and watched. Counted are wall and CPU time
-of a collective on rank 0 (of the loop, without imports), and the CPU time of all processes of the command, agent and
-supervisor included. Of each the ratio of the medians is given.
-"""
+The same job, two gloo ranks in a loop of all_reduce, runs alternately with and without `lockstep watch`. Measured are
+wall and CPU time of a collective on rank 0 (in the loop, without imports), and the CPU time of all processes of the
+command, agent and supervisor included; each is reported with the ratio of the medians."""
 
 import argparse
 import json
@@ -32,7 +31,7 @@ class Run:
 
 
 def job(loops: int, numbers: int, pause_ms: float) -> None:
-    """What every rank does."""
+    """The program of every rank."""
     import torch
     import torch.distributed as dist
 

@@ -1,9 +1,9 @@
-"""What weight sync costs beside bare copies and broadcasts of the same bytes: `python -m benchmarks.weights`.
+"""The cost of weight sync compared with plain copies and broadcasts of the same bytes: `python -m benchmarks.weights`.
 
 Prints the table and writes every repeat to `--out`; `python -m benchmarks.docs_tables` puts it into
 docs/weight-sync.md.
-Sides take turns within a repeat, one torch thread each, so that ratios are those of one machine at one time. Nodes are
-folders in shared memory; between them is loopback.
+The variants take turns within a repeat, with one torch thread each, so that their ratios are comparable. Nodes are
+folders in shared memory, connected by loopback.
 """
 
 import argparse
@@ -51,15 +51,15 @@ Line = dict[str, Any]
 
 
 @dataclass
-class Place:
-    """Stands for a trainer rank or an engine: only its node matters here."""
+class FakeWorker:
+    """Stands for a trainer rank or an engine; only its node matters."""
 
     spec: WorkerSpec
     node: str
 
 
-class Bare:
-    """A rank of the broadcast that everything over gloo is held against."""
+class BareBroadcast:
+    """A rank of the plain gloo broadcast that is the baseline of all transfers over gloo."""
 
     def __init__(self, rank: int, world: int, host: str, port: int, nbytes: int) -> None:
         from torch._C._distributed_c10d import TCPStore
@@ -81,7 +81,7 @@ class Bare:
 
 
 class Nodes:
-    """Relays of nodes that are folders."""
+    """Starts relays for nodes that are folders."""
 
     def __init__(self, cluster: LocalCluster, memory: Path, **relay: Any) -> None:
         self.cluster, self.memory, self.arguments, self.numbers = cluster, memory, relay, itertools.count()
@@ -126,7 +126,7 @@ def timed(call: Callable[..., object], *arguments: object) -> float:
 
 
 class OneHost:
-    """A trainer rank that writes, an engine that takes; beside a memcpy of the same bytes."""
+    """A trainer rank that writes and an engine that loads, compared with a memcpy of the same bytes."""
 
     def __init__(self, size: str, memory: Path, folder: Path) -> None:
         make_tiny(folder, MODELS[size])
@@ -153,7 +153,7 @@ class OneHost:
         return found
 
     def _take(self, version: int) -> None:
-        """What any reader does: checks and copies."""
+        """Verify and copy a version, as every reader does."""
         with self.reader(self.store.folder, version) as tensors:
             at = 0
             for name in self.own:
@@ -163,15 +163,17 @@ class OneHost:
 
 
 class Between:
-    """One sender, two receivers; beside a bare broadcast to two."""
+    """One sender and two receivers, compared with a plain broadcast to two."""
 
     def __init__(self, cluster: LocalCluster, memory: Path, plan: WeightPlan, tensors: dict[str, torch.Tensor]) -> None:
         self.tensors, self.versions = tensors, itertools.count(1)
-        rank = Place(WorkerSpec("policy-0", "policy", 0, ""), "a")
-        self.engines: Any = [Place(WorkerSpec(f"engine-{n}", "rollout", n, ""), node) for n, node in enumerate("bc")]
+        rank = FakeWorker(WorkerSpec("policy-0", "policy", 0, ""), "a")
+        self.engines: Any = [
+            FakeWorker(WorkerSpec(f"engine-{n}", "rollout", n, ""), node) for n, node in enumerate("bc")
+        ]
         self.ways = {}
         settings: dict[str, dict[str, Any]] = {"gloo": {}, "complete": {"check": "complete"}, "delta": {"delta": True}}
-        for generation, (name, relay) in enumerate(settings.items(), start=1):  # keeps their keys apart
+        for generation, (name, relay) in enumerate(settings.items(), start=1):  # separates their keys in the store
             (memory / name).mkdir()
             hires = Nodes(cluster, memory / name, generation=generation, **relay)
             delivery = RelayTransport(hires, hires, plan, 60.0)
@@ -180,13 +182,15 @@ class Between:
         host, port = cluster.store()
         about = {"world": 3, "host": host, "port": port, "nbytes": plan.nbytes}
         self.bare = cluster.start(
-            [spec(f"bare-{n}", "benchmarks.weights:Bare", {"rank": n, **about}) for n in range(3)]
+            [spec(f"bare-{n}", "benchmarks.weights:BareBroadcast", {"rank": n, **about}) for n in range(3)]
         )
 
     def repeat(self) -> Line:
         found: Line = {}
         for name, bucket in (("broadcast", 1 << 40), ("broadcast_64", 64 << 20)):
-            found[name] = max(gather_results([worker.submit(Bare.broadcast, bucket) for worker in self.bare], why=name))
+            found[name] = max(
+                gather_results([worker.submit(BareBroadcast.broadcast, bucket) for worker in self.bare], why=name)
+            )
         for name, (delivery, store) in self.ways.items():
             version = next(self.versions)
             if name == "delta":  # a tenth of the tensors
@@ -209,7 +213,7 @@ def scratch() -> Iterator[Path]:
 
 
 def measure(size: str, repeats: int, parts: Sequence[str]) -> list[Line]:
-    """Every repeat, after one that is not counted."""
+    """Measure all repeats, after one that is not counted."""
     lines: list[Line] = []
     with scratch() as memory, tempfile.TemporaryDirectory() as folder:
         one = OneHost(size, memory, Path(folder) / "model")

@@ -1,6 +1,6 @@
-"""What is measured: the same tiny model, prompts, lengths and documents for every side.
+"""The measured workloads: the same tiny model, prompts, lengths and documents for every side.
 
-A `Side` is one way to run a workload: Lockstep, or TRL with the settings given. All settings of both sides are here.
+A `Side` is one way to run a workload: Lockstep, or TRL with given settings. This file has all settings of both sides.
 """
 
 import json
@@ -17,28 +17,29 @@ from lockstep.models.tiny_model import TinyModel, make_tiny
 MODEL = TinyModel(hidden=256, layers=4, heads=4, kv_heads=2, ffn=768, max_length=1024, seed=1)
 """Qwen2, 3.2 M parameters, tied embeddings, random weights."""
 TOY = TinyModel(hidden=32, layers=1, heads=2, kv_heads=1, ffn=64, max_length=1024, seed=1)
-"""Of `--quick`."""
+"""The model of `--quick`."""
 
 LETTERS = string.ascii_letters + string.digits
 
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One way to run a workload. The first of a workload is Lockstep as it is by default."""
+    """One way to run a workload. The first side of a workload is Lockstep with its defaults."""
 
     name: str
-    """`lockstep`, or what the column of the table is called."""
+    """`lockstep`, or the name in the table."""
     program: Literal["lockstep", "trl"]
     settings: dict[str, Any] = field(default_factory=dict)
-    """Added to what all sides of this program have: overrides of the run's file, or arguments of TRL's config."""
+    """Settings in addition to those of all sides of this program: overrides of the config, or arguments of TRL's
+    config."""
     steps: int = 1
     """Measured steps of one repeat."""
     title: str = ""
-    """Said in the table in place of the name."""
+    """Shown in the table instead of the name."""
     repeats: int | None = None
-    """Fewer than asked for, where a step takes a minute."""
+    """Number of repeats, if fewer than requested because a step takes a minute."""
     warm: bool = True
-    """Whether a step comes before the measured ones; not where it takes a minute, and its beginning no part of it."""
+    """Whether a warm-up step comes before the measured ones; not if a step takes a minute."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,15 +53,15 @@ class Work:
     goals: dict[str, float]
     """Goal of Lockstep / peer by the name of the peer; of another way to run Lockstep by `way / peer`."""
     prompts: int = 16
-    """Per step; of documents in SFT."""
+    """Prompts per step; documents in SFT."""
     group: int = 8
     prompt_tokens: int = 32
     max_tokens: int = 64
-    """Of a completion; of a document in SFT."""
+    """Length of a completion, or of a document in SFT."""
     tail: bool = False
     """Completions' lengths are exponential with mean `max_tokens / 3`, at most `max_tokens`; otherwise all maximal."""
     details: int = 0
-    """Steps after the measured ones in which every stage of Lockstep is taken apart."""
+    """Steps after the measured ones in which the stages of Lockstep are measured."""
 
     @property
     def completions(self) -> int:
@@ -93,7 +94,7 @@ def texts(sizes: Sequence[int], seed: int = 9) -> list[str]:
 
 
 def prepare(work: Work, folder: Path, steps: int, model: TinyModel = MODEL) -> None:
-    """Writes model and data of so many steps into `folder`: `model/` and `data.jsonl`, whose row i is used i-th."""
+    """Write model and data for so many steps into `folder`: `model/` and `data.jsonl`, whose rows are used in order."""
     make_tiny(folder / "model", model)
     if work.kind == "grpo":
         lines = [{"prompt": text} for text in texts([work.prompt_tokens] * steps * work.prompts)]
@@ -103,7 +104,7 @@ def prepare(work: Work, folder: Path, steps: int, model: TinyModel = MODEL) -> N
 
 
 def lockstep_config(work: Work, side: Side, folder: Path, steps: int) -> dict[str, Any]:
-    """The run's file. Everything not named has its default: ledger, metrics and TensorBoard are on."""
+    """The run's config. Other fields have their defaults: ledger, metrics and TensorBoard are on."""
     config: dict[str, Any] = {
         "recipe": work.kind,
         "name": "run",
@@ -136,8 +137,8 @@ REWARD = Path(__file__).with_name("reward.py")
 
 
 def trl_arguments(work: Work, side: Side, folder: Path, steps: int) -> dict[str, Any]:
-    """Arguments of TRL's `GRPOConfig` or `SFTConfig`, beside the defaults: what makes it do the same work (32 bit, no
-    checkpoints, no recomputation, the same optimizer) and its batch."""
+    """Arguments of TRL's `GRPOConfig` or `SFTConfig` that differ from the defaults: those for the same work (32 bit, no
+    checkpoints, no recomputation, the same optimizer) and the batch."""
     micro = side.settings["per_device_train_batch_size"]
     arguments: dict[str, Any] = {
         "output_dir": str(folder / "trl"),
@@ -166,7 +167,7 @@ def trl_arguments(work: Work, side: Side, folder: Path, steps: int) -> dict[str,
 
 
 def merged(base: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-    """`base` with the values of `more`, which goes into nested mappings."""
+    """`base` with the values of `more`, merged recursively."""
     out = dict(base)
     for key, value in more.items():
         deeper = isinstance(value, dict) and isinstance(out.get(key), dict)
@@ -249,7 +250,7 @@ WORKS: dict[str, Work] = {
 
 
 def quick(work: Work) -> Work:
-    """The same in seconds: two prompts or documents, few tokens, one step."""
+    """A version of the workload that takes seconds: two prompts or documents, few tokens, one step."""
     group = min(work.group, 2)
     sides = []
     for side in (side for side in work.sides if side is work.sides[0] or side.program == "trl"):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.check_pairs import Cost, simulate, two_rooms
+from benchmarks.check_pairs import Cost, simulate, two_halves
 from lockstep.config.loader import check_config
 from lockstep.doctor.check.cluster import collective_test, host_pairs, nccl_isolation, rendezvous_rules
 from lockstep.doctor.check.cluster.collective_test import (
@@ -64,7 +64,7 @@ def test_with_few_hosts_all_rounds_are_measured_and_with_many_spread_ones() -> N
 
 @pytest.mark.parametrize("silent", [0, 8])
 def test_all_pairs_of_128_hosts_are_tried_in_ten_seconds(silent: int) -> None:
-    found = simulate(128, two_rooms(128, range(silent)), Cost(1e-3, 1e-6))
+    found = simulate(128, two_halves(128, range(silent)), Cost(1e-3, 1e-6))
     assert found.total_s < 10.0
     assert found.unreached == silent * 127 + (128 - silent) * silent, "each of them, and nobody else"
 
@@ -72,7 +72,7 @@ def test_all_pairs_of_128_hosts_are_tried_in_ten_seconds(silent: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("silent", [0, 64])
 def test_all_pairs_of_1024_hosts_are_tried_in_ten_seconds(silent: int, capsys: pytest.CaptureFixture[str]) -> None:
-    found = simulate(1024, two_rooms(1024, range(silent)), Cost(1e-3, 1e-6))
+    found = simulate(1024, two_halves(1024, range(silent)), Cost(1e-3, 1e-6))
     with capsys.disabled():
         print(f"\n1024 hosts, {silent} of them silent: {found.total_s:.1f} s in virtual time")
     assert found.total_s < 10.0
@@ -239,8 +239,8 @@ def test_an_address_by_which_others_have_come_is_doubted_no_more() -> None:
 def test_missing_hosts_are_reported_with_their_status() -> None:
     missing = (
         MissingHost("x", "10.0.0.1:4000"),
-        MissingHost("y", "10.0.0.1:4000", resolves_to=("10.0.0.9",), there="silent"),
-        MissingHost("z", "10.0.0.1:4000", resolves_to=("10.0.0.8",), there="answers"),
+        MissingHost("y", "10.0.0.1:4000", resolves_to=("10.0.0.9",), response="silent"),
+        MissingHost("z", "10.0.0.1:4000", resolves_to=("10.0.0.8",), response="answers"),
         MissingHost("w", "10.0.0.1:4000", failed="its probe ended with 2: 10.0.0.1:4000 cannot be reached from w"),
     )
     found = {each.host: each for each in errors(judged(missing=missing))}
