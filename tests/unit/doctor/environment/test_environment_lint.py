@@ -1,4 +1,4 @@
-"""Findings from environments, on blocks as well-known posts recommend them."""
+"""Findings about environments, among them settings that well-known posts recommend."""
 
 import time
 from pathlib import Path
@@ -55,11 +55,11 @@ BLOCKS = [
 
 
 @pytest.mark.parametrize(("values", "about", "expected"), BLOCKS, ids=lambda each: str(each)[:60])
-def test_what_posts_recommend(values: dict[str, str], about: str, expected: set[str]) -> None:
+def test_recommended_settings_are_checked(values: dict[str, str], about: str, expected: set[str]) -> None:
     assert ids(found(values), about) - {"env-fine"} == expected
 
 
-def test_an_old_name_is_right_where_the_version_is_old() -> None:
+def test_an_old_name_is_right_for_an_old_version() -> None:
     assert not ids(found({"TORCH_NCCL_TRACE_BUFFER_SIZE": "2000"}, torch="2.5.1"), "TRACE_BUFFER")
     assert ids(found({"TORCH_FR_BUFFER_SIZE": "2000"}, torch="2.5.1"), "TORCH_FR") == {"env-unread"}
     assert not ids(found({"VLLM_USE_V1": "1"}, vllm="0.8.5"), "VLLM_USE_V1")
@@ -82,7 +82,7 @@ def test_an_old_name_is_right_where_the_version_is_old() -> None:
         ("VLLM_WORKER_MULTIPROC_METHODS", "VLLM_WORKER_MULTIPROC_METHOD"),
     ],
 )
-def test_a_slip_names_what_was_meant(name: str, meant: str | None) -> None:
+def test_the_finding_about_a_misspelt_name_suggests_the_right_one(name: str, meant: str | None) -> None:
     findings = found({name: "x"})
     slips = [each for each in findings if each.id == "env-misspelt"]
     if meant is None:
@@ -92,12 +92,12 @@ def test_a_slip_names_what_was_meant(name: str, meant: str | None) -> None:
 
 
 @pytest.mark.parametrize("value", ["=mlx5_1,mlx5_2", "^=mlx5_1", "mlx5", "mlx5_0", "mlx5_10,mlx5_11"])
-def test_exact_names_of_cards_are_not_blamed(value: str) -> None:
+def test_exact_names_of_cards_give_no_finding(value: str) -> None:
     assert not ids(found({"NCCL_IB_HCA": value}), "NCCL_IB_HCA")
 
 
 @pytest.mark.parametrize("name", ["MY_NCCL_DEBUG", "NCC", "TIMEOUT", "PATH", "DEBUG", "VLLM_SERVICE_HOST", "_", "FOO"])
-def test_users_own_variables_are_left_alone(name: str) -> None:
+def test_variables_of_users_give_no_finding(name: str) -> None:
     assert [each.id for each in found({name: "x"})] == ["env-fine"]
 
 
@@ -110,19 +110,19 @@ CUDA_HOME2 TRANSFORMERS_VERSION OMP_PROC_BIND LD_LIBRARY_PATH PYTHONPATH SLURM_J
 """
 
 
-def test_what_containers_and_jobs_have_anyway_gives_no_finding() -> None:
+def test_usual_variables_of_containers_and_jobs_give_no_finding() -> None:
     findings = found(dict.fromkeys(CONTAINER.split(), "1.2.3"))
     assert [each.id for each in findings] == ["env-fine"]
 
 
-def test_a_word_where_a_number_is_read() -> None:
+def test_a_word_instead_of_a_number_is_reported() -> None:
     assert ids(found({"NCCL_SHM_DISABLE": "true"}), "NCCL_SHM_DISABLE") >= {"env-value"}
     assert ids(found({"TORCH_NCCL_ENABLE_MONITORING": "true"}), "MONITORING") == set()
     assert ids(found({"TORCH_NCCL_ENABLE_MONITORING": "on"}), "MONITORING") == {"env-value"}
     assert ids(found({"NCCL_IB_TIMEOUT": "$TIMEOUT"}), "NCCL_IB_TIMEOUT") == set()
 
 
-def test_hosts_are_compared_and_equal_findings_are_one() -> None:
+def test_hosts_are_compared_and_equal_findings_are_merged() -> None:
     hosts = [
         ProcessEnvironment(f"n{i}", {"NCCL_IB_DISABLE": "1" if i else "0", "NCCL_TIMEOUT": "1", "RANK": str(i)})
         for i in range(3)
@@ -134,7 +134,7 @@ def test_hosts_are_compared_and_equal_findings_are_one() -> None:
     assert [each.host for each in findings if each.id == "env-unread"] == ["n0, n1, n2"]
 
 
-def test_what_workers_do_not_see() -> None:
+def test_variables_that_do_not_reach_workers_are_reported() -> None:
     shell = ProcessEnvironment(
         "", {"NCCL_DEBUG": "INFO", "NCCL_IB_HCA": "mlx5_0", "HOME": "/root", "RANK": "0"}, SHELL_ROLE
     )
@@ -155,7 +155,7 @@ def test_what_workers_do_not_see() -> None:
         lint_environments([shell], launcher="x")
 
 
-def test_one_ok_without_a_problem() -> None:
+def test_without_a_problem_there_is_one_finding_ok() -> None:
     findings = found({"NCCL_DEBUG": "WARN", "HOME": "/root"})
     assert [(each.id, each.severity) for each in findings] == [("env-fine", "ok")]
     assert findings[0].seen.startswith("1 variable")
@@ -212,7 +212,7 @@ def severities(values: dict[str, str], job: JobTraits) -> dict[str, str]:
         ("GLOO_SOCKET_IFNAME", "br-0a1b2c3d4e5f"),
     ],
 )
-def test_what_is_right_on_one_host_is_an_error_with_others_alone(name: str, value: str) -> None:
+def test_some_values_are_an_error_only_with_several_hosts(name: str, value: str) -> None:
     assert severities({name: value}, JobTraits(multi_host=False)) == {name: "note"}
     assert not any(
         each.fix for each in lint_environments([ProcessEnvironment("", {name: value})], job=JobTraits(multi_host=False))
@@ -225,14 +225,14 @@ def test_what_is_right_on_one_host_is_an_error_with_others_alone(name: str, valu
 
 
 @pytest.mark.parametrize("value", ["br-ex", "br0", "vmbr0", "=br-mgmt"])
-def test_bridges_that_may_carry_the_hosts_card_are_not_blamed(value: str) -> None:
+def test_bridges_that_may_contain_the_network_card_give_no_finding(value: str) -> None:
     assert not severities(
         {"NCCL_SOCKET_IFNAME": value, "GLOO_SOCKET_IFNAME": value.lstrip("=")}, JobTraits(multi_host=True)
     )
 
 
 @pytest.mark.parametrize("value", ["", "-1"])
-def test_hidden_gpus_are_an_error_where_gpus_are_to_be_used_alone(value: str) -> None:
+def test_hidden_gpus_are_an_error_only_if_the_job_uses_gpus(value: str) -> None:
     assert severities({"CUDA_VISIBLE_DEVICES": value}, JobTraits()) == {"CUDA_VISIBLE_DEVICES": "note"}
     assert severities({"CUDA_VISIBLE_DEVICES": value}, JobTraits(cuda=True)) == {"CUDA_VISIBLE_DEVICES": "error"}
 
@@ -250,7 +250,7 @@ def test_patterns_of_the_shell_match_no_interface() -> None:
     }
 
 
-def test_what_accelerate_asks_for_on_rtx_40_is_not_advised_against() -> None:
+def test_settings_that_accelerate_requires_on_rtx_40_are_kept() -> None:
     values = {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
     gaming = lint_environments(
         [ProcessEnvironment("", values)], job=JobTraits(multi_host=False, gpus=("NVIDIA GeForce RTX 4090",) * 2)
@@ -267,12 +267,12 @@ def test_what_accelerate_asks_for_on_rtx_40_is_not_advised_against() -> None:
     assert all("except on GeForce RTX 40xx" in each.fix for each in found.values())
 
 
-def test_a_variable_that_is_better_unset_is_not_to_be_renamed() -> None:
+def test_a_variable_that_should_be_unset_gets_no_advice_to_rename_it() -> None:
     (found,) = lint_environments([ProcessEnvironment("", {"NCCL_BLOCKING_WAIT": "1"})])
     assert "TORCH_NCCL_BLOCKING_WAIT" in found.seen and "unset" in found.fix and found.severity == "warning"
 
 
-def test_the_engine_that_was_taken_out_is_in_releases_before_0_11() -> None:
+def test_the_fix_for_the_old_engine_names_the_version_that_removed_it() -> None:
     (found,) = (
         each for each in lint_environments([ProcessEnvironment("", {"VLLM_USE_V1": "0"})]) if each.id == "env-gone"
     )
@@ -287,7 +287,7 @@ NAMES = st.one_of(
 @given(
     st.dictionaries(NAMES, st.text(max_size=30)), st.dictionaries(st.sampled_from(["nccl", "torch", "vllm"]), st.text())
 )
-def test_no_environment_is_too_odd(values: dict[str, str], versions: dict[str, str]) -> None:
+def test_any_environment_can_be_checked(values: dict[str, str], versions: dict[str, str]) -> None:
     lint_environments(
         [
             ProcessEnvironment("a", values),

@@ -1,4 +1,4 @@
-"""Environments out of the texts in which people have them."""
+"""Environments are read from texts in all common notations."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""No value of a variable that is a secret, or of which nothing is known, is printed."""
+"""The values of secret and unknown variables are not printed."""
 
 from dataclasses import astuple
 
@@ -25,7 +25,7 @@ def test_values_of_unknown_and_secret_variables_are_not_printed() -> None:
 
 
 @given(st.dictionaries(st.sampled_from(sorted(TABLE.known)), st.just(f"hf_{SECRET}{SECRET}"), min_size=1))
-def test_a_value_that_is_a_token_by_its_form_is_not_printed_whatever_holds_it(values: dict[str, str]) -> None:
+def test_a_value_with_the_form_of_a_token_is_not_printed(values: dict[str, str]) -> None:
     other = dict.fromkeys(values, "1")
     assert SECRET not in str(
         [astuple(each) for each in lint_environments([ProcessEnvironment("a", values), ProcessEnvironment("b", other)])]

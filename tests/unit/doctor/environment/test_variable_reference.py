@@ -1,4 +1,4 @@
-"""The page about variables is the one the data files make."""
+"""docs/environment-lint.md is the page generated from the data files."""
 
 import re
 from pathlib import Path
@@ -10,8 +10,8 @@ PAGE = Path(__file__).parents[4] / "docs" / "environment-lint.md"
 
 
 def test_the_page_is_up_to_date() -> None:
-    made = reference_page()
-    assert PAGE.read_text() == made, (
+    page = reference_page()
+    assert PAGE.read_text() == page, (
         "run: python -m lockstep.doctor.environment.variable_reference > docs/environment-lint.md"
     )
 
@@ -22,7 +22,7 @@ def test_every_variable_and_launcher_is_on_it() -> None:
     assert all(f"\n**`{name}`** forwards " in text for name in table.launchers)
 
 
-def test_it_reads_as_a_page() -> None:
+def test_the_page_is_well_formed_markdown() -> None:
     lines = reference_page().splitlines()
     assert all(len(line) <= 120 for line in lines if "http" not in line and not line.startswith("|"))
     assert not [line for line in lines if re.match(r" +([-+*#]|\d+\.) ", line)], "a wrapped line that begins a list"

@@ -1,4 +1,4 @@
-"""The data files: their schema, and each statement for itself."""
+"""The schema of the data files, and each of their statements."""
 
 import re
 from pathlib import Path
@@ -33,11 +33,11 @@ EXAMPLES = {
     "expandable_segments:True": r"~.*expandable_segments\s*:\s*true.*",
     "PATH,HOME=/x": r"~(?!ALL\b)[A-Za-z_]\w*(=[^,]*)?(,.*)?",
 }
-"""Of regular expressions in `when`."""
+"""A value for each regular expression in `when`."""
 
 
 def an_example(when: ValueCondition) -> str:
-    """A value of those that are meant."""
+    """Returns a value that meets a condition."""
     if isinstance(when, str) and when.startswith("~"):
         return next(value for value, pattern in EXAMPLES.items() if pattern == when)
     if not isinstance(when, str):
@@ -49,7 +49,7 @@ def an_example(when: ValueCondition) -> str:
 
 
 @pytest.mark.parametrize("variable", KNOWN, ids=lambda each: each.name)
-def test_facts_are_consistent(variable: EnvironmentVariable) -> None:
+def test_entries_are_consistent(variable: EnvironmentVariable) -> None:
     assert not value_problem(variable, variable.default) or not variable.default
     assert all(not value_problem(variable, value) for value in variable.values)
     if variable.renamed is not None:
@@ -88,14 +88,14 @@ def test_contradictions_are_reported(variable: EnvironmentVariable) -> None:
 
 
 @pytest.mark.parametrize("variable", [each for each in KNOWN if not each.readers], ids=lambda each: each.name)
-def test_unread_variables_are_reported_with_the_right_one(variable: EnvironmentVariable) -> None:
+def test_unread_variables_are_reported_with_a_fix(variable: EnvironmentVariable) -> None:
     found = [
         each for each in lint_environments([ProcessEnvironment("", {variable.name: "1"})]) if each.id == "env-unread"
     ]
     assert len(found) == 1 and found[0].fix and found[0].source
 
 
-def test_every_source_is_named_once() -> None:
+def test_every_variable_has_a_source() -> None:
     assert all(each.sources for each in KNOWN)
     assert len(KNOWN) > 200 and len(TABLE.names) > 1500
     assert {each.library for each in TABLE.libraries} >= {
@@ -130,7 +130,7 @@ def test_every_source_is_named_once() -> None:
         ("{", "x.yaml: not YAML"),
     ],
 )
-def test_a_file_that_is_not_of_the_schema_is_refused_by_name(text: str, place: str, tmp_path: Path) -> None:
+def test_the_error_about_an_invalid_file_names_file_and_key(text: str, place: str, tmp_path: Path) -> None:
     (tmp_path / "x.yaml").write_text(text)
     with pytest.raises(BadVariableData) as refused:
         load_variables(tmp_path)
@@ -145,7 +145,7 @@ def test_two_files_may_not_have_the_same_variable(tmp_path: Path) -> None:
         load_variables(tmp_path)
 
 
-def test_all_variables_of_lockstep_are_there() -> None:
+def test_all_variables_of_lockstep_are_listed() -> None:
     source = Path(lockstep.__path__[0])
     texts = [file.read_text() for file in source.rglob("*.py")]
     named = {name for text in texts for name in re.findall(r'"(LOCKSTEP_[A-Z_]+)"', text)}
@@ -162,7 +162,7 @@ def test_versions() -> None:
     assert version_reached(None, "2.9") is None and version_reached("main", "2.9") is None
 
 
-def test_slips() -> None:
+def test_misspelt_names() -> None:
     assert (
         edit_distance("abcd", "abdc", 2) == 1
         and edit_distance("abcd", "abcd", 2) == 0

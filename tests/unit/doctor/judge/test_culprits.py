@@ -1,4 +1,4 @@
-"""Which culprits are named."""
+"""Culprits of failures."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ def names(verdict: Verdict) -> list[int | str]:
     return [each.rank if each.rank is not None else each.name for each in verdict.culprits]
 
 
-def test_a_process_is_one_rank_with_and_without_its_number(tmp_path: Path) -> None:
+def test_a_process_is_one_culprit_with_and_without_its_rank(tmp_path: Path) -> None:
     assertion = "/pytorch/aten/src/ATen/native/cuda/Indexing.cu:1553: block: [8,0,0], thread: [3,0,0] Assertion `srcIndex < srcSelectDimSize` failed."  # noqa: E501
     lines = [
         f"(Trainer pid=812, ip=10.0.0.8) {assertion}",
@@ -35,7 +35,7 @@ def test_a_process_is_one_rank_with_and_without_its_number(tmp_path: Path) -> No
         ("kernel: Out of memory: Killed process 771 (python) total-vm:9kB, anon-rss:5kB", -9, "host_oom"),
     ],
 )
-def test_the_number_on_the_host_is_the_rank_of_a_job_on_one(tmp_path: Path, fault: str, code: int, cause: str) -> None:
+def test_the_local_rank_is_the_rank_if_a_job_has_one_host(tmp_path: Path, fault: str, code: int, cause: str) -> None:
     lines = [
         fault,
         f"E0301 11:00:00.000 1 api.py:874] failed (exitcode: {code}) local_rank: 4 (pid: 771) of binary: py",
@@ -47,10 +47,10 @@ def test_the_number_on_the_host_is_the_rank_of_a_job_on_one(tmp_path: Path, faul
 
 
 def test_a_service_that_a_message_names(tmp_path: Path) -> None:
-    said = "requests.exceptions.ReadTimeout: HTTPConnectionPool(host='scorer-2', port=9000): Read timed out."
-    verdict = judged(tmp_path, job=[*steps(0, 3), f"(Rewards pid=11) {said}"])
+    message = "requests.exceptions.ReadTimeout: HTTPConnectionPool(host='scorer-2', port=9000): Read timed out."
+    verdict = judged(tmp_path, job=[*steps(0, 3), f"(Rewards pid=11) {message}"])
     assert verdict.cause == "remote_service_timeout" and names(verdict) == ["scorer-2"]
-    hub = raised(3, said.replace("scorer-2", "huggingface.co"))
+    hub = raised(3, message.replace("scorer-2", "huggingface.co"))
     assert names(judged(tmp_path / "hub", job=hub)) == [3]
 
 
@@ -64,8 +64,8 @@ def test_a_port_that_went_down_is_named_before_the_peer_that_does_not_answer(tmp
         "gn4:3301:3388 [2] transport/net_ib.cc:1295 NCCL WARN NET/IB : Got completion from peer 10.0.14.7<51220> with "
         "status=12 opcode=0 len=0 vendor err 129 (Recv) hca mlx5_3",
     ]
-    alone = judged(tmp_path / "alone", job=lines)
-    assert alone.cause == "ib_rdma_fault" and names(alone) == ["10.0.14.7"]
+    without_host_log = judged(tmp_path / "without_host_log", job=lines)
+    assert without_host_log.cause == "ib_rdma_fault" and names(without_host_log) == ["10.0.14.7"]
     kernel = ["[60211.4] mlx5_core 0000:5e:00.0 mlx5_3: Port: 1 Link DOWN"]
     verdict = judged(tmp_path / "both", job=lines, **{"dmesg-gn4": kernel})
     assert verdict.cause == "ib_rdma_fault" and names(verdict) == ["mlx5_3"]
@@ -96,8 +96,8 @@ def test_a_host_without_link_is_named_before_the_peers_it_cannot_reach(tmp_path:
 
 
 def test_the_head_that_does_not_answer_is_named_and_not_its_clients(tmp_path: Path) -> None:
-    said = "[2025-01-14 10:00:31,551 E 90 90] (raylet) gcs_rpc_client.h:179: Failed to connect to GCS"
-    lines = [f"{said} at address 10.1.0.3:6379 within 5 seconds.", f"{said} within 60 seconds. GCS may be dead."]
+    message = "[2025-01-14 10:00:31,551 E 90 90] (raylet) gcs_rpc_client.h:179: Failed to connect to GCS"
+    lines = [f"{message} at address 10.1.0.3:6379 within 5 seconds.", f"{message} within 60 seconds. GCS may be dead."]
     verdict = judged(tmp_path, **{"node-a": lines, "node-b": lines})
     assert verdict.cause == "ray_node_or_gcs" and names(verdict) == ["10.1.0.3"]
 
@@ -107,31 +107,31 @@ def test_an_unresolvable_master_is_named_from_its_line(tmp_path: Path) -> None:
     with_name = ["2026-11-21 14:10:00,000 INFO main(batch_size=12, master=sft-master-0:23456)", *lines]
     verdict = judged(tmp_path / "with_name", **{"sft-worker-1": with_name})
     assert verdict.cause == "master_unreachable" and names(verdict) == ["sft-master-0"]
-    alone = judged(tmp_path / "alone", job=raised(3, lines[0]))
-    assert alone.cause == "master_unreachable" and names(alone) == [3]
+    without_host_log = judged(tmp_path / "without_host_log", job=raised(3, lines[0]))
+    assert without_host_log.cause == "master_unreachable" and names(without_host_log) == [3]
 
 
 def test_a_rank_that_lost_the_store_had_joined(tmp_path: Path) -> None:
     short = "[rank0]: DistStoreError: Timed out after 9 seconds waiting for clients. 4/6 clients joined."
-    gone = [f"[rank{rank}]: torch.distributed.DistNetworkError: failed to recv, got 0 bytes" for rank in (4, 5)]
-    files = {"gn-1": [short], "gn-2": ["installing packages"], "gn-3": gone}
+    lost_store = [f"[rank{rank}]: torch.distributed.DistNetworkError: failed to recv, got 0 bytes" for rank in (4, 5)]
+    files = {"gn-1": [short], "gn-2": ["installing packages"], "gn-3": lost_store}
     verdict = judged(tmp_path, **files)
     assert verdict.cause == "rendezvous_incomplete" and names(verdict) == ["gn-2"]
 
 
 def test_the_rank_that_builds_an_index_for_all(tmp_path: Path) -> None:
-    said = [" > WARNING: could not find index map files, building the indices on rank 0 ..."]
+    message = [" > WARNING: could not find index map files, building the indices on rank 0 ..."]
     waiting = [line for rank in range(1, 4) for line in watchdog(rank, seq=3, numel=1)]
-    verdict = judged(tmp_path, job=[*said, *waiting])
+    verdict = judged(tmp_path, job=[*message, *waiting])
     assert verdict.cause == "slow_rank_preprocess" and names(verdict) == [0]
 
 
 @pytest.mark.parametrize("where", [" on rank 0", ""])
-def test_the_rank_that_alone_saves(tmp_path: Path, where: str) -> None:
-    said = [f"2026-11-21 14:20:00,000 trainer INFO saving checkpoint at step 440{where}"]
+def test_the_only_rank_that_saves_is_the_culprit(tmp_path: Path, where: str) -> None:
+    message = [f"2026-11-21 14:20:00,000 trainer INFO saving checkpoint at step 440{where}"]
     own = watchdog(0, seq=60, operation="_ALLGATHER_BASE", numel=4096)
     waiting = [line for rank in range(1, 4) for line in watchdog(rank, seq=60, numel=1)]
-    verdict = judged(tmp_path, job=[*said, *own, *waiting])
+    verdict = judged(tmp_path, job=[*message, *own, *waiting])
     assert verdict.cause in ("checkpoint_timeout", "rank_divergent_branch") and names(verdict) == [0]
     every = [f"2026-11-21 14:20:00,000 trainer INFO saving checkpoint at step 440 on rank {rank}" for rank in range(4)]
     together = judged(tmp_path / "all", job=[*every, *(line for rank in range(4) for line in watchdog(rank, seq=60))])
@@ -185,7 +185,7 @@ def test_arguments_from_a_library_and_from_the_user(
     assert judged(tmp_path, job=raised(0, last, *frames)).cause == cause
 
 
-def test_an_exception_of_a_rank_needs_no_heading(tmp_path: Path) -> None:
+def test_an_exception_of_a_rank_is_found_without_its_frames(tmp_path: Path) -> None:
     """Loggers and excerpts omit the frames."""
     lines = ["[rank2]: FileNotFoundError: [Errno 2] No such file or directory: '/data/train.jsonl'"]
     verdict = judged(tmp_path / "file", job=[*steps(0, 5), *lines])
@@ -248,7 +248,7 @@ def test_listening_on_the_loopback_address_is_the_wrong_interface(tmp_path: Path
     assert verdict.cause == "wrong_network_interface" and names(verdict) == ["127.0.0.1"]
 
 
-def test_a_traceback_in_torchruns_summary_is_its_ranks(tmp_path: Path) -> None:
+def test_a_traceback_in_the_summary_of_torchrun_belongs_to_its_rank(tmp_path: Path) -> None:
     lines = [
         "Root Cause (first observed failure):",
         "[0]:",
@@ -269,7 +269,7 @@ def test_a_traceback_in_torchruns_summary_is_its_ranks(tmp_path: Path) -> None:
         assert verdict.cause == "rank_exception_masked" and names(verdict) == [11], prefix
 
 
-def test_a_task_without_a_rank_is_its_host(tmp_path: Path) -> None:
+def test_the_culprit_of_a_task_without_a_rank_is_its_host(tmp_path: Path) -> None:
     lines = [
         "0: [rank3]: RuntimeError: NCCL communicator was aborted on rank 3.",
         "1: slurmstepd: error: execve(): /envs/rl/bin/torchrun: No such file or directory",
@@ -279,10 +279,10 @@ def test_a_task_without_a_rank_is_its_host(tmp_path: Path) -> None:
 
 
 def test_a_missing_rank_number_among_many_timeouts_is_silent(tmp_path: Path) -> None:
-    said = [line for rank in range(16) if rank != 3 for line in watchdog(rank, seq=55)]
-    assert names(judged(tmp_path / "one", job=said)) == [3]
-    said = [line for rank in range(16) if rank % 2 for line in watchdog(rank, seq=55)]
-    assert names(judged(tmp_path / "half", job=said)) == []
+    message = [line for rank in range(16) if rank != 3 for line in watchdog(rank, seq=55)]
+    assert names(judged(tmp_path / "one", job=message)) == [3]
+    message = [line for rank in range(16) if rank % 2 for line in watchdog(rank, seq=55)]
+    assert names(judged(tmp_path / "half", job=message)) == []
 
 
 def test_the_awaited_rank_prepares_data(tmp_path: Path) -> None:
@@ -329,5 +329,5 @@ def test_a_container_common_to_all_lines_is_not_the_culprit(tmp_path: Path) -> N
 
 
 def test_a_message_that_lists_culprits_names_more_than_the_structure_shows(tmp_path: Path) -> None:
-    said = [*watchdog(0, seq=39, numel=1025), *watchdog(22, seq=39, numel=262144), MISMATCH]
-    assert names(judged(tmp_path, job=said)) == [22, 110]
+    message = [*watchdog(0, seq=39, numel=1025), *watchdog(22, seq=39, numel=262144), MISMATCH]
+    assert names(judged(tmp_path, job=message)) == [22, 110]

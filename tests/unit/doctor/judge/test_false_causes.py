@@ -16,7 +16,7 @@ def judged(folder: Path, **files: list[str]) -> Verdict:
 
 
 @pytest.mark.parametrize(
-    ("said", "cause"),
+    ("line", "cause"),
     [
         (
             "worker.py:1851 -- Raylet is terminated: ip=10.1.0.5, id=ab12. Termination is unexpected. Possible reasons "
@@ -27,8 +27,8 @@ def judged(folder: Path, **files: list[str]) -> Verdict:
         ("python: Bus error (core dumped)", "shm_too_small"),
     ],
 )
-def test_a_list_of_possible_causes_is_not_evidence(tmp_path: Path, said: str, cause: str) -> None:
-    verdict = judged(tmp_path, driver=[*steps(0, 9), said])
+def test_a_list_of_possible_causes_is_not_evidence(tmp_path: Path, line: str, cause: str) -> None:
+    verdict = judged(tmp_path, driver=[*steps(0, 9), line])
     assert verdict.cause == cause
     if cause == "ray_node_or_gcs":
         assert "shm_too_small" not in [each.what for each in verdict.alternatives]
@@ -60,8 +60,8 @@ def test_an_external_kill_counts_if_nothing_failed_before(tmp_path: Path, end: s
 
 def test_the_gpu_that_throttles_is_the_one_that_all_wait_for(tmp_path: Path) -> None:
     def rank(number: int, state: str) -> list[str]:
-        said = f"step {{}} clocks_event_reasons.hw_thermal_slowdown {state}"
-        return [said.format(at) for at in range(20)] + (watchdog(number, 20) if state != "Active" else [])
+        line = f"step {{}} clocks_event_reasons.hw_thermal_slowdown {state}"
+        return [line.format(at) for at in range(20)] + (watchdog(number, 20) if state != "Active" else [])
 
     verdict = judged(tmp_path, rank0=rank(0, "Not Active"), rank1=rank(1, "Active"), rank2=rank(2, "Not Active"))
     assert verdict.cause == "gpu_hardware_fault" and [each.rank for each in verdict.culprits] == [1]
@@ -78,8 +78,8 @@ def test_a_time_limit_does_not_explain_a_failure_long_before_it(tmp_path: Path) 
 
 
 def test_a_time_limit_after_a_refused_update_of_weights(tmp_path: Path) -> None:
-    said = '2026-11-21 14:10:30 INFO:     10.0.0.2:5470 - "POST /update_weights_from_distributed HTTP/1.1" 500 Error'
-    verdict = judged(tmp_path, serve=[said], train=[*steps(0, 9), _LIMIT.format("20:00:00")])
+    line = '2026-11-21 14:10:30 INFO:     10.0.0.2:5470 - "POST /update_weights_from_distributed HTTP/1.1" 500 Error'
+    verdict = judged(tmp_path, serve=[line], train=[*steps(0, 9), _LIMIT.format("20:00:00")])
     assert verdict.cause == "vllm_weight_sync" and verdict.confidence < 0.8
 
 
@@ -110,18 +110,18 @@ def test_a_successful_end_does_not_excuse_a_persistent_nan(tmp_path: Path) -> No
 
 
 def test_an_exception_with_only_its_last_line(tmp_path: Path) -> None:
-    gone = "[rank8]: FileNotFoundError: [Errno 2] No such file or directory: '/data/sft/train.jsonl'"
+    missing_file = "[rank8]: FileNotFoundError: [Errno 2] No such file or directory: '/data/sft/train.jsonl'"
     lost = "[rank0]: torch.distributed.DistBackendError: [0] store->get('0') got error: Connection reset by peer"
-    verdict = judged(tmp_path, node1=[*steps(0, 9), lost], node2=[gone])
+    verdict = judged(tmp_path, node1=[*steps(0, 9), lost], node2=[missing_file])
     assert verdict.cause == "storage_fault" and [each.rank for each in verdict.culprits] == [8]
     refused = "[rank1]: my.checks.ShapeMismatchError: rows differ"
     assert judged(tmp_path / "last", job=[*steps(0, 9), refused]).cause == "rank_exception_masked"
 
 
 def test_a_harmless_exception_on_one_line(tmp_path: Path) -> None:
-    said = "ValueError: row 17 has no label, left out"
-    assert judged(tmp_path, job=[*steps(0, 9), said, *steps(0, 9, 9)]).cause == "benign"
-    assert judged(tmp_path, job=[*steps(0, 9), said, "Training completed"]).cause == "benign"
+    line = "ValueError: row 17 has no label, left out"
+    assert judged(tmp_path, job=[*steps(0, 9), line, *steps(0, 9, 9)]).cause == "benign"
+    assert judged(tmp_path, job=[*steps(0, 9), line, "Training completed"]).cause == "benign"
     quoted = "completion: 'ValueError: row 17 has no label'"
     assert judged(tmp_path, job=[*steps(0, 9), quoted, *steps(0, 1, 9)]).cause == "benign"
 
@@ -129,8 +129,8 @@ def test_a_harmless_exception_on_one_line(tmp_path: Path) -> None:
 def test_wrapped_lines(tmp_path: Path) -> None:
     plan = "INFO a plan of how the layers of the model are dealt to stages and to devices of each host of this job"
     cause = "KeyError: 'a label that is missing in some of the rows of the data that this rank was given to work on'"
-    whole = [plan, *steps(0, 9), *watchdog(0, 40), *watchdog(1, 40), *raised(2, cause)]
-    broken = [line[at : at + 72] for line in whole for at in range(0, len(line), 72)]
+    lines = [plan, *steps(0, 9), *watchdog(0, 40), *watchdog(1, 40), *raised(2, cause)]
+    broken = [line[at : at + 72] for line in lines for at in range(0, len(line), 72)]
     verdict = judged(tmp_path, job=broken)
     assert verdict.cause == "rank_exception_masked" and [each.rank for each in verdict.culprits] == [2]
     assert verdict.collective is not None and verdict.collective.operation == "allreduce"

@@ -1,4 +1,4 @@
-"""From files to one verdict."""
+"""Files are explained by one verdict."""
 
 import json
 from pathlib import Path

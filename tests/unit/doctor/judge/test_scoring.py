@@ -53,7 +53,7 @@ def test_a_kernel_line_explains_the_errors_of_the_process(tmp_path: Path) -> Non
     assert verdict.culprits[0].name == "0000:00:0a" and verdict.culprits[0].host == "gpu10"
 
 
-def test_a_wrapper_counts_only_alone(tmp_path: Path) -> None:
+def test_a_wrapper_is_only_evidence_if_there_is_nothing_else(tmp_path: Path) -> None:
     wrapper = ["(APIServer pid=7) vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue."]
     assert judged(tmp_path, serve=wrapper).cause == "vllm_engine_failure"
     verdict = judged(tmp_path, serve=[f"(Worker_TP1 pid=8) {_OOM}", *wrapper])
@@ -144,7 +144,7 @@ def test_a_banner_that_comes_again_after_a_failure_begins_an_attempt(tmp_path: P
     assert once.cause == "rank_oom"
 
 
-def test_old_files_are_set_aside(tmp_path: Path) -> None:
+def test_files_with_old_names_are_ignored(tmp_path: Path) -> None:
     verdict = judged(
         tmp_path,
         old__train=[*steps(0, 5), *raised(0, _OOM)],
@@ -228,7 +228,7 @@ def test_a_continued_progress_bar(tmp_path: Path) -> None:
     assert judged(tmp_path, job=lines).cause == "benign"
 
 
-def test_an_idle_group_does_not_make_it_the_first_collective(tmp_path: Path) -> None:
+def test_the_state_of_an_idle_group_does_not_show_a_first_collective(tmp_path: Path) -> None:
     lines = []
     for rank in range(4):
         lines += [line.replace("[Rank", f"[PG ID 3 PG GUID 7(dp) Rank {rank}] [Rank") for line in watchdog(rank, 5512)]
@@ -262,7 +262,7 @@ def test_an_engine_timeout_is_weak_evidence(tmp_path: Path) -> None:
     assert verdict.confidence <= 0.5
 
 
-def test_a_job_that_was_stuck_at_its_time_limit(tmp_path: Path) -> None:
+def test_the_time_limit_is_not_the_cause_of_a_job_that_was_stuck(tmp_path: Path) -> None:
     limit = "slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2026-11-21T16:00:00 DUE TO TIME LIMIT ***"
     stuck = [line for rank in range(4) for line in watchdog(rank, 812)]
     undated = [line.replace("1121 14:30:00.000000000 ", "") for line in stuck]

@@ -17,7 +17,7 @@ def test_the_page_is_up_to_date() -> None:
     )
 
 
-def test_every_class_is_on_it_and_links_to_its_section() -> None:
+def test_every_class_is_on_the_page_and_links_to_its_section() -> None:
     text = PAGE.read_text()
     for name in get_args(FailureClass):
         assert f"](#{name})" in text

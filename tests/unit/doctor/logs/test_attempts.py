@@ -15,17 +15,17 @@ def cause(folder: Path, kernel: str, job: list[str] = _JOB) -> tuple[str, float]
     return verdict.cause, verdict.confidence
 
 
-def test_a_kill_of_another_day(tmp_path: Path) -> None:
+def test_a_kill_on_another_day_is_not_the_cause(tmp_path: Path) -> None:
     assert cause(tmp_path, f"[Thu Nov 19 03:00:01 2026] {_KILLED}")[0] == "rank_exception_masked"
     assert cause(tmp_path, f"[Mon Nov 23 03:00:01 2026] {_KILLED}")[0] == "rank_exception_masked"
 
 
-def test_a_kill_while_the_job_ran(tmp_path: Path) -> None:
+def test_a_kill_while_the_job_ran_is_the_cause(tmp_path: Path) -> None:
     found, sure = cause(tmp_path, f"[Sat Nov 21 14:10:05 2026] {_KILLED}")
     assert found == "host_oom" and sure > 0.8
 
 
-def test_a_kill_by_a_clock_of_another_zone_is_possible(tmp_path: Path) -> None:
+def test_a_kill_may_be_dated_in_another_time_zone(tmp_path: Path) -> None:
     lines = [*steps(0, 9), "2026-11-21 14:11:00,000 [rank 3] ERROR stop"]
     found, sure = cause(tmp_path, f"[Sat Nov 21 07:10:05 2026] {_KILLED}", lines)
     assert found == "host_oom" and sure < 0.6
@@ -43,7 +43,7 @@ def test_the_end_of_a_log_without_final_timestamps_is_unknown(tmp_path: Path) ->
     assert cause(tmp_path, f"[Thu Nov 19 14:10:05 2026] {_KILLED}", [*bars, *steps(0, 9)])[1] > 0.8
 
 
-def test_old_lines_that_an_epilog_prints(tmp_path: Path) -> None:
+def test_old_lines_printed_by_an_epilog_are_ignored(tmp_path: Path) -> None:
     kernel = [f"[Fri Nov 20 03:09:58 2026] {_XID}", f"[Fri Nov 20 03:10:58 2026] {_KILLED}"]
     verdict = explain([write(tmp_path, slurm=[*_JOB, "--- last kernel messages ---", *kernel])]).verdict
     assert verdict.cause == "rank_exception_masked" and verdict.confidence >= 0.6

@@ -92,9 +92,9 @@ from lockstep.doctor.logs.timestamps import TimestampParser
     ],
 )
 def test_prefixes_of_a_line(line: str, origin: LineOrigin, rest: str | None) -> None:
-    said = parse_prefixes(line, TimestampParser())
-    assert said.origin == origin
-    assert rest is None or line[said.at :] == rest
+    prefix = parse_prefixes(line, TimestampParser())
+    assert prefix.origin == origin
+    assert rest is None or line[prefix.at :] == rest
 
 
 def test_the_rank_of_a_process_group() -> None:
@@ -237,9 +237,9 @@ def test_an_exception_after_a_task_label_is_the_exception_of_the_rank(tmp_path: 
 
 
 def test_explicit_ranks_take_precedence() -> None:
-    said = [{"pid": "7", "rank": "3", "local": "1"}, {"pid": "8", "local": "2"}, {"code": "1"}]
-    assert ranks_by_pid(said, [LineOrigin(5, pid=7)], one_host=True) == {7: 3, 8: 2}
-    assert ranks_by_pid(said, [], one_host=False) == {7: 3}
+    reports = [{"pid": "7", "rank": "3", "local": "1"}, {"pid": "8", "local": "2"}, {"code": "1"}]
+    assert ranks_by_pid(reports, [LineOrigin(5, pid=7)], one_host=True) == {7: 3, 8: 2}
+    assert ranks_by_pid(reports, [], one_host=False) == {7: 3}
 
 
 def test_a_pid_shared_by_two_ranks_is_ignored() -> None:

@@ -64,8 +64,8 @@ def test_candidates_are_the_parts_of_lines_with_a_text(blocks: list[bytes]) -> N
 
 @given(st.binary(max_size=300))
 def test_text_of_any_bytes_is_printable(raw: bytes) -> None:
-    said = clean_text(raw.replace(b"\n", b" "))
-    assert "\x1b" not in said and "\x00" not in said
+    text = clean_text(raw.replace(b"\n", b" "))
+    assert "\x1b" not in text and "\x00" not in text
 
 
 def test_escapes_and_control_characters_are_removed() -> None:
@@ -101,24 +101,24 @@ def test_a_page_sees_what_follows_it() -> None:
     assert [page.newlines for page in seen] == [10, 10, 10]
 
 
-def _broken(whole: list[str], width: int) -> list[str]:
-    return [line[at : at + width] for line in whole for at in range(0, max(len(line), 1), width)]
+def _broken(lines: list[str], width: int) -> list[str]:
+    return [line[at : at + width] for line in lines for at in range(0, max(len(line), 1), width)]
 
 
 def test_wrapped_lines_are_joined_and_keep_their_numbers() -> None:
     words = ["Loading", "Rank 3 says", "é the longest of these lines is this one here"]
-    whole = ["begin", *(f"{word} " + "abcdefghij" * 30 for word in words), "end"]
-    broken = _broken(whole, 79)
+    lines = ["begin", *(f"{word} " + "abcdefghij" * 30 for word in words), "end"]
+    broken = _broken(lines, 79)
     data = "\n".join(broken) + "\n"
     assert wrap_width(data) == 79
     page = unwrap_page(Page(data.encode(), 1, b"", len(broken)), 79)
     seen = [(number, raw.decode()) for number, raw in numbered_lines(page)]
-    assert [line for _, line in seen if line] == whole
+    assert [line for _, line in seen if line] == lines
     assert all(broken[number - 1] == line[:79] for number, line in seen if line)
 
 
 @pytest.mark.parametrize(
-    "whole",
+    "lines",
     [
         [f"step {at} loss 0.5 " + "x" * 70 for at in range(10, 30)],
         [
@@ -131,8 +131,8 @@ def test_wrapped_lines_are_joined_and_keep_their_numbers() -> None:
         [""],
     ],
 )
-def test_unwrapped_lines(whole: list[str]) -> None:
-    assert wrap_width("\n".join(whole)) == 0
+def test_unwrapped_lines(lines: list[str]) -> None:
+    assert wrap_width("\n".join(lines)) == 0
 
 
 @pytest.mark.parametrize(

@@ -206,9 +206,9 @@ _ARCHIVES = {
 )
 def test_any_damage_to_an_archive_is_only_a_gap(name: str, damage: list[tuple[float, int, bytes]]) -> None:
     data = bytearray(_ARCHIVES[name])
-    for place, gone, new in damage:
+    for place, removed, new in damage:
         at = int(place * len(data))
-        data[at : at + gone] = new
+        data[at : at + removed] = new
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / name).write_bytes(bytes(data))
         found = collect_sources([folder])

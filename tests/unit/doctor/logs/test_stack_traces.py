@@ -21,7 +21,7 @@ def _read(text: str) -> list[tuple[int, str]]:
     return list(enumerate(text.splitlines(), 10))
 
 
-def test_type_message_and_the_line_of_the_user() -> None:
+def test_a_traceback_gives_type_message_and_user_frame() -> None:
     found = parse_traceback(_read(_LINES))
     assert found is not None
     assert (found.type, found.number, found.first) == ("ValueError", 16, 10)
@@ -30,7 +30,7 @@ def test_type_message_and_the_line_of_the_user() -> None:
     assert found.frames[0].source == "x = f(y)"
 
 
-def test_a_remote_traceback_ends_with_the_tasks_exception() -> None:
+def test_the_traceback_of_a_remote_task_gives_the_exception_of_the_task() -> None:
     found = parse_traceback(_read("""Traceback (most recent call last):
   File "/home/u/main.py", line 1, in <module>
     ray.get(x)
@@ -42,7 +42,7 @@ KeyError: 'x'"""))  # fmt: skip
     assert (found.type, found.ip, found.where) == ("KeyError", "10.0.0.7", "step() at worker.py:3")
 
 
-def test_a_failed_actor_ends_with_its_constructors_exception() -> None:
+def test_the_traceback_of_a_failed_actor_gives_the_exception_of_its_constructor() -> None:
     found = parse_traceback(_read("""Traceback (most recent call last):
   File "/home/u/main.py", line 1, in <module>
     ray.get(x)
@@ -56,8 +56,8 @@ AttributeError: 'NoneType' object has no attribute 'n'"""))  # fmt: skip
 
 
 def test_a_constructors_exception_needs_no_heading() -> None:
-    said = "Exception raised in creation task: The actor died because of an error raised in its creation task, "
-    found = parse_traceback(_read(f"""{said}ray::LLMRayActor.__init__() (pid=4, ip=10.0.0.7, actor_id=1, repr=<x>)
+    message = "Exception raised in creation task: The actor died because of an error raised in its creation task, "
+    found = parse_traceback(_read(f"""{message}ray::LLMRayActor.__init__() (pid=4, ip=10.0.0.7, actor_id=1, repr=<x>)
   File "/home/u/vllm_engine.py", line 3, in __init__
     self.llm = vllm.LLM(*args)
   File "/venv/lib/python3.11/site-packages/vllm/config.py", line 9, in verify

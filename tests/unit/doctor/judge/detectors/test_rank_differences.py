@@ -12,7 +12,7 @@ from tests.unit.doctor.job_logs import raised, steps, watchdog, write
 
 
 @pytest.mark.parametrize(
-    ("reports", "odd"),
+    ("reports", "minority"),
     [
         ([(0, 2, "a")], (2,)),
         ([(0, 2, "a"), (1, 2, "a"), (2, 0, "b")], (2,)),
@@ -24,8 +24,8 @@ from tests.unit.doctor.job_logs import raised, steps, watchdog, write
         ([], ()),
     ],
 )
-def test_a_minority_of_one(reports: list[tuple[int, int | None, str]], odd: tuple[int, ...]) -> None:
-    assert minority_ranks(reports) == odd
+def test_a_minority_of_one(reports: list[tuple[int, int | None, str]], minority: tuple[int, ...]) -> None:
+    assert minority_ranks(reports) == minority
 
 
 @given(st.lists(st.sampled_from("aab"), min_size=2, max_size=12))
@@ -41,7 +41,7 @@ def _print(shape: int) -> str:
     return f"CollectiveFingerPrint(SequenceNumber=9, OpType=ALLREDUCE, TensorShape=[{shape}], TensorDtypes=Float)"
 
 
-def test_the_one_with_another_shape_is_named(tmp_path: Path) -> None:
+def test_the_rank_with_another_shape_is_the_culprit(tmp_path: Path) -> None:
     said = "RuntimeError: Detected mismatch between collectives on ranks. Rank {} is running collective: {}, but Rank {} is running collective: {}."  # noqa: E501
     lines = [line for rank in range(4) for line in steps(rank, 5)]
     lines += raised(0, said.format(0, _print(4096), 3, _print(1)))

@@ -78,25 +78,25 @@ def test_a_rank_that_is_behind_never_entered(tmp_path: Path) -> None:
     assert verdict.collective is not None and verdict.collective.operation == "allgather"
 
 
-def test_different_sizes_under_one_sequence_number(tmp_path: Path) -> None:
+def test_different_sizes_at_the_same_sequence_number(tmp_path: Path) -> None:
     lines = [line for rank in range(2) for line in steps(rank, 9)]
     verdict = judged(tmp_path, train=[*lines, *watchdog(0, 9, numel=94705057), *watchdog(1, 9, numel=1)])
     assert verdict.cause in ("uneven_data", "rank_divergent_branch")
     assert verdict.confidence < 0.8
 
 
-def test_all_in_the_first_collective_of_one_host(tmp_path: Path) -> None:
+def test_all_ranks_of_a_host_in_the_first_collective(tmp_path: Path) -> None:
     lines = watchdog(0, 1) + watchdog(1, 1) + state(0, 1, 0) + state(1, 1, 0)
     verdict = judged(tmp_path, train=["world_size: 2", *lines])
     assert verdict.cause == "p2p_path_broken"
 
 
-def test_all_ranks_receive(tmp_path: Path) -> None:
+def test_all_ranks_wait_to_receive(tmp_path: Path) -> None:
     verdict = judged(tmp_path, **{f"rank{at}": [*steps(at, 9), *waited(at, "recv", line=9)] for at in range(3)})
     assert verdict.cause == "rank_divergent_branch"
 
 
-def test_a_timeout_alone_is_unknown(tmp_path: Path) -> None:
+def test_a_timeout_without_other_evidence_is_unknown(tmp_path: Path) -> None:
     lines = ["world size: 8", *steps(0, 30), *watchdog(0, 30, numel=1)]
     verdict = judged(tmp_path, train=lines)
     assert verdict.cause == "unknown" and not verdict.culprits
@@ -113,7 +113,7 @@ def test_an_exception_comes_before_its_victims(tmp_path: Path) -> None:
     assert verdict.culprits[0].where == "step() at train.py:12"
 
 
-def test_stacks_alone(tmp_path: Path) -> None:
+def test_stacks_without_logs(tmp_path: Path) -> None:
     def taken(pid: int, *frames: str) -> list[str]:
         return [f"Process {pid}: python", f'Thread {pid} (active): "MainThread"', *(f"    {each}" for each in frames)]
 
