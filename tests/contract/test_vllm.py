@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from lockstep.rollout.vllm.vllm_requests import core_request
 
 sys.path.insert(0, str(Path(__file__).parent))
-from paused_reader import Struck
+from paused_reader import InterruptibleTensors
 from stream_endpoints import Feeder, ModelEnd
 
 from lockstep.cluster.protocol import WorkerDied, WorkerSpec
@@ -245,7 +245,7 @@ class BrokenReader:
     @contextmanager
     def __call__(self, source, version):
         self.opened += 1
-        yield Struck(self.tensors, self._break) if self.opened == 1 else self.tensors
+        yield InterruptibleTensors(self.tensors, self._break) if self.opened == 1 else self.tensors
 
     def _break(self):
         raise OSError("the memory is gone")
@@ -258,7 +258,7 @@ def test_an_engine_with_an_incomplete_version_serves_nothing(start, folder):
     with pytest.raises(OSError, match="the memory is gone"):
         engine.load_weights(Path("shelf"), 1)
     assert engine.version == 0
-    with pytest.raises(TornEngine, match="while loading weights version 1: it must be replaced"):
+    with pytest.raises(TornEngine, match="while loading weights version 1 and must be replaced"):
         engine.step()
     with pytest.raises(TornEngine):  # a later version does not repair it
         engine.load_weights(Path("shelf"), 2)

@@ -1,4 +1,4 @@
-"""The engine in a worker process: decodes in the background, between the controller's calls."""
+"""Hosts an engine in a worker process, which decodes between the controller's calls."""
 
 import logging
 import math
@@ -30,12 +30,12 @@ class EngineService:
         model: the `model` section, dumped.
         engine: the `rollout.engine` section, dumped; its `kind` selects the engine.
         device: `cpu`, `cuda:0`.
-        threads: torch threads; the engine's choice when None.
+        threads: number of torch threads; the engine's choice if None.
         reader: `package.module:name` of a factory of a `WeightReader`, such as
             `lockstep.weights.shared_memory_transport:StoreReader`.
         weights: folder of a weight store with the initial weights, instead of those in `model.path`.
-        version: of those weights.
-        sleeps: whether it shares its device, and will be called to sleep.
+        version: version of the initial weights.
+        sleeps: whether the engine shares its device, and will be called to sleep.
     """
 
     def __init__(
@@ -52,6 +52,7 @@ class EngineService:
         self._outbox = Outbox()
         self._failure: Exception | None = None
         self._collecting: list[tuple[int, float, DeferredResult[CompletionBatch]]] = []
+        """Open `collect` calls: ack, hold_s, and the deferred answer."""
         config: EngineConfig = TypeAdapter(EngineConfig).validate_python(engine)
         self._engine = make_engine(ModelConfig.model_validate(model), config, device, threads, reader, version, sleeps)
         if weights is not None:
@@ -65,16 +66,16 @@ class EngineService:
         if self._failure is not None:
             raise self._failure
         self._outbox.acknowledge(ack)
-        later: DeferredResult[CompletionBatch] = DeferredResult()
-        self._collecting.append((ack, hold_s, later))
-        self._answer()
-        return later
+        answer: DeferredResult[CompletionBatch] = DeferredResult()
+        self._collecting.append((ack, hold_s, answer))
+        self._answer_calls()
+        return answer
 
     def abort(self, ids: list[str] | None = None) -> None:
         """Also clears a failure, so that the engine can be used again."""
         self._outbox.put(self._engine.abort(ids))
         self._failure = None
-        self._answer()
+        self._answer_calls()
 
     def pause(self) -> None:
         self._engine.pause()
@@ -102,44 +103,44 @@ class EngineService:
         return self._engine.progress()
 
     def background(self) -> bool:
-        """One decode step; whether there is more to do."""
+        """Runs one decode step. Returns whether there is more to do."""
         if self._failure is not None:
             return False
         try:
             self._outbox.put(self._engine.step())
         except (ArithmeticError, RuntimeError, ValueError) as error:
-            # The next `collect` raises it: the controller does not wait for this call.
+            # No call of the controller runs this step, so `collect` raises the error.
             log.exception("the engine stopped")
             self._failure = error
-            for _, _, later in self._collecting:
-                later.fail(error)
+            for _, _, answer in self._collecting:
+                answer.fail(error)
             self._collecting.clear()
             return False
-        self._answer()
+        self._answer_calls()
         now = self._engine.progress()
-        here = current_beacon()
-        here.progress("tokens", now.tokens)
-        here.progress("completions", now.finished)
+        beacon = current_beacon()
+        beacon.progress("tokens", now.tokens)
+        beacon.progress("completions", now.finished)
         return not now.paused and now.running + now.waiting > 0
 
     def renew(self) -> None:
-        """Drops all requests and completions, for the run's next controller or after an exclusion; the model stays
-        loaded. Open `collect` calls get an empty answer."""
+        """Drops all requests and completions, for the run's next controller or after an exclusion. The model stays
+        loaded. Open `collect` calls are answered with no completions."""
         self._engine.abort()
         self._engine.resume()
         self._outbox, self._failure = Outbox(), None
         collecting, self._collecting = self._collecting, []
-        for _, _, later in collecting:
-            later.settle(CompletionBatch.of(0, []))
+        for _, _, answer in collecting:
+            answer.settle(CompletionBatch.of(0, []))
 
     def close(self) -> None:
         self._engine.close()
 
-    def _answer(self) -> None:
+    def _answer_calls(self) -> None:
         """Answers open `collect` calls if completions are due."""
         if self._collecting and any(self._outbox.due(ack, hold_s) for ack, hold_s, _ in self._collecting):
-            for ack, _, later in self._collecting:
-                later.settle(self._outbox.collect(ack))
+            for ack, _, answer in self._collecting:
+                answer.settle(self._outbox.collect(ack))
             self._collecting.clear()
 
 
@@ -148,13 +149,13 @@ class Outbox:
 
     def __init__(self) -> None:
         self._sequence = self._sent = 0
-        """Numbers of the last completion, and of the last one that was sent."""
+        """Numbers of the newest completion, and of the newest one that was sent."""
         self._kept: deque[Completion] = deque()
         self._open: dict[str, Request] = {}
         self._urgency = math.inf
-        """The lowest priority value among those that were not sent."""
-        self._since = 0.0
-        """When the first of them arrived."""
+        """The lowest priority value among the completions that were not sent; -inf if one must be sent at once."""
+        self._unsent_since = 0.0
+        """When the first completion that was not sent arrived."""
 
     def expect(self, requests: Sequence[Request]) -> None:
         """Registers requests whose completions will follow."""
@@ -162,31 +163,32 @@ class Outbox:
 
     def put(self, completions: Sequence[Completion]) -> None:
         if completions and self._sent == self._sequence:
-            self._urgency, self._since = math.inf, time.monotonic()
+            self._urgency, self._unsent_since = math.inf, time.monotonic()
         self._kept.extend(completions)
         self._sequence += len(completions)
         for each in completions:
             request = self._open.pop(each.request, None)
-            alone = request is None or request.keep or each.finish == "abort"  # its conversation continues at once
-            self._urgency = min(self._urgency, -math.inf if alone or request is None else request.priority)
+            # A conversation continues as soon as its turn arrives, so turns are not held back.
+            at_once = request is None or request.keep or each.finish == "abort"
+            self._urgency = min(self._urgency, -math.inf if at_once or request is None else request.priority)
 
     def due(self, ack: int, hold_s: float) -> bool:
-        """Whether to answer a call with this `ack` now: while the engine has other requests that are as urgent,
-        completions are held back for up to `hold_s`."""
+        """Whether to answer a call with this `ack` now. Completions are held back for up to `hold_s` while the engine
+        has other requests that are as urgent."""
         if not self._kept or self._sent > ack or hold_s <= 0:
             return bool(self._kept)
-        waits = any(request.priority <= self._urgency for request in self._open.values())
-        return not waits or time.monotonic() - self._since >= hold_s
+        others_as_urgent = any(request.priority <= self._urgency for request in self._open.values())
+        return not others_as_urgent or time.monotonic() - self._unsent_since >= hold_s
 
     def acknowledge(self, ack: int) -> None:
-        """Drops what has arrived. ValueError for a number that was never sent."""
+        """Drops the completions up to number `ack`. Raises ValueError for a number that was never sent."""
         if not 0 <= ack <= self._sequence:
             raise ValueError(f"ack: {ack} was never collected, the newest completion is number {self._sequence}")
         while self._kept and self._sequence - len(self._kept) < ack:
             self._kept.popleft()
 
     def collect(self, ack: int) -> CompletionBatch:
-        """Drops what is acknowledged, returns the rest."""
+        """Drops the completions up to number `ack`, and returns the others."""
         self.acknowledge(ack)
         self._sent = self._sequence
         return CompletionBatch.of(self._sequence, list(self._kept))
@@ -201,7 +203,7 @@ def make_engine(
     version: int = 0,
     sleeps: bool = False,
 ) -> RolloutEngine:
-    """The engine of the config; other engines are not imported.
+    """Makes the engine that the config selects. Other engines are not imported.
 
     Raises:
         ModelError, VllmUnsupported: the engine cannot be made.

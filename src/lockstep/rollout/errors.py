@@ -6,7 +6,7 @@ from lockstep.base.errors import PicklableError
 
 
 class BadRequest(PicklableError, ValueError):
-    """A request that cannot be served: `request` is its id, `problem` says why."""
+    """A request cannot be served. `request` is its id, `problem` says why."""
 
     def __init__(self, request: str, problem: str) -> None:
         super().__init__(f"request {request!r} {problem}")
@@ -14,7 +14,7 @@ class BadRequest(PicklableError, ValueError):
 
 
 class BadLogits(PicklableError, ArithmeticError):
-    """A distribution that cannot be sampled: NaN, infinite, or empty."""
+    """A distribution cannot be sampled, because it is NaN, infinite or empty."""
 
     def __init__(self, request: str, index: int, value: float, version: int) -> None:
         super().__init__(
@@ -25,7 +25,7 @@ class BadLogits(PicklableError, ArithmeticError):
 
 
 class WeightsMismatch(PicklableError, ValueError):
-    """Published weights that do not fit the engine's model: `unknown` and `missing` names."""
+    """The published weights do not fit the engine's model. `unknown` and `missing` are names of tensors."""
 
     error_code = "weights_mismatch"
 
@@ -51,15 +51,15 @@ class InterruptedUpdate(PicklableError, RuntimeError):
 
 
 class TornEngine(PicklableError, RuntimeError):
-    """The engine failed while loading `version`: some of its weights are new, others are not."""
+    """The engine failed while loading `version`, so that some of its weights may be new and others old."""
 
     def __init__(self, version: int) -> None:
-        super().__init__(f"the engine failed while loading weights version {version}: it must be replaced")
+        super().__init__(f"the engine failed while loading weights version {version} and must be replaced")
         self.version = version
 
 
 class NoWeights(PicklableError, RuntimeError):
-    """The engine dropped its weights (`sleep` at level 2) and has loaded no others."""
+    """The engine dropped its weights (`sleep` at level 2) and has not loaded new ones."""
 
     def __init__(self) -> None:
-        super().__init__("the engine slept at level 2 and has no weights: load a version before requests")
+        super().__init__("the engine slept at level 2 and has no weights: load a version before submitting requests")

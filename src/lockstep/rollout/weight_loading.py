@@ -1,4 +1,4 @@
-"""What all engines share about loading weights: sources, the check against the model, counters of progress."""
+"""Helpers of all engines for loading weights: readers and receivers, the check against the model, progress."""
 
 import importlib
 import mmap
@@ -18,15 +18,15 @@ from lockstep.rollout.errors import WeightsMismatch
 from lockstep.watch.beacon.writer import current_beacon
 
 WeightReader = Callable[[Path, int], AbstractContextManager[Mapping[str, Tensor]]]
-"""Opens a version in a weight store: parameter names to tensors, valid inside the context. An example is
+"""Opens a version in a weight store as a map of parameter names to tensors, valid inside the context. An example is
 `lockstep.weights.shared_memory_transport.StoreReader`."""
 
 ReaderSource = str | WeightReader
-"""A reader, or `package.module:name` of its factory, to be called in the reading process."""
+"""A reader, or `package.module:name` of a factory that is called in the reading process."""
 
 
 class CountedTensors(Mapping[str, Tensor]):
-    """Tensors that count as progress of the process when they are read."""
+    """Tensors by name. Reading one counts as progress of the process."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors
@@ -43,17 +43,19 @@ class CountedTensors(Mapping[str, Tensor]):
 
 
 def open_reader(source: ReaderSource) -> WeightReader:
-    """A reader that counts the tensors. Raises ValueError for a path that names no factory."""
+    """Opens a reader whose tensors count as progress. Raises ValueError for a string that does not name a factory."""
     if not isinstance(source, str):
         return count_loaded_tensors(source)
     module, _, name = source.partition(":")
     if not name:
-        raise ValueError(f"reader: {source!r} is not a factory, expected package.module:name")
-    made: WeightReader = getattr(importlib.import_module(module), name)()
-    return count_loaded_tensors(made)
+        raise ValueError(f"reader: {source!r} does not name a factory, expected package.module:name")
+    reader: WeightReader = getattr(importlib.import_module(module), name)()
+    return count_loaded_tensors(reader)
 
 
 def count_loaded_tensors(reader: WeightReader) -> WeightReader:
+    """Wraps a reader so that reading a tensor counts as progress."""
+
     @contextmanager
     def counted(source: Path, version: int) -> Generator[Mapping[str, Tensor]]:
         with reader(source, version) as tensors:
@@ -66,13 +68,13 @@ class WeightReceiver(Protocol):
     """Receives versions from the trainer's device, like `lockstep.weights.stream.weight_stream:StreamReceiver`."""
 
     def promised(self, where: Mapping[str, Any]) -> Mapping[str, "HasShape"]:
-        """The tensors that a version will have, by name."""
+        """The tensors that the stream will contain, by name."""
 
     def stream(
         self, where: Mapping[str, Any], version: int, worker: int, device: torch.device
     ) -> AbstractContextManager[Iterator[tuple[str, Tensor]]]:
-        """The names and tensors of a version as they arrive, checked. Raises RuntimeErrors of `lockstep.weights` if the
-        version does not arrive completely."""
+        """Yields the verified names and tensors of a version as they arrive. Raises RuntimeErrors of `lockstep.weights`
+        if the version does not arrive completely."""
 
     def close(self) -> None:
         """Closes the connection to the senders."""
@@ -84,42 +86,43 @@ class HasShape(Protocol):
 
 
 def open_receiver(where: Mapping[str, Any]) -> WeightReceiver:
-    """The receiver that the controller names."""
+    """Makes the receiver that the description of the stream names."""
     module, _, name = str(where["receiver"]).partition(":")
-    made: WeightReceiver = getattr(importlib.import_module(module), name)()
-    return made
+    receiver: WeightReceiver = getattr(importlib.import_module(module), name)()
+    return receiver
 
 
 class ExpectedParameters:
-    """The parameters that a version must have: those of the model in transformers. Tied weights come once, under any of
-    their names."""
+    """The parameters that a version must have: those of the model in transformers. Tied weights must be there once,
+    under any of their names."""
 
     def __init__(self, lm: nn.Module) -> None:
         """`lm` may be on the meta device."""
-        own = dict(lm.named_parameters(remove_duplicate=False))
-        self.shapes = {name: tuple(parameter.shape) for name, parameter in own.items()}
-        self._same = {name: id(parameter) for name, parameter in own.items()}
+        parameters = dict(lm.named_parameters(remove_duplicate=False))
+        self.shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+        self._parameter_ids = {name: id(parameter) for name, parameter in parameters.items()}
+        """Tied weights have the same id."""
 
     def check(self, tensors: Mapping[str, HasShape]) -> None:
         """Raises WeightsMismatch for other names or shapes."""
         unknown = sorted(set(tensors) - set(self.shapes))
-        given = {self._same[name] for name in tensors if name in self._same}
-        missing = sorted(name for name, each in self._same.items() if each not in given)
+        present = {self._parameter_ids[name] for name in tensors if name in self._parameter_ids}
+        missing = sorted(name for name, each in self._parameter_ids.items() if each not in present)
         for name in sorted(set(tensors) & set(self.shapes)):
-            found, expected = tuple(tensors[name].shape), self.shapes[name]
-            if found != expected:
-                unknown.append(f"{name} {list(found)}")
+            actual, expected = tuple(tensors[name].shape), self.shapes[name]
+            if actual != expected:
+                unknown.append(f"{name} {list(actual)}")
                 missing.append(f"{name} {list(expected)}")
         if unknown or missing:
             raise WeightsMismatch(unknown, missing)
 
 
 def join_contiguous(pieces: Sequence[Tensor]) -> Tensor:
-    """Concatenates pieces along the first dimension; a view if they are adjacent in memory, which saves a copy."""
+    """Concatenates pieces along the first dimension. Returns a view, without a copy, if they are adjacent in memory."""
     first, end = pieces[0], pieces[0].data_ptr()
     for piece in pieces:
-        together = piece.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-        if not together or piece.data_ptr() != end or piece.dtype != first.dtype:
+        same_storage = piece.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if not same_storage or piece.data_ptr() != end or piece.dtype != first.dtype:
             return torch.cat(list(pieces))
         end += piece.numel() * piece.element_size()
     return first.as_strided((sum(len(piece) for piece in pieces), *first.shape[1:]), first.stride())
@@ -131,23 +134,23 @@ _COUNTER = struct.Struct("<Q")
 
 @contextmanager
 def watch_worker_progress(workers: int) -> Generator[str]:
-    """Shows the progress of the engine's workers in the engine's beacon during an update.
+    """During an update, copies the progress of the engine's workers to this process's beacon.
 
-    Yields the path of the shared counters, "" if the only worker is this process.
+    Yields the path of the workers' shared counters, "" if the only worker is this process.
     """
     if workers == 1:
         yield ""
         return
-    descriptor = os.memfd_create("tally")
+    descriptor = os.memfd_create("worker-progress")
     try:
         os.ftruncate(descriptor, workers * _COUNTER.size)
         memory = mmap.mmap(descriptor, workers * _COUNTER.size)
 
-        def look() -> None:
+        def read_counters() -> None:
             counts = [_COUNTER.unpack_from(memory, each * _COUNTER.size)[0] for each in range(workers)]
             current_beacon().progress("loading", sum(counts))
 
-        with _repeat_in_thread(look):
+        with _repeat_in_thread(read_counters):
             yield f"/proc/{os.getpid()}/fd/{descriptor}"
     finally:
         os.close(descriptor)
@@ -155,7 +158,7 @@ def watch_worker_progress(workers: int) -> Generator[str]:
 
 @contextmanager
 def publish_worker_progress(path: str, worker: int) -> Generator[None]:
-    """Writes a worker's progress into the shared counters, during an update. Does nothing for the path ""."""
+    """During an update, writes a worker's progress to the shared counters. Does nothing if the path is ""."""
     if not path:
         yield
         return
@@ -166,17 +169,18 @@ def publish_worker_progress(path: str, worker: int) -> Generator[None]:
 
 
 @contextmanager
-def _repeat_in_thread(look: Callable[[], None]) -> Generator[None]:
+def _repeat_in_thread(action: Callable[[], None]) -> Generator[None]:
+    """Repeats an action in a thread while in this context, and once more at its end."""
     over = threading.Event()
 
-    def walk() -> None:
+    def repeat() -> None:
         while not over.is_set():
-            look()
+            action()
             waits.sleep(PROGRESS_POLL_S, "progress of an update")
 
-    threading.Thread(target=walk, name="tally", daemon=True).start()
+    threading.Thread(target=repeat, name="worker-progress", daemon=True).start()
     try:
         yield
     finally:
         over.set()
-        look()
+        action()

@@ -236,7 +236,7 @@ def test_loads_weights_from_the_store(model, tmp_path):
     assert fresh.progress().version == 5
     with pytest.raises(ValueError, match="no weight reader"):
         service(model).load_weights(str(store.folder), 5)
-    with pytest.raises(ValueError, match="reader: 'x' is not a factory"):
+    with pytest.raises(ValueError, match="reader: 'x' does not name a factory"):
         service(model, reader="x")
 
 
