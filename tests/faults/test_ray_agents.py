@@ -150,5 +150,5 @@ def test_a_killed_actor_is_replaced_and_its_resources_are_reserved_again(own: Co
         until(lambda: worker.dead, 60, "its agent and its workers ended with it")
         (successor,) = cluster.start([engine(0, "engine-0.1")])
         assert successor.node is not first and cluster._nodes == [successor.node]
-        groups = [each.group for each in cluster._places.held]
+        groups = [each.group for each in cluster._reservations.held]
         assert [placement_group_table()[group]["state"] for group in groups] == ["CREATED"]

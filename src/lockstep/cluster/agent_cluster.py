@@ -1,4 +1,4 @@
-"""A cluster of node agents: what every cluster does, wherever its nodes come from."""
+"""The base class of clusters: starts, watches, stops and calls workers through an agent on each node."""
 
 import atexit
 import contextlib
@@ -37,11 +37,11 @@ log = logging.getLogger(__name__)
 
 CLOSE_GRACE_S = 5.0
 KILL_TIMEOUT_S = 10.0
-"""SIGKILL removes a process within moments, unless it is in a driver call that does not return."""
+"""SIGKILL ends a process within moments, unless it is in a driver call that does not return."""
 
 
 class ClusterLimits(Protocol):
-    """The limits that every cluster's config has."""
+    """The settings that the config of every cluster has."""
 
     @property
     def device(self) -> str: ...
@@ -54,16 +54,16 @@ class ClusterLimits(Protocol):
 
 
 class AgentCluster(ABC):
-    """The processes of one run, which an agent on each node starts and this process calls. Implements
+    """The processes of one run: an agent on each node starts them, and this process calls them. Implements
     `lockstep.cluster.protocol.Cluster`.
 
     Args:
-        host: address of this process that all nodes reach.
+        host: address at which all nodes reach this process.
         token: shared by all processes of the run. It is passed in the environment only.
     """
 
     ports: PortRange | None = None
-    """Ports on which this process listens for workers; any when None."""
+    """Ports on which this process may listen for workers; None allows any."""
 
     def __init__(self, config: ClusterLimits, run: str, folder: Path, generation: int, token: str, host: str) -> None:
         self._limits, self._run, self._folder, self._generation = config, run, folder.absolute(), generation
@@ -72,9 +72,9 @@ class AgentCluster(ABC):
         self._cluster_dir = self._folder / "cluster"
         self._nodes: list[ClusterNode] = []
         self._orphans = OrphanPool(self._handle, self._dismiss)
-        self._closing = self._closed = self._outdated = False
+        self._closing = self._closed = self._known_superseded = False
         self._lock = threading.Lock()
-        """Guards the nodes: any thread may start workers, and with them a new agent in place of a killed one."""
+        """Guards the nodes: any thread may start workers, and thereby replace a killed agent."""
         self._supervision: SupervisorClient | None = None
         self._pid = os.getpid()
         self._server = RpcServer(self._token, run, generation, self._tick, host, self.ports)
@@ -82,27 +82,27 @@ class AgentCluster(ABC):
 
     @abstractmethod
     def _prepare(self, specs: Sequence[WorkerSpec]) -> None:
-        """Replaces agents where needed before these workers start. Raises AgentGone where that is impossible."""
+        """Prepares the start of these workers. Raises AgentGone if they cannot start."""
 
     @abstractmethod
     def _place(self, spec: WorkerSpec) -> ClusterNode:
-        """Chooses a node with a living agent. Raises AgentGone, ValueError."""
+        """Returns the node for a worker; its agent is alive. Raises AgentGone, ValueError."""
 
     @abstractmethod
     def _end_nodes(self) -> None:
-        """Stops all agents in order, and what belongs to them."""
+        """Stops all agents, and all else that the cluster started."""
 
     @abstractmethod
     def _abandon_nodes(self) -> None:
-        """Kills all agents; must not raise."""
+        """Kills all agents. Must not raise."""
 
     @abstractmethod
     def _leave_nodes(self) -> None:
         """Disconnects from agents that a later generation has taken over."""
 
     def start(self, specs: Sequence[WorkerSpec]) -> list[Worker]:
-        """Starts all workers in parallel, except those that can adopt a worker of an earlier generation, which keeps
-        its name. Returns when every service is constructed.
+        """Starts all workers in parallel; adopts workers of an earlier generation instead if possible, which keep their
+        names. Returns when every service is constructed.
 
         Raises:
             RemoteError: a constructor raised.
@@ -110,7 +110,7 @@ class AgentCluster(ABC):
             AgentGone: the cluster is closed, or a later generation has the run.
             Stalled: a worker showed no progress for the configured limit.
             ValueError: a name is taken.
-        When one fails, the other workers of this call are killed.
+        On an error, all workers of this call are killed.
         """
         self._prepare(specs)
         claimed = self._orphans.claim(specs, self._fingerprint)
@@ -133,8 +133,8 @@ class AgentCluster(ABC):
         self._orphans.release()
 
     def stop(self, worker: Worker, grace_s: float = 5.0) -> None:
-        """Tells the worker to exit, and kills it after the grace. Its open calls fail with WorkerDied. The supervisor
-        forgets it. Idempotent."""
+        """Asks the worker to exit, and kills it after `grace_s`. Its open calls fail with WorkerDied, and the
+        supervisor no longer watches it. Idempotent."""
         if not isinstance(worker, RemoteWorker) or worker.node.agent is None:
             return
         if not worker.dead:
@@ -146,7 +146,7 @@ class AgentCluster(ABC):
     def _stop_worker(self, worker: RemoteWorker, grace_s: float) -> None:
         agent = worker.node.agent
         assert agent is not None
-        worker.leave("stopped")
+        worker.request_exit("stopped")
         with contextlib.suppress(AgentError):
             if worker.busy:
                 with contextlib.suppress(WaitTimeout):
@@ -162,7 +162,7 @@ class AgentCluster(ABC):
         self._mark_ended([worker])
 
     def kill(self, name: str) -> bool:
-        """Kills a worker by SIGKILL; returns whether there was one of that name."""
+        """Kills a worker by SIGKILL. Returns whether a worker of that name was running."""
         worker = next((each for each in self._server.workers if each.name == name and not each.dead), None)
         if worker is None or worker.node.agent is None or self._closed:
             return False
@@ -171,7 +171,7 @@ class AgentCluster(ABC):
         return False
 
     def describe_worker(self, name: str) -> str:
-        """What the worker does, as a predicate; empty if there is no such worker or it has ended."""
+        """What the worker is doing, as a verb phrase; empty if there is no such worker or it has ended."""
         return next((each.describe() for each in self._server.workers if each.name == name and not each.dead), "")
 
     def supervise(
@@ -183,8 +183,8 @@ class AgentCluster(ABC):
         aliases: Mapping[str, WaitAlias] | None = None,
         facts: Mapping[str, Any] | None = None,
     ) -> None:
-        """Starts a supervisor beside the run, which reports stalls to `on_event`, in another thread. Incidents are
-        written to `folder/incidents`. The run neither waits for the supervisor nor fails with it."""
+        """Starts a supervisor process, which reports stalls to `on_event`, in another thread, and writes incidents to
+        `folder/incidents`. The run neither waits for the supervisor nor fails if the supervisor fails."""
         if self._supervision is not None:
             return
         settings = SupervisorSettings(
@@ -204,18 +204,18 @@ class AgentCluster(ABC):
         return worker.node.info
 
     def store(self) -> tuple[str, int]:
-        """Host and port of a rendezvous store (torch TCPStore) that this process serves at the address that the nodes
-        reach, and at no other."""
+        """Host and port of a rendezvous store (torch TCPStore), which this process serves only at the address that the
+        nodes use."""
         return self._store.serve()
 
     def close(self) -> None:
-        """Stops all workers and agents. Idempotent; leaves no orphan, even when it is interrupted."""
+        """Stops all workers and agents. Idempotent; leaves no process behind, even if it is interrupted."""
         if self._closed or os.getpid() != self._pid:
             return
         self._closing = True
         try:
             with self._lock:
-                pass  # from here on no new agent is started
+                pass  # waits for an agent that is being started; later ones are refused
             if self._supervision is not None:
                 self._supervision.close()
             if self._superseded:
@@ -223,7 +223,7 @@ class AgentCluster(ABC):
             else:
                 self._end_nodes()
         except BaseException as error:
-            log.warning("close was interrupted (%r); killing the agent, and with it its workers", error)
+            log.warning("close was interrupted (%r); killing the agents and their workers", error)
             self._abandon_nodes()
             raise
         finally:
@@ -244,10 +244,10 @@ class AgentCluster(ABC):
 
     @property
     def _superseded(self) -> bool:
-        """Whether a later generation has the run, and owns its processes."""
+        """Whether a later generation has taken over the run and its processes."""
         refused = any(node.agent is not None and node.agent.superseded for node in list(self._nodes))
-        self._outdated = self._outdated or refused or is_superseded(self._run, self._generation)
-        return self._outdated
+        self._known_superseded = self._known_superseded or refused or is_superseded(self._run, self._generation)
+        return self._known_superseded
 
     @property
     def _listening_addresses(self) -> dict[str, tuple[str, int]]:
@@ -260,26 +260,26 @@ class AgentCluster(ABC):
         return [replace(agent.address, generation=self._generation) for agent in agents]
 
     def _spawn(self, specs: Sequence[WorkerSpec], which: Sequence[int], workers: dict[int, RemoteWorker]) -> None:
-        """Starts the processes of these specs (`which` are indices) and adds their handles to `workers`."""
+        """Starts the processes of some specs (`which`: their indices) and adds their handles to `workers`."""
         pids = []
-        nodes = [self._place(specs[number]) for number in which]  # all have a place before any is started
+        nodes = [self._place(specs[number]) for number in which]  # chosen for all before any process is started
         for number, node in zip(which, nodes, strict=True):
             worker = workers[number] = self._handle(specs[number], node)
             with self._dies_with_node(worker):
                 pids.append((worker, self._start_process(worker)))
         for worker, pid in pids:
-            # The first worker of a kind waits for its template's imports, which may take long.
+            # The first worker of a template process waits for the imports there, which may take long.
             with self._dies_with_node(worker):
                 waits.future(
-                    pid, waits_for="agent" if worker.node.here else f"agent of {worker.node.info.name}",
+                    pid, waits_for="agent" if worker.node.is_local else f"agent of {worker.node.info.name}",
                     why=f"start of {worker.name}", stall_s=self._limits.stall_limit_s, progress=worker.node.cpu_used_s,
                     notice_after_s=self._limits.notice_after_s,
                 )  # fmt: skip
 
     @contextlib.contextmanager
     def _dies_with_node(self, worker: RemoteWorker) -> Iterator[None]:
-        """A worker whose agent is lost during the start dies with it, as it would later. Raises WorkerDied, and
-        AgentGone where the cluster is closed."""
+        """Raises WorkerDied if the worker's agent is lost during the start, since the worker dies with its agent.
+        Raises AgentGone if the cluster is closed."""
         try:
             yield
         except AgentGone as error:
@@ -310,7 +310,7 @@ class AgentCluster(ABC):
         return worker_fingerprint(spec, node.environment_of(spec), self._token, *node.python_and_folder())
 
     def _dismiss(self, workers: Sequence[RemoteWorker]) -> None:
-        """Kills workers that are replaced or not needed any more."""
+        """Kills workers that are replaced or no longer needed."""
         self._kill(workers)
         for worker in workers:
             with contextlib.suppress(AgentError):
@@ -320,53 +320,53 @@ class AgentCluster(ABC):
     # --- end
 
     def _exited(self, end: WorkerExit) -> None:
-        """Called in the agent client's thread."""
+        """Handles the end of a worker. Called in the agent client's thread."""
         self._server.worker_ended(end.name, end.pid, end.exit_code, end.log_tail)
 
     def _tick(self) -> None:
-        """Runs in the RPC server's thread twice a second: finds progress without messages, and deaths that an agent
-        cannot report."""
+        """Detects progress of workers that send no messages, and deaths that no agent can report. Runs in the RPC
+        server's thread twice a second."""
         by_node: dict[ClusterNode, list[RemoteWorker]] = {}
         for worker in self._server.workers:
             if not worker.dead and worker.pid:
                 by_node.setdefault(worker.node, []).append(worker)
         for node, workers in by_node.items():
-            (self._check_local if node.here else self._check_remote)(node, workers)
+            (self._check_local if node.is_local else self._check_remote)(node, workers)
 
     def _check_local(self, node: ClusterNode, workers: Sequence[RemoteWorker]) -> None:
-        gone = not node.alive
-        lost = gone and self._superseded
+        agent_dead = not node.alive
+        taken_over = agent_dead and self._superseded
         for worker in workers:
             connection = worker.connection
             if connection is not None:
-                worker.observe(connection.bulk)
-            elif lost or (gone and not processes.is_alive(worker.pid)):
+                worker.observe(connection.bulk_bytes)
+            elif taken_over or (agent_dead and not processes.is_alive(worker.pid)):
                 worker.mark_dead(None)
             elif not worker.connected_once:
-                used = processes.process_usage(worker.pid)  # it grows during imports, before messages are possible
-                worker.observe(None if used is None else used.cpu_s)
+                usage = processes.process_usage(worker.pid)  # grows during imports, before messages are possible
+                worker.observe(None if usage is None else usage.cpu_s)
 
     def _check_remote(self, node: ClusterNode, workers: Sequence[RemoteWorker]) -> None:
-        gone = not node.alive
+        agent_dead = not node.alive
         for worker in workers:
-            if gone:
+            if agent_dead:
                 self._server.give_up(worker)
             elif worker.connection is not None:
-                worker.observe(worker.connection.bulk)
+                worker.observe(worker.connection.bulk_bytes)
             elif not worker.connected_once:
                 worker.observe(node.cpu_used_s())
 
     def _kill(self, workers: Sequence[RemoteWorker]) -> None:
-        """Kills workers by SIGKILL and waits for their ends; those that remain are logged and given up."""
+        """Kills workers by SIGKILL and waits until they have ended. Logs workers that do not end, and gives them up."""
         until = time.monotonic() + KILL_TIMEOUT_S
         for node in {id(worker.node): worker.node for worker in workers}.values():
-            agent, its = node.agent, [worker for worker in workers if worker.node is node]
+            agent, on_node = node.agent, [worker for worker in workers if worker.node is node]
             if agent is None:
                 continue
-            for worker in its:
+            for worker in on_node:
                 with contextlib.suppress(AgentError, WaitTimeout):
                     agent.kill(worker.name)
-            for worker in its:
+            for worker in on_node:
                 with contextlib.suppress(AgentGone):
                     self._await_exit(agent, worker, max(0.1, until - time.monotonic()))
         self._mark_ended(workers)
@@ -377,13 +377,13 @@ class AgentCluster(ABC):
                 agent.wait_exit(worker.name, "its end after SIGKILL", timeout_s)
         except WaitTimeout:
             log.error(
-                "%s (pid %d on %s) is still there %g s after SIGKILL (it is in a driver or file system call that does "
-                "not return); its resources are not free",
+                "%s (pid %d on %s) still runs %g s after SIGKILL, in a driver or file system call that does not "
+                "return; its resources are not free",
                 worker.name, worker.pid, worker.node.info.name, KILL_TIMEOUT_S,
             )  # fmt: skip
 
     def _mark_ended(self, workers: Sequence[RemoteWorker]) -> None:
-        """Fails their open calls and frees their names, whether or not their end has been reported."""
+        """Makes the workers' open calls fail and frees their names, whether or not their end has been reported."""
         for worker in workers:
             agent = worker.node.agent
             end = None if agent is None else agent.exit_of(worker.name)

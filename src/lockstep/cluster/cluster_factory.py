@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 InheritedProcesses: TypeAlias = "InheritedAgent | InheritedRayNodes | None"
 CLUSTER_FOLDER = "cluster"
-"""Subfolder of the run's folder, for agents and later controllers."""
+"""Subfolder of the run's folder, with files for agents and later controllers."""
 
 
 def take_over_processes(
@@ -28,11 +28,11 @@ def take_over_processes(
     requests: Sequence[ProcessRequest],
     placement: PlacementConfig,
 ) -> InheritedProcesses:
-    """Takes over the processes that an earlier generation of the run in `folder` left behind, where they are usable.
+    """Takes over the processes that an earlier generation of the run in `folder` left behind, if they are usable.
 
     Raises:
         ConnectionError: the Ray cluster is not available.
-        Superseded: a later generation has the run.
+        Superseded: a later generation has taken over the run.
     """
     if config.kind == "local":
         return take_over_local_agent(folder / CLUSTER_FOLDER, generation, config.orphan_grace_s)
@@ -51,7 +51,7 @@ def open_cluster(
     requests: Sequence[ProcessRequest],
     placement: PlacementConfig,
 ) -> AgentCluster:
-    """Opens the cluster of the config. Raises what its constructor raises."""
+    """Opens the cluster that the config names. Raises what the cluster's constructor raises."""
     if config.kind == "local":
         assert inherited is None or isinstance(inherited, InheritedAgent)
         return LocalCluster(config, run, folder, generation, inherited=inherited)

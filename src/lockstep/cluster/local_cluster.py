@@ -1,4 +1,4 @@
-"""The processes of this host: workers, spawned by a node agent and called over loopback; and the probes of a check."""
+"""The cluster of a run on one host, whose workers are called over loopback; and the probes of `lockstep check`."""
 
 import contextlib
 import logging
@@ -38,9 +38,9 @@ class LocalCluster(AgentCluster):
     Workers' logs are in `folder/logs`, the agent's files and the manifests in `folder/cluster`.
 
     Args:
-        token: shared by all processes of the run; generated when None. It is passed in the environment only.
-        inherited: the previous generation's agent, where `run` is that generation's run. `start` adopts its workers
-            where it can; `release` kills the others.
+        token: shared by all processes of the run; generated if None. It is passed in the environment only.
+        inherited: the agent of an earlier generation of the same run. `start` adopts its workers if possible; `release`
+            kills the others.
 
     Raises:
         AgentError: the node agent did not start.
@@ -71,7 +71,7 @@ class LocalCluster(AgentCluster):
             else:
                 self._node.agent = inherited.agent
                 self._node.agent.on_exit = self._exited
-                with contextlib.suppress(AgentGone):  # then a new one is started, and all workers are new
+                with contextlib.suppress(AgentGone):  # then a new agent is started, and all workers are new
                     self._orphans.add(self._node, self._node.agent.list())
                 self._publish_leader()
         except BaseException:
@@ -101,20 +101,20 @@ class LocalCluster(AgentCluster):
         return self._node
 
     def _prepare(self, specs: Sequence[WorkerSpec]) -> None:
-        """Starts a new agent if the agent was killed. Its workers died with it (the kernel ensures that none is ever
-        orphaned) and must be started again. Raises AgentGone."""
+        """Starts a new agent if the agent was killed. The kernel has then killed its workers, which must be started
+        again. Raises AgentGone."""
         with self._lock:
             agent = self._node.agent
             if agent is None or self._closing:
                 raise AgentGone("start", "the cluster is closed")
             if agent.alive:
                 return
-            gone, leader = agent.address, Leader.read(self._run)
+            old, leader = agent.address, Leader.read(self._run)
             if leader is not None and leader.generation > self._generation:
                 raise AgentGone("start", str(Superseded(self._run, self._generation, leader.generation)))
             if not run_shm_dir(self._run).is_dir():
-                raise AgentGone("start", f"the agent (pid {gone.pid}) has exited and removed the run's shared memory")
-            log.warning("the node agent (pid %d) died, and its workers with it; starting a new one", gone.pid)
+                raise AgentGone("start", f"the agent (pid {old.pid}) has exited and removed the run's shared memory")
+            log.warning("the node agent (pid %d) died, and its workers with it; starting a new one", old.pid)
             agent.close()
             self._node.agent = agent = self._start_agent()
             for state in read_beacons(self._run):
@@ -149,20 +149,20 @@ class LocalCluster(AgentCluster):
 
 
 _CONNECT_S, _CONNECT_PER_PROBE_S = 3.0, 0.01
-"""How long a probe that was started by a program tries to connect to the head, which listens already; and how much
-longer for each probe that is started at the same time."""
+"""How long an automatically started probe tries to connect to the head, which already listens; and how much longer for
+each probe that is started at the same time."""
 _OUTPUT_TAIL_CHARACTERS = 400
 
 
 def probe_command(head: str, port: int, name: str, many: int) -> list[str]:
-    """The command of one of `many` probes; the token is in its environment."""
+    """The command of one of `many` probes. The token is passed in the environment."""
     where = f"[{head}]:{port}" if ":" in head else f"{head}:{port}"
     wait = f"{_CONNECT_S + many * _CONNECT_PER_PROBE_S:.0f}"
     return [sys.executable, "-m", "lockstep", "check", "--join", where, "--name", name, "--wait", wait]
 
 
 def probe_output_tail(output: IO[bytes]) -> str:
-    """The end of a probe's output, without progress notes. The shared write position of the file is not moved."""
+    """The end of a probe's output, without progress notes. Keeps the file position, which the probe shares."""
     size = os.fstat(output.fileno()).st_size
     text = os.pread(output.fileno(), 64 << 10, max(0, size - (64 << 10))).decode(errors="replace")
     lines = [line for line in text.splitlines() if not line.startswith("note ")]
@@ -170,10 +170,11 @@ def probe_output_tail(output: IO[bytes]) -> str:
 
 
 class LocalProbes:
-    """One probe per name. Their output goes to anonymous files, so that nothing remains however this process ends.
+    """Starts one probe per name. Their output goes to anonymous files, so that nothing remains however this process
+    ends.
 
     Args:
-        hosts: by name, a command prefix that enters a namespace or container; may be empty.
+        hosts: by name, a command prefix that enters a namespace or container, or an empty one.
         token_variable: the variable from which a probe reads the token.
     """
 
@@ -205,7 +206,7 @@ class LocalProbes:
                 self._why[name] = f"its probe could not be started: {error}"
 
     def failed(self) -> Mapping[str, str]:
-        """By host, the end of the output of a probe that has ended."""
+        """By host, why its probe could not be started, or the end of the output of a probe that has ended."""
         found = dict(self._why)
         for name, process in self._started.items():
             if process.poll() is not None and name in self._output:
@@ -217,17 +218,17 @@ class LocalProbes:
         return self._started[name].pid
 
     def stop(self) -> None:
-        """Stops all probes. Idempotent. Probes exit by themselves when their head releases them or is gone."""
+        """Stops all probes. Idempotent. Probes also exit by themselves when their head releases them or ends."""
         for name, process in self._started.items():
             with contextlib.suppress(WaitTimeout):
-                waits.process(process, waits_for=name, why="its probe leaves", timeout_s=1.0, notice_after_s=None)
+                waits.process(process, waits_for=name, why="the exit of its probe", timeout_s=1.0, notice_after_s=None)
         for process in self._started.values():
             with contextlib.suppress(ProcessLookupError):
                 if process.poll() is None:
                     os.killpg(process.pid, 15)
         for name, process in self._started.items():
             try:
-                waits.process(process, waits_for=name, why="its probe ends", timeout_s=3.0, notice_after_s=None)
+                waits.process(process, waits_for=name, why="the end of its probe", timeout_s=3.0, notice_after_s=None)
             except WaitTimeout:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, 9)

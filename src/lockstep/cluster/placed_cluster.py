@@ -1,4 +1,4 @@
-"""A cluster whose workers run where resources are reserved for them; they move when a node is lost."""
+"""A cluster whose workers run on nodes where resources are reserved for them, and move if a node is lost."""
 
 import threading
 from abc import abstractmethod
@@ -27,7 +27,7 @@ from lockstep.watch.agent.agent_client import AgentGone
 
 
 class PlacedClusterLimits(ClusterLimits, Protocol):
-    """The limits in the config of such a cluster."""
+    """The settings that the config of such a cluster has."""
 
     @property
     def busy_limit_s(self) -> float | None: ...
@@ -43,18 +43,18 @@ class PlacedCluster(AgentCluster):
     """
 
     unavailable_errors: tuple[type[Exception], ...] = (PlacementError, AllocatorUnavailable)
-    """Errors of `_reserve`, `_list_nodes` and `_free` that mean: not possible at the moment."""
+    """Errors of `_reserve`, `_list_nodes` and `_free` after which another attempt may succeed."""
 
     def __init__(
         self, config: PlacedClusterLimits, run: str, folder: Path, generation: int, token: str, host: str,
         requests: Sequence[ProcessRequest], placement: PlacementConfig, held: Sequence[Reservation],
     ) -> None:  # fmt: skip
-        self._places = ReservationTable(requests, placement, held)
+        self._reservations = ReservationTable(requests, placement, held)
         self._unfit: set[str] = set()
-        """Ids of nodes that cannot take part."""
+        """Ids of nodes that the run cannot use."""
         self._moving = threading.Lock()
-        """Held while an agent is restarted or a worker moves, which takes long; workers with a place do not wait for
-        it."""
+        """Held while an agent is restarted or a worker moves, which takes long. Workers whose node is alive do not wait
+        for it."""
         self._busy_limit_s = config.busy_limit_s
         super().__init__(config, run, folder, generation, token, host)
 
@@ -64,7 +64,7 @@ class PlacedCluster(AgentCluster):
 
     @abstractmethod
     def _reserve(self, assignment: Assignment) -> list[Reservation]:
-        """Reserves all of it, with agents on nodes that are new to the run, or nothing."""
+        """Reserves the whole assignment or nothing; starts agents on nodes that are new to the run."""
 
     @abstractmethod
     def _free(self, group: str) -> None:
@@ -72,7 +72,7 @@ class PlacedCluster(AgentCluster):
 
     @abstractmethod
     def _is_available(self, node: ClusterNode) -> bool:
-        """Whether the node is available, or available again; a killed agent is replaced."""
+        """Whether the node is available. Starts a new agent if the agent was killed."""
 
     @abstractmethod
     def _save_reservations(self) -> None:
@@ -82,7 +82,7 @@ class PlacedCluster(AgentCluster):
         self._check_open()
         ranks = [_planned_name(spec) for spec in specs if spec.role == "policy"]
         if ranks:
-            self._places.set_ranks(ranks, {node.id for node in self._nodes if node.alive})
+            self._reservations.set_ranks(ranks, {node.id for node in self._nodes if node.alive})
 
     def _check_open(self) -> None:
         if self._closing:
@@ -91,21 +91,21 @@ class PlacedCluster(AgentCluster):
             raise AgentGone("start", f"a later generation of {self._run} has the run")
 
     def _gpus(self, spec: WorkerSpec) -> tuple[str, ...]:
-        place = self._places.of(_planned_name(spec))
-        return () if place is None else place.gpus
+        placement = self._reservations.placement_of(_planned_name(spec))
+        return () if placement is None else placement.gpus
 
     def _node_of(self, node_id: str) -> ClusterNode | None:
         """The node with that id."""
         return next((each for each in self._nodes if each.id == node_id), None)
 
-    def _reserve_places(self) -> None:
-        """Reserves a place for every process, as soon as other runs have released enough."""
-        self._places.settle(self._list_nodes, self._reserve, self._busy_limit_s, self._limits.notice_after_s)
+    def _reserve_for_all(self) -> None:
+        """Reserves resources for every process, as soon as other runs have released enough."""
+        self._reservations.reserve_all(self._list_nodes, self._reserve, self._busy_limit_s, self._limits.notice_after_s)
         self._save_reservations()
 
     def _place(self, spec: WorkerSpec) -> ClusterNode:
-        """Waits, visibly, for GPUs that other runs use."""
-        limit_s = min(spec.place_limit_s or UNBOUNDED_S, self._busy_limit_s or UNBOUNDED_S)
+        """Returns a node for the worker; waits for GPUs that other runs use."""
+        limit_s = min(spec.placement_limit_s or UNBOUNDED_S, self._busy_limit_s or UNBOUNDED_S)
         try:
             return waits.poll(
                 lambda: self._try_to_place(spec), kind="placement", waits_for="nodes of the cluster",
@@ -113,33 +113,33 @@ class PlacedCluster(AgentCluster):
                 timeout_s=limit_s,
             )  # fmt: skip
         except WaitTimeout as error:
-            if spec.place_limit_s is None:
+            if spec.placement_limit_s is None:
                 raise
             lost = f"its node is lost, and no other node had room for it within {error.waited_s:.0f} s"
             raise WorkerDied(spec.name, spec.rank, None, "", lost) from error
 
     def _try_to_place(self, spec: WorkerSpec) -> ClusterNode | None:
         self._check_open()
-        node = self._place_at_once(spec)
+        node = self._current_node(spec)
         if node is not None or not self._moving.acquire(blocking=False):
             return node
         try:
-            return self._place_again(spec)
+            return self._restored_node(spec)
         finally:
             self._moving.release()
 
-    def _place_at_once(self, spec: WorkerSpec) -> ClusterNode | None:
-        """The worker's node, if its agent is alive."""
+    def _current_node(self, spec: WorkerSpec) -> ClusterNode | None:
+        """Returns the worker's node, if the node's agent is alive."""
         if spec.node is not None:
             return next((each for each in self._nodes if each.alive and each.info.name == spec.node), None)
-        if _planned_name(spec) not in self._places:
-            return self._emptiest()
-        place = self._places.of(_planned_name(spec))
-        node = None if place is None else self._node_of(place.node)
+        if _planned_name(spec) not in self._reservations:
+            return self._least_used_node()
+        placement = self._reservations.placement_of(_planned_name(spec))
+        node = None if placement is None else self._node_of(placement.node)
         return node if node is not None and node.alive else None
 
-    def _place_again(self, spec: WorkerSpec) -> ClusterNode | None:
-        """A node for a worker whose node has no agent any more."""
+    def _restored_node(self, spec: WorkerSpec) -> ClusterNode | None:
+        """Returns a node for a worker whose node has no agent: the same node with a new agent, or another one."""
         if spec.node is not None:
             node = next(
                 (each for each in self._nodes if each.info.name == spec.node and self._is_available(each)), None
@@ -148,46 +148,46 @@ class PlacedCluster(AgentCluster):
                 names = ", ".join(each.name for each in self.nodes())
                 raise ValueError(f"{spec.name} must run on {spec.node}, and the run has {names}")
             return node
-        if _planned_name(spec) not in self._places:
-            return self._anywhere()
-        place = self._places.of(_planned_name(spec))
-        node = None if place is None else self._node_of(place.node)
+        if _planned_name(spec) not in self._reservations:
+            return self._any_node()
+        placement = self._reservations.placement_of(_planned_name(spec))
+        node = None if placement is None else self._node_of(placement.node)
         return node if node is not None and self._is_available(node) else self._move(spec)
 
-    def _emptiest(self) -> ClusterNode | None:
-        """The node that is alive with the fewest processes, for a process without a reservation."""
+    def _least_used_node(self) -> ClusterNode | None:
+        """Returns the living node with the fewest processes, for a process without a reservation."""
         many = Counter(id(worker.node) for worker in self._server.workers if not worker.dead)
         return min((node for node in self._nodes if node.alive), key=lambda node: many[id(node)], default=None)
 
-    def _anywhere(self) -> ClusterNode:
-        """Like `_emptiest`, also considering nodes whose agent or actor was killed."""
+    def _any_node(self) -> ClusterNode:
+        """Like `_least_used_node`, also considering nodes whose agent or actor was killed."""
         if not self._nodes:
             self._reserve(Assignment(tuple(self._list_nodes()), ()))
-        node = self._emptiest() or next((each for each in self._nodes if self._is_available(each)), None)
+        node = self._least_used_node() or next((each for each in self._nodes if self._is_available(each)), None)
         if node is None:
             raise AgentGone("start", "all nodes of the run are lost")
         return node
 
     def _move(self, spec: WorkerSpec) -> ClusterNode | None:
-        """A new place for a worker that has none: reserved on free resources, or, for a process without GPUs, a node of
-        the run without a reservation. None where it needs GPUs and none are free."""
-        post = _planned_name(spec)
-        place = self._places.of(post)
+        """Reserves free resources for a worker that lost its own, and returns the node. If nothing can be reserved,
+        returns any node of the run, or None if the worker needs GPUs."""
+        name = _planned_name(spec)
+        placement = self._reservations.placement_of(name)
         try:
-            for group in [] if place is None else self._places.drop_node(place.node):
+            for group in [] if placement is None else self._reservations.drop_node(placement.node):
                 self._free(group)  # for other runs, or for this one once the host is back
-            self._places.replace(post, [each for each in self._list_nodes() if self._is_fit(each)], self._reserve)
+            self._reservations.replace(name, [each for each in self._list_nodes() if self._is_fit(each)], self._reserve)
         except self.unavailable_errors as error:
             self._check_open()
-            if isinstance(error, AllocatorUnavailable) and self._emptiest() is None:
+            if isinstance(error, AllocatorUnavailable) and self._least_used_node() is None:
                 raise AgentGone("start", f"all nodes of the run are lost, and {error}") from error
-            node = None if self._places.needs_gpus(post) else self._anywhere()
+            node = None if self._reservations.needs_gpus(name) else self._any_node()
             then = "waits" if node is None else f"moves to {node.info.name} without a reservation"
-            self._places.notify(f"{spec.name} {then}: {last_line(error)}")
+            self._reservations.notify(f"{spec.name} {then}: {last_line(error)}")
             return node
         self._save_reservations()
-        place = self._places.of(post)
-        return None if place is None else self._node_of(place.node)
+        placement = self._reservations.placement_of(name)
+        return None if placement is None else self._node_of(placement.node)
 
     def _is_fit(self, facts: NodeResources) -> bool:
         """Whether the run can use the node."""

@@ -1,10 +1,10 @@
-"""Worker processes, the cluster that starts them, and typed calls to them: one protocol for local processes and Ray.
+"""The protocol of worker processes and of the cluster that starts them, the same for local processes and Ray.
 
-A worker process hosts one *service*: an object whose class has typed methods. The controller holds a `Worker`
-handle and calls it through unbound methods of a (light) protocol class, so that mypy checks the arguments and the
-codec knows the types:
+A worker process hosts one *service*: an object whose class has typed methods. The controller holds a `Worker` handle
+and names methods by a class that imports little, such as `TrainerAPI`, so that mypy checks the arguments and the codec
+knows the types:
 
-    pending = worker.submit(TrainerService.step, microbatches, loss)
+    pending = worker.submit(TrainerAPI.step, microbatches, loss)
     stats = pending.result(why="train step 12")
 """
 
@@ -24,14 +24,14 @@ R_co = TypeVar("R_co", covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class NodeInfo:
-    """A host of a run."""
+    """A node of a run."""
 
     name: str
-    """As users know it."""
+    """Name shown to users."""
     address: str
-    """At which the other nodes reach it."""
+    """Address at which other nodes reach it."""
     shared: Path
-    """The run's folder in its shared memory."""
+    """The run's folder in the node's shared memory."""
 
 
 @dataclass(slots=True)
@@ -48,26 +48,26 @@ class WorkerSpec:
     """JSON-like values (configs travel as `model_dump(mode="json")`)."""
     environment: Mapping[str, str] = field(default_factory=dict)
     preload: tuple[str, ...] = ()
-    """Modules that a warm template process imports once, before workers of the same `preload` are forked from it."""
+    """Modules that a template process imports once; workers with the same `preload` are forked from it."""
     adoptable: bool = False
-    """Whether the run's next controller may adopt the process: its service has a `renew()`."""
+    """Whether the run's next controller may adopt the process. The service must have a method `renew()`."""
     node: str | None = None
-    """Name of the node that it must run on; the placement decides when None."""
-    place_limit_s: float | None = None
-    """How long to wait for resources that other runs use; then the worker counts as dead. The cluster's config decides
-    when None."""
+    """Name of the node that it must run on; if None, the placement decides."""
+    placement_limit_s: float | None = None
+    """How long to wait for resources that other runs use, before the start fails with WorkerDied; if None, the
+    cluster's config decides."""
 
 
 def successor_name(name: str) -> str:
-    """The name of a worker's replacement: `engine-0.1` after `engine-0`, then `engine-0.2`. Dead workers keep their
-    names, and so their beacons and logs."""
-    place, dot, life = name.rpartition(".")
-    return f"{place}.{int(life) + 1}" if dot and life.isdigit() else f"{name}.1"
+    """The name of a worker's replacement: `engine-0.1` after `engine-0`, then `engine-0.2`. So the beacons and logs of
+    dead workers keep their names."""
+    stem, dot, number = name.rpartition(".")
+    return f"{stem}.{int(number) + 1}" if dot and number.isdigit() else f"{name}.1"
 
 
 class RemoteError(PicklableError, RuntimeError):
-    """An exception that was raised in a worker: its type, message, worker and remote traceback. Decisions depend on
-    `code` (`lockstep.base.errors.error_code`), never on `kind`, the dotted path of its class."""
+    """An exception that was raised in a worker. Decisions depend on `code` (`lockstep.base.errors.error_code`), never
+    on `kind`, the dotted path of the exception's class."""
 
     def __init__(self, worker: str, rank: int, kind: str, message: str, traceback: str, code: str = "") -> None:
         super().__init__(f"{kind} in {worker}: {message}\n\n--- traceback in {worker} ---\n{traceback}")
@@ -76,8 +76,13 @@ class RemoteError(PicklableError, RuntimeError):
 
 
 class WorkerDied(PicklableError, RuntimeError):
-    """A worker ended while it was needed: exit code or signal, and the last lines of its log; or its node was lost:
-    which node and why."""
+    """A worker ended while it was needed.
+
+    Args:
+        exit_code: negative for a signal; None if unknown, because the worker's node or the node's agent was lost.
+        log_tail: the last lines of the worker's log.
+        lost: which node was lost, and why.
+    """
 
     def __init__(self, worker: str, rank: int, exit_code: int | None, log_tail: str, lost: str = "") -> None:
         how = f"exited with {exit_code}" if exit_code is not None else f"vanished ({lost})" if lost else "vanished"
@@ -86,12 +91,12 @@ class WorkerDied(PicklableError, RuntimeError):
 
     @property
     def with_node(self) -> bool:
-        """Whether it is only known that its node, or the node's agent, was lost: the worker's own end is unknown."""
+        """Whether the worker was lost with its node or the node's agent, so that its own end is unknown."""
         return self.exit_code is None
 
     @property
     def how(self) -> str:
-        """How it ended, as the predicate of a sentence about the process."""
+        """How the worker ended, as a verb phrase."""
         if self.exit_code is None:
             return f"vanished ({self.lost})" if self.lost else "vanished"
         if self.exit_code < 0:
@@ -100,7 +105,7 @@ class WorkerDied(PicklableError, RuntimeError):
 
     @property
     def last_words(self) -> str:
-        """The end of its log under a heading; empty when the log is."""
+        """The end of the worker's log under a heading; empty if the log is empty."""
         return f"--- end of the log of {self.worker} ---\n{self.log_tail}" if self.log_tail.strip() else ""
 
 
@@ -110,11 +115,16 @@ class PendingResult(Protocol[R_co]):
     def done(self) -> bool: ...
 
     def on_done(self, callback: Callable[[], None]) -> None:
-        """Calls `callback` once the call is done, in the thread that receives the result; at once when it is done."""
+        """Calls `callback` once the call is done, in the thread that receives the result; immediately if it is already
+        done."""
 
     def result(self, why: str, stall_s: float | None = None) -> R_co:
-        """Waits for the result as long as the worker makes progress; after `stall_s` (the cluster's limit when
-        None) without any, raises `lockstep.base.wait_state.Stalled`. Raises RemoteError or WorkerDied."""
+        """Waits for the result as long as the worker makes progress.
+
+        Raises:
+            Stalled: the worker made no progress for `stall_s` (by default the cluster's limit).
+            RemoteError, WorkerDied: the call failed.
+        """
 
 
 class Worker(Protocol):
@@ -122,12 +132,12 @@ class Worker(Protocol):
 
     spec: WorkerSpec
     pid: int
-    moves: int
-    """Grows whenever the worker reports progress, which it does about once a second while it has work."""
+    progress_count: int
+    """Grows whenever the worker reports progress; while it works, it reports about once a second."""
 
     def submit(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> PendingResult[R]:
         """Sends the call. Calls of one worker run in the order of submission, except those whose service method is
-        marked `@concurrent` (they run immediately, beside a running call)."""
+        marked `@concurrent`: they run immediately, even during another call."""
 
     def call(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """`submit(...).result(why=method name)`."""
@@ -135,18 +145,19 @@ class Worker(Protocol):
     def alive(self) -> bool: ...
 
     def on_death(self, callback: Callable[[WorkerDied], None]) -> None:
-        """Calls `callback` once the worker's end is known, in the thread that learns of it; at once when it is."""
+        """Calls `callback` once it is known that the worker ended, in the thread that notices it; immediately if it is
+        already known."""
 
 
 class Cluster(Protocol):
     """Starts and stops workers."""
 
     def start(self, specs: Sequence[WorkerSpec]) -> list[Worker]:
-        """Starts all (in parallel) and returns when every service is constructed, waiting visibly for those
-        that are not. Raises RemoteError when a constructor raised."""
+        """Starts all workers in parallel, and returns when every service is constructed. Raises RemoteError if a
+        constructor raised."""
 
     def stop(self, worker: Worker, grace_s: float = 5.0) -> None:
-        """Tells the worker to exit, and kills it after the grace."""
+        """Asks the worker to exit, and kills it after `grace_s`."""
 
     def nodes(self) -> list[NodeInfo]:
         """The nodes that are alive, the controller's first."""
@@ -155,30 +166,30 @@ class Cluster(Protocol):
         """The node that a worker runs on."""
 
     def store(self) -> tuple[str, int]:
-        """Host and port of a rendezvous store (torch TCPStore protocol) that lives outside the ranks."""
+        """Host and port of a rendezvous store (torch TCPStore protocol), which does not run in any rank."""
 
     def close(self) -> None:
-        """Stops every worker and the agent. Idempotent; leaves no orphan."""
+        """Stops all workers and agents. Idempotent; leaves no process behind."""
 
 
 class WorkerLauncher(Protocol):
-    """Starts the workers of a run's roles, and their successors after a failure. Any thread may call."""
+    """Starts the workers of a run's roles, and their replacements after a failure. Any thread may call its methods."""
 
     def launch(self, role: str, ranks: Sequence[int] = (), node: NodeInfo | None = None) -> list[Worker]:
-        """Starts these ranks of a role, or its worker on a node, as successors of any earlier ones.
+        """Starts these ranks of a role, or its worker on a node; replaces earlier workers of the same ranks or node.
 
         Raises:
             RemoteError, WorkerDied: a worker did not start.
-            WaitTimeout: there is no place for it.
+            WaitTimeout: no node has free resources for a worker.
             ValueError: there is no such node.
         """
 
     def kill(self, workers: Sequence[Worker]) -> None:
-        """Ends workers at once, whatever they do; they may have ended already."""
+        """Kills workers at once, whatever they are doing; some may have ended already."""
 
 
 def concurrent(method: Callable[P, R]) -> Callable[P, R]:
-    """Marks a service method that may run beside a running call, in the worker's I/O thread; it must be fast."""
+    """Marks a service method that may run during another call, in the worker's I/O thread; it must be fast."""
     method.__lockstep_concurrent__ = True  # type: ignore[attr-defined]
     return method
 
@@ -186,8 +197,8 @@ def concurrent(method: Callable[P, R]) -> Callable[P, R]:
 class DeferredResult(Generic[T]):
     """A result that is not available yet: a service method returns it, and the caller gets the value once it is set.
 
-    Meanwhile the service runs other calls and its background work, whose progress keeps the caller waiting. Created,
-    settled and failed in the service's main thread; only the first outcome counts.
+    Meanwhile the service runs other calls and its background work; as long as they make progress, the caller waits.
+    Only the service's main thread may use it; only the first outcome is sent.
     """
 
     def __init__(self) -> None:
@@ -196,19 +207,19 @@ class DeferredResult(Generic[T]):
 
     def settle(self, value: T) -> None:
         """Sets the value."""
-        self._end(value, None)
+        self._set_outcome(value, None)
 
     def fail(self, error: Exception) -> None:
         """Sets an error, which the caller gets as if the method had raised it."""
-        self._end(None, error)
+        self._set_outcome(None, error)
 
     def on_settled(self, callback: Callable[[T | None, Exception | None], None]) -> None:
-        """Calls `callback(value, error)` once the result is set; at once when it is."""
+        """Calls `callback(value, error)` once the result is set; immediately if it is already set."""
         self._callback = callback
         if self._outcome is not None:
             callback(*self._outcome)
 
-    def _end(self, value: T | None, error: Exception | None) -> None:
+    def _set_outcome(self, value: T | None, error: Exception | None) -> None:
         if self._outcome is None:
             self._outcome = value, error
             if self._callback is not None:
@@ -216,13 +227,13 @@ class DeferredResult(Generic[T]):
 
 
 RESERVED_NAMES = ("agent", "controller", "supervisor")
-"""Names that other beacons of a run have."""
+"""Names of processes of a run that are not workers."""
 
 _WORKER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,94}")
 
 
 def check_worker_names(specs: Sequence[WorkerSpec], living: Collection[str]) -> None:
-    """Raises ValueError for a name that cannot be a file name, or that another worker has."""
+    """Raises ValueError if a name cannot be a file name, is reserved, or is the name of a living worker."""
     taken = set(living)
     for spec in specs:
         if not _WORKER_NAME.fullmatch(spec.name) or spec.name in RESERVED_NAMES:

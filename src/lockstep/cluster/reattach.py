@@ -157,7 +157,7 @@ def take_over_local_agent(cluster_dir: Path, generation: int, orphan_grace_s: fl
 def adopt_agent(
     agent: ServiceAddress, token: str, generation: int, orphan_grace_s: float, lost_after_s: float | None = None
 ) -> AgentClient | None:
-    """Takes over an agent of an earlier generation; None where it is exiting or does not respond.
+    """Takes over an agent of an earlier generation; None if it is exiting or does not respond.
 
     Args:
         lost_after_s: for an agent on another host, see `AgentClient`.

@@ -64,7 +64,7 @@ def split_path(path: str, refusal: UserCodeErrorType = UserCodeError) -> tuple[s
 
 
 def source_file(path: str, base: Path = Path(), refusal: UserCodeErrorType = UserCodeError) -> Path | None:
-    """The file that defines the name, found without running code; None where only an import could tell.
+    """The file that defines the name, found without running code; None if only an import could tell.
 
     Raises:
         refusal: no such file or package.

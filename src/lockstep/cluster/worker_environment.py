@@ -70,7 +70,7 @@ class EnvironmentDifference:
 
     name: str
     shell: str | None
-    """Redacted; None where it is not set in the shell."""
+    """Redacted; None if it is not set in the shell."""
     node: str | None
 
 
@@ -101,7 +101,7 @@ def forward_environment(
 
 
 def not_forwarded_reason(name: str, value: str) -> str | None:
-    """Why a variable of the shell is not forwarded; None where it may be."""
+    """Why a variable of the shell is not forwarded; None if it may be."""
     if name == "NCCL_SOCKET_IFNAME" and _LOOPBACK_ONLY.fullmatch(value):
         return f"{value} is the loopback interface, which reaches no other node"
     return _never_forwarded_reason(name)

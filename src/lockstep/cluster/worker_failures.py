@@ -17,29 +17,29 @@ _FRAME = re.compile(r'^\s+File "(?P<file>.+)", line (?P<line>\d+)', re.MULTILINE
 
 @dataclass(frozen=True, slots=True)
 class WorkerFailure:
-    """A worker that failed."""
+    """How a worker failed, and in which step."""
 
     role: str
     worker: str
     rank: int
     how: FailureMode
     what: str
-    """After the worker's name: `died (SIGKILL)`, `raised RuntimeError: ...`."""
+    """What happened, as a verb phrase: `died (SIGKILL)`, `raised RuntimeError: ...`."""
     kind: str = ""
-    """Type of the exception, where one was raised."""
+    """Dotted path of the exception's class, if one was raised."""
     place: str = ""
-    """File and line that raised it."""
+    """File and line that raised the exception."""
     step: int = -1
     """The step in progress; -1 before the first."""
     starting: bool = False
-    """Whether it was a replacement that did not start."""
+    """Whether the worker was a replacement that did not start."""
     code: str = ""
     """The exception's `error_code`; empty for an exception that is not Lockstep's."""
     at: float = field(default_factory=time.monotonic)
 
     @property
     def signature(self) -> tuple[str, str, str, int]:
-        """Equal for the same error from the same data or code."""
+        """Equal for two failures with the same error at the same place in the same step."""
         return self.role, self.kind, self.place, self.step
 
 
@@ -82,6 +82,6 @@ def describe_death(error: WorkerDied) -> str:
 
 
 def innermost_frame(traceback: str) -> str:
-    """`file:line` of the last frame of a printed traceback; empty where there is none."""
+    """`file:line` of the last frame of a printed traceback; empty if there is none."""
     frames = list(_FRAME.finditer(traceback))
     return f"{frames[-1]['file']}:{frames[-1]['line']}" if frames else ""

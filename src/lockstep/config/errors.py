@@ -8,7 +8,7 @@ class ConfigProblem:
     """One problem."""
 
     field: str
-    """Dotted path, e.g. `loss.clip_low`; empty where several fields contradict each other, which the message names."""
+    """Dotted path, e.g. `loss.clip_low`; empty if several fields contradict each other, which the message names."""
     message: str
     hint: str = ""
 

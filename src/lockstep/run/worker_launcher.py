@@ -100,7 +100,7 @@ class RunWorkerLauncher:
         }
         spec = self._spec(process, POLICY_SERVICE, arguments)
         if config.recovery.fewer_ranks:
-            spec.place_limit_s = PLACEMENT_LIMIT_S if world == config.trainer.ranks else PLACEMENT_LIMIT_S / 4
+            spec.placement_limit_s = PLACEMENT_LIMIT_S if world == config.trainer.ranks else PLACEMENT_LIMIT_S / 4
         return spec
 
     def _engine_spec(self, process: PlannedProcess) -> WorkerSpec:

@@ -163,7 +163,7 @@ def test_workers_of_a_ray_node_get_its_address(monkeypatch: pytest.MonkeyPatch) 
         "place": "elsewhere", "beacons": "/dev/shm", "environment": {"VLLM_HOST_IP": "old", "PATH": "/bin"},
     }  # fmt: skip
     facts = NodeResources("id-1", "node-b", "10.1.0.4", 8, 2, 8, 2)
-    node = RayNode(facts, None, found, forward_environment({}, (), {"OWN": "1"}), lambda spec: ("1",), here=False)
+    node = RayNode(facts, None, found, forward_environment({}, (), {"OWN": "1"}), lambda spec: ("1",), False)
     assert node.environment_of(WorkerSpec("engine-0", "rollout", 0, "")) == {
         "VLLM_HOST_IP": "10.1.0.4", "GLOO_SOCKET_IFNAME": "eth0", "LOCKSTEP_BEACONS": "/dev/shm", "PATH": "/bin",
         "CUDA_VISIBLE_DEVICES": "1", "OWN": "1",

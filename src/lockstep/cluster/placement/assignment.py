@@ -1,4 +1,4 @@
-"""The placement algorithm: assigns processes to given nodes, and says what would fit if they do not.
+"""The placement algorithm: assigns processes to nodes; if they do not fit, says what would fit.
 
 `run.planning.run_plan` calls it when a run is planned, and `reservations` when resources are reserved.
 """
@@ -52,9 +52,9 @@ class DoesNotFit(PicklableError, PlacementError):
     """The nodes cannot hold the run, even if no other run uses them.
 
     Args:
-        bundle: one that has no place.
-        why: a sentence.
-        largest: the node that has most of what the bundle needs.
+        bundle: a bundle that fits on no node.
+        why: the reason, as a sentence.
+        largest: the node with the most GPUs, or CPUs, whichever the bundle needs.
         alternatives: settings with which the run would fit.
     """
 
@@ -68,8 +68,8 @@ class NodesBusy(PicklableError, PlacementError):
     """The nodes could hold the run, but are in use.
 
     Args:
-        waiting: bundles that have no place now.
-        users: nodes in use, each with the amount.
+        waiting: bundles that do not fit at the moment.
+        users: sentences that name each node with the resources in use.
     """
 
     def __init__(self, waiting: Sequence[Bundle], users: Sequence[str]) -> None:
@@ -110,9 +110,9 @@ class Assignment:
     shares: tuple[NodeShare, ...] = field(init=False)
     """The nodes that are used, in the order of `nodes`."""
     node_of: dict[str, NodeResources] = field(init=False)
-    """By process."""
+    """The node of each process."""
     slots: dict[str, tuple[int, ...]] = field(init=False)
-    """By process, its GPUs as indices among those of the run on that node (`NodeShare.gpus`)."""
+    """By process, its GPUs as indices among the run's GPUs on that node (`NodeShare.gpus`)."""
 
     def __post_init__(self) -> None:
         on_node: dict[int, list[Bundle]] = {}
@@ -132,7 +132,7 @@ class Assignment:
         object.__setattr__(self, "node_of", {name: share.node for share in shares for name in share.processes})
 
     def rows(self) -> list[tuple[str, str, str, str, str]]:
-        """Table rows: node, address, processes, CPUs, GPUs; the last two as used of available."""
+        """Table rows: node, address, processes, CPUs and GPUs (`used of available`)."""
         return [
             (
                 share.node.name,
@@ -150,13 +150,13 @@ def assign(
 ) -> Assignment:
     """Assigns each process to a node; deterministic.
 
-    `pack` starts with the node that has most GPUs (then CPUs), `spread` gives each role's next process to the node that
-    has the fewest of them. Ranks keep their order over the nodes, so that neighbours are together.
+    `pack` fills the node with the most GPUs (then CPUs) first, `spread` gives a role's next process to the node with
+    the fewest processes of the role. Ranks keep their order over the nodes, so that neighbours are together.
 
     Raises:
         PlacementError: the placement contradicts itself.
         DoesNotFit: these nodes can never hold the processes.
-        NodesBusy: they could, but are in use.
+        NodesBusy: the nodes could hold the processes, but are in use.
     """
     return _assign_bundles(
         make_bundles(requests, placement), placement, nodes, lambda: _find_suggestions(requests, placement, nodes)
@@ -164,7 +164,7 @@ def assign(
 
 
 def relax_placement(placement: PlacementConfig) -> PlacementConfig:
-    """A placement for processes that lost their node: on any number of nodes."""
+    """The placement for processes that lost their node: it allows any number of nodes."""
     return placement.model_copy(update={"policy": RolePlacement(), "rollout": RolePlacement()})
 
 
@@ -215,14 +215,16 @@ def group_alike(bundles: Sequence[Bundle]) -> list[list[Bundle]]:
     """Groups bundles with the same roles and needs, in order."""
     groups: dict[object, list[Bundle]] = {}
     for bundle in bundles:
-        groups.setdefault((bundle.roles, bundle.cpus, bundle.gpus, bundle.memory, bundle.alone), []).append(bundle)
+        groups.setdefault((bundle.roles, bundle.cpus, bundle.gpus, bundle.memory, bundle.one_per_node), []).append(
+            bundle
+        )
     return list(groups.values())
 
 
 def _bundle_kind(group: Sequence[Bundle]) -> BundleKind:
     one = group[0]
     size = one.gpus, round(one.cpus * _CPU_UNITS), -(-one.memory // 2**20)
-    return BundleKind(size, len(group), one.alone)
+    return BundleKind(size, len(group), one.one_per_node)
 
 
 def _node_capacity(node: NodeResources, now: bool) -> SizeVector:
@@ -233,8 +235,8 @@ def _node_capacity(node: NodeResources, now: bool) -> SizeVector:
 def _unplaced(
     groups: Sequence[list[Bundle]], kinds: Sequence[BundleKind], rooms: list[SizeVector], spread: bool
 ) -> list[Bundle]:
-    """The bundles that do not fit beside the others, largest first."""
-    order = sorted(range(len(kinds)), key=lambda k: (not kinds[k].once, tuple(-n for n in kinds[k].size), k))
+    """The bundles that do not fit together with the others, largest first."""
+    order = sorted(range(len(kinds)), key=lambda k: (not kinds[k].one_per_node, tuple(-n for n in kinds[k].size), k))
     _, left = largest_first([kinds[k] for k in order], rooms, spread)
     found = [bundle for k, many in zip(order, left, strict=True) for bundle in groups[k][len(groups[k]) - many :]]
     return found or [groups[order[-1]][-1]]  # each kind fits, but not all at once
@@ -247,15 +249,15 @@ def _does_not_fit(
     rooms: list[SizeVector],
     alternatives: Sequence[str],
 ) -> DoesNotFit:
-    alone = [group[0] for group, kind in zip(groups, kinds, strict=True) if not _fits_alone(kind, rooms)]
-    bundle = alone[0] if alone else _unplaced(groups, kinds, rooms, False)[0]
+    too_large = [group[0] for group, kind in zip(groups, kinds, strict=True) if not _fits_alone(kind, rooms)]
+    bundle = too_large[0] if too_large else _unplaced(groups, kinds, rooms, False)[0]
     largest = max(nodes, key=lambda node: (node.gpus, node.cpus) if bundle.gpus else (node.cpus, 0), default=None)
     if largest is None:
         return DoesNotFit(bundle, f"{bundle.title()} needs {bundle.needs()}, and no node is alive", None, ())
     short = any(kind.size[2] for kind in kinds)
     gpus_matter = any(kind.size[0] for kind in kinds) or any(node.gpus for node in nodes)
     has = _format_resources(largest.gpus if gpus_matter else None, largest.cpus, largest.memory if short else 0)
-    if alone:
+    if too_large:
         why = f"{bundle.title()} needs {bundle.needs()} on one node, and the largest, {largest.name}, has {has}"
         return DoesNotFit(bundle, why, largest, alternatives)
     gpus, cpus, memory = (sum(kind.size[axis] * kind.count for kind in kinds) for axis in range(3))
@@ -275,7 +277,7 @@ def _fits_alone(kind: BundleKind, rooms: Sequence[SizeVector]) -> bool:
 
 
 def _format_resources(gpus: float | None, cpus: float, memory: int = 0) -> str:
-    """Leaves GPUs out where they are None."""
+    """Formats resources; leaves GPUs out if they are None."""
     of_gpus = "" if gpus is None else f"{gpus:g} GPUs and "
     return f"{of_gpus}{cpus:g} CPUs" + (f" and {format_bytes(memory)}" if memory else "")
 

@@ -1,4 +1,4 @@
-"""How many bundles of each kind each node takes. Sizes are vectors of integers.
+"""Computes how many bundles of each kind each node gets. Sizes are vectors of integers.
 
 Vector bin packing is NP-hard (Garey and Johnson 1979, SR1), but a run has few kinds of bundles: largest-first is
 tried, and where it fails, the patterns of kinds that fill a node are searched within `SEARCH_BUDGET` steps.
@@ -21,20 +21,20 @@ class BundleKind:
 
     size: SizeVector
     count: int
-    once: bool = False
+    one_per_node: bool = False
     """At most one per node."""
 
 
 def pack_bundles(
     kinds: Sequence[BundleKind], rooms: Sequence[SizeVector], spread: bool = False, budget: int = SEARCH_BUDGET
 ) -> list[KindCounts] | None:
-    """`[nodes][kinds]`: how many each node takes; None where there is no solution, or none was found within the budget.
+    """Returns `[nodes][kinds]`, how many bundles each node gets; None if no solution was found within the budget.
 
     Args:
-        rooms: the resources of each node, in the order in which nodes are filled.
+        rooms: the free resources of each node, in the order in which nodes are filled.
         spread: distribute evenly over the nodes, instead of filling one before the next.
     """
-    order = sorted(range(len(kinds)), key=lambda k: (not kinds[k].once, tuple(-n for n in kinds[k].size), k))
+    order = sorted(range(len(kinds)), key=lambda k: (not kinds[k].one_per_node, tuple(-n for n in kinds[k].size), k))
     sorted_kinds = [kinds[k] for k in order]
     if not rooms:
         return [] if not any(kind.count for kind in kinds) else None
@@ -51,7 +51,7 @@ def pack_bundles(
 def largest_first(
     kinds: Sequence[BundleKind], rooms: Sequence[SizeVector], spread: bool
 ) -> tuple[list[KindCounts], list[int]]:
-    """`[nodes][kinds]`, and how many of each kind did not fit. Takes kinds in their order."""
+    """Places kinds in the given order. Returns `[nodes][kinds]`, and how many of each kind did not fit."""
     left = [list(room) for room in rooms]
     counts = [[0] * len(kinds) for _ in rooms]
     over = []
@@ -83,7 +83,7 @@ def _spread_evenly(kind: BundleKind, k: int, left: list[list[int]], counts: list
         counts[number][k] += 1
         _subtract(left[number], kind.size, 1)
         remaining -= 1
-        if not kind.once and _room_for(kind, left[number]):
+        if not kind.one_per_node and _room_for(kind, left[number]):
             heapq.heappush(heap, (of_kind + 1, of_all + 1, number))
     return remaining
 
@@ -91,7 +91,7 @@ def _spread_evenly(kind: BundleKind, k: int, left: list[list[int]], counts: list
 def _room_for(kind: BundleKind, room: Sequence[int]) -> int:
     """How many bundles of a kind fit into the rest of a node."""
     many = min((has // needs for has, needs in zip(room, kind.size, strict=True) if needs), default=kind.count)
-    return min(max(many, 0), 1) if kind.once else max(many, 0)
+    return min(max(many, 0), 1) if kind.one_per_node else max(many, 0)
 
 
 def _subtract(room: list[int], size: SizeVector, many: int) -> None:
@@ -146,13 +146,13 @@ def _search_patterns(kinds: Sequence[BundleKind], rooms: Sequence[SizeVector], b
 
 
 def _patterns(kinds: Sequence[BundleKind], remaining: KindCounts, room: SizeVector) -> Iterator[KindCounts | None]:
-    """Combinations of kinds that cannot be extended, most of the first kind first; None for an extendable one."""
+    """Yields combinations of kinds that fill a node, most of the first kind first; None for one that leaves room."""
     counts = [0] * len(kinds)
 
     def below(k: int, left: list[int]) -> Iterator[KindCounts | None]:
         if k == len(kinds):
             full = not any(
-                counts[j] < remaining[j] and not (kind.once and counts[j]) and _room_for(kind, left)
+                counts[j] < remaining[j] and not (kind.one_per_node and counts[j]) and _room_for(kind, left)
                 for j, kind in enumerate(kinds)
             )
             yield tuple(counts) if full else None

@@ -20,14 +20,14 @@ class NodeResources:
 
     id: str
     name: str
-    """Name shown to users: the host's name, with its address where another node has the same."""
+    """Name shown to users: the host's name, followed by its address if another node has the same name."""
     address: str
     cpus: float
     gpus: float
     free_cpus: float
     free_gpus: float
     memory: int = 0
-    """Bytes; 0 where unknown."""
+    """Bytes; 0 if unknown."""
     head: bool = False
 
 
@@ -43,7 +43,7 @@ class ProcessRequest:
     gpus: int = 0
     """Number of GPUs, all on one node. For an engine: its tensor-parallel size."""
     memory: int = 0
-    """Bytes of the node's memory; 0 where unknown."""
+    """Bytes of the node's memory; 0 if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +57,9 @@ class Bundle:
     slots: dict[str, tuple[int, ...]]
     """By process, the indices of the bundle's GPUs that it uses."""
     roles: tuple[str, ...] = ()
-    alone: bool = False
-    """Whether no other bundle of the same kind may be on its node, because the placement fixes how many processes of
-    the role each node has."""
+    one_per_node: bool = False
+    """Whether no equal bundle may be on the same node, because the placement fixes how many processes of the role each
+    node has."""
     node: int | None = None
     """Index of its node in the list passed to `assign`; None before it is placed."""
 
@@ -76,7 +76,7 @@ class Bundle:
 
 
 class PlacementError(ValueError):
-    """The placement contradicts itself or the number of processes; names the fields."""
+    """The placement contradicts itself or the number of processes. Names the config fields."""
 
 
 def make_bundles(requests: Sequence[ProcessRequest], placement: PlacementConfig) -> list[Bundle]:
@@ -107,11 +107,11 @@ def total_gpus(requests: Sequence[ProcessRequest], placement: PlacementConfig) -
 def _separate_bundles(processes: Sequence[ProcessRequest], role: RolePlacement) -> list[Bundle]:
     if not processes:
         return []
-    each = processes_per_node(processes[0].role, role, len(processes), max(processes[0].gpus, 1))
-    if each is None:
+    per_node = processes_per_node(processes[0].role, role, len(processes), max(processes[0].gpus, 1))
+    if per_node is None:
         return [_single_bundle(process) for process in processes]
-    groups = [processes[first : first + each] for first in range(0, len(processes), each)]
-    return [_combined_bundle([group], alone=True) for group in groups]
+    groups = [processes[first : first + per_node] for first in range(0, len(processes), per_node)]
+    return [_combined_bundle([group], one_per_node=True) for group in groups]
 
 
 def _colocated_bundles(
@@ -126,26 +126,26 @@ def _colocated_bundles(
             f"GPUs each need {len(engines) * width}: set rollout.engine.count={max(len(ranks) // width, 1)} or fewer, "
             f"or trainer.ranks={len(engines) * width}"
         )
-    each = processes_per_node("policy", _merge_role_placements(placement), len(ranks), 1)
-    if each is not None and each % width:
+    per_node = processes_per_node("policy", _merge_role_placements(placement), len(ranks), 1)
+    if per_node is not None and per_node % width:
         raise PlacementError(
-            f"an engine needs its {width} GPUs on one node, and each node has {each} policy ranks: with "
-            f"placement.colocate set rollout.engine.tensor_parallel_size to a divisor of {each}"
+            f"an engine needs its {width} GPUs on one node, and each node has {per_node} policy ranks: with "
+            f"placement.colocate set rollout.engine.tensor_parallel_size to a divisor of {per_node}"
         )
-    size = width if each is None else each
+    size = width if per_node is None else per_node
     groups = [ranks[first : first + size] for first in range(0, len(ranks), size)]
     found = []
     for number, group in enumerate(groups):
-        guests = engines[number * size // width : (number + 1) * size // width]
-        if guests or each is not None:
-            found.append(_combined_bundle([group, guests], alone=each is not None))
+        colocated_engines = engines[number * size // width : (number + 1) * size // width]
+        if colocated_engines or per_node is not None:
+            found.append(_combined_bundle([group, colocated_engines], one_per_node=per_node is not None))
         else:
             found += [_single_bundle(rank) for rank in group]
     return found
 
 
 def _merge_role_placements(placement: PlacementConfig) -> RolePlacement:
-    """The placement of roles that share GPUs: a value that is set for one role holds for both."""
+    """Combines the placements of two roles that share GPUs: a value that is set for one role applies to both."""
     policy, rollout = placement.policy, placement.rollout
     for field in ("nodes", "gpus_per_node"):
         one, other = getattr(policy, field), getattr(rollout, field)
@@ -194,8 +194,8 @@ def processes_per_node(role: str, role_placement: RolePlacement, count: int, wid
         return None
     if count % nodes:
         raise PlacementError(
-            f"{field} {count} cannot be divided evenly among {name}.nodes {nodes}: set it to "
-            f"{-(-count // nodes) * nodes}, or the nodes to a divisor"
+            f"{field} {count} cannot be divided evenly among {name}.nodes {nodes}: set {field} to "
+            f"{-(-count // nodes) * nodes}, or {name}.nodes to a divisor of {count}"
         )
     return count // nodes
 
@@ -205,7 +205,7 @@ def _single_bundle(process: ProcessRequest) -> Bundle:
     return Bundle((process.name,), process.cpus, process.gpus, process.memory, slots, (process.role,))
 
 
-def _combined_bundle(roles: Sequence[Sequence[ProcessRequest]], alone: bool = False) -> Bundle:
+def _combined_bundle(roles: Sequence[Sequence[ProcessRequest]], one_per_node: bool = False) -> Bundle:
     """A bundle in which processes of different roles share GPUs; processes of the same role do not."""
     slots: dict[str, tuple[int, ...]] = {}
     gpus = 0
@@ -219,7 +219,7 @@ def _combined_bundle(roles: Sequence[Sequence[ProcessRequest]], alone: bool = Fa
     cpus = round(sum(process.cpus for process in members), 4)
     memory = sum(process.memory for process in members)
     names = tuple(process.name for process in members)
-    return Bundle(names, cpus, gpus, memory, slots, tuple(role[0].role for role in roles if role), alone)
+    return Bundle(names, cpus, gpus, memory, slots, tuple(role[0].role for role in roles if role), one_per_node)
 
 
 def place_bundle(bundle: Bundle, node: int | None) -> Bundle:

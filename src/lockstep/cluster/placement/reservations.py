@@ -1,4 +1,4 @@
-"""The resources reserved for each process of a run, and the reservations that replace those of a lost node."""
+"""Keeps the resources that are reserved for each process of a run, and reserves new ones after the loss of a node."""
 
 import logging
 import threading
@@ -16,11 +16,11 @@ log = logging.getLogger(__name__)
 
 POLL_S = 0.5
 UNBOUNDED_S = 10 * 365 * 86400.0
-"""A wait for other runs has no known bound; it is visible."""
+"""Ten years: a wait for other runs has no bound, but notices show it."""
 
 
 class ReservationConflict(PlacementError):
-    """Resources that were free a moment ago are not any more."""
+    """Resources that were free a moment ago are no longer free."""
 
 
 class AllocatorUnavailable(ConnectionError):
@@ -42,11 +42,11 @@ class Reservation:
     """Resources that are reserved together on one node."""
 
     group: str
-    """Id with which it is released."""
+    """Id of the placement group, by which the reservation is released."""
     node: str
     """Id of the node."""
     gpus: dict[str, tuple[str, ...]]
-    """By process."""
+    """GPUs by process, in the form of CUDA_VISIBLE_DEVICES."""
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Self:
@@ -59,12 +59,13 @@ ReserveFunction = Callable[[Assignment], list[Reservation]]
 
 
 class ReservationTable:
-    """The reservation of each planned process, by its planned name; a replacement uses its predecessor's.
+    """The reservations of planned processes, by planned name. A replacement uses the reservation of its predecessor.
 
     Args:
         held: reservations of an earlier controller of the run.
 
-    A process whose reservation is lost has none until a `replace`. One thread at a time may call `settle` or `replace`.
+    A process that lost its reservation has none until `replace`. One thread at a time may call `reserve_all` or
+    `replace`.
     """
 
     def __init__(
@@ -73,33 +74,33 @@ class ReservationTable:
         self._requests, self._placement = {each.name: each for each in requests}, placement
         self.held = list(held)
         self._unused: set[str] = set()
-        """Ranks that the trainer runs without."""
+        """Ranks without which the trainer now runs."""
         self._notice, self._noticed_at = "", 0.0
         self._lock = threading.Lock()
 
     def __contains__(self, name: str) -> bool:
-        """Whether resources are to be reserved for the process."""
+        """Whether resources are reserved for the process according to the plan."""
         return name in self._requests
 
-    def of(self, name: str) -> ProcessPlacement | None:
-        """Where the process runs; None where nothing is reserved for it."""
+    def placement_of(self, name: str) -> ProcessPlacement | None:
+        """Where the process runs; None if nothing is reserved for it."""
         held = next((each for each in self.held if name in each.gpus), None)
         return None if held is None else ProcessPlacement(held.node, held.gpus[name])
 
     def needs_gpus(self, name: str) -> bool:
         return self._requests[name].gpus > 0
 
-    def settle(
+    def reserve_all(
         self,
-        look: Callable[[], list[NodeResources]],
+        list_nodes: Callable[[], list[NodeResources]],
         reserve: ReserveFunction,
         busy_limit_s: float | None,
         notice_after_s: float,
     ) -> None:
-        """Reserves a place for each process, as soon as other runs have released enough; waits visibly.
+        """Reserves resources for each process, as soon as other runs have released enough.
 
         Args:
-            look: returns the current nodes. AllocatorUnavailable means: try again later.
+            list_nodes: returns the current nodes; called again later if it raises AllocatorUnavailable.
 
         Raises:
             PlacementError, DoesNotFit: the run would not fit on idle nodes either.
@@ -108,7 +109,7 @@ class ReservationTable:
 
         def attempt() -> bool | None:
             try:
-                assignment = assign(list(self._requests.values()), self._placement, look())
+                assignment = assign(list(self._requests.values()), self._placement, list_nodes())
                 self._record(reserve(assignment), assignment, logging.WARNING if self._notice else logging.INFO)
             except (NodesBusy, ReservationConflict, AllocatorUnavailable) as error:
                 self.notify(str(error), again_after_s=6 * notice_after_s)
@@ -121,15 +122,15 @@ class ReservationTable:
         )  # fmt: skip
 
     def drop_node(self, node: str) -> list[str]:
-        """Drops the reservations on a lost node; the groups to release."""
+        """Drops the reservations on a lost node. Returns the groups to release."""
         with self._lock:
             lost = [each for each in self.held if each.node == node]
             self.held = [each for each in self.held if each.node != node]
         return [each.group for each in lost]
 
     def set_ranks(self, ranks: Collection[str], nodes: Collection[str]) -> None:
-        """Sets the current trainer ranks. A rank without a place on one of these nodes (given by id) gets the place of
-        a rank that is no longer used."""
+        """Sets the current trainer ranks. A rank without a reservation on one of these nodes (given by id) gets the
+        reservation of a rank that is no longer used."""
         policy = [each.name for each in self._requests.values() if each.role == "policy"]
         with self._lock:
             self._unused = {name for name in policy if name not in ranks}
@@ -198,7 +199,7 @@ class ReservationTable:
             log.log(level, "reserved for %s on %s (%s): %s", processes, node, address, available)
 
     def _is_on(self, name: str, nodes: Collection[str]) -> bool:
-        place = self.of(name)
+        place = self.placement_of(name)
         return place is not None and place.node in nodes
 
     def _exchange(self, one: str, other: str) -> None:

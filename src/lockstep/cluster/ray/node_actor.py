@@ -81,7 +81,7 @@ class RunSite:
     several: bool
     """Whether there are other hosts."""
     ports: PortRange | None
-    """Ports on which agents may listen; any when None."""
+    """Ports on which agents may listen; any if None."""
 
     @staticmethod
     def of(

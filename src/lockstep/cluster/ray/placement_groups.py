@@ -111,7 +111,7 @@ def _wait_until_created(groups: Sequence[PlacementGroup], shares: Sequence[NodeS
 
 
 def _query_gpu_ids(group: PlacementGroup, gpus: int) -> Any:
-    """The GPUs of a group of one bundle, which are fixed for its life. None where it has none."""
+    """The GPUs of a group of one bundle, which are fixed for its life. None if it has none."""
     if not gpus:
         return None
     strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)

@@ -148,7 +148,7 @@ class RayCluster(PlacedCluster):
         """Starts with nothing left of an earlier generation."""
         self._publish_leader()
         self._write_state()
-        self._reserve_places()
+        self._reserve_for_all()
 
     def _inherit(self, inherited: InheritedRayNodes, facts: Sequence[NodeResources]) -> None:
         self._write_state()
@@ -237,7 +237,7 @@ class RayCluster(PlacedCluster):
     def _save_reservations(self) -> None:
         """Records the reservations for a later controller."""
         for node in self._ray_nodes:
-            held = [asdict(each) for each in self._places.held if each.node == node.id]
+            held = [asdict(each) for each in self._reservations.held if each.node == node.id]
             node.actor.save_reservations.remote(self._generation, held)
 
     def _write_state(self) -> None:
@@ -274,7 +274,7 @@ class RayCluster(PlacedCluster):
             ref = actors.request_agent(node.actor, self._leader(node.is_local), self._grace_s)
             self._attach(node, ref, bound_s)
         except Superseded as error:
-            self._outdated = True
+            self._known_superseded = True
             raise AgentGone("start", str(error)) from error
         except ray.exceptions.ActorDiedError:
             self._give_up(node)
@@ -320,14 +320,14 @@ class RayCluster(PlacedCluster):
             actors.tie_to_controller(own, self._generation, self._grace_s)
             node_actors = {node.id: node.actor for node in (*self._ray_nodes, *new)}
             held = reserve_groups(
-                node_actors, self._generation, assignment, self._places.held, self._config.notice_after_s
+                node_actors, self._generation, assignment, self._reservations.held, self._config.notice_after_s
             )
             self._start_agents(new)
             with self._lock:
                 self._check_open()
                 self._nodes = sorted([*self._nodes, *new], key=lambda node: not node.is_local)
         except BaseException as error:
-            self._outdated = self._outdated or isinstance(error, Superseded)
+            self._known_superseded = self._known_superseded or isinstance(error, Superseded)
             self._unfit |= {node.id for node in new} if isinstance(error, NodeRefused) else set()
             for each in held:
                 self._free(each.group)

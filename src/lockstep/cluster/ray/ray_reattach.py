@@ -46,7 +46,7 @@ class PlacedResources:
         )
 
     def difference(self, earlier: "PlacedResources") -> str | None:
-        """The difference, for people; None where the reservations of one serve the other."""
+        """The difference, for people; None if the reservations of one serve the other."""
         mine, before = self.processes, earlier.processes
         for what, names in (
             ("also has", [name for name in mine if name not in before]),
@@ -67,7 +67,7 @@ class RayRunState:
 
     generation: int = 0
     run: str | None = None
-    """None where nothing is left."""
+    """None if nothing is left."""
     needs: PlacedResources = PlacedResources()
 
     def write(self, cluster_dir: Path) -> None:
@@ -135,7 +135,7 @@ class _FoundActor:
 def take_over_ray_actors(
     config: Config, cluster_dir: Path, generation: int, requests: Sequence[ProcessRequest], placement: PlacementConfig
 ) -> InheritedRayNodes | None:
-    """Takes over what an earlier generation of the run has left, within its grace. None where nothing is usable for
+    """Takes over what an earlier generation of the run has left, within its grace. None if nothing is usable for
     these processes; the rest has been stopped then.
 
     Raises:
@@ -164,7 +164,7 @@ def take_over_ray_actors(
 
 
 def _adopt_actors(config: Config, run: str, generation: int, difference: str | None) -> InheritedRayNodes | None:
-    """`difference`: between the run's needs and its reservations; None where there is none."""
+    """`difference`: between the run's needs and its reservations; None if there is none."""
     found_actors, late = _find_actors(run, generation)
     if not found_actors and not late:
         return None

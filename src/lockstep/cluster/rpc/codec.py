@@ -1,8 +1,8 @@
-"""Values on the wire: msgpack, typed by the annotations of the called method; arrays travel as raw bytes.
+"""Encodes arguments and results of calls: as msgpack, typed by the method's annotations, with arrays as raw bytes.
 
-A payload is `body length | data start | body | padding | arrays`. Arrays from `INLINE_BYTES` bytes up follow the body,
-aligned, so that encoding copies them once and decoding never does: a decoded large array is a writable view of the
-received frame (and keeps it alive). Decoding cannot execute code: there is no pickle.
+A payload is `body length | data start | body | padding | arrays`. Arrays of at least `INLINE_BYTES` bytes follow the
+body, aligned: encoding copies them once, and decoding does not copy them. A decoded large array is a writable view of
+the received frame (and keeps the frame alive). Decoding cannot execute code, since pickle is not used.
 
 Types: None, bool, int (64 bit), float, str, bytes, list, tuple, dict, set, Literal, enums, dataclasses, datetimes,
 `numpy.ndarray`, `Path`, pydantic models, and unions as msgspec knows them (plus unions of pydantic models). Under
@@ -46,7 +46,7 @@ T = TypeVar("T")
 
 
 class CodecError(PicklableError, TypeError):
-    """A value that cannot be sent, or does not match the method's annotation: names method, argument and problem."""
+    """A value cannot be sent, or does not match the method's annotation. Names method, argument and problem."""
 
     def __init__(self, method: str, argument: str, problem: str) -> None:
         super().__init__(f"{method}: {argument}: {problem}")
@@ -65,43 +65,45 @@ class MethodSignature:
         self._signature = signature.replace(parameters=self._parameters)
         positional = all(parameter.kind is not parameter.KEYWORD_ONLY for parameter in self._parameters)
         self._names = tuple(parameter.name for parameter in self._parameters) if positional else ()
-        self._needed = sum(parameter.default is parameter.empty for parameter in self._parameters)
-        self._plain: tuple[tuple[Any, ...], tuple[type, ...], Payload] = ((), (object,), b"")
-        """The last arguments, their types (1 and True are equal) and their encoding."""
+        self._required = sum(parameter.default is parameter.empty for parameter in self._parameters)
+        self._last_encoding: tuple[tuple[Any, ...], tuple[type, ...], Payload] = ((), (object,), b"")
+        """The last arguments, their types (since 1 == True) and their encoding."""
         for parameter in self._parameters:
             if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
                 raise CodecError(self.qualified, parameter.name, "a remote method needs named parameters, no * or **")
         hints = _type_hints(method)
-        self._takes = {p.name: _WireType(self.qualified, p.name, hints.get(p.name, Any)) for p in self._parameters}
-        self._gives = _WireType(self.qualified, "return value", _result_type(hints.get("return", Any)))
+        self._parameter_types = {
+            p.name: _WireType(self.qualified, p.name, hints.get(p.name, Any)) for p in self._parameters
+        }
+        self._result = _WireType(self.qualified, "return value", _result_type(hints.get("return", Any)))
         self._struct = msgspec.defstruct(
             "Arguments",
-            [(name, kind.wire, msgspec.UNSET) for name, kind in self._takes.items()],
-            rename={name: name for name in self._takes},
+            [(name, kind.wire_type, msgspec.UNSET) for name, kind in self._parameter_types.items()],
+            rename={name: name for name in self._parameter_types},
             kw_only=True,
             forbid_unknown_fields=True,
         )
 
     def encode_arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Payload:
-        """Encodes the arguments of a call. Immutable arguments equal to the last ones reuse their encoding: thousands
-        of ranks get the same.
+        """Encodes the arguments of a call. Reuses the last encoding for equal immutable arguments, since thousands of
+        ranks may get the same.
 
         Raises TypeError for arguments that the method does not accept, CodecError for values that cannot be sent."""
-        types, known = tuple(map(type, args)), self._plain
+        types, known = tuple(map(type, args)), self._last_encoding
         if types == known[1] and args == known[0] and not kwargs:
             return known[2]
-        given = self._bind(args, kwargs)
+        arguments = self._bind(args, kwargs)
         try:
-            payload = encode_payload(given)
+            payload = encode_payload(arguments)
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
-            raise CodecError(self.qualified, *_find_unencodable(given, error)) from None
+            raise CodecError(self.qualified, *_find_unencodable(arguments, error)) from None
         if not kwargs and _IMMUTABLE_TYPES.issuperset(types):
-            self._plain = args, types, payload
+            self._last_encoding = args, types, payload
         return payload
 
     def _bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Arguments by name."""
-        if not kwargs and self._needed <= len(args) <= len(self._names):
+        """Returns the arguments by name."""
+        if not kwargs and self._required <= len(args) <= len(self._names):
             return dict(zip(self._names, args, strict=False))
         try:
             return self._signature.bind(*args, **kwargs).arguments
@@ -109,10 +111,12 @@ class MethodSignature:
             raise TypeError(f"{self.qualified}: {error}") from None
 
     def decode_arguments(self, payload: Payload | bytearray) -> dict[str, Any]:
-        """The given arguments, by name."""
+        """Decodes the given arguments. Returns them by name."""
         values = self._decode(payload, self._struct)
-        given = ((name, getattr(values, name)) for name in self._takes)
-        return {name: self._takes[name].finish(value) for name, value in given if value is not msgspec.UNSET}
+        arguments = ((name, getattr(values, name)) for name in self._parameter_types)
+        return {
+            name: self._parameter_types[name].convert(value) for name, value in arguments if value is not msgspec.UNSET
+        }
 
     def encode_result(self, value: Any) -> Payload:
         try:
@@ -121,7 +125,7 @@ class MethodSignature:
             raise CodecError(self.qualified, "return value", str(error)) from None
 
     def decode_result(self, payload: Payload | bytearray) -> Any:
-        return self._gives.finish(self._decode(payload, self._gives.wire))
+        return self._result.convert(self._decode(payload, self._result.wire_type))
 
     def _decode(self, payload: Payload | bytearray, kind: Any) -> Any:
         try:
@@ -135,26 +139,26 @@ class MethodSignature:
 
 
 class _WireType:
-    """One annotation: the type that msgspec decodes to, and the conversion that remains after it."""
+    """The type that msgspec decodes for an annotation, and the conversion of the decoded value to the annotation."""
 
     def __init__(self, method: str, argument: str, annotation: Any) -> None:
-        self.wire = annotation
-        self.finish: Callable[[Any], Any] = _identity
+        self.wire_type = annotation
+        self.convert: Callable[[Any], Any] = _identity
         self._where = method, argument
         try:
             msgspec.msgpack.Decoder(annotation, dec_hook=_dec_hook)
         except TypeError as error:
-            if not _holds_models(annotation):
+            if not _contains_models(annotation):
                 raise CodecError(method, argument, str(error)) from None
             from pydantic import TypeAdapter
             from pydantic.errors import PydanticUserError
 
-            self.wire = Any
+            self.wire_type = Any
             try:
                 self._adapter: TypeAdapter[Any] = TypeAdapter(annotation)
             except PydanticUserError:
                 raise CodecError(method, argument, str(error)) from None
-            self.finish = self._validate
+            self.convert = self._validate
 
     def _validate(self, value: Any) -> Any:
         try:
@@ -164,10 +168,10 @@ class _WireType:
 
 
 def encode_payload(value: Any) -> Payload:
-    """Encodes the value as it is now: later changes to its arrays do not affect the payload.
+    """Encodes a value. Later changes to its arrays do not affect the payload.
 
     Raises:
-        TypeError, ValueError, OverflowError: what in the value cannot be sent.
+        TypeError, ValueError, OverflowError: the value contains something that cannot be sent.
     """
     arrays = _ArrayCollector()
     body = msgspec.msgpack.Encoder(enc_hook=arrays.hook).encode(value)
@@ -179,8 +183,8 @@ def encode_payload(value: Any) -> Payload:
     prefix = _PREFIX.pack(len(body), start)
     if not arrays.kept:
         return prefix + body
-    whole = np.empty(start + arrays.size, np.uint8)
-    view = whole.data
+    buffer = np.empty(start + arrays.size, np.uint8)
+    view = buffer.data
     view[: _PREFIX.size + len(body)] = prefix + body
     for offset, array in arrays.kept:
         target = np.frombuffer(view, array.dtype, array.size, start + offset)
@@ -192,7 +196,7 @@ def decode_payload(payload: Payload | bytearray, kind: Any) -> Any:
     """Decodes a value of type `kind`. Large arrays are views of `payload`.
 
     Raises:
-        msgspec.ValidationError: the value is not a `kind`; says where.
+        msgspec.ValidationError: the value is not a `kind`; says which part.
         ValueError: the payload is truncated or inconsistent.
     """
     view = memoryview(payload).cast("B")
@@ -232,12 +236,12 @@ class _EncodedValue:
 
 
 def encode_once(value: T) -> T:
-    """Encodes a value once, for use among the arguments of many calls. JSON-like values only; TypeError for others."""
+    """Encodes a value once, for use as an argument of many calls. Raises TypeError if the value is not JSON-like."""
     return typing.cast(T, _EncodedValue(value))
 
 
 class _ArrayCollector:
-    """Collects the arrays that follow the body while it is encoded."""
+    """Collects, while the body is encoded, the arrays that will follow it."""
 
     def __init__(self) -> None:
         self.kept: list[tuple[int, np.ndarray]] = []
@@ -315,9 +319,9 @@ def _dec_hook(kind: Any, value: Any) -> Any:
     raise TypeError(f"{kind} cannot be sent between processes")
 
 
-def _find_unencodable(given: Mapping[str, Any], error: Exception) -> tuple[str, str]:
-    """The first argument that cannot be encoded by itself, and why."""
-    for name, value in given.items():
+def _find_unencodable(arguments: Mapping[str, Any], error: Exception) -> tuple[str, str]:
+    """Returns the name of the first argument that cannot be encoded, and why."""
+    for name, value in arguments.items():
         try:
             encode_payload(value)
         except (TypeError, ValueError, OverflowError, RecursionError) as reason:
@@ -331,17 +335,17 @@ def _type_hints(method: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _result_type(annotation: Any) -> Any:
-    """The type that a method's caller gets: for a `DeferredResult[T]`, T."""
+    """The type that the caller of a method gets: T for a `DeferredResult[T]`."""
     return typing.get_args(annotation)[0] if typing.get_origin(annotation) is DeferredResult else annotation
 
 
-def _holds_models(annotation: Any) -> bool:
+def _contains_models(annotation: Any) -> bool:
     """Whether the annotation consists of pydantic models and builtins, so that pydantic can validate it."""
     if typing.get_origin(annotation) is typing.Annotated:
-        return _holds_models(typing.get_args(annotation)[0])
+        return _contains_models(typing.get_args(annotation)[0])
     arguments = typing.get_args(annotation)
     if arguments:
-        return any(_holds_models(argument) for argument in arguments)
+        return any(_contains_models(argument) for argument in arguments)
     return isinstance(annotation, type) and hasattr(annotation, "model_validate")
 
 

@@ -1,7 +1,7 @@
-"""Calls in progress, and the one way to wait for them.
+"""Calls in progress, and the functions that wait for them.
 
 A wait continues as long as the called worker makes progress. After `notice_after_s` without progress it logs a warning,
-and after the limit it raises `Stalled`. The first failure among many calls ends the wait for all of them.
+and after a limit it raises `Stalled`. A wait for many calls ends with the first failure.
 """
 
 import contextlib
@@ -19,43 +19,45 @@ from lockstep.cluster.protocol import PendingResult, RemoteError, WorkerDied
 
 R = TypeVar("R")
 CallError = RemoteError | WorkerDied | Stalled
-"""How a call may fail."""
+"""The errors of a failed call."""
 
 log = logging.getLogger(__name__)
 
 OVERDUE_CHECK_S = 5.0
-"""Progress is checked four times a second. When a check is this late, this process itself was stopped or starved, and
-its knowledge of other processes is outdated: the stall clocks restart."""
+"""Progress is checked four times a second. If a check is this late, this process itself was stopped or got no CPU time,
+and what it knows of other processes is outdated: the stall clocks restart."""
 DEATH_NOTICE_S = 1.0
-"""Longest time until a death is known. Errors of peers, whose collective it broke, may arrive earlier."""
+"""Longest time until a death is known. Errors of the dead worker's peers in a collective may arrive earlier."""
 
 
 class CallTarget(Protocol):
     """What a wait needs to know about a worker."""
 
     name: str
-    moves: int
+    progress_count: int
     """Grows whenever the worker makes progress."""
-    moved_at: float
+    last_progress_at: float
     """Monotonic time of the last progress."""
     stall_limit_s: float
     notice_after_s: float
 
     def describe(self) -> str:
-        """What it does now, as a predicate: stage, wait, whether it is stopped."""
+        """What the worker is doing, as a verb phrase: its stage, its wait, whether it is stopped."""
 
 
 class PendingCall(Generic[R]):
-    """A call sent to a worker. Settled once, by the thread that reads the worker's results."""
+    """A call sent to a worker. The thread that reads the worker's results settles it, once."""
 
     __slots__ = (
-        "_callbacks", "_error", "_lock", "_payload", "_read", "_state", "_value", "beside", "label", "settled_at",
+        "_callbacks", "_error", "_lock", "_payload", "_read", "_state", "_value", "concurrent", "label", "settled_at",
         "submitted_at", "worker",
     )  # fmt: skip
 
-    def __init__(self, worker: CallTarget, label: str, read: Callable[[memoryview], R], beside: bool = False) -> None:
-        """`beside`: runs beside the calls that run in order (`@concurrent`)."""
-        self.worker, self.label, self.beside = worker, label, beside
+    def __init__(
+        self, worker: CallTarget, label: str, read: Callable[[memoryview], R], concurrent: bool = False
+    ) -> None:
+        """`concurrent`: whether the worker may run it at the same time as another call."""
+        self.worker, self.label, self.concurrent = worker, label, concurrent
         self.submitted_at = time.monotonic()
         self.settled_at = 0.0
         self._read = read
@@ -78,17 +80,17 @@ class PendingCall(Generic[R]):
         return self._error
 
     def result(self, why: str, stall_s: float | None = None) -> R:
-        """The value; waits as long as the worker makes progress.
+        """Returns the value; waits as long as the worker makes progress.
 
         Raises:
-            Stalled: the worker made none for `stall_s` (the cluster's limit when None).
+            Stalled: the worker made no progress for `stall_s` (by default the cluster's limit).
             RemoteError: the method raised.
             WorkerDied: the worker ended before it sent a result.
         """
         return self.take() if self.done() else gather_results([self], why, stall_s)[0]
 
     def on_done(self, callback: Callable[[], None]) -> None:
-        """Calls `callback` once the call is settled; at once when it is."""
+        """Calls `callback` once the call is settled; immediately if it already is."""
         with self._lock:
             if self._state == "open":
                 self._callbacks.append(callback)
@@ -96,7 +98,7 @@ class PendingCall(Generic[R]):
         callback()
 
     def settle(self, payload: memoryview) -> None:
-        """Stores the encoded result, which the caller decodes."""
+        """Stores the encoded result; the thread that calls `take` decodes it."""
         self._payload = payload
         self._finish("answered")
 
@@ -114,7 +116,7 @@ class PendingCall(Generic[R]):
             callback()
 
     def take(self) -> R:
-        """The value of a call that is done. Raises what `result` raises."""
+        """Returns the value of a call that is done. Raises what `result` raises."""
         if self._error is not None:
             raise self._error
         with self._lock:
@@ -125,12 +127,12 @@ class PendingCall(Generic[R]):
 
 
 def gather_results(pendings: Sequence[PendingResult[R]], why: str, stall_s: float | None = None) -> list[R]:
-    """Waits for all calls; their results, in order. The first failure is raised, at most `DEATH_NOTICE_S` later; the
-    other calls continue, and their results are dropped.
+    """Waits for all calls and returns their results, in order. Raises the first failure, at most `DEATH_NOTICE_S` after
+    it; the other calls continue, and their results are dropped.
 
     Raises:
-        Stalled: a worker made no progress for `stall_s` (the cluster's limit when None).
-        RemoteError, WorkerDied: the first failure; a death is preferred to the errors that it caused elsewhere.
+        Stalled: a worker made no progress for `stall_s` (by default the cluster's limit).
+        RemoteError, WorkerDied: the first failure. A death takes precedence over the errors that it caused elsewhere.
     """
     watch = _CallWait([_require_pending_call(pending) for pending in pendings], why, stall_s)
     watch.wait()
@@ -147,7 +149,7 @@ def gather_identical(pendings: Sequence[PendingResult[R]], why: str) -> R:
 def gather_outcomes(
     pendings: Sequence[PendingResult[R]], why: str, stall_s: float | None = None
 ) -> list[R | CallError]:
-    """Waits for all calls; the result or error of each, in order. A failure does not end the wait for the others."""
+    """Waits for all calls and returns the result or error of each, in order. A failure does not end the wait."""
     calls = [_require_pending_call(pending) for pending in pendings]
     stalled: dict[PendingCall[R], Stalled] = {}
     while left := [call for call in calls if not call.done() and call not in stalled]:
@@ -155,8 +157,8 @@ def gather_outcomes(
             watch = _CallWait(left, why, stall_s)
             watch.wait()
         except Stalled as error:
-            still = [call for call in left if call.worker.name == error.waits_for] or left
-            stalled |= dict.fromkeys(still, error)
+            of_worker = [call for call in left if call.worker.name == error.waits_for] or left
+            stalled |= dict.fromkeys(of_worker, error)
         except (RemoteError, WorkerDied):
             continue  # the outcomes are read from the calls below
     outcomes: list[R | CallError] = []
@@ -210,8 +212,8 @@ class _CallWait(Generic[R]):
             first.take()
 
     def _find_deaths(self, failed: Sequence[PendingCall[R]]) -> list[PendingCall[R]]:
-        """Calls whose workers died, where errors of their peers arrived first: an effect must not be reported as the
-        cause."""
+        """Waits shortly for deaths among the other workers, and returns their calls. A death may have caused the errors
+        that arrived first, and an effect must not be reported as the cause."""
         known = {call.worker.name for call in failed}
         others = [call for call in self.calls if call.worker.name not in known]
         if not others or any(isinstance(call.error, WorkerDied) for call in failed):
@@ -229,7 +231,7 @@ class _CallWait(Generic[R]):
         return []
 
     def _missing_workers(self) -> str:
-        """The workers whose results are missing, for people."""
+        """The names of the workers whose results are missing."""
         names = list(dict.fromkeys(call.worker.name for call in self.calls if not call.done()))
         return summarize_list(names, 4) or "workers"
 
@@ -248,29 +250,29 @@ class _CallWait(Generic[R]):
         if now - self._checked_at > OVERDUE_CHECK_S:
             self._resumed_at = now
         self._checked_at = now
-        moves = 0
+        progress = 0
         if self._left != self._reported:
             self._reported = self._left
             narrow_wait(self._missing_workers())
         for call in self.calls:
             if not call.done():
-                moves += call.worker.moves
+                progress += call.worker.progress_count
                 self._check_stall(call, now)
-        return moves, self._left, self._resumed_at
+        return progress, self._left, self._resumed_at
 
     def _check_stall(self, call: PendingCall[Any], now: float) -> None:
         worker = call.worker
-        quiet = now - max(worker.moved_at, call.submitted_at, self._resumed_at)
-        if quiet >= self._limit(call):
+        idle_s = now - max(worker.last_progress_at, call.submitted_at, self._resumed_at)
+        if idle_s >= self._limit(call):
             why = f"{self._why}; it {worker.describe()}"
             raise Stalled("call", worker.name, why, now - self._began, self._limit(call))
         notice_at = self._noticed.get(worker.name, worker.notice_after_s)
-        if quiet >= notice_at:
-            self._noticed[worker.name] = 2 * quiet
+        if idle_s >= notice_at:
+            self._noticed[worker.name] = 2 * idle_s
             log.warning(
                 "waiting for %s for %.0f s (%s): no progress for %.0f s; it %s",
-                worker.name, now - self._began, self._why, quiet, worker.describe(),
+                worker.name, now - self._began, self._why, idle_s, worker.describe(),
             )  # fmt: skip
-        elif worker.name in self._noticed and quiet < worker.notice_after_s:
+        elif worker.name in self._noticed and idle_s < worker.notice_after_s:
             del self._noticed[worker.name]
             log.warning("%s is making progress again (%s)", worker.name, self._why)

@@ -45,13 +45,13 @@ class RemoteWorker:
         notice_after_s: float,
         wake: Callable[["RemoteWorker", Connection | None], None],
     ) -> None:  # fmt: skip
-        """`wake` is called when a connection has data left to write, or is closed."""
+        """`wake` is called when the connection has data left to write, or is closed."""
         self.spec, self.name, self.node = spec, spec.name, node
         self.log = node.logs / f"{spec.name}.log"
-        """Path of the worker's log on its node."""
+        """Path of the worker's log, on the worker's node."""
         self.pid = 0
         self.stall_limit_s, self.notice_after_s = stall_limit_s, notice_after_s
-        self.moves, self.moved_at = 0, time.monotonic()
+        self.progress_count, self.last_progress_at = 0, time.monotonic()
         self.connected_once = False
         self._beacon = run_shm_dir(run) / f"{spec.name}.beacon"
         self._wake = wake
@@ -66,7 +66,7 @@ class RemoteWorker:
         self._heartbeat: HeartbeatMessage | None = None
         self._observed: object = None
         self.started: PendingCall[None] = PendingCall(self, "start", lambda payload: None)
-        """Settled when the service is constructed, or has been taken over by this controller."""
+        """Settled once the service is constructed, or renewed for this controller."""
 
     def __repr__(self) -> str:
         return f"RemoteWorker({self.name}, pid {self.pid}, {'dead' if self._death else 'alive'})"
@@ -79,15 +79,14 @@ class RemoteWorker:
         """
         signature = signature_of(method)
         payload = signature.encode_arguments(args, kwargs)
-        beside = signature.concurrent
-        call: PendingCall[R] = PendingCall(self, signature.qualified, signature.decode_result, beside)
+        call: PendingCall[R] = PendingCall(self, signature.qualified, signature.decode_result, signature.concurrent)
         with self._lock:
             if self._death is not None:
                 call.fail(self._death)
                 return call
             number = next(self._ids)
             arrived, self._unacknowledged = self._unacknowledged, []
-            parts = pack_message(CallMessage(number, signature.name, beside, arrived), payload)
+            parts = pack_message(CallMessage(number, signature.name, signature.concurrent, arrived), payload)
             self._open_calls[number] = call, parts
             self._send(parts)
         return call
@@ -101,11 +100,11 @@ class RemoteWorker:
         return (
             self._death is None
             and self.pid > 0
-            and (processes.is_alive(self.pid) if self.node.here else self.node.alive)
+            and (processes.is_alive(self.pid) if self.node.is_local else self.node.alive)
         )
 
     def on_death(self, callback: Callable[[WorkerDied], None]) -> None:
-        """Calls `callback` once the worker's end is known, in the thread that learns of it, or immediately if it is
+        """Calls `callback` once it is known that the worker ended, in the thread that notices it; immediately if it is
         already known."""
         with self._lock:
             if self._death is None:
@@ -132,32 +131,32 @@ class RemoteWorker:
     def connection(self) -> Connection | None:
         return self._connection
 
-    def leave(self, why: str) -> None:
+    def request_exit(self, why: str) -> None:
         """Tells the worker to exit after the running call."""
         with self._lock:
             self._send(pack_message(LeaveMessage(why)))
 
     def describe(self) -> str:
-        """What the worker does now, as a verb phrase (`is in stage ...`): from its beacon if it is on this host, else
+        """What the worker is doing, as a verb phrase (`is in stage ...`): from its beacon if it is on this host, else
         from its last heartbeat."""
-        here = self.node.here
-        if here and self.pid and processes.process_state(self.pid) in ("T", "t"):
+        is_local = self.node.is_local
+        if is_local and self.pid and processes.process_state(self.pid) in ("T", "t"):
             return "is stopped (SIGSTOP, or a debugger)"
         if not self.connected_once:
             return "has not connected yet"
-        state = read_beacon(self._beacon) if here else None
+        state = read_beacon(self._beacon) if is_local else None
         if state is not None and state.pid != self.pid:
             state = None
         stage, wait = self._stage_and_wait(state)
-        place = f"is in stage {stage}" if stage else "reports no stage"
+        activity = f"is in stage {stage}" if stage else "reports no stage"
         waits_for = f", waits for {wait}" if wait else ""
         silent_s = 0.0 if state is None or not state.beat_ns else (time.monotonic_ns() - state.beat_ns) / 1e9
         frozen = f", frozen: none of its threads has run for {silent_s:.0f} s" if silent_s > OVERDUE_CHECK_S else ""
         lost = "" if self._connection is not None else ", and its connection is down"
-        return place + waits_for + frozen + lost
+        return activity + waits_for + frozen + lost
 
     def _stage_and_wait(self, state: BeaconState | None) -> tuple[str, str]:
-        """Its stage, and the wait of its main thread (or of another thread, when the main thread does not wait)."""
+        """The worker's stage, and the wait of its main thread (of another thread if the main thread does not wait)."""
         if state is None:
             return (self._heartbeat.stage, self._heartbeat.wait) if self._heartbeat is not None else ("", "")
         waiting = [wait for wait in state.waits if wait.thread == state.pid] or list(state.waits)
@@ -181,23 +180,23 @@ class RemoteWorker:
                 )
                 self._settle_call(number, error, payload)
             case HeartbeatMessage():
-                if self._heartbeat is None or self._heartbeat.moves != message.moves:
+                if self._heartbeat is None or self._heartbeat.progress_count != message.progress_count:
                     self.record_progress()
                 self._heartbeat = message
 
     def record_progress(self) -> None:
-        self.moves += 1
-        self.moved_at = time.monotonic()
+        self.progress_count += 1
+        self.last_progress_at = time.monotonic()
 
     def observe(self, value: object) -> None:
-        """Records a value that changes as the worker progresses: bytes of a frame in transfer, CPU time during
-        imports."""
+        """Records progress if `value` has changed: it is a measure such as transferred bytes of a frame, or CPU time
+        during imports."""
         if value != self._observed:
             self._observed = value
             self.record_progress()
 
     def connection_lost(self, connection: Connection) -> None:
-        """The connection broke; the worker reconnects."""
+        """Handles a broken connection; the worker will reconnect."""
         with self._lock:
             connection.close()
             if self._connection is connection:
@@ -205,7 +204,7 @@ class RemoteWorker:
         self._wake(self, connection)
 
     def acknowledge(self) -> None:
-        """Acknowledges results, unless a call has already done so."""
+        """Acknowledges the results that no call has acknowledged yet."""
         if self._unacknowledged:
             with self._lock:
                 arrived, self._unacknowledged = self._unacknowledged, []
@@ -216,8 +215,8 @@ class RemoteWorker:
         with self._lock:
             if self._death is not None:
                 return
-            log_end = log_tail(self.log) if self.node.here else log_end
-            lost = "" if exit_code is not None or self.node.here else self.node.why_lost
+            log_end = log_tail(self.log) if self.node.is_local else log_end
+            lost = "" if exit_code is not None or self.node.is_local else self.node.why_lost
             self._death = WorkerDied(self.name, self.spec.rank, exit_code, log_end, lost)
             open_calls, self._open_calls = list(self._open_calls.values()), {}
             callbacks, self._death_callbacks = self._death_callbacks, []
@@ -246,7 +245,7 @@ class RemoteWorker:
             self._unacknowledged.append(number)
         if known is None:
             return
-        if not known[0].beside:  # a result from its I/O thread is no progress of its main thread
+        if not known[0].concurrent:  # concurrent calls run in the I/O thread: no progress of the main thread
             self.record_progress()
         if error is not None:
             known[0].fail(error)

@@ -19,6 +19,7 @@ from lockstep.cluster.rpc.rpc_messages import LeaveMessage, ResumeMessage, pack_
 log = logging.getLogger(__name__)
 
 TICK_S = 0.5
+_GIVEN_UP = "the controller gave this worker up while it was unreachable"
 
 
 class RpcServer:
@@ -37,7 +38,7 @@ class RpcServer:
         self._tick = tick
         self._workers: dict[str, RemoteWorker] = {}
         self._given_up: set[str] = set()
-        """Workers that were declared dead while unreachable, and may still run."""
+        """Names of workers that were declared dead while unreachable, and may still run."""
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._wake_in, self._wake_out = socket.socketpair()
         for end in (self._wake_in, self._wake_out):
@@ -49,7 +50,7 @@ class RpcServer:
         self._writing: set[Connection] = set()
         """Connections that the selector watches for room to write."""
         self._changed: queue.SimpleQueue[Connection] = queue.SimpleQueue()
-        """Connections that have data left to write, or are closed: few of possibly thousands at a time."""
+        """Connections that have data left to write, or are closed; so that not all connections need checking."""
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="lockstep-hub", daemon=True)
         self._thread.start()
@@ -70,14 +71,17 @@ class RpcServer:
             del self._workers[worker.name]
 
     def give_up(self, worker: RemoteWorker) -> None:
-        """Declares a worker dead whose node is unreachable: its calls fail, and it is rejected should it reconnect.
-        Runs in the server's thread."""
+        """Declares a worker dead whose node is unreachable. Its calls fail, and if it reconnects, it is rejected. Runs
+        in the server's thread."""
         self._given_up.add(worker.name)
         worker.mark_dead(None)
 
     def worker_ended(self, name: str, pid: int, exit_code: int | None, log_end: str = "") -> None:
-        """Handles the end of a worker, whose log ends with `log_end`: its last results are read, then its open calls
-        fail. Any thread may call."""
+        """Handles the end of a worker: reads its last results, then its open calls fail. Any thread may call.
+
+        Args:
+            log_end: the last lines of the worker's log.
+        """
 
         def mark_dead() -> None:
             worker = self._workers.get(name)
@@ -90,13 +94,13 @@ class RpcServer:
         self.wake()
 
     def connection_changed(self, worker: RemoteWorker, connection: Connection | None) -> None:
-        """Has the thread handle a connection that has data left to write, or is closed. Any thread may call."""
+        """Makes the thread handle a connection that has data left to write, or is closed. Any thread may call."""
         if connection is not None:
             self._changed.put(connection)
         self.wake()
 
     def wake(self) -> None:
-        """Wakes the thread, which then runs its queued jobs."""
+        """Wakes the server's thread, which then runs its queued jobs."""
         with contextlib.suppress(BlockingIOError, OSError):
             self._wake_out.send(b"\0")
 
@@ -151,16 +155,19 @@ class RpcServer:
         self._selector.register(connection, selectors.EVENT_READ)
 
     def _reject(self, connection: Connection) -> None:
-        """A worker that was given up while unreachable has been replaced, and must exit."""
+        """Rejects an unknown worker. A worker that was given up while unreachable has been replaced, and must exit."""
         name = connection.peer.name
         log.warning("unknown worker %s connected%s", name, " (it was given up)" if name in self._given_up else "")
         if name in self._given_up:
             with contextlib.suppress(WireError):
-                connection.send(*pack_message(LeaveMessage("it was given up while unreachable")), timeout_s=0.5)
+                connection.send(
+                    *pack_message(LeaveMessage("the controller gave this worker up while it was unreachable")),
+                    timeout_s=0.5,
+                )
         connection.close()
 
     def _watch_writes(self) -> None:
-        """Watches connections that have data left to write; drops closed ones."""
+        """Makes the selector watch connections that have data left to write; drops closed connections."""
         while not self._changed.empty():
             connection = self._changed.get_nowait()
             if connection.closed:

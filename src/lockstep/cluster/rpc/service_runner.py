@@ -1,8 +1,8 @@
-"""The worker's main thread: constructs the service and runs its calls in the order of their submission.
+"""The worker's main thread: constructs the service and runs its calls in the order in which they were submitted.
 
 Between calls it runs the service's `background()` as long as that returns True, so that an engine can decode between
-two messages. An arriving call waits for one turn of it at most. A service that a deferred controller may adopt has a
-`renew()`, which drops everything that the first controller requested.
+two calls. A new call waits until `background()` returns, but no longer. A service that a later controller may adopt has
+a `renew()`, which drops everything that the earlier controller requested.
 """
 
 import importlib
@@ -30,11 +30,11 @@ IDLE_POLL_S = 0.5
 
 
 class ServiceInterrupted(BaseException):
-    """Raised in the main thread by SIGTERM: the process exits in order, whatever it is doing."""
+    """Raised in the main thread by SIGTERM, so that the process exits in order, whatever it is doing."""
 
 
 class NotRenewable(RuntimeError):
-    """The run's next controller cannot use this worker."""
+    """The run's next controller cannot adopt this worker."""
 
 
 class ResultSink(Protocol):
@@ -55,12 +55,12 @@ class ServiceRunner:
         self._changed = threading.Condition()
         self._broken: FailureMessage | None = None
         self._deferred: set[DeferredResult[Any]] = set()
-        """Results that are still to come."""
+        """Results that are not available yet."""
         self._leaving = ""
         self._renewing = False
         self._interruptible = False
         self.running = ""
-        """The running method, or `start`, or `background`; empty while idle."""
+        """Name of the running method, or `start`, `renew`, `background`, `close`; empty while idle."""
 
     @property
     def busy(self) -> bool:
@@ -72,17 +72,17 @@ class ServiceRunner:
         return bool(self._leaving)
 
     def deliver(self, call: CallMessage, arguments: memoryview) -> None:
-        """Accepts a call, from the I/O thread: queues it, or runs it immediately when it is concurrent."""
+        """Queues a call, or runs it immediately if it is concurrent. Called from the I/O thread."""
         if self._object is not None and self._is_concurrent(call):
-            self._answer(call, arguments, beside=True)
+            self._answer(call, arguments, concurrent=True)
             return
         with self._changed:
             self._calls.append((call, arguments))
             self._changed.notify()
 
     def renew(self) -> None:
-        """Handles a change of controller: queued calls of the previous one are dropped, then the service is renewed,
-        which is acknowledged as its start was. Called from the I/O thread."""
+        """Handles a change of controller: drops queued calls of the previous one, then renews the service, which sends
+        a result like the start of the service. Called from the I/O thread."""
         with self._changed:
             self._calls.clear()
             self._renewing = True
@@ -95,7 +95,7 @@ class ServiceRunner:
             self._changed.notify()
 
     def interrupt(self, why: str) -> None:
-        """Stops the loop, and the running call at its next Python instruction. From a signal handler only."""
+        """Stops the loop, and the running call at its next Python instruction. Only for signal handlers."""
         self._leaving = self._leaving or why
         if self._interruptible:
             self._interruptible = False
@@ -124,12 +124,12 @@ class ServiceRunner:
             self._broken = failure_message(START_CALL_ID, error)
             self._answers.answer(self._broken)
         else:
-            if not self._renewing:  # the renewal sends a result as well
+            if not self._renewing:  # then the renewal sends the result
                 self._answers.answer(ResultMessage(START_CALL_ID))
         self.running = ""
 
     def _run_once(self) -> None:
-        """Runs one call or one turn of the background work, or waits for either."""
+        """Runs a call, or else background work once; without either, waits."""
         if self._renewing:
             self._renew()
             return
@@ -182,17 +182,17 @@ class ServiceRunner:
     def _has_work(self) -> bool:
         return bool(self._calls or self._leaving or self._renewing)
 
-    def _answer(self, call: CallMessage, arguments: memoryview, beside: bool = False) -> None:
-        if not beside:
+    def _answer(self, call: CallMessage, arguments: memoryview, concurrent: bool = False) -> None:
+        if not concurrent:
             self.running = call.method
         try:
-            answer = self._execute(call, arguments, None if beside else self._broken)
+            answer = self._execute(call, arguments, None if concurrent else self._broken)
         except Exception as raised:  # noqa: BLE001 - whatever a call raises travels to the controller
             error = recorder.translate_error(raised)
             if isinstance(error, CollectiveStalled):
                 log.warning("%s was aborted: %s", call.method, error)
             answer = failure_message(call.id, error), b""
-        if not beside:
+        if not concurrent:
             self.running = ""
         if answer is not None:
             self._answers.answer(*answer)
@@ -200,7 +200,7 @@ class ServiceRunner:
     def _execute(
         self, call: CallMessage, arguments: memoryview, broken: FailureMessage | None
     ) -> tuple[ResultMessage | FailureMessage, Payload] | None:
-        """The result; None where it is deferred."""
+        """Runs a call and returns its result; None if the result is deferred."""
         if broken is not None:
             return FailureMessage(call.id, broken.kind, broken.message, broken.traceback, broken.code), b""
         method = self._method(call)
@@ -221,15 +221,15 @@ class ServiceRunner:
         value: Any,
         error: Exception | None,
     ) -> None:
-        if deferred not in self._deferred:  # its caller is gone
+        if deferred not in self._deferred:  # the controller that made the call has been replaced
             return
         self._deferred.discard(deferred)
         if error is None:
             try:
                 self._answers.answer(ResultMessage(call.id), signature.encode_result(value))
                 return
-            except CodecError as refused:
-                error = refused
+            except CodecError as codec_error:
+                error = codec_error
         self._answers.answer(failure_message(call.id, error), b"")
 
     def _method(self, call: CallMessage) -> Callable[..., Any]:
@@ -254,7 +254,7 @@ class ServiceRunner:
 
 
 def _renew_method(service: object, since: float) -> Callable[[], None]:
-    """The service's `renew`. Raises NotRenewable where there is none, or its code on disk has changed."""
+    """Returns the service's `renew`. Raises NotRenewable if there is none, or if its code on disk has changed."""
     renew = getattr(service, "renew", None)
     if renew is None:
         raise NotRenewable(f"{type(service).__qualname__} has no renew()")
@@ -282,10 +282,10 @@ def _escape_surrogates(text: str) -> str:
 
 
 def load_service(name: str, arguments: dict[str, Any]) -> object:
-    """Constructs `package.module:Class` with the arguments as keywords.
+    """Constructs the service with the arguments as keywords.
 
     Raises:
-        ValueError: the name is no `package.module:Class`.
+        ValueError: the name is not of the form `package.module:Class`.
     """
     module, _, attribute = name.partition(":")
     if not module or not attribute:

@@ -1,8 +1,8 @@
-"""`python -m lockstep.cluster.rpc.worker_main`: a process that hosts one service, and its redacted log.
+"""`python -m lockstep.cluster.rpc.worker_main`: a process that hosts one service, with a redacted log.
 
-Its manifest is a JSON file that `LOCKSTEP_WORKER` names; the run's token is in `LOCKSTEP_TOKEN`. Neither is an
-argument, which other users could read. The controller's address is in the run's shared memory (`Leader`). stdout and
-stderr are the worker's log; SIGUSR1 writes all stacks to it.
+The variable `LOCKSTEP_WORKER` names the worker's manifest, a JSON file; `LOCKSTEP_TOKEN` contains the run's token.
+Neither is an argument, since other users can read those. The controller's address is in the run's shared memory
+(`Leader`). stdout and stderr are the worker's log; SIGUSR1 writes all stacks to it.
 """
 
 import faulthandler
@@ -31,10 +31,10 @@ TOKEN_VARIABLE = "LOCKSTEP_TOKEN"
 
 
 class RedactedStream(io.TextIOWrapper):
-    """Redacts secrets in each line before it is written; each thread has its own unfinished line.
+    """Redacts secrets in each line before writing it. Each thread has its own unfinished line.
 
     Args:
-        known: secret values, besides those that are recognised by their form.
+        known: secret values, in addition to those that are recognised by their form.
     """
 
     def __init__(self, buffer: BinaryIO, known: Collection[str]) -> None:
@@ -43,15 +43,14 @@ class RedactedStream(io.TextIOWrapper):
         self._unfinished = threading.local()
 
     def write(self, text: str) -> int:
-        whole, newline, rest = (getattr(self._unfinished, "text", "") + text).rpartition("\n")
+        lines, newline, rest = (getattr(self._unfinished, "text", "") + text).rpartition("\n")
         self._unfinished.text = rest
         if newline:
-            super().write(redact_text(whole, self._known) + newline)
+            super().write(redact_text(lines, self._known) + newline)
         return len(text)
 
     def flush(self) -> None:
-        """Also writes an unfinished line, as progress bars need. A secret that is split between two pieces is not
-        found."""
+        """Also writes an unfinished line, as progress bars need. A secret that is split by the flush is not found."""
         rest = getattr(self._unfinished, "text", "")
         if rest:
             self._unfinished.text = ""
@@ -60,8 +59,8 @@ class RedactedStream(io.TextIOWrapper):
 
 
 def redact_worker_output(name: str) -> None:
-    """Redacts what this process prints through Python, its loggers and tracebacks: values that look like secrets, and
-    those of variables whose names do. SIGUSR1 and crashes write all stacks to stderr.
+    """Redacts the output of this process's Python code, loggers and tracebacks: values that look like secrets, and
+    values of environment variables whose names do. SIGUSR1 and crashes write all stacks to stderr.
 
     The output of C libraries and child processes is not redacted.
     """

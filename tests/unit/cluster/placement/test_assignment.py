@@ -156,7 +156,7 @@ def test_nodes_of_colocated_roles() -> None:
             {"policy": {"nodes": 2, "gpus_per_node": 8}}, run(8), r"are 16 GPUs, and trainer\.ranks 8 .*=16",
             id="product",
         ),
-        pytest.param({"policy": {"nodes": 3}}, run(8), r"trainer\.ranks 8 .*nodes 3: set it to 9", id="nodes"),
+        pytest.param({"policy": {"nodes": 3}}, run(8), r"trainer\.ranks 8 .*nodes 3: set trainer\.ranks to 9", id="3"),
         pytest.param({"policy": {"gpus_per_node": 3}}, run(8), r"a multiple of 3", id="per node"),
         pytest.param({"rollout": {"gpus_per_node": 3}}, run(1, 2, 2), r"parallel_size to a divisor of 3", id="width"),
         pytest.param(

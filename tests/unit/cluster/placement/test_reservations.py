@@ -52,9 +52,9 @@ class FakeNodes:
         if node in self.gpus:
             self.free[node] += taken
 
-    def loses(self, node: str, places: ReservationTable) -> None:
+    def loses(self, node: str, table: ReservationTable) -> None:
         del self.gpus[node]
-        for group in places.drop_node(node):
+        for group in table.drop_node(node):
             self.give_back(group)
 
 
@@ -64,22 +64,22 @@ def run(ranks: int, engines: int = 0, width: int = 1) -> list[ProcessRequest]:
 
 
 def settled(nodes: FakeNodes, wanted: list[ProcessRequest], **placement: Any) -> ReservationTable:
-    places = ReservationTable(wanted, PlacementConfig(**placement))
-    places.settle(nodes.look, nodes.reserve, 5.0, 1.0)
-    return places
+    table = ReservationTable(wanted, PlacementConfig(**placement))
+    table.reserve_all(nodes.look, nodes.reserve, 5.0, 1.0)
+    return table
 
 
-def nodes_of(places: ReservationTable, wanted: list[ProcessRequest]) -> dict[str, str]:
-    found = {each.name: places.of(each.name) for each in wanted}
+def nodes_of(table: ReservationTable, wanted: list[ProcessRequest]) -> dict[str, str]:
+    found = {each.name: table.placement_of(each.name) for each in wanted}
     return {name: place.node for name, place in found.items() if place is not None}
 
 
 def test_one_group_for_each_node() -> None:
     nodes, wanted = FakeNodes(a=4, b=4), run(8)
-    places = settled(nodes, wanted)
-    assert [(each.node, len(each.gpus)) for each in places.held] == [("a", 4), ("b", 4)]
-    assert places.of("policy-5") == ProcessPlacement("b", ("1",)) and places.of("scorer-0") is None
-    assert "policy-5" in places and "scorer-0" not in places
+    table = settled(nodes, wanted)
+    assert [(each.node, len(each.gpus)) for each in table.held] == [("a", 4), ("b", 4)]
+    assert table.placement_of("policy-5") == ProcessPlacement("b", ("1",)) and table.placement_of("scorer-0") is None
+    assert "policy-5" in table and "scorer-0" not in table
 
 
 @pytest.fixture
@@ -91,8 +91,8 @@ def told(caplog: pytest.LogCaptureFixture) -> Iterator[Any]:
 def test_conflicts_are_retried(told: Any) -> None:
     nodes = FakeNodes(a=4)
     nodes.refused = [ReservationConflict("others have taken it"), AllocatorUnavailable("nobody says")]
-    places = settled(nodes, run(4))
-    assert places.of("policy-3") == ProcessPlacement("a", ("3",))
+    table = settled(nodes, run(4))
+    assert table.placement_of("policy-3") == ProcessPlacement("a", ("3",))
     assert told(logging.WARNING) == [
         "nobody says", "others have taken it",
         "reserved for policy-0..3 on a (a): 4 of 64 CPUs and 4 of 4 GPUs",
@@ -109,7 +109,7 @@ def test_waits_are_bounded_and_impossible_requests_refused(told: Any) -> None:
     nodes = FakeNodes(a=4)
     nodes.free["a"] = []
     with pytest.raises(WaitTimeout):
-        ReservationTable(run(4), PlacementConfig()).settle(nodes.look, nodes.reserve, 0.6, 1.0)
+        ReservationTable(run(4), PlacementConfig()).reserve_all(nodes.look, nodes.reserve, 0.6, 1.0)
     assert told(logging.WARNING) == [
         "policy-0..3 wait for 4 GPUs and 4 CPUs (1 GPU and 1 CPU on one node): a has 4 of 4 GPUs in use"
     ]
@@ -119,13 +119,13 @@ def test_waits_are_bounded_and_impossible_requests_refused(told: Any) -> None:
 
 def test_only_processes_of_a_lost_node_move() -> None:
     nodes, wanted = FakeNodes(a=4, b=4), run(8)
-    places = settled(nodes, wanted, policy={"nodes": 2, "gpus_per_node": 4})
-    nodes.loses("b", places)
-    assert set(nodes_of(places, wanted).values()) == {"a"} and len(nodes_of(places, wanted)) == 4
+    table = settled(nodes, wanted, policy={"nodes": 2, "gpus_per_node": 4})
+    nodes.loses("b", table)
+    assert set(nodes_of(table, wanted).values()) == {"a"} and len(nodes_of(table, wanted)) == 4
     nodes.gpus |= {"c": 2, "d": 2}
     nodes.free |= {"c": [0, 1], "d": [0, 1]}
-    places.replace("policy-6", nodes.look(), nodes.reserve)
-    assert [(each.node, sorted(each.gpus)) for each in places.held] == [
+    table.replace("policy-6", nodes.look(), nodes.reserve)
+    assert [(each.node, sorted(each.gpus)) for each in table.held] == [
         ("a", ["policy-0", "policy-1", "policy-2", "policy-3"]),
         ("c", ["policy-4", "policy-5"]),
         ("d", ["policy-6", "policy-7"]),
@@ -134,88 +134,88 @@ def test_only_processes_of_a_lost_node_move() -> None:
 
 def test_a_recovered_node_is_free_again() -> None:
     nodes, wanted = FakeNodes(a=4, b=4), run(8)
-    places = settled(nodes, wanted)
-    nodes.loses("b", places)
+    table = settled(nodes, wanted)
+    nodes.loses("b", table)
     with pytest.raises(NodesBusy):
-        places.replace("policy-4", nodes.look(), nodes.reserve)
+        table.replace("policy-4", nodes.look(), nodes.reserve)
     nodes.gpus["b"], nodes.free["b"] = 4, [0, 1, 2, 3]
-    places.replace("policy-4", nodes.look(), nodes.reserve)
-    assert sorted(nodes_of(places, wanted).values()) == ["a"] * 4 + ["b"] * 4
+    table.replace("policy-4", nodes.look(), nodes.reserve)
+    assert sorted(nodes_of(table, wanted).values()) == ["a"] * 4 + ["b"] * 4
 
 
 def test_ranks_have_priority() -> None:
     nodes, wanted = FakeNodes(a=4, b=4), run(4, 4)
-    places = settled(nodes, wanted)
-    assert nodes_of(places, wanted)["policy-0"] == "a"
+    table = settled(nodes, wanted)
+    assert nodes_of(table, wanted)["policy-0"] == "a"
     nodes.gpus["c"], nodes.free["c"] = 4, [0, 1]
-    nodes.loses("a", places)
+    nodes.loses("a", table)
     with pytest.raises(NodesBusy):
-        places.replace("policy-0", nodes.look(), nodes.reserve)
+        table.replace("policy-0", nodes.look(), nodes.reserve)
     nodes.free["c"] = [0, 1, 2, 3]
-    places.replace("policy-0", nodes.look(), nodes.reserve)
-    nodes.loses("b", places)
+    table.replace("policy-0", nodes.look(), nodes.reserve)
+    nodes.loses("b", table)
     with pytest.raises(PlacementError):
-        places.replace("engine-0", nodes.look(), nodes.reserve)
+        table.replace("engine-0", nodes.look(), nodes.reserve)
     nodes.gpus["d"], nodes.free["d"] = 1, [0]
-    places.replace("engine-2", nodes.look(), nodes.reserve)
-    assert places.of("engine-2") == ProcessPlacement("d", ("0",)) and places.of("engine-0") is None
+    table.replace("engine-2", nodes.look(), nodes.reserve)
+    assert table.placement_of("engine-2") == ProcessPlacement("d", ("0",)) and table.placement_of("engine-0") is None
 
 
 def test_an_engine_leaves_resources_to_ranks() -> None:
     nodes, wanted = FakeNodes(a=4), run(3, 1)
-    places = settled(nodes, wanted)
+    table = settled(nodes, wanted)
     nodes.gpus["b"], nodes.free["b"] = 3, [0, 1, 2]
-    nodes.loses("a", places)
+    nodes.loses("a", table)
     with pytest.raises(PlacementError):
-        places.replace("engine-0", nodes.look(), nodes.reserve)
-    places.replace("policy-1", nodes.look(), nodes.reserve)
-    assert nodes_of(places, wanted) == {f"policy-{rank}": "b" for rank in range(3)}
+        table.replace("engine-0", nodes.look(), nodes.reserve)
+    table.replace("policy-1", nodes.look(), nodes.reserve)
+    assert nodes_of(table, wanted) == {f"policy-{rank}": "b" for rank in range(3)}
 
 
 def test_fewer_ranks_use_the_places_of_dropped_ones() -> None:
     nodes, wanted = FakeNodes(a=2, b=2), run(4)
-    places = settled(nodes, wanted)
-    nodes.loses("a", places)
-    places.set_ranks(["policy-0", "policy-1"], {"b"})
-    assert nodes_of(places, wanted) == {"policy-0": "b", "policy-1": "b"}
-    assert places.of("policy-0") == ProcessPlacement("b", ("0",)) and places.of("policy-1") == ProcessPlacement(
-        "b", ("1",)
-    )
-    places.set_ranks([f"policy-{rank}" for rank in range(4)], {"b"})
-    assert nodes_of(places, wanted) == {"policy-0": "b", "policy-1": "b"}, "who has a place keeps it"
+    table = settled(nodes, wanted)
+    nodes.loses("a", table)
+    table.set_ranks(["policy-0", "policy-1"], {"b"})
+    assert nodes_of(table, wanted) == {"policy-0": "b", "policy-1": "b"}
+    assert table.placement_of("policy-0") == ProcessPlacement("b", ("0",)) and table.placement_of(
+        "policy-1"
+    ) == ProcessPlacement("b", ("1",))
+    table.set_ranks([f"policy-{rank}" for rank in range(4)], {"b"})
+    assert nodes_of(table, wanted) == {"policy-0": "b", "policy-1": "b"}, "who has a place keeps it"
 
 
 def test_dropped_ranks_get_no_place() -> None:
     nodes, wanted = FakeNodes(a=2, b=2), run(4)
-    places = settled(nodes, wanted)
-    nodes.loses("a", places)
-    places.set_ranks(["policy-0", "policy-1", "policy-2"], {"b"})
+    table = settled(nodes, wanted)
+    nodes.loses("a", table)
+    table.set_ranks(["policy-0", "policy-1", "policy-2"], {"b"})
     nodes.gpus["c"], nodes.free["c"] = 2, [0, 1]
-    places.replace("policy-1", nodes.look(), nodes.reserve)
-    assert len(nodes_of(places, wanted)) == 3 and len(nodes.free["c"]) == 1
+    table.replace("policy-1", nodes.look(), nodes.reserve)
+    assert len(nodes_of(table, wanted)) == 3 and len(nodes.free["c"]) == 1
 
 
 def test_colocated_processes_move_together() -> None:
     nodes, wanted = FakeNodes(a=2, b=2), run(4, 2, 2)
-    places = settled(nodes, wanted, colocate="all")
-    assert places.of("engine-0") == ProcessPlacement("a", ("0", "1"))
+    table = settled(nodes, wanted, colocate="all")
+    assert table.placement_of("engine-0") == ProcessPlacement("a", ("0", "1"))
     nodes.gpus["c"], nodes.free["c"] = 2, [0, 1]
-    nodes.loses("b", places)
-    places.replace("engine-1", nodes.look(), nodes.reserve)
-    assert places.of("engine-1") == ProcessPlacement("c", ("0", "1")) and places.of("policy-3") == ProcessPlacement(
-        "c", ("1",)
-    )
-    nodes.loses("c", places)
-    places.set_ranks(["policy-0", "policy-1"], {"a"})
+    nodes.loses("b", table)
+    table.replace("engine-1", nodes.look(), nodes.reserve)
+    assert table.placement_of("engine-1") == ProcessPlacement("c", ("0", "1")) and table.placement_of(
+        "policy-3"
+    ) == ProcessPlacement("c", ("1",))
+    nodes.loses("c", table)
+    table.set_ranks(["policy-0", "policy-1"], {"a"})
     nodes.gpus["d"], nodes.free["d"] = 2, [0, 1]
-    places.replace("engine-1", nodes.look(), nodes.reserve)
-    assert places.of("engine-1") == ProcessPlacement("d", ("0", "1"))
+    table.replace("engine-1", nodes.look(), nodes.reserve)
+    assert table.placement_of("engine-1") == ProcessPlacement("d", ("0", "1"))
 
 
 def test_a_reason_to_wait_is_logged_once(told: Any) -> None:
-    places = ReservationTable(run(1), PlacementConfig())
+    table = ReservationTable(run(1), PlacementConfig())
     for text in ("one", "one", "another", "one"):
-        places.notify(text)
+        table.notify(text)
     assert told(logging.WARNING) == ["one", "another", "one"]
 
 
@@ -225,4 +225,6 @@ def test_reservations_round_trip() -> None:
     from dataclasses import asdict
 
     again = ReservationTable(wanted, PlacementConfig(), [Reservation.from_json(asdict(each)) for each in first.held])
-    assert nodes_of(again, wanted) == nodes_of(first, wanted) and again.of("policy-7") == first.of("policy-7")
+    assert nodes_of(again, wanted) == nodes_of(first, wanted) and again.placement_of("policy-7") == first.placement_of(
+        "policy-7"
+    )

@@ -14,15 +14,15 @@ from lockstep.cluster.rpc.futures import PendingCall, gather_results
 
 class Callee:
     def __init__(self, name: str, stall_limit_s: float = 60.0, notice_after_s: float = 60.0) -> None:
-        self.name, self.moves, self.moved_at = name, 0, time.monotonic()
+        self.name, self.progress_count, self.last_progress_at = name, 0, time.monotonic()
         self.stall_limit_s, self.notice_after_s = stall_limit_s, notice_after_s
 
     def describe(self) -> str:
         return "is in stage test"
 
     def move(self) -> None:
-        self.moves += 1
-        self.moved_at = time.monotonic()
+        self.progress_count += 1
+        self.last_progress_at = time.monotonic()
 
 
 def pending(worker: Callee) -> PendingCall[str]:

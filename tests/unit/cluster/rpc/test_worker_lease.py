@@ -233,7 +233,7 @@ def test_a_blocked_main_thread_does_not_keep_an_orphan(tmp_path: Path, stranger:
         began = time.monotonic()
         assert process.wait(8) == 75
         assert time.monotonic() - began < 5
-    assert "its main thread did not return" in (tmp_path / "log").read_text()
+    assert "the main thread did not return" in (tmp_path / "log").read_text()
 
 
 def test_an_orphan_waits_for_its_grace(tmp_path: Path, stranger: subprocess.Popen) -> None:
