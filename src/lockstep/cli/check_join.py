@@ -41,9 +41,9 @@ def run_probe(where: str, name: str | None, address: str | None, wait_s: float |
 
 
 def _gather_facts(order: Mapping[str, Any]) -> dict[str, Any]:
-    from lockstep.doctor.check.cluster.host_comparison import answer_look
+    from lockstep.doctor.check.cluster.host_comparison import answer_facts_order
 
-    return answer_look(order)
+    return answer_facts_order(order)
 
 
 def _exit_on_signal(number: int, frame: FrameType | None) -> None:

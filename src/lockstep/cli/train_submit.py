@@ -69,7 +69,7 @@ def _submit_job(
     with tempfile.TemporaryDirectory(prefix="lockstep-submit-") as folder:
         package = build_ray_package(config, Path(folder))
         if package.absolute_paths:
-            show_note(f"these paths are not uploaded and must exist on the cluster: {', '.join(package.absolute_paths)}")
+            show_note(f"not uploaded, so these must exist on the cluster: {', '.join(package.absolute_paths)}")
         words = [
             "python",
             "-m",

@@ -32,7 +32,7 @@ def remote(error: BaseException) -> RemoteError:
     return RemoteError("policy-1", 1, summary.kind, summary.message, summary.traceback, summary.code)
 
 
-def caught(call, *arguments) -> BaseException:
+def raised_error(call, *arguments) -> BaseException:
     with pytest.raises(Exception) as info:
         call(*arguments)
     error = info.value
@@ -42,7 +42,7 @@ def caught(call, *arguments) -> BaseException:
 
 def test_the_users_frames_of_a_workers_traceback_are_shown(tmp_path: Path) -> None:
     names = users_module(tmp_path, "import json\n\n\ndef read(text):\n    return json.loads(text)\n")
-    summary = describe_failure(remote(caught(names["read"], "{")))
+    summary = describe_failure(remote(raised_error(names["read"], "{")))
     assert summary.headline.startswith("policy-1: JSONDecodeError: Expecting property name")
     assert summary.lines[:2] == [f'File "{tmp_path}/users.py", line 5, in read', "  return json.loads(text)"]
     assert "json/" not in "".join(summary.lines)
@@ -50,10 +50,10 @@ def test_the_users_frames_of_a_workers_traceback_are_shown(tmp_path: Path) -> No
 
 def test_without_user_frames_lockstep_frames_are_shown() -> None:
     summary = describe_failure(
-        remote(caught(RewardError, 1, 2, 3, 4, 5, 6, 7, 8))
+        remote(raised_error(RewardError, 1, 2, 3, 4, 5, 6, 7, 8))
     )  # too many arguments: raised outside of lockstep
     assert (summary.headline.partition(": ")[2].partition(":")[0], summary.lines) == ("TypeError", [])
-    summary = describe_failure(remote(caught(LedgerFull, Path("x"), "many", 1)))
+    summary = describe_failure(remote(raised_error(LedgerFull, Path("x"), "many", 1)))
     assert summary.headline.startswith("policy-1: ValueError")
     assert "ledger/errors.py" in summary.lines[0] and "need" in summary.lines[1]
 

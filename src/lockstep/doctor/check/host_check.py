@@ -1,4 +1,4 @@
-"""Checks one host: gathers all facts in parallel within a time limit, then judges them with pure functions."""
+"""Checks one host: gathers all facts in parallel within a time limit, then judges them."""
 
 import socket
 import threading
@@ -26,7 +26,7 @@ from lockstep.doctor.output.findings import Finding
 GATHER_TIMEOUT_S = 5.0
 """Time limit for gathering all facts of a host."""
 _RESERVE_S = 0.4
-"""Part of the limit that is reserved for the work after gathering."""
+"""Part of the time limit that is reserved for the work after gathering."""
 
 _TIMED_OUT = "it did not answer within"
 
@@ -34,14 +34,14 @@ Gatherer = Callable[[], Any]
 
 
 def gather_host(system: HostSystem, needs: HostRequirements, bound_s: float = GATHER_TIMEOUT_S) -> HostFacts:
-    """Gathers all facts of this host in parallel; facts that are late are listed in `unchecked`."""
+    """Gathers all facts about this host in parallel; lists those that are not available in time in `unchecked`."""
     return run_gatherers(host_gatherers(system, needs, bound_s), bound_s)
 
 
 def host_gatherers(
     system: HostSystem, needs: HostRequirements, bound_s: float = GATHER_TIMEOUT_S
 ) -> dict[str, Gatherer]:
-    """By part of HostFacts, the function that gathers it."""
+    """The functions that gather the parts of HostFacts, by field name."""
     return {
         "versions": lambda: gather_versions(system),
         "gpus": lambda: nvidia_smi.gather_gpus(system, bound_s - 2 * _RESERVE_S),
@@ -60,7 +60,7 @@ def host_gatherers(
 
 
 def run_gatherers(parts: Mapping[str, Gatherer], bound_s: float) -> HostFacts:
-    """Runs each gatherer in its own thread; a thread that hangs is abandoned."""
+    """Runs each gatherer in a thread of its own, and abandons threads that hang."""
     found: dict[str, Any] = {}
     unchecked: dict[str, str] = {}
     faults: dict[str, str] = {}
@@ -112,7 +112,7 @@ HOST_SECTIONS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "limits": ("Limits", ("limits", "disks", "clock")),
     "network": ("Network of this host", ("network", "names", "ports", "ray_token")),
 }
-"""By section, its title and the facts that it judges."""
+"""By section of the report, its title and the parts of HostFacts that it judges."""
 
 _PART_NAMES = {
     "versions": "versions", "limits": "limits", "disks": "disks", "clock": "the clock", "names": "name resolution",
@@ -123,7 +123,7 @@ _PART_NAMES = {
 
 
 def judge_host(facts: HostFacts, needs: HostRequirements) -> dict[str, list[Finding]]:
-    """Findings about a host, by section."""
+    """Judges the facts about a host; returns the findings by section."""
     findings = {
         "versions": list(_judge_versions(facts, needs)),
         "gpus": list(judge_gpus(facts, needs)),
@@ -171,11 +171,11 @@ def _judge_limits(facts: HostFacts, needs: HostRequirements) -> Iterator[Finding
 def _judge_network(facts: HostFacts, needs: HostRequirements) -> Iterator[Finding]:
     if facts.network is not None:
         yield from judge_network(facts.host, facts.network, facts.names, needs)
-    silent = facts.unchecked.get("names", "")
-    if _TIMED_OUT in silent:
-        why = "every connection of every rank waits that long; often the first DNS server does not answer"
+    names_problem = facts.unchecked.get("names", "")
+    if _TIMED_OUT in names_problem:
+        why = "every connection of every rank waits as long; often the first DNS server does not answer"
         fix = "resolvectl status, cat /etc/resolv.conf; or write the hosts' names into /etc/hosts"
-        seen = f"looking up the name of this host: {silent}"
+        seen = f"looking up the name of this host: {names_problem}"
         yield Finding("resolver", "warning", facts.host, seen, why, fix)
     if facts.names is not None:
         yield from judge_names(facts.host, facts.names, facts.network, needs)

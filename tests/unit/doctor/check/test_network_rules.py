@@ -27,10 +27,10 @@ def _by_id(findings: object) -> dict[str, Finding]:
         ("169.254.3.4", "link-local"),
         ("fe80::1", "link-local"),
         ("172.17.0.1", "bridge"),
-        ("10.0.0.5", "fine"),
-        ("10.0.0.6", "strange"),
+        ("10.0.0.5", "reachable"),
+        ("10.0.0.6", "foreign"),
         ("8.8.4.4", "public"),
-        ("2001:4860:4860::8844", "fine"),
+        ("2001:4860:4860::8844", "reachable"),
         ("head-node", "name"),
     ],
 )
@@ -47,10 +47,13 @@ def test_addresses(address: str, reach: str) -> None:
 def test_a_bridge_that_carries_the_hosts_card_is_the_hosts_network() -> None:
     assert (
         judge_address("10.1.0.5", [HostInterface("vmbr0", ["10.1.0.5/24"], kind="bridge", carries_host=True)]).reach
-        == "fine"
+        == "reachable"
     )
     inner = HostInterface("vmbr1", ["10.1.0.5/24"], kind="bridge", carries_host=False)
-    assert judge_address("10.1.0.5", [inner]).reach == "doubtful" and not judge_address("10.1.0.5", [inner]).hopeless
+    assert (
+        judge_address("10.1.0.5", [inner]).reach == "uncertain"
+        and not judge_address("10.1.0.5", [inner]).never_reachable
+    )
 
 
 def test_the_bridge_of_docker_is_an_error_with_other_hosts_and_the_fix_names_a_better_one() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from lockstep.base import waits
 from lockstep.doctor.check.cluster.host_comparison import (
-    answer_look,
+    answer_facts_order,
     compare_environments,
     gather_from_hosts,
     judge_other_hosts,
@@ -18,7 +18,7 @@ from lockstep.doctor.check.cluster.host_comparison import (
 from lockstep.doctor.check.cluster.probe_rendezvous import CheckHead
 from lockstep.doctor.check.facts.host_facts import HostFacts, HostVersions, KernelEvent, KernelLog, ShmSpace
 from lockstep.doctor.check.facts.host_requirements import HostRequirements
-from lockstep.doctor.check.probe.host_probe import LookHandler, ProbeDismissed, serve_probe
+from lockstep.doctor.check.probe.host_probe import FactsGatherer, ProbeDismissed, serve_probe
 from lockstep.doctor.check.probe.probe_protocol import ProbeMessage, new_token
 from lockstep.doctor.output.findings import Finding
 
@@ -30,12 +30,12 @@ class Threads:
     """A launcher whose probes are threads of this process."""
 
     hosts: tuple[str, ...]
-    looks: Mapping[str, LookHandler]
+    looks: Mapping[str, FactsGatherer]
     started: list[threading.Thread] = field(default_factory=list)
 
     def start(self, head: str, port: int, token: str) -> None:
         for name in self.hosts:
-            arguments = (head, port, token, name, self.looks.get(name, answer_look))
+            arguments = (head, port, token, name, self.looks.get(name, answer_facts_order))
             self.started.append(threading.Thread(target=_serve, args=arguments, daemon=True))
             self.started[-1].start()
 
@@ -51,7 +51,7 @@ class Threads:
             waits.join(thread, waits_for="probe", why="the end of a test", timeout_s=20)
 
 
-def _serve(head: str, port: int, token: str, name: str, look: LookHandler) -> None:
+def _serve(head: str, port: int, token: str, name: str, look: FactsGatherer) -> None:
     with contextlib.suppress(ProbeDismissed):
         serve_probe(head, port, token, name, None, look)
 
@@ -81,7 +81,7 @@ def test_facts_are_requested_from_all_hosts_in_parallel() -> None:
 def test_variables_of_hosts_are_compared_and_secrets_stay_there(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"NCCL_IB_DISABLE": "0", "NCCL_DEBG": "s3cret", "HF_TOKEN": "s3cret", "MINE": "s3cret"}.items():
         monkeypatch.setenv(name, value)
-    assert "s3cret" not in str(answer_look({"what": "environment"}))
+    assert "s3cret" not in str(answer_facts_order({"what": "environment"}))
     launcher = Threads(("a", "b", "c"), {"b": lambda order: {"variables": {"NCCL_IB_DISABLE": "1"}}, "c": _nonsense})
     try:
         with CheckHead(new_token(), "127.0.0.1") as head:

@@ -1,4 +1,4 @@
-"""What a head and probes make of each other where one of them is of another version, broken, or means ill."""
+"""Head and probes of a check, where the other side has another version, is broken, or is hostile."""
 
 import contextlib
 import json
@@ -33,35 +33,35 @@ from lockstep.doctor.check.probe.probe_protocol import (
 
 TOKEN = "a-check's-token"
 HOME = "127.0.0.1"
-CARD = asdict(ProbeInfo("odd", "odd", HOME))
-NESTED = b"[" * 200_000
+HOST_INFO = asdict(ProbeInfo("odd", "odd", HOME))
+DEEPLY_NESTED = b"[" * 200_000
 
 
-class Odd:
-    """A launcher of one proper probe, `good`, and of one with given answers, `odd`."""
+class FakeProbeLauncher:
+    """Starts one real probe, `good`, and a fake one, `odd`, that sends the given answers."""
 
     hosts = ("good", "odd")
     addresses: Mapping[str, str] = {}
 
-    def __init__(self, *said: bytes | dict[str, Any], greeting: dict[str, Any] | None = None) -> None:
-        self._findings_text = [each if isinstance(each, bytes) else json.dumps(each).encode() for each in said]
+    def __init__(self, *answers: bytes | dict[str, Any], greeting: dict[str, Any] | None = None) -> None:
+        self._answers = [each if isinstance(each, bytes) else json.dumps(each).encode() for each in answers]
         self._greeting = asdict(own_protocol_version()) if greeting is None else greeting
-        self.heard: list[dict[str, Any]] = []
+        self.received: list[dict[str, Any]] = []
         self._threads: list[threading.Thread] = []
 
     def start(self, head: str, port: int, token: str) -> None:
         def good() -> None:
             with contextlib.suppress(ProbeDismissed):
-                serve_probe(head, port, token, "good", None, host_comparison.answer_look)
+                serve_probe(head, port, token, "good", None, host_comparison.answer_facts_order)
 
         def odd() -> None:
             with dialled(port) as connection, contextlib.suppress(WireError):
                 send_message(connection, self._greeting)
-                for answer in self._findings_text:
-                    self.heard.append(receive_message(connection, 10.0) or {})
+                for answer in self._answers:
+                    self.received.append(receive_message(connection, 10.0) or {})
                     connection.send(answer, timeout_s=5.0)
                 while (order := receive_message(connection, 10.0)) is not None:
-                    self.heard.append(order)
+                    self.received.append(order)
 
         self._threads = [threading.Thread(target=each, daemon=True) for each in (good, odd)]
         for thread in self._threads:
@@ -82,8 +82,8 @@ def dialled(port: int) -> Connection:
     )
 
 
-def met(
-    launcher: Odd, then: Callable[[CheckHead, ProbeRendezvous], Any] = lambda head, rendezvous: None
+def rendezvous_with(
+    launcher: FakeProbeLauncher, then: Callable[[CheckHead, ProbeRendezvous], Any] = lambda head, rendezvous: None
 ) -> tuple[ProbeRendezvous, Any]:
     try:
         with CheckHead(TOKEN, HOME) as head:
@@ -94,16 +94,16 @@ def met(
 
 
 @pytest.mark.parametrize(
-    "card",
+    "info",
     [
-        {}, NESTED, b"\xff", b"3", {**CARD, "hostname": 5}, {**CARD, "address": "nonsense.invalid"},
-        {**CARD, "resolves_to": 3}, {**CARD, "ports": {"x": "y"}}, {**CARD, "ports": {"x": 70000}},
-        {**CARD, "taken": {"x": "y"}}, {**CARD, "interfaces": [1, 2]}, {"error": "no such thing"},
-        {**CARD, "hostname": "h" * 100_000},
+        {}, DEEPLY_NESTED, b"\xff", b"3", {**HOST_INFO, "hostname": 5}, {**HOST_INFO, "address": "nonsense.invalid"},
+        {**HOST_INFO, "resolves_to": 3}, {**HOST_INFO, "ports": {"x": "y"}}, {**HOST_INFO, "ports": {"x": 70000}},
+        {**HOST_INFO, "taken": {"x": "y"}}, {**HOST_INFO, "interfaces": [1, 2]}, {"error": "no such thing"},
+        {**HOST_INFO, "hostname": "h" * 100_000},
     ],
 )  # fmt: skip
-def test_only_the_probe_with_invalid_facts_is_dropped(card: bytes | dict[str, Any]) -> None:
-    rendezvous, _ = met(Odd(card))
+def test_only_the_probe_with_invalid_facts_is_dropped(info: bytes | dict[str, Any]) -> None:
+    rendezvous, _ = rendezvous_with(FakeProbeLauncher(info))
     assert list(rendezvous.joined) == ["good"] and list(rendezvous.lost) == ["odd"]
     found = {each.id: each for each in rendezvous_rules.judge_rendezvous(rendezvous) if each.severity == "error"}
     assert found["rendezvous-lost"].host == "odd" and len(found["rendezvous-lost"].seen) < 1000
@@ -118,32 +118,35 @@ def test_only_the_probe_with_invalid_facts_is_dropped(card: bytes | dict[str, An
     ],
 )  # fmt: skip
 def test_a_probe_with_invalid_results_is_dropped_by_name(answer: bytes | dict[str, Any]) -> None:
-    _, found = met(Odd(CARD, answer), lambda head, rendezvous: host_pairs.test_host_pairs(head, rendezvous.joined))
+    _, found = rendezvous_with(
+        FakeProbeLauncher(HOST_INFO, answer),
+        lambda head, rendezvous: host_pairs.test_host_pairs(head, rendezvous.joined),
+    )
     assert list(found.lost) == ["odd"]
 
 
 def test_a_probe_of_another_version_differs_from_a_missing_one() -> None:
-    launcher = Odd(greeting={"protocol": PROTOCOL_VERSION + 1, "lockstep": "7.0"})
-    rendezvous, _ = met(launcher)
+    launcher = FakeProbeLauncher(greeting={"protocol": PROTOCOL_VERSION + 1, "lockstep": "7.0"})
+    rendezvous, _ = rendezvous_with(launcher)
     assert list(rendezvous.joined) == ["good"] and not rendezvous.missing and not rendezvous.lost
     (found,) = (each for each in rendezvous_rules.judge_rendezvous(rendezvous) if each.id == "rendezvous-version")
     assert found.severity == "error" and found.host == "odd"
     assert "lockstep 7.0" in found.seen and f"lockstep {own_protocol_version().lockstep}" in found.seen
-    assert launcher.heard[0]["do"] == "leave" and "lockstep 7.0" in launcher.heard[0]["why"]
+    assert launcher.received[0]["do"] == "leave" and "lockstep 7.0" in launcher.received[0]["why"]
 
 
 @pytest.mark.parametrize("greeting", [{}, {"protocol": "x", "lockstep": 1}])
-def test_a_probe_that_does_not_say_its_version_is_of_another_one(greeting: dict[str, Any]) -> None:
-    rendezvous, _ = met(Odd(greeting=greeting))
+def test_a_probe_without_a_version_counts_as_another_version(greeting: dict[str, Any]) -> None:
+    rendezvous, _ = rendezvous_with(FakeProbeLauncher(greeting=greeting))
     assert list(rendezvous.joined) == ["good"] and "unknown" in rendezvous.other_versions["odd"]
 
 
-class Playing:
-    """A head that gives a probe its orders one by one."""
+class FakeHead:
+    """A head that sends a real probe the given orders and keeps its answers."""
 
     def __init__(self, *given: Mapping[str, Any]) -> None:
         self.answers: list[dict[str, Any]] = []
-        self.said: list[str] = []
+        self.lines: list[str] = []
         with auth_handshake.Listener(TOKEN, CHECK_RUN, 0, "head", HOME) as listener:
             self.port = listener.port
             thread = threading.Thread(target=self._serve, daemon=True)
@@ -163,37 +166,37 @@ class Playing:
 
     def _serve(self) -> None:
         try:
-            serve_probe(HOME, self.port, TOKEN, "a", None, say=self.said.append)
+            serve_probe(HOME, self.port, TOKEN, "a", None, show=self.lines.append)
         except ProbeDismissed as error:
-            self.said.append(str(error))
+            self.lines.append(str(error))
 
 
 def test_a_failed_order_is_answered_and_the_probe_continues() -> None:
-    played = Playing(
+    head = FakeHead(
         {"do": "card"}, {"do": "card", "ports": [0]}, {"do": "reach", "hosts": 3}, {"do": "rate", "target": []},
         {"do": "ranks", "what": "start"}, {"do": "card", "ports": [], "kernels": 1}, {"do": "leave"},
     )  # fmt: skip
-    assert [set(each) for each in played.answers[:5]] == [{"error"}] * 5
-    assert played.answers[5]["address"] == HOME
-    assert played.greeting == asdict(own_protocol_version())
+    assert [set(each) for each in head.answers[:5]] == [{"error"}] * 5
+    assert head.answers[5]["address"] == HOME
+    assert head.greeting == asdict(own_protocol_version())
 
 
 def test_a_probe_reports_how_it_ends() -> None:
-    done = Playing({"do": "leave"})
-    assert "joined the check" in done.said[0] and "is complete" in done.said[1]
-    (_, sent_away) = Playing({"do": "leave", "why": "nobody expects it"}).said
-    assert "nobody expects it" in sent_away
-    (_, gone) = Playing().said
-    assert "lost the connection" in gone
-    said: list[str] = []
+    done = FakeHead({"do": "leave"})
+    assert "joined the check" in done.lines[0] and "is complete" in done.lines[1]
+    (_, dismissed) = FakeHead({"do": "leave", "why": "nobody expects it"}).lines
+    assert "nobody expects it" in dismissed
+    (_, disconnected) = FakeHead().lines
+    assert "lost the connection" in disconnected
+    lines: list[str] = []
     with socket.socket() as unused:
         unused.bind((HOME, 0))
         with pytest.raises(ProbeNotJoined):
-            serve_probe(HOME, unused.getsockname()[1], TOKEN, "a", bound_s=0.5, say=said.append)
-    assert len(said) == 1 and "refused" in said[0].lower() and "trying for 0 s more" in said[0]
+            serve_probe(HOME, unused.getsockname()[1], TOKEN, "a", bound_s=0.5, show=lines.append)
+    assert len(lines) == 1 and "refused" in lines[0].lower() and "trying for 0 s more" in lines[0]
 
 
-# ---------------------------------------------------------------- what a head may have a probe do
+# ---------------------------------------------------------------- limits on a head's orders
 
 TASK = {
     "world": 2, "ranks": [0, 1], "host": HOME, "port": 0, "address": HOME, "device": "cpu", "bytes": 1 << 20,
@@ -201,7 +204,7 @@ TASK = {
 }  # fmt: skip
 
 
-def test_a_head_sets_five_variables_and_no_other() -> None:
+def test_a_head_can_set_only_the_listed_variables() -> None:
     for name in probe_protocol.RankVariable.__args__:  # type: ignore[attr-defined]
         probe_protocol.parse_start_ranks({"spec": TASK, "environment": {name: "1"}})
     for name in ("NCCL_NET_PLUGIN", "NCCL_DEBUG_FILE", "NCCL_TOPO_DUMP_FILE", "LD_PRELOAD", "PYTHONPATH", "GLOO_"):
@@ -216,13 +219,13 @@ def test_a_head_sets_five_variables_and_no_other() -> None:
         {"address": "somewhere.invalid"}, {"communicators": [{"name": "x", "backend": "mpi"}]}, {"bound_s": "nan"},
     ],
 )  # fmt: skip
-def test_what_a_head_asks_of_ranks_is_limited(change: dict[str, Any]) -> None:
+def test_orders_about_ranks_are_limited(change: dict[str, Any]) -> None:
     assert "command" not in probe_protocol.parse_start_ranks({"spec": TASK, "environment": {}}).spec.json()
     with pytest.raises(ValueError, match="spec"):
         probe_protocol.parse_start_ranks({"spec": {**TASK, **change}, "environment": {}})
 
 
-def test_what_a_head_asks_of_peers_is_limited() -> None:
+def test_orders_about_peers_are_limited() -> None:
     reach = {"hosts": [("a", HOME, {"1": 1})], "dial_s": 1, "bound_s": 5, "lanes": 64}
     probe_protocol.parse_reach_order(reach)
     for change in ({"lanes": 10**6}, {"bound_s": 1e6}, {"hosts": [("a", "x.invalid", {})]}):
@@ -232,7 +235,7 @@ def test_what_a_head_asks_of_peers_is_limited() -> None:
         probe_protocol.parse_rate_order({"target": ("a", HOME, 1, "1"), "seconds": 1e9, "dial_s": 1})
 
 
-# ---------------------------------------------------------------- anything at all
+# ---------------------------------------------------------------- arbitrary messages
 
 _JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
@@ -247,9 +250,9 @@ _JSON = st.recursive(
 )  # fmt: skip
 
 
-@given(st.dictionaries(st.sampled_from([*CARD, *TASK, "ms", "failed", "lines", "hosts", "spec", "needs"]), _JSON))
+@given(st.dictionaries(st.sampled_from([*HOST_INFO, *TASK, "ms", "failed", "lines", "hosts", "spec", "needs"]), _JSON))
 @settings(max_examples=150, deadline=None)
-def test_whatever_comes_is_read_or_refused(message: dict[str, Any]) -> None:
+def test_any_message_is_parsed_or_refused(message: dict[str, Any]) -> None:
     readers: list[Callable[[dict[str, Any]], object]] = [
         lambda each: probe_protocol.read_probe_info("a", each),
         lambda each: probe_protocol.reach_answer_reader(["a", "b"])("a", each),
@@ -267,7 +270,7 @@ def test_whatever_comes_is_read_or_refused(message: dict[str, Any]) -> None:
             read({**message})
 
 
-def test_ranks_of_other_hosts_are_not_spoken_for() -> None:
+def test_a_probe_cannot_report_ranks_of_other_hosts() -> None:
     read = probe_protocol.await_ranks_answer_reader({"a": [0], "b": [1]}, 2)
     assert read("a", {"lines": [{"port": 4}, {"rank": 0, "at": "done"}]}).lines[0].at == "done"
     for line in ({"rank": 1, "at": "done"}, {"rank": 0, "pair": [0, 7]}):
@@ -281,9 +284,7 @@ ESCAPES = "\x1b]0;pwned\x07\x1b[31mred"
 
 
 @pytest.mark.parametrize("body", [json.dumps({"code": "token", "why": ESCAPES * 100}).encode(), b"[" * 60_000])
-def test_a_stranger_that_is_joined_gets_no_further_than_a_refusal(
-    body: bytes, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_joining_an_unrelated_server_ends_with_a_short_refusal(body: bytes, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server((HOME, 0)) as server:
 
         def answer() -> None:
@@ -304,5 +305,5 @@ def test_a_stranger_that_is_joined_gets_no_further_than_a_refusal(
     assert not {"\x1b", "\x07"} & set(capsys.readouterr().err)
 
 
-def test_a_greeting_is_cut_to_what_a_line_holds() -> None:
+def test_a_long_greeting_is_shortened() -> None:
     assert len(str(ProtocolVersion(10**300, "x" * 10_000))) < 120

@@ -1,5 +1,5 @@
-"""The collective self-test as run by the head: the communicators that a config will create, the test on all hosts at
-once, and findings about its results.
+"""The collective self-test of a check: the communicators that a run will create, the test of them on all hosts, and
+findings about the results.
 """
 
 import statistics
@@ -22,7 +22,7 @@ OPERATIONS: tuple[CollectiveOperation, ...] = ("all_reduce", "all_gather", "redu
 
 @dataclass(frozen=True, slots=True)
 class PlannedCommunicator:
-    """Disjoint groups of processes, each with a communicator of this name."""
+    """A communicator that a run will create."""
 
     name: str
     backend: CollectiveBackend
@@ -30,15 +30,15 @@ class PlannedCommunicator:
     """Names of processes, in the order of their ranks."""
     operations: tuple[CollectiveOperation, ...]
     does: str
-    """Its purpose, in a few words."""
+    """What the run uses it for, in a few words."""
 
     def json(self, ranks: Sequence[str]) -> dict[str, Any]:
-        """Converts the group to the form that the self-test's ranks read: its members as rank numbers."""
+        """Converts to plain data for the self-test, with the members as rank numbers."""
         return {**asdict(self), "members": [ranks.index(each) for each in self.members]}
 
 
 def planned_communicators(config: RunConfig, device: Literal["cpu", "cuda"]) -> list[PlannedCommunicator]:
-    """Communicators of a run with this config, as the trainer and the weight sync create them.
+    """The communicators that trainer and weight sync of a run with this config create.
 
     The trainer's default communicator carries FSDP2's gathers and scatters; with replicas (HSDP) there is one per
     replica, and gradients are summed on one per shard. Checkpoints use gloo. Weights are sent to engines on a
@@ -85,12 +85,12 @@ def _weight_sync_communicators(config: RunConfig, policy: Sequence[str], device:
 
 
 def communicator_processes(found: Iterable[PlannedCommunicator]) -> list[str]:
-    """All members of communicators, trainer ranks first, each once."""
+    """The processes that belong to any of the communicators, trainer ranks first."""
     return list(dict.fromkeys(name for each in found for name in each.members))
 
 
 def on_gloo(found: Iterable[PlannedCommunicator]) -> list[PlannedCommunicator]:
-    """The same communicators on gloo."""
+    """Copies of the communicators that use gloo."""
     return [replace(each, backend="gloo") for each in found]
 
 
@@ -114,7 +114,7 @@ class SelfTestResult:
     """Host of each process."""
     device: Literal["cpu", "cuda"]
     at: dict[str, str] = field(default_factory=dict)
-    """By process, the last operation it began; `done` if it finished."""
+    """By process, the last operation that it began; `done` if it finished."""
     failed: dict[str, str] = field(default_factory=dict)
     """By process, its error."""
     rates: dict[tuple[str, str], list[float]] = field(default_factory=dict)
@@ -123,7 +123,7 @@ class SelfTestResult:
     pairs: dict[tuple[str, str, str], float] = field(default_factory=dict)
     """By communicator and two processes, MB/s in each direction while both send."""
     lost: dict[str, str] = field(default_factory=dict)
-    """Hosts of which the probe did not answer or the ranks did not start, with the reason."""
+    """By host, why its probe did not answer or its ranks did not start."""
     took_s: float = 0.0
 
     @property
@@ -133,7 +133,7 @@ class SelfTestResult:
 
     @property
     def unreported(self) -> list[str]:
-        """Operations without a result, although all ranks ended."""
+        """Operations of which no rank reported a result."""
         return [
             f"{operation} on {each.name}"
             for each in self.communicators
@@ -143,7 +143,7 @@ class SelfTestResult:
 
     @property
     def why_not(self) -> str:
-        """The first reasons of a failure, without repetition; empty if the test passed."""
+        """The first two different reasons of a failure; empty if the test passed."""
         if self.passed:
             return ""
         reasons = [*self.failed.values(), *self.lost.values()]
@@ -155,26 +155,27 @@ class SelfTestResult:
 
 def run_self_test(
     head: CheckHead,
-    cards: Mapping[str, ProbeInfo],
+    probes: Mapping[str, ProbeInfo],
     communicators: Sequence[PlannedCommunicator],
     hosts: Mapping[str, str],
     device: Literal["cpu", "cuda"],
     bound_s: float = SELF_TEST_TIMEOUT_S,
     environment: Mapping[str, str] | None = None,
 ) -> SelfTestResult:
-    """Makes the hosts of the processes run the collectives of all communicators.
+    """Runs the collectives of all communicators, one rank per process on its host.
 
     Args:
-        hosts: of every member of a communicator.
-        environment: additional variables of the ranks, those allowed by `RankVariable`.
+        probes: the joined probes, by host.
+        hosts: host of each process.
+        environment: additional variables of the ranks; only those of `RankVariable` are allowed.
     """
     began = time.monotonic()
     ranks = tuple(communicator_processes(communicators))
-    found = SelfTestResult(tuple(communicators), ranks, hosts, device)
+    result = SelfTestResult(tuple(communicators), ranks, hosts, device)
     absent = sorted({hosts[name] for name in ranks} - head.members.keys())
     if absent or not ranks:
-        found.lost = dict.fromkeys(absent, "it has not joined")
-        return found
+        result.lost = dict.fromkeys(absent, "its probe has not joined")
+        return result
     first = hosts[ranks[0]]
     on_host: dict[str, list[int]] = {}
     for rank, name in enumerate(ranks):
@@ -182,39 +183,39 @@ def run_self_test(
     spec: dict[str, Any] = {
         "world": len(ranks), "device": device, "bound_s": max(5.0, bound_s - SELF_TEST_START_S),
         "bytes": TEST_BYTES[device],
-        "communicators": [each.json(ranks) for each in communicators], "host": cards[first].address, "port": 0,
+        "communicators": [each.json(ranks) for each in communicators], "host": probes[first].address, "port": 0,
     }  # fmt: skip
 
     def order(host: str, **more: Any) -> dict[str, Any]:
-        own = {**_interface_variables(cards[host], len(cards) > 1), **(environment or {})}
-        task = {**spec, "ranks": on_host[host], "address": cards[host].address, **more}
+        own = {**_interface_variables(probes[host], len(probes) > 1), **(environment or {})}
+        task = {**spec, "ranks": on_host[host], "address": probes[host].address, **more}
         return {"do": "ranks", "what": "start", "environment": own, "spec": task}
 
-    ask_first = {first: order(first, serve=True)}
-    begun, lost = head.ask(ask_first, bound_s, "the store of the self-test", probe_protocol.read_start_ranks_answer)
-    port = begun.get(first, StartRanksAnswer(-1)).port
+    first_order = {first: order(first, serve=True)}
+    started, lost = head.ask(first_order, bound_s, "the store of the self-test", probe_protocol.read_start_ranks_answer)
+    port = started.get(first, StartRanksAnswer(-1)).port
     if port <= 0:
-        results, gone = head.ask(
+        results, also_lost = head.ask(
             _await_order(head, [first], 1.0),
             5.0,
             "the reason",
             probe_protocol.await_ranks_answer_reader(on_host, len(ranks)),
         )
         last = results.get(first, AwaitRanksAnswer()).last
-        found.lost = {first: (lost | gone).get(first) or f"its ranks could not be started: {last}"}
-        return found
+        result.lost = {first: (lost | also_lost).get(first) or f"its ranks could not be started: {last}"}
+        return result
     spec["port"] = port
     others = {host: order(host) for host in on_host if host != first}
     _, lost = head.ask(others, 10.0, "ranks of the self-test start", probe_protocol.read_start_ranks_answer)
-    found.lost |= lost
+    result.lost |= lost
     left = max(2.0, bound_s - (time.monotonic() - began))
     read = probe_protocol.await_ranks_answer_reader(on_host, len(ranks))
     answers, lost = head.ask(_await_order(head, on_host, left), left + 5.0, "the self-test", read)
-    found.lost |= lost
+    result.lost |= lost
     for host, answer in sorted(answers.items()):
-        _record_answer(found, host, answer)
-    found.took_s = time.monotonic() - began
-    return found
+        _record_answer(result, host, answer)
+    result.took_s = time.monotonic() - began
+    return result
 
 
 def _await_order(head: CheckHead, hosts: Iterable[str], bound_s: float) -> dict[str, dict[str, object]]:
@@ -223,38 +224,38 @@ def _await_order(head: CheckHead, hosts: Iterable[str], bound_s: float) -> dict[
 
 
 def _interface_variables(info: ProbeInfo, several: bool) -> dict[str, str]:
-    """Makes gloo use the interface with the host's address, as Lockstep does for its workers."""
+    """Variables with which gloo uses the interface of the host's address, as for Lockstep's workers."""
     if not info.interface:
         return {}
     return {"GLOO_SOCKET_IFNAME": info.interface}
 
 
-def _record_answer(found: SelfTestResult, host: str, answer: AwaitRanksAnswer) -> None:
+def _record_answer(result: SelfTestResult, host: str, answer: AwaitRanksAnswer) -> None:
     for line in answer.lines:
-        name, key = found.ranks[line.rank], (line.communicator, line.operation)
+        name, key = result.ranks[line.rank], (line.communicator, line.operation)
         if line.at is not None:
-            found.at[name] = line.at
+            result.at[name] = line.at
         elif line.failed is not None:
-            found.failed[name] = line.failed
+            result.failed[name] = line.failed
         elif line.pair is not None:
-            one, other = (found.ranks[rank] for rank in line.pair)
-            found.pairs[line.communicator, one, other] = line.mb_per_s
+            one, other = (result.ranks[rank] for rank in line.pair)
+            result.pairs[line.communicator, one, other] = line.mb_per_s
         elif line.ok:
-            found.rates.setdefault(key, []).append(line.mb_per_s)
-            found.latency_ms.setdefault(key, []).append(line.ms)
+            result.rates.setdefault(key, []).append(line.mb_per_s)
+            result.latency_ms.setdefault(key, []).append(line.ms)
     if not answer.lines:
         code = answer.ended
         how = "in time: the host may be too busy to import torch" if code is None else f"and ended with {code}"
-        found.lost[host] = f"its ranks reported nothing {how}{': ' if answer.last else ''}{answer.last}"
+        result.lost[host] = f"its ranks reported nothing {how}{': ' if answer.last else ''}{answer.last}"
 
 
 def judge_collectives(tested: SelfTestResult) -> list[Finding]:
-    """One finding per correct communicator, or the failure; and the slowest pair."""
+    """Reports each correct communicator and its slowest pair, or the failure of the test."""
     if not tested.communicators:
         what = "the config creates no communicator of two processes (one rank, weights through shared memory)"
         return [Finding("collectives", "ok", "", what)]
     if not tested.passed:
-        return [_failure(tested)]
+        return [_failure_finding(tested)]
     found = []
     for each in tested.communicators:
         rows = [
@@ -269,10 +270,10 @@ def judge_collectives(tested: SelfTestResult) -> list[Finding]:
                 + "; ".join(rows), source=_BUS_BANDWIDTH_SOURCE,
             )
         )  # fmt: skip
-    return found + _slowest(tested)
+    return found + _slowest_pair_findings(tested)
 
 
-def _slowest(tested: SelfTestResult) -> list[Finding]:
+def _slowest_pair_findings(tested: SelfTestResult) -> list[Finding]:
     found = []
     for communicator in tested.communicators:
         pairs = {key[1:]: rate for key, rate in tested.pairs.items() if key[0] == communicator.name}
@@ -287,8 +288,7 @@ def _slowest(tested: SelfTestResult) -> list[Finding]:
             Finding(
                 "slowest-pair", "warning" if slow else "note", "" if a == b else f"{a}, {b}",
                 f"slowest pair of {communicator.name}: {one} and {other} ({where}) with {rate:,.0f} MB/s in each "
-                "direction, "
-                f"the median is {middle:,.0f}",
+                f"direction, the median is {middle:,.0f}",
                 "a collective is as fast as its slowest link" if slow else "",
                 "compare the link's speed and errors on both hosts (`ethtool`, `ip -s link`, `ibstat`)" if slow else "",
             )
@@ -296,8 +296,8 @@ def _slowest(tested: SelfTestResult) -> list[Finding]:
     return found
 
 
-def _failure(tested: SelfTestResult) -> Finding:
-    """Reports the ranks with an error of their own, else the ranks that are behind."""
+def _failure_finding(tested: SelfTestResult) -> Finding:
+    """Reports the ranks that failed first; if there are none, those that the others waited for."""
     lost = "; ".join(f"{host}: {why}" for host, why in tested.lost.items())
     errors = {
         name: why for name, why in tested.failed.items() if not why.startswith(("WaitTimeout", "did not end"))
@@ -324,11 +324,11 @@ def _failure(tested: SelfTestResult) -> Finding:
     )
     return Finding(
         "collectives", "error", hosts, seen, "the run's first collective would fail or hang in the same way",
-        _advice(seen, tested),
+        _failure_fix(seen, tested),
     )  # fmt: skip
 
 
-_ADVICE = (
+_FIXES = (
     ("checksum", "data is corrupted between these ranks: on GPUs try NCCL_P2P_DISABLE=1 (see the isolation below) and "
      "check the kernel log for Xid and PCIe errors"),
     ("Duplicate GPU", "two ranks share a GPU, which NCCL refuses: use as many GPUs as ranks"),
@@ -344,10 +344,10 @@ _ADVICE = (
 )  # fmt: skip
 
 
-def _advice(seen: str, tested: SelfTestResult) -> str:
-    for sign, advice in _ADVICE:
+def _failure_fix(seen: str, tested: SelfTestResult) -> str:
+    for sign, fix in _FIXES:
         if sign in seen:
-            return advice
+            return fix
     nccl = any(each.backend == "nccl" for each in tested.communicators)
     more = "NCCL_DEBUG=INFO with NCCL_DEBUG_SUBSYS=INIT,NET" if nccl else "TORCH_DISTRIBUTED_DEBUG=DETAIL"
     return f"check the pairs and interfaces above for these hosts; {more} shows more"

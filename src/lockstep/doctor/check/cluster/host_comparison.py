@@ -1,4 +1,4 @@
-"""Gathers facts from every host through its probe, judges each host, and compares them with each other."""
+"""Gathers facts from every host through its probe, judges each host, and compares the hosts with each other."""
 
 import ipaddress
 import os
@@ -26,7 +26,7 @@ from lockstep.doctor.output.findings import Finding
 
 
 def compare_hosts(facts: Sequence[HostFacts]) -> list[Finding]:
-    """Reports all differences, one finding each with the hosts per value; nothing for a single host."""
+    """Reports differences between hosts, each with the hosts per value."""
     if len(facts) < 2:
         return []
     return [
@@ -46,27 +46,27 @@ def _same_name(facts: Sequence[HostFacts]) -> Iterator[Finding]:
         yield Finding("same-name", "warning", name, seen, why, "hostnamectl set-hostname (or export NCCL_HOSTID)")
 
 
-def _by_value(values: Mapping[str, str]) -> tuple[str, str, str]:
-    """Text, deviating hosts, and the most common value."""
+def _hosts_by_value(values: Mapping[str, str]) -> tuple[str, str, str]:
+    """Hosts per value as text, the hosts without the most common value, and that value."""
     hosts: dict[str, list[str]] = {}
     for host, value in values.items():
         hosts.setdefault(value, []).append(host)
     most = max(hosts, key=lambda value: len(hosts[value]))
-    odd = ",".join(host for value, which in hosts.items() if value != most for host in which)
-    return "; ".join(f"{value} on {summarize_list(which, 4)}" for value, which in hosts.items()), odd, most
+    deviating = ",".join(host for value, which in hosts.items() if value != most for host in which)
+    return "; ".join(f"{value} on {summarize_list(which, 4)}" for value, which in hosts.items()), deviating, most
 
 
-def _differing(
+def _report_difference(
     id: str, what: str, values: Mapping[str, str], why: str, fix: str = "", note: bool = False
 ) -> Iterator[Finding]:
     if len(set(values.values())) > 1:
-        seen, odd, _ = _by_value(values)
-        yield Finding(id, "note" if note else "warning", odd, f"{what}: {seen}", why, fix)
+        seen, deviating, _ = _hosts_by_value(values)
+        yield Finding(id, "note" if note else "warning", deviating, f"{what}: {seen}", why, fix)
 
 
 def _compare_hardware(facts: Sequence[HostFacts]) -> Iterator[Finding]:
     gpus = {each.host: gpu_summary(each.gpus) or "no GPU" for each in facts if each.gpus is not None}
-    yield from _differing("differs-gpus", "hosts have different GPUs", gpus, "ranks wait for the slowest")
+    yield from _report_difference("differs-gpus", "hosts have different GPUs", gpus, "all ranks wait for the slowest")
     rates = {
         each.host: ", ".join(
             sorted(f"{port.rate_gbps or 0:g} Gb/s" for port in each.rdma.ports if port.state == "ACTIVE")
@@ -75,8 +75,8 @@ def _compare_hardware(facts: Sequence[HostFacts]) -> Iterator[Finding]:
         for each in facts
         if each.rdma is not None
     }
-    why = "collectives are as slow as the slowest host; a host without a rail hangs if others use it"
-    yield from _differing("differs-rdma", "InfiniBand and RoCE differ", rates, why, "ibstat on those hosts")
+    why = "collectives are as slow as the slowest host, and hang if a host lacks a rail that others use"
+    yield from _report_difference("differs-rdma", "InfiniBand and RoCE differ", rates, why, "ibstat on those hosts")
     shm = {each.host: "none" for each in facts if each.limits is not None and each.limits.shm is None}
     if shm and len(shm) < len(facts):
         yield Finding(
@@ -84,7 +84,7 @@ def _compare_hardware(facts: Sequence[HostFacts]) -> Iterator[Finding]:
             "warning",
             ",".join(shm),
             f"/dev/shm is missing on {summarize_list(list(shm), 4)}",
-            "ranks fail there",
+            "ranks on these hosts fail",
         )
 
 
@@ -102,13 +102,13 @@ def _compare_clocks(facts: Sequence[HostFacts]) -> Iterator[Finding]:
 
 def _compare_networks(facts: Sequence[HostFacts]) -> Iterator[Finding]:
     known = {each.host: each for each in facts if each.network is not None}
-    picked = {
+    choices_by_host = {
         host: {choice.library: choice for choice in interface_choices(each.network, each.names)}
         for host, each in known.items()
         if each.network is not None
     }
     for library in ("NCCL", "Gloo", "Ray", "vLLM"):
-        chosen = {host: choice[library] for host, choice in picked.items() if choice[library].picks}
+        chosen = {host: choice[library] for host, choice in choices_by_host.items() if choice[library].picks}
         networks = {host: each.network for host, each in known.items() if host in chosen and each.network is not None}
         yield from _same_address(library, chosen)
         yield from _compare_subnets(library, chosen, networks)
@@ -122,8 +122,8 @@ def _same_address(library: str, chosen: Mapping[str, InterfaceChoice]) -> Iterat
     for address, hosts in owners.items():
         if len(hosts) > 1:
             seen = f"{library} of {summarize_list(hosts, 4)} would use the same address, {address}"
-            why = "a peer that gets it reaches one of them, or itself"
-            fix = "set the interface or address of each host (see the findings of each)"
+            why = "a peer that dials this address reaches one of them, or itself"
+            fix = "set interface or address on each host (see the findings about each host)"
             yield Finding(f"same-address-{library.lower()}", "error", ",".join(hosts), seen, why, fix)
 
 
@@ -138,23 +138,23 @@ def _subnet_of(network: HostNetwork, address: str) -> ipaddress.IPv4Network | ip
 def _compare_subnets(
     library: str, chosen: Mapping[str, InterfaceChoice], networks: Mapping[str, HostNetwork]
 ) -> Iterator[Finding]:
-    """Reports different subnets, which may be routed, and a common subnet if there is one."""
+    """Reports different subnets, and a subnet that all hosts have in common, if there is one."""
     subnets: dict[str, str] = {}
     for host, choice in chosen.items():
         address = choice.picks[0][1]
         network = _subnet_of(networks[host], address)
-        if network is not None and judge_address(address, networks[host].interfaces).reach in ("fine", "public"):
+        if network is not None and judge_address(address, networks[host].interfaces).reach in ("reachable", "public"):
             subnets[host] = str(network)
     if len(set(subnets.values())) < 2:
         return
     common = _common_subnet(networks)
-    seen, odd, _ = _by_value(subnets)
-    why = "peers reach each other only if a router between these subnets passes every port"
-    fix = f"all of them are in {common}: set {library}'s interface to the one in it" if common else ""
+    seen, deviating, _ = _hosts_by_value(subnets)
+    why = "peers reach each other only if a router connects these subnets on every port"
+    fix = f"all hosts are in {common}: set {library}'s interface to the one in this subnet" if common else ""
     yield Finding(
         f"subnets-{library.lower()}",
         "warning" if common else "note",
-        odd,
+        deviating,
         f"{library} is on different subnets: {seen}",
         why,
         fix,
@@ -162,7 +162,7 @@ def _compare_subnets(
 
 
 def _common_subnet(networks: Mapping[str, HostNetwork]) -> str | None:
-    """A subnet of all hosts, with an address by which peers can reach each."""
+    """A subnet in which peers can reach every host; None if there is none."""
     sets = []
     for network in networks.values():
         sets.append({
@@ -170,7 +170,7 @@ def _common_subnet(networks: Mapping[str, HostNetwork]) -> str | None:
             for each in network.interfaces
             for own in each.addresses
             if each.running
-            and judge_address(own.partition("/")[0], network.interfaces, each.name).reach in ("fine", "public")
+            and judge_address(own.partition("/")[0], network.interfaces, each.name).reach in ("reachable", "public")
         })  # fmt: skip
     shared = set.intersection(*sets) if sets else set()
     return min(shared, key=lambda subnet: (":" in subnet, subnet), default=None)
@@ -179,8 +179,7 @@ def _common_subnet(networks: Mapping[str, HostNetwork]) -> str | None:
 def _compare_mtu(
     library: str, chosen: Mapping[str, InterfaceChoice], networks: Mapping[str, HostNetwork]
 ) -> Iterator[Finding]:
-    """Reports different MTUs: a path that does not carry large packets drops them, so connections open and then
-    hang."""
+    """Reports different MTUs, with which connections open but hang at the first large packet."""
     if library != "NCCL":
         return
     sizes = {}
@@ -199,11 +198,11 @@ def _compare_mtu(
 ENVIRONMENT_S = 5.0
 _SERIOUS = ("error", "warning")
 _JUDGE_ERRORS = ValueError, LookupError, TypeError, ArithmeticError, OSError
-"""Errors that judging may raise when facts have the right types but impossible values."""
+"""Errors that judging raises if facts have valid types but impossible values."""
 
 
 @dataclass(frozen=True, slots=True)
-class LookOrder:
+class FactsOrder:
     """Order to gather the facts of a host for a run with these requirements."""
 
     needs: HostRequirements
@@ -212,26 +211,26 @@ class LookOrder:
 
 @dataclass(frozen=True, slots=True)
 class VariablesAnswer:
-    """The variables of a host that may be shown."""
+    """The environment variables of a host that may be shown."""
 
     variables: dict[str, str]
 
 
-_parse_look_order, _parse_variables = parser_of(LookOrder), parser_of(VariablesAnswer)
+_parse_facts_order, _parse_variables = parser_of(FactsOrder), parser_of(VariablesAnswer)
 
 
-def answer_look(order: Mapping[str, Any]) -> ProbeMessage:
-    """Carries out the order in the probe: returns the facts of its host, or its variables."""
+def answer_facts_order(order: Mapping[str, Any]) -> ProbeMessage:
+    """Carries out an order in the probe: returns the facts about its host, or its environment variables."""
     if order.get("what") == "environment":
         return {"variables": shareable_variables(os.environ)}
-    request = _parse_look_order(dict(order))
+    request = _parse_facts_order(dict(order))
     return gather_host(HostSystem(), request.needs, request.bound_s).json()
 
 
 def gather_from_hosts(
     head: CheckHead, names: Sequence[str], needs: HostRequirements
 ) -> tuple[dict[str, HostFacts], dict[str, str]]:
-    """Facts by host, requested from all in parallel, and the reasons of missing answers."""
+    """Requests facts from all hosts in parallel; returns facts, and reasons for missing answers, by host."""
     folders = {str(Path(path).absolute()): purpose for path, purpose in needs.folders.items()}
     order = {"do": "look", "needs": asdict(replace(needs, folders=folders)), "bound_s": GATHER_TIMEOUT_S}
     facts, lost = head.ask(dict.fromkeys(names, order), GATHER_TIMEOUT_S + 3.0, "the facts of their hosts", _read_facts)
@@ -243,17 +242,19 @@ def _read_facts(name: str, answer: ProbeMessage) -> HostFacts:
 
 
 def compare_environments(head: CheckHead, names: Sequence[str]) -> list[Finding]:
-    """Judges the environment variables of the probes' hosts, and their differences. A difference is at most a warning,
-    because it is not known how a job is started there."""
+    """Judges the environment variables of the probes, and their differences.
+
+    A difference is at most a warning, because a job on these hosts may be started with other variables.
+    """
     order = {"do": "look", "what": "environment"}
     why = "the variables of their hosts"
     answers, lost = head.ask(
         dict.fromkeys(names, order), ENVIRONMENT_S, why, lambda name, answer: _parse_variables(answer)
     )
-    places = [ProcessEnvironment(name, each.variables) for name, each in sorted(answers.items())]
+    environments = [ProcessEnvironment(name, each.variables) for name, each in sorted(answers.items())]
     found = [
         replace(each, severity="warning") if (each.id, each.severity) == ("env-differs", "error") else each
-        for each in lint_environments(places, job=JobTraits(multi_host=True))
+        for each in lint_environments(environments, job=JobTraits(multi_host=True))
     ]
     return [
         *found, *(Finding("env-fine", "unchecked", name, f"{name} did not report its variables: {why}")
@@ -271,25 +272,25 @@ def judge_other_hosts(
     """
     others = {name: known for name, known in facts.items() if name not in own_names}
     seen: list[Finding] = []
-    odd: dict[str, str] = {}
+    unjudged: dict[str, str] = {}
     for name, known in others.items():
         try:
-            seen += [finding for rung in judge_host(known, needs).values() for finding in rung]
+            seen += [finding for section in judge_host(known, needs).values() for finding in section]
         except _JUDGE_ERRORS as error:
-            odd[name] = f"its facts cannot be judged: {type(error).__name__}: {error}"[:MAX_TEXT]
+            unjudged[name] = f"its facts cannot be judged: {type(error).__name__}: {error}"[:MAX_TEXT]
     wrong = merge_findings([finding for finding in seen if finding.severity != "ok"])
     unknown = [
         Finding("host", "unchecked", name, f"{name} did not report its facts: {why}")
-        for name, why in {**lost, **odd}.items()
+        for name, why in {**lost, **unjudged}.items()
     ]
-    differing = _compare_guarded([known for name, known in facts.items() if name not in odd])
+    differing = _compare_or_report_error([known for name, known in facts.items() if name not in unjudged])
     named = {name for each in [*seen, *differing] if each.severity in _SERIOUS for name in each.host.split(",")}
-    clean = sorted(set(others) - named - set(odd))
+    clean = sorted(set(others) - named - set(unjudged))
     fine = [Finding("hosts", "ok", ",".join(clean), f"nothing is wrong on {summarize_list(clean, 8)}")] if clean else []
     return [*differing, *wrong, *unknown, *fine]
 
 
-def _compare_guarded(facts: Sequence[HostFacts]) -> list[Finding]:
+def _compare_or_report_error(facts: Sequence[HostFacts]) -> list[Finding]:
     try:
         return compare_hosts(facts)
     except _JUDGE_ERRORS as error:
@@ -298,7 +299,7 @@ def _compare_guarded(facts: Sequence[HostFacts]) -> list[Finding]:
 
 
 def merge_findings(findings: Sequence[Finding]) -> list[Finding]:
-    """Merges equal findings of several hosts."""
+    """Merges equal findings about several hosts into one."""
     hosts: dict[Finding, list[str]] = {}
     for finding in findings:
         hosts.setdefault(replace(finding, host=""), []).append(finding.host)

@@ -32,30 +32,30 @@ _MIN_SAMPLES = 6
 
 @dataclass(slots=True)
 class PairResults:
-    """Results between hosts. A pair is (dialling host, listening host)."""
+    """Results of the tests between hosts. A pair is (dialling host, listening host)."""
 
     hosts: tuple[str, ...]
     budget: PairTestBudget
     reached: dict[tuple[str, str], float] = field(default_factory=dict)
-    """Round trip in ms, over the kernel's port or the first one that worked."""
+    """Shortest round trip in ms of each pair that is connected."""
     blocked: dict[tuple[str, str], list[DialResult]] = field(default_factory=dict)
-    """Ports that were not reached."""
+    """By pair, the ports that could not be reached."""
     mb_per_s: dict[tuple[str, str], float] = field(default_factory=dict)
     lost: dict[str, str] = field(default_factory=dict)
-    """Hosts that stopped answering the head, with the reason."""
+    """By host, why its probe stopped answering the head."""
     took_s: float = 0.0
 
 
-def test_host_pairs(head: CheckHead, cards: Mapping[str, ProbeInfo], bound_s: float = PAIRS_TIMEOUT_S) -> PairResults:
-    """Makes all members dial each other, then measures bandwidth for as many rounds as time allows."""
+def test_host_pairs(head: CheckHead, probes: Mapping[str, ProbeInfo], bound_s: float = PAIRS_TIMEOUT_S) -> PairResults:
+    """Makes all probes dial each other, then measures bandwidth for as many rounds as time allows."""
     began = time.monotonic()
-    hosts = tuple(name for name in sorted(cards) if name in head.members)
-    plan = pair_test_budget(len(hosts), _ports_of_a_pair(len(hosts), cards), bound_s)
+    hosts = tuple(name for name in sorted(probes) if name in head.members)
+    plan = pair_test_budget(len(hosts), _ports_of_a_pair(len(hosts), probes), bound_s)
     found = PairResults(hosts, plan)
     if len(hosts) < 2:
         return found
-    # One table for all: a table of a thousand hosts is serialised once, and each host finds its own row.
-    table = [(name, cards[name].address, cards[name].ports) for name in hosts]
+    # All hosts get the same table, so that it is serialised only once; each finds its own row.
+    table = [(name, probes[name].address, probes[name].ports) for name in hosts]
     order = {
         "do": "reach", "hosts": table,
         "dial_s": plan.dial_s, "bound_s": plan.reach_s, "lanes": LANES,
@@ -73,32 +73,32 @@ def test_host_pairs(head: CheckHead, cards: Mapping[str, ProbeInfo], bound_s: fl
         if time.monotonic() - began > bound_s - 2 * plan.slot_s:
             break
         for one_way in (pairs, [(b, a) for a, b in pairs]):
-            _measure(head, cards, found, [(hosts[a], hosts[b]) for a, b in one_way])
+            _measure(head, probes, found, [(hosts[a], hosts[b]) for a, b in one_way])
     found.took_s = time.monotonic() - began
     return found
 
 
-def _ports_of_a_pair(many: int, cards: Mapping[str, ProbeInfo]) -> int:
-    """Maximum number of ports that a host dials on another host."""
+def _ports_of_a_pair(many: int, probes: Mapping[str, ProbeInfo]) -> int:
+    """Maximum number of ports that one host dials on another."""
     named = max(
-        (sum(not label.startswith(KERNEL_PORT_PREFIX) for label in info.ports) for info in cards.values()), default=0
+        (sum(not label.startswith(KERNEL_PORT_PREFIX) for label in info.ports) for info in probes.values()), default=0
     )
-    all_of_one = max((len(info.ports) for info in cards.values()), default=1)
+    all_of_one = max((len(info.ports) for info in probes.values()), default=1)
     return all_of_one if many <= ALL_PORTS_UP_TO else named + 1
 
 
 def _measure(
-    head: CheckHead, cards: Mapping[str, ProbeInfo], found: PairResults, pairs: Sequence[tuple[str, str]]
+    head: CheckHead, probes: Mapping[str, ProbeInfo], found: PairResults, pairs: Sequence[tuple[str, str]]
 ) -> None:
-    """Measures one round in one direction."""
+    """Measures the bandwidth of one round of pairs in one direction."""
     orders = {}
     listeners = dict(pairs)
     for dialler, listener in pairs:
         closed = {one.label for one in found.blocked.get((dialler, listener), ())}
-        open_ports = [label for label in cards[listener].ports if label not in closed]
+        open_ports = [label for label in probes[listener].ports if label not in closed]
         if (dialler, listener) in found.reached and open_ports and dialler in head.members:
-            port = cards[listener].ports[open_ports[-1]]
-            target = [listener, cards[listener].address, port, open_ports[-1]]
+            port = probes[listener].ports[open_ports[-1]]
+            target = [listener, probes[listener].address, port, open_ports[-1]]
             orders[dialler] = {
                 "do": "rate", "target": target, "seconds": found.budget.slot_s, "dial_s": found.budget.dial_s,
             }  # fmt: skip
@@ -111,19 +111,23 @@ def _measure(
 
 
 def judge_pairs(pairs: PairResults) -> list[Finding]:
-    """Reports blocked hosts, directions and ports, each once; then distant and slow pairs."""
+    """Reports blocked hosts, directions and ports, each once; then slow and distant pairs."""
     many = len(pairs.hosts)
     if many < 2:
-        return [Finding("pairs", "unchecked", "", "one host has no pair: list others with --hosts to test the network")]
+        return [
+            Finding(
+                "pairs", "unchecked", "", "a single host has no pairs; name others with --hosts to test the network"
+            )
+        ]
     found = [
         Finding(
             "pair-lost", "error", name, f"its probe stopped answering while hosts dialled each other: {why}",
-            "traffic between hosts may take its link down", "check its log and its kernel log (`dmesg`)",
+            "traffic between hosts may bring its network link down", "check its log and its kernel log (`dmesg`)",
         )
         for name, why in pairs.lost.items()
     ]  # fmt: skip
-    found += _blocked(pairs)
-    found += _uneven(pairs)
+    found += _blocked_findings(pairs)
+    found += _slow_and_far_findings(pairs)
     if not any(each.severity == "error" for each in found):
         found.insert(0, Finding("pairs", "ok", "", _summary(pairs)))
     return found
@@ -144,45 +148,48 @@ def _spread(values: Iterable[float], unit: str, digits: int) -> str:
     return f"{low:,.{digits}f} to {high:,.{digits}f} {unit}, median {middle:,.{digits}f}"
 
 
-def _blocked(pairs: PairResults) -> list[Finding]:
-    """Groups blocked pairs: hosts that no other reaches or that reach no other, then single directions and ports."""
-    whole = {pair for pair in pairs.blocked if pair not in pairs.reached}
+def _blocked_findings(pairs: PairResults) -> list[Finding]:
+    """Reports hosts that no other host reaches or that reach no other host, then blocked directions and ports."""
+    blocked_pairs = {pair for pair in pairs.blocked if pair not in pairs.reached}
     many = len(pairs.hosts) - 1
     into, out = defaultdict(set), defaultdict(set)
-    for dialler, listener in whole:
+    for dialler, listener in blocked_pairs:
         into[listener].add(dialler)
         out[dialler].add(listener)
-    deaf = {name for name in pairs.hosts if len(into[name]) == many and many > 1}
-    mute = {name for name in pairs.hosts if len(out[name]) == many and many > 1}
+    unreachable = {name for name in pairs.hosts if len(into[name]) == many and many > 1}
+    isolated = {name for name in pairs.hosts if len(out[name]) == many and many > 1}
     found = []
-    for name in sorted(deaf | mute):
-        kind = _failure_kinds([one for pair in whole if name in pair for one in pairs.blocked[pair]])
-        both = "reaches no host and no host reaches it" if name in deaf & mute else (
-            "no host reaches it, but it reaches others" if name in deaf else "it reaches no host, but others reach it"
-        )  # fmt: skip
-        found.append(_blocked_finding(name, f"{name}: {both} ({kind})", kind))
-    for dialler, listener in sorted(whole):
-        if listener in deaf or dialler in mute:
+    for name in sorted(unreachable | isolated):
+        kind = _failure_kinds([one for pair in blocked_pairs if name in pair for one in pairs.blocked[pair]])
+        if name in unreachable & isolated:
+            direction = "reaches no host and no host reaches it"
+        elif name in unreachable:
+            direction = "no host reaches it, but it reaches others"
+        else:
+            direction = "it reaches no host, but others reach it"
+        found.append(_blocked_finding(name, f"{name}: {direction} ({kind})", kind))
+    for dialler, listener in sorted(blocked_pairs):
+        if listener in unreachable or dialler in isolated:
             continue
-        ones = pairs.blocked[dialler, listener]
+        results = pairs.blocked[dialler, listener]
         back = (
             "the other direction is open"
             if (listener, dialler) in pairs.reached
             else "the other direction is blocked too"
         )
-        kind = _failure_kinds(ones)
-        tried = ", ".join(str(one.port) for one in ones[:_SHOWN])
+        kind = _failure_kinds(results)
+        tried = ", ".join(str(one.port) for one in results[:_SHOWN])
         seen = f"{dialler} cannot reach {listener} (ports {tried}: {kind}); {back}"
         found.append(_blocked_finding(f"{dialler}, {listener}", seen, kind))
-    return found + _closed_ports(pairs, whole)
+    return found + _closed_ports(pairs, blocked_pairs)
 
 
-def _closed_ports(pairs: PairResults, whole: set[tuple[str, str]]) -> list[Finding]:
+def _closed_ports(pairs: PairResults, blocked_pairs: set[tuple[str, str]]) -> list[Finding]:
     """Reports closed ports between hosts that reach each other on other ports."""
     by_port: dict[tuple[str, str], list[tuple[str, str, DialResult]]] = defaultdict(list)
-    for (dialler, listener), ones in pairs.blocked.items():
-        if (dialler, listener) not in whole:
-            for one in ones:
+    for (dialler, listener), results in pairs.blocked.items():
+        if (dialler, listener) not in blocked_pairs:
+            for one in results:
                 by_port[listener, one.label].append((dialler, listener, one))
     found = []
     for (listener, label), closed in sorted(by_port.items()):
@@ -204,7 +211,7 @@ def _blocked_finding(host: str, seen: str, kind: str, port: int | None = None, k
     if kernels:
         ports = "all ports of the range in /proc/sys/net/ipv4/ip_local_port_range"
     if "something else" in kind:
-        fix = f"end what listens on that port of the host (`ss -ltnp`), or choose another port than {port}"
+        fix = f"end the process that listens on port {port} of the host (`ss -ltnp`), or choose another port"
     else:
         fix = (
             f"open {ports} between the hosts of the run (firewall, security group, network policy), in both "
@@ -215,7 +222,7 @@ def _blocked_finding(host: str, seen: str, kind: str, port: int | None = None, k
     return Finding("pair-blocked", "error", host, seen, why, fix)
 
 
-def _failure_kinds(ones: Sequence[DialResult]) -> str:
+def _failure_kinds(results: Sequence[DialResult]) -> str:
     words = {
         "refused": "refused: a firewall rejects it, or nothing listens",
         "silent": "no answer: packets are dropped",
@@ -223,11 +230,11 @@ def _failure_kinds(ones: Sequence[DialResult]) -> str:
         "stranger": "something else listens there",
         "broke": "the connection breaks",
     }
-    kinds = list(dict.fromkeys(words.get(one.kind, one.why) for one in ones))
+    kinds = list(dict.fromkeys(words.get(one.kind, one.why) for one in results))
     return "; ".join(kinds[:3]) or "no answer"
 
 
-def _uneven(pairs: PairResults) -> list[Finding]:
+def _slow_and_far_findings(pairs: PairResults) -> list[Finding]:
     found = []
     if len(pairs.mb_per_s) >= _MIN_SAMPLES:
         middle = statistics.median(pairs.mb_per_s.values())
@@ -263,6 +270,6 @@ def _uneven(pairs: PairResults) -> list[Finding]:
 
 
 def _common_host(worst: Sequence[tuple[float, tuple[str, str]]]) -> str:
-    """The one host that several bad directions have in common."""
+    """Names the host that all of several bad directions have in common, if there is one."""
     shared = set.intersection(*(set(pair) for _, pair in worst)) if len(worst) > 2 else set()
     return f"; {shared.pop()} is part of all of them" if len(shared) == 1 else ""

@@ -1,5 +1,4 @@
-"""Finds the faulty layer when NCCL fails: repeats the self-test with one layer disabled at a time, and on gloo.
-Pure."""
+"""Finds the faulty layer when the self-test fails on NCCL, by disabling one layer at a time, and NCCL altogether."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ _ENV = "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html"
 
 @dataclass(frozen=True, slots=True)
 class IsolationVariant:
-    """One way to run the test."""
+    """One way to run the test: which layer is disabled, and by which variables."""
 
     name: str
     environment: Mapping[str, str]
@@ -26,7 +25,7 @@ def isolation_variants(interface: str) -> tuple[IsolationVariant, ...]:
     """All variants, the unchanged test first.
 
     Args:
-        interface: with the hosts' addresses, as named on the first host; empty if not known.
+        interface: name of the interface with the first host's address; empty if it is not known.
     """
     return (
         IsolationVariant("as is", {}, "", "", ""),
@@ -58,13 +57,21 @@ def isolation_variants(interface: str) -> tuple[IsolationVariant, ...]:
 
 
 def run_isolation(
-    first: SelfTestResult, again: Callable[[Mapping[str, str]], SelfTestResult], interface: str
+    first: SelfTestResult, rerun: Callable[[Mapping[str, str]], SelfTestResult], interface: str
 ) -> dict[str, str]:
-    """By variant, why it failed; empty if it passed. `first` is the failed test without changes."""
+    """Runs all variants.
+
+    Args:
+        first: the result of the unchanged test, which failed.
+        rerun: repeats the test with additional variables.
+
+    Returns:
+        By variant, why it failed; an empty text if it passed.
+    """
     outcome = {"as is": first.why_not}
     for each in isolation_variants(interface)[1:]:
         if each.environment:
-            outcome[each.name] = again(each.environment).why_not
+            outcome[each.name] = rerun(each.environment).why_not
     return outcome
 
 
@@ -72,34 +79,34 @@ def judge_isolation(outcome: Mapping[str, str], gloo: SelfTestResult | None, int
     """Reports the layer at fault.
 
     Args:
-        outcome: of `run_isolation`.
-        gloo: the same communicators on gloo; None if not tried.
+        outcome: the result of `run_isolation`.
+        gloo: the result of the test on gloo; None if it was not tried.
     """
-    helped = [each for each in isolation_variants(interface)[1:] if outcome.get(each.name) == ""]
+    passing = [each for each in isolation_variants(interface)[1:] if outcome.get(each.name) == ""]
     row = ", ".join(f"{name} {'fails' if why else 'passes'}" for name, why in outcome.items())
     row += "" if gloo is None else f", gloo {'passes' if gloo.passed else 'fails'}"
-    cost = "" if gloo is None or not gloo.passed else _cost(gloo)
-    if len(helped) == 1:
-        one = helped[0]
+    cost = "" if gloo is None or not gloo.passed else _workaround_text(gloo)
+    if len(passing) == 1:
+        one = passing[0]
         return [
             Finding(
                 "nccl-layer", "error", "", f"NCCL: {row}", f"the fault is in {one.layer}", one.fix + cost, one.source
             )
         ]
-    if helped:
-        names = " and ".join(each.name for each in helped)
-        layers = "; or ".join(each.layer for each in helped)
+    if passing:
+        names = " and ".join(each.name for each in passing)
+        layers = "; or ".join(each.layer for each in passing)
         why = f"it passes with {names}, each on its own: {layers}. The fault may also be intermittent: repeat the check"
-        return [Finding("nccl-layer", "error", "", f"NCCL: {row}", why, helped[0].fix + cost, _ENV)]
+        return [Finding("nccl-layer", "error", "", f"NCCL: {row}", why, passing[0].fix + cost, _ENV)]
     if gloo is not None and gloo.passed:
-        why = "none of the four layers is at fault, but NCCL itself, the driver, a GPU, or a version: the network works"
+        why = "the network works, and no single layer is at fault: suspect NCCL itself, the driver, a GPU, or a version"
         fix = "compare the versions of driver, CUDA and NCCL above, and check the kernel log for Xid"
         return [Finding("nccl-layer", "error", "", f"NCCL: {row}", why, fix + cost, _ENV)]
     why = "gloo fails as well, so NCCL is not at fault: check the network between the hosts, or their ranks"
     return [Finding("nccl-layer", "error", "", f"NCCL: {row}", why, "see the pairs and the rendezvous above")]
 
 
-def _cost(gloo: SelfTestResult) -> str:
+def _workaround_text(gloo: SelfTestResult) -> str:
     rates = [min(values) for (name, op), values in gloo.rates.items() if op in ("all_reduce", "broadcast")]
     if not rates:
         return ""

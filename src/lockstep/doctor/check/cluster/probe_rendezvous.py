@@ -1,5 +1,5 @@
-"""Starts probes and collects them: the head listens on one address, probes join it, and hosts that did not join are
-named within seconds.
+"""The head of a check: it starts a probe on every host, waits for them to join, and reports within seconds which hosts
+did not.
 """
 
 import contextlib
@@ -28,26 +28,26 @@ from lockstep.doctor.check.probe.probe_protocol import (
     own_protocol_version,
     receive_message,
     request_all,
+    send_message,
 )
-from lockstep.doctor.check.probe.probe_protocol import send_message as tell_probe
 
 
 def join_command(head: str, port: int, name: str) -> str:
-    """The command that starts a probe on a host; the token comes from the environment or a prompt."""
+    """The command that starts a probe on a host. The probe reads the token from its environment or a prompt."""
     where = f"[{head}]:{port}" if ":" in head else f"{head}:{port}"
     return f"lockstep check --join {where} --name {name}"
 
 
 class ManualLauncher:
-    """Asks people to start the probes.
+    """Prints the commands with which the user starts the probes.
 
     Args:
-        say: shows a line to the person who started the check.
-        show_token: whether to show the token (not if it came from the environment).
+        show: prints a line for the user.
+        show_token: whether to print the token, which is not necessary if the user has set it in the environment.
     """
 
-    def __init__(self, hosts: Sequence[str], say: Callable[[str], None], show_token: bool) -> None:
-        self._hosts, self._say, self._show_token = tuple(hosts), say, show_token
+    def __init__(self, hosts: Sequence[str], show: Callable[[str], None], show_token: bool) -> None:
+        self._hosts, self._show, self._show_token = tuple(hosts), show, show_token
 
     @property
     def hosts(self) -> tuple[str, ...]:
@@ -59,9 +59,9 @@ class ManualLauncher:
 
     def start(self, head: str, port: int, token: str) -> None:
         for name in self._hosts:
-            self._say(f"on {name}, run: {join_command(head, port, name)}")
+            self._show(f"on {name}, run: {join_command(head, port, name)}")
         if self._hosts and self._show_token:
-            self._say(f"it prompts for this token (or reads it from {TOKEN_VARIABLE}): {token}")
+            self._show(f"each command prompts for this token (or reads it from {TOKEN_VARIABLE}): {token}")
 
     def failed(self) -> Mapping[str, str]:
         return {}
@@ -71,7 +71,7 @@ class ManualLauncher:
 
 
 class CombinedLauncher:
-    """Combines launchers of different kinds."""
+    """Starts the probes of several launchers."""
 
     def __init__(self, launchers: Sequence[ProbeLauncher]) -> None:
         self.parts = tuple(launchers)
@@ -99,7 +99,7 @@ class CombinedLauncher:
 T = TypeVar("T")
 
 NAMED_HOSTS_S = 5.0
-"""Interval at which missing hosts are reported, with all that is known about them."""
+"""Interval at which missing hosts are reported."""
 HOST_LOOKUP_S = 1.5
 """Delay before missing hosts are looked up, which takes up to 3.4 s: 2 s for the name, 0.7 s for each of two ports."""
 GREETING_S = 3.0
@@ -110,23 +110,23 @@ _parse_protocol_version = parser_of(ProtocolVersion)
 
 @dataclass(frozen=True, slots=True)
 class MissingHost:
-    """A host of which the probe did not join."""
+    """A host whose probe has not joined."""
 
     name: str
-    given: str
-    """The head's address that its probe was given."""
+    head_address: str
+    """Address of the head that the host's probe was given."""
     failed: str = ""
-    """Failure of its probe, according to the launcher."""
+    """Why the probe failed, according to the launcher; empty if it did not."""
     resolves_to: tuple[str, ...] = ()
-    there: str = ""
-    """How its address responds: `answers`, `silent`, or an error; empty without an address."""
-    sought: bool = True
-    """Whether name and response are known."""
+    response: str = ""
+    """How the host's address responds: `answers`, `silent`, or an error; empty without an address."""
+    looked_up: bool = True
+    """Whether addresses and response have been looked up."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeRendezvous:
-    """Which hosts joined, which are missing, and whether the head can reach them."""
+    """Which hosts joined, which are missing, and which of them the head can reach."""
 
     head: str
     """Address of the head that all probes were given."""
@@ -134,22 +134,22 @@ class ProbeRendezvous:
     joined: dict[str, ProbeInfo]
     missing: tuple[MissingHost, ...]
     dial_back_errors: dict[str, str]
-    """By host, why the head could not dial the address of its probe; empty if it could."""
+    """By host, why the head could not connect to its probe; empty if it could."""
     lost: dict[str, str]
     """Hosts that joined and then did not answer, with the reason."""
     duplicates: tuple[str, ...]
-    """Names under which several probes joined; the first one counts."""
+    """Names under which several probes joined; only the first one was accepted."""
     unexpected: tuple[str, ...]
-    """Names of unexpected probes."""
+    """Names of probes that this check did not expect."""
     took_s: float
     other_versions: Mapping[str, str] = field(default_factory=dict)
-    """By host, why its probe was refused: it has another protocol version."""
+    """By host, why its probe was refused: the versions of the probe and the head."""
 
 
 class CheckHead:
-    """Listens for probes, on `address` only.
+    """Listens for probes on one address, and sends them orders.
 
-    The port is bound first and then announced, so that no other process can take it in between.
+    The port is bound before it is announced, so that no other process can take it in between.
 
     Raises:
         OSError: this host does not have `address`, or no port is free.
@@ -179,11 +179,11 @@ class CheckHead:
         """Starts the probes, and waits until all have joined or the time limit is reached.
 
         Args:
-            bound_s: time limit for all to join; longer if people start the probes.
-            ports: of the run, which every probe binds.
+            bound_s: time limit for all probes to join.
+            ports: ports of the run, which every probe binds.
             kernels: number of ports from the kernel's range that every probe also binds.
             report: called with the missing hosts after `NAMED_HOSTS_S`, and again after each further `NAMED_HOSTS_S`.
-            given: the head's address for the probes, if it is not the listening address.
+            given: address of the head that the probes are given, if it differs from the listening address.
         """
         began = time.monotonic()
         given = given or self.address
@@ -219,7 +219,10 @@ class CheckHead:
         why: str,
         read: Callable[[str, ProbeMessage], T],
     ) -> tuple[dict[str, T], dict[str, str]]:
-        """Answers of these probes, and reasons for missing answers; a probe without an answer is no longer a member."""
+        """Sends orders and returns the answers, and the reasons for missing answers.
+
+        A probe that does not answer is dismissed.
+        """
         answered, lost = request_all(self.members, orders, bound_s, why, read)
         for name in lost:
             _dismiss(self.members.pop(name), lost[name])
@@ -245,12 +248,12 @@ class CheckHead:
         return [name for name in expected if name not in self.members and name not in self._other_versions]
 
     def _accept(self, seconds: float, expected: Sequence[str]) -> None:
-        """Accepts authenticated probes of the same protocol version as members."""
+        """Accepts connections of authenticated probes, and greets probes that have sent their version."""
         connection = self._listener.accept(seconds)
         if connection is not None:
             self._joining.append((connection, time.monotonic() + GREETING_S))
-        entering, self._joining = self._joining, []
-        for connection, until in entering:
+        greeted, self._joining = self._joining, []
+        for connection, until in greeted:
             try:
                 greeting = receive_message(connection, 0.0)
                 if greeting is None and time.monotonic() < until:
@@ -264,6 +267,7 @@ class CheckHead:
             self._greet(connection, theirs, expected)
 
     def _greet(self, connection: Connection, theirs: ProtocolVersion, expected: Sequence[str]) -> None:
+        """Makes an expected probe of the same protocol version a member; refuses others."""
         name, why = connection.peer.name, ""
         if name not in expected:
             self._unexpected.append(name)
@@ -283,16 +287,16 @@ class CheckHead:
 
     def _request_info(self, ports: Sequence[int], kernels: int) -> tuple[dict[str, ProbeInfo], dict[str, str]]:
         order = {"do": "card", "ports": list(ports), "kernels": kernels}
-        cards, lost = self.ask(
+        probes, lost = self.ask(
             dict.fromkeys(self.members, order),
             PROBE_INFO_S,
             "information about each host",
             probe_protocol.read_probe_info,
         )
-        return {name: replace(cards[name], came_from=self._came_from[name]) for name in sorted(cards)}, lost
+        return {name: replace(probes[name], came_from=self._came_from[name]) for name in sorted(probes)}, lost
 
     def _dial_back(self, joined: Mapping[str, ProbeInfo]) -> dict[str, str]:
-        """Checks whether the head can dial the address of each probe."""
+        """Tries to connect to each probe; returns why that failed, by host."""
         targets = []
         for name, info in joined.items():
             label, port = next(iter(info.ports.items()), ("", 0))
@@ -305,17 +309,17 @@ class CheckHead:
 
 
 class MissingHostSearch:
-    """Looks up missing hosts, all in parallel and in the background.
+    """Looks up addresses of missing hosts and whether they respond, in parallel and in the background.
 
     Args:
-        given: the head's address that they were given.
-        known: addresses of hosts with names that may not resolve.
+        given: address of the head that their probes were given.
+        known: addresses of hosts whose names may not resolve.
     """
 
     def __init__(self, absent: Sequence[str], given: str, known: Mapping[str, str]) -> None:
         self._given, self._known = given, known
         self._found: dict[str, MissingHost] = {}
-        self._threads = [threading.Thread(target=self._look, args=(name,), daemon=True) for name in absent]
+        self._threads = [threading.Thread(target=self._look_up, args=(name,), daemon=True) for name in absent]
         for thread in self._threads:
             thread.start()
 
@@ -331,20 +335,20 @@ class MissingHostSearch:
         """The results so far.
 
         Args:
-            failed: failures of their probes, according to the launcher.
+            failed: by host, why its probe failed, according to the launcher.
         """
         known = dict(self._found)
         return tuple(
-            replace(known.get(name, MissingHost(name, self._given, sought=False)), failed=failed.get(name, ""))
+            replace(known.get(name, MissingHost(name, self._given, looked_up=False)), failed=failed.get(name, ""))
             for name in absent
         )
 
-    def _look(self, name: str) -> None:
+    def _look_up(self, name: str) -> None:
         addresses = (self._known[name],) if name in self._known else resolve_host(name, 2.0)
-        there = peer_connections.host_responds(addresses[0], bound_s=0.7) if addresses else ""
-        self._found[name] = MissingHost(name, self._given, "", addresses, there)
+        response = peer_connections.host_responds(addresses[0], bound_s=0.7) if addresses else ""
+        self._found[name] = MissingHost(name, self._given, "", addresses, response)
 
 
 def _dismiss(connection: Connection, why: str = "") -> None:
     with connection, contextlib.suppress(WireError):
-        tell_probe(connection, {"do": "leave", "why": why}, timeout_s=0.5)
+        send_message(connection, {"do": "leave", "why": why}, timeout_s=0.5)

@@ -1,4 +1,4 @@
-"""Judges a rendezvous: which hosts joined, which are missing and why, and which addresses others cannot use. Pure."""
+"""Judges the rendezvous of a check: which hosts are missing and why, and which addresses others cannot use. Pure."""
 
 import ipaddress
 from collections.abc import Mapping, Sequence
@@ -16,22 +16,21 @@ _RAY_DOC = "https://docs.ray.io/en/latest/cluster/cli.html#ray-start"
 _UNUSABLE: Mapping[Reachability, tuple[Severity, str, str]] = {
     "unspecified": (
         "error",
-        "0.0.0.0 and :: stand for every interface of the listening host; a host that dials them reaches itself, so "
-        "that "
-        "every host waits for itself as the head",
+        "0.0.0.0 and :: stand for every interface of the listening host; a host that dials them reaches itself and "
+        "waits for itself as the head",
         _RAY_DOC,
     ),
-    "loopback": ("error", "loopback never leaves a host: every other host dials itself and reaches nothing", ""),
+    "loopback": ("error", "loopback never leaves a host: every other host that dials it reaches itself", ""),
     "link-local": ("error", "routers do not forward a link-local address, and dialling it requires a scope", ""),
     "bridge": (
         "error", "it belongs to a bridge for the containers of that host, which no other host can reach", _BRIDGE_DOC,
     ),
-    "strange": ("warning", "no interface of that host has it: it is only reachable if it is translated on the way", ""),
-    "doubtful": ("warning", "its interface connects containers and belongs to no card, so others may not reach it", ""),
+    "foreign": ("warning", "no interface of that host has it, so others reach it only through address translation", ""),
+    "uncertain": ("warning", "its interface connects containers and has no network card: others may not reach it", ""),
     "container": (
         "warning",
-        "docker assigns it on its default network, and every host has the same: others reach a container of their own "
-        "host, or none (--network=host gives a container its host's addresses)",
+        "it belongs to docker's default network, which is the same on every host: others reach a container of their "
+        "own host, or none (--network=host gives a container its host's addresses)",
         _BRIDGE_DOC,
     ),
 }  # fmt: skip
@@ -50,10 +49,10 @@ def judge_advertised_address(
     """Judges whether others can use the address that a head announces.
 
     Args:
-        of: whose address it is: `the head of the check`, `MASTER_ADDR`, `the Ray head`.
-        fix: the setting that changes it.
-        interfaces: of the host; empty if not known.
-        reached: whether another host has reached it, which proves that it works.
+        of: whose address it is, such as `the head of the check`, `MASTER_ADDR` or `the Ray head`.
+        fix: how to change the address.
+        interfaces: interfaces of the host; empty if they are not known.
+        reached: whether another host has used the address, which proves that it works.
     """
     reach = judge_address(address, interfaces).reach
     name = interface_with_address(interfaces, address)
@@ -64,7 +63,7 @@ def judge_advertised_address(
     if reach == "unspecified" or (several and reach in _UNUSABLE):
         return [Finding("head-address", severity, host, seen, why, fix, source)]
     if not several or reach != "public":
-        return []  # a name: its addresses are judged elsewhere
+        return []  # the addresses of a name are judged elsewhere
     private = next(
         (f"{own} on {which}" for which, own in reachable_addresses(interfaces) if not is_public_address(own)), ""
     )
@@ -78,9 +77,11 @@ def judge_advertised_address(
 
 
 def judge_rendezvous(rendezvous: ProbeRendezvous) -> list[Finding]:
-    """Findings of a rendezvous, missing hosts first."""
-    many = len(rendezvous.joined) + len(rendezvous.missing) + len(rendezvous.lost) + len(rendezvous.other_versions)
-    found = [_missing_finding(each, rendezvous, many) for each in rendezvous.missing]
+    """Reports the findings of a rendezvous, missing hosts first."""
+    host_count = (
+        len(rendezvous.joined) + len(rendezvous.missing) + len(rendezvous.lost) + len(rendezvous.other_versions)
+    )
+    found = [_missing_finding(each, rendezvous, host_count) for each in rendezvous.missing]
     found += [
         Finding(
             "rendezvous-version", "error", name, f"{name} was refused: {why}",
@@ -98,11 +99,11 @@ def judge_rendezvous(rendezvous: ProbeRendezvous) -> list[Finding]:
         for name, why in rendezvous.lost.items()
     ]  # fmt: skip
     for name, info in rendezvous.joined.items():
-        found += _probe_findings(name, info, rendezvous, many > 1)
+        found += _probe_findings(name, info, rendezvous, host_count > 1)
     found += [
         Finding(
             "rendezvous-twice", "error", name, "several probes joined under this name",
-            "two hosts with one name share a rank, or a probe of an earlier launch is still running",
+            "two hosts have the same name, or a probe of an earlier check is still running",
             "give every host its own name, and end leftover probes",
         )
         for name in rendezvous.duplicates
@@ -110,14 +111,15 @@ def judge_rendezvous(rendezvous: ProbeRendezvous) -> list[Finding]:
     found += [
         Finding(
             "rendezvous-stranger", "warning", name, "an unexpected probe joined",
-            "it has this check's token: one host too many was started", "add it to --hosts, or do not start it",
+            "it has the token of this check: a probe was started on one host too many",
+            "add it to --hosts, or do not start it",
         )
         for name in rendezvous.unexpected
     ]  # fmt: skip
     found += judge_same_addresses(rendezvous.joined)
     if not any(each.severity == "error" for each in found):
         rows = ", ".join(f"{name} ({info.address})" for name, info in rendezvous.joined.items())
-        seen = f"{len(rendezvous.joined)} of {many} hosts joined within {rendezvous.took_s:.1f} s: {rows}"
+        seen = f"{len(rendezvous.joined)} of {host_count} hosts joined within {rendezvous.took_s:.1f} s: {rows}"
         found.insert(0, Finding("rendezvous", "ok", "", seen))
     return found
 
@@ -135,8 +137,8 @@ def judge_same_addresses(joined: Mapping[str, ProbeInfo]) -> list[Finding]:
     return [
         Finding(
             "rendezvous-address", "error", ", ".join(names), f"{' and '.join(names)} both have the address {address}",
-            "a host that dials it reaches only one of "
-            "them", "give each an address that the others can reach (--address)",
+            "a host that dials it reaches only one of them",
+            "give each an address that the others can reach (--address)",
         )
         for address, names in owners.items()
         if len(names) > 1 and len({joined[name].hostname for name in names}) > 1
@@ -144,25 +146,27 @@ def judge_same_addresses(joined: Mapping[str, ProbeInfo]) -> list[Finding]:
 
 
 def describe_missing(missing: MissingHost) -> str:
-    """One line about a missing host: the head's address it was given, and whether the host responds."""
+    """Describes a missing host in one line: which head address it was given, and whether the host responds."""
     where = ", ".join(missing.resolves_to[:2])
     if missing.failed:
         known = missing.failed
-    elif not missing.sought:
+    elif not missing.looked_up:
         known = "cannot tell yet whether it is up"
     elif not missing.resolves_to:
         known = "its name does not resolve to an address here"
-    elif missing.there == "answers":
+    elif missing.response == "answers":
         known = f"{where} is up and responds, so its probe was not started or cannot reach the head"
     else:
-        known = f"{where} does not respond ({missing.there})"
-    return f"{missing.name} has not joined yet. Head address: {missing.given}; {known}"
+        known = f"{where} does not respond ({missing.response})"
+    return f"{missing.name} has not joined yet. Head address: {missing.head_address}; {known}"
 
 
-def _missing_finding(missing: MissingHost, rendezvous: ProbeRendezvous, many: int) -> Finding:
+def _missing_finding(missing: MissingHost, rendezvous: ProbeRendezvous, host_count: int) -> Finding:
     joined = ", ".join(rendezvous.joined) or "none"
-    given = f"Head address: {missing.given}; joined: {joined}"
-    seen = f"{missing.name} did not join within {rendezvous.took_s:.1f} s ({len(rendezvous.joined)} of {many} did)"
+    given = f"Head address: {missing.head_address}; joined: {joined}"
+    seen = (
+        f"{missing.name} did not join within {rendezvous.took_s:.1f} s ({len(rendezvous.joined)} of {host_count} did)"
+    )
     if missing.failed:
         return Finding(
             "rendezvous-missing", "error", missing.name, f"{seen}: {missing.failed}. {given}",
@@ -174,22 +178,22 @@ def _missing_finding(missing: MissingHost, rendezvous: ProbeRendezvous, many: in
             f"{seen}, and its name does not resolve to an address here. {given}",
             "a host without an address cannot be started or dialled",
             f"check the name, add it to DNS or to the hosts file of every host, or start its probe by hand with "
-            f"`lockstep check --join {missing.given} --name {missing.name}`",
+            f"`lockstep check --join {missing.head_address} --name {missing.name}`",
         )  # fmt: skip
     address = ", ".join(missing.resolves_to[:2])
-    if missing.there == "answers":
+    if missing.response == "answers":
         return Finding(
             "rendezvous-missing", "error", missing.name,
             f"{seen}. The host itself ({address}) is up and responds; its probe does not. {given}",
             "the probe was not started, or it cannot reach the head",
-            f"on {missing.name} run `lockstep check --join {missing.given} --name {missing.name}`: it reports within "
-            "seconds whether it reaches the head. If not, open the head's port or choose another address with "
+            f"on {missing.name} run `lockstep check --join {missing.head_address} --name {missing.name}`: it reports "
+            "within seconds whether it reaches the head. If not, open the head's port or choose another address with "
             "--address",
         )  # fmt: skip
     return Finding(
         "rendezvous-missing", "error", missing.name,
-        f"{seen}. Its address {address} does not respond either ({missing.there or 'not tried'}). {given}",
-        "the host is down, or the network between it and this host is blocked",
+        f"{seen}. Its address {address} does not respond either ({missing.response or 'not tried'}). {given}",
+        "the host is down, or the network between that host and this one is blocked",
         f"check that {missing.name} is up, and the route and firewall between {rendezvous.head} and {address}",
     )  # fmt: skip
 
@@ -219,7 +223,7 @@ def _probe_findings(name: str, info: ProbeInfo, rendezvous: ProbeRendezvous, sev
                 "rendezvous-back", "error", name,
                 f"{name} ({info.address}) reached the head at {info.dialled}:{rendezvous.port}, but the head cannot "
                 f"reach {name} back: {why}",
-                "store and collectives dial in both directions: this host joins, and then all ranks wait for it",
+                "a run connects in both directions: this host joins, and then all ranks wait for it",
                 f"open the ports of {name} for the other hosts, or set an address that they can reach (--address)",
             )
         )  # fmt: skip
@@ -228,7 +232,7 @@ def _probe_findings(name: str, info: ProbeInfo, rendezvous: ProbeRendezvous, sev
             Finding(
                 "rendezvous-translated", "warning", name,
                 f"{name} announces {info.address} but connects from {info.came_from}",
-                "an address is translated on the way: peers cannot dial the announced one",
+                "its address is translated on the way, so peers cannot dial the announced one",
                 "use a network in which hosts see each other's own addresses (for containers: host networking)",
             )
         )  # fmt: skip
@@ -238,9 +242,8 @@ def _probe_findings(name: str, info: ProbeInfo, rendezvous: ProbeRendezvous, sev
             Finding(
                 "name-loopback", "warning", name,
                 f"its own name {info.hostname} resolves to {', '.join(loops)} there",
-                "software that looks up its address by name (gloo without GLOO_SOCKET_IFNAME, torchrun's "
-                "rendezvous) makes "
-                "the others dial themselves",
+                "software that looks up its own address by name (gloo without GLOO_SOCKET_IFNAME, torchrun's "
+                "rendezvous) makes the others dial themselves",
                 f"remove the name from the 127.0.1.1 line of the hosts file on {name}, or set GLOO_SOCKET_IFNAME"
                 + (f"={info.interface}" if info.interface else ""),
                 "https://docs.pytorch.org/docs/stable/distributed.html#choosing-the-network-interface-to-use",
@@ -255,12 +258,9 @@ def port_taken_finding(host: str, port: int, why: str) -> Finding:
     """The finding for a named port that could not be bound."""
     return Finding(
         "port-taken", "error", host, f"port {port} cannot be bound on {host}: {why}",
-        "a rendezvous or server on this port fails to start, or two jobs meet in one store",
-        f"end the process that listens on it (`ss -ltnp 'sport = :{port}'`), or choose another port; best is port "
-        "0: the "
-        "listening process then gets a free port and announces it, whereas a free port that is found first can be "
-        "taken "
-        "before it is bound",
+        "a rendezvous or server on this port fails to start, or two jobs share one store",
+        f"end the process that listens on it (`ss -ltnp 'sport = :{port}'`), or choose another port. Port 0 is "
+        "best: the listening process then gets a free port and announces it",
     )  # fmt: skip
 
 

@@ -1,1 +1,1 @@
-"""Facts about a host, as plain data that can be sent to another host."""
+"""Facts about a host: how they are gathered, and the plain data in which they are sent to another host."""

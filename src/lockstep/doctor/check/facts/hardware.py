@@ -1,4 +1,4 @@
-"""The PCI bus, InfiniBand and RoCE adapters from sysfs, and hardware events in the kernel log."""
+"""Gathers facts about the PCI bus and RDMA adapters from sysfs, and hardware events from the kernel log."""
 
 import ipaddress
 import re
@@ -26,26 +26,26 @@ _KERNEL_EVENTS: tuple[tuple[str, re.Pattern[str]], ...] = (
 
 
 def gather_kernel_log(system: HostSystem, bound_s: float = KERNEL_LOG_TIMEOUT_S) -> KernelLog:
-    """Events since boot, from `dmesg`, else from the journal.
+    """Relevant events since boot, from `dmesg`, else from the journal.
 
     Raises:
-        SourceUnavailable: neither is readable.
+        SourceUnavailable: neither of them is readable.
     """
-    silent = []
+    failures = []
     for command in (["dmesg"], ["journalctl", "--dmesg", "--boot", "--no-pager", "--quiet", "--output=short-iso"]):
         try:
             ran = system.run(command, bound_s)
         except (SourceUnavailable, TimeoutError) as error:
-            silent.append(str(error))
+            failures.append(str(error))
             continue
         if ran.code == 0 and ran.out.strip():
             return KernelLog(list(kernel_events(ran.out.splitlines()[-MAX_KERNEL_LOG_LINES:])), command[0])
-        silent.append(f"{command[0]}: {(ran.err or ran.out or 'no output').strip().splitlines()[0][:120]}")
-    raise SourceUnavailable(f"{'; '.join(silent)} (readable as root, or with kernel.dmesg_restrict=0)")
+        failures.append(f"{command[0]}: {(ran.err or ran.out or 'no output').strip().splitlines()[0][:120]}")
+    raise SourceUnavailable(f"{'; '.join(failures)} (readable as root, or with kernel.dmesg_restrict=0)")
 
 
 def kernel_events(lines: Iterable[str]) -> Iterator[KernelEvent]:
-    """Relevant events, one per kind and device, with their count and last line."""
+    """The relevant events in these lines, one per kind and device, with their count and last line."""
     counts: Counter[tuple[str, int | None, str]] = Counter()
     last: dict[tuple[str, int | None, str], str] = {}
     for line in lines:
@@ -64,11 +64,11 @@ def kernel_events(lines: Iterable[str]) -> Iterator[KernelEvent]:
 
 NVIDIA = 0x10DE
 _DISPLAY, _NETWORK, _INFINIBAND, _BRIDGE = 0x03, 0x02, 0x0207, 0x0604
-"""Class codes of the PCI code and ID assignment specification."""
+"""Class codes from the PCI Code and ID Assignment Specification."""
 _ACS = 0x000D
 """Extended capability of access control services (PCI Express base specification, 7.7.8)."""
 REDIRECT = 0x04 | 0x08
-"""P2P Request Redirect and P2P Completion Redirect of the ACS control register."""
+"""The bits P2P Request Redirect and P2P Completion Redirect of the ACS control register."""
 
 
 def gather_pci(system: HostSystem) -> PciBus:
@@ -97,7 +97,7 @@ def gather_pci(system: HostSystem) -> PciBus:
 
 
 def pci_device_kind(code: int, vendor: int) -> str | None:
-    """`gpu`, `nic` or None, from class code and vendor."""
+    """`gpu`, `nic` or None, according to class code and vendor."""
     if code >> 16 == _DISPLAY and vendor == NVIDIA:
         return "gpu"
     return "nic" if code >> 8 == _INFINIBAND or code >> 16 == _NETWORK else None
@@ -144,7 +144,7 @@ def pci_generation(speed_gts: float | None) -> int | None:
 
 
 def _config_space(path: Path) -> bytes:
-    """The configuration space: 4096 bytes as root, else 64."""
+    """The configuration space of a device: 4096 bytes if read by root, else 64."""
     try:
         return (path / "config").read_bytes()
     except OSError:
@@ -184,7 +184,7 @@ HARDWARE_COUNTERS = (
 
 
 def gather_rdma(system: HostSystem) -> RdmaAdapters:
-    """All ports of all adapters."""
+    """All ports of all InfiniBand and RoCE adapters, and how NCCL can use them."""
     ports = [
         _rdma_port(device.name, port)
         for device in list_folder(system.sys / "class/infiniband")

@@ -1,4 +1,4 @@
-"""What is known about one host: plain data that is gathered there, sent as JSON and judged anywhere."""
+"""The facts about one host, as plain data: gathered on that host, sent as JSON, and judged on any host."""
 
 import ipaddress
 from collections.abc import Callable, Iterator, Sequence
@@ -10,7 +10,7 @@ from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 T = TypeVar("T")
 
 MAX_TEXT = 400
-"""Maximum number of characters of another host's text that are shown."""
+"""Maximum number of characters that are shown of a text from another host."""
 
 
 def _numeric(address: str) -> str:
@@ -18,7 +18,7 @@ def _numeric(address: str) -> str:
 
 
 NumericAddress = Annotated[str, AfterValidator(_numeric)]
-"""A numeric address, so that dialling needs no name server."""
+"""A numeric address, so that no name server is needed to dial it."""
 PortNumber = Annotated[int, Field(gt=0, lt=1 << 16)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 ShortText = Annotated[str, Field(max_length=256)]
@@ -26,10 +26,7 @@ PortText = Annotated[str, Field(pattern=r"^[0-9]{1,5}$")]
 
 
 def parser_of(kind: type[T]) -> Callable[[Any], T]:
-    """Returns a function that parses data into this type and ignores unknown fields.
-
-    The function raises ValueError with the first invalid field.
-    """
+    """Returns a parser of data of this type, which ignores unknown fields and raises ValueError for invalid ones."""
     adapter = TypeAdapter(kind)
 
     def read(data: Any) -> T:
@@ -53,15 +50,14 @@ class HostVersions:
     """Installed versions; None if not installed."""
 
     packages: dict[str, str | None] = field(default_factory=dict)
-    """By distribution: torch, transformers, vllm, ray, deepspeed, lockstep-rl and others; `python`, `cuda` (that torch
-    was built for), `nccl` (of the wheel, else of the system), `driver`, `driver_cuda` (newest CUDA of the driver),
-    `kernel`."""
+    """Versions of distributions (torch, vllm, ray, ...), and of `python`, `cuda` (for which torch is built), `nccl` (of
+    the wheel, or else of the system), `driver` and `kernel`."""
     unmet: list[str] = field(default_factory=list)
-    """Unmet requirements of installed packages: `vllm 0.20 needs torch==2.11, ...`."""
+    """Unmet requirements of installed packages, such as `vllm 0.20 needs torch==2.11, ...`."""
     twice: list[str] = field(default_factory=list)
     """Installed distributions that contain the same library."""
     compat: str = ""
-    """Folder of CUDA's forward compatibility library; empty without one."""
+    """Folder with CUDA's forward compatibility library; empty if there is none."""
     compat_asked: bool = False
     """Whether LD_LIBRARY_PATH contains that folder."""
 
@@ -103,7 +99,7 @@ class Gpu:
     remap_pending: bool = False
     remap_failed: bool = False
     fabric: str = ""
-    """State of its registration with the NVSwitch fabric; empty without a fabric."""
+    """State of the GPU's registration with the NVSwitch fabric; empty without a fabric."""
     pcie_width: int | None = None
     pcie_width_max: int | None = None
     pcie_gen: int | None = None
@@ -111,7 +107,7 @@ class Gpu:
     replays: int | None = None
     links_up: int | None = None
     links_down: int | None = None
-    """NVLinks; None if it has none or they were not queried."""
+    """Number of NVLinks that are down; None if the GPU has no NVLinks or they were not queried."""
     processes: list[GpuProcess] = field(default_factory=list)
 
 
@@ -122,7 +118,7 @@ class GpuTopology:
     names: list[str] = field(default_factory=list)
     """GPU0, GPU1, ..., then NICs."""
     paths: list[list[str]] = field(default_factory=list)
-    """Path type from each to each: X, NV4, PIX, PXB, PHB, NODE, SYS."""
+    """Types of the paths from each device to each: X, NV4, PIX, PXB, PHB, NODE, SYS."""
     numa: dict[str, str] = field(default_factory=dict)
     """NUMA node by GPU."""
     nics: dict[str, str] = field(default_factory=dict)
@@ -141,22 +137,22 @@ class PciDevice:
     speed_gts: float | None = None
     speed_max_gts: float | None = None
     slot_width: int | None = None
-    """Maximum of the port above it; None without one."""
+    """Maximum width of the port above the device; None if there is none."""
     slot_speed_gts: float | None = None
     numa: int | None = None
     iommu: str = ""
-    """Type of its IOMMU group: `identity`, `DMA`, `DMA-FQ`; empty without one."""
+    """Type of the device's IOMMU group: `identity`, `DMA`, `DMA-FQ`; empty without a group."""
 
 
 @dataclass(frozen=True, slots=True)
 class PciBus:
-    """The PCI bus."""
+    """GPUs, network cards and bridges on the PCI bus."""
 
     devices: list[PciDevice] = field(default_factory=list)
     redirecting: list[str] = field(default_factory=list)
     """Bridges whose access control (ACS) redirects peer-to-peer traffic to the root complex."""
     acs_known: bool = False
-    """Whether the bridges' configuration was readable; that requires root."""
+    """Whether the configuration of the bridges could be read, which requires root."""
     iommu: bool = False
     virtual: bool = False
     """Whether this is a virtual machine."""
@@ -191,7 +187,7 @@ class RdmaAdapters:
     open_driver: bool = False
     """Whether NVIDIA's open kernel module is loaded, which registers GPU memory by dma-buf."""
     device_files: bool = False
-    """Whether /dev/infiniband exists; a container must be given it."""
+    """Whether /dev/infiniband exists; a container does not have it by default."""
     hca: str = ""
     """Value of NCCL_IB_HCA, which selects the ports that NCCL uses."""
 
@@ -225,7 +221,7 @@ class ShmSpace:
     kind: str = "tmpfs"
     noexec: bool = False
     stale: int = 0
-    """Bytes in segments of NCCL, torch, vLLM and Ray that no process has open."""
+    """Bytes in shared-memory segments of NCCL, torch, vLLM and Ray that no process has open."""
     stale_names: list[str] = field(default_factory=list)
 
 
@@ -277,7 +273,7 @@ class ClockSync:
 
     synchronised: bool | None = None
     offset_s: float | None = None
-    """Offset to its time servers."""
+    """Offset from the time servers; None if it is not known."""
     said_by: str = ""
 
 
@@ -289,9 +285,9 @@ class NameResolution:
     addresses: list[str] = field(default_factory=list)
     """Addresses of the host's own name, in the resolver's order."""
     names: dict[str, str] = field(default_factory=dict)
-    """Name by address; empty if it has none."""
+    """By address, the name that it resolves to; empty if there is none."""
     asked: dict[str, list[str]] = field(default_factory=dict)
-    """Addresses of other names that the run uses; empty if a name is unknown."""
+    """By name of another host in the config, its addresses; empty if the name is unknown."""
     seconds: float = 0.0
     problem: str = ""
 
@@ -305,18 +301,18 @@ class HostInterface:
     """IPv4 before IPv6, in the order of `getifaddrs`, with prefix length: `10.0.0.5/24`."""
     up: bool = True
     running: bool = True
-    """Up, with a carrier."""
+    """Whether it is up and has a carrier."""
     kind: str = "physical"
     """`loopback`, `bridge`, `virtual` (not backed by a card), `wireless`, `infiniband`, `physical`."""
     carries_host: bool = True
-    """Whether it is a card of the host or backed by one (a bridge with a card among its ports, a bond, a VLAN), so
-    that its address belongs to the host."""
+    """Whether it is a network card or is backed by one (a bridge with a card among its ports, a bond, a VLAN), so that
+    its address belongs to the host."""
     mtu: int = 0
     speed_mbps: int = 0
 
     @property
     def plain(self) -> list[str]:
-        """Its addresses without prefix lengths."""
+        """The addresses without prefix lengths."""
         return [address.partition("/")[0] for address in self.addresses]
 
 
@@ -326,20 +322,20 @@ class HostNetwork:
 
     interfaces: list[HostInterface] = field(default_factory=list)
     route_v4: str = ""
-    """Own address on the route to the internet; empty without a route."""
+    """The host's IPv4 address on the route to the internet; empty without a route."""
     route_v6: str = ""
     environ: dict[str, str] = field(default_factory=dict)
-    """Variables that select an interface or address."""
+    """The environment variables that select an interface or address."""
 
 
 @dataclass(frozen=True, slots=True)
 class RayToken:
-    """What decides whether a Ray cluster started here requires a token."""
+    """What determines whether a Ray cluster that is started on this host requires a token."""
 
     mode: str = ""
     """RAY_AUTH_MODE."""
     where: str = ""
-    """Name of the variable or file with a token; empty without one."""
+    """Name of the variable or file that holds a token; empty if there is no token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,7 +347,7 @@ class PlannedPort:
     taken_by: str | None = None
     """`python3 (pid 4711)`, or `a process that cannot be seen from here`; None if the port is free."""
     fleeting: bool = False
-    """Whether the kernel may assign it to a connection (net.ipv4.ip_local_port_range)."""
+    """Whether the kernel may assign the port to any connection (net.ipv4.ip_local_port_range)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,7 +356,7 @@ class HostFacts:
 
     host: str
     at: float = 0.0
-    """Time of gathering, in seconds since 1970 by the host's clock."""
+    """When the facts were gathered, in seconds since 1970 by the host's clock."""
     versions: HostVersions | None = None
     gpus: list[Gpu] | None = None
     topology: GpuTopology | None = None
@@ -375,9 +371,9 @@ class HostFacts:
     ports: list[PlannedPort] | None = None
     ray_token: RayToken | None = None
     unchecked: dict[str, str] = field(default_factory=dict)
-    """By part, why it is not known."""
+    """By part, why it could not be gathered."""
     faults: dict[str, str] = field(default_factory=dict)
-    """By part, the error that it reports about itself."""
+    """By part, the error that its source reported, such as a GPU driver that fails."""
     seconds: dict[str, float] = field(default_factory=dict)
 
     def json(self) -> dict[str, Any]:
@@ -389,7 +385,7 @@ _parse_facts = parser_of(HostFacts)
 
 
 def host_facts_from_json(data: object) -> HostFacts:
-    """Parses the output of `json()`, perhaps from another host and version: unknown fields are ignored.
+    """Parses the output of `json()`, which may come from another host and version; ignores unknown fields.
 
     Raises:
         ValueError: the data is invalid.

@@ -1,4 +1,4 @@
-"""What a run requires of each of its hosts, derived from its config."""
+"""What a run requires of each of its hosts, as derived from its config."""
 
 import ipaddress
 import os
@@ -15,31 +15,31 @@ from lockstep.config.run_config import RunConfig
 
 @dataclass(frozen=True, slots=True)
 class HostRequirements:
-    """What a run requires of a host. The defaults apply without a config."""
+    """What a run requires of a host. The defaults are those without a config."""
 
     several: bool = False
-    """Whether the run has other hosts; then addresses that only this host can reach are wrong."""
+    """Whether the run has other hosts, so that addresses that only this host can reach are wrong."""
     gpus: bool = False
-    """Whether it needs a GPU."""
+    """Whether the run needs a GPU."""
     shared: bool = False
     """Whether processes on one host exchange data through shared memory: ranks, an engine, workers."""
     packages: tuple[str, ...] = ("python", "torch", "transformers")
-    """Packages that it needs to start."""
+    """Packages that the run needs to start."""
     interface: str | None = None
     """`cluster.interface`: prefix of the interface to use."""
     names: tuple[str, ...] = ()
-    """Names of other hosts in its config."""
+    """Names of other hosts in the config, which must resolve."""
     folders: Mapping[str, str] = field(default_factory=dict)
-    """Purpose by folder."""
+    """The folders to which the run writes, with their purposes."""
     ports: Mapping[int, str] = field(default_factory=dict)
-    """Purpose by port that it listens on."""
+    """The ports on which the run listens, with their purposes."""
 
 
 def requirements_of(config: RunConfig | None, several: bool = False) -> HostRequirements:
-    """Requirements of a run with this config; without one, of training in the working folder.
+    """The requirements of a run with this config; without a config, those of training in the working folder.
 
     Args:
-        several: the run has other hosts, whatever its config says.
+        several: whether the run has other hosts, in addition to what its config says.
     """
     ports = _master_port(os.environ)
     if config is None:
@@ -71,17 +71,17 @@ def requirements_of(config: RunConfig | None, several: bool = False) -> HostRequ
 
 
 def _master_port(environ: Mapping[str, str]) -> dict[int, str]:
-    """MASTER_PORT, if MASTER_ADDR is this host or not set: rank 0 listens there."""
+    """The port of MASTER_PORT, on which rank 0 listens, if MASTER_ADDR is this host or is not set."""
     port, address = environ.get("MASTER_PORT", ""), environ.get("MASTER_ADDR", "localhost")
     if not port.isdigit() or not 0 < int(port) < 1 << 16:
         return {}
-    here = {"localhost", "127.0.0.1", "::1", socket.gethostname()}
-    here |= {each.address for found in psutil.net_if_addrs().values() for each in found}
-    return {int(port): "MASTER_PORT"} if address in here else {}
+    own_addresses = {"localhost", "127.0.0.1", "::1", socket.gethostname()}
+    own_addresses |= {each.address for addresses in psutil.net_if_addrs().values() for each in addresses}
+    return {int(port): "MASTER_PORT"} if address in own_addresses else {}
 
 
 def _host_names(address: str | None) -> tuple[str, ...]:
-    """The host of `HOST:PORT` if it is a name."""
+    """The host of `HOST:PORT`, unless it is a numeric address."""
     if address is None or address == "auto":
         return ()
     host = address.rpartition(":")[0].strip("[]") or address

@@ -23,22 +23,22 @@ CLOCK_FROM_KERNEL = "the kernel"
 
 
 def gather_clock(system: HostSystem, bound_s: float = 2.0) -> ClockSync:
-    """Clock synchronisation according to chrony, else systemd, else the kernel, which knows whether a daemon steers it.
+    """Clock synchronisation according to chrony, else systemd, else the kernel.
 
     Raises:
         SourceUnavailable: no source answers.
     """
-    silent = []
+    failures = []
     for ask in (_clock_from_chrony, _clock_from_systemd, _clock_from_kernel):
         try:
             return ask(system, bound_s)
         except (SourceUnavailable, WaitTimeout, ValueError) as error:
-            silent.append(str(error))
-    raise SourceUnavailable("; ".join(silent))
+            failures.append(str(error))
+    raise SourceUnavailable("; ".join(failures))
 
 
 def _clock_from_chrony(system: HostSystem, bound_s: float) -> ClockSync:
-    """`chronyc -c tracking`: reference, its name, stratum, time, offset in seconds, ..., leap status last."""
+    """Parses `chronyc -c tracking`: reference, its name, stratum, time, offset in seconds, ..., leap status."""
     ran = system.run(["chronyc", "-c", "tracking"], bound_s)
     fields = ran.out.strip().split(",")
     if ran.code or len(fields) < 14:
@@ -68,8 +68,8 @@ _UNSYNCHRONISED = 0x0040
 
 
 def _clock_from_kernel(system: HostSystem, bound_s: float) -> ClockSync:
-    """Reads without changing anything (`modes` is 0); a container sees the clock of its host."""
-    status = _Timex()
+    """Asks the kernel, which knows whether a daemon steers the clock; a container sees the clock of its host."""
+    status = _Timex()  # `modes` 0: adjtimex only reads
     call = getattr(ctypes.CDLL(None), "adjtimex", None)
     if call is None or not (system.proc / "self").exists() or call(ctypes.byref(status)) < 0:
         raise SourceUnavailable("the kernel does not report it")
@@ -77,15 +77,15 @@ def _clock_from_kernel(system: HostSystem, bound_s: float) -> ClockSync:
 
 
 SEGMENT_PREFIXES = ("nccl-", "torch_", "psm_", "sem.mp-", "cuda.shm", "plasma", "vllm", "ray")
-"""Name prefixes of segments in /dev/shm of NCCL, torch, Python, CUDA, Ray and vLLM."""
+"""Name prefixes of the segments that NCCL, torch, Python, CUDA, Ray and vLLM create in /dev/shm."""
 SEGMENT_SCAN_S = 1.5
-"""Time limit: a host may have thousands of processes with thousands of mappings each."""
+"""Time limit for finding open segments: a host may have thousands of processes with thousands of mappings each."""
 _NO_LIMIT = 1 << 60
-"""Version 1 control groups express no limit as a number near 2^63."""
+"""Limits above this mean none: version 1 control groups report a number near 2^63."""
 
 
 def gather_limits(system: HostSystem) -> ResourceLimits:
-    """Limits of this process and its control group."""
+    """The limits of this process and its control group."""
     version, limit, used = _cgroup_memory(system)
     pids_max, pids_used = _cgroup_pids(system)
     soft, hard = (_rlimit(each) for each in resource.getrlimit(resource.RLIMIT_NOFILE))
@@ -115,26 +115,26 @@ def _rlimit(value: int) -> int | None:
 
 
 def gather_shm(system: HostSystem) -> ShmSpace | None:
-    """/dev/shm; None if it does not exist."""
+    """Space in /dev/shm, and stale segments; None if the folder does not exist."""
     folder = system.dev / "shm"
     if not folder.is_dir():
         return None
-    room = os.statvfs(folder)
+    usage = os.statvfs(folder)
     stale = [path for path in list_folder(folder) if path.name.startswith(SEGMENT_PREFIXES) and _is_own_file(path)]
     opened = _open_segments(system.proc, folder, time.monotonic() + SEGMENT_SCAN_S) if stale else set()
     left = [path for path in stale if path.name not in opened] if opened is not None else []
     return ShmSpace(
-        room.f_blocks * room.f_frsize,
-        room.f_bavail * room.f_frsize,
+        usage.f_blocks * usage.f_frsize,
+        usage.f_bavail * usage.f_frsize,
         filesystem_of(system.proc, folder)[0] or "tmpfs",
-        bool(room.f_flag & os.ST_NOEXEC),
+        bool(usage.f_flag & os.ST_NOEXEC),
         sum(_allocated_bytes(path) for path in left),
         [path.name for path in left[:20]],
     )
 
 
 def _is_own_file(path: Path) -> bool:
-    """Whether this user can see which processes have the file open."""
+    """Whether this user owns the file (or is root), and so can see which processes have it open."""
     try:
         return os.getuid() in (0, path.lstat().st_uid)
     except OSError:
@@ -149,8 +149,7 @@ def _allocated_bytes(path: Path) -> int:
 
 
 def _open_segments(proc: Path, folder: Path, until: float) -> set[str] | None:
-    """Names of files in the folder that a process visible to this user has open or mapped; None if the time limit is
-    reached."""
+    """Names of the folder's files that a visible process has open or mapped; None if the time limit is reached."""
     prefix = f"{folder}/"
     found = set()
     for process in list_folder(proc):
@@ -173,7 +172,7 @@ def _open_segments(proc: Path, folder: Path, until: float) -> set[str] | None:
 
 
 def filesystem_of(proc: Path, folder: Path) -> tuple[str, str]:
-    """Type and source of the mount that contains a folder: `ext4`, `/dev/sda1`; empty if not known."""
+    """Type and source of the mount that contains a folder, such as `ext4` and `/dev/sda1`; empty if not known."""
     try:
         real = folder.resolve()
     except OSError:
@@ -214,8 +213,10 @@ def _cgroup_paths(system: HostSystem) -> dict[str, str]:
 
 
 def _cgroup_and_parents(root: Path, path: str) -> list[Path]:
-    """Folders of the group and its parents: the smallest of their limits applies. In a container the path may be the
-    host's, and its folder the root."""
+    """Folders of a control group and its parents, of which the smallest limit applies.
+
+    In a container the path may be the host's, while the group's folder is the root.
+    """
     parts = [part for part in path.split("/") if part and part != ".."]
     return [root.joinpath(*parts[:depth]) for depth in range(len(parts), -1, -1)]
 
@@ -242,7 +243,7 @@ def _cgroup_controller(system: HostSystem, name: str) -> tuple[str, list[Path]]:
 
 
 def _cgroup_memory(system: HostSystem) -> tuple[str, int | None, int | None]:
-    """Version, limit and use without reclaimable page cache."""
+    """Version of the control group, its memory limit, and the memory in use without reclaimable page cache."""
     version, folders = _cgroup_controller(system, "memory")
     if version == "v1":
         limit, where = _smallest_limit(folders, "memory.limit_in_bytes")
@@ -265,7 +266,7 @@ def _cgroup_pids(system: HostSystem) -> tuple[int | None, int | None]:
 
 
 def _cgroup_cpus(system: HostSystem) -> float | None:
-    """CPU time limit of the group, in CPUs; None means no limit."""
+    """The control group's CPU time limit, in CPUs; None means no limit."""
     version, folders = _cgroup_controller(system, "cpu")
     found = []
     for folder in folders:
@@ -290,26 +291,30 @@ _flush = getattr(os, "fdatasync", os.fsync)
 def gather_disk(
     system: HostSystem, folder: Path, purpose: str, most: int = DISK_WRITE_BYTES, bound_s: float = DISK_WRITE_S
 ) -> DiskSpace:
-    """Space of the folder or its nearest existing parent, and the speed of writing a temporary file of limited size
-    there for a limited time."""
-    there = folder.absolute()
-    while not there.exists():
-        there = there.parent
-    room = os.statvfs(there)
-    kind, _ = filesystem_of(system.proc, there)
-    total, free = room.f_blocks * room.f_frsize, room.f_bavail * room.f_frsize
-    files = room.f_favail if room.f_files else None
-    if room.f_flag & os.ST_RDONLY:
+    """Space of a folder or its nearest existing parent, and how fast a temporary file is written there.
+
+    Args:
+        most: maximum number of bytes to write.
+        bound_s: maximum time of writing.
+    """
+    existing = folder.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    usage = os.statvfs(existing)
+    kind, _ = filesystem_of(system.proc, existing)
+    total, free = usage.f_blocks * usage.f_frsize, usage.f_bavail * usage.f_frsize
+    files = usage.f_favail if usage.f_files else None
+    if usage.f_flag & os.ST_RDONLY:
         return DiskSpace(str(folder), purpose, kind, total, free, files, True, problem="the file system is read-only")
     try:
-        written, took = _measure_write(there, min(most, free // 4), bound_s)
+        written, took = _measure_write(existing, min(most, free // 4), bound_s)
     except OSError as error:
-        return DiskSpace(str(folder), purpose, kind, total, free, files, problem=f"{error.strerror} ({there})")
+        return DiskSpace(str(folder), purpose, kind, total, free, files, problem=f"{error.strerror} ({existing})")
     return DiskSpace(str(folder), purpose, kind, total, free, files, False, written, round(took, 4))
 
 
 def _measure_write(folder: Path, most: int, bound_s: float) -> tuple[int, float]:
-    """Bytes written and seconds, including fsync."""
+    """Writes a temporary file; returns the bytes and the seconds, including fsync."""
     path = folder / f".lockstep-check-{os.getpid()}-{time.monotonic_ns()}"
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:

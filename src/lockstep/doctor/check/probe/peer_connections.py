@@ -24,7 +24,7 @@ from lockstep.doctor.check.probe.round_robin import peers_in_order, ports_of_pai
 
 PINGS = 3
 KERNEL_PORT_PREFIX = "kernel-"
-"""Label prefix of ports in the kernel's range."""
+"""Prefix of the labels of ports in the range from which the kernel assigns ephemeral ports."""
 CHUNK_BYTES = 1 << 20
 """Bytes of a frame in bandwidth measurements."""
 _ANSWER_S = 30.0
@@ -44,16 +44,16 @@ class PeerPort:
 
 
 class PeerListener:
-    """Listens on ports of one address for peers of the same check, and answers them in threads.
+    """Listens for the other probes of a check on several ports, and answers them in threads.
 
-    The sockets are bound once and stay bound: a port that is found free first could be taken before it is bound.
+    The ports stay bound, so that no other process can take them during the check.
 
     Args:
-        named: ports that a run will use.
-        kernels: number of additional ports, spread over the kernel's range for ephemeral ports.
+        named: ports that the run will use.
+        kernel_ports: number of further ports, spread over the kernel's range of ephemeral ports.
     """
 
-    def __init__(self, token: str, name: str, address: str, named: Sequence[int], kernels: int) -> None:
+    def __init__(self, token: str, name: str, address: str, named: Sequence[int], kernel_ports: int) -> None:
         self.ports: dict[str, int] = {}
         self.taken: dict[str, str] = {}
         self._token, self._name, self._address = token, name, address
@@ -64,11 +64,11 @@ class PeerListener:
                 self._listen(str(port), port)
             except OSError as error:
                 self.taken[str(port)] = error.strerror or str(error)
-        for number in range(kernels):
-            self._listen_in_range(number, kernels)
+        for number in range(kernel_ports):
+            self._listen_in_range(number, kernel_ports)
 
     def close(self) -> None:
-        """Frees the ports. Idempotent."""
+        """Releases the ports. Idempotent."""
         self._stop.set()
         for listener in self._listeners:
             listener.close()
@@ -112,7 +112,7 @@ def port_range() -> tuple[int, int]:
 
 
 def _answer_peer(connection: Connection) -> None:
-    """Echoes small frames and counts large ones; answers `end` with the count."""
+    """Echoes small frames and counts the bytes of large ones; answers `end` with that count."""
     received = 0
     with connection, contextlib.suppress(WireError):
         while (frame := connection.recv(_ANSWER_S)) is not None:
@@ -167,8 +167,10 @@ def _dial_failure(error: OSError) -> tuple[str, str]:
 def dial_all(
     targets: Sequence[PeerPort], token: str, name: str, dial_s: float, bound_s: float, lanes: int
 ) -> list[DialResult]:
-    """Dials all targets in order, `lanes` of them at once, so that one that hangs does not delay the others. Dials that
-    hung are repeated in the remaining time; those without a result at the time limit are reported as such."""
+    """Dials all targets in order, `lanes` of them at once, so that a dial that hangs does not delay the others.
+
+    Dials that hung are repeated in the remaining time. A dial without a result at the time limit counts as silent.
+    """
     until = time.monotonic() + bound_s
     pool = ThreadPoolExecutor(lanes, thread_name_prefix="dial")
     try:
@@ -176,10 +178,10 @@ def dial_all(
         hung = [target for target, one in zip(targets, found, strict=True) if one.kind in ("silent", "broke")]
         left = until - time.monotonic()
         if hung and left > 0.2:
-            again_s = min(dial_s, 0.8 * left / -(-len(hung) // lanes))
-            second = _finished_dials([(t, pool.submit(dial, t, token, name, again_s)) for t in hung], until)
-            better = {(one.peer, one.label): one for one in second if not one.why}
-            found = [better.get((one.peer, one.label), one) for one in found]
+            repeat_s = min(dial_s, 0.8 * left / -(-len(hung) // lanes))
+            repeated = _finished_dials([(t, pool.submit(dial, t, token, name, repeat_s)) for t in hung], until)
+            succeeded = {(one.peer, one.label): one for one in repeated if not one.why}
+            found = [succeeded.get((one.peer, one.label), one) for one in found]
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
     return found
@@ -197,7 +199,10 @@ def _finished_dials(pending: Sequence[tuple[PeerPort, "Future[DialResult]"]], un
 
 
 def measure_rate(target: PeerPort, token: str, name: str, seconds: float, dial_s: float) -> dict[str, object]:
-    """Megabytes per second (1e6 bytes) that the peer received on one connection; `why` if it is not known."""
+    """Measures the megabytes (1e6 bytes) per second that the peer receives on one connection.
+
+    Returns `mb_per_s`, or `why` the measurement failed.
+    """
     payload = bytes(CHUNK_BYTES)
     try:
         with _connect(target, token, name, dial_s) as connection:
@@ -220,8 +225,7 @@ def measure_rate(target: PeerPort, token: str, name: str, seconds: float, dial_s
 
 
 def dial_results_json(found: Sequence[DialResult], names: Sequence[str]) -> dict[str, object]:
-    """Compact form for the head: `ms`, the round trip to each host in the order of `names` (0: not reached), and
-    `failed`."""
+    """Converts results to the answer to the head: `ms`, the round trip to each of `names` (0: none), and `failed`."""
     best: dict[str, float] = {}
     for one in found:
         if not one.why:
@@ -230,10 +234,10 @@ def dial_results_json(found: Sequence[DialResult], names: Sequence[str]) -> dict
 
 
 def ports_to_dial_on(hosts: Sequence[tuple[str, str, Mapping[str, int]]], number: int) -> list[PeerPort]:
-    """The ports that a host dials, in the order of the schedule.
+    """The ports that a host dials, in the order of the round-robin schedule.
 
     Args:
-        hosts: name, address and ports by label of all hosts.
+        hosts: name, address, and ports by label, of all hosts.
         number: index of the dialling host.
     """
     found = []
@@ -247,7 +251,7 @@ def ports_to_dial_on(hosts: Sequence[tuple[str, str, Mapping[str, int]]], number
 
 
 def host_responds(address: str, ports: Sequence[int] = (22, 1), bound_s: float = 1.0) -> str:
-    """Whether a host without a probe responds: `answers` (it accepts or refuses), `silent`, or the error."""
+    """How a host without a probe responds: `answers` (it accepts or refuses connections), `silent`, or the error."""
     result = "silent"
     for port in ports:
         try:
@@ -263,7 +267,7 @@ def host_responds(address: str, ports: Sequence[int] = (22, 1), bound_s: float =
 
 
 def _connect_errno(address: str, port: int, bound_s: float) -> int:
-    """The error code of a connect, 0 if something listens there."""
+    """The error code of a connection attempt; 0 if something listens on the port."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with contextlib.closing(socket.socket(family, socket.SOCK_STREAM)) as trial:
         trial.setblocking(False)

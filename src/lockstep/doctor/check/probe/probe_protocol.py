@@ -1,9 +1,8 @@
 """Protocol between the head of a check and the probes on the hosts: JSON objects, one per frame of an authenticated
 connection.
 
-A probe first sends its protocol version (`ProtocolVersion`, the same in every version) and then answers orders.
-Data from the other side is validated before use; a peer that sends an invalid message is dropped by name, the
-others continue.
+A probe first sends its `ProtocolVersion`, which has the same form in every version, and then answers orders. Both sides
+validate what they receive. The head drops a probe that sends an invalid message; the check continues without it.
 """
 
 import json
@@ -31,12 +30,12 @@ from lockstep.doctor.check.facts.host_facts import (
 )
 
 TOKEN_VARIABLE = "LOCKSTEP_CHECK_TOKEN"
-"""Variable with a probe's token: its arguments would be visible to every user of its host."""
+"""Variable from which a probe reads its token: command-line arguments are visible to every user of a host."""
 CHECK_RUN = "check"
 PROTOCOL_VERSION = 1
-"""Incremented with every change of the messages after the greeting."""
+"""Incremented with every change of the messages that follow the greeting."""
 MAX_MESSAGE_BYTES = 16 << 20
-"""Maximum bytes of a message: a table of a thousand hosts has some hundred kilobytes."""
+"""Maximum number of bytes of a message: a table of a thousand hosts has some hundred kilobytes."""
 
 ProbeMessage = dict[str, Any]
 T = TypeVar("T")
@@ -51,14 +50,16 @@ class ProbeLauncher(Protocol):
 
     @property
     def addresses(self) -> Mapping[str, str]:
-        """Known addresses of hosts with names that may not resolve."""
+        """Known addresses of hosts whose names may not resolve."""
 
     def start(self, head: str, port: int, token: str) -> None:
-        """Makes every host start `lockstep check --join HEAD:PORT --name HOST`, with the token in its environment.
-        Returns at once."""
+        """Starts `lockstep check --join HEAD:PORT --name HOST` on every host, with the token in its environment.
+
+        Returns without waiting for the probes.
+        """
 
     def failed(self) -> Mapping[str, str]:
-        """By host, why its probe could not be started or has ended, in the probe's own words if available."""
+        """By host, why its probe could not be started or has ended, with the probe's message if there is one."""
 
     def stop(self) -> None:
         """Ends the remaining probes. Idempotent."""
@@ -72,28 +73,28 @@ class ProbeInfo:
     """Name of the host according to the launcher or the person who started the probe."""
     hostname: ShortText
     address: NumericAddress
-    """Address under which other hosts reach this one: that of its connection with the head, or a given one."""
+    """Address at which other hosts reach this one: that of its connection with the head, or a given one."""
     came_from: ShortText = ""
-    """This host's address as the head sees it; it differs if addresses are translated on the way."""
+    """This host's address as the head sees it; it differs from `address` if addresses are translated on the way."""
     dialled: ShortText = ""
-    """The head's address as given to the probe."""
+    """The address of the head that the probe was given."""
     interfaces: tuple[HostInterface, ...] = ()
     resolves_to: tuple[ShortText, ...] = ()
-    """Addresses to which the host's own name resolves there."""
+    """Addresses to which the host's own name resolves on that host."""
     ports: Mapping[ShortText, PortNumber] = field(default_factory=dict)
     """Ports on which it listens for peers, by label: `29500`, or `kernel-0`, .. for ports of the kernel's range."""
     taken: Mapping[PortText, str] = field(default_factory=dict)
-    """Named ports that it could not bind, with the reason."""
+    """By requested port, why the probe could not bind it."""
 
     @property
     def interface(self) -> str:
-        """Name of the interface with its address; empty if none has it."""
+        """Name of the interface that has `address`; empty if none has it."""
         return interface_with_address(self.interfaces, self.address)
 
 
 @dataclass(frozen=True, slots=True)
 class ProtocolVersion:
-    """First message of a probe."""
+    """The first message of a probe."""
 
     protocol: int
     lockstep: str
@@ -144,23 +145,26 @@ def request_all(
     why: str,
     read: Callable[[str, ProbeMessage], T],
 ) -> tuple[dict[str, T], dict[str, str]]:
-    """Sends an order to each connection and waits for all answers in parallel; returns answers and reasons of failures.
+    """Sends an order on each connection and waits for all answers in parallel.
 
     Args:
-        read: parses the answer of a name or raises ValueError. An answer with `error` reports a failure.
+        read: parses the answer of a host, or raises ValueError.
+
+    Returns:
+        The answers, and the reasons for missing or invalid answers, by host.
     """
     answers: dict[str, T] = {}
     lost: dict[str, str] = {}
-    written: dict[int, bytes] = {}
+    encoded: dict[int, bytes] = {}
     for name, order in orders.items():
         try:
-            data = written.setdefault(id(order), b"") or json.dumps(order).encode()
-            written[id(order)] = data
+            data = encoded.setdefault(id(order), b"") or json.dumps(order).encode()
+            encoded[id(order)] = data
             connections[name].send(data, timeout_s=5.0)
         except WireError as error:
             lost[name] = error.why
 
-    def all_there() -> bool | None:
+    def all_answered() -> bool | None:
         for name in [name for name in orders if name not in answers and name not in lost]:
             try:
                 answer = receive_message(connections[name], 0.0)
@@ -174,7 +178,7 @@ def request_all(
 
     try:
         waits.poll(
-            all_there, kind="probe", waits_for=f"{len(orders)} probes", why=why, every_s=0.005, timeout_s=bound_s,
+            all_answered, kind="probe", waits_for=f"{len(orders)} probes", why=why, every_s=0.005, timeout_s=bound_s,
             notice_after_s=None,
         )  # fmt: skip
     except WaitTimeout:
@@ -183,9 +187,9 @@ def request_all(
 
 
 def _parse_answer(name: str, answer: ProbeMessage, read: Callable[[str, ProbeMessage], T]) -> T:
-    unable = answer.get("error")
-    if isinstance(unable, str):
-        raise ValueError(f"it failed: {unable[:MAX_TEXT]}")
+    error_text = answer.get("error")
+    if isinstance(error_text, str):
+        raise ValueError(f"it failed: {error_text[:MAX_TEXT]}")
     try:
         return read(name, answer)
     except ValueError as error:
@@ -194,22 +198,22 @@ def _parse_answer(name: str, answer: ProbeMessage, read: Callable[[str, ProbeMes
 
 @dataclass(frozen=True, slots=True)
 class DialResult:
-    """Result of one dial."""
+    """The result of dialling one port."""
 
     peer: str
     label: str
     port: int
     rtt_ms: float = 0.0
-    """Shortest round trip of some small frames; 0 if not reached."""
+    """Shortest round trip of some small frames; 0 if the port was not reached."""
     why: str = ""
-    """Empty if reached."""
+    """Why the port was not reached; empty if it was."""
     kind: str = ""
-    """`refused`, `silent`, `no_route`, `stranger` (something else listens there) or `broke`; empty if reached."""
+    """`refused`, `silent`, `no_route`, `stranger` (another program listens there) or `broke`; empty if reached."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReachAnswer:
-    """Answer to `reach`: the peers that a host reaches."""
+    """Answer to `reach`: which peers a host reaches."""
 
     ms: list[NonNegative]
     """Round trip to each host of the table; 0 if not reached."""
@@ -222,7 +226,7 @@ class RateAnswer:
 
     mb_per_s: NonNegative | None = None
     why: str = ""
-    """Reason for a missing result."""
+    """Why there is no result; empty if there is one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +262,7 @@ class AwaitRanksAnswer:
 
     @property
     def last(self) -> str:
-        """The last line of the other output."""
+        """The last line of standard error."""
         return next(reversed(self.errors.strip().splitlines()), "")[:MAX_TEXT]
 
 
@@ -304,7 +308,7 @@ def await_ranks_answer_reader(
     """Returns a parser of answers to `ranks`, `results`.
 
     Args:
-        ranks: of each host, out of `world` ranks.
+        ranks: the ranks of each host, out of `world` ranks.
     """
 
     def read(name: str, answer: ProbeMessage) -> AwaitRanksAnswer:
@@ -321,8 +325,8 @@ def await_ranks_answer_reader(
 RankVariable = Literal[
     "GLOO_SOCKET_IFNAME", "NCCL_IB_DISABLE", "NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_SOCKET_IFNAME",
 ]  # fmt: skip
-"""Variables that a head may set for ranks, as used by the self-test and its isolation. Other variables of NCCL name
-libraries to load and files to write."""
+"""Variables that a head may set for ranks. Others are refused, because some of NCCL's variables name libraries to load
+and files to write."""
 MAX_TEST_BYTES = 256 << 20
 """Maximum bytes of one collective."""
 MAX_TEST_RANKS = 256
@@ -335,7 +339,7 @@ ShortSeconds = Annotated[float, Field(ge=0, le=60)]
 
 @dataclass(frozen=True, slots=True)
 class CardOrder:
-    """Order `card`: report facts about the host and bind ports."""
+    """Order `card`: report the host's name and addresses, and bind ports."""
 
     ports: Annotated[list[PortNumber], Field(max_length=4096)]
     kernels: Annotated[int, Field(ge=0, le=64)] = 3
@@ -362,7 +366,7 @@ class RateOrder:
 
 @dataclass(frozen=True, slots=True)
 class TaskCommunicator:
-    """A communicator of the self-test, with members as ranks."""
+    """A communicator of the self-test, with its members as rank numbers."""
 
     name: ShortText
     backend: Literal["nccl", "gloo"]
@@ -372,7 +376,7 @@ class TaskCommunicator:
 
 @dataclass(frozen=True, slots=True)
 class SelfTestTask:
-    """Task of the self-test's ranks on one host; see `selftest`."""
+    """The task of the self-test's ranks on one host; see `selftest`."""
 
     world: Annotated[int, Field(gt=0)]
     ranks: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, max_length=MAX_TEST_RANKS)]

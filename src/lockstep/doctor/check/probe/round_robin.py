@@ -1,4 +1,4 @@
-"""Round-robin schedule of host pairs, and how many of its rounds fit into a time limit."""
+"""The round-robin schedule in which hosts test each other in pairs, and how many rounds fit into a time limit."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -6,20 +6,21 @@ from dataclasses import dataclass
 DIAL_S = 2.0
 """Time limit of one dial: two repeats of a lost SYN (RFC 6298: after 1 s)."""
 LANES = 64
-"""Maximum concurrent dials of a host, if earlier ones hang."""
+"""Maximum number of concurrent dials of a host; more than one only matters if dials hang."""
 ALL_PORTS_UP_TO = 64
-"""With more hosts, every pair tries only one port of the kernel's range, in turn, besides the named ports."""
+"""With more hosts than this, every pair tries only one port of the kernel's range besides the named ports; pairs take
+turns at these ports."""
 SLOT_S = 0.25
-"""Duration of a bandwidth measurement in one direction."""
+"""Seconds of a bandwidth measurement in one direction."""
 SHORTEST_SLOT_S = 0.05
 REACH_SHARE, MEASURE_SHARE = 0.45, 0.4
-"""Shares of the time limit for reachability and for bandwidth; the rest is for joining and judging."""
+"""Shares of the time limit for reachability and for bandwidth; the rest is reserved for joining and judging."""
 HEAD_S_PER_PAIR = 2e-6
-"""Time of the head per host and peer."""
+"""Seconds of the head's own work per pair of hosts."""
 
 
 def round_robin_rounds(many: int) -> Iterator[list[tuple[int, int]]]:
-    """Pairs of 0..many-1 by round (circle method: one stays, the others rotate)."""
+    """All pairs of 0..many-1, in rounds of disjoint pairs (circle method: one number stays, the others rotate)."""
     size = many + many % 2
     ring = list(range(1, size))
     for _ in range(size - 1 if many > 1 else 0):
@@ -30,7 +31,7 @@ def round_robin_rounds(many: int) -> Iterator[list[tuple[int, int]]]:
 
 
 def peers_in_order(many: int, host: int) -> list[int]:
-    """The peers of `host` in the order of rounds; a round without a peer is left out."""
+    """The peers of `host` in the order of the rounds; rounds without a peer are left out."""
     size = many + many % 2
     last = size - 1
     if many < 2:
@@ -41,8 +42,8 @@ def peers_in_order(many: int, host: int) -> list[int]:
         if host == 0:
             other = 1 + (last - 1 - number) % last
         else:
-            place = 1 + (host - 1 + number) % last
-            facing = last - place
+            position = 1 + (host - 1 + number) % last
+            facing = last - position
             other = 0 if facing == 0 else 1 + (facing - 1 - number) % last
         if other < many:
             found.append(other)
@@ -64,26 +65,25 @@ class PairTestBudget:
 
 
 def pair_test_budget(many: int, ports: int, bound_s: float) -> PairTestBudget:
-    """Nearly half of the time limit for reachability, the same for bandwidth, less the head's own work.
+    """Divides the time limit between reachability and bandwidth.
 
-    With 64 lanes all dials end within their part even if every one hangs. Above some tens of hosts only some rounds are
-    measured; they are spread over the schedule, so that every host has many different peers.
+    All dials end within their share even if every one of them hangs. Bandwidth is measured in as many rounds as fit.
     """
     reach_s = bound_s * REACH_SHARE
     dials = max(1, (many - 1) * ports)
     waves = -(-dials // LANES)
     dial_s = min(DIAL_S, 0.8 * reach_s / waves)
-    room = max(0.0, (REACH_SHARE + MEASURE_SHARE) * bound_s - reach_s - HEAD_S_PER_PAIR * many**2)
+    available_s = max(0.0, (REACH_SHARE + MEASURE_SHARE) * bound_s - reach_s - HEAD_S_PER_PAIR * many**2)
     all_rounds = many - 1 + many % 2 if many > 1 else 0
-    # An order and its answer on every host, besides the measurement itself.
+    # Besides the measurement, every host gets an order and answers it.
     overhead = 0.01 + 1e-4 * many
-    slot_s = min(SLOT_S, max(SHORTEST_SLOT_S, room / (2 * max(all_rounds, 1)) - overhead))
-    slots = min(all_rounds, int(room / (2 * (slot_s + overhead))))
+    slot_s = min(SLOT_S, max(SHORTEST_SLOT_S, available_s / (2 * max(all_rounds, 1)) - overhead))
+    slots = min(all_rounds, int(available_s / (2 * (slot_s + overhead))))
     return PairTestBudget(dial_s, reach_s, slots, slot_s)
 
 
 def measurement_rounds(many: int, slots: int) -> list[list[tuple[int, int]]]:
-    """The rounds in which bandwidth is measured: all, or evenly spread ones."""
+    """The rounds in which bandwidth is measured: all of them, or `slots` evenly spread ones."""
     every = list(round_robin_rounds(many)) if slots else []
     if slots >= len(every):
         return every
@@ -91,8 +91,8 @@ def measurement_rounds(many: int, slots: int) -> list[list[tuple[int, int]]]:
 
 
 def ports_of_pair(dialler: int, listener: int, hosts: int, named: int, kernels: int) -> list[int]:
-    """Indices of the listener's ports to dial: first the named ones, then those of the kernel's range."""
-    own = list(range(named, named + kernels))
-    if hosts > ALL_PORTS_UP_TO and own:
-        own = [own[(dialler + listener) % len(own)]]
-    return [*range(named), *own]
+    """Indices of the ports that a host dials on another: first the named ports, then those of the kernel's range."""
+    kernel_indices = list(range(named, named + kernels))
+    if hosts > ALL_PORTS_UP_TO and kernel_indices:
+        kernel_indices = [kernel_indices[(dialler + listener) % len(kernel_indices)]]
+    return [*range(named), *kernel_indices]

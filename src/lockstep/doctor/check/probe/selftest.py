@@ -1,10 +1,10 @@
-"""The ranks of a collective self-test on one host: `python -m lockstep.doctor.check.probe.selftest`. Reads its task
-from
-the first line of standard input and ends when standard input is closed; writes progress and results to standard
-output, one JSON object per line.
+"""The ranks of a collective self-test on one host: `python -m lockstep.doctor.check.probe.selftest`.
 
-Only this module of `doctor` imports torch, in a process of its own. Torch is imported once and the ranks are forked,
-because on a few cores the import takes longer than all the collectives.
+The process reads its task from the first line of standard input and ends when standard input is closed. It writes
+progress and results to standard output, one JSON object per line.
+
+This is the only module of `doctor` that imports torch, in a process of its own. It imports torch once and forks the
+ranks, because on few cores the import takes longer than all the collectives.
 
 Task: `{"world", "ranks": [this host's], "host": of the store, "port": of it, "serve": true on one host, "address",
 "device", "communicators": [...], "bound_s", "bytes", "names": [of all ranks]}`. A line is `{"rank", "at"}` when a rank
@@ -37,7 +37,7 @@ from lockstep.base.wait_state import WaitTimeout, track_wait
 from lockstep.doctor.check.probe.round_robin import round_robin_rounds
 
 SMALL = 1024
-"""Elements of the first, checked call."""
+"""Number of elements of the first call, whose result is checked."""
 REPEATS = 3
 PAIR_BYTES = 1 << 20
 _PERIOD = 1021
@@ -46,11 +46,11 @@ _PERIOD = 1021
 TaskDict = dict[str, Any]
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-"""Newer torch deprecates the older names."""
+"""Newer versions of torch deprecate the older names."""
 
 
 def main() -> int:
-    """Returns 0 if all ranks of this host reported everything."""
+    """Runs the ranks of this host; returns 0 if all of them succeeded."""
     task: TaskDict = json.loads(sys.stdin.buffer.readline())
     listening: socket.socket | None = None
     if task.get("serve"):
@@ -62,7 +62,7 @@ def main() -> int:
     children = {rank: fork.Process(target=_run_rank_and_exit, args=(task, rank)) for rank in task["ranks"]}
     for child in children.values():
         child.start()
-    threading.Thread(target=_end_with_probe, name="leash", daemon=True).start()
+    threading.Thread(target=_end_with_probe, name="end-with-probe", daemon=True).start()
     bound = timedelta(seconds=task["bound_s"])
     store = None
     if listening is not None:
@@ -70,13 +70,13 @@ def main() -> int:
             task["host"], task["port"], None, True, bound, wait_for_workers=False,
             master_listen_fd=listening.detach(),
         )  # fmt: skip
-    good = _await_ranks(children, task["bound_s"] + 5.0)
+    succeeded = _await_ranks(children, task["bound_s"] + 5.0)
     del store
-    return 0 if good else 1
+    return 0 if succeeded else 1
 
 
 def _end_with_probe() -> None:
-    """Kills the process group of this process and its ranks when the parent is gone, however it ended."""
+    """Kills this process and its ranks when the probe has ended, in whatever way."""
     while os.read(0, 1):  # not through sys.stdin: the interpreter needs its lock at exit
         continue
     if os.getpgrp() == os.getpid():
@@ -84,7 +84,7 @@ def _end_with_probe() -> None:
 
 
 def _await_ranks(children: "dict[int, ForkProcess]", bound_s: float) -> bool:
-    """Whether all ranks ended well; reports how each of the others ended."""
+    """Waits for the ranks, and reports those that were killed or did not end; returns whether all succeeded."""
     left = dict(children)
 
     def ended() -> bool | None:
@@ -127,7 +127,7 @@ def _write_line(line: dict[str, Any]) -> None:
 
 
 class SelfTestRank:
-    """One rank: joins, then runs the collectives of all communicators in the same order on all ranks."""
+    """One rank: joins the others, then runs the collectives of all communicators in the same order as the others."""
 
     def __init__(self, task: TaskDict, rank: int) -> None:
         self._task, self._rank = task, rank
@@ -138,8 +138,8 @@ class SelfTestRank:
         self._device = torch.device("cuda", local % max(torch.cuda.device_count(), 1)) if cuda else torch.device("cpu")
 
     def run(self) -> None:
-        """Raises the errors of torch, NCCL or gloo."""
-        self._at("rendezvous")
+        """Runs the test. Raises the errors of torch, NCCL or gloo."""
+        self._report_stage("rendezvous")
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         task = self._task
@@ -148,34 +148,34 @@ class SelfTestRank:
             store = TCPStore(task["host"], task["port"], is_master=False, timeout=bound)
             store.set(f"joined/{self._rank}", "1")
             backend = "cpu:gloo,cuda:nccl" if any(c["backend"] == "nccl" for c in task["communicators"]) else "gloo"
-            self._at("joined")
-            self._meet(store)
+            self._report_stage("joined")
+            self._await_all_ranks(store)
             dist.init_process_group(backend, store=store, rank=self._rank, world_size=task["world"], timeout=bound)
         groups = []
         for each in task["communicators"]:
-            self._at(f"making {each['name']}")
+            self._report_stage(f"creating {each['name']}")
             groups.append(dist.new_group(each["members"], timeout=bound, backend=each["backend"]))
         for each, group in zip(task["communicators"], groups, strict=True):
             if self._rank in each["members"]:
-                self._try(each, group)
-        self._at("done")
+                self._test_communicator(each, group)
+        self._report_stage("done")
 
-    def _meet(self, store: TCPStore) -> None:
+    def _await_all_ranks(self, store: TCPStore) -> None:
         keys = [f"joined/{rank}" for rank in range(self._task["world"])]
         waits.poll(
             lambda: True if store.check(keys) else None, kind="rendezvous", waits_for=f"{len(keys)} ranks",
             why="all ranks to join", timeout_s=self._bound_s, notice_after_s=None,
         )  # fmt: skip
 
-    def _at(self, what: str) -> None:
+    def _report_stage(self, what: str) -> None:
         _write_line({"rank": self._rank, "at": what})
 
-    def _try(self, communicator: dict[str, Any], group: dist.ProcessGroup) -> None:
+    def _test_communicator(self, communicator: dict[str, Any], group: dist.ProcessGroup) -> None:
         name, members = communicator["name"], communicator["members"]
         on_gpu = communicator["backend"] == "nccl" or self._device.type == "cpu"
         device = self._device if on_gpu else torch.device("cpu")
         for operation in communicator["operations"]:
-            self._at(f"{operation} on {name}")
+            self._report_stage(f"{operation} on {name}")
             small = self._call(operation, name, group, members, SMALL, device)
             large = max(SMALL, int(self._task["bytes"]) // 8)
             self._call(operation, name, group, members, large, device)
@@ -188,14 +188,13 @@ class SelfTestRank:
                     "ms": round(1e3 * small, 3), "mb_per_s": round(bus_rate(operation, 8 * large, seconds, members), 1),
                 }
             )  # fmt: skip
-        self._pairs(name, group, members, device)
+        self._measure_pairs(name, group, members, device)
 
     def _call(
         self, operation: str, name: str, group: dist.ProcessGroup, members: Sequence[int], size: int,
         device: torch.device, check: bool = True,
     ) -> float:  # fmt: skip
-        """Runs one collective of about `size` int64 values and returns its seconds. Raises ValueError for a wrong
-        result."""
+        """Runs a collective of about `size` int64 values; returns its seconds. Raises ValueError for a wrong result."""
         case = _CASES[operation](list(members), self._rank, size, device)
         self._synchronise(device)
         began = time.monotonic()
@@ -206,10 +205,10 @@ class SelfTestRank:
             wrong = (case.result != case.expected).nonzero()
             if len(wrong):
                 first = wrong[0].tolist()
-                got, due = case.result[tuple(first)].item(), case.expected[tuple(first)].item()
+                actual, expected = case.result[tuple(first)].item(), case.expected[tuple(first)].item()
                 raise ValueError(
                     f"checksum: {operation} on {name} is wrong in {len(wrong)} of {case.result.numel()} values, "
-                    f"the first at {first}: {got} instead of {due}"
+                    f"the first at {first}: {actual} instead of {expected}"
                 )
         return seconds
 
@@ -220,7 +219,7 @@ class SelfTestRank:
                 notice_after_s=None,
             )  # fmt: skip
             return
-        # gloo completes other operations only within `wait`, so a thread runs it; a thread that hangs is abandoned.
+        # gloo completes other operations only inside `wait`, so a thread calls it; a thread that hangs is abandoned.
         done = self._waiter.submit(work.wait)
         waits.future(done, waits_for=name, why=f"{operation}: self-test", timeout_s=self._bound_s, notice_after_s=None)
 
@@ -228,38 +227,38 @@ class SelfTestRank:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
-    def _pairs(self, name: str, group: dist.ProcessGroup, members: Sequence[int], device: torch.device) -> None:
-        """Measures every pair of the communicator, in rounds, in both directions at once."""
+    def _measure_pairs(self, name: str, group: dist.ProcessGroup, members: Sequence[int], device: torch.device) -> None:
+        """Measures the bandwidth of every pair, in rounds of disjoint pairs, in both directions at once."""
         if len(members) < 2:
             return
-        self._at(f"pairs of {name}")
-        mine = torch.ones(PAIR_BYTES, dtype=torch.uint8, device=device)
-        theirs = torch.empty_like(mine)
+        self._report_stage(f"pairs of {name}")
+        own_data = torch.ones(PAIR_BYTES, dtype=torch.uint8, device=device)
+        peer_data = torch.empty_like(own_data)
         for pairs in round_robin_rounds(len(members)):
             both = next((pair for pair in pairs if self._rank in (members[pair[0]], members[pair[1]])), None)
             if both is None:
                 continue
             peer = members[both[0]] if members[both[1]] == self._rank else members[both[1]]
-            seconds = min(self._exchange(name, group, peer, mine, theirs) for _ in range(2))
+            seconds = min(self._exchange(name, group, peer, own_data, peer_data) for _ in range(2))
             if self._rank < peer:
                 rate = round(PAIR_BYTES / seconds / 1e6, 1)
                 _write_line({"rank": self._rank, "communicator": name, "pair": [self._rank, peer], "mb_per_s": rate})
 
-    def _exchange(self, name: str, group: dist.ProcessGroup, peer: int, mine: Tensor, theirs: Tensor) -> float:
+    def _exchange(self, name: str, group: dist.ProcessGroup, peer: int, own_data: Tensor, peer_data: Tensor) -> float:
         began = time.monotonic()
-        operations = [dist.P2POp(dist.isend, mine, peer, group), dist.P2POp(dist.irecv, theirs, peer, group)]
+        operations = [dist.P2POp(dist.isend, own_data, peer, group), dist.P2POp(dist.irecv, peer_data, peer, group)]
         for work in dist.batch_isend_irecv(operations):
             self._finish(work, name, f"exchange with rank {peer}")
-        self._synchronise(mine.device)
+        self._synchronise(own_data.device)
         return time.monotonic() - began
 
 
 def bus_rate(operation: str, size: int, seconds: float, members: Sequence[int]) -> float:
-    """Megabytes per second of the busiest link, comparable between operations and numbers of ranks: the "bus bandwidth"
-    of nccl-tests (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md).
+    """Megabytes per second of the busiest link: the "bus bandwidth" of nccl-tests, comparable between operations
+    (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md).
 
     Args:
-        size: total bytes: of the input (all_reduce, broadcast, reduce_scatter) or of the output (all_gather).
+        size: bytes of the input (all_reduce, broadcast, reduce_scatter) or of the output (all_gather).
     """
     many = len(members)
     factor = {"all_reduce": 2 * (many - 1) / many, "broadcast": 1.0}.get(operation, (many - 1) / many)
@@ -267,7 +266,7 @@ def bus_rate(operation: str, size: int, seconds: float, members: Sequence[int]) 
 
 
 class CollectiveCase:
-    """A collective with its input, its output tensor and the expected result. All integers, so sums are exact.
+    """A collective with its output tensor and the expected result. All values are integers, so sums are exact.
 
     Value i of member m's input is `(m + 1) * (i mod 1021 + 1)`.
     """
@@ -295,17 +294,17 @@ class AllGatherCase(CollectiveCase):
         pattern = _pattern(each, device)
         self.result = torch.zeros(len(members) * each, dtype=torch.int64, device=device)
         self.expected = torch.cat([pattern * (member + 1) for member in members])
-        mine = pattern * (rank + 1)
-        self.issue = lambda group: _ALL_GATHER(self.result, mine, group=group, async_op=True)
+        own_data = pattern * (rank + 1)
+        self.issue = lambda group: _ALL_GATHER(self.result, own_data, group=group, async_op=True)
 
 
 class ReduceScatterCase(CollectiveCase):
     def __init__(self, members: list[int], rank: int, size: int, device: torch.device) -> None:
         each = max(1, size // len(members))
-        place = members.index(rank)
+        index = members.index(rank)
         whole = _pattern(each * len(members), device) * (rank + 1)
         self.result = torch.zeros(each, dtype=torch.int64, device=device)
-        self.expected = _pattern(each, device, place * each) * sum(member + 1 for member in members)
+        self.expected = _pattern(each, device, index * each) * sum(member + 1 for member in members)
         self.issue = lambda group: _REDUCE_SCATTER(self.result, whole, group=group, async_op=True)
 
 

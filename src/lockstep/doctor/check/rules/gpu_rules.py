@@ -17,14 +17,14 @@ _HARDWARE_SLOWDOWNS = {
     "sw_thermal_slowdown": "the driver lowers its clocks because of its temperature",
 }
 _IN_USE_MIB = 1024
-"""GPU memory in use above this must belong to a process."""
+"""More GPU memory in use than this must belong to a process."""
 
 
 def judge_gpus(facts: HostFacts, needs: HostRequirements) -> Iterator[Finding]:
     """Judges all GPUs of a host, or their absence."""
     host = facts.host
     if facts.gpus is None:
-        yield from _no_gpus(facts, needs)
+        yield from _judge_missing_gpus(facts, needs)
         return
     if not facts.gpus:
         yield Finding("gpus", "error" if needs.gpus else "ok", host, "the driver lists no GPU")
@@ -35,23 +35,23 @@ def judge_gpus(facts: HostFacts, needs: HostRequirements) -> Iterator[Finding]:
         yield Finding("gpus-differ", "warning", host, f"GPUs of this host differ: {gpu_summary(facts.gpus)}", why)
     slots = {device.bus for device in (facts.pci.devices if facts.pci else []) if device.width}
     for gpu in facts.gpus:
-        yield from _health(host, gpu)
-        yield from _processes_on_gpu(host, gpu)
-        yield from _links(host, gpu, gpu.bus in slots)
+        yield from _judge_health(host, gpu)
+        yield from _judge_processes(host, gpu)
+        yield from _judge_gpu_links(host, gpu, gpu.bus in slots)
     if any(gpu.persistence is False for gpu in facts.gpus):
         why = "the driver unloads between processes, which delays the start of each process"
         fix = "systemctl enable --now nvidia-persistenced (or nvidia-smi -pm 1)"
         yield Finding("persistence", "note", host, "persistence mode is off", why, fix, SMI_SOURCE)
 
 
-def _no_gpus(facts: HostFacts, needs: HostRequirements) -> Iterator[Finding]:
+def _judge_missing_gpus(facts: HostFacts, needs: HostRequirements) -> Iterator[Finding]:
     cards = [device for device in (facts.pci.devices if facts.pci else []) if device.kind == "gpu"]
     fault = facts.faults.get("gpus")
     if fault is not None:
-        wrong = needs.gpus or bool(cards)
-        why = "CUDA cannot start on this host" if wrong else "that is correct on a host without GPUs"
-        fix = "dmesg | grep NVRM; reload the driver or reboot the host" if wrong else ""
-        yield Finding("driver", "error" if wrong else "note", facts.host, fault, why, fix)
+        is_error = needs.gpus or bool(cards)
+        why = "CUDA cannot start on this host" if is_error else "that is correct on a host without GPUs"
+        fix = "dmesg | grep NVRM; reload the driver or reboot the host" if is_error else ""
+        yield Finding("driver", "error" if is_error else "note", facts.host, fault, why, fix)
     elif cards:
         some = ", ".join(card.bus for card in cards[:4])
         seen = f"NVIDIA devices are on the PCI bus ({some}), but nvidia-smi is missing"
@@ -64,7 +64,7 @@ def _no_gpus(facts: HostFacts, needs: HostRequirements) -> Iterator[Finding]:
 
 
 def gpu_summary(gpus: Sequence[Gpu]) -> str:
-    """`8 x NVIDIA H100 80GB HBM3 (80 GiB)`."""
+    """Lists the GPUs, such as `8 x NVIDIA H100 80GB HBM3 (80 GiB)`."""
     kinds: dict[tuple[str, int], int] = {}
     for gpu in gpus:
         key = gpu.name, round((gpu.memory_mib or 0) / 1024)
@@ -72,7 +72,7 @@ def gpu_summary(gpus: Sequence[Gpu]) -> str:
     return ", ".join(f"{count} x {name}{f' ({gib} GiB)' if gib else ''}" for (name, gib), count in kinds.items())
 
 
-def _health(host: str, gpu: Gpu) -> Iterator[Finding]:
+def _judge_health(host: str, gpu: Gpu) -> Iterator[Finding]:
     label = f"GPU {gpu.index} ({gpu.bus})"
     if gpu.uncorrected:
         seen = f"{label} has had {gpu.uncorrected} uncorrected memory errors since its driver was loaded"
@@ -82,7 +82,7 @@ def _health(host: str, gpu: Gpu) -> Iterator[Finding]:
         fix = "take the GPU out of service and have it replaced"
         yield Finding("remap", "error", host, f"{label} failed to remap a bad memory row", "", fix, ECC_SOURCE)
     elif gpu.remap_pending:
-        why, fix = "the bad row is used until then", f"nvidia-smi -r -i {gpu.index} when the GPU is idle"
+        why, fix = "the bad row remains in use until then", f"nvidia-smi -r -i {gpu.index} when the GPU is idle"
         yield Finding(
             "remap", "warning", host, f"{label} needs a reset to remap a bad memory row", why, fix, ECC_SOURCE
         )
@@ -108,7 +108,7 @@ def _health(host: str, gpu: Gpu) -> Iterator[Finding]:
         yield Finding("temperature", "warning", host, seen, "every rank waits for the slowest GPU", "check its cooling")
 
 
-def _processes_on_gpu(host: str, gpu: Gpu) -> Iterator[Finding]:
+def _judge_processes(host: str, gpu: Gpu) -> Iterator[Finding]:
     label = f"GPU {gpu.index}"
     others = [process for process in gpu.processes if not process.ours]
     if others:
@@ -121,7 +121,7 @@ def _processes_on_gpu(host: str, gpu: Gpu) -> Iterator[Finding]:
         yield Finding("gpu-in-use", "warning", host, f"{label} is used by {users}", why, fix)
     elif (gpu.used_mib or 0) > _IN_USE_MIB and not gpu.processes:
         seen = f"{label} has {gpu.used_mib} MiB in use by processes that are not visible here"
-        why = "they belong to another container, or a process that ended did not release it"
+        why = "they belong to another container, or an ended process has not released its memory"
         yield Finding(
             "gpu-in-use", "warning", host, seen, why, f"on the host: nvidia-smi; fuser -v /dev/nvidia{gpu.index}"
         )
@@ -140,8 +140,12 @@ def _processes_on_gpu(host: str, gpu: Gpu) -> Iterator[Finding]:
         yield Finding("mig", "warning", host, f"{label} is partitioned (MIG)", why, f"nvidia-smi -mig 0 -i {gpu.index}")
 
 
-def _links(host: str, gpu: Gpu, slot_known: bool) -> Iterator[Finding]:
-    """Judges NVLink and PCIe. A width that is compared with its slot is reported by the PCI bus checks."""
+def _judge_gpu_links(host: str, gpu: Gpu, slot_known: bool) -> Iterator[Finding]:
+    """Judges NVLink and PCIe.
+
+    Args:
+        slot_known: whether the rules about the PCI bus report the width, which they compare with that of the slot.
+    """
     label = f"GPU {gpu.index} ({gpu.bus})"
     if gpu.links_down and gpu.links_up:
         seen = f"{label} has {gpu.links_down} of {gpu.links_up + gpu.links_down} NVLinks down"

@@ -1,5 +1,5 @@
-"""Predicts which interface and address NCCL, Gloo, Ray and vLLM pick on a host, following their sources, and whether
-other hosts can reach that address. Pure.
+"""Predicts which interface and address NCCL, Gloo, Ray and vLLM pick on a host, as their source code does, and judges
+whether other hosts can reach that address. Pure.
 """
 
 import ipaddress
@@ -35,11 +35,12 @@ class InterfaceChoice:
 
     library: str
     picks: list[tuple[str, str]] = field(default_factory=list)
-    """Interfaces and addresses; the library listens for peers on the first. The name is empty if no interface has the
-    address."""
+    """Interfaces and addresses, of which the library listens for peers on the first. The name of the interface is empty
+    if none has the address."""
     because: str = ""
+    """Why the library picks them."""
     problem: str = ""
-    """Why it refuses to start, if it picks nothing."""
+    """Why the library refuses to start, if it picks nothing."""
     source: str = ""
 
 
@@ -55,10 +56,12 @@ def interface_choices(network: HostNetwork, names: NameResolution | None) -> lis
 
 
 def nccl_choice(interfaces: Sequence[HostInterface], environ: Mapping[str, str]) -> InterfaceChoice:
-    """`NCCL_SOCKET_IFNAME` is a list of prefixes; a leading `=` requires whole names, a leading `^` excludes. Without
-    it,
-    or with a single character: names that begin with ib, then the subnet of NCCL_COMM_ID, then anything but docker, lo
-    and virbr, then docker, lo, virbr."""
+    """NCCL's choice.
+
+    `NCCL_SOCKET_IFNAME` is a list of prefixes; with a leading `=` names must match exactly, and with a leading `^` they
+    are excluded. Without it, or if it is a single character, NCCL takes names that begin with ib, then the subnet of
+    NCCL_COMM_ID, then anything but docker, lo and virbr, then docker, lo, virbr.
+    """
     family = {"AF_INET": 4, "AF_INET6": 6}.get(environ.get("NCCL_SOCKET_FAMILY", ""))
     wanted = environ.get("NCCL_SOCKET_IFNAME", "")
     if len(wanted) > 1:
@@ -90,7 +93,7 @@ def _nccl_order(
 
 
 def nccl_matches(interfaces: Sequence[HostInterface], pattern: str, family: int | None = None) -> list[tuple[str, str]]:
-    """Running interfaces selected by a value of NCCL_SOCKET_IFNAME, each with its first address."""
+    """The running interfaces that a value of NCCL_SOCKET_IFNAME selects, each with its first address."""
     inverted = pattern.startswith("^")
     rest = pattern.removeprefix("^")
     exact = rest.startswith("=")
@@ -110,7 +113,7 @@ _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 def _by_family(interfaces: Sequence[HostInterface]) -> list[tuple[str, _Address]]:
-    """Addresses of running interfaces in the order of `getifaddrs` on Linux: IPv4 of all, then IPv6 of all."""
+    """Addresses of running interfaces in the order of `getifaddrs` on Linux: all IPv4 addresses, then all IPv6."""
     pairs = [
         (each.name, ipaddress.ip_interface(address).ip)
         for each in interfaces
@@ -125,7 +128,7 @@ def _is_ipv6_loopback(address: _Address) -> bool:
 
 
 def _in_subnet(interfaces: Sequence[HostInterface], peer: str) -> list[tuple[str, str]]:
-    """The first interface in the subnet of `ADDRESS:PORT` or `[ADDRESS]:PORT`; names are not resolved."""
+    """The first interface in the subnet of `ADDRESS:PORT` or `[ADDRESS]:PORT`; none for a name."""
     text = peer[1:].partition("]")[0] if peer.startswith("[") else peer.rpartition(":")[0]
     try:
         wanted = ipaddress.ip_address(text)
@@ -142,11 +145,13 @@ def _in_subnet(interfaces: Sequence[HostInterface], peer: str) -> list[tuple[str
 def gloo_choice(
     interfaces: Sequence[HostInterface], environ: Mapping[str, str], resolved: Sequence[str] | None
 ) -> InterfaceChoice:
-    """`GLOO_SOCKET_IFNAME` is a comma-separated list of whole names. Without it, or with a single character: the first
-    address of the host's name that can be bound, else loopback.
+    """Gloo's choice.
+
+    `GLOO_SOCKET_IFNAME` is a comma-separated list of exact names. Without it, or if it is a single character, Gloo
+    takes the first address of the host's name that can be bound, else loopback.
 
     Args:
-        resolved: addresses of the host's name; None if not known.
+        resolved: addresses of the host's name; None if they are not known.
     """
     wanted = environ.get("GLOO_SOCKET_IFNAME", "")
     if len(wanted) > 1:
@@ -172,8 +177,10 @@ def gloo_choice(
 
 
 def ray_choice(network: HostNetwork, resolved: Sequence[str] | None) -> InterfaceChoice:
-    """The address on the route to 8.8.8.8, else to 2001:4860:4860::8888, else the first IPv4 (then IPv6) address of the
-    host's name, else 127.0.0.1. `ray start --node-ip-address` takes precedence, but is not visible here."""
+    """Ray's choice: the address on the route to the internet, else the first one of the host's name, else 127.0.0.1.
+
+    IPv4 comes before IPv6. `ray start --node-ip-address` takes precedence, but is not visible here.
+    """
     route = network.route_v4 or network.route_v6
     if route:
         why = f"it is on the route to {'8.8.8.8' if network.route_v4 else '2001:4860:4860::8888'}"
@@ -191,7 +198,7 @@ def ray_choice(network: HostNetwork, resolved: Sequence[str] | None) -> Interfac
 
 
 def vllm_choice(network: HostNetwork) -> InterfaceChoice:
-    """`VLLM_HOST_IP`, else the address on the route to 8.8.8.8, else to 2001:4860:4860::8888, else 0.0.0.0."""
+    """vLLM's choice: `VLLM_HOST_IP`, else the address on the route to the internet (IPv4 first), else 0.0.0.0."""
     wanted = network.environ.get("VLLM_HOST_IP", "")
     if wanted:
         return InterfaceChoice(
@@ -210,17 +217,26 @@ def vllm_choice(network: HostNetwork) -> InterfaceChoice:
 
 
 Reachability = Literal[
-    "unspecified", "loopback", "link-local", "bridge", "strange", "doubtful", "container", "public", "name", "fine"
+    "unspecified",
+    "loopback",
+    "link-local",
+    "bridge",
+    "foreign",
+    "uncertain",
+    "container",
+    "public",
+    "name",
+    "reachable",
 ]
 
 _RUNTIME_BRIDGES = re.compile(
     r"docker\d|podman\d|cni\d|cni-podman\d|nerdctl\d|virbr\d|lxcbr\d|lxdbr\d|incusbr\d|br-[0-9a-f]{12}$"
 )
-"""Names that container and virtual machine runtimes give to their bridges."""
+"""Names that runtimes of containers and virtual machines give to their bridges."""
 _OVERLAY_PREFIXES = ("veth", "cali", "cilium", "flannel", "vxlan", "weave")
 """Name prefixes of overlay interfaces, which connect containers across hosts or to their host."""
 _DOCKER_NETWORK = ipaddress.ip_network("172.17.0.0/16")
-"""Docker's default network unless reconfigured; the bridge has its first address."""
+"""Docker's default network, unless it is reconfigured; the bridge has the first address."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,25 +245,25 @@ class AddressVerdict:
 
     reach: Reachability
     text: str
-    """`127.0.0.1 on lo, which other hosts cannot reach`."""
+    """The address with the judgement, such as `127.0.0.1 on lo, which other hosts cannot reach`."""
 
     @property
-    def hopeless(self) -> bool:
-        """Whether no other host can reach it in any network."""
-        return self.reach in ("unspecified", "loopback", "link-local", "bridge", "strange")
+    def never_reachable(self) -> bool:
+        """Whether other hosts cannot reach the address in any network."""
+        return self.reach in ("unspecified", "loopback", "link-local", "bridge", "foreign")
 
 
 _REACHABILITY_TEXT: dict[Reachability, str] = {
-    "unspecified": "which means every interface and is not reachable: peers that get it dial themselves",
-    "loopback": "which other hosts cannot reach: peers that get it dial themselves",
+    "unspecified": "which stands for every interface: peers that dial it reach themselves",
+    "loopback": "which other hosts cannot reach: peers that dial it reach themselves",
     "link-local": "which is link-local: routers do not forward it, and hosts often share it",
     "bridge": "a bridge for the containers of that host only",
-    "strange": "which is not an address of this host",
-    "doubtful": "which connects containers and belongs to no card of this host: other hosts may not reach it",
+    "foreign": "which is not an address of this host",
+    "uncertain": "which connects containers and has no network card: other hosts may not reach it",
     "container": "which belongs to docker's default network: containers of other hosts cannot reach it",
     "public": "which is a public address: clouds and firewalls usually close its ports between hosts",
     "name": "which is a name",
-    "fine": "",
+    "reachable": "",
 }
 
 
@@ -255,8 +271,8 @@ def judge_address(address: str, interfaces: Sequence[HostInterface], interface: 
     """Judges an address that this host would announce to its peers.
 
     Args:
-        interfaces: of the host; empty if not known.
-        interface: the one that has the address, if known.
+        interfaces: interfaces of the host; empty if they are not known.
+        interface: name of the interface that has the address, if known.
     """
     try:
         parsed = ipaddress.ip_address(address)
@@ -269,19 +285,19 @@ def judge_address(address: str, interfaces: Sequence[HostInterface], interface: 
 
 
 def reachable_addresses(interfaces: Sequence[HostInterface]) -> list[tuple[str, str]]:
-    """Interfaces and addresses by which other hosts probably reach this one, private networks first."""
+    """Interfaces and addresses at which other hosts can probably reach this one, private networks first."""
     found = [
         (each.name, address)
         for each in interfaces
         if each.running
         for address in each.plain
-        if judge_address(address, interfaces, each.name).reach in ("fine", "public")
+        if judge_address(address, interfaces, each.name).reach in ("reachable", "public")
     ]
     return sorted(found, key=lambda pair: is_public_address(pair[1]))
 
 
 def is_public_address(address: str) -> bool:
-    """Whether an IPv4 or IPv6 address belongs to the internet."""
+    """Whether an address is reachable from the internet, according to its range."""
     return ipaddress.ip_address(address).is_global
 
 
@@ -295,16 +311,16 @@ def _reachability(
     if address.is_link_local:
         return "link-local"
     if interface is None and known:
-        return "strange"
+        return "foreign"
     if interface is None:
         if address in _DOCKER_NETWORK:
             return "bridge" if address == _DOCKER_NETWORK[1] else "container"
     elif not interface.carries_host:
         if interface.kind == "bridge":
-            return "bridge" if _RUNTIME_BRIDGES.match(interface.name) else "doubtful"
+            return "bridge" if _RUNTIME_BRIDGES.match(interface.name) else "uncertain"
         if interface.name.startswith(_OVERLAY_PREFIXES):
-            return "doubtful"
+            return "uncertain"
         if address in _DOCKER_NETWORK:
             return "container"
-    # In an IPv6 network every host has a global address.
-    return "public" if address.version == 4 and address.is_global else "fine"
+    # A global IPv6 address is no exception: every host in an IPv6 network has one.
+    return "public" if address.version == 4 and address.is_global else "reachable"

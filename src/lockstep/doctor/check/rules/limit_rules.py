@@ -19,7 +19,7 @@ _SHM_FIX = "docker run --shm-size=16g (or --ipc=host); Kubernetes: an emptyDir w
 
 
 def format_size(count: float) -> str:
-    """Formats bytes: `1.5 GiB`."""
+    """Formats a number of bytes, such as `1.5 GiB`."""
     for unit, of in (("TiB", 1 << 40), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
         if count >= of:
             return f"{count / of:.3g} {unit}" if count / of < 1000 else f"{count / of:.0f} {unit}"
@@ -29,7 +29,7 @@ def format_size(count: float) -> str:
 def judge_limits(
     host: str, limits: ResourceLimits, needs: HostRequirements, rdma: bool, gpus: int
 ) -> Iterator[Finding]:
-    """Judges shared memory, CPUs, memory maps and all limits.
+    """Judges shared memory, CPUs, memory maps and resource limits.
 
     Args:
         rdma: whether the host has InfiniBand or RoCE adapters, which lock registered memory.
@@ -38,11 +38,11 @@ def judge_limits(
     if limits.shm is None:
         yield Finding("shm", "unchecked", host, "/dev/shm does not exist")
     else:
-        yield from _shm(host, limits.shm, needs.shared or gpus > 0)
-    yield _memlock(host, limits, rdma)
-    yield _nofile(host, limits)
-    yield _processes(host, limits)
-    yield _memory(host, limits)
+        yield from _judge_shm(host, limits.shm, needs.shared or gpus > 0)
+    yield _judge_memlock(host, limits, rdma)
+    yield _judge_nofile(host, limits)
+    yield _judge_processes(host, limits)
+    yield _judge_memory(host, limits)
     if limits.cpus is not None and limits.cpus < limits.cpus_host:
         seen = f"this process may use the time of {limits.cpus:g} of {limits.cpus_host} CPUs"
         why = "libraries start as many threads as the host has CPUs, and all of them are throttled"
@@ -53,16 +53,18 @@ def judge_limits(
         yield Finding("map-count", "warning", host, seen, why, "sysctl -w vm.max_map_count=262144")
 
 
-def _shm(host: str, shm: ShmSpace, used: bool) -> Iterator[Finding]:
-    little: Severity = "error" if used else "warning"
+def _judge_shm(host: str, shm: ShmSpace, needed: bool) -> Iterator[Finding]:
+    severity_if_small: Severity = "error" if needed else "warning"
     seen = f"/dev/shm has {format_size(shm.free)} free of {format_size(shm.total)}"
-    why = "ranks on one host, data loader workers and vLLM exchange data there; without space they die of a bus error"
+    why = (
+        "ranks on one host, data loader workers and vLLM exchange data there; without space they fail with a bus error"
+    )
     if shm.total <= 64 * MIB:
         seen += ", which is docker's default"
-        yield Finding("shm-size", little, host, seen, why, _SHM_FIX, SHM_SOURCE)
+        yield Finding("shm-size", severity_if_small, host, seen, why, _SHM_FIX, SHM_SOURCE)
     elif shm.free < 128 * MIB:
         fix = "remove stale segments" if shm.stale else "find what fills it: ls -lS /dev/shm"
-        yield Finding("shm-size", little, host, seen, why, fix, SHM_SOURCE)
+        yield Finding("shm-size", severity_if_small, host, seen, why, fix, SHM_SOURCE)
     elif shm.free < GIB:
         yield Finding("shm-size", "warning", host, seen, why, _SHM_FIX, SHM_SOURCE)
     else:
@@ -73,13 +75,13 @@ def _shm(host: str, shm: ShmSpace, used: bool) -> Iterator[Finding]:
     if shm.stale >= MIB:
         names = ", ".join(shm.stale_names[:3]) + (" and more" if len(shm.stale_names) > 3 else "")
         seen = f"{format_size(shm.stale)} in /dev/shm are not used by any visible process: {names}"
-        why = "killed jobs leave their segments behind until /dev/shm is full"
+        why = "segments of killed jobs remain until /dev/shm is full"
         severity: Severity = "warning" if shm.stale > shm.total // 4 else "note"
         fix = "if no other job runs on this host, remove them from /dev/shm"
         yield Finding("shm-stale", severity, host, seen, why, fix)
 
 
-def _memlock(host: str, limits: ResourceLimits, rdma: bool) -> Finding:
+def _judge_memlock(host: str, limits: ResourceLimits, rdma: bool) -> Finding:
     if limits.memlock is None:
         return Finding("memlock", "ok", host, "locked memory is unlimited")
     seen = f"{format_size(limits.memlock)} of memory may be locked (ulimit -l)"
@@ -91,7 +93,7 @@ def _memlock(host: str, limits: ResourceLimits, rdma: bool) -> Finding:
     return Finding("memlock", severity, host, seen, why, fix, MEMLOCK_SOURCE)
 
 
-def _nofile(host: str, limits: ResourceLimits) -> Finding:
+def _judge_nofile(host: str, limits: ResourceLimits) -> Finding:
     if limits.nofile is None:
         return Finding("nofile", "ok", host, "open files are unlimited")
     seen = f"a process may open {limits.nofile} files (ulimit -n)"
@@ -105,8 +107,8 @@ def _nofile(host: str, limits: ResourceLimits) -> Finding:
     return Finding("nofile", severity, host, seen, why, fix, NOFILE_SOURCE)
 
 
-def _processes(host: str, limits: ResourceLimits) -> Finding:
-    """Judges the tighter one of the user's limit and the control group's limit."""
+def _judge_processes(host: str, limits: ResourceLimits) -> Finding:
+    """Judges the limit on threads: the user's or the control group's, whichever leaves fewer."""
     left: list[tuple[int, str, str]] = []
     if limits.nproc is not None:
         used = limits.threads_of_user or 1
@@ -132,7 +134,7 @@ def _processes(host: str, limits: ResourceLimits) -> Finding:
     return Finding("processes", "warning" if rest < 2048 else "ok", host, seen, why, fix if rest < 2048 else "")
 
 
-def _memory(host: str, limits: ResourceLimits) -> Finding:
+def _judge_memory(host: str, limits: ResourceLimits) -> Finding:
     limit, used = limits.memory_limit, limits.memory_used or 0
     if limit is None or limit >= limits.memory_host:
         seen = f"{format_size(limits.memory_host)} of memory, without a control group limit"
@@ -170,10 +172,10 @@ def judge_disk(host: str, disk: DiskSpace) -> Iterator[Finding]:
         seen, why = f"{what} is in memory", "it uses memory of the run, and is lost on reboot"
         yield Finding("disk-kind", "warning", host, seen, why, "set folder to a disk")
     if disk.written and disk.took_s:
-        yield _speed(host, what, disk.written, disk.took_s)
+        yield _judge_write_speed(host, what, disk.written, disk.took_s)
 
 
-def _speed(host: str, what: str, written: int, took_s: float) -> Finding:
+def _judge_write_speed(host: str, what: str, written: int, took_s: float) -> Finding:
     rate = written / took_s
     seen = f"{what} accepts {format_size(rate)}/s ({format_size(written)} written and flushed in {took_s:.2f} s)"
     if rate >= 50 * MIB:
@@ -184,7 +186,7 @@ def _speed(host: str, what: str, written: int, took_s: float) -> Finding:
 
 
 def judge_clock(host: str, clock: ClockSync, several: bool) -> Finding:
-    """Judges the clock's synchronisation."""
+    """Judges whether the clock is synchronised."""
     why = "logs of several hosts cannot be ordered, and tokens and leases expire early or late"
     fix = "systemctl enable --now chronyd (or systemd-timesyncd)"
     offset = "" if clock.offset_s is None else f", off by {abs(clock.offset_s) * 1000:.3g} ms"
@@ -194,6 +196,6 @@ def judge_clock(host: str, clock: ClockSync, several: bool) -> Finding:
     if clock.synchronised:
         return Finding("clock", "ok", host, f"the clock is {seen}")
     if clock.said_by == CLOCK_FROM_KERNEL:
-        why += "; a hypervisor that steers the clock is not visible here"
+        why += "; whether a hypervisor steers the clock is not visible here"
         several = False
     return Finding("clock", "warning" if several else "note", host, f"the clock is {seen}", why, fix)

@@ -41,12 +41,12 @@ PATHS: Mapping[str, str] = {
     "SOC": "through the link between CPU sockets",
     "?": "over an unknown path",
 }
-"""Meaning of the path types of `nvidia-smi topo -m`, best first."""
+"""The path types of `nvidia-smi topo -m`, fastest first, in words."""
 _PATHS_BEST_FIRST = list(PATHS)
 _MAX_FINDINGS = 8
-"""Maximum number of events of one kind that are listed individually."""
+"""Maximum number of events of one kind that are reported individually."""
 _MAX_MATRIX = 20
-"""Maximum number of devices in a matrix, so that it fits a terminal."""
+"""Maximum number of devices of which the matrix is shown, so that it fits a terminal."""
 
 
 def judge_topology(host: str, topology: GpuTopology) -> Iterator[Finding]:
@@ -80,7 +80,7 @@ def judge_topology(host: str, topology: GpuTopology) -> Iterator[Finding]:
 
 
 def topology_matrix(topology: GpuTopology) -> str:
-    """The matrix of `nvidia-smi topo -m`, with the network cards' device names."""
+    """Formats the matrix of `nvidia-smi topo -m`, with the device names of the network cards."""
     names = [topology.nics.get(name, name) for name in topology.names]
     width = max(len(word) for word in (*names, *(path for row in topology.paths for path in row)))
     rows = [["", *names], *([name, *row] for name, row in zip(names, topology.paths, strict=True))]
@@ -102,7 +102,7 @@ def judge_pci(host: str, pci: PciBus, gpus: int) -> Iterator[Finding]:
         gpus: number of GPUs of the host.
     """
     for device in pci.devices:
-        yield from _device(host, device)
+        yield from _judge_pci_device(host, device)
     cards = [device for device in pci.devices if device.kind == "gpu"]
     if gpus < 2 and len(cards) < 2:
         return
@@ -126,7 +126,7 @@ def judge_pci(host: str, pci: PciBus, gpus: int) -> Iterator[Finding]:
         yield Finding("iommu", "warning", host, seen, why, fix, ACS_SOURCE)
 
 
-def _device(host: str, device: PciDevice) -> Iterator[Finding]:
+def _judge_pci_device(host: str, device: PciDevice) -> Iterator[Finding]:
     what = f"{'GPU' if device.kind == 'gpu' else 'network card'} {device.bus}"
     most = min(device.width_max or 0, device.slot_width or device.width_max or 0)
     fix = "reseat the card or its riser; check the BIOS settings"
@@ -136,7 +136,7 @@ def _device(host: str, device: PciDevice) -> Iterator[Finding]:
     if device.slot_width and device.width_max and device.slot_width < device.width_max:
         seen = f"{what} supports {device.width_max} PCIe lanes, but its slot has {device.slot_width}"
         yield Finding("pcie-slot", "note", host, seen, "another slot may have more lanes")
-    # The link of an idle GPU slows down to save power, so its speed means nothing. A network card's link does not.
+    # An idle GPU slows its link down to save power, so only the speed of a network card's link is meaningful.
     top = min(device.speed_max_gts or 0, device.slot_speed_gts or device.speed_max_gts or 0)
     if device.kind == "nic" and device.speed_gts and device.speed_gts < top:
         seen = (
@@ -151,12 +151,12 @@ def judge_rdma(host: str, rdma: RdmaAdapters, gpus: int) -> Iterator[Finding]:
     if not rdma.ports:
         yield Finding("rdma", "ok", host, "no InfiniBand or RoCE adapter; NCCL uses TCP between hosts")
         return
-    taken = [port for port in rdma.ports if hca_matches(rdma.hca, port)]
-    active = [port for port in taken if port.state == "ACTIVE"]
+    selected = [port for port in rdma.ports if hca_matches(rdma.hca, port)]
+    active = [port for port in selected if port.state == "ACTIVE"]
     main = Counter(port.board for port in active).most_common(1)[0][0] if active else ""
-    for port in taken:
-        yield from _port(host, port, bool(active), bool(rdma.hca) or not active or port.board == main)
-    if not taken:
+    for port in selected:
+        yield from _judge_port(host, port, bool(active), bool(rdma.hca) or not active or port.board == main)
+    if not selected:
         names = ", ".join(dict.fromkeys(port.device for port in rdma.ports))
         seen = f"NCCL_IB_HCA={rdma.hca} matches none of this host's adapters ({names})"
         yield Finding("rdma", "warning", host, seen, "NCCL falls back to TCP", "list one, or unset it", HCA_SOURCE)
@@ -165,18 +165,21 @@ def judge_rdma(host: str, rdma: RdmaAdapters, gpus: int) -> Iterator[Finding]:
             f"{port.device} {port.rate_gbps or 0:g} Gb/s {port.layer}" for port in active[:8]
         )
         yield Finding("rdma", "ok", host, seen)
-        yield from _rates(host, active)
+        yield from _judge_rates(host, active)
     if not rdma.device_files:
         seen = "the host has adapters, but /dev/infiniband is missing"
         why = "programs in this container cannot use them, and NCCL falls back to TCP"
         fix = "docker run --device=/dev/infiniband --cap-add=IPC_LOCK --ulimit memlock=-1"
         yield Finding("rdma-devices", "error", host, seen, why, fix)
     if gpus:
-        yield _gpudirect(host, rdma)
+        yield _gpudirect_finding(host, rdma)
 
 
-def _rates(host: str, active: Sequence[RdmaPort]) -> Iterator[Finding]:
-    """Ports of the same card model should have equal rates; other models are often for storage."""
+def _judge_rates(host: str, active: Sequence[RdmaPort]) -> Iterator[Finding]:
+    """Reports different rates of active ports.
+
+    Between ports of the same card model that is a fault; cards of another model are often for storage.
+    """
     why = "NCCL uses them in parallel, at the rate of the slowest"
     boards = {port.board: [each for each in active if each.board == port.board] for port in active}
     for ports in boards.values():
@@ -198,8 +201,11 @@ def _ports_by_rate(ports: Sequence[RdmaPort]) -> str:
 
 
 def hca_matches(wanted: str, port: RdmaPort) -> bool:
-    """Whether `NCCL_IB_HCA` selects a port. Its value is a comma-separated list of name prefixes, each optionally with
-    `:PORT`; a leading `=` requires whole names, a leading `^` excludes."""
+    """Whether a value of `NCCL_IB_HCA` selects a port.
+
+    The value is a comma-separated list of name prefixes, each optionally with `:PORT`; with a leading `=` names must
+    match exactly, and with a leading `^` the listed ports are excluded.
+    """
     rest = wanted.removeprefix("^")
     exact = rest.startswith("=")
     listed = [part.partition(":") for part in rest.removeprefix("=").split(",") if part]
@@ -210,7 +216,7 @@ def hca_matches(wanted: str, port: RdmaPort) -> bool:
     return not listed or named is not wanted.startswith("^")
 
 
-def _gpudirect(host: str, rdma: RdmaAdapters) -> Finding:
+def _gpudirect_finding(host: str, rdma: RdmaAdapters) -> Finding:
     if rdma.peer_memory:
         return Finding("gpudirect", "ok", host, "network cards access GPU memory directly (nvidia_peermem is loaded)")
     if rdma.open_driver:
@@ -222,26 +228,30 @@ def _gpudirect(host: str, rdma: RdmaAdapters) -> Finding:
     )
 
 
-def _port(host: str, port: RdmaPort, others: bool, used: bool) -> Iterator[Finding]:
+def _judge_port(host: str, port: RdmaPort, others_active: bool, in_main_use: bool) -> Iterator[Finding]:
     """Judges one port.
 
     Args:
-        others: whether another port is active.
-        used: whether its card model is that of most active ports, or it is selected by name.
+        others_active: whether another port is active.
+        in_main_use: whether the port is selected by name, or its card is of the same model as most active ones.
     """
     label = f"{port.device} port {port.port}"
-    wrong: Severity = "warning" if used else "note"
+    wrong: Severity = "warning" if in_main_use else "note"
     if port.state == "INIT":
         why = "a cable is connected, but no subnet manager has configured the port"
         yield Finding(
-            "rdma-port", wrong if others else "error", host, f"{label} is INIT", why,
+            "rdma-port", wrong if others_active else "error", host, f"{label} is INIT", why,
             "start opensm, or check the switch's subnet manager",
         )  # fmt: skip
     elif port.state == "DOWN" and port.physical != "Disabled":
         seen = f"{label} is down ({port.physical or 'no link'})"
-        why = "if other hosts use this rail, they wait for it" if others else "no adapter of this host is connected"
+        why = (
+            "if other hosts use this rail, they wait for it"
+            if others_active
+            else "no adapter of this host is connected"
+        )
         yield Finding(
-            "rdma-port", wrong if others else "error", host, seen, why,
+            "rdma-port", wrong if others_active else "error", host, seen, why,
             f"check the cable and the switch; workaround: NCCL_IB_HCA=^{port.device}",
         )  # fmt: skip
     if port.errors:
@@ -262,7 +272,7 @@ def judge_kernel_log(host: str, kernel: KernelLog) -> Iterator[Finding]:
     """Judges faults in the kernel log since boot."""
     kinds = Counter(event.kind for event in kernel.events)
     for kind, count in kinds.items():
-        seen = [_event(host, event) for event in kernel.events if event.kind == kind]
+        seen = [_event_finding(host, event) for event in kernel.events if event.kind == kind]
         seen.sort(key=lambda each: SEVERITIES.index(each.severity))
         yield from seen[:_MAX_FINDINGS]
         if count > _MAX_FINDINGS:
@@ -279,20 +289,20 @@ def judge_kernel_log(host: str, kernel: KernelLog) -> Iterator[Finding]:
 
 @cache
 def xid_table() -> dict[str, Any]:
-    """The table of Xid errors."""
+    """The table of Xid errors, from xids.yaml."""
     text = resources.files(__package__).joinpath("xids.yaml").read_text(encoding="utf-8")
     return dict(yaml.safe_load(text))
 
 
-def _event(host: str, event: KernelEvent) -> Finding:
+def _event_finding(host: str, event: KernelEvent) -> Finding:
     times = f" ({event.count} times)" if event.count > 1 else ""
     if event.kind == "xid" and event.code is not None:
-        return _xid(host, event, event.code, times)
+        return _xid_finding(host, event, event.code, times)
     severity, why, fix = _EVENT_FINDINGS[event.kind]
     return Finding(f"kernel-{event.kind}", severity, host, f"{event.text}{times}", why, fix)
 
 
-def _xid(host: str, event: KernelEvent, code: int, times: str) -> Finding:
+def _xid_finding(host: str, event: KernelEvent, code: int, times: str) -> Finding:
     table = xid_table()
     seen, source = f"{event.text}{times}", str(table["source"])
     group = next((each for each in table["groups"].values() if code in each["codes"]), None)
@@ -310,7 +320,7 @@ def _xid(host: str, event: KernelEvent, code: int, times: str) -> Finding:
 
 _EVENT_FINDINGS: Mapping[str, tuple[Severity, str, str]] = {
     "sxid": ("warning", "a fault of NVSwitch or its links", "nvidia-smi nvlink -e; restart nvidia-fabricmanager"),
-    "bus": ("error", "the GPU is gone until the host reboots", "reboot the host; check power and risers"),
+    "bus": ("error", "the GPU is unusable until the host reboots", "reboot the host; check power and risers"),
     "driver": ("error", "driver and libraries do not match, or a GPU does not start", "reboot the host"),
     "oom": (
         "note",
@@ -329,6 +339,6 @@ _EVENT_FINDINGS: Mapping[str, tuple[Severity, str, str]] = {
 
 
 def gpu_count(facts: HostFacts) -> int:
-    """Number of GPUs, as far as known."""
+    """Number of GPUs of a host, according to the driver or the PCI bus."""
     cards = sum(device.kind == "gpu" for device in facts.pci.devices) if facts.pci is not None else 0
     return max(len(facts.gpus or ()), cards)

@@ -1,4 +1,4 @@
-"""Estimates the memory of each role of a config, part by part, and judges whether it fits. Pure."""
+"""Estimates the memory that each role of a run needs, part by part, and judges whether it fits. Pure."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,12 +11,12 @@ from lockstep.doctor.output.findings import Finding
 Config = GRPOConfig | SFTConfig
 
 ZERO = "https://arxiv.org/abs/1910.02054"
-"""Rajbhandari et al. 2020, section 3.1: weights, gradients and Adam's two moments, and how they are sharded."""
+"""Rajbhandari et al. 2020, section 3.1: the bytes of weights, gradients and Adam's two moments, and their sharding."""
 ACTIVATIONS = "https://arxiv.org/abs/2205.05198"
-"""Korthikanti et al. 2022, eq. 2: 34 bytes per token, hidden unit and layer in 16 bit, without attention scores; with
-recomputation, one tensor per layer."""
+"""Korthikanti et al. 2022, eq. 2: activations take 34 bytes per token, hidden unit and layer in 16 bit, without
+attention scores; with recomputation, one tensor per layer."""
 PAGED = "https://arxiv.org/abs/2309.06180"
-"""Kwon et al. 2023: keys and values, and the memory that the weights leave for them."""
+"""Kwon et al. 2023: the memory of keys and values, for which the weights leave room."""
 RESERVE = 0.08
 """Share of a GPU that is reserved for the CUDA context, NCCL's buffers and fragmentation."""
 
@@ -33,9 +33,11 @@ class ProcessMemory:
 
 
 def trainer_memory_parts(config: Config, shape: ModelShape) -> dict[str, int]:
-    """Bytes of one trainer rank by part: fp32 weights, gradients and moments of its shard; the root and two layers as
-    gathered by FSDP2 in compute precision; activations of one packed row; logits of one chunk, three times (value,
-    gradient, softmax)."""
+    """Bytes that one trainer rank needs, by part.
+
+    They are: fp32 weights, gradients and moments of its shard; the root and two layers that FSDP2 gathers in compute
+    precision; activations of one packed row; and the logits of one chunk, three times (value, gradient, softmax).
+    """
     trainer = config.trainer
     width = DTYPE_BYTES[compute_dtype(config, shape)]
     trained = shape.parameters if config.model.adapter is None else adapter_parameters(config, shape)
@@ -60,8 +62,10 @@ def trainer_memory_parts(config: Config, shape: ModelShape) -> dict[str, int]:
 
 
 def engine_memory_parts(config: Config, shape: ModelShape) -> dict[str, int]:
-    """Bytes of one engine (vLLM: of one of its GPUs) by part: weights, and keys and values. These are the maximum that
-    its sequences need; vLLM on a GPU uses the rest of its share."""
+    """Bytes that one engine needs (vLLM: on one of its GPUs), by part: weights, and keys and values.
+
+    Keys and values are the most that its sequences need; vLLM on a GPU always uses its whole share.
+    """
     engine = config.rollout.engine
     own = shape.dtype if engine.dtype == "auto" else engine.dtype
     width = DTYPE_BYTES[own if engine.dtype != "auto" else compute_dtype(config, shape)]
@@ -74,23 +78,24 @@ def engine_memory_parts(config: Config, shape: ModelShape) -> dict[str, int]:
 
 
 def max_sequence_tokens(config: Config, shape: ModelShape) -> int:
-    """Maximum tokens of a sequence, prompt and completion."""
+    """Maximum number of tokens of a prompt with its completion."""
     context = shape.context or config.model.max_length or 2 * config.rollout.sampling.max_tokens
     limit = min(config.model.max_length or context, context)
     return min(limit, 2 * config.rollout.sampling.max_tokens)
 
 
 def compute_dtype(config: Config, shape: ModelShape, device: str = "cuda") -> str:
-    """Precision in which the trainer computes."""
+    """The data type in which the trainer computes."""
     if config.model.dtype != "auto":
         return config.model.dtype
     return "float32" if device == "cpu" or config.cluster.device == "cpu" else "bfloat16"
 
 
 def adapter_parameters(config: Config, shape: ModelShape) -> int:
-    """Parameters of LoRA on all linear layers, `r (in + out)` each (Hu et al. 2021, section 4.1). An upper bound if it
-    is
-    only on some of them."""
+    """Parameters of LoRA on all linear layers, `r (in + out)` each (Hu et al. 2021, section 4.1).
+
+    An upper bound if the adapter is only on some of these layers.
+    """
     adapter = config.model.adapter
     assert adapter is not None
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
@@ -100,31 +105,31 @@ def adapter_parameters(config: Config, shape: ModelShape) -> int:
     return adapter.r * shape.layers * (attention + 3 * shape.hidden + linear)
 
 
-def judge_memory(config: Config, shape: ModelShape, room: ProcessMemory) -> list[Finding]:
-    """Judges what each role needs and whether one GPU (or this host) has it."""
-    device = room.device
+def judge_memory(config: Config, shape: ModelShape, memory: ProcessMemory) -> list[Finding]:
+    """Judges whether a GPU (or this host) has the memory that each role needs."""
+    device = memory.device
     trainer, engine = trainer_memory_parts(config, shape), engine_memory_parts(config, shape)
     engines = config.recipe == "grpo" or config.evaluation is not None
-    if room.bytes == 0:
-        where = f"a GPU ({room.name})" if room.name else "a GPU" if device == "cuda" else "this host"
-        text = f"a policy rank needs {_table(trainer)}" + (f"; an engine {_table(engine)}" if engines else "")
+    if memory.bytes == 0:
+        where = f"a GPU ({memory.name})" if memory.name else "a GPU" if device == "cuda" else "this host"
+        text = f"a policy rank needs {_parts_text(trainer)}" + (f"; an engine {_parts_text(engine)}" if engines else "")
         return [Finding("memory", "unchecked", "", f"{text}; the memory of {where} is not known", source=ZERO)]
     if device == "cpu":
-        return _on_host(config, trainer, engine if engines else {}, room)
-    return _on_gpu(config, shape, trainer, engine if engines else {}, room)
+        return _judge_host_memory(config, trainer, engine if engines else {}, memory)
+    return _judge_gpu_memory(config, shape, trainer, engine if engines else {}, memory)
 
 
-def _on_host(
-    config: Config, trainer: Mapping[str, int], engine: Mapping[str, int], room: ProcessMemory
+def _judge_host_memory(
+    config: Config, trainer: Mapping[str, int], engine: Mapping[str, int], memory: ProcessMemory
 ) -> list[Finding]:
     ranks, engines = config.trainer.ranks, config.rollout.engine.count if engine else 0
     total = ranks * sum(trainer.values()) + engines * sum(engine.values())
-    seen = f"{ranks} policy rank{'s' * (ranks > 1)} of {_table(trainer)}"
-    seen += f"; {engines} engine{'s' * (engines > 1)} of {_table(engine)}" if engine else ""
-    seen += f"; together {_size(total)} of {_size(room.bytes)}"
+    seen = f"{ranks} policy rank{'s' * (ranks > 1)} of {_parts_text(trainer)}"
+    seen += f"; {engines} engine{'s' * (engines > 1)} of {_parts_text(engine)}" if engine else ""
+    seen += f"; together {_size(total)} of {_size(memory.bytes)}"
     if config.cluster.kind == "ray":
         return [Finding("memory", "note", "", seen + " on this host; other nodes have their own", source=ZERO)]
-    if total <= room.bytes:
+    if total <= memory.bytes:
         return [Finding("memory", "ok", "", seen, source=ZERO)]
     return [
         Finding(
@@ -134,40 +139,42 @@ def _on_host(
     ]  # fmt: skip
 
 
-def _on_gpu(
-    config: Config, shape: ModelShape, trainer: Mapping[str, int], engine: Mapping[str, int], room: ProcessMemory
+def _judge_gpu_memory(
+    config: Config, shape: ModelShape, trainer: Mapping[str, int], engine: Mapping[str, int], memory: ProcessMemory
 ) -> list[Finding]:  # fmt: skip
-    usable = int(room.bytes * (1 - RESERVE))
-    of = f"{_size(room.bytes)} of a GPU" + (f" ({room.name})" if room.name else "")
+    usable = int(memory.bytes * (1 - RESERVE))
+    of = f"{_size(memory.bytes)} of a GPU" + (f" ({memory.name})" if memory.name else "")
     need = sum(trainer.values())
     found = []
     if need <= usable:
-        found.append(Finding("memory-policy", "ok", "", f"a policy rank needs {_table(trainer)}, of {of}", source=ZERO))
+        found.append(
+            Finding("memory-policy", "ok", "", f"a policy rank needs {_parts_text(trainer)}, of {of}", source=ZERO)
+        )
     else:
         found.append(
             Finding(
-                "memory-policy", "error", "", f"a policy rank needs {_table(trainer)}, of {of}",
-                f"it runs out of memory in its first steps: {_size(usable)} are usable",
+                "memory-policy", "error", "", f"a policy rank needs {_parts_text(trainer)}, of {of}",
+                f"the rank runs out of memory in its first steps: only {_size(usable)} are usable",
                 settings_that_fit(config, shape, usable),
                 ACTIVATIONS if max(trainer, key=lambda part: trainer[part]) == "activations" else ZERO,
             )
         )  # fmt: skip
     if not engine:
         return found
-    return [*found, *_engine_on_gpu(config, shape, trainer, engine, room)]
+    return [*found, *_judge_engine_memory(config, shape, trainer, engine, memory)]
 
 
-def _engine_on_gpu(
-    config: Config, shape: ModelShape, trainer: Mapping[str, int], engine: Mapping[str, int], room: ProcessMemory
+def _judge_engine_memory(
+    config: Config, shape: ModelShape, trainer: Mapping[str, int], engine: Mapping[str, int], memory: ProcessMemory
 ) -> list[Finding]:  # fmt: skip
     chosen = config.rollout.engine
     share = chosen.gpu_memory_utilization if chosen.kind == "vllm" else 1 - RESERVE
-    left = int(share * room.bytes) - engine["weights"]
+    left = int(share * memory.bytes) - engine["weights"]
     each = engine["keys and values"] / max(1, chosen.max_num_seqs if chosen.kind == "vllm" else chosen.max_rows)
     rows = int(left // each) if each else 0
-    seen = f"an engine's weights take {_size(engine['weights'])} of {share:.0%} of {_size(room.bytes)} on each GPU"
+    seen = f"an engine's weights take {_size(engine['weights'])} of {share:.0%} of {_size(memory.bytes)} on each GPU"
     if rows < 1:
-        split = next((n for n in (2, 4, 8, 16) if share * room.bytes > 1.1 * shape.parameters * 2 / n), 0)
+        split = next((n for n in (2, 4, 8, 16) if share * memory.bytes > 1.1 * shape.parameters * 2 / n), 0)
         wider = f"set rollout.engine.kind=vllm and rollout.engine.tensor_parallel_size={split}"
         fix = wider if split else "use a smaller model, or GPUs with more memory"
         why = "nothing is left for keys and values: the engine cannot start"
@@ -181,14 +188,14 @@ def _engine_on_gpu(
             and not (part == "optimizer" and config.trainer.offload.optimizer)
             and part not in ("activations", "logits", "gathered", "gradients")
         )  # fmt: skip
-        if kept + share * room.bytes > room.bytes:
-            fits = max(0.0, 1 - kept / room.bytes - RESERVE)
+        if kept + share * memory.bytes > memory.bytes:
+            fits = max(0.0, 1 - kept / memory.bytes - RESERVE)
             found.append(
                 Finding(
                     "memory-shared", "error", "",
                     f"on shared GPUs the trainer keeps {_size(kept)} while the engine takes {share:.0%} of "
-                    f"{_size(room.bytes)}",
-                    "the second of the two runs out of memory when it wakes",
+                    f"{_size(memory.bytes)}",
+                    "whichever wakes second runs out of memory",
                     "set trainer.offload.parameters=true and trainer.offload.optimizer=true"
                     + (f", or rollout.engine.gpu_memory_utilization={fits:.2f}" if fits > 0.1 else ""), ZERO,
                 )
@@ -197,7 +204,7 @@ def _engine_on_gpu(
 
 
 def settings_that_fit(config: Config, shape: ModelShape, usable: int) -> str:
-    """Settings that make a policy rank fit, least intrusive first."""
+    """Settings with which a policy rank fits, least intrusive first, as the text of a fix."""
     found = []
 
     def fits(**changes: object) -> bool:
@@ -224,7 +231,7 @@ def settings_that_fit(config: Config, shape: ModelShape, usable: int) -> str:
     return "set " + ", or ".join(found) if found else "use a smaller model, or GPUs with more memory"
 
 
-def _table(parts: Mapping[str, int]) -> str:
+def _parts_text(parts: Mapping[str, int]) -> str:
     ordered = sorted(parts.items(), key=lambda item: -item[1])
     return f"{_size(sum(parts.values()))} ({', '.join(f'{name} {_size(size)}' for name, size in ordered if size)})"
 

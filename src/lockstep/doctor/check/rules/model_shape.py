@@ -1,7 +1,7 @@
-"""A model's size from its `config.json` alone: parameters by part, keys and values per token. Needs neither torch nor
-the weights. Pure.
+"""Derives a model's size from its `config.json` alone, without torch or the weights: parameters by part, and keys and
+values per token. Pure.
 
-Only listed families are estimated, with the layers that transformers builds for them
+Only the listed families are supported, with the layers that transformers builds for them
 (`src/transformers/models/<family>/modeling_<family>.py`,
 https://github.com/huggingface/transformers/tree/main/src/transformers/models).
 """
@@ -19,7 +19,7 @@ class UnknownModelShape(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The sizes that determine memory and time."""
+    """The sizes of a model that determine memory and time."""
 
     family: str
     layers: int
@@ -36,7 +36,7 @@ class ModelShape:
     per_layer: tuple[int, ...]
     """Parameters of each decoder layer."""
     active_per_layer: tuple[int, ...]
-    """Parameters of each layer that one token uses: with experts, those that the router selects."""
+    """Parameters of each layer that are applied to one token; of experts, only those that the router selects."""
     last_norm: int
     dtype: str
     """Data type of the weights on disk."""
@@ -47,7 +47,7 @@ class ModelShape:
 
     @property
     def active(self) -> int:
-        """Parameters applied to each token: those of the layers it uses, and the head."""
+        """Number of parameters that are applied to each token: those of the layers and of the output layer."""
         return sum(self.active_per_layer) + (self.head or self.embedding)
 
     @property
@@ -61,7 +61,7 @@ class ModelShape:
 
 
 def model_shape_of(config: Mapping[str, Any]) -> ModelShape:
-    """Reads a `config.json`.
+    """Derives the shape from the content of a `config.json`.
 
     Raises:
         UnknownModelShape: the family is not supported, or a field is missing.
@@ -71,7 +71,7 @@ def model_shape_of(config: Mapping[str, Any]) -> ModelShape:
         known = ", ".join(sorted(_FAMILIES))
         raise UnknownModelShape(f"model_type {family or 'is missing'}: supported families are {known}")
     try:
-        return _shape(family, config)
+        return _read_shape(family, config)
     except (KeyError, TypeError) as error:
         raise UnknownModelShape(f"config.json of a {family} model: {error} is missing or not a number") from error
 
@@ -79,22 +79,21 @@ def model_shape_of(config: Mapping[str, Any]) -> ModelShape:
 _GATED = {"llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "gemma", "gemma2", "phi3", "olmo2"}
 _FAMILIES = _GATED | {"gpt2"}
 _TIED = {"gemma", "gemma2", "gpt2"}
-"""Families that tie head and embedding by default."""
-_NO_BIAS: frozenset[str] = frozenset()
+"""Families that by default tie the output layer to the embedding."""
 
 
-def _shape(family: str, config: Mapping[str, Any]) -> ModelShape:
+def _read_shape(family: str, config: Mapping[str, Any]) -> ModelShape:
     if family == "gpt2":
-        return _gpt2(config)
+        return _read_gpt2(config)
     hidden, layers = int(config["hidden_size"]), int(config["num_hidden_layers"])
     heads = int(config["num_attention_heads"])
     kv_heads = int(config.get("num_key_value_heads") or heads)
     head_dim = int(config.get("head_dim") or _default_head_dim(family, hidden, heads))
-    attention = _attention(family, config, hidden, heads, kv_heads, head_dim)
+    attention = _attention_parameters(family, config, hidden, heads, kv_heads, head_dim)
     norms = (4 if family == "gemma2" else 2) * hidden
     whole, active = [], []
     for layer in range(layers):
-        mlp, used = _mlp(family, config, hidden, layer)
+        mlp, used = _mlp_parameters(family, config, hidden, layer)
         whole.append(attention + norms + mlp)
         active.append(attention + norms + used)
     vocabulary = int(config["vocab_size"])
@@ -107,11 +106,11 @@ def _shape(family: str, config: Mapping[str, Any]) -> ModelShape:
 
 
 def _default_head_dim(family: str, hidden: int, heads: int) -> int:
-    # These families have a fixed default in transformers, not the quotient.
+    # In transformers, the default of these families is a constant instead of the quotient.
     return {"qwen3": 128, "qwen3_moe": hidden // heads, "gemma": 256, "gemma2": 256}.get(family, hidden // heads)
 
 
-def _attention(
+def _attention_parameters(
     family: str, config: Mapping[str, Any], hidden: int, heads: int, kv_heads: int, head_dim: int
 ) -> int:  # fmt: skip
     queries, keys = heads * head_dim, kv_heads * head_dim
@@ -127,8 +126,8 @@ def _attention(
     return count
 
 
-def _mlp(family: str, config: Mapping[str, Any], hidden: int, layer: int) -> tuple[int, int]:
-    """Parameters of a layer's feed-forward part, and those that one token uses."""
+def _mlp_parameters(family: str, config: Mapping[str, Any], hidden: int, layer: int) -> tuple[int, int]:
+    """Parameters of a layer's feed-forward part, and how many of them are applied to one token."""
     experts = int(config.get("num_experts") or config.get("num_local_experts") or 0)
     dense = layer in (config.get("mlp_only_layers") or ())
     step = int(config.get("decoder_sparse_step") or 1)
@@ -150,7 +149,7 @@ def _mlp(family: str, config: Mapping[str, Any], hidden: int, layer: int) -> tup
     return experts * one + router + shared, chosen * one + router + shared
 
 
-def _gpt2(config: Mapping[str, Any]) -> ModelShape:
+def _read_gpt2(config: Mapping[str, Any]) -> ModelShape:
     hidden, layers, heads = int(config["n_embd"]), int(config["n_layer"]), int(config["n_head"])
     inner = int(config.get("n_inner") or 4 * hidden)
     per_layer = 4 * hidden * hidden + 4 * hidden + 2 * hidden * inner + inner + hidden + 4 * hidden

@@ -1,5 +1,5 @@
-"""Estimates the longest duration of each stage of a step and judges configured timeouts against it. Covers GPUs with
-known rates. Pure.
+"""Estimates how long each stage of a step takes at most, for GPUs with known rates, and judges configured timeouts by
+that. Pure.
 """
 
 from collections.abc import Mapping
@@ -10,16 +10,16 @@ from lockstep.doctor.check.rules.model_shape import DTYPE_BYTES, ModelShape
 from lockstep.doctor.output.findings import Finding
 
 SCALING_SOURCE = "https://arxiv.org/abs/2001.08361"
-"""Kaplan et al. 2020, section 2.1: 2 operations per parameter and token forward, twice as many backward."""
+"""Kaplan et al. 2020, section 2.1: 2 operations per parameter and token in the forward pass, 4 in the backward pass."""
 PEAKS_SOURCE = (
     "https://github.com/pytorch/torchtitan/blob/8fb285ca4a6b2945e81e105b5433ea25f613e100/torchtitan/tools/utils.py"
 )
 COMPUTE_EFFICIENCY = 0.35
-"""Share of a GPU's peak that training reaches; much less is worth investigating."""
+"""Share of a GPU's peak that training is assumed to reach."""
 MEMORY_EFFICIENCY = 0.5
-"""Share of a GPU's memory bandwidth that decoding reaches."""
+"""Share of a GPU's memory bandwidth that decoding is assumed to reach."""
 DISK_RATE = 500e6
-"""Assumed bytes per second of writing a checkpoint and of loading."""
+"""Assumed bytes per second when writing a checkpoint and when loading."""
 LINK_RATE = 1e9
 """Assumed bytes per second between hosts: 10 Gbit/s."""
 
@@ -41,11 +41,11 @@ GPU_SPEEDS: Mapping[str, GpuSpeed] = {
     "H100 80GB HBM3": GpuSpeed(989e12, 3.35e12, "https://www.nvidia.com/en-us/data-center/h100/"),
     "H200": GpuSpeed(989e12, 4.8e12, "https://www.nvidia.com/en-us/data-center/h200/"),
 }
-"""By a part of the name that nvidia-smi prints. Operations as in PEAKS_SOURCE. Looked up 2026-11."""
+"""By a part of the name that nvidia-smi prints. Operations per second as in PEAKS_SOURCE, looked up in 2026-11."""
 
 
 def gpu_speed(name: str) -> GpuSpeed | None:
-    """Rates of a GPU with this nvidia-smi name; None if not listed."""
+    """Rates of a GPU by the name that nvidia-smi prints; None if they are not known."""
     return next((speed for part, speed in GPU_SPEEDS.items() if part in name), None)
 
 
@@ -58,7 +58,7 @@ class StepDurations:
     train: float
     """All updates of a step."""
     update: float
-    """One optimizer step: a rank with little work waits that long in a collective."""
+    """One optimizer step, which a rank with little work spends waiting in a collective."""
     publish: float
     """Transfer of the weights to engines on other hosts."""
     bucket: float
@@ -79,8 +79,8 @@ def step_durations(
     """Durations of a step with sequences of full length.
 
     Args:
-        link: measured bytes per second between hosts.
-        disk: bytes per second of the run's folder.
+        link: bytes per second between hosts.
+        disk: bytes per second of the disk with the run's folder.
     """
     width = DTYPE_BYTES[compute_dtype(config, shape)]
     length = max_sequence_tokens(config, shape)
@@ -112,13 +112,15 @@ def _sequences_per_step(config: Config) -> int:
 def _rollout_seconds(
     config: Config, shape: ModelShape, speed: GpuSpeed, width: int, sequences: int, length: int
 ) -> float:
-    """Per token, decoding reads the active weights and the batch's keys and values, or computes if that takes
-    longer."""
+    """Seconds of generating all completions.
+
+    For each token, decoding reads the active weights and the batch's keys and values, or computes if that takes longer.
+    """
     engine = config.rollout.engine
     split = engine.tensor_parallel_size if engine.kind == "vllm" else 1
-    mine = -(-sequences // engine.count)
-    batch = min(mine, _sequences_per_step(config))
-    waves = -(-mine // batch)
+    per_engine = -(-sequences // engine.count)
+    batch = min(per_engine, _sequences_per_step(config))
+    waves = -(-per_engine // batch)
     read = (
         (shape.active * width + batch * length / 2 * shape.kv_bytes(width))
         / split
@@ -130,12 +132,12 @@ def _rollout_seconds(
 
 @dataclass(frozen=True, slots=True)
 class ConfiguredTimeout:
-    """A timeout that is set explicitly."""
+    """A timeout that the config or the environment sets."""
 
     name: str
     seconds: float
     stage: str
-    """Field of `StepDurations` that must be shorter."""
+    """The field of `StepDurations` that must be shorter than the timeout."""
     what: str
     source: str = ""
 
@@ -153,13 +155,13 @@ TIMEOUT_VARIABLES: Mapping[str, tuple[str, str, str]] = {
 
 
 def configured_timeouts(config: Config, environment: Mapping[str, str]) -> list[ConfiguredTimeout]:
-    """Timeouts that are set explicitly in the config or the environment; defaults are not judged."""
+    """The timeouts that the config or the environment sets explicitly, without defaults."""
     found = []
     trainer, cluster, weights = config.trainer, config.cluster, config.weights
     if "collective_timeout_s" in trainer.model_fields_set:
         what = "a rank with a short row waits in a collective for one with a long row"
         found.append(ConfiguredTimeout("trainer.collective_timeout_s", trainer.collective_timeout_s, "update", what))
-        what = "the largest collective between hosts takes its time"
+        what = "the largest collective between hosts needs time"
         found.append(
             ConfiguredTimeout("trainer.collective_timeout_s", trainer.collective_timeout_s, "collective", what)
         )
@@ -180,11 +182,11 @@ def configured_timeouts(config: Config, environment: Mapping[str, str]) -> list[
 def judge_durations(
     config: Config, shape: ModelShape, gpu: str, environment: Mapping[str, str], link: float = LINK_RATE
 ) -> list[Finding]:
-    """Reports durations, and timeouts that are too short.
+    """Reports the durations of stages, and timeouts that are too short for them.
 
     Args:
-        gpu: its name; empty without a GPU.
-        link: slowest measured bytes per second between hosts.
+        gpu: name of the GPU; empty without a GPU.
+        link: bytes per second of the slowest link between hosts.
     """
     width = DTYPE_BYTES[compute_dtype(config, shape)]
     largest = Finding(
@@ -194,30 +196,30 @@ def judge_durations(
     ) if config.trainer.ranks > 1 else None  # fmt: skip
     found = [largest] if largest else []
     speed = gpu_speed(gpu)
-    set_bounds = configured_timeouts(config, environment)
+    timeouts = configured_timeouts(config, environment)
     if speed is None:
         what = f"the speed of {gpu} is not known" if gpu else "there is no GPU"
-        named = ", ".join(dict.fromkeys(f"{each.name}={each.seconds:g} s" for each in set_bounds))
+        named = ", ".join(dict.fromkeys(f"{each.name}={each.seconds:g} s" for each in timeouts))
         against = f"; {named} was not compared with them" if named else ""
         return [*found, Finding("durations", "unchecked", "", f"stages were not estimated: {what}{against}")]
-    took = step_durations(config, shape, speed, link)
+    durations = step_durations(config, shape, speed, link)
     stages = ("rollout", "train", "publish", "checkpoint")
-    row = ", ".join(f"{name} {_seconds(getattr(took, name))}" for name in stages)
+    row = ", ".join(f"{name} {_duration_text(getattr(durations, name))}" for name in stages)
     note = f"a step with completions of full length takes about: {row} (at {COMPUTE_EFFICIENCY:.0%} of the GPU's peak)"
     found.append(Finding("durations", "note", "", note, source=SCALING_SOURCE))
-    for bound in set_bounds:
-        needed = getattr(took, bound.stage)
-        if bound.seconds >= 2 * needed:
+    for timeout in timeouts:
+        duration = getattr(durations, timeout.stage)
+        if timeout.seconds >= 2 * duration:
             continue
-        short = bound.seconds < needed
+        short = timeout.seconds < duration
         found.append(
             Finding(
                 "timeout-short", "error" if short else "warning", "",
-                f"{bound.name} is {bound.seconds:g} s, and {bound.what}: about {_seconds(needed)}",
+                f"{timeout.name} is {timeout.seconds:g} s, and {timeout.what}: about {_duration_text(duration)}",
                 "it would end a healthy run" if short else "on a busy host it would end a healthy run",
-                f"remove {bound.name} (stalls are detected by missing progress, not by time), or set it to "
-                f"{max(60, round(4 * needed)):d} or more",
-                bound.source,
+                f"remove {timeout.name} (stalls are detected by missing progress, not by time), or set it to "
+                f"{max(60, round(4 * duration)):d} or more",
+                timeout.source,
             )
         )  # fmt: skip
     return found
@@ -228,5 +230,5 @@ def _unit_text(shape: ModelShape) -> str:
     return "a decoder layer" if layer else "embedding, head and last norm"
 
 
-def _seconds(seconds: float) -> str:
+def _duration_text(seconds: float) -> str:
     return f"{seconds / 60:.1f} min" if seconds >= 120 else f"{seconds:.1f} s"

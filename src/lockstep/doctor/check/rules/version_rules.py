@@ -1,4 +1,4 @@
-"""Judges installed versions against the table of supported ones and across hosts."""
+"""Judges installed versions: by the table of supported versions, and by comparison between hosts."""
 
 import datetime
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -49,7 +49,7 @@ class DriverRequirement(_SupportRow):
 
 
 class BadCombination(_SupportRow):
-    """A combination of versions that is known to fail."""
+    """A combination of versions that is known to cause problems."""
 
     id: str
     when: dict[str, str]
@@ -73,7 +73,7 @@ class BadCombination(_SupportRow):
 
 
 class SupportTable(BaseModel):
-    """The table of supported and bad versions."""
+    """The table of supported versions and bad combinations."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -84,7 +84,7 @@ class SupportTable(BaseModel):
 
 @cache
 def support_table() -> SupportTable:
-    """The table that comes with this package."""
+    """The table in support.yaml."""
     text = resources.files(__package__).joinpath("support.yaml").read_text(encoding="utf-8")
     return SupportTable.model_validate(yaml.safe_load(text))
 
@@ -107,7 +107,7 @@ def judge_versions(
     """Judges missing, old and bad versions.
 
     Args:
-        gpus: of the host; None if not known.
+        gpus: GPUs of the host; None if they are not known.
         needed: packages that the run needs to start.
     """
     table = table or support_table()
@@ -188,10 +188,10 @@ def _judge_driver(
 
 @dataclass(frozen=True, slots=True)
 class VersionPolicy:
-    """How similar versions must be on all hosts."""
+    """How similar the versions of a package must be on all hosts."""
 
     parts: int
-    """How many leading numbers must be equal; 0 means all."""
+    """How many leading numbers of the version must be equal; 0 means the whole version."""
     otherwise: Literal["error", "warning", "note"]
     why: str
     where_installed: bool = False
@@ -214,21 +214,21 @@ VERSION_POLICIES: Mapping[str, VersionPolicy] = {
 
 
 def compare_versions(by_host: Mapping[str, HostVersions]) -> Iterator[Finding]:
-    """Findings about versions that differ between hosts, one per package."""
-    for name, alike in VERSION_POLICIES.items():
+    """Reports versions that differ too much between hosts, one finding per package."""
+    for name, policy in VERSION_POLICIES.items():
         values = {host: versions.packages.get(name) for host, versions in by_host.items()}
-        if alike.where_installed:
+        if policy.where_installed:
             values = {host: value for host, value in values.items() if value is not None}
-        if len({_leading_parts(value, alike.parts) for value in values.values()}) < 2:
+        if len({_leading_parts(value, policy.parts) for value in values.values()}) < 2:
             continue
         hosts: dict[str, list[str]] = {}
         for host, value in values.items():
             hosts.setdefault(value or "none", []).append(host)
         most = max(hosts, key=lambda value: len(hosts[value]))
         seen = ", ".join(f"{value} on {summarize_list(which, 4)}" for value, which in hosts.items())
-        odd = ",".join(host for value, which in hosts.items() if value != most for host in which)
+        deviating = ",".join(host for value, which in hosts.items() if value != most for host in which)
         fix = f"install {most} on all" if most != "none" else ""
-        yield Finding(f"differs-{name}", alike.otherwise, odd, f"{name} differs: {seen}", alike.why, fix)
+        yield Finding(f"differs-{name}", policy.otherwise, deviating, f"{name} differs: {seen}", policy.why, fix)
 
 
 def _leading_parts(version: str | None, parts: int) -> object:
