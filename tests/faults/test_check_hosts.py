@@ -190,7 +190,7 @@ def test_a_wrong_address_of_the_head_is_reported_by_the_probe(cable: Cable) -> N
     try:
         with CheckHead(TOKEN, "127.0.0.1") as head:
             (wrong,) = rendezvous_rules.judge_advertised_address("here", "127.0.0.1", "the head", "--address", True)
-            assert wrong.severity == "error" and "dials itself" in wrong.why
+            assert wrong.severity == "error" and "reaches itself" in wrong.why
             launcher.start("127.0.0.1", head.port, TOKEN)
             rendezvous = head.gather(Silent(("there",)), bound_s=2.0)
             assert [each.name for each in rendezvous.missing] == ["there"]
