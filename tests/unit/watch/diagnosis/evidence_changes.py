@@ -1,4 +1,4 @@
-"""Changes of evidence that must not change verdicts, or only weaken them."""
+"""Changes of evidence that must not change verdicts, or may only weaken them."""
 
 import random
 from dataclasses import replace
@@ -10,7 +10,7 @@ from lockstep.watch.diagnosis.evidence_types import CollectiveCall, Communicator
 
 
 def shifted(evidence: Evidence, by: float) -> Evidence:
-    """The same, at another time."""
+    """The same evidence at another time."""
     processes, members = evidence.processes, evidence.communicators
     return replace(
         evidence,
@@ -31,7 +31,7 @@ def shifted(evidence: Evidence, by: float) -> Evidence:
 
 
 def permuted(evidence: Evidence, rng: random.Random) -> Evidence:
-    """Processes, communicators, their members and calls in another order."""
+    """The same evidence with processes, communicators, members and calls in another order."""
     processes, members, calls = evidence.processes, evidence.communicators, evidence.calls
     new_to_old = list(range(len(processes.info)))
     rng.shuffle(new_to_old)
@@ -78,7 +78,7 @@ def permuted(evidence: Evidence, rng: random.Random) -> Evidence:
 
 
 def renamed(evidence: Evidence) -> Evidence:
-    """Everybody and everything has another name; ranks and structure stay."""
+    """The same evidence with other names; ranks and structure stay."""
     return replace(
         evidence,
         processes=replace(
@@ -97,7 +97,7 @@ def renamed(evidence: Evidence) -> Evidence:
 
 
 def with_healthy(evidence: Evidence, count: int) -> Evidence:
-    """More processes, in a communicator of their own, all in motion."""
+    """The evidence with `count` more processes, which are active and share a communicator."""
     processes, members, calls, at = evidence.processes, evidence.communicators, evidence.calls, evidence.at
     first = len(processes.info)
     now = np.full(count, at - 0.05)
@@ -131,7 +131,7 @@ def with_healthy(evidence: Evidence, count: int) -> Evidence:
 
 
 def without_some(evidence: Evidence, rng: random.Random) -> Evidence:
-    """Less is known: some counts, times, calls, lines, waits and notes are gone, some processes were never seen."""
+    """The evidence without some counts, times, calls, call sites, waits and notes; some processes are unseen."""
     processes, members, calls = evidence.processes, evidence.communicators, evidence.calls
     share = rng.choice([0.1, 0.3, 0.6])
 

@@ -1,9 +1,10 @@
-"""A simulator of jobs for the judge's tests. It knows the semantics of collectives and nothing of the judge.
+"""Simulates jobs for the tests of the diagnosis. The simulator knows how collectives behave, and nothing of the
+diagnosis.
 
-Ranks run programs of computations, collectives and questions to services, one after another. A collective is paired by
-arrival: the n-th call of one member meets the n-th of the others, whatever they are (gloo, NCCL). When all have come it
-completes if the calls fit; if only the operations differ all hang; if sizes or types differ one of them aborts and the
-others' connections are reset (gloo). Faults change a program or a process; who did it is the truth.
+Ranks run programs of computations, collectives and requests to services. As with gloo and NCCL, the n-th call of one
+member is paired with the n-th calls of the others, whatever these are. When all members have arrived, the collective
+completes if the calls match. If the operations differ, all members hang; if only sizes or types differ, one of them
+aborts and the connections of the others are reset (gloo). Faults change a program or a process.
 """
 
 import heapq
@@ -96,18 +97,18 @@ class Truth:
     kind: str
     culprits: frozenset[str]
     structural: bool
-    """Provable at once."""
+    """Whether the verdict needs no long wait."""
     kinds: frozenset[str]
-    """What the verdict's kind may be."""
+    """The allowed kinds of the verdict."""
 
 
 def signature(call: CollectiveCall) -> int:
-    """Equal where calls fit together."""
+    """A number that is equal for matching calls."""
     return hash((call.operation, call.shapes, call.dtype, call.root)) & (2**64 - 1)
 
 
 class Job:
-    """Runs programs until nothing happens any more, or until all have ended."""
+    """Runs the programs of all ranks until they have ended or hang."""
 
     def __init__(self, programs: Sequence[list[Op]], groups: Sequence[Group], seed: int, hosts: int = 2) -> None:
         self.random = random.Random(seed)
@@ -118,7 +119,7 @@ class Job:
         self.arrived: dict[tuple[str, int], dict[int, CollectiveCall]] = {}
         self.broken: set[tuple[str, int]] = set()
         self.late: dict[tuple[str, int], frozenset[int]] = {}
-        """Collectives that some members never complete, though all have entered."""
+        """The members that never complete a collective although all have entered it."""
         self.stop_at: dict[int, Callable[[Rank, float], None]] = {}
         self.queue: list[tuple[float, int, int]] = []
         self.count = 0
@@ -131,7 +132,7 @@ class Job:
         heapq.heappush(self.queue, (at, self.count, rank))
 
     def run(self) -> float:
-        """The time at which the last thing happened."""
+        """Runs the job and returns the time of the last event."""
         for number in range(len(self.ranks)):
             self.plan(self.random.uniform(0.0, 0.02), number)
         while self.queue:
@@ -197,7 +198,7 @@ class Job:
             self.plan(self.now + 0.005, number)
 
     def abort(self, members: list[int]) -> None:
-        """gloo: whoever gets the larger message aborts, the others see their connections reset."""
+        """Lets one member abort, and others fail because their connections are reset, as with gloo."""
         victim = self.random.choice(members)
         self.ranks[victim].liveness, self.ranks[victim].code = Liveness.DEAD, -6
         self.ranks[victim].ended = self.now + 0.05
@@ -206,7 +207,7 @@ class Job:
                 self.fall(number, self.now + 0.1 + self.random.random())
 
     def fall(self, number: int, at: float) -> None:
-        """A rank that ends because a connection was reset; what it was in counts as completed."""
+        """Ends a rank because a connection was reset; its pending collectives count as completed."""
         rank = self.ranks[number]
         rank.liveness, rank.code, rank.ended = Liveness.DEAD, 1, at
         rank.error = "RuntimeError: [transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.2]:4242"
@@ -214,7 +215,7 @@ class Job:
             rank.completed[name] = rank.entered[name]
 
     def after_death(self, dead: int) -> None:
-        """Some members of a dead process's collective fail with an error, the others keep waiting."""
+        """Some members of a dead process's collectives fail with an error, the others keep waiting."""
         for group in self.groups.values():
             if dead not in group.members:
                 continue
@@ -225,7 +226,7 @@ class Job:
                     self.fall(number, self.ranks[dead].ended + 0.02 + 0.5 * self.random.random())
 
     def give_up(self, last: float) -> float:
-        """Everybody inside of a collective ends by its time-out of half a minute."""
+        """All ranks inside a collective end by its timeout of half a minute."""
         for rank in self.ranks:
             inside = [name for name, seq in rank.entered.items() if seq > rank.completed.get(name, 0)]
             if rank.liveness is Liveness.RUNNING and inside:
@@ -361,7 +362,7 @@ class Job:
 
 
 def grid(dp: int, tp: int, pp: int) -> list[Group]:
-    """Communicators of a job of dp x tp x pp ranks; groups of one are left out."""
+    """The communicators of a job of dp x tp x pp ranks, without those of a single rank."""
     shape = np.arange(dp * tp * pp).reshape(pp, dp, tp)
     groups = [Group("world", "default", tuple(range(dp * tp * pp)))]
     for axis, name, size in ((1, "dp", dp), (2, "tp", tp), (0, "pp", pp)):
@@ -372,7 +373,7 @@ def grid(dp: int, tp: int, pp: int) -> list[Group]:
 
 
 def programs(groups: Sequence[Group], size: int, steps: int, seed: int) -> list[list[Op]]:
-    """The same program on all ranks, each on its own groups."""
+    """The same program for all ranks, each with its own communicators."""
     rng = random.Random(seed)
     layout: list[tuple[str, CollectiveCall]] = []
     kinds = sorted({group.description for group in groups} - {"default"})
@@ -421,8 +422,8 @@ class Case:
 
 
 def simulate(fault: str, seed: int, delay: float, shape: tuple[int, int, int] | None = None) -> Case | None:
-    """A job with a fault, observed `delay` seconds after the last event; None if this fault with this seed causes no
-    stall (a harmless order, an extra call without effect)."""
+    """A job with a fault, observed `delay` seconds after the last event; None if the fault causes no stall with this
+    seed (a harmless order, an extra call without effect)."""
     rng = random.Random(seed * 7919 + FAULTS.index(fault))
     dp, tp, pp = shape or rng.choice(
         [(2, 1, 1), (4, 1, 1), (3, 1, 1), (2, 2, 1), (4, 2, 1), (2, 2, 2), (4, 2, 2), (8, 1, 1)]
@@ -456,7 +457,7 @@ def simulate(fault: str, seed: int, delay: float, shape: tuple[int, int, int] | 
 
 
 def healthy(job: Job, rng: random.Random, slow: int | None) -> Evidence:
-    """A moment in the middle of a run in which nothing is wrong; with `slow`, one rank computes for long and moves."""
+    """Evidence from the middle of a healthy run; with `slow`, this rank computes for long and is active."""
     fresh = Job([rank.program for rank in job.ranks], list(job.groups.values()), rng.randrange(10**6), job.hosts)
     fresh.services = {name: Service(moved=0.0) for name in job.services}
     for rank in fresh.ranks:
@@ -487,7 +488,7 @@ def healthy(job: Job, rng: random.Random, slow: int | None) -> Evidence:
 
 
 def inject(fault: str, job: Job, rng: random.Random, one: int, two: int, where: int) -> Truth | None:
-    """Injects a fault and returns the culprits."""
+    """Injects a fault and returns the expected verdict."""
     name, other = job.name(one), job.name(two)
     if fault in ("stop_and_timeouts", "sleep_and_timeouts"):
         at_process(job, {one: fault.split("_")[0]}, where)
@@ -551,7 +552,7 @@ def at_process(job: Job, what: dict[int, str], where: int, exactly: bool = False
 
 
 def in_program(fault: str, job: Job, rng: random.Random, one: int, where: int) -> Truth | None:
-    """Faults that change what a rank calls."""
+    """Injects a fault that changes the calls of a rank."""
     name = job.name(one)
     program = job.ranks[one].program
     places = [i for i, op in enumerate(program) if isinstance(op, Collective)]
@@ -560,8 +561,8 @@ def in_program(fault: str, job: Job, rng: random.Random, one: int, where: int) -
     op = program[at]
     assert isinstance(op, Collective)
     group = job.groups[op.group]
-    sisters = sum(each.description == group.description for each in job.groups.values())
-    decided = len(group.members) > 2 or (sisters >= 2 and group.description != "default")
+    parallel_groups = sum(each.description == group.description for each in job.groups.values())
+    decided = len(group.members) > 2 or (parallel_groups >= 2 and group.description != "default")
     both = frozenset({name} if decided else {job.name(i) for i in group.members})
     mismatch = frozenset({"mismatch"})
     if fault in ("operation", "shape", "dtype", "root"):
@@ -574,7 +575,7 @@ def in_program(fault: str, job: Job, rng: random.Random, one: int, where: int) -
         program[at] = Collective(op.group, replace(op.call, **changes))  # type: ignore[arg-type]
         return Truth(fault, both, True, mismatch)
     if fault in ("skip", "extra", "order") and len(group.members) == 2 and len(job.ranks) > 2:
-        both = frozenset({name})  # what its peers on other communicators did may tell
+        both = frozenset({name})  # the calls of its peers on other communicators may reveal it
     if fault == "skip":
         del program[at]
         return Truth(fault, both, True, frozenset({"mismatch", "cycle", "absent", "dead"}))

@@ -1,4 +1,4 @@
-"""Hand-written snapshots: the verdicts on each fault of the matrix."""
+"""Verdicts on hand-written snapshots, one or more for each kind of fault."""
 
 import json
 import textwrap
@@ -27,7 +27,7 @@ DOCS = Path(__file__).parents[4] / "docs" / "diagnosis.md"
 
 @dataclass
 class One:
-    """A process, and how it was `still` seconds ago for the last time."""
+    """A process that was last active `still` seconds ago."""
 
     name: str
     liveness: Liveness = Liveness.RUNNING
@@ -43,7 +43,7 @@ class One:
 
 @dataclass
 class Group:
-    """A communicator: members, what each has entered and completed, and since when."""
+    """A communicator with the counts of each member, unchanged for `since` seconds."""
 
     name: str
     members: list[int]
@@ -54,14 +54,14 @@ class Group:
     ranks: list[int] | None = None
     blind: bool = False
     calls: dict[tuple[int, int], tuple[CollectiveCall, str]] = field(default_factory=dict)
-    """By (process, sequence number)."""
+    """Calls and call sites by (process, sequence number)."""
 
 
 ALL = CollectiveCall("all_reduce", "[4]", "float32")
 
 
 def policy(count: int, **odd: One) -> list[One]:
-    """Ranks that wait since a minute; `p1=...` replaces one."""
+    """Ranks that have been inactive for a minute; `p1=...` replaces one."""
     return [odd.get(f"p{i}", One(f"policy-{i}")) for i in range(count)]
 
 
@@ -124,7 +124,7 @@ def snapshot(processes: list[One], groups: list[Group] | None = None, edges: lis
 
 
 def fsdp(late: int | None = 1, count: int = 4, seq: int = 412, since: float = 60.0) -> Group:
-    """All but one are in all_reduce #412."""
+    """A communicator of which all members but `late` are in all_reduce #412."""
     entered = [seq - (i == late) for i in range(count)]
     calls = {(i, seq): (ALL, "train.py:40 in step") for i in range(count) if i != late}
     return Group("fsdp", list(range(count)), entered, [seq - 1] * count, since, calls=calls)
@@ -154,7 +154,7 @@ def wait(process: int, *on: int, since: float = 60.0, **more: object) -> WaitEdg
 # --- one process
 
 
-def test_stopped() -> None:
+def test_a_stopped_rank_is_the_culprit() -> None:
     job = snapshot(policy(4, p1=One("policy-1", Liveness.STOPPED, still=5.0, host="b")), [fsdp(since=5.0)])
     verdict = check(diagnose(job), VerdictKind.ABSENT, ["policy-1"])
     assert verdict.confidence >= 0.9
@@ -164,7 +164,7 @@ def test_stopped() -> None:
     assert verdict.collective.call_site == "train.py:40 in step"
 
 
-def test_stopped_inside_of_the_collective() -> None:
+def test_a_rank_stopped_inside_the_collective_is_the_culprit() -> None:
     group = Group("fsdp", [0, 1, 2], [412] * 3, [411] * 3, since=5.0)
     check(
         diagnose(snapshot(policy(3, p1=One("policy-1", Liveness.STOPPED, still=5.0)), [group])),
@@ -173,15 +173,15 @@ def test_stopped_inside_of_the_collective() -> None:
     )
 
 
-def test_stopped_for_a_moment_only_is_none() -> None:
-    """py-spy stops the process that it samples, which may be a long inactive one."""
+def test_a_rank_stopped_for_a_moment_is_not_reported() -> None:
+    """py-spy stops the process that it samples, and the process may have been inactive for long before."""
     assert diagnose(snapshot(policy(4, p1=One("policy-1", Liveness.STOPPED, still=0.2)), [fsdp(since=1.0)])) == []
     idle = One("policy-1", Liveness.STOPPED, still=300.0, ended=AT - 0.1)
     assert diagnose(snapshot(policy(4, p1=idle), [fsdp(since=1.0)])) == []
 
 
-def test_stopped_for_a_moment_as_of_a_look_that_is_old() -> None:
-    """The agent itself was late: whether the process is still stopped is unknown."""
+def test_a_rank_stopped_at_an_old_observation_is_not_reported() -> None:
+    """The agent's report is late, so it is unknown whether the process is still stopped."""
     job = snapshot(policy(4, p1=One("policy-1", Liveness.STOPPED, still=300.0, ended=AT - 8.5)), [fsdp(since=9.0)])
     looked = replace(job, processes=replace(job.processes, seen_at=np.full(4, AT - 8.0)))
     assert diagnose(looked) == []
@@ -193,7 +193,7 @@ def test_a_suspended_job_is_no_fault() -> None:
     assert all(each.level is VerdictLevel.NOTICE for each in diagnose(job))
 
 
-def test_killed() -> None:
+def test_a_killed_rank_is_the_culprit() -> None:
     dead = One("policy-1", Liveness.DEAD, -9, AT - 0.5, still=0.5)
     verdict = check(diagnose(snapshot(policy(4, p1=dead), [fsdp(since=0.4)])), VerdictKind.DEAD, ["policy-1"])
     assert verdict.confidence >= 0.9
@@ -203,21 +203,21 @@ def test_killed() -> None:
 
 
 def test_an_exit_with_an_unknown_code() -> None:
-    """A finished job, observed too late; unless a process waits."""
+    """This is a finished job that was observed too late, unless a process waits."""
     gone = {f"p{rank}": One(f"policy-{rank}", Liveness.DEAD, NO_EXIT_CODE, AT - 0.5, still=0.5) for rank in range(4)}
     assert diagnose(snapshot(policy(4, **gone), [])) == []
     assert diagnose(snapshot(policy(4, p1=gone["p1"]), [fsdp(since=0.4)])) == []
     check(diagnose(snapshot(policy(4, p1=gone["p1"]), [fsdp(since=8.0)])), VerdictKind.DEAD, ["policy-1"])
 
 
-def test_killed_for_memory() -> None:
+def test_a_rank_killed_for_memory_has_the_class_of_its_note() -> None:
     dead = One("policy-1", Liveness.DEAD, -9, AT - 1, note=ProcessNote(cause="host_oom"))
     verdict = check(diagnose(snapshot(policy(4, p1=dead), [fsdp()])), VerdictKind.DEAD, ["policy-1"])
     assert verdict.cause == "host_oom"
     assert "memory" in verdict.fix
 
 
-def test_raised_and_the_others_saw_resets() -> None:
+def test_reset_connections_are_effects_of_an_exception() -> None:
     odd = {
         "p0": One("policy-0", Liveness.DEAD, 1, AT - 4.0, note=RESET),
         "p1": One("policy-1", Liveness.DEAD, 1, AT - 3.0, note=ProcessNote(error="ValueError: bad label 7")),
@@ -239,20 +239,20 @@ FREED = ProcessNote(
     cause="storage_fault",
 )
 REFUSED = ProcessNote(
-    error="lockstep.base.errors.CollectiveRefused: collective #412 does not fit: rank 0 is about to enter ...",
+    error="lockstep.base.errors.CollectiveRefused: collective #412 does not match: rank 0 is about to enter ...",
     cause="rank_exception_masked",
 )
 
 
-def test_a_process_that_ended_by_our_verdict_is_not_accused() -> None:
-    """Whatever the verdict's text says, and also when nothing else is left to explain their ends."""
+def test_a_rank_that_ended_with_a_verdict_of_lockstep_is_not_accused() -> None:
+    """This holds whatever the verdict's text says, and also if no other process is left as a culprit."""
     freed = One("policy-0", Liveness.DEAD, 1, AT - 1, note=FREED)
     stopped = One("policy-1", Liveness.STOPPED, still=60.0)
     check(diagnose(snapshot(policy(3, p0=freed, p1=stopped), [fsdp(count=3)])), VerdictKind.ABSENT, ["policy-1"])
     assert diagnose(snapshot(policy(3, p0=freed, p2=replace(freed, name="policy-2")))) == []
 
 
-def test_plain_ends_that_others_saw_are_effects_whatever_class_was_noted() -> None:
+def test_secondary_errors_are_effects_whatever_class_was_noted() -> None:
     died = One("policy-1", Liveness.DEAD, -9, AT - 2.0, note=ProcessNote(error="killed by SIGKILL"))
     reset = One("policy-0", Liveness.DEAD, 1, AT - 2.1, note=replace(RESET, cause="rank_exception_masked"))
     check(diagnose(snapshot(policy(3, p0=reset, p1=died), [fsdp(count=3)])), VerdictKind.DEAD, ["policy-1"])
@@ -270,8 +270,8 @@ def test_a_refused_or_aborted_rank_need_not_be_wrong() -> None:
             check(diagnose(snapshot(policy(size, p0=later), [group])), VerdictKind.MISMATCH, wrong)
 
 
-def test_nothing_is_confirmed_while_the_deciding_rank_is_on_its_way() -> None:
-    """Two of three differ, and the third has not come there yet."""
+def test_a_mismatch_is_not_confirmed_while_a_third_rank_may_decide_it() -> None:
+    """Two of three calls differ, and the third rank has not reached the call yet."""
     group = Group("fsdp", [0, 1, 2], [412, 412, 411], [411, 411, 411], 1.0)
     group.calls = calls_of((0, [ALL, ALL, ALL]), (1, [ALL, ALL, CollectiveCall("barrier")]), (2, [ALL, ALL]))
     for still, level in ((0.2, VerdictLevel.NOTICE), (30.0, VerdictLevel.CONFIRMED)):
@@ -339,7 +339,7 @@ def test_resets_are_effects_of_an_exit() -> None:
     check(diagnose(snapshot(policy(4, p0=fell, p1=left), [fsdp(since=9.0)])), VerdictKind.DEAD, ["policy-1"])
 
 
-def test_giving_up_is_an_effect_of_an_inactive_rank() -> None:
+def test_timeouts_are_effects_of_an_inactive_rank() -> None:
     ranks = [One(f"policy-{i}", Liveness.DEAD, 1, AT - 2, note=GIVEN_UP) for i in range(4)]
     ranks[1] = One("policy-1", still=62.0, note=ProcessNote(where="score() at reward.py:31"))
     group = replace(fsdp(since=62.0), completed=[412, 411, 412, 412])
@@ -349,7 +349,7 @@ def test_giving_up_is_an_effect_of_an_inactive_rank() -> None:
     check(diagnose(snapshot(ranks, [group])), VerdictKind.ABSENT, ["policy-1"])
 
 
-def test_exception_texts_give_classes() -> None:
+def test_exceptions_prove_failure_classes() -> None:
     for error, cause in (
         ("OSError: [Errno 28] No space left on device: 'step-7.safetensors'", "storage_fault"),
         ("OSError: [Errno 98] Address already in use", "port_in_use"),
@@ -360,19 +360,19 @@ def test_exception_texts_give_classes() -> None:
         assert only(diagnose(snapshot(policy(2, p1=dead), [fsdp(count=2)]))).cause == cause
 
 
-def test_an_action_of_ours_is_no_cause() -> None:
+def test_a_process_that_lockstep_stopped_is_no_cause() -> None:
     dead = One("policy-1", Liveness.DEAD, -9, AT - 1, note=ProcessNote(ours=True))
     assert diagnose(snapshot(policy(4, p1=dead))) == []
 
 
-def test_left_early() -> None:
+def test_a_rank_that_exited_early_is_the_culprit() -> None:
     left = One("policy-1", Liveness.EXITED, 0, AT - 9)
     verdict = check(diagnose(snapshot(policy(4, p1=left), [fsdp(since=8.0)])), VerdictKind.DEAD, ["policy-1"])
     assert "ended with exit code 0" in verdict.explanation
     assert verdict.alternatives[0].what == "uneven_data"
 
 
-def test_one_too_many_at_the_end() -> None:
+def test_an_extra_call_at_the_end_of_the_job() -> None:
     """All others exited normally: the waiting rank made an extra call."""
     ranks = [One(f"policy-{i}", Liveness.EXITED, 0, AT - 9) for i in range(4)]
     ranks[2] = One("policy-2")
@@ -385,10 +385,10 @@ def test_a_normal_exit_at_the_end_is_no_fault() -> None:
     assert diagnose(snapshot(ranks, [Group("fsdp", [0, 1], [9, 9], [9, 9], 1.0)])) == []
 
 
-# --- alive and still, or not
+# --- inactive and active processes
 
 
-def test_still_in_the_reward() -> None:
+def test_an_inactive_rank_is_confirmed_with_its_line() -> None:
     asleep = One("policy-1", note=ProcessNote(where="score() at reward.py:31"), host="b", still=41.0)
     soon = diagnose(snapshot(policy(4, p1=replace(asleep, still=5.0)), [fsdp(since=5.0)]))
     notice = check(soon, VerdictKind.ABSENT, ["policy-1"], VerdictLevel.NOTICE)
@@ -402,15 +402,15 @@ def test_still_in_the_reward() -> None:
     assert late.confidence < 0.8
 
 
-def test_history_makes_patient() -> None:
-    """A stage that took a minute before may take three."""
+def test_a_stage_may_take_longer_if_it_did_before() -> None:
+    """A stage that took one minute before may take three minutes."""
     known = One("policy-1", note=ProcessNote(expected_s=60.0), still=100.0)
     job = snapshot(policy(4, p1=known), [fsdp(since=100.0)])
     assert only(diagnose(job)).level is VerdictLevel.NOTICE
     assert only(diagnose(job, StallThresholds(history_factor=1.0))).level is VerdictLevel.CONFIRMED
 
 
-def test_a_busy_loop_is_a_notice_for_long() -> None:
+def test_a_busy_loop_stays_a_notice_for_long() -> None:
     busy = One("policy-1", still=100.0, cpu=0.0)
     notice = check(
         diagnose(snapshot(policy(4, p1=busy), [fsdp(since=100.0)])),
@@ -423,7 +423,7 @@ def test_a_busy_loop_is_a_notice_for_long() -> None:
     check(diagnose(snapshot(policy(4, p1=forever), [fsdp(since=401.0)])), VerdictKind.ABSENT, ["policy-1"])
 
 
-def test_a_checkpoint_to_a_slow_disk_moves() -> None:
+def test_a_checkpoint_to_a_slow_disk_is_not_confirmed() -> None:
     writing = One("policy-1", still=300.0, cpu=0.2, stack=0.3, stage="checkpoint")
     notice = only(diagnose(snapshot(policy(4, p1=writing), [fsdp(since=300.0)])))
     assert notice.level is VerdictLevel.NOTICE
@@ -439,15 +439,16 @@ def test_a_slow_healthy_rank_is_slow() -> None:
     assert verdict.confidence < 0.5
 
 
-def test_working_while_others_wait_is_no_news() -> None:
-    """It computes, its counters move, and most others have not come either."""
+def test_a_working_rank_is_not_reported() -> None:
+    """The rank computes, its counters advance, and most others have not arrived either."""
     working = {f"p{i}": One(f"policy-{i}", still=0.5) for i in range(3)}
     group = Group("fsdp", [0, 1, 2, 3], [411, 411, 411, 412], [411] * 4, since=10.0)
     assert diagnose(snapshot(policy(4, **working), [group])) == []
 
 
 def test_work_without_counter_progress_becomes_a_late_notice() -> None:
-    """CPU use in changing places without counter progress: a notice after ten times as long, or its own history."""
+    """A rank uses CPU with changing stacks and without counter progress: the notice comes after ten times as long, or
+    after the longest duration so far."""
     edges = [wait(0, 1, kind="call", why="step 7", since=20.0)]
     working = One("policy-1", still=20.0, cpu=0.1, stack=0.1)
     assert diagnose(snapshot([One("controller"), working], [], edges)) == []
@@ -461,13 +462,13 @@ def test_work_without_counter_progress_becomes_a_late_notice() -> None:
     assert diagnose(snapshot([One("controller"), known], [], later)) == []
 
 
-def test_bytes_under_way_are_no_news() -> None:
+def test_a_running_transfer_is_not_reported() -> None:
     moving = [One(f"policy-{i}", still=10.0, cpu=0.1) for i in range(4)]
     assert diagnose(snapshot(moving, [fsdp(late=None, since=10.0)])) == []
 
 
 def test_inactivity_counts_up_to_the_last_observation() -> None:
-    """A host's reports stop for half a minute: its processes do not become inactive by that."""
+    """A host's reports stop for half a minute. Its processes do not count as inactive because of that."""
     job = snapshot(policy(4, p1=One("policy-1", still=60.0)), [fsdp(since=60.0)])
     late = replace(job, processes=replace(job.processes, seen_at=np.array([AT, AT - 30.0, AT, AT])))
     assert only(diagnose(late)).level is VerdictLevel.NOTICE
@@ -496,7 +497,7 @@ def mismatch(odd: CollectiveCall, count: int = 4) -> list[Verdict]:
     return diagnose(snapshot(policy(count), [group]))
 
 
-def test_operation_shape_dtype_and_root() -> None:
+def test_calls_that_differ_in_operation_shape_dtype_or_root() -> None:
     for odd, words in (
         (
             CollectiveCall("all_gather", "[4]", "float32"),
@@ -529,7 +530,7 @@ def test_the_schedule_decides_which_rank_is_right() -> None:
 
 
 def test_an_abort_is_an_effect_of_a_mismatch() -> None:
-    """gloo aborts whoever gets the larger message."""
+    """gloo aborts the rank that receives the larger message."""
     group = Group("fsdp", [0, 1, 2], [412] * 3, [411] * 3, 5.0)
     odd = CollectiveCall("all_reduce", "[8]", "float32")
     group.calls = calls_of(*((p, [ALL, ALL, odd if p == 1 else ALL]) for p in range(3)))
@@ -541,7 +542,7 @@ def test_an_abort_is_an_effect_of_a_mismatch() -> None:
     check(diagnose(snapshot(policy(3, **odd_ends), [group])), VerdictKind.MISMATCH, ["policy-1"])
 
 
-def test_a_call_skipped() -> None:
+def test_a_skipped_call() -> None:
     norm, grads = CollectiveCall("all_reduce", "[1]", "float32"), CollectiveCall("reduce_scatter", "[64]", "float32")
     group = Group("fsdp", [0, 1, 2], [414, 413, 414], [411] * 3)
     group.calls = calls_of((0, [ALL, norm, grads, ALL]), (1, [ALL, grads, ALL]), (2, [ALL, norm, grads, ALL]))
@@ -552,7 +553,7 @@ def test_a_call_skipped() -> None:
 
 
 def test_an_extra_call_of_the_same_kind() -> None:
-    """gloo pairs it in silence; only the lines of the calls tell."""
+    """gloo pairs the calls silently; only the call sites reveal it."""
     lines = ["a.py:1", "a.py:2", "a.py:3", "a.py:1", "a.py:2"]
     odd = ["a.py:1", "a.py:2", "a.py:2", "a.py:3", "a.py:1"]
     group = Group("fsdp", [0, 1, 2, 3], [415, 414, 415, 415], [414] * 4)
@@ -563,7 +564,7 @@ def test_an_extra_call_of_the_same_kind() -> None:
     assert "an extra call at a.py:2" in verdict.explanation
 
 
-def test_lines_that_differ_by_branch_are_no_mismatch() -> None:
+def test_call_sites_that_differ_by_branch_are_no_mismatch() -> None:
     group = fsdp(late=1, since=60.0)
     for p in range(4):
         for seq in range(405, 412):
@@ -571,7 +572,7 @@ def test_lines_that_differ_by_branch_are_no_mismatch() -> None:
     check(diagnose(snapshot(policy(4), [group])), VerdictKind.ABSENT, ["policy-1"])
 
 
-def test_created_with_different_members() -> None:
+def test_a_communicator_created_with_different_members() -> None:
     group = replace(fsdp(late=None), ranks=[4, 3, 4, 4])
     verdict = check(diagnose(snapshot(policy(4), [group])), VerdictKind.MISMATCH, ["policy-1"])
     assert "created 'fsdp' with a different member list" in verdict.explanation
@@ -596,26 +597,26 @@ def test_an_asynchronous_collective_causes_no_deadlock() -> None:
     assert all(each.kind is not VerdictKind.CYCLE for each in diagnose(known))
 
 
-def test_two_ranks_in_each_others_way_are_both_named() -> None:
+def test_two_ranks_that_wait_for_each_other_are_both_named() -> None:
     a, b = Group("a", [0, 1], [6, 5], [5] * 2), Group("b", [0, 1], [3, 4], [3] * 2)
     assert check(diagnose(snapshot(policy(2), [a, b])), VerdictKind.CYCLE, ["policy-0", "policy-1"]).confidence < 0.8
 
 
-def test_a_cycle_through_a_call() -> None:
+def test_a_deadlock_through_a_remote_call() -> None:
     """Rank 0 waits for the scorer, which waits for rank 0."""
     ranks = [One("policy-0"), One("policy-1"), One("reward-0")]
     edges = [wait(0, 2, kind="future", why="scores"), wait(2, 0, kind="queue", why="the next batch")]
     check(diagnose(snapshot(ranks, [fsdp(late=0, count=2)], edges)), VerdictKind.CYCLE, ["policy-0", "reward-0"])
 
 
-def test_a_cycle_through_a_call_that_moves_is_a_notice() -> None:
+def test_a_deadlock_with_an_active_process_is_a_notice() -> None:
     """Another thread of the scorer may be about to answer."""
     ranks = [One("policy-0"), One("reward-0", cpu=0.1)]
     edges = [wait(0, 1, kind="future", why="scores"), wait(1, 0, kind="queue", why="the next batch")]
     check(diagnose(snapshot(ranks, [], edges)), VerdictKind.CYCLE, ["policy-0", "reward-0"], VerdictLevel.NOTICE)
 
 
-def test_a_knot_and_a_way_out() -> None:
+def test_a_wait_for_any_process_is_a_deadlock_only_in_a_knot() -> None:
     ranks = [One("a-0"), One("b-0"), One("c-0", still=0.1)]
     knot = [wait(0, 1, 1, needs=WaitCondition.ANY), wait(1, 0, needs=WaitCondition.ANY)]
     check(diagnose(snapshot(ranks, [], knot)), VerdictKind.CYCLE, ["a-0", "b-0"])
@@ -623,16 +624,16 @@ def test_a_knot_and_a_way_out() -> None:
     assert all(each.kind is not VerdictKind.CYCLE for each in diagnose(snapshot(ranks, [], out)))
 
 
-# --- entered by all
+# --- collectives that all members have entered
 
 
-def test_device_lag() -> None:
+def test_a_rank_that_does_not_complete_a_collective_is_the_culprit() -> None:
     group = Group("fsdp", [0, 1, 2, 3], [412] * 4, [412, 411, 412, 412])
     verdict = check(diagnose(snapshot(policy(4), [group])), VerdictKind.DEVICE_LAG, ["policy-1"])
     assert "as 3 others have" in verdict.explanation
 
 
-def test_in_flight() -> None:
+def test_a_collective_that_no_rank_completes_has_no_culprit() -> None:
     ranks = [One(f"policy-{i}", host="ab"[i // 2]) for i in range(4)]
     verdict = check(diagnose(snapshot(ranks, [fsdp(late=None)])), VerdictKind.IN_FLIGHT, [])
     assert verdict.alternatives[0].what == "network_blocked"
@@ -640,8 +641,8 @@ def test_in_flight() -> None:
     assert only(diagnose(snapshot(moving, [fsdp(late=None)]))).level is VerdictLevel.NOTICE
 
 
-def test_a_host_that_all_have_in_common() -> None:
-    """Three hosts, two collectives in flight, both with host b."""
+def test_the_common_host_of_stalled_collectives_is_named() -> None:
+    """There are three hosts and two stalled collectives, and both collectives include host b."""
     ranks = [One(f"policy-{i}", host="aabbcc"[i]) for i in range(6)]
     one = Group("x", [0, 2], [5, 5], [4, 4])
     two = Group("y", [3, 4], [5, 5], [4, 4])
@@ -649,10 +650,10 @@ def test_a_host_that_all_have_in_common() -> None:
     check(diagnose(snapshot(ranks, [one, two, fine])), VerdictKind.IN_FLIGHT, ["policy-2", "policy-3"])
 
 
-# --- who is unknown
+# --- missing evidence
 
 
-def test_no_evidence_is_no_guilt() -> None:
+def test_a_rank_of_unknown_progress_is_not_accused() -> None:
     group = fsdp()
     job = snapshot(policy(4, p1=One("policy-1", Liveness.UNSEEN)), [group])
     job.communicators.entered[1] = job.communicators.completed[1] = -1
@@ -707,7 +708,7 @@ def test_a_rank_that_works_while_others_join() -> None:
     assert verdict.explanation.startswith("rank 3 (policy, host a) has not joined world-3")
 
 
-# --- roles and edges
+# --- waits outside collectives
 
 
 def test_the_chain_ends_at_a_stopped_scorer() -> None:
@@ -731,13 +732,13 @@ def test_an_engine_killed_while_others_continue() -> None:
     check(diagnose(snapshot(ranks, [], edges)), VerdictKind.DEAD, ["engine-0"])
 
 
-def test_an_engine_stopped_while_others_go_on() -> None:
+def test_an_engine_stopped_while_others_continue() -> None:
     ranks = [One("controller"), One("engine-0", Liveness.STOPPED, still=9.0), One("engine-1", still=0.1)]
     edges = [wait(0, 1, 2, needs=WaitCondition.ANY, kind="queue", why="completions")]
     check(diagnose(snapshot(ranks, [], edges)), VerdictKind.ABSENT, ["engine-0"])
 
 
-def test_a_long_rollout_is_none_to_blame() -> None:
+def test_a_long_rollout_has_no_confident_culprit() -> None:
     ranks = [One("controller"), One("engine-0", still=0.1), One("engine-1", still=500.0)]
     edges = [wait(0, 1, 2, needs=WaitCondition.ANY, kind="queue", why="completions", since=500.0)]
     assert all(
@@ -745,7 +746,7 @@ def test_a_long_rollout_is_none_to_blame() -> None:
     )
 
 
-def test_a_service_outside_that_never_answers() -> None:
+def test_an_outside_service_that_never_answers() -> None:
     ranks = policy(4)
     edges = [wait(1, outside="judge.example:8000", kind="http", why="scores of step 7")]
     verdict = only(diagnose(snapshot(ranks, [fsdp()], edges)))
@@ -760,8 +761,8 @@ def test_a_service_outside_that_never_answers() -> None:
     assert slow.level is VerdictLevel.NOTICE
 
 
-def test_an_answer_from_outside_has_as_long_as_it_was_granted() -> None:
-    """A slow judge service cannot be observed; the process that called it times out on its own."""
+def test_an_outside_service_is_not_confirmed_before_the_callers_timeout() -> None:
+    """A slow judge service cannot be observed, and the process that called it has a timeout."""
     edge = wait(1, outside="judge.example:8000", kind="http", why="scores of step 7")
     granted = only(diagnose(snapshot(policy(4), [fsdp()], [replace(edge, until=AT + 1.0)])))
     assert granted.level is VerdictLevel.NOTICE and names(granted) == ["judge.example:8000"]
@@ -777,7 +778,7 @@ def test_a_dead_controller_explains_idle_workers() -> None:
     check(diagnose(snapshot(ranks, [group], edges)), VerdictKind.DEAD, ["controller"])
 
 
-def test_answered_and_idle_is_no_deadlock() -> None:
+def test_a_wait_for_the_next_request_is_no_deadlock() -> None:
     """The controller waits for two workers, one of which has answered and waits for its next call."""
     ranks = [One("controller"), One("policy-0"), One("policy-1", still=0.1)]
     edges = [wait(0, 1, 2, kind="call", why="step 7"), wait(1, 0, why="the next call", idle=True)]
@@ -786,18 +787,18 @@ def test_answered_and_idle_is_no_deadlock() -> None:
     check(diagnose(snapshot(ranks, [], edges)), VerdictKind.ABSENT, ["policy-1"], VerdictLevel.NOTICE)
 
 
-def test_a_process_waits_for_idle_processes() -> None:
+def test_a_process_that_waits_for_idle_processes_is_starved() -> None:
     ranks = [One("controller"), One("policy-0")]
     edges = [wait(0, 1, kind="call", why="step 7"), wait(1, 0, why="the next call", idle=True)]
     check(diagnose(snapshot(ranks, [], edges)), VerdictKind.STARVED, [])
 
 
-def test_waits_of_background_threads_hold_up_no_process() -> None:
+def test_waits_of_background_threads_block_no_process() -> None:
     ranks = [One("policy-0", still=0.1), One("reward-0")]
     assert diagnose(snapshot(ranks, [], [wait(0, 1, main=False)])) == []
 
 
-# --- several at once
+# --- several failures
 
 
 def test_two_culprits_of_one_wait_are_one_verdict() -> None:
@@ -820,7 +821,7 @@ def test_two_incidents_are_two_verdicts() -> None:
     assert first_verdict(verdicts) is verdicts[0]
 
 
-def test_healthy_is_silence() -> None:
+def test_a_healthy_job_has_no_verdicts() -> None:
     ranks = [One(f"policy-{i}", still=0.2) for i in range(4)]
     assert diagnose(snapshot(ranks, [fsdp(since=0.5)])) == []
     assert diagnose(snapshot(ranks)) == []
@@ -828,7 +829,7 @@ def test_healthy_is_silence() -> None:
 
 
 def test_a_complete_rendezvous_that_does_not_end_is_reported() -> None:
-    """As where members make a communicator with different lists of members."""
+    """This happens if members create a communicator with different member lists."""
     edges = [wait(p, *(q for q in range(3) if q != p), kind="rendezvous", rendezvous="late") for p in range(3)]
     verdict = check(diagnose(snapshot(policy(3), edges=edges)), VerdictKind.UNKNOWN, [])
     assert "all ranks have joined late, but none proceeds" in verdict.explanation.lower()

@@ -1,4 +1,4 @@
-"""Whatever the evidence says, however little sense it makes, the judge answers."""
+"""The diagnosis never fails, however little sense the evidence makes."""
 
 import random
 
@@ -20,8 +20,8 @@ from lockstep.watch.diagnosis.evidence_types import (
 ERRORS = ("", "ValueError: x", "RuntimeError: Connection reset by peer", "Timed out waiting 3 ms", "CUDA out of memory")
 
 
-def nonsense(rng: random.Random) -> Evidence:
-    """Random numbers in every place."""
+def random_evidence(rng: random.Random) -> Evidence:
+    """Evidence that consists of random numbers."""
     count = rng.randint(0, 7)
 
     def times(number: int) -> np.ndarray:
@@ -77,14 +77,14 @@ def nonsense(rng: random.Random) -> Evidence:
 
 def check(seeds: range) -> None:
     for seed in seeds:
-        for verdict in diagnose(nonsense(random.Random(seed))):
+        for verdict in diagnose(random_evidence(random.Random(seed))):
             verdict.json()
 
 
-def test_nonsense_is_judged() -> None:
+def test_random_evidence_raises_no_error() -> None:
     check(range(1500))
 
 
 @pytest.mark.slow
-def test_much_nonsense_is_judged() -> None:
+def test_much_random_evidence_raises_no_error() -> None:
     check(range(2000, 40_000))

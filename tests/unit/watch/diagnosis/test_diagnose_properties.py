@@ -1,4 +1,4 @@
-"""What must not matter to a verdict, and what may only make it less sure."""
+"""Changes of the evidence that must not change a verdict, and changes that may only lower its confidence."""
 
 import random
 
@@ -24,7 +24,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 def essence(verdicts: list[Verdict]) -> list[tuple[object, ...]]:
-    """The verdicts without names and order."""
+    """The verdicts without names and order, for comparison."""
     return sorted(
         (
             str(each.kind), str(each.level), round(each.confidence, 6), each.cause,

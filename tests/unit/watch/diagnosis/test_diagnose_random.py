@@ -1,4 +1,4 @@
-"""Simulated jobs with injected faults: the culprit set is the one that was injected, and no innocent is sure."""
+"""Simulated jobs with injected faults: the diagnosis names the culprits, and accuses no other process confidently."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -10,12 +10,12 @@ from lockstep.watch.diagnosis.diagnose import diagnose
 from lockstep.watch.diagnosis.verdict import Verdict, VerdictLevel
 
 SOON, LATE = 6.0, 100.0
-"""Seconds after the last movement: a notice is due, and everything is."""
+"""Seconds after the last event: only notices are due, and all verdicts are due."""
 
 
 @dataclass
 class Score:
-    """How often the culprits were right, which kinds were reported, and which cases failed."""
+    """How often the culprits were named correctly, which kinds were reported, and which cases failed."""
 
     cases: int = 0
     right: int = 0
@@ -41,7 +41,7 @@ class Score:
 
 
 def accused(case: Case, verdicts: list[Verdict], delay: float) -> frozenset[str]:
-    """The culprits of confirmed verdicts; where the time for those has not come, of the notices."""
+    """The culprits of the confirmed verdicts, or of the notices if it is too early for confirmed verdicts."""
     due = (delay >= LATE or case.truth.structural) and case.fault != "busy"
     heard = [v for v in verdicts if (v.level is VerdictLevel.CONFIRMED if due else v.confidence >= 0.45)]
     return frozenset(culprit.name for verdict in heard for culprit in verdict.culprits)
@@ -59,7 +59,7 @@ def run(faults: tuple[str, ...], seeds: range) -> Score:
 
 
 def matrix(score: Score) -> str:
-    """Faults by the first verdict."""
+    """A table of the faults and the kinds of their first verdicts."""
     kinds = sorted({kind for _, kind in score.kinds})
     lines = [f"{'':16}" + "".join(f"{kind:>11}" for kind in kinds)]
     for fault in FAULTS:

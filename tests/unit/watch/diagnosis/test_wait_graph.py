@@ -1,4 +1,4 @@
-"""The wait graph against a brute force and against networkx."""
+"""Compares the wait graph with a brute-force search and with networkx."""
 
 from itertools import pairwise
 
@@ -22,7 +22,7 @@ from lockstep.watch.diagnosis.wait_graph import (
 AT = 100.0
 
 
-def nobody(count: int) -> ProcessTable:
+def blank_processes(count: int) -> ProcessTable:
     return ProcessTable(
         info=[ProcessInfo(f"p{i}", "policy", i) for i in range(count)],
         liveness=np.zeros(count, dtype=np.int8),
@@ -34,7 +34,7 @@ def nobody(count: int) -> ProcessTable:
     )
 
 
-def nothing() -> CallTable:
+def no_calls() -> CallTable:
     none = np.zeros(0, dtype=np.int64)
     return CallTable(none, none, none.astype(np.uint64), {})
 
@@ -46,13 +46,13 @@ def with_groups(count: int, groups: list[list[int]], entered: list[int], complet
         [CommunicatorInfo(f"c{i}") for i in range(len(groups))], starts, np.array([p for each in groups for p in each]),
         np.array(entered), np.array(completed), since, since,
     )  # fmt: skip
-    return Evidence(AT, nobody(count), communicators, nothing())
+    return Evidence(AT, blank_processes(count), communicators, no_calls())
 
 
 def with_edges(count: int, edges: list[WaitEdge]) -> Evidence:
     none = np.zeros(0, dtype=np.int64)
     communicators = MembershipTable([], np.array([0]), none, none, none, none * 1.0, none * 1.0)
-    return Evidence(AT, nobody(count), communicators, nothing(), edges)
+    return Evidence(AT, blank_processes(count), communicators, no_calls(), edges)
 
 
 def graph_of(evidence: Evidence) -> WaitGraph:
@@ -62,7 +62,7 @@ def graph_of(evidence: Evidence) -> WaitGraph:
 
 
 def edges_of(count: int) -> st.SearchStrategy[list[WaitEdge]]:
-    """At most two waits for each process, on up to three others."""
+    """At most two waits of each process, each for up to three other processes."""
 
     def edge(process: int) -> st.SearchStrategy[WaitEdge]:
         others = st.lists(st.integers(0, count - 1).filter(lambda each: each != process), min_size=1, max_size=3)
@@ -76,8 +76,8 @@ def edges_of(count: int) -> st.SearchStrategy[list[WaitEdge]]:
     )
 
 
-def freed(edges: list[WaitEdge], count: int) -> set[int]:
-    """Brute force: the processes that can proceed when all that do not wait proceed, repeatedly."""
+def able_to_proceed(edges: list[WaitEdge], count: int) -> set[int]:
+    """The processes that can proceed, by brute force: those that do not wait, and repeatedly those whose waits end."""
     free: set[int] = set()
     while True:
         now = {
@@ -100,12 +100,12 @@ def test_permanently_blocked_processes(drawn: tuple[int, list[WaitEdge]]) -> Non
     count, edges = drawn
     if edges:
         process, _ = find_permanently_blocked(graph_of(with_edges(count, edges)))
-        assert set(np.flatnonzero(process).tolist()) == set(range(count)) - freed(edges, count)
+        assert set(np.flatnonzero(process).tolist()) == set(range(count)) - able_to_proceed(edges, count)
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.integers(2, 7).flatmap(lambda count: st.tuples(st.just(count), edges_of(count))))
-def test_a_core_is_a_deadlock_by_itself(drawn: tuple[int, list[WaitEdge]]) -> None:
+def test_a_cycle_or_knot_alone_is_a_deadlock(drawn: tuple[int, list[WaitEdge]]) -> None:
     count, edges = drawn
     if not edges:
         return
@@ -123,12 +123,12 @@ def test_a_core_is_a_deadlock_by_itself(drawn: tuple[int, list[WaitEdge]]) -> No
             for e in kept
             if e.process in inside
         ]
-        assert inside <= set(range(count)) - freed([e for e in alone if e.on], count)
+        assert inside <= set(range(count)) - able_to_proceed([e for e in alone if e.on], count)
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.dictionaries(st.integers(0, 12), st.lists(st.integers(0, 12), max_size=4), max_size=13))
-def test_components_are_those_of_networkx(following: dict[int, list[int]]) -> None:
+def test_components_equal_those_of_networkx(following: dict[int, list[int]]) -> None:
     graph = networkx.DiGraph([(a, b) for a, after in following.items() for b in after])
     graph.add_nodes_from(following)
     expected = {frozenset(each) for each in networkx.strongly_connected_components(graph)}
@@ -137,7 +137,7 @@ def test_components_are_those_of_networkx(following: dict[int, list[int]]) -> No
 
 @st.composite
 def collectives(draw: st.DrawFn) -> Evidence:
-    """Members of random communicators, each inside of a collective or not."""
+    """Members of random communicators, each inside a collective or not."""
     count = draw(st.integers(2, 8))
     groups, entered, completed = [], [], []
     for _ in range(draw(st.integers(1, 4))):
@@ -152,7 +152,7 @@ def collectives(draw: st.DrawFn) -> Evidence:
 
 @settings(max_examples=300, deadline=None)
 @given(collectives())
-def test_waits_in_collectives_are_those_of_a_brute_force(evidence: Evidence) -> None:
+def test_waits_in_collectives_equal_those_found_by_brute_force(evidence: Evidence) -> None:
     members = evidence.communicators
     expected = networkx.DiGraph()
     waits: dict[int, set[int]] = {}
@@ -184,8 +184,8 @@ def test_waits_in_collectives_are_those_of_a_brute_force(evidence: Evidence) -> 
     assert inside == cyclic
 
 
-def test_far_apart_and_many_different_numbers() -> None:
-    """Fifty members all wait at different numbers, one of them far behind: all wait for that one at least."""
+def test_many_sequence_numbers_that_are_far_apart() -> None:
+    """Fifty members wait at different sequence numbers, one of them far behind; the others wait at least for it."""
     entered = [1, *range(1000, 1049)]
     evidence = with_groups(50, [list(range(50))], entered, [0, *(each - 1 for each in entered[1:])])
     graph = graph_of(evidence)
@@ -223,7 +223,7 @@ def test_a_process_in_the_rendezvous_is_not_waited_for() -> None:
 @given(
     st.lists(st.lists(st.integers(0, 7), min_size=1, max_size=4, unique=True), max_size=6), st.sets(st.integers(0, 7))
 )
-def test_peers_are_all_that_communicators_connect(groups: list[list[int]], some: set[int]) -> None:
+def test_peers_are_all_processes_that_communicators_connect(groups: list[list[int]], some: set[int]) -> None:
     zeros = [0] * sum(map(len, groups))
     drawn = networkx.Graph()
     drawn.add_nodes_from(range(8))

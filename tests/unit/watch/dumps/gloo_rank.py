@@ -1,4 +1,4 @@
-"""A rank of a small job that dumps its flight recorder when the job stands where the case wants it.
+"""A rank of a small job that dumps its flight recorder when the job has reached the state of the case.
 
     python gloo_rank.py RANK WORLD FOLDER CASE
 
@@ -30,7 +30,7 @@ def recorded() -> dict[str, Any]:
 
 
 def dump_when(ready: Any, rank: int, world: int, folder: Path) -> None:
-    """Wait until the recorder shows it, dump, wait for the dumps of all, leave."""
+    """Dumps when `ready` accepts the recorder's content, waits for the dumps of all ranks, and exits."""
     deadline = time.monotonic() + BOUND_S
     while not ready(recorded()):
         if time.monotonic() > deadline:
@@ -47,7 +47,7 @@ def dump_when(ready: Any, rank: int, world: int, folder: Path) -> None:
 
 
 def entries(count: int, retired: bool) -> Any:
-    """The recorder has so many entries, the last of them over or not."""
+    """A predicate: the recorder has `count` entries, and the last one has or has not ended."""
     return lambda content: len(content["entries"]) == count and content["entries"][-1]["retired"] is retired
 
 
@@ -73,7 +73,7 @@ def last_step(numbers: torch.Tensor, case: str, odd: bool) -> None:
 
 
 def point_to_point(numbers: torch.Tensor, rank: int, world: int) -> None:
-    """From the first to the last, then all together: only with the next collective does the recorder show it."""
+    """Sends from the first rank to the last, then calls a collective; the recorder shows the send only after that."""
     if rank == 0:
         dist.send(numbers, world - 1)
     elif rank == world - 1:

@@ -1,4 +1,4 @@
-"""One dump, whatever its form and version."""
+"""Decoding a dump of any form and version."""
 
 import copy
 import json
@@ -28,7 +28,7 @@ def read(content: Any) -> RankTrace:
 
 
 def numbers(trace: RankTrace) -> list[tuple[Any, ...]]:
-    """What must be alike whatever form a dump has."""
+    """The content that must be equal for all forms of a dump."""
     return [
         (g.name, g.description, g.backend, g.members, g.entered, g.completed, g.entered_at, g.certain, g.uncertain,
          list(g.sequence), list(g.signature), list(g.created))
@@ -37,7 +37,7 @@ def numbers(trace: RankTrace) -> list[tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("backend", ["nccl", "gloo"])
-def test_pickle_and_json_say_the_same(backend: str) -> None:
+def test_pickle_and_json_give_the_same_content(backend: str) -> None:
     job = stopped(backend)
     content = dump(job, 0)
     first, second = read(content), read(as_json(content))
@@ -55,7 +55,7 @@ def test_pickle_and_json_say_the_same(backend: str) -> None:
 
 
 def older(content: dict[str, Any], version: str) -> dict[str, Any]:
-    """What a dump of an older version lacks."""
+    """A dump without the fields that its older version lacks."""
     made = copy.deepcopy(content) | {"version": version}
     for entry in made["entries"]:
         for key in ("thread_name", "thread_id"):
@@ -98,7 +98,7 @@ def test_a_group_without_a_name_is_named_by_its_number() -> None:
     assert [g.name for g in read(content).groups if g.sequence] == ["0", "1"]
 
 
-def test_only_active_entries_and_the_counters_say_how_far_it_is() -> None:
+def test_counters_give_the_progress_if_only_active_entries_are_dumped() -> None:
     job = stopped()
     trace = read(dump(job, 0, only_active=True))
     world, pair = (next(g for g in trace.groups if g.name == name) for name in "01")
@@ -108,7 +108,7 @@ def test_only_active_entries_and_the_counters_say_how_far_it_is() -> None:
     assert [(g.entered, g.completed) for g in absent.groups] == [(10, 10)] and absent.entries == 0
 
 
-def test_a_wrapped_ring_counts_on() -> None:
+def test_a_wrapped_ring_keeps_sequence_numbers() -> None:
     trace = read(dump(stopped(calls=30), 0, ring=5))
     assert not trace.complete and trace.began != trace.began
     assert [(g.entered, g.first) for g in trace.groups] == [(11, 9), (10, 9)]
@@ -137,7 +137,7 @@ def test_missing_entries_prove_absence_only_in_a_complete_dump() -> None:
 
 
 def signatures(*entries: dict[str, Any]) -> list[int]:
-    """Of calls, each on a communicator of its own."""
+    """The signatures of calls, each on its own communicator."""
     base = dump(Job([WORLD], [[Call(0)]] * 3).play(), 0)
     made = [base["entries"][0] | {"process_group": (str(at), "x")} | entry for at, entry in enumerate(entries)]
     return [group.signature[0] for group in read(base | {"entries": made, "pg_config": {}, "pg_status": {}}).groups]
@@ -148,7 +148,7 @@ def call(name: str, ins: list[list[int]], outs: list[list[int]], dtype: str = "F
             "input_dtypes": [dtype] * len(ins), "output_dtypes": [dtype] * len(outs)}  # fmt: skip
 
 
-def test_calls_that_fit_together_have_one_signature() -> None:
+def test_matching_calls_have_one_signature() -> None:
     a, b = signatures(call("nccl:gather", [[3]], []), call("nccl:gather", [[3]], [[3], [3]]))
     assert a == b, "only the root has outputs"
     a, b = signatures(call("nccl:scatter", [], [[3]]), call("nccl:scatter", [[3], [3]], [[3]]))
@@ -159,7 +159,7 @@ def test_calls_that_fit_together_have_one_signature() -> None:
     assert a == b, "uneven, and known to all"
 
 
-def test_calls_that_do_not_fit_differ() -> None:
+def test_calls_that_do_not_match_have_different_signatures() -> None:
     base = call("nccl:all_reduce", [[4, 2]], [[4, 2]])
     made = signatures(
         base, call("nccl:all_reduce", [[8]], [[8]]), call("nccl:all_reduce", [[4, 2]], [[4, 2]], "BFloat16"),
@@ -211,7 +211,7 @@ def test_stacks_may_be_text(form: str) -> None:
     assert trace.sites[trace.groups[0].site[0]] == expected
 
 
-def test_the_line_of_the_user_is_named() -> None:
+def test_the_call_site_is_a_line_of_the_user() -> None:
     torch, hf = "/v/lib/python3.11/site-packages/torch/distributed/x.py", "/v/lib/python3.11/site-packages/trl/grpo.py"
     assert user_call_site([(torch, 1, "f"), (hf, 2, "g"), ("/home/u/train.py", 3, "main")]) == "train.py:3 in main"
     assert user_call_site([(torch, 1, "f"), (hf, 2, "g")]) == "grpo.py:2 in g"
@@ -219,14 +219,14 @@ def test_the_line_of_the_user_is_named() -> None:
     assert user_call_site([]) == ""
 
 
-def test_a_trace_survives_the_way_between_processes() -> None:
+def test_a_trace_survives_packing_and_unpacking() -> None:
     trace = read(dump(stopped(), 0))
     about, blob = pack_trace(trace)
     back = unpack_trace(json.loads(json.dumps(about)), blob)
     assert repr(back) == repr(trace)  # NaN is not equal to itself
 
 
-def test_gloo_shows_that_it_did_something_else() -> None:
+def test_gloo_with_unrecorded_calls_has_uncertain_counts() -> None:
     content = dump(stopped("gloo"), 0)
     assert not any(g.uncertain for g in read(content).groups)
     content["pg_status"]["0"]["last_enqueued_collective"] += 1

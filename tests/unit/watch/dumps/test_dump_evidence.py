@@ -1,4 +1,4 @@
-"""From many ranks' dumps to evidence: alignment, membership, gaps."""
+"""Evidence from the dumps of many ranks: alignment, membership, gaps."""
 
 import math
 import os
@@ -60,7 +60,7 @@ def test_a_rank_without_a_dump_is_unknown(tmp_path: Path) -> None:
     assert evidence.processes.liveness[1] == Liveness.RUNNING and np.isnan(evidence.processes.progressed_at[1])
 
 
-def test_gloo_says_nothing_of_members(tmp_path: Path) -> None:
+def test_gloo_dumps_without_member_lists(tmp_path: Path) -> None:
     """All ranks are members of the default group; of other groups, the ranks that have used it."""
     job = steps(4, [world(4), Comm("1", (0, 1), "undefined"), Comm("2", (2, 3), "undefined")], 40)
     job.backend = "gloo"
@@ -72,7 +72,7 @@ def test_gloo_says_nothing_of_members(tmp_path: Path) -> None:
     assert read_dumps(tmp_path / "more", world_size=4).gaps == ("no dump of ranks 2, 3",)
 
 
-def test_gloo_counts_what_timed_out_as_finished(tmp_path: Path) -> None:
+def test_collectives_of_gloo_that_timed_out_are_not_completed(tmp_path: Path) -> None:
     job = stopped(3, 20, 1, 12, "gloo")
     for entries in job.entries:
         entries[-1].completed = entries[-1].created + 1
@@ -80,7 +80,7 @@ def test_gloo_counts_what_timed_out_as_finished(tmp_path: Path) -> None:
     assert counts(read_dumps(tmp_path)) == ([13, 12, 13], [12, 12, 12])
 
 
-def test_a_wrapped_ring_and_uneven_record_ids_align(tmp_path: Path) -> None:
+def test_dumps_align_in_spite_of_wrapped_rings_and_uneven_record_ids(tmp_path: Path) -> None:
     """Ranks 0 and 1 have a communicator of their own, so their record ids run ahead: a healthy job."""
     pair, everybody = Comm("1", (0, 1), "pair"), world(8)
     programs = [[Call(1), Call(1), Call(0)] * 40 if rank < 2 else [Call(0)] * 40 for rank in range(8)]
@@ -107,7 +107,7 @@ def test_a_communicator_outside_all_rings_is_left_out(tmp_path: Path) -> None:
 
 
 def test_one_name_may_stand_for_several_communicators(tmp_path: Path) -> None:
-    """As after split_group."""
+    """This happens after `split_group`."""
     comms = [Comm("tp", (0, 1), "tp"), Comm("tp", (2, 3), "tp")]
     write(Job(comms, [[Call(rank // 2)] * 5 for rank in range(4)]).play(), tmp_path)
     assert names(read_dumps(tmp_path)) == [("tp [0, 1]", [0, 1]), ("tp [2, 3]", [2, 3])]
@@ -123,7 +123,7 @@ def test_members_with_other_lists_are_in_one_communicator_and_differ(tmp_path: P
     assert members.member_list[0] == members.member_list[1] != members.member_list[2]
 
 
-def test_the_calls_from_where_ranks_parted_are_there(tmp_path: Path) -> None:
+def test_the_calls_from_the_first_divergence_on_are_kept(tmp_path: Path) -> None:
     job = steps(8, [world(8)], 1000)
     job.programs[5][400] = Call(0, "broadcast", line=77)
     write(job.play(), tmp_path)
@@ -134,7 +134,7 @@ def test_the_calls_from_where_ranks_parted_are_there(tmp_path: Path) -> None:
     assert calls.by_signature[odd].operation == "broadcast" and calls.sites[5, 401] == "train.py:77 in training_step"
 
 
-def test_calls_that_parted_long_ago_are_found_call_by_call(tmp_path: Path) -> None:
+def test_an_old_divergence_is_found_by_decoding_in_full(tmp_path: Path) -> None:
     """The backend paired them silently: no rank waits, and only older calls, digested at first, reveal it."""
     job = steps(4, [world(4)], 1000)
     job.play()
@@ -151,8 +151,8 @@ def test_calls_that_parted_long_ago_are_found_call_by_call(tmp_path: Path) -> No
     assert calls.sites[2, 301] == "train.py:77 in training_step" and calls.sites[0, 301] != calls.sites[2, 301]
 
 
-def test_a_rank_far_behind_is_compared_where_it_is(tmp_path: Path) -> None:
-    """The others have enqueued five hundred more collectives, as with NCCL they may."""
+def test_a_rank_far_behind_is_compared_at_its_position(tmp_path: Path) -> None:
+    """The others have enqueued five hundred more collectives, which NCCL allows."""
     job = stopped(4, 1000, 1, 300)
     call = Call(0, line=5)
     for rank in (0, 2, 3):
@@ -167,7 +167,7 @@ def test_a_rank_far_behind_is_compared_where_it_is(tmp_path: Path) -> None:
     assert (calls.seq == 300).sum() == 4, "the newest of the one is there for all"
 
 
-def test_an_older_dump_says_nothing_of_now(tmp_path: Path) -> None:
+def test_an_older_dump_does_not_prove_later_progress(tmp_path: Path) -> None:
     early = steps(4, [world(4)], 20).play()
     late = steps(4, [world(4)], 60).play()
     write(late, tmp_path, ranks=[0, 1, 3])
@@ -208,7 +208,7 @@ def test_damaged_dumps_are_reported_and_the_rest_is_read(tmp_path: Path) -> None
 
 
 def test_a_recorder_without_entries_proves_nothing(tmp_path: Path) -> None:
-    """TORCH_FR_BUFFER_SIZE=0 on one rank."""
+    """One rank runs with TORCH_FR_BUFFER_SIZE=0."""
     job = stopped(3, 20, 1, 12)
     write(job, tmp_path, ranks=[0, 1])
     job.entries[2] = []
@@ -217,7 +217,7 @@ def test_a_recorder_without_entries_proves_nothing(tmp_path: Path) -> None:
     assert counts(evidence)[0] == [13, 12, UNKNOWN] and evidence.gaps == ("no entries in the dump of rank 2",)
 
 
-def test_versions_may_be_mixed(tmp_path: Path) -> None:
+def test_dumps_of_several_versions(tmp_path: Path) -> None:
     write(stopped(3, 20, 1, 12), tmp_path)
     path = tmp_path / "nccl_trace_rank_0"
     stat = path.stat()

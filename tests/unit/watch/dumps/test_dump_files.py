@@ -1,4 +1,4 @@
-"""Which files are dumps, and of which rank."""
+"""Finding dumps in a folder, and their ranks."""
 
 from pathlib import Path
 
@@ -28,7 +28,7 @@ def dump(path: Path) -> Path:
     return path
 
 
-def test_other_files_of_the_folder_are_left_alone(tmp_path: Path) -> None:
+def test_other_files_of_the_folder_are_ignored(tmp_path: Path) -> None:
     wanted = [dump(tmp_path / "a" / "nccl_trace_rank_1"), dump(tmp_path / "b" / "x.7")]
     (tmp_path / "verdict.json").write_text('{"kind": "absent"}')
     (tmp_path / "train.log").write_text("rank 3: nothing")
@@ -42,7 +42,7 @@ def test_other_files_of_the_folder_are_left_alone(tmp_path: Path) -> None:
     assert [found.path for found in find_dump_files(wanted[0])] == [wanted[0]]
 
 
-def test_a_pattern_says_where_the_rank_stands(tmp_path: Path) -> None:
+def test_a_pattern_shows_where_the_rank_is(tmp_path: Path) -> None:
     for number in (3, 11):
         dump(tmp_path / f"node-{number % 2}" / f"p{number:04d}.trace")
     dump(tmp_path / "node-0" / "other_5")

@@ -1,4 +1,4 @@
-"""Dumps are untrusted: nothing of them is called, and none of them takes the reader down."""
+"""Dumps are untrusted: no dump executes code, and a hostile one ends only the process that reads it."""
 
 import contextlib
 import os
@@ -69,14 +69,14 @@ def test_no_global_is_resolved_and_no_callable_is_called(value: Any, protocol: i
     ],
     ids=repr,
 )  # fmt: skip
-def test_every_opcode_that_asks_for_more_is_refused(opcodes: bytes) -> None:
+def test_every_opcode_that_needs_more_than_plain_data_is_refused(opcodes: bytes) -> None:
     with pytest.raises(DAMAGED_INPUT_ERRORS):
         loads_restricted(opcodes)
 
 
 @given(st.data())
-def test_a_damaged_dump_is_a_dump_or_named_as_none(data: st.DataObject) -> None:
-    """Cut, changed, and doubled bytes: the decoder answers or says `NotADump`; nothing else."""
+def test_a_damaged_dump_is_decoded_or_refused(data: st.DataObject) -> None:
+    """For cut, changed and repeated bytes the decoder returns a trace or raises `NotADump`."""
     content = bytearray(GOOD)
     for _ in range(data.draw(st.integers(0, 6))):
         content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
@@ -88,7 +88,7 @@ def test_a_damaged_dump_is_a_dump_or_named_as_none(data: st.DataObject) -> None:
 
 
 @given(plain)
-def test_other_content_is_named_as_none_or_read(value: Any) -> None:
+def test_other_content_is_decoded_or_refused(value: Any) -> None:
     try:
         DumpDecoder().read(
             pickle.dumps({"entries": value, "pg_config": value, "pg_status": value, "version": value}, 4)
@@ -122,7 +122,7 @@ BOMBS = {
 }
 
 
-def test_bombs_end_their_reader_and_are_named(tmp_path: Path) -> None:
+def test_hostile_dumps_end_only_their_reader_and_are_reported(tmp_path: Path) -> None:
     for number, bomb in enumerate(BOMBS.values()):
         (tmp_path / f"nccl_trace_rank_{number}").write_bytes(bomb)
     good = range(len(BOMBS), len(BOMBS) + 4)
@@ -138,7 +138,7 @@ def test_bombs_end_their_reader_and_are_named(tmp_path: Path) -> None:
         assert isinstance(result, UnreadableDump) and result.why
 
 
-def test_a_reader_that_is_not_done_in_time_is_ended(tmp_path: Path) -> None:
+def test_a_reader_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     """Eight thousand keys with equal hashes take seconds; here they may take less."""
     keys = [n * (2**61 - 1) for n in range(1, 12_001)]
     slow = b"\x80\x02X\x09\x00\x00\x00pg_config0" + pickle.dumps(dict.fromkeys(keys), 2)[2:]

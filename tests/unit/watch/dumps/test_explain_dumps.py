@@ -1,4 +1,4 @@
-"""`lockstep explain`: dumps with known faults, incidents, and what it says when there is nothing to read."""
+"""`lockstep explain` of dumps with known faults, of incidents, and of folders without dumps."""
 
 import json
 import pickle
@@ -90,7 +90,7 @@ def test_real_gloo_dumps(case: str, kind: str, culprits: list[int], said: str) -
         )
 
 
-def test_json_is_the_one_form_and_nothing_else() -> None:
+def test_json_is_the_only_output() -> None:
     said = json.loads(explain(FILES / "gloo_absent", "--json"))
     assert list(said) == list(VERDICT.json())
     assert parse_verdict(said).json() == said
@@ -128,7 +128,7 @@ def test_an_unanswered_receive_leads_to_the_sender(tmp_path: Path) -> None:
     assert (edge.process, edge.on, edge.kind, edge.why) == (1, (0,), "recv", "from rank 0 on pp")
 
 
-def test_options_say_where_ranks_stand_and_how_many_there_are(tmp_path: Path) -> None:
+def test_options_give_the_pattern_of_ranks_and_their_number(tmp_path: Path) -> None:
     made = job()
     made.backend = "gloo"
     made.programs[5] = made.programs[5][:9]

@@ -30,7 +30,7 @@ def counts(evidence: Evidence) -> tuple[list[int], list[int]]:
         ("mismatch", [7, 7, 7], [6, 6, 6]), ("healthy", [7, 7, 7], [7, 7, 7]), ("recv", [8, 8, 7], [7, 7, 7]),
     ],
 )  # fmt: skip
-def test_how_far_the_ranks_came(case: str, entered: list[int], completed: list[int]) -> None:
+def test_the_progress_of_all_ranks(case: str, entered: list[int], completed: list[int]) -> None:
     evidence = read_dumps(HERE / "files" / f"gloo_{case}")
     assert counts(evidence) == (entered, completed)
     assert evidence.gaps == () and evidence.edges == []
@@ -38,7 +38,7 @@ def test_how_far_the_ranks_came(case: str, entered: list[int], completed: list[i
     assert evidence.communicators.uncertain.tolist() == ([True, False, True] if case == "recv" else [False] * 3)
 
 
-def test_what_they_called_and_where() -> None:
+def test_calls_and_call_sites() -> None:
     calls = read_dumps(HERE / "files" / "gloo_mismatch").calls
     said = {
         int(m): calls.by_signature[int(s)]
@@ -60,8 +60,8 @@ def test_a_missing_rank_is_known_from_the_other_dumps(tmp_path: Path) -> None:
     assert counts(evidence) == ([7, -1, 6], [6, -1, 6]) and evidence.gaps == ("no dump of rank 1",)
 
 
-def test_a_job_of_now(tmp_path: Path) -> None:
-    """Two ranks of this torch; one does not enter the last collective."""
+def test_a_job_of_the_installed_torch(tmp_path: Path) -> None:
+    """One of two ranks does not enter the last collective."""
     ranks = [
         subprocess.Popen(
             [sys.executable, str(HERE / "gloo_rank.py"), str(rank), "2", str(tmp_path), "absent"],

@@ -1,4 +1,4 @@
-"""Messages of agents: what is encoded is decoded, and evidence is what all hosts said."""
+"""Reports of agents survive encoding and decoding, and evidence combines the reports of all hosts."""
 
 import json
 import math
@@ -58,25 +58,25 @@ def state(host: str, ranks: list[int], number: int = 1, entered: int = 7) -> Sta
     )
 
 
-def wired(said: Roster | StateReport) -> dict[str, object]:
-    """As it comes out of the socket."""
-    return parse_report(json.dumps(encode_report(said)).encode())
+def parsed(report: Roster | StateReport) -> dict[str, object]:
+    """The message of a report after encoding and parsing."""
+    return parse_report(json.dumps(encode_report(report)).encode())
 
 
-def test_a_frame_is_read_whatever_is_in_it() -> None:
-    said = json.dumps({**encode_report(state("b", [0])), "calm": True}).encode()
-    assert parse_report(said)["calm"] is True
-    assert decode_report(parse_report(said)) == decode_report(json.loads(said)) == state("b", [0])
+def test_a_frame_is_parsed_or_refused() -> None:
+    report = json.dumps({**encode_report(state("b", [0])), "calm": True}).encode()
+    assert parse_report(report)["calm"] is True
+    assert decode_report(parse_report(report)) == decode_report(json.loads(report)) == state("b", [0])
     odd = parse_report(b'{"m": "state", "stages": [NaN]}')
     assert odd["m"] == "state" and math.isnan(odd["stages"][0])
     for broken in (b'{"m": "state", "processes": 3}', b'{"m": "state", "processes": "!"}', b'{"m": "state"}'):
-        with pytest.raises(ValueError, match="no report of an agent"):
+        with pytest.raises(ValueError, match="not a report of an agent"):
             decode_report(parse_report(broken))
     with pytest.raises(ValueError, match="Expecting"):
         parse_report(b"{")
 
 
-def test_what_is_encoded_is_decoded() -> None:
+def test_a_report_survives_encoding_and_decoding() -> None:
     full = replace(
         state("b", [0, 1]),
         notes={1: ProcessNote("score() at reward.py:31", "ValueError: no", "storage_fault", True, 3.5)},
@@ -88,21 +88,21 @@ def test_what_is_encoded_is_decoded() -> None:
         sites=((0, 7, "train.py:3 in step"),),
         gaps=("no stack of rank 1",),
     )
-    again = decode_report(wired(full))
+    again = decode_report(parsed(full))
     assert isinstance(again, StateReport)
     assert math.isnan(again.waits[1].since)
     assert again.waits[0] == full.waits[0]
     assert replace(again, waits=()) == replace(full, waits=())
     named = replace(roster("b", [0, 1]), communicators=(RosterCommunicator("k", FSDP, 4, (0, 2, 4, 6)),))
-    assert decode_report(wired(named)) == named
+    assert decode_report(parsed(named)) == named
 
 
-def test_evidence_joins_the_reports_of_all_hosts() -> None:
-    inbox = MessageStore()
+def test_evidence_combines_the_reports_of_all_hosts() -> None:
+    store = MessageStore()
     for host, ranks, at in (("b", [2, 3], 11.0), ("a", [0, 1], 10.0)):
-        assert inbox.receive(wired(roster(host, ranks)), at)
-        assert inbox.receive(wired(state(host, ranks)), at)
-    seen = inbox.evidence(12.0)
+        assert store.receive(parsed(roster(host, ranks)), at)
+        assert store.receive(parsed(state(host, ranks)), at)
+    seen = store.evidence(12.0)
     assert [each.name for each in seen.processes.info] == ["policy-0", "policy-1", "policy-2", "policy-3"]
     assert seen.processes.progressed_at.tolist() == [8.5, 8.5, 9.5, 9.5]
     assert seen.processes.seen_at is not None
@@ -119,11 +119,11 @@ def test_evidence_joins_the_reports_of_all_hosts() -> None:
     assert seen.processes.stage == ["train"] * 4
 
 
-def test_unreported_members_are_members() -> None:
-    inbox = MessageStore(expected=[ProcessInfo("policy-1", "policy", 1)])
-    inbox.receive(wired(roster("a", [0, 2])), 10.0)
-    inbox.receive(wired(state("a", [0, 2])), 10.0)
-    seen = inbox.evidence(10.0)
+def test_unreported_members_are_included() -> None:
+    store = MessageStore(expected=[ProcessInfo("policy-1", "policy", 1)])
+    store.receive(parsed(roster("a", [0, 2])), 10.0)
+    store.receive(parsed(state("a", [0, 2])), 10.0)
+    seen = store.evidence(10.0)
     names = [seen.processes.info[i].name for i in seen.communicators.process]
     assert names == ["policy-0", "policy-1", "policy-2", "policy-3"]
     assert seen.communicators.entered.tolist() == [7, UNKNOWN, 9, UNKNOWN]
@@ -137,62 +137,62 @@ def test_unreported_members_are_members() -> None:
 
 
 def test_ranks_of_a_communicator_show_which_are_missing() -> None:
-    inbox = MessageStore()
-    said = replace(
+    store = MessageStore()
+    report = replace(
         roster("a", [4]), communicators=(RosterCommunicator("k", FSDP, 2, (4, 6)),), members=(RosterMember(0, 0, 0, 2),)
     )
-    inbox.receive(wired(said), 1.0)
-    inbox.receive(wired(state("a", [4])), 1.0)
-    assert [each.rank for each in inbox.evidence(1.0).processes.info] == [4, 6]
+    store.receive(parsed(report), 1.0)
+    store.receive(parsed(state("a", [4])), 1.0)
+    assert [each.rank for each in store.evidence(1.0).processes.info] == [4, 6]
 
 
-def test_a_silent_host_is_lost_and_a_silent_world_is_not() -> None:
-    inbox = MessageStore(host_s=5.0)
+def test_a_silent_host_is_lost_unless_all_are_silent() -> None:
+    store = MessageStore(host_s=5.0)
     for host, ranks in (("a", [0, 1]), ("b", [2, 3])):
-        inbox.receive(wired(roster(host, ranks)), 0.0)
-        inbox.receive(wired(state(host, ranks)), 0.0)
+        store.receive(parsed(roster(host, ranks)), 0.0)
+        store.receive(parsed(state(host, ranks)), 0.0)
     for second in range(7):
-        inbox.receive(wired(state("a", [0, 1])), float(second))
-        assert Liveness.LOST not in inbox.evidence(float(second)).processes.liveness[:2]
-    seen = inbox.evidence(7.0)
+        store.receive(parsed(state("a", [0, 1])), float(second))
+        assert Liveness.LOST not in store.evidence(float(second)).processes.liveness[:2]
+    seen = store.evidence(7.0)
     assert seen.processes.liveness.tolist() == [Liveness.RUNNING, Liveness.RUNNING, Liveness.LOST, Liveness.LOST]
     assert seen.gaps == ["no report from host b for 7 s"]
     for second in range(8, 14):
-        seen = inbox.evidence(float(second))
+        seen = store.evidence(float(second))
     assert set(seen.processes.liveness.tolist()) == {Liveness.RUNNING}
     assert seen.at == 6.0
 
 
 def test_a_supervisor_that_was_stopped_counts_no_host_as_silent() -> None:
-    """What came meanwhile is not read yet."""
-    inbox = MessageStore(host_s=5.0)
+    """Reports that arrived in the meantime have not been read yet."""
+    store = MessageStore(host_s=5.0)
     for host, ranks in (("a", [0, 1]), ("b", [2, 3])):
-        inbox.receive(wired(roster(host, ranks)), 0.0)
-        inbox.receive(wired(state(host, ranks)), 0.0)
-    inbox.evidence(0.1)
-    inbox.receive(wired(state("a", [0, 1])), 60.0)
-    assert Liveness.LOST not in inbox.evidence(60.0).processes.liveness
+        store.receive(parsed(roster(host, ranks)), 0.0)
+        store.receive(parsed(state(host, ranks)), 0.0)
+    store.evidence(0.1)
+    store.receive(parsed(state("a", [0, 1])), 60.0)
+    assert Liveness.LOST not in store.evidence(60.0).processes.liveness
 
 
-def test_a_state_needs_its_roster() -> None:
-    inbox = MessageStore()
-    assert not inbox.receive(wired(state("a", [0, 1])), 1.0)
-    inbox.receive(wired(roster("a", [0, 1], number=2)), 1.0)
-    assert not inbox.receive(wired(state("a", [0, 1], number=1)), 1.0)
+def test_a_state_report_needs_its_roster() -> None:
+    store = MessageStore()
+    assert not store.receive(parsed(state("a", [0, 1])), 1.0)
+    store.receive(parsed(roster("a", [0, 1], number=2)), 1.0)
+    assert not store.receive(parsed(state("a", [0, 1], number=1)), 1.0)
     with pytest.raises(ValueError, match="expected 2 and 2 records"):
-        inbox.receive(wired(state("a", [0], number=2)), 1.0)
+        store.receive(parsed(state("a", [0], number=2)), 1.0)
     with pytest.raises(ValueError, match="no report"):
-        inbox.receive({"m": "hello"}, 1.0)
-    assert np.isnan(inbox.evidence(2.0).processes.progressed_at).all()
+        store.receive({"m": "hello"}, 1.0)
+    assert np.isnan(store.evidence(2.0).processes.progressed_at).all()
 
 
-def test_targets_of_waits() -> None:
-    inbox = MessageStore(aliases={"the scorers": WaitAlias("policy", WaitCondition.ANY)})
-    inbox.receive(wired(roster("a", [0, 1, 2, 3])), 1.0)
+def test_targets_of_waits_are_resolved() -> None:
+    store = MessageStore(aliases={"the scorers": WaitAlias("policy", WaitCondition.ANY)})
+    store.receive(parsed(roster("a", [0, 1, 2, 3])), 1.0)
     names = ["policy-2", "policy-1, policy-2 and 4 more", "policy", "the scorers", "judge.example:80"]
     waits = tuple(WaitReport(0, waits_for, since=3.0) for waits_for in names)
-    inbox.receive(wired(replace(state("a", [0, 1, 2, 3]), waits=waits)), 10.0)
-    found = [(edge.on, edge.needs, edge.outside) for edge in inbox.evidence(10.0).edges]
+    store.receive(parsed(replace(state("a", [0, 1, 2, 3]), waits=waits)), 10.0)
+    found = [(edge.on, edge.needs, edge.outside) for edge in store.evidence(10.0).edges]
     assert found == [
         ((2,), WaitCondition.ALL, ""),
         ((1, 2), WaitCondition.ALL, ""),
@@ -200,7 +200,7 @@ def test_targets_of_waits() -> None:
         ((1, 2, 3), WaitCondition.ANY, ""),
         ((), WaitCondition.ALL, "judge.example:80"),
     ]
-    assert inbox.evidence(10.0).edges[0].since == 7.0
+    assert store.evidence(10.0).edges[0].since == 7.0
 
 
 def test_waiting_for_the_next_call_is_idle() -> None:
@@ -210,18 +210,18 @@ def test_waiting_for_the_next_call_is_idle() -> None:
     )
 
 
-def test_explained_signatures_are_kept() -> None:
-    inbox = MessageStore()
-    inbox.receive(wired(roster("a", [0])), 1.0)
-    inbox.receive(wired(replace(state("a", [0]), about={5: CollectiveCall("barrier")})), 1.0)
-    inbox.receive(wired(state("a", [0])), 2.0)
-    assert inbox.evidence(2.0).calls.by_signature[5].operation == "barrier"
+def test_calls_are_kept_by_signature() -> None:
+    store = MessageStore()
+    store.receive(parsed(roster("a", [0])), 1.0)
+    store.receive(parsed(replace(state("a", [0]), about={5: CollectiveCall("barrier")})), 1.0)
+    store.receive(parsed(state("a", [0])), 2.0)
+    assert store.evidence(2.0).calls.by_signature[5].operation == "barrier"
 
 
-def test_a_rendezvous_is_a_meeting_of_the_role() -> None:
+def test_a_rendezvous_waits_for_all_ranks_of_the_role() -> None:
     record = WaitRecord("rendezvous", "4 trainer ranks", "rank 1 joins policy-3", 10**9, None, 10**9, 1, "MainThread")
-    inbox = MessageStore()
-    inbox.receive(wired(roster("a", [0, 1, 2, 3])), 1.0)
-    inbox.receive(wired(replace(state("a", [0, 1, 2, 3]), waits=(wait_report(1, record, 2 * 10**9),))), 10.0)
-    edge = inbox.evidence(10.0).edges[0]
+    store = MessageStore()
+    store.receive(parsed(roster("a", [0, 1, 2, 3])), 1.0)
+    store.receive(parsed(replace(state("a", [0, 1, 2, 3]), waits=(wait_report(1, record, 2 * 10**9),))), 10.0)
+    edge = store.evidence(10.0).edges[0]
     assert (edge.on, edge.rendezvous, edge.outside) == ((0, 2, 3), "policy-3", "")

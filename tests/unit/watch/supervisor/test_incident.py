@@ -1,4 +1,4 @@
-"""Incident folders: complete or not there, bounded, without secrets."""
+"""Incident folders are written completely or not at all, are bounded, and contain no secrets."""
 
 import json
 from pathlib import Path
@@ -31,12 +31,12 @@ def contents(**more: Any) -> IncidentContents:
     fields: dict[str, Any] = {
         "bundles": {"b": bundle()}, "offsets": {"b": 1_000_000_000}, "facts": {"config": {"name": "x"}},
         "stacks": {"policy-1": [{"thread": 77, "name": "", "frames": [["score", "reward.py", 31]]}]},
-        "gaps": ["host c answered nothing"],
+        "gaps": ["host c did not answer"],
     }  # fmt: skip
     return IncidentContents(VERDICT, 1_700_000_000.0, 5_000_000_000, **(fields | more))
 
 
-def test_the_folder_has_everything(tmp_path: Path) -> None:
+def test_the_folder_has_all_files(tmp_path: Path) -> None:
     folder = incident.write_incident(tmp_path / "incidents", contents())
     assert folder is not None and folder.name.endswith("-absent-policy-1")
     assert sorted(str(each.relative_to(folder)) for each in folder.rglob("*") if each.is_file()) == [
@@ -46,13 +46,13 @@ def test_the_folder_has_everything(tmp_path: Path) -> None:
     assert json.loads((folder / "verdict.json").read_text())["collective"]["seq"] == 412
     assert "score (reward.py:31)" in (folder / "stacks" / "policy-1.txt").read_text()
     story = (folder / "story.txt").read_text()
-    for words in ("policy-1 has not entered", "all_reduce #412 on 'fsdp'", "for 41 s", "host c answered nothing"):
+    for words in ("policy-1 has not entered", "all_reduce #412 on 'fsdp'", "for 41 s", "host c did not answer"):
         assert words in story
     assert incident.list_incidents(tmp_path / "incidents") == [folder]
 
 
 def test_the_timeline_is_on_one_clock() -> None:
-    """The host's clock is a second ahead: what it calls 4 s was two seconds before the verdict at 5 s."""
+    """The host's clock is one second ahead: its time 4 s is two seconds before the verdict at 5 s."""
     assert incident.incident_timeline(contents()) == [
         {"at_s": -2.0, "who": "policy-1", "host": "b", "kind": "collective", "text": "all_reduce"}
     ]
@@ -69,13 +69,13 @@ def test_no_secret_is_written(tmp_path: Path) -> None:
     assert "/bin" in text
 
 
-def test_a_value_of_the_environment_is_hidden_wherever_it_stands(tmp_path: Path) -> None:
+def test_a_secret_of_the_environment_is_redacted_in_all_files(tmp_path: Path) -> None:
     logs = {"policy-1": "logged in with 0123456789abcdef0123"}
     folder = incident.write_incident(tmp_path, contents(bundles={"b": bundle(logs=logs)}))
     assert folder is not None and "0123456789abcdef0123" not in (folder / "logs" / "policy-1.log").read_text()
 
 
-def test_it_is_complete_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_incident_that_cannot_be_written_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -84,12 +84,12 @@ def test_it_is_complete_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_root_that_cannot_be_made_fails_nothing(tmp_path: Path) -> None:
+def test_a_root_that_cannot_be_created_raises_no_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     assert incident.write_incident(tmp_path / "file" / "incidents", contents()) is None
 
 
-def test_sizes_and_numbers_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_sizes_and_the_number_of_incidents_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(incident, "FILE_BYTES", 1000)
     monkeypatch.setattr(incident, "MAX_INCIDENTS", 2)
     big = contents(bundles={"b": bundle(logs={"policy-1": "x" * 5000})})
@@ -99,7 +99,7 @@ def test_sizes_and_numbers_are_bounded(tmp_path: Path, monkeypatch: pytest.Monke
     assert incident.write_incident(tmp_path, big) is None
 
 
-def test_names_are_plain() -> None:
+def test_names_contain_only_safe_characters() -> None:
     odd = Verdict(VerdictKind.DEAD, VerdictLevel.CONFIRMED, tuple(Culprit(n, "pol/../icy") for n in range(5)))
     name = incident.incident_name(odd, 0.0)
     assert "/" not in name and name.endswith("+more")

@@ -1,4 +1,4 @@
-"""Verdicts over time: told once, updated by news, withdrawn when over."""
+"""Verdicts are published once, again when they change, and withdrawn when they no longer hold."""
 
 from dataclasses import replace
 
@@ -31,14 +31,14 @@ def test_changes_are_published_under_the_same_number() -> None:
     assert tracker.standing == [confirmed]
 
 
-def test_what_is_confirmed_stays_so_while_it_lasts() -> None:
+def test_a_confirmed_verdict_stays_confirmed() -> None:
     tracker = VerdictTracker()
     tracker.update([replace(NOTICE, level=VerdictLevel.CONFIRMED)], 0.0)
     assert told(tracker, [NOTICE], 0.5) == []
     assert tracker.standing[0].level is VerdictLevel.CONFIRMED
 
 
-def test_it_is_withdrawn_when_it_stays_away() -> None:
+def test_a_verdict_that_no_longer_holds_is_withdrawn() -> None:
     tracker = VerdictTracker(hold_s=1.5)
     tracker.update([NOTICE], 0.0)
     assert told(tracker, [], 1.0) == []
@@ -57,8 +57,8 @@ def test_a_death_is_published_once() -> None:
     assert told(tracker, [dead, successor], 4.0) == [(2, VerdictChange.NEW, VerdictLevel.CONFIRMED)]
 
 
-def test_what_was_known_of_one_does_not_become_a_doubt_about_two() -> None:
-    """Who was freed has ended, and its vote is gone."""
+def test_a_certain_culprit_is_not_replaced_by_two_uncertain_ones() -> None:
+    """A released rank has ended, so the later diagnosis has less evidence."""
     tracker = VerdictTracker(hold_s=1.5)
     where = StalledCollective("fsdp", 412, "all_reduce")
     sure = replace(NOTICE, kind=VerdictKind.MISMATCH, level=VerdictLevel.CONFIRMED, collective=where, confidence=0.95)
@@ -69,7 +69,7 @@ def test_what_was_known_of_one_does_not_become_a_doubt_about_two() -> None:
     assert told(tracker, [sure, elsewhere], 4.0) == [(2, VerdictChange.NEW, VerdictLevel.CONFIRMED)]
 
 
-def test_two_stalls_are_two() -> None:
+def test_two_stalls_have_two_numbers() -> None:
     other = Verdict(VerdictKind.IN_FLIGHT, VerdictLevel.NOTICE, collective=StalledCollective("fsdp", 4))
     later = replace(other, collective=StalledCollective("fsdp", 5))
     tracker = VerdictTracker()
@@ -85,9 +85,9 @@ def test_an_action_sets_the_level_from_then_on() -> None:
 
 
 @given(st.lists(st.sets(st.integers(0, 3)), max_size=30))
-def test_every_new_verdict_is_withdrawn_once(looks: list[set[int]]) -> None:
+def test_every_new_verdict_is_withdrawn_once(diagnoses: list[set[int]]) -> None:
     tracker, open_cases = VerdictTracker(hold_s=1.0), set()
-    for at, culprits in enumerate(looks):
+    for at, culprits in enumerate(diagnoses):
         verdicts = [replace(NOTICE, culprits=(Culprit(each, "policy"),)) for each in sorted(culprits)]
         for each in tracker.update(verdicts, float(at)):
             if each.change is VerdictChange.NEW:
