@@ -1,12 +1,12 @@
-"""A reward that a server computes: lists of prompts and completions in, a list of numbers out, with bounded retries.
+"""A reward that an HTTP server computes, with bounded retries.
 
-What is sent (`signature`), as JSON, for the completions of one request:
+A request has the completions of a part of the batch, as JSON in the format of the term's `signature`:
 
     trl       {"prompts": [...], "completions": [...], "COLUMN": [...], ...}
     openrlhf  {"query": [...], "prompts": [...], "labels": [...]}      query is prompt and completion in one text
 
-What may come back: `[1.0, ...]`, or `{"rewards": [1.0, ...], "scores": [...], "extra_logs": {"KEY": [...]}}`, one
-number per completion in their order; null where the term does not apply.
+The answer is `[1.0, ...]`, or `{"rewards": [1.0, ...], "scores": [...], "extra_logs": {"KEY": [...]}}`, one
+number per completion in their order; null for a completion to which the term does not apply.
 """
 
 import asyncio
@@ -33,13 +33,13 @@ from lockstep.rewards.scoring_messages import ScoringBatch, TermScores, read_api
 T = TypeVar("T")
 
 MAX_RESPONSE_BYTES = 16 << 20
-"""Bytes of a body; scores of a batch take thousands."""
+"""The largest size of an answer. Scores of a batch take a few thousand bytes."""
 REQUEST_SLACK_S = 5.0
 """Added to `deadline_s` for the work around the attempts."""
 _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.5, 30.0
 _RETRYABLE_STATUS = frozenset({408, 425, 429})
 _POST_REDIRECTS = frozenset({307, 308})
-"""Redirects that repeat the POST; the others would turn it into a GET."""
+"""Redirects after which the POST is repeated. The others would turn it into a GET."""
 _MAX_REDIRECTS = 3
 
 
@@ -52,7 +52,7 @@ class RetryableRequestError(Exception):
 
 
 class RequestFailed(Exception):
-    """The request failed for good. `last` is the error of the last attempt."""
+    """The request failed, and a retry cannot help or is not allowed. `last` is the error of the last attempt."""
 
     def __init__(self, problem: str, last: Exception | None = None) -> None:
         super().__init__(problem)
@@ -70,6 +70,8 @@ class RequestLimits:
 
 @dataclass(frozen=True, slots=True)
 class ServerAnswer(Generic[T]):
+    """The answer to a request."""
+
     value: T
     latency_s: float
     """Latency of the successful attempt."""
@@ -90,11 +92,11 @@ class HttpEndpoint:
             self._headers["authorization"] = f"Bearer {key}"
 
     def client(self, connections: int) -> httpx.AsyncClient:
-        """A client for the event loop it is first used in. Proxies of the environment do not apply to loopback."""
+        """Makes a client for the event loop that first uses it. Proxies of the environment do not apply to loopback."""
         return httpx.AsyncClient(
             timeout=self.limits.timeout_s,
             verify=self._tls,
-            trust_env=not _loopback(self.url.host),
+            trust_env=not _is_loopback(self.url.host),
             limits=httpx.Limits(max_connections=connections),
             follow_redirects=False,
         )
@@ -102,29 +104,35 @@ class HttpEndpoint:
     async def ask(
         self, client: httpx.AsyncClient, body: bytes, read: Callable[[bytes], T], what: str
     ) -> ServerAnswer[T]:
-        """The server's answer to the POST, as `read` takes it from the body; `read` may raise RetryableRequestError.
+        """Posts the body and returns the answer, with retries.
 
-        Raises RequestFailed after the last attempt, at the deadline, or at once if a retry could not help."""
+        Args:
+            read: parses the answer; may raise RetryableRequestError.
+            what: what is requested, in messages.
+
+        Raises:
+            RequestFailed: after the last attempt, at the deadline, or at once if a retry cannot help.
+        """
         limits, began = self.limits, time.monotonic()
         for number in range(limits.retries + 1):
-            left = began + limits.deadline_s - time.monotonic()
+            remaining_s = began + limits.deadline_s - time.monotonic()
             label = what if number == 0 else f"{what}, attempt {number + 1} of {limits.retries + 1}"
             try:
-                return await self._try(client, body, read, label, min(limits.timeout_s, left), number)
+                return await self._attempt(client, body, read, label, min(limits.timeout_s, remaining_s), number)
             except RetryableRequestError as error:
                 last = error
             if number == limits.retries:
                 break
             pause = max(last.after_s, backoff_s(number))
             if time.monotonic() + pause >= began + limits.deadline_s:
-                asked = f", and asks to wait {last.after_s:g} s" if last.after_s else ""
-                raise self._unanswered(f"{last.problem}{asked}; deadline_s {limits.deadline_s:g} allows no more", last)
+                wait = f", and asks to wait {last.after_s:g} s" if last.after_s else ""
+                raise self._failed(f"{last.problem}{wait}; deadline_s {limits.deadline_s:g} allows no more", last)
             with track_wait("http", self.name, f"{what}: {last.problem}; retrying", pause):
                 await asyncio.sleep(pause)
         tries = f" ({limits.retries + 1} attempts)" if limits.retries else ""
-        raise self._unanswered(f"{last.problem}{tries}", last)
+        raise self._failed(f"{last.problem}{tries}", last)
 
-    async def _try(
+    async def _attempt(
         self, client: httpx.AsyncClient, body: bytes, read: Callable[[bytes], T], what: str, bound_s: float, number: int
     ) -> ServerAnswer[T]:
         began = time.monotonic()
@@ -145,61 +153,61 @@ class HttpEndpoint:
         for _ in range(_MAX_REDIRECTS + 1):
             async with client.stream("POST", url, content=body, headers=self._headers) as response:
                 if not response.has_redirect_location:
-                    content = await self._body(response)
+                    content = await self._read_body(response)
                     self._check_status(response, content)
                     return content
                 target = url.join(response.headers["location"])
             if response.status_code not in _POST_REDIRECTS or _origin(target) != _origin(url):
-                shown = target.copy_with(query=None, fragment=None)
-                raise self._unanswered(
-                    f"answered {response.status_code}, a redirect to {shown}, which is not followed; give that address"
+                address = target.copy_with(query=None, fragment=None)
+                raise self._failed(
+                    f"answered {response.status_code}, a redirect to {address}, which is not followed; use that address"
                 )
             url = target
-        raise self._unanswered(f"redirects in a circle (after {_MAX_REDIRECTS} redirects)")
+        raise self._failed(f"redirects in a circle (after {_MAX_REDIRECTS} redirects)")
 
-    async def _body(self, response: httpx.Response) -> bytes:
+    async def _read_body(self, response: httpx.Response) -> bytes:
         if response.headers.get("content-encoding", "identity") != "identity":
-            raise self._unanswered("answered with a compressed body although the request excludes that")
+            raise self._failed("answered with a compressed body although the request excludes that")
         parts, size = [], 0
         async for part in response.aiter_raw():
             parts.append(part)
             size += len(part)
             if size > MAX_RESPONSE_BYTES:
-                raise self._unanswered(f"answered with more than {MAX_RESPONSE_BYTES >> 20} MiB")
+                raise self._failed(f"answered with more than {MAX_RESPONSE_BYTES >> 20} MiB")
         return b"".join(parts)
 
     def _check_status(self, response: httpx.Response, content: bytes) -> None:
         status = response.status_code
         if 200 <= status < 300:
             return
-        said = self.shown(content)
-        problem = f"answered {status} {response.reason_phrase}".rstrip() + (f": {said}" if said else "")
+        excerpt = self.excerpt(content)
+        problem = f"answered {status} {response.reason_phrase}".rstrip() + (f": {excerpt}" if excerpt else "")
         if status in _RETRYABLE_STATUS or status >= 500:
             raise RetryableRequestError(problem, retry_after_s(response.headers.get("retry-after")))
         if status in (401, 403):
             problem += "; check the key in the variable that api_key_env names"
-        raise self._unanswered(problem)
+        raise self._failed(problem)
 
-    def shown(self, content: bytes | str, limit: int = 200) -> str:
-        """The beginning of a server's answer, on one line, with the key redacted."""
+    def excerpt(self, content: bytes | str, limit: int = 200) -> str:
+        """The beginning of an answer on one line, with the key redacted, for messages."""
         text = content.decode(errors="replace") if isinstance(content, bytes) else content
         text = " ".join(text[: 10 * limit].split())
         text = redact_text(text.replace(self._key, HIDDEN) if self._key else text)
         return text if len(text) <= limit else f"{text[:limit]} ..."
 
-    def _unanswered(self, problem: str, last: Exception | None = None) -> RequestFailed:
+    def _failed(self, problem: str, last: Exception | None = None) -> RequestFailed:
         return RequestFailed(f"{self.name} {problem}", last)
 
 
 def backoff_s(number: int) -> float:
-    """Seconds to wait after failed attempt `number` (from 0): exponential, half of it random, so that clients that
-    failed together do not retry together."""
+    """Seconds to wait after failed attempt `number` (from 0). They grow exponentially, and up to half is random, so
+    that clients that failed together do not retry together."""
     longest = min(_LONGEST_BACKOFF_S, _FIRST_BACKOFF_S * 2.0**number)
     return longest * random.uniform(0.5, 1.0)
 
 
 def retry_after_s(header: str | None) -> float:
-    """Seconds that a `Retry-After` header asks for (a number or a date, RFC 9110 10.2.3); 0 for none or nonsense."""
+    """Seconds that a `Retry-After` header asks for (a number or a date, RFC 9110 10.2.3); 0 without a valid header."""
     if header is None:
         return 0.0
     try:
@@ -216,7 +224,7 @@ def _origin(url: httpx.URL) -> tuple[str, str, int | None]:
     return url.scheme, url.host, url.port
 
 
-def _loopback(host: str) -> bool:
+def _is_loopback(host: str) -> bool:
     try:
         return host == "localhost" or ip_address(host).is_loopback
     except ValueError:
@@ -239,26 +247,26 @@ class HttpTerm:
         ]
         done = 0
 
-        def finished(start: int, part: ScoringBatch, found: TermScores) -> None:
+        def add_scores(start: int, part: ScoringBatch, part_scores: TermScores) -> None:
             nonlocal done
-            scores.values[start : start + len(part)] = found.values
-            for key, column in found.extras.items():
+            scores.values[start : start + len(part)] = part_scores.values
+            for key, column in part_scores.extras.items():
                 scores.extras.setdefault(key, [None] * len(batch))[start : start + len(part)] = column
             advance(len(part))
             done += 1
 
-        async def everything() -> None:
+        async def score_all() -> None:
             free = asyncio.Semaphore(self.concurrency)
             async with self.endpoint.client(self.concurrency) as client, asyncio.TaskGroup() as group:
                 for start, part in parts:
-                    group.create_task(one(client, free, start, part))
+                    group.create_task(score_part(client, free, start, part))
 
-        async def one(client: Any, free: asyncio.Semaphore, start: int, part: ScoringBatch) -> None:
+        async def score_part(client: Any, free: asyncio.Semaphore, start: int, part: ScoringBatch) -> None:
             async with free:
-                finished(start, part, await self._request(client, start, part))
+                add_scores(start, part, await self._request(client, start, part))
 
         why = f"{self.name}: {len(parts)} requests for {len(batch)} samples of step {batch.step}"
-        run_requests(everything(), self.endpoint, why, lambda: done)
+        run_requests(score_all(), self.endpoint, why, lambda: done)
         return scores
 
     async def _request(self, client: Any, start: int, part: ScoringBatch) -> TermScores:
@@ -268,7 +276,7 @@ class HttpTerm:
             raise BadReward(f"cannot be sent as JSON: {error}", start, count=len(part)) from error
         try:
             answer = await self.endpoint.ask(client, body, bytes, f"{self.name} of {part.label()}")
-            return self._read(answer, len(part))
+            return self._parse_answer(answer, len(part))
         except RequestFailed as error:
             raise BadReward(error.problem, start, count=len(part)) from error
         except BadReward as error:
@@ -280,13 +288,13 @@ class HttpTerm:
     def _payload(self, part: ScoringBatch) -> dict[str, Any]:
         return query_batch(part) if self.term.signature == "openrlhf" else conversation_batch(part)
 
-    def _read(self, answer: ServerAnswer[bytes], count: int) -> TermScores:
-        """Raises BadReward, with positions within the request."""
+    def _parse_answer(self, answer: ServerAnswer[bytes], count: int) -> TermScores:
+        """Returns the scores in an answer. Raises BadReward, with positions within the request."""
         try:
             result = json.loads(answer.value)
         except (ValueError, RecursionError):
-            shown = self.endpoint.shown(answer.value) or "an empty body"
-            raise BadReward(f"answered with something other than JSON: {shown}") from None
+            excerpt = self.endpoint.excerpt(answer.value) or "an empty body"
+            raise BadReward(f"answered with something other than JSON: {excerpt}") from None
         extras: dict[str, Any] = {}
         if isinstance(result, Mapping):
             if "rewards" not in result:
@@ -294,18 +302,18 @@ class HttpTerm:
             logs = result.get("extra_logs")
             extras = {"scores": result.get("scores"), **(logs if isinstance(logs, Mapping) else {})}
             result = result["rewards"]
-        found = TermScores(reward_values.check_rewards(result, count, none_allowed=True))
+        scores = TermScores(reward_values.check_rewards(result, count, none_allowed=True))
         for key, value in extras.items():
             column = reward_values.check_extra_column(value, count)
             if column is not None:
-                found.extras[str(key)] = column
-        found.extras["latency_s"] = [answer.latency_s] * count
-        found.extras["retries"] = [float(answer.retries)] * count
-        return found
+                scores.extras[str(key)] = column
+        scores.extras["latency_s"] = [answer.latency_s] * count
+        scores.extras["retries"] = [float(answer.retries)] * count
+        return scores
 
 
 def run_requests(body: Any, endpoint: HttpEndpoint, why: str, progress: Any) -> None:
-    """Runs a group of requests; raises the error of the first that failed."""
+    """Runs a group of requests. Raises the error of the first one that failed."""
     bound = endpoint.limits.deadline_s + REQUEST_SLACK_S
     try:
         waits.coroutine(body, kind="http", waits_for=endpoint.name, why=why, stall_s=bound, progress=progress)

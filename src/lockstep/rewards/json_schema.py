@@ -1,6 +1,6 @@
-"""Whether a completion is JSON that fits a JSON Schema, and how much of it does.
+"""Scores completions by a JSON Schema: whether they are valid JSON, and which share of their properties is valid.
 
-A module of its own, imported only for this term: jsonschema takes a tenth of a second to import.
+Imported only for terms of this kind, because importing jsonschema takes a tenth of a second.
 """
 
 import json
@@ -23,8 +23,8 @@ _CODE_FENCED = re.compile(r"^[ \t]*```[ \t]*(?:json|JSON)?[ \t]*\n(.*?)^[ \t]*``
 
 
 def read_schema(term: JsonSchemaReward, base: Path) -> Any:
-    """The term's schema. Raises TermError for a file that is missing or no JSON Schema, and for a `$ref` that leads out
-    of the schema: nothing is fetched."""
+    """Reads the term's schema. Raises TermError if the file is missing or not a JSON Schema, or if a `$ref` points
+    outside of the schema: nothing is downloaded."""
     schema = term.definition
     if term.file is not None:
         file = (base / term.file).expanduser()
@@ -59,34 +59,34 @@ class JsonSchemaVerifier:
         return kind(self.schema, registry=referencing.Registry(), format_checker=kind.FORMAT_CHECKER)
 
     def score(self, completion: str) -> float:
-        """1 if the JSON is valid, else `partial` times `share`; 0 if there is no JSON."""
-        text = self._text(completion)
+        """1 if the JSON is valid, else `partial` times `valid_share`; 0 if there is no JSON."""
+        text = self._extract_json(completion)
         if text is None:
             return 0.0
         try:
             value = json.loads(text, parse_constant=_refuse_constant)
             if self._validator.is_valid(value):
                 return 1.0
-            return self.partial * self.share(value) if self.partial else 0.0
+            return self.partial * self.valid_share(value) if self.partial else 0.0
         except (ValueError, RecursionError):  # not JSON, or nested too deeply
             return 0.0
 
-    def share(self, value: Any) -> float:
+    def valid_share(self, value: Any) -> float:
         """The share of the schema's properties that are present and valid, or of an array's items that are valid."""
         schema = self.schema if isinstance(self.schema, dict) else {}
         properties, items = schema.get("properties"), schema.get("items")
         if isinstance(value, dict) and isinstance(properties, dict) and properties:
-            valid = (name in value and self._fits(value[name], each) for name, each in properties.items())
+            valid = (name in value and self._is_valid(value[name], each) for name, each in properties.items())
             return sum(valid) / len(properties)
         if isinstance(value, list) and isinstance(items, dict) and value:
-            return sum(self._fits(each, items) for each in value) / len(value)
+            return sum(self._is_valid(each, items) for each in value) / len(value)
         return 0.0
 
-    def _fits(self, value: Any, schema: Any) -> bool:
-        fits: bool = next(self._validator.descend(value, schema), None) is None
-        return fits
+    def _is_valid(self, value: Any, schema: Any) -> bool:
+        valid: bool = next(self._validator.descend(value, schema), None) is None
+        return valid
 
-    def _text(self, completion: str) -> str | None:
+    def _extract_json(self, completion: str) -> str | None:
         if self.extract == "whole":
             return completion
         blocks = _CODE_FENCED.findall(completion)

@@ -1,4 +1,5 @@
-"""A language model as judge: one question per completion, one score read from the answer."""
+"""A language model as a judge of completions: asks it one question per completion and reads the score from its
+answer."""
 
 import asyncio
 import json
@@ -26,8 +27,10 @@ class UnreadableScore(RetryableRequestError):
 
 @dataclass(frozen=True, slots=True)
 class JudgeScore:
+    """The judge's score of a completion."""
+
     score: float
-    """Scaled to 0..1; the configured value if the answers were unreadable."""
+    """Scaled to 0..1; the configured value if no answer was readable."""
     readable: bool
     latency_s: float
     retries: int
@@ -47,61 +50,67 @@ class JudgeTerm:
         self._step: int | None = None
 
     def score(self, batch: ScoringBatch, advance: ReportScored) -> TermScores:
-        """One request per question, `concurrency` at once; equal questions of a step share one. The first failure
-        cancels the others."""
+        """Sends one request per question, `concurrency` at once. Equal questions of a step share one request. The first
+        failure cancels the others."""
         if batch.step != self._step or not self.term.cache:
             self._step, self._cache = batch.step, {}
         questions = [self._question(position, *pair) for position, pair in enumerate(batch.pairs())]
-        askers: dict[str, list[int]] = {}
+        positions_of: dict[str, list[int]] = {}
         for position, question in enumerate(questions):
-            askers.setdefault(question if self.term.cache else f"{position} {question}", []).append(position)
-        before = {question for question in askers if question in self._cache}
-        advance(sum(len(askers[question]) for question in before))
-        verdicts = {question: self._cache[question] for question in before}
-        missing = [question for question in askers if question not in before]
+            positions_of.setdefault(question if self.term.cache else f"{position} {question}", []).append(position)
+        cached = {question for question in positions_of if question in self._cache}
+        advance(sum(len(positions_of[question]) for question in cached))
+        verdicts = {question: self._cache[question] for question in cached}
+        missing = {question: positions for question, positions in positions_of.items() if question not in cached}
         if missing:
-            self._ask_all(batch, {question: askers[question] for question in missing}, questions, verdicts, advance)
+            self._ask_all(batch, missing, questions, verdicts, advance)
         if self.term.cache:
             self._cache |= verdicts
         scores = TermScores(
             [None] * len(batch), {key: [None] * len(batch) for key in ("latency_s", "retries", "cached", "unreadable")}
         )
-        for question, positions in askers.items():
+        for question, positions in positions_of.items():
             for number, position in enumerate(positions):
-                _add_score(scores, position, verdicts[question], cached=question in before or number > 0)
+                _add_score(scores, position, verdicts[question], cached=question in cached or number > 0)
         return scores
 
     def _ask_all(
         self,
         batch: ScoringBatch,
-        askers: dict[str, list[int]],
+        positions_of: dict[str, list[int]],
         questions: list[str],
         verdicts: dict[str, JudgeScore],
         advance: ReportScored,
     ) -> None:
+        """Asks questions and adds their scores to `verdicts`.
+
+        Args:
+            positions_of: the samples that have each question.
+            questions: the question of each sample.
+        """
         done = 0
 
-        async def one(client: Any, free: asyncio.Semaphore, key: str, positions: list[int]) -> None:
+        async def ask_one(client: Any, free: asyncio.Semaphore, key: str, positions: list[int]) -> None:
             nonlocal done
             async with free:
                 verdicts[key] = await self._ask(client, batch, positions[0], questions[positions[0]])
             advance(len(positions))
             done += 1
 
-        async def everything() -> None:
+        async def ask_all() -> None:
             free = asyncio.Semaphore(self.concurrency)
             async with self.endpoint.client(self.concurrency) as client, asyncio.TaskGroup() as group:
-                for key, positions in askers.items():
-                    group.create_task(one(client, free, key, positions))
+                for key, positions in positions_of.items():
+                    group.create_task(ask_one(client, free, key, positions))
 
-        why = f"{self.name}: {len(askers)} questions about {len(batch)} samples of step {batch.step}"
-        run_requests(everything(), self.endpoint, why, lambda: done)
+        why = f"{self.name}: {len(positions_of)} questions about {len(batch)} samples of step {batch.step}"
+        run_requests(ask_all(), self.endpoint, why, lambda: done)
 
     async def _ask(self, client: Any, batch: ScoringBatch, position: int, question: str) -> JudgeScore:
         body = json.dumps(self._request(question)).encode()
         what = f"{self.name} of sample {batch.uid(position)}"
         try:
-            answer = await self.endpoint.ask(client, body, self._read, what)
+            answer = await self.endpoint.ask(client, body, self._read_score, what)
         except RequestFailed as error:
             if isinstance(error.last, UnreadableScore) and self.term.unreadable is not None:
                 return JudgeScore(self.term.unreadable, False, self.term.timeout_s, self.term.retries)
@@ -113,50 +122,51 @@ class JudgeTerm:
         if self.term.system is not None:
             messages.insert(0, {"role": "system", "content": self.term.system})
         optional = {"temperature": self.term.temperature, "max_tokens": self.term.max_tokens}
-        known = {name: value for name, value in optional.items() if value is not None}
-        return {"model": self.term.model, "messages": messages, **known, **self.term.extra}
+        configured = {name: value for name, value in optional.items() if value is not None}
+        return {"model": self.term.model, "messages": messages, **configured, **self.term.extra}
 
     def _question(self, position: int, prompt: Prompt, sample: RewardSample) -> str:
-        offered: dict[str, Any] = {
+        variables: dict[str, Any] = {
             "prompt": prompt.text if prompt.messages is None else _conversation_text(prompt.messages),
             "messages": prompt.messages or [{"role": "user", "content": prompt.text}],
             "completion": sample.text,
             "columns": prompt.columns,
         }
         if prompt.answer is not None:
-            offered["answer"] = prompt.answer
+            variables["answer"] = prompt.answer
         try:
-            return self._template.render(offered)
+            return self._template.render(variables)
         except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
             raise BadReward(f"the template cannot be filled in: {type(error).__name__}: {error}", position) from error
 
-    def _read(self, content: bytes) -> float:
-        """The score in an answer, scaled to 0..1. Raises UnreadableScore."""
-        text = self._said(content)
+    def _read_score(self, content: bytes) -> float:
+        """Returns the score in an answer, scaled to 0..1. Raises UnreadableScore."""
+        text = self._answer_text(content)
         value = (
             _number_in_json(text, self.term.json_key)
             if self.term.json_key
             else _parse_number(last_match(self.term.pattern, text))
         )
         if value is None:
-            raise UnreadableScore(f"gave an answer without a score: {self.endpoint.shown(text[-400:])!r}")
+            raise UnreadableScore(f"gave an answer without a score: {self.endpoint.excerpt(text[-400:])!r}")
         if not self.term.lowest <= value <= self.term.highest:
             raise UnreadableScore(
                 f"gave the score {value:g}, which is not within {self.term.lowest:g} and {self.term.highest:g}"
             )
         return (value - self.term.lowest) / (self.term.highest - self.term.lowest)
 
-    def _said(self, content: bytes) -> str:
-        """The text of the judge's answer. Raises UnreadableScore if the body is no chat completion, or is empty."""
+    def _answer_text(self, content: bytes) -> str:
+        """Returns the text of the judge's answer. Raises UnreadableScore if the body is not a chat completion, or the
+        text is empty."""
         try:
             choice = json.loads(content)["choices"][0]
             text = choice["message"]["content"]
         except (ValueError, RecursionError, LookupError, TypeError):
-            shown = self.endpoint.shown(content) or "an empty body"
-            raise UnreadableScore(f"answered with something other than a chat completion: {shown}") from None
+            excerpt = self.endpoint.excerpt(content) or "an empty body"
+            raise UnreadableScore(f"answered with something other than a chat completion: {excerpt}") from None
         if not isinstance(text, str) or not text.strip():
-            cut = choice.get("finish_reason") == "length"
-            raise UnreadableScore(f"gave an empty answer{' (max_tokens is too small)' if cut else ''}")
+            truncated = choice.get("finish_reason") == "length"
+            raise UnreadableScore(f"gave an empty answer{' (max_tokens is too small)' if truncated else ''}")
         return text
 
 
@@ -184,9 +194,9 @@ def _parse_number(text: object) -> float | None:
 
 def _number_in_json(text: str, key: str) -> float | None:
     """The number under a dotted key of the last JSON object in the text that has one."""
-    for found in [text, *reversed(_CODE_FENCE.findall(text)), *(text[start:] for start in _object_starts(text))]:
+    for candidate in [text, *reversed(_CODE_FENCE.findall(text)), *(text[start:] for start in _object_starts(text))]:
         try:
-            value, _ = json.JSONDecoder().raw_decode(found.strip())
+            value, _ = json.JSONDecoder().raw_decode(candidate.strip())
         except (ValueError, RecursionError):
             continue
         for part in key.split("."):
@@ -198,5 +208,5 @@ def _number_in_json(text: str, key: str) -> float | None:
 
 
 def _object_starts(text: str) -> list[int]:
-    """Positions where objects may begin, the last first; a few hundred at most, since each is tried."""
+    """Positions where objects may begin, the last one first. At most 200, because each is tried."""
     return [match.start() for match in re.finditer(r"\{", text)][-200:][::-1]

@@ -1,4 +1,4 @@
-"""A user's reward function: finding it, recognising its signature, calling it as TRL, verl and OpenRLHF do."""
+"""Loads users' reward functions, detects their signature, and calls them as TRL, verl and OpenRLHF do."""
 
 import asyncio
 import copy
@@ -21,7 +21,7 @@ DISTINCTIVE_PARAMETERS: Mapping[FunctionSignature, frozenset[str]] = {
     "verl": frozenset({"solution_str"}),
     "openrlhf": frozenset({"queries"}),
 }
-"""Parameters that only this signature has."""
+"""The parameters that only this signature has."""
 SIGNATURE_FORMS: Mapping[FunctionSignature, str] = {
     "trl": "f(prompts, completions, **columns) -> list[float | None]",
     "verl": "f(data_source, solution_str, ground_truth, extra_info=None) -> float | dict",
@@ -36,7 +36,7 @@ PROVIDED_PARAMETERS: Mapping[FunctionSignature, frozenset[str]] = {
 
 
 class RewardFunctionError(UserCodeError):
-    """A reward function cannot be used: its path, the problem, the fix."""
+    """A reward function cannot be used. Names its path, the problem and a fix."""
 
     noun = "reward function"
 
@@ -50,17 +50,17 @@ class RewardFunction:
     signature: FunctionSignature
     parameters: Mapping[str, inspect.Parameter]
     """Parameters that can be passed by keyword (for OpenRLHF, by position)."""
-    takes_any: bool
-    """Has `**kwargs`."""
+    has_kwargs: bool
     arguments: dict[str, Any] = field(default_factory=dict)
+    """The configured arguments."""
 
     def takes(self, name: str) -> bool:
-        return self.takes_any or name in self.parameters
+        return self.has_kwargs or name in self.parameters
 
     def requires(self) -> list[str]:
         """Parameters with neither a default nor a configured argument."""
-        free = inspect.Parameter.empty
-        return [name for name, each in self.parameters.items() if each.default is free and name not in self.arguments]
+        empty = inspect.Parameter.empty
+        return [name for name, each in self.parameters.items() if each.default is empty and name not in self.arguments]
 
 
 def load_reward_function(
@@ -69,37 +69,36 @@ def load_reward_function(
     arguments: dict[str, Any] | None = None,
     base: Path = Path(),
 ) -> RewardFunction:
-    """The function at `file.py:name` (relative to `base`) or `package.module:name`. Raises RewardFunctionError."""
+    """Loads the function at `file.py:name` (relative to `base`) or `package.module:name`. Raises
+    RewardFunctionError."""
     function = _check_callable(path, load_object(path, base, RewardFunctionError))
-    parameters, takes_any = _parameters(path, function)
-    known = detect_signature(path, parameters) if signature == "auto" else signature
-    user = RewardFunction(path, function, known, parameters, takes_any, dict(arguments or {}))
-    _check_function(user)
-    return user
+    parameters, has_kwargs = _parameters(path, function)
+    detected = detect_signature(path, parameters) if signature == "auto" else signature
+    loaded = RewardFunction(path, function, detected, parameters, has_kwargs, dict(arguments or {}))
+    _check_function(loaded)
+    return loaded
 
 
 def detect_signature(path: str, parameters: Mapping[str, inspect.Parameter]) -> FunctionSignature:
-    """Detects the signature by the parameters' names. Raises RewardFunctionError if they fit none or several."""
-    fits = [
-        signature for signature, telltales in DISTINCTIVE_PARAMETERS.items() if not telltales.isdisjoint(parameters)
-    ]
-    if len(fits) == 1:
-        return fits[0]
+    """Detects the signature by the names of the parameters. Raises RewardFunctionError if none or several match."""
+    matches = [signature for signature, names in DISTINCTIVE_PARAMETERS.items() if not names.isdisjoint(parameters)]
+    if len(matches) == 1:
+        return matches[0]
     listed = ", ".join(parameters) or "no named parameter"
-    if fits:
-        problem = f"its parameters ({listed}) fit the signatures of {' and '.join(fits)}"
+    if matches:
+        problem = f"its parameters ({listed}) fit the signatures of {' and '.join(matches)}"
     else:
         problem = f"its parameters ({listed}) fit none of the known signatures: " + "  ".join(SIGNATURE_FORMS.values())
     raise RewardFunctionError(path, problem, "set `signature: trl`, `verl` or `openrlhf` on the term")
 
 
-def _check_callable(path: str, found: Any) -> Callable[..., Any]:
+def _check_callable(path: str, loaded: Any) -> Callable[..., Any]:
     name = path.rpartition(":")[2]
-    if inspect.isclass(found):
+    if inspect.isclass(loaded):
         raise RewardFunctionError(path, f"{name} is a class", "name a function, or an instance that can be called")
-    if not callable(found):
-        raise RewardFunctionError(path, f"{name} is {type(found).__name__}, which cannot be called")
-    function: Callable[..., Any] = found
+    if not callable(loaded):
+        raise RewardFunctionError(path, f"{name} is {type(loaded).__name__}, which cannot be called")
+    function: Callable[..., Any] = loaded
     return function
 
 
@@ -116,7 +115,7 @@ def _parameters(path: str, function: Callable[..., Any]) -> tuple[dict[str, insp
 
 
 def _check_function(user: RewardFunction) -> None:
-    """Refuses what cannot work, before the first call."""
+    """Raises RewardFunctionError if the function cannot be called with its signature and configured arguments."""
     for name in user.arguments:
         if name in PROVIDED_PARAMETERS[user.signature] - {"data_source", "extra_info", "labels", "ground_truth"}:
             raise RewardFunctionError(user.path, f"`arguments` sets {name!r}, which the framework provides")
@@ -146,13 +145,13 @@ ANSWER_NAMES = ("answer", "solution", "ground_truth", "label")
 RESERVED_COLUMNS = frozenset({"prompt", "completion", "completion_ids"})
 """Columns that TRL does not pass either."""
 MAX_CONCURRENT_CALLS = 64
-"""Concurrent calls of an async function that takes one sample."""
+"""Largest number of concurrent calls of an async function with verl's signature."""
 
 
 def call_trl(function: RewardFunction, batch: ScoringBatch, advance: ReportScored) -> TermScores:
-    """TRL's `GRPOTrainer._calculate_rewards`: everything by keyword, columns repeated per completion, messages if
-    the prompt is a conversation, None if the function does not apply. `trainer_state.global_step` is the step; numbers
-    given to `log_extra` and `log_metric` go to the breakdown."""
+    """Calls a function like TRL's `GRPOTrainer._calculate_rewards`: everything by keyword, columns repeated per
+    completion, messages if the prompt is a conversation. The function may return None where it does not apply.
+    `trainer_state.global_step` is the step. Numbers passed to `log_extra` and `log_metric` go to the breakdown."""
     logged: dict[str, list[float | None]] = {}
 
     def log(name: str, value: object) -> None:
@@ -174,19 +173,19 @@ def call_trl(function: RewardFunction, batch: ScoringBatch, advance: ReportScore
 
 
 def _sample_messages(sample: RewardSample) -> list[dict[str, Any]]:
-    """A conversation as TRL passes it: every turn after the prompt, including tools'."""
+    """A conversation as TRL passes it: all messages after the prompt, including those of tools."""
     if sample.episode is None:
         return [{"role": "assistant", "content": sample.text}]
     return copy.deepcopy(sample.episode.messages)
 
 
 def call_openrlhf(function: RewardFunction, batch: ScoringBatch, advance: ReportScored) -> TermScores:
-    """OpenRLHF's custom `reward_func`: queries are prompt and completion in one text. `rewards` is trained
-    on; `scores` and `extra_logs` go to the breakdown."""
+    """Calls a function like OpenRLHF's custom `reward_func`: queries are prompt and completion in one text. `rewards`
+    in the result are the rewards; `scores` and `extra_logs` go to the breakdown."""
     queries, prompts, labels = query_batch(batch).values()
     offered = {"queries": queries, "prompts": prompts, "labels": labels}
     if function.takes("queries"):
-        # its `**kwargs` do not expect the data's columns; only named ones are passed
+        # Such functions do not expect the data's columns in `**kwargs`, so only named parameters get them.
         named = {"references": labels, **_batch_columns(batch)}
         offered |= {name: value for name, value in named.items() if name in function.parameters}
         result = _invoke(function, _select_arguments(function, offered, batch))
@@ -206,14 +205,14 @@ def call_openrlhf(function: RewardFunction, batch: ScoringBatch, advance: Report
 
 
 def call_verl(function: RewardFunction, batch: ScoringBatch, advance: ReportScored) -> TermScores:
-    """verl's `compute_score`, once per sample; async functions run concurrently. The dict's `score` is the reward, its
-    other numbers go to the breakdown."""
-    given = [_verl_arguments(function, batch, position) for position in range(len(batch))]
+    """Calls a function like verl's `compute_score`, once per sample; async functions run concurrently. If it returns a
+    dict, `score` is the reward, and other numbers go to the breakdown."""
+    arguments_of = [_verl_arguments(function, batch, position) for position in range(len(batch))]
     if inspect.iscoroutinefunction(function.call):
-        results = _run_coroutine(function, _run_concurrently(function, given, advance))
+        results = _run_coroutine(function, _run_concurrently(function, arguments_of, advance))
     else:
         results = []
-        for position, arguments in enumerate(given):
+        for position, arguments in enumerate(arguments_of):
             results.append(_invoke(function, arguments, position=position))
             advance(1)
     scores = TermScores()
@@ -223,8 +222,8 @@ def call_verl(function: RewardFunction, batch: ScoringBatch, advance: ReportScor
             if "score" not in result:
                 raise BadReward("returned a dict without 'score'", position, result)
             value = result["score"]
-            for name, besides in result.items():
-                number = check_extra(besides)
+            for name, extra in result.items():
+                number = check_extra(extra)
                 if name != "score" and number is not None:
                     scores.extras.setdefault(str(name), [None] * len(batch))[position] = number
         scores.values.append(check_reward(value, position))
@@ -259,7 +258,7 @@ def query_batch(batch: ScoringBatch) -> dict[str, list[Any]]:
 def _verl_arguments(function: RewardFunction, batch: ScoringBatch, position: int) -> dict[str, Any]:
     prompt, sample = batch.prompts[batch.samples[position].prompt], batch.samples[position]
     offered: dict[str, Any] = {"solution_str": sample.text, "extra_info": prompt.columns.get("extra_info")}
-    # A function may write into its extra_info; the next sample must not see that.
+    # A copy, because a function may change its extra_info.
     offered["extra_info"] = copy.deepcopy(offered["extra_info"])
     truth = _ground_truth(prompt)
     if truth is not None:
@@ -277,11 +276,11 @@ def _verl_arguments(function: RewardFunction, batch: ScoringBatch, position: int
 
 
 def _select_arguments(function: RewardFunction, offered: Mapping[str, Any], batch: ScoringBatch) -> dict[str, Any]:
-    """The offered arguments that the function takes. Raises BadReward if a row lacks a required column."""
+    """Selects the offered arguments that the function takes. Raises BadReward if a row lacks a required column."""
     chosen = {name: value for name, value in offered.items() if function.takes(name)} | function.arguments
-    own = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "queries"}
+    provided = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "queries"}
     for name in function.requires():
-        if name in own or name in ("labels", "references"):
+        if name in provided or name in ("labels", "references"):
             continue
         for position, (prompt, _) in enumerate(batch.pairs()):
             if name not in prompt.columns and not (name in ANSWER_NAMES and prompt.answer is not None):
@@ -290,10 +289,12 @@ def _select_arguments(function: RewardFunction, offered: Mapping[str, Any], batc
 
 
 def _missing_column(name: str, prompt: Prompt, position: int) -> BadReward:
-    there = sorted(prompt.columns) + ([] if prompt.answer is None else ["the answer"])
-    close = difflib.get_close_matches(name, there, n=1)
+    available = sorted(prompt.columns) + ([] if prompt.answer is None else ["the answer"])
+    close = difflib.get_close_matches(name, available, n=1)
     hint = f" (did you mean {close[0]!r}?)" if close else ""
-    problem = f"requires the column {name!r}, which the row does not have{hint}; it has {', '.join(there) or 'none'}"
+    problem = (
+        f"requires the column {name!r}, which the row does not have{hint}; it has {', '.join(available) or 'none'}"
+    )
     return BadReward(f"{problem}. Add the column, or set it under the term's `arguments`", position)
 
 
@@ -318,7 +319,7 @@ def _ground_truth(prompt: Prompt) -> Any:
 def _invoke(
     function: RewardFunction, named: dict[str, Any], positional: Sequence[Any] = (), position: int | None = None
 ) -> Any:
-    """Calls the function. Raises BadReward for whatever it raises."""
+    """Calls the function. Raises BadReward for any exception that the function raises."""
     try:
         result = function.call(*positional, **named)
         return _run_coroutine(function, _await_result(result)) if inspect.isawaitable(result) else result
@@ -327,7 +328,7 @@ def _invoke(
 
 
 def _run_coroutine(function: RewardFunction, coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Runs a coroutine. The pool bounds it: it ends the process if no sample finishes for too long."""
+    """Runs a coroutine, without a time limit: the pool kills the process if no sample finishes for too long."""
     with track_wait("async function", function.path, "its rewards"):
         return asyncio.run(coroutine)
 
@@ -336,7 +337,9 @@ async def _await_result(result: Any) -> Any:
     return await result
 
 
-async def _run_concurrently(function: RewardFunction, given: list[dict[str, Any]], advance: ReportScored) -> list[Any]:
+async def _run_concurrently(
+    function: RewardFunction, arguments_of: list[dict[str, Any]], advance: ReportScored
+) -> list[Any]:
     """Runs one coroutine per sample, at most MAX_CONCURRENT_CALLS at once; the first failure cancels the others."""
     free = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
 
@@ -350,7 +353,7 @@ async def _run_concurrently(function: RewardFunction, given: list[dict[str, Any]
             advance(1)
             return result
 
-    tasks = [asyncio.create_task(one(position, arguments)) for position, arguments in enumerate(given)]
+    tasks = [asyncio.create_task(one(position, arguments)) for position, arguments in enumerate(arguments_of)]
     try:
         return await asyncio.gather(*tasks)
     finally:

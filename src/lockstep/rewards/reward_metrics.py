@@ -1,4 +1,4 @@
-"""Reward metrics from scored rollouts."""
+"""Metrics of scored rollouts: statistics of the rewards and of each reward term."""
 
 from collections.abc import Sequence
 
@@ -32,12 +32,12 @@ def groups_without_signal(rollouts: Rollouts) -> float:
 def reward_metrics(rollouts: Rollouts) -> dict[str, float]:
     """`reward/mean`, `/std` (population), `/min`, `/max` over all completions, `rollout/groups_without_signal`, and
     the metrics of each reward term. Raises ValueError if a group has no rewards yet."""
-    every = np.concatenate([_scored_rewards(group.rewards) for group in rollouts.groups]).astype(np.float64)
+    rewards = np.concatenate([_scored_rewards(group.rewards) for group in rollouts.groups]).astype(np.float64)
     return {
-        "reward/mean": float(every.mean()),
-        "reward/std": float(every.std()),
-        "reward/min": float(every.min()),
-        "reward/max": float(every.max()),
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std()),
+        "reward/min": float(rewards.min()),
+        "reward/max": float(rewards.max()),
         "rollout/groups_without_signal": groups_without_signal(rollouts),
         **breakdown_metrics(rollouts.groups, "reward/"),
     }

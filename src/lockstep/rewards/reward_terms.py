@@ -1,6 +1,6 @@
-"""From the config's terms to callables over a batch, and from their values to one reward per sample.
+"""Makes callables of the config's reward terms, and combines their values to one reward per sample.
 
-The controller's checks of terms are here too; they run no user code: that happens in scorer processes only.
+The module also has the controller's checks of terms, which run no user code: only scorer processes do.
 """
 
 import math
@@ -21,7 +21,8 @@ from lockstep.rewards.reward_values import LARGEST_REWARD, BadReward
 from lockstep.rewards.scoring_messages import FunctionSignature, RewardSample, ScoringBatch, TermScores, read_api_key
 
 TERM_SLACK_S = 10.0
-"""Added to a request's `deadline_s`; by then the term itself should have reported the problem."""
+"""Added to a request's `deadline_s` for the pool's limit: within this time the term itself should report the
+problem."""
 Verifier = Callable[[Prompt, RewardSample], float | None]
 
 
@@ -31,50 +32,51 @@ class RewardTerm:
 
     name: str
     function: str
-    """Its name in errors: the configured path of a user's function, else the kind."""
+    """The term's name in errors: the configured path of a user's function, else the kind."""
     signature: FunctionSignature | None
     per_sample: bool
     score: Callable[[ScoringBatch, ReportScored], TermScores]
     """Raises BadReward."""
     limit_s: float = 0.0
-    """Longest time without a finished sample that it allows; 0 if it has no limit of its own."""
+    """Longest time without a finished sample that the term allows; 0 if it has no limit of its own."""
 
 
 def term_names(terms: Sequence[config.RewardTerm]) -> list[str]:
-    """Names of the terms in the metrics: unique, in order, known without loading anything."""
-    found: list[str] = []
+    """The unique names of the terms in the metrics, in order. Does not load any code."""
+    names: list[str] = []
     for term in terms:
         name = term.name or (term.path.rpartition(":")[2] if isinstance(term, config.FunctionReward) else term.kind)
-        taken = sum(each == name or each.startswith(f"{name}_") for each in found)
-        found.append(name if name not in found else f"{name}_{taken + 1}")
-    return found
+        same = sum(each == name or each.startswith(f"{name}_") for each in names)
+        names.append(name if name not in names else f"{name}_{same + 1}")
+    return names
 
 
 def build_term(term: config.RewardTerm, name: str, base: Path = Path(), concurrency: int = 1) -> RewardTerm:
-    """The term as a callable. Raises TermError if it cannot be used."""
+    """Makes a term. Raises TermError if it cannot be used."""
     if isinstance(term, config.FunctionReward):
         function = load_reward_function(term.path, term.signature, dict(term.arguments), base)
         call = partial(reward_functions.CALL_ADAPTERS[function.signature], function)
         return RewardTerm(name, term.path, function.signature, function.signature == "verl", call)
     if isinstance(term, config.HttpReward | config.JudgeReward):
         return _server_term(term, name, concurrency)
-    verifier = _verifier(term, base)
+    verifier = _make_verifier(term, base)
     return RewardTerm(
         name, term.kind, None, True, partial(_verify_batch, verifier, isinstance(term, config.MathReward))
     )
 
 
 def _server_term(term: config.HttpReward | config.JudgeReward, name: str, concurrency: int) -> RewardTerm:
-    """Terms that ask a server. Imported only here: HTTP clients and templates take half a second to import."""
+    """Makes a term that sends requests. Its modules are imported only here, because importing HTTP clients and
+    templates takes half a second."""
     if isinstance(term, config.HttpReward):
         from lockstep.rewards.http_reward import HttpTerm
 
-        asks: Callable[[ScoringBatch, ReportScored], TermScores] = HttpTerm(term, name, concurrency).score
+        score: Callable[[ScoringBatch, ReportScored], TermScores] = HttpTerm(term, name, concurrency).score
     else:
         from lockstep.rewards.llm_judge import JudgeTerm
 
-        asks = JudgeTerm(term, name, concurrency).score
-    return RewardTerm(name, term.kind, None, term.kind == "judge", asks, term.deadline_s + TERM_SLACK_S)
+        score = JudgeTerm(term, name, concurrency).score
+    return RewardTerm(name, term.kind, None, term.kind == "judge", score, term.deadline_s + TERM_SLACK_S)
 
 
 def weighted_rewards(values: Sequence[np.ndarray], weights: Sequence[float]) -> np.ndarray:
@@ -101,10 +103,10 @@ LocalTermConfig = (
     | config.EnvironmentReward
     | config.TaskReward
 )
-"""Terms that need nothing but the completion."""
+"""Terms that verify one sample after the other, without user code or a server."""
 
 
-def _verifier(term: LocalTermConfig, base: Path) -> Verifier:
+def _make_verifier(term: LocalTermConfig, base: Path) -> Verifier:
     match term:
         case config.JsonSchemaReward():
             return _schema_verifier(term, base)
@@ -131,11 +133,11 @@ def _environment_reward(sample: RewardSample) -> float:
 def _task_reward(prompt: Prompt, text: str, extract: str | None) -> float:
     from lockstep.data.datasets import TASK_COLUMN, task_score  # takes seconds to import, and few runs have this term
 
-    made = prompt.columns.get(TASK_COLUMN)
-    if made is None:
+    task = prompt.columns.get(TASK_COLUMN)
+    if task is None:
         raise BadReward("the row has no task: the term needs data of kind reasoning_gym")
-    said = text if extract is None else verifiers.last_match(extract, text)
-    return 0.0 if said is None else task_score(made, said.strip())
+    answer = text if extract is None else verifiers.last_match(extract, text)
+    return 0.0 if answer is None else task_score(task, answer.strip())
 
 
 def _schema_verifier(term: config.JsonSchemaReward, base: Path) -> Verifier:
@@ -146,19 +148,19 @@ def _schema_verifier(term: config.JsonSchemaReward, base: Path) -> Verifier:
 
 
 def _verify_batch(verifier: Verifier, may_be_undecided: bool, batch: ScoringBatch, advance: ReportScored) -> TermScores:
-    """Verifies one sample after the other. Undecided samples score 0 and are counted."""
-    found: list[float | None] = []
+    """Verifies one sample after the other. Undecided samples score 0; if there may be some, `undecided` marks them."""
+    results: list[float | None] = []
     for position, (prompt, sample) in enumerate(batch.pairs()):
         try:
-            found.append(verifier(prompt, sample))
+            results.append(verifier(prompt, sample))
         except BadReward as error:
             error.position = position
             raise
         except ValueError as error:
             raise BadReward(str(error), position) from error
         advance(1)
-    undecided: list[float | None] = [float(each is None) for each in found]
-    values: list[float | None] = [0.0 if each is None else each for each in found]
+    undecided: list[float | None] = [float(each is None) for each in results]
+    values: list[float | None] = [0.0 if each is None else each for each in results]
     return TermScores(values, {"undecided": undecided} if may_be_undecided else {})
 
 
@@ -172,12 +174,12 @@ def _answer(prompt: Prompt) -> object:
 def check_terms(
     terms: Sequence[config.RewardTerm], base: Path = Path(), environment: Mapping[str, str] = os.environ
 ) -> None:
-    """Checks that every user function is in its module's source, every schema in its file, and every key in the
-    environment. Runs no user code and contacts no server.
+    """Checks that user functions exist in their source files, schemas are valid, and API keys are in the environment.
+    Runs no user code and contacts no server.
 
     Raises:
-        RewardFunctionError: no such file or package, not Python, or no such name in it.
-        TermError: no schema in the file, or no key in the environment.
+        RewardFunctionError: a file or package does not exist, is not Python, or lacks the name.
+        TermError: a file has no valid schema, or a key is not in the environment.
     """
     for term, name in zip(terms, term_names(terms), strict=True):
         if isinstance(term, config.FunctionReward):
@@ -191,5 +193,5 @@ def check_terms(
 
 
 def needs_answers(terms: Sequence[config.RewardTerm]) -> bool:
-    """Whether one of the verifiers needs an answer with every prompt."""
+    """Whether a term needs an answer for every prompt."""
     return any(isinstance(term, config.ExactMatchReward | config.MathReward) for term in terms)

@@ -1,4 +1,4 @@
-"""Validates what reward functions return: a reward is a finite number, or an error says why it is not."""
+"""Validates what reward functions return."""
 
 import math
 import reprlib
@@ -13,7 +13,7 @@ _SHORT_REPR.maxlist = _SHORT_REPR.maxtuple = _SHORT_REPR.maxdict = 8
 
 
 class BadReward(Exception):
-    """A term has no valid reward for a sample (without a position: for the batch)."""
+    """A term returned no valid reward for the sample at `position`, or for the batch if that is None."""
 
     def __init__(
         self,
@@ -34,7 +34,8 @@ def short_repr(value: object) -> str:
 
 
 def check_reward(value: object, position: int, what: str = "a reward") -> float:
-    """The value as a finite float32-sized number; accepts bool, int, float, and 0-d arrays and tensors."""
+    """Returns the value as a number that is finite in float32. Accepts bool, int, float, and 0-d arrays and tensors.
+    Raises BadReward."""
     number = _as_number(value)
     if number is None:
         raise BadReward(
@@ -48,7 +49,8 @@ def check_reward(value: object, position: int, what: str = "a reward") -> float:
 
 
 def check_rewards(result: object, count: int, none_allowed: bool, what: str = "a reward") -> list[float | None]:
-    """The result as one number per sample: a list, tuple, array or tensor `[samples]` or `[samples, 1]`."""
+    """Returns the result as one number per sample. Accepts a list, tuple, array or tensor `[samples]` or `[samples,
+    1]`. Raises BadReward."""
     values = _as_list(result)
     if values is None:
         kind = _article(type(result).__name__)
@@ -66,13 +68,13 @@ def check_rewards(result: object, count: int, none_allowed: bool, what: str = "a
 
 
 def check_extra(value: object) -> float | None:
-    """An extra number, or None for anything that is not finite (text, NaN, lists): that is no reason to fail."""
+    """Returns an extra value as a number, or None if it is not a finite number, which is no error."""
     number = _as_number(value)
     return number if number is not None and abs(number) <= LARGEST_REWARD else None
 
 
 def check_extra_column(value: object, count: int) -> list[float | None] | None:
-    """Extra numbers, one per sample; a single one is repeated; None if there are none."""
+    """Returns extra values as one number per sample; a single value is repeated. None if there is no number."""
     single = check_extra(value)
     if single is not None:
         return [single] * count
@@ -84,7 +86,7 @@ def check_extra_column(value: object, count: int) -> list[float | None] | None:
 
 
 def _as_number(value: Any) -> float | None:
-    """A Python, numpy or torch number as a float; does not import torch, which many scorers do not need."""
+    """Converts a Python, numpy or torch number. Does not import torch, which many scorers do not need."""
     if isinstance(value, bool | int | float):
         try:
             return float(value)

@@ -1,4 +1,4 @@
-"""The controller's end of one scorer process: calls it, ends it if it hangs, and replaces it."""
+"""The controller's handle of one scorer process: calls it, kills it if it hangs, and replaces it."""
 
 import logging
 import threading
@@ -20,13 +20,13 @@ from lockstep.config.reward import MathReward, RewardConfig
 from lockstep.rewards.scoring_messages import PreparedTerms, RewardError, ScorerAPI, ScoringBatch, TermScores
 
 PROGRESS_DELAY_S = 1.5
-"""Progress is reported about once a second, so it may arrive this much later than the limit."""
+"""Added to the limit: progress is reported about once a second, so it may arrive this late."""
 
 log = logging.getLogger(__name__)
 
 
 class ScorerLost(Exception):
-    """The process ended, or had to be ended, while it scored."""
+    """The process died or was killed while it scored."""
 
     def __init__(self, problem: str, log_tail: str) -> None:
         super().__init__(problem)
@@ -34,7 +34,7 @@ class ScorerLost(Exception):
 
 
 class Scorer:
-    """One scorer process at a time, replaced when it is lost."""
+    """One scorer process at a time. The next call replaces a lost one."""
 
     def __init__(self, cluster: Cluster, cfg: RewardConfig, base: Path, rank: int) -> None:
         self.cluster, self.cfg, self.base, self.rank = cluster, cfg, base, rank
@@ -44,12 +44,12 @@ class Scorer:
         """Name of the latest process."""
         self._stopped = False
         self._lock = threading.Lock()
-        """Guards `_worker` between the thread that uses it and the one that stops it."""
+        """Guards `_worker`, which one thread uses and another may stop."""
 
     def spec(self) -> WorkerSpec:
-        """Spec of the next process; each has a name of its own, so that beacon and log of its predecessor stay."""
+        """Returns the spec of the next process. It has a new name, so that beacon and log of its predecessor stay."""
         self._latest = self.name if self._latest is None else successor_name(self._latest)
-        mathematical = any(isinstance(term, MathReward) for term in self.cfg.terms)
+        has_math = any(isinstance(term, MathReward) for term in self.cfg.terms)
         return WorkerSpec(
             name=self._latest,
             role="reward",
@@ -62,15 +62,15 @@ class Scorer:
                 "timeout_s": self.cfg.timeout_s,
                 "share": (self.rank, self.cfg.workers),
             },
-            # Many scorers run side by side: one thread each. Few arenas, so that the limit of the address space limits
-            # memory and not malloc's reservations.
+            # One thread each, because many scorers run at the same time. Few malloc arenas, because arenas reserve
+            # address space, which `memory_mb` limits.
             environment={"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"},
-            preload=("lockstep.rewards.scorer_service", *(("math_verify",) if mathematical else ())),
+            preload=("lockstep.rewards.scorer_service", *(("math_verify",) if has_math else ())),
             adoptable=True,
         )
 
     def use(self, worker: Worker) -> None:
-        """Uses a new process; ends it at once if `stop` was called meanwhile."""
+        """Uses a new process. If `stop` was called meanwhile, stops the process and raises ScorerLost."""
         with self._lock:
             stopped = self._stopped
             self._worker, self._latest = None if stopped else worker, worker.spec.name
@@ -89,7 +89,7 @@ class Scorer:
         return self._running().submit(ScorerAPI.prepare)
 
     def loaded(self, pending: PendingResult[PreparedTerms]) -> PreparedTerms:
-        """The terms that the process has loaded. Raises RewardError when a function cannot be used."""
+        """Waits until the process has loaded the terms. Raises RewardError if one cannot be used."""
         functions = ", ".join(term.path for term in self.cfg.terms if term.kind == "function") or "the verifiers"
         try:
             prepared = wait_until_loaded(pending, functions, self.name, self._kill)
@@ -105,11 +105,11 @@ class Scorer:
         return prepared
 
     def score(self, term: int, batch: ScoringBatch, why: str, limit_s: float) -> TermScores:
-        """Scores one batch. Raises ScorerLost if the process died or finished no sample for `limit_s`; the next call
-        starts another process. If the process was lost with its node or its node's agent, another one scores the batch.
+        """Scores one batch. If the process is lost with its node or its node's agent, another process scores the batch.
 
         Raises:
-            WorkerDied: that happened repeatedly.
+            ScorerLost: the process died, or finished no sample for `limit_s`. The next call starts another process.
+            WorkerDied: processes were repeatedly lost with their nodes.
         """
         return retry_lost_nodes(lambda: self._score(term, batch, why, limit_s), "scores")
 
@@ -123,7 +123,7 @@ class Scorer:
             return pending.result(why=why, stall_s=limit_s + PROGRESS_DELAY_S)
         except Stalled:
             problem = f"did not finish a sample for {limit_s:g} s (reward.timeout_s); its process was killed"
-            raise self._end(problem, pending) from None
+            raise self._kill_and_report(problem, pending) from None
         except WorkerDied as error:
             self._kill()
             if error.with_node and not self._stopped:
@@ -132,10 +132,12 @@ class Scorer:
         except RemoteError as error:
             if error.kind != "MemoryError":
                 raise
-            raise self._end("its process ran out of memory (reward.memory_mb)", None, error.traceback) from None
+            raise self._kill_and_report(
+                "its process ran out of memory (reward.memory_mb)", None, error.traceback
+            ) from None
 
     def stop(self, grace_s: float = 0.0) -> None:
-        """Ends the process; a running call raises ScorerLost in the thread that waits for it."""
+        """Stops the process. A running call raises ScorerLost in the thread that waits for it."""
         self._stopped = True
         self._kill(grace_s)
 
@@ -155,8 +157,8 @@ class Scorer:
             raise ScorerLost("was stopped", "")
         return worker
 
-    def _end(self, problem: str, pending: PendingResult[Any] | None, log_tail: str = "") -> ScorerLost:
-        """Kills the process and collects the end of its log, which holds its stack."""
+    def _kill_and_report(self, problem: str, pending: PendingResult[Any] | None, log_tail: str = "") -> ScorerLost:
+        """Kills the process. Returns an error with the end of its log, which contains its stack."""
         self._kill()
         if pending is not None:
             log_tail = killed_process_log(pending, self.name)

@@ -1,6 +1,6 @@
-"""The scorer pool: batches of completions go to a few scorer processes, and scores come back in order.
+"""The scorer pool: sends batches of completions to a few scorer processes and collects their scores in order.
 
-Whatever a user's function does, the pool's bounds hold.
+The pool's time limits hold whatever a user's function does.
 """
 
 import logging
@@ -29,20 +29,20 @@ def unscored_groups(rollouts: Rollouts) -> list[Group]:
 
 
 def cut_batches(groups: Sequence[Group], step: int, size: int) -> list[ScoringBatch]:
-    """Batches of at most `size` samples in the order of the groups. A group that fits into one batch is never cut,
+    """Divides groups into batches of at most `size` samples, in order. A group that fits into a batch is never divided,
     because functions may compare the completions of a prompt."""
-    found: list[ScoringBatch] = []
+    batches: list[ScoringBatch] = []
     for group in groups:
-        if not found or len(found[-1]) + len(group.completions) > size:
-            found.append(ScoringBatch(step, [], []))
+        if not batches or len(batches[-1]) + len(group.completions) > size:
+            batches.append(ScoringBatch(step, [], []))
         for index, completion in enumerate(group.completions):
-            if len(found[-1]) == size:
-                found.append(ScoringBatch(step, [], []))
-            last = found[-1]
+            if len(batches[-1]) == size:
+                batches.append(ScoringBatch(step, [], []))
+            last = batches[-1]
             if index == 0 or not last.prompts:
                 last.prompts.append(group.prompt)
             last.samples.append(_reward_sample(completion, len(last.prompts) - 1, index))
-    return [batch for batch in found if len(batch)]
+    return [batch for batch in batches if len(batch)]
 
 
 def _reward_sample(completion: Completion, prompt: int, index: int) -> RewardSample:
@@ -50,14 +50,14 @@ def _reward_sample(completion: Completion, prompt: int, index: int) -> RewardSam
 
 
 def term_columns(name: str, scores: Sequence[TermScores], sizes: Sequence[int]) -> dict[str, np.ndarray]:
-    """The values of one term over all its batches, float64 `[samples]`, NaN where it does not apply; its extra
-    numbers under `name/extra`, NaN where there are none."""
+    """Concatenates the scores of one term over all batches to float64 `[samples]`: its values under `name`, NaN where
+    the term does not apply, and its extra numbers under `name/extra`, NaN where there are none."""
     extras = list(dict.fromkeys(extra for each in scores for extra in each.extras))
-    found = {name: np.concatenate([_float_array(each.values) for each in scores])}
+    columns = {name: np.concatenate([_float_array(each.values) for each in scores])}
     for extra in extras:
         parts = (each.extras.get(extra) or [None] * size for each, size in zip(scores, sizes, strict=True))
-        found[f"{name}/{extra}"] = np.concatenate([_float_array(part) for part in parts])
-    return found
+        columns[f"{name}/{extra}"] = np.concatenate([_float_array(part) for part in parts])
+    return columns
 
 
 def with_rewards(rollouts: Rollouts, rewards: np.ndarray, breakdown: Mapping[str, np.ndarray]) -> Rollouts:
@@ -66,10 +66,10 @@ def with_rewards(rollouts: Rollouts, rewards: np.ndarray, breakdown: Mapping[str
     groups, start = [], 0
     for group in rollouts.groups:
         if group.rewards is None:
-            here = slice(start, start + len(group.completions))
-            parts = {name: values[here].astype(np.float32) for name, values in breakdown.items()}
-            groups.append(replace(group, rewards=rewards[here].copy(), breakdown=parts))
-            start = here.stop
+            samples = slice(start, start + len(group.completions))
+            parts = {name: values[samples].astype(np.float32) for name, values in breakdown.items()}
+            groups.append(replace(group, rewards=rewards[samples].copy(), breakdown=parts))
+            start = samples.stop
         else:
             groups.append(group)
     return replace(rollouts, groups=groups)
@@ -82,11 +82,13 @@ def _float_array(values: Sequence[float | None]) -> np.ndarray:
 log = logging.getLogger(__name__)
 
 LOSSES_PER_SCORER = 4
-"""Processes per scorer that one `score` may lose before it fails."""
+"""Number of processes per scorer that one call of `score` may lose before it fails."""
 
 
 @dataclass(frozen=True, slots=True)
 class _WorkUnit:
+    """A batch to be scored with a term."""
+
     number: int
     term: int
     batch: ScoringBatch
@@ -94,7 +96,7 @@ class _WorkUnit:
 
 @dataclass(slots=True)
 class _ScoringJob:
-    """The shared state of the threads of one `score`."""
+    """The state that the threads of one call of `score` share."""
 
     waiting: deque[_WorkUnit]
     units: int
@@ -125,15 +127,18 @@ class _ScoringJob:
             self.over.set()
 
     def lose(self) -> bool:
-        """Whether one more process may be lost."""
+        """Records the loss of a process. Returns whether the job may continue."""
         with self.lock:
             self.losses_left -= 1
             return self.losses_left >= 0
 
 
 class ScorerPool:
-    """Scores rollouts with the terms of the config. `base` is the folder that paths of functions are relative to,
-    the current one when None."""
+    """Scores rollouts with the terms of the config.
+
+    Args:
+        base: the folder that paths of functions are relative to; the current one if None.
+    """
 
     def __init__(self, cluster: Cluster, cfg: RewardConfig, base: Path | None = None) -> None:
         self.cluster, self.cfg, self.base = cluster, cfg, (base or Path()).resolve()
@@ -141,8 +146,8 @@ class ScorerPool:
         self._scorers = [Scorer(cluster, cfg, self.base, rank) for rank in range(cfg.workers)]
 
     def start(self) -> list[TermInfo]:
-        """Starts the processes and loads every function, so that unusable functions fail before the first rollout.
-        Raises RewardError. Idempotent; `score` calls it if needed."""
+        """Starts the processes and loads the terms, so that unusable functions fail before the first rollout. Raises
+        RewardError. Idempotent; `score` calls it."""
         missing = [scorer for scorer in self._scorers if scorer.missing()]
         if missing:
             for scorer in missing:
@@ -160,24 +165,30 @@ class ScorerPool:
         return self.terms
 
     def score(self, rollouts: Rollouts) -> Rollouts:
-        """Rollouts with rewards and breakdown in every group; scored groups keep theirs. Does not change its argument.
-        Raises RewardError, after ending all calls."""
-        cut = cut_batches(unscored_groups(rollouts), rollouts.step, self.cfg.batch_size)
-        if not cut:
+        """Returns the rollouts with rewards and breakdown in every group. Groups that are scored already stay the same.
+        Raises RewardError after stopping all calls."""
+        batches = cut_batches(unscored_groups(rollouts), rollouts.step, self.cfg.batch_size)
+        if not batches:
             return with_rewards(rollouts, np.zeros(0, np.float32), {})
         self.start()
-        scores = self._run([_WorkUnit(i, i // len(cut), cut[i % len(cut)]) for i in range(len(self.terms) * len(cut))])
-        sizes = [len(batch) for batch in cut]
+        scores = self._run(
+            [
+                _WorkUnit(term * len(batches) + number, term, batch)
+                for term in range(len(self.terms))
+                for number, batch in enumerate(batches)
+            ]
+        )
+        sizes = [len(batch) for batch in batches]
         breakdown: dict[str, np.ndarray] = {}
         values: list[np.ndarray] = []
         for number, term in enumerate(self.terms):
-            own = term_columns(term.name, scores[number * len(cut) : (number + 1) * len(cut)], sizes)
-            breakdown |= own
-            values.append(own[term.name])
+            columns = term_columns(term.name, scores[number * len(batches) : (number + 1) * len(batches)], sizes)
+            breakdown |= columns
+            values.append(columns[term.name])
         try:
             rewards = weighted_rewards(values, [term.weight for term in self.cfg.terms])
         except BadReward as error:
-            raise self._nowhere(error, cut) from error
+            raise self._sum_error(error, batches) from error
         return with_rewards(rollouts, rewards, breakdown)
 
     def close(self) -> None:
@@ -186,15 +197,16 @@ class ScorerPool:
             scorer.stop(grace_s=1.0)
 
     def _run(self, units: list[_WorkUnit]) -> list[TermScores]:
-        """Scores all units, one thread per process. The first error (or Ctrl-C) ends the other calls."""
+        """Scores all units, with one thread per process. The first error, or Ctrl-C, stops the other calls."""
         samples = sum(len(unit.batch) for unit in units)
         job = _ScoringJob(deque(units), len(units), samples, LOSSES_PER_SCORER * len(self._scorers))
         current_beacon().progress("samples scored", 0, samples)
         threads = [
-            threading.Thread(target=self._serve, args=(scorer, job), name=scorer.name, daemon=True)
+            threading.Thread(target=self._score_units, args=(scorer, job), name=scorer.name, daemon=True)
             for scorer in self._scorers[: len(units)]
         ]
-        # Each thread's waits end if nothing is scored for timeout_s; this is their largest possible sum.
+        # Each wait of a thread ends if nothing is scored for `timeout_s`. This is the largest possible sum of the
+        # waits.
         bound = (3 * samples + len(units)) * max(map(self._limit_s, self.terms)) + (1 + job.losses_left) * LOAD_STALL_S
         why = f"{samples} rewards of {len(self.terms)} terms"
         for thread in threads:
@@ -214,21 +226,21 @@ class ScorerPool:
                 for scorer in self._scorers:
                     scorer.stop()
             for thread in threads:
-                waits.join(thread, waits_for=thread.name, why="its last call was ended", timeout_s=60.0)
+                waits.join(thread, waits_for=thread.name, why="its last call was stopped", timeout_s=60.0)
         if job.error is not None:
             raise job.error
         return [job.scores[unit.number] for unit in units]
 
-    def _serve(self, scorer: Scorer, job: _ScoringJob) -> None:
-        """Runs in each thread: scores unit after unit on its own process."""
+    def _score_units(self, scorer: Scorer, job: _ScoringJob) -> None:
+        """The body of each thread: scores units on its process until none is left."""
         try:
             while (unit := job.take()) is not None:
-                job.finish(unit, self._unit(scorer, unit, job))
+                job.finish(unit, self._score_unit(scorer, unit, job))
         except BaseException as error:  # noqa: BLE001 - `score` raises it
             job.fail(error)
 
-    def _unit(self, scorer: Scorer, unit: _WorkUnit, job: _ScoringJob) -> TermScores:
-        """The scores of a unit. Raises RewardError, which names the sample at fault."""
+    def _score_unit(self, scorer: Scorer, unit: _WorkUnit, job: _ScoringJob) -> TermScores:
+        """Scores a unit. Raises a RewardError that names the failing sample."""
         try:
             scores = self._call(scorer, unit.term, unit.batch)
             failure = scores.failure
@@ -241,21 +253,21 @@ class ScorerPool:
             first = TermFailure(lost.problem, traceback=lost.log_tail)
             if len(unit.batch) == 1:
                 raise self._error(unit.term, unit.batch, first) from lost
-            self._may_continue(unit.term, first, job)
-        return self._one_by_one(scorer, unit, first, job)
+            self._count_loss(unit.term, first, job)
+        return self._score_one_by_one(scorer, unit, first, job)
 
-    def _one_by_one(self, scorer: Scorer, unit: _WorkUnit, first: TermFailure, job: _ScoringJob) -> TermScores:
-        """Finds the sample that fails on its own; if there is none, the batch is retried once."""
+    def _score_one_by_one(self, scorer: Scorer, unit: _WorkUnit, first: TermFailure, job: _ScoringJob) -> TermScores:
+        """Scores each sample of a failed batch alone to find the failing one. If none fails, retries the batch once."""
         for position in range(len(unit.batch)):
             if job.error is not None:
                 raise job.error
-            alone = unit.batch.alone(position)
+            single = unit.batch.single(position)
             try:
-                failure = self._call(scorer, unit.term, alone).failure
+                failure = self._call(scorer, unit.term, single).failure
             except ScorerLost as lost:
                 failure = TermFailure(lost.problem, traceback=lost.log_tail)
             if failure is not None:
-                raise self._error(unit.term, alone, failure)
+                raise self._error(unit.term, single, failure)
         term = self.terms[unit.term]
         try:
             again = self._call(scorer, unit.term, unit.batch)
@@ -277,7 +289,8 @@ class ScorerPool:
     def _limit_s(self, info: TermInfo) -> float:
         return max(self.cfg.timeout_s, info.limit_s)
 
-    def _may_continue(self, term: int, failure: TermFailure, job: _ScoringJob) -> None:
+    def _count_loss(self, term: int, failure: TermFailure, job: _ScoringJob) -> None:
+        """Records the loss of a process. Raises RewardError after too many."""
         if not job.lose():
             problem = (
                 f"{failure.problem}; too many processes were lost (limit: {LOSSES_PER_SCORER} per scorer and step)"
@@ -288,8 +301,8 @@ class ScorerPool:
         function = self.terms[term].function
         position = 0 if len(batch) == 1 else failure.position
         if position is None or failure.count > 1:
-            concerned = batch if position is None else batch.part(position, failure.count)
-            problem = f"{failure.problem} ({concerned.label()})"
+            failed = batch if position is None else batch.part(position, failure.count)
+            problem = f"{failure.problem} ({failed.label()})"
             return RewardError(function, problem, returned=failure.returned, traceback=failure.traceback)
         sample = batch.samples[position]
         row = batch.prompts[sample.prompt].row
@@ -297,14 +310,14 @@ class ScorerPool:
             function, failure.problem, batch.uid(position), row, sample.text, failure.returned, failure.traceback
         )
 
-    def _nowhere(self, error: BadReward, cut: list[ScoringBatch]) -> RewardError:
-        """The error of a sum that failed, with the uid of the sample at that position."""
+    def _sum_error(self, error: BadReward, batches: list[ScoringBatch]) -> RewardError:
+        """The error for a sample whose terms cannot be summed; its position counts over all batches."""
         position = error.position or 0
-        for batch in cut:
+        for batch in batches:
             if position < len(batch):
                 sample = batch.samples[position]
                 row = batch.prompts[sample.prompt].row
                 names = " + ".join(term.name for term in self.terms)
                 return RewardError(names, error.problem, batch.uid(position), row, sample.text)
             position -= len(batch)
-        raise AssertionError("a position beyond the batches")
+        raise AssertionError("the position is beyond the batches")

@@ -24,11 +24,11 @@ from lockstep.watch.beacon.writer import current_beacon
 log = logging.getLogger(__name__)
 
 NICENESS = 5
-"""Gives trainer and engines priority on shared cores."""
+"""Gives the trainer and engines priority on shared cores."""
 
 
 class ScorerService:
-    """Implements `rewards.api.ScorerAPI`."""
+    """Implements `lockstep.rewards.scoring_messages.ScorerAPI`."""
 
     def __init__(
         self,
@@ -38,8 +38,11 @@ class ScorerService:
         timeout_s: float,
         share: tuple[int, int] = (0, 1),
     ) -> None:
-        """`base` is the folder of the config, from which relative paths start. `share` holds the index of this scorer
-        and the number of scorers, which divide a term's concurrent requests among them."""
+        """
+        Args:
+            base: the folder that paths in the config are relative to.
+            share: the index of this scorer and the number of scorers, which share a term's concurrent requests.
+        """
         adapter: TypeAdapter[tuple[config.RewardTerm, ...]] = TypeAdapter(tuple[config.RewardTerm, ...])
         self._configs = adapter.validate_python(terms)
         self._base, self._memory_mb, self._timeout_s = Path(base), memory_mb, timeout_s
@@ -58,7 +61,7 @@ class ScorerService:
         for term, name in zip(self._configs, term_names(self._configs), strict=True):
             current_beacon().stage(f"loading {name}")
             try:
-                self._terms.append(build_term(term, name, self._base, self._requests(term)))
+                self._terms.append(build_term(term, name, self._base, self._concurrent_requests(term)))
             except UserCodeError as error:
                 problem = f"{error.problem}; {error.remedy}" if error.remedy else error.problem
                 return PreparedTerms(function=error.path, failure=TermFailure(problem, traceback=error.traceback))
@@ -80,6 +83,7 @@ class ScorerService:
         beacon, scored_term = current_beacon(), self._terms[term]
         beacon.stage(f"scoring {scored_term.name}")
 
+        # Before the pool kills the process, the watchdog writes its stack to the log.
         watchdog = Watchdog(0.8 * max(self._timeout_s, scored_term.limit_s))
 
         def advance(samples: int) -> None:
@@ -97,19 +101,20 @@ class ScorerService:
             watchdog.stop()
             beacon.stage("ready")
 
-    def _requests(self, term: config.RewardTerm) -> int:
+    def _concurrent_requests(self, term: config.RewardTerm) -> int:
         """How many concurrent requests this scorer may send for a term."""
         allowed = term.concurrency if isinstance(term, config.HttpReward | config.JudgeReward) else 1
         return allowed // self._scorers + (self._rank < allowed % self._scorers)
 
     def _limit_memory(self) -> str | None:
-        """Limits the address space after loading: a limit below current use would fail at an unrelated line later."""
+        """Limits the address space, after loading. Returns an error if the limit is too small: exceeding it would fail
+        at an unrelated line later."""
         if self._memory_mb is None:
             return None
         used_mb = psutil.Process().memory_info().vms / 2**20
         if used_mb + 32 > self._memory_mb:
             return (
-                f"the scorer process takes {used_mb:.0f} MiB of address space before its first sample; "
+                f"the scorer process uses {used_mb:.0f} MiB of address space before its first sample; "
                 f"set reward.memory_mb to at least {used_mb + 256:.0f} (it is {self._memory_mb})"
             )
         limit = self._memory_mb * 2**20

@@ -1,4 +1,4 @@
-"""What travels between the scorer pool and its processes, and the errors of reward terms."""
+"""The messages between the scorer pool and its processes, and the errors of reward terms."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -20,10 +20,10 @@ class RewardSample:
     prompt: int
     """Position of its prompt in the batch."""
     index: int
-    """Which completion of its group."""
+    """Number of the completion in its group."""
     text: str
     tokens: np.ndarray
-    """int32 `[tokens]`; with those that an environment wrote."""
+    """int32 `[tokens]`, including those of an environment."""
     generated: int
     """Number of tokens that the model generated."""
     episode: Episode | None = None
@@ -32,7 +32,7 @@ class RewardSample:
 
 @dataclass(slots=True)
 class ScoringBatch:
-    """Completions that are scored in one call, with their prompts (one for a whole group)."""
+    """Completions that are scored in one call, and their prompts (one per group)."""
 
     step: int
     prompts: list[Prompt]
@@ -56,11 +56,11 @@ class ScoringBatch:
         return f"sample {self.uid(0)}" if last == 0 else f"{last + 1} samples, {self.uid(0)} to {self.uid(last)}"
 
     def part(self, start: int, size: int) -> "ScoringBatch":
-        """At most `size` samples, starting at that position, with all prompts."""
+        """A batch of at most `size` samples from `start` on, with all prompts."""
         return ScoringBatch(self.step, self.prompts, self.samples[start : start + size])
 
-    def alone(self, position: int) -> "ScoringBatch":
-        """A batch of the sample at this position only."""
+    def single(self, position: int) -> "ScoringBatch":
+        """A batch of only the sample at this position."""
         sample = self.samples[position]
         return ScoringBatch(self.step, [self.prompts[sample.prompt]], [replace(sample, prompt=0)])
 
@@ -89,7 +89,7 @@ class TermScores:
     extras: dict[str, list[float | None]] = field(default_factory=dict)
     """Other numbers that a function reported, per sample; they go to the breakdown as `term/key`."""
     failure: TermFailure | None = None
-    """Instead of values."""
+    """Set instead of `values` if the term failed."""
 
 
 @dataclass(slots=True)
@@ -102,38 +102,39 @@ class TermInfo:
     signature: FunctionSignature | None
     """None for the verifiers."""
     per_sample: bool
-    """Whether progress moves with each sample, or only with each batch."""
+    """Whether the term reports progress after each sample, or only after the batch."""
     limit_s: float = 0.0
     """Longest time without a finished sample that the term itself allows, if above `reward.timeout_s`."""
 
 
 @dataclass(slots=True)
 class PreparedTerms:
-    """Either every term is ready or one is refused."""
+    """The terms that are ready, or why one cannot be used."""
 
     terms: list[TermInfo] = field(default_factory=list)
     function: str | None = None
+    """Name of the term that cannot be used."""
     failure: TermFailure | None = None
 
 
 class ScorerAPI(Protocol):
-    """A scorer process."""
+    """Calls to a scorer process."""
 
     def prepare(self) -> PreparedTerms:
         """Loads the terms, including users' modules, and applies the memory limit."""
 
     def score(self, term: int, batch: ScoringBatch) -> TermScores:
-        """One term over one batch."""
+        """Scores a batch with one term."""
 
 
 class TermError(UserCodeError):
-    """A term cannot be used as configured: its name in the metrics, the problem, the fix."""
+    """A term cannot be used as configured. Names the term, the problem and a fix."""
 
     noun = "reward"
 
 
 class RewardError(RuntimeError):
-    """A sample has no reward, and why."""
+    """A sample has no valid reward."""
 
     def __init__(
         self,
@@ -164,7 +165,7 @@ def _shortened(text: str, limit: int = 300) -> str:
 
 
 def read_api_key(name: str | None, term: str, environment: Mapping[str, str] = os.environ) -> str | None:
-    """The key in an environment variable. Raises TermError if it is missing or no valid header value."""
+    """Reads an API key from an environment variable. Raises TermError if it is missing or not a valid header value."""
     if name is None:
         return None
     key = environment.get(name, "").strip()

@@ -1,8 +1,8 @@
 """Verifiable rewards, each a pure function of one completion (and its answer).
 
-Patterns and expressions come from users and from a model that is free to write anything, so any of these may take
-forever. `math_equal` bounds itself; a regular expression that backtracks without end holds the interpreter and can
-only be stopped from outside, which the scorer pool does (`reward.timeout_s`).
+Patterns come from users and expressions from a model, so any of these functions may take forever. `math_equal` has a
+time limit. A regular expression that backtracks without end can only be stopped by killing the process, which the
+scorer pool does (`reward.timeout_s`).
 """
 
 import math
@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import Any, Literal
 
 MATH_LIMIT_S = 3.0
-"""Limit for parsing and comparing one pair of expressions; undecided pairs score 0 and are counted."""
+"""Time limit for parsing and comparing one pair of expressions. Pairs that are undecided by then score 0."""
 
 
 class UnreadableAnswer(ValueError):
@@ -27,7 +27,7 @@ class UnreadableAnswer(ValueError):
 
 
 class _OutOfTime(BaseException):
-    """Not an Exception, because math-verify and sympy catch those."""
+    """The time limit was exceeded. Not an Exception, because math-verify and sympy catch these."""
 
 
 def exact_match(completion: str, answer: object, ignore_case: bool = False, extract: str | None = None) -> float:
@@ -36,23 +36,21 @@ def exact_match(completion: str, answer: object, ignore_case: bool = False, extr
     With `extract`, the last match of that pattern (its group 1 if it has one) is compared instead of the whole
     completion; no match scores 0.
     """
-    said: str | None = completion
-    if extract is not None:
-        said = last_match(extract, completion)
-    if said is None:
+    extracted = completion if extract is None else last_match(extract, completion)
+    if extracted is None:
         return 0.0
-    said, wanted = said.strip(), str(answer).strip()
+    given, expected = extracted.strip(), str(answer).strip()
     if ignore_case:
-        said, wanted = said.casefold(), wanted.casefold()
-    return float(said == wanted)
+        given, expected = given.casefold(), expected.casefold()
+    return float(given == expected)
 
 
 def last_match(pattern: str, text: str) -> str | None:
     """The last match of the pattern in the text: group 1 if the pattern has groups (None if it did not match)."""
-    found: str | None = None
+    last: str | None = None
     for match in re.finditer(pattern, text):
-        found = match.group(1) if match.re.groups else match.group()
-    return found
+        last = match.group(1) if match.re.groups else match.group()
+    return last
 
 
 def regex_match(completion: str, pattern: str, mode: Literal["search", "fullmatch"] = "fullmatch") -> float:
@@ -78,32 +76,32 @@ def overlong_penalty(length: int, soft: int, hard: int) -> float:
 
 def math_equal(completion: str, answer: object, tolerance: float | None = None) -> float | None:
     """1 if the last expression of the completion equals the answer (math-verify), 0 if it does not or there is none,
-    None if that could not be decided within MATH_LIMIT_S.
+    None if this could not be decided within MATH_LIMIT_S.
 
     If both sides are plain numbers and a `tolerance` is given, it alone decides:
     `|value - answer| <= tolerance * max(1, |answer|)`. Raises UnreadableAnswer if the answer is no expression.
     """
-    # math-verify's own limits are whole seconds per parse and per pair, on a signal alarm that it does not restore:
-    # they are switched off in favour of one limit around everything.
+    # math-verify's own limits are whole seconds per parse and per pair, with an alarm signal that it does not restore.
+    # They are off, and one limit applies to everything.
     from math_verify import parse, verify
 
     gold = _parse_answer(str(answer))
     try:
         with _time_limit(MATH_LIMIT_S):
-            said = parse(completion, parsing_timeout=None)
+            given = parse(completion, parsing_timeout=None)
             if tolerance is not None:
-                pair = _plain_numbers(gold, said)
+                pair = _plain_numbers(gold, given)
                 if pair is not None:
                     return float(abs(pair[0] - pair[1]) <= tolerance * max(1.0, abs(pair[0])))
-            return float(verify(gold, said, timeout_seconds=None))
+            return float(verify(gold, given, timeout_seconds=None))
     except _OutOfTime:
         return None
 
 
 @lru_cache(maxsize=4096)
 def _parse_answer(answer: str) -> list[Any]:
-    """The answer's expressions; cached, since a group shares one. math-verify finds LaTeX only between dollars; without
-    them it reads `\\frac{1}{2}` as 2, so a bare answer gets them."""
+    """Parses the answer's expressions; cached, because a group has the same answer. math-verify finds LaTeX only
+    between dollar signs and reads a bare `\\frac{1}{2}` as 2, so they are added to a bare answer."""
     _silence_timeout_warning()
     from math_verify import parse
 
@@ -118,8 +116,8 @@ def _parse_answer(answer: str) -> list[Any]:
     return expressions
 
 
-def _plain_numbers(gold: list[Any], said: list[Any]) -> tuple[float, float] | None:
-    numbers = [_finite_number(side[0]) if side else None for side in (gold, said)]
+def _plain_numbers(gold: list[Any], given: list[Any]) -> tuple[float, float] | None:
+    numbers = [_finite_number(side[0]) if side else None for side in (gold, given)]
     if numbers[0] is None or numbers[1] is None:
         return None
     return numbers[0], numbers[1]

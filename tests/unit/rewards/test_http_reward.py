@@ -1,4 +1,4 @@
-"""Rewards of a server, against a real one that refuses, errs, hangs and talks nonsense."""
+"""HTTP rewards, against a real server that refuses, fails, hangs and sends invalid answers."""
 
 import time
 from email.utils import formatdate
@@ -22,7 +22,7 @@ KEY = "sk-test-0123456789abcdefghij"
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Short pauses; their length has a test of its own."""
+    """Short pauses between attempts; another test checks their length."""
     monkeypatch.setattr(http_reward, "_FIRST_BACKOFF_S", 0.01)
 
 
@@ -53,11 +53,11 @@ def lengths(number: int, body: dict[str, Any], path: str) -> Reply:
     return Reply([float(len(text)) for text in body["completions"]])
 
 
-def test_lists_in_a_list_out() -> None:
+def test_scores_of_a_batch() -> None:
     with serving(lengths) as server:
         scores = score(f"{server.url}/score?model=x")
     assert scores.values == [4.0, 3.0, 4.0, 3.0]
-    (sent,) = server.seen
+    (sent,) = server.bodies
     assert sent == {
         "prompts": ["2+2="] * 4, "completions": ["good", "bad"] * 2, "level": [0, 0, 1, 1],
         "answer": ["a0", "a0", "a1", "a1"], "solution": ["a0", "a0", "a1", "a1"],
@@ -67,8 +67,8 @@ def test_lists_in_a_list_out() -> None:
     assert scores.extras["retries"] == [0.0] * 4 and all(0 < each < 2 for each in scores.extras["latency_s"])
 
 
-def test_servers_of_openrlhf_are_understood() -> None:
-    """What `openrlhf.cli.serve_rm` gets and returns, with the extras of its custom rewards."""
+def test_servers_of_openrlhf() -> None:
+    """The format of `openrlhf.cli.serve_rm`, with the extra values of its custom rewards."""
 
     def reply(number: int, body: dict[str, Any], path: str) -> Reply:
         assert path == "/get_reward"
@@ -79,21 +79,21 @@ def test_servers_of_openrlhf_are_understood() -> None:
 
     with serving(reply) as server:
         scores = score(f"{server.url}/get_reward", signature="openrlhf")
-    assert server.seen == [
+    assert server.bodies == [
         {"query": ["2+2=good", "2+2=bad"] * 2, "prompts": ["2+2="] * 4, "labels": ["a0", "a0", "a1", "a1"]}
     ]
     assert scores.values == [0.5] * 4 and scores.extras["scores"] == [1.0] * 4 and scores.extras["n"] == [0, 1, 2, 3]
     assert "s" not in scores.extras
 
 
-def test_conversations_travel_as_messages_and_null_means_that_it_does_not_apply() -> None:
+def test_conversations_are_sent_as_messages_and_null_means_not_applicable() -> None:
     with serving(lambda *_: Reply([None])) as server:
         assert score(server.url, batch([prompt(messages=True)], [["ok"]])).values == [None]
-    assert server.seen[0]["prompts"] == [[{"role": "user", "content": "2+2="}]]
-    assert server.seen[0]["completions"] == [[{"role": "assistant", "content": "ok"}]]
+    assert server.bodies[0]["prompts"] == [[{"role": "user", "content": "2+2="}]]
+    assert server.bodies[0]["completions"] == [[{"role": "assistant", "content": "ok"}]]
 
 
-def test_requests_are_cut_put_together_in_order_and_limited() -> None:
+def test_requests_are_split_joined_in_order_and_limited() -> None:
     def reply(number: int, body: dict[str, Any], path: str) -> Reply:
         return Reply([float(text) for text in body["completions"]], after_s=0.05 if number % 2 else 0.1)
 
@@ -102,28 +102,28 @@ def test_requests_are_cut_put_together_in_order_and_limited() -> None:
         scores = score(server.url, made, concurrency=3, batch_size=2)
         assert server.most == 3
     assert scores.values == [10.0 * row + index for row in range(9) for index in range(2)]
-    assert len(server.seen) == 9
+    assert len(server.bodies) == 9
 
 
 @pytest.mark.parametrize("trouble", [Reply("busy", 500), Reply("", 503), Reply("slow down", 429), None])
-def test_what_another_try_may_help_is_tried_again(trouble: Reply | None) -> None:
+def test_retryable_failures_are_retried(trouble: Reply | None) -> None:
     with serving(lambda number, body, path: trouble if number < 2 else lengths(number, body, path)) as server:
         scores = score(server.url)
     assert scores.values == [4.0, 3.0, 4.0, 3.0] and scores.extras["retries"] == [2.0] * 4
-    assert len(server.seen) == 3
+    assert len(server.bodies) == 3
 
 
-def test_a_server_that_stays_down_ends_in_an_error_that_names_it_and_the_samples() -> None:
+def test_the_error_after_the_last_attempt_names_the_server_and_the_samples() -> None:
     with serving(lambda *_: Reply("out of\nmemory", 500)) as server:
         error = failure(server.url)
     assert "answered 500 Internal Server Error: out of memory (3 attempts)" in error.problem
-    assert (error.position, error.count) == (0, 4) and len(server.seen) == 3
+    assert (error.position, error.count) == (0, 4) and len(server.bodies) == 3
     refused = failure(f"http://127.0.0.1:{free_port()}")
     assert "cannot be reached" in refused.problem and "(3 attempts)" in refused.problem
     assert "cannot be reached" in failure("http://no-such-host.invalid", retries=0).problem
 
 
-def test_a_server_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_never_answers_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     began = time.monotonic()
     with serving(lambda *_: Reply([1.0], after_s=60)) as server:
         error = failure(server.url, timeout_s=0.2, retries=1)
@@ -131,15 +131,15 @@ def test_a_server_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch
     assert time.monotonic() - began < 5
 
 
-def test_a_server_that_dribbles_is_given_up() -> None:
-    """Each byte comes in time, the answer never does."""
+def test_a_server_that_answers_too_slowly_is_an_error() -> None:
+    """Each byte arrives in time, but the whole answer does not."""
     began = time.monotonic()
     with serving(lambda *_: Reply([1.0] * 4, drip_s=0.1)) as server:
         assert "did not answer within 0.3 s" in failure(server.url, timeout_s=0.3, retries=0).problem
     assert time.monotonic() - began < 5
 
 
-def test_the_deadline_holds_over_all_tries() -> None:
+def test_the_deadline_limits_all_attempts() -> None:
     began = time.monotonic()
     with serving(lambda *_: Reply("", 429, {"Retry-After": "3600"})) as server:
         error = failure(server.url)
@@ -147,7 +147,7 @@ def test_the_deadline_holds_over_all_tries() -> None:
     assert time.monotonic() - began < 5
 
 
-def test_retry_after_is_heeded() -> None:
+def test_retry_after_is_respected() -> None:
     with serving(lambda n, b, p: Reply("", 429, {"Retry-After": "1"}) if n == 0 else lengths(n, b, p)) as server:
         began = time.monotonic()
         score(server.url)
@@ -183,18 +183,18 @@ def test_pauses_double_up_to_half_a_minute(monkeypatch: pytest.MonkeyPatch) -> N
         (Reply("", 307, {"location": "ftp://elsewhere.invalid/"}), "which is not followed"),
     ],
 )  # fmt: skip
-def test_nonsense_is_an_error_at_once(reply: Reply, problem: str) -> None:
+def test_an_invalid_answer_is_not_retried(reply: Reply, problem: str) -> None:
     with serving(lambda *_: reply) as server:
         error = failure(server.url)
     if "api_key_env" in problem:
         assert "answered 401 Unauthorized" in error.problem and "api_key_env" in error.problem
     else:
         assert problem in error.problem
-    assert (error.position, error.count) == (0, 4) and len(server.seen) <= 4
+    assert (error.position, error.count) == (0, 4) and len(server.bodies) <= 4
 
 
 @pytest.mark.parametrize("bad", ["NaN", '"high"', "true, 1", "1e39", "null, 1"])
-def test_a_value_that_is_no_reward_names_its_sample(bad: str) -> None:
+def test_an_invalid_value_names_its_sample(bad: str) -> None:
     def reply(number: int, body: dict[str, Any], path: str) -> Reply:
         return Reply(f"[0.5, {bad}]" if "," not in bad else f"[0.5, {bad}, 2]") if number == 1 else Reply([1.0, 1.0])
 
@@ -212,10 +212,10 @@ def test_a_redirect_within_the_server_is_followed() -> None:
 
     with serving(reply) as server:
         assert score(f"{server.url}/score", api_key_env=None).values == [4.0, 3.0, 4.0, 3.0]
-    assert server.seen[0] == server.seen[1]
+    assert server.bodies[0] == server.bodies[1]
 
 
-def test_a_key_goes_to_the_server_and_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_is_sent_only_to_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RM_KEY", KEY)
     with serving(lambda *_: Reply(f"wrong key {KEY}", 403)) as server:
         error = failure(server.url, api_key_env="RM_KEY")
@@ -226,7 +226,9 @@ def test_a_key_goes_to_the_server_and_nowhere_else(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("value", "words"), [(None, "is not set"), ("", "is empty"), ("a\nb", "characters that are not allowed")]
 )
-def test_a_missing_key_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, value: str | None, words: str) -> None:
+def test_a_missing_key_is_refused_with_the_variable(
+    monkeypatch: pytest.MonkeyPatch, value: str | None, words: str
+) -> None:
     monkeypatch.delenv("RM_KEY", raising=False)
     environment = {} if value is None else {"RM_KEY": value}
     with pytest.raises(TermError, match=f"RM_KEY.*{words}"):
@@ -234,13 +236,13 @@ def test_a_missing_key_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, value
     check_terms([term("http://x.invalid", api_key_env="RM_KEY")], environment={"RM_KEY": KEY})
 
 
-def test_columns_that_are_no_json_are_an_error() -> None:
+def test_columns_that_are_not_json_are_an_error() -> None:
     with pytest.raises(BadReward) as error:
         HttpTerm(term("http://x.invalid"), "rm", 1).score(batch([prompt(x=b"1")], [["a"]]), id)
     assert "cannot be sent as JSON" in error.value.problem
 
 
-def test_whoever_waits_says_on_whom(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_names_the_server(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[Any] = []
 
     def reply(number: int, body: dict[str, Any], path: str) -> Reply:
@@ -272,7 +274,7 @@ def test_whoever_waits_says_on_whom(tmp_path: Any, monkeypatch: pytest.MonkeyPat
         ({"deadline_s": 1}, "leaves no time for one attempt"),
     ],
 )
-def test_what_cannot_work_is_refused_in_the_config(change: dict[str, Any], words: str) -> None:
+def test_impossible_settings_are_refused_in_the_config(change: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         HttpReward.model_validate({"url": "http://x", **change})
 

@@ -58,7 +58,7 @@ def test_fenced_blocks() -> None:
     good, bad = '{"name": "a", "age": 3}', "{}"
     assert score(f"Sure:\n```json\n{good}\n```\nDone.", extract="fenced") == 1.0
     assert score(f"```\n{bad}\n```\n  ```json\n  {good}\n  ```", extract="fenced") == 1.0
-    assert score(f"```json\n{good}\n```\n```json\n{bad}\n```", extract="fenced") == 0.0, "the last one counts"
+    assert score(f"```json\n{good}\n```\n```json\n{bad}\n```", extract="fenced") == 0.0, "the last block is scored"
     assert score(good, extract="fenced") == 0.0
     assert score(f"```json\n{good}", extract="fenced") == 0.0, "not closed"
 
@@ -82,7 +82,7 @@ def test_references_stay_within_the_schema(tmp_path: Path) -> None:
     assert score('{"next": {"next": {}}}', recursive) == 1.0 and score('{"next": {"nxt": {}}}', recursive) == 0.0
 
 
-def test_drafts_are_told_by_the_schema() -> None:
+def test_the_schema_selects_the_draft() -> None:
     old = {"$schema": "http://json-schema.org/draft-04/schema#", "minimum": 3, "exclusiveMinimum": True}
     assert score("3", old) == 0.0 and score("4", old) == 1.0
 
@@ -91,7 +91,7 @@ def test_drafts_are_told_by_the_schema() -> None:
     ("schema", "words"),
     [({"type": "strin"}, "type: 'strin'"), ({"properties": {"a": {"minimum": "x"}}}, r"properties\.a\.minimum")],
 )
-def test_a_schema_that_is_none_is_refused(tmp_path: Path, schema: Any, words: str) -> None:
+def test_an_invalid_schema_is_refused(tmp_path: Path, schema: Any, words: str) -> None:
     with pytest.raises(ValueError, match=f"not a valid JSON Schema: {words}"):
         JsonSchemaReward(definition=schema)
     (tmp_path / "s.json").write_text(json.dumps(schema))
@@ -120,7 +120,7 @@ def test_schemas_come_from_files(tmp_path: Path) -> None:
         lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
     )
 )
-def test_what_is_json_and_only_that_fits_the_schema_of_everything(value: Any) -> None:
+def test_a_schema_that_allows_everything_accepts_exactly_json(value: Any) -> None:
     anything = JsonSchemaVerifier({}, "whole", 0.0)
     assert anything.score(json.dumps(value)) == 1.0
     assert anything.score(json.dumps(value) + "}") == 0.0

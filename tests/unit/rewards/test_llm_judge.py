@@ -1,4 +1,4 @@
-"""A judge, against a real server that speaks OpenAI's chat completions, more or less."""
+"""A judge, against a real server with OpenAI's chat completions and with invalid answers."""
 
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,7 @@ def failure(url: str, texts: list[list[str]] = TEXTS, **options: Any) -> BadRewa
 
 
 def grade(number: int, body: dict[str, Any], path: str) -> Reply:
-    """10 for 4 and 6, 3 for everything else; what a judge says has other numbers in it."""
+    """Scores 10 for the answers 4 and 6, else 3, in a text that contains other numbers."""
     question = body["messages"][-1]["content"]
     right = any(f"[Response]\n{good}\n" in question for good in ("4", "6"))
     return Reply(chat(f"Score: 1 would be harsh, 2 steps are missing.\n**Score:** {10 if right else 3}"))
@@ -59,7 +59,7 @@ def test_completions_are_graded_in_order() -> None:
     assert scores.values == [1.0, 0.3, 1.0, 0.3]
     assert scores.extras["cached"] == scores.extras["unreadable"] == [0.0] * 4
     assert scores.extras["retries"] == [0.0] * 4
-    sent = sorted(server.seen, key=lambda body: body["messages"][1]["content"])
+    sent = sorted(server.bodies, key=lambda body: body["messages"][1]["content"])
     assert [each["messages"][0] for each in sent] == [{"role": "system", "content": "You grade."}] * 4
     questions = [each["messages"][1]["content"] for each in sent]
     assert sum("[Reference answer]\n4\n" in each for each in questions) == 2, "only where the row has an answer"
@@ -68,7 +68,7 @@ def test_completions_are_graded_in_order() -> None:
     assert server.headers[0]["authorization"] == f"Bearer {KEY}"
 
 
-def test_what_is_sent_is_up_to_the_config() -> None:
+def test_the_request_follows_the_config() -> None:
     extra = {"max_completion_tokens": 9, "response_format": {"type": "json_object"}}
     options = {"temperature": None, "max_tokens": None, "extra": extra, "api_key_env": None}
     own = "{{ messages[0].content }}|{{ completion }}|{{ columns.level }}|{{ answer }}"
@@ -77,7 +77,7 @@ def test_what_is_sent_is_up_to_the_config() -> None:
         made = batch([prompt(0, answer="4", messages=True, level=2)], [["x{{ 1 }}"]])
         assert judge.score(made, lambda _: None).values == [1.0]
     message = {"role": "user", "content": "2+2=|x{{ 1 }}|2|4"}
-    assert server.seen == [{"model": "m", "messages": [message], **extra}]
+    assert server.bodies == [{"model": "m", "messages": [message], **extra}]
     assert "authorization" not in server.headers[0]
 
 
@@ -86,14 +86,14 @@ def test_equal_questions_of_a_step_are_asked_once() -> None:
         judge = JudgeTerm(term(server.url), "judge", 4)
         first = score(judge, [["4", "4"], ["5", "6"]])
         assert first.values == [1.0, 1.0, 0.3, 1.0] and first.extras["cached"] == [0.0, 1.0, 0.0, 0.0]
-        assert len(server.seen) == 3
+        assert len(server.bodies) == 3
         assert first.extras["latency_s"][1] is None and first.extras["latency_s"][0] is not None
         again = score(judge, [["4", "9"], ["5", "6"]])
-        assert again.extras["cached"] == [1.0, 0.0, 1.0, 1.0] and len(server.seen) == 4
+        assert again.extras["cached"] == [1.0, 0.0, 1.0, 1.0] and len(server.bodies) == 4
         score(judge, [["4", "4"], ["5", "6"]], step=1)
-        assert len(server.seen) == 7
+        assert len(server.bodies) == 7
         score(JudgeTerm(term(server.url, cache=False), "judge", 4), [["4", "4"], ["5", "5"]])
-        assert len(server.seen) == 11
+        assert len(server.bodies) == 11
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ UNREADABLE = [
 
 
 @pytest.mark.parametrize(("reply", "problem"), UNREADABLE)
-def test_an_unreadable_answer_is_asked_for_again_and_never_a_silent_zero(reply: Reply, problem: str) -> None:
+def test_an_unreadable_answer_is_retried_and_never_a_silent_zero(reply: Reply, problem: str) -> None:
     with serving(lambda n, b, p: reply if n < 2 else grade(n, b, p)) as server:
         scores = score(JudgeTerm(term(server.url), "judge", 1), [["4"], []])
         assert scores.values == [1.0] and scores.extras["retries"] == [2.0]
@@ -137,20 +137,20 @@ def test_an_unreadable_answer_is_asked_for_again_and_never_a_silent_zero(reply: 
     with serving(lambda *_: reply) as server:
         scores = score(JudgeTerm(term(server.url, unreadable=0.25), "judge", 1), [["4"], ["6"]])
         assert scores.values == [0.25, 0.25] and scores.extras["unreadable"] == [1.0, 1.0]
-        assert len(server.seen) == 6
+        assert len(server.bodies) == 6
 
 
-def test_a_server_in_trouble() -> None:
+def test_a_failing_server() -> None:
     replies = [Reply("", 500), Reply("", 429, {"Retry-After": "0"})]
     with serving(lambda n, b, p: replies[n] if n < 2 else grade(n, b, p)) as server:
         assert score(JudgeTerm(term(server.url), "judge", 1), [["4"], []]).values == [1.0]
     with serving(lambda *_: Reply(chat("Score: 1"), after_s=60)) as server:
         error = failure(server.url, timeout_s=0.2, retries=1, unreadable=0.0)
-        assert "did not answer within 0.2 s (2 attempts)" in error.problem, "unreadable is for answers"
+        assert "did not answer within 0.2 s (2 attempts)" in error.problem, "`unreadable` applies only to answers"
     assert "cannot be reached" in failure(f"http://127.0.0.1:{free_port()}").problem
     with serving(lambda *_: Reply({"error": {"message": f"Incorrect API key provided: {KEY}"}}, 401)) as server:
         error = failure(server.url)
-        assert KEY not in error.problem and "api_key_env" in error.problem and len(server.seen) == 1
+        assert KEY not in error.problem and "api_key_env" in error.problem and len(server.bodies) == 1
 
 
 def test_the_sample_whose_question_failed_is_named() -> None:
@@ -163,14 +163,14 @@ def test_the_sample_whose_question_failed_is_named() -> None:
     assert error.position == 3 and "400 Bad Request" in error.problem and "content policy" in error.problem
 
 
-def test_a_template_that_needs_what_a_row_lacks() -> None:
+def test_a_template_with_a_missing_column_is_an_error() -> None:
     judge = JudgeTerm(term(template="{{ answer }} {{ completion }}"), "judge", 1)
     with pytest.raises(BadReward, match="'answer' is undefined") as caught:
         judge.score(batch(ROWS, TEXTS), lambda _: None)
     assert caught.value.position == 2
 
 
-def test_a_template_cannot_reach_out_of_its_sandbox() -> None:
+def test_a_template_runs_in_a_sandbox() -> None:
     for template in (
         "{{ ''.__class__.__mro__ }}",
         "{{ messages.append(1) }}",
@@ -198,6 +198,6 @@ def test_a_judge_without_its_key_is_refused_before_anything_starts() -> None:
         ({"base_url": "api.openai.com"}, "not an http"),
     ],
 )
-def test_what_cannot_work_is_refused_in_the_config(change: dict[str, Any], words: str) -> None:
+def test_impossible_settings_are_refused_in_the_config(change: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         JudgeReward.model_validate({"model": "m", **change})

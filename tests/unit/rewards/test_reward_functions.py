@@ -1,4 +1,4 @@
-"""Users' functions: found, recognised, called as their frameworks call them, and distrusted."""
+"""Users' functions: loading them, detecting their signature, calling them, and validating their results."""
 
 from pathlib import Path
 
@@ -50,7 +50,7 @@ def test_trl_async():
     assert scores.values == [0.5, 2.0]
 
 
-def test_trl_a_function_without_kwargs_gets_what_it_names():
+def test_trl_a_function_without_kwargs_gets_its_parameters():
     scores, _ = call("trl_rewards.py:strict", [["a"]], [prompt(level=3, other="x")])
     assert scores.values == [3.0]
 
@@ -131,7 +131,7 @@ def test_openrlhf_tensor():
     assert scores.values == [5.0, 6.0]
 
 
-def test_openrlhf_by_position_when_told_so():
+def test_openrlhf_by_position_if_the_signature_is_configured():
     rows = [prompt(answer="4")]
     scores, _ = call("openrlhf_rewards.py:renamed", [["4", "55"]], rows, signature="openrlhf")
     assert scores.values == [1.0, 2.0]
@@ -169,7 +169,7 @@ def test_a_module_on_the_path(monkeypatch):
         ("out_of_memory", 0, "memory_mb", None),
     ],
 )
-def test_what_is_no_reward_is_an_error(path, position, problem, returned):
+def test_invalid_rewards_are_errors(path, position, problem, returned):
     rows = [prompt(answer="4", data_source="x", solution="4")]
     with pytest.raises(BadReward, match=problem) as caught:
         call(f"broken.py:{path}", [["good", "bad"]], rows)
@@ -214,7 +214,7 @@ def test_functions_that_cannot_be_used_are_refused_when_loaded(path, signature, 
     assert caught.value.path == path
 
 
-def test_a_failed_import_is_tried_again(tmp_path):
+def test_a_failed_import_is_retried(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("syntax error")
     with pytest.raises(RewardFunctionError, match="SyntaxError"):

@@ -1,4 +1,4 @@
-"""Metrics against hand-computed values; cutting into batches and putting together again."""
+"""Metrics against hand-computed values; splitting into batches and joining the scores."""
 
 import numpy as np
 import pytest
@@ -44,7 +44,7 @@ def test_reward_metrics():
     )
 
 
-def test_a_number_that_a_function_calls_mean_does_not_hide_the_terms_own():
+def test_an_extra_value_called_mean_does_not_hide_the_mean_of_the_term():
     made = with_rewards(
         rollouts([prompt()], [["a"]]), np.ones(1, np.float32), {"f/mean": np.array([9.0]), "f": np.array([1.0])}
     )
@@ -66,7 +66,7 @@ def test_exact_match():
         checked_exact_match("1", None)
 
 
-def test_a_group_that_fits_is_never_cut():
+def test_a_group_that_fits_into_a_batch_is_never_split():
     made = rollouts([prompt(row) for row in range(4)], [["a"] * 3, ["b"] * 3, ["c"] * 7, ["d"]])
     cut = cut_batches(made.groups, 3, 5)
     assert [[sample.text for sample in batch.samples] for batch in cut] == [
@@ -78,7 +78,7 @@ def test_a_group_that_fits_is_never_cut():
     assert [[each.row for each in batch.prompts] for batch in cut] == [[0], [1], [2], [2, 3]]
     assert cut[3].uid(1) == "0:2#6"
     assert cut[3].uid(2) == "0:3#0"
-    assert cut[3].alone(2).uid(0) == "0:3#0"
+    assert cut[3].single(2).uid(0) == "0:3#0"
 
 
 @given(st.lists(st.integers(0, 9), max_size=12), st.integers(1, 12))
@@ -95,7 +95,7 @@ def test_batches_keep_every_sample_in_order(sizes, limit):
             assert sum(any(each.row == row for each in batch.prompts) for batch in cut) == 1
 
 
-def test_what_terms_report_besides_is_aligned():
+def test_extra_values_are_aligned_with_samples():
     scores = [TermScores([1.0, None]), TermScores([0.0], {"acc": [1.0]}), TermScores([2.0], {"length": [5.0]})]
     found = term_columns("f", scores, [2, 1, 1])
     np.testing.assert_equal(found["f"], [1.0, np.nan, 0.0, 2.0])
@@ -115,7 +115,7 @@ def test_scored_groups_keep_their_rewards():
     assert made.groups[0].rewards is None
 
 
-def test_a_reward_error_says_all_it_knows():
+def test_a_reward_error_has_all_details():
     error = RewardError("f.py:f", "raised KeyError: 1", "0:7#2", 7, "x" * 1000, "3 (int)", "Traceback: here")
     text = str(error)
     assert all(part in text for part in ("f.py:f", "raised KeyError", "0:7#2", "row 7", "3 (int)", "Traceback: here"))

@@ -13,7 +13,7 @@ def check(path: str, base: Path) -> None:
     check_terms([ExactMatchReward(), FunctionReward(path=path)], base)
 
 
-def test_a_function_that_is_there_is_accepted_and_not_run(tmp_path: Path) -> None:
+def test_an_existing_function_is_accepted_and_not_run(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text("raise SystemExit(3)\ndef score(**_): ...\nother = score\nimport json as j\n")
     for name in ("score", "other", "j.loads"):
         check(f"a.py:{name}", tmp_path)
@@ -33,7 +33,7 @@ def test_a_function_that_is_there_is_accepted_and_not_run(tmp_path: Path) -> Non
         ("no_such_package.rewards:score", "no package 'no_such_package'"),
     ],
 )
-def test_what_is_not_there_is_refused(tmp_path: Path, path: str, words: str) -> None:
+def test_a_missing_function_is_refused(tmp_path: Path, path: str, words: str) -> None:
     (tmp_path / "a.py").write_text("def score(**_): ...\n")
     (tmp_path / "broken.py").write_text("def score(:\n")
     with pytest.raises(RewardFunctionError, match=words):

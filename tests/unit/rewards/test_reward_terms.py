@@ -43,7 +43,7 @@ def test_verifiers_over_a_batch():
     assert scores.extras == {"undecided": [0.0] * 4}
 
 
-def test_what_math_cannot_decide_is_counted(monkeypatch):
+def test_undecided_math_is_counted(monkeypatch):
     monkeypatch.setattr(verifiers, "MATH_LIMIT_S", 0.3)
     scores, _ = score(MathReward(), [["$9^{9^{9}}$", "3"]], [prompt(answer="3")])
     assert scores.values == [0.0, 1.0]
@@ -58,7 +58,7 @@ def test_a_row_without_an_answer_is_an_error(term):
     assert caught.value.position == 1
 
 
-def test_an_answer_that_math_cannot_read_names_the_sample():
+def test_an_unreadable_math_answer_names_the_sample():
     with pytest.raises(BadReward, match="cannot be parsed by math-verify") as caught:
         score(MathReward(), [["4"], ["7"]], [prompt(0, answer="4"), prompt(1, answer=" ")])
     assert caught.value.position == 1

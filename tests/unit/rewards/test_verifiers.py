@@ -1,4 +1,4 @@
-"""Verifiers against cases worked out by hand, and their bounds against hostile completions."""
+"""Verifiers against cases worked out by hand, and their time limits against hostile completions."""
 
 import signal
 import threading
@@ -83,7 +83,7 @@ def test_math(completion, answer, tolerance, expected):
 
 
 @pytest.mark.parametrize("answer", ["", "  "])
-def test_an_answer_that_is_no_expression_is_refused(answer):
+def test_an_answer_that_is_not_an_expression_is_refused(answer):
     with pytest.raises(UnreadableAnswer, match="cannot be parsed"):
         math_equal("3", answer)
 
@@ -96,7 +96,7 @@ def test_a_hostile_expression_is_undecided_in_bounded_time(monkeypatch):
     assert signal.getsignal(signal.SIGALRM) is handler
 
 
-def test_the_callers_own_alarm_survives():
+def test_an_alarm_of_the_caller_survives():
     heard = []
     handler = signal.signal(signal.SIGALRM, lambda *_: heard.append(1))
     timer = signal.setitimer(signal.ITIMER_REAL, 0.3)
@@ -111,7 +111,7 @@ def test_the_callers_own_alarm_survives():
         signal.signal(signal.SIGALRM, handler)
 
 
-def test_math_works_beside_the_main_thread():
+def test_math_works_outside_the_main_thread():
     found = []
     thread = threading.Thread(target=lambda: found.append(math_equal("$1/4$", "0.25")))
     thread.start()

@@ -1,4 +1,4 @@
-"""The engine's service: nothing is lost on the way to the controller, and failures reach it."""
+"""The engine's service: completions are delivered even if answers are lost, and failures reach the controller."""
 
 from dataclasses import dataclass
 
@@ -37,7 +37,7 @@ def ask(n, tokens=5):
 
 
 def taken(engine, ack=0):
-    """What `collect` answers by now; None where it does not yet."""
+    """The answer of a `collect` call; None if it is not answered yet."""
     answers = []
     engine.collect(ack).on_settled(lambda value, error: answers.append((value, error)))
     for value, error in answers:
@@ -75,22 +75,22 @@ def test_completions_are_held_back_for_equally_urgent_ones(monkeypatch):
     monkeypatch.setattr("lockstep.rollout.engine_service.time.monotonic", lambda: now[0])
     outbox = Outbox()
     outbox.expect([request("a", 3), request("b", 3), request("c", 4), request("d", 4)])
-    assert not outbox.due(0, 1.0), "nothing is there"
+    assert not outbox.due(0, 1.0), "there are no completions"
     outbox.put([completion("a")])
     assert outbox.due(0, 0.0) and not outbox.due(0, 1.0)
     now[0] += 1.0
-    assert outbox.due(0, 1.0), "it has waited long enough"
+    assert outbox.due(0, 1.0), "`hold_s` has passed"
     outbox.put([completion("b")])
-    assert outbox.due(0, 10.0), "what is left is wanted later"
+    assert outbox.due(0, 10.0), "the other requests are less urgent"
     assert [each.request for each in outbox.collect(0).completions] == ["a", "b"]
     outbox.acknowledge(2)
     outbox.put([completion("c")])
     assert not outbox.due(2, 1.0)
     outbox.collect(2)
-    assert outbox.due(2, 1.0), "what was told has not arrived"
+    assert outbox.due(2, 1.0), "the answer that was sent has not arrived"
     outbox.acknowledge(3)
     outbox.put([completion("d")])
-    assert outbox.due(3, 1.0), "there is nothing else"
+    assert outbox.due(3, 1.0), "there are no other requests"
 
 
 def test_turns_of_conversations_are_sent_at_once():
@@ -227,7 +227,9 @@ def test_loads_weights_from_the_store(model, tmp_path):
     store.commit(5)
     moves = current_beacon().progress_count
     engine.load_weights(str(store.folder), 5)
-    assert current_beacon().progress_count - moves >= 2 * len(parameters), "as each is checked, and as each is taken"
+    assert current_beacon().progress_count - moves >= 2 * len(parameters), (
+        "each tensor is read for the check and for the copy"
+    )
     assert engine.progress().version == 5
     assert all(bool((parameter == 0.25).all()) for parameter in parameters.values())
     fresh = service(
@@ -262,7 +264,7 @@ def test_renew_answers_open_collect_calls(model):
     engine.collect().on_settled(lambda value, error: told.append((value, error)))
     engine.background()
     engine.renew()
-    assert told == [(CompletionBatch.of(0, []), None)], "the question is not open for good"
+    assert told == [(CompletionBatch.of(0, []), None)], "the call does not stay open forever"
     engine.submit(ask(2))  # the same ids: the engine knows of none any more
     while engine.background():
         pass

@@ -1,4 +1,4 @@
-"""Any causal language model: those that pass the probe use the cache, the others the plain path, both right."""
+"""Any causal language model: those that pass the probe use the KV cache, the others compute whole sequences."""
 
 import logging
 

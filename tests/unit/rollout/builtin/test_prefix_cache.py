@@ -35,7 +35,7 @@ def first_turns(keep=True, tokens=9):
 
 
 def next_turns(requests, done, more=(7, 1, 3)):
-    """What an environment adds to each conversation, and what the model is asked then."""
+    """Requests for the next turns, after replies of an environment."""
     random = np.random.default_rng(6)
     made = []
     for number, request in enumerate(requests):
@@ -72,7 +72,7 @@ def test_a_next_turn_computes_only_new_tokens(name, own):
     done = run(engine, following)
     now = engine.progress()
     first = first_turns()
-    # All that was an input: the last token of a turn was not. Shorter than a block is not looked for.
+    # The last token of a turn was never an input, so it is not kept. Prefixes of fewer than 16 tokens are not reused.
     kept = [len(each.prompt) + len(said[each.id].tokens) - 1 for each in first]
     assert now.prefix_cache_hits - before.prefix_cache_hits == sum(count for count in kept if count >= 16) > 0
     assert now.prefix_cache_queries - before.prefix_cache_queries == sum(len(each.prompt) - 1 for each in following)
@@ -158,13 +158,13 @@ def test_lookup_and_eviction_order():
     store.keep(long[:20], one, 100)
     store.keep(long[::-1][:30], two, 100)
     assert (len(store), store.tokens) == (2, 50)
-    assert store.find(long) == (one, 20)  # which makes it the newer one
-    assert store.find(long[:15]) == ({}, 0)  # too little to gain
+    assert store.find(long) == (one, 20)  # now it is the most recently used
+    assert store.find(long[:15]) == ({}, 0)  # too short
     assert (store.queries, store.hits) == (55, 20)
-    store.keep(long, three, 100)  # goes on with the first, which nobody needs any more
+    store.keep(long, three, 100)  # it continues the first sequence, and replaces it
     assert (len(store), store.tokens) == (2, 70)
     assert store.find(np.concatenate([long[:25], [99]])) == (three, 25)
-    store.keep(np.full(50, 7, np.int32), one, 100)  # no room for the oldest
+    store.keep(np.full(50, 7, np.int32), one, 100)  # evicts the oldest
     assert (len(store), store.tokens) == (2, 90)
     assert store.find(long[::-1]) == ({}, 0) and store.find(long)[1] == 40
     store.clear()

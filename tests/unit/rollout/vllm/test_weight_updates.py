@@ -1,5 +1,5 @@
-"""What the vLLM engine makes of its workers' answers, and when it takes its memory back: with a core that writes down
-what it is asked, as no GPU sleeps here and no two workers fail apart on demand."""
+"""How the vLLM engine handles the results of its workers' updates, and when it allocates released memory again. A fake
+core records its calls."""
 
 import subprocess
 import sys
