@@ -50,7 +50,7 @@ class ReinforcePlusPlusBaselineAdvantage(Section):
     """Added to the standard deviation."""
 
 
-def _without_critic(value: Any) -> Any:
+def _reject_gae(value: Any) -> Any:
     if isinstance(value, Mapping) and value.get("kind") == "gae":
         raise ValueError("gae needs a critic's values, and this recipe has no critic: use grpo or rloo")
     return value
@@ -59,7 +59,7 @@ def _without_critic(value: Any) -> Any:
 Advantage = Annotated[
     GRPOAdvantage | DrGRPOAdvantage | RLOOAdvantage | ReinforcePlusPlusAdvantage | ReinforcePlusPlusBaselineAdvantage,
     Field(discriminator="kind"),
-    BeforeValidator(_without_critic),
+    BeforeValidator(_reject_gae),
 ]
 
 
@@ -87,7 +87,7 @@ class ImportanceCorrection(Section):
     """With `mask`, tokens with smaller weights are dropped as well."""
 
     @model_validator(mode="after")
-    def _ordered(self) -> Self:
+    def _check_bounds(self) -> Self:
         if self.floor and self.kind != "mask":
             raise ValueError(f"floor {self.floor} applies to kind mask only; {self.kind} has no lower bound")
         if self.floor >= self.cap:
@@ -112,11 +112,12 @@ class PolicyLoss(Section):
     """The source of the log-probabilities in the ratio's denominator; `trainer` costs a forward pass."""
 
     @model_validator(mode="after")
-    def _corrected_once(self) -> Self:
+    def _check_old_logprobs(self) -> Self:
         if self.importance.kind != "off" and self.old_logprobs == "engine":
             raise ValueError(
-                "importance correction goes from the engine's to the trainer's log-probabilities, so the ratio must "
-                "start from the trainer's: set loss.old_logprobs=trainer (a ratio to the engine's needs no correction)"
+                "importance correction goes from the engine's to the trainer's log-probabilities, so the ratio's "
+                "denominator must be the trainer's: set loss.old_logprobs=trainer (a ratio to the "
+                "engine's needs no correction)"
             )
         return self
 

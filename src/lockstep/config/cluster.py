@@ -16,11 +16,11 @@ RESERVED_VARIABLES = {
     "LOCKSTEP_TOKEN": _INTERNAL_REASON, "LOCKSTEP_WORKER": _INTERNAL_REASON, "LOCKSTEP_WATCH*": _INTERNAL_REASON,
     "LOCKSTEP_BEACONS": "it belongs to one node: set it where that node's Ray is started",
 }  # fmt: skip
-"""Variables, by name or prefix and `*`, that no config may set for all workers, with the reason."""
+"""Variables that no config may set for all workers, by name or by prefix and `*`, with the reason."""
 
 
 def matching_reason(name: str, reasons: Mapping[str, str]) -> str | None:
-    """The reason for a variable in such a table; None if it is not in it."""
+    """The reason that a table of names and patterns gives for a variable; None if no entry matches."""
     return next((why for pattern, why in reasons.items() if fnmatchcase(name, pattern)), None)
 
 
@@ -77,7 +77,7 @@ class RayClusterConfig(Section):
 
     @field_validator("ports")
     @classmethod
-    def _are_enough(cls, ports: tuple[int, int] | None) -> tuple[int, int] | None:
+    def _check_ports(cls, ports: tuple[int, int] | None) -> tuple[int, int] | None:
         if ports is not None and not 1024 <= ports[0] <= ports[1] - 2 <= 65533:
             raise ValueError(
                 f"expected the first and last of at least 3 ports between 1024 and 65535, not {list(ports)}: the "
@@ -87,7 +87,7 @@ class RayClusterConfig(Section):
 
     @field_validator("env")
     @classmethod
-    def _may_be_declared(cls, env: dict[str, str]) -> dict[str, str]:
+    def _check_env(cls, env: dict[str, str]) -> dict[str, str]:
         for name in env:
             if why := matching_reason(name, RESERVED_VARIABLES):
                 raise ValueError(f"cannot set {name} for all workers: {why}")
@@ -124,7 +124,7 @@ class PlacementConfig(Section):
     rollout: RolePlacement = RolePlacement()
 
     @model_validator(mode="after")
-    def _colocates_two(self) -> Self:
+    def _check_colocate(self) -> Self:
         if self.colocate and self.colocate != "all" and set(self.colocate) != {"policy", "rollout"}:
             raise ValueError(f"colocate {list(self.colocate)}: expected all, or [policy, rollout]")
         return self

@@ -52,7 +52,7 @@ class DatasetConfig(Section):
     """For a prompt longer than the context: refuse the run, or drop the row and count it."""
 
     @model_validator(mode="after")
-    def _task_of_tasks(self) -> Self:
+    def _check_task(self) -> Self:
         if self.task is not None and self.kind != "reasoning_gym":
             raise ValueError("task belongs to kind: reasoning_gym")
         return self

@@ -1,11 +1,11 @@
-"""Errors in a run's file: all problems at once, each with field, value, expected value and fix."""
+"""The error about a run's file, with all its problems: each with field, value, expected value and fix."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class ConfigProblem:
-    """One problem."""
+    """One problem of a run's file."""
 
     field: str
     """Dotted path, e.g. `loss.clip_low`; empty if several fields contradict each other, which the message names."""

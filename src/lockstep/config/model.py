@@ -70,7 +70,7 @@ class ModelConfig(Section):
     """Longest sequence (prompt and completion); the model's own limit when absent."""
 
     @model_validator(mode="after")
-    def _quantized_weights_are_frozen(self) -> Self:
+    def _check_quantization(self) -> Self:
         if self.quantization is not None and self.adapter is None:
             raise ValueError("quantized weights are frozen and cannot be trained: set model.adapter as well")
         return self

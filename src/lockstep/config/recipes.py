@@ -30,7 +30,7 @@ class SFTConfig(RunConfig):
     """Also train on the tokens of prompts and user turns."""
 
     @model_validator(mode="after")
-    def _consistent(self) -> Self:
+    def _check_consistency(self) -> Self:
         _check_norm_length(self.loss.aggregation, self.loss.norm_length)
         if self.rollout.max_staleness:
             raise ValueError("rollout.max_staleness applies to recipes with rollouts only: leave it out")
@@ -59,7 +59,7 @@ class GRPOConfig(RunConfig):
         return self.prompts_per_step * self.group_size
 
     @model_validator(mode="after")
-    def _consistent(self) -> Self:
+    def _check_consistency(self) -> Self:
         total, size = self.completions_per_step, self.minibatch_size
         if size is not None and (size % self.group_size or total % size):
             raise ValueError(

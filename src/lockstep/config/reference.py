@@ -15,7 +15,7 @@ _SIGNS = ((Gt, "gt", ">"), (Ge, "ge", ">="), (Lt, "lt", "<"), (Le, "le", "<="))
 
 
 def reference() -> str:
-    """One table per section, each section once, in the order of the fields."""
+    """Returns the page: one table per section, each section once, in the order of the fields."""
     lines = [
         "# Every field",
         "",

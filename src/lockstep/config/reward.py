@@ -60,7 +60,7 @@ class LengthPenalty(_RewardTerm):
     hard: int = Field(gt=0)
 
     @model_validator(mode="after")
-    def _ordered(self) -> Self:
+    def _check_bounds(self) -> Self:
         if self.soft >= self.hard:
             raise ValueError(f"soft {self.soft} must be less than hard {self.hard}")
         return self
@@ -92,7 +92,7 @@ class JsonSchemaReward(_RewardTerm):
     present and valid (for an array: of its items that are valid)."""
 
     @model_validator(mode="after")
-    def _one_schema(self) -> Self:
+    def _check_schema(self) -> Self:
         if (self.definition is None) == (self.file is None):
             raise ValueError("set the schema either as definition or as file")
         if self.definition is not None:
@@ -131,7 +131,7 @@ class _RemoteTerm(_RewardTerm):
     """Requests in flight at once, over all scorer processes."""
 
     @model_validator(mode="after")
-    def _one_try_fits(self) -> Self:
+    def _check_deadline(self) -> Self:
         if self.deadline_s < self.timeout_s:
             raise ValueError(
                 f"deadline_s {self.deadline_s:g} leaves no time for one attempt (timeout_s {self.timeout_s:g})"
@@ -221,7 +221,7 @@ class JudgeReward(_RemoteTerm):
 
     @field_validator("template")
     @classmethod
-    def _renders(cls, template: str) -> str:
+    def _check_template(cls, template: str) -> str:
         from jinja2 import TemplateSyntaxError, meta
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -238,7 +238,7 @@ class JudgeReward(_RemoteTerm):
         return template
 
     @model_validator(mode="after")
-    def _range(self) -> Self:
+    def _check_score_range(self) -> Self:
         if self.lowest >= self.highest:
             raise ValueError(f"lowest {self.lowest:g} must be less than highest {self.highest:g}")
         return self
@@ -292,7 +292,7 @@ class RewardConfig(Section):
     """Completions per call of a function."""
 
     @model_validator(mode="after")
-    def _one_request_each(self) -> Self:
+    def _check_concurrency(self) -> Self:
         for index, term in enumerate(self.terms):
             if isinstance(term, HttpReward | JudgeReward) and term.concurrency < self.workers:
                 raise ValueError(

@@ -47,7 +47,7 @@ class EnvironmentConfig(Section):
     or `stop` the run."""
 
     @model_validator(mode="after")
-    def _one_of_both(self) -> Self:
+    def _check_environment(self) -> Self:
         if (self.path is None) == (not self.tools):
             raise ValueError("set either path (an environment's class) or tools (functions)")
         if self.tools and self.arguments:
@@ -138,7 +138,7 @@ class VllmEngineConfig(Section):
     """Further arguments of vLLM's `EngineArgs`, passed unchanged."""
 
     @model_validator(mode="after")
-    def _extra_is_further(self) -> Self:
+    def _check_extra(self) -> Self:
         for name, value in self.extra.items():
             field = _MODEL_FIELDS.get(name) or (f"rollout.engine.{name}" if name in type(self).model_fields else "")
             if field:

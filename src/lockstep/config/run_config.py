@@ -97,7 +97,7 @@ class RunConfig(Section):
 
     @field_validator("tracking")
     @classmethod
-    def _one_of_each(cls, trackers: tuple[TrackerConfig, ...]) -> tuple[TrackerConfig, ...]:
+    def _check_tracking(cls, trackers: tuple[TrackerConfig, ...]) -> tuple[TrackerConfig, ...]:
         kinds = [tracker.kind for tracker in trackers]
         twice = sorted({kind for kind in kinds if kinds.count(kind) > 1})
         if twice:
@@ -112,7 +112,7 @@ class RunConfig(Section):
         return merged + (["adapter"] if self.model.adapter is not None and chosen in (True, "adapter") else [])
 
     @model_validator(mode="after")
-    def _exports_what_is_there(self) -> Self:
+    def _check_export(self) -> Self:
         if self.checkpoint.export == "adapter" and self.model.adapter is None:
             raise ValueError(
                 "checkpoint.export 'adapter' needs an adapter: set model.adapter, or checkpoint.export=true"
@@ -120,7 +120,7 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _quantized_weights_are_whole(self) -> Self:
+    def _check_quantization(self) -> Self:
         if self.model.quantization is not None and self.trainer.ranks > 1:
             raise ValueError(
                 f"model.quantization needs trainer.ranks=1, got {self.trainer.ranks}: bitsandbytes weights cannot be "
@@ -131,7 +131,7 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _takes_turns_or_goes_on(self) -> Self:
+    def _check_colocation(self) -> Self:
         if self.placement.shared and self.rollout.max_staleness:
             raise ValueError(
                 f"with placement.colocate engines sleep while the trainer trains, and with rollout.max_staleness "
@@ -140,14 +140,14 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _engines_sample_so(self) -> Self:
+    def _check_temperatures(self) -> Self:
         self.rollout.check(self.rollout.sampling, "rollout.sampling")
         if self.evaluation is not None and self.evaluation.sampling is not None:
             self.rollout.check(self.evaluation.sampling, "evaluation.sampling")
         return self
 
     @model_validator(mode="after")
-    def _fewer_ranks_compute_the_same(self) -> Self:
+    def _check_fewer_ranks(self) -> Self:
         if self.recovery.fewer_ranks and self.model.adapter is not None and self.model.adapter.lora_dropout:
             raise ValueError(
                 "recovery.fewer_ranks with model.adapter.lora_dropout would change the result, since the dropout masks "
@@ -156,13 +156,14 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _held_out(self) -> Self:
-        """A task's row depends on seed + index, so close seeds share most of their rows."""
+    def _check_held_out_rows(self) -> Self:
+        """Raises ValueError if evaluation uses rows of the training data. A task's row depends on seed + index, so
+        tasks with close seeds share most of their rows."""
         if self.evaluation is None:
             return self
-        ours, theirs = self.data, self.evaluation.data
-        one, other = ours.task or ProceduralTask(), theirs.task or ProceduralTask()
-        alike = ours.kind == theirs.kind == "reasoning_gym" and ours.path == theirs.path
+        data, held_out = self.data, self.evaluation.data
+        one, other = data.task or ProceduralTask(), held_out.task or ProceduralTask()
+        alike = data.kind == held_out.kind == "reasoning_gym" and data.path == held_out.path
         if alike and one.arguments == other.arguments and one.overlaps(other):
             raise ValueError(
                 f"evaluation.data contains rows of data: a task's row depends on its seed plus its index, and the "

@@ -12,12 +12,12 @@ FALSE_AS_OFF = BeforeValidator(lambda value: "off" if value is False else value)
 def default_kind(usual: str) -> BeforeValidator:
     """For sections of several kinds: reads `cluster: ray` as `cluster: {kind: ray}`, and fills in a missing kind."""
 
-    def named(value: Any) -> Any:
+    def add_kind(value: Any) -> Any:
         if isinstance(value, str):
             return {"kind": value}
         return {"kind": usual, **value} if isinstance(value, Mapping) and "kind" not in value else value
 
-    return BeforeValidator(named)
+    return BeforeValidator(add_kind)
 
 
 class Section(BaseModel):

@@ -34,7 +34,7 @@ class LRScheduleConfig(Section):
     final: float = Field(0.0, ge=0, le=1)
 
     @model_validator(mode="after")
-    def _warmup_fits(self) -> Self:
+    def _check_warmup(self) -> Self:
         if self.total_steps is not None and self.warmup_steps > self.total_steps:
             raise ValueError(f"warmup_steps {self.warmup_steps} is more than total_steps {self.total_steps}")
         return self
@@ -83,7 +83,7 @@ class TrainerConfig(Section):
         return self.ranks // self.replicas
 
     @model_validator(mode="after")
-    def _replicas_fit(self) -> Self:
+    def _check_replicas(self) -> Self:
         if self.replicas > 1 and (self.ranks % self.replicas or self.shards < 2):
             raise ValueError(
                 f"replicas {self.replicas} must divide ranks {self.ranks} and leave at least two ranks per copy"

@@ -112,8 +112,8 @@ def stop_actors(node_actors: Iterable[tuple[str, Any]], generation: int) -> None
 
 
 def tie_to_controller(node_actors: Iterable[tuple[str, Any, bool]], generation: int, grace_s: float) -> None:
-    """Binds the lives of actors to this process, plus the grace. For each: node name, actor, and whether it is on this
-    host; actors on other hosts live as long as their agents.
+    """Makes actors end when this process has been gone for longer than the grace. Each is given as node name, actor,
+    and whether it is on this host; actors on other hosts end with their agents.
 
     Raises:
         Superseded: a later generation has the run.
@@ -130,7 +130,7 @@ def tie_to_controller(node_actors: Iterable[tuple[str, Any, bool]], generation: 
 
 
 def request_agent(actor: Any, leader: Leader, grace_s: float) -> Any:
-    """Requests a new agent from an actor; a reference to its address."""
+    """Requests a new agent from an actor. Returns a reference to the agent's address."""
     return actor.start_agent.remote(next(_request_ids), asdict(leader), grace_s)
 
 
@@ -165,7 +165,7 @@ def check_reachable_from_nodes(
     """Checks that every node (name and actor) reaches the ports of this host (addresses by process).
 
     Raises:
-        NodeRefused: a node does not.
+        NodeRefused: a node does not reach a port.
         WaitTimeout, Ray's errors: its actor does not respond.
     """
     listeners = [ListeningPort(what, socket.gethostname(), *where) for what, where in listening.items()]

@@ -55,7 +55,7 @@ LINGER_S = 180.0
 actors and reserving resources takes less."""
 CHECK_S = 1.0
 REPLY_SENT_S = 0.2
-"""A reply has been sent after this time."""
+"""Within this time a reply has been sent."""
 RELEASE_S = 3.0
 SHARED_FOLDER_MARK = "seen-from-all-nodes"
 """File in the run's folder by which a node detects whether it shares that folder with the controller."""
@@ -63,7 +63,7 @@ SHARED_FOLDER_MARK = "seen-from-all-nodes"
 
 @dataclass(frozen=True, slots=True)
 class RunSite:
-    """What every node needs to know about the run."""
+    """The facts about a run that every node needs."""
 
     run: str
     token: str
@@ -107,7 +107,7 @@ class NodeActor:
         self._run, self._token, self._ports, self._name = site.run, site.token, site.ports, name
         self._began = time.time()
         self._generation = 0
-        """The latest generation seen; requests of earlier ones are refused."""
+        """The latest generation of all requests; requests of earlier generations are refused."""
         self._order = 0, 0
         """Generation and number of the latest request for an agent."""
         self._starting, self._admitting, self._reserving = threading.Lock(), threading.Lock(), threading.Lock()
@@ -141,11 +141,11 @@ class NodeActor:
         memory stays: it holds weights, which new workers use again.
 
         Args:
-            order: number of the request within its generation. A request that arrives after a later one is void.
+            order: number of the request within its generation. A request that arrives after a later one is refused.
 
         Raises:
             Superseded: a later generation has the run.
-            AgentError: the agent does not start, or the request is void.
+            AgentError: the agent does not start, or a later request has arrived.
         """
         chosen = Leader(**leader)
         self._check_generation(chosen.generation)
@@ -182,8 +182,9 @@ class NodeActor:
             self._generation, self._needed_at = generation, time.monotonic()
 
     def hand_over(self, generation: int, files: list[tuple[str, str]]) -> dict[str, Any]:
-        """What a later controller needs to continue with this node; from now on its grace counts. Includes one of its
-        `files` (see `node_versions.imported_files`) that has changed since this actor started. Raises Superseded."""
+        """Returns what a later controller needs to take over this node, whose grace period now applies. Includes one of
+        its `files` (see `node_versions.imported_files`) that has changed since this actor started. Raises
+        Superseded."""
         self._check_generation(generation)
         with self._starting:
             if not self._agent_lives:  # nor any worker, so that their beacons are outdated
@@ -195,14 +196,15 @@ class NodeActor:
             }  # fmt: skip
 
     def watch_controller(self, generation: int, pid: int | None, start_ticks: int | None, grace_s: float) -> None:
-        """Binds this actor's life to a process of this host, plus the grace. Raises Superseded."""
+        """Makes this actor end when a process of this host has been gone longer than the grace. Raises Superseded."""
         self._check_generation(generation)
         self._controller = None if pid is None else (pid, start_ticks)
         self._grace_s = grace_s
 
     def reserve(self, generation: int, bundle: dict[str, float], counting: list[str]) -> str:
-        """Creates a placement group on this node; its id. Groups that are not in `counting` are released first: the
-        controller does not know of them, or could not release them because Ray did not respond. Raises Superseded."""
+        """Creates a placement group on this node and returns its id. Groups that are not in `counting` are released
+        first: the controller does not know of them, or could not release them because Ray did not respond. Raises
+        Superseded."""
         self._check_generation(generation)
         with self._reserving:
             for left in [each for each in self._groups if each.id.hex() not in counting]:

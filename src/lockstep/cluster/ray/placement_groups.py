@@ -29,13 +29,13 @@ def reserve_groups(
     held: Sequence[Reservation],
     notice_after_s: float,
 ) -> list[Reservation]:
-    """Has each node's actor (by node id) reserve the run's share of the node, beside what it holds, in a placement
+    """Makes each node's actor (by node id) reserve the run's share of the node, in addition to `held`, in a placement
     group that ends with the actor.
 
     Raises:
         ReservationConflict: the nodes have changed.
         Superseded: a later generation has the run.
-    On failure nothing stays reserved; where Ray does not respond, only until the actor's next request or its end.
+    On an error the groups are released; if Ray does not respond, at the actor's next request or at its end.
     """
     refs = [
         node_actors[share.node.id].reserve.remote(
@@ -69,7 +69,7 @@ def _to_reservations(groups: Sequence[PlacementGroup], assignment: Assignment) -
 
 
 def remove_group(name: str) -> None:
-    """Releases a placement group; where Ray does not respond, its actor does so later. Idempotent."""
+    """Releases a placement group; if Ray does not respond, the group's actor does it later. Idempotent."""
     with contextlib.suppress(RayUnresponsive):
         group = PlacementGroup(PlacementGroupID(bytes.fromhex(name)))
         ray_call(lambda: remove_placement_group(group), "releasing a reservation")
@@ -81,7 +81,7 @@ def _bundle_resources(share: NodeShare) -> dict[str, float]:
 
 
 def _wait_until_created(groups: Sequence[PlacementGroup], shares: Sequence[NodeShare], notice_after_s: float) -> None:
-    """Raises ReservationConflict."""
+    """Waits until Ray has created the groups. Raises ReservationConflict."""
     left = list(zip(groups, shares, strict=True))
 
     def needs() -> str:

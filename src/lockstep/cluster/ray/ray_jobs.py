@@ -21,21 +21,21 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 DASHBOARD_REPLY_S = 30.0
-"""For a request to the dashboard, on a busy machine."""
+"""Time limit for a request to the dashboard, which may run on a busy machine."""
 UPLOAD_S = 600.0
 READY_S = 120.0
-"""For a newly started cluster, until its agents accept jobs."""
+"""Time limit until the agents of a newly started cluster accept jobs."""
 _RETRY_LATER = "try again later"
 STATUS_POLL_S = 2.0
 """Interval at which a silent job's status is queried."""
 _LOG_END_S = 10.0
-"""For the end of the log, once the job has ended."""
+"""Time limit for the end of the log, once the job has ended."""
 _MAX_UNANSWERED = 10
-"""Unanswered requests in a row before the job is left alone."""
+"""Unanswered requests in a row after which the job is no longer followed."""
 
 
 class SubmissionError(ConnectionError):
-    """The dashboard cannot be reached, or does not accept the job: address and fix."""
+    """The dashboard cannot be reached, or does not accept the job. Names the address and a fix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class RayJobResult:
     status: str
     """`SUCCEEDED`, `FAILED` or `STOPPED`."""
     exit_code: int | None
-    """Its driver's, where Ray knows it."""
+    """Exit code of the job's driver; None if Ray does not know it."""
     message: str
 
 
@@ -132,7 +132,8 @@ def submit_job(
 
 
 def follow_job(job: RayJob, emit: Callable[[str], None]) -> RayJobResult:
-    """Emits the job's log until the job ends, as long as the dashboard responds. Ctrl-C does not affect the job.
+    """Passes the job's log to `emit` until the job ends or the dashboard no longer responds. Ctrl-C does not stop the
+    job.
 
     Raises:
         SubmissionError: the dashboard does not respond any more; the job continues.
@@ -162,7 +163,7 @@ def follow_job(job: RayJob, emit: Callable[[str], None]) -> RayJobResult:
 
 
 class _LogReader:
-    """A thread that reads the job's log; it reconnects after an error, and emits nothing twice."""
+    """Reads a job's log in a thread. After an error, `begin` reconnects; no text is returned twice."""
 
     def __init__(self) -> None:
         self.broken = False
@@ -202,7 +203,7 @@ def _read_log(client: Any, job: RayJob, chunks: "queue.Queue[str | None]", skip:
     try:
         with track_wait("http", job.address, f"the log of {job.id}, as long as the job runs"):
             asyncio.run(read())
-    except Exception as error:  # noqa: BLE001 - of a foreign client in its own thread: the next look says what it means
+    except Exception as error:  # noqa: BLE001 - any error of Ray's client; the job's status, which is queried next, explains it
         log.debug("the log of %s ended: %s", job.id, error)
     finally:
         chunks.put_nowait(None)
@@ -224,7 +225,7 @@ def _client(address: str) -> Any:
 
 
 def _call_dashboard(call: Callable[[], T], address: str, what: str, limit_s: float) -> T:
-    """The result of a call to the dashboard. Its thread is abandoned at the limit."""
+    """Makes a call to the dashboard in a thread and returns its result. At the limit the thread is abandoned."""
     try:
         return waits.future(waits.run_in_thread(call, what), waits_for=address, why=what, timeout_s=limit_s)
     except WaitTimeout as error:

@@ -28,7 +28,7 @@ from lockstep.watch.agent.service_discovery import ServiceAddress, Superseded
 from lockstep.watch.procfs import processes
 
 STATE_FILE = "ray.json"
-"""In the run's folder: tells a later controller what may be left."""
+"""File in the run's folder that tells a later controller which processes may be left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class PlacedResources:
     """The processes and the placement that resources were reserved for."""
 
     processes: dict[str, list[float]] = field(default_factory=dict)
-    """CPUs and GPUs by name."""
+    """CPUs and GPUs of each process, by name."""
     placement: dict[str, Any] = field(default_factory=dict)
 
     @staticmethod
@@ -67,7 +67,7 @@ class RayRunState:
 
     generation: int = 0
     run: str | None = None
-    """None if nothing is left."""
+    """Run id on the cluster; None if nothing is left there."""
     needs: PlacedResources = PlacedResources()
 
     def write(self, cluster_dir: Path) -> None:
@@ -76,7 +76,7 @@ class RayRunState:
 
     @staticmethod
     def read(cluster_dir: Path) -> "RayRunState":
-        """Generation 0 if there is no readable file."""
+        """Reads the state file; returns generation 0 if there is no readable one."""
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
             state = json.loads((cluster_dir / STATE_FILE).read_text())
             return RayRunState(state["generation"], state["run"], PlacedResources(**state["needs"]))
@@ -97,12 +97,12 @@ class InheritedNode:
     actor: Any
     found: Mapping[str, Any]
     agent: AgentClient | None
-    """None if the agent has ended, and its workers with it."""
+    """The node's agent; None if it has ended, and its workers with it."""
 
 
 @dataclass(frozen=True, slots=True)
 class InheritedRayNodes:
-    """The usable nodes of the earlier generation. They hold a session open, which the new owner closes."""
+    """The usable nodes of the earlier generation, with an open session to Ray, which the new owner closes."""
 
     run: str
     token: str
@@ -135,8 +135,8 @@ class _FoundActor:
 def take_over_ray_actors(
     config: Config, cluster_dir: Path, generation: int, requests: Sequence[ProcessRequest], placement: PlacementConfig
 ) -> InheritedRayNodes | None:
-    """Takes over what an earlier generation of the run has left, within its grace. None if nothing is usable for
-    these processes; the rest has been stopped then.
+    """Takes over the actors that an earlier generation of the run left behind, within the grace period. Returns None if
+    these processes cannot use them; then the actors have been stopped.
 
     Raises:
         RayUnavailable: the cluster is not available.
@@ -188,8 +188,8 @@ def _adopt_actors(config: Config, run: str, generation: int, difference: str | N
 
 
 def _find_actors(run: str, generation: int) -> tuple[list[_FoundActor], list[tuple[str, Any]]]:
-    """The actors that respond, this host's first, and those that do not, with their nodes. All refuse earlier
-    generations from now on."""
+    """Returns the actors that respond, this host's first, and those that do not, with their nodes. From now on, all
+    refuse requests of earlier generations."""
     named = ray_call(lambda: ray.util.list_named_actors(all_namespaces=True), "finding the run's actors")
     names = [each["name"] for each in named if each["namespace"] == run]
     files, here = imported_files(), ray.get_runtime_context().get_node_id()
@@ -219,14 +219,14 @@ def _find_actors(run: str, generation: int) -> tuple[list[_FoundActor], list[tup
 
 
 class _Unusable(Exception):
-    """Why a run cannot reuse what is left."""
+    """The run cannot reuse the actors that are left. Says why."""
 
 
 def _check_usable(found_actors: Sequence[_FoundActor], late: Sequence[tuple[str, Any]], difference: str | None) -> None:
-    """Raises _Unusable."""
+    """Raises _Unusable if the run cannot reuse the actors."""
     if difference is not None:
         raise _Unusable(difference)
-    if late:  # it may recover at any time, with workers whose places others have by then
+    if late:  # it may recover at any time, when other workers use the resources of its workers
         raise _Unusable(f"node {late[0][0]} does not respond, and is not lost yet")
     if not found_actors[0].near:
         raise _Unusable("the run is resumed on another host, which has no agent of it")

@@ -38,7 +38,7 @@ class RayUnresponsive(AllocatorUnavailable):
 
 
 class _UnansweredCall:
-    """A call that Ray has not answered, and since when."""
+    """The call that Ray has not answered, if there is one, and its time."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -46,7 +46,7 @@ class _UnansweredCall:
         self._since = 0.0
 
     def still(self) -> float | None:
-        """For how many seconds Ray has not responded; None if it does."""
+        """Seconds for which Ray has not responded; None if it responds."""
         with self._lock:
             if self._open is not None and self._open.done():
                 self._open = None
@@ -67,7 +67,7 @@ _silence = _UnansweredCall()
 
 
 def ray_call(call: Callable[[], T], why: str, timeout_s: float = RAY_CALL_S) -> T:
-    """Makes a call to Ray in a thread; its result or error. While an earlier call is unanswered, none is made.
+    """Makes a call to Ray in a thread and returns the result. Makes none while an earlier call is unanswered.
 
     Raises:
         RayUnresponsive: the call did not return in time, or raised one of Ray's errors.
@@ -95,7 +95,7 @@ DIAL_S = 5.0
 CONNECT_S = 120.0
 """Ray itself gives up on an unresponsive head after about a minute."""
 DISCONNECT_S = 10.0
-"""For closing a connection, even if the head does not respond."""
+"""Time limit for closing a connection, as the head may not respond."""
 OBJECT_STORE_BYTES = 100 << 20
 """The run puts nothing into Ray's object store."""
 
@@ -104,11 +104,11 @@ _users = 0
 _own: Path | None = None
 """Folder of the sockets of a Ray that this process has started; None if it joined a running one."""
 _unfinished: "Future[None] | None" = None
-"""An opening or closing of a connection that was given up and is still in progress."""
+"""The opening or closing of a connection that exceeded its time limit and is still in progress."""
 
 
 class RayUnavailable(ConnectionError):
-    """Ray is not available: which one, why, and how to fix it."""
+    """Ray is not available. Says which Ray, why, and how to fix it."""
 
 
 def has_private_ray() -> bool:
@@ -236,7 +236,7 @@ def _set_variables(variables: Mapping[str, str | None]) -> None:
 
 
 def _reload_auth() -> None:
-    """Makes Ray read those variables again: it caches them."""
+    """Makes Ray read the variables for authentication again, which it caches."""
     _raylet.Config.initialize("")
     _raylet.AuthenticationTokenLoader.instance().reset_cache()
 
@@ -299,9 +299,9 @@ def _connect_error(address: str, error: BaseException) -> str:
 
 
 def _run_in_thread(work: Callable[[], object], waits_for: str, why: str) -> None:
-    """Makes a call without a bound of its own in a thread, since in the main thread Ray replaces signal handlers. The
-    thread stays: processes that are bound to their parent's life end with the thread that started them. A session that
-    opens after the wait was given up is closed again."""
+    """Makes a call without a time limit in a thread, since in the main thread Ray replaces signal handlers. The thread
+    stays, because Ray's processes end with the thread that started them. A session that opens after the wait was given
+    up is closed again."""
     global _unfinished
     done: Future[None] = Future()
     over: Future[None] = Future()
