@@ -49,7 +49,7 @@ def poll(pid: int, codes: dict[int, int]) -> int | None:
 
 def become(request: dict, control: socket.socket) -> None:
     """Turns the child into `lockstep ARGV` and runs it to its end."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)  # tests that are killed leave nothing
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)  # killed tests leave no processes
     control.close()
     os.setsid()
     output = os.open(request["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -79,14 +79,14 @@ def become(request: dict, control: socket.socket) -> None:
     try:
         app()
     except SystemExit as end:
-        # Its own end, without the second that an interpreter takes to forget torch.
+        # End at once, without the second that the interpreter needs to unload torch.
         atexit._run_exitfuncs()
         sys.stdout.flush()
         os._exit(end.code if isinstance(end.code, int) else int(bool(end.code)))
 
 
 def hold(stage: str, seconds: float, at_end: bool) -> None:
-    """Makes a stage last longer that is over before anybody could look."""
+    """Make a stage last longer, as some are too short to be observed."""
     from lockstep.run.run_reporter import StageTimers
 
     original = StageTimers.__call__
@@ -104,7 +104,7 @@ def hold(stage: str, seconds: float, at_end: bool) -> None:
 
 
 def refuse_more(most: int) -> None:
-    """There is no host any more on which as many trainer ranks could be started as were there in the beginning."""
+    """Refuse to start more than `most` trainer ranks again, as if a host were lost."""
     from lockstep.cluster.protocol import NodeInfo, Worker, WorkerDied
     from lockstep.run.worker_launcher import RunWorkerLauncher
 
@@ -129,7 +129,7 @@ def stop_when(file: str) -> None:
 
 
 def read_midway(folder: str) -> None:
-    """Engines take weights by `stalling_reader.py`, which stands still where files in the folder say so."""
+    """Engines load weights with `stalling_reader.py`, which pauses while files in the folder exist."""
     from lockstep.run.worker_launcher import WEIGHT_READERS
 
     WEIGHT_READERS["complete"] = "stalling_reader:complete"

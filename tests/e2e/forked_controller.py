@@ -19,9 +19,9 @@ ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     "LOCKSTEP_TEST_API_KEY": "sk-proj-7Gq1vR4nTz8LxWc2Yb5M",
 }
-"""The key is for servers that tests start; no run may write it down."""
+"""The key is for servers that tests start; no run may write it to a file."""
 BOUND_S = 150.0
-"""The most that any one thing here may take on a machine that is busy with other tests."""
+"""Time limit for every wait, on a machine that is busy with other tests."""
 
 
 class ForkServer:
@@ -53,7 +53,7 @@ fork_server = cache(ForkServer)
 
 
 class Forked:
-    """A process that the fork server forked; what is needed here of `subprocess.Popen`."""
+    """A process that the fork server forked, with the needed part of the interface of `subprocess.Popen`."""
 
     def __init__(self, argv: list[str], output: Path, cwd: Path | None, hold: dict[str, Any] | None = None) -> None:
         self.returncode: int | None = None
@@ -75,4 +75,4 @@ class Forked:
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        os.kill(self.pid, number)  # nobody has waited for it since poll() saw it alive: the pid is its own
+        os.kill(self.pid, number)  # it has not been waited for since poll(), so the pid is still its own

@@ -38,11 +38,11 @@ class Gate:
         return {"kind": "function", "path": f"{self.folder}/gate.py:gate"}
 
     def wait(self, step: int, launched: Launched) -> None:
-        """Returns when the run stands at the gate of this step."""
+        """Wait until the run has stopped at the gate in this step."""
         deadline = time.monotonic() + BOUND_S
         while not (self.folder / f"reached-{step}").exists():
             assert launched.process.poll() is None, launched.text()
-            assert time.monotonic() < deadline, f"it did not come to step {step}:\n{launched.text()}"
+            assert time.monotonic() < deadline, f"the run did not reach step {step}:\n{launched.text()}"
             time.sleep(0.02)
 
     def open(self, step: int) -> None:

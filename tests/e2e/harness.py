@@ -40,16 +40,16 @@ T = TypeVar("T")
 ALPHABET = "0123456789="
 LOCKSTEP = [str(Path(sys.executable).with_name("lockstep"))]
 SEED = int(os.environ.get("LOCKSTEP_TEST_SEED", "0"))
-"""Of everything random in these tests; `script/test --full --seed S` sets it."""
+"""The seed of these tests; `script/test --full --seed S` sets it."""
 
 
-def moment(*names: object) -> random.Random:
-    """Chance that is the same at every call with these names (and this seed)."""
+def seeded_random(*names: object) -> random.Random:
+    """A random generator that depends only on the names and the seed."""
     return random.Random("/".join(map(str, (SEED, *names))))
 
 
 def task(folder: Path, rows: int = 20) -> Path:
-    """A tiny model and the data of a task that is learnt in a few steps: copy a digit."""
+    """Create a tiny model and the data of a task that is learnt in a few steps: copy a digit."""
     make_tiny(
         folder / "model", hidden=32, layers=2, heads=2, kv_heads=1, ffn=64, max_length=32, alphabet=ALPHABET, seed=5
     )
@@ -65,7 +65,7 @@ def task(folder: Path, rows: int = 20) -> Path:
 
 def config(home: Path, recipe: str, **changes: Any) -> dict[str, Any]:
     """A run of eight quick steps that goes through every stage: checkpoints after steps 3, 6 and 8, evaluations
-    every second step. One thread everywhere: all torch workers are then forked from one template."""
+    every second step. One thread everywhere, so that all torch workers are forked from one fork server."""
     evaluation = {"data": {"path": str(home / "data" / "grpo.jsonl"), "limit": 16}, "every": 2}
     common: dict[str, Any] = {
         "recipe": recipe,
@@ -83,7 +83,7 @@ def config(home: Path, recipe: str, **changes: Any) -> dict[str, Any]:
         "report": {"tensorboard": False, "html": False},
     }
     if recipe == "grpo":
-        # A reward that every group has signal in, so that every step moves the weights.
+        # A reward that differs within every group, so that every step changes the weights.
         common |= {"prompts_per_step": 4, "group_size": 4, "loss": {"old_logprobs": "trainer"}}
         common |= {
             "reward": {"terms": [{"kind": "exact_match"}, {"kind": "regex", "pattern": "[0-4].*", "weight": 0.5}]}
@@ -101,28 +101,28 @@ def write(folder: Path, values: Mapping[str, Any]) -> Path:
 
 
 class Ended(AssertionError):
-    """The run came to its end before it was where it was waited for."""
+    """The run ended before it reached the awaited position."""
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where the controller is: a stage ("" between two), and the step it is at or after; None before the first."""
+class ControllerPosition:
+    """The controller's stage ("" between two stages), and its current or last step (None before the first)."""
 
     stage: str
     step: int | None
 
 
-class Eye:
-    """Looks at a beacon in a few microseconds: some stages last half a millisecond, and who looks long and often has
-    used up its share of a busy machine when it matters."""
+class PositionReader:
+    """Reads the position from a beacon in a few microseconds: some stages last half a millisecond, and frequent slow
+    reads would use up this process's share of a busy machine."""
 
     def __init__(self, path: Path) -> None:
         with path.open("rb") as file:
             self._memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self._step_at: int | None = None
 
-    def place(self) -> Place:
-        return Place(self._stage(), self._step())
+    def position(self) -> ControllerPosition:
+        return ControllerPosition(self._stage(), self._step())
 
     def _stage(self) -> str:
         while True:
@@ -142,23 +142,23 @@ class Eye:
 
 @dataclass
 class Launched:
-    """A run under way."""
+    """A started run."""
 
     process: "subprocess.Popen[bytes] | Forked"
     folder: Path
     output: Path
-    seen: set[psutil.Process] = field(default_factory=set)
-    """Every process of the run that was ever seen; psutil tells them from later ones with the same pid."""
-    _eye: "Eye | None" = None
+    known_processes: set[psutil.Process] = field(default_factory=set)
+    """Every process of the run that was ever found; psutil distinguishes them from later ones with the same pid."""
+    _position_reader: "PositionReader | None" = None
 
     @classmethod
     def start(
         cls, folder: Path, *arguments: str, cwd: Path | None = None, cold: bool = False,
         hold: dict[str, Any] | None = None,
     ) -> "Launched":  # fmt: skip
-        """`lockstep train ARGUMENTS`; `folder` is the run's. A cold start runs the installed command itself; other
-        ones may hold a stage, stop when a file exists, let a trainer rank stand still, or keep completions more often,
-        as `controller_fork_server.become` says."""
+        """Start `lockstep train ARGUMENTS`; `folder` is the run's. A cold start runs the installed command itself;
+        other starts may pass `hold`, the options of `controller_fork_server.become`: delay a stage, stop when a file
+        exists, freeze a trainer rank, or store completions more often."""
         output = folder.parent.parent / f"{folder.name}-{time.monotonic_ns()}.out"
         output.parent.mkdir(parents=True, exist_ok=True)
         process: subprocess.Popen[bytes] | Forked
@@ -179,54 +179,54 @@ class Launched:
         return cls.start(folder, "--resume", str(folder), *arguments, hold=hold)
 
     def beacon(self, name: str) -> BeaconState | None:
-        """What a process of the run says, or said last before it was killed."""
+        """The beacon of a process of the run, or its last state if the process was killed."""
         try:
             run = (self.folder / "run-id").read_text().strip()
         except OSError:
             return None
         return read_beacon(run_shm_dir(run) / f"{name}.beacon") if run else None
 
-    def place(self) -> Place | None:
-        """Where the controller is, or was when it died; None before it says anything."""
-        if self._eye is None:
+    def position(self) -> ControllerPosition | None:
+        """The controller's position, or its last one if it has ended; None before it has a beacon."""
+        if self._position_reader is None:
             found = self.beacon("controller")
             if found is None or found.pid != self.process.pid:
                 return None
-            self._eye = Eye(found.path)
-        return self._eye.place()
+            self._position_reader = PositionReader(found.path)
+        return self._position_reader.position()
 
-    def wait_for(self, stage: str, step: int | None, timeout_s: float = BOUND_S) -> Place:
-        """Returns when the controller is in this stage of this step (None: of any) or, if that was missed, of a
-        later one."""
+    def wait_for(self, stage: str, step: int | None, timeout_s: float = BOUND_S) -> ControllerPosition:
+        """Wait until the controller is in this stage of this step (None: any step) or, if that was missed, of a later
+        one."""
 
-        def there() -> Place | None:
-            place = self.place()
-            if place is None or place.stage != stage:
+        def there() -> ControllerPosition | None:
+            position = self.position()
+            if position is None or position.stage != stage:
                 return None
-            late = place.step is not None and step is not None and place.step >= step
-            return place if step is None or late else None
+            late = position.step is not None and step is not None and position.step >= step
+            return position if step is None or late else None
 
         def near() -> bool:
-            place = self.place()
-            return place is not None and (step or 0) <= (place.step or 0) + 1 and place.stage != "start"
+            position = self.position()
+            return position is not None and (step or 0) <= (position.step or 0) + 1 and position.stage != "start"
 
         return self.wait_until(there, f"in {stage} of step {step}", near, timeout_s)
 
     def wait_for_file(self, folder: Path, pattern: str, timeout_s: float = BOUND_S) -> None:
-        """Returns in the moment in which a file (or folder) appears."""
+        """Wait until a file (or folder) appears."""
         self.wait_until(lambda: True if [*folder.glob(pattern)] else None, pattern, folder.exists, timeout_s)
 
     def wait_until(
         self, there: Callable[[], T | None], what: str, near: Callable[[], bool], timeout_s: float = BOUND_S
     ) -> T:
-        """Looks all the time once it is `near`."""
+        """Wait until `there` returns a value; checks without pause once `near` is true."""
         deadline, looked = time.monotonic() + timeout_s, 0.0
         while (found := there()) is None:
             far = not near()
             time.sleep(0.002 if far else 0.00005)
             if time.monotonic() - looked > 0.5:
                 looked = time.monotonic()
-                if far or not self.seen:
+                if far or not self.known_processes:
                     self.members()
                 if self.process.poll() is not None:
                     raise Ended(f"never {what}; the run ended with {self.process.returncode}:\n{self.text()}")
@@ -241,55 +241,55 @@ class Launched:
             found = [controller, *controller.children(recursive=True)]
         except psutil.NoSuchProcess:
             return []
-        self.seen.update(found)
+        self.known_processes.update(found)
         return found
 
-    def kill(self) -> Place | None:
-        """SIGKILL to all of it at once, as a power cut would; where the controller was."""
+    def kill(self) -> ControllerPosition | None:
+        """Kill all processes of the run at once, as a power failure would; returns the controller's last position."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGKILL)
-        for process in self.seen:
+        for process in self.known_processes:
             _kill(process)
-        for process in self.left():
+        for process in self.remaining():
             _kill(process)
         self.process.wait(30)
-        psutil.wait_procs(self.left(), timeout=30)
-        assert not self.left()
-        return self.place()
+        psutil.wait_procs(self.remaining(), timeout=30)
+        assert not self.remaining()
+        return self.position()
 
     def kill_controller(self) -> None:
-        """SIGKILL to the controller and nobody else."""
+        """Send SIGKILL to the controller only."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGKILL)
         self.process.wait(30)
 
-    def left(self) -> list[psutil.Process]:
-        """Processes of the run that live: whose command or environment names its folder, that were below it, or that
-        have a beacon (the supervisor hears of the run by its standard input)."""
+    def remaining(self) -> list[psutil.Process]:
+        """Living processes of the run: those whose command or environment names its folder, that were its descendants,
+        or that have a beacon (the supervisor gets the folder by its standard input)."""
         found, name = [], self.folder / "run-id"
         states = read_beacons(name.read_text().strip()) if name.exists() else []
-        known = {state.pid for state in states if is_alive(state.pid, state.start_ticks)}
-        for process in {*psutil.process_iter(), *self.seen}:
+        beacon_pids = {state.pid for state in states if is_alive(state.pid, state.start_ticks)}
+        for process in {*psutil.process_iter(), *self.known_processes}:
             try:
                 words = " ".join([*process.cmdline(), process.environ().get("LOCKSTEP_WORKER", "")])
-                ours = process in self.seen or process.pid in known or f"{self.folder}/" in words
+                ours = process in self.known_processes or process.pid in beacon_pids or f"{self.folder}/" in words
                 if ours and process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
             except psutil.Error:
                 continue
         return found
 
-    def gone(self, within_s: float) -> bool:
-        """Whether nothing of the run lives any more."""
+    def has_ended(self, within_s: float) -> bool:
+        """Whether all processes of the run end within that time."""
         deadline = time.monotonic() + within_s
-        while self.left():
+        while self.remaining():
             if time.monotonic() > deadline:
                 return False
             time.sleep(0.05)
         return True
 
     def finish(self, timeout_s: float = BOUND_S) -> int:
-        """Waits for the end; the exit code."""
+        """Wait for the end of the run; returns the exit code."""
         try:
             return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -297,31 +297,31 @@ class Launched:
             self.kill()
             raise AssertionError(f"not finished after {timeout_s} s:\n{text}") from None
 
-    def said(self) -> str:
-        """What it printed."""
+    def printed(self) -> str:
+        """The run's output."""
         return self.output.read_text(errors="replace")
 
     def text(self) -> str:
-        """What it printed, and the ends of its workers' logs."""
+        """The run's output, and the ends of its workers' logs."""
         logs = [
             f"--- {log.name}\n{log.read_text(errors='replace')[-3000:]}" for log in (self.folder / "logs").glob("*.log")
         ]
-        return "\n".join([self.said()[-6000:], *logs])
+        return "\n".join([self.printed()[-6000:], *logs])
 
 
 STARTED: list[Launched] = []
-"""By this test; see `end_all`."""
+"""The runs that this test has started; see `end_all`."""
 
 
 def end_all() -> None:
-    """After a test, however it ended: nothing of its runs goes on, and their shared memory is free."""
+    """Kill the runs of a test, however it ended, and free their shared memory."""
     while STARTED:
         launched = STARTED.pop()
         launched.members()
         if launched.process.poll() is None:
             launched.kill()
         file = launched.folder / "run-id"
-        if file.exists() and not launched.left():
+        if file.exists() and not launched.remaining():
             shutil.rmtree(run_shm_dir(file.read_text().strip()), ignore_errors=True)
 
 
@@ -331,15 +331,15 @@ def _kill(process: psutil.Process) -> None:
 
 
 def pause(seconds: float) -> None:
-    """Exactly: a sleep alone is late by as much as some stages last."""
+    """Wait exactly: a sleep may be late by as much as some stages last."""
     until = time.perf_counter() + seconds
     time.sleep(max(0.0, seconds - 0.001))
     while time.perf_counter() < until:
         pass
 
 
-def once(folder: Path, make: Callable[[Path], None]) -> Path:
-    """A folder that is made by whoever of several test processes comes first; the others wait for it."""
+def build_once(folder: Path, make: Callable[[Path], None]) -> Path:
+    """A folder that the first of several test processes fills with `make`; the others wait for it."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with folder.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -353,7 +353,7 @@ def once(folder: Path, make: Callable[[Path], None]) -> Path:
 
 
 def train(folder: Path, values: Mapping[str, Any], *arguments: str, cold: bool = False) -> Path:
-    """A run from beginning to end; its folder."""
+    """Run to the end; returns the run's folder."""
     run = Path(values["folder"]) / values["name"]
     launched = Launched.start(run, str(write(folder, values)), *arguments, cold=cold)
     assert launched.finish() == 0, launched.text()
@@ -361,7 +361,7 @@ def train(folder: Path, values: Mapping[str, Any], *arguments: str, cold: bool =
 
 
 def weights(run: Path) -> dict[str, bytes]:
-    """The exported weights, bit by bit."""
+    """The bytes of the exported weights."""
     return {name: array.tobytes() for name, array in load_file(run / "export" / "model.safetensors").items()}
 
 

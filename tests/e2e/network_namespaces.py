@@ -1,4 +1,4 @@
-"""Network namespaces as hosts, with a cable to each that can be cut. They need root and iproute2."""
+"""Network namespaces as hosts, with links that can be cut. They need root and iproute2."""
 
 import os
 import secrets
@@ -19,7 +19,7 @@ def ip(*words: str) -> None:
 
 
 def add_namespace(name: str) -> None:
-    """Skips the test where none can be made."""
+    """Create a namespace; skips the test if that is not possible."""
     try:
         ip("netns", "add", name)
     except subprocess.CalledProcessError as error:
@@ -31,7 +31,7 @@ def _to(ports: tuple[int, int]) -> list[str]:
 
 
 class Cable:
-    """From this network, where it is the interface `near`, to a namespace of its own, where it is `far`.
+    """A link from this network (interface `near`) to a new namespace (interface `far`).
 
     Args:
         name: of the namespace, at most 14 letters.
@@ -42,16 +42,16 @@ class Cable:
         self.name, self.here, self.there = name, here, there
         self.near, self.far = f"{name}a", f"{name}b"
         self.inside = ["ip", "netns", "exec", name]
-        """Beginning of a command that is to run there."""
+        """Prefix of commands that run in the namespace."""
 
     @classmethod
     def any(cls, prefix: str, network: str) -> Self:
-        """One that no other test has at the same time, in a subnet of `network` (`10.77`)."""
+        """A link that no other test uses at the same time, in a subnet of `network` (`10.77`)."""
         subnet = f"{network}.{secrets.randbelow(250) + 1}"
         return cls(f"{prefix}{secrets.token_hex(3)}", f"{subnet}.1", f"{subnet}.2")
 
     def lay(self) -> None:
-        """Makes the namespace, with the cable plugged in."""
+        """Create the namespace and the link."""
         add_namespace(self.name)
         ip("link", "add", self.near, "type", "veth", "peer", "name", self.far, "netns", self.name)
         ip("addr", "add", f"{self.here}/24", "dev", self.near)
@@ -67,17 +67,17 @@ class Cable:
         ip("link", "set", self.near, "up")
 
     def refuse_out(self, ports: tuple[int, int]) -> None:
-        """As a firewall does that says so: nothing there gets to these ports anywhere else."""
+        """Reject connections from the namespace to these ports elsewhere, as a firewall with a reply does."""
         ip("-n", self.name, "rule", "add", "iif", "lo", *_to(ports), "unreachable")
 
     def drop_in(self, ports: tuple[int, int]) -> None:
-        """As a firewall does that says nothing: what comes there for these ports is dropped."""
+        """Drop packets that arrive in the namespace for these ports, as a silent firewall does."""
         ip("-n", self.name, "rule", "add", "pref", "100", "lookup", "local")
         ip("-n", self.name, "rule", "del", "pref", "0")
         ip("-n", self.name, "rule", "add", "pref", "50", "iif", self.far, *_to(ports), "blackhole")
 
     def remove(self) -> None:
-        """What there is of it."""
+        """Remove the namespace and the link, as far as they exist."""
         for words in (["link", "del", self.near], ["netns", "del", self.name]):
             subprocess.run(["ip", *words], capture_output=True, timeout=20, check=False)
 

@@ -1,4 +1,4 @@
-"""Two hosts of a Ray cluster on one machine: this network and a network namespace, with a cable that can be cut."""
+"""Two hosts of a Ray cluster on one machine: this network and a network namespace, with a link that can be cut."""
 
 import os
 import shutil
@@ -17,14 +17,14 @@ from network_namespaces import Cable
 
 BOUND_S = 120.0
 LEAVES = {"RAY_gcs_rpc_server_reconnect_timeout_s": "10"}
-"""Nodes leave a cluster whose head does not answer for so many seconds."""
+"""Nodes leave a cluster whose head has not responded for this many seconds."""
 RAY = str(Path(sys.executable).with_name("ray"))
 
 needs_ray = [pytest.mark.ray, pytest.mark.skipif(find_spec("ray") is None, reason="needs the extra `ray`")]
 
 
 def until(check: Callable[[], object], seconds: float, what: str) -> float:
-    """How long it took."""
+    """Wait until `check()` is true; returns how long it took."""
     started = time.monotonic()
     while not check():
         assert time.monotonic() - started < seconds, f"not within {seconds} s: {what}"
@@ -33,8 +33,8 @@ def until(check: Callable[[], object], seconds: float, what: str) -> float:
 
 
 class Hosts:
-    """Host a is this network, with the head and whoever starts runs; host b a namespace. Each has its own shared
-    memory of runs."""
+    """Host a is this network, with the head and the process that starts runs; host b is a namespace. Each has its own
+    folder for the shared memory of runs."""
 
     def __init__(self, folder: Path) -> None:
         self.cable = Cable.any("lr", "10.79")
@@ -58,11 +58,11 @@ class Hosts:
         return self.cable.there
 
     def shared(self, host: str) -> Path:
-        """Of the runs on that host."""
+        """The folder for the shared memory of runs on that host."""
         return self.folder / f"shm-{host}"
 
     def connect(self) -> None:
-        """Makes the second host and the cable."""
+        """Create the second host and the link."""
         self.cable.lay()
 
     def cut(self) -> None:
@@ -72,7 +72,7 @@ class Hosts:
         self.cable.mend()
 
     def start_ray(self, cpus: int = 4, gpus: tuple[int, int] = (0, 0)) -> None:
-        """On both, with so many GPUs that nobody must touch; returns when the head listens."""
+        """Start Ray on both hosts, with fictitious GPUs; returns when the head listens."""
         own = self._own(cpus, gpus[0])
         head = ["--head", "--port", str(self.port), "--include-dashboard=false", "--temp-dir", str(self.temporary)]
         self._start("a", [RAY, "start", *head, "--node-ip-address", self.cable.here, *own])
@@ -80,7 +80,7 @@ class Hosts:
         self.join_b(cpus, gpus[1])
 
     def meet(self) -> None:
-        """Returns when the head knows both."""
+        """Wait until the head knows both hosts."""
         until(lambda: self._status().count(" node_") == 2, BOUND_S, "both hosts are nodes of the cluster")
 
     def _status(self) -> str:
@@ -92,7 +92,7 @@ class Hosts:
         self._start("b", [*self.cable.inside, *words])
 
     def end_b(self) -> None:
-        """All of its processes at once, as when its power goes."""
+        """Kill all processes of host b at once, as a power failure would."""
         words = ["ip", "netns", "pids", self.cable.name]
         found = subprocess.run(words, capture_output=True, text=True, check=True, timeout=10).stdout
         ours = [psutil.Process(int(pid)) for pid in found.split()]
@@ -101,13 +101,13 @@ class Hosts:
         psutil.wait_procs(ours, timeout=20)
 
     def end_head(self) -> None:
-        """The process that knows all nodes; its own node goes at once, the other one in ten seconds."""
+        """Kill the head; its own node ends at once, the other one within ten seconds."""
         ours = [psutil.Process(each.pid) for each in self._started if each.poll() is None]
         (head,) = [each for one in ours for each in one.children(recursive=True) if "gcs_server" in each.name()]
         head.kill()
 
     def has_ended(self) -> bool:
-        """Whether none of the two has a Ray."""
+        """Whether Ray has ended on both hosts."""
         return all(each.poll() is not None for each in self._started)
 
     def _own(self, cpus: int, gpus: int) -> list[str]:
@@ -128,7 +128,7 @@ class Hosts:
             return trial.connect_ex((self.cable.here, self.port)) == 0
 
     def close(self) -> None:
-        """Ends everything that was started here, by its pid."""
+        """End all processes that this object started."""
         ours = [psutil.Process(each.pid) for each in self._started if each.poll() is None]
         ours += [child for each in ours for child in each.children(recursive=True)]
         for process in ours:

@@ -1,4 +1,4 @@
-"""Runs that are stopped and resumed, and what must hold after every stop and at their end."""
+"""Runs that are stopped and resumed, with checks after every stop and at their end."""
 
 import hashlib
 import shutil
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import Ended, Launched, Place, config, pause, prompts_used, task, train, weights, write
+from harness import ControllerPosition, Ended, Launched, config, pause, prompts_used, task, train, weights, write
 from safetensors.numpy import load_file
 
 from lockstep.base.folders import run_shm_dir
@@ -19,9 +19,9 @@ from lockstep.ledger.ledger import Ledger
 from lockstep.train.checkpoint import read_manifest
 
 STEPS, EVERY, CHECKPOINTS = 8, 2, (3, 6, 8)
-"""Of every run here, as `harness.config` has them."""
+"""The values of `harness.config`."""
 COMPLETIONS = 16
-"""Of a step, and of an evaluation."""
+"""Completions of a step, and of an evaluation."""
 COMMIT = "commit"
 """Not a stage: the moment after `train` in which the step is committed."""
 STAGES = {
@@ -31,23 +31,23 @@ STAGES = {
 }  # fmt: skip
 RECIPES = tuple(STAGES)
 ONCE = ("rollout", "reward", "ledger")
-"""Stages that have nothing to do in a step whose rollouts are durable: they are over before anybody could look."""
+"""Stages that have nothing to do in a step whose rollouts are durable, so they are too short to be observed."""
 HOLD_S = 0.02
-"""A stage that is quicker is held for so long, half of the times at its begin and half at its end: on a busy machine
-nobody looks in time."""
+"""Shorter stages are delayed by this much, at their beginning or their end with equal probability: on a busy machine
+they would be missed."""
 GONE_S = 10.0
-"""Within which nothing of a run lives any more whose controller was killed."""
+"""Within this time all processes of a run end whose controller was killed."""
 
 
 @dataclass(frozen=True)
 class Reference:
-    """A run that nothing disturbed, and where its model and data are."""
+    """An undisturbed run, and the folder of its model and data."""
 
     home: Path
     run: Path
 
     def seconds(self, stage: str) -> float:
-        """What the stage takes, typically."""
+        """The typical duration of the stage."""
         if stage in ("start", COMMIT, "export"):
             return {"start": 4.0, COMMIT: 0.005, "export": 0.1}[stage]
         with Ledger.reader(self.run) as ledger:
@@ -59,7 +59,7 @@ References = Callable[[str], Reference]
 
 
 def make_reference(home: Path, recipe: str) -> None:
-    """The run itself, by the installed command."""
+    """Make the reference run, with the installed command."""
     task(home)
     run = train(home, config(home, recipe), cold=True)
     with Ledger.reader(run) as ledger:
@@ -69,8 +69,8 @@ def make_reference(home: Path, recipe: str) -> None:
     assert all(np.abs(after[name] - before[name]).max() > 1e-4 for name in after), "the reference learns"
 
 
-class Life:
-    """A run that is started, stopped and resumed until it is finished, and looked at after every stop."""
+class InterruptedRun:
+    """A run that is started, stopped and resumed until it is finished, and checked after every stop."""
 
     def __init__(self, reference: Reference, folder: Path, recipe: str, **changes: Any) -> None:
         self.reference, self.recipe = reference, recipe
@@ -78,13 +78,13 @@ class Life:
         self.file, self.run = write(folder, values), folder / "runs" / values["name"]
         self.digests: dict[int, str] = {}
         """sha256 of every step file that was ever durable."""
-        self.places: set[str] = set()
-        """Ids under which its processes had shared memory."""
+        self.run_ids: set[str] = set()
+        """Run ids under which its processes had shared memory."""
         self.kept = False
-        """Whether some completions of an unfinished step outlived a kill: the engine batches the rest otherwise."""
-        self.stops: list[Place | None] = []
+        """Whether some completions of an unfinished step survived a kill: the engine batches the others differently."""
+        self.stops: list[ControllerPosition | None] = []
         self.on_disk: set[int] = set()
-        """Steps with a file at the last stop, those included that the index does not know yet."""
+        """Steps with a file at the last stop, including those that the index does not list yet."""
 
     def launch(self, *arguments: str, hold: dict[str, Any] | None = None) -> Launched:
         if self.run.exists():
@@ -92,8 +92,8 @@ class Life:
         return Launched.start(self.run, str(self.file), *arguments, hold=hold)
 
     def kill(self, stage: str, step: int | None, fraction: float) -> None:
-        """Kills everything a fraction of the stage's time into it. Where the stage was over by then, once more: the
-        next one, and earlier. All places where it died are looked at."""
+        """Kill the run after a fraction of the stage's duration. If the stage was over by then, try again in the next
+        step, earlier. The run is checked after every kill."""
         missed = []
         held, seconds = {"stage": stage, "seconds": HOLD_S, "at_end": fraction > 0.5}, self.reference.seconds(stage)
         brief = stage != COMMIT and seconds < HOLD_S
@@ -105,10 +105,10 @@ class Life:
                 self.missed(launched)
                 continue
             pause(fraction * max(seconds, HOLD_S if brief else 0.0))
-            place = self.stopped(launched)
-            if place is not None and place.stage == ("" if stage == COMMIT else stage):
+            position = self.stopped(launched)
+            if position is not None and position.stage == ("" if stage == COMMIT else stage):
                 return
-            missed.append(place)
+            missed.append(position)
             fraction /= 3
             if stage in ONCE and step is not None:
                 step += 1
@@ -117,29 +117,29 @@ class Life:
                 self.forget()
         pytest.fail(f"never hit {stage} of step {step}: {missed}")
 
-    def kill_at(self, file: str) -> Place | None:
-        """Kills everything when a file of the run (a pattern) has appeared and nothing has happened to it yet."""
+    def kill_at(self, file: str) -> ControllerPosition | None:
+        """Kill the run as soon as a file of the run (a pattern) has appeared."""
         launched = self.launch(hold={"file": str(self.run / file)})
         launched.wait_for_file(self.run, file)
         return self.stopped(launched)
 
     def missed(self, launched: Launched) -> None:
-        """This machine was too busy to look in time: that was a life without a kill, and another one begins."""
+        """The machine was too busy to kill in time: the run has finished, so start anew."""
         assert launched.process.returncode == 0, launched.text()
         self.compare()
         self.forget()
 
-    def stopped(self, launched: Launched) -> Place | None:
-        place = launched.kill()
-        self.stops.append(place)
-        self.look(launched, place)
-        return place
+    def stopped(self, launched: Launched) -> ControllerPosition | None:
+        position = launched.kill()
+        self.stops.append(position)
+        self.check_state(launched, position)
+        return position
 
-    def look(self, launched: Launched, place: Place | None) -> None:
-        """What holds after every stop, wherever it came."""
+    def check_state(self, launched: Launched, position: ControllerPosition | None) -> None:
+        """Check what must hold after every stop."""
         if not self.run.exists():
             return
-        self._note_place()
+        self._note_run_id()
         known, self.on_disk = self.on_disk | set(self.digests), self._steps_on_disk()
         with Ledger.reader(self.run) as ledger:
             durable, used, rows = ledger.collected_steps(), ledger.prompts_used(), ledger.checkpoints()
@@ -150,30 +150,30 @@ class Life:
             assert used.items() <= prompts_used(self.reference.run).items()
             assert set(used.values()) == set(durable)
         for row in rows:
-            assert read_manifest(row.path)["files"], "what the ledger names is complete"
+            assert read_manifest(row.path)["files"], "files that the ledger names are complete"
         for step in set(durable) - removed:
             digest = hashlib.sha256((self.run / "steps" / f"{step:08d}.arrow").read_bytes()).hexdigest()
-            assert self.digests.setdefault(step, digest) == digest, f"step {step} was made anew"
+            assert self.digests.setdefault(step, digest) == digest, f"step {step} was generated again"
         self.kept |= 0 < partial < COMPLETIONS
-        self._generated(launched, place, known)
+        self._generated(launched, position, known)
 
     def _steps_on_disk(self) -> set[int]:
         return {int(path.stem) for path in (self.run / "steps").glob("[0-9]*.arrow")}
 
     def forget(self) -> None:
-        """Begins anew."""
+        """Start anew, without the history of earlier stops."""
         shutil.rmtree(self.run)
         self.digests, self.on_disk, self.kept = {}, set(), False
 
-    def _note_place(self) -> None:
+    def _note_run_id(self) -> None:
         name = self.run / "run-id"
         if name.exists():
-            self.places.add(name.read_text().strip())
+            self.run_ids.add(name.read_text().strip())
 
-    def _generated(self, launched: Launched, place: Place | None, known: set[int]) -> None:
-        """Holds what the engine says it did against what was not there before: nothing is generated twice."""
+    def _generated(self, launched: Launched, position: ControllerPosition | None, known: set[int]) -> None:
+        """Compare the engine's counters with the missing completions: nothing is generated twice."""
         engine, settled = launched.beacon("engine-0"), ("pack", "logprobs", "train", "publish", "checkpoint", "export")
-        if engine is None or place is None or place.stage not in settled:
+        if engine is None or position is None or position.stage not in settled:
             return
         with sqlite3.connect(self.run / "ledger.sqlite") as index:
             (generation,) = index.execute("SELECT cast(value AS int) FROM meta WHERE key = 'generation'").fetchone()
@@ -185,22 +185,22 @@ class Life:
         assert (counter.value if counter else 0) == COMPLETIONS * (len(steps - known) + evaluations)
 
     def finish(self) -> None:
-        """Resumes it for the last time, and compares."""
+        """Resume the run for the last time, and compare it with the reference."""
         launched = self.launch()
         assert launched.finish() == 0, launched.text()
-        self._note_place()
-        assert launched.gone(1.0), [process.cmdline() for process in launched.left()]
+        self._note_run_id()
+        assert launched.has_ended(1.0), [process.cmdline() for process in launched.remaining()]
         self.compare()
 
     def compare(self) -> None:
-        """Holds the finished run against the reference."""
+        """Compare the finished run with the reference."""
         print(f"{self.recipe}: stopped at {self.stops}")
         assert prompts_used(self.run) == prompts_used(self.reference.run)
         left = [path.name for path in self.run.rglob("*") if ".tmp" in path.name or path.suffix == ".partial"]
         assert left == []
-        assert [place for place in self.places if run_shm_dir(place).exists()] == []
+        assert [run_id for run_id in self.run_ids if run_shm_dir(run_id).exists()] == []
         if self.kept:
-            return  # bits of the log-probabilities may differ, and so may what follows from them
+            return  # log-probabilities may differ in the last bits, and so may the weights
         assert weights(self.run) == weights(self.reference.run)
         assert metrics(self.run) == metrics(self.reference.run)
         assert evaluations(self.run) == evaluations(self.reference.run)
@@ -213,7 +213,9 @@ def _await(launched: Launched, stage: str, step: int | None) -> None:
         launched.wait_for(stage, step)
         return
     launched.wait_for("train", step)
-    launched.wait_until(lambda: True if launched.place() != Place("train", step) else None, COMMIT, lambda: True)
+    launched.wait_until(
+        lambda: True if launched.position() != ControllerPosition("train", step) else None, COMMIT, lambda: True
+    )
 
 
 def newest(run: Path) -> int:
@@ -224,13 +226,13 @@ def newest(run: Path) -> int:
 
 
 def tree(folder: Path) -> dict[str, str]:
-    """Digests of all files; SQLite's scratch files, which readers make too, are left out."""
+    """Digests of all files, without SQLite's temporary files, which readers create as well."""
     files = (path for path in sorted(folder.rglob("*")) if path.is_file() and not path.name.endswith(("-shm", "-wal")))
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 def metrics(run: Path) -> list[dict[str, float]]:
-    """The rows of metrics, without what is about time."""
+    """The rows of metrics, without durations."""
     with Ledger.reader(run) as ledger:
         rows = ledger.metrics_rows()
     assert [row.step for row in rows] == list(range(STEPS))
@@ -244,7 +246,7 @@ def evaluations(run: Path) -> list[tuple[int, dict[str, float]]]:
 
 
 def step_of(stage: str, chance: Random) -> int | None:
-    """A step in which there is something to do in the stage."""
+    """A random step in which the stage has something to do."""
     match stage:
         case "start" | "export":
             return None
@@ -256,10 +258,10 @@ def step_of(stage: str, chance: Random) -> int | None:
 
 
 def assert_close(run: Path, other: Path) -> None:
-    """Relative to each tensor's norm: what another order of additions may do to a few optimizer steps."""
+    """Check that weights agree up to the effect of another order of additions, relative to each tensor's norm."""
     found, expected = (load_file(each / "export" / "model.safetensors") for each in (run, other))
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         error = float(np.linalg.norm(found[name] - tensor) / np.linalg.norm(tensor))
-        # The gradient of a key's bias cancels in the softmax; what is left of it is rounding, which Adam scales up.
+        # The gradient of a key's bias cancels in the softmax; the remaining rounding error is scaled up by Adam.
         assert error < (1e-3 if name.endswith("k_proj.bias") else 1e-5), name

@@ -1,4 +1,4 @@
-"""A real HTTP server on loopback that behaves as a test tells it to."""
+"""A real HTTP server on loopback whose replies a test defines."""
 
 import json
 import threading
@@ -18,23 +18,23 @@ class Reply:
     headers: dict[str, str] = field(default_factory=dict)
     after_s: float = 0.0
     drip_s: float = 0.0
-    """Between single bytes of the body."""
+    """Seconds between single bytes of the body."""
 
 
 @dataclass
 class Server:
     url: str
-    seen: list[dict[str, Any]] = field(default_factory=list)
+    bodies: list[dict[str, Any]] = field(default_factory=list)
     """Bodies of the requests, in order of arrival."""
     headers: list[dict[str, str]] = field(default_factory=list)
     most: int = 0
-    """Requests under way at once."""
+    """The largest number of concurrent requests."""
 
 
 @contextmanager
 def serving(reply: Callable[[int, dict[str, Any], str], Reply | None]) -> Iterator[Server]:
-    """`reply(number of the request, body, path)`; None closes the connection without a word."""
-    leave, lock = threading.Event(), threading.Lock()
+    """Run a server; `reply(number of the request, body, path)` returns the reply, None closes the connection."""
+    closing, lock = threading.Event(), threading.Lock()
     active = 0
 
     class Handler(BaseHTTPRequestHandler):
@@ -44,8 +44,8 @@ def serving(reply: Callable[[int, dict[str, Any], str], Reply | None]) -> Iterat
             nonlocal active
             body = json.loads(self.rfile.read(int(self.headers["content-length"])))
             with lock:
-                number = len(server.seen)
-                server.seen.append(body)
+                number = len(server.bodies)
+                server.bodies.append(body)
                 server.headers.append({name.lower(): value for name, value in self.headers.items()})
                 active += 1
                 server.most = max(server.most, active)
@@ -57,20 +57,26 @@ def serving(reply: Callable[[int, dict[str, Any], str], Reply | None]) -> Iterat
                 with lock:
                     active -= 1
 
-        def _send(self, said: Reply | None) -> None:
-            if said is None:
+        def _send(self, answer: Reply | None) -> None:
+            if answer is None:
                 self.close_connection = True
                 return
-            leave.wait(said.after_s)
-            raw = said.body if isinstance(said.body, bytes) else None
-            raw = raw if raw is not None else said.body.encode() if isinstance(said.body, str) else _dumps(said.body)
-            self.send_response(said.status)
-            for name, value in {"content-length": str(len(raw)), **said.headers}.items():
+            closing.wait(answer.after_s)
+            raw = answer.body if isinstance(answer.body, bytes) else None
+            raw = (
+                raw
+                if raw is not None
+                else answer.body.encode()
+                if isinstance(answer.body, str)
+                else _dumps(answer.body)
+            )
+            self.send_response(answer.status)
+            for name, value in {"content-length": str(len(raw)), **answer.headers}.items():
                 self.send_header(name, value)
             self.end_headers()
-            for start in range(0, len(raw), 1 if said.drip_s else max(1, len(raw))):
-                self.wfile.write(raw[start : start + 1] if said.drip_s else raw)
-                if said.drip_s and leave.wait(said.drip_s):
+            for start in range(0, len(raw), 1 if answer.drip_s else max(1, len(raw))):
+                self.wfile.write(raw[start : start + 1] if answer.drip_s else raw)
+                if answer.drip_s and closing.wait(answer.drip_s):
                     return
 
         def log_message(self, *_: object) -> None:
@@ -90,14 +96,14 @@ def serving(reply: Callable[[int, dict[str, Any], str], Reply | None]) -> Iterat
     try:
         yield server
     finally:
-        leave.set()
+        closing.set()
         http.shutdown()
         thread.join(5)
         http.server_close()
 
 
 def free_port() -> int:
-    """Nobody listens there."""
+    """A port on which no process listens."""
     import socket
 
     with socket.socket() as probe:
@@ -114,5 +120,5 @@ def chat(text: str | None, **choice: Any) -> dict[str, Any]:
     return {"choices": [{"message": {"role": "assistant", "content": text}, "finish_reason": "stop", **choice}]}
 
 
-def moment() -> float:
+def now() -> float:
     return time.monotonic()

@@ -1,4 +1,4 @@
-"""A weight reader that stalls in the middle of a copy, or is slow, when a test asks for it."""
+"""A weight reader that pauses in the middle of a copy, or is slow, at a test's request."""
 
 import os
 import time
@@ -14,8 +14,8 @@ SLOW_S = 0.3
 """For one tensor."""
 
 
-class Midway(Mapping[str, Tensor]):
-    """Stands still when half of the tensors have been taken, after each was looked at once."""
+class PausingTensors(Mapping[str, Tensor]):
+    """Pauses when half of the tensors have been copied; before copying, each is read once for the check."""
 
     def __init__(self, tensors: Mapping[str, Tensor], folder: Path) -> None:
         self._tensors, self._folder, self._taken = tensors, folder, 0
@@ -25,7 +25,7 @@ class Midway(Mapping[str, Tensor]):
         if self._taken > len(self) and (self._folder / f"slow-{os.getpid()}").exists():
             time.sleep(SLOW_S)
         if self._taken == len(self) + len(self) // 2:
-            stand_still(self._folder)
+            pause_while_held(self._folder)
         return self._tensors[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -35,15 +35,15 @@ class Midway(Mapping[str, Tensor]):
         return len(self._tensors)
 
 
-class MidwayReader(StoreReader):
+class PausingReader(StoreReader):
     @contextmanager
     def __call__(self, folder: Path, version: int) -> Generator[Mapping[str, Tensor]]:
         with super().__call__(folder, version) as tensors:
-            yield Midway(tensors, Path(os.environ["LOCKSTEP_TEST_MIDWAY"]))
+            yield PausingTensors(tensors, Path(os.environ["LOCKSTEP_TEST_MIDWAY"]))
 
 
-def stand_still(folder: Path) -> None:
-    """As long as `hold-<pid>` is there; says so with `half-<pid>`."""
+def pause_while_held(folder: Path) -> None:
+    """Create the file `half-<pid>`, and pause while the file `hold-<pid>` exists."""
     hold, end = folder / f"hold-{os.getpid()}", time.monotonic() + 120
     if hold.exists():
         (folder / f"half-{os.getpid()}").touch()
@@ -51,5 +51,5 @@ def stand_still(folder: Path) -> None:
         time.sleep(0.005)
 
 
-def complete() -> MidwayReader:
-    return MidwayReader("complete")
+def complete() -> PausingReader:
+    return PausingReader("complete")

@@ -1,5 +1,5 @@
-"""`lockstep` with weights that go from device to device between CPUs: over gloo, as no config asks for it. Of version 2
-only the first engine is a member: the others take it from host memory."""
+"""`lockstep` with weights streamed between CPU processes over gloo, which no config can select. For version 2 only the
+first engine is a member of the channel; the others load it from host memory."""
 
 from collections.abc import Sequence
 from functools import partial

@@ -1,4 +1,5 @@
-"""Runs that train an adapter: killed and resumed bit by bit, exported twice, refused where it does not fit."""
+"""Runs that train an adapter: killed and resumed bitwise, exported in both forms, refused if the adapter does not
+fit."""
 
 from pathlib import Path
 
@@ -28,7 +29,7 @@ def values(home: Path, **changes: object) -> dict[str, object]:
 @pytest.mark.timeout(300)
 def test_a_run_trains_an_adapter_and_exports_it_twice(home: Path, tmp_path: Path) -> None:
     made = values(home, folder=str(tmp_path / "runs")) | {"steps": 2}
-    _is_what_was_trained(home, train(home, made))
+    _check_exports(home, train(home, made))
 
 
 @pytest.mark.slow
@@ -46,22 +47,22 @@ def test_a_killed_run_ends_with_the_same_adapter(home: Path, tmp_path: Path) -> 
     assert (folder / name).read_bytes() == (straight / name).read_bytes()
     with Ledger.reader(folder) as ledger:
         assert {row.generation for row in ledger.commits()} == {1, 2}
-    _is_what_was_trained(home, straight)
-    _goes_on_in_another_run(home, straight, tmp_path)
+    _check_exports(home, straight)
+    _check_as_start_of_another_run(home, straight, tmp_path)
 
 
-def _goes_on_in_another_run(home: Path, begun: Path, tmp_path: Path) -> None:
+def _check_as_start_of_another_run(home: Path, begun: Path, tmp_path: Path) -> None:
     made = values(home, folder=str(tmp_path / "further")) | {"steps": 1}
     made["model"] = {"path": str(home / "model"), "adapter": {"path": str(begun / "adapter"), "lora_dropout": 0.0}}
     with Ledger.reader(train(home, made)) as ledger:
         adapter = ledger.config()["model"]["adapter"]
         first = next(row.values for row in ledger.metrics_rows() if "policy/kl" in row.values)
     assert (adapter["kind"], adapter["r"], adapter["modules_to_save"]) == ("dora", 4, ["embed_tokens", "lm_head"])
-    assert abs(first["policy/kl"]) < 1e-6, "what it began with is its reference"
+    assert abs(first["policy/kl"]) < 1e-6, "the initial adapter is the reference"
     assert first["policy/engine_gap_max"] < 1e-4
 
 
-def _is_what_was_trained(home: Path, run: Path) -> None:
+def _check_exports(home: Path, run: Path) -> None:
     before, after = load_file(home / "model" / "model.safetensors"), load_file(run / "export" / "model.safetensors")
     adapted = [name for name in after if "_proj.weight" in name or "embed_tokens" in name]
     for name, weight in after.items():
@@ -83,7 +84,7 @@ def _is_what_was_trained(home: Path, run: Path) -> None:
     ("change", "words"),
     [
         ("model.adapter.target_modules=[q_prj]", ["model.adapter.target_modules", "'q_prj'", "did you mean q_proj"]),
-        # without bitsandbytes or without a GPU
+        # no bitsandbytes, or no GPU
         ("model.quantization.kind=nf4 trainer.ranks=1", ["model.quantization.kind = 'nf4'"]),
         ("model.adapter.r=0", ["model.adapter.r"]),
         ("model.adapter.path=nowhere/adapter", ["model.adapter.path = 'nowhere/adapter'"]),
@@ -97,5 +98,5 @@ def test_an_adapter_that_does_not_fit_is_refused(home: Path, tmp_path: Path, cha
     refused = Launched.start(folder, str(write(tmp_path, made)), *change.split(), "cluster.device=cpu")
     assert refused.finish() == 2, refused.text()
     for word in words:
-        assert word in refused.said().replace("\n", " "), word
+        assert word in refused.printed().replace("\n", " "), word
     assert not folder.exists()

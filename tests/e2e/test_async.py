@@ -1,8 +1,7 @@
-"""Generation that runs ahead of training, and groups that are replaced: what holds of a run, also of one that is
-killed.
+"""Generation ahead of training, and replaced groups, in runs with and without kills.
 
-Such a run is not repeated bit by bit (when an engine takes new weights is a matter of time), so what is held here is
-what must be true of each: every prompt is used once, no step is made anew, no token is older than allowed.
+Such a run is not bitwise reproducible, as it depends on timing when an engine loads new weights. The tests check what
+holds for every run: every prompt is used once, no step is generated again, no token is older than allowed.
 """
 
 import os
@@ -23,7 +22,7 @@ TERMS = [{"kind": "exact_match"}, {"kind": "regex", "pattern": "[0-4].*", "weigh
 
 
 def values(home: Path, folder: Path, name: str, **changes: Any) -> dict[str, Any]:
-    """Long completions of a fixed length: there is something to do ahead."""
+    """A config with long completions of a fixed length, so that there is work ahead of training."""
     common: dict[str, Any] = {
         "name": name,
         "folder": str(folder / "runs"),
@@ -46,25 +45,31 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def tokens_while_training(launched: Launched) -> int:
-    """The most tokens that the engine made while the controller was in one `train` stage, as its beacon says."""
-    seen: dict[int, list[int]] = {}
+    """The largest number of tokens that the engine generated during one `train` stage, by its beacon."""
+    counters: dict[int, list[int]] = {}
     while launched.process.poll() is None:
-        place, engine = launched.place(), launched.beacon("engine-0")
-        after = launched.place()
+        position, engine = launched.position(), launched.beacon("engine-0")
+        after = launched.position()
         counter = engine.counters.get("tokens") if engine is not None else None
-        if place is not None and place == after and place.stage == "train" and place.step is not None and counter:
-            seen.setdefault(place.step, []).append(counter.value)
+        if (
+            position is not None
+            and position == after
+            and position.stage == "train"
+            and position.step is not None
+            and counter
+        ):
+            counters.setdefault(position.step, []).append(counter.value)
         time.sleep(0.005)
-    return max((max(found) - min(found) for found in seen.values()), default=0)
+    return max((max(found) - min(found) for found in counters.values()), default=0)
 
 
 def own_versions(completion: Completion) -> np.ndarray:
-    """Of the tokens that the model made."""
+    """The versions of the tokens that the model generated."""
     return completion.versions if completion.mask is None else completion.versions[completion.mask]
 
 
 def check(run: Path, bound: int) -> dict[int, dict[str, float]]:
-    """What holds at any moment; the rows of metrics."""
+    """Check what must hold at any moment; returns the rows of metrics."""
     with Ledger.reader(run) as ledger:
         steps = ledger.collected_steps()
         assert steps == list(range(len(steps)))
@@ -99,7 +104,7 @@ def test_a_run_ahead_overlaps_and_is_bounded(home: Path, tmp_path: Path) -> None
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_run_ahead_with_groups_replaced_goes_on_after_a_kill(home: Path, tmp_path: Path) -> None:
+def test_a_run_ahead_with_replaced_groups_resumes_after_a_kill(home: Path, tmp_path: Path) -> None:
     filtered = {"enable": True, "max_num_gen_batches": 3}
     made = values(home, tmp_path, "ahead", filter_groups=filtered, reward={"terms": TERMS})
     run = tmp_path / "runs" / "ahead"
@@ -128,7 +133,7 @@ def test_a_run_ahead_with_groups_replaced_goes_on_after_a_kill(home: Path, tmp_p
         assert [row.step + 1 for row in ledger.evaluations()] == [0, 2, 4, 6]
         drawn = ledger._index.rows("SELECT start, count FROM draws ORDER BY start")
     positions = [position for start, count in drawn for position in range(start, start + count)]
-    assert positions == list(range(len(positions))), "every position was given once, and none was left out"
+    assert positions == list(range(len(positions))), "every position was used once"
 
 
 @pytest.mark.slow
@@ -140,8 +145,12 @@ def test_a_run_ahead_killed_again_and_again(home: Path, tmp_path: Path, bound: i
     run, file = tmp_path / "runs" / "ahead", write(tmp_path, made)
     digests: dict[str, bytes] = {}
     for stage, step in (("rollout", 0), ("reward", 1), ("logprobs", 2), ("publish", 2), ("evaluate", 3), ("train", 4)):
-        held = {"stage": stage, "seconds": 0.1, "at_end": False}  # some are over before anybody could look
-        launched = Launched.resume(run, hold=held) if run.exists() else Launched.start(run, str(file), hold=held)
+        hold_request = {"stage": stage, "seconds": 0.1, "at_end": False}  # some are over before anybody could look
+        launched = (
+            Launched.resume(run, hold=hold_request)
+            if run.exists()
+            else Launched.start(run, str(file), hold=hold_request)
+        )
         launched.wait_for(stage, step)
         launched.kill()
         check(run, bound)
@@ -178,7 +187,7 @@ class Twice:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("bound", [1, 2])
-def test_conversations_run_ahead_and_go_on_after_a_kill(home: Path, tmp_path: Path, bound: int) -> None:
+def test_conversations_run_ahead_and_resume_after_a_kill(home: Path, tmp_path: Path, bound: int) -> None:
     (tmp_path / "world.py").write_text(WORLD)
     rollout = {
         "sampling": {"max_tokens": 24, "stop": list("02468")},
@@ -208,7 +217,7 @@ def test_conversations_run_ahead_and_go_on_after_a_kill(home: Path, tmp_path: Pa
     assert last is not None
     completions = [completion for group in last.rollouts.groups for completion in group.completions]
     masks = [completion.mask for completion in completions]
-    assert all(mask is None or not mask.all() for mask in masks), "what the environment said is not learned"
+    assert all(mask is None or not mask.all() for mask in masks), "the environment's replies are not trained"
     assert any(mask is not None for mask in masks)
     assert all((np.diff(own_versions(each)) >= 0).all() for each in completions), "no turn is older than the one before"
 
@@ -216,7 +225,7 @@ def test_conversations_run_ahead_and_go_on_after_a_kill(home: Path, tmp_path: Pa
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_replaced_groups_are_the_same_after_a_resume(home: Path, tmp_path: Path) -> None:
-    """Without staleness, bit by bit."""
+    """Without staleness the results are bitwise equal."""
     changes: dict[str, Any] = {
         "filter_groups": {"enable": True, "metric": "exact_match", "max_num_gen_batches": 4},
         "reward": {"terms": TERMS},
@@ -225,8 +234,12 @@ def test_replaced_groups_are_the_same_after_a_resume(home: Path, tmp_path: Path)
     whole = train(tmp_path, values(home, tmp_path, "whole", **changes))
     run, file = tmp_path / "runs" / "killed", write(tmp_path, values(home, tmp_path, "killed", **changes))
     for stage, step in (("rollout", 1), ("reward", 2), ("ledger", 3), ("train", 4)):
-        held = {"stage": stage, "seconds": 0.1, "at_end": False}  # some are over before anybody could look
-        launched = Launched.resume(run, hold=held) if run.exists() else Launched.start(run, str(file), hold=held)
+        hold_request = {"stage": stage, "seconds": 0.1, "at_end": False}  # some are over before anybody could look
+        launched = (
+            Launched.resume(run, hold=hold_request)
+            if run.exists()
+            else Launched.start(run, str(file), hold=hold_request)
+        )
         launched.wait_for(stage, step)
         launched.kill()
     launched = Launched.resume(run)
@@ -243,8 +256,8 @@ def test_replaced_groups_are_the_same_after_a_resume(home: Path, tmp_path: Path)
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_an_engine_that_stands_still_does_not_hold_the_step(home: Path, tmp_path: Path) -> None:
-    """Nobody ends it: what it owes is made by the other, new weights do not wait for it, and it comes back."""
+def test_a_stopped_engine_does_not_hold_up_the_step(home: Path, tmp_path: Path) -> None:
+    """The engine is not ended: the other one generates its requests, new weights do not wait for it, and it rejoins."""
     made = values(home, tmp_path, "two", steps=4, reward={"terms": TERMS}, evaluation=None)
     made["rollout"] |= {"max_staleness": 0, "reissue": {"after_s": 1.5}}
     made["rollout"]["engine"] |= {"count": 2}

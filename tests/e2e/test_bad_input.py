@@ -1,5 +1,5 @@
-"""Bad input, as a user meets it on the command line: refused before anything starts (exit code 2, nothing on disk), or
-a run that ends with what, where and why (exit code 1) and can go on."""
+"""Bad input on the command line: it is refused before anything starts (exit code 2, nothing on disk), or the run ends
+with an error that names problem, location and reason (exit code 1) and can be resumed."""
 
 import json
 import os
@@ -35,12 +35,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def snapshot(folder: Path) -> dict[str, str]:
-    """Everything in a folder, by content."""
+    """Digests of all files in a folder."""
     return {str(path): sha256(path.read_bytes()).hexdigest() if path.is_file() else "" for path in folder.rglob("*")}
 
 
 def refused(folder: Path, *arguments: str) -> str:
-    """What `lockstep ARGUMENTS` says when it refuses, on one line; it starts nothing and leaves nothing behind."""
+    """Check that `lockstep ARGUMENTS` is refused, starts nothing and leaves nothing behind; returns its message on one
+    line."""
     before, children = snapshot(folder), psutil.Process().children(recursive=True)
     result = CliRunner().invoke(app, arguments)
     assert (result.exit_code, result.stdout) == (2, ""), result.output
@@ -87,12 +88,12 @@ def sft(folder: Path, **changes: Any) -> dict[str, Any]:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_values_that_cannot_be(folder: Path, override: str, words: list[str]) -> None:
+def test_invalid_values_are_refused(folder: Path, override: str, words: list[str]) -> None:
     message = refused(folder, "train", str(write(folder, grpo(folder))), override)
     assert all(word in message for word in words), message
 
 
-def test_everything_that_is_wrong_is_said_at_once(folder: Path) -> None:
+def test_all_errors_are_reported_at_once(folder: Path) -> None:
     message = refused(folder, "train", str(write(folder, grpo(folder, stepps=3, seed="x"))), "trainer.ranks=0")
     assert all(word in message for word in ("stepps", "seed: 'x'", "trainer.ranks: 0")), message
 
@@ -109,7 +110,7 @@ def test_everything_that_is_wrong_is_said_at_once(folder: Path) -> None:
     ],
     ids=["missing", "empty", "malformed", "twice", "list", "no recipe"],
 )
-def test_files_that_are_no_run(folder: Path, text: str | None, words: list[str]) -> None:
+def test_files_that_are_no_config(folder: Path, text: str | None, words: list[str]) -> None:
     file = folder / "file.yaml"
     file.unlink(missing_ok=True)
     if text is not None:
@@ -149,7 +150,7 @@ LONG = '{"prompt": "' + 29 * "1" + '=", "answer": "1"}\n'
         "no answer", "columns", "named column", "too long", "all too long", "binary", "parquet", "suffix", "array",
     ],
 )  # fmt: skip
-def test_data_that_cannot_be_used(
+def test_unusable_data_is_refused(
     folder: Path, name: str, content: str | None, settings: dict[str, Any], words: list[str]
 ) -> None:
     path = folder / "data" / name
@@ -238,7 +239,7 @@ def bert(copy: Path) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_models_that_cannot_be_used(
+def test_unusable_models_are_refused(
     folder: Path, name: str, change: Callable[[Path], object], words: list[str]
 ) -> None:
     model = changed(folder, name, change)
@@ -255,7 +256,7 @@ def test_models_that_cannot_be_used(
         ("nobody/nothing-here", ["'nobody/nothing-here'", "the hub does not provide it", "`owner/name`"]),
     ],
 )
-def test_a_model_that_is_not_there(folder: Path, path: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_model_is_refused(folder: Path, path: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     path = path.format(folder=folder)
     message = refused(folder, "train", str(write(folder, grpo(folder, model={"path": path}))))
@@ -280,7 +281,7 @@ def test_conversations_without_a_chat_template(folder: Path) -> None:
     ],
     ids=["file", "name", "syntax", "form", "package"],
 )
-def test_reward_functions_that_are_not_there(folder: Path, path: str, words: list[str]) -> None:
+def test_missing_reward_functions_are_refused(folder: Path, path: str, words: list[str]) -> None:
     (folder / "functions.py").write_text("def score(prompts, completions, **columns):\n    return 0\n")
     (folder / "broken.py").write_text("def f(:\n")
     path = path.format(folder=folder)
@@ -290,7 +291,7 @@ def test_reward_functions_that_are_not_there(folder: Path, path: str, words: lis
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this host has GPUs")
-def test_gpus_that_this_host_has_not(folder: Path) -> None:
+def test_missing_gpus_are_refused(folder: Path) -> None:
     message = refused(folder, "train", str(write(folder, grpo(folder))), "cluster.device=cuda")
     assert all(word in message for word in ("cluster.device is cuda", "no GPU", "cluster.device=cpu")), message
 
@@ -313,7 +314,7 @@ def test_a_folder_that_exists_is_not_touched(folder: Path, kind: str, tmp_path: 
     assert (f"--resume {target}" in message) == (kind == "a run"), message
 
 
-def test_commands_on_what_is_no_run(folder: Path) -> None:
+def test_commands_on_a_folder_without_a_run(folder: Path) -> None:
     for command in (("train", "--resume"), ("top",), ("report",)):
         assert str(folder / "data") in refused(folder, *command, str(folder / "data"))
     assert "--resume" in refused(folder, "train")
@@ -323,7 +324,7 @@ def test_commands_on_what_is_no_run(folder: Path) -> None:
 
 
 def short(folder: Path, name: str, *terms: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    """Three steps on one rank, with nothing beside them."""
+    """A config with three steps on one rank and nothing else."""
     values = config(folder, "grpo", name=name, steps=3, evaluation=None, checkpoint={"every": 0, "export": False})
     values["trainer"]["ranks"] = 1
     return {**values, "reward": {"terms": list(terms)}, **changes}
@@ -367,7 +368,7 @@ EXPECTED = {
 @pytest.mark.parametrize(
     "modes", [("raise", "hang"), pytest.param(("short", "nan"), marks=pytest.mark.slow)], ids=" and ".join
 )
-def test_a_reward_function_that_fails_is_named_and_the_run_goes_on_once_it_is_mended(
+def test_a_failing_reward_function_is_named_and_the_run_resumes_once_it_is_fixed(
     folder: Path, modes: tuple[str, ...]
 ) -> None:
     target = folder / "-".join(modes)
@@ -399,7 +400,7 @@ def test_a_reward_function_that_fails_is_named_and_the_run_goes_on_once_it_is_me
 
 
 def test_a_run_that_cannot_start_frees_its_name(folder: Path) -> None:
-    """The function's module can only be tried by running it, which happens in a scorer process."""
+    """The function's module is only imported in a scorer process."""
     file = folder / "needs.py"
     file.write_text("import a_package_nobody_has\n\n\ndef score(prompts, completions):\n    return [0.0]\n")
     values = short(folder, "needs", {"kind": "function", "path": f"{file}:score"})
@@ -414,10 +415,10 @@ def test_a_run_that_cannot_start_frees_its_name(folder: Path) -> None:
     (kept,) = run.parent.glob("needs.failed-*")
     assert f"{run} is kept as {kept}" in message
     log = (kept / "logs" / "controller.log").read_text()
-    assert "a_package_nobody_has" in log and "rewards/scorer.py" in log, "all of it is in the log"
+    assert "a_package_nobody_has" in log and "rewards/scorer.py" in log, "the full traceback is in the log"
 
 
-def test_a_model_that_passes_over_the_layout_is_packed_singly_and_that_is_said(folder: Path) -> None:
+def test_a_model_that_ignores_the_layout_is_packed_singly_and_this_is_reported(folder: Path) -> None:
     model = changed(folder, "no-length", mamba)
     values = short(folder, "mamba", {"kind": "regex", "pattern": "[0-4].*"})
     values |= {"model": {"path": str(model), "max_length": 32}, "steps": 2}
@@ -452,7 +453,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def fill(disk: Path, free_bytes: int) -> Path:
-    """Takes all room but `leave` bytes."""
+    """Fill the disk except for `free_bytes`."""
     facts = os.statvfs(disk)
     filler = disk / "filler"
     with filler.open("wb") as file:
@@ -460,8 +461,8 @@ def fill(disk: Path, free_bytes: int) -> Path:
     return filler
 
 
-def test_a_full_disk_ends_the_run_and_room_lets_it_go_on(folder: Path, small_disk: Path) -> None:
-    """First while a step file is written, then while the last step's checkpoint is."""
+def test_a_full_disk_ends_the_run_which_resumes_once_there_is_room(folder: Path, small_disk: Path) -> None:
+    """The disk is full first for a step file, then for the checkpoint of the last step."""
     gate = Gate(small_disk.parent / "gate", 1, 2)
     values = short(folder, "full", {"kind": "regex", "pattern": "[0-4].*"}, gate.term)
     values |= {"folder": str(small_disk), "checkpoint": {"every": 0, "export": False}}

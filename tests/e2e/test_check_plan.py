@@ -43,34 +43,34 @@ def check(file: Path, *words: str, **environment: str) -> tuple[int, dict[str, A
     return done.returncode, json.loads(done.stdout)
 
 
-def rungs(report: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
+def findings_of(report: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
     return [each for each in report["findings"] if each["rung"] == name]
 
 
-def test_a_config_that_fits_has_its_collectives_tried(run_file: Path) -> None:
+def test_the_collectives_of_a_config_that_fits_are_tested(run_file: Path) -> None:
     _, report = check(run_file)
-    assert rungs(report, "placement")[0]["severity"] == "ok"
-    assert {each["id"] for each in rungs(report, "memory")} >= {"memory", "largest-collective"}
-    tried = [each for each in rungs(report, "collectives") if each["id"] == "collectives"]
+    assert findings_of(report, "placement")[0]["severity"] == "ok"
+    assert {each["id"] for each in findings_of(report, "memory")} >= {"memory", "largest-collective"}
+    tried = [each for each in findings_of(report, "collectives") if each["id"] == "collectives"]
     assert len(tried) == 2 and all(each["severity"] == "ok" and "all sums correct" in each["seen"] for each in tried)
     assert next(each["seconds"] for each in report["rungs"] if each["name"] == "collectives") < 30
 
 
-def test_what_a_run_would_refuse_is_an_error_with_its_remedy(run_file: Path) -> None:
+def test_what_a_run_would_refuse_is_an_error_with_a_fix(run_file: Path) -> None:
     code, report = check(run_file, "rollout.sampling.max_tokens=5000", "token_budget=6000")
-    (error,) = [each for each in rungs(report, "placement") if each["severity"] == "error"]
+    (error,) = [each for each in findings_of(report, "placement") if each["severity"] == "error"]
     assert code == 1 and "max_tokens 5000" in error["seen"] and "set it to" in error["fix"]
 
 
-def test_a_model_that_is_not_there_is_the_finding_and_nothing_is_said_of_its_size(run_file: Path) -> None:
+def test_a_missing_model_is_the_finding_and_its_size_is_not_estimated(run_file: Path) -> None:
     code, report = check(run_file, "model.path=runs/made-later/export")
-    (error,) = [each for each in rungs(report, "placement") if each["severity"] == "error"]
+    (error,) = [each for each in findings_of(report, "placement") if each["severity"] == "error"]
     assert code == 1 and error["id"] == "model" and "there is no such folder" in error["seen"]
     assert error["fix"].startswith("give an existing") and "model.path" not in error["fix"]
-    assert not rungs(report, "memory")
+    assert not findings_of(report, "memory")
 
 
-def test_a_bundle_that_has_no_place_is_named_with_what_would_fit(
+def test_a_bundle_that_does_not_fit_is_named_with_settings_that_would(
     run_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = load_config(run_file, ["trainer.ranks=8", "cluster.kind=ray", "cluster.device=cuda"])
@@ -89,7 +89,7 @@ def test_a_bundle_that_has_no_place_is_named_with_what_would_fit(
 @pytest.mark.slow
 def test_the_trial_run_uses_lockstep_train_and_leaves_no_files(run_file: Path) -> None:
     code, report = check(run_file, "--small-first")
-    (trial,) = rungs(report, "small-first")
+    (trial,) = findings_of(report, "small-first")
     assert trial["severity"] == "ok", trial
     assert not (run_file.parent / "runs").exists()
     assert code in (0, 1), "other findings about this host do not matter here"

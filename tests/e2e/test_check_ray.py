@@ -30,7 +30,7 @@ def hosts(tmp_path: Path) -> Iterator[Hosts]:
         made.close()
 
 
-def test_every_node_has_a_probe_and_ranks_are_where_the_placement_puts_them(hosts: Hosts, tmp_path: Path) -> None:
+def test_every_node_has_a_probe_and_ranks_follow_the_placement(hosts: Hosts, tmp_path: Path) -> None:
     make_tiny(tmp_path / "model", alphabet="0123456789=", max_length=64)
     subprocess.run([sys.executable, ROOT / "examples" / "sort_data.py", tmp_path / "data"], check=True, timeout=60)
     words = [
@@ -52,7 +52,7 @@ def test_every_node_has_a_probe_and_ranks_are_where_the_placement_puts_them(host
     placed = next(each["seen"] for each in found if each["rung"] == "placement" and each["severity"] == "ok")
     assert "policy-0" in placed and "policy-1" in placed
 
-    # Its hosts without a config, and with one that is for this host alone.
+    # The cluster's hosts without a config, and with a config for this host only.
     (tmp_path / "sft.yaml").write_text((ROOT / "examples" / "sft_sort.yaml").read_text())
     local = ["sft.yaml", f"model.path={tmp_path}/model", f"data.path={tmp_path}/data/sft.jsonl", "cluster.device=cpu"]
     for more in ([], local):

@@ -1,4 +1,4 @@
-"""The command line in real use: one run with everything on, looked at while it goes on and afterwards."""
+"""The command line in real use: one run with all outputs, inspected during the run and afterwards."""
 
 import json
 import re
@@ -32,19 +32,19 @@ EXAMPLES = [
     {"kind": "function", "path": "examples/rewards.py:reward_func", "weight": 0.5, "name": "openrlhf"},
 ]
 GATED = 2
-"""The step at which the run is held up, to be looked at."""
+"""The step at which the run is paused and inspected."""
 
 
 def lockstep(*arguments: str) -> str:
-    """What the command prints to standard output; it must succeed."""
+    """Run a command that must succeed; returns its standard output."""
     result = CliRunner(env={"COLUMNS": "250"}).invoke(app, arguments)
     assert result.exit_code == 0, result.output
     return result.stdout
 
 
 @dataclass
-class Seen:
-    """A finished run, and what was seen while it stood in the reward stage of a step."""
+class FinishedRun:
+    """A finished run, and observations from when it was paused in the reward stage of a step."""
 
     run: Path
     values: dict[str, Any]
@@ -60,7 +60,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def seen(folder: Path) -> Seen:
+def finished(folder: Path) -> FinishedRun:
     gate = Gate(folder / "gate", GATED)
     values = config(folder, "grpo", name="seen", steps=4, report={}, reward={"terms": [*EXAMPLES, gate.term]})
     run = Path(values["folder"]) / "seen"
@@ -75,7 +75,7 @@ def seen(folder: Path) -> Seen:
         assert launched.finish() == 0, launched.text()
     finally:
         launched.kill()
-    return Seen(run, values, launched.said(), top, live, report)
+    return FinishedRun(run, values, launched.printed(), top, live, report)
 
 
 # ---------------------------------------------------------------- without a run
@@ -105,9 +105,9 @@ def test_tiny_makes_a_model_that_transformers_loads(
     family: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     sizes = ["--hidden", "32", "--layers", "2", "--heads", "2", "--kv-heads", "1", "--ffn", "48", "--max-length", "40"]
-    said = lockstep("tiny", str(tmp_path / "m"), "--family", family, *sizes, "--alphabet", "abc", "--seed", "3")
-    assert said == f"{tmp_path}/m: {family}, 2 layers of 32, seed 3\n"
-    assert capfd.readouterr() == ("", ""), "transformers' bars are not for users"
+    text = lockstep("tiny", str(tmp_path / "m"), "--family", family, *sizes, "--alphabet", "abc", "--seed", "3")
+    assert text == f"{tmp_path}/m: {family}, 2 layers of 32, seed 3\n"
+    assert capfd.readouterr() == ("", ""), "transformers' progress bars are not shown"
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "m")
     assert (model.config.model_type, model.config.max_position_embeddings) == (family, 40)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "m")
@@ -134,10 +134,10 @@ def test_a_dry_run_shows_what_would_be_started_and_starts_nothing(
     values = config(folder, "grpo", name="dry")
     file = str(write(folder, values))
     before, children = sorted(folder.rglob("*")), psutil.Process().children(recursive=True)
-    said = lockstep("train", file, "--dry-run", "steps=7", "trainer.optimizer.lr=0.5")
+    text = lockstep("train", file, "--dry-run", "steps=7", "trainer.optimizer.lr=0.5")
     assert sorted(folder.rglob("*")) == before and psutil.Process().children(recursive=True) == children
     assert capfd.readouterr() == ("", "")
-    resolved, _, plan = said.partition("\nprocesses")
+    resolved, _, plan = text.partition("\nprocesses")
     expected = {**values, "steps": 7, "trainer": {**values["trainer"], "optimizer": {"lr": 0.5}}}
     assert check_config(yaml.safe_load(resolved), "dry run") == check_config(expected, "here")
     for process in ("policy-0", "policy-1", "engine-0", "scorer-0"):
@@ -150,58 +150,64 @@ def test_a_dry_run_shows_what_would_be_started_and_starts_nothing(
 # ---------------------------------------------------------------- while it runs
 
 
-def test_top_lists_every_process_with_its_stage_and_whom_it_waits_for(seen: Seen) -> None:
-    rows = {line.split()[0]: line for line in seen.top.splitlines() if line and line.split()[0] != "process"}
-    assert {"agent", "controller", "policy-0", "policy-1", "engine-0", "scorer-0"} <= rows.keys(), seen.top
+def test_top_lists_every_process_with_its_stage_and_what_it_waits_for(finished: FinishedRun) -> None:
+    rows = {line.split()[0]: line for line in finished.top.splitlines() if line and line.split()[0] != "process"}
+    assert {"agent", "controller", "policy-0", "policy-1", "engine-0", "scorer-0"} <= rows.keys(), finished.top
     assert re.search(r"\breward\b", rows["controller"]) and "step 2/4" in rows["controller"]
     assert "the scorers" in rows["controller"] and "rewards of 4 terms" in rows["controller"]
     assert "scoring gate" in rows["scorer-0"]
     assert "tokens" in rows["engine-0"]
     assert "optimizer steps 2/4" in rows["policy-1"]
-    assert re.search(r"controller waits for (the scorers|scorer-0)", seen.top.splitlines()[-1]), seen.top
+    assert re.search(r"controller waits for (the scorers|scorer-0)", finished.top.splitlines()[-1]), finished.top
 
 
-def test_a_report_of_a_running_run_says_so(seen: Seen) -> None:
-    assert "still running, or killed" in seen.report
-    assert "Reward by term" in seen.report, "curves of the steps so far"
-    assert seen.live == {"summary.json": False, "export": False}
+def test_a_report_of_a_running_run_says_so(finished: FinishedRun) -> None:
+    assert "still running, or killed" in finished.report
+    assert "Reward by term" in finished.report, "curves of the steps so far"
+    assert finished.live == {"summary.json": False, "export": False}
 
 
 # ---------------------------------------------------------------- afterwards
 
 
-def test_the_console_tells_steps_evaluations_and_where_everything_is(seen: Seen) -> None:
-    lines = seen.printed.splitlines()
-    assert f"seen in {seen.run}" in lines
+def test_the_console_reports_steps_evaluations_and_folders(finished: FinishedRun) -> None:
+    lines = finished.printed.splitlines()
+    assert f"seen in {finished.run}" in lines
     assert [line.split()[1] for line in lines if line.startswith("step ")] == ["1/4", "2/4", "3/4", "4/4"]
     assert sum(line.startswith("evaluation after step ") for line in lines) == 3
-    assert lines[-1].startswith("finished after 4 of 4 steps in ") and f"report: {seen.run}/report.html" in lines[-1]
-    assert "\x1b" not in seen.printed and "it/s]" not in seen.printed, "no colours and no bars in a log"
-    assert "Warning" not in seen.printed
+    assert (
+        lines[-1].startswith("finished after 4 of 4 steps in ") and f"report: {finished.run}/report.html" in lines[-1]
+    )
+    assert "\x1b" not in finished.printed and "it/s]" not in finished.printed, (
+        "no colours and no progress bars in a log"
+    )
+    assert "Warning" not in finished.printed
 
 
-def test_all_three_signatures_score_the_same_run(seen: Seen) -> None:
-    with Ledger.reader(seen.run) as ledger:
+def test_all_three_signatures_score_the_same_run(finished: FinishedRun) -> None:
+    with Ledger.reader(finished.run) as ledger:
         rollouts = ledger.rollouts(3)
     assert rollouts is not None
     for group in rollouts.groups:
         truth = str(group.prompt.answer)
         for k, completion in enumerate(group.completions):
-            said = completion.text.strip()
-            share = sum(a == b for a, b in zip(said, truth, strict=True)) / len(truth) if len(said) == len(truth) else 0
-            exact = float(said == truth)
+            answer = completion.text.strip()
+            share = (
+                sum(a == b for a, b in zip(answer, truth, strict=True)) / len(truth) if len(answer) == len(truth) else 0
+            )
+            exact = float(answer == truth)
             found = {name: float(values[k]) for name, values in group.breakdown.items()}
             assert found["sorted_share"] == pytest.approx(share)
             assert (found["compute_score"], found["openrlhf"]) == (exact, float(share == 1))
-            assert found["compute_score/right_length"] == float(len(said) == len(truth))
+            assert found["compute_score/right_length"] == float(len(answer) == len(truth))
             assert (found["openrlhf/scores"], found["openrlhf/length"]) == (pytest.approx(share), len(completion.text))
             assert found["gate"] != found["gate"], "None: the term does not apply"
             assert group.rewards is not None
             assert group.rewards[k] == pytest.approx(share + exact + 0.5 * float(share == 1))
 
 
-def test_summary(seen: Seen) -> None:
-    summary = json.loads((seen.run / "summary.json").read_text())
+def test_summary(finished: FinishedRun) -> None:
+    summary = json.loads((finished.run / "summary.json").read_text())
     assert (summary["name"], summary["recipe"], summary["exit_reason"]) == ("seen", "grpo", "finished")
     assert summary["steps"] == {"done": 4, "wanted": 4}
     exact = summary["eval/exact_match"]
@@ -210,11 +216,11 @@ def test_summary(seen: Seen) -> None:
     assert {"rollout", "reward", "ledger", "pack", "logprobs", "train", "publish", "evaluate"} <= summary[
         "seconds"
     ].keys()
-    assert summary["checkpoint"] == str(seen.run / "checkpoints" / "00000004")
+    assert summary["checkpoint"] == str(finished.run / "checkpoints" / "00000004")
     assert {"python", "torch", "transformers", "lockstep-rl"} <= summary["versions"].keys()
-    rows = [json.loads(line) for line in (seen.run / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (finished.run / "metrics.jsonl").read_text().splitlines()]
     assert summary["tokens"] == sum(row.get("rollout/tokens", 0) for row in rows)
-    with Ledger.reader(seen.run) as ledger:
+    with Ledger.reader(finished.run) as ledger:
         last = ledger.rollouts(3)
     assert last is not None
     generated = sum(len(completion.tokens) for group in last.groups for completion in group.completions)
@@ -227,16 +233,16 @@ EXPECTED = {
     *("policy/loss", "policy/entropy", "policy/clip_fraction", "policy/grad_norm", "policy/lr"),
     *("policy/engine_gap_mean", "policy/engine_gap_max", "time/rollout_s", "time/train_s", "throughput/tokens_per_s"),
 }
-"""What people look for; more is there."""
+"""Metrics that every step must have."""
 
 
-def test_metrics_lines(seen: Seen) -> None:
-    rows = [json.loads(line) for line in (seen.run / "metrics.jsonl").read_text().splitlines()]
+def test_metrics_lines(finished: FinishedRun) -> None:
+    rows = [json.loads(line) for line in (finished.run / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if "policy/loss" in row]
     evaluations = [row for row in rows if "eval/exact_match" in row]
     assert [row["step"] for row in steps] == [0, 1, 2, 3] and [row["step"] for row in evaluations] == [-1, 1, 3]
     assert all(row.keys() >= EXPECTED | {"time"} for row in steps), EXPECTED - steps[0].keys()
-    with Ledger.reader(seen.run) as ledger:
+    with Ledger.reader(finished.run) as ledger:
         for row, known in zip(steps, ledger.metrics_rows(), strict=True):
             assert {name: row[name] for name in EXPECTED} == {name: known.values[name] for name in EXPECTED}
 
@@ -254,9 +260,9 @@ def documented() -> tuple[set[str], set[str]]:
     return metrics, set(files)
 
 
-def test_every_metric_and_file_is_documented(seen: Seen) -> None:
+def test_every_metric_and_file_is_documented(finished: FinishedRun) -> None:
     metrics, files = documented()
-    rows = [json.loads(line) for line in (seen.run / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (finished.run / "metrics.jsonl").read_text().splitlines()]
     found = {name for row in rows for name in row} - {"step", "time"}
     own = {name for name in found if name.startswith("reward/")} - metrics
     stages = {name for name in found if name.startswith("time/")} - metrics
@@ -268,24 +274,24 @@ def test_every_metric_and_file_is_documented(seen: Seen) -> None:
     evaluated = {name for name in found if name.startswith("eval/reward/")}
     assert evaluated == {f"eval/{name}" for name in own}
     assert found - own - stages - evaluated <= metrics, found - own - stages - evaluated - metrics
-    there = {path.name for path in seen.run.iterdir()}
+    there = {path.name for path in finished.run.iterdir()}
     assert files - {"incidents"} == there - {"ledger.sqlite-wal", "ledger.sqlite-shm"}, (
-        "which SQLite makes while somebody reads"
+        "which SQLite creates for readers"
     )
 
 
-def test_tensorboard_reads_the_event_files(seen: Seen) -> None:
-    events = EventAccumulator(str(seen.run / "tensorboard"))
+def test_tensorboard_reads_the_event_files(finished: FinishedRun) -> None:
+    events = EventAccumulator(str(finished.run / "tensorboard"))
     events.Reload()
     assert set(events.Tags()["scalars"]) >= EXPECTED | {"eval/exact_match"}
-    rows = [json.loads(line) for line in (seen.run / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (finished.run / "metrics.jsonl").read_text().splitlines()]
     losses = [(row["step"], row["policy/loss"]) for row in rows if "policy/loss" in row]
     found = [(event.step, event.value) for event in events.Scalars("policy/loss")]
     assert found == [(step, pytest.approx(loss, rel=1e-6)) for step, loss in losses]
 
 
 class Page(HTMLParser):
-    """What a page would fetch, and its text."""
+    """Collects the addresses that a page would fetch, and its text."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -301,11 +307,13 @@ class Page(HTMLParser):
         self.fetched += [value for value in wanted if value and not value.startswith(("#", "data:"))]
 
 
-def test_the_report_is_one_file_that_needs_nothing(seen: Seen) -> None:
-    text = (seen.run / "report.html").read_text()
+def test_the_report_is_one_self_contained_file(finished: FinishedRun) -> None:
+    text = (finished.run / "report.html").read_text()
     page = Page(text)
     assert page.fetched == []
-    assert "@import" not in text and not re.search(r"url\(\s*['\"]?(?!#|data:)", text), "nor from its style sheet"
+    assert "@import" not in text and not re.search(r"url\(\s*['\"]?(?!#|data:)", text), (
+        "nothing is fetched by the style sheet"
+    )
     assert len(page.drawings) > 10
     for drawing in page.drawings:
         ET.fromstring(drawing)
@@ -317,32 +325,32 @@ def test_the_report_is_one_file_that_needs_nothing(seen: Seen) -> None:
     assert "still running" not in text and "sorted_share" in text
 
 
-def test_a_report_can_be_written_anew(seen: Seen) -> None:
-    report = seen.run / "report.html"
+def test_a_report_can_be_written_again(finished: FinishedRun) -> None:
+    report = finished.run / "report.html"
     report.unlink()
-    assert lockstep("report", str(seen.run)).strip() == str(report)
+    assert lockstep("report", str(finished.run)).strip() == str(report)
     assert Page(report.read_text()).fetched == [] and "finished" in report.read_text()
 
 
-def test_top_of_a_finished_run_says_how_it_ended(seen: Seen) -> None:
-    said = lockstep("top", str(seen.run), "--once")
-    assert "finished" in said and "4 of 4 steps" in said and str(seen.run) in said, said
-    assert "Traceback" not in said
+def test_top_of_a_finished_run_says_how_it_ended(finished: FinishedRun) -> None:
+    text = lockstep("top", str(finished.run), "--once")
+    assert "finished" in text and "4 of 4 steps" in text and str(finished.run) in text, text
+    assert "Traceback" not in text
 
 
-def test_nothing_of_the_run_is_left(seen: Seen) -> None:
-    identity = (seen.run / "run-id").read_text().strip()
+def test_no_process_of_the_run_is_left(finished: FinishedRun) -> None:
+    identity = (finished.run / "run-id").read_text().strip()
     assert not Path("/dev/shm/lockstep", identity).exists()
 
 
-def test_the_exported_model_loads_and_generates(seen: Seen) -> None:
-    model = AutoModelForCausalLM.from_pretrained(seen.run / "export")
-    tokenizer = AutoTokenizer.from_pretrained(seen.run / "export")
+def test_the_exported_model_loads_and_generates(finished: FinishedRun) -> None:
+    model = AutoModelForCausalLM.from_pretrained(finished.run / "export")
+    tokenizer = AutoTokenizer.from_pretrained(finished.run / "export")
     inputs = tokenizer("42=", return_tensors="pt", return_token_type_ids=False)
     with torch.no_grad():
         output = model.generate(**inputs, max_new_tokens=4, do_sample=False)
     assert output.shape[1] > inputs["input_ids"].shape[1]
     assert tokenizer.decode(output[0]).startswith("42=")
-    start = AutoModelForCausalLM.from_pretrained(seen.values["model"]["path"])
+    start = AutoModelForCausalLM.from_pretrained(finished.values["model"]["path"])
     moved = [not torch.equal(a, b) for a, b in zip(model.parameters(), start.parameters(), strict=True)]
     assert all(moved), "every weight was trained"

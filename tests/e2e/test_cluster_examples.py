@@ -1,4 +1,4 @@
-"""The Slurm script and the KubeRay manifest: as far as they can be run or read here."""
+"""The Slurm script and the KubeRay manifest, as far as they can be tested without Slurm and Kubernetes."""
 
 import os
 import re
@@ -54,10 +54,10 @@ def test_the_manifest_is_a_ray_job() -> None:
         images.add(container["image"])
         assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
         assert all(isinstance(each["value"], str) for each in container["env"])
-    assert len(images) == 1, "one version on all nodes"
+    assert len(images) == 1, "one image on all nodes"
 
 
-def test_the_manifests_command_is_a_run_on_ray() -> None:
+def test_the_command_of_the_manifest_is_a_run_on_ray() -> None:
     words = shlex.split(yaml.safe_load(KUBERAY.read_text())["spec"]["entrypoint"])
     assert words[:2] == ["lockstep", "train"]
     values = {"recipe": "sft", "name": "x", "steps": 1, "model": {"path": "m"}, "data": {"path": "d"}}
@@ -65,7 +65,7 @@ def test_the_manifests_command_is_a_run_on_ray() -> None:
     assert config.cluster.kind == "ray" and config.cluster.address == "auto" and Path(config.folder).is_absolute()
 
 
-def test_the_script_is_bash_and_says_how_it_is_used() -> None:
+def test_the_script_is_bash_and_prints_its_usage() -> None:
     subprocess.run(["bash", "-n", str(SLURM)], check=True)
     assert os.access(SLURM, os.X_OK)
     done = subprocess.run(["bash", str(SLURM)], capture_output=True, text=True, timeout=20)
@@ -85,8 +85,8 @@ STUBS = {
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(find_spec("ray") is None, reason="needs the extra ray")
-def test_the_script_starts_a_ray_and_the_run_sees_its_nodes(tmp_path: Path) -> None:
-    """On one node, with a `srun` that runs here what it is given. Nothing of Ray is left behind."""
+def test_the_script_starts_ray_and_the_run_uses_its_nodes(tmp_path: Path) -> None:
+    """On one node, with an `srun` that runs its command on this host. No process of Ray is left behind."""
     make_tiny(
         tmp_path / "model", hidden=16, layers=1, heads=2, kv_heads=1, ffn=32, max_length=32, alphabet="0123456789="
     )

@@ -1,4 +1,4 @@
-"""The demo reaches its target whatever the seed: below 0.6 after SFT, at least 0.95 after GRPO; with faults as well."""
+"""The demo reaches its target with every seed: below 0.6 after SFT, at least 0.95 after GRPO; with faults as well."""
 
 import json
 import os
@@ -14,7 +14,7 @@ TIMES = re.compile(r"^(\S+) \((SIG\w+)\) in step (\d+) +([\d.]+) s +([\d.]+) s +
 
 
 def demo(*arguments: str | Path) -> str:
-    """Runs it to its end; what it printed."""
+    """Run the demo; returns its output."""
     done = subprocess.run(
         [ROOT / "script" / "demo", *arguments],
         cwd=ROOT,
@@ -47,14 +47,14 @@ def test_the_demo_learns(seed: int, tmp_path: Path) -> None:
 @pytest.mark.timeout(1200)
 def test_the_demo_learns_while_a_rank_is_frozen_and_its_engine_killed(tmp_path: Path) -> None:
     folder = tmp_path / "demo"
-    said = demo("--fault", folder)
-    _, _, after = said.partition("-- freezing policy-1, pid ")
+    printed = demo("--fault", folder)
+    _, _, after = printed.partition("-- freezing policy-1, pid ")
     first = next(line for line in after.splitlines() if line.startswith(("notice: ", "confirmed: ")))
-    assert re.match(r"\w+: rank 1 \(policy, .*is stopped", first), said[-5000:]
-    faults = {found[0]: (found[1], *map(float, found[2:])) for found in TIMES.findall(said)}
+    assert re.match(r"\w+: rank 1 \(policy, .*is stopped", first), printed[-5000:]
+    faults = {found[0]: (found[1], *map(float, found[2:])) for found in TIMES.findall(printed)}
     assert {who: fault[0] for who, fault in faults.items()} == {"policy-1": "SIGSTOP", "engine-0": "SIGKILL"}
-    for _, step, told, confirmed, restarted, stepped in faults.values():
-        assert 80 < step < 190 and told <= 10 and told <= confirmed and restarted < stepped < 60
+    for _, step, reported, confirmed, restarted, stepped in faults.values():
+        assert 80 < step < 190 and reported <= 10 and reported <= confirmed and restarted < stepped < 60
     end = summary(folder / "sort-grpo")
     assert end["eval/exact_match"]["final"] >= 0.95 and end["exit_reason"] == "finished"
     assert [(each["who"], each["what"], each["outcome"]) for each in end["incidents"]] == [
@@ -66,8 +66,8 @@ def test_the_demo_learns_while_a_rank_is_frozen_and_its_engine_killed(tmp_path: 
         assert f'href="{each["folder"]}/story.txt"' in page and f"<h3>{each['who']}<" in page
     (timeline,) = re.findall(r"<h3>Steps done.*?</section>", page, re.DOTALL)
     assert ">1<" in timeline and ">2<" in timeline and "var(--warn)" in timeline
-    # What the README shows is what is printed, up to numbers and places.
-    lines = said.splitlines()
+    # The README shows the real output, up to numbers and paths.
+    lines = printed.splitlines()
     shown = re.findall(r"^    ((?:--|confirmed:|recovered:|engine-0|policy-1) .*)$", readme_section(), re.MULTILINE)
     assert len(shown) == 11
     for each in shown:

@@ -1,4 +1,4 @@
-"""A run that an earlier version began resumes under this one and ends with the same weights."""
+"""A run of an earlier version resumes under this one and ends with the same weights."""
 
 import os
 import shutil
@@ -13,7 +13,7 @@ EARLIER = Path(__file__).with_name("earlier_run")
 
 
 def test_a_run_of_an_earlier_version_resumes_with_the_same_weights(tmp_path: Path) -> None:
-    """Bitwise on the machine that made it; 1e-5 elsewhere, as other processors round differently."""
+    """Bitwise on the kind of machine that made the run; 1e-5 elsewhere, as other processors round differently."""
     here = tmp_path / "work"
     shutil.copytree(EARLIER, here)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}

@@ -92,14 +92,14 @@ def test_a_run_with_an_environment_that_branches(folder: Path) -> None:
 @pytest.mark.parametrize(
     "bad, words", [("raise", "raised RuntimeError: no such world"), ("hang", "did not answer within")]
 )
-def test_an_environment_that_fails_names_sample_turn_and_line_and_the_run_goes_on(
+def test_a_failing_environment_is_reported_with_sample_turn_and_line_and_the_run_resumes(
     folder: Path, bad: str, words: str
 ) -> None:
     environment = {"path": f"{folder}/world.py:Echo", "arguments": {"bad": bad}, "on_error": "stop", "timeout_s": 2}
     run = folder / "runs" / bad
     launched = Launched.start(run, str(write(folder, grpo(folder, bad, environment))))
     assert launched.finish() == 1
-    text = " ".join(launched.said().split())
+    text = " ".join(launched.printed().split())
     assert words in text and "sample" in text and "turn 2" in text and "world.py" in text
     assert f"lockstep train --resume {run}" in text
     world = folder / "world.py"
@@ -126,10 +126,10 @@ def test_an_environment_that_fails_names_sample_turn_and_line_and_the_run_goes_o
         ({"path": "{}/world.py:Echo", "branches": [3]}, ["branches [3] makes 3 conversations", "group_size 4"]),
     ],
 )
-def test_what_cannot_be_used_is_refused(folder: Path, environment: dict[str, Any], words: list[str]) -> None:
+def test_unusable_environments_are_refused(folder: Path, environment: dict[str, Any], words: list[str]) -> None:
     given = json.loads(json.dumps(environment).replace("{}", str(folder)))
-    said = refused(folder, "train", str(write(folder / "files", grpo(folder, "bad", given))))
-    assert all(word in said for word in words), said
+    printed = refused(folder, "train", str(write(folder / "files", grpo(folder, "bad", given))))
+    assert all(word in printed for word in words), printed
 
 
 def test_the_reward_of_an_environment_needs_one(folder: Path) -> None:
@@ -137,7 +137,7 @@ def test_the_reward_of_an_environment_needs_one(folder: Path) -> None:
     assert "no rollout.environment" in refused(folder, "train", str(write(folder / "files", values)))
 
 
-def test_a_template_that_knows_no_tools_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_a_chat_template_without_tools_is_refused(folder: Path, tmp_path: Path) -> None:
     make_tiny(tmp_path / "model", hidden=32, layers=1, heads=2, kv_heads=1, ffn=48, max_length=64, chat=True)
     template = tmp_path / "chat.jinja"
     template.write_text(
@@ -148,5 +148,5 @@ def test_a_template_that_knows_no_tools_is_refused(folder: Path, tmp_path: Path)
     values["model"] = {"path": str(tmp_path / "model"), "chat_template": str(template)}
     values["data"] = {**values["data"], "chat": True}
     values["evaluation"]["data"]["chat"] = True
-    said = refused(folder, "train", str(write(folder / "files", values)))
-    assert "no tools here" in said and "model.chat_template" in said
+    printed = refused(folder, "train", str(write(folder / "files", values)))
+    assert "no tools here" in printed and "model.chat_template" in printed

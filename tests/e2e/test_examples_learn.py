@@ -1,4 +1,4 @@
-"""The examples with tools and with procedural tasks go through all of their parts, in a few steps each."""
+"""The examples with tools and with procedural tasks run through all their parts, in a few steps each."""
 
 import shutil
 import subprocess
@@ -21,7 +21,7 @@ TINY = {"hidden": 32, "layers": 1, "heads": 2, "kv_heads": 1, "ffn": 64}
 
 
 def example(name: str, home: Path, **changes: Any) -> dict[str, Any]:
-    """An example's file with the paths in `home`, and short."""
+    """The config of an example with paths in `home` and few steps."""
     values = yaml.safe_load((ROOT / "examples" / name).read_text().replace("runs/", f"{home}/runs/"))
     load_config(ROOT / "examples" / name)
     values |= {"folder": f"{home}/runs", "report": {"tensorboard": False, "html": False}, **changes}
@@ -36,7 +36,7 @@ def example(name: str, home: Path, **changes: Any) -> dict[str, Any]:
 
 
 def test_the_calculator(tmp_path: Path) -> None:
-    """With a model that has learned nothing: whatever ends in "]" is a call, most of them bad ones."""
+    """With an untrained model: all text that ends in "]" is a call, and most calls are invalid."""
     runs = tmp_path / "runs"
     script = ROOT / "examples" / "calculator.py"
     subprocess.run([sys.executable, script, runs / "calculator-data"], check=True, timeout=60)

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 CORE_MB = 140
-"""What the core may take on disk, its dependencies and their compiled files included, pip not."""
+"""Limit for the size of the core on disk, with dependencies and compiled files, without pip."""
 SIZE = """
 from importlib import metadata
 files = [f for d in metadata.distributions() if d.name not in ("pip", "setuptools") for f in d.files or ()]
@@ -25,7 +25,7 @@ TRAINING = ("torch", "transformers", "datasets", "pyarrow", "httpx", "matplotlib
 
 
 def run(*command: object, cwd: Path, code: int = 0, **environment: str) -> str:
-    """What a command prints, without anything of this environment or checkout on its path."""
+    """Run a command without this environment and checkout on its path; returns its output."""
     kept = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "VIRTUAL_ENV", "PYTHONHOME")}
     done = subprocess.run(
         [str(part) for part in command], cwd=cwd, env=kept | {"COLUMNS": "200"} | environment,
@@ -46,7 +46,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def constraints(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The locked versions, so that the same packages are installed as everywhere else."""
+    """A file with the locked versions of all packages."""
     locked = re.findall(
         r"^([\w.-]+)(?:\[[\w,-]+\])?==([^ ;\\]+)", (ROOT / "requirements.lock").read_text(), re.MULTILINE
     )
@@ -56,7 +56,7 @@ def constraints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def environment(folder: Path, wheel: Path, constraints: Path, extra: str = "", *more: str) -> Path:
-    """The folder with the commands of a fresh environment that has the wheel."""
+    """Create an environment with the wheel; returns the folder with its commands."""
     run(sys.executable, "-m", "venv", folder, cwd=folder.parent)
     pip = (folder / "bin" / "pip", "--disable-pip-version-check", "install", "--quiet", "--constraint", constraints)
     run(*pip, f"{wheel}{extra}", *more, cwd=folder.parent)
@@ -69,14 +69,14 @@ def core(tmp_path_factory: pytest.TempPathFactory, wheel: Path, constraints: Pat
 
 
 @pytest.mark.xdist_group("install")
-def test_the_core_is_small_and_has_nothing_that_only_training_needs(core: Path, tmp_path: Path) -> None:
+def test_the_core_is_small_and_has_no_dependency_of_training(core: Path, tmp_path: Path) -> None:
     assert int(run(core / "python", "-c", SIZE, cwd=tmp_path)) < CORE_MB << 20
     found = f"import importlib.util as u; print([name for name in {TRAINING} if u.find_spec(name)])"
     assert run(core / "python", "-c", found, cwd=tmp_path).strip() == "[]"
 
 
 @pytest.mark.xdist_group("install")
-def test_the_core_explains_checks_and_shows(core: Path, tmp_path: Path) -> None:
+def test_the_core_runs_explain_check_and_top(core: Path, tmp_path: Path) -> None:
     lockstep = core / "lockstep"
     (tmp_path / "job.log").write_text(LOG)
     assert "rank_oom" in run(lockstep, "explain", tmp_path / "job.log", cwd=tmp_path)
@@ -88,27 +88,29 @@ def test_the_core_explains_checks_and_shows(core: Path, tmp_path: Path) -> None:
 
 @pytest.mark.xdist_group("install")
 def test_the_core_checks_this_host(core: Path, tmp_path: Path) -> None:
-    """The host may have faults of its own: what counts is that every part of the check has run and reported."""
+    """The host may have problems: the test requires only that every part of the check has run and reported."""
     kept = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     done = subprocess.run(
         [core / "lockstep", "check"], cwd=tmp_path, env=kept, capture_output=True, text=True, timeout=120, check=False
     )
     assert "Traceback" not in done.stdout + done.stderr
-    assert "pip install 'lockstep-rl[train]'" in done.stdout, "torch is missing here, and the report says how to get it"
+    assert "pip install 'lockstep-rl[train]'" in done.stdout, (
+        "torch is missing, and the report names the extra that installs it"
+    )
 
 
 @pytest.mark.xdist_group("install")
 def test_the_core_watches_a_command(core: Path, tmp_path: Path) -> None:
-    said = run(core / "lockstep", "watch", "--", core / "python", "-c", "print('hello from the job')", cwd=tmp_path)
-    assert "hello from the job" in said and "Traceback" not in said
+    printed = run(core / "lockstep", "watch", "--", core / "python", "-c", "print('hello from the job')", cwd=tmp_path)
+    assert "hello from the job" in printed and "Traceback" not in printed
 
 
 @pytest.mark.xdist_group("install")
 @pytest.mark.parametrize("command", [("train", "run.yaml"), ("tiny", "model"), ("check", "run.yaml")], ids=" ".join)
 def test_a_command_whose_extra_is_missing_names_it(core: Path, tmp_path: Path, command: tuple[str, ...]) -> None:
     (tmp_path / "run.yaml").write_text("recipe: sft\nname: x\nmodel: {path: m}\ndata: {path: d}\nsteps: 1\n")
-    said = run(core / "lockstep", *command, cwd=tmp_path, code=2)
-    assert "pip install 'lockstep-rl[train]'" in said and "Traceback" not in said
+    printed = run(core / "lockstep", *command, cwd=tmp_path, code=2)
+    assert "pip install 'lockstep-rl[train]'" in printed and "Traceback" not in printed
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The options of the algorithm in real runs: KL in loss or reward, corrections, epochs and mini-batches."""
+"""Options of the algorithm in real runs: KL in loss or reward, importance correction, epochs and mini-batches."""
 
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ def test_every_correction_at_once_on_two_ranks(folder: Path) -> None:
     assert first["policy/engine_gap_max"] < 1e-4
     assert abs(first["policy/importance_weight"] - 1) < 1e-4
     assert 0 <= first["policy/kl"] < last["policy/kl"]
-    # Four updates from the same rollouts: the ratio leaves one, and bounds are met.
+    # Four updates from the same rollouts: the ratio differs from one, and tokens are clipped.
     assert first["policy/kl_k3"] > 0
     assert {"policy/clip_fraction", "policy/clip_dual", "policy/grad_norm", "policy/entropy"} <= first.keys()
 

@@ -1,4 +1,4 @@
-"""The production file: its plan, with and without what the hub would say, and its rewards."""
+"""The production example: its plan, with and without the model's metadata, and its rewards."""
 
 import importlib.util
 import json
@@ -19,7 +19,7 @@ QWEN = {
     "hidden_size": 1536, "num_hidden_layers": 28, "num_attention_heads": 12, "num_key_value_heads": 2,
     "intermediate_size": 8960, "vocab_size": 151936, "max_position_embeddings": 32768, "tie_word_embeddings": True,
 }  # fmt: skip
-"""Of Qwen2.5-1.5B."""
+"""The config of Qwen2.5-1.5B."""
 
 
 def dry_run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[int, str, str]:
@@ -29,7 +29,7 @@ def dry_run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[int, str,
     return result.exit_code, result.stdout, " ".join(result.stderr.split())
 
 
-def test_offline_it_plans_what_it_can_and_says_what_it_could_not_look_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_the_plan_lists_what_could_not_be_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
     code, shown, notes = dry_run(monkeypatch, "--gpus", "8")
     assert code == 0, notes
     for rank in range(8):
@@ -42,7 +42,7 @@ def test_offline_it_plans_what_it_can_and_says_what_it_could_not_look_up(monkeyp
     assert "not looked up: data = openai/gsm8k" in notes and "not looked up: evaluation.data = openai/gsm8k" in notes
 
 
-def test_with_the_model_and_data_at_hand_it_is_the_whole_plan(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_with_model_and_data_the_plan_is_complete(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
     Qwen2Config(**QWEN, architectures=["Qwen2ForCausalLM"]).save_pretrained(tmp_path)
@@ -51,7 +51,7 @@ def test_with_the_model_and_data_at_hand_it_is_the_whole_plan(monkeypatch: pytes
     save_file({}, tmp_path / "model.safetensors")
     monkeypatch.setattr(
         "lockstep.run.planning.resources.check_weights", lambda policy, folder: None
-    )  # 3 GB that need not be there
+    )  # 3 GB of weights that are not needed
     rows = [{"question": "1+1?", "answer": "so it is\n#### 2"}] * 4
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     values = ("kind=jsonl", f"path={tmp_path}/data.jsonl")
@@ -67,16 +67,16 @@ def test_on_a_host_without_gpus_it_is_refused(monkeypatch: pytest.MonkeyPatch) -
 
     if torch.cuda.device_count():
         pytest.skip("this host has GPUs")
-    code, _, said = dry_run(monkeypatch)  # this, too, is known without asking the hub
-    assert code == 2 and "cluster.device is cuda, and torch finds no GPU on this host" in said
+    code, _, printed = dry_run(monkeypatch)  # this, too, does not need the hub
+    assert code == 2 and "cluster.device is cuda, and torch finds no GPU on this host" in printed
 
 
-def test_a_folder_that_is_not_there_is_no_hub_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    code, _, said = dry_run(monkeypatch, "--gpus", "8", "model.path=examples/no-such-model")
-    assert code == 2 and "there is no such folder" in said
+def test_a_missing_folder_is_not_taken_for_a_hub_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    code, _, printed = dry_run(monkeypatch, "--gpus", "8", "model.path=examples/no-such-model")
+    assert code == 2 and "there is no such folder" in printed
 
 
-def test_gpus_go_with_a_dry_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_requires_a_dry_run(monkeypatch: pytest.MonkeyPatch) -> None:
     result = CliRunner().invoke(app, ["train", str(ROOT / FILE), "--gpus", "8"])
     assert result.exit_code == 2 and "--dry-run" in result.output
 

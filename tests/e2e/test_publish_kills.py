@@ -1,5 +1,5 @@
-"""An engine that is killed, or hangs, in the middle of copying weights: the run goes on, with the weights of one that
-was not disturbed. One that only takes long is waited for."""
+"""An engine is killed, or hangs, in the middle of copying weights: the run continues and ends with the weights of an
+undisturbed run. An engine that is only slow is waited for."""
 
 import os
 import signal
@@ -15,8 +15,8 @@ from lockstep.ledger.ledger import Ledger
 KILLS = 20
 
 
-def midway(launched: Launched, name: str, folder: Path) -> tuple[int, Path]:
-    """Lets an engine stand still in its next copy, and waits for that: its pid, and the file that holds it."""
+def pause_in_copy(launched: Launched, name: str, folder: Path) -> tuple[int, Path]:
+    """Pause an engine in its next copy; returns its pid and the file whose removal resumes it."""
     state = launched.wait_until(lambda: launched.beacon(name), name, lambda: False)
     (hold := folder / f"hold-{state.pid}").touch()
     launched.wait_for_file(folder, f"half-{state.pid}")
@@ -43,7 +43,7 @@ def test_an_engine_is_killed_in_the_middle_of_its_copy_twenty_times_in_a_row(
     file = write(tmp_path, values)
     launched = Launched.start(tmp_path / "runs" / "grpo", str(file), hold={"midway": str(folder)})
     for number in range(KILLS):
-        pid, hold = midway(launched, f"engine-0.{number}" if number else "engine-0", folder)
+        pid, hold = pause_in_copy(launched, f"engine-0.{number}" if number else "engine-0", folder)
         os.kill(pid, signal.SIGKILL)
         hold.unlink()
         launched.wait_until(lambda: len(restarted(launched)) > number or None, "healed", lambda: False)  # noqa: B023
@@ -62,10 +62,10 @@ def test_an_engine_that_hangs_in_its_copy_is_ended_and_not_the_trainer(reference
     (folder := tmp_path / "midway").mkdir()
     file = write(tmp_path, values)
     launched = Launched.start(tmp_path / "runs" / "grpo", str(file), hold={"midway": str(folder)})
-    pid, _ = midway(launched, "engine-1", folder)
+    pid, _ = pause_in_copy(launched, "engine-1", folder)
     assert launched.finish() == 0, launched.text()
-    assert f"pid {pid} has been reading weights of an older version" in launched.said()
-    assert [each["worker"] for each in restarted(launched)] == ["engine-1"], "nobody else has failed"
+    assert f"pid {pid} has been reading weights of an older version" in launched.printed()
+    assert [each["worker"] for each in restarted(launched)] == ["engine-1"], "no other worker has failed"
 
 
 @pytest.mark.slow
@@ -78,11 +78,11 @@ def test_an_engine_that_takes_long_for_its_weights_is_not_left_out(reference: Re
     (folder := tmp_path / "midway").mkdir()
     file = write(tmp_path, values)
     launched = Launched.start(tmp_path / "runs" / "grpo", str(file), hold={"midway": str(folder)})
-    pid, hold = midway(launched, "engine-1", folder)
+    pid, hold = pause_in_copy(launched, "engine-1", folder)
     (folder / f"slow-{pid}").touch()
     hold.unlink()
     assert launched.finish() == 0, launched.text()
-    assert "is excluded" not in launched.said() and restarted(launched) == []
+    assert "is excluded" not in launched.printed() and restarted(launched) == []
     with Ledger.reader(launched.folder) as ledger:
         took = [row.values["time/publish_s"] for row in ledger.metrics_rows()]
     assert max(took) > 3.5, took

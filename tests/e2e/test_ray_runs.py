@@ -1,4 +1,4 @@
-"""`lockstep train` with `cluster=ray`: on a Ray of its own, and on two hosts of a cluster, one of which is lost."""
+"""`lockstep train` with `cluster=ray`: on a private Ray, and on two hosts of a cluster, one of which is lost."""
 
 import re
 import time
@@ -13,7 +13,7 @@ from ray_hosts import Hosts, needs_ray, until
 pytestmark = [*needs_ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-def test_a_run_on_a_ray_of_its_own(tmp_path: Path) -> None:
+def test_a_run_on_a_private_ray(tmp_path: Path) -> None:
     home = task(tmp_path)
     file = write(home, config(home, "grpo", steps=4, cluster={"kind": "ray"}))
     began = time.monotonic()
@@ -21,13 +21,13 @@ def test_a_run_on_a_ray_of_its_own(tmp_path: Path) -> None:
     launched.wait_for("rollout", None)
     print(f"start: {time.monotonic() - began:.1f} s until the first rollout")
     assert launched.finish() == 0, launched.text()
-    assert launched.gone(20.0), "Ray as well"
-    assert "policy-0..1, engine-0, scorer-0" in launched.said()
-    assert "finished after 4 of 4 steps" in launched.said()
+    assert launched.has_ended(20.0), "Ray as well"
+    assert "policy-0..1, engine-0, scorer-0" in launched.printed()
+    assert "finished after 4 of 4 steps" in launched.printed()
 
 
 @needs_namespaces
-def test_a_run_goes_on_without_the_host_of_an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_continues_without_the_host_of_an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     home, hosts = task(tmp_path), Hosts(tmp_path)
     changes = {
         "steps": 40,
@@ -50,11 +50,11 @@ def test_a_run_goes_on_without_the_host_of_an_engine(tmp_path: Path, monkeypatch
         launched.wait_for("train", 4)
         hosts.cut()
         cut_at = time.monotonic()
-        until(lambda: "is lost" in launched.said(), 60, "the lost host is told")
-        print(f"told after {time.monotonic() - cut_at:.1f} s")
+        until(lambda: "is lost" in launched.printed(), 60, "the lost host is reported")
+        print(f"reported after {time.monotonic() - cut_at:.1f} s")
         assert launched.finish() == 0, launched.text()
-        said = launched.said()
-        assert "finished after 40 of 40 steps" in said
-        print(re.findall(r".*(?:is lost|replaced|re-issued).*", said))
+        printed = launched.printed()
+        assert "finished after 40 of 40 steps" in printed
+        print(re.findall(r".*(?:is lost|replaced|re-issued).*", printed))
     finally:
         hosts.close()

@@ -1,5 +1,5 @@
-"""What the documentation says is so: its commands run, its YAML loads, its Python is that of the examples, its links
-lead somewhere."""
+"""The documentation is correct: its commands run, its YAML loads, its Python is from the examples, its links have
+targets."""
 
 import ast
 import json
@@ -71,7 +71,7 @@ BASE: dict[str, Any] = {
     "data": {"path": "d.jsonl"},
     "reward": {"terms": [{"kind": "exact_match"}]},
 }
-"""Around blocks that show a section only."""
+"""Completes blocks that show only a section of a config."""
 
 
 @pytest.mark.parametrize("block", blocks("yaml"), ids=str)
@@ -81,7 +81,7 @@ def test_yaml_loads(block: Block) -> None:
 
 
 @pytest.mark.parametrize("block", blocks("python"), ids=str)
-def test_python_is_that_of_the_examples(block: Block) -> None:
+def test_python_is_from_the_examples(block: Block) -> None:
     examples = {
         ast.unparse(node)
         for file in (ROOT / "examples").glob("*.py")
@@ -105,7 +105,7 @@ OVERRIDES = {
     "lockstep train examples/sft_sort.yaml": [*SHORT, "batch_size=16"],
     "lockstep train examples/grpo_sort.yaml": [*SHORT, "prompts_per_step=4", "trainer.schedule.warmup_steps=1"],
 }
-"""What is appended to documented commands that take minutes."""
+"""Overrides that are appended to documented commands that take minutes."""
 NOT_RUN = {
     "script/bootstrap": "makes a virtual environment; everything here runs in the one it made",
     "script/demo": "takes minutes; it is compared with what is documented",
@@ -116,16 +116,16 @@ NOT_RUN = {
 
 
 WATCHED = ("watch-command.md",)
-"""Its command is run by tests/faults/test_watch_command.py; it ends as a stall does."""
+"""Pages whose command is run by tests/faults/test_watch_command.py, because it ends with a stall."""
 CHECKS = ("check.md",)
-"""Its commands tell of the host: they end with 1 where something is wrong with the one that runs the tests."""
+"""Pages whose commands check the host: their exit code is 1 if the host that runs the tests has a problem."""
 EXAMPLES = ("environments.md", "tasks.md")
-"""Pages whose runs are made by test_examples_learn.py; here their commands are followed as far as a dry run goes."""
+"""Pages whose commands are tested with dry runs here; test_examples_learn.py makes the runs."""
 
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The checkout as a user sees it, without what is built."""
+    """A copy of the checkout, without build results."""
     copy = tmp_path_factory.mktemp("readme") / "lockstep"
     copy.mkdir()
     for name in ("examples", "script", "README.md", "pyproject.toml"):
@@ -136,7 +136,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def environment() -> dict[str, str]:
-    """Of a user's shell: the command is only found once the documented `source` has been done."""
+    """The environment of a user's shell: `lockstep` is only found after the documented `source`."""
     bin = str(Path(sys.executable).parent)
     path = os.pathsep.join(folder for folder in os.environ["PATH"].split(os.pathsep) if folder != bin)
     return {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
@@ -146,7 +146,7 @@ def test_the_commands_of_the_readme_run_in_their_order(copy: Path) -> None:
     sourced, ran = "", []
     for block in blocks("bash"):
         if block.page.name == "CONTRIBUTING.md" or block.page.name in EXAMPLES + WATCHED + CHECKS:
-            continue  # about the checkout itself (NOT_RUN), or below
+            continue  # about the checkout itself (NOT_RUN), or tested below
         for command in commands(block):
             if command.startswith("source "):
                 sourced += f"{command}; "
@@ -158,8 +158,10 @@ def test_the_commands_of_the_readme_run_in_their_order(copy: Path) -> None:
                 ["bash", "-c", f"set -eu; {sourced}{shlex.join([*shlex.split(command), *extra])}"],
                 cwd=copy, env=environment(), capture_output=True, text=True, timeout=300,
             )  # fmt: skip
-            told = command.startswith("lockstep check") and done.returncode == 1  # of the host that runs the tests
-            assert done.returncode == 0 or told, f"{block}: {command}\n{done.stdout}\n{done.stderr}"
+            is_host_problem = (
+                command.startswith("lockstep check") and done.returncode == 1
+            )  # of the host that runs the tests
+            assert done.returncode == 0 or is_host_problem, f"{block}: {command}\n{done.stdout}\n{done.stderr}"
             assert "Traceback" not in done.stderr and "it/s]" not in done.stderr, done.stderr
             ran.append(command)
     assert [command.split()[1] for command in ran if command.startswith("lockstep")] == [
@@ -179,7 +181,7 @@ def test_the_commands_that_check_a_host_end_as_documented(command: str, monkeypa
 
 
 @pytest.mark.parametrize("page", EXAMPLES)
-def test_the_commands_of_an_example_follow_from_each_other(
+def test_the_commands_of_an_example_build_on_each_other(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if page == "tasks.md":
@@ -205,7 +207,7 @@ def test_the_commands_of_an_example_follow_from_each_other(
 
 
 @pytest.mark.parametrize("command", sorted({c for block in blocks("bash") for c in commands(block)}))
-def test_what_commands_name_is_there(command: str) -> None:
+def test_files_and_options_in_commands_exist(command: str) -> None:
     """Files, subcommands and options."""
     program, *arguments = shlex.split(command)
     if program in ("lockstep", "source"):
@@ -230,7 +232,7 @@ def test_scripts_are_executable_and_valid(script: Path) -> None:
 
 
 def inline() -> list[tuple[str, str]]:
-    """(page, command) of every `lockstep ...` within a sentence."""
+    """(page, command) of every `lockstep ...` within text."""
     found = []
     for page in PAGES:
         text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
@@ -263,7 +265,7 @@ with (pathlib.Path(__file__).parents[2] / "called").open("a") as file:
 
 
 def demo(copy: Path, *arguments: str) -> list[list[str]]:
-    """What script/demo calls, told by programs that only write down how they are called."""
+    """The commands that script/demo calls, recorded by substitutes for its programs."""
     (copy / ".venv" / "bin").mkdir(parents=True)
     shutil.copytree(ROOT / "script", copy / "script")
     for name in (".venv/bin/lockstep", ".venv/bin/python", "script/bootstrap"):
@@ -275,27 +277,28 @@ def demo(copy: Path, *arguments: str) -> list[list[str]]:
 
 
 def options(words: list[str]) -> dict[str, Any]:
-    """Of `lockstep tiny`."""
+    """The options of a `lockstep tiny` command."""
     given = dict(zip(words[3::2], words[4::2], strict=True))
     fields = {name.removeprefix("--").replace("-", "_"): value for name, value in given.items()}
     return {name: int(value) if name != "alphabet" else value for name, value in fields.items()}
 
 
 def test_the_demo_does_what_is_documented(tmp_path: Path) -> None:
-    """The same programs and files in the same order; only places and the seed of the first weights differ."""
+    """The demo runs the documented commands in the same order; only folders and the seed of the initial weights
+    differ."""
     documented = [shlex.split(c) for block in blocks("bash") if block.page.name == "README.md" for c in commands(block)]
     tiny, data, *trained = demo(tmp_path)
     (shown,) = (words for words in documented if words[:2] == ["lockstep", "tiny"])
     assert TinyModel(**options(tiny) | {"seed": 0}) == TinyModel(**options(shown))
     assert data[:2] in [words[:2] for words in documented]
-    whole = [words for words in documented if words[:2] == ["lockstep", "train"] and len(words) == 3]
-    assert [words[:3] for words in trained] == whole
+    documented_runs = [words for words in documented if words[:2] == ["lockstep", "train"] and len(words) == 3]
+    assert [words[:3] for words in trained] == documented_runs
     for words in trained:
         changed = {word.partition("=")[0] for word in words[3:]}
         assert changed <= {"folder", "model.path", "data.path", "evaluation.data.path"}
 
 
-def test_the_demo_with_faults_breaks_the_same_run(tmp_path: Path) -> None:
+def test_the_demo_with_faults_disturbs_the_same_run(tmp_path: Path) -> None:
     *before, trained = demo(tmp_path / "plain", "folder", "seed=3")
     *before_too, broken = demo(tmp_path / "fault", "--fault", "folder", "seed=3")
     assert before_too == before
@@ -311,9 +314,9 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_have_targets(page: Path) -> None:
     for target in re.findall(r"\]\(([^)]+)\)", page.read_text()):
-        assert "://" not in target, f"{target}: these pages stand by themselves"
+        assert "://" not in target, f"{target}: pages link to pages only"
         path, _, anchor = target.partition("#")
         found = (page.parent / path).resolve() if path else page
         assert found.is_file() and found.is_relative_to(ROOT), target
@@ -326,11 +329,11 @@ def test_every_page_is_linked_from_the_readme() -> None:
 
 
 OURS = [page for page in PAGES if page.name not in ("failures.md", "environment-lint.md")]
-"""All but those that show lines of other programs' logs, and their settings, with their addresses and paths."""
+"""All pages except those that show logs and settings of other programs, with addresses and paths."""
 
 
 @pytest.mark.parametrize("page", [*OURS, *sorted((ROOT / "examples").glob("*.*"))], ids=lambda page: page.name)
-def test_paths_are_those_of_the_checkout_and_of_no_machine(page: Path) -> None:
+def test_paths_are_relative_to_the_checkout(page: Path) -> None:
     text = page.read_text()
     assert not re.search(r"(?<![\w.])/(home|root|tmp|work|Users|mnt|data|opt)\b", text)
     assert not re.search(r"\b(?!127\.0\.0\.1\b)(\d{1,3}\.){3}\d{1,3}\b|@[a-z]+\.[a-z]{2,}", text), "an address"
@@ -338,14 +341,14 @@ def test_paths_are_those_of_the_checkout_and_of_no_machine(page: Path) -> None:
         assert (ROOT / path).exists(), path
 
 
-def test_modules_that_are_named_exist() -> None:
+def test_named_modules_exist() -> None:
     for page in PAGES:
         for name in re.findall(r"`(lockstep(?:\.\w+)+)`", page.read_text()):
             base = ROOT / "src" / Path(*name.split("."))
             assert base.is_dir() or base.with_suffix(".py").is_file(), f"{page.name}: {name}"
 
 
-def test_fields_that_are_named_exist() -> None:
+def test_named_fields_exist() -> None:
     """`section.key` in the pages is a field of the config."""
     from lockstep.config.loader import dotted_keys
     from lockstep.config.recipes import GRPOConfig, SFTConfig
@@ -363,7 +366,7 @@ def test_fields_that_are_named_exist() -> None:
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name.startswith("from-")], ids=lambda page: page.stem)
-def test_what_other_frameworks_options_are_here_exists(page: Path) -> None:
+def test_fields_in_the_tables_for_other_frameworks_exist(page: Path) -> None:
     """The second column of the tables names fields of the config, dotted or at the top."""
     from lockstep.config.loader import dotted_keys
     from lockstep.config.recipes import GRPOConfig, SFTConfig
@@ -383,6 +386,6 @@ def test_exit_codes_are_documented() -> None:
     assert codes == {0, terminal.FAILED, terminal.REFUSED, terminal.INTERRUPTED}
 
 
-def test_the_readmes_own_claim_about_a_misspelt_key() -> None:
+def test_the_readmes_claim_about_a_misspelt_key() -> None:
     result = CliRunner().invoke(app, ["train", str(ROOT / "examples" / "grpo_sort.yaml"), "stepps=3"])
     assert result.exit_code == 2 and "did you mean 'steps'?" in result.stderr

@@ -1,4 +1,4 @@
-"""Recovery of runs ahead and of conversations, from who stands still, and from one fault after the other."""
+"""Recovery of runs ahead of training and of conversations, of stopped processes, and of several faults in a row."""
 
 import contextlib
 import json
@@ -9,45 +9,45 @@ import time
 from pathlib import Path
 
 import pytest
-from harness import Ended, Launched, moment, prompts_used, task, write
+from harness import Ended, Launched, prompts_used, seeded_random, task, write
 from resume_scenarios import References
 from test_async import TERMS, check
 from test_async import values as ahead
 from test_bad_input import MODES, short
 from test_environment_runs import WORLD, grpo
 from test_recovery import (
+    assert_like_reference,
     begin,
-    lives,
+    kill_worker,
     log_of,
-    lose,
     pid_of,
     recoveries,
+    replacements,
+    reported_stalls,
     sampled,
     stalls,
-    told,
-    undisturbed,
-    wait_healed,
+    wait_for_restarts,
     why,
 )
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-def test_an_engine_comes_back_while_training_goes_on(tmp_path: Path) -> None:
-    """It runs ahead of the trainer, and is killed while the trainer works; then the trainer is."""
+def test_an_engine_is_replaced_while_training_continues(tmp_path: Path) -> None:
+    """The engine runs ahead of the trainer and is killed while the trainer works; then a trainer rank is killed."""
     home = task(tmp_path / "home")
     made = ahead(home, tmp_path, "ahead", reward={"terms": TERMS}, evaluation=None)
-    held = {"stage": "train", "seconds": 1.5, "at_end": False}
+    hold = {"stage": "train", "seconds": 1.5, "at_end": False}
     run = tmp_path / "runs" / "ahead"
-    launched = Launched.start(run, str(write(tmp_path, made)), hold=held)
+    launched = Launched.start(run, str(write(tmp_path, made)), hold=hold)
     launched.wait_for("train", 2)
-    lose(launched, "engine-0")
-    place = launched.place()
+    kill_worker(launched, "engine-0")
+    position = launched.position()
     launched.wait_until(lambda: launched.beacon("engine-0.1"), "a new engine", lambda: False)
-    assert launched.place() == place, "the trainer has not even noticed"
-    wait_healed(launched)
+    assert launched.position() == position, "the trainer is not affected"
+    wait_for_restarts(launched)
     launched.wait_for("train", 4)
-    lose(launched, "policy-0")
+    kill_worker(launched, "policy-0")
     assert launched.finish() == 0, launched.text()
     rows = check(run, 2)
     assert sorted(rows) == list(range(6))
@@ -57,7 +57,7 @@ def test_an_engine_comes_back_while_training_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("branches", [[], [2]])
-def test_conversations_of_a_dead_engine_begin_their_turn_again(tmp_path: Path, branches: list[int]) -> None:
+def test_conversations_of_a_dead_engine_repeat_their_turn(tmp_path: Path, branches: list[int]) -> None:
     home = task(tmp_path / "home")
     (home / "world.py").write_text(WORLD)
     environment = {"path": f"{home}/world.py:Echo", "branches": branches}
@@ -68,7 +68,7 @@ def test_conversations_of_a_dead_engine_begin_their_turn_again(tmp_path: Path, b
         launched = Launched.start(home / "runs" / name, str(write(home, values)), hold=hold)
         if name == "killed":
             launched.wait_for("rollout", 1)
-            lose(launched, "engine-0", seconds=1.0)
+            kill_worker(launched, "engine-0", seconds=1.0)
             launched.wait_for("rollout", 2)
             engine = launched.beacon("engine-0.1")
             assert engine is not None
@@ -79,51 +79,53 @@ def test_conversations_of_a_dead_engine_begin_their_turn_again(tmp_path: Path, b
                 return True if now is not None and now.counters["completions"].value > made else None
 
             launched.wait_until(more, "in the middle of its conversations", lambda: True)
-            lose(launched, "engine-0.1")
+            kill_worker(launched, "engine-0.1")
         assert launched.finish() == 0, launched.text()
         runs.append(launched.folder)
-    assert len(recoveries(runs[1])) in (1, 2), "the second kill may have come after its last turn"
+    assert len(recoveries(runs[1])) in (1, 2), "the second kill may have been after its last turn"
     assert prompts_used(runs[1]) == prompts_used(runs[0])
     assert sampled(runs[1]) == sampled(runs[0])
 
 
-def test_an_engine_that_stands_still_is_killed_and_replaced(reference: References, tmp_path: Path) -> None:
+def test_a_stopped_engine_is_killed_and_replaced(reference: References, tmp_path: Path) -> None:
     of = reference("grpo")
     launched = begin(of, tmp_path)
     launched.wait_for("train", 3)
     os.kill(pid_of(launched, "engine-0"), signal.SIGSTOP)
     began = time.monotonic()
-    wait_healed(launched)
+    wait_for_restarts(launched)
     assert time.monotonic() - began < 60
-    undisturbed(launched, of)
+    assert_like_reference(launched, of)
     (done,) = recoveries(launched.folder)
     assert (done["worker"], done["what"]) == ("engine-0", "died (SIGKILL)")
     assert why(launched.folder, "engine-0").startswith("confirmed: engine-0 ")
-    assert told(launched.folder, "confirmed") == [("absent", ["engine-0"])]
-    assert [each["done"] for each in stalls(launched.folder, "act")] == ["engine-0 ended"], "nobody was to be freed"
+    assert reported_stalls(launched.folder, "confirmed") == [("absent", ["engine-0"])]
+    assert [each["done"] for each in stalls(launched.folder, "act")] == ["engine-0 ended"], (
+        "no process had to be released"
+    )
 
 
 @pytest.mark.parametrize("how", ["stop", "sleep", "gil"])
-def test_a_trainer_rank_that_stands_still_in_a_step(reference: References, tmp_path: Path, how: str) -> None:
-    """By SIGSTOP, or in a line of its own, with the interpreter lock or without: it is named while its peer waits for
-    it in a collective, the peer is freed with the verdict as its exception, and all ranks are restarted."""
-    of, place = reference("grpo"), tmp_path / "now"
+def test_a_trainer_rank_freezes_in_a_step(reference: References, tmp_path: Path, how: str) -> None:
+    """By SIGSTOP, or in a sleep with or without the interpreter lock: the rank is named while its peer waits for it in
+    a collective, the peer is released with the verdict as its exception, and all ranks are restarted."""
+    of, trigger = reference("grpo"), tmp_path / "now"
     watch = {"notice_s": 2.0, "confirm_after_s": 6.0}
-    launched = begin(of, tmp_path, {"trainer": str(place), "how": how}, watch=watch)
+    launched = begin(of, tmp_path, {"trainer": str(trigger), "how": how}, watch=watch)
     launched.wait_for("train", 4)
-    place.touch()
+    trigger.touch()
     began = time.monotonic()
-    wait_healed(launched)
+    wait_for_restarts(launched)
     print(f"{how}: healed after {time.monotonic() - began:.1f} s")
-    assert time.monotonic() - began < 45, "that nothing of it moves is seen, and not only that its stack stays the same"
-    undisturbed(launched, of)
+    assert time.monotonic() - began < 45, "the stop is detected, and not only an unchanged stack"
+    assert_like_reference(launched, of)
     (done,) = recoveries(launched.folder)
     assert (done["worker"], done["what"]) == ("policy-1", "died (SIGKILL)")
     assert why(launched.folder, "policy-1").startswith("confirmed: rank 1 (policy")
     (confirmed,) = stalls(launched.folder, "confirmed")
     assert (confirmed["verdict"], confirmed["who"]) == ("absent", ["policy-1"])
-    said = "is stopped by a signal" if how == "stop" else "held() at sitecustomize.py:"
-    assert said in confirmed["text"], confirmed
+    printed = "is stopped by a signal" if how == "stop" else "held() at sitecustomize.py:"
+    assert printed in confirmed["text"], confirmed
     (notice, *_) = stalls(launched.folder, "notice", "confirmed")
     assert notice["who"] == ["policy-1"]
     acts = {each["done"]: each["said_at"] for each in stalls(launched.folder, "act")}
@@ -134,16 +136,16 @@ def test_a_trainer_rank_that_stands_still_in_a_step(reference: References, tmp_p
     assert f"step was ended: {confirmed['text'][:40]}" in log_of(launched.folder, "policy-0")
 
 
-def test_who_watches_is_killed_and_who_scores(reference: References, tmp_path: Path) -> None:
-    """The supervisor: told, and another one sees what stands still. A scorer: its samples are scored again. The agent:
-    its workers go with it, and all come back."""
+def test_supervisor_scorer_and_agent_are_killed(reference: References, tmp_path: Path) -> None:
+    """The death of the supervisor is reported, and the next one detects a stopped process. The samples of a killed
+    scorer are scored again. The workers of a killed agent end with it, and all are replaced."""
     of = reference("grpo")
     launched = begin(of, tmp_path, {"stage": "rollout", "seconds": 0.3, "at_end": False}, watch={"notice_s": 2.0})
     launched.wait_for("rollout", 1)
     supervisor = launched.folder / "cluster" / "supervisor.json"
     first = launched.wait_until(lambda: supervisor_of(supervisor), "supervised", lambda: False)
     os.kill(first, signal.SIGKILL)
-    lose(launched, "scorer-0")
+    kill_worker(launched, "scorer-0")
 
     def another() -> bool | None:
         return supervisor_of(supervisor) not in (None, first) or None
@@ -151,17 +153,17 @@ def test_who_watches_is_killed_and_who_scores(reference: References, tmp_path: P
     launched.wait_until(another, "supervised again", lambda: False)
     launched.wait_for("rollout", 3)
     os.kill(pid_of(launched, "engine-0"), signal.SIGSTOP)
-    wait_healed(launched)
+    wait_for_restarts(launched)
     launched.wait_for("rollout", 5)
-    lose(launched, "agent")
-    undisturbed(launched, of)
-    assert "the supervisor ended (killed by SIGKILL), restarting it" in launched.said()
-    assert "the node agent (pid" in launched.said() and "starting a new one" in launched.said()
+    kill_worker(launched, "agent")
+    assert_like_reference(launched, of)
+    assert "the supervisor ended (killed by SIGKILL), restarting it" in launched.printed()
+    assert "the node agent (pid" in launched.printed() and "starting a new one" in launched.printed()
     stopped, *rest = recoveries(launched.folder)
     assert stopped["worker"] == "engine-0" and why(launched.folder, "engine-0").startswith("confirmed: engine-0 ")
     assert {each["worker"].partition(".")[0] for each in rest} >= {"engine-0", "policy-0"}
-    assert ("absent", ["engine-0"]) in told(launched.folder, "confirmed")
-    assert lives(launched.folder)[-1].startswith("scorer-0.")
+    assert ("absent", ["engine-0"]) in reported_stalls(launched.folder, "confirmed")
+    assert replacements(launched.folder)[-1].startswith("scorer-0.")
 
 
 def supervisor_of(file: Path) -> int | None:
@@ -171,8 +173,8 @@ def supervisor_of(file: Path) -> int | None:
     return None
 
 
-def test_a_reward_that_never_returns_is_named_with_its_line_while_it_is_waited_for(tmp_path: Path) -> None:
-    """Then its process is replaced, the samples are tried one by one, and the one that fails alone is reported."""
+def test_a_reward_that_never_returns_is_named_with_its_line(tmp_path: Path) -> None:
+    """Its process is replaced, the samples are tried one by one, and the one that fails alone is reported."""
     home = task(tmp_path / "home")
     (home / "mode").write_text("hang")
     (home / "functions.py").write_text(MODES)
@@ -182,31 +184,33 @@ def test_a_reward_that_never_returns_is_named_with_its_line_while_it_is_waited_f
     values |= {"watch": {"notice_s": 1.0, "confirm_after_s": 4.0}}
     launched = Launched.start(home / "runs" / "judge", str(write(home, values)))
     assert launched.finish() == 1, launched.text()
-    said = " ".join(launched.said().split())
+    printed = " ".join(launched.printed().split())
     assert (
-        "did not finish a sample for 8 s (reward.timeout_s)" in said and "in never_return" in said and "(row " in said
+        "did not finish a sample for 8 s (reward.timeout_s)" in printed
+        and "in never_return" in printed
+        and "(row " in printed
     )
     (notice, *_) = stalls(launched.folder, "notice", "confirmed")
     assert notice["who"] == ["scorer-0"] and f"never_return() at functions.py:{line}" in notice["text"], notice
-    assert stalls(launched.folder, "act") == [], "its own limit is for the user to set"
-    assert any(name.startswith("scorer-0.") for name in lives(launched.folder)), "tried again, sample by sample"
+    assert stalls(launched.folder, "act") == [], "only the user's own time limit applies"
+    assert any(name.startswith("scorer-0.") for name in replacements(launched.folder)), "tried again, sample by sample"
 
 
-def test_a_port_that_is_taken_costs_the_metrics_and_not_the_run(tmp_path: Path) -> None:
+def test_a_port_in_use_costs_the_metrics_and_not_the_run(tmp_path: Path) -> None:
     home = task(tmp_path / "home")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         tracking = [{"kind": "prometheus", "port": taken.getsockname()[1]}]
         values = short(home, "taken", {"kind": "regex", "pattern": "[0-4].*"}, tracking=tracking)
         launched = Launched.start(home / "runs" / "taken", str(write(home, values)))
         assert launched.finish() == 0, launched.text()
-    said = " ".join(launched.said().split())
-    assert "Address already in use" in said and "the run continues" in said
+    printed = " ".join(launched.printed().split())
+    assert "Address already in use" in printed and "the run continues" in printed
 
 
 @pytest.mark.parametrize("chain", range(3))
-def test_one_fault_after_the_other(reference: References, tmp_path: Path, chain: int) -> None:
-    """Who, in which stage and when is drawn; the run ends as if nothing had happened."""
-    of, chance = reference("grpo"), moment("faults", chain)
+def test_several_faults_one_after_the_other(reference: References, tmp_path: Path, chain: int) -> None:
+    """Worker, stage and time are random; the run ends with the same result."""
+    of, chance = reference("grpo"), seeded_random("faults", chain)
     generous = {"policy": {"max_restarts": 99}, "rollout": {"max_restarts": 99}}
     stage = chance.choice(["rollout", "reward", "logprobs", "train", "publish"])
     hold = {"stage": stage, "seconds": 0.2, "at_end": chance.random() < 0.5}
@@ -219,14 +223,14 @@ def test_one_fault_after_the_other(reference: References, tmp_path: Path, chain:
             break
         names = [path.stem for path in (launched.folder / "logs").glob("*.log") if path.stem != "controller"]
         role = chance.choice(["engine-0", "policy-0", "policy-1", "scorer-0", "agent"])
-        name = max((each for each in names if each.startswith(role)), key=life, default=role)
-        lose(launched, name, seconds=chance.choice([0.0, 0.0, 0.3]))
+        name = max((each for each in names if each.startswith(role)), key=restart_number, default=role)
+        kill_worker(launched, name, seconds=chance.choice([0.0, 0.0, 0.3]))
         killed.append((step, name))
         if role != "scorer-0":
             time.sleep(1.0)
     print(f"{stage}: {killed}")
-    undisturbed(launched, of)
+    assert_like_reference(launched, of)
 
 
-def life(name: str) -> int:
+def restart_number(name: str) -> int:
     return int(name.partition(".")[2] or 0)

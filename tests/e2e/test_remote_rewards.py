@@ -1,4 +1,4 @@
-"""Whole runs that are rewarded by servers: what goes wrong is named, the step goes on, no key is written."""
+"""Runs with rewards from servers: failures are named, the step is resumed, and no key is written."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ KEY = ENVIRONMENT["LOCKSTEP_TEST_API_KEY"]
 
 
 def run_config(folder: Path, url: str) -> dict[str, Any]:
-    """Two steps on one rank, with a server's rewards, a judge and a schema."""
+    """A config with two steps on one rank, and rewards from a server, a judge and a schema."""
     quick = {"timeout_s": 20, "deadline_s": 20, "retries": 0, "api_key_env": "LOCKSTEP_TEST_API_KEY"}
     terms = [
         {"kind": "http", "name": "rm", "url": f"{url}/rm", "batch_size": 4, **quick},
@@ -45,7 +45,7 @@ def test_a_run_is_rewarded_by_servers(tmp_path: Path) -> None:
         assert server.headers[0]["authorization"] == f"Bearer {KEY}"
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     has_all_metrics(next(row for row in rows if "policy/loss" in row))
-    knows_no_key(run)
+    assert_no_key(run)
 
 
 def has_all_metrics(row: dict[str, Any]) -> None:
@@ -53,14 +53,14 @@ def has_all_metrics(row: dict[str, Any]) -> None:
         assert {f"reward/{term}/{key}" for key in keys | {"mean", "std"}} <= row.keys()
 
 
-def knows_no_key(*places: Path) -> None:
-    for file in (path for place in places for path in place.rglob("*") if path.is_file()):
+def assert_no_key(*folders: Path) -> None:
+    for file in (path for folder in folders for path in folder.rglob("*") if path.is_file()):
         assert KEY.encode() not in file.read_bytes(), file
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tracked", [False, True], ids=["", "tracked"])
-def test_a_server_that_fails_is_named_and_the_run_goes_on_with_another(tmp_path: Path, tracked: bool) -> None:
+def test_a_failing_server_is_named_and_the_run_resumes_with_another(tmp_path: Path, tracked: bool) -> None:
     folder = task(tmp_path)
     requests = 0
 
@@ -79,9 +79,12 @@ def test_a_server_that_fails_is_named_and_the_run_goes_on_with_another(tmp_path:
         launched = Launched.start(run, str(write(folder, values)))
         assert launched.finish() == 1, launched.text()
         assert server.headers[0]["authorization"] == f"Bearer {KEY}"
-    said = " ".join(launched.said().split())
-    assert f"error reward http: {server.url}/rm answered 500" in said and "no room for [hidden] (4 samples, 0:" in said
-    assert launched.gone(10)
+    printed = " ".join(launched.printed().split())
+    assert (
+        f"error reward http: {server.url}/rm answered 500" in printed
+        and "no room for [hidden] (4 samples, 0:" in printed
+    )
+    assert launched.has_ended(10)
     with Ledger.reader(run) as ledger:
         assert (ledger.committed(), ledger.collected_steps()) == (0, [0]), "no zero in place of a reward"
     with serving(lambda number, body, path: rewards(body, path)) as other:
@@ -100,11 +103,12 @@ def test_a_server_that_fails_is_named_and_the_run_goes_on_with_another(tmp_path:
         assert len(list((run / "wandb").glob(f"offline-run-*-{json.loads(ids)['wandb']}"))) == 2, "one per attempt"
         assert "status: 3\n" in next((folder / "mlruns").rglob(f"{json.loads(ids)['mlflow']}/meta.yaml")).read_text()
     assert not any(KEY in output.read_text() for output in launched.output.parent.glob("*.out"))
-    knows_no_key(run, folder / "mlruns")
+    assert_no_key(run, folder / "mlruns")
 
 
-def test_a_server_that_never_answers_is_named_while_it_is_waited_for(tmp_path: Path) -> None:
-    """Then its time is over, the run ends and names it; another address lets it go on."""
+def test_a_server_that_never_answers_is_named(tmp_path: Path) -> None:
+    """A notice names the server while the run waits; after the deadline the run ends, and resumes with another
+    address."""
     folder = task(tmp_path)
     with serving(lambda number, body, path: Reply([], after_s=1000)) as server:
         values = run_config(folder, server.url) | {"evaluation": None, "watch": {"notice_s": 1.0}}
@@ -113,17 +117,17 @@ def test_a_server_that_never_answers_is_named_while_it_is_waited_for(tmp_path: P
         run = Path(values["folder"]) / "remote"
         launched = Launched.start(run, str(write(folder, values)))
         assert launched.finish() == 1, launched.text()
-    said = " ".join(launched.said().split())
-    assert f"error reward http: {server.url}/rm" in said and f"--resume {run}" in said
-    assert launched.gone(10)
+    printed = " ".join(launched.printed().split())
+    assert f"error reward http: {server.url}/rm" in printed and f"--resume {run}" in printed
+    assert launched.has_ended(10)
     with Ledger.reader(run) as ledger:
-        told = [event.fields for event in ledger.events() if event.kind == "stall"]
+        stalls = [event.fields for event in ledger.events() if event.kind == "stall"]
         assert ledger.collected_steps() == []
-    (notice, *_) = told
+    (notice, *_) = stalls
     address = server.url.removeprefix("http://")
     assert (notice["level"], notice["verdict"]) == ("notice", "absent")
     assert address in notice["text"] and [address in name for name in notice["who"]] == [True], notice
-    assert all(each["level"] == "notice" for each in told), "nobody of the run is accused"
+    assert all(each["level"] == "notice" for each in stalls), "no process of the run is accused"
 
 
 def test_a_judge_without_its_key_starts_nothing(tmp_path: Path) -> None:
@@ -132,6 +136,6 @@ def test_a_judge_without_its_key_starts_nothing(tmp_path: Path) -> None:
     run = Path(values["folder"]) / "remote"
     launched = Launched.start(run, str(write(tmp_path, values)))
     assert launched.finish() == 2
-    said = " ".join(launched.text().split())
-    assert "reward judge: the environment variable A_KEY_NOBODY_HAS, which should hold the key, is not set" in said
+    printed = " ".join(launched.text().split())
+    assert "reward judge: the environment variable A_KEY_NOBODY_HAS, which should hold the key, is not set" in printed
     assert not run.exists()

@@ -1,4 +1,4 @@
-"""Rule 4, the long suite: kills, interruptions and deaths at many moments (`script/test --full`)."""
+"""The long suite of resuming: kills, interruptions and deaths at many moments (`script/test --full`)."""
 
 import os
 import signal
@@ -6,8 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import config, moment, pause, prompts_used, train, weights
-from resume_scenarios import GONE_S, RECIPES, STAGES, STEPS, Life, Reference, References, assert_close, metrics, step_of
+from harness import config, pause, prompts_used, seeded_random, train, weights
+from resume_scenarios import (
+    GONE_S,
+    RECIPES,
+    STAGES,
+    STEPS,
+    InterruptedRun,
+    Reference,
+    References,
+    assert_close,
+    metrics,
+    step_of,
+)
 
 from lockstep.base.folders import run_shm_dir
 from lockstep.ledger.ledger import Ledger
@@ -18,23 +29,26 @@ from lockstep.ledger.ledger import Ledger
 @pytest.mark.parametrize("number", range(5))
 @pytest.mark.parametrize(("recipe", "stage"), [(recipe, stage) for recipe in RECIPES for stage in STAGES[recipe]])
 def test_killed_at_a_random_moment(reference: References, tmp_path: Path, recipe: str, stage: str, number: int) -> None:
-    life, chance = Life(reference(recipe), tmp_path, recipe), moment("random", recipe, stage, number)
-    life.kill(stage, step_of(stage, chance), chance.random())
-    life.finish()
+    interrupted, chance = (
+        InterruptedRun(reference(recipe), tmp_path, recipe),
+        seeded_random("random", recipe, stage, number),
+    )
+    interrupted.kill(stage, step_of(stage, chance), chance.random())
+    interrupted.finish()
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_killed_again_while_it_resumes(reference: References, tmp_path: Path, recipe: str) -> None:
-    life, chance = Life(reference(recipe), tmp_path, recipe), moment("resuming", recipe)
-    life.kill_at("run-id")
-    life.kill("train", 4, chance.random())
+    interrupted, chance = InterruptedRun(reference(recipe), tmp_path, recipe), seeded_random("resuming", recipe)
+    interrupted.kill_at("run-id")
+    interrupted.kill("train", 4, chance.random())
     for _ in range(3):
-        life.kill("start", None, chance.random())
-    life.kill("export", None, chance.random())
-    life.kill("start", None, chance.random())
-    life.finish()
+        interrupted.kill("start", None, chance.random())
+    interrupted.kill("export", None, chance.random())
+    interrupted.kill("start", None, chance.random())
+    interrupted.finish()
 
 
 @pytest.mark.slow
@@ -57,62 +71,62 @@ def test_killed_again_while_it_resumes(reference: References, tmp_path: Path, re
     ],
 )
 def test_killed_when_a_file_appears(reference: References, tmp_path: Path, file: str) -> None:
-    """Between two writes that belong together."""
-    life = Life(reference("grpo"), tmp_path, "grpo")
-    life.kill_at(file)
-    life.finish()
+    """The run is killed between two related writes."""
+    interrupted = InterruptedRun(reference("grpo"), tmp_path, "grpo")
+    interrupted.kill_at(file)
+    interrupted.finish()
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("stage", ["start", "rollout", "train", "checkpoint", "export"])
 def test_only_the_controller_is_killed(reference: References, tmp_path: Path, stage: str) -> None:
-    life, chance = Life(reference("grpo"), tmp_path, "grpo"), moment("controller", stage)
-    launched = life.launch()
+    interrupted, chance = InterruptedRun(reference("grpo"), tmp_path, "grpo"), seeded_random("controller", stage)
+    launched = interrupted.launch()
     launched.wait_for(stage, step_of(stage, chance))
-    pause(chance.random() * life.reference.seconds(stage))
+    pause(chance.random() * interrupted.reference.seconds(stage))
     launched.members()
     launched.kill_controller()
     if chance.random() < 0.5:
-        assert launched.gone(GONE_S), [process.cmdline() for process in launched.left()]
-    life.look(launched, launched.place())
-    life.finish()  # half of the times beside workers of the earlier attempt that still leave
-    assert launched.gone(GONE_S)
+        assert launched.has_ended(GONE_S), [process.cmdline() for process in launched.remaining()]
+    interrupted.check_state(launched, launched.position())
+    interrupted.finish()  # in half of the cases while workers of the earlier attempt still end
+    assert launched.has_ended(GONE_S)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("stage", ["start", "rollout", "ledger", "train", "checkpoint", "export"])
 def test_two_ctrl_c_at_a_random_moment(reference: References, tmp_path: Path, stage: str) -> None:
-    life, chance = Life(reference("grpo"), tmp_path, "grpo"), moment("ctrl-c", stage)
-    launched = life.launch()
+    interrupted, chance = InterruptedRun(reference("grpo"), tmp_path, "grpo"), seeded_random("ctrl-c", stage)
+    launched = interrupted.launch()
     launched.wait_for(stage, step_of(stage, chance))
     for _ in range(2):
-        pause(chance.random() * life.reference.seconds(stage) / 2)
+        pause(chance.random() * interrupted.reference.seconds(stage) / 2)
         launched.process.send_signal(signal.SIGINT)
     assert launched.finish(60) in (130, 0), launched.text()  # 0: it was in its last step
-    assert launched.gone(1.0)
-    life.look(launched, None)
-    assert not any(run_shm_dir(place).exists() for place in life.places)
-    life.finish()
+    assert launched.has_ended(1.0)
+    interrupted.check_state(launched, None)
+    assert not any(run_shm_dir(run_id).exists() for run_id in interrupted.run_ids)
+    interrupted.finish()
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("victim", ["policy-1", "engine-0", "scorer-0", "agent"])
 def test_one_process_is_killed(reference: References, tmp_path: Path, victim: str) -> None:
-    """It is replaced, with the agent all whom it has started, and the run ends as if nothing had happened."""
-    life = Life(reference("grpo"), tmp_path, "grpo")
-    launched = life.launch()
+    """The process is replaced (with the agent also all its workers), and the run ends with the same result."""
+    interrupted = InterruptedRun(reference("grpo"), tmp_path, "grpo")
+    launched = interrupted.launch()
     launched.wait_for("train", 4)
     found = launched.beacon(victim)
     assert found is not None
     os.kill(found.pid, signal.SIGKILL)
     code = launched.finish()
-    assert launched.gone(1.0)
-    life.look(launched, None)
+    assert launched.has_ended(1.0)
+    interrupted.check_state(launched, None)
     assert code == 0, launched.text()
-    life.compare()
+    interrupted.compare()
 
 
 @pytest.mark.slow
@@ -120,20 +134,20 @@ def test_one_process_is_killed(reference: References, tmp_path: Path, victim: st
 @pytest.mark.parametrize(("recipe", "before", "after"), [("sft", 1, 2), ("grpo", 2, 1), ("grpo", 2, 3)])
 def test_other_ranks(reference: References, tmp_path: Path, recipe: str, before: int, after: int) -> None:
     trainer = {"ranks": before, "threads": 1, "optimizer": {"lr": 3e-3}}
-    life = Life(reference(recipe), tmp_path, recipe, trainer=trainer)
-    life.kill("train", 4, 0.5)
-    launched = life.launch(f"trainer.ranks={after}")
+    interrupted = InterruptedRun(reference(recipe), tmp_path, recipe, trainer=trainer)
+    interrupted.kill("train", 4, 0.5)
+    launched = interrupted.launch(f"trainer.ranks={after}")
     assert launched.finish() == 0, launched.text()
-    assert prompts_used(life.run) == prompts_used(life.reference.run)
-    assert_close(life.run, life.reference.run)
+    assert prompts_used(interrupted.run) == prompts_used(interrupted.reference.run)
+    assert_close(interrupted.run, interrupted.reference.run)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_killed_with_every_option_on(reference: References, tmp_path: Path) -> None:
-    """A reference model (which stays the model that the run began with), several updates a step, a schedule that
-    depends on their number, and the ratio from the engine's log-probabilities."""
-    home, chance = reference("grpo").home, moment("options")
+    """With a reference model (which remains the initial model), several updates per step, a schedule that depends on
+    their number, and the ratio from the engine's log-probabilities."""
+    home, chance = reference("grpo").home, seeded_random("options")
     changes: dict[str, Any] = {
         "loss": {"kl": {"coefficient": 0.1}, "entropy_coefficient": 0.01, "aggregation": "seq-mean-token-mean"},
         "advantage": {"kind": "rloo"},
@@ -149,39 +163,39 @@ def test_killed_with_every_option_on(reference: References, tmp_path: Path) -> N
         },
     }
     whole = train(tmp_path / "whole", config(home, "grpo", folder=str(tmp_path / "whole"), **changes))
-    life = Life(Reference(home, whole), tmp_path / "life", "grpo", **changes)
-    life.kill("train", 2, chance.random())
-    life.kill("logprobs", 4, chance.random())
-    life.kill("train", 6, chance.random())
-    life.finish()
+    interrupted = InterruptedRun(Reference(home, whole), tmp_path / "life", "grpo", **changes)
+    interrupted.kill("train", 2, chance.random())
+    interrupted.kill("logprobs", 4, chance.random())
+    interrupted.kill("train", 6, chance.random())
+    interrupted.finish()
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_finished_run_is_made_longer(reference: References, tmp_path: Path, recipe: str) -> None:
-    """As if it had been that long from the beginning."""
-    life = Life(reference(recipe), tmp_path, recipe, steps=5)
-    assert life.launch().finish() == 0
-    launched = life.launch(f"steps={STEPS}")
+    """The result is that of a run that was this long from the beginning."""
+    interrupted = InterruptedRun(reference(recipe), tmp_path, recipe, steps=5)
+    assert interrupted.launch().finish() == 0
+    launched = interrupted.launch(f"steps={STEPS}")
     assert launched.finish() == 0, launched.text()
-    assert weights(life.run) == weights(life.reference.run)
-    assert metrics(life.run) == metrics(life.reference.run)
-    with Ledger.reader(life.run) as ledger:
+    assert weights(interrupted.run) == weights(interrupted.reference.run)
+    assert metrics(interrupted.run) == metrics(interrupted.reference.run)
+    with Ledger.reader(interrupted.run) as ledger:
         assert [row.step + 1 for row in ledger.evaluations()] == [0, 2, 4, 5, 6, 8]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_completions_of_an_unfinished_step_are_kept(reference: References, tmp_path: Path) -> None:
-    """What was made durable in the middle of a rollout is not generated again, however often it is killed. Every
-    completion is kept at once: how long the rollout takes must not decide whether there is a middle."""
+    """Completions stored during a rollout are not generated again, however often the run is killed. Every completion is
+    stored at once, so that the test does not depend on the duration of the rollout."""
     prompts, group, step = 24, 16, 1
     rollout = {"sampling": {"max_tokens": 16, "ignore_eos": True}, "engine": {"max_rows": 8, "threads": 1}}
     checkpoint = {"every": 0, "export": False}
     changes = {"steps": 3, "prompts_per_step": prompts, "group_size": group, "evaluation": None}
-    life = Life(reference("grpo"), tmp_path, "grpo", rollout=rollout, checkpoint=checkpoint, **changes)
-    partial = life.run / "steps" / f"{step:08d}.partial"
+    interrupted = InterruptedRun(reference("grpo"), tmp_path, "grpo", rollout=rollout, checkpoint=checkpoint, **changes)
+    partial = interrupted.run / "steps" / f"{step:08d}.partial"
     kept: dict[str, tuple[bytes, bytes]] = {}
     for _ in range(3):
         size = partial.stat().st_size if partial.exists() else 0
@@ -189,17 +203,17 @@ def test_completions_of_an_unfinished_step_are_kept(reference: References, tmp_p
         def grown(size: int = size) -> bool | None:
             return True if partial.exists() and partial.stat().st_size > size else None
 
-        launched = life.launch(hold={"keep_every_s": 0.0})
+        launched = interrupted.launch(hold={"keep_every_s": 0.0})
         launched.wait_until(grown, "that completions are kept", lambda: False)
         launched.kill()
-        with Ledger.reader(life.run) as ledger:
+        with Ledger.reader(interrupted.run) as ledger:
             found = {each.request: (each.tokens.tobytes(), each.logprobs.tobytes()) for each in ledger.kept(step)}
-        assert kept.items() < found.items(), "more than before, and nothing of it changed"
+        assert kept.items() < found.items(), "more completions than before, and none changed"
         kept = found
     assert len(kept) < prompts * group
-    launched = life.launch()
+    launched = interrupted.launch()
     assert launched.finish() == 0, launched.text()
-    with Ledger.reader(life.run) as ledger:
+    with Ledger.reader(interrupted.run) as ledger:
         rollouts, used = ledger.rollouts(step), ledger.prompts_used()
         (row,) = [row for row in ledger.metrics_rows() if row.step == step]
     assert rollouts is not None

@@ -1,4 +1,4 @@
-"""A whole run whose weights go from device to device: without a GPU over gloo, else as it is."""
+"""A run whose weights are streamed from device to device; here without a GPU, over gloo."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ from harness import config, task, train, weights, write
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_run_is_the_same_whichever_way_its_weights_go(tmp_path: Path) -> None:
+def test_a_run_with_streamed_weights_gives_the_same_result(tmp_path: Path) -> None:
     home = task(tmp_path)
     engine = {"max_rows": 32, "threads": 1, "count": 2}
     changes = {"rollout": {"sampling": {"max_tokens": 4}, "engine": engine}, "steps": 3, "evaluation": None}

@@ -1,4 +1,4 @@
-"""Runs as jobs of a real Ray: what they print comes back, and how they end is the exit code."""
+"""Runs as jobs of a real Ray: their output is shown, and their exit code is returned."""
 
 import contextlib
 import os
@@ -34,9 +34,9 @@ def free_port() -> int:
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    """The dashboard of a head that is there for this module."""
+    """The address of the dashboard of a Ray head that runs for this module."""
     port, binaries = free_port(), Path(sys.executable).parent
-    folder = tempfile.mkdtemp(prefix="ls", dir="/tmp")  # short: Ray's sockets lie in it
+    folder = tempfile.mkdtemp(prefix="ls", dir="/tmp")  # a short path, because it contains Ray's sockets
     environment = {
         **os.environ, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1",
         "PATH": f"{binaries}:{os.environ['PATH']}",
@@ -76,22 +76,22 @@ def answers(url: str) -> bool:
         return False
 
 
-def test_the_log_comes_and_the_exit_code(address: str, tmp_path: Path) -> None:
+def test_log_and_exit_code_are_returned(address: str, tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(
         "import os, sys\nprint('in', sorted(os.listdir('.')), os.environ['NCCL_DEBUG'], flush=True)\n"
         "for n in range(300): print('line', n)\nsys.exit(int(sys.argv[1]))\n"
     )
-    said: list[str] = []
+    lines: list[str] = []
     job = submit_job(address, "ends", "python job.py 0", tmp_path, {"NCCL_DEBUG": "WARN"})
     assert job.id.startswith("ends-")
-    assert follow_job(job, said.append).exit_code == 0
-    text = "".join(said)
+    assert follow_job(job, lines.append).exit_code == 0
+    text = "".join(lines)
     assert "in ['job.py'] WARN" in text and text.count("line 299\n") == 1
-    failed = follow_job(submit_job(address, "fails", "python job.py 3", tmp_path, {"NCCL_DEBUG": "WARN"}), said.append)
+    failed = follow_job(submit_job(address, "fails", "python job.py 3", tmp_path, {"NCCL_DEBUG": "WARN"}), lines.append)
     assert (failed.status, failed.exit_code) == ("FAILED", 3)
 
 
-def test_a_job_that_is_stopped_elsewhere(address: str, tmp_path: Path) -> None:
+def test_a_job_is_stopped_by_another_command(address: str, tmp_path: Path) -> None:
     from ray.job_submission import JobSubmissionClient
 
     job = submit_job(address, "long", "python -u -c 'import time; print(\"up\"); time.sleep(300)'", None, {})
@@ -105,8 +105,8 @@ def test_a_job_that_is_stopped_elsewhere(address: str, tmp_path: Path) -> None:
     assert follow_job(job, emit).status == "STOPPED"
 
 
-def test_ctrl_c_leaves_the_job_alone(address: str, tmp_path: Path) -> None:
-    """As `ray job submit` does."""
+def test_ctrl_c_detaches_from_the_job(address: str, tmp_path: Path) -> None:
+    """As with `ray job submit`."""
     from ray.job_submission import JobSubmissionClient
 
     make_files(tmp_path)
@@ -118,9 +118,9 @@ def test_ctrl_c_leaves_the_job_alone(address: str, tmp_path: Path) -> None:
         line = process.stdout.readline()
         assert line, process.communicate(timeout=10)
     process.send_signal(signal.SIGINT)
-    _, told = process.communicate(timeout=60)
-    assert process.returncode == 130 and "the job continues" in told and "ray job stop" in told, told
-    name = told.split("job small-")[1].split()[0]
+    _, printed = process.communicate(timeout=60)
+    assert process.returncode == 130 and "the job continues" in printed and "ray job stop" in printed, printed
+    name = printed.split("job small-")[1].split()[0]
     client = JobSubmissionClient(address)
     assert client.get_job_status(f"small-{name}").value == "RUNNING"
     client.stop_job(f"small-{name}")
@@ -128,7 +128,7 @@ def test_ctrl_c_leaves_the_job_alone(address: str, tmp_path: Path) -> None:
 
 
 def make_files(folder: Path) -> Path:
-    """A run's file and what it names, in the folder."""
+    """Write a config and the files that it names into the folder."""
     make_tiny(folder / "model", hidden=16, layers=1, heads=2, kv_heads=1, ffn=32, max_length=32, alphabet="0123456789=")
     (folder / "data.jsonl").write_text('{"prompt": "1=", "answer": "1"}\n' * 8)
     values = {
@@ -142,10 +142,10 @@ def make_files(folder: Path) -> Path:
     return folder / "run.yaml"
 
 
-def test_what_the_run_refuses_is_the_commands_exit_code(
+def test_a_refusal_of_the_run_is_the_commands_exit_code(
     address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its folder is there already: the job's own refusal, seen here."""
+    """The run's folder exists already, so the job refuses to start."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_TOKEN", "hf_" + "a1B2c3D4" * 4)
     make_files(tmp_path)
@@ -156,10 +156,10 @@ def test_what_the_run_refuses_is_the_commands_exit_code(
     assert "not forwarding HF_TOKEN" in result.stderr
 
 
-def test_a_run_ends_well_and_says_what_does_not_fit(
+def test_a_run_succeeds_and_one_that_does_not_fit_is_refused(
     address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The whole of it: sent, planned against the cluster's nodes, trained there, its folder where it was named."""
+    """The run is uploaded, planned on the cluster's nodes and trained there; its folder is where the config says."""
     monkeypatch.chdir(tmp_path)
     make_files(tmp_path)
     refused = CliRunner().invoke(app, ["train", "run.yaml", "trainer.ranks=9", "--submit", address])
@@ -170,7 +170,7 @@ def test_a_run_ends_well_and_says_what_does_not_fit(
     assert (tmp_path / "runs" / "small" / "export" / "model.safetensors").is_file()
 
 
-def test_nobody_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_cluster_at_the_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SubmissionError, match="nothing listens at"):
         submit_job("http://127.0.0.1:1", "x", "true", None, {})
     with pytest.raises(SubmissionError):

@@ -1,5 +1,4 @@
-"""The demo's GRPO on a Ray cluster of two hosts: it learns, over the network, and goes on without the host that had the
-engine."""
+"""The demo's GRPO on a Ray cluster of two hosts: it learns over the network, and continues if a host is lost."""
 
 import json
 import os
@@ -28,7 +27,7 @@ STEPS = 60
 
 @pytest.fixture(scope="module")
 def taught(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the demo has when GRPO begins: data, and a model that knows the form of an answer."""
+    """The demo before GRPO: data, and a model that knows the form of an answer."""
     folder = tmp_path_factory.mktemp("two-nodes")
     tiny = "--hidden 128 --layers 2 --heads 4 --kv-heads 2 --ffn 512 --max-length 64 --alphabet 0123456789= --seed 11"
     data = folder / "data"
@@ -44,7 +43,7 @@ def taught(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def hosts(tmp_path: Path) -> Iterator[Hosts]:
-    """Of two cores each, in one cluster."""
+    """Two hosts with two cores each, in one cluster."""
     made = Hosts(tmp_path)
     try:
         made.connect()
@@ -64,15 +63,15 @@ def grpo(hosts: Hosts, taught: Path, folder: Path, *changes: str) -> list[str]:
     ]  # fmt: skip
 
 
-class Told:
-    """What a run prints, each line with when it came."""
+class RunOutput:
+    """The lines that a run prints, with their times."""
 
     def __init__(self, process: "subprocess.Popen[str]") -> None:
         self.process = process
         self.lines: list[tuple[float, str]] = []
 
     def until(self, pattern: str) -> tuple[float, str]:
-        """The next line of that kind, and when it came."""
+        """Wait for the next line that matches; returns its time and the line."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.lines.append((time.monotonic(), line.rstrip("\n")))
@@ -86,8 +85,8 @@ class Told:
 
 
 @contextmanager
-def running(hosts: Hosts, argv: list[str]) -> Iterator[Told]:
-    """A run that is to end well."""
+def running(hosts: Hosts, argv: list[str]) -> Iterator[RunOutput]:
+    """Start a run that must succeed."""
     with subprocess.Popen(
         argv,
         cwd=ROOT,
@@ -96,13 +95,13 @@ def running(hosts: Hosts, argv: list[str]) -> Iterator[Told]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     ) as process:
-        told = Told(process)
+        output = RunOutput(process)
         bound = threading.Timer(BOUND_S, process.kill)
         bound.start()
         try:
-            yield told
-            told.until(f"^finished after {STEPS} of {STEPS} steps")
-            assert process.wait(60) == 0, told.text
+            yield output
+            output.until(f"^finished after {STEPS} of {STEPS} steps")
+            assert process.wait(60) == 0, output.text
         except BaseException:
             process.kill()
             raise
@@ -110,11 +109,11 @@ def running(hosts: Hosts, argv: list[str]) -> Iterator[Told]:
             bound.cancel()
 
 
-def check(told: Told, folder: Path) -> list[str]:
-    """That it learnt, and every step was made once; who had to be replaced."""
+def check(output: RunOutput, folder: Path) -> list[str]:
+    """Check that the run learnt and made every step once; returns the names of failed workers."""
     summary = json.loads((folder / "sort-grpo" / "summary.json").read_text())
-    assert summary["eval/exact_match"]["first"] < 0.6 and summary["eval/exact_match"]["final"] >= 0.9, told.text
-    steps = [int(number) for number in re.findall(r"^step (\d+)/", told.text, re.MULTILINE)]
+    assert summary["eval/exact_match"]["first"] < 0.6 and summary["eval/exact_match"]["final"] >= 0.9, output.text
+    steps = [int(number) for number in re.findall(r"^step (\d+)/", output.text, re.MULTILINE)]
     assert sorted(set(steps)) == list(range(1, STEPS + 1)), steps
     return [each["who"] for each in summary["incidents"]]
 
@@ -123,45 +122,45 @@ def check(told: Told, folder: Path) -> list[str]:
 def test_it_learns_and_outlives_the_host_with_the_engine(
     engine: str, hosts: Hosts, taught: Path, tmp_path: Path
 ) -> None:
-    """Told in ten seconds, going on in thirty; no prompt is lost, none is used twice."""
+    """The loss is reported within ten seconds and the run continues within thirty; every prompt is used once."""
     if engine == "vllm":
         pytest.importorskip("vllm")
     # The trainer's ranks leave no room for the engine on the first host.
     changes = f"rollout.engine={engine}", "placement.policy.nodes=1"
-    with running(hosts, grpo(hosts, taught, tmp_path, *changes)) as told:
-        told.until(rf"{re.escape(hosts.other)}\s+(\S+, )?engine-0")
-        told.until("^step 5/")
+    with running(hosts, grpo(hosts, taught, tmp_path, *changes)) as output:
+        output.until(rf"{re.escape(hosts.other)}\s+(\S+, )?engine-0")
+        output.until("^step 5/")
         cut, _ = time.monotonic(), hosts.cut()
-        lost, _ = told.until("engine-0 vanished .*is lost")
-        again, _ = told.until(r"engine-0 vanished .*restarted in")
-        stepped, _ = told.until("^step ")
+        lost, _ = output.until("engine-0 vanished .*is lost")
+        again, _ = output.until(r"engine-0 vanished .*restarted in")
+        stepped, _ = output.until("^step ")
     print(f"{engine}: told {lost - cut:.1f} s, replaced {again - cut:.1f} s, next step {stepped - cut:.1f} s")
-    assert lost - cut < 20 and stepped - cut < 90, told.text  # the goals are 10 and 30, on a machine that is not busy
-    assert check(told, tmp_path)[0] == "engine-0"
+    assert lost - cut < 20 and stepped - cut < 90, output.text  # the goals are 10 and 30, on a machine that is not busy
+    assert check(output, tmp_path)[0] == "engine-0"
 
 
 def test_the_trainer_outlives_the_host_of_one_of_its_ranks(hosts: Hosts, taught: Path, tmp_path: Path) -> None:
-    """All ranks go on on the host that is left, from what it knows of the last step."""
+    """All ranks restart on the remaining host, with the state of the last step there."""
     changes = "placement.policy.nodes=2", "checkpoint.every=5"
-    with running(hosts, grpo(hosts, taught, tmp_path, *changes)) as told:
-        told.until(rf"{re.escape(hosts.other)}\s+(\S+, )?policy-1")
-        told.until("^step 12/")
+    with running(hosts, grpo(hosts, taught, tmp_path, *changes)) as output:
+        output.until(rf"{re.escape(hosts.other)}\s+(\S+, )?policy-1")
+        output.until("^step 12/")
         cut, _ = time.monotonic(), hosts.cut()
-        lost, _ = told.until("policy-1 vanished .*is lost")
-        stepped, _ = told.until("^step ")
+        lost, _ = output.until("policy-1 vanished .*is lost")
+        stepped, _ = output.until("^step ")
     print(f"trainer: told {lost - cut:.1f} s, next step {stepped - cut:.1f} s")
-    assert lost - cut < 20 and stepped - cut < 120, told.text
-    assert check(told, tmp_path)[0] == "policy-1"
+    assert lost - cut < 20 and stepped - cut < 120, output.text
+    assert check(output, tmp_path)[0] == "policy-1"
 
 
 def test_a_frozen_rank_of_the_other_host_is_named_with_its_host(hosts: Hosts, taught: Path, tmp_path: Path) -> None:
-    """By the supervisor, which hears of it from that host's agent; then it is replaced."""
-    with running(hosts, grpo(hosts, taught, tmp_path, "placement.policy.nodes=2")) as told:
-        told.until("^step 5/")
+    """The supervisor names it by the report of that host's agent; then the rank is replaced."""
+    with running(hosts, grpo(hosts, taught, tmp_path, "placement.policy.nodes=2")) as output:
+        output.until("^step 5/")
         (beacon,) = hosts.shared("b").rglob("policy-1.beacon")
         state = read_beacon(beacon)
         assert state is not None
         os.kill(state.pid, signal.SIGSTOP)
-        _, line = told.until("^(notice|confirmed): ")
-        assert re.match(r"\w+: rank 1 \(policy, .*is stopped", line), told.text
-    assert check(told, tmp_path)[0] == "policy-1"
+        _, line = output.until("^(notice|confirmed): ")
+        assert re.match(r"\w+: rank 1 \(policy, .*is stopped", line), output.text
+    assert check(output, tmp_path)[0] == "policy-1"

@@ -1,4 +1,4 @@
-"""Whole runs with vLLM as engine."""
+"""Runs with vLLM as engine."""
 
 import json
 import os
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def lockstep(*arguments: object) -> str:
-    """A command to its end; what it printed."""
+    """Run a command that must succeed; returns its output."""
     command = [Path(sys.executable).with_name("lockstep"), *map(str, arguments)]
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=800, check=False, env=environment)
@@ -31,7 +31,7 @@ def lockstep(*arguments: object) -> str:
 
 
 def sorting(home: Path) -> list[str]:
-    """Data and a model of the demo; the overrides that name them."""
+    """Create the demo's data and model; returns the overrides that name them."""
     subprocess.run([sys.executable, ROOT / "examples" / "sort_data.py", home / "data"], check=True, timeout=60)
     make_tiny(home / "model", hidden=128, layers=2, heads=4, kv_heads=2, ffn=512, max_length=64, alphabet="0123456789=")
     return [f"folder={home}/runs", f"evaluation.data.path={home}/data/eval.jsonl"]

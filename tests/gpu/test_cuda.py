@@ -1,4 +1,4 @@
-"""The same path on a GPU: policy, engine and a whole run. Run where CUDA is (`script/test tests/gpu`)."""
+"""Policy, engine and a full run on a GPU: `script/test tests/gpu` on a machine with CUDA."""
 
 import json
 from pathlib import Path
@@ -40,7 +40,7 @@ def forest() -> tuple[torch.Tensor, RowLayout, torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 0.15)])
-def test_the_policy_computes_what_the_cpu_computes(folder: Path, dtype: str, tolerance: float) -> None:
+def test_the_policy_equals_the_one_on_the_cpu(folder: Path, dtype: str, tolerance: float) -> None:
     tokens, layout, sources, targets = forest()
     config = ModelConfig.model_validate({"path": str(folder), "dtype": dtype})
     with torch.no_grad():
@@ -69,11 +69,11 @@ def test_the_merge_of_variable_length_parts_is_exact() -> None:
         assert float((one.grad.float() - other.grad).norm() / other.grad.norm()) < 2e-2
 
 
-def test_the_probe_finds_that_packing_is_respected(folder: Path) -> None:
+def test_the_packing_test_passes(folder: Path) -> None:
     assert probe_packing(load_policy(ModelConfig(path=str(folder), dtype="float32"), "cuda")).mode == "forest"
 
 
-def test_the_engine_is_greedy_as_transformers_is(folder: Path) -> None:
+def test_greedy_generation_equals_transformers(folder: Path) -> None:
     lm = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).cuda()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     prompts = np.random.default_rng(0).integers(4, 60, (3, 7)).astype(np.int32)
@@ -94,9 +94,7 @@ def test_the_engine_is_greedy_as_transformers_is(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-3), (torch.bfloat16, 0.15)])
-def test_fused_steps_as_graphs_compute_what_the_model_computes(
-    folder: Path, dtype: torch.dtype, tolerance: float
-) -> None:
+def test_fused_steps_in_cuda_graphs_equal_the_model(folder: Path, dtype: torch.dtype, tolerance: float) -> None:
     lm = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).cuda()
     engine = BuiltinEngine(lm, AutoTokenizer.from_pretrained(folder), max_rows=6)
     runner = engine._runner
@@ -115,11 +113,11 @@ def test_fused_steps_as_graphs_compute_what_the_model_computes(
     use_plain_attention(lm)
     for request in requests:
         got = done[request.id]
-        whole = torch.from_numpy(np.concatenate([request.prompt, got.tokens]).astype(np.int64)).cuda()
+        sequence = torch.from_numpy(np.concatenate([request.prompt, got.tokens]).astype(np.int64)).cuda()
         with torch.inference_mode():
-            logprobs = torch.log_softmax(lm(whole.unsqueeze(0), use_cache=False).logits[0].float(), -1).cpu()
-        at = torch.arange(len(request.prompt), len(whole))
-        np.testing.assert_allclose(got.logprobs, logprobs[at - 1, whole.cpu()[at]].numpy(), atol=tolerance)
+            logprobs = torch.log_softmax(lm(sequence.unsqueeze(0), use_cache=False).logits[0].float(), -1).cpu()
+        at = torch.arange(len(request.prompt), len(sequence))
+        np.testing.assert_allclose(got.logprobs, logprobs[at - 1, sequence.cpu()[at]].numpy(), atol=tolerance)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +129,7 @@ def test_fused_steps_as_graphs_compute_what_the_model_computes(
         ({"kind": "dora", "lora_dropout": 0.1}, {}),
     ],
 )
-def test_a_whole_run_on_one_gpu(tmp_path: Path, adapter: dict[str, object] | None, offload: dict[str, bool]) -> None:
+def test_a_run_on_one_gpu(tmp_path: Path, adapter: dict[str, object] | None, offload: dict[str, bool]) -> None:
     from harness import config, task, train
 
     folder = task(tmp_path)
@@ -145,7 +143,7 @@ def test_a_whole_run_on_one_gpu(tmp_path: Path, adapter: dict[str, object] | Non
     assert max(gaps) < 0.3  # bf16 engine against bf16 trainer
 
 
-def test_offloading_frees_the_device_and_brings_everything_back(folder: Path) -> None:
+def test_offloading_frees_the_device_and_restores_the_state(folder: Path) -> None:
     from lockstep.config.recipes import SFTConfig
     from lockstep.train.distributed import ParallelContext
     from lockstep.train.fsdp import FSDP2Trainer
@@ -178,6 +176,6 @@ def test_a_quantized_base_trains_its_adapter(tmp_path: Path, kind: str, adapter:
     run = train(folder, config(folder, "grpo", steps=3, trainer={"ranks": 1}, cluster=cluster, model=model))
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     gaps = [row["policy/engine_gap_max"] for row in rows if "policy/engine_gap_max" in row]
-    assert len(gaps) == 3 and max(gaps) < 0.3, "the engine serves what the quantized bits stand for"
+    assert len(gaps) == 3 and max(gaps) < 0.3, "the engine serves the dequantized weights"
     exported = AutoModelForCausalLM.from_pretrained(run / "export")
     assert getattr(exported.config, "quantization_config", None) is None

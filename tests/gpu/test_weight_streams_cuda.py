@@ -1,5 +1,5 @@
-"""Weights from GPU to GPU, run where CUDA is (`script/test tests/gpu`): handles between two processes on one GPU, NCCL
-between two GPUs, and a whole run with each."""
+"""Weights from GPU to GPU (`script/test tests/gpu` on a machine with CUDA): IPC handles between two processes on one
+GPU, NCCL between two GPUs, and a run with each."""
 
 import multiprocessing
 import sys
@@ -46,7 +46,7 @@ def receives(where: dict[str, Any], device: str, versions: list[int], answers: A
     receiver.close()
 
 
-def test_another_process_opens_what_is_exported() -> None:
+def test_another_process_opens_an_exported_buffer() -> None:
     buffer = CudaIpcMemory().buffer(1000, torch.device("cuda:0"))
     buffer.copy_(torch.arange(1000).to(torch.uint8))
     torch.cuda.synchronize()
@@ -62,7 +62,7 @@ def test_another_process_opens_what_is_exported() -> None:
     [("cuda_ipc", "cuda:0"), pytest.param("nccl", "cuda:1", marks=TWO)],
     ids=["cuda-ipc", "nccl"],
 )
-def test_versions_arrive_as_they_were_sent(way: Any, device: str) -> None:
+def test_versions_arrive_unchanged(way: Any, device: str) -> None:
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     channel = StreamChannel(1, way, "nccl", ("127.0.0.1", store.port), "gpu", ("engine",), 1, 400_000, "complete")
     versions, answers = [1, 2], SPAWN.Queue()
@@ -85,7 +85,7 @@ def test_versions_arrive_as_they_were_sent(way: Any, device: str) -> None:
     [("cuda_ipc", 1), pytest.param("nccl", 1, marks=TWO)],
     ids=["cuda-ipc", "nccl"],
 )
-def test_a_whole_run(tmp_path: Path, transport: str, ranks: int) -> None:
+def test_a_run_with_streamed_weights(tmp_path: Path, transport: str, ranks: int) -> None:
     sys.path.insert(0, str(Path(__file__).parent.parent / "e2e"))
     from harness import config, task, train
 

@@ -1,6 +1,6 @@
-"""Stops every process of a run at its next use of the file system once a certain file exists (a pattern in the
-environment), so that a test can look, and kill, between two writes that belong together, however busy the machine is;
-or lets the trainer's rank 1 stand still in its next step once a file exists.
+"""Stops every process of a run at its next use of the file system once a file exists (a pattern in the environment), so
+that a test can kill the run between two related writes, however busy the machine is; or freezes the trainer's rank 1 in
+its next step once a file exists.
 
 Python imports a module of this name at its start; `controller_fork_server.py` puts this folder into the path of the
 processes of such a run."""
@@ -19,27 +19,28 @@ _EVENTS = frozenset({"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "
 
 
 def stop_when(pattern: str) -> None:
-    looking = threading.local()
+    checking = threading.local()
 
-    def look(event: str, arguments: tuple[object, ...]) -> None:
-        if event not in _EVENTS or getattr(looking, "now", False):
+    def check(event: str, arguments: tuple[object, ...]) -> None:
+        if event not in _EVENTS or getattr(checking, "now", False):
             return
-        looking.now = True  # to look is a use of the file system, too
+        checking.now = True  # the check uses the file system itself
         if glob.glob(pattern):  # noqa: PTH207 - pathlib would have to be imported by every process
             os.kill(os.getpid(), signal.SIGSTOP)
-        looking.now = False
+        checking.now = False
 
-    sys.addaudithook(look)
+    sys.addaudithook(check)
 
 
-def stand_still(how: str, file: str) -> None:
-    """`stop` by a signal, in a `sleep`, or in one that holds the interpreter lock (`gil`); once."""
+def freeze_rank(how: str, file: str) -> None:
+    """Freeze the rank once: by a signal (`stop`), in a `sleep`, or in a sleep that holds the interpreter lock
+    (`gil`)."""
     from lockstep.watch.recorder import import_hook
 
     def patch(module: Any) -> None:
         original = module.FSDP2Trainer.step
 
-        def held() -> None:
+        def block() -> None:
             if how == "stop":
                 os.kill(os.getpid(), signal.SIGSTOP)
             elif how == "sleep":
@@ -50,7 +51,7 @@ def stand_still(how: str, file: str) -> None:
         def step(self: Any, *args: Any) -> Any:
             if self.ranks.rank == 1 and os.path.exists(file):  # noqa: PTH110 - as above
                 os.remove(file)  # noqa: PTH107
-                held()
+                block()
             return original(self, *args)
 
         module.FSDP2Trainer.step = step
@@ -61,4 +62,4 @@ def stand_still(how: str, file: str) -> None:
 if os.environ.get(STOP_WHEN):
     stop_when(os.environ[STOP_WHEN])
 if os.environ.get(TRAINER):
-    stand_still(*os.environ[TRAINER].split(":", 1))
+    freeze_rank(*os.environ[TRAINER].split(":", 1))
