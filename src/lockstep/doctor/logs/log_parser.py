@@ -339,13 +339,11 @@ def _parse_line_end(line: str, clock: TimestampParser) -> line_origin.ParsedPref
     cut = interleaved.start() if interleaved else max((each.end() for each in _PROGRESS_BAR.finditer(line)), default=0)
     if not cut:
         return line_origin.parse_prefixes(line, clock)
-    last, whole = line_origin.parse_prefixes(line[cut:], clock), line_origin.parse_prefixes(line, clock)
-    if whole.at >= cut + last.at:
-        return whole
-    origin = last.origin or whole.origin
-    return line_origin.ParsedPrefix(
-        origin, max(cut + last.at, whole.at), whole.when if last.when is None else last.when
-    )
+    end, start = line_origin.parse_prefixes(line[cut:], clock), line_origin.parse_prefixes(line, clock)
+    if start.at >= cut + end.at:
+        return start
+    origin = end.origin or start.origin
+    return line_origin.ParsedPrefix(origin, max(cut + end.at, start.at), start.when if end.when is None else end.when)
 
 
 def _has_no_origin(origin: LineOrigin, own: LineOrigin) -> bool:
