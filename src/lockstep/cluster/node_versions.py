@@ -1,4 +1,4 @@
-"""The code of a run's processes: installed versions on each node, rules for them, and changes of files on disk.
+"""The versions of the packages on each node of a run, the rules for them, and changes of source files on disk.
 
 Versions are read without importing anything: torch alone takes seconds.
 """
@@ -21,8 +21,8 @@ from lockstep.base.text import summarize_list
 
 
 def changed_since(wall: float, more: Iterable[str] = ()) -> str | None:
-    """A file that this process has imported, or one of `more`, that was written after `wall` (Unix time in seconds), or
-    the folder of installed packages if a package was added or removed since; None if nothing has changed."""
+    """Returns a file that this process has imported, or one of `more`, that was written after `wall` (Unix time in
+    seconds), or the folder of installed packages if a package was added or removed since then; else None."""
     packages = [sysconfig.get_paths()[name] for name in ("purelib", "platlib")]
     return next(
         (file for file in _unique_files([*_module_files(), *packages, *more]) if _modified_at(file) > wall), None
@@ -40,7 +40,7 @@ def imported_files() -> list[tuple[str, str]]:
 
 
 def locate_files(files: Iterable[tuple[str, str]]) -> list[str]:
-    """Where the files of `imported_files` are on this host: on this process's import path, or else at the same path."""
+    """Finds the files of `imported_files` on this host: on this process's import path, or else at the same path."""
     roots = [Path(root).absolute() for root in sys.path]
     places = [[*(root / relative for root in roots), Path(file)] for file, relative in files]
     there = (next((place for place in candidates if place.is_file()), None) for candidates in places)
@@ -73,14 +73,14 @@ InstalledVersions = Mapping[str, str | None]
 
 @dataclass(frozen=True, slots=True)
 class VersionRule:
-    """How equal a version must be on all nodes."""
+    """How much of a version must be equal on all nodes."""
 
     parts: int
     """How many leading numbers must be equal: 2 of `3.11.7` are 3.11. 0 means the whole version."""
     otherwise: Literal["refuse", "warn"]
     why: str
     where: Literal["all", "gpus", "installed"] = "all"
-    """The nodes that matter: all, those with GPUs, or those on which it is installed."""
+    """The nodes that are compared: all, those with GPUs, or those on which the package is installed."""
 
 
 VERSION_RULES: Mapping[str, tuple[VersionRule, ...]] = {
@@ -135,7 +135,7 @@ class VersionFinding:
 
 
 class VersionError(PicklableError, RuntimeError):
-    """Nodes cannot work together, or a version is not supported: every finding, with nodes and fix."""
+    """Nodes cannot work together, or a version is not supported. Lists every finding, with nodes and fix."""
 
     def __init__(self, findings: Sequence[VersionFinding]) -> None:
         super().__init__("; ".join(finding.text for finding in findings))

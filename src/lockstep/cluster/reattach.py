@@ -1,8 +1,7 @@
 """Takes over, or kills, the node agent that an earlier controller of a run left on this host.
 
-A controller that was killed leaves workers behind for `orphan_grace_s`. The next controller takes over what is
-useful and kills the rest before anything else: a save still in progress would otherwise appear among the new
-controller's checkpoints.
+The workers of a killed controller live on for `orphan_grace_s`. The next controller first takes over those that it can
+use and kills the others: otherwise a checkpoint that they still write would appear among its own.
 """
 
 import contextlib
@@ -39,7 +38,7 @@ ADOPTION_STALL_S = 10.0
 
 
 class OrphanPool:
-    """Workers that an earlier controller left behind, and that are not adopted yet.
+    """The workers that an earlier controller left behind and that are not adopted yet.
 
     Args:
         handle: creates the handle of a worker that another controller started on a node.
@@ -53,7 +52,7 @@ class OrphanPool:
     ) -> None:
         self._handle, self._end = handle, end
         self._left: dict[RemoteWorker, str] = {}
-        """By worker, its fingerprint."""
+        """The fingerprint of each worker."""
 
     def add(self, node: ClusterNode, workers: Sequence[WorkerFacts]) -> None:
         """Adds the workers of a node that are alive and adoptable; kills the others."""
@@ -72,7 +71,7 @@ class OrphanPool:
     def claim(
         self, specs: Sequence[WorkerSpec], fingerprint: Callable[[WorkerSpec, ClusterNode], str]
     ) -> dict[int, RemoteWorker]:
-        """Workers that can serve these specs, by index. Other workers with the same role and rank are killed."""
+        """Returns workers that can serve these specs, by index. Kills other workers with the same role and rank."""
         if not self._left:
             return {}
         found: dict[int, RemoteWorker] = {}
@@ -94,7 +93,7 @@ class OrphanPool:
         return fits and known == fingerprint(spec, worker.node)
 
     def failed_adoptions(self, claimed: Mapping[int, RemoteWorker]) -> list[int]:
-        """Waits for the adoptions; the indices of those that failed, whose workers have been killed."""
+        """Waits for the adoptions, and kills the workers whose adoption failed. Returns their indices."""
         outcomes = gather_outcomes(
             [worker.started for worker in claimed.values()], why="adoption", stall_s=ADOPTION_STALL_S
         )
@@ -119,7 +118,7 @@ class OrphanPool:
 
 
 KILL_WAIT_S = 10.0
-"""A process that is there this long after SIGKILL is stuck in the kernel (in a driver, for example)."""
+"""A process that still exists this long after SIGKILL is stuck in the kernel (in a driver, for example)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +130,7 @@ class InheritedAgent:
 
     @property
     def run(self) -> str:
-        """The run id, which names their shared memory."""
+        """The run id, which names the run's shared memory."""
         return self.agent.address.run
 
 
@@ -177,8 +176,8 @@ def adopt_agent(
 
 
 def kill_previous_agent(cluster_dir: Path, generation: int) -> None:
-    """Kills the agent that an earlier generation left in this folder, and with it its workers; waits for their ends and
-    removes their shared memory. An agent that exited in order has left nothing."""
+    """Kills the agent that an earlier generation left in this folder, and its workers; waits until they have ended and
+    removes their shared memory. Does nothing if there is no such agent."""
     agent = _previous_agent(cluster_dir, generation)
     if agent is None:
         return
@@ -188,7 +187,7 @@ def kill_previous_agent(cluster_dir: Path, generation: int) -> None:
 
 
 def kill_agent(agent: ServiceAddress) -> None:
-    """Kills an agent of this host and its workers; waits for their ends and removes the run's shared memory."""
+    """Kills an agent of this host and its workers, waits until they have ended, and removes the run's shared memory."""
     workers = [(state.pid, state.start_ticks) for state in read_beacons(agent.run) if state.role != "controller"]
     if processes.is_alive(agent.pid, agent.start_ticks):
         with contextlib.suppress(ProcessLookupError):

@@ -1,6 +1,6 @@
-"""Users' Python: finding it, importing it, its limits in a worker process, and the controller's end of such a process.
+"""Finds and imports users' Python code, and waits for the worker processes that run it.
 
-The controller only parses the text of a module; the code runs in workers, which can be killed.
+The controller only parses the source of a module; the code runs in workers, which can be killed.
 """
 
 import ast
@@ -27,7 +27,7 @@ PACKAGE = str(Path(__file__).parents[1])
 
 
 class UserCodeError(PicklableError, ValueError):
-    """User code that cannot be used: which, what is wrong, and a fix."""
+    """User code cannot be used. Says which code, what is wrong, and a fix."""
 
     noun = "user code"
     expected = "function"
@@ -64,7 +64,7 @@ def split_path(path: str, refusal: UserCodeErrorType = UserCodeError) -> tuple[s
 
 
 def source_file(path: str, base: Path = Path(), refusal: UserCodeErrorType = UserCodeError) -> Path | None:
-    """The file that defines the name, found without running code; None if only an import could tell.
+    """Returns the file that defines the name, found without running code; None if only an import could find it.
 
     Raises:
         refusal: no such file or package.
@@ -115,7 +115,7 @@ def check_source(path: str, base: Path = Path(), refusal: UserCodeErrorType = Us
 
 
 def defined_names(module: ast.Module) -> set[str]:
-    """The names that a module's top level binds; `*` where an import makes them unknowable."""
+    """The names that a module binds; contains `*` if it has a star import."""
     found: set[str] = set()
     for node in ast.walk(module):
         match node:
@@ -203,7 +203,7 @@ class Watchdog:
         faulthandler.dump_traceback_later(self._after_s, repeat=False, file=sys.__stderr__ or sys.stderr)
 
     def pat(self) -> None:
-        """Resets the timer. Since that starts a thread, it is skipped until a tenth of the time has passed."""
+        """Resets the timer, if a tenth of the time has passed: resetting starts a thread, which costs time."""
         if not self._since or time.monotonic() - self._since > self._after_s / 10:
             self.start()
 
@@ -219,9 +219,9 @@ R = TypeVar("R")
 LOAD_STALL_S = 300.0
 """Longest time without progress while users' modules are imported, which may import anything."""
 DEATH_LOG_S = 5.0
-"""Within this time the cluster learns that a killed process is dead."""
+"""Within this time the cluster notices that a killed process is dead."""
 MAX_LOST_NODES = 4
-"""How many nodes in a row a call may lose with its process; a lost node is not the fault of user code."""
+"""How often a call is repeated because the node of its process was lost, which is not the fault of user code."""
 
 
 class UserCodeNotLoaded(PicklableError):
@@ -233,10 +233,10 @@ class UserCodeNotLoaded(PicklableError):
 
 
 def wait_until_loaded(pending: PendingResult[R], what: str, name: str, kill: Callable[[], None]) -> R:
-    """Waits until the process `name` has loaded `what`; its result.
+    """Waits until the process `name` has loaded `what`, and returns the result.
 
     Args:
-        kill: kills the process, for a process without progress.
+        kill: kills the process; called if it makes no progress.
 
     Raises:
         UserCodeNotLoaded: the process has ended.
@@ -255,7 +255,7 @@ def wait_until_loaded(pending: PendingResult[R], what: str, name: str, kill: Cal
 
 
 def retry_lost_nodes(work: Callable[[], R], does: str) -> R:
-    """Runs `work`, and repeats it with another process when only the node of the process was lost.
+    """Runs `work`, and repeats it with another process if the node of the process was lost.
 
     Args:
         does: what the new process does, for the log.
@@ -274,8 +274,7 @@ def retry_lost_nodes(work: Callable[[], R], does: str) -> R:
 
 
 def killed_process_log(pending: PendingResult[object], name: str) -> str:
-    """The end of the log of a process that was killed during a call, with the stack it was in. Empty if it left
-    none."""
+    """The end of the log of a process that was killed during a call, with its last stack. Empty if there is no log."""
     try:
         pending.result(why=f"the end of the log of {name}", stall_s=DEATH_LOG_S)
     except WorkerDied as error:

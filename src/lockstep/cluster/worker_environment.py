@@ -1,7 +1,7 @@
-"""The environment variables that workers on other nodes get, and the differences from the shell that starts the run.
+"""The environment variables of workers on other nodes, and how they differ from the shell that starts the run.
 
-Only declared variables are forwarded (`cluster.env`, `cluster.forward_env`), and never those that are valid on one host
-only.
+Only variables that the config names are forwarded (`cluster.env`, `cluster.forward_env`), and none that are valid only
+on one host.
 """
 
 import json
@@ -44,15 +44,15 @@ NEVER_FORWARDED = {
         _HOST_REASON,
     ),
 }  # fmt: skip
-"""By name, or prefix and `*`: why it is not forwarded. `cluster.env` may set it nevertheless, except for those of
-`RESERVED_VARIABLES`."""
+"""Why a variable is not forwarded, by name, or by prefix and `*`. `cluster.env` may set it nevertheless, unless it is
+in `RESERVED_VARIABLES`."""
 
 _LOOPBACK_ONLY = re.compile(r"=?lo\d*")
 _RELEVANT = re.compile(
     r"(NCCL|TORCH|PYTORCH|GLOO|CUDA|UCX|FI|UCC|VLLM|HF|TRANSFORMERS|OMP|MKL|KMP|TOKENIZERS|TRITON|LD|PYTHON|LOCKSTEP"
     r"|WANDB|MLFLOW|RCCL|HIP|TF)_?.*|(http|https|no|all)_proxy|(HTTP|HTTPS|NO|ALL)_PROXY|MALLOC_.*|GOMP_.*"
 )
-"""Variables that something in a worker reads."""
+"""Names of variables that a worker, or a library in it, reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ def forward_environment(
 
 
 def not_forwarded_reason(name: str, value: str) -> str | None:
-    """Why a variable of the shell is not forwarded; None if it may be."""
+    """Why a variable of the shell is not forwarded; None if it is forwarded."""
     if name == "NCCL_SOCKET_IFNAME" and _LOOPBACK_ONLY.fullmatch(value):
         return f"{value} is the loopback interface, which reaches no other node"
     return _never_forwarded_reason(name)
@@ -182,7 +182,8 @@ def _difference_message(difference: EnvironmentDifference, nodes: Sequence[str])
 def environment_report(
     given: ForwardedEnvironment, by_node: Mapping[str, Sequence[EnvironmentDifference]]
 ) -> dict[str, Any]:
-    """For the run's folder: forwarded variables, excluded ones with the reason, and differences; secrets hidden."""
+    """The report for the run's folder: forwarded variables, excluded ones with the reason, and differences. Secrets are
+    hidden."""
     known = secret_values(given.values)
     return {
         "forwarded": {name: _redacted_value(name, given.values, known) for name in sorted(given.values)},
@@ -195,7 +196,7 @@ def environment_report(
 
 
 def without_secrets(given: ForwardedEnvironment) -> ForwardedEnvironment:
-    """Removes secrets, for places that others can read, such as a Ray job's runtime environment."""
+    """Removes secrets, because others can read a Ray job's runtime environment."""
     why = "it holds a secret, and a job's runtime environment is shown in the dashboard"
     secret = {name for name, value in given.values.items() if is_secret_name(name) or secret_kind(value) is not None}
     values = {name: value for name, value in given.values.items() if name not in secret}

@@ -101,7 +101,7 @@ OBJECT_STORE_BYTES = 100 << 20
 
 _lock = threading.Lock()
 _users = 0
-_own: Path | None = None
+_private_ray_folder: Path | None = None
 """Folder of the sockets of a Ray that this process has started; None if it joined a running one."""
 _unfinished: "Future[None] | None" = None
 """The opening or closing of a connection that exceeded its time limit and is still in progress."""
@@ -113,7 +113,7 @@ class RayUnavailable(ConnectionError):
 
 def has_private_ray() -> bool:
     """Whether this process started a private Ray for this host."""
-    return _own is not None
+    return _private_ray_folder is not None
 
 
 def open_session(config: Config, cpus: float, gpus: int) -> None:
@@ -150,16 +150,16 @@ def _await_unfinished() -> None:
 
 def close_session() -> None:
     """Closes the connection when no other part of this process uses it, and stops a private Ray."""
-    global _users, _own
+    global _users, _private_ray_folder
     with _lock:
         _users -= 1
         if _users > 0 or not ray.is_initialized():
             return
         _disconnect()
-        if _own is not None:
+        if _private_ray_folder is not None:
             _reload_auth()
-            shutil.rmtree(_own, ignore_errors=True)
-            _own = None
+            shutil.rmtree(_private_ray_folder, ignore_errors=True)
+            _private_ray_folder = None
 
 
 def _disconnect() -> None:
@@ -186,7 +186,7 @@ def _configure_ray() -> None:
 def _start_private_ray(config: Config, cpus: float, gpus: int) -> None:
     """Starts a Ray of this host alone; the kernel ends it with this process in any case. It listens on all interfaces,
     so it gets a token that only its own processes know."""
-    global _own
+    global _private_ray_folder
     folder = Path(tempfile.mkdtemp(prefix="lsr"))  # short: paths of sockets below it are limited to 107 bytes
     period_ms = max(100, round(config.node_lost_after_s * 1000 / 6))
     health = {
@@ -211,7 +211,7 @@ def _start_private_ray(config: Config, cpus: float, gpus: int) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         atexit.register(shutil.rmtree, folder, ignore_errors=True)  # for files that Ray writes until it has ended
         raise
-    _own = folder
+    _private_ray_folder = folder
 
 
 @contextlib.contextmanager
@@ -304,8 +304,8 @@ def _run_in_thread(work: Callable[[], object], waits_for: str, why: str) -> None
     up is closed again."""
     global _unfinished
     done: Future[None] = Future()
-    over: Future[None] = Future()
-    turning = threading.Lock()
+    closed: Future[None] = Future()
+    state_lock = threading.Lock()
     given_up = False
 
     def attempt() -> None:
@@ -313,14 +313,14 @@ def _run_in_thread(work: Callable[[], object], waits_for: str, why: str) -> None
             work()
         except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
             done.set_exception(error)
-            over.set_result(None)
+            closed.set_result(None)
             return
-        with turning:
+        with state_lock:
             done.set_result(None)
             late = given_up
         if late:
             ray.shutdown()
-            over.set_result(None)
+            closed.set_result(None)
             return
         idle = selectors.DefaultSelector()
         while True:
@@ -334,10 +334,10 @@ def _run_in_thread(work: Callable[[], object], waits_for: str, why: str) -> None
             notice_after_s=10.0,
         )  # fmt: skip
     except BaseException:
-        with turning:
+        with state_lock:
             given_up, late = True, not done.done()
         if late:
-            _unfinished = over
+            _unfinished = closed
         elif done.exception() is None:
             _disconnect()
         raise
