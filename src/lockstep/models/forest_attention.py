@@ -131,8 +131,8 @@ def _masked_attention(
         q, k, v = query[:, :, start:stop], key[:, :, start:stop], value[:, :, start:stop]
         piece_window = window if window is not None and window < piece.tokens else None
         if softcap is not None or sinks is not None:
-            mask = piece.mask(q.device, piece_window)
-            pieces.append(_explicit_attention(q, k, v, mask, dropout, scale, softcap, sinks))
+            piece_mask = piece.mask(q.device, piece_window)
+            pieces.append(_explicit_attention(q, k, v, piece_mask, dropout, scale, softcap, sinks))
             continue
         causal = len(piece.lengths) == 1 and piece_window is None
         mask = None if causal else piece.mask(q.device, piece_window)

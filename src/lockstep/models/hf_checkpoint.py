@@ -168,9 +168,9 @@ def fill_policy(policy: PolicyModel, folder: Path, device: torch.device | str) -
             if not isinstance(buffer, nn.Parameter):
                 buffer.copy_(checkpoint.read(sources[name]))
         for module in policy.modules():
-            for leaf, buffer in module._buffers.items():
-                if buffer is not None:
-                    module._buffers[leaf] = buffer.to(device)
+            for leaf, module_buffer in module._buffers.items():
+                if module_buffer is not None:
+                    module._buffers[leaf] = module_buffer.to(device)
     if report.unexpected:
         log.warning("%s: %d weights are not used: %s", folder, len(report.unexpected), ", ".join(report.unexpected[:3]))
     return report

@@ -1,4 +1,5 @@
-"""A reference for packing: the same rules sample by sample with plain objects. The columns must equal it bit by bit."""
+"""A reference for packing: the same rules with an object per sample. The arrays of the package must equal its
+results."""
 
 import heapq
 import math
@@ -22,7 +23,7 @@ class Tree:
     segments: list[Segment]
     name: str = ""
     size: int | None = None
-    """How many samples of a mini-batch it counts for; the number of its sequences when None."""
+    """As how many samples of a mini-batch it counts; None: the number of its sequences."""
 
     @property
     def samples(self) -> int:
@@ -33,7 +34,7 @@ class Tree:
         )
 
     def path(self, segment: int) -> list[int]:
-        """The segments from the root to the given one."""
+        """Returns the segments from the root to the given one."""
         found = [segment]
         while (parent := self.segments[found[-1]].parent) >= 0:
             found.append(parent)
@@ -45,7 +46,7 @@ def forest_of(trees: Sequence[Tree]) -> Forest:
 
 
 def trees_of(forest: Forest) -> list[Tree]:
-    """The trees of a forest. Fields are zero where there is no target."""
+    """Converts a forest to trees. Fields are zero for tokens that are not targets."""
     of_terms = np.split(forest.term_sequence, np.searchsorted(forest.term_segment, np.arange(1, len(forest.tree))))
     first = np.searchsorted(forest.tree, np.arange(len(forest) + 1))
     return [
@@ -79,15 +80,15 @@ def _segment(forest: Forest, number: int, first: int, sequences: np.ndarray) -> 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Segments of one tree that go into one row together."""
+    """Segments of one tree that are in one row."""
 
     tree: int
     segments: tuple[int, ...]
-    """Ancestors first; closed under ancestors."""
+    """Segments, ancestors first. A piece with a segment has all its ancestors."""
     terms: tuple[tuple[int, int], ...]
-    """(segment, term) of each loss term that this piece owns."""
+    """(segment, term) of each term that belongs to this piece."""
     path: bool
-    """Whether the segments are one path that the row holds as a single segment."""
+    """Whether the segments are one path, which becomes a single segment of the row."""
     tokens: int
     pairs: int
 
@@ -97,7 +98,7 @@ class Piece:
 
 
 def plain_trees(rollouts: Rollouts, advantages: np.ndarray, mask_truncated: bool = False) -> list[Tree]:
-    """Of completions without turns."""
+    """Trees of completions without turns."""
     trees = []
     for g, group in enumerate(rollouts.groups):
         segments = [Segment(group.prompt.tokens)]
@@ -116,7 +117,7 @@ def plain_trees(rollouts: Rollouts, advantages: np.ndarray, mask_truncated: bool
 
 
 def plain_rows(trees: Sequence[Tree], ranks: int, budget: int, mode: Packing) -> list[list[MicroBatch[np.ndarray]]]:
-    """`[ranks][micro-batches]`, without weights."""
+    """Returns `[ranks][micro-batches]`, without weights."""
     first: list[list[int]] = []
     names = sorted({name for tree in trees for segment in tree.segments for name in segment.fields})
     values: dict[str, list[float]] = {name: [] for name in names}
@@ -190,7 +191,7 @@ def _row(
 
 
 def _empty_row(names: Sequence[str]) -> MicroBatch[np.ndarray]:
-    """One token of weight zero: a rank without work enters the same collectives as the others."""
+    """Returns one token of weight zero, so that a rank without work enters the same collectives as the others."""
     zero = np.zeros(1, np.int32)
     return MicroBatch(
         tokens=zero,
@@ -205,7 +206,7 @@ def _empty_row(names: Sequence[str]) -> MicroBatch[np.ndarray]:
 
 
 def paths(tree: Tree, index: int) -> list[Piece]:
-    """One piece per sequence of the tree: its own copy of everything from the root on."""
+    """Makes one piece per sequence of the tree: its path from the root."""
     members: dict[int, list[tuple[int, int]]] = {}
     for position, segment in enumerate(tree.segments):
         for term, sequence in enumerate(segment.sequences):
@@ -216,16 +217,16 @@ def paths(tree: Tree, index: int) -> list[Piece]:
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """What cutting a tree needs to know of it, whatever the limit."""
+    """The properties of a tree that are needed to cut it."""
 
     with_targets: list[int]
     """Segments with targets."""
     ancestors: set[int]
-    """Of those."""
+    """Terms of the segments with targets."""
     leaves: list[list[int]]
-    """Paths to those that are nobody's ancestors, longest first."""
+    """Paths to the leaves, longest first."""
     length: list[int]
-    """Tokens of each segment."""
+    """Number of tokens of each segment."""
 
 
 def outline(tree: Tree) -> Outline:
@@ -238,7 +239,7 @@ def outline(tree: Tree) -> Outline:
 
 
 def cut(tree: Tree, index: int, limit: int, known: Outline | None = None) -> list[Piece]:
-    """The tree in pieces of at most `limit` tokens, or of one path where that is longer.
+    """Cuts the tree into pieces of at most `limit` tokens, or of a single path if that is longer.
 
     Each leaf goes where it needs the fewest new tokens, longest path first; ancestors are repeated in every
     piece that needs them. All losses of a sequence belong to the first piece that has its last segment: a sequence is
@@ -289,7 +290,7 @@ def _piece(tree: Tree, index: int, segments: list[int], terms: list[tuple[int, i
 
 
 def schedule(trees: Sequence[tuple[int, Tree]], ranks: int, budget: int, mode: Packing) -> list[list[list[Piece]]]:
-    """`[ranks][micro-batches][pieces]`: the rows of every rank; a row without pieces is an empty micro-batch.
+    """Returns the rows of every rank, `[ranks][micro-batches][pieces]`. A row without pieces is an empty micro-batch.
 
     Args:
         trees: (index, tree) of the trees to place.
@@ -320,7 +321,7 @@ def _smaller_limits(pieces: Sequence[Piece], ranks: int, budget: int) -> list[in
 
 
 def fill(pieces: Sequence[Piece], ranks: int, budget: int) -> list[list[Piece]]:
-    """Rows of at most `pair_test_budget` tokens, few and of about equal cost."""
+    """Assigns pieces to few rows of at most `pair_test_budget` tokens and about equal cost."""
     order = sorted(range(len(pieces)), key=lambda i: (-pieces[i].cost, i))
     dense = _first_fit([pieces[i] for i in order], budget)
     total = sum(piece.tokens for piece in pieces)
@@ -372,7 +373,7 @@ def row_cost(row: Sequence[Piece]) -> float:
 
 
 def deal(rows: Sequence[list[Piece]], ranks: int) -> list[list[list[Piece]]]:
-    """Hands rows to ranks, the same number to each: rows of like cost are computed at the same time."""
+    """Assigns the same number of rows to each rank, such that ranks compute rows of similar cost at the same time."""
     rows = sorted((row for row in rows if row), key=row_cost, reverse=True)
     rounds = max(1, math.ceil(len(rows) / ranks))
     hands: list[list[list[Piece]]] = [[] for _ in range(ranks)]
@@ -387,5 +388,5 @@ def deal(rows: Sequence[list[Piece]], ranks: int) -> list[list[list[Piece]]]:
 
 
 def duration(hands: Sequence[Sequence[Sequence[Piece]]]) -> float:
-    """Cost of a step: in every round all ranks wait for the slowest."""
+    """Returns the cost of a step: the sum over micro-batches of the slowest rank's cost."""
     return sum(max(row_cost(row) for row in turn) for turn in zip(*hands, strict=True))

@@ -18,12 +18,12 @@ QWEN = (
     "{%- else %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}{%- endif %}"
     "{%- endfor %}{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{%- endif %}"
 )
-"""The shape of Qwen2.5's."""
+"""A template like Qwen2.5's."""
 LLAMA = (
     "{% for message in messages %}<|start|>{{ message.role }}<|end|>\n\n{{ message.content }}<eos>{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant<|end|>\n\n{% endif %}"
 )
-"""The shape of Llama 3's: the end of a turn is the end-of-sequence token, and nothing follows it."""
+"""A template like Llama 3's: a turn ends with the end-of-sequence token, and nothing follows it."""
 MISTRAL = (
     "{% for message in messages %}{% if message.role == 'user' %}[INST] {{ message.content }} [/INST]"
     "{% elif message.role == 'assistant' %}{{ message.content }}<eos>"
@@ -48,7 +48,7 @@ def prompt(made: TurnTokenizer, chat: bool = True) -> Prompt:
 
 
 @pytest.mark.parametrize("template, messages", [(QWEN, TOOL), (QWEN, USER), (LLAMA, TOOL), (MISTRAL, USER)])
-def test_a_conversation_of_many_turns_is_that_of_the_template(template, messages) -> None:
+def test_tokens_of_many_turns_equal_the_rendered_conversation(template, messages) -> None:
     made = turns(template)
     start = prompt(made)
     eos = "<|im_end|>" if template is QWEN else "<eos>"
@@ -78,7 +78,7 @@ def test_an_environment_may_send_the_first_message() -> None:
     assert spoken == "<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_plain_text_is_appended_as_it_is() -> None:
+def test_plain_text_is_appended_unchanged() -> None:
     made = turns(QWEN)
     start = prompt(made, chat=False)
     assert made.tokenizer.decode(made.reply(start, TOOL, 5)) == "4243"

@@ -1,4 +1,4 @@
-"""Every kind of data set, and everything that can be wrong with one."""
+"""All kinds of datasets, and errors in them."""
 
 import json
 from pathlib import Path
@@ -67,7 +67,7 @@ def test_large_parquet_goes_through_memory_mapped_datasets(tmp_path, monkeypatch
     assert rows._source.cache_files
 
 
-def test_folder_takes_the_files_of_the_split(tmp_path) -> None:
+def test_a_folder_yields_the_files_of_the_split(tmp_path) -> None:
     parquet(tmp_path / "data/train-00000-of-00002.parquet", ROWS[:2])
     parquet(tmp_path / "data/train-00001-of-00002.parquet", ROWS[2:])
     jsonl(tmp_path / "data/test.jsonl", ROWS[:1])
@@ -78,7 +78,7 @@ def test_folder_takes_the_files_of_the_split(tmp_path) -> None:
         load(tmp_path, split="validation")
 
 
-def test_folder_without_splits_is_taken_whole(tmp_path) -> None:
+def test_a_folder_without_splits_yields_all_files(tmp_path) -> None:
     jsonl(tmp_path / "a.jsonl", ROWS[:3])
     jsonl(tmp_path / "b.jsonl", ROWS[3:])
     rows = load_rows(DatasetConfig(path=str(tmp_path)))

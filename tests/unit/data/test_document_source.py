@@ -1,4 +1,4 @@
-"""Documents: which tokens there are, and which of them are learned."""
+"""Documents: their tokens, and which of them are learned."""
 
 import json
 from typing import Any
@@ -35,7 +35,7 @@ def source(tmp_path):
 
 
 def read(tokenizer: Any, document: Document) -> tuple[str, str]:
-    """(all text, learned text with | between separate stretches)."""
+    """Returns (all text, learned text with | between separate parts)."""
     words = tokenizer.convert_ids_to_tokens(document.tokens.tolist())
     learned = ""
     for word, wanted, before in zip(words, document.loss_mask, [False, *document.loss_mask[:-1]], strict=True):
@@ -70,7 +70,7 @@ def test_train_on_prompt_learns_everything(source) -> None:
 
 
 def test_merge_across_the_end_of_the_prompt_is_undone(source) -> None:
-    """The prompt has the tokens that generation starts from, so that what is learned is what is sampled."""
+    """The prompt has the same tokens as in generation, so that the learned tokens are those that would be sampled."""
     tokenizer = characters(merges=("=2",))
     document = source([{"prompt": "1+1=", "answer": "2"}], tokenizer).document(0)
     assert tokenizer.convert_ids_to_tokens(document.tokens.tolist()) == ["1", "+", "1", "=", "2", "<eos>"]
@@ -94,7 +94,7 @@ def test_mask_of_generation_blocks_is_that_of_transformers(source) -> None:
 
 
 @pytest.mark.parametrize("template", [TURNS, BLOCKS])
-def test_completion_in_turns_leaves_the_prompts_turns_alone(source, template) -> None:
+def test_with_a_completion_in_turns_the_prompts_turns_are_not_learned(source, template) -> None:
     row = {"prompt": TALK[:4], "completion": TALK[4:]}
     assert made(source, row, characters(template))[1] == "f<eos>"
     with_answer = {"prompt": TALK[:4], "answer": "f"}

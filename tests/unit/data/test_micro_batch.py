@@ -1,4 +1,4 @@
-"""Micro-batches: bit by bit what the reference packs, also after the way to a rank."""
+"""Micro-batches equal those of the reference exactly, also after encoding and decoding."""
 
 from itertools import chain
 
@@ -37,7 +37,7 @@ def same(made: Ranks, expected: Ranks, *, index: bool = True) -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(random_trees(), st.integers(1, 5), st.integers(0, 40), st.sampled_from(MODES))
-def test_trees_of_any_shape_come_to_the_same_rows(trees, ranks, slack, mode) -> None:
+def test_trees_of_any_shape_have_the_reference_rows(trees, ranks, slack, mode) -> None:
     budget = longest(trees) + slack
     same(pack(forest_of(trees), ranks, budget, mode).everything().by_rank, plain_rows(trees, ranks, budget, mode))
 
@@ -51,7 +51,7 @@ def test_trees_of_any_shape_come_to_the_same_rows(trees, ranks, slack, mode) -> 
     st.booleans(),
     st.integers(0, 2**16),
 )
-def test_groups_come_to_the_same_rows(lengths, ranks, slack, mode, truncated, seed) -> None:
+def test_groups_have_the_reference_rows(lengths, ranks, slack, mode, truncated, seed) -> None:
     random = np.random.default_rng(seed)
     data = rollouts(lengths, random.integers(1, 12, len(lengths)).tolist(), seed)
     for group in data.groups:
@@ -74,7 +74,7 @@ def test_groups_come_to_the_same_rows(lengths, ranks, slack, mode, truncated, se
 
 @settings(max_examples=40, deadline=None)
 @given(conversations(), st.sampled_from(MODES), st.integers(1, 9), st.integers(0, 30))
-def test_conversations_come_to_the_same_rows(given, mode, ranks, slack) -> None:
+def test_conversations_have_the_reference_rows(given, mode, ranks, slack) -> None:
     budget = max(3 + len(each.tokens) for group in given.groups for each in group.completions) + slack
     trees = forest_from_rollouts(given, np.ones((2, 4)))
     same(pack(trees, ranks, budget, mode).everything().by_rank, plain_rows(trees_of(trees), ranks, budget, mode))
@@ -82,7 +82,7 @@ def test_conversations_come_to_the_same_rows(given, mode, ranks, slack) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("ranks", [1, 3, 64, 300])
-def test_many_groups_come_to_the_same_rows(mode, ranks) -> None:
+def test_many_groups_have_the_reference_rows(mode, ranks) -> None:
     random = np.random.default_rng(ranks)
     lengths = np.minimum(1 + random.exponential(60, (64, 8)).astype(int), 300).tolist()
     data = rollouts(lengths, random.integers(20, 120, 64).tolist())
@@ -92,7 +92,7 @@ def test_many_groups_come_to_the_same_rows(mode, ranks) -> None:
 
 
 def received(minibatch: MiniBatch) -> Ranks:
-    """What every rank has of its rows when they have travelled."""
+    """Returns the rows of every rank after encoding and decoding."""
     return [
         decode_micro_batches(decode_payload(bytearray(encode_payload(encoded)), EncodedMicroBatches))
         for encoded in minibatch.encode()

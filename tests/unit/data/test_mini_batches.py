@@ -1,4 +1,4 @@
-"""Packing: whatever the trees, ranks, budget and mode, the same targets with the same values come out."""
+"""Packing yields the same targets with the same values, whatever the trees, ranks, budget and mode."""
 
 import math
 
@@ -82,7 +82,7 @@ def rows(minibatch: MiniBatch) -> list[MicroBatch[np.ndarray]]:
 
 
 def context(row: MicroBatch[np.ndarray], source: int) -> tuple[int, ...]:
-    """All tokens that the source may see, itself included, in the order of their positions."""
+    """Returns all tokens to which the source attends, including itself, in the order of positions."""
     mask, positions = row.layout().mask()[source].numpy(), row.layout().positions().numpy()
     seen = np.flatnonzero(mask)
     assert sorted(positions[seen]) == list(range(len(seen)))
@@ -90,7 +90,7 @@ def context(row: MicroBatch[np.ndarray], source: int) -> tuple[int, ...]:
 
 
 def observed(minibatch: MiniBatch) -> list[tuple[object, ...]]:
-    """Every target with the context it is predicted from and everything that goes into its loss."""
+    """Returns every target with its context and all values of its loss."""
     found = []
     for row in rows(minibatch):
         for i in range(len(row.index)):
@@ -102,7 +102,7 @@ def observed(minibatch: MiniBatch) -> list[tuple[object, ...]]:
 
 
 def expected(trees: list[Tree]) -> list[tuple[int, int, tuple[int, ...], float]]:
-    """(sequence, token, context, advantage) of every loss term, read off the paths of the trees."""
+    """Returns (sequence, token, context, advantage) of every target, from the paths of the trees."""
     found = []
     for tree in trees:
         for s, segment in enumerate(tree.segments):
@@ -160,7 +160,7 @@ def test_weighted_sum_is_the_aggregated_loss(trees, ranks, aggregation, mode) ->
 
 @settings(max_examples=40, deadline=None)
 @given(random_trees(), st.integers(1, 4), st.sampled_from(MODES))
-def test_mask_of_a_row_is_what_the_paths_say(trees, ranks, mode) -> None:
+def test_mask_of_a_row_follows_the_paths(trees, ranks, mode) -> None:
     for row in rows(pack(forest_of(trees), ranks, longest(trees) + 15, mode).everything()):
         owner = np.repeat(np.arange(len(row.lengths)), row.lengths)
         above = [{s} for s in range(len(row.lengths))]
@@ -287,13 +287,13 @@ def test_one_minibatch_of_all_keeps_its_order_in_every_epoch() -> None:
     assert first == second
 
 
-def test_groups_with_an_empty_completion_still_count_whole() -> None:
+def test_groups_with_an_empty_completion_count_all_completions() -> None:
     batch = pack(forest_from_rollouts(rollouts([[3, 0], [0, 2], [1, 0], [0, 4]], [2] * 4), np.ones((4, 2))), 1, 64)
     assert [m.sequences for m in batch.minibatches(1, 4)] == [2, 2]
 
 
 @pytest.mark.parametrize("size", [3, 6, 2])
-def test_minibatch_that_would_cut_a_group_is_refused(size) -> None:
+def test_minibatch_that_would_split_a_group_is_refused(size) -> None:
     batch = pack(forest_from_rollouts(rollouts([[3] * 4] * 6, [5] * 6), np.ones((6, 4))), 2, 64)
     with pytest.raises(ValueError, match=f"minibatch_size is {size}.*multiple of 4"):
         next(batch.minibatches(1, size))

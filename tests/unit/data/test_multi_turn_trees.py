@@ -1,4 +1,4 @@
-"""Conversations as trees: a shared turn is one segment with one loss term per completion."""
+"""Conversations as trees: a shared turn is one segment with one term per completion."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ MODES = ("forest", "block", "single")
 
 
 def expected(rollouts: Rollouts, advantages: np.ndarray) -> list[tuple[object, ...]]:
-    """(sequence, token, context, advantage, log-probability) of what the model wrote, read off the completions."""
+    """Returns (sequence, token, context, advantage, log-probability) of the tokens that the model wrote."""
     found = []
     size = len(rollouts.groups[0].completions)
     for g, group in enumerate(rollouts.groups):
@@ -95,7 +95,7 @@ def test_a_mask_that_does_not_fit_is_refused() -> None:
 @settings(max_examples=60, deadline=None)
 @given(conversations(), st.sampled_from(MODES), st.integers(1, 3), st.integers(0, 30))
 def test_no_sequence_is_cut(rollouts, mode, ranks, slack) -> None:
-    """What depends on all tokens of a completion (GSPO's ratio) is known in its row, without asking other ranks."""
+    """Values that depend on all tokens of a completion (GSPO's ratio) can be computed within its row."""
     longest = max(3 + len(each.tokens) for group in rollouts.groups for each in group.completions)
     batch = pack(forest_from_rollouts(rollouts), ranks, longest + slack, mode)
     rows = [row for rank in batch.everything().by_rank for row in rank]

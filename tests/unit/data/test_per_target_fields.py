@@ -1,4 +1,4 @@
-"""Values that are only known once the batch is packed, given to its targets."""
+"""Values that are assigned to targets after the batch was packed."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Prompts of every format, in order, within the context."""
+"""Prompts of every format: their content, order and length limit."""
 
 import json
 from typing import Any
@@ -76,7 +76,7 @@ def test_conversation_up_to_its_last_assistant_turn(source) -> None:
     assert (open_end.text, open_end.answer) == (made.text, None)
 
 
-def test_own_system_message_stays_alone(source) -> None:
+def test_a_system_message_in_the_data_is_kept(source) -> None:
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
     assert source([{"messages": messages}], system="other").prompt(0).text.startswith("<|system|>s<eos>\n<|user|>u")
 
@@ -96,7 +96,7 @@ def test_tool_turns_and_tools_reach_the_template(source) -> None:
         source([{"messages": messages, "tools": "[f"}], characters(template))
 
 
-def test_begun_answer_is_continued(source) -> None:
+def test_an_unfinished_answer_is_continued(source) -> None:
     prompt = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "So"}]
     assert source([{"prompt": prompt}]).prompt(0).text == "<|user|>u<eos>\n<|assistant|>So"
 
@@ -109,7 +109,7 @@ def test_trl_prompt_completion_of_both_kinds(source) -> None:
     assert (made.text, made.answer, made.messages) == ("<|user|>a<eos>\n<|assistant|>", "b", talk["prompt"])
 
 
-def test_verl_columns_stay_as_they_are(source) -> None:
+def test_verl_columns_are_unchanged(source) -> None:
     row = {
         "data_source": "gsm8k",
         "prompt": [{"role": "user", "content": "q"}],

@@ -13,7 +13,7 @@ def layouts(draw: st.DrawFn) -> RowLayout:
 
 
 def path(layout: RowLayout, token: int) -> list[int]:
-    """The tokens from the root to the given one, found by walking upwards."""
+    """Returns the tokens from the root to the given one."""
     segment = next(s for s, (start, stop, _) in enumerate(layout.segments()) if start <= token < stop)
     found = list(range(layout.starts[segment], token + 1))
     while (segment := layout.parents[segment]) >= 0:

@@ -1,4 +1,4 @@
-"""Groups without any advantage: in no row where that changes no gradient, but counted in denominators."""
+"""Groups without any advantage are in no row if that does not change the gradient, but count in denominators."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-
 
 
 def batch(signal: list[bool], ranks: int = 1, budget: int = 64, mode: str = "forest") -> TrainingBatch:
-    """Three completions a group; the second has no advantage of its own even where its group has some."""
+    """Three completions per group; the second one never has an advantage."""
     count = len(signal)
     advantages = np.array([[1.0, 0.0, -1.0]] * count) * np.array(signal)[:, None]
     lengths = [[3 + g % 4, 5, 2] for g in range(count)]
@@ -25,7 +25,7 @@ def batch(signal: list[bool], ranks: int = 1, budget: int = 64, mode: str = "for
 
 
 def weights(minibatch: MiniBatch, targets: int) -> np.ndarray:
-    """By the targets' numbers; NaN for what is in no row."""
+    """Returns values by the targets' numbers; NaN for targets in no row."""
     found = np.full(targets, np.nan, np.float32)
     for row in rows(minibatch):
         real = row.index >= 0
@@ -56,7 +56,7 @@ def test_skipped_trees_have_no_advantage_and_weights_do_not_change(signal, ranks
     assert len({len(rank) for rank in left.by_rank}) == 1 and left.microbatches >= 1
 
 
-def test_only_where_nothing_else_has_a_gradient() -> None:
+def test_groups_are_kept_if_another_term_has_a_gradient() -> None:
     assert all(zero_advantage_has_no_gradient(loss) for loss in ALONE)
     assert not any(zero_advantage_has_no_gradient(loss) for loss in NOT_ALONE)
     made = batch([True, False])

@@ -8,7 +8,7 @@ TURNS = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<eos>\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-"""Without generation blocks; a newline follows each turn's end, as in Qwen's."""
+"""A template without generation blocks; a newline follows the end of each turn, as in Qwen's."""
 
 BLOCKS = (
     "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}"
@@ -21,13 +21,13 @@ FORGETFUL = (
     "{% if m.role == 'assistant' and not loop.last %}{{ m.content.split('@')[-1] }}{% else %}{{ m.content }}{% endif %}"
     "<eos>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-"""Drops what earlier assistant turns thought (before the @), as Qwen3's does."""
+"""A template that drops the reasoning (before the @) of earlier assistant turns, as Qwen3's does."""
 
 STRICT = "{% if messages[0].role != 'user' %}{{ raise_exception('user first') }}{% endif %}" + TURNS
 
 
 def characters(template: str | None = None, eos: bool = True, merges: tuple[str, ...] = (), bos: bool = False) -> Any:
-    """One token per printable character, newline included; `merges` are longer words that win over characters."""
+    """Makes a tokenizer with one token per printable character and newline; `merges` are longer tokens."""
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
@@ -47,7 +47,7 @@ def characters(template: str | None = None, eos: bool = True, merges: tuple[str,
 
 
 def byte_pairs(template: str) -> Any:
-    """Byte-level BPE with merges, as Qwen's and Llama's, in which a character may be several tokens."""
+    """Makes a byte-level BPE with merges, like Qwen's and Llama's, in which a character may be several tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

@@ -10,7 +10,7 @@ ANSWERS = ([1], [2, 3])
 
 
 def conversation(request: str, turns: list[tuple[int, int]], last: int, random: np.random.Generator) -> Completion:
-    """`turns` are (what the model wrote, what the environment answered) as numbers of TURNS and ANSWERS."""
+    """Makes a completion. `turns` are (index in TURNS of the model's text, index in ANSWERS of the answer)."""
     parts = [part for own, answer in turns for part in ((TURNS[own], True), (ANSWERS[answer], False))]
     parts.append((TURNS[last], True))
     mask = np.concatenate([np.full(len(tokens), own) for tokens, own in parts])

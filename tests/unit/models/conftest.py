@@ -1,4 +1,4 @@
-"""Tiny models, made once per session."""
+"""Tiny models, created once per session."""
 
 from pathlib import Path
 
@@ -31,7 +31,7 @@ def folder(request: pytest.FixtureRequest, tiny_folders: dict[tuple[str, bool], 
 
 @pytest.fixture
 def policy(folder: Path) -> PolicyModel:
-    """With weights large enough that attention and head matter: random initialisation is nearly uniform."""
+    """A policy with weights so large that attention and head matter; random initialisation is nearly uniform."""
     loaded = load_policy(ModelConfig(path=str(folder)), "cpu")
     sharpen(loaded)
     return loaded

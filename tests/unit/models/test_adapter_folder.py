@@ -1,4 +1,4 @@
-"""Adapters written by peft as a start: refused where they do not fit; weights trained whole beside one."""
+"""Runs that start from adapters in peft's format, and weights that are trained in full along with an adapter."""
 
 import json
 from pathlib import Path
@@ -31,7 +31,7 @@ IDS = torch.arange(20)[None] % 60 + 4
 
 
 def made_by_peft(folder: Path, to: Path, **settings: Any) -> PeftModel:
-    """An adapter with values other than its first ones, written by peft."""
+    """Writes an adapter with values other than its initial ones, by peft."""
     torch.manual_seed(3)
     wanted = {"r": 3, "lora_alpha": 7, "target_modules": ["q_proj", "down_proj"]} | settings
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(folder), LoraConfig(task_type="CAUSAL_LM", **wanted))
@@ -163,7 +163,7 @@ def test_saved_modules_are_trained_whole_and_stay_tied(folder: Path, tmp_path: P
     assert saved_names(again).keys() == saved_names(policy).keys()
 
 
-def test_an_adapter_that_parts_tied_weights_is_refused(
+def test_an_adapter_with_different_values_of_tied_weights_is_refused(
     tiny_folders: dict[tuple[str, bool], Path], tmp_path: Path
 ) -> None:
     folder = tiny_folders["qwen2", True]

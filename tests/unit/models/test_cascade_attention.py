@@ -1,4 +1,4 @@
-"""The cascade: every pair of a forest in one part, and the merge exact in both directions."""
+"""Cascade attention: every pair of a forest is in exactly one part, and forward and backward are exact."""
 
 from collections.abc import Callable
 
@@ -32,7 +32,7 @@ def layouts(draw: st.DrawFn) -> RowLayout:
 
 
 def places(where: TokenSelection) -> list[list[int]]:
-    """The tokens of each row of a call; -1 for padding."""
+    """Returns the tokens of each row of a call; -1 for padding."""
     if isinstance(where, TokenBlock):
         return [[where.start + r * where.stride + t for t in range(where.length)] for r in range(where.count)]
     rows = where.index.clone()
@@ -112,7 +112,7 @@ def test_every_pair_is_in_one_level(layout: RowLayout) -> None:
 
 
 def row_of(layout: RowLayout, heads: int, kv_heads: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """`[tokens, heads, 8]` as models make them: views of `[heads, tokens, 8]` or of projections."""
+    """Returns `[tokens, heads, 8]` as models produce it: a view of `[heads, tokens, 8]` or of a projection."""
     generator = torch.Generator().manual_seed(seed)
     q = torch.randn(heads, layout.tokens, 8, generator=generator).transpose(0, 1)
     k, v = (torch.randn(layout.tokens, kv_heads, 8, generator=generator) for _ in range(2))
@@ -166,7 +166,7 @@ def test_calls_are_made_once_per_row() -> None:
 
 
 def test_long_runs_are_views_and_short_segments_are_gathered_together() -> None:
-    """16 prompts of 32 tokens, each with eight completions of 64: no gathering at all."""
+    """16 prompts of 32 tokens with eight completions of 64 tokens each need no gathering."""
     layout = RowLayout([32, *[64] * 8] * 16, [p for g in range(16) for p in (-1, *[9 * g] * 8)])
     fixed = plan_attention_calls(QuerySubset.all_of(layout))
     causal = [call for call in fixed if call.own]
@@ -177,7 +177,7 @@ def test_long_runs_are_views_and_short_segments_are_gathered_together() -> None:
     assert len(short) == 1 and isinstance(short[0].queries, GatheredTokens)
 
 
-def test_which_rows_the_kernels_take() -> None:
+def test_which_rows_the_kernels_support() -> None:
     q, _, v = row_of(FORESTS["turns"], 4, 2)
     assert CPU_KERNELS.supports(q, v) and not CPU_KERNELS.supports(q, v[..., :4])
     assert not CUDA_KERNELS.supports(q, v)

@@ -1,4 +1,4 @@
-"""Attention over forests: windows, soft caps, sinks, and no layout at all."""
+"""Attention over forests with windows, soft caps and sinks, and attention without a layout."""
 
 import pytest
 import torch

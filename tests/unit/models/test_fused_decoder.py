@@ -1,4 +1,4 @@
-"""Our own forward of known decoder layers, against transformers' own."""
+"""The fused forward of known decoder layers equals that of transformers."""
 
 import pytest
 import torch
@@ -31,7 +31,8 @@ KNOWN = {
 }
 LAYOUT = RowLayout([9, 5, 4, 1, 6, 3, 5], [-1, 0, 0, -1, 3, 4, 4])
 SOURCES = torch.tensor([8, 9, 10, 11, 12, 8, 14, 16, 19, 20, 24, 25, 26, 24, 29])
-"""Of the first tree the prompt's last token and its completions', with gaps; of a middle turn the beginning not."""
+"""Sources in the first tree: the prompt's last token and tokens of its completions, with gaps; of a middle turn, all
+tokens except the first ones."""
 
 
 def build(config: PreTrainedConfig, dtype: torch.dtype = torch.float64) -> PolicyModel:
@@ -46,7 +47,7 @@ def build(config: PreTrainedConfig, dtype: torch.dtype = torch.float64) -> Polic
 def outcome(
     policy: PolicyModel, layout: RowLayout = LAYOUT, sources: Tensor = SOURCES
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Hidden states of the sources, and the gradient of their weighted sum by parameter."""
+    """Returns the hidden states of the sources, and the gradient of their weighted sum by parameter."""
     policy.zero_grad()
     tokens = torch.arange(layout.tokens) * 7 % 90 + 2
     subset = policy._query_subset(layout, sources)
@@ -57,7 +58,7 @@ def outcome(
 
 
 def assert_equal(policy: PolicyModel) -> None:
-    """In float64; with all tokens subset for, and with few."""
+    """Compares in float64, with all tokens in the subset and with few."""
     assert policy.fuse_layers() is None and policy.fused_decoder is not None
     for sources in (torch.arange(LAYOUT.tokens), SOURCES):
         policy.fused_decoder.enabled = True
@@ -134,7 +135,7 @@ def test_the_probe_disables_a_forward_that_disagrees() -> None:
 
 @pytest.mark.parametrize("shape", [(7, 6), (5, 3, 4)], ids=["rows", "heads"])
 def test_gradients_of_the_parts(shape: tuple[int, ...]) -> None:
-    """In float64, by finite differences; a gradient may come in any order in memory."""
+    """Checks in float64 by finite differences. Gradients may have any memory layout."""
     generator = torch.Generator().manual_seed(1)
 
     def random(*sizes: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Downloads end: with a folder, with an error, or because nothing moves."""
+"""Downloads end with a folder, with an error, or with a stall."""
 
 import threading
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The chunked head: its gradients, its memory, and the proof of what a model does to its logits."""
+"""The chunked head: its gradients and memory, and how the transform of logits is found."""
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ TRANSFORMS = [LogitTransform(), LogitTransform(0.25), LogitTransform(softcap=3.0
 def test_written_out_gradient_equals_autograd(
     monkeypatch, transform: LogitTransform, bias: bool, entropy: bool
 ) -> None:
-    """The written-out gradient against autograd's of the plain formula, in chunks that do not divide the targets."""
+    """Compares the explicit gradient with that of autograd, with chunks that do not divide the targets."""
     generator = torch.Generator().manual_seed(1)
     hidden, weight, offset = (
         torch.randn(*shape, generator=generator).requires_grad_() for shape in ((7, 5), (11, 5), (11,))
@@ -77,7 +77,7 @@ def test_only_required_gradients_are_computed(monkeypatch) -> None:
 
 
 class Largest(TorchDispatchMode):
-    """Remembers the largest tensor that any operation returned, in elements."""
+    """Records the number of elements of the largest tensor that an operation returned."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ def test_the_check_needs_no_weights() -> None:
 
 
 def test_an_unknown_head_is_refused() -> None:
-    """BERT has a dense layer and a norm between its hidden states and its last matrix."""
+    """BERT has a dense layer and a norm between its hidden states and the matrix of its head."""
     config = BertConfig(
         vocab_size=40, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=32, is_decoder=True
     )

@@ -1,4 +1,4 @@
-"""Adapters: where they go, what they are called, how they are merged."""
+"""Adapters: their layers, names and merged weights."""
 
 from pathlib import Path
 
@@ -35,7 +35,7 @@ def with_adapter(folder: Path, cfg: AdapterConfig, seed: int = 0) -> PolicyModel
 
 
 def stirred(policy: PolicyModel) -> PolicyModel:
-    """B is not zero any more."""
+    """Sets B to values other than zero."""
     torch.manual_seed(1)
     with torch.no_grad():
         for _, parameter in named_adapter(policy):
@@ -63,7 +63,7 @@ def test_names_are_those_of_the_checkpoint_and_of_peft(folder: Path, kind: str) 
         AdapterConfig(r=2, target_modules=("self_attn.q_proj", "layers.1.mlp.up_proj")),
     ],
 )
-def test_it_begins_as_the_model_and_merges_as_peft_merges(folder: Path, cfg: AdapterConfig) -> None:
+def test_a_new_adapter_changes_nothing_and_merges_as_in_peft(folder: Path, cfg: AdapterConfig) -> None:
     policy = with_adapter(folder, cfg)
     ids = torch.arange(20)[None] % 60 + 4
     with torch.no_grad():

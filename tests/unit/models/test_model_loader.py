@@ -1,4 +1,4 @@
-"""Loading: meta first and whole at once give the same; what is wrong is named."""
+"""Loading on the meta device and loading at once yield the same model; errors name the cause."""
 
 import json
 import shutil
@@ -153,7 +153,7 @@ def test_no_such_folder(path: str) -> None:
 
 
 def test_the_hub_offline(monkeypatch, tmp_path) -> None:
-    """Without a network the answer comes at once and names the model."""
+    """Without a network, loading fails immediately and names the model."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ModelError, match="nobody/nothing-here"):
         load_model_config(ModelConfig(path="nobody/nothing-here"))

@@ -1,4 +1,4 @@
-"""Loss and gradient of conversations packed as trees are those of every conversation alone."""
+"""Loss and gradient of conversations that are packed as trees equal those of separate conversations."""
 
 import sys
 from pathlib import Path
@@ -27,7 +27,8 @@ def rollouts() -> Rollouts:
 
 
 def separately(hf, made: Rollouts, advantages: np.ndarray) -> torch.Tensor:
-    """Minus the mean over all generated tokens of advantage times ratio to the engine, one forward a completion."""
+    """Computes minus the mean over generated tokens of advantage times ratio to the engine, one completion at a
+    time."""
     total, count = torch.zeros(()), 0
     for g, group in enumerate(made.groups):
         for k, each in enumerate(group.completions):

@@ -1,4 +1,4 @@
-"""The probe: what respects a layout, and what only seems to."""
+"""The probe detects whether a model respects row layouts."""
 
 import pytest
 import torch
@@ -69,7 +69,7 @@ def test_an_architecture_without_the_interface_is_single_and_refuses_packed_rows
 
 
 def test_layers_that_ignore_the_layout_are_detected() -> None:
-    """RecurrentGemma: some layers attend through the interface, its recurrent ones run across segments."""
+    """RecurrentGemma has attention layers that use the interface, and recurrent layers that run across segments."""
     sizes = {name: value for name, value in SIZES.items() if name != "max_position_embeddings"}
     policy = build(RecurrentGemmaConfig(**sizes, attention_window_size=32), forced=True)
     policy.layout_refusal = None  # where transformers names the kinds of layers, they are refused unprobed
@@ -78,7 +78,7 @@ def test_layers_that_ignore_the_layout_are_detected() -> None:
 
 
 def test_segments_kept_apart_but_not_branches_is_block(policy, monkeypatch) -> None:
-    """An attention that isolates trees, but lets a branch see its siblings."""
+    """An attention that separates trees, but lets a branch attend to its siblings."""
     plain = RowLayout.mask
 
     def leaky(self, device="cpu", window=None):
@@ -101,7 +101,8 @@ def _same_tree(layout: RowLayout) -> torch.Tensor:
 
 
 def test_a_model_without_context_cannot_be_probed(policy) -> None:
-    """With all attention outputs zero nothing leaks, whatever the mask: unknown is not forest."""
+    """If all attention outputs are zero, the mask has no effect, so the probe cannot tell and must not answer
+    `forest`."""
     with torch.no_grad():
         for layer in policy.layers:
             layer.self_attn.o_proj.weight.zero_()

@@ -1,4 +1,4 @@
-"""The policy against transformers' own forward of each sequence alone."""
+"""The policy equals transformers' forward of each separate sequence."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ from lockstep.models.policy_model import hf_name, policy_name
 
 LENGTHS = [6, 3, 1, 5, 4, 2, 7]
 PARENTS = [-1, 0, 0, 0, -1, 4, 5]
-"""A prompt with three completions; then a turn, its answer, and the next turn's."""
+"""A prompt with three completions; then a chain of turns."""
 
 
 @dataclass
@@ -23,7 +23,7 @@ class Row:
     sources: Tensor
     targets: Tensor
     paths: list[tuple[Tensor, Tensor]]
-    """(sequence from its root, places predicted in it) per segment with targets."""
+    """Returns (sequence from its root, predicted positions) for each segment with targets."""
 
 
 def make_row(vocabulary: int = 90, seed: int = 0, lengths=LENGTHS, parents=PARENTS) -> Row:
@@ -46,7 +46,7 @@ def make_row(vocabulary: int = 90, seed: int = 0, lengths=LENGTHS, parents=PAREN
 
 
 def separate(hf, row: Row, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropies by transformers, one forward per segment."""
+    """Computes log-probabilities and entropies by transformers, with one forward per segment."""
     logprobs, entropies = [], []
     for sequence, places in row.paths:
         every = (hf(sequence[None]).logits[0].float() / temperature).log_softmax(-1)
@@ -56,7 +56,7 @@ def separate(hf, row: Row, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
 
 
 def padded(hf, row: Row) -> Tensor:
-    """The same by one padded batch with an attention mask."""
+    """Computes the same with one padded batch and an attention mask."""
     longest = max(len(sequence) for sequence, _ in row.paths)
     batch = torch.zeros(len(row.paths), longest, dtype=torch.int64)
     mask = torch.zeros_like(batch)
@@ -72,7 +72,7 @@ def padded(hf, row: Row) -> Tensor:
 
 
 def unshared(row: Row) -> Row:
-    """The same sequences as documents of their own: prompts repeated, block-diagonal."""
+    """Returns the same sequences as separate documents, with repeated prompts."""
     lengths = [len(sequence) for sequence, _ in row.paths]
     layout = RowLayout(lengths, [-1] * len(lengths))
     sources = [start + places - 1 for start, (_, places) in zip(layout.starts, row.paths, strict=True)]
@@ -153,7 +153,7 @@ def test_an_empty_microbatch_is_one_token_of_weight_zero(policy) -> None:
 
 
 def test_a_long_row_is_attended_to_in_pieces(policy, hf) -> None:
-    """More than 256 tokens: the row falls into several pieces, one of them larger than that."""
+    """With more than 256 tokens, the row is divided into several pieces; one of them is larger than 256 tokens."""
     lengths = [40, 60, 60] * 2 + [100, 20] + [30] * 5
     parents = [-1, 0, 0, -1, 3, 3, -1, 6, -1, 8, -1, 10, -1]
     row = make_row(seed=5, lengths=lengths, parents=parents)

@@ -68,7 +68,7 @@ def test_quantization_config_follows_the_config() -> None:
 
 
 class Packed(nn.Linear):
-    """Stands for a layer of bitsandbytes: its weight is a column of bytes."""
+    """Imitates a layer of bitsandbytes, whose weight is a column of bytes."""
 
     plain: Tensor
 
@@ -93,7 +93,7 @@ def packed_policy(folder: Path, cfg: AdapterConfig) -> PolicyModel:
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])
-def test_plain_weights_leave_the_trainer(folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_trainer_exports_dequantized_weights(folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     original = model_loader.dequantize_module_weight
     monkeypatch.setattr(
         model_loader, "dequantize_module_weight", lambda m: m.plain if isinstance(m, Packed) else original(m)

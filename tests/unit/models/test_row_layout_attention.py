@@ -1,4 +1,4 @@
-"""What attention asks of a layout: windows along the path, and parts that see nothing of each other."""
+"""Layouts: windows along the path, and independent parts."""
 
 import torch
 from hypothesis import given
@@ -15,7 +15,7 @@ def layouts(draw: st.DrawFn) -> RowLayout:
 
 
 def path_to(layout: RowLayout, token: int) -> list[int]:
-    """The tokens before `token` on its path and itself, root first."""
+    """Returns the tokens on the path to `token`, root first."""
     segment = next(i for i, (start, stop, _) in enumerate(layout.segments()) if start <= token < stop)
     path: list[int] = []
     for above in reversed(layout.ancestors(segment)):

@@ -1,4 +1,4 @@
-"""Tiny models: ordinary folders, the same to the bit for the same recipe."""
+"""Tiny models are ordinary folders; the same settings give the same bits."""
 
 import json
 
@@ -90,6 +90,6 @@ def test_the_same_recipe_is_made_once_and_another_refused(tmp_path) -> None:
         ({"alphabet": ""}, "alphabet"),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused(fields: dict, message: str) -> None:
+def test_invalid_sizes_are_refused(fields: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         TinyModel(**fields)

@@ -71,7 +71,7 @@ def samples(step: int) -> list[EvaluationSample]:
 
 
 def make_run(folder: Path, steps: int = 120, config: dict | None = None) -> Ledger:
-    """A ledger with the metrics, evaluations and events of a run of so many steps; still open."""
+    """Returns an open ledger with the metrics, evaluations and events of a run of `steps` steps."""
     chance = random.Random(0)
     ledger = Ledger.create(folder, config or CONFIG)
     ledger.event("started", ranks=2, engines=1)

@@ -24,7 +24,7 @@ def shown(renderable: object, width: int = 160) -> str:
 METRICS = {"reward/mean": 0.5, "policy/loss": 0.01, "throughput/tokens_per_s": 5123.4, "time/rollout_s": 0.25}
 
 
-def test_plain_lines_where_there_is_no_terminal():
+def test_plain_lines_without_a_terminal():
     stream = io.StringIO()
     console = LiveConsole("sort", Path("runs/sort"), 20, stream=stream, terminal=False)
     console.start(10)
@@ -188,7 +188,7 @@ def test_summary(tmp_path):
 
 
 def test_the_summary_of_a_resumed_run_covers_this_attempt(tmp_path):
-    """An attempt that was killed after step 5 leaves metrics of steps that the next one has not come to again."""
+    """A process that was killed after step 5 leaves metrics of steps that the resumed run has not reached again."""
     folder = tmp_path / "run"
     with Ledger.create(folder, {"name": "x", "steps": 9}) as ledger:
         for step in range(5):

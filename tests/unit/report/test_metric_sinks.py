@@ -41,7 +41,7 @@ def test_a_resumed_run_has_one_row_per_step(tmp_path):
     assert [(row["step"], row["x"]) for row in rows(path)] == [(0, 0), (1, 1), (2, 2), (3, 33)]
 
 
-def test_only_a_torn_line_goes_without_a_step_to_resume_after(tmp_path):
+def test_without_resume_after_only_an_incomplete_line_is_dropped(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 0, "x": 1}\n{"step": 1, "x"')
     JsonlSink(path).close()
@@ -99,7 +99,7 @@ def test_the_report_imports_no_torch():
 
 @pytest.mark.parametrize("make", [lambda folder: JsonlSink(folder / "m.jsonl"), TensorBoardSink], ids=["jsonl", "tb"])
 def test_closing_on_a_full_disk_does_not_mask_the_error(tmp_path, make):
-    """A row without space stays in the file's buffer, and closing tries to write it again."""
+    """A row for which there was no space stays in the file's buffer, and closing the file tries to write it again."""
     sink = make(tmp_path)
     descriptor = os.open("/dev/full", os.O_WRONLY)
     os.dup2(descriptor, sink._file.fileno())

@@ -1,4 +1,4 @@
-"""Incidents from reports and repairs."""
+"""Incidents are made of stall reports and recovery actions."""
 
 import json
 from pathlib import Path
@@ -30,7 +30,7 @@ def moments(incident: Incident) -> list[tuple[float, str, str]]:
     return [(round(each.at - incident.began, 3), each.what, each.text) for each in incident.moments]
 
 
-def test_a_run_without_any() -> None:
+def test_a_run_without_incidents() -> None:
     assert incidents_of([]) == [] and incidents_summary([]) == ""
     assert incidents_of([EventRow(0, 1, "start", {}), EventRow(9, 1, "end", {})]) == []
     passed = [report_event(5, "notice", "policy-1"), report_event(8, "notice", "policy-1", change="withdrawn")]
@@ -110,7 +110,7 @@ def test_without_a_supervisor() -> None:
     assert incidents_summary(found) == "4 incidents, 2 of them not healed"
 
 
-def test_two_faults_one_after_the_other_are_two() -> None:
+def test_two_successive_faults_are_two_incidents() -> None:
     """The second victim replaced the first; each verdict belongs to the repair that names it."""
     found = incidents_of([
         report_event(10, "confirmed", "engine-0", number=1, verdict="dead"),
@@ -126,7 +126,7 @@ def test_two_faults_one_after_the_other_are_two() -> None:
 
 
 def test_the_failed_rank_and_the_named_culprit_are_one_incident() -> None:
-    """An innocent rank's call fails when its peer dies, before the death is reported."""
+    """When a rank dies, the call of its peer fails before the death is reported."""
     (found,) = incidents_of([
         recovery_event(50, "failed", "policy-0", what="raised RuntimeError: connection closed by peer"),
         report_event(50.2, "confirmed", "policy-1", verdict="dead"),
@@ -162,7 +162,7 @@ def test_an_attempt_does_not_heal_another() -> None:
     assert [each.outcome_text for each in found] == ["unresolved", "healed after 1.0s"]
 
 
-def test_the_summary_has_them(tmp_path: Path) -> None:
+def test_the_summary_contains_the_incidents(tmp_path: Path) -> None:
     with Ledger.create(tmp_path / "run", {"name": "run", "steps": 1}) as ledger:
         ledger.event(
             "recovery", **recovery_event(10.5, "restarted", "engine-0", seconds=0.5, requests=7, **DIED).fields
@@ -180,7 +180,7 @@ def test_the_time_between_attempts_is_left_out() -> None:
     assert [clock.at(at) for at in (90, 100, 120, 150, 5000, 90_000, 90_010, 99_999)] == [0, 0, 20, 50, 50, 50, 60, 80]
 
 
-def test_places_on_the_charts(tmp_path: Path) -> None:
+def test_positions_on_the_charts(tmp_path: Path) -> None:
     with Ledger.create(tmp_path / "run", {"name": "run", "steps": 9}) as ledger:
         ledger.event("start")
         for step in range(3):
@@ -189,7 +189,10 @@ def test_places_on_the_charts(tmp_path: Path) -> None:
         healed = recovery_event(at[1], "restarted", "engine-0", seconds=0.0, **DIED)
         later = recovery_event(at[2] + 5, "gave up", "policy-0", reason="spent", **DIED)
         timeline = IncidentTimeline(ledger, incidents_of([healed, later]))
-    assert [(mark.label, mark.at, mark.harmless) for mark in timeline.over_steps()] == [("1", 2.5, True), ("2", 3.5, False)]
+    assert [(mark.label, mark.at, mark.harmless) for mark in timeline.over_steps()] == [
+        ("1", 2.5, True),
+        ("2", 3.5, False),
+    ]
     first, second = timeline.over_time()
     assert 0 <= first.at == first.until <= second.at
     assert [done for _, done in timeline.curve()] == [0, 1, 2, 3]

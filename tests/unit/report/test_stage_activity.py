@@ -22,7 +22,7 @@ def test_finished_counters_and_those_of_dead_processes_are_ignored():
     assert stage_activity(rows) == StageActivity()
 
 
-def test_the_controllers_wait_is_shown_once_nothing_moves():
+def test_the_controllers_wait_is_shown_without_progress():
     def wait(stalled_s: float) -> WaitRow:
         return WaitRow("future", "engine-0", "completions", 12.0, stalled_s, None, "MainThread")
 

@@ -20,7 +20,7 @@ from lockstep.report.metric_sinks import BackgroundSink
 from lockstep.report.trackers import PrometheusExporter, TrackingError, check_trackers, open_trackers, prometheus_name
 
 KEY = "a1b2c3d4e5" * 4
-"""Of the form that W&B's keys have."""
+"""A key in the format of W&B's keys."""
 OTHER = "plain words, still secret"
 CONFIG = {"name": "mine", "steps": 3, "arguments": {"password": OTHER, "note": f"uses {KEY}"}, "eos_token": "</s>"}
 
@@ -33,7 +33,7 @@ def secrets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def unspoken(folder: Path) -> bool:
-    """No secret is in any file."""
+    """Asserts that no file contains a secret."""
     files = [path for path in folder.rglob("*") if path.is_file()]
     assert files
     return not [path for path in files if any(each.encode() in path.read_bytes() for each in (KEY, OTHER))]
@@ -63,7 +63,7 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def written(folder: Path, count: int) -> list[dict[str, Any]]:
-    """W&B's own process writes asynchronously."""
+    """Waits for W&B's own process, which writes asynchronously."""
     until = time.monotonic() + 30
     while len(rows := rows_of(folder)) < count and time.monotonic() < until:
         time.sleep(0.1)
@@ -191,7 +191,7 @@ def test_a_taken_port_does_not_stop_the_run(caplog: pytest.LogCaptureFixture) ->
 
 
 class Stubborn:
-    """A sink that raises, or takes for ever."""
+    """A sink that raises, or never returns."""
 
     def __init__(self, raises: int = 0, slow_s: float = 0.0) -> None:
         self.raises, self.slow_s = raises, slow_s

@@ -1,4 +1,4 @@
-"""Compiled layers compute what plain ones do."""
+"""Compiled layers compute the same as uncompiled ones."""
 
 from pathlib import Path
 
@@ -29,7 +29,7 @@ def config(folder: Path, **trainer: object) -> SFTConfig:
 
 
 def train(cfg: SFTConfig) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Two steps on rows of different lengths, one of them empty."""
+    """Takes two steps on rows of different lengths, one of them empty."""
     trainer = FSDP2Trainer(cfg, ParallelContext())
     draw = np.random.default_rng(1)
     losses = []
@@ -47,7 +47,7 @@ def train(cfg: SFTConfig) -> tuple[list[float], dict[str, torch.Tensor]]:
 
 @pytest.mark.slow
 def test_compiled_layers_compute_the_same(folder: Path) -> None:
-    """Once for both settings that change the layers' forward: recomputation goes around the compiled one."""
+    """Tests compilation together with recomputation, which wraps the compiled forward."""
     torch.set_num_threads(1)
     plain_losses, plain = train(config(folder))
     losses, compiled = train(config(folder, compile="layers", activation_checkpointing=True))

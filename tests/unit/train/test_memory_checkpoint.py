@@ -1,4 +1,4 @@
-"""Memory checkpoints: complete or absent, whenever the writer is killed."""
+"""Memory checkpoints are complete or absent, whenever the writer is killed."""
 
 import os
 import signal
@@ -53,7 +53,8 @@ def test_newest_version_of_all_ranks(tmp_path: Path) -> None:
 
 
 def test_a_repeated_version_overwrites_its_own_slot(tmp_path: Path) -> None:
-    """One rank had copied version 2 when the other died: both resume from 1, which stays until 2 is complete."""
+    """One rank has copied version 2 when the other one dies: both resume from version 1, which is kept until 2 is
+    complete."""
     ranks = [MemoryCheckpoints(tmp_path, rank, 2) for rank in range(2)]
     for rank in ranks:
         rank.write(1, state(1), {})

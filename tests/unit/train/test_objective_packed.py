@@ -1,4 +1,4 @@
-"""Losses that look at whole sequences, over rows, ranks and cuts."""
+"""Losses that depend on whole sequences, for several rows, ranks and cuts."""
 
 import sys
 from pathlib import Path
@@ -35,7 +35,7 @@ LOSSES = [
     st.integers(0, 2**16),
 )
 def test_a_loss_does_not_depend_on_how_it_was_packed(rollouts, loss, mode, ranks, slack, seed) -> None:
-    """Neither on rows and ranks nor on where trees with shared turns are cut."""
+    """The loss depends neither on rows and ranks nor on where trees with shared turns are cut."""
     random = np.random.default_rng(seed)
     longest = max(3 + len(each.tokens) for group in rollouts.groups for each in group.completions)
     advantages = random.normal(size=(2, 4))

@@ -1,4 +1,4 @@
-"""Leaving out groups without any advantage does not change an update."""
+"""Leaving out groups without any advantage does not change the update."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ from lockstep.train.distributed import ParallelContext
 from lockstep.train.fsdp import FSDP2Trainer
 
 SIGNALS = ([True, False, True, False], [False] * 4, [True] * 4)
-"""Of the groups of each step: some without, all without (the moments still move the weights), none without."""
+"""Groups without advantages in each step: some, all (the moments still change the weights), none."""
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def rollouts(seed: int) -> Rollouts:
 
 
 def train(config: GRPOConfig) -> tuple[list[int], dict[str, torch.Tensor]]:
-    """Sequences left out in each step, and the weights at the end."""
+    """Returns how many sequences each step left out, and the final weights."""
     trainer = FSDP2Trainer(config, ParallelContext())
     skipped = []
     for seed, signal in enumerate(SIGNALS):

@@ -1,4 +1,4 @@
-"""Small parts of the trainer: rows, optimizer, activation checkpointing, which checkpoints to keep."""
+"""Parts of the trainer: rows, optimizer, activation checkpointing, retention of checkpoints."""
 
 import threading
 from pathlib import Path
@@ -45,7 +45,7 @@ def test_biases_and_norms_are_not_decayed() -> None:
 
 
 def test_norms_of_any_name_are_not_decayed() -> None:
-    """As transformers' Trainer decides it, for a model whose norms do not say so in their names."""
+    """The rule equals that of transformers' Trainer for a model whose norms have other names."""
     config = GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=16, n_positions=8)
     model = GPT2LMHeadModel(config)
     expected = set(get_parameter_names(model, [torch.nn.LayerNorm], ["bias"]))
@@ -162,7 +162,7 @@ def test_a_missing_gpu_is_refused() -> None:
 
 
 def test_progress_is_counted_while_a_checkpoint_gets_its_name(tmp_path: Path) -> None:
-    """The controller counts beside the rank that renames: a folder may vanish between two looks of one count."""
+    """The controller measures the size while a rank renames the folder, so files may disappear meanwhile."""
     draft, final = tmp_path / "00000003.tmp-1-1", tmp_path / "00000003"
     draft.mkdir()
     (draft / "weights").write_bytes(b"12345")

@@ -162,9 +162,7 @@ def delete_stale_files(folder: Path, generation: int, receiver: str, before: int
             if not (file_generation.isdecimal() and number.isdecimal()):
                 continue  # not the file of a transfer
             for_receiver = int(file_generation) == generation and to == quote(receiver, safe="")
-            if int(file_generation) < generation or (
-                for_receiver and (before is None or int(number) < before)
-            ):
+            if int(file_generation) < generation or (for_receiver and (before is None or int(number) < before)):
                 path.unlink(missing_ok=True)
 
 
