@@ -250,9 +250,9 @@ class BuiltinEngine:
 
     def _load(self, tensors: Mapping[str, Tensor]) -> None:
         self._expected.check(tensors)
-        own = dict(self.lm.named_parameters(remove_duplicate=False))
+        parameters = dict(self.lm.named_parameters(remove_duplicate=False))
         for name, tensor in tensors.items():
-            _copy_parameter(own[name], tensor)
+            _copy_parameter(parameters[name], tensor)
 
     def _text(self, row: int) -> str:
         return self._texts([row])[0]
@@ -263,9 +263,10 @@ class BuiltinEngine:
         return texts
 
 
-def _copy_parameter(own: Tensor, tensor: Tensor) -> None:
+def _copy_parameter(parameter: Tensor, tensor: Tensor) -> None:
     """Copies a parameter. If the engine stores it transposed, copying in two steps takes half the time."""
-    if own.ndim == 2 and own.stride(0) == 1 < own.stride(1) and tensor.device.type == own.device.type == "cpu":
-        own.t().copy_(tensor.t().contiguous())
+    transposed = parameter.ndim == 2 and parameter.stride(0) == 1 < parameter.stride(1)
+    if transposed and tensor.device.type == parameter.device.type == "cpu":
+        parameter.t().copy_(tensor.t().contiguous())
     else:
-        own.copy_(tensor)
+        parameter.copy_(tensor)

@@ -34,10 +34,8 @@ _Dispatch = tuple[EngineSlot, Worker, PendingResult[None]]
 
 
 class EnginePool:
-    """All engines of a run.
-
-    The run's thread submits requests and collects completions; threads of the failover replace lost engines. One lock
-    guards the slots, the router and the straggler detector.
+    """All engines of a run. The run's thread submits requests and collects completions; threads of the failover replace
+    lost engines. One lock guards the slots, the router and the straggler detector.
 
     Args:
         changed: set when completions may have arrived, or there is an error.
@@ -93,11 +91,8 @@ class EnginePool:
     # --- requests
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Sends requests to engines, each group to the engine that `choose_engine` picks.
-
-        Raises:
-            RemoteError: BadRequest.
-        """
+        """Sends requests to engines, each group to the engine that `choose_engine` picks. Raises RemoteError:
+        BadRequest."""
         self._raise_error()
         with self._lock:
             self._router.add(requests)
@@ -157,14 +152,8 @@ class EnginePool:
     # --- all engines
 
     def load_weights(self, source: WeightSource, version: int, having: Collection[Worker] = ()) -> None:
-        """Makes every engine load a version.
-
-        An engine that is being replaced starts with this version. An engine whose node does not have the version yet is
-        excluded until the version has arrived.
-
-        Args:
-            having: workers that have loaded the version already.
-        """
+        """Makes every engine load a version, except for the workers `having` it already. A replacement starts with it.
+        An engine whose node does not have it yet is excluded until it has arrived."""
         folders: dict[str, str] = {}
         with self._lock:
             self._weights = source, version
@@ -249,8 +238,7 @@ class EnginePool:
                     del self._incoming[rank]
 
     def install(self, rank: int, worker: Worker, weights: tuple[WeightSource, int] | None) -> bool:
-        """Puts a worker with these weights into its slot and sends it requests. Returns False and does nothing if newer
-        weights were published."""
+        """Puts a worker with these weights into its slot. Returns False, and does not, if newer ones were published."""
         slot = self._slots[rank]
         with self._lock:
             if self._weights != weights:
@@ -356,9 +344,7 @@ class EnginePool:
 
     def _handle_loss(self, slot: EngineSlot, worker: Worker, error: CallError) -> None:
         """Handles the loss of an engine: keeps its completions, sends its requests to others, and starts a replacement.
-
-        Called in any thread. Does nothing if the worker is no longer in the slot.
-        """
+        Called in any thread. Does nothing if the worker is no longer in the slot."""
         with self._lock:
             if slot.worker is not worker or self._closed:
                 return

@@ -164,7 +164,7 @@ class EnvironmentPool:
             each = self._episodes[episode]
             self._tasks_sent += 1
             task = EnvironmentTask(self._tasks_sent, episode, each.action)
-            if episode not in each.process.known:
+            if episode not in each.process.episodes:
                 task.prompt, task.history, task.begun = each.prompt, each.history, each.reset_digest
             self._episode_of[task.number] = episode
             tasks.setdefault(each.process.rank, []).append(task)

@@ -41,7 +41,7 @@ class EnvironmentProcess:
         self.cluster, self.config, self.base, self.rank = cluster, config, base, rank
         self.open: dict[int, EnvironmentTask] = {}
         """Tasks that have no result yet."""
-        self.known: set[str] = set()
+        self.episodes: set[str] = set()
         """Episodes that have an environment in the process."""
         self._worker: Worker | None = None
         self._latest: str | None = None
@@ -57,7 +57,7 @@ class EnvironmentProcess:
         self._calls: list[PendingResult[None]] = []
         self._holding: int | None = None
         """Number of the task that blocked the process at the last update."""
-        self.known.clear()
+        self.episodes.clear()
 
     @property
     def missing(self) -> bool:
@@ -106,14 +106,14 @@ class EnvironmentProcess:
         if self._worker is not None and tasks:
             self._calls.append(self._worker.submit(EnvironmentAPI.submit, tasks))
             self.open.update((task.number, task) for task in tasks)
-            self.known.update(task.episode for task in tasks)
+            self.episodes.update(task.episode for task in tasks)
 
     def forget(self, episodes: list[str]) -> None:
         """Closes the environments of ended episodes."""
-        known = [episode for episode in episodes if episode in self.known]
-        self.known.difference_update(known)
-        if self._worker is not None and known:
-            self._calls.append(self._worker.submit(EnvironmentAPI.forget, known))
+        ended = [episode for episode in episodes if episode in self.episodes]
+        self.episodes.difference_update(ended)
+        if self._worker is not None and ended:
+            self._calls.append(self._worker.submit(EnvironmentAPI.forget, ended))
 
     def collect(self) -> TaskUpdate | None:
         """Returns new results, or None if there are none. Does not wait.
@@ -150,7 +150,7 @@ class EnvironmentProcess:
         for result in update.answers:
             task = self.open.pop(result.number, None)
             if task is not None and result.failure is not None and task.prompt is not None:
-                self.known.discard(task.episode)  # its environment may not have been made
+                self.episodes.discard(task.episode)  # its environment may not have been made
         return update
 
     def _check_limits(self, update: TaskUpdate) -> None:
