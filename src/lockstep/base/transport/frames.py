@@ -105,9 +105,8 @@ class Connection:
             FrameTooLarge: nothing was queued.
             ConnectionClosed: the connection is closed.
         """
-        views = [
-            view for part in parts if (view := memoryview(part).cast("B")).nbytes
-        ]  # empty views would never count as sent
+        # Empty views are left out, because they would never count as sent.
+        views = [view for part in parts if (view := memoryview(part).cast("B")).nbytes]
         size = sum(view.nbytes for view in views)
         if size > self.max_frame:
             raise FrameTooLarge(self.peer.name, f"a frame of {size} bytes is above the limit of {self.max_frame}")

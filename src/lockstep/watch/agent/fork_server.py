@@ -1,16 +1,16 @@
 """The fork server: a process that imports the modules of workers once, and forks workers in milliseconds.
 
-Importing torch and transformers costs 5 to 7 CPU seconds per process. The agent keeps one fork server per set of
-modules (and of the variables that matter while importing). It imports them, reports that it is ready, and then forks a
-worker per request. It forks twice: the process in the middle ends at once, so that the worker becomes a child of the
-agent (a PR_SET_CHILD_SUBREAPER), which alone can wait for it and gets its true exit status.
+Importing torch and transformers takes 5 to 7 CPU seconds per process. The agent keeps one fork server per set of
+modules, and of variables that affect their import. The fork server imports the modules, reports that it is ready, and
+then forks a worker per request. It forks twice, and the process in the middle ends immediately, so that the worker
+becomes a child of the agent (a PR_SET_CHILD_SUBREAPER), which can wait for it and gets its exit status.
 
-The worker is like a fresh process: own session, stdout and stderr in its log, nothing on stdin, its environment,
-arguments, working directory and `sys.path[0]`, default signal handling, new random state, none of the fork server's
-sockets. SIGINT is ignored: the controller handles Ctrl-C. When the agent dies, the kernel kills it.
+A worker is like a new process: it has its own session, environment, arguments, working directory and `sys.path[0]`,
+default signal handling, a new random state, stdout and stderr in its log, an empty stdin, and none of the fork server's
+sockets. It ignores SIGINT, because the controller handles Ctrl-C. When the agent dies, the kernel kills the worker.
 
-Talks over one socket pair, a JSON object per line: in {"name", "argv", "env", "log", "cwd", "warm"}, out
-{"ready": true}, {"failed": why}, and per request {"pid": n} or {"error": why}.
+The agent and the fork server exchange JSON lines over a socket pair. Requests: {"name", "argv", "env", "log", "cwd",
+"warm"}. Messages of the fork server: {"ready": true} or {"failed": why}, and per request {"pid": n} or {"error": why}.
 """
 
 import argparse
@@ -49,7 +49,7 @@ def _prctl(option: int, value: Any) -> None:
 
 
 def become_subreaper() -> None:
-    """Makes this process the new parent of descendants when their parent ends."""
+    """Makes this process the new parent of its descendants whose parents end."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -59,8 +59,7 @@ def die_with_parent() -> None:
 
 
 def can_fork(argv: Sequence[str]) -> bool:
-    """Whether a fork server can run this command of the interpreter: `python -m module ...` or
-    `python file.py ...`."""
+    """Whether a fork server can run this command: `python -m module ...` or `python file.py ...`, same interpreter."""
     same = len(argv) >= 2 and argv[0] in (sys.executable, "python", "python3")
     return same and ((argv[1] == "-m" and len(argv) >= 3) or argv[1].endswith(".py"))
 
@@ -84,7 +83,8 @@ def main() -> None:
 
 
 def _serve_requests(control: socket.socket, agent: int, preload: list[str]) -> dict[str, Any] | None:
-    """Serves requests. Returns None at the end, and the request in every worker."""
+    """Serves requests until the agent closes the socket, and then returns None. In each forked worker, returns the
+    request."""
     try:
         for name in preload:
             importlib.import_module(name)
@@ -92,7 +92,7 @@ def _serve_requests(control: socket.socket, agent: int, preload: list[str]) -> d
         _send_message(control, {"failed": "".join(traceback.format_exception(error))})
         return None
     gc.collect()
-    gc.freeze()  # the workers' garbage collectors leave the shared pages alone
+    gc.freeze()  # so that workers' garbage collectors do not write to shared pages
     _send_message(control, {"ready": True})
     with control.makefile("r", encoding="utf-8") as requests:
         for line in requests:
@@ -113,7 +113,7 @@ def _serve_requests(control: socket.socket, agent: int, preload: list[str]) -> d
 
 
 def _send_message(control: socket.socket, message: Mapping[str, object]) -> None:
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the agent is gone, and this process ends soon
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the agent has ended
         control.sendall(json.dumps(message).encode() + b"\n")
 
 
@@ -156,7 +156,7 @@ def run_as_worker(request: Mapping[str, Any], agent: int) -> None:
     env: dict[str, str] = request["env"]
     if not request["warm"]:
         _close_above_stderr()
-        if argv[0] == sys.executable:  # a killed worker leaves all its output, and where it crashed
+        if argv[0] == sys.executable:  # so that a killed worker's log has all output, and a crash its stacks
             env = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", **env}
         _exec(argv, env)
     _close_inherited()
@@ -189,7 +189,7 @@ def _bind_to_agent(agent: int) -> None:
             die_with_parent()
             break
         time.sleep(0.001)
-    with contextlib.suppress(OSError):  # no Yama: nothing forbids it
+    with contextlib.suppress(OSError):  # without Yama, this is always allowed
         _prctl(_PR_SET_PTRACER, agent)  # the agent's py-spy may read this process's stacks
     if os.getppid() != agent:  # the agent never became the parent, or ended before the prctl call
         sys.exit("the agent ended while this worker started")
@@ -198,7 +198,7 @@ def _bind_to_agent(agent: int) -> None:
 def _reset_signals() -> None:
     signal.set_wakeup_fd(-1)
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
-        with contextlib.suppress(OSError, ValueError):  # the C library keeps some for itself
+        with contextlib.suppress(OSError, ValueError):  # some signals are reserved for the C library
             signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # as Python starts
@@ -210,7 +210,7 @@ def _close_above_stderr() -> None:
 
 
 def _close_inherited() -> None:
-    """Closes sockets and pipes; files that preloaded modules keep open stay open."""
+    """Closes inherited sockets and pipes, but not the files that preloaded modules keep open."""
     for entry in list(Path("/proc/self/fd").iterdir()):
         descriptor = int(entry.name)
         if descriptor > 2:
@@ -245,7 +245,7 @@ def _reseed() -> None:
 
 
 def _run_python(words: list[str]) -> None:
-    """Runs `-m module ...` or `file.py ...` as the interpreter does; exceptions and SystemExit pass through."""
+    """Runs `-m module ...` or `file.py ...` as the interpreter does. Exceptions and SystemExit propagate."""
     sys.orig_argv = [sys.executable, *words]
     if words[0] == "-m":
         sys.argv = words[1:]

@@ -1,21 +1,21 @@
 """The messages in which an agent reports the state of its host's processes to a supervisor.
 
-Two kinds of messages, both JSON-able. A *roster* lists processes and communicators; it is sent first, and again with
-the next number whenever one of them was added or removed. A *state* describes them; it is sent after every sample and
-names the roster that its indices refer to. A state of an unknown roster is dropped, so a roster goes first after every
-reconnect. Times are sent as *ages*, seconds before the message was built, NaN if unknown: the clocks of hosts need not
-agree.
+There are two kinds of messages, both in JSON. A *roster* lists processes and communicators; it is sent first, and again
+with the next number whenever one of them was added or removed. A *state* describes them; it is sent after every sample
+and has the number of the roster that its indices refer to. A state of an unknown roster is dropped, so a roster is sent
+first after every reconnect. Times are sent as *ages*, seconds before the message was built, NaN if unknown, because the
+clocks of hosts may differ.
 
     {"m": "roster", "host": "b", "number": 7,
      "processes": [[name, role, rank, pid], ...],
      "communicators": [[key, name, description, backend, size, ranks], ...],
      "members": [[process, communicator, rank in it, made with], ...]}
 
-- `key` names a communicator uniquely in the job: `policy/fsdp`; torch's own names ("0", "1") need the role or the
-  world before them, because the worlds of two roles both have a "0".
-- `size` is how many members it should have, 0 if unknown. `ranks` are their ranks within the role of the members,
+- `key` identifies a communicator uniquely in the job, such as `policy/fsdp`. torch's names ("0", "1") are not unique,
+  because several roles have a communicator "0".
+- `size` is the number of members that it should have, 0 if unknown. `ranks` are the members' ranks within their role,
   in the order of the communicator; null if unknown or longer than 64.
-- *made with* is a number that stands for the list of members (see `Communicators.ranks`), -1 if unknown.
+- *made with* is a digest of the list of members with which the member created the communicator, -1 if unknown.
 
     {"m": "state", "host": "b", "number": 7,
      "processes": base64 of PROCESS records, one for each of the roster's processes
@@ -26,12 +26,12 @@ agree.
      "calls": base64 of CALL records, "about": {signature: [operation, shapes, dtype, root, site]},
      "sites": [[member, seq, site], ...], "gaps": [text, ...]}
 
-- CALL records hold the newest calls of members, at most a few each (eight are plenty). `about` need only explain
-  signatures that were not sent since the agent's last connect: the supervisor keeps them.
-- `whom`, the target of a wait, is a process's name, several with commas, a role (`policy`), an alias from the
-  supervisor's settings (`the scorers`), or else a service outside the job (`judge.example:8000`). In a rendezvous
-  ("meeting") any other text means all processes of the waiter's role.
-- "expected" of a wait in a rendezvous: first and last rank that should be on the waiter's host, and the world size.
+- CALL records are the newest calls of members, at most about eight each. `about` describes the signatures that were not
+  described since the agent's last connect; the supervisor keeps the descriptions. `gaps` says what cannot be monitored.
+- `whom`, the target of a wait, is the name of a process, several names with commas, a role (`policy`), an alias from
+  the supervisor's settings (`the scorers`), or else a service outside the job (`judge.example:8000`). In a rendezvous
+  ("meeting"), any other text means all processes of the waiting process's role.
+- "expected" of a wait in a rendezvous: the first and the last rank on the waiting process's host, and the world size.
 """
 
 import math
@@ -64,7 +64,7 @@ CALL_RECORD = struct.Struct("<IqQ")
 """Fields: member, sequence number, signature."""
 
 WAITING_FOR_WORK = "the next call"
-"""The reason of a service's wait when it waits for work and has nothing to answer."""
+"""The reason of a service's wait while it has no call to answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +79,8 @@ class RosterCommunicator:
 
 @dataclass(frozen=True, slots=True)
 class RosterMember:
+    """The membership of a process in a communicator, both given as indices into the roster."""
+
     process: int
     communicator: int
     rank: int
@@ -98,7 +100,7 @@ class Roster:
 
 @dataclass(frozen=True, slots=True)
 class WaitReport:
-    """A wait of a process, with the names that the process gave. Ages are in seconds."""
+    """A wait of a process, in the words of the process. Ages are in seconds."""
 
     process: int
     waits_for: str
@@ -109,20 +111,23 @@ class WaitReport:
     needs: WaitCondition | None = None
     """Which processes of the role are needed; None: as the alias defines, or all if there is no alias."""
     main: bool = True
+    """Whether the main thread waits."""
     idle: bool = False
+    """Whether the process waits for work."""
     meeting: str = ""
+    """The name of the rendezvous; empty if the wait is not in a rendezvous."""
     members: str = ""
-    """The members, as the waiter knows them, of the communicator created in the rendezvous, if it gives them."""
+    """The list of members with which the process creates the communicator, if the wait shows it."""
     expected: ExpectedRanks | None = None
-    """The ranks that should come to the rendezvous, if the waiter gives them."""
+    """The ranks that should come to the rendezvous, if the wait shows them."""
     left: float = NAN
-    """Seconds until the waiter reaches its bound if nothing moves."""
+    """Seconds until the bound of the wait if there is no progress."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateReport:
-    """The state of a roster's processes. `processes`, `members` and `calls` are
-    packed records."""
+    """The state of the processes of a roster. `processes`, `members` and `calls` are packed records; the docstring of
+    this module describes the other fields."""
 
     host: str
     number: int
@@ -138,15 +143,17 @@ class StateReport:
 
 
 def pack_process(
-    life: Liveness = Liveness.RUNNING,
+    liveness: Liveness = Liveness.RUNNING,
     exit_code: int | None = None,
     ended: float = NAN,
     moved: float = NAN,
     active: float = NAN,
     same_stack: float = NAN,
 ) -> bytes:
-    """The record of a process; times as ages."""
-    return PROCESS_RECORD.pack(life, NO_EXIT_CODE if exit_code is None else exit_code, ended, moved, active, same_stack)
+    """Packs the record of a process. Times are ages."""
+    return PROCESS_RECORD.pack(
+        liveness, NO_EXIT_CODE if exit_code is None else exit_code, ended, moved, active, same_stack
+    )
 
 
 def pack_member(
@@ -157,19 +164,19 @@ def pack_member(
     blocked: bool | None = None,
     blind: bool = False,
 ) -> bytes:
-    """How far a member is in a communicator."""
+    """Packs the record of a member: how many collectives it has entered and completed."""
     return MEMBER_RECORD.pack(
         entered, completed, entered_age, completed_age, UNKNOWN if blocked is None else int(blocked), int(blind)
     )
 
 
 def pack_calls(calls: Iterable[tuple[int, int, int]]) -> bytes:
-    """Tuples of (member, sequence number, signature)."""
+    """Packs the records of calls, given as (member, sequence number, signature)."""
     return b"".join(CALL_RECORD.pack(member, seq, signature & (2**64 - 1)) for member, seq, signature in calls)
 
 
 def wait_report(process: int, record: WaitRecord, now_ns: int, main: bool = True) -> WaitReport:
-    """A wait that a beacon shows. `now_ns` is the same monotonic clock."""
+    """Converts a wait in a beacon to a report. `now_ns` is the time on the same monotonic clock."""
     since, moved = (now_ns - record.since_ns) / 1e9, (now_ns - record.moved_ns) / 1e9
     rendezvous = parse_rendezvous(record.kind, record.waits_for, record.why)
     left = NAN if record.deadline_ns is None else (record.deadline_ns - now_ns) / 1e9
@@ -181,15 +188,15 @@ def wait_report(process: int, record: WaitRecord, now_ns: int, main: bool = True
 
 
 def encode_report(report: Roster | StateReport) -> dict[str, Any]:
-    """The message, for `json.dumps`."""
+    """Converts a report to a message for `json.dumps`."""
     return _encode_roster(report) if isinstance(report, Roster) else _encode_state(report)
 
 
 def decode_report(message: Mapping[str, Any]) -> Roster | StateReport:
-    """The report in a message.
+    """Converts a message to a report.
 
     Raises:
-        ValueError: it is no valid report.
+        ValueError: the message is not a valid report.
     """
     try:
         if message["m"] == "roster":
@@ -197,8 +204,8 @@ def decode_report(message: Mapping[str, Any]) -> Roster | StateReport:
         if message["m"] == "state":
             return _decode_state(message)
     except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise ValueError(f"no report of an agent: {error!r}") from error
-    raise ValueError(f"no report of an agent: m={message['m']!r}, expected 'roster' or 'state'")
+        raise ValueError(f"not a report of an agent: {error!r}") from error
+    raise ValueError(f"not a report of an agent: m={message['m']!r}, expected 'roster' or 'state'")
 
 
 def _encode_roster(roster: Roster) -> dict[str, Any]:
@@ -279,7 +286,7 @@ def _to_base64(records: bytes) -> str:
 
 
 def _from_base64(records: str | bytes) -> bytes:
-    """`agent_connections.parse_report` has decoded the text already."""
+    """Decodes records, unless `agent_connections.parse_report` has done so already."""
     return records if isinstance(records, bytes) else a2b_base64(records)
 
 

@@ -1,8 +1,8 @@
-"""Enrolls a process of a watched command in the watched run: opens its beacon and installs the recorder.
+"""Enrolls a process of a watched command in the watched run: opens the process's beacon and installs the recorder.
 
-A process that its launcher clearly marks as a rank is enrolled at once; others when they join the rendezvous, or at
-the latest when their first communicator is made. The first process of a rank claims the rank: its children (data
-loader workers, compilers) have the same environment and are no ranks.
+A process that its launcher clearly marks as a rank is enrolled immediately; other processes when they join the
+rendezvous, or at the latest when they create their first communicator. The first process of a rank claims the rank,
+because its children (data loader workers, compilers) inherit its environment and are no ranks.
 """
 
 import functools
@@ -23,15 +23,16 @@ from lockstep.watch.procfs.processes import is_alive
 from lockstep.watch.recorder import recorder, rendezvous_wait
 
 CLAIM_VARIABLE = "LOCKSTEP_WATCH_RANK"
-"""Tells the children of a rank that their parent is the rank; the value is `RANK PID` of the parent."""
+"""Set for the children of a rank, so that they do not take themselves for the rank; the value is `RANK PID` of the
+parent."""
 WATCHED_ROLE = "rank"
 """The role of every rank of a job without roles."""
 DEVICE_MESH_MODULE = "torch.distributed.device_mesh"
-"""This module imports `init_process_group` by name, so its copy has to be replaced as well."""
+"""This module has imported `init_process_group` by name, so the name has to be replaced there as well."""
 
 
 def enroll_process(run: str) -> None:
-    """Enrolls this process, once `torch.distributed` has been imported. Errors that prevent recording propagate."""
+    """Enrolls this process, which has imported `torch.distributed`. Errors that prevent recording propagate."""
     dist = importlib.import_module("torch.distributed")
     if not dist.is_available():
         return
@@ -39,28 +40,28 @@ def enroll_process(run: str) -> None:
     if rank is not None and not rank_is_claimed():
         _open_rank_beacon(run, rank)
         recorder.install()
-    _enroll_with_first_communicator(run, dist)
+    _enroll_at_first_communicator(run, dist)
     _show_rendezvous(run, dist)
 
 
 def rank_is_claimed() -> bool:
-    """Whether a living ancestor of this process is the rank that the environment names."""
+    """Whether a living ancestor of this process has claimed the rank."""
     words = os.environ.get(CLAIM_VARIABLE, "").split()
     return len(words) == 2 and words[1] != str(os.getpid()) and is_alive(int(words[1]))
 
 
 def _open_rank_beacon(run: str, rank: int) -> None:
-    """Opens the beacon of this process, under a name that no other living process uses."""
+    """Opens the beacon of this process under a name that no other living process uses."""
     name = f"{WATCHED_ROLE}-{rank}"
-    found = read_beacon(run_shm_dir(run) / f"{name}.beacon")
-    if found is not None and found.pid != os.getpid() and is_alive(found.pid, found.start_ticks):
+    other = read_beacon(run_shm_dir(run) / f"{name}.beacon")
+    if other is not None and other.pid != os.getpid() and is_alive(other.pid, other.start_ticks):
         name = f"{name}.{os.getpid()}"
     open_beacon(run, name, WATCHED_ROLE, rank).stage("begin")
     os.environ[CLAIM_VARIABLE] = f"{rank} {os.getpid()}"
 
 
 def _enroll_rank(run: str, rank: int) -> None:
-    """Starts recording this process, unless it is recorded already. The job continues if that fails."""
+    """Starts recording this process unless it is recorded already. If this fails, the job continues unrecorded."""
     if recorder.current() is not None:
         return
     try:
@@ -70,25 +71,26 @@ def _enroll_rank(run: str, rank: int) -> None:
         recorder.log.warning("this process is not recorded: %r", error)
 
 
-def _enroll_with_first_communicator(run: str, dist: Any) -> None:
+def _enroll_at_first_communicator(run: str, dist: Any) -> None:
+    """Has this process enrolled when it creates its first communicator."""
     c10d = dist.distributed_c10d
     create = c10d._new_process_group_helper
 
     @functools.wraps(create)
-    def created(group_size: int, group_rank: int, *args: Any, **kwargs: Any) -> Any:
+    def wrapper(group_size: int, group_rank: int, *args: Any, **kwargs: Any) -> Any:
         if recorder.current() is None:
             _enroll_rank(run, group_rank)
             if recorder.current() is not None:  # the recorder has replaced this wrapper
                 return c10d._new_process_group_helper(group_size, group_rank, *args, **kwargs)
         return create(group_size, group_rank, *args, **kwargs)
 
-    c10d._new_process_group_helper = created
+    c10d._new_process_group_helper = wrapper
 
 
 @dataclass(frozen=True, slots=True)
 class _RendezvousArguments:
-    """Rank, world size and URL of a call of `init_process_group`; the environment fills in what the call omits. -1 is
-    unknown."""
+    """Rank, world size and URL of a call of `init_process_group`. Omitted arguments are read from the environment; -1
+    means unknown."""
 
     rank: int
     world: int
@@ -114,25 +116,25 @@ class _RendezvousArguments:
 
 
 def _show_rendezvous(run: str, dist: Any) -> None:
-    """Shows in the beacon that this rank waits in a rendezvous, while it does."""
+    """Has the beacon show while this rank waits in the rendezvous of `init_process_group`."""
     c10d = dist.distributed_c10d
     original: Callable[..., Any] = c10d.init_process_group
 
     @functools.wraps(original)
     def initialize(*args: Any, **kwargs: Any) -> Any:
         try:
-            joins = _RendezvousArguments.read(args, kwargs, os.environ)
+            rendezvous = _RendezvousArguments.read(args, kwargs, os.environ)
         except (TypeError, ValueError, AttributeError):  # torch itself reports the wrong argument
             return original(*args, **kwargs)
-        if joins.rank < 0 or joins.world < 1:
+        if rendezvous.rank < 0 or rendezvous.world < 1:
             return original(*args, **kwargs)
-        _enroll_rank(run, joins.rank)
-        first, last = launcher_env.ranks_on_this_host(joins.rank, joins.world, joins.url, os.environ)
-        waits_for = rendezvous_wait.rendezvous_target(rendezvous_wait.ExpectedRanks(first, last, joins.world))
+        _enroll_rank(run, rendezvous.rank)
+        first, last = launcher_env.ranks_on_this_host(rendezvous.rank, rendezvous.world, rendezvous.url, os.environ)
+        waits_for = rendezvous_wait.rendezvous_target(rendezvous_wait.ExpectedRanks(first, last, rendezvous.world))
         with track_wait(
             rendezvous_wait.RENDEZVOUS,
             waits_for,
-            rendezvous_wait.rendezvous_reason(joins.rank, f"the rendezvous of {joins.world} ranks"),
+            rendezvous_wait.rendezvous_reason(rendezvous.rank, f"the rendezvous of {rendezvous.world} ranks"),
         ):
             return original(*args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""Observes a run on this host from outside, read-only, with the same monitoring and diagnosis as the run itself."""
+"""Observes a run on this host from outside, read-only, with the monitoring and diagnosis of the run itself."""
 
 import contextlib
 import subprocess
@@ -20,7 +20,7 @@ from lockstep.watch.procfs import py_spy
 from lockstep.watch.supervisor.message_store import MessageStore
 
 STACK_INTERVAL_S = 3.0
-"""Seconds between two dumps of the stacks of inactive processes."""
+"""Seconds between two samples of the stacks of inactive processes."""
 
 
 def run_of_process(pid: int) -> str | None:
@@ -35,7 +35,7 @@ def run_of_process(pid: int) -> str | None:
 
 @dataclass
 class RunObserver:
-    """Diagnoses a run repeatedly; confidence grows with the time of observation."""
+    """Diagnoses a run repeatedly. The confidence of verdicts grows with the time of observation."""
 
     run: str
     patience: StallThresholds = field(default_factory=StallThresholds)
@@ -44,26 +44,26 @@ class RunObserver:
     def __post_init__(self) -> None:
         self._monitor, self._reports = ProcessMonitor(self.run), ReportBuilder("")
         self._messages = MessageStore(aliases=self.aliases)
-        self._dumped = 0.0
+        self._sampled_stacks_at = 0.0
 
     def poll(self) -> list[Verdict]:
-        """The current verdicts, the one that explains the others first."""
+        """Samples the run and returns the current verdicts; the first one explains the others."""
         self._monitor.sample({})
-        self._dump()
+        self._sample_stacks()
         for report in self._reports.build(self._monitor):
             self._messages.receive(encode_report(report), time.monotonic())
         return diagnose(drop_uninformative(self._messages.evidence(time.monotonic())), self.patience)
 
-    def _dump(self) -> None:
-        """Dumps the stacks of one inactive process."""
+    def _sample_stacks(self) -> None:
+        """Samples the stacks of one inactive process if it is time."""
         now = time.monotonic()
-        if now - self._dumped < STACK_INTERVAL_S:
+        if now - self._sampled_stacks_at < STACK_INTERVAL_S:
             return
         for process in self._monitor.stack_candidates(self.patience.notice_s):
             argv = py_spy.py_spy_command(process.pid)
             if argv is None:
                 return
-            self._dumped, taken_ns = now, time.monotonic_ns()
+            self._sampled_stacks_at, taken_ns = now, time.monotonic_ns()
             with contextlib.suppress(OSError, WaitTimeout, subprocess.SubprocessError):
                 done = waits.run(argv, why=f"the stacks of {process.name}", timeout_s=2.0, notice_after_s=None)
                 process.store_stacks(py_spy.parse_stacks(done.stdout.encode()), taken_ns)

@@ -1,7 +1,7 @@
 """`lockstep watch -- COMMAND`: runs any PyTorch job under the monitoring of Lockstep, without changing the job's code.
 
-The command runs in the foreground and gets the terminal's input and the signals. An agent observes its processes,
-and a supervisor diagnoses stalls. A failure of the agent or the supervisor never affects the command.
+The command runs in the foreground and gets the terminal's input and the signals. An agent monitors its processes, and
+a supervisor diagnoses stalls. A failure of the agent or the supervisor does not affect the command.
 """
 
 import contextlib
@@ -88,8 +88,8 @@ def run_watched(
         on_problem: called with a text when monitoring fails; the command continues.
 
     Returns:
-        The command's exit code; 128 plus the signal's number after a signal, as in shells; `STALL_EXIT_CODE` if we
-        ended it because of a stall.
+        The command's exit code; 128 plus the signal's number if a signal ended it, as in shells; `STALL_EXIT_CODE` if
+        it was ended because of a stall.
 
     Raises:
         CommandNotStarted: there is no such command, or it is not executable.
@@ -120,7 +120,7 @@ def run_watched(
 
 
 def watched_environment(base: Mapping[str, str], run: str) -> dict[str, str]:
-    """The environment of the command: `base`, with a `PYTHONPATH` from which its Python processes load the payload."""
+    """The environment of the command: `base` with a `PYTHONPATH` from which Python processes load the payload."""
     path = os.pathsep.join(filter(None, [str(PAYLOAD), base.get("PYTHONPATH")]))
     rest = {name: value for name, value in base.items() if name != TOKEN_VARIABLE}
     return {**rest, "PYTHONPATH": path, "LOCKSTEP_WATCH": run}
@@ -135,7 +135,7 @@ def _wait_for_exit(process: "subprocess.Popen[bytes]", stalled: threading.Event)
 
 
 def _terminate(process: "subprocess.Popen[bytes]") -> None:
-    """Sends SIGTERM to the command, and after the grace SIGKILL to its remaining processes."""
+    """Sends SIGTERM to the command, and after `GRACE_S` SIGKILL to its remaining processes."""
     below = _process_tree(process.pid)
     process.terminate()
     with contextlib.suppress(WaitTimeout):
@@ -188,7 +188,7 @@ def _monitoring(
 
 def _supervisor_settings(watched: WatchedCommand, run: str, folder: Path, agent: ServiceAddress) -> SupervisorSettings:
     facts = {"command": list(watched.command), "python": sys.version.split()[0]}
-    on_stall = "dump" if watched.on_stall == "kill" else watched.on_stall  # we end the whole command, not the culprits
+    on_stall = "dump" if watched.on_stall == "kill" else watched.on_stall  # this process ends the whole command
     settings = SupervisorSettings(
         run, WATCH_GENERATION, folder, watched.incidents, [agent], os.getpid(), watched.patience, on_stall, facts=facts
     )
@@ -198,10 +198,10 @@ def _supervisor_settings(watched: WatchedCommand, run: str, folder: Path, agent:
 
 
 class _SignalForwarder:
-    """Forwards the signals of this process to the command, including signals that arrive before the command runs.
+    """Forwards signals of this process to the command, including signals that arrive before the command runs.
 
-    A signal that was ignored when this process started (nohup) stays ignored, also in the command. With a handler, the
-    command would start with the signal's default action.
+    A signal that was ignored when this process started (nohup) remains ignored, also in the command. If it had a
+    handler here, the command would start with its default action.
     """
 
     def __init__(self) -> None:

@@ -1,9 +1,9 @@
 """What `lockstep watch -- COMMAND` loads into the Python processes of the command: Python imports a module of this
 name when it starts, and `PYTHONPATH` names this folder.
 
-It costs nothing until `torch.distributed` has been imported. Then it opens the process's beacon and installs the
-recorder. Whatever goes wrong here is reported in one line and never becomes an error of the job. It uses the
-standard library only, with the syntax of Python 3.8, because the job's Python reads it, whichever it is.
+It does nothing until `torch.distributed` has been imported. Then it opens the process's beacon and installs the
+recorder. Errors in this module are reported in one line and never affect the job. It uses only the standard library and
+the syntax of Python 3.8, because it runs in the job's Python.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DISTRIBUTED = "torch.distributed"
 
 
 class _DistributedFinder(importlib.abc.MetaPathFinder):
-    """Calls `enroll` once torch.distributed and torch have been imported: some of torch's modules import the former."""
+    """Calls `enroll` once both torch and torch.distributed have been imported, in whichever order they finish."""
 
     def __init__(self) -> None:
         self._searching = False
@@ -59,7 +59,7 @@ def enroll() -> None:
         _find_lockstep()
         module = importlib.import_module("lockstep.watch.attach.enroll")
         module.enroll_process(os.environ[RUN])
-    except Exception as error:  # noqa: BLE001 - an error of ours must not end the job
+    except Exception as error:  # noqa: BLE001 - an error here must not end the job
         warn(f"{type(error).__name__}: {error}")
 
 
@@ -68,7 +68,7 @@ def warn(why: str) -> None:
 
 
 def _find_lockstep() -> None:
-    """Makes `lockstep` importable where it is not installed: the package that this file is part of, without its
+    """Makes `lockstep` importable if it is not installed: uses the package that this file is part of, without its
     dependencies."""
     if "lockstep" in sys.modules or importlib.util.find_spec("lockstep") is not None:
         return
