@@ -181,7 +181,7 @@ def test_a_state_report_needs_its_roster() -> None:
     assert not store.receive(parsed(state("a", [0, 1], number=1)), 1.0)
     with pytest.raises(ValueError, match="expected 2 and 2 records"):
         store.receive(parsed(state("a", [0], number=2)), 1.0)
-    with pytest.raises(ValueError, match="no report"):
+    with pytest.raises(ValueError, match="not a report"):
         store.receive({"m": "hello"}, 1.0)
     assert np.isnan(store.evidence(2.0).processes.progressed_at).all()
 
