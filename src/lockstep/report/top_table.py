@@ -29,7 +29,7 @@ def render_processes(rows: Sequence[ProcessRow], run: str = "", verdicts: Sequen
     suspects = {each.pid for verdict in verdicts for each in verdict.culprits}
     collective = any(row.communicators for row in rows)
     for heading, justify in (
-        ("process", "left"), ("pid", "right"), ("state", "left"), ("stage", "left"), ("since", "right"),
+        ("process", "left"), ("pid", "right"), ("state", "left"), ("stage", "left"), ("time", "right"),
         ("progress", "left"), *((("collectives", "left"),) if collective else ()), ("waits for", "left"),
     ):  # fmt: skip
         table.add_column(heading, justify=justify, no_wrap=heading != "waits for")
