@@ -143,8 +143,8 @@ class InterruptedRun:
         known, self.on_disk = self.on_disk | set(self.digests), self._steps_on_disk()
         with Ledger.reader(self.run) as ledger:
             durable, used, rows = ledger.collected_steps(), ledger.prompts_used(), ledger.checkpoints()
-            removed = {step for step in durable if ledger.stored(step) is None}
-            partial = len(ledger.kept(len(durable)))
+            removed = {step for step in durable if ledger.stored_step(step) is None}
+            partial = len(ledger.kept_completions(len(durable)))
         assert durable == list(range(len(durable)))
         if self.recipe == "grpo":
             assert used.items() <= prompts_used(self.reference.run).items()

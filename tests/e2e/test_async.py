@@ -76,7 +76,7 @@ def check(run: Path, bound: int) -> dict[int, dict[str, float]]:
         used = ledger.prompts_used()
         discarded: list[str] = []
         for step in steps:
-            stored = ledger.stored(step)
+            stored = ledger.stored_step(step)
             if stored is None:
                 continue
             assert len(stored.rollouts.groups) == PROMPTS
@@ -213,7 +213,7 @@ def test_conversations_run_ahead_and_resume_after_a_kill(home: Path, tmp_path: P
     assert 1 <= max(row["rollout/staleness_max"] for row in rows.values()) <= bound
     assert all(row["rollout/turns_max"] == 2 for row in rows.values())
     with Ledger.reader(run) as ledger:
-        last = [ledger.stored(step) for step in ledger.collected_steps()][-1]
+        last = [ledger.stored_step(step) for step in ledger.collected_steps()][-1]
     assert last is not None
     completions = [completion for group in last.rollouts.groups for completion in group.completions]
     masks = [completion.mask for completion in completions]

@@ -389,7 +389,7 @@ def test_a_failing_reward_function_is_named_and_the_run_resumes_once_it_is_fixed
         assert path in (run / "logs" / "controller.log").read_text()
         assert launched.has_ended(10)
         with Ledger.reader(run) as ledger:
-            assert (ledger.committed(), ledger.collected_steps()) == (0, [0]), "no zero in place of a reward"
+            assert (ledger.last_committed_step(), ledger.collected_steps()) == (0, [0]), "no zero in place of a reward"
         summary = json.loads((run / "summary.json").read_text())
         assert summary["exit_reason"].startswith("failed: RewardError: ") and summary["steps"]["done"] == 1
         arguments = ["--resume", str(run)]
@@ -496,7 +496,7 @@ def test_a_full_disk_ends_the_run_which_resumes_once_there_is_room(folder: Path,
     )
     assert launched.has_ended(10)
     with Ledger.reader(run) as ledger:
-        assert (ledger.committed(), ledger.checkpoints()) == (2, [])
+        assert (ledger.last_committed_step(), ledger.checkpoints()) == (2, [])
     assert list((run / "checkpoints").iterdir()) == []
 
     filler.unlink()

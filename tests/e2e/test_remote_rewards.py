@@ -86,7 +86,7 @@ def test_a_failing_server_is_named_and_the_run_resumes_with_another(tmp_path: Pa
     )
     assert launched.has_ended(10)
     with Ledger.reader(run) as ledger:
-        assert (ledger.committed(), ledger.collected_steps()) == (0, [0]), "no zero in place of a reward"
+        assert (ledger.last_committed_step(), ledger.collected_steps()) == (0, [0]), "no zero in place of a reward"
     with serving(lambda number, body, path: rewards(body, path)) as other:
         ids = (run / "tracking.json").read_text() if tracked else ""
         moved = [f"reward.terms.0.url={other.url}/rm", f"reward.terms.1.base_url={other.url}/v1"]

@@ -207,7 +207,8 @@ def test_completions_of_an_unfinished_step_are_kept(reference: References, tmp_p
         launched.wait_until(grown, "that completions are kept", lambda: False)
         launched.kill()
         with Ledger.reader(interrupted.run) as ledger:
-            found = {each.request: (each.tokens.tobytes(), each.logprobs.tobytes()) for each in ledger.kept(step)}
+            stored = ledger.kept_completions(step)
+            found = {each.request: (each.tokens.tobytes(), each.logprobs.tobytes()) for each in stored}
         assert kept.items() < found.items(), "more completions than before, and none changed"
         kept = found
     assert len(kept) < prompts * group

@@ -53,7 +53,7 @@ def test_a_few_steps_go_through_every_stage(tmp_path: Path) -> None:
     run = tmp_path / "runs" / "sort-grpo"
     assert summary(run)["exit_reason"] == "finished"
     with Ledger.reader(run) as ledger:
-        stored = [kept for step in range(3) if (kept := ledger.stored(step)) is not None]
+        stored = [kept for step in range(3) if (kept := ledger.stored_step(step)) is not None]
         assert stored
         for each in stored:
             versions = [group.completions[0].versions for group in each.rollouts.groups]

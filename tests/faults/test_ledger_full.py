@@ -63,45 +63,45 @@ def assert_as_before(ledger: Ledger, steps: list[int]) -> None:
 
 def test_no_room_for_a_step_file(small_disk):
     with Ledger.create(small_disk / "run", CONFIG) as ledger:
-        ledger.collected(0, make_rollouts(0))
+        ledger.record_rollouts(0, make_rollouts(0))
         ballast = fill(small_disk, 100_000)
         big = make_rollouts(1, length=5000)
         with pytest.raises(LedgerFull, match="make room; then resume the run") as caught:
-            ledger.collected(1, big)
+            ledger.record_rollouts(1, big)
         assert caught.value.path == ledger.step_path(1)
         assert caught.value.needed > 3 * 4 * 5000 * 12 and 0 <= caught.value.free <= 100_000
         assert_as_before(ledger, [0])
-        ledger.event("still", alive=True)  # small things still fit
+        ledger.record_event("still", alive=True)  # small things still fit
         ballast.unlink()
-        ledger.collected(1, big)
+        ledger.record_rollouts(1, big)
         assert_same(ledger.rollouts(1), big)
 
 
 def test_no_byte_left(small_disk):
     with Ledger.create(small_disk / "run", CONFIG) as ledger:
-        ledger.collected(0, make_rollouts(0))
+        ledger.record_rollouts(0, make_rollouts(0))
         ledger.keep(1, [make_completion("kept")])
         ballast = fill(small_disk, 0)
         long = "x" * 300_000
         for write in (
-            lambda: ledger.collected(1, make_rollouts(1)),
+            lambda: ledger.record_rollouts(1, make_rollouts(1)),
             lambda: ledger.keep(1, [make_completion("more", 5000)]),
-            lambda: ledger.event("long", text=long),
-            lambda: ledger.metrics(0, {long: 1.0}),
+            lambda: ledger.record_event("long", text=long),
+            lambda: ledger.record_metrics(0, {long: 1.0}),
             lambda: Ledger.create(small_disk / "another", CONFIG),
         ):
             with pytest.raises(LedgerFull):
                 write()
             assert_as_before(ledger, [0])
-            assert [one.request for one in ledger.kept(1)] == ["kept"]
+            assert [one.request for one in ledger.kept_completions(1)] == ["kept"]
         assert sorted(path.name for path in small_disk.iterdir()) == ["ballast", "run"]
         ballast.unlink()
         ledger.keep(1, [make_completion("more", 5000)])
-        ledger.collected(1, make_rollouts(1))
+        ledger.record_rollouts(1, make_rollouts(1))
         ledger.commit(0, {})
     with Ledger.resume(small_disk / "run") as again:
         assert_as_before(again, [0, 1])
-        assert again.committed() == 0 and again.events() == []
+        assert again.last_committed_step() == 0 and again.events() == []
 
 
 def test_every_amount_of_free_space(small_disk):
@@ -111,7 +111,7 @@ def test_every_amount_of_free_space(small_disk):
         for free_bytes in range(0, 60_000, 4096):
             ballast = fill(small_disk, free_bytes)
             try:
-                ledger.collected(step, make_rollouts(step))
+                ledger.record_rollouts(step, make_rollouts(step))
                 step += 1
             except LedgerFull:
                 refused += 1
@@ -122,29 +122,29 @@ def test_every_amount_of_free_space(small_disk):
 
 def test_the_file_size_limit(tmp_path):
     with Ledger.create(tmp_path / "run", CONFIG) as ledger:
-        ledger.collected(0, make_rollouts(0))
+        ledger.record_rollouts(0, make_rollouts(0))
         ledger.keep(1, [make_completion("kept")])
         with file_size_limit(4096):
             with pytest.raises(LedgerFull, match=r"may not write files over 4,096 bytes: raise it with `ulimit -f`"):
-                ledger.collected(1, make_rollouts(1, length=500))
+                ledger.record_rollouts(1, make_rollouts(1, length=500))
             with pytest.raises(LedgerFull, match="ulimit"):
                 ledger.keep(1, [make_completion("more", 5000)])
             with pytest.raises(LedgerFull, match="ulimit"):
-                ledger.event("long", text="x" * 300_000)
+                ledger.record_event("long", text="x" * 300_000)
             with pytest.raises(LedgerFull):
                 Ledger.create(tmp_path / "another", CONFIG)
         assert [path.name for path in tmp_path.iterdir()] == ["run"]
         assert_as_before(ledger, [0])
-        assert [one.request for one in ledger.kept(1)] == ["kept"]
-        ledger.collected(1, make_rollouts(1))
+        assert [one.request for one in ledger.kept_completions(1)] == ["kept"]
+        ledger.record_rollouts(1, make_rollouts(1))
         assert_as_before(ledger, [0, 1])
 
 
 def test_a_run_on_a_read_only_medium(small_disk):
     with Ledger.create(small_disk / "run", CONFIG) as ledger:
-        ledger.collected(0, make_rollouts(0))
+        ledger.record_rollouts(0, make_rollouts(0))
         ledger.commit(0, {})
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True, timeout=20)
     with Ledger.reader(small_disk / "run") as reader:
-        assert reader.committed() == 0
+        assert reader.last_committed_step() == 0
         assert_as_before(reader, [0])

@@ -26,23 +26,23 @@ def say(*words):
 step_file.rollouts_table(make_rollouts(0), {})  # pyarrow imports pandas at its first array
 with Ledger.resume(Path(sys.argv[1])) as ledger:
     say("generation", ledger.generation)
-    step = ledger.committed() + 1
+    step = ledger.last_committed_step() + 1
     while True:
         if ledger.rollouts(step) is None:
-            have = {one.request for one in ledger.kept(step)}
+            have = {one.request for one in ledger.kept_completions(step)}
             for k in range(4):
                 if f"{step}/{k}" not in have:
                     ledger.keep(step, [make_completion(f"{step}/{k}", 6, step * 10 + k)])
                     say("kept", step, k)
-            ledger.collected(step, make_rollouts(step), {"packing_seed": step})
+            ledger.record_rollouts(step, make_rollouts(step), {"packing_seed": step})
             say("collected", step)
-        ledger.metrics(step, {"x": step})
+        ledger.record_metrics(step, {"x": step})
         ledger.commit(step, {"loss": step})
         say("committed", step)
-        ledger.published(step + 1)
+        ledger.record_published(step + 1)
         if step % 3 == 2:
-            ledger.checkpoint(step, Path(sys.argv[1]) / "checkpoints" / str(step))
-            ledger.retain()
+            ledger.record_checkpoint(step, Path(sys.argv[1]) / "checkpoints" / str(step))
+            ledger.delete_unneeded_steps()
         step += 1
 """
 
@@ -84,7 +84,7 @@ def test_killed_at_random_moments(tmp_path):
             else:
                 kept.setdefault(step, []).append(int(numbers[1]))
         with Ledger.reader(folder) as reader:  # no writer runs: the ledger is as it was left
-            visible = reader.committed()
+            visible = reader.last_committed_step()
             assert committed <= visible <= committed + 1
         with Ledger.resume(folder) as ledger:
             generation += 1
@@ -98,18 +98,18 @@ def check(ledger: Ledger, collected: int, committed: int, kept: dict[int, list[i
     """Compare the ledger with the writer's reports; the kill may have cut off one report."""
     steps = ledger.collected_steps()
     assert steps == list(range(len(steps))) and len(steps) - 1 in (collected, collected + 1)
-    assert ledger.committed() in (committed, committed + 1) and ledger.committed() <= len(steps) - 1
-    assert ledger.published_version() <= ledger.committed() + 1
+    assert ledger.last_committed_step() in (committed, committed + 1) and ledger.last_committed_step() <= len(steps) - 1
+    assert ledger.published_version() <= ledger.last_committed_step() + 1
     newest = [row.step for row in ledger.checkpoints()]
     needed = range(newest[-2] + 1 if len(newest) > 1 else 0, len(steps))
     for step in needed:
-        stored = ledger.stored(step)
+        stored = ledger.stored_step(step)
         assert stored is not None
         assert_same(stored.rollouts, make_rollouts(step))
         assert stored.extra == {"packing_seed": step}
-    assert [row.step for row in ledger.commits()] == list(range(ledger.committed() + 1))
+    assert [row.step for row in ledger.commits()] == list(range(ledger.last_committed_step() + 1))
     assert len(ledger.prompts_used()) == 3 * len(steps)
-    partial = ledger.kept(len(steps))
+    partial = ledger.kept_completions(len(steps))
     reported = len(kept.get(len(steps), []))
     assert len(partial) in (reported, reported + 1)
     assert_same(partial, [make_completion(f"{len(steps)}/{k}", 6, len(steps) * 10 + k) for k in range(len(partial))])
@@ -118,7 +118,7 @@ def check(ledger: Ledger, collected: int, committed: int, kept: dict[int, list[i
     assert extra == [] and not {f"{step:08d}.arrow" for step in needed} - set(present)
     if len(partial) == reported + 1:
         kept.setdefault(len(steps), []).append(reported)
-    return len(steps) - 1, ledger.committed()
+    return len(steps) - 1, ledger.last_committed_step()
 
 
 def test_killed_while_the_run_is_created(tmp_path):
@@ -141,6 +141,6 @@ def test_killed_while_the_run_is_created(tmp_path):
             writer.wait(timeout=30)
         for folder in runs.glob("[!.]*") if runs.exists() else ():
             with Ledger.resume(folder) as ledger:
-                assert ledger.config() == CONFIG and ledger.committed() == -1
+                assert ledger.config() == CONFIG and ledger.last_committed_step() == -1
             complete_runs += 1
     assert complete_runs > 0

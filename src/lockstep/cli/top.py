@@ -54,7 +54,7 @@ def _describe_ended(run: Path) -> str:
     from lockstep.ledger.ledger import Ledger
 
     with Ledger.reader(run) as ledger:
-        done, steps = ledger.done(), ledger.config()["steps"]
+        done, steps = ledger.steps_done(), ledger.config()["steps"]
         reasons = [str(event.fields["reason"]) for event in ledger.events() if event.kind == "end"]
     reason = reasons[-1] if reasons else "killed before it began"
     return f"{run} has no process on this host; after {done} of {steps} steps: {reason}"

@@ -13,6 +13,7 @@ from lockstep.ledger.errors import (
     PromptUsedTwice,
     RunIsActive,
     StaleGeneration,
+    StepCollected,
     StepConflict,
     StepCorrupt,
 )
@@ -47,6 +48,7 @@ __all__ = [
     "PromptUsedTwice",
     "RunIsActive",
     "StaleGeneration",
+    "StepCollected",
     "StepConflict",
     "StepCorrupt",
     "StoredStep",

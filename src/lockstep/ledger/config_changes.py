@@ -1,11 +1,14 @@
 """Compares two configs of a run, and decides which differences would change the run's result."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from lockstep.config.errors import ConfigError
 from lockstep.config.loader import check_config
+from lockstep.ledger import json_values
+from lockstep.ledger.errors import ConfigChanged
 
 ChangeEffect = Literal["none", "bits", "result"]
 
@@ -102,6 +105,20 @@ class ConfigChange:
 
     def __str__(self) -> str:
         return f"{self.path}: {self.old!r} -> {self.new!r}{f' ({self.reason})' if self.reason else ''}"
+
+
+def allowed_changes(
+    folder: Path, old: Mapping[str, Any], new: Mapping[str, Any], accept: Collection[str]
+) -> tuple[ConfigChange, ...]:
+    """Returns the changes from the run's config to `new`. Raises ConfigChanged if one of them would change the result
+    and is not in `accept`."""
+    # `old` was read from JSON. The round trip makes equal values of `new` equal to it: tuples become lists.
+    new = json_values.loads(json_values.dumps(dict(new), "config"))
+    changes = tuple(compare_config(old, new))
+    refused = tuple(change for change in changes if change.changes_result and change.path not in accept)
+    if refused:
+        raise ConfigChanged(folder, refused)
+    return changes
 
 
 def compare_config(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[ConfigChange]:

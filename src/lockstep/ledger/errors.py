@@ -118,6 +118,14 @@ class PromptUsedTwice(LedgerError):
         self.uid, self.step, self.earlier = uid, step, earlier
 
 
+class StepCollected(LedgerError):
+    """Completions of a step were to be kept, but the step's rollouts are complete and stored."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(f"cannot keep completions of step {step}: its rollouts are stored already")
+        self.step = step
+
+
 class OutOfOrder(LedgerError):
     """A commit would skip a step, or weights were published before their commit."""
 

@@ -8,11 +8,13 @@ import yaml
 
 from lockstep.data.samples import Rollouts
 from lockstep.ledger import json_values
-from lockstep.ledger.durable_files import replace_file, sha256_file
+from lockstep.ledger.durable_files import fsync_folder, replace_file, sha256_file
 from lockstep.ledger.errors import NotARun, PromptUsedTwice, StepCorrupt
 from lockstep.ledger.sqlite_index import IndexTransaction, LedgerIndex
 
 INDEX_FILE, CONFIG_FILE = "ledger.sqlite", "config.yaml"
+REWINDING = "rewinding"
+"""Key in the index while step files are deleted in a rewind. The value is the last step that stays."""
 
 
 def check_run_folder(folder: Path) -> None:
@@ -56,6 +58,7 @@ def config_yaml(config: Mapping[str, Any]) -> bytes:
 def recover_folder(folder: Path, index: LedgerIndex) -> None:
     """Makes folder and index consistent after the process was killed: deletes unfinished files, and adds complete step
     files to the index that have no row yet. A step file with its final name is complete."""
+    finish_rewind(folder, index)
     known = {step: bool(removed) for step, removed in index.rows("SELECT step, removed FROM steps")}
     for path in sorted((folder / "steps").iterdir()):
         step = int(path.stem) if path.stem.isdigit() else None
@@ -68,6 +71,21 @@ def recover_folder(folder: Path, index: LedgerIndex) -> None:
     config_file, config = folder / CONFIG_FILE, config_yaml(dict(json_values.loads(index.meta("config"))))
     if not config_file.exists() or config_file.read_bytes() != config:
         replace_file(config_file, config)
+
+
+def finish_rewind(folder: Path, index: LedgerIndex) -> None:
+    """Deletes the files of the steps that a rewind removed from the index, if this is still to be done."""
+    pending = index.rows("SELECT value FROM meta WHERE key = ?", REWINDING)
+    if not pending:
+        return
+    last, steps = int(pending[0][0]), folder / "steps"
+    known = {row[0] for row in index.rows("SELECT step FROM steps")}
+    for path in steps.iterdir():
+        if path.stem.isdigit() and int(path.stem) > last and int(path.stem) not in known:
+            path.unlink()
+    fsync_folder(steps)
+    with index.transaction() as transaction:
+        transaction.execute("DELETE FROM meta WHERE key = ?", REWINDING)
 
 
 def _is_superseded(index: LedgerIndex, path: Path, step: int) -> bool:

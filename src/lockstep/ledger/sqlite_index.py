@@ -64,7 +64,7 @@ class StoredStep:
 
     rollouts: Rollouts
     extra: dict[str, Any]
-    """Other values that were passed to `collected` (packing seed, position in the data, ...)."""
+    """Other values that were passed to `record_rollouts` (packing seed, position in the data, ...)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -259,7 +259,7 @@ def _tiles(
     if losses and not rewards:
         tiles.append(SummaryTile("loss", format_number(losses[-1]), f"from {format_number(losses[0])}"))
     total_steps = ledger.config().get("steps")
-    tiles.append(SummaryTile("steps", f"{ledger.done():,}", f"of {total_steps:,}" if total_steps else ""))
+    tiles.append(SummaryTile("steps", f"{ledger.steps_done():,}", f"of {total_steps:,}" if total_steps else ""))
     if tokens := total_tokens(rows):
         tiles.append(SummaryTile("tokens", _short_count(tokens)))
     if seconds := sum(stage_seconds(rows).values()):

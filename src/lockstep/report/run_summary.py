@@ -22,7 +22,7 @@ def build_summary(ledger: Ledger, exit_reason: str) -> dict[str, Any]:
         "name": config.get("name", ledger.folder.name),
         "recipe": config.get("recipe"),
         "exit_reason": exit_reason,
-        "steps": {"done": ledger.done(), "wanted": config.get("steps")},
+        "steps": {"done": ledger.steps_done(), "wanted": config.get("steps")},
         **_evaluation_summary(evaluations),
         "last": rows[-1].values if rows else {},
         "tokens": total_tokens(rows),
@@ -37,7 +37,7 @@ def build_summary(ledger: Ledger, exit_reason: str) -> dict[str, Any]:
 def committed_rows(ledger: Ledger) -> tuple[list[MetricsRow], list[EvaluationRow]]:
     """Returns metrics and evaluations of committed steps, without those of steps that a resumed run has not reached
     again."""
-    done = ledger.done()
+    done = ledger.steps_done()
     rows = [row for row in ledger.metrics_rows() if row.step < done]
     return rows, [row for row in ledger.evaluations() if row.step < done]
 

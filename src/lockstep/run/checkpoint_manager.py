@@ -95,7 +95,7 @@ class CheckpointManager:
         if self._pending is None or not self.saver.saved():
             return
         (version, path, metric), self._pending = self._pending, None
-        self.ledger.checkpoint(version - 1, path, metric)
+        self.ledger.record_checkpoint(version - 1, path, metric)
         self._prune()
 
     def finish(self) -> None:
@@ -121,7 +121,7 @@ class CheckpointManager:
         pending, self._pending = self._pending, None
         if pending is not None and pending[1].is_dir():  # only a complete checkpoint has this name
             version, path, metric = pending
-            self.ledger.checkpoint(version - 1, path, metric)
+            self.ledger.record_checkpoint(version - 1, path, metric)
             self._prune()
         self._clear()
 
@@ -133,7 +133,7 @@ class CheckpointManager:
         for step in sorted(set(known) - keep):
             self.ledger.forget_checkpoint(step)
             remove_checkpoint(known[step].path)
-        self.ledger.retain()
+        self.ledger.delete_unneeded_steps()
 
     def _clear(self) -> None:
         """Deletes what a killed run left behind: incomplete checkpoints, and complete ones that are not in the ledger.

@@ -71,7 +71,7 @@ class Evaluator:
             metrics["eval/reward_mean"] = float(np.mean([group.rewards for group in groups]))
             metrics |= breakdown_metrics(groups, "eval/reward/")
         self.history[version] = metrics
-        self.ledger.evaluation(version - 1, metrics, self._samples(groups))
+        self.ledger.record_evaluation(version - 1, metrics, self._samples(groups))
         self._reported.add(version)
         self.reporter.evaluated(version, metrics)
 

@@ -65,7 +65,7 @@ def open_run(prepared: PreparedRun) -> Iterator[Run]:
     try:
         with ExitStack() as stack:
             stack.enter_context(ledger)
-            ledger.event(START_EVENT, rows=prepared.rows)
+            ledger.record_event(START_EVENT, rows=prepared.rows)
             interrupt = InterruptHandler()
             stack.enter_context(interrupt.listening())
             config, wanted = prepared.config, prepared.plan.wanted
@@ -188,7 +188,7 @@ def _report_end(run: Run, reason: str) -> None:
     reason = redact_text(reason, secret_values(os.environ))
     try:
         run.recovery.flush()
-        run.ledger.event("end", reason=reason, steps=run.ledger.done())
+        run.ledger.record_event("end", reason=reason, steps=run.ledger.steps_done())
         run.reporter.finish(reason)
     except (LedgerError, OSError) as error:
         # Not raised: if a full disk ended the run, its first error is the one to report.

@@ -164,7 +164,7 @@ class RolloutBuffer:
     def _request_round(self, step: int, prompts: Sequence[Prompt]) -> None:
         ids = [[f"{step}/{prompt.uid}/{k}" for k in range(self.group_size)] for prompt in prompts]
         wanted = {id for group in ids for id in group}
-        done = {each.request: each for each in self.ledger.kept(step) if each.request in wanted}
+        done = {each.request: each for each in self.ledger.kept_completions(step) if each.request in wanted}
         requests = [
             self.engines.request(id, step, prompt, k)
             for prompt, group in zip(prompts, ids, strict=True)

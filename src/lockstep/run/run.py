@@ -182,7 +182,7 @@ class Run:
         Submits the requests that are missing, also those of later steps up to `max_staleness`."""
         assert self.config.recipe == "grpo"
         self.rollouts.request(step)
-        stored = self.ledger.stored(step)
+        stored = self.ledger.stored_step(step)
         wanted, config = self.config.prompts_per_step, self.config.filter_groups
         if stored is None:
             return GroupFilter(step, wanted, config)
@@ -191,7 +191,7 @@ class Run:
     def collected(self, step: int, groups: GroupFilter) -> None:
         """Makes a step's scored rollouts durable, unless they come from the ledger."""
         if groups.stored is None:
-            self.ledger.collected(step, groups.rollouts, {"seed": self.seed(step), **groups.extra})
+            self.ledger.record_rollouts(step, groups.rollouts, {"seed": self.seed(step), **groups.extra})
         self._row |= rollout_metrics(groups.rollouts) | groups.metrics() | self.rollouts.metrics(step)
 
     def commit(self, step: int, stats: Sequence[Mapping[str, float]]) -> None:

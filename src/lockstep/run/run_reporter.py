@@ -165,7 +165,7 @@ class RunReporter:
         row["tokens/total"] = self._tokens
         if row["time/step_s"] > 0:
             row["throughput/tokens_per_s"] = tokens / row["time/step_s"]
-        self.ledger.metrics(step, row)
+        self.ledger.record_metrics(step, row)
         if self._sinks is not None:
             self._sinks.write(step, row)
         self.console.step(step, row)
@@ -174,13 +174,13 @@ class RunReporter:
         """Adds the time of a step that was trained again after a fault; its metrics were reported before."""
         seconds = self.stages.take()
         recovery = seconds.pop("recovery", 0.0)
-        self.ledger.metrics(step, {"time/recovery_s": recovery, "time/again_s": sum(seconds.values())})
+        self.ledger.record_metrics(step, {"time/recovery_s": recovery, "time/again_s": sum(seconds.values())})
 
     def boundary_ends(self, version: int) -> None:
         """Adds the time of evaluation and checkpoint to the step before them, if this attempt did that step."""
         seconds = {f"time/{name}_s": value for name, value in self.stages.take().items()}
         if version > self._start and seconds:
-            self.ledger.metrics(version - 1, seconds)
+            self.ledger.record_metrics(version - 1, seconds)
 
     def evaluated(self, version: int, metrics: Mapping[str, float]) -> None:
         if self._sinks is not None:

@@ -229,7 +229,7 @@ class WeightPublisher:
 
         self._transfer(version, write)
         self.engines.load_weights(self.delivery, version, received)
-        self.ledger.published(version)
+        self.ledger.record_published(version)
         self.published = version
         self.delivery.delete_former_stores()
 

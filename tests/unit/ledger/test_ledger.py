@@ -26,6 +26,7 @@ from lockstep.ledger import (
     PromptUsedTwice,
     RunIsActive,
     StaleGeneration,
+    StepCollected,
     StepConflict,
     StepCorrupt,
     step_file,
@@ -42,13 +43,13 @@ def test_a_new_run(ledger, folder):
     assert ledger.config() == CONFIG
     assert yaml.safe_load((folder / "config.yaml").read_text()) == CONFIG
     assert {path.name for path in folder.iterdir() if path.is_dir()} == {"steps", "checkpoints", "logs"}
-    assert ledger.committed() == -1 and ledger.published_version() == -1
+    assert ledger.last_committed_step() == -1 and ledger.published_version() == -1
     assert ledger.newest_checkpoint() is None and ledger.rollouts(0) is None
     assert [path.name for path in folder.parent.iterdir()] == ["sort"]
 
 
 def test_a_folder_that_exists_is_not_touched(ledger, folder):
-    ledger.collected(0, make_rollouts(0))
+    ledger.record_rollouts(0, make_rollouts(0))
     before = tree(folder)
     with pytest.raises(FolderExists, match=r"already holds a run: resume it \(--resume .*sort\), choose another name"):
         Ledger.create(folder, CONFIG)
@@ -79,11 +80,11 @@ def test_folders_that_are_not_runs(folder, tmp_path):
 
 def test_rollouts_survive_exactly(ledger, folder):
     given = make_rollouts(0)
-    ledger.collected(0, given, {"packing_seed": 5, "position": [0, 3]})
+    ledger.record_rollouts(0, given, {"packing_seed": 5, "position": [0, 3]})
     ledger.close()
     with Ledger.resume(folder) as again:
         assert again.generation == 2
-        stored = again.stored(0)
+        stored = again.stored_step(0)
         assert_same(stored.rollouts, given)
         assert stored.extra == {"packing_seed": 5, "position": [0, 3]}
         assert again.collected_steps() == [0]
@@ -91,14 +92,14 @@ def test_rollouts_survive_exactly(ledger, folder):
 
 
 def test_the_same_rollouts_can_be_collected_again(ledger):
-    ledger.collected(0, make_rollouts(0))
+    ledger.record_rollouts(0, make_rollouts(0))
     before = ledger.step_path(0).stat()
-    ledger.collected(0, make_rollouts(0))
+    ledger.record_rollouts(0, make_rollouts(0))
     assert ledger.step_path(0).stat().st_mtime_ns == before.st_mtime_ns
     other = make_rollouts(0)
     other.groups[0].rewards[0] += 1
     with pytest.raises(StepConflict, match="train on the stored ones"):
-        ledger.collected(0, other)
+        ledger.record_rollouts(0, other)
     assert_same(ledger.rollouts(0), make_rollouts(0))
     assert len(list(ledger.step_path(0).parent.iterdir())) == 1
 
@@ -118,27 +119,27 @@ def test_interrupted_around_the_commit(ledger, monkeypatch, committed):
 
     monkeypatch.setattr(LedgerIndex, "transaction", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        ledger.collected(0, make_rollouts(0))
+        ledger.record_rollouts(0, make_rollouts(0))
     monkeypatch.undo()
     assert ledger.collected_steps() == ([0] if committed else [])
     assert ledger.step_path(0).exists() == committed
-    ledger.collected(0, make_rollouts(0))
+    ledger.record_rollouts(0, make_rollouts(0))
     assert_same(ledger.rollouts(0), make_rollouts(0))
 
 
 def test_a_prompt_is_used_once(ledger):
-    ledger.collected(0, make_rollouts(0))
+    ledger.record_rollouts(0, make_rollouts(0))
     again = make_rollouts(1)
     again.groups[2].prompt.uid = "0:1"
     with pytest.raises(PromptUsedTwice, match="'0:1' of step 1 was already used by step 0"):
-        ledger.collected(1, again)
+        ledger.record_rollouts(1, again)
     assert ledger.collected_steps() == [0] and not ledger.step_path(1).exists()
-    ledger.collected(1, make_rollouts(1))
+    ledger.record_rollouts(1, make_rollouts(1))
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
 def test_a_damaged_step_file_is_reported_and_repaired(ledger, damage):
-    ledger.collected(0, make_rollouts(0))
+    ledger.record_rollouts(0, make_rollouts(0))
     path = ledger.step_path(0)
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
@@ -148,10 +149,10 @@ def test_a_damaged_step_file_is_reported_and_repaired(ledger, damage):
         path.write_bytes(data if damage == "flip" else data[:100])
     with pytest.raises(StepCorrupt, match=r"rewind\(-1\)"):
         ledger.rollouts(0)
-    ledger.checkpoint(0, ledger.folder / "checkpoints" / "0")
+    ledger.record_checkpoint(0, ledger.folder / "checkpoints" / "0")
     with pytest.raises(StepCorrupt, match="not needed to resume: checkpoint 0 is later"):
         ledger.rollouts(0)
-    ledger.collected(0, make_rollouts(0))
+    ledger.record_rollouts(0, make_rollouts(0))
     assert_same(ledger.rollouts(0), make_rollouts(0))
 
 
@@ -160,18 +161,18 @@ def test_partial_results(ledger, folder):
     ledger.keep(0, ones[:2])
     ledger.keep(0, [])
     ledger.keep(0, ones[2:])
-    assert_same(ledger.kept(0), ones)
-    assert ledger.kept(1) == []
+    assert_same(ledger.kept_completions(0), ones)
+    assert ledger.kept_completions(1) == []
     longer = make_completion("r1", 9, 77)
     ledger.keep(0, [longer])
-    assert_same(ledger.kept(0), [ones[0], longer, *ones[2:]])  # of one request the latest
+    assert_same(ledger.kept_completions(0), [ones[0], longer, *ones[2:]])  # of one request the latest
     ledger.close()
     with Ledger.resume(folder) as again:
         again.keep(0, [make_completion("r9")])
-        assert [one.request for one in again.kept(0)] == ["r0", "r1", "r2", "r3", "r4", "r9"]
-        again.collected(0, make_rollouts(0))
-        assert again.kept(0) == [] and not list((folder / "steps").glob("*.partial"))
-        with pytest.raises(OutOfOrder):
+        assert [one.request for one in again.kept_completions(0)] == ["r0", "r1", "r2", "r3", "r4", "r9"]
+        again.record_rollouts(0, make_rollouts(0))
+        assert again.kept_completions(0) == [] and not list((folder / "steps").glob("*.partial"))
+        with pytest.raises(StepCollected, match="step 0: its rollouts are stored already"):
             again.keep(0, ones)
 
 
@@ -181,7 +182,7 @@ def test_conversations_are_kept_with_mask_and_messages(ledger):
     one.episode = Episode([{"role": "tool", "content": "4"}], [0.5, 1.0], "answer", {"calls": 1.0})
     plain = make_completion("r1")
     ledger.keep(0, [one, plain])
-    assert_same(ledger.kept(0), [one, plain])
+    assert_same(ledger.kept_completions(0), [one, plain])
 
 
 def test_partial_records_of_earlier_versions_without_conversations_are_read(ledger, folder):
@@ -193,7 +194,7 @@ def test_partial_records_of_earlier_versions_without_conversations_are_read(ledg
     assert record[6:] == [None, None]
     payload = msgspec.msgpack.encode(record[:6])
     path.write_bytes(struct.pack("<4sII", b"LKP1", len(payload), zlib.crc32(payload)) + payload)
-    assert_same(ledger.kept(0), [one])
+    assert_same(ledger.kept_completions(0), [one])
 
 
 def test_a_torn_tail_of_partial_results_is_dropped_at_every_length(ledger, folder):
@@ -208,11 +209,11 @@ def test_a_torn_tail_of_partial_results_is_dropped_at_every_length(ledger, folde
     for length in range(len(data)):
         path.write_bytes(data[:length])
         with Ledger.reader(folder) as reader:
-            assert_same(reader.kept(0), ones[: sum(end <= length for end in ends)])
+            assert_same(reader.kept_completions(0), ones[: sum(end <= length for end in ends)])
     path.write_bytes(data[: ends[1] + 7] + b"\0" * 40)  # as after a power cut
     with Ledger.resume(folder) as again:
         again.keep(0, [ones[2]])
-        assert_same(again.kept(0), ones)
+        assert_same(again.kept_completions(0), ones)
 
 
 def test_commits_and_publishes_in_order(ledger):
@@ -220,28 +221,28 @@ def test_commits_and_publishes_in_order(ledger):
     with pytest.raises(OutOfOrder, match="commit of step 2 is out of order: at most 1"):
         ledger.commit(2, {})
     with pytest.raises(OutOfOrder, match="publish of version 2"):
-        ledger.published(2)
-    ledger.published(1)
+        ledger.record_published(2)
+    ledger.record_published(1)
     ledger.commit(1, {"loss": np.float32(0.25)})
     ledger.commit(0, {"loss": 0.75})  # trained again after a restart
-    assert ledger.committed() == 1 and ledger.published_version() == 1
+    assert ledger.last_committed_step() == 1 and ledger.published_version() == 1
     assert [(row.step, row.stats) for row in ledger.commits()] == [(0, {"loss": 0.75}), (1, {"loss": 0.25})]
 
 
 def test_checkpoints_and_retention(ledger, folder):
     for step in range(6):
-        ledger.collected(step, make_rollouts(step, groups=1, size=1))
+        ledger.record_rollouts(step, make_rollouts(step, groups=1, size=1))
         ledger.commit(step, {})
-    ledger.checkpoint(-1, folder / "checkpoints" / "initial")
-    assert ledger.retain() == []  # one checkpoint alone may turn out to be unreadable
-    ledger.checkpoint(2, folder / "checkpoints" / "2", metric=0.5)
-    assert ledger.retain() == []
-    ledger.checkpoint(4, Path("/elsewhere/4"))
-    assert ledger.retain() == [0, 1, 2]
+    ledger.record_checkpoint(-1, folder / "checkpoints" / "initial")
+    assert ledger.delete_unneeded_steps() == []  # one checkpoint alone may turn out to be unreadable
+    ledger.record_checkpoint(2, folder / "checkpoints" / "2", metric=0.5)
+    assert ledger.delete_unneeded_steps() == []
+    ledger.record_checkpoint(4, Path("/elsewhere/4"))
+    assert ledger.delete_unneeded_steps() == [0, 1, 2]
     assert sorted(path.stem for path in (folder / "steps").iterdir()) == ["00000003", "00000004", "00000005"]
     assert ledger.rollouts(1) is None and ledger.rollouts(3) is not None
     assert ledger.collected_steps() == list(range(6))
-    ledger.collected(1, make_rollouts(1, groups=1, size=1))  # let go of: stays so
+    ledger.record_rollouts(1, make_rollouts(1, groups=1, size=1))  # let go of: stays so
     assert ledger.rollouts(1) is None
     rows = ledger.checkpoints()
     assert [(row.step, row.path, row.metric) for row in rows] == [
@@ -254,7 +255,7 @@ def test_checkpoints_and_retention(ledger, folder):
 
 
 def test_a_moved_run_finds_its_checkpoints(ledger, folder):
-    ledger.checkpoint(0, folder / "checkpoints" / "0")
+    ledger.record_checkpoint(0, folder / "checkpoints" / "0")
     ledger.close()
     moved = folder.parent.parent / "archive"
     folder.rename(moved)
@@ -264,35 +265,58 @@ def test_a_moved_run_finds_its_checkpoints(ledger, folder):
 
 def test_evaluations_metrics_events(ledger):
     sample = EvaluationSample("sort 2 1", "1 2", "1 2", 1.0, {"exact_match": 1.0}, "0:1", "stop")
-    ledger.evaluation(-1, {"eval/exact_match": np.float64(0.25)}, [sample])
-    ledger.evaluation(5, {"eval/exact_match": 0.75})
+    ledger.record_evaluation(-1, {"eval/exact_match": np.float64(0.25)}, [sample])
+    ledger.record_evaluation(5, {"eval/exact_match": 0.75})
     first, second = ledger.evaluations()
     assert (first.step, first.metrics, first.samples) == (-1, {"eval/exact_match": 0.25}, [sample])
     assert second.samples == []
-    ledger.metrics(0, {"reward/mean": 0.5, "policy/loss": np.float32(2)})
-    ledger.metrics(0, {"reward/mean": 0.75})
-    ledger.metrics(1, {"reward/mean": float("nan")})
+    ledger.record_metrics(0, {"reward/mean": 0.5, "policy/loss": np.float32(2)})
+    ledger.record_metrics(0, {"reward/mean": 0.75})
+    ledger.record_metrics(1, {"reward/mean": float("nan")})
     assert ledger.metrics_rows()[0].values == {"reward/mean": 0.75, "policy/loss": 2.0}
     assert [row.step for row in ledger.metrics_rows(after=0)] == [1]
-    ledger.event("restarted", role="engine", rank=1)
+    ledger.record_event("restarted", role="engine", rank=1)
     (event,) = ledger.events()
     assert (event.kind, event.fields, event.generation) == ("restarted", {"role": "engine", "rank": 1}, 1)
 
 
 def test_rewind(ledger, folder):
     for step in range(4):
-        ledger.collected(step, make_rollouts(step))
+        ledger.record_rollouts(step, make_rollouts(step))
         ledger.commit(step, {})
-        ledger.metrics(step, {"x": step})
-        ledger.published(step + 1)
+        ledger.record_metrics(step, {"x": step})
+        ledger.record_published(step + 1)
     ledger.keep(4, [make_completion("r")])
-    ledger.checkpoint(1, folder / "a")
-    ledger.checkpoint(3, folder / "b")
+    ledger.record_checkpoint(1, folder / "a")
+    ledger.record_checkpoint(3, folder / "b")
     ledger.rewind(1)
-    assert ledger.committed() == 1 and ledger.collected_steps() == [0, 1] and ledger.published_version() == 2
+    assert ledger.last_committed_step() == 1 and ledger.collected_steps() == [0, 1] and ledger.published_version() == 2
     assert ledger.newest_checkpoint().step == 1 and len(ledger.metrics_rows()) == 2
     assert sorted(path.name for path in (folder / "steps").iterdir()) == ["00000000.arrow", "00000001.arrow"]
-    ledger.collected(2, make_rollouts(2, size=2))  # generated anew, with other content
+    ledger.record_rollouts(2, make_rollouts(2, size=2))  # generated anew, with other content
+
+
+@pytest.mark.parametrize("interrupted", ["unlink", "fsync_folder"])
+def test_an_interrupted_rewind_is_finished_when_the_run_is_resumed(ledger, folder, monkeypatch, interrupted):
+    for step in range(3):
+        ledger.record_rollouts(step, make_rollouts(step))
+    ledger.keep(3, [make_completion("r")])
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "unlink", interrupt) if interrupted == "unlink" else patch.setattr(
+            "lockstep.ledger.run_folder.fsync_folder", interrupt
+        )
+        ledger.rewind(0)
+    ledger.close()
+    with Ledger.resume(folder) as again:
+        assert again.collected_steps() == [0] and again.rollouts(0) is not None and again.rollouts(1) is None
+        assert [path.name for path in (folder / "steps").iterdir()] == ["00000000.arrow"]
+        again.record_rollouts(1, make_rollouts(1, size=2))  # other content
+    with Ledger.resume(folder) as again:
+        assert again.collected_steps() == [0, 1], "the rewind is over"
 
 
 def test_one_process_per_run(ledger, folder):
@@ -302,26 +326,26 @@ def test_one_process_per_run(ledger, folder):
     with pytest.raises(RunIsActive) as caught:
         Ledger.resume(folder)
     assert caught.value.pid == os.getpid()
-    ledger.event("still mine")
+    ledger.record_event("still mine")
 
 
 def test_a_stale_generation_writes_nothing(ledger, folder):
-    ledger.collected(0, make_rollouts(0))
+    ledger.record_rollouts(0, make_rollouts(0))
     ledger.keep(1, [make_completion("mine")])
     with Ledger.resume(folder, takeover=True) as newer:
         newer.keep(1, [make_completion("theirs")])
         before = tree(folder)
         writes = [
             lambda: ledger.keep(1, [make_completion("late")]),
-            lambda: ledger.collected(1, make_rollouts(1)),
+            lambda: ledger.record_rollouts(1, make_rollouts(1)),
             lambda: ledger.commit(0, {}),
-            lambda: ledger.published(1),
-            lambda: ledger.checkpoint(0, folder / "x"),
+            lambda: ledger.record_published(1),
+            lambda: ledger.record_checkpoint(0, folder / "x"),
             lambda: ledger.forget_checkpoint(0),
             lambda: ledger.rewind(-1),
-            lambda: ledger.evaluation(0, {}),
-            lambda: ledger.metrics(0, {}),
-            lambda: ledger.event("late"),
+            lambda: ledger.record_evaluation(0, {}),
+            lambda: ledger.record_metrics(0, {}),
+            lambda: ledger.record_event("late"),
         ]
         for write in writes:
             with pytest.raises(
@@ -330,7 +354,7 @@ def test_a_stale_generation_writes_nothing(ledger, folder):
                 write()
         after = tree(folder)
         assert {name for name in before if before[name] != after.get(name)} <= {"ledger.sqlite-shm"}
-        assert [one.request for one in newer.kept(1)] == ["mine", "theirs"]
+        assert [one.request for one in newer.kept_completions(1)] == ["mine", "theirs"]
 
 
 def _read_along(folder: str, results) -> None:
@@ -338,12 +362,12 @@ def _read_along(folder: str, results) -> None:
     seen, looks = -1, 0
     with Ledger.reader(Path(folder)) as reader:
         while seen < 39:
-            committed, collected = reader.committed(), reader.collected_steps()
+            committed, collected = reader.last_committed_step(), reader.collected_steps()
             assert committed >= seen and collected == list(range(len(collected))) and len(collected) > committed
             seen, looks = committed, looks + 1
             if committed >= 0:
                 assert reader.rollouts(committed).step == committed
-            reader.kept(committed + 1)
+            reader.kept_completions(committed + 1)
             reader.metrics_rows()
     results.put(looks)
 
@@ -361,8 +385,8 @@ def test_a_reader_during_writes(folder, journal, monkeypatch):
         process.start()
         for step in range(40):
             ledger.keep(step, [make_completion("r")])
-            ledger.collected(step, make_rollouts(step, groups=1))
-            ledger.metrics(step, {"x": step})
+            ledger.record_rollouts(step, make_rollouts(step, groups=1))
+            ledger.record_metrics(step, {"x": step})
             ledger.commit(step, {})
         process.join(timeout=60)
         assert process.exitcode == 0 and results.get(timeout=5) > 0
@@ -383,7 +407,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 def test_a_reader_rolls_back_the_transaction_of_a_killed_writer(folder):
     with Ledger.create(folder, CONFIG) as writer:
-        writer.collected(0, make_rollouts(0))
+        writer.record_rollouts(0, make_rollouts(0))
     killed = subprocess.run([sys.executable, "-c", _KILLED_IN_A_WRITE, str(folder / "ledger.sqlite")], check=False)
     assert killed.returncode == -9 and (folder / "ledger.sqlite-journal").stat().st_size > 0
     with Ledger.reader(folder) as reader:
@@ -393,7 +417,7 @@ def test_a_reader_rolls_back_the_transaction_of_a_killed_writer(folder):
 
 def test_a_reader_cannot_write(ledger, folder):
     with Ledger.reader(folder) as reader, pytest.raises(Exception, match="readonly"):
-        reader.event("x")
+        reader.record_event("x")
 
 
 def test_resume_with_another_config(ledger, folder):
@@ -421,7 +445,7 @@ def test_resume_with_another_config(ledger, folder):
 
 
 def test_unfinished_files_of_a_killed_process_are_deleted(ledger, folder):
-    ledger.collected(0, make_rollouts(0))
+    ledger.record_rollouts(0, make_rollouts(0))
     ledger.keep(1, [make_completion("r")])
     ledger.close()
     steps = folder / "steps"
@@ -438,7 +462,7 @@ def test_unfinished_files_of_a_killed_process_are_deleted(ledger, folder):
         assert yaml.safe_load((folder / "config.yaml").read_text()) == again.config()
         assert again.collected_steps() == [0, 1]
         assert_same(again.rollouts(1), make_rollouts(1))
-        assert again.stored(1).extra == {"a": 1}
+        assert again.stored_step(1).extra == {"a": 1}
         assert again.events()[-1].kind == "step_rejected"
     names = sorted(path.name for path in steps.iterdir())
     assert names == ["00000000.arrow", "00000001.arrow", "00000002.rejected"]

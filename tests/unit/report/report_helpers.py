@@ -74,14 +74,14 @@ def make_run(folder: Path, steps: int = 120, config: dict | None = None) -> Ledg
     """Returns an open ledger with the metrics, evaluations and events of a run of `steps` steps."""
     chance = random.Random(0)
     ledger = Ledger.create(folder, config or CONFIG)
-    ledger.event("started", ranks=2, engines=1)
-    ledger.evaluation(-1, {"eval/exact_match": 0.531, "eval/length_mean": 11.4}, samples(0))
+    ledger.record_event("started", ranks=2, engines=1)
+    ledger.record_evaluation(-1, {"eval/exact_match": 0.531, "eval/length_mean": 11.4}, samples(0))
     for step in range(steps):
-        ledger.metrics(step, metrics_at(step, chance))
+        ledger.record_metrics(step, metrics_at(step, chance))
         ledger.commit(step, {})
         if step % 20 == 19:
             exact = 0.53 + 0.46 / (1 + math.exp(-(step - 35) / 12))
-            ledger.evaluation(step, {"eval/exact_match": exact, "eval/length_mean": 9.6}, samples(step))
-            ledger.checkpoint(step, folder / "checkpoints" / f"{step + 1:08d}", exact)
-            ledger.event("checkpoint", step=step + 1, path=f"checkpoints/{step + 1:08d}")
+            ledger.record_evaluation(step, {"eval/exact_match": exact, "eval/length_mean": 9.6}, samples(step))
+            ledger.record_checkpoint(step, folder / "checkpoints" / f"{step + 1:08d}", exact)
+            ledger.record_event("checkpoint", step=step + 1, path=f"checkpoints/{step + 1:08d}")
     return ledger

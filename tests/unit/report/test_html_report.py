@@ -91,9 +91,9 @@ def test_everything_is_escaped(tmp_path):
     config = {**CONFIG, "name": "run", "model": {"path": EVIL.replace("\ud800", "")}}
     with Ledger.create(tmp_path / "run", config) as ledger:
         sample = EvaluationSample(EVIL, EVIL, EVIL, 1.0, {EVIL: 1.0}, EVIL, EVIL)
-        ledger.evaluation(-1, {"eval/exact_match": 1.0, f"eval/{EVIL}": 1.0}, [sample])
-        ledger.metrics(0, {f"reward/{EVIL}": 1.0, EVIL: 2.0, "time/<blink>x</blink>_s": 1.0})
-        ledger.event("<script>", why=EVIL)
+        ledger.record_evaluation(-1, {"eval/exact_match": 1.0, f"eval/{EVIL}": 1.0}, [sample])
+        ledger.record_metrics(0, {f"reward/{EVIL}": 1.0, EVIL: 2.0, "time/<blink>x</blink>_s": 1.0})
+        ledger.record_event("<script>", why=EVIL)
         text = write_report(ledger, "failed: <script>alert(2)</script>").read_text()
     parsed = Page(text)
     assert parsed.open == [] and not {"script", "img", "blink"} & set(parsed.tags)
@@ -121,8 +121,8 @@ def test_incidents_are_listed_and_marked_on_the_charts(tmp_path):
         "incident": "/elsewhere/runs/x/incidents/20261121-231502-absent-policy-1",
     }  # fmt: skip
     assert "Incidents" not in render_html(ledger) and "var(--warn)" not in "".join(drawings(render_html(ledger)))
-    ledger.event("stall", **stall)
-    ledger.event(
+    ledger.record_event("stall", **stall)
+    ledger.record_event(
         "recovery", action="gave up", at=at + 2, worker="engine-0", what="died (SIGKILL)", reason="5 are spent"
     )
     folder = ledger.folder / "incidents" / "20261121-231502-absent-policy-1"
@@ -184,6 +184,6 @@ def test_conversations_are_shown_turn_by_turn(tmp_path):
         {"role": "assistant", "content": "so 2"},
     ]
     with make_run(tmp_path / "run", steps=1) as ledger:
-        ledger.evaluation(0, {}, [EvaluationSample("1+1", "so 2", messages=said)])
+        ledger.record_evaluation(0, {}, [EvaluationSample("1+1", "so 2", messages=said)])
         text = " ".join(Page(render_html(ledger)).text)
     assert "<calc>1+1</calc>" in text and "tool calculator" in text and "two" in text

@@ -193,10 +193,10 @@ def test_the_summary_of_a_resumed_run_covers_this_attempt(tmp_path):
     with Ledger.create(folder, {"name": "x", "steps": 9}) as ledger:
         for step in range(5):
             ledger.commit(step, {})
-            ledger.metrics(step, {"tokens/total": 10.0 * (step + 1)})
-        ledger.checkpoint(1, folder / "checkpoints" / "00000002")
+            ledger.record_metrics(step, {"tokens/total": 10.0 * (step + 1)})
+        ledger.record_checkpoint(1, folder / "checkpoints" / "00000002")
         for version, exact in ((0, 0.1), (2, 0.2), (4, 0.9)):
-            ledger.evaluation(version - 1, {"eval/exact_match": exact})
+            ledger.record_evaluation(version - 1, {"eval/exact_match": exact})
         assert build_summary(ledger, "")["steps"]["done"] == 5
     with Ledger.resume(folder) as ledger:
         assert build_summary(ledger, "")["steps"]["done"] == 2, "nothing is done again yet"

@@ -164,7 +164,7 @@ def test_an_attempt_does_not_heal_another() -> None:
 
 def test_the_summary_contains_the_incidents(tmp_path: Path) -> None:
     with Ledger.create(tmp_path / "run", {"name": "run", "steps": 1}) as ledger:
-        ledger.event(
+        ledger.record_event(
             "recovery", **recovery_event(10.5, "restarted", "engine-0", seconds=0.5, requests=7, **DIED).fields
         )
         (found,) = json.loads(json.dumps(build_summary(ledger, "finished")))["incidents"]
@@ -182,7 +182,7 @@ def test_the_time_between_attempts_is_left_out() -> None:
 
 def test_positions_on_the_charts(tmp_path: Path) -> None:
     with Ledger.create(tmp_path / "run", {"name": "run", "steps": 9}) as ledger:
-        ledger.event("start")
+        ledger.record_event("start")
         for step in range(3):
             ledger.commit(step, {})
         at = [row.at for row in ledger.commits()]

@@ -30,7 +30,7 @@ def evaluator(ledger: Ledger) -> Any:
 
 
 def test_an_evaluation_of_an_earlier_attempt_is_reported_again_and_not_repeated(ledger: Ledger) -> None:
-    ledger.evaluation(3, {EXACT_MATCH: 0.5})
+    ledger.record_evaluation(3, {EXACT_MATCH: 0.5})
     resumed = evaluator(ledger)
     assert not resumed.due(4, last=False)
     for version in (3, 4, 5):
@@ -41,7 +41,7 @@ def test_an_evaluation_of_an_earlier_attempt_is_reported_again_and_not_repeated(
 def test_the_best_version_is_that_of_the_highest_reward(ledger: Ledger) -> None:
     """Answers that are reasoned never match exactly: the reward tells them apart all the same."""
     for version, reward in ((0, 0.1), (2, 0.6), (4, 0.4), (6, 0.7)):
-        ledger.evaluation(version - 1, {EXACT_MATCH: 0.0, "eval/reward_mean": reward})
+        ledger.record_evaluation(version - 1, {EXACT_MATCH: 0.0, "eval/reward_mean": reward})
     found = evaluator(ledger)
     assert [version for version in (0, 2, 4, 6) if found.improved(version)] == [0, 2, 6]
     assert not found.improved(3)
@@ -49,6 +49,6 @@ def test_the_best_version_is_that_of_the_highest_reward(ledger: Ledger) -> None:
 
 def test_without_a_reward_exact_match_decides(ledger: Ledger) -> None:
     for version, exact in ((0, 0.2), (2, 0.2), (4, 0.3)):
-        ledger.evaluation(version - 1, {EXACT_MATCH: exact})
+        ledger.record_evaluation(version - 1, {EXACT_MATCH: exact})
     found = evaluator(ledger)
     assert [version for version in (0, 2, 4) if found.improved(version)] == [0, 4]

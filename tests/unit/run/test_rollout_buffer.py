@@ -52,18 +52,18 @@ def take(made: RolloutBuffer, step: int, count: int = 2) -> Rollouts:
 def collect(ledger: Ledger, rollouts: Rollouts) -> None:
     for group in rollouts.groups:
         group.rewards = np.zeros(len(group.completions), np.float32)
-    ledger.collected(rollouts.step, rollouts)
+    ledger.record_rollouts(rollouts.step, rollouts)
 
 
 def test_slow_completions_are_durable_before_they_are_scored(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "PERSIST_INTERVAL_S", 0.2)
     take(buffer(ledger, Engine(all_s=0.1)), 0)
-    assert ledger.kept(0) == [], "a quick step is not worth a write"
+    assert ledger.kept_completions(0) == [], "a quick step is not worth a write"
 
     # The second half comes so soon after the first that it is not due for a write by itself.
     slow = Engine(half_s=0.3, all_s=0.55)
     take(buffer(ledger, slow), 1)
-    assert {found.request for found in ledger.kept(1)} == set(slow.asked)
+    assert {found.request for found in ledger.kept_completions(1)} == set(slow.asked)
 
     again = Engine()
     made = buffer(ledger, again)
@@ -91,7 +91,7 @@ def test_completions_of_later_steps_are_kept_and_not_generated_again(
 ) -> None:
     monkeypatch.setattr(room, "PERSIST_INTERVAL_S", 0.0)
     collect(ledger, take(buffer(ledger, Engine(), ahead=1), 0))
-    assert len(ledger.kept(1)) == 4
+    assert len(ledger.kept_completions(1)) == 4
     engine = Engine()
     made = buffer(ledger, engine, ahead=1)  # after a kill
     collect(ledger, take(made, 1))

@@ -34,7 +34,7 @@ def test_a_repeated_step_is_not_written_again(tmp_path: Path) -> None:
         config = check_config(values, "test")
         recovery = RecoveryManager(config.recovery, ledger)
         run = Run(config, ledger.folder, ledger, roles, None, InterruptHandler(), 0, RecoveryContext(recovery, None))  # type: ignore[arg-type]
-        ledger.collected(0, rollouts(0), {"written by": "an older version"})
+        ledger.record_rollouts(0, rollouts(0), {"written by": "an older version"})
         before = ledger.step_path(0).read_bytes()
         stored = run.groups(0)
         assert stored.missing == 0

@@ -24,9 +24,9 @@ def make_reporter(folder: Path, ledger: Ledger) -> RunReporter:
 
 def test_a_resumed_run_continues_counts_and_keeps_earlier_times(tmp_path: Path) -> None:
     with Ledger.create(tmp_path / "run", {"name": "x"}) as ledger:
-        ledger.metrics(0, {"tokens/total": 10.0})
-        ledger.metrics(1, {"tokens/total": 30.0, "time/checkpoint_s": 5.0})
-        ledger.metrics(2, {"tokens/total": 60.0})  # after the checkpoint from which the run resumes
+        ledger.record_metrics(0, {"tokens/total": 10.0})
+        ledger.record_metrics(1, {"tokens/total": 30.0, "time/checkpoint_s": 5.0})
+        ledger.record_metrics(2, {"tokens/total": 60.0})  # after the checkpoint from which the run resumes
         resumed = make_reporter(ledger.folder, ledger)
         resumed.begin(2)
         with resumed.stage("checkpoint"):

@@ -100,7 +100,7 @@ class RecoveryManager:
     def flush(self) -> None:
         """Writes the events into the ledger. Only the run's thread may call it: no other thread may write there."""
         while not self._events.empty():
-            self._ledger.event(RECOVERY_EVENT, **self._events.get_nowait())
+            self._ledger.record_event(RECOVERY_EVENT, **self._events.get_nowait())
 
     def listen(self, verdicts: VerdictSource, kill: Callable[[str], bool]) -> None:
         """Makes confirmed verdicts kill their culprits, so that recovery restarts these.

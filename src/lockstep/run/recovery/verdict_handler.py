@@ -71,7 +71,7 @@ class VerdictHandler:
         """Writes the events into the ledger. Only the run's thread may call it: no other thread may write there."""
         while not self._events.empty():
             event = self._events.get_nowait()
-            self._ledger.event(
+            self._ledger.record_event(
                 STALL_EVENT, number=event.number, change=event.change, level=event.level, verdict=event.verdict["kind"],
                 cause=event.verdict["class"], who=list(event.who), text=event.headline,
                 since_s=round(event.since_s, 3), said_at=event.wall, waited_s=seconds_waited(event),

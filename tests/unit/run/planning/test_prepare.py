@@ -32,7 +32,7 @@ def test_a_run_is_not_resumed_with_another_number_of_rows(tmp_path: Path) -> Non
     fresh = prepare_run(config, None)
     assert fresh.rows == 20
     with Ledger.create(fresh.folder, config.model_dump(mode="json")) as ledger:
-        ledger.event(START_EVENT, rows=fresh.rows)
+        ledger.record_event(START_EVENT, rows=fresh.rows)
     assert prepare_run(None, fresh.folder).rows == 20
     for rows in (19, 21):
         write(data, rows)
