@@ -4,7 +4,7 @@
     python -m benchmarks.resume --load-s 20      with a reward function whose module takes 20 s to import
 
 Measured from the command `lockstep train --resume` (and from the moment at which it claims the run) until the first
-step is committed. With `cluster.orphan_grace_s` engine, scorer and the template of the trainer ranks go on; without,
+step is committed. With `cluster.orphan_grace_s` engine, scorer and the fork server of the trainer ranks go on; without,
 all are started again. The module that sleeps stands for a model that a reward function loads.
 """
 

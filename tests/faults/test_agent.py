@@ -328,7 +328,7 @@ def test_shutdown_kills_stopped_workers_and_those_that_ignore_sigterm(folder: Pa
     here.up("stopped")
     here.up("stubborn")
     everybody = psutil.Process(client.address.pid).children(recursive=True)
-    assert len(everybody) >= 5  # two workers, one's child in a session of its own, two templates
+    assert len(everybody) >= 5  # two workers, one's child in a session of its own, two fork servers
     client.kill("stopped", signal.SIGSTOP)
     started = time.monotonic()
     assert client.shut_down(0.3) == []

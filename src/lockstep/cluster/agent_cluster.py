@@ -268,7 +268,7 @@ class AgentCluster(ABC):
             with self._dies_with_node(worker):
                 pids.append((worker, self._start_process(worker)))
         for worker, pid in pids:
-            # The first worker of a template process waits for the imports there, which may take long.
+            # The first worker of a fork server waits for the imports there, which may take long.
             with self._dies_with_node(worker):
                 waits.future(
                     pid, waits_for="agent" if worker.node.is_local else f"agent of {worker.node.info.name}",

@@ -48,7 +48,7 @@ class WorkerSpec:
     """JSON-like values (configs travel as `model_dump(mode="json")`)."""
     environment: Mapping[str, str] = field(default_factory=dict)
     preload: tuple[str, ...] = ()
-    """Modules that a template process imports once; workers with the same `preload` are forked from it."""
+    """Modules that a fork server imports once; workers with the same `preload` are forked from it."""
     adoptable: bool = False
     """Whether the run's next controller may adopt the process. The service must have a method `renew()`."""
     node: str | None = None

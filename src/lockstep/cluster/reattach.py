@@ -136,7 +136,7 @@ class InheritedAgent:
 
 def take_over_local_agent(cluster_dir: Path, generation: int, orphan_grace_s: float) -> InheritedAgent | None:
     """Takes over the agent that an earlier generation left in this folder, if there is one within its grace; not if the
-    code on disk is newer than the code that the agent and its template processes have imported."""
+    code on disk is newer than the code that the agent and its fork servers have imported."""
     agent = _previous_agent(cluster_dir, generation)
     if agent is None or Leader.read(agent.run) is None or not processes.is_alive(agent.pid, agent.start_ticks):
         return None

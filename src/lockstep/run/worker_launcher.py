@@ -22,12 +22,12 @@ PRELOAD_MODULES = {
                 "lockstep.rollout.builtin"),
     "vllm": ("torch", "transformers", "lockstep.run.policy_service", "lockstep.rollout.engine_service"),
 }  # fmt: skip
-"""By the kind of engines: the modules that the template process of trainer ranks and engines imports. vLLM is imported
+"""By the kind of engines: the modules that the fork server of trainer ranks and engines imports. vLLM is imported
 by the engines themselves: its import sets up a platform and threads, which trainer ranks must not inherit."""
 WORKER_ENVIRONMENT = {"OMP_WAIT_POLICY": "passive", "TOKENIZERS_PARALLELISM": "false"}
 """Environment of trainer ranks and engines. Idle OpenMP threads sleep instead of spinning, as the roles take turns on
 the same cores. The number of threads is an argument of each service: all workers have the same environment, so that one
-template process serves them all."""
+fork server serves them all."""
 
 PLACEMENT_LIMIT_S = 60.0
 """How long a rank that lost its node waits for another node, if the trainer may continue without the rank."""

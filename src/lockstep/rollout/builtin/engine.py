@@ -108,7 +108,7 @@ class BuiltinEngine:
         if not len(self._rows):
             return []
         tokens, logprobs = self._sample(self._runner.decode(self._rows, self._scheduler.groups))
-        self._rows.append(tokens, logprobs, self.version)
+        self._rows.append_tokens(tokens, logprobs, self.version)
         self._tokens += len(tokens)
         return self._collect_finished()
 
@@ -229,7 +229,7 @@ class BuiltinEngine:
 
     def _should_keep(self, row: int) -> bool:
         """Whether to keep a row's keys and values: its request asks for it, and all come from the current weights."""
-        prompt = self._scheduler.groups[self._rows.group[row]]
+        prompt = self._scheduler.groups[self._rows.group_slot[row]]
         versions = self._rows.versions[row, : self._rows.counts[row]]
         return (
             self._rows.requests[row].keep and prompt.version == self.version and bool((versions == self.version).all())
@@ -237,7 +237,7 @@ class BuiltinEngine:
 
     def _free_rows(self, rows: list[int]) -> None:
         """Removes the rows, and the groups without rows."""
-        groups = self._rows.group[rows].tolist()
+        groups = self._rows.group_slot[rows].tolist()
         self._ids -= {self._rows.requests[row].id for row in rows}
         if rows:
             self._runner.move_rows(*self._rows.remove(rows))

@@ -115,7 +115,7 @@ class CachedRunner:
 
     def prefill(self, groups: Sequence[CachedPrompt], first: int) -> None:
         """Prefills all but the last token of each prompt: that token is the first input of every row."""
-        longest = max((group.cached for group in groups), default=0)
+        longest = max((group.cached_tokens for group in groups), default=0)
         slots = max(first + len(groups), self.cache.prompt_size.slots)
         self.cache.reserve(slots, longest, self.cache.suffix_size.slots, self.cache.suffix_size.tokens)
         batch: list[_PrefillItem] = []
@@ -153,16 +153,18 @@ class CachedRunner:
         tokens_per_row = self.cache.prompt_size.tokens + self.cache.suffix_size.tokens
         limit = int(self.prefix_cache * (self.cache.budget or rows.capacity * tokens_per_row))
         for row in ended:
-            slot, count = int(rows.group[row]), int(rows.counts[row])
+            slot, count = int(rows.group_slot[row]), int(rows.counts[row])
             tokens = np.concatenate([rows.requests[row].prompt, rows.tokens[row, : count - 1]])
             if len(tokens) <= limit:
-                self.prefixes.keep(tokens, self.cache.copy_sequence(slot, groups[slot].cached, row, count), limit)
+                self.prefixes.keep(
+                    tokens, self.cache.copy_sequence(slot, groups[slot].cached_tokens, row, count), limit
+                )
 
     def decode(self, rows: DecodeRows, groups: Sequence[CachedPrompt]) -> Tensor:
         count = len(rows)
         if rows.changed or self._row_set is None:
-            lengths = np.array([each.cached for each in groups])
-            self._row_set = RowSet.of(rows.group[:count].copy(), lengths, self.device, self.dtype)
+            lengths = np.array([each.cached_tokens for each in groups])
+            self._row_set = RowSet.of(rows.group_slot[:count].copy(), lengths, self.device, self.dtype)
             rows.changed = False
         counts = rows.counts[:count].copy()
         budgeted = self.cache.budget is not None
@@ -378,7 +380,7 @@ def _probe_batch(vocabulary: int) -> tuple[DecodeRows, list[CachedPrompt]]:
     groups = [CachedPrompt(str(slot), prompt, version=0) for slot, prompt in enumerate(prompts)]
     rows = DecodeRows(len(_PROBE_ROWS))
     for row, slot in enumerate(_PROBE_ROWS):
-        rows.enter(Request(str(row), str(slot), prompts[slot], seed=row, max_tokens=_PROBE_TOKENS), slot)
+        rows.add_row(Request(str(row), str(slot), prompts[slot], seed=row, max_tokens=_PROBE_TOKENS), slot)
     return rows, groups
 
 
@@ -391,5 +393,5 @@ def _probe_logits(runner: ModelRunner, rows: DecodeRows, groups: list[CachedProm
         logits = runner.decode(rows, groups)
         collected.append(logits - logits.mean(-1, keepdim=True))
         vocabulary = logits.shape[-1]
-        rows.append(random.integers(vocabulary, size=len(rows)), np.zeros(len(rows), np.float32), version=0)
+        rows.append_tokens(random.integers(vocabulary, size=len(rows)), np.zeros(len(rows), np.float32), version=0)
     return torch.cat(collected)

@@ -16,7 +16,7 @@ _INT, _FLOAT = np.int64, np.float32
 
 
 class DecodeRows:
-    """State of the running rows; row `i` of every array belongs to `requests[i]`.
+    """State of the running rows. Row `i` of every array belongs to `requests[i]`; `remove` moves rows in all arrays.
 
     A decode step reads the last token of each row. In the first step, that is the last token of the prompt, whose other
     tokens were prefilled.
@@ -25,8 +25,8 @@ class DecodeRows:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.requests: list[Request] = []
-        self.group = np.zeros(capacity, _INT)
-        """Slot of the row's group."""
+        self.group_slot = np.zeros(capacity, _INT)
+        """Index of the row's group in `Scheduler.groups`."""
         self.counts = np.zeros(capacity, _INT)
         """Number of tokens generated."""
         self.last = np.zeros(capacity, _INT)
@@ -53,11 +53,11 @@ class DecodeRows:
     def free(self) -> int:
         return self.capacity - len(self.requests)
 
-    def enter(self, request: Request, group: int) -> None:
-        """Adds a row for the request, whose prompt is in slot `group`."""
+    def add_row(self, request: Request, group_slot: int) -> None:
+        """Adds a row for the request, whose group has slot `group_slot`."""
         row = len(self.requests)
         self.requests.append(request)
-        self.group[row], self.counts[row], self.last[row] = group, 0, request.prompt[-1]
+        self.group_slot[row], self.counts[row], self.last[row] = group_slot, 0, request.prompt[-1]
         self.limit[row], self.ignore_eos[row], self.seed[row] = request.max_tokens, request.ignore_eos, request.seed
         self.temperature[row], self.top_p[row] = request.temperature, request.top_p
         self.top_k[row], self.min_p[row] = request.top_k, request.min_p
@@ -71,7 +71,7 @@ class DecodeRows:
             self.seed[:n], self.temperature[:n], self.top_p[:n], self.top_k[:n], self.min_p[:n], device
         )
 
-    def append(self, tokens: np.ndarray, logprobs: np.ndarray, version: int) -> None:
+    def append_tokens(self, tokens: np.ndarray, logprobs: np.ndarray, version: int) -> None:
         """Appends the next token of every row."""
         rows = len(self.requests)
         counts = self.counts[:rows]
@@ -80,6 +80,7 @@ class DecodeRows:
             self.tokens, self.logprobs, self.versions = (
                 np.concatenate([x, np.zeros_like(x)], axis=1) for x in (self.tokens, self.logprobs, self.versions)
             )
+        # Rows of equal length are one column, which a slice writes faster than an array of indices.
         cells: tuple[slice | np.ndarray, int | np.ndarray] = slice(rows), longest
         if int(counts.min()) < longest:
             cells = np.arange(rows), counts
@@ -123,7 +124,7 @@ def compaction_moves(count: int, removed: list[int]) -> tuple[list[int], list[in
 
 @dataclass(slots=True)
 class CachedPrompt:
-    """The prompt of a group in the cache."""
+    """The prompt of a group in the cache. A group is the requests with the same prompt."""
 
     name: str
     """Name of the group."""
@@ -134,7 +135,7 @@ class CachedPrompt:
     """Number of running rows of the group."""
 
     @property
-    def cached(self) -> int:
+    def cached_tokens(self) -> int:
         """Number of tokens in the cache: all but the last one, which is the first input of each row."""
         return len(self.prompt) - 1
 
@@ -151,6 +152,7 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.groups: list[CachedPrompt] = []
         self._waiting_in_group: Counter[str] = Counter()
+        """Number of waiting requests by the name of their group."""
 
     def add(self, requests: Iterable[Request]) -> None:
         new = list(requests)
@@ -165,32 +167,40 @@ class Scheduler:
         if not self._should_admit(rows):
             return []
         slots = {group.name: slot for slot, group in enumerate(self.groups) if group.version == version}
-        first = len(self.groups)
-        longest = int(rows.limit[: len(rows)].max(initial=0))
-        prompt = max((group.cached for group in self.groups), default=0)
+        first_new = len(self.groups)
+        longest_completion = int(rows.limit[: len(rows)].max(initial=0))
+        longest_prompt = max((group.cached_tokens for group in self.groups), default=0)
         while self.waiting and rows.free:
             request = self.waiting[0]
-            longest, prompt = max(longest, request.max_tokens), max(prompt, len(request.prompt) - 1)
-            groups = len(self.groups) + (request.group not in slots)
-            if self.budget is not None and (len(rows) + 1) * longest + groups * prompt > self.budget:
+            longest_completion = max(longest_completion, request.max_tokens)
+            longest_prompt = max(longest_prompt, len(request.prompt) - 1)
+            group_count = len(self.groups) + (request.group not in slots)
+            # The tables of `KVCache` are rectangular: every slot takes the space of the longest one.
+            needed = (len(rows) + 1) * longest_completion + group_count * longest_prompt
+            if self.budget is not None and needed > self.budget:
                 if len(rows) or not self.groups:
-                    break
+                    break  # wait for rows to end; the engine has refused requests that exceed the budget on their own
                 # No row is running. Prompts that are kept for later requests would block the first request forever.
                 self.groups.clear()
                 slots.clear()
-                first = prompt = 0
+                first_new = longest_prompt = 0
                 continue
             self._admit(self.waiting.popleft(), rows, slots, version)
-        return self.groups[first:]
+        return self.groups[first_new:]
 
     def _admit(self, request: Request, rows: DecodeRows, slots: dict[str, int], version: int) -> None:
-        self._waiting_in_group[request.group] -= 1
+        self._count_not_waiting(request)
         if request.group not in slots:
             slots[request.group] = len(self.groups)
             self.groups.append(CachedPrompt(request.group, request.prompt, version))
         slot = slots[request.group]
         self.groups[slot].running += 1
-        rows.enter(request, slot)
+        rows.add_row(request, slot)
+
+    def _count_not_waiting(self, request: Request) -> None:
+        self._waiting_in_group[request.group] -= 1
+        if not self._waiting_in_group[request.group]:
+            del self._waiting_in_group[request.group]
 
     def _should_admit(self, rows: DecodeRows) -> bool:
         """Whether to admit now. Each prefill costs a forward, so several free rows are filled together."""
@@ -201,8 +211,8 @@ class Scheduler:
         Renumbers the rows' groups. Returns (sources, targets) of the slots to move.
 
         Args:
-            ended: the group's slot of each row that has ended.
-            version: of the current weights.
+            ended: for each row that has ended, the slot of its group.
+            version: version of the current weights.
         """
         for slot in ended:
             self.groups[slot].running -= 1
@@ -217,7 +227,8 @@ class Scheduler:
         sources, targets = compaction_moves(len(self.groups), removed)
         for source, target in zip(sources, targets, strict=True):
             self.groups[target] = self.groups[source]
-            rows.group[: len(rows)][rows.group[: len(rows)] == source] = target
+            row_slots = rows.group_slot[: len(rows)]
+            row_slots[row_slots == source] = target
         del self.groups[len(self.groups) - len(removed) :]
         return sources, targets
 
@@ -226,8 +237,7 @@ class Scheduler:
         removed = [request for request in self.waiting if ids is None or request.id in ids]
         self.waiting = deque(request for request in self.waiting if ids is not None and request.id not in ids)
         for request in removed:
-            self._waiting_in_group[request.group] -= 1
-        self._waiting_in_group += Counter()  # drops the zeros
+            self._count_not_waiting(request)
         return removed
 
 
@@ -264,6 +274,6 @@ class StopChecker:
 
     @staticmethod
     def _tail(rows: DecodeRows, row: int) -> list[int]:
-        """The last tokens of a row in which a stop string may end."""
+        """The last tokens of a row, as many as its longest stop string can span."""
         count = int(rows.counts[row])
         return list(rows.tokens[row, max(0, count - stop_window(rows.requests[row].stop)) : count].tolist())

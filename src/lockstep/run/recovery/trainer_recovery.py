@@ -2,7 +2,7 @@
 newest checkpoint in memory or on disk.
 
 Once a rank has failed, the other ranks are in collectives that will never complete. So every rank is killed and started
-again, from the template process.
+again, from a fork server.
 """
 
 import contextlib

@@ -135,7 +135,7 @@ def cut_chunks(plan: WeightPlan, records: Sequence[WriteRecord], limit: int) -> 
 
 def chunk_bytes(chunk: Chunk) -> int:
     """Returns the number of bytes of a chunk."""
-    return sum(run.length for run in chunk)
+    return sum(span.length for span in chunk)
 
 
 def pack_chunk(chunk: Chunk, memory: memoryview, staging: memoryview) -> memoryview:
@@ -143,25 +143,25 @@ def pack_chunk(chunk: Chunk, memory: memoryview, staging: memoryview) -> memoryv
     if len(chunk) == 1:
         return memory[chunk[0].start : chunk[0].end]
     at = 0
-    for run in chunk:
-        staging[at : at + run.length] = memory[run.start : run.end]
-        at += run.length
+    for span in chunk:
+        staging[at : at + span.length] = memory[span.start : span.end]
+        at += span.length
     return staging[:at]
 
 
 def unpack_chunk(chunk: Chunk, piece: memoryview, memory: memoryview) -> None:
     """Copies a received chunk to its ranges. A chunk of one range was received in place."""
     at = 0
-    for run in chunk if len(chunk) > 1 else ():
-        memory[run.start : run.end] = piece[at : at + run.length]
-        at += run.length
+    for span in chunk if len(chunk) > 1 else ():
+        memory[span.start : span.end] = piece[at : at + span.length]
+        at += span.length
 
 
 def chunk_digest(chunk: Chunk, memory: memoryview) -> bytes:
     """Returns the sha256 of a chunk. A crc32 would not suffice, because the digest decides whether a chunk is sent."""
     digest = hashlib.sha256()
-    for run in chunk:
-        digest.update(memory[run.start : run.end])
+    for span in chunk:
+        digest.update(memory[span.start : span.end])
     return digest.digest()
 
 
@@ -186,22 +186,22 @@ def _merge_ranges(pieces: Iterable[tuple[int, int, int]]) -> Iterator[ByteRange]
         yield ByteRange(start, end - start)
 
 
-def _split_ranges(runs: Iterable[ByteRange], limit: int) -> Iterator[ByteRange]:
-    for run in runs:
-        for at in range(run.start, run.end, limit):
-            yield ByteRange(at, min(limit, run.end - at))
+def _split_ranges(spans: Iterable[ByteRange], limit: int) -> Iterator[ByteRange]:
+    for span in spans:
+        for at in range(span.start, span.end, limit):
+            yield ByteRange(at, min(limit, span.end - at))
 
 
-def _group_ranges(runs: Iterable[ByteRange], limit: int) -> Iterator[Chunk]:
+def _group_ranges(spans: Iterable[ByteRange], limit: int) -> Iterator[Chunk]:
     together: list[ByteRange] = []
-    for run in runs:
-        small = run.length < min(SMALL_RANGE_BYTES, limit)
-        if together and (not small or chunk_bytes(tuple(together)) + run.length > limit):
+    for span in spans:
+        small = span.length < min(SMALL_RANGE_BYTES, limit)
+        if together and (not small or chunk_bytes(tuple(together)) + span.length > limit):
             yield tuple(together)
             together = []
         if small:
-            together.append(run)
+            together.append(span)
         else:
-            yield (run,)
+            yield (span,)
     if together:
         yield tuple(together)

@@ -12,7 +12,7 @@ RELAY_SERVICE = "lockstep.weights.relay.weight_relay:WeightRelay"
 """The `WorkerSpec.service` of relays."""
 
 RELAY_PRELOAD = ("torch", "lockstep.weights.relay.weight_relay")
-"""Modules that the template process may import before it forks relays; benchmarks and tests use it."""
+"""Modules that the fork server may import before it forks relays; benchmarks and tests use it."""
 
 
 @dataclass(frozen=True, slots=True)

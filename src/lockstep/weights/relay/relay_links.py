@@ -30,6 +30,10 @@ from lockstep.weights.relay.relay_api import RelayLink
 
 OnBytesMoved = Callable[[int], None]
 """Called with the number of bytes moved; may raise to end the transfer."""
+MAX_CHUNKS_IN_FLIGHT = 3
+"""Most chunks of a gloo link in flight: while one is copied, the next ones are sent."""
+_LENGTH_BYTES = 8
+"""Size of the length field in front of the header in a file."""
 
 
 class LinkSender(Protocol):
@@ -44,17 +48,13 @@ class LinkSender(Protocol):
 class LinkReceiver(Protocol):
     """The receiver's end of a link."""
 
-    def header(self) -> bytes:
+    def receive_header(self) -> bytes:
         """Receives the header, which the sender sends first. Raises LinkFailed."""
 
     def receive(self, chunks: Sequence[Chunk], memory: memoryview, on_moved: OnBytesMoved) -> None:
         """Receives the chunks into their ranges of `memory`. Raises LinkFailed."""
 
     def close(self) -> None: ...
-
-
-_LENGTH_BYTES = 8
-"""Size of the length field in front of the header."""
 
 
 class FileLinkSender:
@@ -64,83 +64,83 @@ class FileLinkSender:
         self._path = _transfer_path(folder, generation, link)
 
     def send(self, header: bytes, chunks: Sequence[Chunk], memory: memoryview, on_moved: OnBytesMoved) -> None:
-        scratch = self._path.with_name(self._path.name + ".new")
+        unfinished = _unfinished_path(self._path)
         digest = hashlib.sha256()
-        with _folder_errors(self._path):
-            scratch.parent.mkdir(parents=True, exist_ok=True)
-            with scratch.open("wb") as file:
+        with _raise_as_folder_failed(self._path):
+            unfinished.parent.mkdir(parents=True, exist_ok=True)
+            with unfinished.open("wb") as file:
                 for piece in (len(header).to_bytes(_LENGTH_BYTES, "little"), header):
                     digest.update(piece)
                     file.write(piece)
                 for chunk in chunks:
-                    for run in chunk:
-                        digest.update(memory[run.start : run.end])
-                        file.write(memory[run.start : run.end])
+                    for span in chunk:
+                        digest.update(memory[span.start : span.end])
+                        file.write(memory[span.start : span.end])
                     on_moved(chunk_bytes(chunk))
                 file.write(digest.digest())
                 file.flush()
                 os.fsync(file.fileno())
-            scratch.replace(self._path)
+            unfinished.replace(self._path)
 
     def close(self) -> None:
         """Deletes an unfinished file."""
         with contextlib.suppress(OSError):
-            self._path.with_name(self._path.name + ".new").unlink(missing_ok=True)
+            _unfinished_path(self._path).unlink(missing_ok=True)
 
 
 class FileLinkReceiver:
-    """Reads the file and deletes it. Also deletes older files to this receiver that were never read.
+    """Waits for the file, reads it and deletes it. Also deletes older files to this receiver that were never read.
 
     Args:
-        refused: returns why the sender refuses; empty if it does not.
+        refusal_reason: returns why the sender refuses; empty if it does not.
 
     Raises:
         LinkFailed: the file does not appear, and the unfinished file does not grow for `limit_s`.
     """
 
     def __init__(
-        self, folder: Path, generation: int, link: RelayLink, limit_s: float, refused: Callable[[], str]
+        self, folder: Path, generation: int, link: RelayLink, limit_s: float, refusal_reason: Callable[[], str]
     ) -> None:
         self._path, self._link = _transfer_path(folder, generation, link), link
         delete_stale_files(folder, generation, link.receiver, before=link.number)
-        scratch = self._path.with_name(self._path.name + ".new")
+        unfinished = _unfinished_path(self._path)
 
         def has_appeared() -> bool | None:
             if self._path.exists():
                 return True
-            if why := refused():
+            if why := refusal_reason():
                 raise LinkFailed(link.name, link.sender, why)
             return None
 
         try:
             waits.poll(
                 has_appeared, kind="file", waits_for=f"relay of {link.sender}", why=link.name, stall_s=limit_s,
-                progress=lambda: _current_size(scratch),
+                progress=lambda: _current_size(unfinished),
             )  # fmt: skip
         except WaitTimeout as error:
             raise LinkFailed(link.name, link.sender, f"{self._path} did not appear: {error}") from error
         self._file = self._path.open("rb")
         self._digest = hashlib.sha256()
 
-    def header(self) -> bytes:
-        with _file_errors(self._link, self._path):
+    def receive_header(self) -> bytes:
+        with _raise_file_errors_as_link_failed(self._link, self._path):
             length = int.from_bytes(self._read(_LENGTH_BYTES), "little")
             return self._read(length)
 
     def receive(self, chunks: Sequence[Chunk], memory: memoryview, on_moved: OnBytesMoved) -> None:
-        with _file_errors(self._link, self._path):
+        with _raise_file_errors_as_link_failed(self._link, self._path):
             for chunk in chunks:
-                for run in chunk:
-                    piece = memory[run.start : run.end]
-                    if self._file.readinto(piece) != run.length:
-                        raise LinkFailed(self._link.name, self._link.sender, f"{self._path} ends too early")
+                for span in chunk:
+                    piece = memory[span.start : span.end]
+                    if self._file.readinto(piece) != span.length:
+                        raise LinkFailed(self._link.name, self._link.sender, f"{self._path} is truncated")
                     self._digest.update(piece)
                 on_moved(chunk_bytes(chunk))
             if self._file.read() != self._digest.digest():
                 raise LinkFailed(
                     self._link.name,
                     self._link.sender,
-                    f"{self._path} does not have the digest with which it was written",
+                    f"{self._path} is damaged: its checksum does not match",
                 )
 
     def close(self) -> None:
@@ -154,8 +154,8 @@ class FileLinkReceiver:
 
 
 def delete_stale_files(folder: Path, generation: int, receiver: str, before: int | None = None) -> None:
-    """Deletes files that will not be read any more: those of earlier generations, and those of this generation to the
-    receiver, except for links from number `before` on."""
+    """Deletes the files of earlier generations, and the receiver's files of this generation with a link number below
+    `before` (all if None)."""
     with contextlib.suppress(OSError):  # another process may have deleted a file or the folder
         for path in folder.glob("weights-*-*-*"):
             _, file_generation, number, to = path.name.removesuffix(".new").split("-", 3)
@@ -170,6 +170,11 @@ def _transfer_path(folder: Path, generation: int, link: RelayLink) -> Path:
     return folder / f"weights-{generation}-{link.number}-{quote(link.receiver, safe='')}"
 
 
+def _unfinished_path(path: Path) -> Path:
+    """The name of a file while it is written."""
+    return path.with_name(path.name + ".new")
+
+
 def _current_size(path: Path) -> int:
     try:
         return path.stat().st_size
@@ -178,8 +183,9 @@ def _current_size(path: Path) -> int:
 
 
 @contextlib.contextmanager
-def _folder_errors(path: Path) -> Iterator[None]:
-    """Converts errors of the file system while the sender writes to FolderFailed."""
+def _raise_as_folder_failed(path: Path) -> Iterator[None]:
+    """Converts errors of the file system while the sender writes to FolderFailed, so that the receiver is not
+    blamed."""
     try:
         yield
     except OSError as error:
@@ -187,20 +193,17 @@ def _folder_errors(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _file_errors(link: RelayLink, path: Path) -> Iterator[None]:
-    """Converts errors of the file system to LinkFailed, which names the folder."""
+def _raise_file_errors_as_link_failed(link: RelayLink, path: Path) -> Iterator[None]:
+    """Converts errors of the file system while the receiver reads to LinkFailed, which names the folder instead of
+    the sender."""
     try:
         yield
     except OSError as error:
-        raise LinkFailed(link.name, str(path.parent), f"{error} (weights.folder)") from error
-
-
-MAX_CHUNKS_IN_FLIGHT = 3
-"""Most chunks in flight: while one is copied, the next ones are sent."""
+        raise LinkFailed(link.name, str(path.parent), f"{error}; check the setting weights.folder") from error
 
 
 class GlooLink:
-    """Either end of a gloo link; implements `LinkSender` and `LinkReceiver`.
+    """Either end of a gloo link, connected to the other end; implements `LinkSender` and `LinkReceiver`.
 
     Args:
         limit_s: time limit of one broadcast. The limit for connecting is half of it, so that there is time for another
@@ -210,16 +213,17 @@ class GlooLink:
         LinkFailed: the peer did not connect.
     """
 
-    def __init__(self, store: Store, link: RelayLink, sender: bool, limit_s: float) -> None:
-        self._link, self._limit_s, self._sender = link, limit_s, sender
-        self._peer = link.receiver if sender else link.sender
+    def __init__(self, store: Store, link: RelayLink, is_sender: bool, limit_s: float) -> None:
+        self._link, self._limit_s = link, limit_s
+        self._peer = link.receiver if is_sender else link.sender
         link_store = PrefixStore(f"{link.number}/gloo", store)
         with (
             track_wait("rendezvous", f"relay of {self._peer}", link.name, limit_s / 2),
-            _gloo_errors(link, self._peer),
+            _raise_gloo_errors_as_link_failed(link, self._peer),
         ):
+            # The public functions need a default group and its store; a link has a store of its own.
             self._group, _ = c10d._new_process_group_helper(
-                2, 0 if sender else 1, [], "gloo", link_store,
+                2, 0 if is_sender else 1, [], "gloo", link_store,
                 group_name=c10d.GroupName(f"weights-{link.number}"), timeout=timedelta(seconds=limit_s / 2),
                 group_desc=link.name,
             )  # fmt: skip
@@ -227,7 +231,7 @@ class GlooLink:
         c10d._world.pg_group_ranks[self._group] = {0: 0, 1: 1}
 
     def send(self, header: bytes, chunks: Sequence[Chunk], memory: memoryview, on_moved: OnBytesMoved) -> None:
-        with _gloo_errors(self._link, self._peer):
+        with _raise_gloo_errors_as_link_failed(self._link, self._peer):
             self._finish(self._issue(torch.tensor([len(header)])), "header")
             self._finish(self._issue(_byte_tensor(memoryview(header))), "header")
             staging = self._staging(chunks)
@@ -240,8 +244,8 @@ class GlooLink:
             while in_flight:
                 self._finish_send(*in_flight.popleft(), on_moved)
 
-    def header(self) -> bytes:
-        with _gloo_errors(self._link, self._peer):
+    def receive_header(self) -> bytes:
+        with _raise_gloo_errors_as_link_failed(self._link, self._peer):
             length = torch.zeros(1, dtype=torch.int64)
             self._finish(self._issue(length), "header")
             body = torch.empty(int(length), dtype=torch.uint8)
@@ -249,7 +253,7 @@ class GlooLink:
             return bytes(body.numpy())
 
     def receive(self, chunks: Sequence[Chunk], memory: memoryview, on_moved: OnBytesMoved) -> None:
-        with _gloo_errors(self._link, self._peer):
+        with _raise_gloo_errors_as_link_failed(self._link, self._peer):
             staging = self._staging(chunks)
             in_flight: deque[tuple[dist.Work | None, Chunk, memoryview]] = deque()
             for number, chunk in enumerate(chunks):
@@ -289,7 +293,7 @@ class GlooLink:
     def _staging(self, chunks: Sequence[Chunk]) -> list[memoryview]:
         """Allocates memory for chunks of several ranges, one piece for each chunk in flight."""
         largest = max((chunk_bytes(chunk) for chunk in chunks if len(chunk) > 1), default=0)
-        return [memoryview(bytearray(largest)) for _ in range(MAX_CHUNKS_IN_FLIGHT + 1)]
+        return [memoryview(bytearray(largest)) for _ in range(MAX_CHUNKS_IN_FLIGHT)]
 
 
 def _receive_buffer(chunk: Chunk, memory: memoryview, staging: memoryview) -> memoryview:
@@ -305,13 +309,13 @@ def _byte_tensor(piece: memoryview) -> Tensor:
 
 
 @contextlib.contextmanager
-def _gloo_errors(link: RelayLink, peer: str) -> Iterator[None]:
+def _raise_gloo_errors_as_link_failed(link: RelayLink, peer: str) -> Iterator[None]:
     """Converts torch's errors to LinkFailed, which names the peer."""
     try:
         yield
     except (WaitTimeout, dist.DistError) as error:
         raise LinkFailed(link.name, peer, str(error)) from error
     except RuntimeError as error:
-        if type(error) is not RuntimeError:
+        if type(error) is not RuntimeError:  # gloo raises plain ones; a subclass is an error of another kind
             raise
         raise LinkFailed(link.name, peer, str(error)) from error

@@ -175,7 +175,7 @@ class WeightRelay(RelayAPI):
             link_protocol.handshake_with_sender(self._keys, link, store.plan, info, self._limit_s / 2)
             receiver = self._open_receiver(link)
             try:
-                header = self._check_header(TransferHeader.decode(receiver.header()), version, ranks, link)
+                header = self._check_header(TransferHeader.decode(receiver.receive_header()), version, ranks, link)
                 chunks = cut_chunks(store.plan, header.records, header.limit)
                 wanted = [chunks[position] for position in header.which]
                 self._copy_unsent(store, chunks, header, filling.memory)
@@ -318,9 +318,9 @@ class WeightRelay(RelayAPI):
             return
         with store.current() as current:
             for chunk, expected in zip(kept, header.kept, strict=True):
-                for run in chunk:
-                    memory[run.start : run.end] = current[run.start : run.end]
-                    self._count(run.length)
+                for span in chunk:
+                    memory[span.start : span.end] = current[span.start : span.end]
+                    self._count(span.length)
                 if chunk_digest(chunk, memory).hex() != expected:
                     self._base_differs = True
                     start, length = chunk[0].start, chunk_bytes(chunk)

@@ -26,7 +26,9 @@ def queues(draw: st.DrawFn) -> list[tuple[int, Request]]:
 def reserved(rows: DecodeRows, scheduler: Scheduler) -> int:
     """Tokens of the cache that the running rows and their prompts may take."""
     longest = int(rows.limit[: len(rows)].max(initial=0))
-    return len(rows) * longest + len(scheduler.groups) * max((group.cached for group in scheduler.groups), default=0)
+    return len(rows) * longest + len(scheduler.groups) * max(
+        (group.cached_tokens for group in scheduler.groups), default=0
+    )
 
 
 @settings(max_examples=150, deadline=None)
@@ -43,14 +45,24 @@ def test_whatever_fits_alone_is_served_within_the_cache(
         new = scheduler.admit(rows, version)
         assert scheduler.groups[len(scheduler.groups) - len(new) :] == new
         assert len(rows) == running or reserved(rows, scheduler) <= BUDGET
-        assert [scheduler.groups[slot].name for slot in rows.group[: len(rows)]] == [r.group for r in rows.requests]
+        assert [scheduler.groups[slot].name for slot in rows.group_slot[: len(rows)]] == [
+            r.group for r in rows.requests
+        ]
         rows.counts[: len(rows)] += 1
         ended = [row for row in range(len(rows)) if rows.counts[row] == rows.limit[row]]
         done |= {rows.requests[row].id for row in ended}
-        slots = rows.group[ended].tolist()
+        slots = rows.group_slot[ended].tolist()
         rows.remove(ended)
         scheduler.remove_groups(slots, rows, version)
         if step in published:
             version += 1
             scheduler.remove_groups((), rows, version)
     assert done == {request.id for _, request in queue}
+
+
+def test_groups_without_waiting_requests_are_forgotten() -> None:
+    scheduler, rows = Scheduler(None), DecodeRows(4)
+    prompt = np.zeros(3, np.int32)
+    scheduler.add([Request(f"r{number}", f"g{number}", prompt, seed=0, max_tokens=1) for number in range(4)])
+    scheduler.admit(rows, version=0)
+    assert not scheduler.waiting and not scheduler._waiting_in_group
