@@ -111,7 +111,7 @@ class NodeAgent:
         self._selector.register(self._wake, selectors.EVENT_READ, lambda mask: self._drain_wakeups())
         self._shutdown_reason: str | None = None
         self._monitoring = MonitoringService(
-            settings.run, settings.node, self._selector, self._spawner.children, self._send, self._reply
+            settings.run, settings.node, self._selector, self._spawner.workers, self._send, self._reply
         )
 
     def run(self) -> None:
@@ -291,20 +291,20 @@ class NodeAgent:
         self._spawner.spawn(SpawnRequest(
             name=str(message["name"]), argv=[str(word) for word in message["argv"]], env={**message["env"], **token},
             log=str(message["log"]), cwd=str(message["cwd"]), preload=tuple(message["preload"]), note=message["note"],
-            started=lambda child: self._reply(number, child.facts()),
-            refused=lambda why: self._reply(number, {"error": why}),
+            on_started=lambda child: self._reply(number, child.facts()),
+            on_refused=lambda why: self._reply(number, {"error": why}),
         ))  # fmt: skip
 
     def _op_list(self, connection: Connection, number: str, message: dict[str, Any]) -> None:
-        self._reply(number, {"workers": [child.facts() for child in self._spawner.children.values()]})
+        self._reply(number, {"workers": [child.facts() for child in self._spawner.workers.values()]})
 
     def _op_kill(self, connection: Connection, number: str, message: dict[str, Any]) -> None:
         name = message["name"]
-        if name not in self._spawner.children:
+        if name not in self._spawner.workers:
             self._reply(number, {"error": f"no worker is named {name!r}"})
             return
         self._monitoring.expect_end(name)
-        self._reply(number, {"alive": self._spawner.kill(name, int(message["signal"]))})
+        self._reply(number, {"alive": self._spawner.send_signal(name, int(message["signal"]))})
 
     def _op_leave(self, connection: Connection, number: str, message: dict[str, Any]) -> None:
         self._begin_shutdown(f"requested by {connection.peer.name}", float(message["grace_s"]))

@@ -33,8 +33,8 @@ _IMPORT_TIME_PREFIXES = (
 )  # fmt: skip
 """Prefixes of variables that modules read while they are imported. Workers that differ in one of these do not share a
 fork server."""
-_MAX_DEATHS = 3
-"""After this many deaths of a fork server, its workers start without preloaded modules."""
+_MAX_FAILURES = 3
+"""After this many failures of a fork server, its workers start without preloaded modules."""
 
 
 @dataclass
@@ -49,8 +49,8 @@ class SpawnRequest:
     preload: tuple[str, ...]
     note: str | None
     """Opaque to the agent; returned with the worker's facts."""
-    started: Callable[["WorkerProcess"], None]
-    refused: Callable[[str], None]
+    on_started: Callable[["WorkerProcess"], None]
+    on_refused: Callable[[str], None]
 
 
 @dataclass
@@ -62,17 +62,18 @@ class WorkerProcess:
     start_ticks: int
     argv: list[str]
     log: str
-    warm: bool
+    preloaded: bool
+    """Whether the worker was forked from a fork server with preloaded modules."""
     started_wall: float
     exit_code: int | None = None
-    """Minus the number of the signal that ended it."""
+    """Minus the signal's number if a signal ended the worker; None while it runs."""
     ended_wall: float | None = None
     note: str | None = None
 
     def facts(self) -> dict[str, Any]:
         return {
             "name": self.name, "pid": self.pid, "start_ticks": self.start_ticks, "alive": self.exit_code is None,
-            "exit_code": self.exit_code, "argv": self.argv, "log": self.log, "warm": self.warm,
+            "exit_code": self.exit_code, "argv": self.argv, "log": self.log, "warm": self.preloaded,
             "started_wall": self.started_wall, "ended_wall": self.ended_wall, "note": self.note,
         }  # fmt: skip
 
@@ -83,13 +84,18 @@ class WorkerProcess:
 
 @dataclass
 class _ForkServer:
+    """A fork server and its requests. See `lockstep.watch.agent.fork_server` for the messages."""
+
     key: tuple[Any, ...]
+    """The modules to preload, and the variables that affect their import; empty for the fork server without preloaded
+    modules, whose workers may have any variables."""
     preload: tuple[str, ...]
     popen: "subprocess.Popen[bytes]"
     socket: socket.socket
     ready: bool = False
     waiting: deque[SpawnRequest] = field(default_factory=deque)
     forking: SpawnRequest | None = None
+    """The request that was sent and is not answered yet."""
     received: bytes = b""
 
     def unfinished(self) -> list[SpawnRequest]:
@@ -101,35 +107,35 @@ class WorkerSpawner:
     """Starts, watches and kills workers. `on_exit` is called when a worker has ended."""
 
     def __init__(self, selector: selectors.BaseSelector, on_exit: Callable[[WorkerProcess], None]) -> None:
-        self.children: dict[str, WorkerProcess] = {}
+        self.workers: dict[str, WorkerProcess] = {}
         self._selector = selector
         self._on_exit = on_exit
         self._servers: dict[tuple[Any, ...], _ForkServer] = {}
-        self._deaths: dict[tuple[Any, ...], int] = {}
+        self._failures: dict[tuple[Any, ...], int] = {}
+        """How often fork servers have failed, by their key."""
         self._unreported_exits: dict[int, int] = {}
-        """Exit codes by pid of children that no fork server has reported yet, because they ended early."""
+        """Exit codes by pid of workers that ended before their fork server reported them."""
 
     def living(self) -> list[WorkerProcess]:
         """The workers that have not ended."""
-        return [child for child in self.children.values() if child.exit_code is None]
+        return [child for child in self.workers.values() if child.exit_code is None]
 
     def busy(self) -> bool:
         """Whether a worker is being started."""
         return any(server.waiting or server.forking for server in self._servers.values())
 
     def spawn(self, request: SpawnRequest) -> None:
-        """Starts a worker; calls `request.started` or `request.refused`, now or later."""
+        """Starts a worker; calls `request.on_started` or `request.on_refused`, now or later."""
         pending = [each.name for server in self._servers.values() for each in server.unfinished()]
-        child = self.children.get(request.name)
+        child = self.workers.get(request.name)
         if request.name in pending or (child is not None and child.exit_code is None):
-            request.refused(f"a worker named {request.name!r} is running already")
+            request.on_refused(f"a worker named {request.name!r} is running already")
             return
-        warm = bool(request.preload) and can_fork(request.argv)
-        self._dispatch(request, request.preload if warm else ())
+        self._dispatch(request, request.preload if can_fork(request.argv) else ())
 
     def _dispatch(self, request: SpawnRequest, preload: tuple[str, ...]) -> None:
         key: tuple[Any, ...] = (preload, *self._import_variables(request.env)) if preload else ()
-        if preload and self._deaths.get(key, 0) >= _MAX_DEATHS:
+        if preload and self._failures.get(key, 0) >= _MAX_FAILURES:
             self._dispatch(request, ())
             return
         server = self._servers.get(key)
@@ -137,7 +143,7 @@ class WorkerSpawner:
             try:
                 server = self._start_fork_server(key, preload, request)
             except OSError as error:
-                request.refused(f"cannot start a fork server: {error}")
+                request.on_refused(f"cannot start a fork server: {error}")
                 return
         server.waiting.append(request)
         self._send_next(server)
@@ -152,8 +158,9 @@ class WorkerSpawner:
             sys.executable, "-m", "lockstep.watch.agent.fork_server", "--socket", str(its_end.fileno()),
             "--agent", str(os.getpid()), "--preload", ",".join(preload),
         ]  # fmt: skip
-        # /proc/PID/environ shows the environment that a process or its fork server started with. The token is left out
-        # and reaches a worker with its request, so that users' functions find it neither there nor in `os.environ`.
+        # Users' functions can read /proc/PID/environ, which shows the environment that a process was started with. So
+        # the token is not in it; it reaches the worker with its request. The fork server without preloaded modules
+        # serves workers of any environment, so it inherits the agent's.
         env = {name: value for name, value in request.env.items() if name != "LOCKSTEP_TOKEN"} if preload else None
         try:
             popen = subprocess.Popen(
@@ -206,41 +213,48 @@ class WorkerSpawner:
     def _handle_message(self, server: _ForkServer, message: dict[str, Any]) -> None:
         if "failed" in message:
             log.warning(
-                "cannot preload %s; its workers start without a fork server:\n%s", server.preload, message["failed"]
+                "cannot preload %s; workers start without preloaded modules:\n%s", server.preload, message["failed"]
             )
-            self._deaths[server.key] = _MAX_DEATHS
+            self._failures[server.key] = _MAX_FAILURES
             self._discard(server)
             return
         if "ready" in message:
             server.ready = True
         request, server.forking = server.forking, None
         if request is not None and "pid" in message:
-            self._register(request, message["pid"], warm=bool(server.preload))
+            self._register(request, message["pid"], preloaded=bool(server.preload))
         elif request is not None and server.preload:
-            log.warning("%s starts without a fork server: %s", request.name, message["error"])
+            log.warning("%s starts without preloaded modules: %s", request.name, message["error"])
             self._dispatch(request, ())
         elif request is not None:
-            request.refused(message["error"])
-        if not self.busy():
+            request.on_refused(message["error"])
+        if not self.busy():  # no worker is pending, so these exits belong to none
             self._unreported_exits.clear()
         self._send_next(server)
 
-    def _register(self, request: SpawnRequest, pid: int, warm: bool) -> None:
+    def _register(self, request: SpawnRequest, pid: int, preloaded: bool) -> None:
         child = WorkerProcess(
-            request.name, pid, start_ticks(pid) or 0, request.argv, request.log, warm, time.time(), note=request.note
+            request.name,
+            pid,
+            start_ticks(pid) or 0,
+            request.argv,
+            request.log,
+            preloaded,
+            time.time(),
+            note=request.note,
         )
-        self.children[request.name] = child
-        request.started(child)
+        self.workers[request.name] = child
+        request.on_started(child)
         if pid in self._unreported_exits:
             self._end(child, self._unreported_exits.pop(pid))
 
-    def _discard(self, server: _ForkServer) -> None:
-        """Discards a fork server that ended or must end, and starts its pending workers otherwise: by a new fork
-        server, or without preloaded modules."""
+    def _discard(self, server: _ForkServer, failed: bool = True) -> None:
+        """Discards a fork server that ended or must end, and starts its pending workers with a new fork
+        server with the same modules or, after too many failures, the one without preloaded modules."""
         if self._servers.get(server.key) is not server:
             return
         del self._servers[server.key]
-        self._deaths[server.key] = self._deaths.get(server.key, 0) + 1
+        self._failures[server.key] = self._failures.get(server.key, 0) + failed
         self._selector.unregister(server.socket)
         server.socket.close()
         if server.popen.returncode is None:
@@ -251,10 +265,10 @@ class WorkerSpawner:
         for request in requests:
             if server.preload:
                 self._dispatch(request, server.preload)
-            elif self._deaths[server.key] < _MAX_DEATHS:
+            elif self._failures[server.key] < _MAX_FAILURES:
                 self._dispatch(request, ())
             else:
-                request.refused("the fork server died repeatedly; see the agent's log")
+                request.on_refused("the fork server died repeatedly; see the agent's log")
 
     def _kill_unreported(self, server: _ForkServer, request: SpawnRequest) -> None:
         """Kills a worker that the fork server may have forked but not reported before it died, so that the worker does
@@ -262,6 +276,7 @@ class WorkerSpawner:
         known = {child.pid for child in self.living()} | {each.popen.pid for each in (server, *self._servers.values())}
         for process in psutil.Process().children():
             try:
+                # The worker has the fork server's command line until it has taken its own.
                 is_worker = process.pid not in known and process.cmdline() in (server.popen.args, request.argv)
             except psutil.Error:
                 continue
@@ -298,12 +313,12 @@ class WorkerSpawner:
         log.info("worker %s (%d) ended with %d", child.name, child.pid, code)
         self._on_exit(child)
 
-    def kill(self, name: str, number: int) -> bool:
+    def send_signal(self, name: str, signum: int) -> bool:
         """Sends a signal to a worker. Returns whether the worker was alive."""
-        child = self.children.get(name)
+        child = self.workers.get(name)
         if child is None or child.exit_code is not None:
             return False
-        os.kill(child.pid, number)  # a child that is not reaped keeps its pid
+        os.kill(child.pid, signum)  # a child that is not reaped keeps its pid
         return True
 
     def cancel_pending(self, why: str) -> None:
@@ -313,15 +328,15 @@ class WorkerSpawner:
             server.waiting.clear()
             if server.forking is not None:  # discard the server, so that its worker does not start without an owner
                 server.forking = None
-                self._discard(server)
+                self._discard(server, failed=False)
             for request in requests:
-                request.refused(why)
+                request.on_refused(why)
 
     def terminate(self) -> None:
         """Sends SIGTERM to all workers, and stops starting new ones."""
         self.cancel_pending("the agent is shutting down")
         for server in list(self._servers.values()):
-            self._discard(server)
+            self._discard(server, failed=False)
         for child in self.living():
             _signal_group(child.pid, signal.SIGTERM)
 
@@ -336,10 +351,10 @@ class WorkerSpawner:
         return len(descendants)
 
 
-def _signal_group(pid: int, number: int) -> None:
+def _signal_group(pid: int, signum: int) -> None:
     for send in (os.killpg, os.kill):  # the group does not exist yet right after the fork
         try:
-            send(pid, number)
+            send(pid, signum)
         except ProcessLookupError:
             continue
         return
