@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import PurePosixPath
 
-from lockstep.doctor.judge.job_history import JobHistory, match_order
+from lockstep.doctor.judge.job_history import JobHistory
 from lockstep.doctor.judge.scoring import Candidate
 from lockstep.doctor.logs.line_origin import LineOrigin
 from lockstep.doctor.logs.parsed_log import RuleMatch
@@ -13,29 +13,47 @@ from lockstep.watch.diagnosis.verdict import Culprit
 
 _TERMINATION_CODES = ("SIGTERM", "Terminated", "-15", "15", "143")
 _KILL_CODES = ("SIGKILL", "Killed", "-9", "137", "Out Of Memory")
+"""Signals, exit codes, and the state of a Slurm job step that was killed because of its memory."""
+_MAX_CULPRITS = 64
+_FIRST_FAILURE_CLASSES = frozenset((
+    "host_oom", "rank_oom", "cuda_kernel_error", "gpu_hardware_fault", "rank_exception_masked", "shm_too_small",
+    "os_limits", "storage_fault", "remote_service_timeout", "nan_or_inf",
+    "external_kill", "watchdog_or_heartbeat", "framework_bug", "gpu_binding",
+))  # fmt: skip
+"""Failure classes in which one process fails first. If no line names that process, the first process that ended with
+an error is the culprit."""
+_ADDRESS = r"\d{1,3}(?:\.\d{1,3}){3}"
+_MENTIONED_NODE = re.compile(
+    rf"\b(?:ip|IP)[=:] ?({_ADDRESS})|\b(?:on|at|of|this) node ({_ADDRESS}|(?=[\w.-]*\d)[A-Za-z][\w.-]+)"
+    rf"|[Nn]ode failure on ([\w.-]+)|\baddress: ({_ADDRESS})|\b(?:on|of) host ([\w.-]+)"
+)
+_RANK_PREFIX = re.compile(r"(?:^|Error: )\[?[Rr]ank (?P<rank>\d+)[\],:](?! [Rr]ank \d)")
+"""The beginning of a message that names the rank which raised it."""
+_SERVICE = re.compile(r"(?i)(?:server|service|reward|judge|scorer|frontend|router|engine|gateway|proxy)")
+_DRIVERS = re.compile(
+    r"(?i)task_?runner|main_task|driver|entrypoint|raylet|gcs_server|autoscaler|apiserver|engine_?core$"
+)
+"""Roles that only report the failures of others."""
 
 
-def first_failed(history: JobHistory) -> Iterator[Culprit]:
-    """Yields the ranks or hosts that failed first.
-
-    Killed processes take precedence over others; processes that the launcher ended are ignored.
-    """
-    exits = [each for each in history.facts("exit") if not _ended_by_launcher(each)]
-    killed = [each for each in exits if _signal_or_code(each) in _KILL_CODES]
-    first = killed or sorted(history.facts("first_failure"), key=match_order)[:1] or exits[:1]
-    for each in first:
-        task = each.fields.get("task", "")
-        rank = int(task) if task.isdigit() else history.rank(each)
+def likely_first_failures(history: JobHistory) -> Iterator[Culprit]:
+    """Yields the ranks or hosts that probably failed first: all killed processes; otherwise the one that the launcher
+    reports as the first, or the first one that failed."""
+    exits = [match for match in history.facts("exit") if not _is_no_failure_of_its_own(match)]
+    killed = [match for match in exits if _signal_or_code(match) in _KILL_CODES]
+    for match in killed or history.facts("first_failure")[:1] or exits[:1]:
+        task = match.fields.get("task", "")
+        rank = int(task) if task.isdigit() else history.rank(match)
         if rank is not None:
-            yield replace(culprit_of_rank(rank, history), host=history.hosts.get(rank, each.fields.get("host", "")))
-        elif each.fields.get("host"):
-            yield Culprit(None, host=each.fields["host"], name=each.fields["host"])
+            yield replace(culprit_of_rank(rank, history), host=history.hosts.get(rank, match.fields.get("host", "")))
+        elif match.fields.get("host"):
+            yield Culprit(None, host=match.fields["host"], name=match.fields["host"])
 
 
 def ended_by_signal(history: JobHistory) -> bool:
     """Whether a signal that the launcher did not send ended a process."""
-    exits = [each for each in history.facts("exit") if not _ended_by_launcher(each)]
-    return any(_signal_or_code(each).startswith(("-", "SIG")) or _signal_or_code(each) in _KILL_CODES for each in exits)
+    codes = [_signal_or_code(match) for match in history.facts("exit") if not _is_no_failure_of_its_own(match)]
+    return any(code.startswith(("-", "SIG")) or code in _KILL_CODES for code in codes)
 
 
 def culprit_of_rank(rank: int, history: JobHistory) -> Culprit:
@@ -47,29 +65,9 @@ def _signal_or_code(match: RuleMatch) -> str:
     return match.fields.get("signal") or match.fields.get("code", "")
 
 
-def _ended_by_launcher(match: RuleMatch) -> bool:
+def _is_no_failure_of_its_own(match: RuleMatch) -> bool:
+    """Whether a process ended with exit code 0, an unknown one, or SIGTERM, which the launcher sends to the rest."""
     return _signal_or_code(match) in (*_TERMINATION_CODES, "0", "")
-
-
-_MAX_CULPRITS = 64
-_FIRST_FAILURE_CLASSES = frozenset((
-    "host_oom", "rank_oom", "cuda_kernel_error", "gpu_hardware_fault", "rank_exception_masked", "shm_too_small",
-    "os_limits", "storage_fault", "remote_service_timeout", "nan_or_inf",
-    "external_kill", "watchdog_or_heartbeat", "framework_bug", "gpu_binding",
-))  # fmt: skip
-"""Failure classes in which one process fails first. If no line names that process, the first process that ended with
-an error is the culprit."""
-_ADDRESS = r"\d{1,3}(?:\.\d{1,3}){3}"
-_MENTIONED_NODE = re.compile(
-    rf"\b(?:ip|IP)[=:] ?(?P<a>{_ADDRESS})|\b(?:on|at|of|this) node (?P<b>{_ADDRESS}|(?=[\w.-]*\d)[A-Za-z][\w.-]+)"
-    rf"|[Nn]ode failure on (?P<c>[\w.-]+)|\baddress: (?P<d>{_ADDRESS})|\b(?:on|of) host (?P<e>[\w.-]+)"
-)
-_RANK_PREFIX = re.compile(r"(?:^|Error: )\[?[Rr]ank (?P<rank>\d+)[\],:](?! [Rr]ank \d)")
-"""The begin of a message that names the rank which raised it."""
-_SERVICE = re.compile(r"(?i)(?:server|service|reward|judge|scorer|frontend|router|engine|gateway|proxy)")
-_DRIVERS = re.compile(
-    r"(?i)task_?runner|main_task|driver|entrypoint|raylet|gcs_server|autoscaler|apiserver|engine_?core$"
-)
 
 
 def find_culprits(candidate: Candidate, history: JobHistory) -> tuple[Culprit, ...]:
@@ -77,66 +75,78 @@ def find_culprits(candidate: Candidate, history: JobHistory) -> tuple[Culprit, .
     if candidate.cls == "benign" or (candidate.cls == "unknown" and candidate.culprits is None):
         return ()
     if candidate.culprits is not None:
-        found = _replace_by_listed([_as_culprit(each, history) for each in candidate.culprits], history)
+        found = _prefer_complete_list([_as_culprit(each, history) for each in candidate.culprits], history)
     else:
-        found = list(_culprits_of_matches(candidate, history))
+        found = _culprits_of_matches(candidate, history)
     return tuple(dict.fromkeys(found))[:_MAX_CULPRITS]
 
 
-def _replace_by_listed(guessed: list[Culprit], history: JobHistory) -> list[Culprit]:
-    """Replaces guessed culprits by the list in a message, if the list contains all of them and more."""
-    ranks = {each.rank for each in guessed}
-    listed = (
-        list(_culprits_of_match(each, history))
-        for each in history.matches
-        if _captures_culprit(each) and _lists_all(each)
+def _prefer_complete_list(culprits: list[Culprit], history: JobHistory) -> list[Culprit]:
+    """If a line lists all culprits, and its list contains the ranks of `culprits` and more, returns that list."""
+    ranks = {culprit.rank for culprit in culprits}
+    lists = (
+        list(_culprits_of_match(match, history))
+        for match in history.matches
+        if _captures_culprit(match) and _lists_all(match)
     )
-    return next((culprits for culprits in listed if ranks < {each.rank for each in culprits}), guessed)
+    return next((listed for listed in lists if ranks < {culprit.rank for culprit in listed}), culprits)
 
 
-def _as_culprit(origin: int | str | Culprit, history: JobHistory) -> Culprit:
-    if isinstance(origin, Culprit):
-        return origin
-    return culprit_of_rank(origin, history) if isinstance(origin, int) else Culprit(None, name=origin)
+def _as_culprit(given: int | str | Culprit, history: JobHistory) -> Culprit:
+    if isinstance(given, Culprit):
+        return given
+    return culprit_of_rank(given, history) if isinstance(given, int) else Culprit(None, name=given)
 
 
-def _culprits_of_matches(candidate: Candidate, history: JobHistory) -> Iterator[Culprit]:
+def _culprits_of_matches(candidate: Candidate, history: JobHistory) -> list[Culprit]:
+    """Returns the culprits according to the candidate's matches.
+
+    They are those of the first of these sources that names any: the leading rule, the other rules for causes in their
+    order, the process that failed first (for some classes), and the leading rule again, now also with the host from
+    which all lines come.
+    """
     if not candidate.matches:
-        return
+        return []
     lead = candidate.matches[0].rule
     common_host = _common_host(history)
 
-    def specific_culprits(rule: str) -> list[Culprit]:
-        found = _culprits_of_rule(rule, candidate.matches, history)
+    def specific_culprits(rule_id: str) -> list[Culprit]:
+        found = _culprits_of_rule(rule_id, candidate.matches, history)
         return [each for each in found if not common_host or each.rank is not None or each.host != common_host]
 
     found = specific_culprits(lead.id)
     if not found and lead.signature.culprit != "none":
-        causes = dict.fromkeys(each.rule.id for each in candidate.matches if each.rule.signature.role == "cause")
-        first = list(first_failed(history)) if candidate.cls in _FIRST_FAILURE_CLASSES else []
-        found = next(filter(None, map(specific_culprits, causes)), first) or _culprits_of_rule(
-            lead.id, candidate.matches, history
-        )
-    yield from _unmapped_pids_as_ranks(found, history)
+        causes = dict.fromkeys(match.rule.id for match in candidate.matches if match.rule.signature.role == "cause")
+        found = next(filter(None, map(specific_culprits, causes)), [])
+        if not found and candidate.cls in _FIRST_FAILURE_CLASSES:
+            found = list(likely_first_failures(history))
+        if not found:
+            found = _culprits_of_rule(lead.id, candidate.matches, history)
+    return _unmapped_pids_as_ranks(found, history)
 
 
 def _common_host(history: JobHistory) -> str:
-    """Returns the host from which all lines come, so that the host distinguishes nothing; "" if there are several."""
-    logs = [each for each in history.logs if each.source not in history.old_sources]
-    of_lines = [origin.with_defaults(each.origin).host for each in logs for origin in each.origins]
-    hosts = {*of_lines, *(each.origin.host for each in logs if not each.origins)}
+    """Returns the only host in the logs; "" if there are several. To name the only host says nothing."""
+    logs = [log for log in history.logs if log.source not in history.old_sources]
+    of_lines = [origin.with_defaults(log.origin).host for log in logs for origin in log.origins]
+    hosts = {*of_lines, *(log.origin.host for log in logs if not log.origins)}
     return hosts.pop() if len(hosts) == 1 else ""
 
 
-def _culprits_of_rule(rule: str, matches: Sequence[RuleMatch], history: JobHistory) -> list[Culprit]:
-    """Returns the culprits according to the matches of one rule."""
-    same = [each for each in matches if each.rule.id == rule]
+def _culprits_of_rule(rule_id: str, matches: Sequence[RuleMatch], history: JobHistory) -> list[Culprit]:
+    """Returns the culprits according to the matches of one rule.
+
+    Matches whose pattern captured a culprit are the most precise. If there are none, those of processes that raised an
+    exception are used, and if there are none of these either, all.
+    """
+    same = [match for match in matches if match.rule.id == rule_id]
     if same[0].rule.signature.culprit == "others":
         return _missing_participants(same, history)
     found: dict[object, Culprit] = {}
-    for group in ([each for each in same if _captures_culprit(each)], _prefer_raising(same, history), same):
-        for each in (each for match in group for each in _culprits_of_match(match, history)):
-            found.setdefault((each.rank, each.host if each.rank is None else "", each.name), each)
+    for chosen in ([match for match in same if _captures_culprit(match)], _prefer_raising(same, history), same):
+        for culprit in (culprit for match in chosen for culprit in _culprits_of_match(match, history)):
+            host = culprit.host if culprit.rank is None else ""
+            found.setdefault((culprit.rank, host, culprit.name), culprit)
         if found:
             break
     return list(found.values())
@@ -152,17 +162,17 @@ def _unmapped_pids_as_ranks(found: Iterable[Culprit], history: JobHistory) -> li
 
 
 def _missing_participants(same: Sequence[RuleMatch], history: JobHistory) -> list[Culprit]:
-    """Returns the known ranks without such a line, if their number agrees with the lines; otherwise the hosts without
-    such a line in their files.
+    """Returns the ranks that did not report joining, if their number agrees with "joined n of m" in the lines;
+    otherwise the hosts whose files have no such report.
 
     Ranks that lost the connection to the store had joined too.
     """
     joined = [*same, *history.facts("store_lost")]
     reporting = {history.rank(each) for each in joined}
     missing = [rank for rank in sorted(history.ranks) if rank not in reporting]
-    counts = {int(each.fields["size"]) - int(each.fields["joined"]) for each in same
-              if {"size", "joined"} <= each.fields.keys()}  # fmt: skip
-    if missing and None not in reporting and counts <= {len(missing)}:
+    counts = [int(match.fields["size"]) - int(match.fields["joined"]) for match in same
+              if {"size", "joined"} <= match.fields.keys()]  # fmt: skip
+    if missing and None not in reporting and all(count == len(missing) for count in counts):
         return [culprit_of_rank(rank, history) for rank in missing]
     files = {each.source for each in joined}
     hosts = {log.origin.host for log in history.logs if log.origin.host and log.source not in files}
@@ -193,34 +203,31 @@ def _captures_culprit(match: RuleMatch) -> bool:
     selector = match.rule.signature.culprit
     if isinstance(selector, str) or selector.facts:
         return False
-    return any(
-        match.fields.get(group) for group in ((selector.group,) if isinstance(selector.group, str) else selector.group)
-    )
+    return any(match.fields.get(group) for group in selector.groups)
 
 
 def _culprits_of_match(match: RuleMatch, history: JobHistory) -> Iterator[Culprit]:
+    """Yields the culprits that the rule's `culprit` names for a match: captured values or, without any, the origin of
+    the line."""
     selector = match.rule.signature.culprit
     if selector == "none":
         return
     if isinstance(selector, str):
-        yield from culprit_of_origin(match, history)
-        return
-    groups = (selector.group,) if isinstance(selector.group, str) else selector.group
-    if selector.facts:
+        captured = []
+    elif selector.facts:
         fact_matches = next((facts for name in selector.facts if (facts := history.facts(name))), [])
-        for each in fact_matches:
-            for group in groups:
-                if each.fields.get(group):
-                    yield from _culprits_of_group(group, each.fields[group], each, history)
+        for fact_match in fact_matches:
+            for group in selector.groups:
+                if fact_match.fields.get(group):
+                    yield from _culprits_of_group(group, fact_match.fields[group], fact_match, history)
         return
-    for group in groups:
-        value = match.fields.get(group)
-        if value:
-            yield from _culprits_of_group(group, value, match, history)
-            if not selector.all:
-                return
-    if not any(match.fields.get(group) for group in groups):
-        yield from culprit_of_origin(match, history)
+    else:
+        captured = [(group, match.fields[group]) for group in selector.groups if match.fields.get(group)]
+        captured = captured if selector.all else captured[:1]
+    for group, value in captured:
+        yield from _culprits_of_group(group, value, match, history)
+    if not captured and (culprit := _culprit_of_origin(match, history)) is not None:
+        yield culprit
 
 
 def _culprits_of_group(group: str, value: str, match: RuleMatch, history: JobHistory) -> Iterator[Culprit]:
@@ -242,8 +249,8 @@ def _culprits_of_group(group: str, value: str, match: RuleMatch, history: JobHis
         yield Culprit(None, name=value)
 
 
-def culprit_of_origin(match: RuleMatch, history: JobHistory) -> Iterator[Culprit]:
-    """Yields the origin of a line as a culprit.
+def _culprit_of_origin(match: RuleMatch, history: JobHistory) -> Culprit | None:
+    """Returns the origin of a line as a culprit; None if nothing is known about it.
 
     This is the rank; if it is unknown, the node that the line mentions, the host, the service that wrote the file, or
     the role.
@@ -252,23 +259,23 @@ def culprit_of_origin(match: RuleMatch, history: JobHistory) -> Iterator[Culprit
     rank = match.origin.rank if match.origin.rank is not None else history.rank(match)
     prefix = _RANK_PREFIX.search(match.text) if rank is None else None
     rank = int(prefix["rank"]) if prefix else rank
-    host = match.origin.host or _host_of_task(match.origin.label, history)
+    host = match.origin.host or _host_of_task(match.origin.label, history)  # srun labels lines with the task
     mentioned = _MENTIONED_NODE.search(match.text)
-    node = next((each for each in mentioned.groups() if each), "") if mentioned else ""
-    remote_node = match.fields.get("ip", "")
+    node = match.fields.get("ip", "")
+    if mentioned and not node:
+        node = next((name for name in mentioned.groups() if name), "")
     role = "" if _DRIVERS.search(match.origin.role) else match.origin.role
     if rank is not None:
         known = culprit_of_rank(rank, history)
-        yield replace(known, where=where or known.where, role=match.origin.role, pid=match.origin.pid)
-    elif node := remote_node or node:
-        yield Culprit(None, host=history.alias(node), name=node, where=where, role=role)
-    elif host:
-        yield Culprit(None, host=host, name=history.alias(host), where=where, role=role, pid=match.origin.pid)
-    elif _SERVICE.search(PurePosixPath(match.file).stem):
-        name = PurePosixPath(match.file).stem
-        yield Culprit(None, name=name, role=name, where=where)
-    elif role:
-        yield Culprit(None, name=role, role=role, where=where, pid=match.origin.pid)
+        return replace(known, where=where or known.where, role=match.origin.role, pid=match.origin.pid)
+    if node:
+        return Culprit(None, host=history.alias(node), name=node, where=where, role=role)
+    if host:
+        return Culprit(None, host=host, name=history.alias(host), where=where, role=role, pid=match.origin.pid)
+    file_name = PurePosixPath(match.file).stem
+    if _SERVICE.search(file_name):
+        return Culprit(None, name=file_name, role=file_name, where=where)
+    return Culprit(None, name=role, role=role, where=where, pid=match.origin.pid) if role else None
 
 
 def _host_of_task(task: int | None, history: JobHistory) -> str:

@@ -70,7 +70,7 @@ class FailureRule:
         fields = {name: value for name, value in found.groupdict().items() if value}
         culprit = self.signature.culprit
         if isinstance(culprit, CulpritSelector) and culprit.all and not culprit.facts:
-            for name in {culprit.group} if isinstance(culprit.group, str) else culprit.group:
+            for name in culprit.groups:
                 values = (each.groupdict().get(name) for each in found.re.finditer(found.string, found.start()))
                 fields |= {name: ", ".join(dict.fromkeys(each for each in values if each))} if name in fields else {}
         return fields

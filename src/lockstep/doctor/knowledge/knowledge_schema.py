@@ -73,6 +73,10 @@ class CulpritSelector(_KnowledgeModel):
     """Take all groups that captured something instead of the first, and all matches of the pattern in the line."""
 
     @property
+    def groups(self) -> tuple[str, ...]:
+        return (self.group,) if isinstance(self.group, str) else self.group
+
+    @property
     def facts(self) -> tuple[str, ...]:
         return (self.fact,) if isinstance(self.fact, str) else self.fact or ()
 
@@ -129,8 +133,7 @@ class FailureSignature(_KnowledgeModel):
             raise ValueError("pattern: missing")
         groups = {name for each in self.all_patterns for name in parse_pattern(each).state.groupdict}
         if isinstance(self.culprit, CulpritSelector):
-            required = (self.culprit.group,) if isinstance(self.culprit.group, str) else self.culprit.group
-            for each in required if self.culprit.fact is None else ():
+            for each in self.culprit.groups if self.culprit.fact is None else ():
                 if each not in groups:
                     raise ValueError(f"culprit: the pattern has no group {each!r}, only {sorted(groups)}")
         if self.frames is not None and self.match != "exception":

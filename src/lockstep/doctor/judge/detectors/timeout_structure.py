@@ -19,7 +19,7 @@ from lockstep.doctor.judge.collective_waits import (
     main_stack_by_rank,
     waits_by_rank,
 )
-from lockstep.doctor.judge.culprits import ended_by_signal, first_failed
+from lockstep.doctor.judge.culprits import ended_by_signal, likely_first_failures
 from lockstep.doctor.judge.job_history import JobHistory
 from lockstep.doctor.judge.scoring import Candidate
 from lockstep.doctor.logs.parsed_log import TailLine
@@ -134,7 +134,11 @@ def _left_early(waiting: WaitingRanks) -> Iterator[Candidate]:
     lost = [each for each in waiting.waits.values() if each.peer_lost]
     if not lost or any(is_primary(traceback) for _, _, traceback, _ in waiting.history.tracebacks):
         return
-    ended = [each for each in first_failed(waiting.history) if each.rank is not None and each.rank not in waiting.waits]
+    ended = [
+        each
+        for each in likely_first_failures(waiting.history)
+        if each.rank is not None and each.rank not in waiting.waits
+    ]
     ranks = tuple(each.rank for each in ended if each.rank is not None)
     if ranks and not ended_by_signal(waiting.history):
         text = f"{_rank_list(ranks)} ended first, without a message; the others lost the connection."
