@@ -165,7 +165,7 @@ def _wait_fact(context: DiagnosisContext, graph: WaitGraph, node: int, waiters: 
     waiting = summarize_list(sorted(waiters), 4, lambda each: names[each].name)
     blockers = graph.blockers(node)
     waits_for = summarize_list(blockers, 4, lambda each: names[each].name)
-    if graph.edge[node] >= 0:
+    if not graph.is_collective(node):
         edge = context.evidence.edges[int(graph.edge[node])]
         return Fact(f"{waiting} waits for {waits_for} ({edge.kind}): {edge.why}", "waits")
     communicator, seq = int(graph.communicator[node]), int(graph.seq[node])

@@ -1,4 +1,5 @@
-"""Finds the deaths that caused a failure, among deaths that only followed from the end of another process."""
+"""Finds the deaths that caused a failure, among deaths that only followed from the end of another process, and finds
+stopped processes."""
 
 from collections.abc import Sequence
 
@@ -9,10 +10,11 @@ from lockstep.watch.diagnosis.evidence_types import NO_EXIT_CODE, Liveness
 from lockstep.watch.diagnosis.failure_classes import (
     FailureClass,
     class_of_exit,
+    describe_exit,
     is_collective_refused,
     is_collective_stalled,
 )
-from lockstep.watch.diagnosis.root_cause import describe_end, longest_wait_on
+from lockstep.watch.diagnosis.root_cause import longest_wait_on
 from lockstep.watch.diagnosis.verdict import Alternative, Fact, VerdictKind, VerdictLevel
 from lockstep.watch.diagnosis.wait_graph import BoolArray
 
@@ -26,12 +28,12 @@ AFTERMATH_S = 5.0
 """A process killed more than this long after another process died was killed by its launcher because of that death."""
 
 
-def find_deaths(context: DiagnosisContext, reached: BoolArray | None) -> list[Hypothesis]:
+def find_deaths(context: DiagnosisContext, relevant: BoolArray | None) -> list[Hypothesis]:
     """A hypothesis for each death that is a cause: the first of each incident, and those that the process itself
     caused."""
     liveness = context.evidence.processes.liveness
     dead = [int(p) for p in np.flatnonzero(liveness == Liveness.DEAD) if not _was_intended(context, int(p))]
-    dead = [p for p in dead if not _is_unobserved(context, p, reached)]
+    dead = [p for p in dead if not _is_unobserved(context, p, relevant)]
     if not dead:
         return []
     causes = {
@@ -51,7 +53,7 @@ def find_deaths(context: DiagnosisContext, reached: BoolArray | None) -> list[Hy
                 continue
         for process in culprits:
             found.append(
-                _death_hypothesis(context, process, causes[process], sorted(set(group) - set(culprits)), reached)
+                _death_hypothesis(context, process, causes[process], sorted(set(group) - set(culprits)), relevant)
             )
     return found
 
@@ -62,16 +64,16 @@ def _was_intended(context: DiagnosisContext, process: int) -> bool:
     return note.ours or is_collective_stalled(note.error)
 
 
-def _is_unobserved(context: DiagnosisContext, process: int, reached: BoolArray | None) -> bool:
+def _is_unobserved(context: DiagnosisContext, process: int, relevant: BoolArray | None) -> bool:
     """Whether it is unknown how the process ended and no process has waited long for it, as at the normal end of a job
     that was observed too late."""
     note = context.note(process)
     if int(context.evidence.processes.exit_code[process]) != NO_EXIT_CODE or note.error or note.cause:
         return False
-    if context.graph is None or reached is None:
+    if context.graph is None or relevant is None:
         return True
     nodes = context.graph.block_node[context.graph.block_process == process]
-    waited = context.graph.since[nodes[reached[nodes]]]
+    waited = context.graph.since[nodes[relevant[nodes]]]
     return not (context.at - waited >= context.thresholds.notice_s).any()
 
 
@@ -138,7 +140,7 @@ def _late_members(context: DiagnosisContext, dead: Sequence[int]) -> list[Hypoth
                 since=float(processes.ended_at[other]) if has_exited else since,
                 alternatives=(Alternative("uneven_data", 0.5),) if has_exited else (),
                 facts=tuple(
-                    Fact(f"{processes.info[p].name} {describe_end(context, p)}", "its parent") for p in dead[:4]
+                    Fact(f"{processes.info[p].name} {_describe_end(context, p)}", "its parent") for p in dead[:4]
                 ),
             )
         )
@@ -150,12 +152,12 @@ def _is_kill(context: DiagnosisContext, process: int) -> bool:
 
 
 def _death_hypothesis(
-    context: DiagnosisContext, process: int, cause: FailureClass, effects: list[int], reached: BoolArray | None
+    context: DiagnosisContext, process: int, cause: FailureClass, effects: list[int], relevant: BoolArray | None
 ) -> Hypothesis:
-    node, _ = longest_wait_on(context, process, reached)
+    node, _ = longest_wait_on(context, process, relevant)
     info = context.evidence.processes.info
-    later = [f"{info[p].name} {describe_end(context, p)}" for p in effects[:4]]
-    facts = [Fact(f"{info[process].name} {describe_end(context, process)}", "its parent")]
+    later = [f"{info[p].name} {_describe_end(context, p)}" for p in effects[:4]]
+    facts = [Fact(f"{info[process].name} {_describe_end(context, process)}", "its parent")]
     facts += [Fact(f"{each}, later or as an effect", "its parent") for each in later]
     unknown = cause.name == "unknown"
     refused = is_collective_refused(context.note(process).error)
@@ -163,7 +165,7 @@ def _death_hypothesis(
         VerdictKind.DEAD,
         VerdictLevel.NOTICE if refused else VerdictLevel.CONFIRMED,  # the recorded calls show which rank was wrong
         cause.culprit_confidence,
-        describe_end(context, process),
+        _describe_end(context, process),
         (process,),
         node=node,
         since=float(context.evidence.processes.ended_at[process]),
@@ -174,3 +176,43 @@ def _death_hypothesis(
         proven_by_structure=True,
         others=tuple(effects),
     )
+
+
+def _describe_end(context: DiagnosisContext, process: int) -> str:
+    """How a process ended, as a verb phrase with its exception."""
+    processes, note = context.evidence.processes, context.note(process)
+    text = describe_exit(int(processes.liveness[process]), int(processes.exit_code[process]))
+    return f"{text} ({note.error.strip().splitlines()[-1][:200]})" if note.error.strip() else text
+
+
+def find_stopped(context: DiagnosisContext, relevant: BoolArray | None) -> list[Hypothesis]:
+    """A hypothesis for each process stopped by a signal or a debugger, whether others wait for it or not. If all are
+    stopped, the job was suspended, and nothing is confirmed."""
+    liveness = context.evidence.processes.liveness
+    others_run = bool(((liveness == Liveness.RUNNING) | (liveness == Liveness.DEAD)).any())
+    found = []
+    for process in np.flatnonzero(liveness == Liveness.STOPPED).tolist():
+        if context.note(process).ours:
+            continue
+        node, since = longest_wait_on(context, process, relevant)
+        stopped_at = float(context.evidence.processes.ended_at[process])
+        if np.isnan(stopped_at):
+            last = context.last_activity(process)
+            stopped_at = since if np.isnan(last) else last
+        is_long = context.observed_at(process) - stopped_at >= context.thresholds.notice_s
+        if not is_long:  # py-spy stops processes for a moment. Also if the time is unknown (NaN).
+            continue
+        found.append(
+            Hypothesis(
+                VerdictKind.ABSENT,
+                VerdictLevel.CONFIRMED if others_run else VerdictLevel.NOTICE,
+                0.95 if others_run else 0.5,
+                "is stopped by a signal or a debugger",
+                (process,),
+                node=node,
+                since=stopped_at,
+                facts=(Fact(f"{context.evidence.processes.info[process].name}: state T (stopped)", "/proc"),),
+                proven_by_structure=True,
+            )
+        )
+    return found

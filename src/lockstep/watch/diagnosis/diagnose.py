@@ -12,18 +12,13 @@ import numpy as np
 
 from lockstep.watch.diagnosis import wait_graph as graphs
 from lockstep.watch.diagnosis.deadlock import find_deadlocks
-from lockstep.watch.diagnosis.deaths import SELF_CAUSED, find_deaths
+from lockstep.watch.diagnosis.deaths import SELF_CAUSED, find_deaths, find_stopped
 from lockstep.watch.diagnosis.diagnosis_context import DiagnosisContext, Hypothesis, measure_inactivity
 from lockstep.watch.diagnosis.evidence import Evidence
 from lockstep.watch.diagnosis.evidence_types import Liveness
 from lockstep.watch.diagnosis.in_flight import find_in_flight
 from lockstep.watch.diagnosis.mismatch import find_mismatches
-from lockstep.watch.diagnosis.root_cause import (
-    find_lost_hosts,
-    find_root_causes,
-    find_stopped,
-    find_waits_without_blocker,
-)
+from lockstep.watch.diagnosis.root_cause import find_lost_hosts, find_root_causes, find_waits_without_blocker
 from lockstep.watch.diagnosis.verdict import StallThresholds, Verdict, VerdictKind, VerdictLevel
 from lockstep.watch.diagnosis.verdict_text import to_verdict
 from lockstep.watch.diagnosis.wait_graph import BoolArray
@@ -53,18 +48,18 @@ def diagnose(evidence: Evidence, thresholds: StallThresholds | None = None) -> l
     pending = graphs.find_pending(evidence)
     graph = graphs.build_wait_graph(evidence, pending, thresholds.notice_s, always=any_ended)
     context = DiagnosisContext(evidence, thresholds, pending, graph)
-    reached = None if graph is None else graphs.reachable_from_stalled(graph)
-    found = find_mismatches(context, reached)
+    relevant = None if graph is None else graphs.reachable_from_stalled(graph)
+    found = find_mismatches(context, relevant)
     if any_ended:
-        found += find_deaths(context, reached) + find_stopped(context, reached)
-    if graph is not None and reached is not None and graph.stalled.any():
+        found += find_deaths(context, relevant) + find_stopped(context, relevant)
+    if graph is not None and relevant is not None and graph.stalled.any():
         found += find_deadlocks(context, graph)
-        found += find_lost_hosts(context, graph, reached) + find_root_causes(context, graph, reached)
+        found += find_lost_hosts(context, graph, relevant) + find_root_causes(context, graph, relevant)
         mismatched = {
             each.collective[0] for each in found if each.kind is VerdictKind.MISMATCH and each.collective is not None
         }
-        found += find_in_flight(context, graph, reached, mismatched) + find_waits_without_blocker(
-            context, graph, reached
+        found += find_in_flight(context, graph, relevant, mismatched) + find_waits_without_blocker(
+            context, graph, relevant
         )
     kept = _merge_alike(context, _drop_explained(context, [each.capped() for each in found]))
     return [

@@ -20,14 +20,14 @@ _MAX_WAITERS = 256
 
 
 def find_in_flight(
-    context: DiagnosisContext, graph: WaitGraph, reached: BoolArray, explained: Collection[int] = ()
+    context: DiagnosisContext, graph: WaitGraph, relevant: BoolArray, explained: Collection[int] = ()
 ) -> list[Hypothesis]:
     """Hypotheses about stalled collectives without a known blocker, except collectives of `explained` communicators."""
     blocked = np.zeros(len(graph.seq), dtype=np.bool_)
     blocked[graph.block_node] = True
     has_suspects = np.zeros(len(graph.seq), dtype=np.bool_)
     has_suspects[graph.suspect_node] = True
-    unblocked = reached & graph.stalled & (graph.communicator >= 0) & ~blocked
+    unblocked = relevant & graph.stalled & (graph.communicator >= 0) & ~blocked
     nodes = [node for node in np.flatnonzero(unblocked).tolist() if int(graph.communicator[node]) not in explained]
     complete = [node for node in nodes if not has_suspects[node]]
     found = [_insufficient_evidence(context, graph, node) for node in nodes if has_suspects[node]]

@@ -50,15 +50,15 @@ class _Divergence:
         return [(int(values[i]), int(counts[i])) for i in order]
 
 
-def find_mismatches(context: DiagnosisContext, reached: BoolArray | None) -> list[Hypothesis]:
+def find_mismatches(context: DiagnosisContext, relevant: BoolArray | None) -> list[Hypothesis]:
     """Hypotheses about all communicators whose members' calls or member lists do not match."""
     divergences = _find_divergences(context)
     found = [_mismatch_hypothesis(context, each) for each in divergences]
-    if context.graph is not None and reached is not None:
-        stalled = context.graph.communicator[reached & context.graph.stalled]
+    if context.graph is not None and relevant is not None:
+        stalled = context.graph.communicator[relevant & context.graph.stalled]
         known = {each.communicator for each in divergences}
         found += find_off_by_one(context, set(stalled[stalled >= 0].tolist()) - known)
-    return found + _different_member_lists(context, reached) + _different_rendezvous(context)
+    return found + _different_member_lists(context, relevant) + _different_rendezvous(context)
 
 
 def _find_divergences(context: DiagnosisContext) -> list[_Divergence]:
@@ -273,12 +273,12 @@ def _call_fact(context: DiagnosisContext, divergence: _Divergence, process: int)
     return Fact(f"{info.name} called {_call_name(call)} as #{divergence.seq}{f' at {site}' if site else ''}", "calls")
 
 
-def _different_member_lists(context: DiagnosisContext, reached: BoolArray | None) -> list[Hypothesis]:
+def _different_member_lists(context: DiagnosisContext, relevant: BoolArray | None) -> list[Hypothesis]:
     """Hypotheses about communicators in which a process waits and whose members created them with different lists."""
     members, graph = context.evidence.communicators, context.graph
-    if members.member_list is None or graph is None or reached is None or not len(members.member_list):
+    if members.member_list is None or graph is None or relevant is None or not len(members.member_list):
         return []
-    nodes = np.flatnonzero(reached & graph.stalled & (graph.communicator >= 0))
+    nodes = np.flatnonzero(relevant & graph.stalled & (graph.communicator >= 0))
     filled = np.flatnonzero(np.diff(members.starts) > 0)
     most = np.full(len(members.info), -1, dtype=np.int64)
     least = most.copy()

@@ -1,5 +1,6 @@
 """Finds root causes: processes and outside services that others wait for and that wait for no other process."""
 
+import re
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -15,7 +16,7 @@ from lockstep.watch.diagnosis.diagnosis_context import (
 )
 from lockstep.watch.diagnosis.evidence import WaitEdge
 from lockstep.watch.diagnosis.evidence_types import Liveness
-from lockstep.watch.diagnosis.failure_classes import class_of_exit, describe_exit
+from lockstep.watch.diagnosis.failure_classes import class_of_exit
 from lockstep.watch.diagnosis.verdict import Alternative, Fact, VerdictKind, VerdictLevel
 from lockstep.watch.diagnosis.wait_graph import BoolArray, WaitGraph
 
@@ -23,42 +24,49 @@ _MAX_RUNNING = 64
 """The most running processes that are judged individually: those inactive for the longest time."""
 
 
-def find_root_causes(context: DiagnosisContext, graph: WaitGraph, reached: BoolArray) -> list[Hypothesis]:
-    """Hypotheses about all processes at the end of a wait chain, except dead ones (`find_deaths` judges those)."""
+def find_root_causes(context: DiagnosisContext, graph: WaitGraph, relevant: BoolArray) -> list[Hypothesis]:
+    """Hypotheses about all processes at the end of a wait chain, except dead ones (`find_deaths` judges those).
+
+    Args:
+        relevant: `[nodes]`, true for nodes that a stalled wait depends on (see `reachable_from_stalled`).
+    """
     waiting = graph.waiting()
-    rows = np.flatnonzero(reached[graph.block_node] & ~waiting[graph.block_process])
-    blocked: dict[int, list[int]] = {}
+    rows = np.flatnonzero(relevant[graph.block_node] & ~waiting[graph.block_process])
+    nodes_of_blocker: dict[int, list[int]] = {}
     for process, node in zip(graph.block_process[rows].tolist(), graph.block_node[rows].tolist(), strict=True):
         if not _has_alternative(context, graph, waiting, node, process):
-            blocked.setdefault(process, []).append(node)
-    found = _exited_early(
-        context, graph, {p: nodes for p, nodes in blocked.items() if context.liveness(p) is Liveness.EXITED}
-    )
+            nodes_of_blocker.setdefault(process, []).append(node)
+    exited = {p: nodes for p, nodes in nodes_of_blocker.items() if context.liveness(p) is Liveness.EXITED}
+    found = _exited_early(context, graph, exited)
     running = {
-        p: nodes for p, nodes in blocked.items() if context.liveness(p) is Liveness.RUNNING and not context.note(p).ours
+        p: nodes
+        for p, nodes in nodes_of_blocker.items()
+        if context.liveness(p) is Liveness.RUNNING and not context.note(p).ours
     }
     for process in _least_active(context, running):
         found += _judge_running(context, graph, process, running[process])
-    for process, nodes in blocked.items():
+    for process, nodes in nodes_of_blocker.items():
         if context.liveness(process) is Liveness.UNSEEN:
             found += _never_joined(context, graph, process, nodes)
     return found
 
 
 def _has_alternative(context: DiagnosisContext, graph: WaitGraph, waiting: BoolArray, node: int, process: int) -> bool:
-    """Whether one of several processes can end the wait in a node, and another one than `process` may still do so."""
+    """Whether a node waits for any one of several processes, and one besides `process` may still answer."""
     if not graph.any_of[node]:
         return False
     for other in graph.blockers(node):
         if other == process or context.liveness(other) is not Liveness.RUNNING or waiting[other]:
             continue
-        if not measure_inactivity(context, other).any_activity_s >= context.thresholds.notice_s:
+        inactive = measure_inactivity(context, other).any_activity_s >= context.thresholds.notice_s
+        if not inactive:  # also if the activity is unknown (NaN)
             return True
     return False
 
 
 def _least_active(context: DiagnosisContext, running: Iterable[int]) -> list[int]:
-    """The given processes; if there are too many, those inactive for the longest time."""
+    """The given processes. If there are too many: those inactive for the longest time, without those that were active
+    within `notice_s` or whose activity is unknown."""
     candidates = list(running)
     if len(candidates) <= _MAX_RUNNING:
         return candidates
@@ -69,47 +77,15 @@ def _least_active(context: DiagnosisContext, running: Iterable[int]) -> list[int
     return [int(each) for each in chosen[is_late]]
 
 
-def find_stopped(context: DiagnosisContext, reached: BoolArray | None) -> list[Hypothesis]:
-    """A hypothesis for each process stopped by a signal or a debugger, whether others wait for it or not. If all are
-    stopped, the job was suspended, and nothing is confirmed."""
-    liveness = context.evidence.processes.liveness
-    all_stopped = not ((liveness == Liveness.RUNNING) | (liveness == Liveness.DEAD)).any()
-    found = []
-    for process in np.flatnonzero(liveness == Liveness.STOPPED).tolist():
-        if context.note(process).ours:
-            continue
-        node, since = longest_wait_on(context, process, reached)
-        stopped_at = float(context.evidence.processes.ended_at[process])
-        if np.isnan(stopped_at):
-            last = context.last_activity(process)
-            stopped_at = since if np.isnan(last) else last
-        if not context.observed_at(process) - stopped_at >= context.thresholds.notice_s:
-            continue  # py-spy stops processes for a moment, and the process may have continued since the observation
-        others_run = not all_stopped
-        found.append(
-            Hypothesis(
-                VerdictKind.ABSENT,
-                VerdictLevel.CONFIRMED if others_run else VerdictLevel.NOTICE,
-                0.95 if others_run else 0.5,
-                "is stopped by a signal or a debugger",
-                (process,),
-                node=node,
-                since=stopped_at,
-                facts=(Fact(f"{context.evidence.processes.info[process].name}: state T (stopped)", "/proc"),),
-                proven_by_structure=True,
-            )
-        )
-    return found
-
-
-def longest_wait_on(context: DiagnosisContext, process: int, reached: BoolArray | None) -> tuple[int | None, float]:
-    """Of the nodes that a process blocks, the one with the longest wait, and when that wait began."""
+def longest_wait_on(context: DiagnosisContext, process: int, relevant: BoolArray | None) -> tuple[int | None, float]:
+    """Of the nodes that a process blocks, the one with the longest wait, and when that wait began. Relevant nodes take
+    precedence."""
     graph = context.graph
-    if graph is None or reached is None:
+    if graph is None or relevant is None:
         return None, float("nan")
     nodes = graph.block_node[graph.block_process == process]
-    if reached[nodes].any():
-        nodes = nodes[reached[nodes]]
+    if relevant[nodes].any():
+        nodes = nodes[relevant[nodes]]
     return longest_waiting_node(graph, nodes.tolist())
 
 
@@ -118,17 +94,17 @@ def longest_waiting_node(graph: WaitGraph, nodes: Sequence[int]) -> tuple[int | 
     only depend on them."""
     if not nodes:
         return None, float("nan")
-    node = min(nodes, key=lambda each: (bool(graph.edge[each] >= 0), graph.since[each], each))
+    node = min(nodes, key=lambda each: (not graph.is_collective(each), graph.since[each], each))
     since = float(graph.since[node])
     return node, since if np.isfinite(since) else float("nan")
 
 
-def find_lost_hosts(context: DiagnosisContext, graph: WaitGraph | None, reached: BoolArray | None) -> list[Hypothesis]:
+def find_lost_hosts(context: DiagnosisContext, graph: WaitGraph | None, relevant: BoolArray | None) -> list[Hypothesis]:
     """A hypothesis for each host that no longer reports and whose processes others wait for."""
-    if graph is None or reached is None:
+    if graph is None or relevant is None:
         return []
     liveness = context.evidence.processes.liveness
-    rows = reached[graph.block_node] & (liveness[graph.block_process] == Liveness.LOST)
+    rows = relevant[graph.block_node] & (liveness[graph.block_process] == Liveness.LOST)
     hosts: dict[str, list[int]] = {}
     for process in np.unique(graph.block_process[rows]).tolist():
         hosts.setdefault(context.evidence.processes.info[process].host, []).append(process)
@@ -149,7 +125,7 @@ def find_lost_hosts(context: DiagnosisContext, graph: WaitGraph | None, reached:
                 node=node,
                 since=seen if np.isfinite(seen) else since,
                 alternatives=(Alternative("network_blocked", 0.5), Alternative("external_kill", 0.2)),
-                facts=tuple(Fact(gap, "supervisor") for gap in context.evidence.gaps if host in gap),
+                facts=tuple(Fact(gap, "supervisor") for gap in context.evidence.gaps if _names_host(gap, host)),
                 collect=(f"ping of host {host}, its power state and its kernel log",),
                 proven_by_structure=True,
             )
@@ -157,24 +133,30 @@ def find_lost_hosts(context: DiagnosisContext, graph: WaitGraph | None, reached:
     return found
 
 
-def _exited_early(context: DiagnosisContext, graph: WaitGraph, blocked: dict[int, list[int]]) -> list[Hypothesis]:
+def _names_host(text: str, host: str) -> bool:
+    """Whether a text contains the name of a host, and not only that of another host which begins or ends with it."""
+    return re.search(rf"(?<![\w.-]){re.escape(host)}(?![\w-]|\.\w)", text) is not None
+
+
+def _exited_early(context: DiagnosisContext, graph: WaitGraph, exited: dict[int, list[int]]) -> list[Hypothesis]:
     """Hypotheses about processes that exited normally while others wait for them: either they exited too early, or the
-    waiting processes made an extra call. `blocked` holds the nodes that each of them blocks."""
+    waiting processes made an extra call. `exited` holds the nodes that each of them blocks."""
     found: list[Hypothesis] = []
     extra_calls: set[int] = set()
-    for process, nodes in blocked.items():
+    for process, nodes in exited.items():
         if context.note(process).ours:
             continue
-        collectives = [node for node in nodes if graph.edge[node] < 0]
-        minority = next((node for node in collectives if _minority_entered(context, graph, node)), None)
-        if minority is not None:
-            if minority not in extra_calls:
-                extra_calls.add(minority)
-                found.append(_extra_collective(context, graph, minority))
+        collectives = [node for node in nodes if graph.is_collective(node)]
+        extra = next((node for node in collectives if _most_exited_instead(context, graph, node)), None)
+        if extra is not None:
+            if extra not in extra_calls:
+                extra_calls.add(extra)
+                found.append(_extra_collective(context, graph, extra))
             continue
         node, _ = longest_waiting_node(graph, nodes)
         cause = class_of_exit(Liveness.EXITED, 0, context.note(process))
-        is_certain = not collectives or any(_majority_entered(context, graph, each) for each in collectives)
+        is_certain = not collectives or any(_most_entered(context, graph, each) for each in collectives)
+        # In every wait that it blocks, another process could have answered as well.
         starved = all(graph.any_of[each] for each in nodes)
         found.append(
             Hypothesis(
@@ -196,19 +178,20 @@ def _exited_early(context: DiagnosisContext, graph: WaitGraph, blocked: dict[int
 
 def _entry_counts(context: DiagnosisContext, graph: WaitGraph, node: int) -> tuple[int, int, int]:
     """How many members have entered a collective, how many exited without entering it, and how many there are."""
-    members = context.members(int(graph.communicator[node]))
-    entered = context.evidence.communicators.entered[members] >= graph.seq[node]
-    liveness = context.evidence.processes.liveness[context.evidence.communicators.process[members]]
+    members = context.evidence.communicators
+    rows = context.members(int(graph.communicator[node]))
+    entered = members.entered[rows] >= graph.seq[node]
+    liveness = context.evidence.processes.liveness[members.process[rows]]
     return int(entered.sum()), int(((liveness == Liveness.EXITED) & ~entered).sum()), len(entered)
 
 
-def _minority_entered(context: DiagnosisContext, graph: WaitGraph, node: int) -> bool:
+def _most_exited_instead(context: DiagnosisContext, graph: WaitGraph, node: int) -> bool:
     """Whether most members exited normally instead of entering, so that those that entered made an extra call."""
     entered, exited, size = _entry_counts(context, graph, node)
     return exited > entered and 2 * exited > size
 
 
-def _majority_entered(context: DiagnosisContext, graph: WaitGraph, node: int) -> bool:
+def _most_entered(context: DiagnosisContext, graph: WaitGraph, node: int) -> bool:
     entered, _, size = _entry_counts(context, graph, node)
     return 2 * entered > size
 
@@ -273,11 +256,11 @@ def _judge_running(context: DiagnosisContext, graph: WaitGraph, process: int, no
     """Judges a running process that others wait for and that is not known to wait for any other process."""
     node, since = longest_waiting_node(graph, [each for each in nodes if graph.stalled[each]] or nodes)
     assert node is not None
-    request = context.idle_waits.get(process)
-    if request is not None and any(context.liveness(each) is not Liveness.RUNNING for each in request.on):
+    idle_wait = context.idle_waits.get(process)
+    if idle_wait is not None and any(context.liveness(each) is not Liveness.RUNNING for each in idle_wait.on):
         return []  # the client that should send the next request is not running
     inactivity, notice_s = measure_inactivity(context, process), context.thresholds.notice_s
-    in_collective = bool(graph.edge[node] < 0)
+    in_collective = graph.is_collective(node)
     is_active, is_spinning = inactivity.is_active(notice_s), inactivity.spins(notice_s)
     works = is_active and not is_spinning
     is_slow = works and _far_behind(context, graph, process, node)
@@ -285,9 +268,12 @@ def _judge_running(context: DiagnosisContext, graph: WaitGraph, process: int, no
         return []  # the process is working, and its peers are not faster
     progress_unknown = bool(context.progress_unknown[process])
     proven = proven_inactive(context, process, since) and not progress_unknown
-    confidence = 0.45 if is_spinning else 0.3 if is_active else 0.5
     if proven:
         confidence = 0.7 if np.isnan(inactivity.stack_s) else MAX_INACTIVITY_CONFIDENCE
+    elif is_spinning:
+        confidence = 0.45
+    else:
+        confidence = 0.3 if is_active else 0.5
     return [
         Hypothesis(
             VerdictKind.SLOW if is_slow else VerdictKind.ABSENT,
@@ -307,7 +293,7 @@ def _judge_running(context: DiagnosisContext, graph: WaitGraph, process: int, no
 
 def _rendezvous_of(context: DiagnosisContext, graph: WaitGraph, node: int) -> str:
     """The rendezvous that the processes of a node have joined; empty if the node is another wait."""
-    return context.evidence.edges[int(graph.edge[node])].rendezvous if graph.edge[node] >= 0 else ""
+    return context.evidence.edges[int(graph.edge[node])].rendezvous if not graph.is_collective(node) else ""
 
 
 def _absence_text(context: DiagnosisContext, graph: WaitGraph, node: int) -> str:
@@ -331,7 +317,7 @@ def _missing_evidence(
 
 def _far_behind(context: DiagnosisContext, graph: WaitGraph, process: int, node: int) -> bool:
     """Whether the process has taken `slow_factor` times as long as most of its peers since the last collective."""
-    if graph.edge[node] >= 0:
+    if not graph.is_collective(node):
         return False
     members = context.evidence.communicators
     rows = context.members(int(graph.communicator[node]))
@@ -356,12 +342,12 @@ def _likely_causes(context: DiagnosisContext, process: int, slow: bool) -> tuple
     return (Alternative("slow_rank_preprocess", 0.4),) if slow else ()
 
 
-def find_waits_without_blocker(context: DiagnosisContext, graph: WaitGraph, reached: BoolArray) -> list[Hypothesis]:
+def find_waits_without_blocker(context: DiagnosisContext, graph: WaitGraph, relevant: BoolArray) -> list[Hypothesis]:
     """Hypotheses about waits for a target outside the job, and about waits that no process can end."""
     found = []
-    blocked = np.zeros(len(graph.seq), dtype=np.bool_)
-    blocked[graph.block_node] = True
-    for node in np.flatnonzero(reached & (graph.edge >= 0) & ~blocked).tolist():
+    has_blocker = np.zeros(len(graph.seq), dtype=np.bool_)
+    has_blocker[graph.block_node] = True
+    for node in np.flatnonzero(relevant & (graph.edge >= 0) & ~has_blocker).tolist():
         edge = context.evidence.edges[int(graph.edge[node])]
         since = float(graph.since[node])
         # A service outside the job cannot be observed; the timeout of the waiting process limits how long it may take.
@@ -381,7 +367,8 @@ def find_waits_without_blocker(context: DiagnosisContext, graph: WaitGraph, reac
         else:
             hypothesis = Hypothesis(
                 VerdictKind.STARVED, level, min(confidence, 0.6), "waits for processes that are idle", node=node,
-                since=since, others=(edge.process, *edge.on), details="No process is about to answer it.",
+                since=since, others=(edge.process, *edge.on),
+                details="None of these processes is handling its request.",
                 collect=("the last requests that the idle processes received",),
             )  # fmt: skip
         found.append(hypothesis)
@@ -407,10 +394,3 @@ def _complete_rendezvous(edge: WaitEdge, since: float, level: VerdictLevel) -> H
             "the member list that each rank creates the communicator with", "whether they can reach each other's ports",
         ),
     )  # fmt: skip
-
-
-def describe_end(context: DiagnosisContext, process: int) -> str:
-    """How a process ended, as a verb phrase with its exception."""
-    processes, note = context.evidence.processes, context.note(process)
-    text = describe_exit(int(processes.liveness[process]), int(processes.exit_code[process]))
-    return f"{text} ({note.error.strip().splitlines()[-1][:200]})" if note.error.strip() else text

@@ -129,7 +129,7 @@ def _node_text(context: DiagnosisContext, node: int) -> str:
     """What the processes of a node wait in, as text."""
     graph = context.graph
     assert graph is not None
-    if graph.edge[node] < 0:
+    if graph.is_collective(node):
         return collective_text(context, int(graph.communicator[node]), int(graph.seq[node]))
     edge = context.evidence.edges[int(graph.edge[node])]
     return f"{edge.kind}: {edge.why}" if edge.kind and edge.why else edge.why or edge.kind or "a wait"

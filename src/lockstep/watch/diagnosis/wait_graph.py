@@ -52,6 +52,9 @@ class WaitGraph:
     """`[suspects]`: a process of unknown progress that may block `suspect_node`."""
     suspect_node: IntArray
 
+    def is_collective(self, node: int) -> bool:
+        return bool(self.edge[node] < 0)
+
     def waiting(self) -> BoolArray:
         """`[processes]`: true for processes that wait in some node."""
         mask = np.zeros(self.processes, dtype=np.bool_)

@@ -690,6 +690,14 @@ def test_a_lost_host() -> None:
     check(diagnose(seen, StallThresholds(still_s=15.0)), VerdictKind.ABSENT, ["policy-1"])
 
 
+def test_a_lost_host_whose_name_begins_another_hosts_name() -> None:
+    ranks = policy(4, p1=One("policy-1", Liveness.LOST, host="node1"))
+    gaps = ("no report from host node1 for 20 s", "no report from host node10 for 20 s")
+    job = replace(snapshot(ranks, [fsdp(since=20.0)]), gaps=gaps)
+    verdict = only(diagnose(job))
+    assert [fact.text for fact in verdict.evidence if fact.text in gaps] == [gaps[0]]
+
+
 def test_a_rank_that_never_joined() -> None:
     ranks = policy(4, p3=One("policy-3", Liveness.UNSEEN))
     edges = [
