@@ -128,11 +128,13 @@ def test_nothing_is_left_of_a_run_that_is_refused(own: Config, tmp_path: Path) -
     import ray
 
     from lockstep.cluster.ray.actors import start_compatible_actors
-    from lockstep.cluster.ray.node_actor import RunSite
+    from lockstep.cluster.ray.node_actor import NodeActorArguments
     from lockstep.cluster.ray.ray_nodes import alive_nodes
 
     folder = str(tmp_path)
-    site = RunSite(f"agents-{secrets.token_hex(3)}", "a token", folder, folder, "a mark", None, None, False, None)
+    site = NodeActorArguments(
+        f"agents-{secrets.token_hex(3)}", "a token", folder, folder, "a mark", None, None, False, None
+    )
     old = {"old-host": {**node_versions.installed_versions(), "python": "3.9.1"}}
     with pytest.raises(VersionError, match="old-host"):
         start_compatible_actors(alive_nodes(), site, old, set())

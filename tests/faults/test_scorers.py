@@ -22,7 +22,7 @@ from lockstep.config.reward import (
     RewardConfig,
 )
 from lockstep.data.samples import Completion, Group, Prompt, Rollouts
-from lockstep.rewards.scorer_pool import LOSSES_PER_SCORER, ScorerPool
+from lockstep.rewards.scorer_pool import MAX_LOSSES_PER_SCORER, ScorerPool
 from lockstep.rewards.scoring_messages import RewardError
 
 HERE = Path(__file__).parent
@@ -201,11 +201,11 @@ def test_a_death_that_does_not_repeat_costs_a_retry(pool, tmp_path):
 
 
 def test_deaths_are_not_retried_forever(pool, tmp_path):
-    texts = [[f"{row}", "ok"] for row in range(LOSSES_PER_SCORER + 1)]
+    texts = [[f"{row}", "ok"] for row in range(MAX_LOSSES_PER_SCORER + 1)]
     scorers = pool("leaves_once_per_sample", batch_size=2)
     error = failure(scorers, texts, extra_info={"marker": str(tmp_path)})
     assert "too many processes were lost" in error.problem
-    assert len(list(tmp_path.iterdir())) == LOSSES_PER_SCORER + 1
+    assert len(list(tmp_path.iterdir())) == MAX_LOSSES_PER_SCORER + 1
     done = scorers.score(rollouts(*texts, extra_info={"marker": str(tmp_path)}))
     assert (done.rewards == 1).all()
 

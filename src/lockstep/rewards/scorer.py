@@ -81,7 +81,7 @@ class Scorer:
     def missing(self) -> bool:
         return self._worker is None
 
-    def allow(self) -> None:
+    def allow_restart(self) -> None:
         """Lets `score` start processes again after `stop`."""
         self._stopped = False
 

@@ -23,6 +23,11 @@ from lockstep.rewards.scorer import Scorer, ScorerLost
 from lockstep.rewards.scoring_messages import RewardError, RewardSample, ScoringBatch, TermFailure, TermInfo, TermScores
 from lockstep.watch.beacon.writer import current_beacon
 
+log = logging.getLogger(__name__)
+
+MAX_LOSSES_PER_SCORER = 4
+"""Number of processes per scorer that one call of `score` may lose before it fails."""
+
 
 def unscored_groups(rollouts: Rollouts) -> list[Group]:
     return [group for group in rollouts.groups if group.rewards is None]
@@ -42,7 +47,7 @@ def cut_batches(groups: Sequence[Group], step: int, size: int) -> list[ScoringBa
             if index == 0 or not last.prompts:
                 last.prompts.append(group.prompt)
             last.samples.append(_reward_sample(completion, len(last.prompts) - 1, index))
-    return [batch for batch in batches if len(batch)]
+    return [batch for batch in batches if len(batch)]  # a group without completions may leave one empty
 
 
 def _reward_sample(completion: Completion, prompt: int, index: int) -> RewardSample:
@@ -79,18 +84,13 @@ def _float_array(values: Sequence[float | None]) -> np.ndarray:
     return np.array([np.nan if each is None else each for each in values], np.float64)
 
 
-log = logging.getLogger(__name__)
-
-LOSSES_PER_SCORER = 4
-"""Number of processes per scorer that one call of `score` may lose before it fails."""
-
-
 @dataclass(frozen=True, slots=True)
 class _WorkUnit:
     """A batch to be scored with a term."""
 
     number: int
-    term: int
+    """Position in the results: by term, then by batch."""
+    term_index: int
     batch: ScoringBatch
 
 
@@ -99,10 +99,11 @@ class _ScoringJob:
     """The state that the threads of one call of `score` share."""
 
     waiting: deque[_WorkUnit]
-    units: int
-    total: int
+    unit_count: int
+    total_samples: int
     """Samples times terms."""
     losses_left: int
+    """Number of processes that may still be lost."""
     scores: dict[int, TermScores] = field(default_factory=dict)
     error: BaseException | None = None
     scored: int = 0
@@ -113,12 +114,12 @@ class _ScoringJob:
         with self.lock:
             return self.waiting.popleft() if self.waiting and self.error is None else None
 
-    def finish(self, unit: _WorkUnit, scores: TermScores) -> None:
+    def record_scores(self, unit: _WorkUnit, scores: TermScores) -> None:
         with self.lock:
             self.scores[unit.number] = scores
             self.scored += len(unit.batch)
-            current_beacon().progress("samples scored", self.scored, self.total)
-            if len(self.scores) == self.units:
+            current_beacon().progress("samples scored", self.scored, self.total_samples)
+            if len(self.scores) == self.unit_count:
                 self.over.set()
 
     def fail(self, error: BaseException) -> None:
@@ -126,7 +127,7 @@ class _ScoringJob:
             self.error = self.error or error
             self.over.set()
 
-    def lose(self) -> bool:
+    def record_loss(self) -> bool:
         """Records the loss of a process. Returns whether the job may continue."""
         with self.lock:
             self.losses_left -= 1
@@ -151,7 +152,7 @@ class ScorerPool:
         missing = [scorer for scorer in self._scorers if scorer.missing()]
         if missing:
             for scorer in missing:
-                scorer.allow()
+                scorer.allow_restart()
             workers = self.cluster.start([scorer.spec() for scorer in missing])
             try:
                 for scorer, worker in zip(missing, workers, strict=True):
@@ -173,22 +174,22 @@ class ScorerPool:
         self.start()
         scores = self._run(
             [
-                _WorkUnit(term * len(batches) + number, term, batch)
-                for term in range(len(self.terms))
-                for number, batch in enumerate(batches)
+                _WorkUnit(term_index * len(batches) + batch_index, term_index, batch)
+                for term_index in range(len(self.terms))
+                for batch_index, batch in enumerate(batches)
             ]
         )
         sizes = [len(batch) for batch in batches]
         breakdown: dict[str, np.ndarray] = {}
         values: list[np.ndarray] = []
-        for number, term in enumerate(self.terms):
-            columns = term_columns(term.name, scores[number * len(batches) : (number + 1) * len(batches)], sizes)
+        for index, term in enumerate(self.terms):
+            columns = term_columns(term.name, scores[index * len(batches) : (index + 1) * len(batches)], sizes)
             breakdown |= columns
             values.append(columns[term.name])
         try:
             rewards = weighted_rewards(values, [term.weight for term in self.cfg.terms])
         except BadReward as error:
-            raise self._sum_error(error, batches) from error
+            raise self._weighting_error(error, batches) from error
         return with_rewards(rollouts, rewards, breakdown)
 
     def close(self) -> None:
@@ -199,15 +200,18 @@ class ScorerPool:
     def _run(self, units: list[_WorkUnit]) -> list[TermScores]:
         """Scores all units, with one thread per process. The first error, or Ctrl-C, stops the other calls."""
         samples = sum(len(unit.batch) for unit in units)
-        job = _ScoringJob(deque(units), len(units), samples, LOSSES_PER_SCORER * len(self._scorers))
+        job = _ScoringJob(deque(units), len(units), samples, MAX_LOSSES_PER_SCORER * len(self._scorers))
         current_beacon().progress("samples scored", 0, samples)
         threads = [
             threading.Thread(target=self._score_units, args=(scorer, job), name=scorer.name, daemon=True)
             for scorer in self._scorers[: len(units)]
         ]
-        # Each wait of a thread ends if nothing is scored for `timeout_s`. This is the largest possible sum of the
-        # waits.
-        bound = (3 * samples + len(units)) * max(map(self._limit_s, self.terms)) + (1 + job.losses_left) * LOAD_STALL_S
+        # A call ends if no sample is scored for the time limit of its term. Per unit there are at most a call, one call
+        # per sample, and a retry, so each sample is scored at most 3 times. `len(units)` allows for the calls
+        # themselves. Processes load the terms once, and again after each loss.
+        waits_for_samples = 3 * samples + len(units)
+        loads = 1 + job.losses_left
+        bound = waits_for_samples * max(map(self._limit_s, self.terms)) + loads * LOAD_STALL_S
         why = f"{samples} rewards of {len(self.terms)} terms"
         for thread in threads:
             thread.start()
@@ -221,7 +225,7 @@ class ScorerPool:
                 notice_after_s=None,
             )
         finally:
-            if len(job.scores) < job.units:
+            if len(job.scores) < job.unit_count:
                 job.fail(RewardError("scoring", "was interrupted"))
                 for scorer in self._scorers:
                     scorer.stop()
@@ -235,25 +239,26 @@ class ScorerPool:
         """The body of each thread: scores units on its process until none is left."""
         try:
             while (unit := job.take()) is not None:
-                job.finish(unit, self._score_unit(scorer, unit, job))
+                job.record_scores(unit, self._score_unit(scorer, unit, job))
         except BaseException as error:  # noqa: BLE001 - `score` raises it
             job.fail(error)
 
     def _score_unit(self, scorer: Scorer, unit: _WorkUnit, job: _ScoringJob) -> TermScores:
         """Scores a unit. Raises a RewardError that names the failing sample."""
         try:
-            scores = self._call(scorer, unit.term, unit.batch)
+            scores = self._call(scorer, unit.term_index, unit.batch)
             failure = scores.failure
             if failure is None:
                 return scores
+            # Without a traceback nothing was raised: the term's result for the whole batch is unusable.
             if failure.position is not None or len(unit.batch) == 1 or failure.traceback is None:
-                raise self._error(unit.term, unit.batch, failure)
+                raise self._failure_error(unit.term_index, unit.batch, failure)
             first = failure
         except ScorerLost as lost:
             first = TermFailure(lost.problem, traceback=lost.log_tail)
             if len(unit.batch) == 1:
-                raise self._error(unit.term, unit.batch, first) from lost
-            self._count_loss(unit.term, first, job)
+                raise self._failure_error(unit.term_index, unit.batch, first) from lost
+            self._count_loss(unit.term_index, first, job)
         return self._score_one_by_one(scorer, unit, first, job)
 
     def _score_one_by_one(self, scorer: Scorer, unit: _WorkUnit, first: TermFailure, job: _ScoringJob) -> TermScores:
@@ -263,14 +268,14 @@ class ScorerPool:
                 raise job.error
             single = unit.batch.single(position)
             try:
-                failure = self._call(scorer, unit.term, single).failure
+                failure = self._call(scorer, unit.term_index, single).failure
             except ScorerLost as lost:
                 failure = TermFailure(lost.problem, traceback=lost.log_tail)
             if failure is not None:
-                raise self._error(unit.term, single, failure)
-        term = self.terms[unit.term]
+                raise self._failure_error(unit.term_index, single, failure)
+        term = self.terms[unit.term_index]
         try:
-            again = self._call(scorer, unit.term, unit.batch)
+            again = self._call(scorer, unit.term_index, unit.batch)
         except ScorerLost as lost:
             again = TermScores(failure=TermFailure(lost.problem, traceback=lost.log_tail))
         if again.failure is None:
@@ -280,44 +285,52 @@ class ScorerPool:
             f"{again.failure.problem}, twice, with {len(unit.batch)} samples in one call, but each of them succeeds on "
             "its own: lower reward.batch_size, or raise reward.timeout_s or reward.memory_mb"
         )
-        raise self._error(unit.term, unit.batch, TermFailure(problem, None, None, again.failure.traceback))
+        raise self._failure_error(unit.term_index, unit.batch, TermFailure(problem, traceback=again.failure.traceback))
 
-    def _call(self, scorer: Scorer, term: int, batch: ScoringBatch) -> TermScores:
-        info = self.terms[term]
-        return scorer.score(term, batch, f"{info.name} of {batch.label()}", self._limit_s(info))
+    def _call(self, scorer: Scorer, term_index: int, batch: ScoringBatch) -> TermScores:
+        info = self.terms[term_index]
+        return scorer.score(term_index, batch, f"{info.name} of {batch.label()}", self._limit_s(info))
 
     def _limit_s(self, info: TermInfo) -> float:
         return max(self.cfg.timeout_s, info.limit_s)
 
-    def _count_loss(self, term: int, failure: TermFailure, job: _ScoringJob) -> None:
+    def _count_loss(self, term_index: int, failure: TermFailure, job: _ScoringJob) -> None:
         """Records the loss of a process. Raises RewardError after too many."""
-        if not job.lose():
+        if not job.record_loss():
             problem = (
-                f"{failure.problem}; too many processes were lost (limit: {LOSSES_PER_SCORER} per scorer and step)"
+                f"{failure.problem}; too many processes were lost (limit: {MAX_LOSSES_PER_SCORER} per scorer and step)"
             )
-            raise RewardError(self.terms[term].function, problem, traceback=failure.traceback)
+            raise RewardError(self.terms[term_index].function, problem, traceback=failure.traceback)
 
-    def _error(self, term: int, batch: ScoringBatch, failure: TermFailure) -> RewardError:
-        function = self.terms[term].function
+    def _failure_error(self, term_index: int, batch: ScoringBatch, failure: TermFailure) -> RewardError:
+        """Returns the error for a failure, which names the sample if it is known, and otherwise the batch."""
+        function = self.terms[term_index].function
         position = 0 if len(batch) == 1 else failure.position
         if position is None or failure.count > 1:
             failed = batch if position is None else batch.part(position, failure.count)
             problem = f"{failure.problem} ({failed.label()})"
             return RewardError(function, problem, returned=failure.returned, traceback=failure.traceback)
-        sample = batch.samples[position]
-        row = batch.prompts[sample.prompt].row
-        return RewardError(
-            function, failure.problem, batch.uid(position), row, sample.text, failure.returned, failure.traceback
-        )
+        return _sample_error(function, failure.problem, batch, position, failure.returned, failure.traceback)
 
-    def _sum_error(self, error: BadReward, batches: list[ScoringBatch]) -> RewardError:
-        """The error for a sample whose terms cannot be summed; its position counts over all batches."""
+    def _weighting_error(self, error: BadReward, batches: list[ScoringBatch]) -> RewardError:
+        """Returns the error for a sample whose terms cannot be summed; its position counts over all batches."""
         position = error.position or 0
         for batch in batches:
             if position < len(batch):
-                sample = batch.samples[position]
-                row = batch.prompts[sample.prompt].row
                 names = " + ".join(term.name for term in self.terms)
-                return RewardError(names, error.problem, batch.uid(position), row, sample.text)
+                return _sample_error(names, error.problem, batch, position)
             position -= len(batch)
         raise AssertionError("the position is beyond the batches")
+
+
+def _sample_error(
+    function: str,
+    problem: str,
+    batch: ScoringBatch,
+    position: int,
+    returned: str | None = None,
+    traceback: str | None = None,
+) -> RewardError:
+    sample = batch.samples[position]
+    row = batch.prompts[sample.prompt].row
+    return RewardError(function, problem, batch.uid(position), row, sample.text, returned, traceback)

@@ -21,7 +21,7 @@ from lockstep.base.wait_state import WaitTimeout
 from lockstep.cluster.cluster_node import NodeRefused
 from lockstep.cluster.node_versions import InstalledVersions, check_node_versions
 from lockstep.cluster.placement.bundles import NodeResources
-from lockstep.cluster.ray.node_actor import NodeActor, RunSite, connect_problem
+from lockstep.cluster.ray.node_actor import NodeActor, NodeActorArguments, connect_problem
 from lockstep.cluster.ray.ray_session import RayUnresponsive, ray_call, ray_get
 from lockstep.watch.agent.service_discovery import Leader, Superseded
 from lockstep.watch.procfs import processes
@@ -43,7 +43,7 @@ class StartedActor:
     found: Mapping[str, Any]
 
 
-def start_actors(nodes: Sequence[NodeResources], site: RunSite) -> list[StartedActor]:
+def start_actors(nodes: Sequence[NodeResources], arguments: NodeActorArguments) -> list[StartedActor]:
     """Starts an actor on each node. Raises NodeRefused."""
     actor_class = ray.remote(NodeActor)
     node_actors: list[tuple[NodeResources, Any, Any]] = []
@@ -51,11 +51,11 @@ def start_actors(nodes: Sequence[NodeResources], site: RunSite) -> list[StartedA
     try:
         for node in nodes:
             options = actor_class.options(
-                name=f"keeper-{node.id}-{secrets.token_hex(3)}", namespace=site.run, lifetime="detached",
+                name=f"keeper-{node.id}-{secrets.token_hex(3)}", namespace=arguments.run, lifetime="detached",
                 num_cpus=0, max_concurrency=4,
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False),
             )  # fmt: skip
-            actor = ray_call(partial(options.remote, site, node.name), f"creating the run's actor on {node.name}")
+            actor = ray_call(partial(options.remote, arguments, node.name), f"creating the run's actor on {node.name}")
             node_actors.append((node, actor, actor.facts.remote()))
         for node, actor, facts in node_actors:
             try:
@@ -69,7 +69,10 @@ def start_actors(nodes: Sequence[NodeResources], site: RunSite) -> list[StartedA
 
 
 def start_compatible_actors(
-    nodes: Sequence[NodeResources], site: RunSite, known: Mapping[str, InstalledVersions], with_gpus: set[str]
+    nodes: Sequence[NodeResources],
+    arguments: NodeActorArguments,
+    known: Mapping[str, InstalledVersions],
+    with_gpus: set[str],
 ) -> tuple[list[StartedActor], dict[str, InstalledVersions]]:
     """Starts actors on nodes whose versions are compatible with each other and with those of the run's other nodes
     (`known`: by name; `with_gpus`: names of those with GPUs); on all or on none. Returns them, and all versions.
@@ -78,7 +81,7 @@ def start_compatible_actors(
         NodeRefused: a node cannot take part.
         VersionError: the nodes' versions are not compatible.
     """
-    found = start_actors(nodes, site)
+    found = start_actors(nodes, arguments)
     versions = {**known, **{each.name: of.found["versions"] for each, of in zip(nodes, found, strict=True)}}
     gpus = with_gpus | {each.name for each in nodes if each.gpus}
     try:

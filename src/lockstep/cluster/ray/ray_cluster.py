@@ -35,7 +35,7 @@ from lockstep.cluster.ray.actors import (
     check_reachable_from_here,
     check_reachable_from_nodes,
 )
-from lockstep.cluster.ray.node_actor import RunSite
+from lockstep.cluster.ray.node_actor import NodeActorArguments
 from lockstep.cluster.ray.placement_groups import remove_group, reserve_groups
 from lockstep.cluster.ray.ray_nodes import alive_nodes, controller_address, is_node_alive
 from lockstep.cluster.ray.ray_reattach import InheritedRayNodes, PlacedResources, RayRunState
@@ -131,7 +131,7 @@ class RayCluster(PlacedCluster):
             )  # fmt: skip
             peer = None if ray_session.has_private_ray() else facts[0].address
             where = str(self._folder), self._cluster_dir, peer, config.interface
-            self._site = RunSite.of(run, token, *where, peer is not None and len(facts) > 1, config.ports)
+            self._site = NodeActorArguments.of(run, token, *where, peer is not None and len(facts) > 1, config.ports)
             if inherited is None:
                 self._begin()
             else:
