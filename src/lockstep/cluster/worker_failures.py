@@ -21,7 +21,8 @@ class WorkerFailure:
 
     role: str
     worker: str
-    rank: int
+    rank: int | None
+    """None if it is unknown which of the role's workers failed."""
     how: FailureMode
     what: str
     """What happened, as a verb phrase: `died (SIGKILL)`, `raised RuntimeError: ...`."""
@@ -44,7 +45,7 @@ class WorkerFailure:
 
 
 def describe_failure(
-    error: CallError, role: str, worker: str, rank: int, step: int, starting: bool = False
+    error: CallError, role: str, worker: str, rank: int | None, step: int, starting: bool = False
 ) -> WorkerFailure:
     """Derives how a worker failed from the error of a call to it."""
     match error:

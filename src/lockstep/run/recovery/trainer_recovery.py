@@ -33,12 +33,12 @@ log = logging.getLogger(__name__)
 
 ABORT_LIMIT_S = VERDICT_WAIT_S + 1.0
 """Time limit for ranks to leave an aborted collective. A rank that is still computing then is killed."""
-VERDICT_LIMIT_S = 2.0
-"""Longest wait for the verdict that explains an abort."""
+VERDICT_AFTER_ABORT_S = 2.0
+"""Longest wait, after the ranks have left their collectives, for the verdict that names the culprit."""
 
 
 class MemoryCheckpointer:
-    """Writes checkpoints to shared memory after every commit."""
+    """Writes checkpoints to shared memory and restores them."""
 
     def __init__(self, policy: TrainerGroup, folder: Path) -> None:
         self.policy, self.folder = policy, folder
@@ -77,7 +77,7 @@ class MemoryCheckpointer:
 
 @dataclass(frozen=True, slots=True)
 class RecoveryContext:
-    """What recovery of the trainer needs besides the trainer."""
+    """Parts of the controller that recovery needs."""
 
     manager: RecoveryManager
     launcher: WorkerLauncher
@@ -101,32 +101,32 @@ class TrainerRecovery:
         self.ledger, self.weights = ledger, weights
         self.manager, self.launcher, self.memory = context.manager, context.launcher, context.memory
 
-    def recover(self, error: CallError, version: int) -> int:
+    def recover(self, error: CallError, steps_done: int) -> int:
         """Restarts the ranks after an error. Returns the number of steps in the restored state.
 
         Args:
-            version: the number of steps that were done.
+            steps_done: the number of steps that were trained before the error.
 
         Raises:
             GaveUp: the ranks are not restarted (again).
-            RemoteError, WorkerDied, Stalled: `error` itself, if it is not from the trainer, or if there is no restart
-                and `error` needs no further explanation.
+            RemoteError, WorkerDied, Stalled: `error` itself, if it is not from the trainer, or if the recovery policy
+                does not restart after such an error and has no reason to add.
         """
         began = time.monotonic()
         failure = self._root_cause(error)
-        self.manager.decide(failure, error)
+        self.manager.decide(failure, error)  # raises if there is no restart
         ranks, restored = self.policy.ranks, None
         while restored is None:
             try:
                 restored = self._rebuild(ranks)
-            except (RemoteError, WorkerDied, Stalled) as again:
-                culprit = self._culprit(again, starting=True)
-                failed_start = describe_failure(again, "policy", *culprit, self.manager.step, starting=True)
-                action = self.manager.decide(failed_start, again, next_smaller_ranks(self.config, ranks))
+            except (RemoteError, WorkerDied, Stalled) as start_error:
+                culprit = self._culprit(start_error, starting=True)
+                failed_start = describe_failure(start_error, "policy", *culprit, self.manager.step, starting=True)
+                action = self.manager.decide(failed_start, start_error, next_smaller_ranks(self.config, ranks))
                 ranks = action.ranks if isinstance(action, FewerRanks) else ranks
-        count = version - restored
-        trained_again = f", {count} step{'s are' if count > 1 else ' is'} trained again" if count > 0 else ""
-        self.manager.restarted(failure, time.monotonic() - began, trained_again, restored=restored, again=count)
+        repeated = steps_done - restored
+        text = f", {repeated} step{'s are' if repeated > 1 else ' is'} trained again" if repeated > 0 else ""
+        self.manager.restarted(failure, time.monotonic() - began, text, restored=restored, again=repeated)
         return restored
 
     def _root_cause(self, error: CallError) -> WorkerFailure:
@@ -137,12 +137,12 @@ class TrainerRecovery:
         if not is_effect(error) and not isinstance(error, WorkerDied):
             return failure
         ranks = {worker.spec.name: worker.spec.rank for worker in self.policy.workers}
-        dead = self._wait_for_aborts()
+        dead = self._wait_for_aborts()  # in any case, so that the logs of all ranks are complete
         if isinstance(error, WorkerDied):
             return failure
         if dead is not None:
             return describe_failure(dead, "policy", dead.worker, dead.rank, self.manager.step)
-        name = self.manager.accused_worker(ranks, VERDICT_LIMIT_S)
+        name = self.manager.accused_worker(ranks, VERDICT_AFTER_ABORT_S)
         if name is None:
             return failure
         return WorkerFailure("policy", name, ranks[name], "stalled", "held up the other ranks", step=self.manager.step)
@@ -150,6 +150,7 @@ class TrainerRecovery:
     def _wait_for_aborts(self) -> WorkerDied | None:
         """Waits until the ranks have left their aborted collectives, so that their logs say why they did. Returns the
         death of a rank, if one died."""
+        # A rank runs its calls in order, so these calls end after the call that is in the aborted collective.
         calls = [worker.submit(PolicyAPI.info) for worker in self.policy.workers]
         with contextlib.suppress(WaitTimeout):
             waits.poll(
@@ -166,16 +167,18 @@ class TrainerRecovery:
                 continue
         return None
 
-    def _culprit(self, error: CallError, starting: bool = False) -> tuple[str, int]:
-        """Returns name and rank of the worker that failed. Raises `error` if it is not from a rank of the policy. While
-        ranks are starting, every error is from a rank."""
+    def _culprit(self, error: CallError, starting: bool = False) -> tuple[str, int | None]:
+        """Returns name and rank of the trainer's worker that failed. For a wait for several ranks, and for a rank that
+        is still starting, the rank is None. Raises `error` if it is not from a rank of the trainer; while ranks are
+        starting, every error is from one."""
         name = error.waits_for if isinstance(error, Stalled) else error.worker
         ranks = {worker.spec.name: worker.spec.rank for worker in self.policy.workers}
         if name in ranks:
             return name, ranks[name]
-        if not starting and not set(name.split(", ")) & set(ranks):
+        waited_for = set(name.split(", "))  # a wait for several ranks lists their names
+        if not starting and not waited_for & set(ranks):
             raise error
-        return name, 0
+        return name, None
 
     def _rebuild(self, ranks: int) -> int:
         """Starts this many ranks and restores their state. Returns the number of steps in the state."""

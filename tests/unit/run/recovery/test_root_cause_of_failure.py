@@ -160,7 +160,7 @@ def test_an_error_of_a_rank_itself_names_that_rank(site: Site) -> None:
 
 
 def test_without_a_verdict_the_raising_rank_is_named(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trainer_recovery, "VERDICT_LIMIT_S", 0.2)
+    monkeypatch.setattr(trainer_recovery, "VERDICT_AFTER_ABORT_S", 0.2)
     site.recover(remote(FREED, WHY))
     assert (site.failed()["worker"], site.failed()["what"]) == ("policy-0", f"raised CollectiveStalled: {WHY}")
 
