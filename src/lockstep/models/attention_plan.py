@@ -98,7 +98,7 @@ class TokenBlock:
     length: int
     stride: int
 
-    def of(self, row: Tensor) -> Tensor:
+    def take(self, row: Tensor) -> Tensor:
         """Returns the view `[count, heads, length, ...]` of a row `[tokens, heads, ...]`."""
         token, heads, *rest = row.stride()
         shape = (self.count, row.shape[1], self.length, *row.shape[2:])
@@ -108,10 +108,10 @@ class TokenBlock:
 
     def put(self, row: Tensor, values: Tensor) -> None:
         """Writes values `[count, heads, length, ...]` to the row."""
-        self.of(row).copy_(values)
+        self.take(row).copy_(values)
 
     def add(self, row: Tensor, values: Tensor) -> None:
-        self.of(row).add_(values)
+        self.take(row).add_(values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ class GatheredTokens:
     tokens: Tensor
     """int64: positions of the tokens that are not padding."""
 
-    def of(self, row: Tensor) -> Tensor:
+    def take(self, row: Tensor) -> Tensor:
         """Gathers `[count, heads, length, ...]` from a row `[tokens, heads, ...]`."""
         picked = row.index_select(0, self.index)
         return picked.view(self.count, self.length, *row.shape[1:]).transpose(1, 2)
@@ -161,18 +161,18 @@ class AttentionCall:
     """Positions in the subset."""
     keys: TokenSelection
     """Positions in the row."""
-    own: bool
+    is_self: bool
     """Whether segments attend to themselves, causally: the queries are the last of the keys. Otherwise queries attend
     to all keys, which are those of ancestors."""
 
     @property
     def causal(self) -> bool:
         """Whether the kernel's causal flag expresses the mask: there are as many queries as keys."""
-        return self.own and self.queries.length == self.keys.length
+        return self.is_self and self.queries.length == self.keys.length
 
     def mask(self, dtype: torch.dtype) -> Tensor | None:
         """Returns `[count or 1, 1, queries or 1, keys]` to add to the scores, which masks padding and later keys."""
-        if self.own:
+        if self.is_self:
             return None if self.causal else _causal_mask(self.queries.length, self.keys.length, dtype)
         if isinstance(self.keys, TokenBlock) or self.keys.hidden is None:
             return None

@@ -1,10 +1,20 @@
 """Cascade attention over a forest: dense parts are merged by their log-sum-exps, exactly in forward and backward, on
 CPU and CUDA.
 
-Forward: for outputs o_i and log-sum-exps l_i of parts over disjoint keys, l = log sum exp(l_i) and o = sum exp(l_i - l)
-o_i (online softmax, Milakov & Gimelshein 2018, arXiv:1805.02867). Backward: the gradient of a part's scores is P (dP -
-rowsum(do o)) with P = exp(scores - l). So the ordinary backward kernel of each part is exact if its inputs are the
-*merged* o and l, and the gradients of the queries are summed.
+A packed row holds the segments of a forest of shared prefixes (see `lockstep.data.row_layout`).
+
+Forward: parts over disjoint keys have outputs o_i and log-sum-exps l_i, which are merged to o and l by the online
+softmax (Milakov & Gimelshein 2018, arXiv:1805.02867):
+
+    l = log sum exp(l_i)
+    o = sum exp(l_i - l) o_i
+
+Backward: the gradient of a part's scores, with P = exp(scores - l), is
+
+    P (dP - rowsum(do o))
+
+So the ordinary backward kernel of each part is exact if its inputs are the *merged* o and l, and the gradients of the
+queries are summed.
 
 On the CPU, the parts are the calls of `lockstep.models.attention_plan`. On CUDA they are calls of variable-length flash
 attention: a causal one over all segments, then one per depth of the forest for the descendants of all ancestors of that
@@ -87,22 +97,22 @@ class CpuKernels:
         out = q.new_empty(q.shape)
         lse = q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
         for call in plan_attention_calls(subset):
-            where = call.queries
+            queries = call.queries
             part, part_lse = _cpu_flash_forward(
-                where.of(q),
-                call.keys.of(k),
-                call.keys.of(v),
+                queries.take(q),
+                call.keys.take(k),
+                call.keys.take(v),
                 0.0,
                 call.causal,
                 attn_mask=_expanded_mask(call, q),
                 scale=scale,
             )
-            if not call.own:
-                previous, previous_lse = where.of(out), where.of(lse)
+            if not call.is_self:  # the calls of segments over themselves come first, and contain all queries
+                previous, previous_lse = queries.take(out), queries.take(lse)
                 part = torch.lerp(previous, part, torch.sigmoid(part_lse - previous_lse)[..., None].to(part.dtype))
                 part_lse = torch.logaddexp(part_lse, previous_lse)
-            where.put(out, part)
-            where.put(lse, part_lse)
+            queries.put(out, part)
+            queries.put(lse, part_lse)
         return out, lse
 
     def backward(
@@ -110,26 +120,26 @@ class CpuKernels:
     ) -> tuple[Tensor, Tensor, Tensor]:
         dq, dk, dv = q.new_empty(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
         for call in plan_attention_calls(subset):
-            where, keys = call.queries, call.keys
-            part_lse = where.of(lse)
-            if isinstance(where, GatheredTokens) and where.hidden is not None:
-                part_lse = part_lse + where.hidden  # makes exp(scores - lse) of padded queries 0
+            queries, keys = call.queries, call.keys
+            merged_lse = queries.take(lse)
+            if isinstance(queries, GatheredTokens) and queries.hidden is not None:
+                merged_lse = merged_lse + queries.hidden  # makes exp(scores - lse) of padded queries 0
             part, part_k, part_v = _cpu_flash_backward(
-                where.of(grad),
-                where.of(q),
-                keys.of(k),
-                keys.of(v),
-                where.of(out),
-                part_lse,
+                queries.take(grad),
+                queries.take(q),
+                keys.take(k),
+                keys.take(v),
+                queries.take(out),
+                merged_lse,
                 0.0,
                 call.causal,
                 attn_mask=_expanded_mask(call, q),
                 scale=scale,
             )
-            if call.own:
-                where.put(dq, part)
+            if call.is_self:
+                queries.put(dq, part)
             else:
-                where.add(dq, part)
+                queries.add(dq, part)
             keys.add(dk, part_k)
             keys.add(dv, part_v)
         return dq, dk, dv
@@ -153,34 +163,35 @@ class TokenSpans:
 
     index: Tensor | None
     """int64 `[tokens of all pieces]`; None if the pieces are the whole row, in its order."""
-    ends: Tensor
-    """int32 `[pieces + 1]`: cumulative lengths."""
-    longest: int
+    cu_seqlens: Tensor
+    """int32 `[pieces + 1]`: cumulative lengths, starting with 0."""
+    max_seqlen: int
 
-    def of(self, row: Tensor) -> Tensor:
+    def take(self, row: Tensor) -> Tensor:
+        """Gathers the tokens of the pieces from a row `[tokens, ...]`."""
         return row.contiguous() if self.index is None else row[self.index]
 
 
 @dataclass(frozen=True, slots=True)
 class CascadeLevel:
+    """One call of variable-length attention: piece i of the queries attends to piece i of the keys."""
+
     queries: TokenSpans
     keys: TokenSpans
     causal: bool
+    """True for the first level, in which segments attend to themselves."""
 
 
 def cascade_levels(layout: RowLayout, device: torch.device) -> list[CascadeLevel]:
     """Returns the parts of a row: all segments over themselves, then per depth the descendants over their ancestors."""
 
-    def make(row: RowLayout) -> list[CascadeLevel]:
-        segments = _token_spans([range(start, stop) for start, stop, _ in row.segments()], device, is_whole_row=True)
+    def make(layout: RowLayout) -> list[CascadeLevel]:
+        segments = _token_spans([range(start, stop) for start, stop, _ in layout.segments()], device, is_whole_row=True)
         levels = [CascadeLevel(segments, segments, True)]
-        for family in ancestor_levels(QuerySubset.all_of(row)):
-            queries = [list(below) for _, below in family]
-            levels.append(
-                CascadeLevel(
-                    _token_spans(queries, device), _token_spans([list(above) for above, _ in family], device), False
-                )
-            )
+        for level in ancestor_levels(QuerySubset.all_of(layout)):
+            queries = _token_spans([list(descendants) for _, descendants in level], device)
+            keys = _token_spans([list(ancestor) for ancestor, _ in level], device)
+            levels.append(CascadeLevel(queries, keys, False))
         return levels
 
     return layout.cached(("levels", device), make)
@@ -188,13 +199,16 @@ def cascade_levels(layout: RowLayout, device: torch.device) -> list[CascadeLevel
 
 def _token_spans(pieces: list[range] | list[list[int]], device: torch.device, is_whole_row: bool = False) -> TokenSpans:
     lengths = [len(piece) for piece in pieces]
-    ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(device)
+    cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(device)
     index = None if is_whole_row else torch.tensor([token for piece in pieces for token in piece]).to(device)
-    return TokenSpans(index, ends, max(lengths))
+    return TokenSpans(index, cu_seqlens, max(lengths))
 
 
 class CudaKernels:
-    """torch's flash attention for CUDA, in half precision and for whole rows. Sums over parts are kept in float32."""
+    """torch's flash attention for CUDA, in half precision. Sums over parts are kept in float32.
+
+    It computes all queries of a row. `forest_attention` passes a smaller subset only on the CPU.
+    """
 
     @staticmethod
     def supports(q: Tensor, v: Tensor) -> bool:
@@ -202,19 +216,15 @@ class CudaKernels:
         return q.device.type == "cuda" and half and q.shape[-1] == v.shape[-1] <= 256 and q.shape[-1] % 8 == 0
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, subset: QuerySubset, scale: float) -> tuple[Tensor, Tensor]:
-        out, lse = q, q  # replaced by the first level, which is the causal one
-        for level in cascade_levels(subset.layout, q.device):
-            a, b = level.queries, level.keys
-            part, part_lse, *_ = _cuda_flash_forward(
-                a.of(q), b.of(k), b.of(v), a.ends, b.ends, a.longest, b.longest, 0.0, level.causal, False, scale=scale
-            )
-            if level.causal:
-                out, lse = part, part_lse  # [tokens, heads, size] and [heads, tokens]
-                continue
-            previous, previous_lse = a.of(out), lse[:, a.index]
+        first, *others = cascade_levels(subset.layout, q.device)
+        out, lse = _cuda_forward_part(first, q, k, v, scale)
+        for level in others:
+            index = level.queries.index
+            part, part_lse = _cuda_forward_part(level, q, k, v, scale)
+            previous, previous_lse = level.queries.take(out), lse[:, index]
             share = torch.sigmoid(part_lse - previous_lse).t()[..., None]
-            out[a.index] = torch.lerp(previous.float(), part.float(), share).to(out.dtype)
-            lse[:, a.index] = torch.logaddexp(part_lse, previous_lse)
+            out[index] = torch.lerp(previous.float(), part.float(), share).to(out.dtype)
+            lse[:, index] = torch.logaddexp(part_lse, previous_lse)
         return out, lse
 
     def backward(
@@ -223,33 +233,52 @@ class CudaKernels:
         sums = [torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v)]
         seed, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
         for level in cascade_levels(subset.layout, q.device):
-            a, b = level.queries, level.keys
-            part_lse = lse if a.index is None else lse[:, a.index].contiguous()
+            queries, keys = level.queries, level.keys
+            merged_lse = lse if queries.index is None else lse[:, queries.index].contiguous()
             parts = _cuda_flash_backward(
-                a.of(grad),
-                a.of(q),
-                b.of(k),
-                b.of(v),
-                a.of(out),
-                part_lse,
-                a.ends,
-                b.ends,
-                a.longest,
-                b.longest,
+                queries.take(grad),
+                queries.take(q),
+                keys.take(k),
+                keys.take(v),
+                queries.take(out),
+                merged_lse,
+                queries.cu_seqlens,
+                keys.cu_seqlens,
+                queries.max_seqlen,
+                keys.max_seqlen,
                 0.0,
                 level.causal,
                 seed,
                 unused,
                 scale=scale,
             )
-            for total, part, where in zip(sums, parts, (a, b, b), strict=True):
-                # A level has every token at most once, so indexing adds each gradient, deterministically.
-                if where.index is None:
+            for total, part, spans in zip(sums, parts, (queries, keys, keys), strict=True):
+                # No token occurs twice in a level, so the indexed += loses nothing and is deterministic.
+                if spans.index is None:
                     total += part
                 else:
-                    total[where.index] += part
+                    total[spans.index] += part
         dq, dk, dv = (total.to(q.dtype) for total in sums)
         return dq, dk, dv
+
+
+def _cuda_forward_part(level: CascadeLevel, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Returns the output `[tokens, heads, head size]` and the log-sum-exps `[heads, tokens]` of a level's queries."""
+    queries, keys = level.queries, level.keys
+    out, lse, *_ = _cuda_flash_forward(
+        queries.take(q),
+        keys.take(k),
+        keys.take(v),
+        queries.cu_seqlens,
+        keys.cu_seqlens,
+        queries.max_seqlen,
+        keys.max_seqlen,
+        0.0,
+        level.causal,
+        False,
+        scale=scale,
+    )
+    return out, lse
 
 
 CUDA_KERNELS = CudaKernels()

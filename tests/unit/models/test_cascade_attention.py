@@ -72,12 +72,12 @@ def test_every_pair_is_in_one_call(subset: QuerySubset, limits: tuple[int, int, 
         for queries, keys in zip(places(call.queries), places(call.keys), strict=True):
             together += [q for q in queries if q >= 0]
             for number, q in enumerate(queries):
-                for k in keys[: len(keys) - len(queries) + number + 1] if call.own else keys:
+                for k in keys[: len(keys) - len(queries) + number + 1] if call.is_self else keys:
                     if q >= 0 and k >= 0:
                         seen[q, k] += 1
         assert len(set(together)) == len(together)
     assert torch.equal(seen, subset.layout.mask()[subset.index].long())
-    own = [call.own for call in found]
+    own = [call.is_self for call in found]
     assert own == sorted(own, reverse=True)
 
 
@@ -100,12 +100,12 @@ def test_every_pair_is_in_one_level(layout: RowLayout) -> None:
     seen = torch.zeros(layout.tokens, layout.tokens, dtype=torch.int64)
     row = torch.arange(layout.tokens)
     for level in cascade_levels(layout, torch.device("cpu")):
-        queries, keys = level.queries.of(row), level.keys.of(row)
+        queries, keys = level.queries.take(row), level.keys.take(row)
         assert len(set(queries.tolist())) == len(queries)
-        for piece in range(len(level.queries.ends) - 1):
-            q = queries[level.queries.ends[piece] : level.queries.ends[piece + 1]]
-            k = keys[level.keys.ends[piece] : level.keys.ends[piece + 1]]
-            assert len(q) <= level.queries.longest and len(k) <= level.keys.longest
+        for piece in range(len(level.queries.cu_seqlens) - 1):
+            q = queries[level.queries.cu_seqlens[piece] : level.queries.cu_seqlens[piece + 1]]
+            k = keys[level.keys.cu_seqlens[piece] : level.keys.cu_seqlens[piece + 1]]
+            assert len(q) <= level.queries.max_seqlen and len(k) <= level.keys.max_seqlen
             pairs = torch.ones(len(q), len(k), dtype=torch.int64)
             seen[q[:, None], k[None]] += pairs.tril() if level.causal else pairs
     assert torch.equal(seen, layout.mask().long())
@@ -169,10 +169,10 @@ def test_long_runs_are_views_and_short_segments_are_gathered_together() -> None:
     """16 prompts of 32 tokens with eight completions of 64 tokens each need no gathering."""
     layout = RowLayout([32, *[64] * 8] * 16, [p for g in range(16) for p in (-1, *[9 * g] * 8)])
     fixed = plan_attention_calls(QuerySubset.all_of(layout))
-    causal = [call for call in fixed if call.own]
+    causal = [call for call in fixed if call.is_self]
     blocks = [call.queries for call in causal if isinstance(call.queries, TokenBlock)]
     assert sum(block.count * block.length for block in blocks) == 16 * 8 * 64
-    assert all(isinstance(call.queries, TokenBlock) for call in fixed if not call.own)
+    assert all(isinstance(call.queries, TokenBlock) for call in fixed if not call.is_self)
     short = plan_attention_calls(QuerySubset.all_of(RowLayout([6] * 3 + [7] * 3, [-1] * 6)))
     assert len(short) == 1 and isinstance(short[0].queries, GatheredTokens)
 
