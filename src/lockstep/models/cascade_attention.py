@@ -207,7 +207,7 @@ def _token_spans(pieces: list[range] | list[list[int]], device: torch.device, is
 class CudaKernels:
     """torch's flash attention for CUDA, in half precision. Sums over parts are kept in float32.
 
-    It computes all queries of a row. `forest_attention` passes a smaller subset only on the CPU.
+    It computes all queries of a row: only `fused_decoder`, which is for the CPU, asks for fewer.
     """
 
     @staticmethod

@@ -141,6 +141,6 @@ def broadcast_errors(channel: StreamChannel, peer: str) -> Iterator[None]:
     except (WaitTimeout, dist.DistError) as error:
         raise LinkFailed(channel.name, peer, str(error)) from error
     except RuntimeError as error:
-        if type(error) is not RuntimeError:
+        if type(error) is not RuntimeError:  # gloo raises plain ones; a subclass is an error of another kind
             raise
         raise LinkFailed(channel.name, peer, str(error)) from error
