@@ -111,7 +111,7 @@ def rank_main(rank: int, world: int, refuse: bool, pause_us: int, blocks: int, f
     noting = CollectiveWrappers(found, torch).wrapper_of(nothing, OPERATIONS["all_reduce"])
     member = found.member(groups[0])
     assert member is not None
-    member.until = 1 << 62  # c10d's sequence number does not change here
+    member.next_query = 1 << 62  # c10d's sequence number does not change here
     alone = min(block(noting) for _ in range(10)) - min(block(nothing) for _ in range(10))
     member.resynchronize()
     began = time.thread_time()

@@ -85,7 +85,7 @@ def _serve(run: str, token: str, folder: str, controller: int) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     agent = NodeAgent(AgentSettings(run, 1, token, Path(folder), controller, 0.0, 0.2))
     agent._spawner = ForkingSpawner(agent._selector, agent._worker_exited)
-    agent._monitoring._children = agent._spawner.children
+    agent._monitoring._children = agent._spawner.workers
     agent.run()
 
 

@@ -67,7 +67,7 @@ def become(request: dict, control: socket.socket) -> None:
         case {"stage": stage, "seconds": seconds, "at_end": at_end}:
             hold(stage, seconds, at_end)
         case {"keep_every_s": seconds}:
-            importlib.import_module("lockstep.run.rollout_buffer").KEEP_EVERY_S = seconds
+            importlib.import_module("lockstep.run.rollout_buffer").PERSIST_INTERVAL_S = seconds
         case {"trainer": file, "how": how}:
             with_sitecustomize(TRAINER, f"{how}:{file}")
         case {"replacements_for": ranks}:

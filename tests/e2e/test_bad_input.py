@@ -136,7 +136,7 @@ LONG = '{"prompt": "' + 29 * "1" + '=", "answer": "1"}\n'
         ("a.jsonl", GOOD + '{"answer": "1"}\n', {}, ["line 2", "'prompt'", "no such column"]),
         ("a.jsonl", GOOD + '{"prompt": "2=", "answer": null}\n', {}, ["line 2", "no answer", "data.answer_column"]),
         ("a.jsonl", '{"prompt": "1="}\n', {}, ["line 1", "no answer", "data.answer_column"]),
-        ("a.jsonl", '{"promt": "1=", "answer": "1"}\n', {}, ["no column", "promt", "data.prompt_column"]),
+        ("a.jsonl", '{"promt": "1=", "answer": "1"}\n', {}, ["no known prompt column", "promt", "data.prompt_column"]),
         ("a.jsonl", GOOD, {"answer_column": "anser"}, ["'anser'", "no such column", "Did you mean 'answer'?"]),
         ("a.jsonl", GOOD + LONG, {}, ["line 2", "30 tokens", "28 that fit", "data.overlong", "max_tokens"]),
         ("a.jsonl", LONG, {"overlong": "drop"}, ["each of the 1 rows is longer than 28 tokens", "model.max_length"]),

@@ -106,7 +106,7 @@ def test_tiny_makes_a_model_that_transformers_loads(
 ) -> None:
     sizes = ["--hidden", "32", "--layers", "2", "--heads", "2", "--kv-heads", "1", "--ffn", "48", "--max-length", "40"]
     text = lockstep("tiny", str(tmp_path / "m"), "--family", family, *sizes, "--alphabet", "abc", "--seed", "3")
-    assert text == f"{tmp_path}/m: {family}, 2 layers of 32, seed 3\n"
+    assert text == f"{tmp_path}/m: {family}, 2 layers, hidden size 32, seed 3\n"
     assert capfd.readouterr() == ("", ""), "transformers' progress bars are not shown"
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "m")
     assert (model.config.model_type, model.config.max_position_embeddings) == (family, 40)
@@ -121,7 +121,7 @@ def test_tiny_refuses_sizes_and_folders(tmp_path: Path) -> None:
     for arguments, words in (
         (["m", "--hidden", "30"], "hidden: 30 with 4 heads"),
         (["m", "--family", "gpt"], "'gpt' is unknown, expected one of qwen2, llama"),
-        (["full"], "holds something else"),
+        (["full"], "does not hold this tiny model"),
     ):
         result = CliRunner().invoke(app, ["tiny", str(tmp_path / arguments[0]), *arguments[1:]])
         assert result.exit_code == 2 and words in result.stderr.replace("\n", " ")

@@ -124,15 +124,15 @@ def test_a_conversation_is_not_blamed_for_the_loss_of_nodes(cluster: LocalCluste
 
     def asked() -> bool:
         found.extend(pool.collect())
-        (host,) = pool._hosts
+        (host,) = pool._processes
         return bool(host.open) and host._calls == []
 
     for _ in range(MAX_LOST_PROCESSES):
         until(asked)
-        (host,) = pool._hosts
+        (host,) = pool._processes
         before = host._latest
         os.kill(agent_of(cluster).address.pid, signal.SIGKILL)
-        until(lambda before=before: asked() and pool._hosts[0]._latest != before)  # type: ignore[misc]
+        until(lambda before=before: asked() and pool._processes[0]._latest != before)  # type: ignore[misc]
     until(lambda: bool(asked() or found) and bool(found))
     assert [reply.failure for reply in found] == [None] and found[0].observation is not None
     assert found[0].observation.text == "waited 2.5"
