@@ -97,7 +97,7 @@ def run(tmp_path: Path) -> Iterator[Run]:
     ledger, launcher = Ledger.create(tmp_path / "run", {"name": "x"}), CopyingLauncher(store)
     engines, (one, _), _ = make_client(ledger, launcher, 2, restarts=5)
     policy: Any = SimpleNamespace(write_weights=write, offload=lambda: None)
-    sync = WeightPublisher(policy, engines, store, SimpleNamespace(published=lambda version: None))  # type: ignore[arg-type]
+    sync = WeightPublisher(policy, engines, store, SimpleNamespace(record_published=lambda version: None))  # type: ignore[arg-type]
     sync.publish(1)
     yield sync, one, launcher
     engines.close()

@@ -122,7 +122,7 @@ def test_engines_load_weights_after_the_trainer_has_freed_memory(tmp_path: Path,
 
     delivery: Any = SimpleNamespace(publish=publish, delete_former_stores=lambda: None, blocking_readers=list)
     engines: Any = SimpleNamespace(workers=[], progress_by_engine=lambda _: {}, load_weights=lambda *_: tell(("load",)))
-    ledger: Any = SimpleNamespace(published=lambda version: None)
+    ledger: Any = SimpleNamespace(record_published=lambda version: None)
     weights = WeightPublisher(policy, engines, delivery, ledger)
     for version in (1, 1):
         weights.publish(version)
