@@ -302,7 +302,7 @@ def test_torn_checkpoints_are_refused(folder: Path, checkpoint: Path) -> None:
 
 def test_unfinished_checkpoints_and_those_of_other_models_are_refused(folder: Path, checkpoint: Path) -> None:
     assert "another model" in refused(folder, checkpoint, family="llama")
-    assert "did not end" in refused(folder, checkpoint.rename(checkpoint.with_name("step-2.tmp-1-1")))
+    assert "did not finish" in refused(folder, checkpoint.rename(checkpoint.with_name("step-2.tmp-1-1")))
 
 
 def test_a_full_disk_is_an_error_on_every_rank_and_leaves_nothing(
