@@ -115,8 +115,7 @@ def main(folder: Path) -> None:
         with open_run(prepared) as run:
             paced: Any = Paced(run, pacer)
             if isinstance(run.config, SFTConfig):
-                assert run.roles.documents is not None
-                run.roles.documents = CountedDocuments(run.roles.documents, pacer)  # type: ignore[assignment]
+                run.roles.samples = CountedDocuments(run.roles.samples, pacer)  # type: ignore[assignment]
                 _until_stopped(lambda: sft(paced, run.config))
             else:
                 force_requests(run.engines, np.asarray(order["lengths"]))

@@ -8,7 +8,7 @@ import trainer_ranks as tr
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from lockstep.config.recipes import RecipeConfig, SFTConfig
+from lockstep.config.recipes import GRPOConfig, SFTConfig
 from lockstep.train.distributed import ParallelContext
 from lockstep.train.fsdp import FSDP2Trainer
 
@@ -21,16 +21,16 @@ ADAPTERS = {"lora": LORA, "dora": DORA, "saved": SAVED}
 DROPPING = LORA | {"lora_dropout": 0.3}
 
 
-def config(folder: Path, family: str, recipe: str, adapter: dict[str, Any], **trainer: Any) -> RecipeConfig:
+def config(folder: Path, family: str, recipe: str, adapter: dict[str, Any], **trainer: Any) -> SFTConfig | GRPOConfig:
     return tr.config(folder, family, recipe, {"adapter": adapter}, **trainer)
 
 
 def variant(kind: str, family: str, recipe: str, budget: int = 400, **trainer: Any) -> tr.Case:
     def run(folder: Path, ranks: ParallelContext, port: int) -> tr.Result:
-        made = FSDP2Trainer(config(folder, family, recipe, ADAPTERS[kind], **trainer), ranks)
+        made = FSDP2Trainer(config(folder, family, recipe, ADAPTERS[kind], **trainer).policy, ranks)
         before = {name: parameter.detach().clone() for name, parameter in made.merged_weights.weights.items()}
         start = adapter_of(made)
-        result = adapter_train(made, tr.batch_of(made.config, ranks.world, budget))
+        result = adapter_train(made, tr.batch_of(made.role, ranks.world, budget))
         after = made.merged_weights.weights
         result.extra["start"] = start
         saved = {id(parameter) for parameter in made.merged_weights.saved.values()}
@@ -48,7 +48,7 @@ def adapter_train(trainer: FSDP2Trainer, batch: Any, steps: int = 3) -> tr.Resul
     result = tr.Result(trainer.ranks.rank)
     minibatch = tr.minibatch_of(trainer, batch)
     for _ in range(steps):
-        stats = trainer.step(minibatch.by_rank[trainer.ranks.rank], trainer.config.loss)
+        stats = trainer.step(minibatch.by_rank[trainer.ranks.rank])
         result.metrics.append(stats.values)
     result.weights = tr.rows_of_all(trainer)
     result.extra["adapter"] = adapter_of(trainer)
@@ -69,13 +69,13 @@ def resume(folder: Path, ranks: ParallelContext, port: int) -> tr.Result:
     """With dropout and several micro-batches: two steps, a save, two more steps; then these two again from the
     checkpoint."""
     cfg = config(folder, "qwen2", "sft", DROPPING)
-    first = FSDP2Trainer(cfg, ranks)
+    first = FSDP2Trainer(cfg.policy, ranks)
     batch = tr.batch_of(cfg, ranks.world, budget=60)
     result = adapter_train(first, batch, 2)
     first.save(folder / "saved" / f"adapter-{ranks.world}")
     result.extra["straight"] = adapter_train(first, batch, 2)
     first.writer.finish()
-    second = FSDP2Trainer(cfg, ranks)
+    second = FSDP2Trainer(cfg.policy, ranks)
     torch.manual_seed(4)
     second.load(folder / "saved" / f"adapter-{ranks.world}")
     result.extra["loaded"] = adapter_of(second)
@@ -86,12 +86,12 @@ def resume(folder: Path, ranks: ParallelContext, port: int) -> tr.Result:
 def recomputed(folder: Path, ranks: ParallelContext, port: int) -> tr.Result:
     """Train with dropout and activation checkpointing: recomputed activations need the same masks."""
     cfg = config(folder, "qwen2", "sft", DROPPING, activation_checkpointing=True)
-    return adapter_train(FSDP2Trainer(cfg, ranks), tr.batch_of(cfg, ranks.world, budget=60), 2)
+    return adapter_train(FSDP2Trainer(cfg.policy, ranks), tr.batch_of(cfg, ranks.world, budget=60), 2)
 
 
 def reload(folder: Path, ranks: ParallelContext, port: int) -> tr.Result:
     """Load the checkpoint that one rank saved."""
-    trainer = FSDP2Trainer(config(folder, "qwen2", "sft", DROPPING), ranks)
+    trainer = FSDP2Trainer(config(folder, "qwen2", "sft", DROPPING).policy, ranks)
     trainer.load(folder / "saved" / "adapter-1")
     result = tr.Result(ranks.rank, weights=tr.rows_of_all(trainer))
     result.extra["adapter"] = adapter_of(trainer)
@@ -107,7 +107,7 @@ def begun(folder: Path, ranks: ParallelContext, port: int) -> tr.Result:
     """Start from the adapter that one rank exported, which is the reference as well; train, save and load."""
     start_from = {"path": str(folder / "saved-adapter-1")}
     cfg = config(folder, "llama", "grpo", start_from | SAVED)
-    trainer = FSDP2Trainer(cfg, ranks)
+    trainer = FSDP2Trainer(cfg.policy, ranks)
     start = adapter_of(trainer)
     rows = tr.batch_of(cfg, ranks.world).everything().by_rank[ranks.rank]
     first = trainer.evaluate(rows, ["logprobs"])
@@ -116,7 +116,7 @@ def begun(folder: Path, ranks: ParallelContext, port: int) -> tr.Result:
     result.extra |= {"start": start, "first": first, "after": after, "trained": adapter_of(trainer)}
     trainer.save(folder / "saved" / f"begun-{ranks.world}")
     trainer.writer.finish()
-    second = FSDP2Trainer(cfg, ranks)
+    second = FSDP2Trainer(cfg.policy, ranks)
     second.load(folder / "saved" / f"begun-{ranks.world}")
     result.extra["loaded"] = adapter_of(second)
     result.extra["again"] = second.evaluate(rows, ["reference_logprobs"])
@@ -130,7 +130,7 @@ def export_saved(folder: Path, ranks: ParallelContext, port: int) -> tr.Result:
 
 def _exported(folder: Path, ranks: ParallelContext, adapter: dict[str, Any], prefix: str) -> tr.Result:
     cfg = config(folder, "llama", "sft", adapter)
-    trainer = FSDP2Trainer(cfg, ranks)
+    trainer = FSDP2Trainer(cfg.policy, ranks)
     result = adapter_train(trainer, tr.batch_of(cfg, ranks.world))
     trainer.export(folder / f"{prefix}merged-{ranks.world}")
     trainer.export_adapter(folder / f"{prefix}adapter-{ranks.world}")
@@ -162,7 +162,7 @@ def truth(folder: Path, name: str, start: dict[str, torch.Tensor]) -> tr.Result:
     cfg = config(folder, family, recipe, ADAPTERS[kind])
     reference = AutoModelForCausalLM.from_pretrained(cfg.model.path, dtype=torch.float32, attn_implementation="eager")
     base = AutoModelForCausalLM.from_pretrained(cfg.model.path, dtype=torch.float32, attn_implementation="eager")
-    made = FSDP2Trainer(cfg, ParallelContext())
+    made = FSDP2Trainer(cfg.policy, ParallelContext())
     made.export_adapter(folder / f"start-{name}")
     model: Any = PeftModel.from_pretrained(base, folder / f"start-{name}", is_trainable=True).eval()
     named = {n: p for n, p in model.named_parameters() if p.requires_grad}

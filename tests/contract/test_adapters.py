@@ -73,13 +73,13 @@ def test_training_an_adapter_equals_peft(
 
 def test_the_reference_is_the_model_without_its_adapter(folder: Path) -> None:
     cfg = ar.config(folder, "llama", "grpo", ar.LORA)
-    trainer = FSDP2Trainer(cfg, ParallelContext())
+    trainer = FSDP2Trainer(cfg.policy, ParallelContext())
     assert trainer.reference is None and trainer.has_reference
     batch = tr.batch_of(cfg, 1)
     ar.adapter_train(trainer, batch, 2)
     rows = batch.everything().by_rank[0]
     found = trainer.evaluate(rows, ["logprobs", "reference_logprobs"])
-    other = FSDP2Trainer(tr.config(folder, "llama", "grpo"), ParallelContext()).evaluate(rows, ["logprobs"])
+    other = FSDP2Trainer(tr.config(folder, "llama", "grpo").policy, ParallelContext()).evaluate(rows, ["logprobs"])
     for mine, theirs in zip(found, other, strict=True):
         assert mine["reference_logprobs"] == pytest.approx(theirs["logprobs"], abs=1e-6)
         assert abs(mine["logprobs"] - theirs["logprobs"]).max() > 1e-4
@@ -123,7 +123,7 @@ def test_dropout_is_on_in_steps_and_equal_with_activation_checkpointing(
     folder: Path, alone: dict[str, tr.Result]
 ) -> None:
     dry = ar.config(folder, "qwen2", "sft", ar.LORA)
-    without = ar.adapter_train(FSDP2Trainer(dry, ParallelContext()), tr.batch_of(dry, 1, budget=60), 2)
+    without = ar.adapter_train(FSDP2Trainer(dry.policy, ParallelContext()), tr.batch_of(dry, 1, budget=60), 2)
     dropped, again = alone["resume"], alone["recomputed"]
     assert dropped.metrics[1]["loss"] == pytest.approx(again.metrics[1]["loss"], rel=1e-6)
     assert dropped.metrics[1]["grad_norm"] != pytest.approx(without.metrics[1]["grad_norm"], rel=0.02)
@@ -151,18 +151,18 @@ def test_a_checkpoint_of_one_rank_loads_at_two(alone: dict[str, tr.Result], pair
 
 def test_a_checkpoint_is_refused_on_another_model_or_adapter(folder: Path, alone: dict[str, tr.Result]) -> None:
     saved = folder / "saved" / "adapter-1"
-    wider = FSDP2Trainer(ar.config(folder, "qwen2", "sft", ar.DROPPING | {"r": 6}), ParallelContext())
+    wider = FSDP2Trainer(ar.config(folder, "qwen2", "sft", ar.DROPPING | {"r": 6}).policy, ParallelContext())
     with pytest.raises(
         CheckpointError, match=r"belongs to another model: it has with shape \(5, 32\) .*expected shape \(6"
     ):
         wider.load(saved)
     more = FSDP2Trainer(
-        ar.config(folder, "qwen2", "sft", ar.DROPPING | {"target_modules": ["up_proj"]}), ParallelContext()
+        ar.config(folder, "qwen2", "sft", ar.DROPPING | {"target_modules": ["up_proj"]}).policy, ParallelContext()
     )
     with pytest.raises(CheckpointError, match=r"does not have .*up_proj.lora_A"):
         more.load(saved)
     make_tiny(folder / "other" / "qwen2", family="qwen2", tie_embeddings=True, seed=9, hidden=32, heads=4, ffn=51)
-    other = FSDP2Trainer(ar.config(folder / "other", "qwen2", "sft", ar.DROPPING), ParallelContext())
+    other = FSDP2Trainer(ar.config(folder / "other", "qwen2", "sft", ar.DROPPING).policy, ParallelContext())
     with pytest.raises(CheckpointError, match=r"belongs to an earlier content of .*qwen2: "):
         other.load(saved)
 
@@ -214,9 +214,9 @@ def test_modules_to_save_are_exported_with_the_adapter(
 
 
 def test_an_adapter_is_exported_completely_or_not_at_all(folder: Path, tmp_path: Path) -> None:
-    trainer = FSDP2Trainer(ar.config(folder, "llama", "sft", ar.LORA), ParallelContext())
+    trainer = FSDP2Trainer(ar.config(folder, "llama", "sft", ar.LORA).policy, ParallelContext())
     with tr.no_space(), pytest.raises(CheckpointError, match="the adapter could not be exported"):
         trainer.export_adapter(tmp_path / "adapter")
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(ValueError, match=r"model\.adapter"):
-        FSDP2Trainer(tr.config(folder, "llama", "sft"), ParallelContext()).export_adapter(tmp_path / "adapter")
+        FSDP2Trainer(tr.config(folder, "llama", "sft").policy, ParallelContext()).export_adapter(tmp_path / "adapter")

@@ -67,7 +67,7 @@ def test_checkpoint_export_and_published_weights_contain_every_row_once(
     manifest = read_manifest(folder / "saved" / "ranks-4")
     sizes = {world: sum(read_manifest(folder / "saved" / f"ranks-{world}")["files"].values()) for world in (1, 4)}
     assert manifest["world"] == 4 and sizes[4] < 1.5 * sizes[1], "not twice"
-    single = FSDP2Trainer(tr.config(folder, "qwen2", "grpo"), ParallelContext())
+    single = FSDP2Trainer(tr.config(folder, "qwen2", "grpo").policy, ParallelContext())
     single.load(folder / "saved" / "ranks-4")
     assert apart({name: rows for name, (_, rows) in tr.rows_of_all(single).items()}, expected) == 0
     assert apart(load_file(folder / "exported-4" / "model.safetensors"), expected) == 0

@@ -14,10 +14,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lockstep.base.wait_state import WaitTimeout
 from lockstep.run.planning.resources import model_facts
-from lockstep.run.planning.run_plan import METRICS_BYTES, trainer_collectives
-from lockstep.train import objective
+from lockstep.run.planning.run_plan import trainer_collectives
 from lockstep.train.distributed import ParallelContext
 from lockstep.train.fsdp import FSDP2Trainer
+from lockstep.train.objective import MetricAccumulator, make_objective
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def test_the_planned_collectives_are_those_of_a_step(
     tr.make_models(tmp_path)
     config = tr.config(tmp_path, "qwen2", "grpo", {"adapter": adapter}, ranks=2, reshard_after_forward=reshard)
     planned = trainer_collectives(config, model_facts(config.model, "cpu"))
-    trainer = FSDP2Trainer(config, ParallelContext(0, 2, torch.device("cpu"), 0.1, dist.group.WORLD))
+    trainer = FSDP2Trainer(config.policy, ParallelContext(0, 2, torch.device("cpu"), 0.1, dist.group.WORLD))
     batch = tr.batch_of(config, ranks=2, budget=40)
     minibatch = batch.everything()
     rows = minibatch.by_rank[0]
@@ -77,7 +77,7 @@ def test_the_planned_collectives_are_those_of_a_step(
         batch.set_field(name, minibatch, [[row.fields["engine_logprob"] for row in rank] for rank in minibatch.by_rank])
     counts.clear()
     with pytest.raises(WaitTimeout):  # the fake peer sends nothing, so the optimizer is not reached
-        trainer.step(batch.everything().by_rank[0], config.loss)
+        trainer.step(batch.everything().by_rank[0])
     assert counts == {"gather": expected(1), "scatter": expected(2), "gathered_list": expected(3)}
     counts.clear()
     if adapter is not None:
@@ -100,13 +100,22 @@ def test_replicas_add_the_planned_all_reduce(
     assert [line.operation for line in planned] == ["all_gather", "reduce_scatter", "all_reduce", "all_gather"]
     here, across = dist.new_group([0, 1]), dist.new_group([0, 2])
     ranks = ParallelContext(0, 4, torch.device("cpu"), 0.1, dist.group.WORLD, replicas=2, copy=here, across=across)
-    trainer = FSDP2Trainer(config, ranks)
+    trainer = FSDP2Trainer(config.policy, ranks)
     counts.clear()
     with pytest.raises(WaitTimeout):
-        trainer.step(tr.batch_of(config, ranks=4, budget=40).everything().by_rank[0], config.loss)
+        trainer.step(tr.batch_of(config, ranks=4, budget=40).everything().by_rank[0])
     assert counts["reduce"] == counts["scatter"] == int(planned[2].times.split()[0]) == 3
 
 
-def test_the_vector_of_metrics_is_as_long_as_planned() -> None:
-    vector = objective.MetricAccumulator(torch.device("cpu")).vector(torch.zeros(()))
-    assert vector.numel() * vector.element_size() == METRICS_BYTES
+def test_the_vector_of_metrics_is_as_long_as_planned(tmp_path: Path) -> None:
+    tr.make_models(tmp_path)
+    for recipe in ("sft", "grpo"):
+        config = tr.config(tmp_path, "qwen2", recipe, ranks=2)
+        (planned,) = [
+            line
+            for line in trainer_collectives(config, model_facts(config.model, "cpu"))
+            if "gradient norm and metrics" in line.times
+        ]
+        metrics = make_objective(config.objective).metrics
+        vector = MetricAccumulator(metrics, torch.device("cpu")).vector(torch.zeros(()))
+        assert vector.numel() * vector.element_size() == planned.bytes

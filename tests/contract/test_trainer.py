@@ -139,13 +139,13 @@ def test_an_empty_microbatch_changes_nothing(folder: Path, pair: dict[str, list[
 def test_without_advantages_the_weights_do_not_change(folder: Path) -> None:
     cfg = tr.config(folder, "qwen2", "grpo", optimizer={"lr": 0.1, "weight_decay": 0.0})
     loss = cfg.loss.model_copy(update={"entropy_coefficient": 0.0, "kl": KLPenalty()})
-    trainer = FSDP2Trainer(cfg.model_copy(update={"loss": loss}), ParallelContext())
+    trainer = FSDP2Trainer(cfg.model_copy(update={"loss": loss}).policy, ParallelContext())
     rolled, advantages = tr.rollouts()
     batch = pack(forest_from_rollouts(rolled, 0 * advantages), 1, 100)
     before = tr.rows_of_all(trainer)
     everything = batch.everything()
     batch.set_field("old_logprob", everything, [[row.fields["engine_logprob"] for row in everything.by_rank[0]]])
-    stats = [trainer.step(m.by_rank[0], loss).values for m in batch.minibatches(2, None, loss)]
+    stats = [trainer.step(m.by_rank[0]).values for m in batch.minibatches(2, None, loss)]
     assert all(torch.equal(rows, before[name][1]) for name, (_, rows) in tr.rows_of_all(trainer).items())
     assert [s["grad_norm"] for s in stats] == [0.0, 0.0]
     assert all(s["lr"] > 0 for s in stats)
@@ -153,7 +153,7 @@ def test_without_advantages_the_weights_do_not_change(folder: Path) -> None:
 
 def test_evaluate_gives_the_log_probabilities_of_transformers(folder: Path) -> None:
     cfg = tr.config(folder, "llama", "grpo")
-    trainer = FSDP2Trainer(cfg, ParallelContext())
+    trainer = FSDP2Trainer(cfg.policy, ParallelContext())
     batch = tr.batch_of(cfg, 1, budget=60)
     everything = batch.everything()
     values = trainer.evaluate(everything.by_rank[0], ["logprobs", "entropy", "reference_logprobs"])
@@ -182,17 +182,17 @@ def test_non_finite_numbers_are_refused_by_all_ranks_before_a_weight_changes(
 
 def test_a_missing_field_is_named_before_the_step(folder: Path) -> None:
     cfg = tr.config(folder, "qwen2", "grpo")
-    trainer = FSDP2Trainer(cfg, ParallelContext())
+    trainer = FSDP2Trainer(cfg.policy, ParallelContext())
     rows = next(iter(tr.batch_of(cfg, 1).minibatches(1, None, cfg.loss))).by_rank[0]
     with pytest.raises(ValueError, match="no field 'old_logprob'"):
-        trainer.step(rows, cfg.loss)
+        trainer.step(rows)
     with pytest.raises(ValueError, match="at least one micro-batch"):
-        trainer.step([], cfg.loss)
+        trainer.step([])
 
 
 def test_offloading_changes_no_bit_and_moves_the_requested_state(folder: Path, tmp_path: Path) -> None:
     cfg = tr.config(folder, "qwen2", "grpo")
-    stays, goes = FSDP2Trainer(cfg, ParallelContext()), FSDP2Trainer(cfg, ParallelContext())
+    stays, goes = FSDP2Trainer(cfg.policy, ParallelContext()), FSDP2Trainer(cfg.policy, ParallelContext())
     batch = tr.batch_of(cfg, 1)
     for trainer in (stays, goes):
         tr.train(trainer, batch, 1)
@@ -243,7 +243,7 @@ def test_resume_is_bitwise_at_two_ranks(pair: dict[str, list[tr.Result]]) -> Non
 
 
 def test_a_checkpoint_of_two_ranks_loads_at_one(folder: Path, pair: dict[str, list[tr.Result]]) -> None:
-    trainer = FSDP2Trainer(tr.config(folder, "qwen2", "grpo"), ParallelContext())
+    trainer = FSDP2Trainer(tr.config(folder, "qwen2", "grpo").policy, ParallelContext())
     trainer.load(folder / "saved" / "ranks-2")
     for found, name in (
         (tr.rows_of_all(trainer), "loaded"),
@@ -272,7 +272,7 @@ def checkpoint(folder: Path, alone: dict[str, tr.Result], tmp_path: Path) -> Pat
 
 
 def refused(folder: Path, checkpoint: Path, family: str = "qwen2") -> str:
-    trainer = FSDP2Trainer(tr.config(folder, family, "grpo"), ParallelContext())
+    trainer = FSDP2Trainer(tr.config(folder, family, "grpo").policy, ParallelContext())
     before = tr.rows_of_all(trainer)
     with pytest.raises(CheckpointError) as caught:
         trainer.load(checkpoint)
@@ -317,7 +317,7 @@ def test_a_full_disk_is_an_error_on_every_rank_and_leaves_nothing(
 
 
 def test_a_save_replaces_one_of_the_same_name_and_removal_leaves_no_trace(folder: Path, tmp_path: Path) -> None:
-    trainer = FSDP2Trainer(tr.config(folder, "qwen2", "sft"), ParallelContext())
+    trainer = FSDP2Trainer(tr.config(folder, "qwen2", "sft").policy, ParallelContext())
     for _ in range(2):
         trainer.save(tmp_path / "step-0")
         trainer.writer.finish()
@@ -347,7 +347,7 @@ def test_exports_are_ordinary_model_folders(folder: Path, pair: dict[str, list[t
 
 def test_an_exported_model_has_the_trainers_logits(folder: Path, tmp_path: Path) -> None:
     cfg = tr.config(folder, "qwen2", "sft")  # tied embeddings
-    trainer = FSDP2Trainer(cfg, ParallelContext())
+    trainer = FSDP2Trainer(cfg.policy, ParallelContext())
     batch = tr.batch_of(cfg, 1)
     tr.train(trainer, batch)
     trainer.export(tmp_path / "final")

@@ -18,8 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from lockstep.config.algorithm import PolicyLoss
-from lockstep.config.recipes import GRPOConfig, RecipeConfig, SFTConfig
+from lockstep.config.algorithm import CrossEntropy, PolicyLoss
+from lockstep.config.recipes import GRPOConfig, SFTConfig
+from lockstep.config.train_role import TrainRole
 from lockstep.data.forest_builder import forest_from_documents, forest_from_rollouts
 from lockstep.data.micro_batch import MiniBatch
 from lockstep.data.mini_batches import TrainingBatch, pack
@@ -46,7 +47,9 @@ def make_models(folder: Path) -> None:
         make_tiny(folder / family, family=family, tie_embeddings=family == "qwen2", seed=seed, **sizes)
 
 
-def config(folder: Path, family: str, recipe: str, model: dict[str, Any] | None = None, **trainer: Any) -> RecipeConfig:
+def config(
+    folder: Path, family: str, recipe: str, model: dict[str, Any] | None = None, **trainer: Any
+) -> SFTConfig | GRPOConfig:
     common: dict[str, Any] = {
         "name": "contract",
         "steps": 10,
@@ -107,15 +110,17 @@ def rollouts() -> tuple[Rollouts, np.ndarray]:
     return Rollouts(0, 0, groups), draw.standard_normal((4, 4))
 
 
-def batch_of(cfg: RecipeConfig, ranks: int, budget: int = 400, mode: PackingMode = "forest") -> TrainingBatch:
-    if isinstance(cfg, SFTConfig):
+def batch_of(
+    cfg: SFTConfig | GRPOConfig | TrainRole, ranks: int, budget: int = 400, mode: PackingMode = "forest"
+) -> TrainingBatch:
+    if isinstance(cfg.objective, CrossEntropy):
         return pack(forest_from_documents(documents()), ranks, budget, mode)
     return pack(forest_from_rollouts(*rollouts()), ranks, budget, mode)
 
 
 def minibatch_of(trainer: FSDP2Trainer, batch: TrainingBatch) -> MiniBatch:
     """The batch as one optimizer step, with what the loss needs from the trainer (each rank sets its own part)."""
-    if isinstance(trainer.config.loss, PolicyLoss):
+    if isinstance(trainer.role.objective, PolicyLoss):
         everything = batch.everything()
         mine = trainer.evaluate(everything.by_rank[trainer.ranks.rank], ["logprobs", "reference_logprobs"])
         for name, field_ in (("logprobs", "old_logprob"), ("reference_logprobs", "reference_logprob")):
@@ -127,7 +132,7 @@ def minibatch_of(trainer: FSDP2Trainer, batch: TrainingBatch) -> MiniBatch:
                 for row, packed in zip(mine, everything.by_rank[trainer.ranks.rank], strict=True)
             ]
             batch.set_field(field_, everything, values)
-    return next(iter(batch.minibatches(1, None, trainer.config.loss)))
+    return next(iter(batch.minibatches(1, None, trainer.role.objective)))
 
 
 @dataclass
@@ -154,10 +159,10 @@ def train(trainer: FSDP2Trainer, batch: TrainingBatch, steps: int = 3) -> Result
     result = Result(trainer.ranks.rank)
     minibatch = minibatch_of(trainer, batch)
     for step in range(steps):
-        stats = trainer.step(minibatch.by_rank[trainer.ranks.rank], trainer.config.loss)
+        stats = trainer.step(minibatch.by_rank[trainer.ranks.rank])
         result.metrics.append(stats.values)
         if step == 0:
-            beta = trainer.config.trainer.optimizer.betas[0]
+            beta = trainer.role.trainer.optimizer.betas[0]
             result.gradient = rows_of_all(trainer, {n: m / (1 - beta) for n, m in trainer.optimizer.exp_avg.items()})
     result.weights = rows_of_all(trainer)
     return result
@@ -175,7 +180,7 @@ def assemble(parts: list[dict[str, tuple[int, Tensor]]]) -> dict[str, Tensor]:
 # --- expected results: one sequence at a time, full logits, torch.optim and torch's own clipping
 
 
-def truth(folder: Path, cfg: RecipeConfig, steps: int = 3) -> Result:
+def truth(folder: Path, cfg: SFTConfig | GRPOConfig, steps: int = 3) -> Result:
     model = AutoModelForCausalLM.from_pretrained(cfg.model.path, dtype=torch.float32, attn_implementation="eager")
     reference = AutoModelForCausalLM.from_pretrained(cfg.model.path, dtype=torch.float32, attn_implementation="eager")
     settings = cfg.trainer.optimizer
@@ -302,8 +307,8 @@ def _rank(folder: Path, rank: int, world: int, port: int, names: list[str], modu
 
 def variant(family: str, recipe: str, budget: int = 400, mode: PackingMode = "forest", **trainer: Any) -> Case:
     def run(folder: Path, ranks: ParallelContext, port: int) -> Result:
-        made = FSDP2Trainer(config(folder, family, recipe, **trainer), ranks)
-        return train(made, batch_of(made.config, ranks.world, budget, mode))
+        made = FSDP2Trainer(config(folder, family, recipe, **trainer).policy, ranks)
+        return train(made, batch_of(made.role, ranks.world, budget, mode))
 
     return run
 
@@ -311,14 +316,14 @@ def variant(family: str, recipe: str, budget: int = 400, mode: PackingMode = "fo
 def resume(folder: Path, ranks: ParallelContext, port: int) -> Result:
     """Save after two steps while the third already runs; continue from the checkpoint in a new trainer."""
     cfg = config(folder, "qwen2", "grpo")
-    first = FSDP2Trainer(cfg, ranks)
+    first = FSDP2Trainer(cfg.policy, ranks)
     batch = batch_of(cfg, ranks.world)
     train(first, batch, 2)
     at_save = rows_of_all(first)
     first.save(folder / "saved" / f"ranks-{ranks.world}")
     straight = train(first, batch, 2)
     first.writer.finish()
-    second = FSDP2Trainer(cfg, ranks)
+    second = FSDP2Trainer(cfg.policy, ranks)
     second.load(folder / "saved" / f"ranks-{ranks.world}")
     result = Result(ranks.rank)
     result.extra["loaded"] = rows_of_all(second)
@@ -332,7 +337,7 @@ def resume(folder: Path, ranks: ParallelContext, port: int) -> Result:
 
 def reload(folder: Path, ranks: ParallelContext, port: int) -> Result:
     """Load the checkpoint that one rank saved."""
-    trainer = FSDP2Trainer(config(folder, "qwen2", "grpo"), ranks)
+    trainer = FSDP2Trainer(config(folder, "qwen2", "grpo").policy, ranks)
     trainer.load(folder / "saved" / "ranks-1")
     result = Result(ranks.rank, weights=rows_of_all(trainer))
     result.extra["moments"] = rows_of_all(trainer, trainer.optimizer.exp_avg_sq)
@@ -341,7 +346,7 @@ def reload(folder: Path, ranks: ParallelContext, port: int) -> Result:
 
 def export(folder: Path, ranks: ParallelContext, port: int) -> Result:
     cfg = config(folder, "llama", "sft")
-    trainer = FSDP2Trainer(cfg, ranks)
+    trainer = FSDP2Trainer(cfg.policy, ranks)
     result = train(trainer, batch_of(cfg, ranks.world))
     trainer.export(folder / "exported")
     weights = trainer.merged_weights.merged()
@@ -353,11 +358,11 @@ def export(folder: Path, ranks: ParallelContext, port: int) -> Result:
 def empty(folder: Path, ranks: ParallelContext, port: int) -> Result:
     """One document for two ranks: the other gets an empty micro-batch."""
     cfg = config(folder, "qwen2", "sft")
-    trainer = FSDP2Trainer(cfg, ranks)
+    trainer = FSDP2Trainer(cfg.policy, ranks)
     batch = pack(forest_from_documents(documents()[:1]), ranks.world, 400, "forest")
     minibatch = next(iter(batch.minibatches(1, None, cfg.loss)))
     result = Result(ranks.rank)
-    result.metrics = [trainer.step(minibatch.by_rank[ranks.rank], cfg.loss).values]
+    result.metrics = [trainer.step(minibatch.by_rank[ranks.rank]).values]
     result.weights = rows_of_all(trainer)
     result.extra["empty"] = bool((minibatch.by_rank[ranks.rank][0].index < 0).all())
     return result
@@ -366,7 +371,7 @@ def empty(folder: Path, ranks: ParallelContext, port: int) -> Result:
 def non_finite(folder: Path, ranks: ParallelContext, port: int) -> Result:
     """An infinite advantage in the second micro-batch of the last rank; then a good step."""
     cfg = config(folder, "qwen2", "grpo")
-    trainer = FSDP2Trainer(cfg, ranks)
+    trainer = FSDP2Trainer(cfg.policy, ranks)
     minibatch = minibatch_of(trainer, batch_of(cfg, ranks.world, budget=60))
     mine = minibatch.by_rank[ranks.rank]
     before = rows_of_all(trainer)
@@ -375,14 +380,14 @@ def non_finite(folder: Path, ranks: ParallelContext, port: int) -> Result:
         mine[1].fields["advantage"][0] = np.inf
     result = Result(ranks.rank)
     try:
-        trainer.step(mine, cfg.loss)
+        trainer.step(mine)
     except NonFinite as error:
         result.extra["error"] = (str(error), error.step, error.what, error.places)
     after = rows_of_all(trainer)
     result.extra["untouched"] = all(torch.equal(before[n][1], after[n][1]) for n in before)
     result.extra["moments"] = max(float(m.abs().max()) for m in trainer.optimizer.exp_avg.values() if m.numel())
     mine[1].fields["advantage"][:] = good
-    result.metrics = [trainer.step(mine, cfg.loss).values]
+    result.metrics = [trainer.step(mine).values]
     return result
 
 
@@ -399,7 +404,7 @@ def no_space() -> Iterator[None]:
 
 def full_disk(folder: Path, ranks: ParallelContext, port: int) -> Result:
     """The last rank cannot write at first; afterwards it can."""
-    trainer = FSDP2Trainer(config(folder, "qwen2", "sft"), ranks)
+    trainer = FSDP2Trainer(config(folder, "qwen2", "sft").policy, ranks)
     result = Result(ranks.rank)
     try:
         if ranks.rank == ranks.world - 1:
@@ -422,22 +427,22 @@ def service(folder: Path, ranks: ParallelContext, port: int) -> Result:
     ranks.leave()
     cfg = config(folder, "llama", "grpo", threads=1)
     served = TrainerService(
-        cfg.model_dump(mode="json"), ranks.rank, ranks.world, "127.0.0.1", port, str(folder), "cpu", generation=2
+        cfg.policy.model_dump(mode="json"), ranks.rank, ranks.world, "127.0.0.1", port, str(folder), "cpu", generation=2
     )
     info = served.setup()
     batch = batch_of(cfg, ranks.world)
     minibatch = minibatch_of(served.trainer, batch)
     mine = list(minibatch.encode())[ranks.rank]
-    result.metrics = [served.step(mine, cfg.loss.model_dump(mode="json")).values]
+    result.metrics = [served.step(mine).values]
     served.offload()
     served.onload()
     served.save(str(folder / "service" / "one"))
-    result.metrics.append(served.step(mine, cfg.loss.model_dump(mode="json")).values)
+    result.metrics.append(served.step(mine).values)
     while not served.saved():
         time.sleep(0.01)
     result.extra["info"] = info
     result.extra["steps"] = (served.info().optimizer_step, served.load(str(folder / "service" / "one")))
-    result.metrics.append(served.step(mine, cfg.loss.model_dump(mode="json")).values)
+    result.metrics.append(served.step(mine).values)
     result.extra["values"] = served.evaluate(mine, ["logprobs", "entropy", "reference_logprobs"])
     served.close()
     return result
@@ -449,7 +454,7 @@ def absent(folder: Path, ranks: ParallelContext, port: int) -> Result:
 
     cfg = config(folder, "llama", "sft")
     short = join_ranks(ranks.rank, ranks.world, torch.device("cpu"), ("127.0.0.1", port), "gen3/policy", 6.0)
-    trainer = FSDP2Trainer(cfg, short)
+    trainer = FSDP2Trainer(cfg.policy, short)
     result = Result(ranks.rank)
     started = time.monotonic()
     if ranks.rank < ranks.world - 1:

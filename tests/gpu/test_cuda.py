@@ -150,7 +150,7 @@ def test_offloading_frees_the_device_and_restores_the_state(folder: Path) -> Non
 
     values = {"recipe": "sft", "name": "x", "steps": 1, "model": {"path": str(folder), "dtype": "float32"}}
     config = SFTConfig.model_validate(values | {"data": {"path": "unused"}})
-    trainer = FSDP2Trainer(config, ParallelContext(device=torch.device("cuda", torch.cuda.current_device())))
+    trainer = FSDP2Trainer(config.policy, ParallelContext(device=torch.device("cuda", torch.cuda.current_device())))
     before, held = {name: rows.clone().cpu() for name, rows in trainer._rows().items()}, torch.cuda.memory_allocated()
     size = sum(rows.nbytes for rows in trainer._rows().values())
     trainer.offload(parameters=False, optimizer=True)

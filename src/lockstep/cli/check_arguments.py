@@ -10,7 +10,7 @@ from typing import Any
 from lockstep.cli.check import CLUSTERS
 from lockstep.config.cluster import LocalClusterConfig, RayClusterConfig
 from lockstep.config.loader import apply_overrides, load_config, read_yaml
-from lockstep.config.recipes import GRPOConfig, SFTConfig
+from lockstep.config.run_config import RunConfig
 
 PROBE_WAIT_S = 120.0
 
@@ -33,7 +33,7 @@ class HostSelection:
 class CheckRequest:
     """A parsed command line."""
 
-    config: SFTConfig | GRPOConfig | None
+    config: RunConfig | None
     overrides: list[str]
     """Overrides of the file, including the one from `--cluster`."""
     selection: HostSelection

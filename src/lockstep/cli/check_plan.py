@@ -12,7 +12,7 @@ from lockstep.base import waits
 from lockstep.base.wait_state import WaitTimeout
 from lockstep.cluster.placement.assignment import DoesNotFit, NodesBusy
 from lockstep.config.cluster import RayClusterConfig
-from lockstep.config.recipes import GRPOConfig, SFTConfig
+from lockstep.config.run_config import RunConfig
 from lockstep.doctor.check.rules import memory_fit, step_durations
 from lockstep.doctor.check.rules.memory_fit import ProcessMemory
 from lockstep.doctor.check.rules.model_shape import UnknownModelShape, model_shape_of
@@ -24,7 +24,7 @@ from lockstep.run.errors import RunFinished, RunRefused
 from lockstep.run.planning.prepare import DryRun, dry_run
 from lockstep.run.planning.run_plan import RunPlan
 
-Config = GRPOConfig | SFTConfig
+Config = RunConfig
 
 TRIAL_TIMEOUT_S = 900.0
 """Time limit of the trial run, including the start of its processes."""
@@ -146,16 +146,8 @@ def run_trial(report: CheckReport, config: Config, file: Path, overrides: Sequen
 
 def trial_overrides(config: Config) -> list[str]:
     """Overrides that make a run tiny but keep its placement, model, data and communicators."""
-    ranks = config.trainer.ranks
     overrides = ["steps=2", "checkpoint.every=1", "checkpoint.export=false", "watch.notice_s=3"]
-    if config.recipe == "grpo":
-        group = config.group_size
-        prompts = max(2, ranks)
-        overrides += [f"prompts_per_step={prompts}", f"minibatch_size={group}" if config.minibatch_size else ""]
-        tokens = min(16, config.rollout.sampling.max_tokens)
-        overrides.append(f"rollout.sampling.max_tokens={tokens}")
-    else:
-        overrides.append(f"batch_size={min(config.batch_size, 2 * ranks)}")
+    overrides += [f"{name}={value}" for name, value in config.trial_overrides.items()]
     if config.evaluation is not None:
         overrides.append("evaluation.prompts=2")
         if config.evaluation.sampling is not None:

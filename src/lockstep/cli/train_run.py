@@ -14,7 +14,7 @@ from lockstep.cli.terminal import FAILED, INTERRUPTED, REFUSED, show_note, show_
 from lockstep.cluster.placement.assignment import group_alike
 from lockstep.cluster.placement.bundles import abbreviate_names, make_bundles
 from lockstep.config.cluster import PlacementConfig
-from lockstep.config.recipes import GRPOConfig, SFTConfig
+from lockstep.config.run_config import RunConfig
 from lockstep.ledger.errors import LedgerError
 from lockstep.recipes import train
 from lockstep.run.errors import Interrupted, RunFinished, RunRefused
@@ -22,7 +22,7 @@ from lockstep.run.planning.prepare import DryRun, PreparedRun, dry_run, prepare_
 from lockstep.run.planning.resources import ModelFacts
 from lockstep.run.planning.run_plan import RunPlan
 
-Config = SFTConfig | GRPOConfig | None
+Config = RunConfig | None
 PlanOrRun = TypeVar("PlanOrRun", PreparedRun, DryRun)
 
 

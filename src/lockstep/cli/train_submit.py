@@ -12,16 +12,14 @@ from lockstep.cli.terminal import FAILED, INTERRUPTED, REFUSED, show_note, show_
 from lockstep.cluster.ray.ray_jobs import RayJob, RayJobResult, SubmissionError, follow_job, submit_job
 from lockstep.cluster.worker_environment import ForwardedEnvironment, forward_environment, without_secrets
 from lockstep.config.cluster import RayClusterConfig
-from lockstep.config.recipes import GRPOConfig, SFTConfig
+from lockstep.config.run_config import RunConfig
 from lockstep.run.errors import RunRefused
 from lockstep.run.planning.ray_package import CONFIG_FILE, build_ray_package
 
 _WHY_NO_PYTHONPATH = "it lists folders of this host"
 
 
-def submit_run(
-    address: str, config: SFTConfig | GRPOConfig | None, resume: Path | None, overrides: Sequence[str]
-) -> int:
+def submit_run(address: str, config: RunConfig | None, resume: Path | None, overrides: Sequence[str]) -> int:
     """Submits the run, follows its log and returns its exit code.
 
     Ctrl-C stops following; the job continues, as with `ray job submit`.
@@ -49,7 +47,7 @@ def submit_run(
 
 def _submit_job(
     address: str,
-    config: SFTConfig | GRPOConfig | None,
+    config: RunConfig | None,
     resume: Path | None,
     overrides: Sequence[str],
     on_request: Callable[[RayJob], None],
@@ -92,7 +90,7 @@ def _refuse_secrets(overrides: Sequence[str]) -> None:
             )
 
 
-def _require_ray(config: SFTConfig | GRPOConfig) -> SFTConfig | GRPOConfig:
+def _require_ray(config: RunConfig) -> RunConfig:
     if config.cluster.kind == "ray":
         return config
     if "cluster" in config.model_fields_set:

@@ -12,6 +12,8 @@ from lockstep.config.section import FALSE_AS_OFF, Section, default_kind
 
 Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
 KLEstimator = Literal["k1", "k2", "k3"]
+TrainerOutput = Literal["logprobs", "entropy", "reference_logprobs"]
+"""What a trainer's ranks can evaluate for each target."""
 
 
 class GRPOAdvantage(Section):
@@ -95,13 +97,38 @@ class ImportanceCorrection(Section):
         return self
 
 
-class PolicyLoss(Section):
-    """The fields of all policy losses."""
+class ObjectiveConfig(Section):
+    """What a trained model learns from, as far as it is configured. `lockstep.train.objective` computes it."""
 
     kind: str
     aggregation: Aggregation = "token-mean"
     norm_length: int | None = Field(None, gt=0)
-    """Divisor for `seq-mean-token-sum-norm`; the largest number of new tokens when absent."""
+    """Divisor for `seq-mean-token-sum-norm`, in tokens; for completions `rollout.sampling.max_tokens` when absent."""
+
+    @property
+    def evaluated_fields(self) -> dict[str, TrainerOutput]:
+        """Fields of the targets that the trainer's ranks compute before the first update of a step, and from what."""
+        return {}
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the trainer needs a frozen copy of the model as it was loaded."""
+        return "reference_logprobs" in self.evaluated_fields.values()
+
+    @property
+    def uses_advantages(self) -> bool:
+        """Whether targets have an advantage."""
+        return False
+
+    @property
+    def zero_advantage_has_no_gradient(self) -> bool:
+        """Whether a target whose advantage is zero changes no weight, so that it need not be computed."""
+        return False
+
+
+class PolicyLoss(ObjectiveConfig):
+    """The fields of all policy losses."""
+
     mask_truncated: bool = False
     """Exclude completions that were cut at `max_tokens` from the loss (DAPO's overlong filtering). Their rewards still
     count in the advantages of the others."""
@@ -110,6 +137,36 @@ class PolicyLoss(Section):
     importance: ImportanceCorrection = ImportanceCorrection()
     old_logprobs: Literal["engine", "trainer"] = "engine"
     """The source of the log-probabilities in the ratio's denominator; `trainer` costs a forward pass."""
+
+    @property
+    def has_kl_loss(self) -> bool:
+        """Whether the KL to the reference is a term of the loss."""
+        return self.kl.coefficient > 0 and self.kl.where == "loss"
+
+    @property
+    def evaluated_fields(self) -> dict[str, TrainerOutput]:
+        """The log-probabilities of the policy (for the ratio, or for importance correction) and of the reference."""
+        fields: dict[str, TrainerOutput] = {}
+        if self.old_logprobs == "trainer" or self.importance.kind != "off":
+            fields["old_logprob"] = "logprobs"
+        if self.kl.coefficient > 0:
+            fields["reference_logprob"] = "reference_logprobs"
+        return fields
+
+    @property
+    def required_fields(self) -> tuple[str, ...]:
+        """The fields of the targets from which the loss is computed."""
+        evaluated = [name for name in self.evaluated_fields if name != "reference_logprob" or self.has_kl_loss]
+        return ("weight", "advantage", "engine_logprob", *evaluated)
+
+    @property
+    def uses_advantages(self) -> bool:
+        return True
+
+    @property
+    def zero_advantage_has_no_gradient(self) -> bool:
+        """Policy losses are multiples of the advantage; a KL or an entropy in the loss is not."""
+        return not self.has_kl_loss and not self.entropy_coefficient
 
     @model_validator(mode="after")
     def _check_old_logprobs(self) -> Self:
@@ -171,12 +228,10 @@ class FilterGroups(Section):
     """After the last round: `fill` the step with groups without signal, or end the run with an `error`."""
 
 
-class CrossEntropy(Section):
+class CrossEntropy(ObjectiveConfig):
     """Mean negative log-likelihood of the target tokens (SFT)."""
 
     kind: Literal["cross_entropy"] = "cross_entropy"
-    aggregation: Aggregation = "token-mean"
-    norm_length: int | None = Field(None, gt=0)
 
 
-Loss = Annotated[PPOClip | GSPO | CISPO | CrossEntropy, Field(discriminator="kind")]
+AnyObjective = Annotated[PPOClip | GSPO | CISPO | CrossEntropy, Field(discriminator="kind")]

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from lockstep.base.secrets import find_secrets, redact_text
 from lockstep.config.errors import ConfigError, ConfigProblem
-from lockstep.config.recipes import GRPOConfig, RecipeConfig, SFTConfig
+from lockstep.config.recipes import RECIPES
+from lockstep.config.run_config import RunConfig
 
 # Keys of TRL, verl, OpenRLHF and transformers, and their names here.
 OTHER_FRAMEWORKS_KEYS = {
@@ -199,14 +200,12 @@ def suggest_key(key: str, here: list[type[BaseModel]], root: type[BaseModel], pa
     return f"valid keys here: {', '.join(names)}" if names else ""
 
 
-_ADAPTER: TypeAdapter[SFTConfig | GRPOConfig] = TypeAdapter(RecipeConfig)
 _SECRET_HINT = (
     "a run's config is written to files: put the secret into the environment, and name the variable where a field asks"
 )
-RECIPES: dict[str, type[SFTConfig] | type[GRPOConfig]] = {"sft": SFTConfig, "grpo": GRPOConfig}
 
 
-def load_config(path: Path, overrides: Sequence[str] = ()) -> SFTConfig | GRPOConfig:
+def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Reads and checks a run's file.
 
     Raises:
@@ -247,7 +246,7 @@ def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> dict[st
     return dict(result)
 
 
-def check_config(values: dict[str, Any], source: str) -> SFTConfig | GRPOConfig:
+def check_config(values: dict[str, Any], source: str) -> RunConfig:
     """Validates a mapping; `source` is named in the errors."""
     recipe = values.get("recipe")
     if recipe not in RECIPES:
@@ -260,7 +259,7 @@ def check_config(values: dict[str, Any], source: str) -> SFTConfig | GRPOConfig:
     if secrets:
         raise ConfigError(source, secrets)
     try:
-        return _ADAPTER.validate_python(values)
+        return RECIPES[recipe].model_validate(values)
     except ValidationError as error:
         items = error.errors()
         roots = [item for item in items if not _is_follow_up(item, items)]

@@ -1,7 +1,11 @@
-"""One config class per recipe, chosen by the field `recipe`."""
+"""One config class per recipe, chosen by the field `recipe`.
+
+A recipe's class says by the properties of `RunConfig` what a run of it needs: its trained models, its data, and what
+engines generate. Nothing outside this file and the recipe's loop knows a recipe by name.
+"""
 
 import math
-from typing import Annotated, Literal, Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -16,7 +20,7 @@ from lockstep.config.algorithm import (
 )
 from lockstep.config.reward import EnvironmentReward, RewardConfig, TaskReward
 from lockstep.config.rollout import SamplingConfig
-from lockstep.config.run_config import RunConfig
+from lockstep.config.run_config import DataKind, Generation, RunConfig
 
 
 class SFTConfig(RunConfig):
@@ -28,6 +32,22 @@ class SFTConfig(RunConfig):
     loss: CrossEntropy = CrossEntropy()
     train_on_prompt: bool = False
     """Also train on the tokens of prompts and user turns."""
+
+    @property
+    def objective(self) -> CrossEntropy:
+        return self.loss
+
+    @property
+    def sequences_per_step(self) -> int:
+        return self.batch_size
+
+    @property
+    def learns_prompts(self) -> bool:
+        return self.train_on_prompt
+
+    @property
+    def trial_overrides(self) -> dict[str, int]:
+        return {"batch_size": min(self.batch_size, 2 * self.trainer.ranks)}
 
     @model_validator(mode="after")
     def _check_consistency(self) -> Self:
@@ -55,12 +75,44 @@ class GRPOConfig(RunConfig):
     reward: RewardConfig
 
     @property
-    def completions_per_step(self) -> int:
+    def objective(self) -> PolicyLoss:
+        return self.loss
+
+    @property
+    def sequences_per_step(self) -> int:
         return self.prompts_per_step * self.group_size
+
+    @property
+    def epochs_per_step(self) -> int:
+        return self.epochs
+
+    @property
+    def updates_per_step(self) -> int:
+        return self.epochs * (self.sequences_per_step // (self.minibatch_size or self.sequences_per_step))
+
+    @property
+    def data_kind(self) -> DataKind:
+        return "prompts"
+
+    @property
+    def generation(self) -> Generation:
+        return Generation(self.prompts_per_step, self.group_size, self.filter_groups)
+
+    @property
+    def train_temperature(self) -> float:
+        """That of sampling, so that the ratio compares the distribution that was sampled from."""
+        return self.rollout.sampling.temperature
+
+    @property
+    def trial_overrides(self) -> dict[str, int]:
+        prompts = {"prompts_per_step": max(2, self.trainer.ranks)}
+        minibatch = {"minibatch_size": self.group_size} if self.minibatch_size else {}
+        tokens = min(16, self.rollout.sampling.max_tokens)
+        return prompts | minibatch | {"rollout.sampling.max_tokens": tokens}
 
     @model_validator(mode="after")
     def _check_consistency(self) -> Self:
-        total, size = self.completions_per_step, self.minibatch_size
+        total, size = self.sequences_per_step, self.minibatch_size
         if size is not None and (size % self.group_size or total % size):
             raise ValueError(
                 f"minibatch_size {size} must be a multiple of group_size {self.group_size} and divide the "
@@ -149,4 +201,5 @@ def _check_norm_length(aggregation: str, norm_length: int | None) -> None:
         raise ValueError("loss.aggregation seq-mean-token-sum-norm needs loss.norm_length (a number of tokens)")
 
 
-RecipeConfig = Annotated[SFTConfig | GRPOConfig, Field(discriminator="recipe")]
+RECIPES: dict[str, type[RunConfig]] = {"sft": SFTConfig, "grpo": GRPOConfig}
+"""The config class of each recipe, by the value of `recipe`."""

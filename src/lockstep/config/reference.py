@@ -9,7 +9,8 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from lockstep.config.loader import RECIPES, models_in, tag_of
+from lockstep.config.loader import models_in, tag_of
+from lockstep.config.recipes import RECIPES
 
 _SIGNS = ((Gt, "gt", ">"), (Ge, "ge", ">="), (Lt, "lt", "<"), (Le, "le", "<="))
 

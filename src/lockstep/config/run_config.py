@@ -1,9 +1,11 @@
 """The fields that all recipes share: folder, seed, evaluation, tracking."""
 
+from dataclasses import dataclass
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from lockstep.config.algorithm import FilterGroups, ObjectiveConfig
 from lockstep.config.cluster import ClusterConfig, LocalClusterConfig, PlacementConfig
 from lockstep.config.data import DatasetConfig, ProceduralTask
 from lockstep.config.fault_tolerance import RecoveryConfig, WatchConfig
@@ -11,6 +13,7 @@ from lockstep.config.model import ModelConfig
 from lockstep.config.reward import RewardConfig
 from lockstep.config.rollout import RolloutConfig, SamplingConfig
 from lockstep.config.section import Section
+from lockstep.config.train_role import TrainRole
 from lockstep.config.trainer import CheckpointConfig, CommunicationConfig, TrainerConfig, WeightSyncConfig
 
 
@@ -68,9 +71,25 @@ class ReportConfig(Section):
     html: bool = True
 
 
+DataKind = Literal["documents", "prompts"]
+"""What a recipe reads its data as: documents to train on, or prompts to complete."""
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What engines generate for a step."""
+
+    prompts_per_step: int
+    group_size: int
+    """Completions per prompt."""
+    filter_groups: FilterGroups
+
+
 class RunConfig(Section):
     """The fields of every recipe."""
 
+    recipe: str
+    """The name of the recipe: `sft`, `grpo`."""
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     folder: str = "runs"
     """The folder of the run is `folder/name`."""
@@ -103,6 +122,77 @@ class RunConfig(Section):
         if twice:
             raise ValueError(f"{', '.join(twice)} is listed more than once")
         return trackers
+
+    # What the rest of the package asks of a recipe. A recipe's class overrides what differs from these defaults.
+
+    @property
+    def objective(self) -> ObjectiveConfig:
+        """What the policy learns from."""
+        raise NotImplementedError(f"{type(self).__name__} names no objective")
+
+    @property
+    def sequences_per_step(self) -> int:
+        """Sequences that a step trains on."""
+        raise NotImplementedError(f"{type(self).__name__} does not say how many sequences a step has")
+
+    @property
+    def epochs_per_step(self) -> int:
+        """Passes over the sequences of a step."""
+        return 1
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer steps per step."""
+        return 1
+
+    @property
+    def data_kind(self) -> DataKind:
+        """What `data` is read as."""
+        return "documents"
+
+    @property
+    def learns_prompts(self) -> bool:
+        """Whether documents are trained on with the tokens of their prompts."""
+        return False
+
+    @property
+    def generation(self) -> Generation | None:
+        """What engines generate for a step; None for a recipe that trains on its data."""
+        return None
+
+    @property
+    def train_temperature(self) -> float:
+        """Divisor of the logits in training."""
+        return 1.0
+
+    @property
+    def trial_overrides(self) -> dict[str, int]:
+        """Settings that make a step tiny but keep placement, model, data and communicators."""
+        return {}
+
+    @property
+    def train_roles(self) -> tuple[TrainRole, ...]:
+        """The trained models. The first is the policy, whose weights are published and exported."""
+        return (self.policy,)
+
+    @property
+    def policy(self) -> TrainRole:
+        """The model that the run is about."""
+        return TrainRole(
+            name="policy",
+            model=self.model,
+            trainer=self.trainer,
+            objective=self.objective,
+            communication=self.communication,
+            seed=self.seed,
+            temperature=self.train_temperature,
+            optimizer_steps=self.steps * self.updates_per_step,
+        )
+
+    @property
+    def needs_engines(self) -> bool:
+        """Whether the run has rollout engines: for its training, or only for its evaluation."""
+        return self.generation is not None or self.evaluation is not None
 
     @property
     def exports(self) -> list[str]:

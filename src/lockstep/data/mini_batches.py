@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from lockstep.algos.losses import sequence_weights
-from lockstep.config.algorithm import Aggregation, CrossEntropy, PolicyLoss
+from lockstep.config.algorithm import Aggregation, ObjectiveConfig
 from lockstep.data.forest import Forest, concatenated_ranges
 from lockstep.data.micro_batch import MiniBatch, build_mini_batch
 from lockstep.data.packing import PackingMode, check_token_budget, plan_packing
@@ -51,7 +51,7 @@ class TrainingBatch:
         self,
         epochs: int = 1,
         minibatch_size: int | None = None,
-        loss: PolicyLoss | CrossEntropy | None = None,
+        objective: ObjectiveConfig | None = None,
         *,
         seed: int = 0,
         max_tokens: int | None = None,
@@ -64,15 +64,15 @@ class TrainingBatch:
 
         Args:
             minibatch_size: number of sequences per optimizer step; None: all.
-            loss: its `aggregation` and `norm_length` determine the weights; None: token-mean.
+            objective: its `aggregation` and `norm_length` determine the weights; None: token-mean.
             max_tokens: divisor of `seq-mean-token-sum-norm` if the loss has no `norm_length`.
 
         Raises:
             ValueError: the mini-batch size would split a group.
         """
-        aggregation: Aggregation = loss.aggregation if loss else "token-mean"
-        norm_length = (loss.norm_length if loss else None) or max_tokens
-        skips = loss is not None and zero_advantage_has_no_gradient(loss)
+        aggregation: Aggregation = objective.aggregation if objective else "token-mean"
+        norm_length = (objective.norm_length if objective else None) or max_tokens
+        skips = objective is not None and objective.zero_advantage_has_no_gradient
         without_gradient = self._zero_advantage_trees() if skips else np.zeros(len(self.forest), np.bool_)
         parts = self._split(np.arange(len(self.forest)), minibatch_size)
         for epoch in range(epochs):
@@ -197,13 +197,6 @@ class TrainingBatch:
         weights = np.zeros(self.targets, np.float32)
         weights[inside] = sequence_weights(torch.from_numpy(lengths), aggregation, norm_length).numpy()[numbers]
         return weights, len(inside), int(np.count_nonzero(lengths))
-
-
-def zero_advantage_has_no_gradient(loss: PolicyLoss | CrossEntropy) -> bool:
-    """Returns whether a target with zero advantage has no gradient. Policy losses are multiples of the advantage, but
-    KL and entropy terms are not."""
-    kl = isinstance(loss, PolicyLoss) and loss.kl.coefficient > 0 and loss.kl.where == "loss"
-    return isinstance(loss, PolicyLoss) and not kl and not loss.entropy_coefficient
 
 
 def pack(forest: Forest, ranks: int, token_budget: int, mode: PackingMode = "forest") -> TrainingBatch:

@@ -3,12 +3,14 @@
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 
 from lockstep.config.data import DatasetConfig
+from lockstep.config.run_config import DataKind
 from lockstep.data.chat_templates import TemplateRenderer
 from lockstep.data.dataset_format import DatasetFormat, DatasetSample
 from lockstep.data.dataset_rows import BadRow, DataError, DatasetRows
@@ -288,6 +290,36 @@ class DocumentSource(SampleSource[Document]):
             remedy = "Supervised fine-tuning needs an answer, a completion or assistant turns."
             raise self._rows.data_error(row, BadRow(None, "there is nothing to learn", remedy))
         return sample
+
+
+@dataclass(frozen=True, slots=True)
+class SourceOptions:
+    """What a recipe needs of its samples; each kind of source uses its own."""
+
+    answers: bool = False
+    """For prompts: see `PromptSource`."""
+    tools: Sequence[dict[str, Any]] = ()
+    open_turn: bool = True
+    learns_prompts: bool = False
+    """For documents: train on the tokens of prompts as well."""
+
+
+def open_source(
+    kind: DataKind,
+    rows: DatasetRows,
+    cfg: DatasetConfig,
+    tokenizer: "Tokenizer",
+    seed: int,
+    limit: int,
+    options: SourceOptions,
+) -> SampleSource[Any]:
+    """Opens a dataset as the kind of samples that a recipe trains on; see `SampleSource`."""
+    match kind:
+        case "prompts":
+            shown = options.answers, options.tools, options.open_turn
+            return PromptSource(rows, cfg, tokenizer, seed, limit, *shown)
+        case "documents":
+            return DocumentSource(rows, cfg, tokenizer, seed, limit, options.learns_prompts)
 
 
 def length_problem(what: str, tokens: int, limit: int) -> BadRow:

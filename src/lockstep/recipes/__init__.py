@@ -1,17 +1,21 @@
 """The recipes: each loop reads in one screen."""
 
+from collections.abc import Callable
+from typing import Any
+
 from lockstep.config.recipes import GRPOConfig, SFTConfig
+from lockstep.config.run_config import RunConfig
 from lockstep.recipes.grpo import grpo
 from lockstep.recipes.sft import sft
 from lockstep.run.lifecycle import open_run
 from lockstep.run.planning.prepare import PreparedRun
+from lockstep.run.run import Run
+
+LOOPS: dict[type[RunConfig], Callable[[Run, Any], None]] = {SFTConfig: sft, GRPOConfig: grpo}
+"""The loop of each recipe, by its config class."""
 
 
 def train(prepared: PreparedRun) -> None:
     """Runs a prepared run's recipe to its end."""
     with open_run(prepared) as run:
-        match run.config:
-            case SFTConfig():
-                sft(run, run.config)
-            case GRPOConfig():
-                grpo(run, run.config)
+        LOOPS[type(run.config)](run, run.config)

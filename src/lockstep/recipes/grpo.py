@@ -25,12 +25,12 @@ def grpo(run: Run, cfg: GRPOConfig) -> None:
                 trees = forest_from_rollouts(rollouts, mask_truncated=cfg.loss.mask_truncated)
                 batch = pack(trees, run.policy.ranks, cfg.token_budget, run.policy.info.packing)
             with run.stage("logprobs"):
-                run.policy.annotate(batch, cfg.loss)
+                run.policy.annotate(batch)
             batch.set_per_target("advantage", compute_advantages(rollouts.rewards, batch, cfg.advantage, cfg.loss.kl))
             most, seed = cfg.rollout.sampling.max_tokens, run.seed(step)
             minibatches = batch.minibatches(cfg.epochs, cfg.minibatch_size, cfg.loss, seed=seed, max_tokens=most)
             with run.stage("train"):
-                stats = [run.policy.step(minibatch, cfg.loss) for minibatch in minibatches]
+                stats = [run.policy.step(minibatch) for minibatch in minibatches]
             run.commit(step, stats)
             with run.stage("publish"):
                 run.weights.publish(version=step + 1)  # idempotent by version

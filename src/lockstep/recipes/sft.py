@@ -11,10 +11,10 @@ def sft(run: Run, cfg: SFTConfig) -> None:
     for step in run.steps():
         with run.transaction(step):
             with run.stage("pack"):
-                documents = run.documents.take(step * cfg.batch_size, cfg.batch_size)
+                documents = run.samples.take(step * cfg.batch_size, cfg.batch_size)
                 batch = pack(
                     forest_from_documents(documents), run.policy.ranks, cfg.token_budget, run.policy.info.packing
                 )
             with run.stage("train"):
-                stats = [run.policy.step(minibatch, cfg.loss) for minibatch in batch.minibatches(loss=cfg.loss)]
+                stats = [run.policy.step(minibatch) for minibatch in batch.minibatches(objective=cfg.loss)]
             run.commit(step, stats)

@@ -231,7 +231,7 @@ def _start_run(
 
 def _start_trainer(prepared: PreparedRun, ledger: Ledger, workers: list[Worker]) -> tuple[TrainerGroup, int]:
     """Sets up the trainer ranks and loads the newest checkpoint. Returns them and the number of steps done."""
-    policy = TrainerGroup(workers, set_up_ranks(workers), prepared.config.trainer.offload)
+    policy = TrainerGroup(workers, set_up_ranks(workers), prepared.config.policy)
     _log_packing(prepared, policy.info)
     if policy.info.slower:
         log.warning("%s", policy.info.slower)
@@ -268,7 +268,7 @@ def _make_roles(
     version: int,
 ) -> RunRoles:
     config, cluster = prepared.config, launcher.cluster
-    roles = RunRoles(policy, documents=prepared.documents)
+    roles = RunRoles(policy, prepared.samples)
     if config.reward is not None:
         roles.rewards = ScorerPool(cluster, config.reward)
         roles.rewards.start()
@@ -279,9 +279,9 @@ def _make_roles(
     roles.weights = WeightPublisher(policy, engines, make_weight_delivery(*setup), ledger, make_device_sync(*setup))
     roles.weights.open_on_ranks()
     roles.weights.publish(version)
-    if config.recipe == "grpo" and prepared.prompts is not None:
-        sampler = PromptSampler(prepared.prompts, ledger, config.prompts_per_step, config.filter_groups.enable)
-        size, staleness = config.group_size, config.rollout.max_staleness
+    if (wanted := config.generation) is not None:
+        sampler = PromptSampler(prepared.samples, ledger, wanted.prompts_per_step, wanted.filter_groups.enable)
+        size, staleness = wanted.group_size, config.rollout.max_staleness
         roles.rollouts = RolloutBuffer(engines, ledger, sampler, size, config.steps, staleness)
     if config.evaluation is not None:
         roles.evaluator = Evaluator(

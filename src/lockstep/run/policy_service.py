@@ -17,10 +17,16 @@ from lockstep.weights.weight_store import WeightStore
 class PolicyService(TrainerService, PolicyAPI):
     """A trainer rank of the policy."""
 
-    def __init__(self, run_id: str, **arguments: Any) -> None:
-        """`run_id` is the id in the run's folder. Raises FolderNotShared if this host does not see that folder."""
+    def __init__(self, run_id: str, check: str, **arguments: Any) -> None:
+        """Raises FolderNotShared if this host does not see the run's folder.
+
+        Args:
+            run_id: the id in the run's folder.
+            check: `sampled` or `complete` checksums of published weights.
+        """
         super().__init__(**arguments)
         check_folder_shared(self.run_folder, run_id)
+        self._check_completely = check == "complete"
         self._weights: WeightStore | None = None
         self._sender: StreamSender | None = None
 
@@ -32,8 +38,7 @@ class PolicyService(TrainerService, PolicyAPI):
             raise RuntimeError("no weight store is open; call open_weights() first")
         recorder.raise_if_stalled()
         current_beacon().stage("publish")
-        complete = self.config.weights.check == "complete"
-        self._weights.write_shards(self.rank, version, self.trainer.shards(), complete)
+        self._weights.write_shards(self.rank, version, self.trainer.shards(), self._check_completely)
 
     def stream_weights(self, channel: StreamChannel, version: int) -> str:
         if self._weights is None:

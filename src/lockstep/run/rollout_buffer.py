@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from lockstep.data.sample_sources import PromptSource
+from lockstep.data.sample_sources import SampleSource
 from lockstep.data.samples import Completion, Group, Prompt, Rollouts
 from lockstep.ledger.ledger import Ledger
 from lockstep.rollout.client.rollout_client import RolloutClient
@@ -30,7 +30,7 @@ class PromptSampler:
         filtered: whether groups are filtered, so that steps may need more rounds.
     """
 
-    def __init__(self, source: PromptSource, ledger: Ledger, per_step: int, filtered: bool) -> None:
+    def __init__(self, source: SampleSource[Prompt], ledger: Ledger, per_step: int, filtered: bool) -> None:
         self.source, self.ledger = source, ledger
         self.per_step, self.filtered = per_step, filtered
 

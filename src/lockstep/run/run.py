@@ -4,12 +4,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from lockstep.base.wait_state import Stalled
 from lockstep.cluster.protocol import RemoteError, WorkerDied
-from lockstep.config.recipes import GRPOConfig, SFTConfig
-from lockstep.data.sample_sources import DocumentSource
+from lockstep.config.run_config import RunConfig
+from lockstep.data.sample_sources import SampleSource
 from lockstep.ledger.ledger import Ledger
 from lockstep.rewards.scorer_pool import ScorerPool
 from lockstep.rollout.client.rollout_client import RolloutClient
@@ -46,11 +46,11 @@ class RunRoles:
     """The roles that were started; None for those that the config does not need."""
 
     policy: TrainerGroup
+    samples: SampleSource[Any]
     engines: RolloutClient | None = None
     rewards: ScorerPool | None = None
     weights: WeightPublisher | None = None
     rollouts: RolloutBuffer | None = None
-    documents: DocumentSource | None = None
     evaluator: Evaluator | None = None
 
 
@@ -64,7 +64,7 @@ class Run:
 
     def __init__(
         self,
-        config: SFTConfig | GRPOConfig,
+        config: RunConfig,
         folder: Path,
         ledger: Ledger,
         roles: RunRoles,
@@ -106,8 +106,9 @@ class Run:
         return _require_role(self.roles.rollouts, "rollouts")
 
     @property
-    def documents(self) -> DocumentSource:
-        return _require_role(self.roles.documents, "documents")
+    def samples(self) -> SampleSource[Any]:
+        """The data of the recipe, in the order of the run."""
+        return self.roles.samples
 
     def seed(self, step: int) -> int:
         """The seed of all random choices in a step except its completions."""
@@ -180,10 +181,10 @@ class Run:
     def groups(self, step: int) -> GroupFilter:
         """Returns the step's groups: the stored ones if the step was collected before, else an empty filter.
         Submits the requests that are missing, also those of later steps up to `max_staleness`."""
-        assert self.config.recipe == "grpo"
         self.rollouts.request(step)
         stored = self.ledger.stored_step(step)
-        wanted, config = self.config.prompts_per_step, self.config.filter_groups
+        generation = _require_role(self.config.generation, "generation")
+        wanted, config = generation.prompts_per_step, generation.filter_groups
         if stored is None:
             return GroupFilter(step, wanted, config)
         return GroupFilter(step, wanted, config, stored.rollouts, stored.extra)

@@ -13,7 +13,7 @@ from lockstep.base import waits
 from lockstep.base.secrets import redact_text, secret_values
 from lockstep.base.text import format_duration
 from lockstep.base.wait_state import WaitRecord
-from lockstep.config.recipes import GRPOConfig, SFTConfig
+from lockstep.config.run_config import RunConfig
 from lockstep.ledger.ledger import Ledger
 from lockstep.report.live_console import LiveConsole, beacon_activity
 from lockstep.report.metric_sinks import MetricSink, MetricSinks, open_sinks
@@ -104,7 +104,7 @@ STARTUP_STAGES = ("start", "recovery")
 class RunReporter:
     """Reports what happens in a run to the console and the metric sinks. All of it is in the ledger as well."""
 
-    def __init__(self, config: SFTConfig | GRPOConfig, folder: Path, ledger: Ledger, run_id: str) -> None:
+    def __init__(self, config: RunConfig, folder: Path, ledger: Ledger, run_id: str) -> None:
         self.config, self.folder, self.ledger = config, folder, ledger
         self.stages = StageTimers()
         self.console = LiveConsole(

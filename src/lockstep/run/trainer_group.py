@@ -6,16 +6,14 @@ from pathlib import Path
 import numpy as np
 
 from lockstep.cluster.protocol import Worker
-from lockstep.cluster.rpc.codec import encode_once
 from lockstep.cluster.rpc.futures import gather_identical, gather_results
 from lockstep.cluster.rpc.remote_worker import worker_and_node
-from lockstep.config.algorithm import CrossEntropy, PolicyLoss
-from lockstep.config.trainer import OffloadConfig
+from lockstep.config.algorithm import TrainerOutput
+from lockstep.config.train_role import TrainRole
 from lockstep.data.micro_batch import MiniBatch
 from lockstep.data.mini_batches import TrainingBatch
 from lockstep.run.policy_api import PolicyAPI
 from lockstep.train.trainer_api import TrainerInfo
-from lockstep.train.trainer_protocol import EvaluateOutput
 
 
 def set_up_ranks(workers: Sequence[Worker]) -> list[TrainerInfo]:
@@ -27,10 +25,9 @@ def set_up_ranks(workers: Sequence[Worker]) -> list[TrainerInfo]:
 class TrainerGroup:
     """The trainer ranks of the policy."""
 
-    def __init__(
-        self, workers: Sequence[Worker], infos: Sequence[TrainerInfo], offload: OffloadConfig | None = None
-    ) -> None:
-        self._offload = offload or OffloadConfig()
+    def __init__(self, workers: Sequence[Worker], infos: Sequence[TrainerInfo], role: TrainRole) -> None:
+        self.role, self.objective = role, role.objective
+        self._offload = role.trainer.offload
         self.replace_ranks(workers, infos)
 
     def replace_ranks(self, workers: Sequence[Worker], infos: Sequence[TrainerInfo]) -> None:
@@ -43,7 +40,7 @@ class TrainerGroup:
     def ranks(self) -> int:
         return len(self.workers)
 
-    def evaluate(self, minibatch: MiniBatch, want: Sequence[EvaluateOutput]) -> list[list[dict[str, np.ndarray]]]:
+    def evaluate(self, minibatch: MiniBatch, want: Sequence[TrainerOutput]) -> list[list[dict[str, np.ndarray]]]:
         """Returns the wanted values, float32 `[targets]`, as dicts by `[ranks][micro-batches]`."""
         self.onload()
         return gather_results(
@@ -67,35 +64,29 @@ class TrainerGroup:
             gather_identical([worker.submit(PolicyAPI.onload) for worker in self.workers], why="onload")
             self._offloaded = False
 
-    def annotate(self, batch: TrainingBatch, loss: PolicyLoss) -> None:
-        """Adds to the batch's targets what the loss needs from the trainer before the first update: old
-        log-probabilities (for the ratio, or for importance correction) and those of the reference model."""
-        want: list[EvaluateOutput] = []
-        if loss.old_logprobs == "trainer" or loss.importance.kind != "off":
-            want.append("logprobs")
-        if loss.kl.coefficient > 0:
-            want.append("reference_logprobs")
-        if not want:
+    def annotate(self, batch: TrainingBatch) -> None:
+        """Adds to the batch's targets what the objective needs from the trainer before the first update of a step, such
+        as old log-probabilities and those of the reference."""
+        fields = self.objective.evaluated_fields
+        if not fields:
             return
         minibatch = batch.everything()
-        values = self.evaluate(minibatch, want)
-        for name, field in (("logprobs", "old_logprob"), ("reference_logprobs", "reference_logprob")):
-            if name in want:
-                batch.set_field(field, minibatch, [[row[name] for row in rank] for rank in values])
+        values = self.evaluate(minibatch, list(dict.fromkeys(fields.values())))
+        for name, output in fields.items():
+            batch.set_field(name, minibatch, [[row[output] for row in rank] for rank in values])
 
-    def step(self, minibatch: MiniBatch, loss: PolicyLoss | CrossEntropy) -> dict[str, float]:
+    def step(self, minibatch: MiniBatch) -> dict[str, float]:
         """Does one optimizer step, and returns metrics over all ranks. Raises RemoteError for a non-finite loss, before
         weights change."""
         self.onload()
-        settings = encode_once(loss.model_dump(mode="json"))
         stats = gather_identical(
             [
-                worker.submit(PolicyAPI.step, encoded, settings)
+                worker.submit(PolicyAPI.step, encoded)
                 for worker, encoded in zip(self.workers, minibatch.encode(), strict=True)
             ],
             why="optimizer step",
         )
-        if isinstance(loss, CrossEntropy):
+        if not self.objective.uses_advantages:
             return stats.values
         return {**stats.values, "batch/skipped_sequences": float(minibatch.skipped)}
 

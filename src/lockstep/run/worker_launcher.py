@@ -87,7 +87,8 @@ class RunWorkerLauncher:
         host, port = self.cluster.store()
         folder = self.prepared.folder.absolute()  # workers on other nodes have another working folder
         arguments = {
-            "config": config.model_copy(update={"trainer": trainer}).model_dump(mode="json"),
+            "role": config.policy.model_copy(update={"trainer": trainer}).model_dump(mode="json"),
+            "check": config.weights.check,
             "rank": process.rank,
             "world": world,
             "store_host": host,

@@ -8,26 +8,32 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lockstep.config.algorithm import CrossEntropy, PolicyLoss
-from lockstep.config.recipes import RecipeConfig
+from lockstep.config.algorithm import TrainerOutput
+from lockstep.config.train_role import TrainRole
 from lockstep.data.micro_batch import MicroBatch
 from lockstep.models.lora import derived_seed, starts_from_other_weights, with_dropout, without_adapter
 from lockstep.models.model_loader import context_length, resolve_dtype
 from lockstep.models.packing_probe import PackingProbeResult, probe_packing
 from lockstep.models.policy_model import PolicyModel
-from lockstep.train import checkpoint, objective
+from lockstep.train import checkpoint
 from lockstep.train.checkpoint import LocalRows
 from lockstep.train.distributed import ParallelContext
 from lockstep.train.errors import NonFinite
 from lockstep.train.export import export_adapter, export_model
 from lockstep.train.memory_checkpoint import MemoryCheckpoints
 from lockstep.train.merged_weights import MergedWeights, gather_buckets
+from lockstep.train.objective import (
+    MetricAccumulator,
+    ModelOutput,
+    ReducedMetrics,
+    check_fields,
+    make_objective,
+)
 from lockstep.train.optimizer import (
     ShardedAdamW,
     clip_gradients,
     learning_rate,
     norm_parameter_ids,
-    optimizer_steps,
     square_norm,
 )
 from lockstep.train.parallelize import (
@@ -41,7 +47,6 @@ from lockstep.train.parallelize import (
 )
 from lockstep.train.trainer_protocol import (
     BucketWeights,
-    EvaluateOutput,
     GatheredRows,
     ParameterInfo,
     ParameterShard,
@@ -58,7 +63,7 @@ class FSDP2Trainer:
     adapter's dropout is on during steps.
 
     Args:
-        config: the run's config.
+        role: the model, its trainer and its objective.
         ranks: returned by `lockstep.train.distributed.join_ranks`.
         generation: generation of the run, part of the temporary names of checkpoints.
 
@@ -66,31 +71,31 @@ class FSDP2Trainer:
         ModelError: the model cannot be used, or its checkpoint does not match it.
     """
 
-    def __init__(self, config: RecipeConfig, ranks: ParallelContext, generation: int = 1) -> None:
-        self.config, self.ranks = config, ranks
-        self.compute_dtype = resolve_dtype(config.model.dtype, ranks.device)
-        self.total_steps = optimizer_steps(config)
-        self.adapter = config.model.adapter
+    def __init__(self, role: TrainRole, ranks: ParallelContext, generation: int = 1) -> None:
+        self.role, self.ranks = role, ranks
+        self.compute_dtype = resolve_dtype(role.model.dtype, ranks.device)
+        self.objective = make_objective(role.objective)
+        self.adapter = role.model.adapter
         self.policy = load_sharded_policy(
-            config, ranks, self.compute_dtype, parameter_dtype(config.model, ranks, self.compute_dtype), self.adapter
+            role, ranks, self.compute_dtype, parameter_dtype(role.model, ranks, self.compute_dtype), self.adapter
         )
         # Created while no layer is gathered, because a gathered layer holds plain parameters instead of its shards.
         self.merged_weights = MergedWeights(self.policy, ranks)
-        self.has_reference = isinstance(config.loss, PolicyLoss) and config.loss.kl.coefficient > 0
+        self.has_reference = role.objective.needs_reference
         self.reference: PolicyModel | None = None
         """The reference as a separate model. With an adapter it is None: the policy without the adapter, or with the
         adapter's initial values, is the reference."""
         if self.has_reference and self.adapter is None:
-            self.reference = load_sharded_policy(config, ranks, self.compute_dtype, self.compute_dtype).requires_grad_(
+            self.reference = load_sharded_policy(role, ranks, self.compute_dtype, self.compute_dtype).requires_grad_(
                 False
             )
         other_weights = self.adapter is not None and starts_from_other_weights(self.policy, self.adapter)
         self.initial_adapter = InitialAdapter(self._rows()) if self.has_reference and other_weights else None
         norms = norm_parameter_ids(self.policy)
         undecayed = [name for name, parameter in self.trained_parameters.items() if id(parameter) in norms]
-        self.optimizer = ShardedAdamW(self._rows(), config.trainer.optimizer, undecayed)
+        self.optimizer = ShardedAdamW(self._rows(), role.trainer.optimizer, undecayed)
         self.writer = checkpoint.CheckpointWriter(ranks, generation)
-        self.base_digests = base_digests(config.model)
+        self.base_digests = base_digests(role.model)
         """Digests of the model on which the adapter is trained, for its checkpoints."""
         self.offloaded = False
 
@@ -125,7 +130,7 @@ class FSDP2Trainer:
         return result
 
     def evaluate(
-        self, microbatches: Sequence[MicroBatch[np.ndarray]], outputs: Sequence[EvaluateOutput]
+        self, microbatches: Sequence[MicroBatch[np.ndarray]], outputs: Sequence[TrainerOutput]
     ) -> list[dict[str, np.ndarray]]:
         """Computes the requested values of each micro-batch, float32 `[targets]`, without gradients.
 
@@ -149,7 +154,7 @@ class FSDP2Trainer:
             free_gathered(model)
         return results
 
-    def step(self, microbatches: Sequence[MicroBatch[np.ndarray]], loss: PolicyLoss | CrossEntropy) -> StepStats:
+    def step(self, microbatches: Sequence[MicroBatch[np.ndarray]]) -> StepStats:
         """Takes one optimizer step on the sum of the losses of all targets of all ranks.
 
         Raises:
@@ -159,37 +164,37 @@ class FSDP2Trainer:
             CollectiveStalled: the node agent has aborted this rank's collectives.
         """
         self._check_on_device()
-        objective.check_fields(microbatches, loss)
-        metrics = objective.MetricAccumulator(self.ranks.device)
+        check_fields(microbatches, self.objective)
+        metrics = MetricAccumulator(self.objective.metrics, self.ranks.device)
         with self._dropout():
             for done, microbatch in enumerate(microbatches, start=1):
-                begin_microbatch(self.policy, done == len(microbatches), self.config.trainer.reshard_after_forward)
+                begin_microbatch(self.policy, done == len(microbatches), self.role.trainer.reshard_after_forward)
                 self._seed_dropout(done)
-                self._backward(microbatch.to(self.ranks.device), loss, metrics)
+                self._backward(microbatch.to(self.ranks.device), metrics)
                 current_beacon().progress("microbatches", done, len(microbatches))
         gradients = {name: local_shard(p.grad) for name, p in self.trained_parameters.items() if p.grad is not None}
         # All replicas have the same gradient; only one of them adds it to the norm.
         squares = square_norm(gradients if self.ranks.replica == 0 else {})
         vectors = self.ranks.gather(metrics.vector(squares), why=f"metrics of step {self.optimizer.steps}")
-        totals = objective.ReducedMetrics(vectors)
+        totals = ReducedMetrics(self.objective.metrics, vectors)
         try:
             self._check_finite(totals)
             norm = totals.square_norm**0.5
             lr = self.learning_rate()
-            clip_gradients(gradients, norm, self.config.trainer.max_grad_norm)
+            clip_gradients(gradients, norm, self.role.trainer.max_grad_norm)
             # An aborted NCCL collective ends without an error, but its result must not be used.
             recorder.raise_if_stalled()
             self.optimizer.step(self._rows(), gradients, lr)
         finally:
             for parameter in self.trained_parameters.values():
                 parameter.grad = None
-        current_beacon().progress("optimizer steps", self.optimizer.steps, self.total_steps)
-        return StepStats({**totals.metrics(loss), "grad_norm": norm, "lr": lr})
+        current_beacon().progress("optimizer steps", self.optimizer.steps, self.role.optimizer_steps)
+        return StepStats({**totals.values, "grad_norm": norm, "lr": lr})
 
     def learning_rate(self) -> float:
         """Returns the learning rate of the next optimizer step."""
-        trainer = self.config.trainer
-        return learning_rate(self.optimizer.steps, trainer.optimizer.lr, trainer.schedule, self.total_steps)
+        trainer = self.role.trainer
+        return learning_rate(self.optimizer.steps, trainer.optimizer.lr, trainer.schedule, self.role.optimizer_steps)
 
     def shards(self) -> Iterator[ParameterShard]:
         """Yields this rank's rows of every weight, merged with the adapter, for weight sync. All ranks call it."""
@@ -206,7 +211,7 @@ class FSDP2Trainer:
 
     def save(self, folder: Path) -> None:
         """Begins to write trained parameters, optimizer, schedule step and random state; see `CheckpointWriter`."""
-        metadata = {"optimizer_step": self.optimizer.steps, "model": self.config.model.path, **self.base_digests}
+        metadata = {"optimizer_step": self.optimizer.steps, "model": self.role.model.path, **self.base_digests}
         self.writer.save(folder, self._state(), self._random_state(), metadata)
 
     def saved(self) -> bool:
@@ -251,16 +256,14 @@ class FSDP2Trainer:
 
         Rank 0 gathers one parameter at a time; the other ranks hold only their own rows.
         """
-        export_model(
-            folder, self.policy, self.merged_weights.merged(), self.config.model, self.compute_dtype, self.ranks
-        )
+        export_model(folder, self.policy, self.merged_weights.merged(), self.role.model, self.compute_dtype, self.ranks)
 
     def export_adapter(self, folder: Path) -> None:
         """Writes a folder that peft's `PeftModel.from_pretrained` loads. All ranks call it."""
         if self.adapter is None:
             raise ValueError("there is no adapter to export; set model.adapter")
         parts = self.merged_weights.gather_adapter() | self.merged_weights.gather_saved()
-        export_adapter(folder, self.policy, parts, self.config.model, self.ranks)
+        export_adapter(folder, self.policy, parts, self.role.model, self.ranks)
 
     def offload(self, parameters: bool = True, optimizer: bool = True) -> None:
         """Moves parameters, optimizer state or both to host memory, so that an engine can use the device's memory.
@@ -286,7 +289,7 @@ class FSDP2Trainer:
     def _seed_dropout(self, microbatch: int) -> None:
         """Seeds dropout so that masks differ between micro-batches, but are the same when a step is repeated."""
         if self.adapter and self.adapter.lora_dropout:
-            torch.manual_seed(derived_seed(self.config.seed, self.optimizer.steps, microbatch, self.ranks.rank))
+            torch.manual_seed(derived_seed(self.role.seed, self.optimizer.steps, microbatch, self.ranks.rank))
 
     def _evaluate_each(
         self,
@@ -300,13 +303,12 @@ class FSDP2Trainer:
             results[done - 1] |= {name: value.float().cpu().numpy() for name, value in values.items()}
             current_beacon().progress("microbatches", done, len(microbatches))
 
-    def _values(self, batch: MicroBatch[Tensor], outputs: Sequence[EvaluateOutput]) -> dict[str, Tensor]:
-        logprobs, entropy = self._forward(self.policy, batch, entropy="entropy" in outputs)
-        values = {"logprobs": logprobs, "entropy": entropy}
-        return {name: value for name in outputs if (value := values[name]) is not None}
+    def _values(self, batch: MicroBatch[Tensor], outputs: Sequence[TrainerOutput]) -> dict[str, Tensor]:
+        values = self._forward(self.policy, batch, ["entropy"] if "entropy" in outputs else [])
+        return {name: values[name] for name in outputs if name != "reference_logprobs"}
 
     def _reference_values(self, reference: PolicyModel, batch: MicroBatch[Tensor]) -> dict[str, Tensor]:
-        return {"reference_logprobs": self._forward(reference, batch)[0]}
+        return {"reference_logprobs": self._forward(reference, batch)["logprobs"]}
 
     @contextmanager
     def _as_reference(self) -> Iterator[PolicyModel]:
@@ -325,35 +327,29 @@ class FSDP2Trainer:
                 finally:
                     free_gathered(self.policy)
 
-    def _backward(
-        self, batch: MicroBatch[Tensor], loss: PolicyLoss | CrossEntropy, metrics: objective.MetricAccumulator
-    ) -> None:
-        logprobs, entropy = self._forward(self.policy, batch, entropy=isinstance(loss, PolicyLoss))
-        outcome = objective.compute_loss(loss, batch.fields, logprobs, entropy, batch.sequences)
+    def _backward(self, batch: MicroBatch[Tensor], metrics: MetricAccumulator) -> None:
+        outputs = self._forward(self.policy, batch, self.objective.outputs)
+        outcome = self.objective.compute(batch.fields, outputs, batch.sequences)
         outcome.loss.backward()  # type: ignore[no-untyped-call]
         metrics.add(outcome)
 
     def _forward(
-        self, model: PolicyModel, batch: MicroBatch[Tensor], entropy: bool = False
-    ) -> tuple[Tensor, Tensor | None]:
-        """Returns (log-probabilities, entropies) `[targets]` under the distribution that the engine samples from."""
-        values: tuple[Tensor, Tensor | None] = model(
+        self, model: PolicyModel, batch: MicroBatch[Tensor], outputs: Sequence[ModelOutput] = ()
+    ) -> dict[ModelOutput, Tensor]:
+        """Returns the log-probabilities, and the entropies if they are among the outputs, `[targets]` each, under the
+        distribution that the engine samples from."""
+        logprobs, entropy = model(
             batch.tokens,
             batch.layout(),
             batch.sources,
             batch.targets,
-            temperature=self._temperature(),
-            chunk=self.config.trainer.head_chunk,
-            entropy=entropy,
+            temperature=self.role.temperature,
+            chunk=self.role.trainer.head_chunk,
+            entropy="entropy" in outputs,
         )
-        return values
+        return {"logprobs": logprobs} if entropy is None else {"logprobs": logprobs, "entropy": entropy}
 
-    def _temperature(self) -> float:
-        if isinstance(self.config.loss, CrossEntropy):
-            return 1.0
-        return self.config.rollout.sampling.temperature or 1.0
-
-    def _check_finite(self, totals: objective.ReducedMetrics) -> None:
+    def _check_finite(self, totals: ReducedMetrics) -> None:
         if totals.bad_microbatches:
             raise NonFinite(self.optimizer.steps, "loss", list(totals.bad_microbatches))
         if totals.bad_gradients:

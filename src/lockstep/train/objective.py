@@ -1,11 +1,16 @@
-"""Computes the loss of a micro-batch by the formulas in `lockstep.algos`, and reduces its metrics to one vector of
-fixed size per step.
+"""Objectives: what a trained model learns from.
 
-Nothing here communicates, and the shape of the vector does not depend on the data.
+An objective names the fields and model outputs that it needs, computes the loss of a micro-batch with the formulas in
+`lockstep.algos`, and says how each of its metrics is reduced. It never communicates: denominators and statistics of the
+batch arrive as fields, and the shape of the metric vector does not depend on the data.
+
+To add one: a config class in `lockstep.config.algorithm` (an `ObjectiveConfig`, added to `AnyObjective`), and a class
+here, added to `_OBJECTIVES`. `CrossEntropyObjective` is the shortest example.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -14,178 +19,207 @@ from torch import Tensor
 from lockstep.algos import importance_sampling, losses
 from lockstep.algos.importance_sampling import ImportanceWeights, logprob_gap
 from lockstep.algos.losses import PolicyTerms, cross_entropy, entropy_loss, kl_divergence, sum_weighted_losses
-from lockstep.config.algorithm import CISPO, GSPO, CrossEntropy, PolicyLoss, PPOClip
+from lockstep.config.algorithm import CISPO, GSPO, CrossEntropy, ObjectiveConfig, PolicyLoss, PPOClip
 from lockstep.data.micro_batch import MicroBatch
 
-TOTAL_METRICS = ("tokens", "loss", "policy_loss", "kl_loss", "entropy_loss")
-"""Summed over targets, micro-batches and ranks; losses are weighted, so their sum is the aggregated loss."""
+ModelOutput = Literal["logprobs", "entropy"]
+"""What a model computes for each target: its log-probability, and the entropy of the distribution it is from."""
 
-MEAN_METRICS = (
-    "logprob",
-    "entropy",
-    *losses.POLICY_STATS,
-    "kl",
-    "engine_gap_mean",
-    "importance_weight",
-    "importance_cut",
-)
-"""Summed over targets, micro-batches and ranks, unweighted, and divided by `tokens` at the end."""
+Reduction = Literal["sum", "mean", "max"]
+"""How a metric becomes one number per step: summed over targets, micro-batches and ranks (losses are weighted, so their
+sum is the aggregated loss); summed and divided by the number of targets with a loss; or the maximum."""
 
-MAX_METRICS = ("engine_gap_max", "importance_weight_max")
-"""Metrics of which the maximum over targets, micro-batches and ranks is taken."""
-
-METRIC_NAMES = (*TOTAL_METRICS, *MEAN_METRICS, *MAX_METRICS)
+COMMON_METRICS: Mapping[str, Reduction] = {"loss": "sum", "tokens": "sum", "logprob": "mean"}
+"""Metrics of every objective on log-probabilities. `tokens` is the number of targets with a loss, the divisor of
+means."""
 
 
 @dataclass(slots=True)
 class LossOutput:
-    """The loss of one micro-batch (a scalar with gradient) and its metrics, by the names in METRIC_NAMES."""
+    """The loss of one micro-batch (a scalar with gradient) and its metrics, by name; those left out are 0."""
 
     loss: Tensor
     metrics: dict[str, Tensor] = field(default_factory=dict)
 
 
-def required_fields(loss: PolicyLoss | CrossEntropy) -> tuple[str, ...]:
-    """Returns the fields that a `MicroBatch` must have for a loss."""
-    if isinstance(loss, CrossEntropy):
-        return ("weight",)
-    fields = ["weight", "advantage", "engine_logprob"]
-    if loss.old_logprobs == "trainer" or loss.importance.kind != "off":
-        fields.append("old_logprob")
-    if has_kl_loss(loss):
-        fields.append("reference_logprob")
-    return tuple(fields)
+class Objective(Protocol):
+    """What a trained model learns from."""
+
+    @property
+    def name(self) -> str:
+        """The objective's `kind` in the config, for errors."""
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """The fields that a `MicroBatch` must have."""
+
+    @property
+    def outputs(self) -> tuple[ModelOutput, ...]:
+        """The outputs of the model that the loss needs."""
+
+    @property
+    def needs_sequences(self) -> bool:
+        """Whether a target's loss depends on the other targets of its sequence; these must then be in the same row."""
+
+    @property
+    def metrics(self) -> Mapping[str, Reduction]:
+        """Every metric that a step reports, in the order of the metric vector; `tokens` and `loss` among them."""
+
+    def compute(
+        self, fields: Mapping[str, Tensor], outputs: Mapping[ModelOutput, Tensor], sequences: Tensor | None
+    ) -> LossOutput:
+        """Computes the loss of a micro-batch: a sum over its targets, whose weights include the denominators.
+
+        Args:
+            fields: as in `MicroBatch`, float32 `[targets]`.
+            outputs: `[targets]` each, with gradient.
+            sequences: int64 `[targets]`, as in `MicroBatch`; required if `needs_sequences`.
+        """
 
 
-def has_kl_loss(loss: PolicyLoss) -> bool:
-    """Returns whether the KL to the reference is a term of the loss."""
-    return loss.kl.coefficient > 0 and loss.kl.where == "loss"
+class CrossEntropyObjective:
+    """The negative log-likelihood of the targets."""
+
+    fields: tuple[str, ...] = ("weight",)
+    outputs: tuple[ModelOutput, ...] = ("logprobs",)
+    needs_sequences = False
+    metrics = COMMON_METRICS
+
+    def __init__(self, config: CrossEntropy) -> None:
+        self.name = config.kind
+
+    def compute(
+        self, fields: Mapping[str, Tensor], outputs: Mapping[ModelOutput, Tensor], sequences: Tensor | None = None
+    ) -> LossOutput:
+        """See `Objective`."""
+        weights, logprobs = fields["weight"], outputs["logprobs"]
+        total = sum_weighted_losses(cross_entropy(logprobs), weights)
+        return LossOutput(total, _common_metrics(logprobs, weights) | {"loss": total.detach()})
 
 
-def needs_sequences(loss: PolicyLoss | CrossEntropy) -> bool:
-    """Returns whether a target's loss depends on the other targets of its sequence; these must then be in the same
-    row."""
-    return isinstance(loss, GSPO) or (isinstance(loss, PolicyLoss) and loss.importance.level == "sequence")
+class PolicyObjective:
+    """A policy loss with its importance correction, KL penalty and entropy bonus."""
+
+    outputs: tuple[ModelOutput, ...] = ("logprobs", "entropy")
+
+    def __init__(self, config: PolicyLoss) -> None:
+        self.config = config
+        self.name = config.kind
+        self.fields = config.required_fields
+        self.needs_sequences = isinstance(config, GSPO) or config.importance.level == "sequence"
+        self.metrics = _policy_metrics(config)
+
+    def compute(
+        self, fields: Mapping[str, Tensor], outputs: Mapping[ModelOutput, Tensor], sequences: Tensor | None = None
+    ) -> LossOutput:
+        """See `Objective`. Raises ValueError if the sequences are needed and missing."""
+        if sequences is None and self.needs_sequences:
+            raise ValueError(f"the configured loss {self.name} needs the sequences of the targets, got None")
+        config, logprobs, entropies = self.config, outputs["logprobs"], outputs["entropy"]
+        weights, engine = fields["weight"], fields["engine_logprob"]
+        live = weights != 0
+        metrics = _common_metrics(logprobs, weights)
+        terms = self._policy_terms(fields, logprobs, sequences, live)
+        per_token = terms.loss
+        correction = self._importance_correction(fields, sequences, live)
+        if correction is not None:
+            per_token = per_token * correction.weights
+            metrics["importance_weight"] = _masked_sum(correction.weights, live)
+            metrics["importance_cut"] = _masked_sum(correction.cut, live)
+            raw = torch.where(live, correction.raw, torch.zeros_like(correction.raw))
+            metrics["importance_weight_max"] = raw.amax()
+        total = term = sum_weighted_losses(per_token, weights)
+        metrics["policy_loss"] = term.detach()
+        if "reference_logprob" in fields and config.kl.coefficient > 0:
+            divergence = kl_divergence(logprobs, fields["reference_logprob"], config.kl.estimator)
+            metrics["kl"] = _masked_sum(divergence, live)
+            if config.has_kl_loss:
+                term = config.kl.coefficient * sum_weighted_losses(divergence, weights)
+                total, metrics["kl_loss"] = total + term, term.detach()
+        if config.entropy_coefficient:
+            term = sum_weighted_losses(entropy_loss(entropies, config.entropy_coefficient), weights)
+            total, metrics["entropy_loss"] = total + term, term.detach()
+        # If the trainer's old log-probabilities are known, use them, so that the gap excludes the updates since then.
+        metrics["engine_gap_mean"], metrics["engine_gap_max"] = logprob_gap(
+            fields.get("old_logprob", logprobs), engine, weights
+        )
+        metrics |= {"loss": total.detach(), "entropy": _masked_sum(entropies, live)}
+        metrics |= dict(zip(losses.POLICY_STATS, terms.sums(weights).unbind(), strict=True))
+        metrics["clip_fraction"] = metrics["clip_low"] + metrics["clip_high"] + metrics["clip_dual"]
+        return LossOutput(total, metrics)
+
+    def _policy_terms(
+        self, fields: Mapping[str, Tensor], logprobs: Tensor, sequences: Tensor | None, live: Tensor
+    ) -> PolicyTerms:
+        """Computes the policy loss per token."""
+        config, advantages = self.config, fields["advantage"]
+        old = fields["old_logprob" if config.old_logprobs == "trainer" else "engine_logprob"]
+        if isinstance(config, PPOClip):
+            return losses.ppo_clip(logprobs, old, advantages, config.clip_low, config.clip_high, config.dual_clip)
+        if isinstance(config, CISPO):
+            return losses.cispo(logprobs, old, advantages, config.clip_low, config.clip_high)
+        if isinstance(config, GSPO) and sequences is not None:
+            return losses.gspo(logprobs, old, advantages, sequences, live, config.clip_low, config.clip_high)
+        raise TypeError(f"there is no policy loss {type(config).__name__}")
+
+    def _importance_correction(
+        self, fields: Mapping[str, Tensor], sequences: Tensor | None, live: Tensor
+    ) -> ImportanceWeights | None:
+        """Computes the importance weights of the trainer's over the engine's probabilities; None if they are off."""
+        config = self.config.importance
+        if config.kind == "off":
+            return None
+        trainer, engine = fields["old_logprob"], fields["engine_logprob"]
+        if config.level == "sequence" and sequences is not None:
+            ratios = importance_sampling.sequence_ratios(trainer, engine, sequences, live)
+        else:
+            ratios = importance_sampling.token_ratios(trainer, engine)
+        if config.kind == "truncate":
+            return importance_sampling.truncate_ratios(ratios, config.cap)
+        return importance_sampling.mask_ratios(ratios, config.cap, config.floor)
 
 
-def check_fields(microbatches: Sequence[MicroBatch[np.ndarray]], loss: PolicyLoss | CrossEntropy) -> None:
+_OBJECTIVES: tuple[tuple[type[ObjectiveConfig], Callable[[Any], Objective]], ...] = (
+    (CrossEntropy, CrossEntropyObjective),
+    (PolicyLoss, PolicyObjective),
+)
+"""The objective of each config class."""
+
+
+def make_objective(config: ObjectiveConfig) -> Objective:
+    """Returns the objective of a config. Raises TypeError if its class has none."""
+    for kind, objective in _OBJECTIVES:
+        if isinstance(config, kind):
+            return objective(config)
+    raise TypeError(f"there is no objective for {type(config).__name__}")
+
+
+def check_fields(microbatches: Sequence[MicroBatch[np.ndarray]], objective: Objective) -> None:
     """Raises ValueError if there is no micro-batch, or a field is missing."""
     if not microbatches:
         raise ValueError("a step needs at least one micro-batch, got none; an idle rank gets an empty one")
     for number, microbatch in enumerate(microbatches):
-        missing = [name for name in required_fields(loss) if name not in microbatch.fields]
+        missing = [name for name in objective.fields if name not in microbatch.fields]
         if missing:
             raise ValueError(
-                f"micro-batch {number} has no field {missing[0]!r}, which the configured loss {loss.kind} needs "
+                f"micro-batch {number} has no field {missing[0]!r}, which the configured loss {objective.name} needs "
                 f"(it has {', '.join(sorted(microbatch.fields))}); set it with TrainingBatch.set_field"
             )
-        if needs_sequences(loss) and microbatch.sequences is None:
+        if objective.needs_sequences and microbatch.sequences is None:
             raise ValueError(f"micro-batch {number} has no sequences of its targets; create it with pack()")
 
 
-def compute_loss(
-    loss: PolicyLoss | CrossEntropy,
-    fields: dict[str, Tensor],
-    logprobs: Tensor,
-    entropies: Tensor | None,
-    sequences: Tensor | None = None,
-) -> LossOutput:
-    """Computes the loss of a micro-batch: a sum over its targets, whose weights include the denominators.
+class MetricAccumulator:
+    """Sums the metrics of one rank's micro-batches on the device, without a copy to the host per micro-batch.
 
     Args:
-        fields: as in `MicroBatch`, float32 `[targets]`.
-        logprobs: `[targets]`, with gradient.
-        entropies: `[targets]`, for a policy loss.
-        sequences: int64 `[targets]`, as in `MicroBatch`; required if `needs_sequences`.
+        metrics: `Objective.metrics`.
     """
-    weights = fields["weight"]
-    live = weights != 0
-    metrics = {"tokens": live.sum(), "logprob": _masked_sum(logprobs, live)}
-    if isinstance(loss, CrossEntropy):
-        total = sum_weighted_losses(cross_entropy(logprobs), weights)
-        return LossOutput(total, metrics | {"loss": total.detach()})
-    if entropies is None:
-        raise ValueError("a policy loss needs entropies, got None")
-    if sequences is None and needs_sequences(loss):
-        raise ValueError(f"the configured loss {loss.kind} needs the sequences of the targets, got None")
-    return _policy_loss_output(loss, fields, logprobs, entropies, sequences, metrics)
 
-
-def _policy_loss_output(
-    loss: PolicyLoss,
-    fields: dict[str, Tensor],
-    logprobs: Tensor,
-    entropies: Tensor,
-    sequences: Tensor | None,
-    metrics: dict[str, Tensor],
-) -> LossOutput:
-    weights, engine = fields["weight"], fields["engine_logprob"]
-    live = weights != 0
-    terms = _policy_terms(loss, fields, logprobs, sequences, live)
-    per_token = terms.loss
-    correction = _importance_correction(loss, fields, sequences, live)
-    if correction is not None:
-        per_token = per_token * correction.weights
-        metrics["importance_weight"] = _masked_sum(correction.weights, live)
-        metrics["importance_cut"] = _masked_sum(correction.cut, live)
-        metrics["importance_weight_max"] = torch.where(live, correction.raw, torch.zeros_like(correction.raw)).amax()
-    total = term = sum_weighted_losses(per_token, weights)
-    metrics["policy_loss"] = term.detach()
-    if "reference_logprob" in fields and loss.kl.coefficient > 0:
-        divergence = kl_divergence(logprobs, fields["reference_logprob"], loss.kl.estimator)
-        metrics["kl"] = _masked_sum(divergence, live)
-        if has_kl_loss(loss):
-            term = loss.kl.coefficient * sum_weighted_losses(divergence, weights)
-            total, metrics["kl_loss"] = total + term, term.detach()
-    if loss.entropy_coefficient:
-        term = sum_weighted_losses(entropy_loss(entropies, loss.entropy_coefficient), weights)
-        total, metrics["entropy_loss"] = total + term, term.detach()
-    # If the trainer's old log-probabilities are known, use them, so that the gap excludes the updates since then.
-    metrics["engine_gap_mean"], metrics["engine_gap_max"] = logprob_gap(
-        fields.get("old_logprob", logprobs), engine, weights
-    )
-    metrics |= {"loss": total.detach(), "entropy": _masked_sum(entropies, live)}
-    metrics |= dict(zip(losses.POLICY_STATS, terms.sums(weights).unbind(), strict=True))
-    return LossOutput(total, metrics)
-
-
-def _policy_terms(
-    loss: PolicyLoss, fields: dict[str, Tensor], logprobs: Tensor, sequences: Tensor | None, live: Tensor
-) -> PolicyTerms:
-    """Computes the policy loss per token."""
-    old = fields["old_logprob" if loss.old_logprobs == "trainer" else "engine_logprob"]
-    advantages = fields["advantage"]
-    if isinstance(loss, PPOClip):
-        return losses.ppo_clip(logprobs, old, advantages, loss.clip_low, loss.clip_high, loss.dual_clip)
-    if isinstance(loss, CISPO):
-        return losses.cispo(logprobs, old, advantages, loss.clip_low, loss.clip_high)
-    if isinstance(loss, GSPO) and sequences is not None:
-        return losses.gspo(logprobs, old, advantages, sequences, live, loss.clip_low, loss.clip_high)
-    raise TypeError(f"there is no policy loss {type(loss).__name__}")
-
-
-def _importance_correction(
-    loss: PolicyLoss, fields: dict[str, Tensor], sequences: Tensor | None, live: Tensor
-) -> ImportanceWeights | None:
-    """Computes the importance weights of the trainer's over the engine's probabilities; None if they are off."""
-    config = loss.importance
-    if config.kind == "off":
-        return None
-    trainer, engine = fields["old_logprob"], fields["engine_logprob"]
-    if config.level == "sequence" and sequences is not None:
-        ratios = importance_sampling.sequence_ratios(trainer, engine, sequences, live)
-    else:
-        ratios = importance_sampling.token_ratios(trainer, engine)
-    if config.kind == "truncate":
-        return importance_sampling.truncate_ratios(ratios, config.cap)
-    return importance_sampling.mask_ratios(ratios, config.cap, config.floor)
-
-
-class MetricAccumulator:
-    """Sums the metrics of one rank's micro-batches on the device, without a copy to the host per micro-batch."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._values = torch.zeros(len(METRIC_NAMES), dtype=torch.float64, device=device)
+    def __init__(self, metrics: Mapping[str, Reduction], device: torch.device) -> None:
+        self._names = list(metrics)
+        self._values = torch.zeros(len(metrics), dtype=torch.float64, device=device)
+        self._is_max = torch.tensor([reduction == "max" for reduction in metrics.values()], device=device)
         self._first_bad = torch.zeros((), dtype=torch.float64, device=device)
         """Number of the first micro-batch whose loss is not finite, counted from 1; 0 for none."""
         self._count = 0
@@ -195,62 +229,69 @@ class MetricAccumulator:
         """Adds the metrics of a micro-batch."""
         self._count += 1
         zero = torch.zeros((), dtype=torch.float64, device=self._values.device)
-        values = torch.stack([outcome.metrics.get(name, zero).detach().double() for name in METRIC_NAMES])
-        summed = len(METRIC_NAMES) - len(MAX_METRICS)
-        self._values[:summed] += values[:summed]
-        self._values[summed:] = torch.maximum(self._values[summed:], values[summed:])
+        values = torch.stack([outcome.metrics.get(name, zero).detach().double() for name in self._names])
+        self._values = torch.where(self._is_max, torch.maximum(self._values, values), self._values + values)
         bad = ~torch.isfinite(outcome.loss.detach())
         self._first_bad = torch.where(bad & (self._first_bad == 0), float(self._count), self._first_bad)
 
     def vector(self, square_norm: Tensor) -> Tensor:
-        """Returns the float64 `[2 + len(METRIC_NAMES)]` that the ranks exchange once per step."""
+        """Returns the float64 `[metric_vector_size(metrics)]` that the ranks exchange once per step."""
         head = torch.stack([square_norm.to(self._values.device, torch.float64), self._first_bad])
         return torch.cat([head, self._values])
+
+
+def metric_vector_size(metrics: Mapping[str, Reduction]) -> int:
+    """Returns the number of float64 that the ranks exchange once per step: two about gradients and losses that are not
+    finite, and the metrics."""
+    return 2 + len(metrics)
 
 
 class ReducedMetrics:
     """The metrics of a step, reduced from the vectors of all ranks. All ranks get the same result.
 
     Args:
-        vectors: float64 `[ranks, 2 + len(METRIC_NAMES)]`.
+        vectors: float64 `[ranks, metric_vector_size(metrics)]`.
     """
 
-    def __init__(self, vectors: Tensor) -> None:
+    def __init__(self, metrics: Mapping[str, Reduction], vectors: Tensor) -> None:
         norms, first_bad, values = vectors[:, 0], vectors[:, 1], vectors[:, 2:]
         self.square_norm = float(norms.sum())
         self.bad_microbatches = [(rank, int(bad) - 1) for rank, bad in enumerate(first_bad.tolist()) if bad > 0]
         """(rank, micro-batch) of each rank's first loss that is not finite."""
         self.bad_gradients = [rank for rank, norm in enumerate(norms.tolist()) if not norm < float("inf")]
         """Ranks with gradients that are not finite."""
-        summed = len(METRIC_NAMES) - len(MAX_METRICS)
-        reduced = torch.cat([values[:, :summed].sum(0), values[:, summed:].amax(0)])
-        self._values = dict(zip(METRIC_NAMES, reduced.tolist(), strict=True))
-
-    def metrics(self, loss: PolicyLoss | CrossEntropy) -> dict[str, float]:
-        """Returns the metrics of this loss by name: losses as aggregated, everything else per token."""
-        values = {name: self._values[name] for name in (*TOTAL_METRICS, *MAX_METRICS)}
-        tokens = max(values["tokens"], 1.0)
-        values |= {name: self._values[name] / tokens for name in MEAN_METRICS}
-        if isinstance(loss, CrossEntropy):
-            return {name: values[name] for name in ("loss", "tokens", "logprob")}
-        values["clip_fraction"] = values["clip_low"] + values["clip_high"] + values["clip_dual"]
-        return {name: values[name] for name in values if name not in _unused_metrics(loss)}
+        totals = dict(zip(metrics, values.sum(0).tolist(), strict=True))
+        largest = dict(zip(metrics, values.amax(0).tolist(), strict=True))
+        means = {name: total / max(totals["tokens"], 1.0) for name, total in totals.items()}
+        by_reduction = {"sum": totals, "mean": means, "max": largest}
+        self.values: dict[str, float] = {name: by_reduction[how][name] for name, how in metrics.items()}
+        """The reduced metrics, by name."""
 
 
-def _unused_metrics(loss: PolicyLoss) -> set[str]:
-    """Returns the metrics that are always zero with this config."""
-    unused = set()
-    if loss.kl.coefficient == 0:
-        unused |= {"kl"}
-    if not has_kl_loss(loss):
-        unused |= {"kl_loss"}
-    if not loss.entropy_coefficient:
-        unused |= {"entropy_loss"}
-    if loss.importance.kind == "off":
-        unused |= {"importance_weight", "importance_cut", "importance_weight_max"}
-    if not isinstance(loss, PPOClip) or loss.dual_clip is None:
-        unused |= {"clip_dual"}
-    return unused
+def _policy_metrics(config: PolicyLoss) -> dict[str, Reduction]:
+    """Returns the metrics of a policy loss, without those that are always zero with this config."""
+    metrics: dict[str, Reduction] = {"tokens": "sum", "loss": "sum", "policy_loss": "sum"}
+    if config.has_kl_loss:
+        metrics["kl_loss"] = "sum"
+    if config.entropy_coefficient:
+        metrics["entropy_loss"] = "sum"
+    metrics |= {"engine_gap_max": "max"}
+    if config.importance.kind != "off":
+        metrics["importance_weight_max"] = "max"
+    metrics |= {"logprob": "mean", "entropy": "mean"}
+    clips_dual = isinstance(config, PPOClip) and config.dual_clip is not None
+    metrics |= {name: "mean" for name in losses.POLICY_STATS if name != "clip_dual" or clips_dual}
+    if config.kl.coefficient > 0:
+        metrics["kl"] = "mean"
+    metrics["engine_gap_mean"] = "mean"
+    if config.importance.kind != "off":
+        metrics |= {"importance_weight": "mean", "importance_cut": "mean"}
+    return metrics | {"clip_fraction": "mean"}
+
+
+def _common_metrics(logprobs: Tensor, weights: Tensor) -> dict[str, Tensor]:
+    live = weights != 0
+    return {"tokens": live.sum(), "logprob": _masked_sum(logprobs, live)}
 
 
 def _masked_sum(values: Tensor, live: Tensor) -> Tensor:

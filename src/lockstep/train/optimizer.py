@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from lockstep.config.recipes import GRPOConfig, RecipeConfig
 from lockstep.config.trainer import AdamWConfig, LRScheduleConfig
 
 _NOT_DECAYED = re.compile(r"bias|layernorm|rmsnorm|(^|\.)norm(\.|$)|_norm(\.|$)")
@@ -95,14 +94,6 @@ def clip_gradients(gradients: Mapping[str, Tensor], norm: float, max_norm: float
     the divisor."""
     if max_norm is not None and norm > max_norm:
         torch._foreach_mul_(list(gradients.values()), max_norm / (norm + 1e-6))
-
-
-def optimizer_steps(config: RecipeConfig) -> int:
-    """Returns the number of optimizer steps of a whole run, over which a schedule without `total_steps` decays."""
-    if isinstance(config, GRPOConfig):
-        completions = config.prompts_per_step * config.group_size
-        return config.steps * config.epochs * math.ceil(completions / (config.minibatch_size or completions))
-    return config.steps
 
 
 def learning_rate(step: int, peak: float, schedule: LRScheduleConfig, total: int) -> float:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from lockstep.config.model import AdapterConfig, ModelConfig
-from lockstep.config.recipes import RecipeConfig
+from lockstep.config.train_role import TrainRole
 from lockstep.models.forest_attention import hide_from_compiler
 from lockstep.models.hf_checkpoint import fill_policy, folder_digest, resolve_folder
 from lockstep.models.lora import add_adapter, fill_adapter
@@ -152,7 +152,7 @@ def require_compiler() -> None:
 
 
 def load_sharded_policy(
-    config: RecipeConfig,
+    role: TrainRole,
     ranks: ParallelContext,
     compute: torch.dtype,
     kept: torch.dtype,
@@ -167,11 +167,11 @@ def load_sharded_policy(
     Raises:
         ModelError: the model cannot be used, or its checkpoint does not match it.
     """
-    trainer, quantized = config.trainer, config.model.quantization is not None
+    trainer, quantized = role.trainer, role.model.quantization is not None
     if quantized:
-        policy = load_quantized_policy(config.model, ranks.device, kept)
+        policy = load_quantized_policy(role.model, ranks.device, kept)
     else:
-        policy = load_policy(config.model, ranks.device, meta=True, dtype=kept)
+        policy = load_policy(role.model, ranks.device, meta=True, dtype=kept)
     if adapter is not None:
         add_adapter(policy, adapter)
     not_fused_reason = _fuse_layers(policy, ranks.device, compute)
@@ -181,9 +181,9 @@ def load_sharded_policy(
         checkpoint_activations(policy)
     if not quantized:
         shard_policy(policy, ranks, trainer.reshard_after_forward, compute)
-        fill_policy(policy, _model_folder(config.model), ranks.device)
+        fill_policy(policy, _model_folder(role.model), ranks.device)
     if adapter is not None:
-        fill_adapter(policy, adapter, config.seed, ranks.device)
+        fill_adapter(policy, adapter, role.seed, ranks.device)
     log.info("rank %d computes decoder layers by %s", ranks.rank, not_fused_reason or probe_fused_decoder(policy))
     free_gathered(policy)
     return policy

@@ -7,13 +7,13 @@ same order, because the ranks enter collectives in it.
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
+from lockstep.config.algorithm import TrainerOutput
 from lockstep.data.micro_batch import EncodedMicroBatches
 from lockstep.data.packing import PackingMode
-from lockstep.train.trainer_protocol import EvaluateOutput, ParameterInfo, StepStats
+from lockstep.train.trainer_protocol import ParameterInfo, StepStats
 
 
 @dataclass(slots=True)
@@ -53,16 +53,13 @@ class TrainerAPI(ABC):
         """Returns what `setup` returned, with the current optimizer step."""
 
     @abstractmethod
-    def evaluate(self, microbatches: EncodedMicroBatches, outputs: list[EvaluateOutput]) -> list[dict[str, np.ndarray]]:
+    def evaluate(self, microbatches: EncodedMicroBatches, outputs: list[TrainerOutput]) -> list[dict[str, np.ndarray]]:
         """Returns the requested values of each micro-batch, float32 `[targets]`, computed without gradients."""
 
     @abstractmethod
-    def step(self, microbatches: EncodedMicroBatches, loss: dict[str, Any]) -> StepStats:
-        """Takes one optimizer step. Raises NonFinite if the loss or a gradient is not finite; then no weight changed.
-
-        Args:
-            loss: the loss of the run's config, as `model_dump(mode="json")` returns it.
-        """
+    def step(self, microbatches: EncodedMicroBatches) -> StepStats:
+        """Takes one optimizer step on the role's objective. Raises NonFinite if the loss or a gradient is not finite;
+        then no weight changed."""
 
     @abstractmethod
     def save(self, folder: str) -> None:

@@ -3,20 +3,18 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.config.algorithm import CrossEntropy, PolicyLoss
+from lockstep.config.algorithm import TrainerOutput
 from lockstep.data.micro_batch import MicroBatch
 
 if TYPE_CHECKING:
     from lockstep.models.packing_probe import PackingProbeResult
     from lockstep.train.memory_checkpoint import MemoryCheckpoints
-
-EvaluateOutput = Literal["logprobs", "entropy", "reference_logprobs"]
 
 
 @dataclass(slots=True)
@@ -86,12 +84,13 @@ class Trainer(Protocol):
         """Finds out how rows may be packed for the model. All ranks call it."""
 
     def evaluate(
-        self, microbatches: Sequence[MicroBatch[np.ndarray]], outputs: Sequence[EvaluateOutput]
+        self, microbatches: Sequence[MicroBatch[np.ndarray]], outputs: Sequence[TrainerOutput]
     ) -> list[dict[str, np.ndarray]]:
         """Computes the requested values of each micro-batch, float32 `[targets]`, without gradients."""
 
-    def step(self, microbatches: Sequence[MicroBatch[np.ndarray]], loss: PolicyLoss | CrossEntropy) -> StepStats:
-        """Accumulates gradients over the micro-batches, clips them and takes one optimizer step.
+    def step(self, microbatches: Sequence[MicroBatch[np.ndarray]]) -> StepStats:
+        """Accumulates the gradients of the role's objective over the micro-batches, clips them and takes one optimizer
+        step.
 
         Raises:
             NonFinite: the loss or a gradient is not finite; raised on all ranks, before any weight is changed.

@@ -8,47 +8,42 @@ from typing import Any
 
 import numpy as np
 import torch
-from pydantic import TypeAdapter
 
 from lockstep.base.malloc import tune_malloc
-from lockstep.config.algorithm import Loss
-from lockstep.config.recipes import RecipeConfig
+from lockstep.config.algorithm import TrainerOutput
+from lockstep.config.train_role import TrainRole
 from lockstep.data.micro_batch import EncodedMicroBatches, decode_micro_batches
 from lockstep.data.packing import PackingMode
 from lockstep.train.distributed import ParallelContext, join_ranks
 from lockstep.train.fsdp import FSDP2Trainer
 from lockstep.train.memory_checkpoint import MemoryCheckpoints
 from lockstep.train.trainer_api import TrainerAPI, TrainerInfo
-from lockstep.train.trainer_protocol import EvaluateOutput, StepStats, Trainer
+from lockstep.train.trainer_protocol import StepStats, Trainer
 from lockstep.watch.beacon.writer import current_beacon
 
 log = logging.getLogger(__name__)
 
-_CONFIG_ADAPTER: TypeAdapter[RecipeConfig] = TypeAdapter(RecipeConfig)
-_LOSS_ADAPTER: TypeAdapter[Loss] = TypeAdapter(Loss)
 
-
-def create_trainer(config: RecipeConfig, ranks: ParallelContext, generation: int) -> Trainer:
-    """Creates the trainer for a config."""
-    return FSDP2Trainer(config, ranks, generation)
+def create_trainer(role: TrainRole, ranks: ParallelContext, generation: int) -> Trainer:
+    """Creates the trainer of a role."""
+    return FSDP2Trainer(role, ranks, generation)
 
 
 class TrainerService(TrainerAPI):
     """One rank of the trainer.
 
     Args:
-        config: the run's resolved config, as `model_dump(mode="json")` returns it.
+        role: the `TrainRole`, as `model_dump(mode="json")` returns it; its name is the prefix of the store's keys.
         rank, world: number of this rank, and number of all ranks of the role.
         store_host, store_port: the store for the rendezvous of two or more ranks.
         generation: generation of the run.
         restarts: number of earlier starts of this role in this generation; each start uses its own keys.
         device: `cpu`, `cuda` or `cuda:1`; `auto` uses a GPU if there is one.
-        role: prefix of the store's keys.
     """
 
     def __init__(
         self,
-        config: dict[str, Any],
+        role: dict[str, Any],
         rank: int = 0,
         world: int = 1,
         store_host: str | None = None,
@@ -56,20 +51,19 @@ class TrainerService(TrainerAPI):
         run_folder: str = ".",
         device: str = "auto",
         generation: int = 1,
-        role: str = "policy",
         restarts: int = 0,
     ) -> None:
-        self.config = _CONFIG_ADAPTER.validate_python(config)
-        self.rank, self.world, self.generation, self.role, self.restarts = rank, world, generation, role, restarts
+        self.role = TrainRole.model_validate(role)
+        self.rank, self.world, self.generation, self.restarts = rank, world, generation, restarts
         self.run_folder = Path(run_folder)
         self.store = None if store_host is None or store_port is None else (store_host, store_port)
         self.device = choose_device(device, rank)
         self._trainer: Trainer | None = None
         self._info: TrainerInfo | None = None
         self._memory: MemoryCheckpoints | None = None
-        if self.config.trainer.malloc == "tuned":
+        if self.role.trainer.malloc == "tuned":
             tune_malloc()
-        torch.set_num_threads(self.config.trainer.threads or max(1, (os.cpu_count() or 1) // world))
+        torch.set_num_threads(self.role.trainer.threads or max(1, (os.cpu_count() or 1) // world))
 
     def setup(self, names: list[str] | None = None) -> TrainerInfo:
         """Joins the other ranks and loads the model.
@@ -85,14 +79,14 @@ class TrainerService(TrainerAPI):
             self.world,
             self.device,
             self.store,
-            prefix=f"gen{self.generation}/{self.role}/{self.restarts}",
-            timeout_s=self.config.trainer.collective_timeout_s,
-            replicas=self.config.trainer.replicas,
-            fallback=self.config.communication.fallback,
+            prefix=f"gen{self.generation}/{self.role.name}/{self.restarts}",
+            timeout_s=self.role.trainer.collective_timeout_s,
+            replicas=self.role.trainer.replicas,
+            fallback=self.role.communication.fallback,
             names=names or (),
         )
-        torch.manual_seed(self.config.seed * self.world + self.rank)
-        self._trainer = trainer = create_trainer(self.config, ranks, self.generation)
+        torch.manual_seed(self.role.seed * self.world + self.rank)
+        self._trainer = trainer = create_trainer(self.role, ranks, self.generation)
         packing, reason = self._packing(trainer)
         self._info = TrainerInfo(
             rank=self.rank,
@@ -102,7 +96,7 @@ class TrainerService(TrainerAPI):
             parameters=trainer.parameters(),
             packing=packing,
             packing_reason=reason,
-            context_length=self.config.model.max_length or trainer.context_length,
+            context_length=self.role.model.max_length or trainer.context_length,
             reference=trainer.has_reference,
             optimizer_step=0,
             slower=ranks.slower,
@@ -122,13 +116,13 @@ class TrainerService(TrainerAPI):
             raise RuntimeError("the trainer is not set up; call setup() first")
         return self._trainer
 
-    def evaluate(self, microbatches: EncodedMicroBatches, outputs: list[EvaluateOutput]) -> list[dict[str, np.ndarray]]:
+    def evaluate(self, microbatches: EncodedMicroBatches, outputs: list[TrainerOutput]) -> list[dict[str, np.ndarray]]:
         current_beacon().stage("evaluate")
         return self.trainer.evaluate(decode_micro_batches(microbatches), outputs)
 
-    def step(self, microbatches: EncodedMicroBatches, loss: dict[str, Any]) -> StepStats:
+    def step(self, microbatches: EncodedMicroBatches) -> StepStats:
         current_beacon().stage("train")
-        return self.trainer.step(decode_micro_batches(microbatches), _LOSS_ADAPTER.validate_python(loss))
+        return self.trainer.step(decode_micro_batches(microbatches))
 
     def save(self, folder: str) -> None:
         current_beacon().stage("save")
@@ -179,7 +173,7 @@ class TrainerService(TrainerAPI):
 
     def _packing(self, trainer: Trainer) -> tuple[PackingMode, str]:
         """Returns the configured packing, or else the densest one that the model computes correctly, and the reason."""
-        chosen = self.config.model.packing
+        chosen = self.role.model.packing
         if chosen != "auto":
             return chosen, "set by model.packing"
         probed = trainer.probe_packing()

@@ -66,7 +66,7 @@ def test_the_settings_of_both_sides_make_steps_of_the_same_size(name, tmp_path):
         arguments = trl_arguments(work, side, tmp_path, 3)
         rows = arguments["per_device_train_batch_size"] * arguments.get("gradient_accumulation_steps", 1)
         if work.kind == "grpo":
-            assert rows == config.completions_per_step == work.completions
+            assert rows == config.sequences_per_step == work.completions
         elif not arguments.get("packing"):
             assert rows == config.batch_size
 

@@ -51,7 +51,7 @@ def test_weights_count_what_the_model_wrote(rollouts) -> None:
         "token-mean": np.repeat(1 / lengths.sum(), lengths.size),
         "seq-mean-token-mean": 1 / lengths / lengths.size,
     }.items():
-        (minibatch,) = batch.minibatches(loss=PPOClip(aggregation=aggregation))
+        (minibatch,) = batch.minibatches(objective=PPOClip(aggregation=aggregation))
         for row in (row for rank in minibatch.by_rank for row in rank):
             np.testing.assert_allclose(row.fields["weight"], wanted[row.sequences], rtol=1e-5)
 

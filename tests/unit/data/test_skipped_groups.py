@@ -9,7 +9,7 @@ from test_mini_batches import rollouts, rows
 from lockstep.config.algorithm import CISPO, GSPO, CrossEntropy, KLPenalty, PPOClip
 from lockstep.data.forest_builder import forest_from_rollouts
 from lockstep.data.micro_batch import MiniBatch
-from lockstep.data.mini_batches import TrainingBatch, pack, zero_advantage_has_no_gradient
+from lockstep.data.mini_batches import TrainingBatch, pack
 
 ALONE = (PPOClip(), GSPO(), CISPO(), PPOClip(kl=KLPenalty(coefficient=0.1, where="reward")))
 NOT_ALONE = (PPOClip(kl=KLPenalty(coefficient=0.1)), PPOClip(entropy_coefficient=0.01), CrossEntropy())
@@ -43,8 +43,8 @@ def weights(minibatch: MiniBatch, targets: int) -> np.ndarray:
 def test_skipped_trees_have_no_advantage_and_weights_do_not_change(signal, ranks, mode, aggregation) -> None:
     made = batch(signal, ranks, mode=mode)
     loss = PPOClip(aggregation=aggregation, norm_length=7)
-    (left,) = made.minibatches(loss=loss)
-    (whole,) = made.minibatches(loss=loss.model_copy(update={"entropy_coefficient": 0.1}))
+    (left,) = made.minibatches(objective=loss)
+    (whole,) = made.minibatches(objective=loss.model_copy(update={"entropy_coefficient": 0.1}))
     some, every = weights(left, made.targets), weights(whole, made.targets)
     assert not np.isnan(every).any()
     out = np.isnan(some)
@@ -57,19 +57,19 @@ def test_skipped_trees_have_no_advantage_and_weights_do_not_change(signal, ranks
 
 
 def test_groups_are_kept_if_another_term_has_a_gradient() -> None:
-    assert all(zero_advantage_has_no_gradient(loss) for loss in ALONE)
-    assert not any(zero_advantage_has_no_gradient(loss) for loss in NOT_ALONE)
+    assert all(loss.zero_advantage_has_no_gradient for loss in ALONE)
+    assert not any(loss.zero_advantage_has_no_gradient for loss in NOT_ALONE)
     made = batch([True, False])
-    assert [next(made.minibatches(loss=loss)).skipped for loss in NOT_ALONE] == [0, 0, 0]
+    assert [next(made.minibatches(objective=loss)).skipped for loss in NOT_ALONE] == [0, 0, 0]
     assert next(made.minibatches()).skipped == 0
     assert made.everything().skipped == 0
     without = pack(forest_from_rollouts(rollouts([[2, 2, 2]], [3])), 1, 64)
-    assert next(without.minibatches(loss=PPOClip())).skipped == 0
+    assert next(without.minibatches(objective=PPOClip())).skipped == 0
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_a_step_without_any_signal_still_has_its_micro_batch(ranks: int) -> None:
-    (found,) = batch([False, False], ranks).minibatches(loss=PPOClip())
+    (found,) = batch([False, False], ranks).minibatches(objective=PPOClip())
     assert found.skipped == 6 and found.targets == 21
     for rank in found.by_rank:
         (row,) = rank
@@ -80,7 +80,7 @@ def test_a_step_without_any_signal_still_has_its_micro_batch(ranks: int) -> None
 def test_one_target_with_an_advantage_keeps_its_group() -> None:
     made = batch([False, False])
     one = replace_one(made)
-    (found,) = one.minibatches(loss=PPOClip())
+    (found,) = one.minibatches(objective=PPOClip())
     assert found.skipped == 3
     assert {int(number) // 3 for row in rows(found) for number in row.sequences} == {0}
 

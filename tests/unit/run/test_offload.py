@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lockstep.config.loader import check_config
-from lockstep.config.trainer import OffloadConfig
+from lockstep.config.trainer import OffloadConfig, TrainerConfig
 from lockstep.ledger.ledger import Ledger
 from lockstep.run.interrupt import InterruptHandler
 from lockstep.run.lifecycle import launch_all
@@ -52,7 +52,7 @@ def run_of(folder: Path, worker: Worker, offload: dict[str, bool], colocate: obj
         "placement": {"colocate": colocate},
     }  # fmt: skip
     config = check_config(values, "test")
-    policy = TrainerGroup([worker], [SimpleNamespace()], config.trainer.offload)  # type: ignore[list-item]
+    policy = TrainerGroup([worker], [SimpleNamespace()], config.policy)  # type: ignore[list-item]
     reporter: Any = SimpleNamespace(stage=StageTimers())
     launcher: Any = None
     folder.mkdir(exist_ok=True)
@@ -62,7 +62,7 @@ def run_of(folder: Path, worker: Worker, offload: dict[str, bool], colocate: obj
             config,
             ledger.folder,
             ledger,
-            RunRoles(policy, engines),
+            RunRoles(policy, [], engines),
             reporter,
             InterruptHandler(),
             0,
@@ -78,7 +78,7 @@ def a_step(run: Run) -> None:
     with run.stage("logprobs"):
         run.policy.evaluate(minibatch, ["logprobs"])
     with run.stage("train"):
-        run.policy.step(minibatch, run.config.loss)
+        run.policy.step(minibatch)
     with run.stage("publish"):
         run.policy.write_weights(1)
     with run.stage("evaluate"):
@@ -113,7 +113,10 @@ def test_engines_sleep_while_the_trainer_trains_on_their_devices(tmp_path: Path,
 
 def test_engines_load_weights_after_the_trainer_has_freed_memory(tmp_path: Path, worker: Worker) -> None:
     """They wake for that: the trainer writes first, then leaves the device."""
-    policy = TrainerGroup([worker], [SimpleNamespace()], OffloadConfig(parameters=True, optimizer=True))  # type: ignore[list-item]
+    role: Any = SimpleNamespace(
+        objective=None, trainer=TrainerConfig(offload=OffloadConfig(parameters=True, optimizer=True))
+    )
+    policy = TrainerGroup([worker], [SimpleNamespace()], role)  # type: ignore[list-item]
     tell = worker.calls.append
 
     def publish(version: int, write: Callable[[], object]) -> None:

@@ -30,7 +30,7 @@ def test_a_repeated_step_is_not_written_again(tmp_path: Path) -> None:
     }  # fmt: skip
     with Ledger.create(tmp_path / "run", {"name": "x"}) as ledger:
         asked = SimpleNamespace(request=lambda step: None, metrics=lambda step: {})
-        roles: Any = RunRoles(policy=None, rollouts=asked)  # type: ignore[arg-type]
+        roles: Any = RunRoles(policy=None, samples=[], rollouts=asked)  # type: ignore[arg-type]
         config = check_config(values, "test")
         recovery = RecoveryManager(config.recovery, ledger)
         run = Run(config, ledger.folder, ledger, roles, None, InterruptHandler(), 0, RecoveryContext(recovery, None))  # type: ignore[arg-type]

@@ -30,7 +30,7 @@ def config(folder: Path, **trainer: object) -> SFTConfig:
 
 def train(cfg: SFTConfig) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Takes two steps on rows of different lengths, one of them empty."""
-    trainer = FSDP2Trainer(cfg, ParallelContext())
+    trainer = FSDP2Trainer(cfg.policy, ParallelContext())
     draw = np.random.default_rng(1)
     losses = []
     for sizes in ((9, 12, 5), (17, 4)):
@@ -38,10 +38,10 @@ def train(cfg: SFTConfig) -> tuple[list[float], dict[str, torch.Tensor]]:
             Document(f"0:{i}", i, draw.integers(10, 60, size).astype(np.int32), np.arange(size) > 0)
             for i, size in enumerate(sizes)
         ]
-        (minibatch,) = pack(forest_from_documents(documents), 4, 32).minibatches(loss=cfg.loss)
+        (minibatch,) = pack(forest_from_documents(documents), 4, 32).minibatches(objective=cfg.loss)
         rows = [row for rank in minibatch.by_rank for row in rank]
         assert any(row.tokens.size == 1 for row in rows)
-        losses.append(trainer.step(rows, cfg.loss).values["loss"])
+        losses.append(trainer.step(rows).values["loss"])
     return losses, {name: parameter.detach().clone() for name, parameter in trainer.trained_parameters.items()}
 
 
@@ -59,7 +59,7 @@ def test_compiled_layers_compute_the_same(folder: Path) -> None:
 
 def test_known_layers_are_fused(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", "lockstep"):
-        trainer = FSDP2Trainer(config(folder), ParallelContext())
+        trainer = FSDP2Trainer(config(folder).policy, ParallelContext())
     assert trainer.policy.fused_decoder is not None and trainer.policy.fused_decoder.enabled
     assert "a fused forward, which agrees with the model's own" in caplog.text
 

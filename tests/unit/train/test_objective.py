@@ -5,16 +5,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.config.algorithm import CISPO, GSPO, CrossEntropy, ImportanceCorrection, KLPenalty, PolicyLoss, PPOClip
+from lockstep.config.algorithm import (
+    CISPO,
+    GSPO,
+    CrossEntropy,
+    ImportanceCorrection,
+    KLPenalty,
+    ObjectiveConfig,
+    PolicyLoss,
+    PPOClip,
+)
 from lockstep.data.micro_batch import MicroBatch
 from lockstep.train.objective import (
-    METRIC_NAMES,
     LossOutput,
     MetricAccumulator,
     ReducedMetrics,
     check_fields,
-    compute_loss,
-    required_fields,
+    make_objective,
+    metric_vector_size,
 )
 
 
@@ -22,15 +30,22 @@ def values(*numbers: float) -> Tensor:
     return torch.tensor(numbers, dtype=torch.float32)
 
 
-def metrics(outcome: LossOutput, loss: PolicyLoss | CrossEntropy) -> dict[str, float]:
-    meter = MetricAccumulator(torch.device("cpu"))
+def compute_loss(
+    loss: ObjectiveConfig, fields: dict[str, Tensor], logprobs: Tensor, entropy: Tensor, sequences: Tensor | None = None
+) -> LossOutput:
+    return make_objective(loss).compute(fields, {"logprobs": logprobs, "entropy": entropy}, sequences)
+
+
+def metrics(outcome: LossOutput, loss: ObjectiveConfig) -> dict[str, float]:
+    names = make_objective(loss).metrics
+    meter = MetricAccumulator(names, torch.device("cpu"))
     meter.add(outcome)
-    return ReducedMetrics(meter.vector(values(0.0)[0])[None]).metrics(loss)
+    return ReducedMetrics(names, meter.vector(values(0.0)[0])[None]).values
 
 
 def test_cross_entropy_is_the_weighted_sum_of_negative_log_probabilities() -> None:
     logprobs = values(-1.0, -2.0, -4.0).requires_grad_()
-    outcome = compute_loss(CrossEntropy(), {"weight": values(0.5, 0.25, 0.0)}, logprobs, None)
+    outcome = compute_loss(CrossEntropy(), {"weight": values(0.5, 0.25, 0.0)}, logprobs, logprobs)
     assert outcome.loss.item() == pytest.approx(1.0)
     outcome.loss.backward()
     assert logprobs.grad is not None
@@ -99,7 +114,7 @@ def test_targets_of_weight_zero_add_nothing() -> None:
 
 def test_a_step_of_empty_microbatches_has_finite_metrics() -> None:
     loss = PPOClip()
-    fields = {name: values(0.0) for name in required_fields(loss)}
+    fields = {name: values(0.0) for name in make_objective(loss).fields}
     logprobs = values(-3.0).requires_grad_()
     outcome = compute_loss(loss, fields, logprobs, values(1.0))
     outcome.loss.backward()
@@ -135,27 +150,27 @@ def test_which_fields_a_loss_needs(loss: PolicyLoss | CrossEntropy, missing: str
     fields = {name: np.ones(1, np.float32) for name in ("weight", "advantage", "engine_logprob")}
     packed = MicroBatch(one, one, -one, 0 * one, one, one.astype(np.int64), fields, one)
     if missing is None:
-        check_fields([packed], loss)
+        check_fields([packed], make_objective(loss))
     else:
         with pytest.raises(ValueError, match=f"no field '{missing}'"):
-            check_fields([packed], loss)
+            check_fields([packed], make_objective(loss))
 
 
 def test_ranks_and_microbatches_are_added_up_and_the_first_bad_one_is_found() -> None:
-    vectors = []
+    names, vectors = make_objective(PPOClip()).metrics, []
     for rank in range(3):
-        meter = MetricAccumulator(torch.device("cpu"))
+        meter = MetricAccumulator(names, torch.device("cpu"))
         for number in range(4):
             bad = (rank, number) in {(1, 2), (1, 3), (2, 0)}
             reported = {"tokens": values(2.0)[0], "loss": values(0.5)[0], "logprob": values(-rank)[0]}
             reported["engine_gap_max"] = values(rank + number)[0]
             meter.add(LossOutput(values(math.nan if bad else 0.5)[0], reported))
         vectors.append(meter.vector(values(math.inf if rank == 0 else 2.0)[0]))
-    assert vectors[0].shape == (2 + len(METRIC_NAMES),)
-    totals = ReducedMetrics(torch.stack(vectors))
+    assert vectors[0].shape == (metric_vector_size(names),) == (2 + len(names),)
+    totals = ReducedMetrics(names, torch.stack(vectors))
     assert totals.bad_microbatches == [(1, 2), (2, 0)]
     assert totals.bad_gradients == [0]
-    told_of_all = totals.metrics(PPOClip())
+    told_of_all = totals.values
     assert told_of_all["tokens"] == 24
     assert told_of_all["loss"] == pytest.approx(6.0)
     assert told_of_all["logprob"] == pytest.approx(-(4 + 8) / 24)
@@ -186,4 +201,4 @@ def test_rows_made_by_hand_need_sequences(loss: PolicyLoss) -> None:
     one = np.ones(1, np.int32)
     fields = {name: np.ones(1, np.float32) for name in ("weight", "advantage", "engine_logprob")}
     with pytest.raises(ValueError, match="no sequences of its targets"):
-        check_fields([MicroBatch(one, one, -one, 0 * one, one, one.astype(np.int64), fields)], loss)
+        check_fields([MicroBatch(one, one, -one, 0 * one, one, one.astype(np.int64), fields)], make_objective(loss))

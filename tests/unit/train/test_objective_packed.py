@@ -15,7 +15,7 @@ from turn_samples import conversations
 from lockstep.config.algorithm import CISPO, GSPO, ImportanceCorrection, PPOClip
 from lockstep.data.forest_builder import forest_from_rollouts
 from lockstep.data.mini_batches import pack
-from lockstep.train.objective import compute_loss
+from lockstep.train.objective import ModelOutput, make_objective
 
 LOSSES = [
     GSPO(),
@@ -47,13 +47,14 @@ def test_a_loss_does_not_depend_on_how_it_was_packed(rollouts, loss, mode, ranks
         )
         new = new.float().requires_grad_()
         batch.set_per_target("old_logprob", batch.fields["engine_logprob"] + 0.1)
-        (minibatch,) = batch.minibatches(loss=loss)
+        (minibatch,) = batch.minibatches(objective=loss)
         total = torch.zeros(())
         for packed in (row for rank in minibatch.by_rank for row in rank):
             row = packed.to(torch.device("cpu"))
             index = torch.from_numpy(packed.index)
             logprobs = torch.where(index >= 0, new[index.clamp_min(0)], 0.0)
-            total = total + compute_loss(loss, row.fields, logprobs, torch.zeros_like(logprobs), row.sequences).loss
+            outputs: dict[ModelOutput, torch.Tensor] = {"logprobs": logprobs, "entropy": torch.zeros_like(logprobs)}
+            total = total + make_objective(loss).compute(row.fields, outputs, row.sequences).loss
         totals.append(total.item())
         gradients.append(torch.autograd.grad(total, new)[0])
     assert totals[0] == pytest.approx(totals[1], rel=1e-4, abs=1e-6)

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from lockstep.config.algorithm import PolicyLoss
 from lockstep.config.recipes import GRPOConfig
-from lockstep.data import mini_batches
 from lockstep.data.forest_builder import forest_from_rollouts
 from lockstep.data.mini_batches import pack
 from lockstep.data.samples import Completion, Group, Prompt, Rollouts
@@ -56,13 +56,13 @@ def rollouts(seed: int) -> Rollouts:
 
 def train(config: GRPOConfig) -> tuple[list[int], dict[str, torch.Tensor]]:
     """Returns how many sequences each step left out, and the final weights."""
-    trainer = FSDP2Trainer(config, ParallelContext())
+    trainer = FSDP2Trainer(config.policy, ParallelContext())
     skipped = []
     for seed, signal in enumerate(SIGNALS):
         advantages = np.random.default_rng(9).standard_normal((4, 4)) * np.array(signal)[:, None]
         batch = pack(forest_from_rollouts(rollouts(seed), advantages), 1, 64)
-        for minibatch in batch.minibatches(loss=config.loss):
-            trainer.step(minibatch.by_rank[0], config.loss)
+        for minibatch in batch.minibatches(objective=config.loss):
+            trainer.step(minibatch.by_rank[0])
             skipped.append(minibatch.skipped)
     assert trainer.optimizer.steps == len(SIGNALS)
     return skipped, {name: parameter.detach().clone() for name, parameter in trainer.trained_parameters.items()}
@@ -70,7 +70,7 @@ def train(config: GRPOConfig) -> tuple[list[int], dict[str, torch.Tensor]]:
 
 def test_the_weights_are_the_same(config: GRPOConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     skipped, left = train(config)
-    monkeypatch.setattr(mini_batches, "zero_advantage_has_no_gradient", lambda loss: False)
+    monkeypatch.setattr(PolicyLoss, "zero_advantage_has_no_gradient", False)
     nothing, whole = train(config)
     assert (skipped, nothing) == ([8, 16, 0], [0, 0, 0])
     for name, weight in left.items():

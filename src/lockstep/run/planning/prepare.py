@@ -11,11 +11,11 @@ from lockstep.cluster.placement.bundles import NodeResources
 from lockstep.config.cluster import PlacementConfig, RayClusterConfig
 from lockstep.config.data import DatasetConfig
 from lockstep.config.loader import apply_overrides, check_config
-from lockstep.config.recipes import GRPOConfig, SFTConfig
+from lockstep.config.run_config import RunConfig
 from lockstep.data.chat_templates import TurnTokenizer
 from lockstep.data.dataset_rows import HubDataUnreachable
 from lockstep.data.datasets import load_rows
-from lockstep.data.sample_sources import DocumentSource, PromptSource
+from lockstep.data.sample_sources import PromptSource, SampleSource, SourceOptions, open_source
 from lockstep.data.samples import Prompt
 from lockstep.ledger.config_changes import ConfigChange, compare_config
 from lockstep.ledger.errors import FolderExists
@@ -38,7 +38,7 @@ from lockstep.run.planning.resources import (
     model_facts,
     uses_existing_cluster,
 )
-from lockstep.run.planning.run_plan import RunPlan, assign_nodes, make_plan, needs_engine
+from lockstep.run.planning.run_plan import RunPlan, assign_nodes, make_plan
 from lockstep.run.run_id import release_shared_memory
 
 START_EVENT = "start"
@@ -49,14 +49,14 @@ START_EVENT = "start"
 class PreparedRun:
     """A run that passed all checks and may start."""
 
-    config: SFTConfig | GRPOConfig
+    config: RunConfig
     folder: Path
     resuming: bool
     plan: RunPlan
     model: ModelFacts
     host: HostResources
-    prompts: PromptSource | None
-    documents: DocumentSource | None
+    samples: SampleSource[Any]
+    """What the recipe trains on, or what engines complete."""
     held_out: list[Prompt]
     turns: TurnTokenizer | None
     """Tokenizes the turns of conversations; None without an environment."""
@@ -66,12 +66,11 @@ class PreparedRun:
     @property
     def rows(self) -> int:
         """The number of dataset rows in use, which determines their order."""
-        source = self.prompts if self.prompts is not None else self.documents
-        return 0 if source is None else len(source)
+        return len(self.samples)
 
 
 def prepare_run(
-    config: SFTConfig | GRPOConfig | None,
+    config: RunConfig | None,
     resume: Path | None,
     overrides: Sequence[str] = (),
     host: HostResources | None = None,
@@ -107,7 +106,7 @@ def prepare_run(
             nodes = list_nodes(config.cluster)
         host = host_resources(config.cluster, nodes)
         check_quantization(config.model, host.device)
-        if needs_engine(config) and config.rollout.engine.kind == "vllm" and config.cluster.kind == "local":
+        if config.needs_engines and config.rollout.engine.kind == "vllm" and config.cluster.kind == "local":
             check_installed()
     model = model_facts(config.model, host.device)
     plan = make_plan(config, model, host)
@@ -129,7 +128,7 @@ def prepare_run(
     return prepared
 
 
-def resolve_run_adapter(config: SFTConfig | GRPOConfig) -> SFTConfig | GRPOConfig:
+def resolve_run_adapter(config: RunConfig) -> RunConfig:
     """Adds the settings of the adapter that the run starts from, if any. Raises ModelError if the config contradicts
     them."""
     if config.model.adapter is None:
@@ -138,7 +137,7 @@ def resolve_run_adapter(config: SFTConfig | GRPOConfig) -> SFTConfig | GRPOConfi
     return config.model_copy(update={"model": model})
 
 
-def placement_notes(config: SFTConfig | GRPOConfig) -> list[str]:
+def placement_notes(config: RunConfig) -> list[str]:
     """Notes on placement settings that have no effect on one host."""
     others = config.placement.model_copy(update={"colocate": ()})
     if config.cluster.kind == "ray" or others == PlacementConfig():
@@ -146,33 +145,29 @@ def placement_notes(config: SFTConfig | GRPOConfig) -> list[str]:
     return ["of placement, only `colocate` applies outside Ray: on this host, processes take the GPUs in turn"]
 
 
-def _check_filter_metric(config: SFTConfig | GRPOConfig) -> None:
+def _check_filter_metric(config: RunConfig) -> None:
     """Raises RunRefused if groups are filtered by a reward term that does not exist."""
-    if config.recipe != "grpo" or not config.filter_groups.enable:
+    if config.generation is None or not config.generation.filter_groups.enable or config.reward is None:
         return
-    known = ["reward", *term_names(config.reward.terms)]
-    if config.filter_groups.metric not in known:
-        raise RunRefused(f"filter_groups.metric {config.filter_groups.metric!r} is not one of {', '.join(known)}")
+    known, metric = ["reward", *term_names(config.reward.terms)], config.generation.filter_groups.metric
+    if metric not in known:
+        raise RunRefused(f"filter_groups.metric {metric!r} is not one of {', '.join(known)}")
 
 
-def _sources(
-    config: SFTConfig | GRPOConfig, model: ModelFacts
-) -> tuple[PromptSource | None, DocumentSource | None, list[Prompt], TurnTokenizer | None]:
+def _sources(config: RunConfig, model: ModelFacts) -> tuple[SampleSource[Any], list[Prompt], TurnTokenizer | None]:
     tokenizer = load_tokenizer(config.model)
-    environment = config.rollout.environment if needs_engine(config) else None
+    environment = config.rollout.environment if config.needs_engines else None
     tools = chat_template_tools(environment) if environment is not None else []
     open_turn = environment is None or environment.path is None
     turns = TurnTokenizer(tokenizer, config.data, tools) if environment is not None else None
-    rows = load_rows(config.data)
     answers = needs_answers(config.reward.terms) if config.reward is not None else False
-    prompts: PromptSource | None = None
-    documents: DocumentSource | None = None
-    if config.recipe == "grpo":
-        longest = min(model.context, config.token_budget) - config.rollout.sampling.max_tokens
-        prompts = PromptSource(rows, config.data, tokenizer, config.seed, longest, answers, tools, open_turn)
-    else:
-        longest = min(model.context, config.token_budget)
-        documents = DocumentSource(rows, config.data, tokenizer, config.seed, longest, config.train_on_prompt)
+    longest = min(model.context, config.token_budget)
+    if config.generation is not None:
+        longest -= config.rollout.sampling.max_tokens
+    options = SourceOptions(answers, tools, open_turn, config.learns_prompts)
+    samples = open_source(
+        config.data_kind, load_rows(config.data), config.data, tokenizer, config.seed, longest, options
+    )
     held_out: list[Prompt] = []
     if config.evaluation is not None:
         # Never shuffled: with `prompts` or `limit`, runs of other seeds are measured on the same rows.
@@ -181,11 +176,11 @@ def _sources(
         source = PromptSource(load_rows(data), data, tokenizer, config.seed, room, answers, tools, open_turn)
         held_out = source.take(0, min(len(source), config.evaluation.prompts or len(source)))
     if turns is not None:
-        first = prompts.take(0, 1) if prompts is not None else held_out[:1]
+        first = samples.take(0, 1) if config.generation is not None else held_out[:1]
         for prompt in first:
             _check_tools_reach_model(turns, prompt, tools)
             turns.check(prompt, "tool" if open_turn else "user")
-    return prompts, documents, held_out, turns
+    return samples, held_out, turns
 
 
 def _check_tools_reach_model(turns: TurnTokenizer, prompt: Prompt, tools: Sequence[dict[str, Any]]) -> None:
@@ -196,9 +191,7 @@ def _check_tools_reach_model(turns: TurnTokenizer, prompt: Prompt, tools: Sequen
         )
 
 
-def _resumed_config(
-    config: SFTConfig | GRPOConfig | None, folder: Path, overrides: Sequence[str]
-) -> tuple[SFTConfig | GRPOConfig, list[str]]:
+def _resumed_config(config: RunConfig | None, folder: Path, overrides: Sequence[str]) -> tuple[RunConfig, list[str]]:
     """Returns the config of a resumed run, and notes on changes. Raises RunRefused for changes that would change the
     result."""
     with Ledger.reader(folder) as ledger:
@@ -227,7 +220,7 @@ def _check_same_data(prepared: PreparedRun) -> None:
         )
 
 
-def _check_not_finished(config: SFTConfig | GRPOConfig, ledger: Ledger) -> None:
+def _check_not_finished(config: RunConfig, ledger: Ledger) -> None:
     """Raises RunFinished if the newest attempt did all steps and wrote its summary, which is the last file of a run."""
     try:
         summary = json.loads((ledger.folder / "summary.json").read_text())
@@ -256,7 +249,7 @@ def _change_notes(changes: Sequence[ConfigChange]) -> list[str]:
 class DryRun:
     """A plan for `--dry-run`, with notes on what is unknown."""
 
-    config: SFTConfig | GRPOConfig
+    config: RunConfig
     plan: RunPlan
     model: ModelFacts | None
     """The sizes of the model; None if the model was not reachable."""
@@ -264,7 +257,7 @@ class DryRun:
 
 
 def dry_run(
-    config: SFTConfig | GRPOConfig | None, resume: Path | None, overrides: Sequence[str] = (), gpus: int | None = None
+    config: RunConfig | None, resume: Path | None, overrides: Sequence[str] = (), gpus: int | None = None
 ) -> DryRun:
     """Prepares a run without starting it, as far as possible: an unreachable Ray cluster, and a model or dataset that
     is neither on this machine nor reachable on the hub, only lead to notes on what is unknown. Other problems raise
@@ -294,7 +287,7 @@ def dry_run(
     return DryRun(prepared.config, prepared.plan, prepared.model, [*notes, *prepared.notes])
 
 
-def _plan_without_hub(config: SFTConfig | GRPOConfig, host: HostResources, notes: list[str]) -> DryRun:
+def _plan_without_hub(config: RunConfig, host: HostResources, notes: list[str]) -> DryRun:
     model: ModelFacts | None = None
     try:
         config = resolve_run_adapter(config)
@@ -315,7 +308,7 @@ def _plan_without_hub(config: SFTConfig | GRPOConfig, host: HostResources, notes
     return DryRun(config, plan, model, notes)
 
 
-def _datasets(config: SFTConfig | GRPOConfig) -> list[tuple[str, DatasetConfig]]:
+def _datasets(config: RunConfig) -> list[tuple[str, DatasetConfig]]:
     found = [("data", config.data)]
     return found if config.evaluation is None else [*found, ("evaluation.data", config.evaluation.data)]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from lockstep.config.recipes import GRPOConfig, SFTConfig
+from lockstep.config.run_config import RunConfig
 from lockstep.run.errors import RunRefused
 
 CONFIG_FILE = "run.yaml"
@@ -30,7 +30,7 @@ class RayPackage:
     """Absolute paths in the config, which are not packed: they must exist on the cluster's nodes."""
 
 
-def build_ray_package(config: SFTConfig | GRPOConfig, folder: Path) -> RayPackage:
+def build_ray_package(config: RunConfig, folder: Path) -> RayPackage:
     """Writes the resolved config to `folder/run.yaml`, and copies every file of the working directory that it names by
     a relative path.
 

@@ -7,13 +7,12 @@ from typing import Literal
 from lockstep.cluster.placement.assignment import Assignment, NodesBusy, assign
 from lockstep.cluster.placement.bundles import NodeResources, ProcessRequest, make_bundles
 from lockstep.config.cluster import PlacementConfig
-from lockstep.config.recipes import GRPOConfig, SFTConfig
+from lockstep.config.run_config import RunConfig
 from lockstep.run.planning.resources import HostResources, ModelFacts
+from lockstep.train.objective import make_objective, metric_vector_size
 from lockstep.weights.weight_transport import DevicePlacement, transport_refusal
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-METRICS_BYTES = 8 * 21
-"""Bytes of the metrics vector of an optimizer step: `2 + len(lockstep.train.objective.METRIC_NAMES)` float64."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +62,7 @@ class InfeasibleError(ValueError):
     """The plan does not fit this machine. Says which part does not fit, and what would."""
 
 
-def needs_engine(config: SFTConfig | GRPOConfig) -> bool:
-    """Whether the run generates: GRPO always, SFT only for its evaluation."""
-    return config.recipe == "grpo" or config.evaluation is not None
-
-
-def make_plan(config: SFTConfig | GRPOConfig, model: ModelFacts | None, host: HostResources) -> RunPlan:
+def make_plan(config: RunConfig, model: ModelFacts | None, host: HostResources) -> RunPlan:
     """Plans the processes of the run and what they need. Without a model, sizes and collectives are left out. Processes
     on Ray need not fit this host: `assign_nodes` chooses their nodes.
 
@@ -79,7 +73,7 @@ def make_plan(config: SFTConfig | GRPOConfig, model: ModelFacts | None, host: Ho
     if model is not None:
         _check_context_room(config, model)
     trainer, engine = config.trainer, config.rollout.engine
-    engines = engine.count if needs_engine(config) else 0
+    engines = engine.count if config.needs_engines else 0
     processes = [
         PlannedProcess(
             f"policy-{rank}",
@@ -139,13 +133,13 @@ def assign_nodes(plan: RunPlan, placement: PlacementConfig, nodes: Sequence[Node
         return replace(plan, busy=str(error))
 
 
-def engine_dtype(config: SFTConfig | GRPOConfig, model: ModelFacts) -> str:
+def engine_dtype(config: RunConfig, model: ModelFacts) -> str:
     """The precision of the engine's weights: the engine's setting, by default the model's."""
     chosen = config.rollout.engine.dtype
     return model.dtype if chosen == "auto" else chosen
 
 
-def trainer_memory(config: SFTConfig | GRPOConfig, model: ModelFacts) -> int:
+def trainer_memory(config: RunConfig, model: ModelFacts) -> int:
     """Estimates the bytes of one rank: its shard of fp32 weights, gradients and two Adam moments, and the activations
     of one row. With an adapter, only the adapter has gradients and moments; the model's weights are in compute
     precision.
@@ -168,12 +162,12 @@ def trainer_memory(config: SFTConfig | GRPOConfig, model: ModelFacts) -> int:
     activations = per_layer * model.layers * width // 2
     head = 3 * config.trainer.head_chunk * model.vocabulary * 4
     reference = 0
-    if config.recipe == "grpo" and config.loss.kl.coefficient > 0 and adapter is None:
+    if config.objective.needs_reference and adapter is None:
         reference = model.parameters * width // config.trainer.shards
     return states + activations + head + reference
 
 
-def engine_memory(config: SFTConfig | GRPOConfig, model: ModelFacts) -> int:
+def engine_memory(config: RunConfig, model: ModelFacts) -> int:
     """Estimates the bytes of one engine: weights and preallocated KV cache."""
     engine = config.rollout.engine
     width = DTYPE_BYTES[engine_dtype(config, model)]
@@ -184,15 +178,13 @@ def engine_memory(config: SFTConfig | GRPOConfig, model: ModelFacts) -> int:
     return model.parameters * width + 2 * model.layers * model.kv_heads * model.head_dim * tokens * width
 
 
-def memory_checkpoint_bytes(config: SFTConfig | GRPOConfig, model: ModelFacts) -> int:
+def memory_checkpoint_bytes(config: RunConfig, model: ModelFacts) -> int:
     """Bytes of two copies of the trained state on all ranks: fp32 weights and two Adam moments."""
     trained = model.parameters if model.adapter is None else model.adapter.parameters
     return 2 * 12 * trained * config.trainer.replicas
 
 
-def _reserved_checkpoint_bytes(
-    config: SFTConfig | GRPOConfig, model: ModelFacts, plan: RunPlan, host: HostResources
-) -> int:
+def _reserved_checkpoint_bytes(config: RunConfig, model: ModelFacts, plan: RunPlan, host: HostResources) -> int:
     """Bytes for in-memory checkpoints; 0 if they are off, or if they are `auto` and do not fit. The container's memory
     limit includes them."""
     setting = config.recovery.memory_copy
@@ -218,21 +210,16 @@ def _reserved_checkpoint_bytes(
     )
 
 
-def trainer_collectives(config: SFTConfig | GRPOConfig, model: ModelFacts) -> list[PlannedCollective]:
+def trainer_collectives(config: RunConfig, model: ModelFacts) -> list[PlannedCollective]:
     """The collectives that every rank enters in a step. They do not depend on a rank's data."""
     if config.trainer.ranks == 1:
         return []
-    layers, units, updates, models = model.layers, model.layers + 1, 1, 0
+    layers, units, updates = model.layers, model.layers + 1, config.updates_per_step
+    models = len(config.objective.evaluated_fields)
     adapter = model.adapter
     # FSDP2 gathers one layer ahead of the next backward, even if there is none.
     backward = layers if adapter is None else layers - max(adapter.first_trained_layer - 1, 0)
     reduced = units if adapter is None else adapter.trained_blocks
-    if config.recipe == "grpo":
-        loss = config.loss
-        updates = config.epochs * (
-            config.completions_per_step // (config.minibatch_size or config.completions_per_step)
-        )
-        models = int(loss.old_logprobs == "trainer") + int(loss.kl.coefficient > 0)
     # The policy without its adapter serves as the reference, unless the adapter was loaded with weights.
     held = models if adapter is None or adapter.reference_differs_from_base else min(models, 1)
     if config.trainer.reshard_after_forward:
@@ -242,6 +229,7 @@ def trainer_collectives(config: SFTConfig | GRPOConfig, model: ModelFacts) -> li
     else:
         before = f"{held * units}"
         gathers = f"{units * updates} ({units} per optimizer step)"
+    metrics = metric_vector_size(make_objective(config.objective).metrics)
     embedding = model.hidden * model.vocabulary
     largest = max((model.parameters - embedding) // max(layers, 1), embedding)
     width = DTYPE_BYTES[model.dtype]
@@ -254,15 +242,15 @@ def trainer_collectives(config: SFTConfig | GRPOConfig, model: ModelFacts) -> li
             "reduce_scatter", "fsdp", f"{reduced * updates} ({reduced} per optimizer step)", scattered * 4
         ),
         *_replica_collectives(config, reduced * updates, scattered * 4),
-        PlannedCollective("all_gather", "trainer", f"{updates} (gradient norm and metrics, one vector)", METRICS_BYTES),
+        PlannedCollective("all_gather", "trainer", f"{updates} (gradient norm and metrics, one vector)", metrics * 8),
     ]
-    if adapter is not None and needs_engine(config):
+    if adapter is not None and config.needs_engines:
         merge = "1 (the adapter, before its weights are published)"
         found.append(PlannedCollective("all_gather", "trainer", merge, adapter.parameters * 4))
     return found
 
 
-def _replica_collectives(config: SFTConfig | GRPOConfig, times: int, size: int) -> list[PlannedCollective]:
+def _replica_collectives(config: RunConfig, times: int, size: int) -> list[PlannedCollective]:
     """The collectives that HSDP adds: gradients are summed across replicas."""
     trainer = config.trainer
     if trainer.replicas == 1:
@@ -270,7 +258,7 @@ def _replica_collectives(config: SFTConfig | GRPOConfig, times: int, size: int) 
     return [PlannedCollective("all_reduce", "replicas", f"{times} (gradients, across copies)", size // trainer.shards)]
 
 
-def resource_requests(config: SFTConfig | GRPOConfig, processes: Sequence[PlannedProcess]) -> list[ProcessRequest]:
+def resource_requests(config: RunConfig, processes: Sequence[PlannedProcess]) -> list[ProcessRequest]:
     """The resources that each process needs on a node: a rank one GPU, an engine the GPUs of its tensor-parallel group,
     other processes a core. Processes without GPUs also request memory."""
     width, found = _gpus_per_engine(config), []
@@ -284,7 +272,7 @@ def resource_requests(config: SFTConfig | GRPOConfig, processes: Sequence[Planne
     return found
 
 
-def _device(config: SFTConfig | GRPOConfig, host: HostResources, index: int) -> str:
+def _device(config: RunConfig, host: HostResources, index: int) -> str:
     """The device of a process. Each gets one GPU; if there are fewer GPUs, processes share them. On a Ray cluster each
     process sees only its own GPUs."""
     if host.device == "cpu":
@@ -292,22 +280,20 @@ def _device(config: SFTConfig | GRPOConfig, host: HostResources, index: int) -> 
     return "cuda:0" if config.cluster.kind == "ray" else f"cuda:{index % max(host.gpus, 1)}"
 
 
-def _engine_device(config: SFTConfig | GRPOConfig, host: HostResources, rank: int) -> str:
+def _engine_device(config: RunConfig, host: HostResources, rank: int) -> str:
     """The first GPU of an engine: after the GPUs of the ranks, or among them if engines and ranks share GPUs."""
     width, ranks = _gpus_per_engine(config), config.trainer.ranks
     first = rank * width % ranks if config.placement.shared else ranks + rank * width
     return _device(config, host, min(first % max(host.gpus, 1), max(host.gpus - width, 0)))
 
 
-def _gpus_per_engine(config: SFTConfig | GRPOConfig) -> int:
+def _gpus_per_engine(config: RunConfig) -> int:
     """The number of GPUs (or processes) of one engine."""
     engine = config.rollout.engine
     return engine.tensor_parallel_size if engine.kind == "vllm" else 1
 
 
-def weight_devices(
-    config: SFTConfig | GRPOConfig, processes: Sequence[PlannedProcess], slower: str = ""
-) -> DevicePlacement:
+def weight_devices(config: RunConfig, processes: Sequence[PlannedProcess], slower: str = "") -> DevicePlacement:
     """The devices of trainer ranks and engines, for the choice of a weight transport.
 
     Args:
@@ -329,18 +315,16 @@ def weight_devices(
     )
 
 
-def _threads(
-    config: SFTConfig | GRPOConfig, host: HostResources, role: Literal["policy", "rollout"], count: int
-) -> int:
+def _threads(config: RunConfig, host: HostResources, role: Literal["policy", "rollout"], count: int) -> int:
     """The default number of threads of a process: its share of the cores, or on Ray the cores it reserves."""
     if config.cluster.kind == "ray":
         return max(1, int(getattr(config.placement, role).cpus))
     return max(1, host.cores // count)
 
 
-def _check_context_room(config: SFTConfig | GRPOConfig, model: ModelFacts) -> None:
+def _check_context_room(config: RunConfig, model: ModelFacts) -> None:
     """Checks that the context has room for a completion and a prompt of at least one token."""
-    limits = [("rollout.sampling.max_tokens", config.rollout.sampling)] if needs_engine(config) else []
+    limits = [("rollout.sampling.max_tokens", config.rollout.sampling)] if config.needs_engines else []
     if config.evaluation is not None and config.evaluation.sampling is not None:
         limits.append(("evaluation.sampling.max_tokens", config.evaluation.sampling))
     for name, sampling in limits:
@@ -351,7 +335,7 @@ def _check_context_room(config: SFTConfig | GRPOConfig, model: ModelFacts) -> No
             )
 
 
-def _check_fits_host(plan: RunPlan, config: SFTConfig | GRPOConfig, host: HostResources) -> None:
+def _check_fits_host(plan: RunPlan, config: RunConfig, host: HostResources) -> None:
     if host.device == "cuda" and not host.gpus:
         raise InfeasibleError(
             "cluster.device is cuda, and torch finds no GPU on this host: set cluster.device=cpu (or auto), or install "
@@ -362,7 +346,7 @@ def _check_fits_host(plan: RunPlan, config: SFTConfig | GRPOConfig, host: HostRe
             f"trainer.ranks {config.trainer.ranks} needs as many GPUs and this host has {host.gpus}: "
             f"set trainer.ranks={host.gpus}, or cluster.device=cpu"
         )
-    if host.device == "cuda" and _gpus_per_engine(config) > host.gpus and needs_engine(config):
+    if host.device == "cuda" and _gpus_per_engine(config) > host.gpus and config.needs_engines:
         raise InfeasibleError(
             f"rollout.engine.tensor_parallel_size {_gpus_per_engine(config)} needs as many GPUs, and this host has "
             f"{host.gpus}"

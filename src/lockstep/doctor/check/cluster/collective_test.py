@@ -67,8 +67,7 @@ def planned_communicators(config: RunConfig, device: Literal["cpu", "cuda"]) -> 
 
 
 def _weight_sync_communicators(config: RunConfig, policy: Sequence[str], device: str) -> list[PlannedCommunicator]:
-    generates = getattr(config, "recipe", "") == "grpo" or config.evaluation is not None
-    if not generates:
+    if not config.needs_engines:
         return []
     transport = config.weights.transport
     engines = tuple(f"engine-{number}" for number in range(config.rollout.engine.count))

@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from lockstep.config.recipes import GRPOConfig, SFTConfig
+from lockstep.config.run_config import RunConfig
 from lockstep.doctor.check.rules.model_shape import DTYPE_BYTES, ModelShape
 from lockstep.doctor.output.findings import Finding
 
-Config = GRPOConfig | SFTConfig
+Config = RunConfig
 
 ZERO = "https://arxiv.org/abs/1910.02054"
 """Rajbhandari et al. 2020, section 3.1: the bytes of weights, gradients and Adam's two moments, and their sharding."""
@@ -56,7 +56,7 @@ def trainer_memory_parts(config: Config, shape: ModelShape) -> dict[str, int]:
     per_token = (2 if trainer.activation_checkpointing else 34) * shape.hidden * shape.layers * width // 2
     parts["activations"] = config.token_budget * per_token
     parts["logits"] = 3 * trainer.head_chunk * shape.vocabulary * 4
-    if config.recipe == "grpo" and config.loss.kl.coefficient > 0 and config.model.adapter is None:
+    if config.objective.needs_reference and config.model.adapter is None:
         parts["reference"] = width * shape.parameters // trainer.shards
     return parts
 
@@ -109,7 +109,7 @@ def judge_memory(config: Config, shape: ModelShape, memory: ProcessMemory) -> li
     """Judges whether a GPU (or this host) has the memory that each role needs."""
     device = memory.device
     trainer, engine = trainer_memory_parts(config, shape), engine_memory_parts(config, shape)
-    engines = config.recipe == "grpo" or config.evaluation is not None
+    engines = config.needs_engines
     if memory.bytes == 0:
         where = f"a GPU ({memory.name})" if memory.name else "a GPU" if device == "cuda" else "this host"
         text = f"a policy rank needs {_parts_text(trainer)}" + (f"; an engine {_parts_text(engine)}" if engines else "")

@@ -84,12 +84,11 @@ def step_durations(
     """
     width = DTYPE_BYTES[compute_dtype(config, shape)]
     length = max_sequence_tokens(config, shape)
-    sequences = config.completions_per_step if config.recipe == "grpo" else config.batch_size
-    passes = config.epochs if config.recipe == "grpo" else 1
+    sequences, passes = config.sequences_per_step, config.epochs_per_step
     per_token = (8 if config.trainer.activation_checkpointing else 6) * shape.active
     per_token += 12 * shape.layers * shape.heads * shape.head_dim * length // 2  # attention, causal
     train = passes * sequences * length * per_token / config.trainer.ranks / (COMPUTE_EFFICIENCY * speed.flops)
-    updates = passes * (sequences // (config.minibatch_size or sequences) if config.recipe == "grpo" else 1)
+    updates = config.updates_per_step
     weights = shape.parameters * width
     return StepDurations(
         rollout=_rollout_seconds(config, shape, speed, width, sequences, length),

@@ -1,0 +1,25 @@
+"""A trained model of a run: everything that its ranks need to know."""
+
+from pydantic import Field
+
+from lockstep.config.algorithm import AnyObjective
+from lockstep.config.model import ModelConfig
+from lockstep.config.section import Section
+from lockstep.config.trainer import CommunicationConfig, TrainerConfig
+
+
+class TrainRole(Section):
+    """A model with its trainer and its objective. A recipe's config derives it from its own fields, so that a rank
+    knows no recipe."""
+
+    name: str
+    """The role of the processes, such as `policy` or `critic`."""
+    model: ModelConfig
+    trainer: TrainerConfig
+    objective: AnyObjective
+    communication: CommunicationConfig = CommunicationConfig()
+    seed: int = Field(0, ge=0)
+    temperature: float = Field(1.0, gt=0)
+    """Divisor of the logits: log-probabilities are those of the distribution that completions were sampled from."""
+    optimizer_steps: int = Field(gt=0)
+    """Optimizer steps of the whole run, over which a schedule without `total_steps` decays."""

@@ -1,0 +1,73 @@
+"""What a recipe's config class says of its run."""
+
+import json
+from typing import Any
+
+import pytest
+
+from lockstep.config.algorithm import CrossEntropy, KLPenalty, PPOClip
+from lockstep.config.loader import check_config
+from lockstep.config.recipes import RECIPES
+from lockstep.config.run_config import RunConfig
+from lockstep.config.train_role import TrainRole
+
+COMMON: dict[str, Any] = {"name": "x", "steps": 10, "seed": 4, "model": {"path": "m"}, "data": {"path": "d"}}
+REWARD = {"terms": [{"kind": "exact_match"}]}
+
+
+def sft(**changes: Any) -> RunConfig:
+    return check_config({**COMMON, "recipe": "sft", **changes}, "test")
+
+
+def grpo(**changes: Any) -> RunConfig:
+    return check_config({**COMMON, "recipe": "grpo", "reward": REWARD, **changes}, "test")
+
+
+def test_sft_trains_on_documents() -> None:
+    config = sft(batch_size=6, train_on_prompt=True)
+    assert (config.data_kind, config.generation, config.learns_prompts) == ("documents", None, True)
+    assert (config.sequences_per_step, config.epochs_per_step, config.updates_per_step) == (6, 1, 1)
+    assert config.policy.objective == CrossEntropy() and config.policy.temperature == 1.0
+    assert not config.needs_engines
+    assert sft(evaluation={"data": {"path": "e"}}).needs_engines
+
+
+def test_grpo_trains_on_completions() -> None:
+    config = grpo(
+        prompts_per_step=4, group_size=6, epochs=2, minibatch_size=12, rollout={"sampling": {"temperature": 0.7}}
+    )
+    assert config.data_kind == "prompts" and config.needs_engines
+    assert config.generation is not None
+    assert (config.generation.prompts_per_step, config.generation.group_size) == (4, 6)
+    assert (config.sequences_per_step, config.epochs_per_step, config.updates_per_step) == (24, 2, 4)
+    assert config.policy.temperature == 0.7
+    assert config.policy.optimizer_steps == 40
+
+
+@pytest.mark.parametrize("make", [sft, grpo])
+def test_a_role_travels_as_json(make: Any) -> None:
+    role = make().policy
+    assert (role.name, role.seed, role.model.path) == ("policy", 4, "m")
+    assert TrainRole.model_validate(json.loads(json.dumps(role.model_dump(mode="json")))) == role
+
+
+def test_a_trial_run_is_valid_and_smaller() -> None:
+    for config in (sft(batch_size=64), grpo(prompts_per_step=64, minibatch_size=64)):
+        values = config.model_dump(mode="json")
+        for name, value in config.trial_overrides.items():
+            *sections, key = name.split(".")
+            section = values
+            for each in sections:
+                section = section[each]
+            section[key] = value
+        tiny = RECIPES[config.recipe].model_validate(values)
+        assert tiny.sequences_per_step < config.sequences_per_step
+
+
+def test_what_losses_need_of_the_trainer() -> None:
+    assert CrossEntropy().evaluated_fields == PPOClip().evaluated_fields == {}
+    both = PPOClip(old_logprobs="trainer", kl=KLPenalty(coefficient=0.1))
+    assert both.evaluated_fields == {"old_logprob": "logprobs", "reference_logprob": "reference_logprobs"}
+    assert both.needs_reference and not PPOClip(old_logprobs="trainer").needs_reference
+    in_reward = PPOClip(kl=KLPenalty(coefficient=0.1, where="reward"))
+    assert in_reward.needs_reference and "reference_logprob" not in in_reward.required_fields
