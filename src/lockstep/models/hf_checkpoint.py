@@ -1,4 +1,4 @@
-"""Reads checkpoint folders of Hugging Face models into a policy, by name and by rows, so that no rank needs to hold the
+"""Reads checkpoint folders of Hugging Face models into a policy, by rows, so that no rank needs to hold the
 whole model.
 """
 
@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from lockstep.models.errors import ModelError
 from lockstep.models.huggingface import download_model
 from lockstep.models.policy_model import PolicyModel, hf_name
+from lockstep.models.weight_conversion import CheckpointMapping, StoredWeight
 
 log = logging.getLogger(__name__)
 
@@ -135,11 +136,7 @@ def named_state(policy: PolicyModel) -> Iterator[tuple[str, Tensor]]:
 
 def compare_names(policy: PolicyModel, checkpoint: SafetensorsCheckpoint) -> NameReport:
     """Returns the names that only the policy or only the checkpoint has. Any name of a tied weight is sufficient."""
-    expected = dict(named_state(policy))
-    aliases = tied_names(policy)
-    missing = [name for name in expected if not any(alias in checkpoint for alias in aliases.get(name, [name]))]
-    known = {alias for name in expected for alias in aliases.get(name, [name])}
-    return NameReport(sorted(missing), [name for name in checkpoint.names if name not in known])
+    return _report(*_find_sources(policy, checkpoint))
 
 
 def check_weights(policy: PolicyModel, folder: Path) -> NameReport:
@@ -160,13 +157,14 @@ def fill_policy(policy: PolicyModel, folder: Path, device: torch.device | str) -
         ModelError: a weight is missing or has another shape; the policy is unchanged.
     """
     with SafetensorsCheckpoint(folder) as checkpoint:
-        report, sources = _match_names(policy, checkpoint)
+        report, sources, mapping = _match_names(policy, checkpoint)
+        policy.lm._weight_conversions = mapping.used_conversions  # transformers reverts them in an export
         slots = ParameterSlots(policy, torch.device(device))
         for name, parameter in list(named_weights(policy)):
-            slots.fill(parameter, partial(checkpoint.part, sources[name]))
+            slots.fill(parameter, partial(sources[name].rows, checkpoint))
         for name, buffer in named_state(policy):
             if not isinstance(buffer, nn.Parameter):
-                buffer.copy_(checkpoint.read(sources[name]))
+                buffer.copy_(sources[name].rows(checkpoint, 0, buffer.shape[0] if buffer.ndim else 1))
         for module in policy.modules():
             for leaf, module_buffer in module._buffers.items():
                 if module_buffer is not None:
@@ -240,32 +238,50 @@ def local_row_range(tensor: DTensor) -> tuple[int, int]:
     return (offset[0], shape[0]) if shape[0] else (0, 0)
 
 
-def _match_names(policy: PolicyModel, checkpoint: SafetensorsCheckpoint) -> tuple[NameReport, dict[str, str]]:
-    """Returns the report, and the checkpoint's name of each weight and buffer. Raises ModelError."""
-    folder, report, aliases = str(checkpoint.folder), compare_names(policy, checkpoint), tied_names(policy)
-    sources = {name: _first_present(checkpoint, aliases.get(name, [name])) for name, _ in named_state(policy)}
+def _match_names(
+    policy: PolicyModel, checkpoint: SafetensorsCheckpoint
+) -> tuple[NameReport, dict[str, StoredWeight], CheckpointMapping]:
+    """Returns the report, and how to read each weight and buffer. Raises ModelError."""
+    found, mapping = _find_sources(policy, checkpoint)
+    report, folder = _report(found, mapping), str(checkpoint.folder)
     if report.missing:
         raise ModelError(
             "model.path",
             folder,
             f"{len(report.missing)} weights are missing: {', '.join(report.missing[:3])}"
             + (f" (it has {', '.join(report.unexpected[:3])})" if report.unexpected else ""),
-            "save it again with this version of transformers (`from_pretrained`, then `save_pretrained`)",
+            "give a complete, unquantized checkpoint of the model that its config.json describes",
         )
+    sources = {name: source for name, source in found.items() if source is not None}
     for name, tensor in named_state(policy):
-        found = checkpoint.shape(sources[name])
-        if found != tuple(tensor.shape):
+        shape = sources[name].shape
+        if shape != tuple(tensor.shape):
             raise ModelError(
                 "model.path",
                 folder,
-                f"{name} has shape {found}, expected {tuple(tensor.shape)}",
+                f"{name} has shape {shape}, expected {tuple(tensor.shape)}",
                 "use the config of this checkpoint",
             )
-    return report, sources
+    return report, sources, mapping
 
 
-def _first_present(checkpoint: SafetensorsCheckpoint, names: list[str]) -> str:
-    return next((name for name in names if name in checkpoint), names[0])
+def _find_sources(
+    policy: PolicyModel, checkpoint: SafetensorsCheckpoint
+) -> tuple[dict[str, StoredWeight | None], CheckpointMapping]:
+    """Returns how to read each weight and buffer; None if the checkpoint lacks it."""
+    aliases = tied_names(policy)
+    names = {name: aliases.get(name, [name]) for name, _ in named_state(policy)}
+    state = {alias: tensor for name, tensor in named_state(policy) for alias in names[name]}
+    mapping = CheckpointMapping(policy.lm, state, checkpoint, str(checkpoint.folder))
+    found = {
+        name: next((mapping.sources[alias] for alias in others if alias in mapping.sources), None)
+        for name, others in names.items()
+    }
+    return found, mapping
+
+
+def _report(sources: dict[str, StoredWeight | None], mapping: CheckpointMapping) -> NameReport:
+    return NameReport(sorted(name for name, source in sources.items() if source is None), mapping.unexpected)
 
 
 def tied_names(policy: PolicyModel) -> dict[str, list[str]]:

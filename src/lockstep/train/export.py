@@ -18,6 +18,7 @@ from lockstep.models.huggingface import quiet_transformers
 from lockstep.models.lora import peft_config
 from lockstep.models.model_loader import load_tokenizer
 from lockstep.models.policy_model import PolicyModel
+from lockstep.models.weight_conversion import CheckpointGroup, checkpoint_groups, to_checkpoint
 from lockstep.train.checkpoint import commit_folder, sync_file
 from lockstep.train.distributed import ParallelContext
 from lockstep.train.errors import CheckpointError
@@ -25,7 +26,7 @@ from lockstep.train.merged_weights import LazyWeight
 from lockstep.watch.beacon.writer import current_beacon
 
 MAX_FILE_BYTES = 5_000_000_000
-"""Largest safetensors file, unless a single tensor is larger."""
+"""Largest safetensors file, unless a single weight is larger."""
 
 
 def export_model(
@@ -45,31 +46,45 @@ def export_model(
         CheckpointError: something could not be written; raised on rank 0 only, and `folder` is unchanged.
     """
     temporary = folder.with_name(f"{folder.name}.tmp-export")
-    sizes = {name: _tensor_bytes(weight.shape, dtype) for name, weight in weights.items()}
-    files = _plan_files(sizes, file_bytes)
-    buffers = {name: value for name, value in named_state(policy) if not isinstance(value, nn.Parameter)}
+    groups = checkpoint_groups(policy.lm, {name: weight.shape for name, weight in weights.items()})
+    files = _plan_files(groups, dtype, file_bytes)
+    buffers = {name: value.cpu() for name, value in named_state(policy) if not isinstance(value, nn.Parameter)}
     error: OSError | SafetensorError | None = None
     if ranks.rank == 0:
         shutil.rmtree(temporary, ignore_errors=True)  # left by an interrupted export
     done = 0
-    for file, names in files.items():
-        tensors: dict[str, Tensor] = {} if done else {name: buffer.cpu() for name, buffer in buffers.items()}
-        for name in names:
+    written: dict[str, list[str]] = {}
+    for file, members in files.items():
+        tensors: dict[str, Tensor] = {} if done else to_checkpoint(policy.lm, buffers)
+        for group in members:
+            whole = _gather_group(group, weights, dtype, ranks)
             # A rank that failed to write continues to gather, because its peers wait for it.
-            rows = weights[name].rows().to(dtype)
-            whole = ranks.gather_rows(rows, weights[name].shape[0], why=f"export {name}")
             if whole is not None and error is None:
-                tensors[name] = whole
-            done += 1
+                tensors |= to_checkpoint(policy.lm, whole)
+            done += len(group.weights)
             current_beacon().progress("tensors exported", done, len(weights))
+        written[file] = list(tensors)
         if ranks.rank == 0 and error is None:
             try:
                 _write_weights(temporary, file, tensors)
             except (OSError, SafetensorError) as problem:
                 error = problem
     if ranks.rank == 0:
-        files[next(iter(files))].extend(buffers)
-        _finish_export(folder, temporary, policy, files, sum(sizes.values()), model, dtype, error)
+        size = sum(_group_bytes(group, dtype) for group in groups)
+        _finish_export(folder, temporary, policy, written, size, model, dtype, error)
+
+
+def _gather_group(
+    group: CheckpointGroup, weights: Mapping[str, LazyWeight], dtype: torch.dtype, ranks: ParallelContext
+) -> dict[str, Tensor] | None:
+    """Gathers the weights of a group on rank 0; returns None on other ranks."""
+    found = {}
+    for name in group.weights:
+        rows = weights[name].rows().to(dtype)
+        whole = ranks.gather_rows(rows, weights[name].shape[0], why=f"export {name}")
+        if whole is not None:
+            found[name] = whole
+    return found or None
 
 
 def export_adapter(
@@ -156,25 +171,26 @@ def _write_index(folder: Path, files: Mapping[str, list[str]], total: int) -> No
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _plan_files(sizes: Mapping[str, int], limit: int) -> dict[str, list[str]]:
-    """Returns the tensors of each file, in the order of `sizes`. File names are those that transformers uses."""
-    groups = list(_group_by_size(sizes, limit))
-    if len(groups) == 1:
-        return {"model.safetensors": groups[0]}
-    return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": names for i, names in enumerate(groups, start=1)}
+def _plan_files(groups: list[CheckpointGroup], dtype: torch.dtype, limit: int) -> dict[str, list[CheckpointGroup]]:
+    """Returns the groups of each file, in order. File names are those that transformers uses."""
+    parts = list(_divide_by_size(groups, dtype, limit))
+    if len(parts) == 1:
+        return {"model.safetensors": parts[0]}
+    return {f"model-{i:05d}-of-{len(parts):05d}.safetensors": part for i, part in enumerate(parts, start=1)}
 
 
-def _group_by_size(sizes: Mapping[str, int], limit: int) -> Iterator[list[str]]:
-    names: list[str] = []
+def _divide_by_size(groups: list[CheckpointGroup], dtype: torch.dtype, limit: int) -> Iterator[list[CheckpointGroup]]:
+    part: list[CheckpointGroup] = []
     total = 0
-    for name, size in sizes.items():
-        if names and total + size > limit:
-            yield names
-            names, total = [], 0
-        names.append(name)
+    for group in groups:
+        size = _group_bytes(group, dtype)
+        if part and total + size > limit:
+            yield part
+            part, total = [], 0
+        part.append(group)
         total += size
-    yield names
+    yield part
 
 
-def _tensor_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    return torch.Size(shape).numel() * dtype.itemsize
+def _group_bytes(group: CheckpointGroup, dtype: torch.dtype) -> int:
+    return sum(torch.Size(shape).numel() for shape in group.tensors.values()) * dtype.itemsize

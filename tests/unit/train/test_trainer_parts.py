@@ -15,6 +15,7 @@ from lockstep.config.trainer import AdamWConfig
 from lockstep.data.row_layout import RowLayout
 from lockstep.models.model_loader import load_policy
 from lockstep.models.tiny_model import make_tiny
+from lockstep.models.weight_conversion import CheckpointGroup
 from lockstep.train.checkpoint_retention import checkpoint_bytes, checkpoints_to_keep
 from lockstep.train.distributed import shard_rows
 from lockstep.train.export import _plan_files
@@ -144,12 +145,12 @@ def test_which_checkpoints_are_kept(steps: dict[int, float | None], last: int, b
 
 
 def test_export_files_are_cut_by_size_and_named_as_transformers_names_them() -> None:
-    sizes = {"a": 4, "b": 4, "c": 12, "d": 1}
-    assert _plan_files(sizes, 100) == {"model.safetensors": ["a", "b", "c", "d"]}
-    assert _plan_files(sizes, 10) == {
-        "model-00001-of-00003.safetensors": ["a", "b"],
-        "model-00002-of-00003.safetensors": ["c"],
-        "model-00003-of-00003.safetensors": ["d"],
+    a, b, c, d = (CheckpointGroup((name,), {name: (size,)}) for name, size in {"a": 4, "b": 4, "c": 12, "d": 1}.items())
+    assert _plan_files([a, b, c, d], torch.uint8, 100) == {"model.safetensors": [a, b, c, d]}
+    assert _plan_files([a, b, c, d], torch.uint8, 10) == {
+        "model-00001-of-00003.safetensors": [a, b],
+        "model-00002-of-00003.safetensors": [c],
+        "model-00003-of-00003.safetensors": [d],
     }
 
 

@@ -1,0 +1,85 @@
+"""Tiny models of many families, as transformers makes and saves them, and what two trainer ranks do with them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import trainer_ranks as tr
+import transformers
+
+from lockstep.config.model import ModelConfig
+from lockstep.models.model_loader import load_tokenizer
+from lockstep.models.packing_probe import probe_packing
+from lockstep.models.tiny_model import make_tiny
+from lockstep.train.distributed import ParallelContext
+from lockstep.train.fsdp import FSDP2Trainer
+
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 256}
+USUAL = SIZES | {"num_key_value_heads": 2, "intermediate_size": 48}
+EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+"""Five experts on two ranks: one rank has more rows than the other."""
+WINDOWS = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12}
+ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "first_k_dense_replace": 1}
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", USUAL),
+    "qwen2": ("Qwen2", USUAL | {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", USUAL | {"head_dim": 8}),
+    "mistral": ("Mistral", USUAL | {"sliding_window": 8}),
+    "gemma2": ("Gemma2", USUAL | WINDOWS | {"head_dim": 8, "query_pre_attn_scalar": 8}),
+    "mixtral": ("Mixtral", USUAL | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen2-moe": ("Qwen2Moe", USUAL | EXPERTS | {"shared_expert_intermediate_size": 40}),
+    "qwen3-moe": ("Qwen3Moe", USUAL | EXPERTS | {"head_dim": 8, "mlp_only_layers": [0]}),
+    "deepseek-v3": (
+        "DeepseekV3",
+        USUAL | LATENT | ROUTED | {"num_key_value_heads": 4, "n_shared_experts": 1, "n_group": 2, "topk_group": 1},
+    ),
+    "gpt-neox": ("GPTNeoX", SIZES | {"intermediate_size": 48}),
+    "gemma3": ("Gemma3", USUAL | WINDOWS | {"head_dim": 8, "query_pre_attn_scalar": 8}),
+    "olmo2": ("Olmo2", USUAL),
+    "phi3": ("Phi3", USUAL | {"original_max_position_embeddings": 256}),
+    "gpt-oss": ("GptOss", USUAL | WINDOWS | {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "glm4": ("Glm4", USUAL | {"head_dim": 8}),
+}
+"""transformers' name and the sizes of each family's tiny model."""
+
+
+def make_family(folder: Path, family: str) -> Path:
+    """Writes a tiny model of the family and a tokenizer into `folder`, as transformers saves it."""
+    name, fields = FAMILIES[family]
+    make_tiny(folder, hidden=32, heads=2, kv_heads=1, ffn=32, max_length=256)
+    tokenizer = load_tokenizer(ModelConfig(path=str(folder)))
+    for left in ("generation_config.json", "lockstep_tiny.json", "model.safetensors"):
+        (folder / left).unlink(missing_ok=True)
+    ids = {"bos_token_id": 1, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    config_class = getattr(transformers, f"{name}TextConfig", None) or getattr(transformers, f"{name}Config")
+    config = config_class(vocab_size=len(tokenizer), dtype="float32", **fields, **ids)
+    torch.manual_seed(3)
+    lm = getattr(transformers, f"{name}ForCausalLM")(config)
+    with torch.no_grad():
+        for tensor in [*lm.parameters(), *(buffer for name, buffer in lm.named_buffers() if "correction" in name)]:
+            tensor.add_(torch.randn_like(tensor) * 0.05)
+    lm.save_pretrained(folder)
+    (folder / "family.json").write_text(json.dumps(family))
+    return folder
+
+
+def train_and_export(recipe: str) -> tr.Case:
+    """Trains one step, and exports the model."""
+
+    def run(folder: Path, ranks: ParallelContext, port: int) -> tr.Result:
+        cfg = tr.config(folder, "model", recipe)
+        trainer = FSDP2Trainer(cfg, ranks)
+        mode = probe_packing(trainer.policy, trainer.compute_dtype)
+        result = tr.train(trainer, tr.batch_of(cfg, ranks.world, mode=mode.mode), 1)
+        result.extra["mode"] = (mode.mode, mode.reason)
+        result.extra["fused"] = trainer.policy.fused_decoder is not None and trainer.policy.fused_decoder.enabled
+        trainer.export(folder / f"exported-{recipe}")
+        return result
+
+    return run
+
+
+CASES = {recipe: train_and_export(recipe) for recipe in ("sft", "grpo")}
