@@ -6,7 +6,7 @@ expert, the module one tensor for all. transformers describes that by renamings 
 operations allow that.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
+    PrefixChange,
     WeightConverter,
     WeightRenaming,
     dot_natural_key,
@@ -205,33 +206,95 @@ def checkpoint_groups(lm: Any, shapes: Mapping[str, Shape]) -> list[CheckpointGr
     Raises:
         ModelError: transformers cannot convert a weight back.
     """
+    reverse = _ReverseConversion.of(lm)
     groups: dict[int, list[str]] = {}
     owner: dict[str, int] = {}
     for number, name in enumerate(shapes):
-        written = _convert_shapes(lm, {name: shapes[name]})
+        written = reverse.tensors({name: _meta(shapes[name])})
         joined = sorted({owner[tensor] for tensor in written if tensor in owner})
         groups[number] = [weight for other in joined for weight in groups.pop(other)] + [name]
-        owner |= dict.fromkeys(written, number)
         owner |= {tensor: number for tensor, other in owner.items() if other in joined}
-    return [
-        CheckpointGroup(tuple(names), _convert_shapes(lm, {name: shapes[name] for name in names}))
-        for names in groups.values()
-    ]
+        owner |= dict.fromkeys(written, number)
+    found = []
+    for names in groups.values():
+        made = reverse.tensors({name: _meta(shapes[name]) for name in names})
+        found.append(CheckpointGroup(tuple(names), {name: tuple(tensor.shape) for name, tensor in made.items()}))
+    return found
 
 
 def to_checkpoint(lm: Any, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Converts the weights of one group to the tensors of a checkpoint."""
-    return dict(revert_weight_conversion(lm, dict(weights)))
+    return _ReverseConversion.of(lm).tensors(weights)
 
 
-def _convert_shapes(lm: Any, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
-    try:
-        found = to_checkpoint(lm, {name: _meta(shape) for name, shape in shapes.items()})
-    except Exception as error:  # the operations are transformers' code
-        names, kind = ", ".join(list(shapes)[:3]), type(lm).__name__
-        problem = f"{kind}: transformers cannot convert {names} back to the names of checkpoints ({error})"
-        raise ModelError("model.path", None, problem, "use another model or another version of transformers") from error
-    return {name: tuple(tensor.shape) for name, tensor in found.items()}
+class CheckpointNames:
+    """Converts the weights of a model to the tensors of a checkpoint, one group after the other, for engines that load
+    them by those names. Can be pickled.
+
+    Args:
+        lm: a model of transformers, possibly on the meta device.
+
+    Raises:
+        ModelError: transformers cannot convert a weight back.
+    """
+
+    def __init__(self, lm: Any) -> None:
+        shapes = {name: tuple(parameter.shape) for name, parameter in lm.named_parameters(remove_duplicate=False)}
+        reverse = _ReverseConversion.of(lm)
+        self._groups = {
+            name: group.weights
+            for group in checkpoint_groups(lm, shapes)
+            for name in group.weights
+            if not reverse.keeps(group.weights, shapes)
+        }
+        """The group of each weight that is renamed or converted."""
+        self._reverse = reverse if self._groups else None
+
+    def convert(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yields the tensors of a checkpoint. A group's are made when all its weights have arrived."""
+        waiting: dict[str, Tensor] = {}
+        for name, weight in weights:
+            group = self._groups.get(name)
+            if group is None or self._reverse is None:
+                yield name, weight
+                continue
+            waiting[name] = weight
+            if all(each in waiting for each in group):
+                yield from self._reverse.tensors({each: waiting.pop(each) for each in group}).items()
+
+
+@dataclass(frozen=True, slots=True)
+class _ReverseConversion:
+    """The part of a model that transformers needs to convert its weights back."""
+
+    kind: str
+    config: Any
+    _weight_conversions: list[Any]
+
+    @classmethod
+    def of(cls, lm: Any) -> "_ReverseConversion":
+        used = getattr(lm, "_weight_conversions", None)
+        if used is None:  # as in transformers: it was not loaded from a checkpoint
+            every = get_model_conversion_mapping(lm, add_legacy=False)
+            used = [each for each in every if not isinstance(each, PrefixChange)]
+        return cls(type(lm).__name__, lm.config, used)
+
+    def tensors(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        if not self._weight_conversions:
+            return dict(weights)
+        try:
+            return dict(revert_weight_conversion(self, dict(weights)))
+        except Exception as error:  # the operations are transformers' code
+            names = ", ".join(list(weights)[:3])
+            problem = f"{self.kind}: transformers cannot convert {names} back to the names of checkpoints ({error})"
+            remedy = "use another model or another version of transformers"
+            raise ModelError("model.path", None, problem, remedy) from error
+
+    def keeps(self, names: Sequence[str], shapes: Mapping[str, Shape]) -> bool:
+        """Returns whether weights are the same in a checkpoint, under the same names."""
+        weights = {name: _meta(shapes[name]) for name in names}
+        made = self.tensors(weights)
+        return made.keys() == weights.keys() and all(made[name] is weight for name, weight in weights.items())
 
 
 def _keeps_rows(operation: Any) -> bool:

@@ -5,7 +5,7 @@ import mmap
 import os
 import struct
 import threading
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.base import waits
+from lockstep.models.weight_conversion import CheckpointNames
 from lockstep.rollout.errors import WeightsMismatch
 from lockstep.watch.beacon.writer import current_beacon
 
@@ -115,6 +116,19 @@ class ExpectedParameters:
                 missing.append(f"{name} {list(expected)}")
         if unknown or missing:
             raise WeightsMismatch(unknown, missing)
+
+
+class CheckpointParameters(ExpectedParameters):
+    """The same for an engine that loads tensors by their names in checkpoints."""
+
+    def __init__(self, lm: nn.Module) -> None:
+        """Raises ModelError if the weights cannot be converted to those names."""
+        super().__init__(lm)
+        self._names = CheckpointNames(lm)
+
+    def checkpoint_tensors(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yields the tensors of a checkpoint with these weights."""
+        return self._names.convert(tensors)
 
 
 def join_contiguous(pieces: Sequence[Tensor]) -> Tensor:

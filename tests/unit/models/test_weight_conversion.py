@@ -1,5 +1,6 @@
 """Weights are read from checkpoints with other names and groups, by rows where the conversion allows it."""
 
+import pickle
 import shutil
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from lockstep.config.model import ModelConfig
 from lockstep.models.errors import ModelError
 from lockstep.models.hf_checkpoint import SafetensorsCheckpoint, check_weights, fill_policy
 from lockstep.models.model_loader import load_policy
-from lockstep.models.weight_conversion import CheckpointMapping, checkpoint_groups, to_checkpoint
+from lockstep.models.weight_conversion import CheckpointMapping, CheckpointNames, checkpoint_groups, to_checkpoint
 
 EXPERTS = 4
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -96,6 +97,23 @@ def test_groups_become_the_tensors_that_transformers_saves(mixtral: Path) -> Non
         found |= made
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_an_engine_gets_the_tensors_of_a_checkpoint_group_by_group(mixtral: Path) -> None:
+    lm = load_policy(ModelConfig(path=str(mixtral)), "cpu", meta=True).lm
+    names = pickle.loads(pickle.dumps(CheckpointNames(lm)))
+    weights = AutoModelForCausalLM.from_pretrained(mixtral).state_dict()
+    found = dict(names.convert(weights.items()))
+    expected = load_file(mixtral / "model.safetensors")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert found["lm_head.weight"] is weights["lm_head.weight"]
+
+
+def test_weights_that_a_checkpoint_has_too_are_not_touched(folder: Path) -> None:
+    names = CheckpointNames(load_policy(ModelConfig(path=str(folder)), "cpu", meta=True).lm)
+    weights = load_file(folder / "model.safetensors")
+    assert all(weights[name] is tensor for name, tensor in names.convert(weights.items()))
 
 
 @pytest.mark.parametrize("gone", ["experts.3.w1", "experts.3.w", "experts.0.w2"])

@@ -40,7 +40,7 @@ from lockstep.rollout.vllm.vllm_setup import (
     vllm_slowdown,
 )
 from lockstep.rollout.weight_loading import (
-    ExpectedParameters,
+    CheckpointParameters,
     ReaderSource,
     WeightReceiver,
     open_receiver,
@@ -80,7 +80,7 @@ class VllmEngine:
         core: Any,
         tokenizer: PreTrainedTokenizerBase,
         eos: frozenset[int],
-        expected: ExpectedParameters,
+        expected: CheckpointParameters,
         vocabulary: int,
         reader: ReaderSource | None = None,
         version: int = 0,
@@ -147,7 +147,7 @@ class VllmEngine:
         eos = eos_tokens(tokenizer, _generation_config(model, lm.config))
         try_core(model.path, core, core_request("probe", _PROBE, eos, "probe"))
         why = vllm_slowdown(vllm_dtype(model, engine, device), device)
-        return cls(core, tokenizer, eos, ExpectedParameters(lm), vocabulary, reader, version, why)
+        return cls(core, tokenizer, eos, CheckpointParameters(lm), vocabulary, reader, version, why)
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queues all requests or none. Raises BadRequest for the first that cannot be served."""

@@ -39,7 +39,7 @@ from vllm.platforms import current_platform
 
 from lockstep.rollout.errors import WeightsMismatch
 from lockstep.rollout.weight_loading import (
-    ExpectedParameters,
+    CheckpointParameters,
     ReaderSource,
     WeightReader,
     WeightReceiver,
@@ -104,7 +104,7 @@ class StoreInit(WeightTransferInitInfo):  # type: ignore[misc]
     """Arguments that are set once: the reader of the store, and the parameters that a version must have."""
 
     reader: ReaderSource
-    expected: ExpectedParameters
+    expected: CheckpointParameters
 
 
 @dataclass
@@ -230,7 +230,7 @@ class LockstepTransferEngine(WeightTransferEngine[StoreInit, StoreUpdate]):  # t
     touched = False
     """Whether the current update has changed any weight."""
     _reader: WeightReader | None = None
-    _expected: ExpectedParameters | None = None
+    _expected: CheckpointParameters | None = None
     _receiver: WeightReceiver | None = None
     _moves: list[TensorMove] | None = None
     _moves_planned = False
@@ -287,11 +287,12 @@ class LockstepTransferEngine(WeightTransferEngine[StoreInit, StoreUpdate]):  # t
         return self._moves
 
     def _reload(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
-        """Loads the tensors by vLLM's layerwise reload."""
+        """Loads the weights by vLLM's layerwise reload, under the names that checkpoints have."""
+        assert self._expected is not None
         expected = {name for name, _ in self.model.named_parameters()}
         initialize_layerwise_reload(self.model)
         try:
-            loaded = self.model.load_weights(tensors)
+            loaded = self.model.load_weights(self._expected.checkpoint_tensors(tensors))
         finally:
             # Also after a failure: otherwise layers would count the tensors they have buffered as part of the next
             # version.
