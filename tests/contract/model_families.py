@@ -1,12 +1,12 @@
 """Tiny models of many families, as transformers makes and saves them, and what two trainer ranks do with them."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 import trainer_ranks as tr
 import transformers
+from transformers import AutoModelForCausalLM
 
 from lockstep.config.model import ModelConfig
 from lockstep.models.model_loader import load_tokenizer
@@ -22,6 +22,10 @@ EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 
 WINDOWS = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
 LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12}
 ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "first_k_dense_replace": 1}
+
+LINEAR = {"layer_types": ["linear_attention", "full_attention"], "head_dim": 8, "shared_expert_intermediate_size": 16}
+LINEAR |= dict.fromkeys(("linear_num_value_heads", "linear_num_key_heads"), 2)
+LINEAR |= dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 8)
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", USUAL),
@@ -42,6 +46,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("Phi3", USUAL | {"original_max_position_embeddings": 256}),
     "gpt-oss": ("GptOss", USUAL | WINDOWS | {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "glm4": ("Glm4", USUAL | {"head_dim": 8}),
+    "gpt2": ("GPT2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256}),
+    "bloom": ("Bloom", {"hidden_size": 32, "n_layer": 2, "n_head": 4}),
+    "qwen3-next": ("Qwen3Next", USUAL | EXPERTS | LINEAR),
+    "mamba": ("Mamba", {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}),
 }
 """transformers' name and the sizes of each family's tiny model."""
 
@@ -57,12 +65,11 @@ def make_family(folder: Path, family: str) -> Path:
     config_class = getattr(transformers, f"{name}TextConfig", None) or getattr(transformers, f"{name}Config")
     config = config_class(vocab_size=len(tokenizer), dtype="float32", **fields, **ids)
     torch.manual_seed(3)
-    lm = getattr(transformers, f"{name}ForCausalLM")(config)
+    lm = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for tensor in [*lm.parameters(), *(buffer for name, buffer in lm.named_buffers() if "correction" in name)]:
             tensor.add_(torch.randn_like(tensor) * 0.05)
     lm.save_pretrained(folder)
-    (folder / "family.json").write_text(json.dumps(family))
     return folder
 
 
@@ -70,11 +77,11 @@ def train_and_export(recipe: str) -> tr.Case:
     """Trains one step, and exports the model."""
 
     def run(folder: Path, ranks: ParallelContext, port: int) -> tr.Result:
-        cfg = tr.config(folder, "model", recipe)
+        cfg = tr.config(folder, "model", recipe, model={"max_length": 256})
         trainer = FSDP2Trainer(cfg, ranks)
         mode = probe_packing(trainer.policy, trainer.compute_dtype)
         result = tr.train(trainer, tr.batch_of(cfg, ranks.world, mode=mode.mode), 1)
-        result.extra["mode"] = (mode.mode, mode.reason)
+        result.extra["mode"] = mode.mode
         result.extra["fused"] = trainer.policy.fused_decoder is not None and trainer.policy.fused_decoder.enabled
         trainer.export(folder / f"exported-{recipe}")
         return result

@@ -242,6 +242,14 @@ def _match_names(
     policy: PolicyModel, checkpoint: SafetensorsCheckpoint
 ) -> tuple[NameReport, dict[str, StoredWeight], CheckpointMapping]:
     """Returns the report, and how to read each weight and buffer. Raises ModelError."""
+    if quantization := getattr(policy.config, "quantization_config", None):
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
+        raise ModelError(
+            "model.path",
+            str(checkpoint.folder),
+            f"its weights are quantized ({method}), and a trainer needs them in a floating-point type",
+            "give the unquantized checkpoint (to train an adapter on quantized weights, set model.quantization)",
+        )
     found, mapping = _find_sources(policy, checkpoint)
     report, folder = _report(found, mapping), str(checkpoint.folder)
     if report.missing:

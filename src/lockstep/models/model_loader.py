@@ -12,7 +12,14 @@ from accelerate import init_empty_weights
 from huggingface_hub.errors import StrictDataclassError
 from peft.utils.integrations import dequantize_module_weight
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    PreTrainedTokenizerBase,
+)
 from transformers.initialization import no_init_weights
 
 from lockstep.base.text import first_line
@@ -147,7 +154,7 @@ def load_policy(
         ModelError: the checkpoint lacks weights, or the architecture is not supported.
     """
     dtype = dtype or resolve_dtype(cfg.dtype, device)
-    config = load_model_config(cfg)
+    config = _load_supported_config(cfg)
     lm = _build_on_meta(cfg, config, dtype) if meta else _load_from_checkpoint(cfg, config, dtype)
     if not meta:
         lm.to(device)
@@ -167,7 +174,7 @@ def load_quantized_policy(cfg: ModelConfig, device: torch.device, dtype: torch.d
     """
     assert cfg.quantization is not None
     check_quantization(cfg, str(device))
-    config = load_model_config(cfg)
+    config = _load_supported_config(cfg)
     settings = quantization_config(cfg.quantization, dtype)
     policy = PolicyModel(
         _load_from_checkpoint(cfg, config, dtype, quantization_config=settings, device_map={"": device})
@@ -202,6 +209,17 @@ def context_length(hf_config: Any) -> int:
         f"the config of {hf_config.model_type} has no longest sequence",
         "set it to the number of tokens of prompt and completion",
     )
+
+
+def _load_supported_config(cfg: ModelConfig) -> Any:
+    config = load_model_config(cfg)
+    if getattr(config, "is_encoder_decoder", False):
+        problem = f"{config.model_type} is an encoder-decoder model"
+        raise ModelError("model.path", cfg.path, problem, "use a causal language model: a decoder alone")
+    if type(config) in AutoModelForMaskedLM._model_mapping and not getattr(config, "is_decoder", False):
+        problem = f"{config.model_type} attends in both directions"
+        raise ModelError("model.path", cfg.path, problem, "use a causal language model, such as a Llama or a Qwen")
+    return config
 
 
 def _load_from_checkpoint(cfg: ModelConfig, config: Any, dtype: torch.dtype, **settings: Any) -> Any:

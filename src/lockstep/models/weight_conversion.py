@@ -288,7 +288,7 @@ class _ReverseConversion:
             names = ", ".join(list(weights)[:3])
             problem = f"{self.kind}: transformers cannot convert {names} back to the names of checkpoints ({error})"
             remedy = "use another model or another version of transformers"
-            raise ModelError("model.path", None, problem, remedy) from error
+            raise ModelError("model.path", getattr(self.config, "_name_or_path", ""), problem, remedy) from error
 
     def keeps(self, names: Sequence[str], shapes: Mapping[str, Shape]) -> bool:
         """Returns whether weights are the same in a checkpoint, under the same names."""

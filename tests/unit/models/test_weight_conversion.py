@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 from transformers.core_model_loading import (
     Chunk,
@@ -108,6 +108,30 @@ def test_an_engine_gets_the_tensors_of_a_checkpoint_group_by_group(mixtral: Path
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
     assert found["lm_head.weight"] is weights["lm_head.weight"]
+
+
+class Halves(nn.Module):
+    """A module with two weights that a checkpoint has as one tensor."""
+
+    config, _weight_conversions = None, (WeightConverter("w.both", ["w.a", "w.b"], [Chunk(dim=0)]),)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.ParameterDict({name: torch.randn(2, 3) for name in ("a", "b", "other")})
+
+
+def test_weights_that_become_one_tensor_are_one_group() -> None:
+    lm = Halves()
+    weights = {name: parameter.data for name, parameter in lm.named_parameters()}
+    groups = checkpoint_groups(lm, {name: tuple(tensor.shape) for name, tensor in weights.items()})
+    assert [(sorted(group.weights), group.tensors) for group in groups] == [
+        (["w.a", "w.b"], {"w.both": (4, 3)}),
+        (["w.other"], {"w.other": (2, 3)}),
+    ]
+    arriving = [(name, weights[name]) for name in ("w.b", "w.other", "w.a")]
+    found = list(CheckpointNames(lm).convert(arriving))
+    assert [name for name, _ in found] == ["w.other", "w.both"]
+    assert torch.equal(found[1][1], torch.cat([weights["w.a"], weights["w.b"]]))
 
 
 def test_weights_that_a_checkpoint_has_too_are_not_touched(folder: Path) -> None:

@@ -27,6 +27,7 @@ from lockstep.models.lora import (
 )
 from lockstep.models.model_loader import context_length, load_policy, resolve_dtype
 from lockstep.models.policy_model import PolicyModel
+from lockstep.models.weight_conversion import checkpoint_groups
 
 UNLIMITED = 1 << 60
 
@@ -83,16 +84,18 @@ class HostResources:
 
 
 def model_facts(cfg: ModelConfig, device: str) -> ModelFacts:
-    """Builds the model without weights and measures it. Raises ModelError if the model cannot be built, or if the
-    weights in a local folder or the adapter do not match it."""
+    """Builds the model without weights and measures it. Raises ModelError if the model cannot be built or exported, or
+    if the weights in a local folder or the adapter do not match it."""
     policy = load_policy(cfg, "cpu", meta=True)
+    weights = dict(named_weights(policy))
+    checkpoint_groups(policy.lm, {name: tuple(weight.shape) for name, weight in weights.items()})
     folder = Path(cfg.path).expanduser()
     if folder.is_dir():  # weights of a hub name may not be downloaded yet
         check_weights(policy, folder)
     config: Any = policy.config.get_text_config()
     heads = getattr(config, "num_attention_heads", 0)  # a state-space model has none
     return ModelFacts(
-        parameters=sum(parameter.numel() for _, parameter in named_weights(policy)),
+        parameters=sum(parameter.numel() for parameter in weights.values()),
         layers=len(policy.layers),
         hidden=config.hidden_size,
         vocabulary=config.vocab_size,
