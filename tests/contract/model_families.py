@@ -78,7 +78,7 @@ def train_and_export(recipe: str) -> tr.Case:
 
     def run(folder: Path, ranks: ParallelContext, port: int) -> tr.Result:
         cfg = tr.config(folder, "model", recipe, model={"max_length": 256})
-        trainer = FSDP2Trainer(cfg, ranks)
+        trainer = FSDP2Trainer(cfg.policy, ranks)
         mode = probe_packing(trainer.policy, trainer.compute_dtype)
         result = tr.train(trainer, tr.batch_of(cfg, ranks.world, mode=mode.mode), 1)
         result.extra["mode"] = mode.mode
