@@ -58,7 +58,7 @@ def test_the_planned_collectives_are_those_of_a_step(
 ) -> None:
     tr.make_models(tmp_path)
     config = tr.config(tmp_path, "qwen2", "grpo", {"adapter": adapter}, ranks=2, reshard_after_forward=reshard)
-    planned = trainer_collectives(config, model_facts(config.model, "cpu"))
+    planned = trainer_collectives(config, config.policy, model_facts(config.model, "cpu"))
     trainer = FSDP2Trainer(config.policy, ParallelContext(0, 2, torch.device("cpu"), 0.1, dist.group.WORLD))
     batch = tr.batch_of(config, ranks=2, budget=40)
     minibatch = batch.everything()
@@ -96,7 +96,7 @@ def test_replicas_add_the_planned_all_reduce(
     monkeypatch.setattr(dist, "all_reduce", lambda *args, **kw: (counts.update(["reduce"]), original(*args, **kw))[1])
     tr.make_models(tmp_path)
     config = tr.config(tmp_path, "qwen2", "sft", ranks=4, replicas=2)
-    planned = trainer_collectives(config, model_facts(config.model, "cpu"))
+    planned = trainer_collectives(config, config.policy, model_facts(config.model, "cpu"))
     assert [line.operation for line in planned] == ["all_gather", "reduce_scatter", "all_reduce", "all_gather"]
     here, across = dist.new_group([0, 1]), dist.new_group([0, 2])
     ranks = ParallelContext(0, 4, torch.device("cpu"), 0.1, dist.group.WORLD, replicas=2, copy=here, across=across)
@@ -113,7 +113,7 @@ def test_the_vector_of_metrics_is_as_long_as_planned(tmp_path: Path) -> None:
         config = tr.config(tmp_path, "qwen2", recipe, ranks=2)
         (planned,) = [
             line
-            for line in trainer_collectives(config, model_facts(config.model, "cpu"))
+            for line in trainer_collectives(config, config.policy, model_facts(config.model, "cpu"))
             if "gradient norm and metrics" in line.times
         ]
         metrics = make_objective(config.objective).metrics

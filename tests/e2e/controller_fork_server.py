@@ -61,6 +61,7 @@ def become(request: dict, control: socket.socket) -> None:
     os.environ.clear()
     os.environ.update(request["env"])
     sys.argv = ["lockstep", *request["argv"]]
+    add_recipe((request["hold"] or {}).get("recipe"))
     match request["hold"]:
         case {"file": file}:
             stop_when(file)
@@ -83,6 +84,14 @@ def become(request: dict, control: socket.socket) -> None:
         atexit._run_exitfuncs()
         sys.stdout.flush()
         os._exit(end.code if isinstance(end.code, int) else int(bool(end.code)))
+
+
+def add_recipe(module: str | None) -> None:
+    """Imports a recipe of these tests, such as `two_roles`."""
+    if module is not None:
+        sys.path.insert(0, str(Path(__file__).parent))
+        importlib.import_module(module)
+        sys.path.pop(0)
 
 
 def hold(stage: str, seconds: float, at_end: bool) -> None:

@@ -42,7 +42,9 @@ def check_plan(report: CheckReport, config: Config, overrides: Sequence[str], me
     if any(each.id == "model" for each in findings):
         return None  # without its config.json, the model's size is not known
     began = time.monotonic()
-    report.add("memory", "Memory and time", _judge_sizes(config, memory), time.monotonic() - began)
+    findings = _judge_sizes(config, memory)
+    findings += [] if found is None else _judge_other_roles(config, found.plan, memory)
+    report.add("memory", "Memory and time", findings, time.monotonic() - began)
     return None if found is None else found.plan
 
 
@@ -97,6 +99,27 @@ def _judge_sizes(config: Config, memory: ProcessMemory) -> list[Finding]:
         *memory_fit.judge_memory(config, shape, memory),
         *step_durations.judge_durations(config, shape, memory.name, os.environ),
     ]
+
+
+def _judge_other_roles(config: Config, plan: RunPlan, memory: ProcessMemory) -> list[Finding]:
+    """Judges by the plan whether a GPU has the memory that the trained roles besides the policy need."""
+    found = []
+    for role in config.train_roles[1:]:
+        needed = max(process.memory for process in plan.processes if process.role == role.name)
+        id, seen = f"memory-{role.name}", f"a {role.name} rank needs about {needed / 2**30:,.1f} GiB"
+        if memory.device != "cuda" or not memory.bytes:
+            found.append(Finding(id, "note", "", f"{seen}; the time that it takes was not estimated"))
+        elif needed <= memory.bytes * (1 - memory_fit.RESERVE):
+            found.append(Finding(id, "ok", "", f"{seen}, of {memory.bytes / 2**30:,.1f} GiB of a GPU"))
+        else:
+            found.append(
+                Finding(
+                    id, "error", "", f"{seen}, of {memory.bytes / 2**30:,.1f} GiB of a GPU",
+                    "the rank runs out of memory in its first steps",
+                    f"give the {role.name} more ranks or activation checkpointing, or lower token_budget",
+                )
+            )  # fmt: skip
+    return found
 
 
 def _model_config(config: Config) -> dict[str, object]:

@@ -66,6 +66,8 @@ def show_plan(
     if found.model is not None:
         console.print(_collective_table(found.plan))
         console.print(_size_line(found.plan, found.model))
+    for role, model in found.other_models.items():
+        console.print(f"{role}: {model.parameters / 1e6:,.2f} M parameters, {model.dtype}")
     return 0
 
 

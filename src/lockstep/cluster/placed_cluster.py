@@ -23,6 +23,7 @@ from lockstep.cluster.placement.reservations import (
 )
 from lockstep.cluster.protocol import WorkerDied, WorkerSpec
 from lockstep.config.cluster import PlacementConfig
+from lockstep.config.roles import UNTRAINED_ROLES
 from lockstep.watch.agent.agent_client import AgentGone
 
 
@@ -80,8 +81,8 @@ class PlacedCluster(AgentCluster):
 
     def _prepare(self, specs: Sequence[WorkerSpec]) -> None:
         self._check_open()
-        ranks = [_planned_name(spec) for spec in specs if spec.role == "policy"]
-        if ranks:
+        for role in sorted({spec.role for spec in specs} - set(UNTRAINED_ROLES)):
+            ranks = [_planned_name(spec) for spec in specs if spec.role == role]
             self._reservations.set_ranks(ranks, {node.id for node in self._nodes if node.alive})
 
     def _check_open(self) -> None:

@@ -97,7 +97,7 @@ class RayClusterConfig(Section):
 ClusterConfig = Annotated[LocalClusterConfig | RayClusterConfig, Field(discriminator="kind"), default_kind("local")]
 
 
-PlacedRole = Literal["policy", "rollout"]
+PlacedRole = Literal["policy", "critic", "rollout"]
 
 
 class RolePlacement(Section):
@@ -121,6 +121,7 @@ class PlacementConfig(Section):
     """Roles whose processes share GPUs (`all` or `[policy, rollout]`): engines sleep while the trainer trains. With
     `rollout.engine.kind: vllm` their weights and KV cache leave the GPU in the meantime."""
     policy: RolePlacement = RolePlacement()
+    critic: RolePlacement = RolePlacement()
     rollout: RolePlacement = RolePlacement()
 
     @model_validator(mode="after")
@@ -128,6 +129,10 @@ class PlacementConfig(Section):
         if self.colocate and self.colocate != "all" and set(self.colocate) != {"policy", "rollout"}:
             raise ValueError(f"colocate {list(self.colocate)}: expected all, or [policy, rollout]")
         return self
+
+    def of_role(self, role: str) -> RolePlacement | None:
+        """The placement of a role; None if it has no settings of its own."""
+        return {"policy": self.policy, "critic": self.critic, "rollout": self.rollout}.get(role)
 
     @property
     def shared(self) -> bool:

@@ -22,7 +22,7 @@ class RecoveryConfig(Section):
     enable: bool = True
     """False stops the run at the first failure of an engine or a trainer rank."""
     policy: RestartBudget = RestartBudget()
-    """For the trainer ranks, which are restarted together."""
+    """For the trainer ranks, which are restarted together; each trained role has a budget of this size."""
     rollout: RestartBudget = RestartBudget()
     """For each engine."""
     fewer_ranks: bool = False

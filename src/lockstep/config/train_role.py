@@ -12,7 +12,7 @@ class TrainRole(Section):
     """A model with its trainer and its objective. A recipe's config derives it from its own fields, so that a rank
     knows no recipe."""
 
-    name: str
+    name: str = Field(pattern=r"^[a-z][a-z0-9_]*$")
     """The role of the processes, such as `policy` or `critic`."""
     model: ModelConfig
     trainer: TrainerConfig

@@ -27,6 +27,8 @@ _STALL_NOTICE_S = 10.0
 """A stall is reported within this time. During an older part of the wait, the process still made progress."""
 _SEVERITIES = ("error", "warning", "note")
 _CLOSING_ACTIONS = ("restarted", "gave up")
+_SINGLE_WORKERS = ("engine-", "scorer-", "environment-", "courier-")
+"""Workers that are restarted one by one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,9 +208,10 @@ def _repairs(events: Sequence[EventRow]) -> list[_Repair]:
 
 
 def _restart_unit(worker: str) -> str:
-    """Returns what is restarted together: `policy` for all trainer ranks, or an engine's name without restart
-    numbers."""
-    return "policy" if worker.startswith("policy-") else worker.partition(",")[0].partition(".")[0]
+    """Returns what is restarted together: a trained role, such as `policy`, for all its ranks, or an engine's name
+    without restart numbers."""
+    name = worker.partition(",")[0].partition(".")[0]
+    return name if name.startswith(_SINGLE_WORKERS) else name.rpartition("-")[0] or name
 
 
 def _repair_of(stall: _Stall, repairs: Sequence[_Repair]) -> int | None:

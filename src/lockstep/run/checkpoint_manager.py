@@ -2,6 +2,7 @@
 
 import logging
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -10,8 +11,11 @@ from lockstep.cluster.protocol import RemoteError
 from lockstep.config.trainer import CheckpointConfig as CheckpointConfig
 from lockstep.ledger.ledger import Ledger
 from lockstep.train.checkpoint_retention import (
+    are_parts_complete,
     checkpoint_bytes,
     checkpoints_to_keep,
+    create_parts_folder,
+    join_parts,
     remove_checkpoint,
     remove_leftovers,
 )
@@ -23,7 +27,7 @@ _CHECKPOINT_NAME = re.compile(r"\d{8,}")
 
 
 class CheckpointSaver(Protocol):
-    """The part of the policy that writes checkpoints."""
+    """What writes checkpoints: all trained roles."""
 
     def save(self, folder: Path) -> None: ...
 
@@ -31,7 +35,7 @@ class CheckpointSaver(Protocol):
 
 
 class CheckpointLoader(Protocol):
-    """The part of the policy that reads checkpoints."""
+    """What reads checkpoints: all trained roles."""
 
     def load(self, folder: Path) -> None: ...
 
@@ -65,10 +69,21 @@ def restore_checkpoint(loader: CheckpointLoader, ledger: Ledger) -> int:
 
 class CheckpointManager:
     """Writes checkpoints in the background. A checkpoint is valid once it is in the ledger, which happens when it is
-    complete on disk."""
+    complete on disk.
 
-    def __init__(self, config: CheckpointConfig, folder: Path, ledger: Ledger, saver: CheckpointSaver) -> None:
-        self.config, self.folder, self.ledger, self.saver = config, folder, ledger, saver
+    Args:
+        parts: the subfolders that a checkpoint consists of; empty if it is one folder.
+    """
+
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        folder: Path,
+        ledger: Ledger,
+        saver: CheckpointSaver,
+        parts: Sequence[str] = (),
+    ) -> None:
+        self.config, self.folder, self.ledger, self.saver, self.parts = config, folder, ledger, saver, parts
         self._pending: tuple[int, Path, float | None] | None = None
         self._clear()
 
@@ -87,7 +102,7 @@ class CheckpointManager:
         """Starts writing a checkpoint in the background, once an earlier one is finished."""
         self.finish()
         path = self.folder / f"{version:08d}"  # matches _CHECKPOINT_NAME
-        self.saver.save(path)
+        self.saver.save(create_parts_folder(path) if self.parts else path)
         self._pending = (version, path, metric)
 
     def poll(self) -> None:
@@ -95,6 +110,8 @@ class CheckpointManager:
         if self._pending is None or not self.saver.saved():
             return
         (version, path, metric), self._pending = self._pending, None
+        if self.parts:
+            join_parts(path)
         self.ledger.record_checkpoint(version - 1, path, metric)
         self._prune()
 
@@ -119,6 +136,8 @@ class CheckpointManager:
         """Handles the loss of the ranks that write a checkpoint: enters it into the ledger if it is complete, else
         deletes it."""
         pending, self._pending = self._pending, None
+        if pending is not None and self.parts and are_parts_complete(pending[1], self.parts):
+            join_parts(pending[1])
         if pending is not None and pending[1].is_dir():  # only a complete checkpoint has this name
             version, path, metric = pending
             self.ledger.record_checkpoint(version - 1, path, metric)

@@ -16,7 +16,8 @@ from lockstep.cluster.agent_cluster import AgentCluster
 from lockstep.cluster.cluster_factory import InheritedProcesses, open_cluster, take_over_processes
 from lockstep.cluster.protocol import Worker
 from lockstep.cluster.rpc.futures import gather_results
-from lockstep.config.roles import ROLE_OF_PROCESSES
+from lockstep.config.roles import ROLE_OF_PROCESSES, name_of_ranks
+from lockstep.config.train_role import TrainRole
 from lockstep.ledger.errors import LedgerError
 from lockstep.ledger.ledger import Ledger
 from lockstep.report.run_summary import package_versions
@@ -36,6 +37,7 @@ from lockstep.run.rollout_buffer import PromptSampler, RolloutBuffer
 from lockstep.run.run import Run, RunRoles
 from lockstep.run.run_id import claim_run_id
 from lockstep.run.run_reporter import RunReporter, controller_logging
+from lockstep.run.trained_roles import TrainedRoles
 from lockstep.run.trainer_group import TrainerGroup, set_up_ranks
 from lockstep.run.weight_sync import WeightPublisher, make_device_sync, make_weight_delivery
 from lockstep.run.worker_launcher import RunWorkerLauncher
@@ -125,13 +127,15 @@ def start_supervisor(
     if not config.enable:
         return
     recovers = config.on_stall == "recover" and prepared.config.recovery.enable
+    trained = {name_of_ranks(role.name): role.name for role in prepared.config.train_roles}
+    aliases = {**ROLE_OF_PROCESSES, **trained}
     if recovers:
         recovery.listen(reporter.verdicts, cluster.kill)
     cluster.supervise(
         StallThresholds(notice_s=config.notice_s, still_s=config.confirm_after_s),
         reporter.verdicts.handle,
         on_stall="free" if recovers else "dump" if config.on_stall == "dump" else "report",
-        aliases={name: WaitAlias(role) for name, role in ROLE_OF_PROCESSES.items()},
+        aliases={name: WaitAlias(role) for name, role in aliases.items()},
         facts={
             "config": prepared.config.model_dump(mode="json"),
             "versions": package_versions(),
@@ -142,7 +146,7 @@ def start_supervisor(
 
 
 def launch_all(prepared: PreparedRun, launcher: RunWorkerLauncher) -> tuple[list[Worker], list[Worker]]:
-    """Starts trainer ranks and engines.
+    """Starts the ranks of all trained roles, and engines.
 
     Engines that share GPUs with the ranks are put to sleep before the ranks use the GPUs: vLLM refuses to start if less
     than its share of a GPU is free, or if other processes allocate memory while it measures its own.
@@ -217,30 +221,35 @@ def _start_run(
         with reporter.stage("start"):
             launcher = RunWorkerLauncher(prepared, cluster, ledger.generation)
             ranks, workers = launch_all(prepared, launcher)
-            policy, start = _start_trainer(prepared, ledger, ranks)
+            trained, start = _start_trainers(prepared, ledger, ranks)
             engines = _make_rollout_client(prepared, launcher, recovery, workers)
             if engines is not None:
                 closing.callback(engines.close)
-            roles = _make_roles(prepared, ledger, reporter, launcher, policy, engines, start)
-            memory = MemoryCheckpointer(policy, run_shm_dir(name) / "state") if prepared.plan.memory_copy else None
+            roles = _make_roles(prepared, ledger, reporter, launcher, trained, engines, start)
+            memory = MemoryCheckpointer(trained, run_shm_dir(name) / "state") if prepared.plan.memory_copy else None
             cluster.release()
         context = RecoveryContext(recovery, launcher, memory)
         closing.enter_context(infrequent_gc())
         yield Run(prepared.config, prepared.folder, ledger, roles, reporter, interrupt, start, context)
 
 
-def _start_trainer(prepared: PreparedRun, ledger: Ledger, workers: list[Worker]) -> tuple[TrainerGroup, int]:
-    """Sets up the trainer ranks and loads the newest checkpoint. Returns them and the number of steps done."""
-    policy = TrainerGroup(workers, set_up_ranks(workers), prepared.config.policy)
-    _log_packing(prepared, policy.info)
-    if policy.info.slower:
-        log.warning("%s", policy.info.slower)
-    return policy, restore_checkpoint(policy, ledger)
+def _start_trainers(prepared: PreparedRun, ledger: Ledger, workers: list[Worker]) -> tuple[TrainedRoles, int]:
+    """Sets up the trainer ranks and loads the newest checkpoint. Returns the roles and the number of steps done."""
+    infos, groups = set_up_ranks(workers), []
+    for role in prepared.config.train_roles:
+        own = [(worker, info) for worker, info in zip(workers, infos, strict=True) if worker.spec.role == role.name]
+        group = TrainerGroup([worker for worker, _ in own], [info for _, info in own], role)
+        groups.append(group)
+        _log_packing(role, group.info)
+        if group.info.slower:
+            log.warning("%s", group.info.slower)
+    trained = TrainedRoles(groups)
+    return trained, restore_checkpoint(trained, ledger)
 
 
-def _log_packing(prepared: PreparedRun, info: TrainerInfo) -> None:
+def _log_packing(role: TrainRole, info: TrainerInfo) -> None:
     """Logs the packing mode, as a warning if training is slower than the user may expect."""
-    chosen = prepared.config.model.packing != "auto"
+    chosen = role.model.packing != "auto"
     notes = {
         "forest": "",
         "block": ": prompts are not shared",
@@ -263,12 +272,12 @@ def _make_roles(
     ledger: Ledger,
     reporter: RunReporter,
     launcher: RunWorkerLauncher,
-    policy: TrainerGroup,
+    trained: TrainedRoles,
     engines: RolloutClient | None,
     version: int,
 ) -> RunRoles:
-    config, cluster = prepared.config, launcher.cluster
-    roles = RunRoles(policy, prepared.samples)
+    config, cluster, policy = prepared.config, launcher.cluster, trained.policy
+    roles = RunRoles(trained, prepared.samples)
     if config.reward is not None:
         roles.rewards = ScorerPool(cluster, config.reward)
         roles.rewards.start()
@@ -276,7 +285,8 @@ def _make_roles(
         return roles
     roles.engines = engines
     setup = prepared, policy, engines.workers, cluster, launcher
-    roles.weights = WeightPublisher(policy, engines, make_weight_delivery(*setup), ledger, make_device_sync(*setup))
+    delivery, devices = make_weight_delivery(*setup), make_device_sync(*setup)
+    roles.weights = WeightPublisher(policy, engines, delivery, ledger, devices, trained.offload)
     roles.weights.open_on_ranks()
     roles.weights.publish(version)
     if (wanted := config.generation) is not None:

@@ -1,4 +1,4 @@
-"""A trainer rank of the policy: a trainer service that also publishes its weights."""
+"""The trainer ranks of a run: of any trained role, and of the policy, which also publishes its weights."""
 
 from pathlib import Path
 from typing import Any
@@ -14,18 +14,29 @@ from lockstep.weights.stream.weight_stream import StreamSender
 from lockstep.weights.weight_store import WeightStore
 
 
-class PolicyService(TrainerService, PolicyAPI):
-    """A trainer rank of the policy."""
+class RoleService(TrainerService):
+    """A trainer rank of any role of a run."""
 
-    def __init__(self, run_id: str, check: str, **arguments: Any) -> None:
+    def __init__(self, run_id: str, **arguments: Any) -> None:
         """Raises FolderNotShared if this host does not see the run's folder.
 
         Args:
             run_id: the id in the run's folder.
-            check: `sampled` or `complete` checksums of published weights.
         """
         super().__init__(**arguments)
         check_folder_shared(self.run_folder, run_id)
+
+
+class PolicyService(RoleService, PolicyAPI):
+    """A trainer rank of the policy."""
+
+    def __init__(self, check: str, **arguments: Any) -> None:
+        """Raises FolderNotShared if this host does not see the run's folder.
+
+        Args:
+            check: `sampled` or `complete` checksums of published weights.
+        """
+        super().__init__(**arguments)
         self._check_completely = check == "complete"
         self._weights: WeightStore | None = None
         self._sender: StreamSender | None = None

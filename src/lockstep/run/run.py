@@ -22,6 +22,7 @@ from lockstep.run.recovery.trainer_recovery import RecoveryContext, TrainerRecov
 from lockstep.run.rollout_buffer import RolloutBuffer
 from lockstep.run.run_reporter import RunReporter
 from lockstep.run.step_metrics import rollout_metrics, update_metrics
+from lockstep.run.trained_roles import TrainedRoles
 from lockstep.run.trainer_group import TrainerGroup
 from lockstep.run.weight_sync import WeightPublisher
 
@@ -45,7 +46,7 @@ class MissingRole(RuntimeError):
 class RunRoles:
     """The roles that were started; None for those that the config does not need."""
 
-    policy: TrainerGroup
+    trained: TrainedRoles
     samples: SampleSource[Any]
     engines: RolloutClient | None = None
     rewards: ScorerPool | None = None
@@ -76,11 +77,11 @@ class Run:
         self.recovery, self.memory = context.manager, context.memory
         self.config, self.folder, self.ledger, self.roles = config, folder, ledger, roles
         self.reporter, self.interrupt = reporter, interrupt
-        self.policy = roles.policy
-        self.checkpoints = CheckpointManager(config.checkpoint, folder / "checkpoints", ledger, roles.policy)
-        self.trainer_recovery = TrainerRecovery(
-            roles.policy, context, self.checkpoints, ledger, roles.weights, config.trainer
+        self.trained = roles.trained
+        self.checkpoints = CheckpointManager(
+            config.checkpoint, folder / "checkpoints", ledger, roles.trained, roles.trained.parts
         )
+        self.trainer_recovery = TrainerRecovery(roles.trained, context, self.checkpoints, ledger, roles.weights)
         self._start = self._version = start
         """The number of completed steps at the start, and now."""
         self._boundary_done = -1
@@ -88,6 +89,14 @@ class Run:
         self._last_reported = start - 1
         """The last step whose metrics were reported."""
         self._row: dict[str, float] = {}
+
+    @property
+    def policy(self) -> TrainerGroup:
+        return self.trained.policy
+
+    @property
+    def critic(self) -> TrainerGroup:
+        return _require_role(self.trained.get("critic"), "critic")
 
     @property
     def engines(self) -> RolloutClient:
@@ -135,8 +144,8 @@ class Run:
 
     @contextmanager
     def transaction(self, step: int) -> Iterator[None]:
-        """Wraps a step. If a trainer rank fails in it, all ranks are restarted, and `steps` resumes from the newest
-        state that can be restored: later steps are trained again from their stored rollouts.
+        """Wraps a step. If a trainer rank fails in it, all ranks of its role are restarted, and `steps` resumes from
+        the newest state that can be restored: later steps are trained again from their stored rollouts.
 
         Raises:
             GaveUp: no restart is left in the budget, or the same error occurred again.
@@ -171,8 +180,8 @@ class Run:
         """Times and shows a stage of the current step. If the config says so, the trainer frees its GPUs while engines
         generate, and engines free theirs while the trainer trains."""
         with self.reporter.stage(name):
-            if name in GENERATION_STAGES and self.config.trainer.offload.anything:
-                self.policy.offload()
+            if name in GENERATION_STAGES:
+                self.trained.offload()
             if name in TRAINING_STAGES and self.config.placement.shared and self.roles.engines is not None:
                 self.roles.engines.sleep()
             yield
@@ -195,13 +204,16 @@ class Run:
             self.ledger.record_rollouts(step, groups.rollouts, {"seed": self.seed(step), **groups.extra})
         self._row |= rollout_metrics(groups.rollouts) | groups.metrics() | self.rollouts.metrics(step)
 
-    def commit(self, step: int, stats: Sequence[Mapping[str, float]]) -> None:
+    def commit(self, step: int, stats: Sequence[Mapping[str, float]], **others: Sequence[Mapping[str, float]]) -> None:
         """Records that the step is trained.
 
         Args:
-            stats: the metrics of its optimizer steps.
+            stats: the metrics of the policy's optimizer steps.
+            others: those of other trained roles, by role, such as `critic=...`.
         """
         joined = update_metrics(stats)
+        for role, of_role in others.items():
+            joined |= {f"{role}/{name}": value for name, value in update_metrics(of_role).items()}
         self._row |= {name if "/" in name else f"policy/{name}": value for name, value in joined.items()}
         self.ledger.commit(step, joined)
         if self.memory is not None:

@@ -1,4 +1,4 @@
-"""The policy's trainer ranks as one object: every method calls all ranks and returns one result."""
+"""The ranks of a trained role as one object: every method calls all ranks and returns one result."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,17 +13,20 @@ from lockstep.config.train_role import TrainRole
 from lockstep.data.micro_batch import MiniBatch
 from lockstep.data.mini_batches import TrainingBatch
 from lockstep.run.policy_api import PolicyAPI
-from lockstep.train.trainer_api import TrainerInfo
+from lockstep.train.trainer_api import TrainerAPI, TrainerInfo
 
 
 def set_up_ranks(workers: Sequence[Worker]) -> list[TrainerInfo]:
-    """Makes trainer ranks connect to each other and load the model."""
-    names = [worker_and_node(worker) for worker in workers]
-    return gather_results([worker.submit(PolicyAPI.setup, names) for worker in workers], why="load the model")
+    """Makes the ranks of each role connect to each other and load the model, all roles at the same time."""
+    names: dict[str, list[str]] = {}
+    for worker in workers:
+        names.setdefault(worker.spec.role, []).append(worker_and_node(worker))
+    calls = [worker.submit(TrainerAPI.setup, names[worker.spec.role]) for worker in workers]
+    return gather_results(calls, why="load the model")
 
 
 class TrainerGroup:
-    """The trainer ranks of the policy."""
+    """The trainer ranks of one role."""
 
     def __init__(self, workers: Sequence[Worker], infos: Sequence[TrainerInfo], role: TrainRole) -> None:
         self.role, self.objective = role, role.objective
@@ -45,7 +48,7 @@ class TrainerGroup:
         self.onload()
         return gather_results(
             [
-                worker.submit(PolicyAPI.evaluate, encoded, list(want))
+                worker.submit(TrainerAPI.evaluate, encoded, list(want))
                 for worker, encoded in zip(self.workers, minibatch.encode(), strict=True)
             ],
             why=" and ".join(want),
@@ -55,13 +58,13 @@ class TrainerGroup:
         """Moves state to host memory while engines generate, if the config says so; other methods bring it back."""
         if self._offload.anything and not self._offloaded:
             moved = self._offload.parameters, self._offload.optimizer
-            gather_identical([worker.submit(PolicyAPI.offload, *moved) for worker in self.workers], why="offload")
+            gather_identical([worker.submit(TrainerAPI.offload, *moved) for worker in self.workers], why="offload")
             self._offloaded = True
 
     def onload(self) -> None:
         """Brings offloaded state back."""
         if self._offloaded:
-            gather_identical([worker.submit(PolicyAPI.onload) for worker in self.workers], why="onload")
+            gather_identical([worker.submit(TrainerAPI.onload) for worker in self.workers], why="onload")
             self._offloaded = False
 
     def annotate(self, batch: TrainingBatch) -> None:
@@ -81,7 +84,7 @@ class TrainerGroup:
         self.onload()
         stats = gather_identical(
             [
-                worker.submit(PolicyAPI.step, encoded)
+                worker.submit(TrainerAPI.step, encoded)
                 for worker, encoded in zip(self.workers, minibatch.encode(), strict=True)
             ],
             why="optimizer step",
@@ -92,35 +95,37 @@ class TrainerGroup:
 
     def save(self, folder: Path) -> None:
         gather_identical(
-            [worker.submit(PolicyAPI.save, str(folder)) for worker in self.workers], why="copy for checkpoint"
+            [worker.submit(TrainerAPI.save, str(folder)) for worker in self.workers], why="copy for checkpoint"
         )
 
     def saved(self) -> bool:
         """Whether the last save is complete on disk."""
-        return all(gather_results([worker.submit(PolicyAPI.saved) for worker in self.workers], why="checkpoint"))
+        return all(gather_results([worker.submit(TrainerAPI.saved) for worker in self.workers], why="checkpoint"))
 
     def load(self, folder: Path) -> None:
         self.onload()
-        gather_identical([worker.submit(PolicyAPI.load, str(folder)) for worker in self.workers], why="load checkpoint")
+        gather_identical(
+            [worker.submit(TrainerAPI.load, str(folder)) for worker in self.workers], why="load checkpoint"
+        )
 
     def save_to_memory(self, folder: Path, version: int) -> None:
         gather_identical(
-            [worker.submit(PolicyAPI.save_to_memory, str(folder), version) for worker in self.workers], why="copy"
+            [worker.submit(TrainerAPI.save_to_memory, str(folder), version) for worker in self.workers], why="copy"
         )
 
     def load_from_memory(self, folder: Path, version: int) -> None:
         self.onload()
         gather_identical(
-            [worker.submit(PolicyAPI.load_from_memory, str(folder), version) for worker in self.workers],
+            [worker.submit(TrainerAPI.load_from_memory, str(folder), version) for worker in self.workers],
             why="load copy",
         )
 
     def export(self, folder: Path) -> None:
-        gather_identical([worker.submit(PolicyAPI.export, str(folder)) for worker in self.workers], why="export")
+        gather_identical([worker.submit(TrainerAPI.export, str(folder)) for worker in self.workers], why="export")
 
     def export_adapter(self, folder: Path) -> None:
         gather_identical(
-            [worker.submit(PolicyAPI.export_adapter, str(folder)) for worker in self.workers], why="export"
+            [worker.submit(TrainerAPI.export_adapter, str(folder)) for worker in self.workers], why="export"
         )
 
     def write_weights(self, version: int) -> None:

@@ -6,7 +6,7 @@ Publishing is versioned, fenced and idempotent.
 import itertools
 import logging
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -193,6 +193,7 @@ class WeightPublisher:
         delivery: transfers versions through host memory.
         devices: sends weights from GPU to GPU, if the placement allows. What the ranks write is then read only by
             engines that missed a version.
+        offload: frees the devices that engines share with trained roles; the policy's by default.
     """
 
     def __init__(
@@ -202,8 +203,10 @@ class WeightPublisher:
         delivery: WeightTransport,
         ledger: Ledger,
         devices: DeviceWeightSync | None = None,
+        offload: Callable[[], None] | None = None,
     ) -> None:
         self.policy, self.engines, self.delivery, self.ledger, self.devices = policy, engines, delivery, ledger, devices
+        self._offload = policy.offload if offload is None else offload
         self.published: int | None = None
 
     def open_on_ranks(self) -> None:
@@ -222,7 +225,7 @@ class WeightPublisher:
 
         def write() -> list[Worker]:
             self.policy.write_weights(version)
-            self.policy.offload()  # engines on the same devices wake to load the weights
+            self._offload()  # engines on the same devices wake to load the weights
             engines = self.engines.workers
             received[:] = [] if self.devices is None else self.devices.publish(version, engines)
             return [engine for engine in engines if engine not in received]

@@ -1,10 +1,12 @@
 """Starts the workers of a run as planned, and their replacements after a failure."""
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from lockstep.cluster.protocol import Cluster, NodeInfo, Worker, WorkerSpec, successor_name
+from lockstep.config.train_role import TrainRole
 from lockstep.rollout.engine_protocol import ENGINE_SERVICE
 from lockstep.run.planning.prepare import PreparedRun
 from lockstep.run.planning.run_plan import PlannedProcess
@@ -12,6 +14,7 @@ from lockstep.run.run_id import read_run_id
 from lockstep.weights.relay.relay_api import RELAY_SERVICE
 
 POLICY_SERVICE = "lockstep.run.policy_service:PolicyService"
+ROLE_SERVICE = "lockstep.run.policy_service:RoleService"
 WEIGHT_READERS = {
     "sampled": "lockstep.weights.shared_memory_transport:StoreReader",
     "complete": "lockstep.weights.shared_memory_transport:complete_store_reader",
@@ -34,14 +37,16 @@ PLACEMENT_LIMIT_S = 60.0
 
 
 class RunWorkerLauncher:
-    """Implements `WorkerLauncher` for trainer ranks (role policy), engines (role rollout) and weight relays (role
-    weights). Scorers and environments are started by their pools."""
+    """Implements `WorkerLauncher` for the ranks of trained roles (such as policy), engines (role rollout) and weight
+    relays (role weights). Scorers and environments are started by their pools."""
 
     def __init__(self, prepared: PreparedRun, cluster: Cluster, generation: int) -> None:
         self.prepared, self.cluster, self.generation = prepared, cluster, generation
         self._latest: dict[tuple[str, int], str] = {}
         """The name of the latest process, by role and rank."""
-        self._trainer_starts = 0
+        self._roles = {role.name: role for role in prepared.config.train_roles}
+        self._trainer_starts: Counter[str] = Counter()
+        """How often the ranks of each trained role were started."""
         self.relay_transport = "gloo"
         """The transport between relays."""
         self._relay_ranks: dict[str, int] = {}
@@ -50,17 +55,17 @@ class RunWorkerLauncher:
     def launch_all(self) -> tuple[list[Worker], list[Worker]]:
         """Starts trainer ranks and engines in parallel. Engines load their models as they start; ranks use no device
         before they are set up."""
-        specs = self._trainer_specs(self.prepared.config.trainer.ranks)
+        specs = [spec for role in self._roles.values() for spec in self._trainer_specs(role, role.trainer.ranks)]
         specs += [self._engine_spec(process) for process in self._planned("rollout")]
         workers = self._start(specs)
-        return [w for w in workers if w.spec.role == "policy"], [w for w in workers if w.spec.role == "rollout"]
+        return [w for w in workers if w.spec.role in self._roles], [w for w in workers if w.spec.role == "rollout"]
 
     def launch(self, role: str, ranks: Sequence[int] = (), node: NodeInfo | None = None) -> list[Worker]:
-        """See `WorkerLauncher`. Trainer ranks always start together, so their `ranks` begin at 0."""
+        """See `WorkerLauncher`. The ranks of a trained role always start together, so their `ranks` begin at 0."""
         if node is not None:
             return self._start([self._relay_spec(node)])
-        if role == "policy":
-            return self._start(self._trainer_specs(len(ranks)))
+        if role in self._roles:
+            return self._start(self._trainer_specs(self._roles[role], len(ranks)))
         planned = self._planned(role)
         return self._start([self._engine_spec(planned[rank]) for rank in ranks])
 
@@ -77,18 +82,18 @@ class RunWorkerLauncher:
     def _planned(self, role: str) -> list[PlannedProcess]:
         return [process for process in self.prepared.plan.processes if process.role == role]
 
-    def _trainer_specs(self, count: int) -> list[WorkerSpec]:
-        start, self._trainer_starts = self._trainer_starts, self._trainer_starts + 1
-        return [self._trainer_spec(process, start, count) for process in self._planned("policy")[:count]]
+    def _trainer_specs(self, role: TrainRole, count: int) -> list[WorkerSpec]:
+        start = self._trainer_starts[role.name]
+        self._trainer_starts[role.name] += 1
+        return [self._trainer_spec(role, process, start, count) for process in self._planned(role.name)[:count]]
 
-    def _trainer_spec(self, process: PlannedProcess, start: int, world: int) -> WorkerSpec:
+    def _trainer_spec(self, role: TrainRole, process: PlannedProcess, start: int, world: int) -> WorkerSpec:
         config = self.prepared.config
-        trainer = config.trainer.model_copy(update={"threads": process.threads, "ranks": world})
+        trainer = role.trainer.model_copy(update={"threads": process.threads, "ranks": world})
         host, port = self.cluster.store()
         folder = self.prepared.folder.absolute()  # workers on other nodes have another working folder
         arguments = {
-            "role": config.policy.model_copy(update={"trainer": trainer}).model_dump(mode="json"),
-            "check": config.weights.check,
+            "role": role.model_copy(update={"trainer": trainer}).model_dump(mode="json"),
             "rank": process.rank,
             "world": world,
             "store_host": host,
@@ -99,9 +104,12 @@ class RunWorkerLauncher:
             "generation": self.generation,
             "restarts": start,
         }
-        spec = self._spec(process, POLICY_SERVICE, arguments)
+        if role.name == config.policy.name:
+            spec = self._spec(process, POLICY_SERVICE, {**arguments, "check": config.weights.check})
+        else:
+            spec = self._spec(process, ROLE_SERVICE, arguments)
         if config.recovery.fewer_ranks:
-            spec.placement_limit_s = PLACEMENT_LIMIT_S if world == config.trainer.ranks else PLACEMENT_LIMIT_S / 4
+            spec.placement_limit_s = PLACEMENT_LIMIT_S if world == role.trainer.ranks else PLACEMENT_LIMIT_S / 4
         return spec
 
     def _engine_spec(self, process: PlannedProcess) -> WorkerSpec:

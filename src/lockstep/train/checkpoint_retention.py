@@ -4,9 +4,14 @@ Separate from `checkpoint`, so that the controller does not import torch.
 """
 
 import os
+import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from lockstep.ledger.durable_files import fsync_folder
+
+_LEFTOVER_NAME = re.compile(r".*\.tmp-.*|\d{8,}\.parts")
 
 
 def checkpoints_to_keep(steps: Mapping[int, float | None], keep_last: int, keep_best: bool) -> set[int]:
@@ -26,9 +31,35 @@ def remove_checkpoint(folder: Path) -> None:
     shutil.rmtree(renamed)
 
 
+def create_parts_folder(folder: Path) -> Path:
+    """Creates the folder in which the parts of the checkpoint `folder` are written, and returns it."""
+    parts = _parts_folder(folder)
+    parts.mkdir(parents=True, exist_ok=True)
+    return parts
+
+
+def are_parts_complete(folder: Path, parts: Sequence[str]) -> bool:
+    """Whether all these parts of the checkpoint `folder` are written. Only a complete part has its name."""
+    return all((_parts_folder(folder) / part).is_dir() for part in parts)
+
+
+def join_parts(folder: Path) -> None:
+    """Gives a checkpoint whose parts are complete its final name, durably."""
+    written = _parts_folder(folder)
+    fsync_folder(written)
+    if folder.exists():  # a step was repeated
+        remove_checkpoint(folder)
+    written.rename(folder)
+    fsync_folder(folder.parent)
+
+
+def _parts_folder(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.parts")
+
+
 def remove_leftovers(parent: Path) -> list[Path]:
     """Deletes leftovers of interrupted saves and deletions in `parent` and returns them. No trainer may be running."""
-    leftovers = sorted(path for path in parent.glob("*.tmp-*") if path.is_dir())
+    leftovers = sorted(path for path in parent.glob("*") if _LEFTOVER_NAME.fullmatch(path.name) and path.is_dir())
     for path in leftovers:
         shutil.rmtree(path)
     return leftovers

@@ -104,14 +104,14 @@ class MemoryCheckpoints:
         return _slot_file(self.folder, self.rank, slot)
 
 
-def newest_memory_checkpoint(folder: Path, world: int) -> int | None:
-    """Returns the newest version of which all ranks have a complete copy; None if there is none."""
+def memory_checkpoint_versions(folder: Path, world: int) -> set[int]:
+    """Returns the versions of which all ranks have a complete copy."""
     common: set[int] | None = None
     for rank in range(world):
         found = [read_slot(folder, rank, slot) for slot in range(MEMORY_SLOTS)]
         versions = {each["version"] for each in found if each is not None and each["world"] == world}
         common = versions if common is None else common & versions
-    return max(common, default=None) if common else None
+    return common or set()
 
 
 def read_slot(folder: Path, rank: int, slot: int) -> dict[str, Any] | None:

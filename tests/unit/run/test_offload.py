@@ -14,8 +14,9 @@ from lockstep.run.interrupt import InterruptHandler
 from lockstep.run.lifecycle import launch_all
 from lockstep.run.recovery.recovery_manager import RecoveryManager
 from lockstep.run.recovery.trainer_recovery import RecoveryContext
-from lockstep.run.run import Run, RunRoles
+from lockstep.run.run import MissingRole, Run, RunRoles
 from lockstep.run.run_reporter import StageTimers
+from lockstep.run.trained_roles import TrainedRoles
 from lockstep.run.trainer_group import TrainerGroup
 from lockstep.run.weight_sync import WeightPublisher
 
@@ -62,7 +63,7 @@ def run_of(folder: Path, worker: Worker, offload: dict[str, bool], colocate: obj
             config,
             ledger.folder,
             ledger,
-            RunRoles(policy, [], engines),
+            RunRoles(TrainedRoles([policy]), [], engines),
             reporter,
             InterruptHandler(),
             0,
@@ -130,6 +131,27 @@ def test_engines_load_weights_after_the_trainer_has_freed_memory(tmp_path: Path,
     for version in (1, 1):
         weights.publish(version)
     assert [call[0] for call in worker.calls] == ["write_weights", "offload", "deliver", "load"]
+
+
+def test_every_trained_role_is_offloaded_while_engines_generate_or_load_weights(tmp_path: Path, worker: Worker) -> None:
+    run, critic = run_of(tmp_path, worker, {"optimizer": True}), Worker()
+    role = run.policy.role.model_copy(update={"name": "critic"})
+    group = TrainerGroup([critic], [SimpleNamespace()], role)  # type: ignore[list-item]
+    run.trained = run.roles.trained = TrainedRoles([run.policy, group])
+    minibatch: Any = SimpleNamespace(encode=lambda: [None], skipped=0)
+    for stage in ("rollout", "train"):
+        with run.stage(stage):
+            if stage == "train":
+                run.policy.step(minibatch)
+                run.critic.step(minibatch)
+    run.trained.offload()  # as before engines load weights
+    assert [call[0] for call in critic.calls] == ["offload", "onload", "step", "offload"]
+    assert worker.calls == critic.calls
+
+
+def test_a_role_that_the_recipe_has_not_is_named(tmp_path: Path, worker: Worker) -> None:
+    with pytest.raises(MissingRole, match="this run has no critic"):
+        _ = run_of(tmp_path, worker, {}).critic
 
 
 def test_engines_on_shared_devices_sleep_before_ranks_are_set_up(monkeypatch: pytest.MonkeyPatch) -> None:

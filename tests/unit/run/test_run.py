@@ -13,6 +13,7 @@ from lockstep.run.interrupt import InterruptHandler
 from lockstep.run.recovery.recovery_manager import RecoveryManager
 from lockstep.run.recovery.trainer_recovery import RecoveryContext
 from lockstep.run.run import Run, RunRoles
+from lockstep.run.trained_roles import TrainedRoles
 
 
 def rollouts(step: int) -> Rollouts:
@@ -30,7 +31,7 @@ def test_a_repeated_step_is_not_written_again(tmp_path: Path) -> None:
     }  # fmt: skip
     with Ledger.create(tmp_path / "run", {"name": "x"}) as ledger:
         asked = SimpleNamespace(request=lambda step: None, metrics=lambda step: {})
-        roles: Any = RunRoles(policy=None, samples=[], rollouts=asked)  # type: ignore[arg-type]
+        roles: Any = RunRoles(trained=TrainedRoles([]), samples=[], rollouts=asked)  # type: ignore[arg-type]
         config = check_config(values, "test")
         recovery = RecoveryManager(config.recovery, ledger)
         run = Run(config, ledger.folder, ledger, roles, None, InterruptHandler(), 0, RecoveryContext(recovery, None))  # type: ignore[arg-type]

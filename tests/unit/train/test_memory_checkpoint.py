@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lockstep.train.errors import MemoryCheckpointMissing, SharedMemoryFull
-from lockstep.train.memory_checkpoint import MemoryCheckpoints, newest_memory_checkpoint
+from lockstep.train.memory_checkpoint import MemoryCheckpoints, memory_checkpoint_versions
 
 
 def state(version: int) -> dict[str, Tensor]:
@@ -27,7 +27,7 @@ def test_another_process_reads_what_was_written(tmp_path: Path) -> None:
     copies = MemoryCheckpoints(tmp_path, 0, 1)
     for version in range(1, 6):
         copies.write(version, state(version), {"optimizer_step": 10 * version})
-        assert newest_memory_checkpoint(tmp_path, 1) == version
+        assert max(memory_checkpoint_versions(tmp_path, 1)) == version
         into = {name: torch.zeros_like(tensor) for name, tensor in state(0).items()}
         facts = MemoryCheckpoints(tmp_path, 0, 1).read(version, into)
         assert facts == {"optimizer_step": 10 * version}
@@ -43,13 +43,13 @@ def test_another_process_reads_what_was_written(tmp_path: Path) -> None:
 
 def test_newest_version_of_all_ranks(tmp_path: Path) -> None:
     ranks = [MemoryCheckpoints(tmp_path, rank, 2) for rank in range(2)]
-    assert newest_memory_checkpoint(tmp_path, 2) is None
+    assert memory_checkpoint_versions(tmp_path, 2) == set()
     ranks[0].write(1, state(1), {})
-    assert newest_memory_checkpoint(tmp_path, 2) is None
+    assert memory_checkpoint_versions(tmp_path, 2) == set()
     ranks[1].write(1, state(1), {})
     ranks[0].write(2, state(2), {})
-    assert newest_memory_checkpoint(tmp_path, 2) == 1, "one rank died before it had copied its part"
-    assert newest_memory_checkpoint(tmp_path, 1) is None, "divided among two, it is of no use to one"
+    assert memory_checkpoint_versions(tmp_path, 2) == {1}, "one rank died before it had copied its part"
+    assert memory_checkpoint_versions(tmp_path, 1) == set(), "divided among two, it is of no use to one"
 
 
 def test_a_repeated_version_overwrites_its_own_slot(tmp_path: Path) -> None:
@@ -60,9 +60,9 @@ def test_a_repeated_version_overwrites_its_own_slot(tmp_path: Path) -> None:
         rank.write(1, state(1), {})
     ranks[0].write(2, state(2), {})
     ranks[0].write(2, state(2), {})
-    assert newest_memory_checkpoint(tmp_path, 2) == 1
+    assert memory_checkpoint_versions(tmp_path, 2) == {1}
     ranks[1].write(2, state(2), {})
-    assert newest_memory_checkpoint(tmp_path, 2) == 2
+    assert memory_checkpoint_versions(tmp_path, 2) == {1, 2}
 
 
 def test_a_copy_of_other_tensors_is_refused(tmp_path: Path) -> None:
@@ -83,13 +83,12 @@ def test_a_killed_writer_leaves_the_previous_copy(tmp_path: Path) -> None:
             while True:
                 copies.write(version, {"x": torch.full((4_000_000,), float(version))}, {})
                 version += 1
-        before = newest_memory_checkpoint(tmp_path, 1)
-        while newest_memory_checkpoint(tmp_path, 1) in (before, None):
+        before = memory_checkpoint_versions(tmp_path, 1)
+        while max(memory_checkpoint_versions(tmp_path, 1), default=0) in {0, *before}:
             pass
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-        version = newest_memory_checkpoint(tmp_path, 1)
-        assert version is not None
+        version = max(memory_checkpoint_versions(tmp_path, 1))
         MemoryCheckpoints(tmp_path, 0, 1).read(version, big)
         assert (big["x"] == version).all(), "whole"
         for path in tmp_path.glob("*.json"):
@@ -104,4 +103,4 @@ def test_full_shared_memory_is_an_error_and_not_a_signal(tmp_path: Path, monkeyp
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(SharedMemoryFull, match="shm-size"):
         MemoryCheckpoints(tmp_path, 0, 1).write(1, state(1), {})
-    assert newest_memory_checkpoint(tmp_path, 1) is None and not (tmp_path / "rank-0-0").exists()
+    assert memory_checkpoint_versions(tmp_path, 1) == set() and not (tmp_path / "rank-0-0").exists()

@@ -165,7 +165,9 @@ def assign(
 
 def relax_placement(placement: PlacementConfig) -> PlacementConfig:
     """The placement for processes that lost their node: it allows any number of nodes."""
-    return placement.model_copy(update={"policy": RolePlacement(), "rollout": RolePlacement()})
+    return placement.model_copy(
+        update={"policy": RolePlacement(), "critic": RolePlacement(), "rollout": RolePlacement()}
+    )
 
 
 def _assign_bundles(

@@ -11,6 +11,7 @@ from lockstep.base import waits
 from lockstep.cluster.placement.assignment import Assignment, DoesNotFit, NodesBusy, assign, relax_placement
 from lockstep.cluster.placement.bundles import NodeResources, PlacementError, ProcessRequest, make_bundles
 from lockstep.config.cluster import PlacementConfig
+from lockstep.config.roles import UNTRAINED_ROLES
 
 log = logging.getLogger(__name__)
 
@@ -129,12 +130,13 @@ class ReservationTable:
         return [each.group for each in lost]
 
     def set_ranks(self, ranks: Collection[str], nodes: Collection[str]) -> None:
-        """Sets the current trainer ranks. A rank without a reservation on one of these nodes (given by id) gets the
-        reservation of a rank that is no longer used."""
-        policy = [each.name for each in self._requests.values() if each.role == "policy"]
+        """Sets the current trainer ranks of one role. A rank without a reservation on one of these nodes (given by id)
+        gets the reservation of a rank that is no longer used."""
+        roles = {self._requests[name].role for name in ranks if name in self._requests}
+        trained = [each.name for each in self._requests.values() if each.role in roles]
         with self._lock:
-            self._unused = {name for name in policy if name not in ranks}
-            free = [name for name in policy if name in self._unused and self._is_on(name, nodes)]
+            self._unused = self._unused - set(trained) | {name for name in trained if name not in ranks}
+            free = [name for name in trained if name in self._unused and self._is_on(name, nodes)]
             for name in ranks:
                 if free and name in self._requests and not self._is_on(name, nodes):
                     self._exchange(name, free.pop(0))
@@ -177,7 +179,7 @@ class ReservationTable:
         yield unplaced
         bundles = make_bundles(unplaced, self._relaxed(unplaced))
         own = next(bundle for bundle in bundles if name in bundle.processes)
-        first = [bundle for bundle in bundles if bundle is own or "policy" in bundle.roles]
+        first = [bundle for bundle in bundles if bundle is own or set(bundle.roles) - set(UNTRAINED_ROLES)]
         names = {name for bundle in first for name in bundle.processes}
         if len(names) < len(unplaced):
             yield [each for each in unplaced if each.name in names]

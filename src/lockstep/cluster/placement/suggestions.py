@@ -154,7 +154,7 @@ def _suggest_halving(requests: list[ProcessRequest], placement: PlacementConfig,
     widest = width
     while width > 1 or any(count > 1 for count in counts.values()):
         counts, width = {role: max(count // 2, min(count, 1)) for role, count in counts.items()}, max(width // 2, 1)
-        less = [each for each in requests if each.rank < counts[each.role]]
+        less = [each for each in requests if each.rank < counts.get(each.role, each.rank + 1)]
         less = [replace(e, gpus=min(e.gpus, width)) if e.role == "rollout" else e for e in less]
         if fits(less, placement):
             changed = [f"{field}={counts[role]}" for role, field in COUNT_FIELD.items() if counts[role] < initial[role]]

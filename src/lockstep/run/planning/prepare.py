@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,8 @@ class PreparedRun:
     """Tokenizes the turns of conversations; None without an environment."""
     notes: list[str]
     """Notes for the user before the run starts."""
+    other_models: dict[str, ModelFacts] = field(default_factory=dict)
+    """The sizes of the trained models besides the policy, by role."""
 
     @property
     def rows(self) -> int:
@@ -105,11 +107,13 @@ def prepare_run(
         if config.cluster.kind == "ray" and uses_existing_cluster(config.cluster):
             nodes = list_nodes(config.cluster)
         host = host_resources(config.cluster, nodes)
-        check_quantization(config.model, host.device)
+        for role in config.train_roles:
+            check_quantization(role.model, host.device)
         if config.needs_engines and config.rollout.engine.kind == "vllm" and config.cluster.kind == "local":
             check_installed()
     model = model_facts(config.model, host.device)
-    plan = make_plan(config, model, host)
+    others = _other_models(config, host.device)
+    plan = make_plan(config, model, host, others)
     notes += placement_notes(config)
     if config.cluster.kind == "ray":
         own = not uses_existing_cluster(config.cluster)
@@ -122,10 +126,17 @@ def prepare_run(
         from lockstep.report.trackers import check_trackers  # imports libraries that few runs need
 
         check_trackers(config.tracking)
-    prepared = PreparedRun(config, folder, resume is not None, plan, model, host, *_sources(config, model), notes)
+    context = min(each.context for each in (model, *others.values()))
+    sources = _sources(config, replace(model, context=context))
+    prepared = PreparedRun(config, folder, resume is not None, plan, model, host, *sources, notes, others)
     if prepared.resuming:
         _check_same_data(prepared)
     return prepared
+
+
+def _other_models(config: RunConfig, device: str) -> dict[str, ModelFacts]:
+    """The sizes of the trained models besides the policy, by role."""
+    return {role.name: model_facts(role.model, device) for role in config.train_roles[1:]}
 
 
 def resolve_run_adapter(config: RunConfig) -> RunConfig:
@@ -254,6 +265,7 @@ class DryRun:
     model: ModelFacts | None
     """The sizes of the model; None if the model was not reachable."""
     notes: list[str]
+    other_models: dict[str, ModelFacts] = field(default_factory=dict)
 
 
 def dry_run(
@@ -284,17 +296,19 @@ def dry_run(
         if config is None:
             raise
         return _plan_without_hub(config, host or host_resources(config.cluster), notes)
-    return DryRun(prepared.config, prepared.plan, prepared.model, [*notes, *prepared.notes])
+    return DryRun(prepared.config, prepared.plan, prepared.model, [*notes, *prepared.notes], prepared.other_models)
 
 
 def _plan_without_hub(config: RunConfig, host: HostResources, notes: list[str]) -> DryRun:
     model: ModelFacts | None = None
+    others: dict[str, ModelFacts] = {}
     try:
         config = resolve_run_adapter(config)
         model = model_facts(config.model, host.device)
+        others = _other_models(config, host.device)
     except HubUnreachable as error:
         notes.append(f"not looked up: {error}. Memory and collectives are unknown, and no prompt was measured")
-    plan = assign_nodes(make_plan(config, model, host), config.placement, None)
+    plan = assign_nodes(make_plan(config, model, host, others), config.placement, None)
     if config.reward is not None:
         check_terms(config.reward.terms)
     if config.rollout.environment is not None:
@@ -305,7 +319,7 @@ def _plan_without_hub(config: RunConfig, host: HostResources, notes: list[str]) 
             notes.append(f"{name}: {len(rows)} rows, with the columns {', '.join(rows.columns)}; none was tokenized")
         except HubDataUnreachable as error:
             notes.append(f"not looked up: {name} = {error}")
-    return DryRun(config, plan, model, notes)
+    return DryRun(config, plan, model, notes, others)
 
 
 def _datasets(config: RunConfig) -> list[tuple[str, DatasetConfig]]:

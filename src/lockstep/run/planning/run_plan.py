@@ -1,13 +1,13 @@
 """What a run will start and need: processes, threads, memory, collectives. Computed before anything starts."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 from lockstep.cluster.placement.assignment import Assignment, NodesBusy, assign
 from lockstep.cluster.placement.bundles import NodeResources, ProcessRequest, make_bundles
 from lockstep.config.cluster import PlacementConfig
 from lockstep.config.run_config import RunConfig
+from lockstep.config.train_role import TrainRole
 from lockstep.run.planning.resources import HostResources, ModelFacts
 from lockstep.train.objective import make_objective, metric_vector_size
 from lockstep.weights.weight_transport import DevicePlacement, transport_refusal
@@ -62,9 +62,15 @@ class InfeasibleError(ValueError):
     """The plan does not fit this machine. Says which part does not fit, and what would."""
 
 
-def make_plan(config: RunConfig, model: ModelFacts | None, host: HostResources) -> RunPlan:
+def make_plan(
+    config: RunConfig, model: ModelFacts | None, host: HostResources, others: Mapping[str, ModelFacts] | None = None
+) -> RunPlan:
     """Plans the processes of the run and what they need. Without a model, sizes and collectives are left out. Processes
     on Ray need not fit this host: `assign_nodes` chooses their nodes.
+
+    Args:
+        model: the policy's model.
+        others: the models of the other trained roles, by role.
 
     Raises:
         InfeasibleError: the context has no room for prompts, or there are too few GPUs, or too little memory or shared
@@ -72,19 +78,10 @@ def make_plan(config: RunConfig, model: ModelFacts | None, host: HostResources) 
     """
     if model is not None:
         _check_context_room(config, model)
-    trainer, engine = config.trainer, config.rollout.engine
+    models = {} if model is None else {config.train_roles[0].name: model, **(others or {})}
+    engine = config.rollout.engine
     engines = engine.count if config.needs_engines else 0
-    processes = [
-        PlannedProcess(
-            f"policy-{rank}",
-            "policy",
-            rank,
-            _device(config, host, rank),
-            trainer.threads or _threads(config, host, "policy", trainer.ranks),
-            0 if model is None else trainer_memory(config, model),
-        )
-        for rank in range(trainer.ranks)
-    ]
+    processes = list(_trainer_ranks(config, models, host))
     processes += [
         PlannedProcess(
             f"engine-{rank}",
@@ -109,12 +106,36 @@ def make_plan(config: RunConfig, model: ModelFacts | None, host: HostResources) 
     if refusal:
         raise InfeasibleError(refusal)
     shared = 2 * model.parameters * DTYPE_BYTES[engine_dtype(config, model)] if engines and model is not None else 0
-    plan = RunPlan(processes, [] if model is None else trainer_collectives(config, model), shared)
+    collectives = [
+        each
+        for role in config.train_roles
+        if role.name in models
+        for each in trainer_collectives(config, role, models[role.name])
+    ]
+    plan = RunPlan(processes, collectives, shared)
     if config.cluster.kind == "ray":
         plan = replace(plan, wanted=resource_requests(config, plan.processes))
     else:
         _check_fits_host(plan, config, host)
-    return plan if model is None else replace(plan, memory_copy=_reserved_checkpoint_bytes(config, model, plan, host))
+    if model is None:
+        return plan
+    size = sum(memory_checkpoint_bytes(role, models[role.name]) for role in config.train_roles if role.name in models)
+    return replace(plan, memory_copy=_reserved_checkpoint_bytes(config, size, plan, host))
+
+
+def _trainer_ranks(
+    config: RunConfig, models: Mapping[str, ModelFacts], host: HostResources
+) -> Iterator[PlannedProcess]:
+    """The ranks of all trained roles. Each has a GPU of its own, in the order of the roles."""
+    first = 0
+    for role in config.train_roles:
+        count = role.trainer.ranks
+        threads = role.trainer.threads or _threads(config, host, role.name, count)
+        memory = trainer_memory(role, models[role.name], config.token_budget) if role.name in models else 0
+        for rank in range(count):
+            device = _device(config, host, first + rank)
+            yield PlannedProcess(f"{role.name}-{rank}", role.name, rank, device, threads, memory)
+        first += count
 
 
 def assign_nodes(plan: RunPlan, placement: PlacementConfig, nodes: Sequence[NodeResources] | None) -> RunPlan:
@@ -139,10 +160,10 @@ def engine_dtype(config: RunConfig, model: ModelFacts) -> str:
     return model.dtype if chosen == "auto" else chosen
 
 
-def trainer_memory(config: RunConfig, model: ModelFacts) -> int:
-    """Estimates the bytes of one rank: its shard of fp32 weights, gradients and two Adam moments, and the activations
-    of one row. With an adapter, only the adapter has gradients and moments; the model's weights are in compute
-    precision.
+def trainer_memory(role: TrainRole, model: ModelFacts, token_budget: int) -> int:
+    """Estimates the bytes of one rank of a trained role: its shard of fp32 weights, gradients and two Adam moments, and
+    the activations of one row. With an adapter, only the adapter has gradients and moments; the model's weights are in
+    compute precision.
 
     Activations follow Korthikanti et al. 2022 (eq. 2): `34 * tokens * hidden` bytes per layer in 16 bit, without the
     attention term, as attention keeps no scores. In 32 bit it is twice as much; with checkpointing, one tensor per
@@ -150,20 +171,20 @@ def trainer_memory(config: RunConfig, model: ModelFacts) -> int:
     """
     width, adapter = DTYPE_BYTES[model.dtype], model.adapter
     if adapter is None:
-        states = 16 * model.parameters // config.trainer.shards
+        states = 16 * model.parameters // role.trainer.shards
     else:  # merging needs the whole adapter
-        frozen = config.model.quantization
+        frozen = role.model.quantization
         bits = (
             8 * width if frozen is None else {"nf4": 4.5, "int8": 8.0}[frozen.kind]
         )  # including the constants of the blocks
         sharded = int(bits * (model.parameters - adapter.saved) / 8) + 16 * adapter.trained
-        states = sharded // config.trainer.shards + 4 * adapter.parameters
-    per_layer = (2 if config.trainer.activation_checkpointing else 34) * config.token_budget * model.hidden
+        states = sharded // role.trainer.shards + 4 * adapter.parameters
+    per_layer = (2 if role.trainer.activation_checkpointing else 34) * token_budget * model.hidden
     activations = per_layer * model.layers * width // 2
-    head = 3 * config.trainer.head_chunk * model.vocabulary * 4
+    head = 3 * role.trainer.head_chunk * model.vocabulary * 4
     reference = 0
-    if config.objective.needs_reference and adapter is None:
-        reference = model.parameters * width // config.trainer.shards
+    if role.objective.needs_reference and adapter is None:
+        reference = model.parameters * width // role.trainer.shards
     return states + activations + head + reference
 
 
@@ -178,15 +199,15 @@ def engine_memory(config: RunConfig, model: ModelFacts) -> int:
     return model.parameters * width + 2 * model.layers * model.kv_heads * model.head_dim * tokens * width
 
 
-def memory_checkpoint_bytes(config: RunConfig, model: ModelFacts) -> int:
-    """Bytes of two copies of the trained state on all ranks: fp32 weights and two Adam moments."""
+def memory_checkpoint_bytes(role: TrainRole, model: ModelFacts) -> int:
+    """Bytes of two copies of a role's trained state on all ranks: fp32 weights and two Adam moments."""
     trained = model.parameters if model.adapter is None else model.adapter.parameters
-    return 2 * 12 * trained * config.trainer.replicas
+    return 2 * 12 * trained * role.trainer.replicas
 
 
-def _reserved_checkpoint_bytes(config: RunConfig, model: ModelFacts, plan: RunPlan, host: HostResources) -> int:
-    """Bytes for in-memory checkpoints; 0 if they are off, or if they are `auto` and do not fit. The container's memory
-    limit includes them."""
+def _reserved_checkpoint_bytes(config: RunConfig, size: int, plan: RunPlan, host: HostResources) -> int:
+    """The `size` bytes for in-memory checkpoints; 0 if they are off, or if they are `auto` and do not fit. The
+    container's memory limit includes them."""
     setting = config.recovery.memory_copy
     if not setting or not config.recovery.enable:
         return 0
@@ -197,7 +218,6 @@ def _reserved_checkpoint_bytes(config: RunConfig, model: ModelFacts, plan: RunPl
             "recovery.memory_copy is in the shared memory of one host, and with cluster.kind ray the trainer's ranks "
             "may restart on another host: set it to auto or false"
         )
-    size = memory_checkpoint_bytes(config, model)
     memory = host.memory - plan.shared_memory - (plan.memory if host.device == "cpu" else 0)
     free = min(memory, host.shared_memory - plan.shared_memory)
     if size <= free:
@@ -210,26 +230,28 @@ def _reserved_checkpoint_bytes(config: RunConfig, model: ModelFacts, plan: RunPl
     )
 
 
-def trainer_collectives(config: RunConfig, model: ModelFacts) -> list[PlannedCollective]:
-    """The collectives that every rank enters in a step. They do not depend on a rank's data."""
-    if config.trainer.ranks == 1:
+def trainer_collectives(config: RunConfig, role: TrainRole, model: ModelFacts) -> list[PlannedCollective]:
+    """The collectives that every rank of a trained role enters in a step. They do not depend on a rank's data. If there
+    are several roles, the communicators' names begin with the role's."""
+    trainer = role.trainer
+    if trainer.ranks == 1:
         return []
-    layers, units, updates = model.layers, model.layers + 1, config.updates_per_step
-    models = len(config.objective.evaluated_fields)
+    layers, units, updates = model.layers, model.layers + 1, role.optimizer_steps // config.steps
+    models = len(role.objective.evaluated_fields)
     adapter = model.adapter
     # FSDP2 gathers one layer ahead of the next backward, even if there is none.
     backward = layers if adapter is None else layers - max(adapter.first_trained_layer - 1, 0)
     reduced = units if adapter is None else adapter.trained_blocks
     # The policy without its adapter serves as the reference, unless the adapter was loaded with weights.
     held = models if adapter is None or adapter.reference_differs_from_base else min(models, 1)
-    if config.trainer.reshard_after_forward:
+    if trainer.reshard_after_forward:
         # A layer is gathered again for its backward; the root (embedding, last norm, head) is kept until then.
         before = f"{models * layers} per micro-batch, and {held}"
         gathers = f"{layers + backward + 1} per micro-batch"
     else:
         before = f"{held * units}"
         gathers = f"{units * updates} ({units} per optimizer step)"
-    metrics = metric_vector_size(make_objective(config.objective).metrics)
+    metrics = metric_vector_size(make_objective(role.objective).metrics)
     embedding = model.hidden * model.vocabulary
     largest = max((model.parameters - embedding) // max(layers, 1), embedding)
     width = DTYPE_BYTES[model.dtype]
@@ -241,18 +263,19 @@ def trainer_collectives(config: RunConfig, model: ModelFacts) -> list[PlannedCol
         PlannedCollective(
             "reduce_scatter", "fsdp", f"{reduced * updates} ({reduced} per optimizer step)", scattered * 4
         ),
-        *_replica_collectives(config, reduced * updates, scattered * 4),
+        *_replica_collectives(role, reduced * updates, scattered * 4),
         PlannedCollective("all_gather", "trainer", f"{updates} (gradient norm and metrics, one vector)", metrics * 8),
     ]
-    if adapter is not None and config.needs_engines:
+    several = len(config.train_roles) > 1
+    if adapter is not None and config.needs_engines and role.name == config.train_roles[0].name:
         merge = "1 (the adapter, before its weights are published)"
         found.append(PlannedCollective("all_gather", "trainer", merge, adapter.parameters * 4))
-    return found
+    return [replace(each, communicator=f"{role.name} {each.communicator}") for each in found] if several else found
 
 
-def _replica_collectives(config: RunConfig, times: int, size: int) -> list[PlannedCollective]:
+def _replica_collectives(role: TrainRole, times: int, size: int) -> list[PlannedCollective]:
     """The collectives that HSDP adds: gradients are summed across replicas."""
-    trainer = config.trainer
+    trainer = role.trainer
     if trainer.replicas == 1:
         return []
     return [PlannedCollective("all_reduce", "replicas", f"{times} (gradients, across copies)", size // trainer.shards)]
@@ -264,7 +287,7 @@ def resource_requests(config: RunConfig, processes: Sequence[PlannedProcess]) ->
     width, found = _gpus_per_engine(config), []
     for process in processes:
         parts = width if process.role == "rollout" else 1  # GPUs, or processes on CPUs
-        role = {"policy": config.placement.policy, "rollout": config.placement.rollout}.get(process.role)
+        role = config.placement.of_role(process.role)
         cpus = 1.0 if role is None else role.cpus * parts
         on_gpu = process.device != "cpu"
         memory = 0 if on_gpu else process.memory * parts
@@ -283,7 +306,8 @@ def _device(config: RunConfig, host: HostResources, index: int) -> str:
 def _engine_device(config: RunConfig, host: HostResources, rank: int) -> str:
     """The first GPU of an engine: after the GPUs of the ranks, or among them if engines and ranks share GPUs."""
     width, ranks = _gpus_per_engine(config), config.trainer.ranks
-    first = rank * width % ranks if config.placement.shared else ranks + rank * width
+    trained = sum(role.trainer.ranks for role in config.train_roles)
+    first = rank * width % ranks if config.placement.shared else trained + rank * width
     return _device(config, host, min(first % max(host.gpus, 1), max(host.gpus - width, 0)))
 
 
@@ -315,10 +339,11 @@ def weight_devices(config: RunConfig, processes: Sequence[PlannedProcess], slowe
     )
 
 
-def _threads(config: RunConfig, host: HostResources, role: Literal["policy", "rollout"], count: int) -> int:
+def _threads(config: RunConfig, host: HostResources, role: str, count: int) -> int:
     """The default number of threads of a process: its share of the cores, or on Ray the cores it reserves."""
     if config.cluster.kind == "ray":
-        return max(1, int(getattr(config.placement, role).cpus))
+        placement = config.placement.of_role(role)
+        return 1 if placement is None else max(1, int(placement.cpus))
     return max(1, host.cores // count)
 
 
@@ -341,11 +366,13 @@ def _check_fits_host(plan: RunPlan, config: RunConfig, host: HostResources) -> N
             "cluster.device is cuda, and torch finds no GPU on this host: set cluster.device=cpu (or auto), or install "
             "a CUDA build of torch and check the driver with nvidia-smi"
         )
-    if host.device == "cuda" and config.trainer.ranks > host.gpus:
-        raise InfeasibleError(
-            f"trainer.ranks {config.trainer.ranks} needs as many GPUs and this host has {host.gpus}: "
-            f"set trainer.ranks={host.gpus}, or cluster.device=cpu"
-        )
+    for number, role in enumerate(config.train_roles):
+        if host.device == "cuda" and role.trainer.ranks > host.gpus:
+            field = f"{role.name}.trainer.ranks" if number else "trainer.ranks"
+            raise InfeasibleError(
+                f"{field} {role.trainer.ranks} needs as many GPUs and this host has {host.gpus}: "
+                f"set {field}={host.gpus}, or cluster.device=cpu"
+            )
     if host.device == "cuda" and _gpus_per_engine(config) > host.gpus and config.needs_engines:
         raise InfeasibleError(
             f"rollout.engine.tensor_parallel_size {_gpus_per_engine(config)} needs as many GPUs, and this host has "

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from lockstep.cluster.worker_failures import WorkerFailure
 from lockstep.config.fault_tolerance import RecoveryConfig, RestartBudget
+from lockstep.config.roles import UNTRAINED_ROLES
 from lockstep.config.trainer import TrainerConfig
 
 RETRYABLE = frozenset(
@@ -19,7 +20,7 @@ collective. All other errors of this package report wrong data, config or code, 
 
 @dataclass(frozen=True, slots=True)
 class RestartWorkers:
-    """Replace the failed worker; if it is a trainer rank, replace all trainer ranks."""
+    """Replace the failed worker; if it is a trainer rank, replace all ranks of its role."""
 
     number: int
     """Number of this restart within the window, from 1."""
@@ -63,27 +64,32 @@ def decide_recovery(
             return StopRun("")
         if any(failure.signature == earlier.signature for earlier in history if earlier.how == "raised"):
             return StopRun(f"the same error occurred again in step {failure.step} after a restart; see {failure.place}")
-    if fewer is not None and config.fewer_ranks and _failed_starts([*history, failure]) >= MAX_FAILED_STARTS:
+    starts = [each for each in (*history, failure) if each.role == failure.role]
+    if fewer is not None and config.fewer_ranks and _failed_starts(starts) >= MAX_FAILED_STARTS:
         return FewerRanks(fewer)
-    budget = config.policy if failure.role == "policy" else config.rollout
+    trained = failure.role not in UNTRAINED_ROLES
+    budget = config.policy if trained else config.rollout
     spent = sum(_in_same_budget(failure, earlier, budget) for earlier in history)
+    field = f"recovery.{'policy' if trained else failure.role}"
     if spent >= budget.max_restarts:
         return StopRun(
             f"the limit of {budget.max_restarts} restarts within {budget.window_s:g} s is reached "
-            f"(recovery.{failure.role}.max_restarts {budget.max_restarts}, window_s {budget.window_s:g})"
+            f"({field}.max_restarts {budget.max_restarts}, window_s {budget.window_s:g})"
         )
     return RestartWorkers(spent + 1, budget)
 
 
 def _in_same_budget(failure: WorkerFailure, earlier: WorkerFailure, budget: RestartBudget) -> bool:
-    """Whether an earlier restart is in the same budget: all trainer ranks share one, each engine has its own."""
-    same = earlier.role == failure.role and (failure.role == "policy" or earlier.rank == failure.rank)
+    """Whether an earlier restart is in the same budget: all ranks of a trained role share one, each engine has its
+    own."""
+    trained = failure.role not in UNTRAINED_ROLES
+    same = earlier.role == failure.role and (trained or earlier.rank == failure.rank)
     return same and failure.at - earlier.at <= budget.window_s
 
 
 def _failed_starts(failures: Sequence[WorkerFailure]) -> int:
-    """Counts the latest starts of trainer ranks that failed in a row."""
-    was_starting = [failure.starting for failure in failures if failure.role == "policy"]
+    """Counts the latest starts of a role's ranks that failed in a row."""
+    was_starting = [failure.starting for failure in failures]
     return next((number for number, starting in enumerate(reversed(was_starting)) if not starting), len(was_starting))
 
 

@@ -1,57 +1,63 @@
-"""Restarts the trainer after a failure: replaces all ranks, keeps the engines running, and restores the state from the
-newest checkpoint in memory or on disk.
+"""Restarts the trainer after a failure: replaces all ranks of the role that failed, keeps the engines and the ranks of
+other roles running, and restores the state of all roles from the newest checkpoint in memory or on disk.
 
-Once a rank has failed, the other ranks are in collectives that will never complete. So every rank is killed and started
-again, from a fork server.
+Once a rank has failed, the other ranks of its role are in collectives that will never complete. So each of them is
+killed and started again, from a fork server.
 """
 
 import contextlib
 import logging
 import shutil
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.base import waits
 from lockstep.base.wait_state import Stalled, WaitTimeout
-from lockstep.cluster.protocol import RemoteError, WorkerDied, WorkerLauncher
+from lockstep.cluster.protocol import RemoteError, Worker, WorkerDied, WorkerLauncher
 from lockstep.cluster.rpc.futures import CallError
 from lockstep.cluster.worker_failures import WorkerFailure, describe_failure, is_effect
-from lockstep.config.trainer import TrainerConfig
+from lockstep.config.roles import name_of_ranks
 from lockstep.ledger.ledger import Ledger
 from lockstep.run.checkpoint_manager import CheckpointManager, restore_checkpoint
-from lockstep.run.policy_api import PolicyAPI
 from lockstep.run.recovery.recovery_manager import RecoveryManager
 from lockstep.run.recovery.restart_policy import FewerRanks, next_smaller_ranks
+from lockstep.run.trained_roles import TrainedRoles
 from lockstep.run.trainer_group import TrainerGroup, set_up_ranks
 from lockstep.run.weight_sync import WeightPublisher
+from lockstep.train.checkpoint_retention import checkpoint_bytes
 from lockstep.train.errors import MemoryCheckpointMissing, SharedMemoryFull
-from lockstep.train.memory_checkpoint import newest_memory_checkpoint
+from lockstep.train.memory_checkpoint import memory_checkpoint_versions
+from lockstep.train.trainer_api import TrainerAPI
 from lockstep.watch.recorder.commands import VERDICT_WAIT_S
 
 log = logging.getLogger(__name__)
 
 ABORT_LIMIT_S = VERDICT_WAIT_S + 1.0
 """Time limit for ranks to leave an aborted collective. A rank that is still computing then is killed."""
+SAVE_STALL_S = 600.0
+"""A rank that is kept fails if it writes nothing of its part of a checkpoint for this long."""
 VERDICT_AFTER_ABORT_S = 2.0
 """Longest wait, after the ranks have left their collectives, for the verdict that names the culprit."""
 
 
 class MemoryCheckpointer:
-    """Writes checkpoints to shared memory and restores them."""
+    """Writes checkpoints of all trained roles to shared memory and restores them."""
 
-    def __init__(self, policy: TrainerGroup, folder: Path) -> None:
-        self.policy, self.folder = policy, folder
+    def __init__(self, trained: TrainedRoles, folder: Path) -> None:
+        self.trained, self.folder = trained, folder
         self._full = False
         shutil.rmtree(folder, ignore_errors=True)  # checkpoints of an earlier controller may be of later steps
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for role in trained:
+            trained.part_folder(folder, role).mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def write(self, version: int) -> None:
         """Makes every rank copy its part. If there is no room, logs a warning and never copies again."""
         if self._full:
             return
         try:
-            self.policy.save_to_memory(self.folder, version)
+            self.trained.save_to_memory(self.folder, version)
         except RemoteError as error:
             if error.code != SharedMemoryFull.error_code:
                 raise
@@ -60,19 +66,26 @@ class MemoryCheckpointer:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def restore(self, at_least: int) -> int | None:
-        """Loads the newest copy that all ranks have and returns its version. Returns None if there is none, or if it is
-        older than `at_least`."""
-        version = newest_memory_checkpoint(self.folder, self.policy.ranks)
+        """Loads the newest copy that all ranks of all roles have and returns its version. Returns None if there is
+        none, or if it is older than `at_least`."""
+        version = self._newest()
         if version is None or version < at_least:
             return None
         try:
-            self.policy.load_from_memory(self.folder, version)
+            self.trained.load_from_memory(self.folder, version)
         except RemoteError as error:
             if error.code != MemoryCheckpointMissing.error_code:
                 raise
             log.warning("%s; restoring the checkpoint instead", error.message)
             return None
         return version
+
+    def _newest(self) -> int | None:
+        versions = [
+            memory_checkpoint_versions(self.trained.part_folder(self.folder, role), group.ranks)
+            for role, group in self.trained.items()
+        ]
+        return max(set.intersection(*versions), default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,18 +99,17 @@ class RecoveryContext:
 
 
 class TrainerRecovery:
-    """Restarts the trainer ranks of the policy, all together."""
+    """Restarts the ranks of a trained role, all together, and rolls all roles back to the same version."""
 
     def __init__(
         self,
-        policy: TrainerGroup,
+        trained: TrainedRoles,
         context: RecoveryContext,
         checkpoints: CheckpointManager,
         ledger: Ledger,
         weights: WeightPublisher | None,
-        config: TrainerConfig,
     ) -> None:
-        self.policy, self.config, self.checkpoints = policy, config, checkpoints
+        self.trained, self.checkpoints = trained, checkpoints
         self.ledger, self.weights = ledger, weights
         self.manager, self.launcher, self.memory = context.manager, context.launcher, context.memory
 
@@ -115,46 +127,68 @@ class TrainerRecovery:
         began = time.monotonic()
         failure = self._root_cause(error)
         self.manager.decide(failure, error)  # raises if there is no restart
-        ranks, restored = self.policy.ranks, None
+        failures, restored = {failure.role: failure}, None
+        ranks = {failure.role: self.trained[failure.role].ranks}
         while restored is None:
             try:
                 restored = self._rebuild(ranks)
             except (RemoteError, WorkerDied, Stalled) as start_error:
-                culprit = self._culprit(start_error, starting=True)
-                failed_start = describe_failure(start_error, "policy", *culprit, self.manager.step, starting=True)
-                action = self.manager.decide(failed_start, start_error, next_smaller_ranks(self.config, ranks))
-                ranks = action.ranks if isinstance(action, FewerRanks) else ranks
+                again = self._decide_again(start_error, failure.role, ranks)
+                failures.setdefault(again.role, again)
         repeated = steps_done - restored
         text = f", {repeated} step{'s are' if repeated > 1 else ' is'} trained again" if repeated > 0 else ""
-        self.manager.restarted(failure, time.monotonic() - began, text, restored=restored, again=repeated)
+        for each in failures.values():
+            self.manager.restarted(each, time.monotonic() - began, text, restored=restored, again=repeated)
         return restored
+
+    def _decide_again(self, error: CallError, role: str, ranks: dict[str, int]) -> WorkerFailure:
+        """Decides how many ranks of which role to start after a failed recovery, and adds it to `ranks`. Returns the
+        failure.
+
+        Args:
+            role: the role that failed first, and so the one that failed again if the error does not tell.
+        """
+        failed, worker, rank = self._find_worker(error, starting=True) or (role, _worker_of(error), 0)
+        starting = failed in ranks
+        failure = describe_failure(error, failed, worker, rank, self.manager.step, starting=starting)
+        group = self.trained[failed]
+        count = ranks.setdefault(failed, group.ranks)
+        fewer = next_smaller_ranks(group.role.trainer, count) if starting else None
+        action = self.manager.decide(failure, error, fewer)
+        if isinstance(action, FewerRanks):
+            ranks[failed] = action.ranks
+        return failure
 
     def _root_cause(self, error: CallError) -> WorkerFailure:
         """Finds the failure that came first. If the error comes from an aborted collective, the cause is another rank:
         one that died meanwhile, or one that a verdict names, whichever is known first. Raises `error` if it is not from
         the trainer."""
-        failure = describe_failure(error, "policy", *self._culprit(error), self.manager.step)
+        found = self._find_worker(error)
+        if found is None:
+            raise error
+        role = found[0]
+        failure = describe_failure(error, *found, self.manager.step)
         if not is_effect(error) and not isinstance(error, WorkerDied):
             return failure
-        ranks = {worker.spec.name: worker.spec.rank for worker in self.policy.workers}
-        dead = self._wait_for_aborts()  # in any case, so that the logs of all ranks are complete
+        ranks = {worker.spec.name: worker.spec.rank for worker in self.trained[role].workers}
+        dead = self._wait_for_aborts(role)  # in any case, so that the logs of all ranks are complete
         if isinstance(error, WorkerDied):
             return failure
         if dead is not None:
-            return describe_failure(dead, "policy", dead.worker, dead.rank, self.manager.step)
+            return describe_failure(dead, role, dead.worker, dead.rank, self.manager.step)
         name = self.manager.accused_worker(ranks, VERDICT_AFTER_ABORT_S)
         if name is None:
             return failure
-        return WorkerFailure("policy", name, ranks[name], "stalled", "held up the other ranks", step=self.manager.step)
+        return WorkerFailure(role, name, ranks[name], "stalled", "held up the other ranks", step=self.manager.step)
 
-    def _wait_for_aborts(self) -> WorkerDied | None:
+    def _wait_for_aborts(self, role: str) -> WorkerDied | None:
         """Waits until the ranks have left their aborted collectives, so that their logs say why they did. Returns the
         death of a rank, if one died."""
         # A rank runs its calls in order, so these calls end after the call that is in the aborted collective.
-        calls = [worker.submit(PolicyAPI.info) for worker in self.policy.workers]
+        calls = [worker.submit(TrainerAPI.info) for worker in self.trained[role].workers]
         with contextlib.suppress(WaitTimeout):
             waits.poll(
-                lambda: all(call.done() for call in calls) or None, kind="call", waits_for="trainer ranks",
+                lambda: all(call.done() for call in calls) or None, kind="call", waits_for=name_of_ranks(role),
                 why="their collectives end", timeout_s=ABORT_LIMIT_S, notice_after_s=None,
             )  # fmt: skip
         for call in calls:
@@ -167,33 +201,65 @@ class TrainerRecovery:
                 continue
         return None
 
-    def _culprit(self, error: CallError, starting: bool = False) -> tuple[str, int | None]:
-        """Returns name and rank of the trainer's worker that failed. For a wait for several ranks, and for a rank that
-        is still starting, the rank is None. Raises `error` if it is not from a rank of the trainer; while ranks are
-        starting, every error is from one."""
-        name = error.waits_for if isinstance(error, Stalled) else error.worker
-        ranks = {worker.spec.name: worker.spec.rank for worker in self.policy.workers}
-        if name in ranks:
-            return name, ranks[name]
-        waited_for = set(name.split(", "))  # a wait for several ranks lists their names
-        if not starting and not waited_for & set(ranks):
-            raise error
-        return name, None
+    def _find_worker(self, error: CallError, starting: bool = False) -> tuple[str, str, int | None] | None:
+        """Returns role, name and rank of the worker that failed; None if it is not from a trained role. For a wait for
+        several ranks, and for a rank that is still starting, the rank is None."""
+        name = _worker_of(error)
+        names = name.split(", ")  # a wait for several ranks lists their names
+        for role, group in self.trained.items():
+            ranks = {worker.spec.name: worker.spec.rank for worker in group.workers}
+            if name in ranks:
+                return role, name, ranks[name]
+            if set(names) & set(ranks) or (starting and names[0].rpartition("-")[0] == role):
+                return role, name, None
+        return None
 
-    def _rebuild(self, ranks: int) -> int:
-        """Starts this many ranks and restores their state. Returns the number of steps in the state."""
-        self.launcher.kill(self.policy.workers)
+    def _rebuild(self, ranks: Mapping[str, int]) -> int:
+        """Starts this many ranks of the given roles, and restores the state of all roles. Returns the number of steps
+        in the state."""
+        for role in ranks:
+            self.launcher.kill(self.trained[role].workers)
+        if kept := [group for role, group in self.trained.items() if role not in ranks]:
+            self._finish_saves(kept)
         self.checkpoints.writer_lost()
-        workers = self.launcher.launch("policy", range(ranks))
-        try:
-            self.policy.replace_ranks(workers, set_up_ranks(workers))
-        except BaseException:
-            self.launcher.kill(workers)
-            raise
+        self._replace_ranks(ranks)
         newest = self.checkpoints.newest() or 0
         restored = None if self.memory is None else self.memory.restore(at_least=newest)
         if restored is None:
-            restored = restore_checkpoint(self.policy, self.ledger)
-        if self.weights is not None:
+            restored = restore_checkpoint(self.trained, self.ledger)
+        everything = {role: ranks.get(role, group.ranks) for role, group in self.trained.items()}
+        if not restored and len(ranks) < len(everything):  # only new ranks have the state before the first step
+            return self._rebuild(everything)
+        if self.weights is not None and self.trained.policy.role.name in ranks:
             self.weights.open_on_ranks()
         return restored
+
+    def _replace_ranks(self, ranks: Mapping[str, int]) -> None:
+        workers: list[Worker] = []
+        try:
+            for role, count in ranks.items():
+                workers += self.launcher.launch(role, range(count))
+            infos = set_up_ranks(workers)
+        except BaseException:
+            self.launcher.kill(workers)
+            raise
+        for role in ranks:
+            own = [(worker, info) for worker, info in zip(workers, infos, strict=True) if worker.spec.role == role]
+            self.trained[role].replace_ranks([worker for worker, _ in own], [info for _, info in own])
+
+    def _finish_saves(self, kept: Sequence[TrainerGroup]) -> None:
+        """Waits until the ranks that are kept have finished their calls, and their part of a checkpoint."""
+
+        def saved() -> bool | None:
+            return all(group.saved() for group in kept) or None
+
+        waits.poll(
+            saved, kind="file", waits_for=" and ".join(name_of_ranks(group.role.name) for group in kept),
+            why="their part of a checkpoint", stall_s=SAVE_STALL_S,
+            progress=lambda: checkpoint_bytes(self.checkpoints.folder), every_s=0.02,
+        )  # fmt: skip
+
+
+def _worker_of(error: CallError) -> str:
+    """The name of the worker that failed, or of several."""
+    return error.waits_for if isinstance(error, Stalled) else error.worker

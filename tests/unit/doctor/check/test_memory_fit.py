@@ -53,7 +53,9 @@ def test_it_equals_the_plan_of_a_run_except_for_gathered_layers() -> None:
     for trainer in ({"ranks": 4}, {"ranks": 2, "activation_checkpointing": True}):
         run = config(trainer=trainer, loss={"kl": {"coefficient": 0.1}}, model={"path": "m", "dtype": "bfloat16"})
         parts = trainer_memory_parts(run, SHAPE)
-        assert sum(parts.values()) - parts["gathered"] == pytest.approx(trainer_memory(run, facts), abs=8)
+        assert sum(parts.values()) - parts["gathered"] == pytest.approx(
+            trainer_memory(run.policy, facts, run.token_budget), abs=8
+        )
 
 
 def test_a_7b_does_not_fit_one_gpu_and_what_would_make_it_fit_does() -> None:

@@ -16,13 +16,13 @@ from lockstep.cluster.protocol import RemoteError, WorkerDied
 from lockstep.cluster.rpc.futures import PendingCall
 from lockstep.cluster.worker_failures import describe_failure, is_effect
 from lockstep.config.fault_tolerance import RecoveryConfig as Config
-from lockstep.config.trainer import TrainerConfig
 from lockstep.ledger.ledger import Ledger
 from lockstep.report.live_console import LiveConsole
 from lockstep.run.recovery import trainer_recovery
 from lockstep.run.recovery.recovery_manager import RecoveryManager
 from lockstep.run.recovery.trainer_recovery import RecoveryContext, TrainerRecovery
 from lockstep.run.recovery.verdict_handler import VerdictHandler
+from lockstep.run.trained_roles import TrainedRoles
 from lockstep.watch.diagnosis.verdict import Culprit, Verdict, VerdictKind, VerdictLevel
 from lockstep.watch.supervisor.supervisor_client import SupervisorEvent
 
@@ -106,7 +106,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
             LiveConsole("run", tmp_path, 1, quiet=True, stream=io.StringIO(), terminal=False), ledger
         )
         recovery.listen(verdicts, kill)
-        policy: Any = SimpleNamespace(workers=ranks, ranks=2)
+        policy: Any = SimpleNamespace(workers=ranks, ranks=2, role=SimpleNamespace(name="policy"))
         nobody: Any = None
         healing = RecoveryContext(recovery, nobody)
         yield Site(
@@ -114,7 +114,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
             recovery,
             verdicts,
             ranks,
-            TrainerRecovery(policy, healing, nobody, ledger, None, TrainerConfig(ranks=2)),
+            TrainerRecovery(TrainedRoles([policy]), healing, nobody, ledger, None),
         )
 
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from lockstep.base.text import summarize_list
 from lockstep.config.run_config import RunConfig
+from lockstep.config.train_role import TrainRole
 from lockstep.doctor.check.cluster.probe_rendezvous import CheckHead
 from lockstep.doctor.check.probe import probe_protocol
 from lockstep.doctor.check.probe.probe_protocol import AwaitRanksAnswer, ProbeInfo, StartRanksAnswer
@@ -38,32 +39,46 @@ class PlannedCommunicator:
 
 
 def planned_communicators(config: RunConfig, device: Literal["cpu", "cuda"]) -> list[PlannedCommunicator]:
-    """The communicators that trainer and weight sync of a run with this config create.
+    """The communicators that the trained roles and weight sync of a run with this config create. If there are several
+    roles, their names begin with the role's.
 
-    The trainer's default communicator carries FSDP2's gathers and scatters; with replicas (HSDP) there is one per
+    A trainer's default communicator carries FSDP2's gathers and scatters; with replicas (HSDP) there is one per
     replica, and gradients are summed on one per shard. Checkpoints use gloo. Weights are sent to engines on a
     communicator of trainer and engines (NCCL) or in pairs (gloo), unless both share memory."""
-    trainer = config.trainer
-    policy = tuple(f"policy-{rank}" for rank in range(trainer.ranks))
+    roles = config.train_roles
+    found = [
+        replace(each, name=f"{role.name} {each.name}") if len(roles) > 1 else each
+        for role in roles
+        for each in _trainer_communicators(role, device)
+    ]
+    return found + _weight_sync_communicators(config, _rank_names(roles[0]), device)
+
+
+def _rank_names(role: TrainRole) -> tuple[str, ...]:
+    return tuple(f"{role.name}-{rank}" for rank in range(role.trainer.ranks))
+
+
+def _trainer_communicators(role: TrainRole, device: Literal["cpu", "cuda"]) -> list[PlannedCommunicator]:
+    trainer, ranks = role.trainer, _rank_names(role)
     fast: CollectiveBackend = "nccl" if device == "cuda" else "gloo"
     found = []
     if trainer.ranks > 1:
-        found.append(PlannedCommunicator("trainer", fast, policy, OPERATIONS, "FSDP2's weights and gradients, metrics"))
-        found.append(PlannedCommunicator("checkpoint", "gloo", policy, ("all_gather", "broadcast"), "checkpoints"))
+        found.append(PlannedCommunicator("trainer", fast, ranks, OPERATIONS, "FSDP2's weights and gradients, metrics"))
+        found.append(PlannedCommunicator("checkpoint", "gloo", ranks, ("all_gather", "broadcast"), "checkpoints"))
     if trainer.replicas > 1:
         shards = trainer.shards
         for copy in range(trainer.replicas):
-            members = policy[copy * shards : (copy + 1) * shards]
+            members = ranks[copy * shards : (copy + 1) * shards]
             operations: tuple[CollectiveOperation, ...] = ("all_gather", "reduce_scatter")
             found.append(
                 PlannedCommunicator(f"copy {copy}", fast, members, operations, "weights and gradients of one copy")
             )
         for shard in range(shards):
-            members = policy[shard::shards]
+            members = ranks[shard::shards]
             found.append(
                 PlannedCommunicator(f"across copies {shard}", fast, members, ("all_reduce",), "gradients across copies")
             )
-    return found + _weight_sync_communicators(config, policy, device)
+    return found
 
 
 def _weight_sync_communicators(config: RunConfig, policy: Sequence[str], device: str) -> list[PlannedCommunicator]:

@@ -1,0 +1,151 @@
+"""Recovery of one of several trained roles: which ranks are replaced, and what is restored."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lockstep.cluster.protocol import RemoteError, WorkerDied
+from lockstep.config.fault_tolerance import RecoveryConfig
+from lockstep.config.trainer import CheckpointConfig, TrainerConfig
+from lockstep.ledger.ledger import Ledger
+from lockstep.report.run_incidents import RECOVERY_EVENT
+from lockstep.run.checkpoint_manager import CheckpointManager
+from lockstep.run.errors import GaveUp
+from lockstep.run.recovery import trainer_recovery
+from lockstep.run.recovery.recovery_manager import RecoveryManager
+from lockstep.run.recovery.trainer_recovery import RecoveryContext, TrainerRecovery
+from lockstep.run.trained_roles import TrainedRoles
+
+SIZES = {"policy": 2, "critic": 1}
+
+
+class Group:
+    """The ranks of a role; `dead` is a rank that does not answer any more."""
+
+    def __init__(self, role: str, workers: list[Any]) -> None:
+        self.role = SimpleNamespace(name=role, trainer=TrainerConfig(ranks=len(workers)))
+        self.workers, self.loaded, self.dead = workers, "", ""
+
+    @property
+    def ranks(self) -> int:
+        return len(self.workers)
+
+    def replace_ranks(self, workers: Sequence[Any], infos: Sequence[Any]) -> None:
+        self.workers, self.loaded, self.dead = list(workers), "", ""
+
+    def saved(self) -> bool:
+        self._answer()
+        return True
+
+    def load(self, folder: Path) -> None:
+        self._answer()
+        self.loaded = f"{folder.parent.name}/{folder.name}"
+
+    def _answer(self) -> None:
+        if self.dead:
+            raise WorkerDied(self.dead, 0, -9, "")
+
+
+class Site:
+    """A policy on two ranks and a critic on one, after three steps."""
+
+    def __init__(self, ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ledger, self.killed, self.started, self.opened = ledger, [], [], 0
+        monkeypatch.setattr(trainer_recovery, "set_up_ranks", lambda workers: [None] * len(workers))
+        monkeypatch.setattr(TrainerRecovery, "_wait_for_aborts", lambda self, role: None)
+        self.groups = {role: Group(role, self.workers(role, range(size))) for role, size in SIZES.items()}
+        self.trained: Any = TrainedRoles(list(self.groups.values()))  # type: ignore[arg-type]
+        self.manager = RecoveryManager(RecoveryConfig(), ledger)
+        launcher: Any = SimpleNamespace(kill=self.kill, launch=self.launch)
+        checkpoints = CheckpointManager(CheckpointConfig(), ledger.folder / "checkpoints", ledger, self.trained)
+        weights: Any = SimpleNamespace(open_on_ranks=self.open)
+        context = RecoveryContext(self.manager, launcher)
+        self.recovery = TrainerRecovery(self.trained, context, checkpoints, ledger, weights)
+
+    def workers(self, role: str, ranks: Sequence[int], end: str = "") -> list[Any]:
+        return [SimpleNamespace(spec=SimpleNamespace(name=f"{role}-{n}{end}", rank=n, role=role)) for n in ranks]
+
+    def kill(self, workers: Sequence[Any]) -> None:
+        self.killed += [worker.spec.name for worker in workers]
+
+    def launch(self, role: str, ranks: Sequence[int]) -> list[Any]:
+        self.started.append((role, len(ranks)))
+        return self.workers(role, ranks, ".1")
+
+    def open(self) -> None:
+        self.opened += 1
+
+    def checkpoint(self) -> None:
+        path = self.ledger.folder / "checkpoints" / "00000002"
+        path.mkdir(parents=True)
+        self.ledger.record_checkpoint(1, path)
+
+    def events(self, action: str) -> list[tuple[str, str]]:
+        self.manager.flush()
+        found = [each.fields for each in self.ledger.events() if each.kind == RECOVERY_EVENT]
+        return [(each["role"], each["worker"]) for each in found if each["action"] == action]
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
+    ledger = Ledger.create(tmp_path / "run", {"name": "x"})
+    for step in range(3):
+        ledger.commit(step, {})
+    return Site(ledger, monkeypatch)
+
+
+def died(worker: str) -> WorkerDied:
+    return WorkerDied(worker, 0, -9, "")
+
+
+@pytest.mark.parametrize("role", ["policy", "critic"])
+def test_only_the_failed_roles_ranks_are_replaced_and_all_are_rolled_back(site: Site, role: str) -> None:
+    site.checkpoint()
+    assert site.recovery.recover(died(f"{role}-0"), 3) == 2
+    assert site.started == [(role, SIZES[role])]
+    assert site.killed == [f"{role}-{rank}" for rank in range(SIZES[role])]
+    assert {name: group.loaded for name, group in site.groups.items()} == {
+        "policy": "00000002/policy",
+        "critic": "00000002/critic",
+    }
+    assert site.opened == (role == "policy"), "only new ranks of the policy open the store of weights"
+    assert site.events("failed") == site.events("restarted") == [(role, f"{role}-0")]
+
+
+def test_without_a_state_to_restore_all_ranks_are_replaced(site: Site) -> None:
+    assert site.recovery.recover(died("critic-0"), 0) == 0
+    assert set(site.started) == {("critic", 1), ("policy", 2)}
+    assert [worker.spec.name for worker in site.groups["policy"].workers] == ["policy-0.1", "policy-1.1"]
+    assert site.opened == 1
+
+
+def test_a_kept_role_that_fails_meanwhile_is_replaced_too(site: Site) -> None:
+    site.checkpoint()
+    site.groups["policy"].dead = "policy-1"
+    assert site.recovery.recover(died("critic-0"), 3) == 2
+    assert {name: group.loaded for name, group in site.groups.items()} == {
+        "policy": "00000002/policy",
+        "critic": "00000002/critic",
+    }
+    assert site.events("failed") == [("critic", "critic-0"), ("policy", "policy-1")]
+    assert site.events("restarted") == [("critic", "critic-0"), ("policy", "policy-1")]
+
+
+def test_each_role_has_a_budget_of_its_own(site: Site) -> None:
+    site.checkpoint()
+    allowed = RecoveryConfig().policy.max_restarts
+    for _ in range(allowed):
+        site.recovery.recover(died(site.groups["critic"].workers[0].spec.name), 3)
+    site.recovery.recover(died("policy-0"), 3)
+    with pytest.raises(GaveUp, match=rf"recovery.policy.max_restarts {allowed}"):
+        site.recovery.recover(died("critic-0.1"), 3)
+
+
+def test_an_error_of_another_process_is_raised(site: Site) -> None:
+    error = RemoteError("engine-0", 0, "ValueError", "bad request", "", "")
+    with pytest.raises(RemoteError, match="bad request"):
+        site.recovery.recover(error, 3)
+    assert site.started == []
