@@ -250,6 +250,18 @@ def test_a_trainer_rank_is_killed_in_any_stage(reference: References, tmp_path: 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_trainer_rank_is_killed_after_its_state_was_copied(reference: References, tmp_path: Path) -> None:
+    """The step is done: it is reported, and its weights are published, although the rank dies before."""
+    of = reference("grpo")
+    launched = begin(of, tmp_path, hold={"stage": "publish", "seconds": 0.3, "at_end": False})
+    launched.wait_for("publish", 2)
+    kill_worker(launched, "policy-1")
+    assert_like_reference(launched, of)
+    assert [each["restored"] for each in recoveries(launched.folder)] == [3]
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_ranks_are_killed_in_supervised_training(reference: References, tmp_path: Path) -> None:
     of = reference("sft")

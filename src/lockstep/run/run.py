@@ -134,6 +134,7 @@ class Run:
         while True:
             while self._boundary_done != self._version:
                 with self._recovering():
+                    self._publish_again(self._version)
                     self._boundary(self._version)
                     self._boundary_done = self._version
             if self._version == self.config.steps:
@@ -160,7 +161,10 @@ class Run:
             yield
         except (RemoteError, WorkerDied, Stalled) as error:
             with self.reporter.stage("recovery"), self.interrupt.recovering():
-                self._version = self.trainer_recovery.recover(error, self._version)
+                restored = self.trainer_recovery.recover(error, self._version)
+            if restored > self._version:  # the failure came after the step was committed and copied
+                self._finish(self._version)
+            self._version = restored
             if self.roles.rollouts is not None:
                 self.roles.rollouts.rewind()
             self._boundary_done, self._row = -1, {}
@@ -228,6 +232,15 @@ class Run:
                 with self.stage("export"):
                     (self.policy.export_adapter if name == "adapter" else self.policy.export)(self.folder / name)
                 done = True
+
+    def _publish_again(self, version: int) -> None:
+        """Publishes a version whose step ended with a failure before it was published."""
+        weights = self.roles.weights
+        if self._boundary_done >= 0 or self.config.generation is None or weights is None:
+            return
+        if weights.published is not None and weights.published < version:
+            with self.stage("publish"):
+                weights.publish(version)
 
     def _boundary(self, version: int) -> None:
         """Evaluates and writes a checkpoint after `version` steps, if they are due; ends an interrupted run."""
