@@ -22,14 +22,17 @@ class RowLayout:
     Args:
         lengths: number of tokens of each segment, in the order of the row.
         parents: index of each segment's parent, smaller than the segment's own; -1 for a root.
+        positions: int64 `[tokens]`, or `[3, tokens]` for a model with multimodal rotary positions (time, height, width;
+            M-RoPE, Wang et al. 2024): what the model's position embedding gets. The path from the root if None.
 
     Raises:
-        ValueError: the row is empty, a length is below 1, or a parent does not precede its child.
+        ValueError: the row is empty, a length is below 1, a parent does not precede its child, or the positions have
+            another shape.
     """
 
-    __slots__ = ("_cache", "lengths", "parents", "starts", "tokens")
+    __slots__ = ("_cache", "_positions", "lengths", "parents", "starts", "tokens")
 
-    def __init__(self, lengths: list[int], parents: list[int]) -> None:
+    def __init__(self, lengths: list[int], parents: list[int], positions: Tensor | None = None) -> None:
         if not lengths or len(lengths) != len(parents):
             raise ValueError(f"a layout needs as many parents as lengths, got {len(parents)} and {len(lengths)}")
         self.lengths = lengths
@@ -44,6 +47,11 @@ class RowLayout:
             self.starts.append(position)
             position += length
         self.tokens = position
+        if positions is not None and tuple(positions.shape) not in ((position,), (3, position)):
+            raise ValueError(
+                f"positions have shape {list(positions.shape)}, expected [{position}] or [3, {position}]: one per token"
+            )
+        self._positions = positions
         self._cache: dict[Hashable, Any] = {}
 
     def cached(self, name: Hashable, make: Callable[["RowLayout"], Cached]) -> Cached:
@@ -67,6 +75,10 @@ class RowLayout:
             yield start, start + length, parent
 
     def positions(self) -> Tensor:
+        """Returns what the model's position embedding gets for each token, int64 `[tokens]` or `[3, tokens]`."""
+        return self.path_positions() if self._positions is None else self._positions
+
+    def path_positions(self) -> Tensor:
         """Returns the position of each token in its sequence (the path from the root), int64 `[tokens]`."""
         offsets: list[int] = []
         parts = []
@@ -109,7 +121,7 @@ class RowLayout:
             for above in self.ancestors(segment):
                 mask[start:stop, self.starts[above] : self.starts[above] + self.lengths[above]] = True
         if window is not None:
-            positions = self.positions()
+            positions = self.path_positions()
             mask &= positions[:, None] - positions[None, :] < window
         return mask
 

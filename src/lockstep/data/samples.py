@@ -32,6 +32,8 @@ class Prompt:
     """Ground truth for the verifiers; None if the data has none."""
     columns: dict[str, Any] = field(default_factory=dict)
     """All columns of the row except prompt and completion, unchanged; passed to reward functions."""
+    files: list[str] = field(default_factory=list)
+    """Files that belong to the prompt, such as images, by path or address; in the order in which it refers to them."""
 
 
 @dataclass(slots=True)
@@ -123,3 +125,5 @@ class Document:
     """int32 `[tokens]`."""
     loss_mask: np.ndarray
     """bool `[tokens]`: which tokens are targets; the first token never is one."""
+    files: list[str] = field(default_factory=list)
+    """As in `Prompt`."""

@@ -109,6 +109,8 @@ def rollouts_table(rollouts: Rollouts, extra: dict[str, Any]) -> Any:
         "rewards": _rewards_column(groups),
         "breakdown": _breakdown_column(groups),
     }
+    if any(prompt.files for prompt in prompts):
+        columns["files"] = text_column([_json_field(p.uid, "files", p.files) for p in prompts])
     metadata = {
         "lockstep.format": _FORMAT,
         "lockstep.step": str(rollouts.step),
@@ -274,6 +276,7 @@ def _groups(table: Any) -> list[Group]:
 def _prompts(columns: dict[str, Any]) -> list[Prompt]:
     texts = {name: texts_of(columns[name]) for name in ("uid", "prompt_text", "messages", "answer", "columns")}
     tokens = arrays_of(columns["prompt_tokens"])
+    files = texts_of(columns["files"]) if "files" in columns else None
     return [
         Prompt(
             uid=str(texts["uid"][index]),
@@ -283,6 +286,7 @@ def _prompts(columns: dict[str, Any]) -> list[Prompt]:
             messages=json_values.loads(str(texts["messages"][index])),
             answer=json_values.loads(str(texts["answer"][index])),
             columns=json_values.loads(str(texts["columns"][index])),
+            files=[] if files is None else json_values.loads(str(files[index])),
         )
         for index, row in enumerate(columns["row"].to_pylist())
     ]

@@ -1,5 +1,6 @@
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -31,6 +32,17 @@ def test_mask_positions_and_pairs_are_those_of_the_paths(layout) -> None:
     assert np.array_equal(layout.mask().numpy(), brute)
     assert layout.positions().tolist() == [len(seen) - 1 for seen in paths]
     assert layout.pairs() == brute.sum()
+
+
+def test_given_positions_are_those_of_the_model_and_leave_the_window_to_the_path() -> None:
+    path = RowLayout([3, 2, 2], [-1, 0, 0])
+    for positions in (torch.arange(7), torch.arange(21).view(3, 7)):
+        layout = RowLayout([3, 2, 2], [-1, 0, 0], positions)
+        assert torch.equal(layout.positions(), positions)
+        assert torch.equal(layout.path_positions(), path.positions())
+        assert torch.equal(layout.mask(window=2), path.mask(window=2))
+    with pytest.raises(ValueError, match=r"shape \[2, 7\], expected \[7\] or \[3, 7\]"):
+        RowLayout([3, 2, 2], [-1, 0, 0], torch.zeros(2, 7, dtype=torch.int64))
 
 
 @pytest.mark.parametrize(("lengths", "parents"), [([], []), ([1], []), ([0], [-1]), ([1, 1], [-1, 1]), ([1], [-2])])

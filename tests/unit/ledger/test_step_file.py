@@ -71,6 +71,7 @@ def rollouts(draw):
                 messages=draw(st.none() | st.lists(st.dictionaries(TEXT, JSON, max_size=2), max_size=2)),
                 answer=draw(JSON),
                 columns=draw(st.dictionaries(TEXT, JSON, max_size=3)),
+                files=draw(st.lists(TEXT, max_size=2)),
             ),
             completions=draw(st.lists(completions(), min_size=size, max_size=size)),
             rewards=draw(st.none() | floats(size)),
@@ -100,6 +101,7 @@ def test_a_step_without_conversations_is_stored_as_before(tmp_path):
     table = step_file.rollouts_table(make_rollouts(3), {})
     fields = {field.name for field in table.schema.field("completions").type.value_type}
     assert fields == {"request", "tokens", "logprobs", "versions", "finish", "text"}
+    assert "files" not in table.column_names
 
 
 def test_a_mask_must_fit_its_tokens(tmp_path):
