@@ -89,4 +89,21 @@ def train_and_export(recipe: str) -> tr.Case:
     return run
 
 
-CASES = {recipe: train_and_export(recipe) for recipe in ("sft", "grpo")}
+ROUTER_LOSS = 0.5
+
+
+def router_loss(**trainer: Any) -> tr.Case:
+    """Trains one step with the routers' auxiliary loss, one document per micro-batch."""
+
+    def run(folder: Path, ranks: ParallelContext, port: int) -> tr.Result:
+        model = {"max_length": 256, "router_aux_loss": ROUTER_LOSS}
+        trained = FSDP2Trainer(tr.config(folder, "model", "sft", model, **trainer).policy, ranks)
+        return tr.train(trained, tr.batch_of(trained.role, ranks.world, 24, "single"), 1)
+
+    return run
+
+
+CASES = {recipe: train_and_export(recipe) for recipe in ("sft", "grpo")} | {
+    "router": router_loss(),
+    "router-recomputed": router_loss(activation_checkpointing=True),
+}

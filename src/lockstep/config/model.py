@@ -66,6 +66,9 @@ class ModelConfig(Section):
     """Train a LoRA or DoRA adapter; all weights are trained when absent."""
     quantization: QuantizationConfig | None = None
     """Quantization of the frozen weights under an adapter."""
+    router_aux_loss: float | None = Field(None, ge=0)
+    """Coefficient of the auxiliary loss that balances the experts of a mixture-of-experts model; 0 for none. When
+    absent, the model's `router_aux_loss_coef` if its config has `output_router_logits: true`, else none."""
     max_length: int | None = Field(None, gt=0)
     """Longest sequence (prompt and completion); the model's own limit when absent."""
 

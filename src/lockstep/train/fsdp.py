@@ -45,6 +45,7 @@ from lockstep.train.parallelize import (
     local_shard,
     parameter_dtype,
 )
+from lockstep.train.router_objective import with_router_loss
 from lockstep.train.trainer_protocol import (
     BucketWeights,
     GatheredRows,
@@ -74,11 +75,11 @@ class FSDP2Trainer:
     def __init__(self, role: TrainRole, ranks: ParallelContext, generation: int = 1) -> None:
         self.role, self.ranks = role, ranks
         self.compute_dtype = resolve_dtype(role.model.dtype, ranks.device)
-        self.objective = make_objective(role.objective)
         self.adapter = role.model.adapter
         self.policy = load_sharded_policy(
             role, ranks, self.compute_dtype, parameter_dtype(role.model, ranks, self.compute_dtype), self.adapter
         )
+        self.objective = with_router_loss(make_objective(role.objective), self.policy, role)
         # Created while no layer is gathered, because a gathered layer holds plain parameters instead of its shards.
         self.merged_weights = MergedWeights(self.policy, ranks)
         self.has_reference = role.objective.needs_reference

@@ -27,6 +27,7 @@ from lockstep.models.lora import (
 )
 from lockstep.models.model_loader import context_length, load_policy, resolve_dtype
 from lockstep.models.policy_model import PolicyModel
+from lockstep.models.router_loss import RouterRecorder, router_coefficient
 from lockstep.models.weight_conversion import checkpoint_groups
 
 UNLIMITED = 1 << 60
@@ -67,6 +68,8 @@ class ModelFacts:
     dtype: str
     """Compute precision after `auto` was resolved."""
     adapter: AdapterFacts | None = None
+    router_aux_loss: float = 0.0
+    """Coefficient of the routers' auxiliary loss; 0 for none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +107,15 @@ def model_facts(cfg: ModelConfig, device: str) -> ModelFacts:
         context=_context_length(cfg, policy.config),
         dtype=str(resolve_dtype(cfg.dtype, device)).removeprefix("torch."),
         adapter=None if cfg.adapter is None else _adapter_facts(policy, cfg.adapter),
+        router_aux_loss=_router_coefficient(cfg, policy),
     )
+
+
+def _router_coefficient(cfg: ModelConfig, policy: PolicyModel) -> float:
+    coefficient = router_coefficient(cfg, policy.config)
+    if coefficient:
+        RouterRecorder(policy, coefficient)  # raises ModelError for a model without routers
+    return coefficient
 
 
 def _adapter_facts(policy: PolicyModel, cfg: AdapterConfig) -> AdapterFacts:

@@ -10,6 +10,7 @@ from lockstep.config.run_config import RunConfig
 from lockstep.config.train_role import TrainRole
 from lockstep.run.planning.resources import HostResources, ModelFacts
 from lockstep.train.objective import make_objective, metric_vector_size
+from lockstep.train.router_objective import ROUTER_METRICS
 from lockstep.weights.weight_transport import DevicePlacement, transport_refusal
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -251,7 +252,8 @@ def trainer_collectives(config: RunConfig, role: TrainRole, model: ModelFacts) -
     else:
         before = f"{held * units}"
         gathers = f"{units * updates} ({units} per optimizer step)"
-    metrics = metric_vector_size(make_objective(role.objective).metrics)
+    router = ROUTER_METRICS if model.router_aux_loss else {}
+    metrics = metric_vector_size({**make_objective(role.objective).metrics, **router})
     embedding = model.hidden * model.vocabulary
     largest = max((model.parameters - embedding) // max(layers, 1), embedding)
     width = DTYPE_BYTES[model.dtype]
