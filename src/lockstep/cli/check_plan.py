@@ -11,6 +11,7 @@ from pathlib import Path
 from lockstep.base import waits
 from lockstep.base.wait_state import WaitTimeout
 from lockstep.cluster.placement.assignment import DoesNotFit, NodesBusy
+from lockstep.cluster.placement.bundles import format_bytes
 from lockstep.config.cluster import RayClusterConfig
 from lockstep.config.run_config import RunConfig
 from lockstep.doctor.check.rules import memory_fit, step_durations
@@ -106,15 +107,15 @@ def _judge_other_roles(config: Config, plan: RunPlan, memory: ProcessMemory) -> 
     found = []
     for role in config.train_roles[1:]:
         needed = max(process.memory for process in plan.processes if process.role == role.name)
-        id, seen = f"memory-{role.name}", f"a {role.name} rank needs about {needed / 2**30:,.1f} GiB"
+        id, seen = f"memory-{role.name}", f"a {role.name} rank needs about {format_bytes(needed)}"
         if memory.device != "cuda" or not memory.bytes:
             found.append(Finding(id, "note", "", f"{seen}; the time that it takes was not estimated"))
         elif needed <= memory.bytes * (1 - memory_fit.RESERVE):
-            found.append(Finding(id, "ok", "", f"{seen}, of {memory.bytes / 2**30:,.1f} GiB of a GPU"))
+            found.append(Finding(id, "ok", "", f"{seen}, of {format_bytes(memory.bytes)} of a GPU"))
         else:
             found.append(
                 Finding(
-                    id, "error", "", f"{seen}, of {memory.bytes / 2**30:,.1f} GiB of a GPU",
+                    id, "error", "", f"{seen}, of {format_bytes(memory.bytes)} of a GPU",
                     "the rank runs out of memory in its first steps",
                     f"give the {role.name} more ranks or activation checkpointing, or lower token_budget",
                 )
