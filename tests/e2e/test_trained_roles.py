@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +187,24 @@ def test_ranks_of_either_role_are_killed_at_random(pair: Pair, tmp_path: Path, s
         with contextlib.suppress(ProcessLookupError):
             kill_worker(launched, latest[0])
     assert_same(launched, pair)
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("ray") is None, reason="needs the extra `ray`")
+@pytest.mark.timeout(300)
+def test_ranks_of_both_roles_are_killed_on_ray(pair: Pair, tmp_path: Path) -> None:
+    placement = {"policy": {"cpus": 0.25}, "critic": {"cpus": 0.25, "nodes": 1}}
+    hold = {"stage": "critic", "seconds": 0.3, "at_end": False}
+    launched = pair.start(tmp_path, hold, cluster="ray", placement=placement)
+    launched.wait_for("critic", 1)
+    kill_worker(launched, "critic-0")
+    wait_for_restarts(launched)
+    launched.wait_for("critic", 4)
+    kill_worker(launched, "policy-0.1")
+    assert_same(launched, pair)
+    found = [(each["worker"], each["restored"]) for each in recoveries(launched.folder)]
+    assert found == [("critic-0", 0), ("policy-0.1", 3)], "there are no copies in memory on Ray"
 
 
 @pytest.mark.slow
