@@ -125,6 +125,7 @@ def test_a_rank_of_each_role_is_killed_in_one_run(pair: Pair, tmp_path: Path) ->
     assert found == [("policy-1", "policy", 1, 0), ("critic-0", "critic", 3, 1), ("critic-0.1", "critic", 5, 0)]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_without_any_copy_both_roles_begin_anew(pair: Pair, tmp_path: Path) -> None:
     """The critic has learnt since; only new ranks have the state before the first step."""
