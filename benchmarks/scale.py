@@ -27,8 +27,11 @@ import numpy as np
 from benchmarks.fake_workers import Account, FakeConnection, completion_of, socket_s
 from lockstep.base import waits
 from lockstep.cluster.protocol import Worker, WorkerSpec
-from lockstep.config.algorithm import PolicyLoss
+from lockstep.config.algorithm import PPOClip
+from lockstep.config.model import ModelConfig
 from lockstep.config.rollout import SamplingConfig
+from lockstep.config.train_role import TrainRole
+from lockstep.config.trainer import TrainerConfig
 from lockstep.data.forest_builder import forest_from_rollouts
 from lockstep.data.mini_batches import pack
 from lockstep.data.samples import Prompt, Rollouts
@@ -57,6 +60,11 @@ class Size:
     def prompts(self) -> int:
         """As many as give every rank a completion, and every engine a group."""
         return max(self.engines, self.ranks // self.group)
+
+
+ROLE = TrainRole(
+    name="policy", model=ModelConfig(path="none"), trainer=TrainerConfig(), objective=PPOClip(), optimizer_steps=1
+)
 
 
 class Draws:
@@ -96,7 +104,7 @@ class World:
         draws = Draws(size.prompts)
         self.buffer = RolloutBuffer(self.fleet, self.ledger, draws, size.group, steps, 0)  # type: ignore[arg-type]
         info = TrainerInfo(0, size.ranks, "cpu", "float32", [], "forest", "", 1024, False, 0)
-        self.policy = TrainerGroup([fake.worker for fake in self.ranks], [info])
+        self.policy = TrainerGroup([fake.worker for fake in self.ranks], [info], ROLE)
 
     def _fake(self, name: str, role: str, rank: int) -> FakeConnection:
         return FakeConnection(self.account, WorkerSpec(f"{name}-{rank}", role, rank, "none:None"))
@@ -114,12 +122,11 @@ class World:
             waits.join(generating, waits_for="generation", why="its end", timeout_s=60.0)
         with account.part("progress"):
             self.fleet.counters()
-        loss = PolicyLoss(kind="grpo", old_logprobs="engine")
         with account.part("pack"):
             batch = self._packed(rollouts)
-            minibatches = list(batch.minibatches(1, None, loss, max_tokens=size.tokens))
+            minibatches = list(batch.minibatches(1, None, ROLE.objective, max_tokens=size.tokens))
         with account.part("step"):
-            stats = [self.policy.step(minibatch, loss) for minibatch in minibatches]
+            stats = [self.policy.step(minibatch) for minibatch in minibatches]
         with account.part("metrics"):
             row = update_metrics(stats) | self.buffer.metrics(step)
         with account.part("rollout metrics"):

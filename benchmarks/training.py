@@ -71,14 +71,15 @@ class LockstepStep:
     def __init__(self, work: Work, model: Path, **trainer: Any) -> None:
         settings = {"recipe": "sft", "name": "bench", "steps": 1000, "data": {"path": "none"}}
         config = SFTConfig.model_validate({**settings, "model": {"path": str(model)}, "trainer": trainer})
-        self._trainer, self._forest = FSDP2Trainer(config.policy, ParallelContext()), _forest(trees(work))
         self._loss = CrossEntropy() if work.kind == "sft" else PPOClip()
+        role = config.policy.model_copy(update={"objective": self._loss})
+        self._trainer, self._forest = FSDP2Trainer(role, ParallelContext()), _forest(trees(work))
         self._budget = config.token_budget
 
     def __call__(self) -> None:
         batch = pack(self._forest, 1, self._budget)
         for minibatch in batch.minibatches(objective=self._loss):
-            self._trainer.step(minibatch.by_rank[0], self._loss)
+            self._trainer.step(minibatch.by_rank[0])
 
 
 class PaddedStep:

@@ -231,7 +231,7 @@ def bert(copy: Path) -> None:
         ("torn-config", lambda copy: (copy / "config.json").write_text("{"), ["not a valid JSON file"]),
         ("odd-config", set_in("config.json", hidden_size="wide"), ["hidden_size", "expected int", "'wide'"]),
         ("new-kind", set_in("config.json", model_type="gpt9"), ["`gpt9`", "does not recognize"]),
-        ("encoder", bert, ["Bert", "use a model with an ordinary head"]),
+        ("encoder", bert, ["bert attends in both directions", "use a causal language model"]),
         ("no-tokenizer", without_tokenizer, ["has no tokenizer", "model.tokenizer"]),
         ("torn-tokenizer", lambda copy: (copy / "tokenizer.json").write_text("x"), ["tokenizer cannot be loaded"]),
         ("no-end", set_in("tokenizer_config.json", eos_token=None), ["no end-of-sequence token", "`eos_token`"]),
