@@ -31,5 +31,3 @@ def test_a_new_recipe_learns_without_a_change_in_run(tmp_path: Path) -> None:
     assert len(losses) == 6 and losses[-1] < losses[0]
     more = lockstep("train", "--resume", str(tmp_path / "runs" / "best"), "steps=8")
     assert more.returncode == 0 and "after 8 of 8 steps" in more.stdout + more.stderr, more.stdout + more.stderr
-    unknown = lockstep("train", str(write(tmp_path / "x", {**values, "recipe": "best_of"})))
-    assert unknown.returncode == 2 and "sft, grpo, best_of_n" in unknown.stderr + unknown.stdout

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from lockstep.config.algorithm import CrossEntropy, KLPenalty, PPOClip
+from lockstep.config.errors import ConfigError
 from lockstep.config.loader import check_config
 from lockstep.config.recipes import RECIPES
 from lockstep.config.run_config import RunConfig
@@ -71,3 +72,9 @@ def test_what_losses_need_of_the_trainer() -> None:
     assert both.needs_reference and not PPOClip(old_logprobs="trainer").needs_reference
     in_reward = PPOClip(kl=KLPenalty(coefficient=0.1, where="reward"))
     assert in_reward.needs_reference and "reference_logprob" not in in_reward.required_fields
+
+
+def test_an_unknown_recipe_is_refused_with_the_known_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(RECIPES, "best_of_n", RECIPES["sft"])
+    with pytest.raises(ConfigError, match="'best_of' is unknown.*sft, grpo, best_of_n"):
+        check_config({**COMMON, "recipe": "best_of"}, "test")
