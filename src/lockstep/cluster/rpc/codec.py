@@ -228,18 +228,6 @@ def _read_extension(code: int, data: memoryview) -> Any:
     return _read_array(data, _decode_context.payload, _decode_context.start)
 
 
-class _EncodedValue:
-    """A value in its encoded form."""
-
-    def __init__(self, value: Any) -> None:
-        self.raw = msgspec.Raw(msgspec.msgpack.encode(value))
-
-
-def encode_once(value: T) -> T:
-    """Encodes a value once, for use as an argument of many calls. Raises TypeError if the value is not JSON-like."""
-    return typing.cast(T, _EncodedValue(value))
-
-
 class _ArrayCollector:
     """Collects, while the body is encoded, the arrays that will follow it."""
 
@@ -250,8 +238,6 @@ class _ArrayCollector:
     def hook(self, value: Any) -> Any:
         if isinstance(value, np.ndarray):
             return self._array(value)
-        if isinstance(value, _EncodedValue):
-            return value.raw
         if isinstance(value, np.generic):
             return value.item()
         if isinstance(value, PurePath):

@@ -19,7 +19,6 @@ from lockstep.cluster.rpc.codec import (
     CodecError,
     MethodSignature,
     decode_payload,
-    encode_once,
     encode_payload,
 )
 from lockstep.data.samples import Completion, Episode
@@ -251,16 +250,3 @@ def test_too_large_payloads_are_refused(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(CodecError, match=r"path: .* bytes are too many for one call"):
         MethodSignature(Service.one).encode_arguments((Clip(low=1), np.zeros(1 << 20), None), {})
     assert encode_payload(np.zeros(1 << 16))
-
-
-def test_shared_arguments_are_encoded_once() -> None:
-    settings = {"kind": "ppo", "clip": 0.2, "deep": [1, None, {"a": True}]}
-    shared = encode_once(settings)
-    settings["clip"] = 0.5  # as arguments are, it is taken as it was
-    for number in range(2):
-        assert decode_payload(encode_payload({"n": number, "loss": shared}), dict[str, Any]) == {
-            "n": number,
-            "loss": {"kind": "ppo", "clip": 0.2, "deep": [1, None, {"a": True}]},
-        }
-    with pytest.raises(TypeError):
-        encode_once(object())
