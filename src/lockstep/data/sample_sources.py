@@ -139,14 +139,15 @@ class SampleSource(ABC, Generic[Sample]):
     def by_uid(self, uid: str) -> Sample:
         """Returns the sample with this uid."""
         epoch, row = parse_uid(uid)
-        return self._make(row, epoch)
+        return self.sample(row, epoch)
 
     def take(self, start: int, count: int) -> list[Sample]:
         """Returns `count` samples from position `start` on, the number of samples used before. Crosses epochs."""
-        return [self._make(row, epoch) for epoch, row in self._order.take(start, count)]
+        return [self.sample(row, epoch) for epoch, row in self._order.take(start, count)]
 
     @abstractmethod
-    def _make(self, row: int, epoch: int) -> Sample: ...
+    def sample(self, row: int, epoch: int = 0) -> Sample:
+        """Returns the sample of a row of the data."""
 
     @abstractmethod
     def _lengths(self, rows: Sequence[int]) -> list[int]: ...
@@ -183,16 +184,12 @@ class PromptSource(SampleSource[Prompt]):
         self._answers = answers
         super().__init__(rows, cfg, tokenizer, seed, max_prompt_tokens, tools, open_turn)
 
-    def prompt(self, row: int, epoch: int = 0) -> Prompt:
-        """Returns the prompt of a row of the data."""
+    def sample(self, row: int, epoch: int = 0) -> Prompt:
         sample, text, chat = self._text(row)
         tokens = self._renderer.encode(text, chat)
         self._check_length(row, tokens.size)
         messages = None if isinstance(sample.prompt, str) else sample.prompt
         return Prompt(make_uid(epoch, row), row, tokens, text, messages, sample.answer, sample.columns)
-
-    def _make(self, row: int, epoch: int) -> Prompt:
-        return self.prompt(row, epoch)
 
     def _lengths(self, rows: Sequence[int]) -> list[int]:
         rendered = [self._text(row)[1:] for row in rows]
@@ -245,16 +242,12 @@ class DocumentSource(SampleSource[Document]):
         self._train_on_prompt = train_on_prompt
         super().__init__(rows, cfg, tokenizer, seed, max_length)
 
-    def document(self, row: int, epoch: int = 0) -> Document:
-        """Returns the document of a row of the data."""
+    def sample(self, row: int, epoch: int = 0) -> Document:
         tokens, learned = self._tokens(row)
         self._check_length(row, tokens.size)
         if self._train_on_prompt:
             learned = np.arange(tokens.size) > 0
         return Document(make_uid(epoch, row), row, tokens, learned)
-
-    def _make(self, row: int, epoch: int) -> Document:
-        return self.document(row, epoch)
 
     def _check_rows(self, cfg: DatasetConfig) -> None:
         if self._format.name == "text" and cfg.chat:

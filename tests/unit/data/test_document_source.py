@@ -44,7 +44,7 @@ def read(tokenizer: Any, document: Document) -> tuple[str, str]:
 
 
 def made(source, row: dict, tokenizer: Any, **options: Any) -> tuple[str, str]:
-    document = source([row], tokenizer, **options).document(0)
+    document = source([row], tokenizer, **options).sample(0)
     assert document.tokens.dtype == np.int32 and document.loss_mask.dtype == np.bool_
     assert not document.loss_mask[0]
     return read(tokenizer, document)
@@ -72,7 +72,7 @@ def test_train_on_prompt_learns_everything(source) -> None:
 def test_merge_across_the_end_of_the_prompt_is_undone(source) -> None:
     """The prompt has the same tokens as in generation, so that the learned tokens are those that would be sampled."""
     tokenizer = characters(merges=("=2",))
-    document = source([{"prompt": "1+1=", "answer": "2"}], tokenizer).document(0)
+    document = source([{"prompt": "1+1=", "answer": "2"}], tokenizer).sample(0)
     assert tokenizer.convert_ids_to_tokens(document.tokens.tolist()) == ["1", "+", "1", "=", "2", "<eos>"]
     assert document.loss_mask.tolist() == [False] * 4 + [True] * 2
 
@@ -88,7 +88,7 @@ def test_assistant_turns_are_learned_up_to_their_end(source, template) -> None:
 def test_mask_of_generation_blocks_is_that_of_transformers(source) -> None:
     tokenizer = characters(BLOCKS)
     expected = tokenizer.apply_chat_template(TALK, return_dict=True, return_assistant_tokens_mask=True)
-    document = source([{"messages": TALK}], tokenizer).document(0)
+    document = source([{"messages": TALK}], tokenizer).sample(0)
     assert document.tokens.tolist() == expected["input_ids"]
     assert document.loss_mask.tolist() == [bool(wanted) for wanted in expected["assistant_masks"]]
 
@@ -171,7 +171,7 @@ def test_masks_hold_for_byte_level_tokens(source, template) -> None:
     talk = [
         turn for text in said for turn in ({"role": "user", "content": text}, {"role": "assistant", "content": text})
     ]
-    document = source([{"messages": talk}], tokenizer).document(0)
+    document = source([{"messages": talk}], tokenizer).sample(0)
     assert tokenizer.decode(document.tokens) == tokenizer.apply_chat_template(talk, tokenize=False)
     assert tokenizer.decode(document.tokens[document.loss_mask]) == "".join(text + "<eos>" for text in said)
     if template == BLOCKS:

@@ -34,7 +34,7 @@ def source(rows_of):
 
 
 def test_prompt_and_answer(source) -> None:
-    prompt = source([{"prompt": "1+1", "answer": "2", "level": {"a": 1}}]).prompt(0, epoch=3)
+    prompt = source([{"prompt": "1+1", "answer": "2", "level": {"a": 1}}]).sample(0, epoch=3)
     assert (prompt.uid, prompt.row, prompt.text, prompt.messages) == ("3:0", 0, "1+1", None)
     assert prompt.answer == "2"
     assert prompt.columns == {"answer": "2", "level": {"a": 1}}
@@ -44,23 +44,23 @@ def test_prompt_and_answer(source) -> None:
 
 @pytest.mark.parametrize("column", ["question", "problem", "query", "instruction"])
 def test_known_names_of_prompts_and_answers(source, column) -> None:
-    prompt = source([{column: "1+1", "solution": 2}]).prompt(0)
+    prompt = source([{column: "1+1", "solution": 2}]).sample(0)
     assert (prompt.text, prompt.answer) == ("1+1", 2)
 
 
 def test_prompt_without_an_answer_keeps_all_columns(source) -> None:
-    prompt = source([{"prompt": "x", "target_length": 7, "kind": None}]).prompt(0)
+    prompt = source([{"prompt": "x", "target_length": 7, "kind": None}]).sample(0)
     assert (prompt.answer, prompt.columns) == (None, {"target_length": 7, "kind": None})
 
 
 def test_template_and_chosen_columns(source) -> None:
     data = [{"q": "1+1", "a": "2", "answer": "no", "prompt": "neither"}]
-    made = source(data, template="Q: {prompt}\nA:", prompt_column="q", answer_column="a").prompt(0)
+    made = source(data, template="Q: {prompt}\nA:", prompt_column="q", answer_column="a").sample(0)
     assert (made.text, made.answer) == ("Q: 1+1\nA:", "2")
 
 
 def test_text_through_the_chat_template(source) -> None:
-    made = source([{"prompt": "hi", "answer": "2"}], chat=True, system="be").prompt(0)
+    made = source([{"prompt": "hi", "answer": "2"}], chat=True, system="be").sample(0)
     assert made.text == "<|system|>be<eos>\n<|user|>hi<eos>\n<|assistant|>"
     assert made.messages is None
     assert made.tokens.size == 11  # one token per mark and character
@@ -69,16 +69,16 @@ def test_text_through_the_chat_template(source) -> None:
 def test_conversation_up_to_its_last_assistant_turn(source) -> None:
     turns = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
     messages = [{"role": role, "content": content} for role, content in turns]
-    made = source([{"messages": messages, "id": 5}]).prompt(0)
+    made = source([{"messages": messages, "id": 5}]).sample(0)
     assert made.text == "<|user|>a<eos>\n<|assistant|>b<eos>\n<|user|>c<eos>\n<|assistant|>"
     assert (made.messages, made.answer, made.columns) == (messages[:3], "d", {"id": 5})
-    open_end = source([{"messages": messages[:3]}]).prompt(0)
+    open_end = source([{"messages": messages[:3]}]).sample(0)
     assert (open_end.text, open_end.answer) == (made.text, None)
 
 
 def test_a_system_message_in_the_data_is_kept(source) -> None:
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
-    assert source([{"messages": messages}], system="other").prompt(0).text.startswith("<|system|>s<eos>\n<|user|>u")
+    assert source([{"messages": messages}], system="other").sample(0).text.startswith("<|system|>s<eos>\n<|user|>u")
 
 
 def test_tool_turns_and_tools_reach_the_template(source) -> None:
@@ -90,7 +90,7 @@ def test_tool_turns_and_tools_reach_the_template(source) -> None:
     ]
     template = template.replace("{{ m.content }}", "{{ m.content or m.tool_calls[0].name }}")
     for tools in ([{"name": "f"}], json.dumps([{"name": "f"}])):
-        made = source([{"messages": messages, "tools": tools}], characters(template)).prompt(0)
+        made = source([{"messages": messages, "tools": tools}], characters(template)).sample(0)
         assert made.text == "[f]<|user|>u<eos>\n<|assistant|>f<eos>\n<|tool|>r<eos>\n<|assistant|>"
     with pytest.raises(DataError, match="column 'tools': not JSON"):
         source([{"messages": messages, "tools": "[f"}], characters(template))
@@ -98,14 +98,14 @@ def test_tool_turns_and_tools_reach_the_template(source) -> None:
 
 def test_an_unfinished_answer_is_continued(source) -> None:
     prompt = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "So"}]
-    assert source([{"prompt": prompt}]).prompt(0).text == "<|user|>u<eos>\n<|assistant|>So"
+    assert source([{"prompt": prompt}]).sample(0).text == "<|user|>u<eos>\n<|assistant|>So"
 
 
 def test_trl_prompt_completion_of_both_kinds(source) -> None:
-    made = source([{"prompt": "a", "completion": "b", "hint": 1}]).prompt(0)
+    made = source([{"prompt": "a", "completion": "b", "hint": 1}]).sample(0)
     assert (made.text, made.answer, made.columns) == ("a", "b", {"hint": 1})
     talk = {"prompt": [{"role": "user", "content": "a"}], "completion": [{"role": "assistant", "content": "b"}]}
-    made = source([talk]).prompt(0)
+    made = source([talk]).sample(0)
     assert (made.text, made.answer, made.messages) == ("<|user|>a<eos>\n<|assistant|>", "b", talk["prompt"])
 
 
@@ -117,20 +117,20 @@ def test_verl_columns_are_unchanged(source) -> None:
         "extra_info": {"index": 0, "split": "train"},
         "ability": "math",
     }
-    made = source([row]).prompt(0)
+    made = source([row]).sample(0)
     assert made.text == "<|user|>q<eos>\n<|assistant|>"
     assert made.answer == "72"
     assert made.columns == {name: value for name, value in row.items() if name != "prompt"}
 
 
 def test_plain_text_is_a_prompt(source) -> None:
-    assert source([{"text": "Once"}]).prompt(0).text == "Once"
+    assert source([{"text": "Once"}]).sample(0).text == "Once"
 
 
 def test_beginning_of_sequence_only_for_plain_text(source) -> None:
     tokenizer = characters(TURNS, bos=True)
-    assert source([{"prompt": "a"}], tokenizer).prompt(0).tokens[0] == tokenizer.bos_token_id
-    assert tokenizer.bos_token_id not in source([{"prompt": "a"}], tokenizer, chat=True).prompt(0).tokens
+    assert source([{"prompt": "a"}], tokenizer).sample(0).tokens[0] == tokenizer.bos_token_id
+    assert tokenizer.bos_token_id not in source([{"prompt": "a"}], tokenizer, chat=True).sample(0).tokens
 
 
 def test_take_is_a_pure_function_of_the_position(source) -> None:
@@ -228,11 +228,11 @@ def test_conversation_that_the_template_refuses(source) -> None:
 
 
 def test_generation_blocks_do_not_disturb_prompts(source) -> None:
-    assert source([{"messages": user("a")}], characters(BLOCKS)).prompt(0).text == "<|user|>a<eos><|assistant|>"
+    assert source([{"messages": user("a")}], characters(BLOCKS)).sample(0).text == "<|user|>a<eos><|assistant|>"
 
 
 def test_a_row_without_the_answer_that_the_reward_compares_with_is_refused(rows_of) -> None:
     rows, cfg = rows_of([{"prompt": "1", "answer": "1"}, {"prompt": "2", "answer": None}])
-    assert PromptSource(rows, cfg, characters(TURNS), 0, 9).prompt(1).answer is None
+    assert PromptSource(rows, cfg, characters(TURNS), 0, 9).sample(1).answer is None
     with pytest.raises(DataError, match=r"line 2: there is no answer\. .* set data\.answer_column"):
         PromptSource(rows, cfg, characters(TURNS), 0, 9, answers=True)

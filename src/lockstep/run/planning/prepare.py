@@ -15,7 +15,7 @@ from lockstep.config.run_config import RunConfig
 from lockstep.data.chat_templates import TurnTokenizer
 from lockstep.data.dataset_rows import HubDataUnreachable
 from lockstep.data.datasets import load_rows
-from lockstep.data.sample_sources import PromptSource, SampleSource, SourceOptions, open_source
+from lockstep.data.sample_sources import SampleSource, SourceOptions, open_source
 from lockstep.data.samples import Prompt
 from lockstep.ledger.config_changes import ConfigChange, compare_config
 from lockstep.ledger.errors import FolderExists
@@ -184,7 +184,7 @@ def _sources(config: RunConfig, model: ModelFacts) -> tuple[SampleSource[Any], l
         # Never shuffled: with `prompts` or `limit`, runs of other seeds are measured on the same rows.
         data = config.evaluation.data.model_copy(update={"shuffle": False})
         room = model.context - (config.evaluation.sampling or config.rollout.sampling).max_tokens
-        source = PromptSource(load_rows(data), data, tokenizer, config.seed, room, answers, tools, open_turn)
+        source = open_source("prompts", load_rows(data), data, tokenizer, config.seed, room, options)
         held_out = source.take(0, min(len(source), config.evaluation.prompts or len(source)))
     if turns is not None:
         first = samples.take(0, 1) if config.generation is not None else held_out[:1]
