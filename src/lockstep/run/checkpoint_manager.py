@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -23,6 +23,8 @@ from lockstep.train.errors import CheckpointError
 
 log = logging.getLogger(__name__)
 
+SAVE_STALL_S = 600.0
+"""A save has failed if its files do not grow for this long."""
 _CHECKPOINT_NAME = re.compile(r"\d{8,}")
 
 
@@ -118,16 +120,20 @@ class CheckpointManager:
     def finish(self) -> None:
         """Waits for the checkpoint that is being written, as long as it makes progress."""
 
-        def complete() -> bool | None:
+        def complete() -> bool:
             self.poll()
-            return True if self._pending is None else None
+            return self._pending is None
 
+        self.wait_for_files(complete, waits_for="checkpoint", why="the checkpoint under way")
+
+    def wait_for_files(self, complete: Callable[[], bool], waits_for: str, why: str) -> None:
+        """Waits until ranks have written files of a checkpoint, as long as these grow."""
         waits.poll(
-            complete,
+            lambda: complete() or None,
             kind="file",
-            waits_for="checkpoint",
-            why="the checkpoint under way",
-            stall_s=600.0,
+            waits_for=waits_for,
+            why=why,
+            stall_s=SAVE_STALL_S,
             progress=lambda: checkpoint_bytes(self.folder),
             every_s=0.02,
         )

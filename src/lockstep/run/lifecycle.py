@@ -235,10 +235,9 @@ def _start_run(
 
 def _start_trainers(prepared: PreparedRun, ledger: Ledger, workers: list[Worker]) -> tuple[TrainedRoles, int]:
     """Sets up the trainer ranks and loads the newest checkpoint. Returns the roles and the number of steps done."""
-    infos, groups = set_up_ranks(workers), []
+    ready, groups = set_up_ranks(workers), []
     for role in prepared.config.train_roles:
-        own = [(worker, info) for worker, info in zip(workers, infos, strict=True) if worker.spec.role == role.name]
-        group = TrainerGroup([worker for worker, _ in own], [info for _, info in own], role)
+        group = TrainerGroup(*ready[role.name], role)
         groups.append(group)
         _log_packing(role, group.info)
         if group.info.slower:

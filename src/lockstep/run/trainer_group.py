@@ -16,13 +16,19 @@ from lockstep.run.policy_api import PolicyAPI
 from lockstep.train.trainer_api import TrainerAPI, TrainerInfo
 
 
-def set_up_ranks(workers: Sequence[Worker]) -> list[TrainerInfo]:
-    """Makes the ranks of each role connect to each other and load the model, all roles at the same time."""
+def set_up_ranks(workers: Sequence[Worker]) -> dict[str, tuple[list[Worker], list[TrainerInfo]]]:
+    """Makes the ranks of each role connect to each other and load the model, all roles at the same time. Returns the
+    workers and their answers, by role."""
     names: dict[str, list[str]] = {}
     for worker in workers:
         names.setdefault(worker.spec.role, []).append(worker_and_node(worker))
     calls = [worker.submit(TrainerAPI.setup, names[worker.spec.role]) for worker in workers]
-    return gather_results(calls, why="load the model")
+    ready: dict[str, tuple[list[Worker], list[TrainerInfo]]] = {role: ([], []) for role in names}
+    for worker, info in zip(workers, gather_results(calls, why="load the model"), strict=True):
+        own, infos = ready[worker.spec.role]
+        own.append(worker)
+        infos.append(info)
+    return ready
 
 
 class TrainerGroup:

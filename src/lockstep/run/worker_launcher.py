@@ -104,7 +104,7 @@ class RunWorkerLauncher:
             "generation": self.generation,
             "restarts": start,
         }
-        if role.name == config.policy.name:
+        if role.name == next(iter(self._roles)):  # the policy
             spec = self._spec(process, POLICY_SERVICE, {**arguments, "check": config.weights.check})
         else:
             spec = self._spec(process, ROLE_SERVICE, arguments)

@@ -26,7 +26,6 @@ from lockstep.run.recovery.restart_policy import FewerRanks, next_smaller_ranks
 from lockstep.run.trained_roles import TrainedRoles
 from lockstep.run.trainer_group import TrainerGroup, set_up_ranks
 from lockstep.run.weight_sync import WeightPublisher
-from lockstep.train.checkpoint_retention import checkpoint_bytes
 from lockstep.train.errors import MemoryCheckpointMissing, SharedMemoryFull
 from lockstep.train.memory_checkpoint import memory_checkpoint_versions
 from lockstep.train.trainer_api import TrainerAPI
@@ -36,8 +35,6 @@ log = logging.getLogger(__name__)
 
 ABORT_LIMIT_S = VERDICT_WAIT_S + 1.0
 """Time limit for ranks to leave an aborted collective. A rank that is still computing then is killed."""
-SAVE_STALL_S = 600.0
-"""A rank that is kept fails if it writes nothing of its part of a checkpoint for this long."""
 VERDICT_AFTER_ABORT_S = 2.0
 """Longest wait, after the ranks have left their collectives, for the verdict that names the culprit."""
 
@@ -148,7 +145,7 @@ class TrainerRecovery:
         Args:
             role: the role that failed first, and so the one that failed again if the error does not tell.
         """
-        failed, worker, rank = self._find_worker(error, starting=True) or (role, _worker_of(error), 0)
+        failed, worker, rank = self._find_worker(error, starting=True) or (role, _worker_of(error), None)
         starting = failed in ranks
         failure = describe_failure(error, failed, worker, rank, self.manager.step, starting=starting)
         group = self.trained[failed]
@@ -239,25 +236,20 @@ class TrainerRecovery:
         try:
             for role, count in ranks.items():
                 workers += self.launcher.launch(role, range(count))
-            infos = set_up_ranks(workers)
+            ready = set_up_ranks(workers)
         except BaseException:
             self.launcher.kill(workers)
             raise
-        for role in ranks:
-            own = [(worker, info) for worker, info in zip(workers, infos, strict=True) if worker.spec.role == role]
-            self.trained[role].replace_ranks([worker for worker, _ in own], [info for _, info in own])
+        for role, (own, infos) in ready.items():
+            self.trained[role].replace_ranks(own, infos)
 
     def _finish_saves(self, kept: Sequence[TrainerGroup]) -> None:
         """Waits until the ranks that are kept have finished their calls, and their part of a checkpoint."""
-
-        def saved() -> bool | None:
-            return all(group.saved() for group in kept) or None
-
-        waits.poll(
-            saved, kind="file", waits_for=" and ".join(name_of_ranks(group.role.name) for group in kept),
-            why="their part of a checkpoint", stall_s=SAVE_STALL_S,
-            progress=lambda: checkpoint_bytes(self.checkpoints.folder), every_s=0.02,
-        )  # fmt: skip
+        self.checkpoints.wait_for_files(
+            lambda: all(group.saved() for group in kept),
+            waits_for=" and ".join(name_of_ranks(group.role.name) for group in kept),
+            why="their part of a checkpoint",
+        )
 
 
 def _worker_of(error: CallError) -> str:

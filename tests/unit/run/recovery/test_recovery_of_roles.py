@@ -49,12 +49,21 @@ class Group:
             raise WorkerDied(self.dead, 0, -9, "")
 
 
+def set_up(workers: Sequence[Any]) -> dict[str, tuple[list[Any], list[None]]]:
+    """Workers by role, without a model to load."""
+    ready: dict[str, tuple[list[Any], list[None]]] = {worker.spec.role: ([], []) for worker in workers}
+    for worker in workers:
+        ready[worker.spec.role][0].append(worker)
+        ready[worker.spec.role][1].append(None)
+    return ready
+
+
 class Site:
     """A policy on two ranks and a critic on one, after three steps."""
 
     def __init__(self, ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
         self.ledger, self.killed, self.started, self.opened = ledger, [], [], 0
-        monkeypatch.setattr(trainer_recovery, "set_up_ranks", lambda workers: [None] * len(workers))
+        monkeypatch.setattr(trainer_recovery, "set_up_ranks", set_up)
         monkeypatch.setattr(TrainerRecovery, "_wait_for_aborts", lambda self, role: None)
         self.groups = {role: Group(role, self.workers(role, range(size))) for role, size in SIZES.items()}
         self.trained: Any = TrainedRoles(list(self.groups.values()))  # type: ignore[arg-type]
