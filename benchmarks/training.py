@@ -32,7 +32,7 @@ from lockstep.config.recipes import SFTConfig
 from lockstep.data.forest import Forest, Segment
 from lockstep.data.mini_batches import pack
 from lockstep.train.distributed import ParallelContext
-from lockstep.train.fsdp import FSDP2Trainer
+from lockstep.train.fsdp.fsdp_trainer import FSDP2Trainer
 
 MICRO = {"fixed": 128, "tail": 128, "p512": 8, "sft": 1}
 """Rows of a padded micro-batch: the fastest size."""

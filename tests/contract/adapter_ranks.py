@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from lockstep.config.recipes import GRPOConfig, SFTConfig
 from lockstep.train.distributed import ParallelContext
-from lockstep.train.fsdp import FSDP2Trainer
+from lockstep.train.fsdp.fsdp_trainer import FSDP2Trainer
 
 # r is odd: the last rank's part of A is shorter
 LORA = {"kind": "lora", "r": 5, "lora_alpha": 15, "target_modules": ["q_proj", "v_proj", "down_proj"]}

@@ -13,7 +13,7 @@ from lockstep.models.model_loader import load_tokenizer
 from lockstep.models.packing_probe import probe_packing
 from lockstep.models.tiny_model import make_tiny
 from lockstep.train.distributed import ParallelContext
-from lockstep.train.fsdp import FSDP2Trainer
+from lockstep.train.fsdp.fsdp_trainer import FSDP2Trainer
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 256}
 USUAL = SIZES | {"num_key_value_heads": 2, "intermediate_size": 48}

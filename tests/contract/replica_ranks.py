@@ -7,7 +7,7 @@ import torch
 import trainer_ranks as tr
 
 from lockstep.train.distributed import ParallelContext
-from lockstep.train.fsdp import FSDP2Trainer
+from lockstep.train.fsdp.fsdp_trainer import FSDP2Trainer
 from lockstep.weights.weight_plan import WeightPlan
 from lockstep.weights.weight_store import WeightStore
 

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from lockstep.base import waits
 from lockstep.train.distributed import join_ranks
-from lockstep.train.merged_weights import LazyWeight, gather_buckets
-from lockstep.train.parallelize import local_shard
+from lockstep.train.fsdp.parallelize import device_mesh, local_shard
+from lockstep.train.lazy_weights import LazyWeight, gather_buckets
 from lockstep.weights.stream.channel import StreamChannel
 from lockstep.weights.stream.tensor_buckets import cut_buckets
 from lockstep.weights.stream.weight_stream import StreamReceiver, StreamSender
@@ -91,7 +91,7 @@ class TrainerEnd:
         for name, each in tensors(0).items():
             module.register_parameter(name, nn.Parameter(torch.zeros_like(each)))
         if world > 1:
-            fully_shard(module, mesh=self.ranks.mesh())
+            fully_shard(module, mesh=device_mesh(self.ranks))
         self.parameters = dict(module.named_parameters())
         self.sender = StreamSender(rank, CPU, FileMemory(gpu, folder))
 

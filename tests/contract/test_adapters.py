@@ -17,7 +17,7 @@ from lockstep.models.tiny_model import make_tiny
 from lockstep.train.checkpoint import read_manifest
 from lockstep.train.distributed import ParallelContext
 from lockstep.train.errors import CheckpointError
-from lockstep.train.fsdp import FSDP2Trainer
+from lockstep.train.fsdp.fsdp_trainer import FSDP2Trainer
 
 VARIANTS = [name for name in ar.CASES if name.startswith(("lora", "dora", "saved"))]
 

@@ -11,7 +11,7 @@ from test_trainer import TIGHT, apart
 
 from lockstep.train.checkpoint import read_manifest
 from lockstep.train.distributed import ParallelContext
-from lockstep.train.fsdp import FSDP2Trainer
+from lockstep.train.fsdp.fsdp_trainer import FSDP2Trainer
 from lockstep.weights.weight_store import WeightStore
 
 

@@ -13,11 +13,19 @@ import trainer_ranks as tr
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lockstep.base.wait_state import WaitTimeout
-from lockstep.run.planning.resources import model_facts
-from lockstep.run.planning.run_plan import trainer_collectives
+from lockstep.config.run_config import RunConfig
+from lockstep.models.model_facts import model_facts
 from lockstep.train.distributed import ParallelContext
-from lockstep.train.fsdp import FSDP2Trainer
+from lockstep.train.fsdp.fsdp_plan import FSDP2Planner
+from lockstep.train.fsdp.fsdp_trainer import FSDP2Trainer
 from lockstep.train.objective import MetricAccumulator, make_objective
+from lockstep.train.trainer_plan import PlannedCollective
+
+
+def planned_collectives(config: RunConfig) -> list[PlannedCollective]:
+    """The collectives of one step with one update."""
+    facts = model_facts(config.model, "cpu")
+    return FSDP2Planner().collectives(config.policy, facts, 1, publishes=config.needs_engines)
 
 
 @pytest.fixture
@@ -58,7 +66,7 @@ def test_the_planned_collectives_are_those_of_a_step(
 ) -> None:
     tr.make_models(tmp_path)
     config = tr.config(tmp_path, "qwen2", "grpo", {"adapter": adapter}, ranks=2, reshard_after_forward=reshard)
-    planned = trainer_collectives(config, config.policy, model_facts(config.model, "cpu"))
+    planned = planned_collectives(config)
     trainer = FSDP2Trainer(config.policy, ParallelContext(0, 2, torch.device("cpu"), 0.1, dist.group.WORLD))
     batch = tr.batch_of(config, ranks=2, budget=40)
     minibatch = batch.everything()
@@ -96,7 +104,7 @@ def test_replicas_add_the_planned_all_reduce(
     monkeypatch.setattr(dist, "all_reduce", lambda *args, **kw: (counts.update(["reduce"]), original(*args, **kw))[1])
     tr.make_models(tmp_path)
     config = tr.config(tmp_path, "qwen2", "sft", ranks=4, replicas=2)
-    planned = trainer_collectives(config, config.policy, model_facts(config.model, "cpu"))
+    planned = planned_collectives(config)
     assert [line.operation for line in planned] == ["all_gather", "reduce_scatter", "all_reduce", "all_gather"]
     here, across = dist.new_group([0, 1]), dist.new_group([0, 2])
     ranks = ParallelContext(0, 4, torch.device("cpu"), 0.1, dist.group.WORLD, replicas=2, copy=here, across=across)
@@ -111,11 +119,7 @@ def test_the_vector_of_metrics_is_as_long_as_planned(tmp_path: Path) -> None:
     tr.make_models(tmp_path)
     for recipe in ("sft", "grpo"):
         config = tr.config(tmp_path, "qwen2", recipe, ranks=2)
-        (planned,) = [
-            line
-            for line in trainer_collectives(config, config.policy, model_facts(config.model, "cpu"))
-            if "gradient norm and metrics" in line.times
-        ]
+        (planned,) = [line for line in planned_collectives(config) if "gradient norm and metrics" in line.times]
         metrics = make_objective(config.objective).metrics
         vector = MetricAccumulator(metrics, torch.device("cpu")).vector(torch.zeros(()))
         assert vector.numel() * vector.element_size() == planned.bytes

@@ -17,7 +17,7 @@ from lockstep.train.checkpoint import read_manifest
 from lockstep.train.checkpoint_retention import checkpoint_bytes, remove_checkpoint, remove_leftovers
 from lockstep.train.distributed import ParallelContext
 from lockstep.train.errors import CheckpointError
-from lockstep.train.fsdp import FSDP2Trainer
+from lockstep.train.fsdp.fsdp_trainer import FSDP2Trainer
 
 TIGHT = 1e-5
 VARIANTS = [name for name in tr.CASES if name.startswith(tr.FAMILIES)]

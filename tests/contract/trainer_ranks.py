@@ -30,7 +30,7 @@ from lockstep.models.tiny_model import make_tiny
 from lockstep.train.distributed import ParallelContext
 from lockstep.train.errors import CheckpointError, NonFinite
 from lockstep.train.export import export_model
-from lockstep.train.fsdp import FSDP2Trainer
+from lockstep.train.fsdp.fsdp_trainer import FSDP2Trainer
 from lockstep.train.trainer_service import TrainerService
 from lockstep.watch.beacon.writer import open_beacon
 from lockstep.watch.recorder import recorder

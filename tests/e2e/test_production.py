@@ -50,7 +50,7 @@ def test_with_model_and_data_the_plan_is_complete(monkeypatch: pytest.MonkeyPatc
     tokenizer.save_pretrained(tmp_path)
     save_file({}, tmp_path / "model.safetensors")
     monkeypatch.setattr(
-        "lockstep.run.planning.resources.check_weights", lambda policy, folder: None
+        "lockstep.models.model_facts.check_weights", lambda policy, folder: None
     )  # 3 GB of weights that are not needed
     rows = [{"question": "1+1?", "answer": "so it is\n#### 2"}] * 4
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

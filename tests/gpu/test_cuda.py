@@ -146,7 +146,7 @@ def test_a_run_on_one_gpu(tmp_path: Path, adapter: dict[str, object] | None, off
 def test_offloading_frees_the_device_and_restores_the_state(folder: Path) -> None:
     from lockstep.config.recipes import SFTConfig
     from lockstep.train.distributed import ParallelContext
-    from lockstep.train.fsdp import FSDP2Trainer
+    from lockstep.train.fsdp.fsdp_trainer import FSDP2Trainer
 
     values = {"recipe": "sft", "name": "x", "steps": 1, "model": {"path": str(folder), "dtype": "float32"}}
     config = SFTConfig.model_validate(values | {"data": {"path": "unused"}})

@@ -16,10 +16,10 @@ from lockstep.cluster.placement.bundles import abbreviate_names, make_bundles
 from lockstep.config.cluster import PlacementConfig
 from lockstep.config.run_config import RunConfig
 from lockstep.ledger.errors import LedgerError
+from lockstep.models.model_facts import ModelFacts
 from lockstep.recipes import train
 from lockstep.run.errors import Interrupted, RunFinished, RunRefused
 from lockstep.run.planning.prepare import DryRun, PreparedRun, dry_run, prepare_run
-from lockstep.run.planning.resources import ModelFacts
 from lockstep.run.planning.run_plan import RunPlan
 
 Config = RunConfig | None

@@ -52,8 +52,10 @@ class OffloadConfig(Section):
 
 
 class TrainerConfig(Section):
+    kind: Literal["fsdp2"] = "fsdp2"
+    """How the model is trained on several ranks: `fsdp2` shards parameters, gradients and optimizer state."""
     ranks: int = Field(1, gt=0)
-    """Data-parallel ranks; parameters are sharded over them with FSDP2."""
+    """Data-parallel ranks, over which parameters are sharded."""
     replicas: int = Field(1, gt=0)
     """Copies of the sharded parameters (HSDP), each on `ranks / replicas` neighbouring ranks: all-gathers stay within a
     copy, such as a host, and only gradients cross."""

@@ -31,6 +31,7 @@ class PolicyModel(nn.Module):
     def __init__(self, lm: Any) -> None:
         super().__init__()
         self.lm = lm
+        self.architecture = type(lm).__name__  # before a trainer changes the class, as FSDP2 does
         self._backbone_name, self.transform = split_head(lm)
         self.layout_refusal = _layout_refusal(lm, self.backbone)
         """Why the model cannot take rows of several segments; None if `probe_packing` has to find out."""

@@ -1,1 +1,1 @@
-"""The trainer protocol, the FSDP2 trainer, objectives, checkpoints and export."""
+"""The trainer protocol and the kinds of trainers, objectives, checkpoints and export."""

@@ -6,8 +6,8 @@ rank 0 publishes them with its wait.
 
 The trainer issues five collectives itself: `gather` (one vector of fixed size per step), `gather_flat` (the adapter,
 before weight sync or export), `gather_bucket` (some weights, during a sync from device to device), `gather_rows` (one
-parameter, during an export) and `broadcast_flag` (at the end of a checkpoint). FSDP2 issues all others, except those of
-torch's checkpoint writer, which have a communicator of their own.
+parameter, during an export) and `broadcast_flag` (at the end of a checkpoint). The library that shards the model issues
+all others, except those of torch's checkpoint writer, which have a communicator of their own.
 """
 
 import json
@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
-from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.base import waits
 from lockstep.base.text import summarize_list
@@ -121,7 +120,7 @@ def _without_nodes(names: Sequence[str]) -> str:
 
 
 def shard_rows(rank: int, world: int, rows: int) -> tuple[int, int]:
-    """Returns the first and last (exclusive) row of `rank` if `rows` are sharded over `world` ranks as FSDP2 does: in
+    """Returns the first and last (exclusive) row of `rank` if `rows` are sharded over `world` ranks: in
     chunks of `ceil(rows / world)`, of which the last may be shorter or empty."""
     chunk = -(-rows // world)
     return min(rank * chunk, rows), min((rank + 1) * chunk, rows)
@@ -169,18 +168,6 @@ class ParallelContext:
     def rows(self, count: int) -> tuple[int, int]:
         """Returns the first and last (exclusive) row that this rank holds of a parameter with `count` rows."""
         return shard_rows(self.rank % self.shards, self.shards, count)
-
-    def mesh(self) -> DeviceMesh:
-        """Returns FSDP2's device mesh: `[ranks]`, or `[copies, ranks per copy]` if there are several copies."""
-        if self.group is None:
-            raise RuntimeError("one rank on a CPU has no communicator")
-        if self.replicas == 1:
-            return DeviceMesh.from_group(self.group, self.device.type, mesh_dim_names=("fsdp",))
-        if self.copy is None or self.across is None:
-            raise RuntimeError(f"rank {self.rank} has no communicators of its copy; create it with join_ranks()")
-        places = torch.arange(self.world).view(self.replicas, self.shards)
-        names = ("replicas", "fsdp")
-        return DeviceMesh.from_group([self.across, self.copy], self.device.type, mesh=places, mesh_dim_names=names)
 
     def gather(self, vector: Tensor, why: str) -> Tensor:
         """Gathers every rank's `vector` on all ranks, as float64 `[world, values]` on the CPU."""

@@ -22,7 +22,7 @@ from lockstep.models.weight_conversion import CheckpointGroup, checkpoint_groups
 from lockstep.train.checkpoint import commit_folder, sync_file
 from lockstep.train.distributed import ParallelContext
 from lockstep.train.errors import CheckpointError
-from lockstep.train.merged_weights import LazyWeight
+from lockstep.train.lazy_weights import LazyWeight
 from lockstep.watch.beacon.writer import current_beacon
 
 MAX_FILE_BYTES = 5_000_000_000
@@ -157,7 +157,7 @@ def _write_config_and_tokenizer(folder: Path, policy: PolicyModel, model: ModelC
     config.dtype = dtype
     if hasattr(config, "quantization_config"):  # the exported weights are not quantized
         del config.quantization_config
-    config.architectures = [type(policy.lm).__name__.removeprefix("FSDP")]
+    config.architectures = [policy.architecture]
     with quiet_transformers():
         config.save_pretrained(folder)
         load_tokenizer(model).save_pretrained(folder)

@@ -14,19 +14,14 @@ from lockstep.config.algorithm import TrainerOutput
 from lockstep.config.train_role import TrainRole
 from lockstep.data.micro_batch import EncodedMicroBatches, decode_micro_batches
 from lockstep.data.packing import PackingMode
-from lockstep.train.distributed import ParallelContext, join_ranks
-from lockstep.train.fsdp import FSDP2Trainer
+from lockstep.train.distributed import join_ranks
 from lockstep.train.memory_checkpoint import MemoryCheckpoints
 from lockstep.train.trainer_api import TrainerAPI, TrainerInfo
+from lockstep.train.trainer_kinds import trainer_kind
 from lockstep.train.trainer_protocol import StepStats, Trainer
 from lockstep.watch.beacon.writer import current_beacon
 
 log = logging.getLogger(__name__)
-
-
-def create_trainer(role: TrainRole, ranks: ParallelContext, generation: int) -> Trainer:
-    """Creates the trainer of a role."""
-    return FSDP2Trainer(role, ranks, generation)
 
 
 class TrainerService(TrainerAPI):
@@ -86,7 +81,7 @@ class TrainerService(TrainerAPI):
             names=names or (),
         )
         torch.manual_seed(self.role.seed * self.world + self.rank)
-        self._trainer = trainer = create_trainer(self.role, ranks, self.generation)
+        self._trainer = trainer = trainer_kind(self.role).create(self.role, ranks, self.generation)
         packing, reason = self._packing(trainer)
         self._info = TrainerInfo(
             rank=self.rank,

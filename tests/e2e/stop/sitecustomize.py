@@ -56,7 +56,7 @@ def freeze_rank(how: str, file: str) -> None:
 
         module.FSDP2Trainer.step = step
 
-    import_hook.when_imported("lockstep.train.fsdp", patch)
+    import_hook.when_imported("lockstep.train.fsdp.fsdp_trainer", patch)
 
 
 if os.environ.get(STOP_WHEN):

@@ -16,7 +16,7 @@ from lockstep.models.lora import adapted_layers, add_adapter, fill_adapter
 from lockstep.models.model_loader import check_quantization, load_policy, load_quantized_policy, quantization_config
 from lockstep.models.policy_model import PolicyModel
 from lockstep.train.distributed import ParallelContext
-from lockstep.train.merged_weights import MergedWeights
+from lockstep.train.fsdp.merged_weights import MergedWeights
 
 QLORA = {"path": "m", "adapter": {"r": 4}, "quantization": {"kind": "nf4"}}
 

@@ -10,9 +10,9 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from lockstep.config.model import ModelConfig
 from lockstep.data.row_layout import RowLayout
 from lockstep.models.errors import ModelError
+from lockstep.models.model_facts import model_facts
 from lockstep.models.model_loader import load_policy
 from lockstep.models.router_loss import RouterRecorder, load_balancing_loss, router_coefficient
-from lockstep.run.planning.resources import model_facts
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 

@@ -10,7 +10,7 @@ from transformers import BartConfig, BertConfig, PretrainedConfig, T5Config
 
 from lockstep.config.model import ModelConfig
 from lockstep.models.errors import ModelError
-from lockstep.run.planning.resources import model_facts
+from lockstep.models.model_facts import model_facts
 
 
 @pytest.mark.parametrize(

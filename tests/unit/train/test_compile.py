@@ -11,10 +11,10 @@ from lockstep.data.forest_builder import forest_from_documents
 from lockstep.data.mini_batches import pack
 from lockstep.data.samples import Document
 from lockstep.models.tiny_model import make_tiny
-from lockstep.train import parallelize
+from lockstep.train.fsdp import parallelize
 from lockstep.train.distributed import ParallelContext
-from lockstep.train.fsdp import FSDP2Trainer
-from lockstep.train.parallelize import CompilerMissing, require_compiler
+from lockstep.train.fsdp.fsdp_trainer import FSDP2Trainer
+from lockstep.train.fsdp.parallelize import CompilerMissing, require_compiler
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from lockstep.data.mini_batches import pack
 from lockstep.data.samples import Completion, Group, Prompt, Rollouts
 from lockstep.models.tiny_model import make_tiny
 from lockstep.train.distributed import ParallelContext
-from lockstep.train.fsdp import FSDP2Trainer
+from lockstep.train.fsdp.fsdp_trainer import FSDP2Trainer
 
 SIGNALS = ([True, False, True, False], [False] * 4, [True] * 4)
 """Groups without advantages in each step: some, all (the moments still change the weights), none."""

@@ -19,8 +19,8 @@ from lockstep.models.weight_conversion import CheckpointGroup
 from lockstep.train.checkpoint_retention import checkpoint_bytes, checkpoints_to_keep
 from lockstep.train.distributed import shard_rows
 from lockstep.train.export import _plan_files
+from lockstep.train.fsdp.parallelize import checkpoint_activations
 from lockstep.train.optimizer import ShardedAdamW, clip_gradients, is_decayed, norm_parameter_ids, square_norm
-from lockstep.train.parallelize import checkpoint_activations
 from lockstep.train.trainer_service import choose_device
 
 

@@ -23,6 +23,7 @@ from lockstep.ledger.ledger import Ledger
 from lockstep.ledger.run_folder import INDEX_FILE
 from lockstep.models.adapter_folder import resolve_adapter
 from lockstep.models.errors import HubUnreachable
+from lockstep.models.model_facts import ModelFacts, model_facts
 from lockstep.models.model_loader import check_quantization, load_tokenizer
 from lockstep.rewards.reward_terms import check_terms, needs_answers, term_names
 from lockstep.rollout.environments.tools import chat_template_tools
@@ -31,11 +32,9 @@ from lockstep.run.errors import RunFinished, RunRefused
 from lockstep.run.planning.resources import (
     UNLIMITED,
     HostResources,
-    ModelFacts,
     host_resources,
     list_cluster_nodes,
     local_node,
-    model_facts,
     uses_existing_cluster,
 )
 from lockstep.run.planning.run_plan import RunPlan, assign_nodes, make_plan

@@ -8,12 +8,11 @@ from lockstep.cluster.placement.bundles import NodeResources, ProcessRequest, ma
 from lockstep.config.cluster import PlacementConfig
 from lockstep.config.run_config import RunConfig
 from lockstep.config.train_role import TrainRole
-from lockstep.run.planning.resources import HostResources, ModelFacts
-from lockstep.train.objective import make_objective, metric_vector_size
-from lockstep.train.router_objective import ROUTER_METRICS
+from lockstep.models.model_facts import ModelFacts
+from lockstep.run.planning.resources import HostResources
+from lockstep.train.trainer_kinds import trainer_kind
+from lockstep.train.trainer_plan import DTYPE_BYTES, PlannedCollective
 from lockstep.weights.weight_transport import DevicePlacement, transport_refusal
-
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,18 +24,6 @@ class PlannedProcess:
     threads: int
     memory: int
     """Estimated bytes of weights, optimizer state, caches and activations, without the libraries."""
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedCollective:
-    """A kind of collective that the trainer runs in each step."""
-
-    operation: str
-    communicator: str
-    times: str
-    """How often the collective runs in a step, and what determines that."""
-    bytes: int
-    """Payload of the largest of these collectives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,12 +94,7 @@ def make_plan(
     if refusal:
         raise InfeasibleError(refusal)
     shared = 2 * model.parameters * DTYPE_BYTES[engine_dtype(config, model)] if engines and model is not None else 0
-    collectives = [
-        each
-        for role in config.train_roles
-        if role.name in models
-        for each in trainer_collectives(config, role, models[role.name])
-    ]
+    collectives = [each for role in config.train_roles for each in _trainer_collectives(config, role, models)]
     plan = RunPlan(processes, collectives, shared)
     if config.cluster.kind == "ray":
         plan = replace(plan, wanted=resource_requests(config, plan.processes))
@@ -120,7 +102,11 @@ def make_plan(
         _check_fits_host(plan, config, host)
     if model is None:
         return plan
-    size = sum(memory_checkpoint_bytes(role, models[role.name]) for role in config.train_roles if role.name in models)
+    size = sum(
+        trainer_kind(role).planner.memory_checkpoint(role, models[role.name])
+        for role in config.train_roles
+        if role.name in models
+    )
     return replace(plan, memory_copy=_reserved_checkpoint_bytes(config, size, plan, host))
 
 
@@ -132,11 +118,28 @@ def _trainer_ranks(
     for role in config.train_roles:
         count = role.trainer.ranks
         threads = role.trainer.threads or _threads(config, host, role.name, count)
-        memory = trainer_memory(role, models[role.name], config.token_budget) if role.name in models else 0
+        memory = 0
+        if role.name in models:
+            memory = trainer_kind(role).planner.memory(role, models[role.name], config.token_budget)
         for rank in range(count):
             device = _device(config, host, first + rank)
             yield PlannedProcess(f"{role.name}-{rank}", role.name, rank, device, threads, memory)
         first += count
+
+
+def _trainer_collectives(
+    config: RunConfig, role: TrainRole, models: Mapping[str, ModelFacts]
+) -> list[PlannedCollective]:
+    """The collectives of a role's ranks in a step; none if its model is unknown. If there are several roles, the
+    communicators' names begin with the role's."""
+    if role.name not in models:
+        return []
+    publishes = config.needs_engines and role.name == config.train_roles[0].name
+    updates = role.optimizer_steps // config.steps
+    found = trainer_kind(role).planner.collectives(role, models[role.name], updates, publishes)
+    if len(config.train_roles) == 1:
+        return found
+    return [replace(each, communicator=f"{role.name} {each.communicator}") for each in found]
 
 
 def assign_nodes(plan: RunPlan, placement: PlacementConfig, nodes: Sequence[NodeResources] | None) -> RunPlan:
@@ -161,34 +164,6 @@ def engine_dtype(config: RunConfig, model: ModelFacts) -> str:
     return model.dtype if chosen == "auto" else chosen
 
 
-def trainer_memory(role: TrainRole, model: ModelFacts, token_budget: int) -> int:
-    """Estimates the bytes of one rank of a trained role: its shard of fp32 weights, gradients and two Adam moments, and
-    the activations of one row. With an adapter, only the adapter has gradients and moments; the model's weights are in
-    compute precision.
-
-    Activations follow Korthikanti et al. 2022 (eq. 2): `34 * tokens * hidden` bytes per layer in 16 bit, without the
-    attention term, as attention keeps no scores. In 32 bit it is twice as much; with checkpointing, one tensor per
-    layer.
-    """
-    width, adapter = DTYPE_BYTES[model.dtype], model.adapter
-    if adapter is None:
-        states = 16 * model.parameters // role.trainer.shards
-    else:  # merging needs the whole adapter
-        frozen = role.model.quantization
-        bits = (
-            8 * width if frozen is None else {"nf4": 4.5, "int8": 8.0}[frozen.kind]
-        )  # including the constants of the blocks
-        sharded = int(bits * (model.parameters - adapter.saved) / 8) + 16 * adapter.trained
-        states = sharded // role.trainer.shards + 4 * adapter.parameters
-    per_layer = (2 if role.trainer.activation_checkpointing else 34) * token_budget * model.hidden
-    activations = per_layer * model.layers * width // 2
-    head = 3 * role.trainer.head_chunk * model.vocabulary * 4
-    reference = 0
-    if role.objective.needs_reference and adapter is None:
-        reference = model.parameters * width // role.trainer.shards
-    return states + activations + head + reference
-
-
 def engine_memory(config: RunConfig, model: ModelFacts) -> int:
     """Estimates the bytes of one engine: weights and preallocated KV cache."""
     engine = config.rollout.engine
@@ -198,12 +173,6 @@ def engine_memory(config: RunConfig, model: ModelFacts) -> int:
     longest = min(config.model.max_length or model.context, model.context)
     tokens = engine.cache_tokens or engine.max_rows * min(longest, 2 * config.rollout.sampling.max_tokens)
     return model.parameters * width + 2 * model.layers * model.kv_heads * model.head_dim * tokens * width
-
-
-def memory_checkpoint_bytes(role: TrainRole, model: ModelFacts) -> int:
-    """Bytes of two copies of a role's trained state on all ranks: fp32 weights and two Adam moments."""
-    trained = model.parameters if model.adapter is None else model.adapter.parameters
-    return 2 * 12 * trained * role.trainer.replicas
 
 
 def _reserved_checkpoint_bytes(config: RunConfig, size: int, plan: RunPlan, host: HostResources) -> int:
@@ -229,58 +198,6 @@ def _reserved_checkpoint_bytes(config: RunConfig, size: int, plan: RunPlan, host
         f"recovery.memory_copy needs {size / 2**20:.0f} MiB of shared memory for two copies of the trainer's state and "
         f"{max(free, 0) / 2**20:.0f} MiB are free beside the rest: set it to auto or false"
     )
-
-
-def trainer_collectives(config: RunConfig, role: TrainRole, model: ModelFacts) -> list[PlannedCollective]:
-    """The collectives that every rank of a trained role enters in a step. They do not depend on a rank's data. If there
-    are several roles, the communicators' names begin with the role's."""
-    trainer = role.trainer
-    if trainer.ranks == 1:
-        return []
-    layers, units, updates = model.layers, model.layers + 1, role.optimizer_steps // config.steps
-    models = len(role.objective.evaluated_fields)
-    adapter = model.adapter
-    # FSDP2 gathers one layer ahead of the next backward, even if there is none.
-    backward = layers if adapter is None else layers - max(adapter.first_trained_layer - 1, 0)
-    reduced = units if adapter is None else adapter.trained_blocks
-    # The policy without its adapter serves as the reference, unless the adapter was loaded with weights.
-    held = models if adapter is None or adapter.reference_differs_from_base else min(models, 1)
-    if trainer.reshard_after_forward:
-        # A layer is gathered again for its backward; the root (embedding, last norm, head) is kept until then.
-        before = f"{models * layers} per micro-batch, and {held}"
-        gathers = f"{layers + backward + 1} per micro-batch"
-    else:
-        before = f"{held * units}"
-        gathers = f"{units * updates} ({units} per optimizer step)"
-    router = ROUTER_METRICS if model.router_aux_loss else {}
-    metrics = metric_vector_size({**make_objective(role.objective).metrics, **router})
-    embedding = model.hidden * model.vocabulary
-    largest = max((model.parameters - embedding) // max(layers, 1), embedding)
-    width = DTYPE_BYTES[model.dtype]
-    found = [PlannedCollective("all_gather", "fsdp", f"{before} (log-probabilities before training)", largest * width)]
-    scattered = largest if adapter is None else adapter.trained // max(adapter.trained_blocks, 1)
-    found = [
-        *(found if models else []),
-        PlannedCollective("all_gather", "fsdp", gathers, largest * width),
-        PlannedCollective(
-            "reduce_scatter", "fsdp", f"{reduced * updates} ({reduced} per optimizer step)", scattered * 4
-        ),
-        *_replica_collectives(role, reduced * updates, scattered * 4),
-        PlannedCollective("all_gather", "trainer", f"{updates} (gradient norm and metrics, one vector)", metrics * 8),
-    ]
-    several = len(config.train_roles) > 1
-    if adapter is not None and config.needs_engines and role.name == config.train_roles[0].name:
-        merge = "1 (the adapter, before its weights are published)"
-        found.append(PlannedCollective("all_gather", "trainer", merge, adapter.parameters * 4))
-    return [replace(each, communicator=f"{role.name} {each.communicator}") for each in found] if several else found
-
-
-def _replica_collectives(role: TrainRole, times: int, size: int) -> list[PlannedCollective]:
-    """The collectives that HSDP adds: gradients are summed across replicas."""
-    trainer = role.trainer
-    if trainer.replicas == 1:
-        return []
-    return [PlannedCollective("all_reduce", "replicas", f"{times} (gradients, across copies)", size // trainer.shards)]
 
 
 def resource_requests(config: RunConfig, processes: Sequence[PlannedProcess]) -> list[ProcessRequest]:

@@ -10,8 +10,8 @@ from lockstep.doctor.check.rules import memory_fit, step_durations
 from lockstep.doctor.check.rules.memory_fit import ProcessMemory, engine_memory_parts, trainer_memory_parts
 from lockstep.doctor.check.rules.model_shape import model_shape_of
 from lockstep.doctor.output.findings import Finding
-from lockstep.run.planning.resources import ModelFacts
-from lockstep.run.planning.run_plan import trainer_memory
+from lockstep.models.model_facts import ModelFacts
+from lockstep.train.fsdp.fsdp_plan import FSDP2Planner
 
 QWEN_7B = {  # https://huggingface.co/Qwen/Qwen2.5-7B/blob/main/config.json
     "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
@@ -54,7 +54,7 @@ def test_it_equals_the_plan_of_a_run_except_for_gathered_layers() -> None:
         run = config(trainer=trainer, loss={"kl": {"coefficient": 0.1}}, model={"path": "m", "dtype": "bfloat16"})
         parts = trainer_memory_parts(run, SHAPE)
         assert sum(parts.values()) - parts["gathered"] == pytest.approx(
-            trainer_memory(run.policy, facts, run.token_budget), abs=8
+            FSDP2Planner().memory(run.policy, facts, run.token_budget), abs=8
         )
 
 

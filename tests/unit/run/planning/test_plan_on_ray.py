@@ -12,9 +12,10 @@ from lockstep.cluster.placement.assignment import DoesNotFit
 from lockstep.cluster.placement.bundles import NodeResources, PlacementError
 from lockstep.config.loader import check_config
 from lockstep.config.recipes import GRPOConfig, SFTConfig
+from lockstep.models.model_facts import ModelFacts
 from lockstep.models.tiny_model import make_tiny
 from lockstep.run.planning.prepare import placement_notes, prepare_run
-from lockstep.run.planning.resources import HostResources, ModelFacts, local_node
+from lockstep.run.planning.resources import HostResources, local_node
 from lockstep.run.planning.run_plan import InfeasibleError, assign_nodes, make_plan
 
 MODEL = ModelFacts(

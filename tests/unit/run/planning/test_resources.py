@@ -7,8 +7,9 @@ import pytest
 from lockstep.config.cluster import RayClusterConfig
 from lockstep.config.model import ModelConfig
 from lockstep.models.errors import ModelError
+from lockstep.models.model_facts import model_facts
 from lockstep.models.tiny_model import make_tiny
-from lockstep.run.planning.resources import list_cluster_nodes, model_facts, uses_existing_cluster
+from lockstep.run.planning.resources import list_cluster_nodes, uses_existing_cluster
 
 
 def test_the_smaller_of_two_lengths_counts_and_weights_must_fit(tmp_path: Path) -> None:

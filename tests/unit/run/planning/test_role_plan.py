@@ -14,9 +14,10 @@ from lockstep.config.recipes import GRPOConfig
 from lockstep.config.train_role import TrainRole
 from lockstep.config.trainer import TrainerConfig
 from lockstep.doctor.check.cluster.collective_test import planned_communicators
-from lockstep.run.planning.run_plan import InfeasibleError, make_plan, trainer_memory
+from lockstep.run.planning.run_plan import InfeasibleError, make_plan
 from lockstep.run.run_id import claim_run_id
 from lockstep.run.worker_launcher import POLICY_SERVICE, ROLE_SERVICE, RunWorkerLauncher
+from lockstep.train.fsdp.fsdp_plan import FSDP2Planner
 
 VALUE = replace(MODEL, parameters=300_000, layers=1)
 
@@ -47,7 +48,7 @@ def test_every_trained_role_has_its_ranks_memory_and_collectives() -> None:
     assert [process.name for process in plan.processes] == names
     critic = plan.processes[2]
     assert (critic.role, critic.rank, critic.threads) == ("critic", 0, HOST.cores // 3)
-    assert critic.memory == trainer_memory(wanted.train_roles[1], VALUE, wanted.token_budget)
+    assert critic.memory == FSDP2Planner().memory(wanted.train_roles[1], VALUE, wanted.token_budget)
     assert critic.memory < plan.processes[0].memory
     assert plan.memory_copy == 24 * (MODEL.parameters + VALUE.parameters)
     assert plan.shared_memory == 2 * 4 * MODEL.parameters, "only the policy is published"

@@ -7,7 +7,8 @@ import pytest
 
 from lockstep.config.loader import check_config
 from lockstep.config.recipes import GRPOConfig, SFTConfig
-from lockstep.run.planning.resources import AdapterFacts, HostResources, ModelFacts
+from lockstep.models.model_facts import AdapterFacts, ModelFacts
+from lockstep.run.planning.resources import HostResources
 from lockstep.run.planning.run_plan import InfeasibleError, make_plan, weight_devices
 from lockstep.weights.weight_transport import DevicePlacement
 

@@ -1,8 +1,5 @@
-"""Computes the weights that engines and exports get from the trainer: merges adapters, and gathers the ranks' rows
-bucket by bucket, so that no rank holds a second copy of the model.
-"""
+"""Computes the weights that engines and exports get from the trainer: merges adapters into this rank's rows."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -21,20 +18,8 @@ from lockstep.models.lora import (
 from lockstep.models.model_loader import dequantized_shape, dequantized_weight
 from lockstep.models.policy_model import PolicyModel, hf_name
 from lockstep.train.distributed import ParallelContext, shard_rows
-from lockstep.train.parallelize import local_shard
-from lockstep.train.trainer_protocol import BucketWeights, GatheredRows
-
-
-@dataclass(frozen=True, slots=True)
-class LazyWeight:
-    """A weight; this rank's rows of it are computed on demand."""
-
-    shape: tuple[int, ...]
-    """Shape of the whole weight."""
-    rows: Callable[[], Tensor]
-    """Returns this rank's rows; a view of the trainer's memory if nothing is merged."""
-    constant: bool = False
-    """Whether the weight is the same in every version."""
+from lockstep.train.fsdp.parallelize import local_shard
+from lockstep.train.lazy_weights import LazyWeight
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,67 +134,3 @@ def _quantized_layers(policy: PolicyModel) -> dict[str, nn.Module]:
     """Returns the layers with quantized weights, by the weight's name in checkpoints."""
     linear = ((path, module) for path, module in policy.named_modules() if isinstance(module, nn.Linear))
     return {hf_name(f"{path}.weight"): module for path, module in linear if not module.weight.is_floating_point()}
-
-
-@torch.no_grad()
-def gather_buckets(
-    weights: Mapping[str, LazyWeight], buckets: Sequence[BucketWeights], ranks: ParallelContext, everyone: bool
-) -> Iterator[GatheredRows | None]:
-    """Gathers the weights of each bucket from all ranks. All ranks call it with the same buckets and consume all of
-    them, because each bucket is one collective on the trainer's communicator.
-
-    Args:
-        everyone: whether each rank gets the weights. If not, only the first rank gets them and the others get None; of
-            several copies of the parameters, only the first copy takes part.
-    """
-    for number, bucket in enumerate(buckets):
-        if ranks.replica and not everyone:
-            yield None
-            continue
-        rows = [weights[name].rows().to(ranks.device, dtype) for name, dtype in bucket]
-        if ranks.shards == 1:
-            yield {name: [_as_bytes(own)] for (name, _), own in zip(bucket, rows, strict=True)}
-            continue
-        flat = torch.cat(
-            [_pad_bytes(own, weights[name], ranks.shards) for (name, _), own in zip(bucket, rows, strict=True)]
-        )
-        parts = ranks.gather_bucket(flat, everyone, why=f"bucket {number} of the weights")
-        yield None if parts is None else _split_by_rank(parts, weights, bucket)
-
-
-def _pad_bytes(rows: Tensor, weight: LazyWeight, shards: int) -> Tensor:
-    """Returns a rank's rows as bytes, padded to the size of the first rank's."""
-    raw = _as_bytes(rows)
-    size = _rows_per_shard(weight, shards) * _row_bytes(weight, rows.dtype)
-    return raw if raw.numel() == size else torch.cat([raw, raw.new_zeros(size - raw.numel())])
-
-
-def _split_by_rank(parts: Sequence[Tensor], weights: Mapping[str, LazyWeight], bucket: BucketWeights) -> GatheredRows:
-    found: GatheredRows = {}
-    at = 0
-    for name, dtype in bucket:
-        weight, shards = weights[name], len(parts)
-        width = _row_bytes(weight, dtype)
-        found[name] = []
-        for shard, part in enumerate(parts):
-            first, last = shard_rows(shard, shards, _row_count(weight))
-            found[name].append(part[at : at + (last - first) * width])
-        at += _rows_per_shard(weight, shards) * width
-    return found
-
-
-def _as_bytes(rows: Tensor) -> Tensor:
-    return rows.detach().contiguous().view(-1).view(torch.uint8)
-
-
-def _row_count(weight: LazyWeight) -> int:
-    return weight.shape[0] if weight.shape else 1
-
-
-def _rows_per_shard(weight: LazyWeight, shards: int) -> int:
-    """Returns the number of rows that the first rank has; no rank has more."""
-    return shard_rows(0, shards, _row_count(weight))[1]
-
-
-def _row_bytes(weight: LazyWeight, dtype: torch.dtype) -> int:
-    return torch.Size(weight.shape[1:]).numel() * dtype.itemsize

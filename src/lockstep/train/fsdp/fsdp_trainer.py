@@ -20,8 +20,18 @@ from lockstep.train.checkpoint import LocalRows
 from lockstep.train.distributed import ParallelContext
 from lockstep.train.errors import NonFinite
 from lockstep.train.export import export_adapter, export_model
+from lockstep.train.fsdp.merged_weights import MergedWeights
+from lockstep.train.fsdp.parallelize import (
+    InitialAdapter,
+    base_digests,
+    begin_microbatch,
+    free_gathered,
+    load_sharded_policy,
+    local_shard,
+    parameter_dtype,
+)
+from lockstep.train.lazy_weights import gather_buckets
 from lockstep.train.memory_checkpoint import MemoryCheckpoints
-from lockstep.train.merged_weights import MergedWeights, gather_buckets
 from lockstep.train.objective import (
     MetricAccumulator,
     ModelOutput,
@@ -35,15 +45,6 @@ from lockstep.train.optimizer import (
     learning_rate,
     norm_parameter_ids,
     square_norm,
-)
-from lockstep.train.parallelize import (
-    InitialAdapter,
-    base_digests,
-    begin_microbatch,
-    free_gathered,
-    load_sharded_policy,
-    local_shard,
-    parameter_dtype,
 )
 from lockstep.train.router_objective import with_router_loss
 from lockstep.train.trainer_protocol import (

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
@@ -29,6 +30,19 @@ from lockstep.train.distributed import ParallelContext
 log = logging.getLogger(__name__)
 
 
+def device_mesh(ranks: ParallelContext) -> DeviceMesh:
+    """Returns FSDP2's device mesh: `[ranks]`, or `[copies, ranks per copy]` if there are several copies."""
+    if ranks.group is None:
+        raise RuntimeError("one rank on a CPU has no communicator")
+    if ranks.replicas == 1:
+        return DeviceMesh.from_group(ranks.group, ranks.device.type, mesh_dim_names=("fsdp",))
+    if ranks.copy is None or ranks.across is None:
+        raise RuntimeError(f"rank {ranks.rank} has no communicators of its copy; create it with join_ranks()")
+    places = torch.arange(ranks.world).view(ranks.replicas, ranks.shards)
+    names = ("replicas", "fsdp")
+    return DeviceMesh.from_group([ranks.across, ranks.copy], ranks.device.type, mesh=places, mesh_dim_names=names)
+
+
 def shard_policy(
     policy: PolicyModel, ranks: ParallelContext, reshard_after_forward: bool, compute: torch.dtype
 ) -> None:
@@ -43,7 +57,7 @@ def shard_policy(
     mixed = any(parameter.dtype != compute for parameter in policy.parameters())
     if ranks.group is None or (ranks.world == 1 and not mixed):
         return
-    mesh = ranks.mesh()
+    mesh = device_mesh(ranks)
     precision = MixedPrecisionPolicy(
         param_dtype=compute if mixed else None,
         reduce_dtype=torch.float32,

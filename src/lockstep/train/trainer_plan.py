@@ -1,0 +1,39 @@
+"""What a trainer will need, computed before any rank starts."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from lockstep.config.train_role import TrainRole
+from lockstep.models.model_facts import ModelFacts
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedCollective:
+    """A kind of collective that the trainer runs in each step."""
+
+    operation: str
+    communicator: str
+    times: str
+    """How often the collective runs in a step, and what determines that."""
+    bytes: int
+    """Payload of the largest of these collectives."""
+
+
+class TrainerPlanner(Protocol):
+    """Estimates what the ranks of a trained role need. Every kind of trainer has one."""
+
+    def memory(self, role: TrainRole, model: ModelFacts, token_budget: int) -> int:
+        """Estimates the bytes that one rank needs on its device, without the libraries."""
+
+    def memory_checkpoint(self, role: TrainRole, model: ModelFacts) -> int:
+        """Returns the bytes of two in-memory checkpoints of all ranks of the role."""
+
+    def collectives(self, role: TrainRole, model: ModelFacts, updates: int, publishes: bool) -> list[PlannedCollective]:
+        """Lists the collectives that every rank enters in a step. They do not depend on a rank's data.
+
+        Args:
+            updates: optimizer steps in a step of the run.
+            publishes: whether engines get the role's weights after the step.
+        """
