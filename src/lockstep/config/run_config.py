@@ -210,17 +210,6 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _check_quantization(self) -> Self:
-        if self.model.quantization is not None and self.trainer.ranks > 1:
-            raise ValueError(
-                f"model.quantization needs trainer.ranks=1, got {self.trainer.ranks}: bitsandbytes weights cannot be "
-                "sharded; leave the quantization out to shard them"
-            )
-        if self.model.quantization is not None and self.trainer.offload.parameters:
-            raise ValueError("model.quantization keeps its weights on the GPU: set trainer.offload.parameters=false")
-        return self
-
-    @model_validator(mode="after")
     def _check_colocation(self) -> Self:
         if self.placement.shared and self.rollout.max_staleness:
             raise ValueError(

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from lockstep.config.section import FALSE_AS_OFF, Section
 
@@ -51,8 +51,12 @@ class OffloadConfig(Section):
         return self.parameters or self.optimizer
 
 
+TRAINER_KINDS = ["fsdp2"]
+"""The names of the kinds of trainers. `lockstep.train.trainer_kinds.TRAINERS` has their implementations."""
+
+
 class TrainerConfig(Section):
-    kind: Literal["fsdp2"] = "fsdp2"
+    kind: str = "fsdp2"
     """How the model is trained on several ranks: `fsdp2` shards parameters, gradients and optimizer state."""
     ranks: int = Field(1, gt=0)
     """Data-parallel ranks, over which parameters are sharded."""
@@ -83,6 +87,13 @@ class TrainerConfig(Section):
     def shards(self) -> int:
         """Ranks over which one copy of the parameters is sharded."""
         return self.ranks // self.replicas
+
+    @field_validator("kind")
+    @classmethod
+    def _check_kind(cls, kind: str) -> str:
+        if kind not in TRAINER_KINDS:
+            raise ValueError(f"unknown kind of trainer, expected {' or '.join(TRAINER_KINDS)}")
+        return kind
 
     @model_validator(mode="after")
     def _check_replicas(self) -> Self:

@@ -12,7 +12,7 @@ from lockstep.models.errors import ModelError
 from lockstep.models.fused_decoder import FusedDecoder, UnsupportedLayers
 from lockstep.models.logprob_head import split_head, target_logprobs
 
-_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.", "base_layer.")
+_PEFT_LAYER = "base_layer."
 _LM_PREFIX = "lm."
 
 
@@ -148,8 +148,7 @@ def hf_name(policy_name: str) -> str:
     Raises:
         ValueError: the name is not one of a policy's parameters.
     """
-    for wrapper in _WRAPPERS:
-        policy_name = policy_name.replace(wrapper, "")
+    policy_name = policy_name.replace(_PEFT_LAYER, "")
     if not policy_name.startswith(_LM_PREFIX):
         raise ValueError(
             f"{policy_name!r} is not a parameter of a PolicyModel: its name must begin with {_LM_PREFIX!r}"

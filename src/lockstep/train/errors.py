@@ -36,6 +36,23 @@ class MemoryCheckpointMissing(RuntimeError):
         self.folder, self.rank, self.version = folder, rank, version
 
 
+class TrainerUnsupported(ValueError):
+    """A kind of trainer lacks what a setting asks for. Raised before anything starts, by its planner or by the plan of
+    the run, and by a method that the kind does not implement.
+
+    Attributes:
+        kind: the value of `trainer.kind`.
+        setting: the setting that asks for it, such as `model.adapter`.
+        remedy: what to do instead.
+    """
+
+    error_code = "trainer_unsupported"
+
+    def __init__(self, kind: str, setting: str, remedy: str) -> None:
+        super().__init__(f"trainer.kind {kind} does not support {setting}; {remedy}")
+        self.kind, self.setting, self.remedy = kind, setting, remedy
+
+
 class NonFinite(ArithmeticError):
     """The loss or a gradient is infinite or NaN. The step changed neither weights nor optimizer.
 

@@ -22,13 +22,17 @@ class PlannedCollective:
 
 
 class TrainerPlanner(Protocol):
-    """Estimates what the ranks of a trained role need. Every kind of trainer has one."""
+    """Says before anything starts what the ranks of a trained role need. Every kind of trainer has one."""
+
+    def check(self, role: TrainRole) -> None:
+        """Checks that this kind of trainer implements every setting of the role. Raises TrainerUnsupported."""
 
     def memory(self, role: TrainRole, model: ModelFacts, token_budget: int) -> int:
         """Estimates the bytes that one rank needs on its device, without the libraries."""
 
-    def memory_checkpoint(self, role: TrainRole, model: ModelFacts) -> int:
-        """Returns the bytes of two in-memory checkpoints of all ranks of the role."""
+    def memory_checkpoint(self, role: TrainRole, model: ModelFacts) -> int | None:
+        """Returns the bytes of two memory checkpoints of all ranks of the role; None if this kind of trainer writes
+        none."""
 
     def collectives(self, role: TrainRole, model: ModelFacts, updates: int, publishes: bool) -> list[PlannedCollective]:
         """Lists the collectives that every rank enters in a step. They do not depend on a rank's data.

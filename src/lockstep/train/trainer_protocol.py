@@ -19,9 +19,10 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class StepStats:
-    """Metrics of one optimizer step, reduced over all ranks."""
+    """Metrics of one optimizer step, reduced over all ranks: each rank has the same values."""
 
     values: dict[str, float]
+    """The metrics of the objective, `grad_norm` (the global norm before clipping), and `lr` (the rate of this step)."""
 
 
 @dataclass(slots=True)
@@ -45,8 +46,7 @@ class ParameterShard:
     offset: int
     """Index of the first row that this rank holds."""
     tensor: Tensor
-    """`[rows, ...]` in the master precision, a view of the trainer's memory: copy it before the next step.
-    A rank without rows yields no shard."""
+    """`[rows, ...]` in the master precision. It may be a view of the trainer's memory: copy it before the next call."""
     constant: bool = False
     """Whether the rows are the same in every version, because only an adapter of other weights is trained."""
 
@@ -54,12 +54,23 @@ class ParameterShard:
 BucketWeights = Sequence[tuple[str, torch.dtype]]
 """Names of weights, and the precision in which they leave the trainer."""
 GatheredRows = dict[str, list[Tensor]]
-"""Rows of all ranks in the order of the ranks, by name, uint8 `[bytes]` each."""
+"""By name, all rows of a weight in order, in one or more pieces (such as one of each rank), uint8 `[bytes]` each."""
 
 
 class Trainer(Protocol):
-    """One rank of a trainer. Every rank gets the same sequence of calls with the same number of micro-batches,
-    so that all ranks enter the same collectives."""
+    """One rank of a trainer: a model, its optimizer, and a reference if the objective needs one.
+
+    `lockstep.train.trainer_service.TrainerService` drives it by the calls of the controller. Every rank gets the same
+    sequence of calls, with the same number of micro-batches; `saved` is the exception. All methods may enter
+    collectives, and which ones does not depend on a rank's data. `save` returns before its files are written, so its
+    collectives have a communicator of their own (`ParallelContext.storage`).
+
+    Waits are those of `lockstep.base.waits`, and the beacon gets the progress of `evaluate` and `step`, so that a rank
+    that makes no progress is noticed.
+
+    Some kinds of trainers lack memory checkpoints, offloading or adapters. Then the planner's `check` (or None as its
+    `memory_checkpoint`) refuses the settings, and the methods raise TrainerUnsupported.
+    """
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -78,57 +89,80 @@ class Trainer(Protocol):
         """Number of optimizer steps taken, also those before a loaded checkpoint."""
 
     def parameters(self) -> list[ParameterInfo]:
-        """Returns every weight that engines receive."""
+        """Returns every weight that engines receive, the same on all ranks."""
 
     def probe_packing(self) -> "PackingProbeResult":
-        """Finds out how rows may be packed for the model. All ranks call it."""
+        """Finds out how rows may be packed for the model."""
 
     def evaluate(
         self, microbatches: Sequence[MicroBatch[np.ndarray]], outputs: Sequence[TrainerOutput]
     ) -> list[dict[str, np.ndarray]]:
-        """Computes the requested values of each micro-batch, float32 `[targets]`, without gradients."""
-
-    def step(self, microbatches: Sequence[MicroBatch[np.ndarray]]) -> StepStats:
-        """Accumulates the gradients of the role's objective over the micro-batches, clips them and takes one optimizer
-        step.
+        """Computes the requested values of each micro-batch, float32 `[targets]`, without gradients.
 
         Raises:
-            NonFinite: the loss or a gradient is not finite; raised on all ranks, before any weight is changed.
+            ValueError: reference log-probabilities are requested and there is no reference.
+        """
+
+    def step(self, microbatches: Sequence[MicroBatch[np.ndarray]]) -> StepStats:
+        """Takes one optimizer step on the sum of the losses of all targets of all ranks, with gradients clipped to
+        `max_grad_norm`. Gradients are added, not averaged: the weights of the targets include the denominators.
+
+        Raises:
+            ValueError: there are no micro-batches, or a field that the loss needs is missing; raised before any
+                collective.
+            NonFinite: the loss or a gradient is not finite; raised on all ranks. No weight and no optimizer state was
+                changed, and the next step may follow.
+            CollectiveStalled: the node agent has aborted this rank's collectives; no weight was changed.
         """
 
     def shards(self) -> Iterator[ParameterShard]:
-        """Yields this rank's rows of every weight, merged with the adapter. All ranks call it."""
+        """Yields rows of weights, merged with the adapter. Together, the ranks yield each row of each weight once.
+        Ranks may yield different numbers of shards, or none, so no collective follows the first one."""
 
     def gather_weights(self, buckets: Sequence[BucketWeights], everyone: bool) -> Iterator[GatheredRows | None]:
         """Yields every weight, merged with the adapter, bucket by bucket: on every rank if `everyone`, else only on the
-        first (None elsewhere).
-
-        All ranks call it and consume all buckets.
-        """
+        first (None elsewhere). All ranks consume all buckets."""
 
     def save(self, folder: Path) -> None:
-        """Begins to write trained parameters, optimizer, schedule step and random state into `folder`."""
+        """Waits for an earlier save, and begins to write everything that a resumed run needs, as it is now, so that
+        the next steps are bitwise those that would have followed: trained parameters, optimizer, schedule step, random
+        state.
+
+        `folder` appears when it is complete and synced; one of this name is replaced. Until then, the files are in
+        folders beside it that are named `<folder>.tmp-...`, which the controller deletes after a crash.
+
+        Raises:
+            CheckpointError: the earlier save failed, and `saved` has not reported it yet.
+        """
 
     def saved(self) -> bool:
-        """Returns whether the last `save` is complete on disk (synced). Raises CheckpointError if it failed."""
+        """Returns whether no save is in progress: the last one is complete, with the parts of all ranks. Raises
+        CheckpointError, once and on every rank, if a rank could not write its part; nothing is left of it then."""
 
     def load(self, folder: Path) -> None:
-        """Loads a checkpoint that any number of ranks wrote. Raises CheckpointError."""
+        """Loads a checkpoint that any number of ranks wrote.
+
+        Raises:
+            CheckpointError: the checkpoint is incomplete or belongs to another model; nothing was changed.
+        """
 
     def save_to_memory(self, checkpoints: "MemoryCheckpoints", version: int) -> None:
-        """Copies the content of a checkpoint into shared memory. Raises SharedMemoryFull."""
+        """Copies the content of a checkpoint into shared memory. Raises SharedMemoryFull, TrainerUnsupported."""
 
     def load_from_memory(self, checkpoints: "MemoryCheckpoints", version: int) -> None:
-        """Loads a memory checkpoint that the same number of ranks wrote. Raises MemoryCheckpointMissing."""
+        """Loads a memory checkpoint that the same number of ranks wrote. Raises MemoryCheckpointMissing,
+        TrainerUnsupported."""
 
     def export(self, folder: Path) -> None:
-        """Writes a folder that `AutoModelForCausalLM.from_pretrained` loads, with a merged adapter."""
+        """Writes a folder that `AutoModelForCausalLM.from_pretrained` loads, with a merged adapter. It appears when it
+        is complete. Raises CheckpointError, possibly only on the rank that could not write."""
 
     def export_adapter(self, folder: Path) -> None:
         """Writes a folder that peft's `PeftModel.from_pretrained` loads. Raises ValueError without an adapter."""
 
     def offload(self, parameters: bool = True, optimizer: bool = True) -> None:
-        """Moves parameters, optimizer state or both to host memory."""
+        """Moves parameters, optimizer state or both to host memory. Until `onload`, weights can be published and
+        checkpoints saved; `evaluate`, `step` and `load` are not called. Raises TrainerUnsupported."""
 
     def onload(self) -> None:
         """Moves parameters and optimizer state back to the device."""

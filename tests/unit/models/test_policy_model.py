@@ -166,7 +166,7 @@ def test_names_round_trip(policy, hf) -> None:
     ours = [name for name, _ in policy.named_parameters()]
     assert [hf_name(name) for name in ours] == [name for name, _ in hf.named_parameters()]
     assert [policy_name(hf_name(name)) for name in ours] == ours
-    wrapped = "lm.model.layers.0._checkpoint_wrapped_module.self_attn._orig_mod.q_proj.weight"
+    wrapped = "lm.model.layers.0.self_attn.q_proj.base_layer.weight"
     assert hf_name(wrapped) == "model.layers.0.self_attn.q_proj.weight"
     with pytest.raises(ValueError, match="begin with"):
         hf_name("model.norm.weight")

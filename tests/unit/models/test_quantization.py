@@ -16,7 +16,9 @@ from lockstep.models.lora import adapted_layers, add_adapter, fill_adapter
 from lockstep.models.model_loader import check_quantization, load_policy, load_quantized_policy, quantization_config
 from lockstep.models.policy_model import PolicyModel
 from lockstep.train.distributed import ParallelContext
+from lockstep.train.errors import TrainerUnsupported
 from lockstep.train.fsdp.merged_weights import MergedWeights
+from lockstep.train.trainer_kinds import trainer_kind
 
 QLORA = {"path": "m", "adapter": {"r": 4}, "quantization": {"kind": "nf4"}}
 
@@ -29,14 +31,25 @@ def config(**changes: Any) -> Any:
     ("changes", "words"),
     [
         ({"model": {"path": "m", "quantization": {}}}, "set model.adapter as well"),
-        ({"model": QLORA, "trainer": {"ranks": 2}}, "model.quantization needs trainer.ranks=1, got 2"),
-        ({"model": QLORA, "trainer": {"offload": {"parameters": True}}}, "trainer.offload.parameters=false"),
         ({"model": {**QLORA, "quantization": {"kind": "fp8"}}}, "'nf4' or 'int8'"),
     ],
 )
 def test_impossible_settings_are_refused_by_the_config(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         config(**changes)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "words"),
+    [
+        ({"ranks": 2}, r"model.quantization with trainer.ranks 2; .*set trainer.ranks=1"),
+        ({"offload": {"parameters": True}}, "set trainer.offload.parameters=false"),
+    ],
+)
+def test_what_the_trainer_cannot_do_with_it_is_refused_before_it_starts(trainer: dict[str, Any], words: str) -> None:
+    role = config(model=QLORA, trainer=trainer).policy
+    with pytest.raises(TrainerUnsupported, match=words):
+        trainer_kind(role).planner.check(role)
 
 
 def test_it_is_refused_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:

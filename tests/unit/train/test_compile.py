@@ -11,10 +11,10 @@ from lockstep.data.forest_builder import forest_from_documents
 from lockstep.data.mini_batches import pack
 from lockstep.data.samples import Document
 from lockstep.models.tiny_model import make_tiny
-from lockstep.train.fsdp import parallelize
+from lockstep.train import decoder_layers
+from lockstep.train.decoder_layers import CompilerMissing, require_compiler
 from lockstep.train.distributed import ParallelContext
 from lockstep.train.fsdp.fsdp_trainer import FSDP2Trainer
-from lockstep.train.fsdp.parallelize import CompilerMissing, require_compiler
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def test_known_layers_are_fused(folder: Path, caplog: pytest.LogCaptureFixture) 
 
 
 def test_a_missing_compiler_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parallelize.shutil, "which", lambda name: None)
+    monkeypatch.setattr(decoder_layers.shutil, "which", lambda name: None)
     with pytest.raises(CompilerMissing, match=r"install g\+\+, or set trainer.compile: off"):
         require_compiler()
 

@@ -87,8 +87,8 @@ def prepare_run(
         list_nodes: returns the nodes of an existing Ray cluster; None if they are unknown.
 
     Raises:
-        RunRefused, ConfigError, LedgerError, DataError, ModelError, InfeasibleError, PlacementError,
-            VllmUnsupported, ConnectionError: the run cannot start; says what is wrong and what to do.
+        RunRefused, ConfigError, LedgerError, DataError, ModelError, TrainerUnsupported, InfeasibleError,
+            PlacementError, VllmUnsupported, ConnectionError: the run cannot start; says what is wrong and what to do.
         RunFinished: the run to resume has done all its steps.
     """
     notes: list[str] = []

@@ -10,6 +10,7 @@ from lockstep.config.run_config import RunConfig
 from lockstep.config.train_role import TrainRole
 from lockstep.models.model_facts import ModelFacts
 from lockstep.run.planning.resources import HostResources
+from lockstep.train.errors import TrainerUnsupported
 from lockstep.train.trainer_kinds import trainer_kind
 from lockstep.train.trainer_plan import DTYPE_BYTES, PlannedCollective
 from lockstep.weights.weight_transport import DevicePlacement, transport_refusal
@@ -61,9 +62,12 @@ def make_plan(
         others: the models of the other trained roles, by role.
 
     Raises:
+        TrainerUnsupported: a kind of trainer does not implement a setting.
         InfeasibleError: the context has no room for prompts, or there are too few GPUs, or too little memory or shared
             memory.
     """
+    for role in config.train_roles:
+        trainer_kind(role).planner.check(role)
     if model is not None:
         _check_context_room(config, model)
     models = {} if model is None else {config.train_roles[0].name: model, **(others or {})}
@@ -102,12 +106,7 @@ def make_plan(
         _check_fits_host(plan, config, host)
     if model is None:
         return plan
-    size = sum(
-        trainer_kind(role).planner.memory_checkpoint(role, models[role.name])
-        for role in config.train_roles
-        if role.name in models
-    )
-    return replace(plan, memory_copy=_reserved_checkpoint_bytes(config, size, plan, host))
+    return replace(plan, memory_copy=_reserved_checkpoint_bytes(config, models, plan, host))
 
 
 def _trainer_ranks(
@@ -175,9 +174,11 @@ def engine_memory(config: RunConfig, model: ModelFacts) -> int:
     return model.parameters * width + 2 * model.layers * model.kv_heads * model.head_dim * tokens * width
 
 
-def _reserved_checkpoint_bytes(config: RunConfig, size: int, plan: RunPlan, host: HostResources) -> int:
-    """The `size` bytes for in-memory checkpoints; 0 if they are off, or if they are `auto` and do not fit. The
-    container's memory limit includes them."""
+def _reserved_checkpoint_bytes(
+    config: RunConfig, models: Mapping[str, ModelFacts], plan: RunPlan, host: HostResources
+) -> int:
+    """The bytes for memory checkpoints of all trained roles; 0 if they are off, or if they are `auto` and do not fit or
+    a kind of trainer has none. The container's memory limit includes them."""
     setting = config.recovery.memory_copy
     if not setting or not config.recovery.enable:
         return 0
@@ -188,6 +189,14 @@ def _reserved_checkpoint_bytes(config: RunConfig, size: int, plan: RunPlan, host
             "recovery.memory_copy is in the shared memory of one host, and with cluster.kind ray the trainer's ranks "
             "may restart on another host: set it to auto or false"
         )
+    size = 0
+    for role in (each for each in config.train_roles if each.name in models):
+        needed = trainer_kind(role).planner.memory_checkpoint(role, models[role.name])
+        if needed is None and setting == "auto":
+            return 0
+        if needed is None:
+            raise TrainerUnsupported(role.trainer.kind, "recovery.memory_copy", "set it to auto or false")
+        size += needed
     memory = host.memory - plan.shared_memory - (plan.memory if host.device == "cpu" else 0)
     free = min(memory, host.shared_memory - plan.shared_memory)
     if size <= free:

@@ -2,6 +2,7 @@
 
 from lockstep.config.train_role import TrainRole
 from lockstep.models.model_facts import ModelFacts
+from lockstep.train.errors import TrainerUnsupported
 from lockstep.train.objective import make_objective, metric_vector_size
 from lockstep.train.router_objective import ROUTER_METRICS
 from lockstep.train.trainer_plan import DTYPE_BYTES, PlannedCollective, TrainerPlanner
@@ -9,6 +10,18 @@ from lockstep.train.trainer_plan import DTYPE_BYTES, PlannedCollective, TrainerP
 
 class FSDP2Planner(TrainerPlanner):
     """The planner of `FSDP2Trainer`."""
+
+    def check(self, role: TrainRole) -> None:
+        """Raises TrainerUnsupported for a quantized model that would have to be sharded or moved."""
+        if role.model.quantization is None:
+            return
+        if role.trainer.ranks > 1:
+            setting = f"model.quantization with trainer.ranks {role.trainer.ranks}"
+            remedy = "bitsandbytes weights cannot be sharded: set trainer.ranks=1, or leave the quantization out"
+            raise TrainerUnsupported(role.trainer.kind, setting, remedy)
+        if role.trainer.offload.parameters:
+            remedy = "quantized weights stay on the GPU: set trainer.offload.parameters=false"
+            raise TrainerUnsupported(role.trainer.kind, "model.quantization with trainer.offload.parameters", remedy)
 
     def memory(self, role: TrainRole, model: ModelFacts, token_budget: int) -> int:
         """Estimates the bytes of one rank: its shard of fp32 weights, gradients and two Adam moments, and the

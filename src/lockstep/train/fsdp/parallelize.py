@@ -1,30 +1,24 @@
-"""Builds the policy that a rank trains: loads the rank's rows, fuses or compiles layers, checkpoints activations, and
-shards with FSDP2.
-"""
+"""Builds the policy that a rank trains: loads the rank's rows, and shards it with FSDP2."""
 
 import logging
-import os
-import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 
 from lockstep.config.model import AdapterConfig, ModelConfig
 from lockstep.config.train_role import TrainRole
-from lockstep.models.forest_attention import hide_from_compiler
 from lockstep.models.hf_checkpoint import fill_policy, folder_digest, resolve_folder
 from lockstep.models.lora import add_adapter, fill_adapter
 from lockstep.models.model_loader import load_policy, load_quantized_policy
 from lockstep.models.packing_probe import probe_fused_decoder
 from lockstep.models.policy_model import PolicyModel
+from lockstep.train.decoder_layers import prepare_layers
 from lockstep.train.distributed import ParallelContext
 
 log = logging.getLogger(__name__)
@@ -72,25 +66,6 @@ def shard_policy(
         module.set_force_sum_reduction_for_comms(True)  # gloo does not support pre-multiplied sums
 
 
-def checkpoint_activations(policy: PolicyModel) -> None:
-    """Recomputes each decoder layer in the backward pass instead of keeping its activations.
-
-    Replaces the layer's forward and not the module, so that parameter names do not change and FSDP2's hooks run outside
-    of it: a layer is gathered once for its recomputation and its backward.
-    """
-
-    def recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            if not torch.is_grad_enabled():
-                return forward(*args, **kwargs)
-            return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-
-        return run
-
-    for layer in policy.layers:
-        layer.forward = recomputed(layer.forward)
-
-
 def sharded_modules(module: nn.Module) -> list[FSDPModule]:
     """Returns the modules that FSDP2 shards; none if the policy is not sharded."""
     return [found for found in module.modules() if isinstance(found, FSDPModule)]
@@ -121,50 +96,6 @@ def local_shard(tensor: Tensor) -> Tensor:
         return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-class CompilerMissing(ValueError):
-    """trainer.compile is `layers` on a CPU, but there is no C++ compiler."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            "trainer.compile is layers, which needs a C++ compiler on the CPU, and none was found (CXX, g++, clang++): "
-            "install g++, or set trainer.compile: off"
-        )
-
-
-def compile_layers(policy: PolicyModel, device: torch.device) -> None:
-    """Compiles the decoder layers' forward and backward, except attention.
-
-    Shapes are symbolic: one compilation serves rows of all sizes, without padding. Evaluations and empty micro-batches
-    run uncompiled, so that they cost no compilation. (Empty ones have one token, a size that the compiler would
-    specialize.)
-
-    Raises:
-        CompilerMissing: the device is a CPU and there is no C++ compiler.
-    """
-    if device.type == "cpu":
-        require_compiler()
-    torch._inductor.config.compile_threads = 1  # more would start a pool of processes that nothing monitors
-    hide_from_compiler()
-
-    def compiled_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
-        compiled = torch.compile(forward, dynamic=True)
-
-        def run(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-            uncompiled = not torch.is_grad_enabled() or hidden.shape[1] < 2
-            return forward(hidden, *args, **kwargs) if uncompiled else compiled(hidden, *args, **kwargs)
-
-        return run
-
-    for layer in policy.layers:
-        layer.forward = compiled_forward(layer.forward)
-
-
-def require_compiler() -> None:
-    """Raises CompilerMissing if torch would find no C++ compiler."""
-    if not any(shutil.which(name) for name in (os.environ.get("CXX", ""), "g++", "clang++") if name):
-        raise CompilerMissing
-
-
 def load_sharded_policy(
     role: TrainRole,
     ranks: ParallelContext,
@@ -188,11 +119,7 @@ def load_sharded_policy(
         policy = load_policy(role.model, ranks.device, meta=True, dtype=kept)
     if adapter is not None:
         add_adapter(policy, adapter)
-    not_fused_reason = _fuse_layers(policy, ranks.device, compute)
-    if trainer.compile == "layers":
-        compile_layers(policy, ranks.device)
-    if trainer.activation_checkpointing:
-        checkpoint_activations(policy)
+    not_fused_reason = prepare_layers(policy, trainer, ranks.device, compute)
     if not quantized:
         shard_policy(policy, ranks, trainer.reshard_after_forward, compute)
         fill_policy(policy, _model_folder(role.model), ranks.device)
@@ -224,15 +151,6 @@ def base_digests(model: ModelConfig) -> dict[str, str]:
         else {"adapter": folder_digest(resolve_folder(adapter_path, field="model.adapter.path"))}
     )
     return {"base": folder_digest(_model_folder(model)), **adapter_digest}
-
-
-def _fuse_layers(policy: PolicyModel, device: torch.device, compute: torch.dtype) -> str | None:
-    """Fuses the layers if memory bandwidth limits them: in float32 on a CPU. Returns why they are not fused, or
-    None."""
-    if device.type != "cpu" or compute != torch.float32:
-        return "the model's own forward: there is no other for this device and precision"
-    refusal = policy.fuse_layers()
-    return refusal and f"the model's own forward: {refusal}"
 
 
 def _model_folder(model: ModelConfig) -> Path:
