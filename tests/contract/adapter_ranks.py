@@ -45,12 +45,7 @@ def variant(kind: str, family: str, recipe: str, budget: int = 400, **trainer: A
 
 def adapter_train(trainer: FSDP2Trainer, batch: Any, steps: int = 3) -> tr.Result:
     """Train some steps on the same batch. The weights of the result are merged and have the model's names."""
-    result = tr.Result(trainer.ranks.rank)
-    minibatch = tr.minibatch_of(trainer, batch)
-    for _ in range(steps):
-        stats = trainer.step(minibatch.by_rank[trainer.ranks.rank])
-        result.metrics.append(stats.values)
-    result.weights = tr.rows_of_all(trainer)
+    result = tr.train(trainer, batch, trainer.role, trainer.ranks.rank, steps)
     result.extra["adapter"] = adapter_of(trainer)
     return result
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import fsdp_ranks as fr
 import torch
 import trainer_ranks as tr
 import transformers
@@ -80,7 +81,7 @@ def train_and_export(recipe: str) -> tr.Case:
         cfg = tr.config(folder, "model", recipe, model={"max_length": 256})
         trainer = FSDP2Trainer(cfg.policy, ranks)
         mode = probe_packing(trainer.policy, trainer.compute_dtype)
-        result = tr.train(trainer, tr.batch_of(cfg, ranks.world, mode=mode.mode), 1)
+        result = fr.train(trainer, tr.batch_of(cfg, ranks.world, mode=mode.mode), 1)
         result.extra["mode"] = mode.mode
         result.extra["fused"] = trainer.policy.fused_decoder is not None and trainer.policy.fused_decoder.enabled
         trainer.export(folder / f"exported-{recipe}")
@@ -98,7 +99,7 @@ def router_loss(**trainer: Any) -> tr.Case:
     def run(folder: Path, ranks: ParallelContext, port: int) -> tr.Result:
         model = {"max_length": 256, "router_aux_loss": ROUTER_LOSS}
         trained = FSDP2Trainer(tr.config(folder, "model", "sft", model, **trainer).policy, ranks)
-        return tr.train(trained, tr.batch_of(trained.role, ranks.world, 24, "single"), 1)
+        return fr.train(trained, tr.batch_of(trained.role, ranks.world, 24, "single"), 1)
 
     return run
 

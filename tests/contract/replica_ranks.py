@@ -18,7 +18,7 @@ def trained(folder: Path, ranks: ParallelContext, port: int) -> tr.Result:
     """Train some steps, then save, publish and export."""
     cfg = tr.config(folder, "qwen2", "grpo", **(SETTINGS if ranks.world == 4 else {}))
     trainer = FSDP2Trainer(cfg.policy, ranks)
-    result = tr.train(trainer, tr.batch_of(cfg, ranks.world))
+    result = tr.train(trainer, tr.batch_of(cfg, ranks.world), cfg.policy, ranks.rank)
     result.extra["held"] = {name: tuple(rows.shape) for name, rows in trainer._rows().items()}
     trainer.save(folder / "saved" / f"ranks-{ranks.world}")
     trainer.writer.finish()

@@ -1,4 +1,6 @@
-"""Trainer ranks as real processes, and the expected results for the same data, computed with transformers and torch."""
+"""Trainer ranks of every kind as real processes, used through the trainer protocol alone, and the expected results for
+the same data, computed with transformers and torch.
+"""
 
 import importlib
 import multiprocessing
@@ -9,10 +11,12 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import replicated_trainer
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -22,15 +26,17 @@ from lockstep.config.algorithm import CrossEntropy, PolicyLoss
 from lockstep.config.recipes import GRPOConfig, SFTConfig
 from lockstep.config.train_role import TrainRole
 from lockstep.data.forest_builder import forest_from_documents, forest_from_rollouts
-from lockstep.data.micro_batch import MiniBatch
+from lockstep.data.micro_batch import MicroBatch, MiniBatch
 from lockstep.data.mini_batches import TrainingBatch, pack
 from lockstep.data.packing import PackingMode
 from lockstep.data.samples import Completion, Document, Group, Prompt, Rollouts
+from lockstep.models.model_facts import model_facts
 from lockstep.models.tiny_model import make_tiny
 from lockstep.train.distributed import ParallelContext
-from lockstep.train.errors import CheckpointError, NonFinite
-from lockstep.train.export import export_model
-from lockstep.train.fsdp.fsdp_trainer import FSDP2Trainer
+from lockstep.train.errors import CheckpointError, NonFinite, TrainerUnsupported
+from lockstep.train.memory_checkpoint import MemoryCheckpoints
+from lockstep.train.trainer_kinds import TRAINERS, trainer_kind
+from lockstep.train.trainer_protocol import Trainer
 from lockstep.train.trainer_service import TrainerService
 from lockstep.watch.beacon.writer import open_beacon
 from lockstep.watch.recorder import recorder
@@ -38,6 +44,9 @@ from lockstep.watch.recorder import recorder
 TEMPERATURE = 0.8
 LR = 2e-3
 FAMILIES = ("qwen2", "llama")
+KINDS = tuple(dict.fromkeys([*TRAINERS, replicated_trainer.KIND]))
+"""The kinds of the package, and one of these tests."""
+SAVE_LIMIT_S = 60.0
 
 
 def make_models(folder: Path) -> None:
@@ -118,21 +127,26 @@ def batch_of(
     return pack(forest_from_rollouts(*rollouts()), ranks, budget, mode)
 
 
-def minibatch_of(trainer: FSDP2Trainer, batch: TrainingBatch) -> MiniBatch:
+def create(role: TrainRole, ranks: ParallelContext | None = None) -> Trainer:
+    """One rank of the role's trainer; alone, without `ranks`."""
+    return trainer_kind(role).create(role, ranks or ParallelContext(), 1)
+
+
+def minibatch_of(trainer: Trainer, batch: TrainingBatch, role: TrainRole, rank: int = 0) -> MiniBatch:
     """The batch as one optimizer step, with what the loss needs from the trainer (each rank sets its own part)."""
-    if isinstance(trainer.role.objective, PolicyLoss):
+    if isinstance(role.objective, PolicyLoss):
         everything = batch.everything()
-        mine = trainer.evaluate(everything.by_rank[trainer.ranks.rank], ["logprobs", "reference_logprobs"])
+        mine = trainer.evaluate(everything.by_rank[rank], ["logprobs", "reference_logprobs"])
         for name, field_ in (("logprobs", "old_logprob"), ("reference_logprobs", "reference_logprob")):
-            values = [[np.zeros(row.index.size, np.float32) for row in rank] for rank in everything.by_rank]
+            values = [[np.zeros(row.index.size, np.float32) for row in each] for each in everything.by_rank]
             # ratios other than one, without asking the peers: a fixed shift per target
             shift = 0.05 if name == "logprobs" else 0.0
-            values[trainer.ranks.rank] = [
+            values[rank] = [
                 row[name] + np.float32(shift) * np.cos(packed.index).astype(np.float32)
-                for row, packed in zip(mine, everything.by_rank[trainer.ranks.rank], strict=True)
+                for row, packed in zip(mine, everything.by_rank[rank], strict=True)
             ]
             batch.set_field(field_, everything, values)
-    return next(iter(batch.minibatches(1, None, trainer.role.objective)))
+    return next(iter(batch.minibatches(1, None, role.objective)))
 
 
 @dataclass
@@ -142,30 +156,35 @@ class Result:
     rank: int
     metrics: list[dict[str, float]] = field(default_factory=list)
     gradient: dict[str, tuple[int, Tensor]] = field(default_factory=dict)
-    """First row and rows, by name, of the clipped gradient of the first step."""
+    """First row and rows, by name, of the clipped gradient of the first step; only where a test needs it."""
     weights: dict[str, tuple[int, Tensor]] = field(default_factory=dict)
+    """First row and rows, by name."""
     extra: dict[str, Any] = field(default_factory=dict)
 
 
-def rows_of_all(trainer: FSDP2Trainer, values: dict[str, Tensor] | None = None) -> dict[str, tuple[int, Tensor]]:
-    return {
-        shard.name: (shard.offset, (shard.tensor if values is None else values[shard.name]).clone())
-        for shard in trainer.shards()
-    }
+def rows_of_all(trainer: Trainer) -> dict[str, tuple[int, Tensor]]:
+    """First row and rows of each weight that this rank publishes, by name."""
+    return {shard.name: (shard.offset, shard.tensor.clone()) for shard in trainer.shards()}
 
 
-def train(trainer: FSDP2Trainer, batch: TrainingBatch, steps: int = 3) -> Result:
+def take_steps(trainer: Trainer, rows: list[MicroBatch[np.ndarray]], steps: int) -> list[dict[str, float]]:
+    """Train some steps on the same micro-batches; returns their metrics."""
+    return [trainer.step(rows).values for _ in range(steps)]
+
+
+def train(trainer: Trainer, batch: TrainingBatch, role: TrainRole, rank: int = 0, steps: int = 3) -> Result:
     """Train some steps on the same batch."""
-    result = Result(trainer.ranks.rank)
-    minibatch = minibatch_of(trainer, batch)
-    for step in range(steps):
-        stats = trainer.step(minibatch.by_rank[trainer.ranks.rank])
-        result.metrics.append(stats.values)
-        if step == 0:
-            beta = trainer.role.trainer.optimizer.betas[0]
-            result.gradient = rows_of_all(trainer, {n: m / (1 - beta) for n, m in trainer.optimizer.exp_avg.items()})
-    result.weights = rows_of_all(trainer)
-    return result
+    rows = minibatch_of(trainer, batch, role, rank).by_rank[rank]
+    metrics = take_steps(trainer, rows, steps)
+    return Result(rank, metrics, weights=rows_of_all(trainer))
+
+
+def wait_saved(trainer: Trainer | TrainerService) -> None:
+    """Waits for the end of a save as the controller does: by asking."""
+    deadline = time.monotonic() + SAVE_LIMIT_S
+    while not trainer.saved():
+        assert time.monotonic() < deadline, "the save does not end"
+        time.sleep(0.005)
 
 
 def assemble(parts: list[dict[str, tuple[int, Tensor]]]) -> dict[str, Tensor]:
@@ -206,7 +225,7 @@ def truth(folder: Path, cfg: SFTConfig | GRPOConfig, steps: int = 3) -> Result:
         rate = LR * [1 / 3, 2 / 3, 1.0, 7 / 8][step]
         for group in optimizer.param_groups:
             group["lr"] = rate
-        if step == 0:
+        if step == 0:  # for tests of a trainer whose gradients can be seen
             result.gradient = {n: (0, p.grad.clone()) for n, p in named.items() if p.grad is not None}
         optimizer.step()
         result.metrics.append({"loss": float(loss.detach()), "grad_norm": float(norm), "lr": rate})
@@ -284,6 +303,7 @@ def _errors(folder: Path) -> str:
 
 def _rank(folder: Path, rank: int, world: int, port: int, names: list[str], module: str, replicas: int) -> None:
     torch.set_num_threads(1)
+    replicated_trainer.register()
     try:
         cases: dict[str, Case] = importlib.import_module(module).CASES
         from lockstep.train.distributed import join_ranks
@@ -305,75 +325,100 @@ def _rank(folder: Path, rank: int, world: int, port: int, names: list[str], modu
         raise
 
 
-def variant(family: str, recipe: str, budget: int = 400, mode: PackingMode = "forest", **trainer: Any) -> Case:
-    def run(folder: Path, ranks: ParallelContext, port: int) -> Result:
-        made = FSDP2Trainer(config(folder, family, recipe, **trainer).policy, ranks)
-        return train(made, batch_of(made.role, ranks.world, budget, mode))
-
-    return run
+# --- cases: on one rank in the test's process, or on two ranks
 
 
-def resume(folder: Path, ranks: ParallelContext, port: int) -> Result:
+@dataclass(frozen=True)
+class Variant:
+    """Train some steps with the work split in some way."""
+
+    family: str
+    recipe: str
+    budget: int = 400
+    mode: PackingMode = "forest"
+    trainer: dict[str, Any] = field(default_factory=dict)
+
+    def __call__(self, kind: str, folder: Path, ranks: ParallelContext, port: int) -> Result:
+        role = config(folder, self.family, self.recipe, kind=kind, **self.trainer).policy
+        batch = batch_of(role, ranks.world, self.budget, self.mode)
+        return train(create(role, ranks), batch, role, ranks.rank)
+
+
+def resume(kind: str, folder: Path, ranks: ParallelContext, port: int) -> Result:
     """Save after two steps while the third already runs; continue from the checkpoint in a new trainer."""
-    cfg = config(folder, "qwen2", "grpo")
-    first = FSDP2Trainer(cfg.policy, ranks)
-    batch = batch_of(cfg, ranks.world)
-    train(first, batch, 2)
+    role = config(folder, "qwen2", "grpo", kind=kind).policy
+    first, saved = create(role, ranks), folder / "saved" / f"ranks-{ranks.world}"
+    batch, mine = batch_of(role, ranks.world), (role, ranks.rank, 2)
+    train(first, batch, *mine)
     at_save = rows_of_all(first)
-    first.save(folder / "saved" / f"ranks-{ranks.world}")
-    straight = train(first, batch, 2)
-    first.writer.finish()
-    second = FSDP2Trainer(cfg.policy, ranks)
-    second.load(folder / "saved" / f"ranks-{ranks.world}")
+    first.save(saved)
+    straight = train(first, batch, *mine)
+    wait_saved(first)
+    second = create(role, ranks)
+    second.load(saved)
     result = Result(ranks.rank)
     result.extra["loaded"] = rows_of_all(second)
     result.extra["at_save"] = at_save
-    result.extra["moments"] = rows_of_all(second, second.optimizer.exp_avg_sq)
-    result.extra["steps"] = second.optimizer.steps
+    result.extra["steps"] = second.optimizer_step
     result.extra["straight"] = straight
-    result.extra["resumed"] = train(second, batch, 2)
+    result.extra["resumed"] = train(second, batch, *mine)
     return result
 
 
-def reload(folder: Path, ranks: ParallelContext, port: int) -> Result:
-    """Load the checkpoint that one rank saved."""
-    trainer = FSDP2Trainer(config(folder, "qwen2", "grpo").policy, ranks)
+def reload(kind: str, folder: Path, ranks: ParallelContext, port: int) -> Result:
+    """Load the checkpoint that one rank saved, and continue."""
+    role = config(folder, "qwen2", "grpo", kind=kind).policy
+    trainer = create(role, ranks)
     trainer.load(folder / "saved" / "ranks-1")
+    loaded = rows_of_all(trainer)
+    result = train(trainer, batch_of(role, ranks.world), role, ranks.rank, 2)
+    result.extra["loaded"] = loaded
+    return result
+
+
+def export(kind: str, folder: Path, ranks: ParallelContext, port: int) -> Result:
+    role = config(folder, "llama", "sft", kind=kind).policy
+    trainer = create(role, ranks)
+    result = train(trainer, batch_of(role, ranks.world), role, ranks.rank)
+    trainer.export(folder / f"exported-{ranks.world}")
+    return result
+
+
+def gathered(kind: str, folder: Path, ranks: ParallelContext, port: int) -> Result:
+    """Every weight as `shards` and as `gather_weights` return it."""
+    trainer = create(config(folder, "qwen2", "sft", kind=kind).policy, ranks)
     result = Result(ranks.rank, weights=rows_of_all(trainer))
-    result.extra["moments"] = rows_of_all(trainer, trainer.optimizer.exp_avg_sq)
+    result.extra["parameters"] = trainer.parameters()
+    names = [info.name for info in trainer.parameters()]
+    dtypes = [torch.bfloat16 if index % 3 == 1 else torch.float32 for index in range(len(names))]
+    wanted = list(zip(names, dtypes, strict=True))
+    for everyone in (False, True):
+        buckets = list(trainer.gather_weights([wanted[:5], wanted[5:]], everyone))
+        assert len(buckets) == 2
+        pieces = {name: each for bucket in buckets if bucket is not None for name, each in bucket.items()}
+        values = {name: torch.cat(pieces[name]).view(dtype).clone() for name, dtype in wanted if name in pieces}
+        result.extra["everyone" if everyone else "first"] = values
     return result
 
 
-def export(folder: Path, ranks: ParallelContext, port: int) -> Result:
-    cfg = config(folder, "llama", "sft")
-    trainer = FSDP2Trainer(cfg.policy, ranks)
-    result = train(trainer, batch_of(cfg, ranks.world))
-    trainer.export(folder / "exported")
-    weights = trainer.merged_weights.merged()
-    small = folder / "exported-small"
-    export_model(small, trainer.policy, weights, cfg.model, trainer.compute_dtype, ranks, file_bytes=20_000)
-    return result
-
-
-def empty(folder: Path, ranks: ParallelContext, port: int) -> Result:
+def empty(kind: str, folder: Path, ranks: ParallelContext, port: int) -> Result:
     """One document for two ranks: the other gets an empty micro-batch."""
-    cfg = config(folder, "qwen2", "sft")
-    trainer = FSDP2Trainer(cfg.policy, ranks)
+    cfg = config(folder, "qwen2", "sft", kind=kind)
+    trainer = create(cfg.policy, ranks)
     batch = pack(forest_from_documents(documents()[:1]), ranks.world, 400, "forest")
     minibatch = next(iter(batch.minibatches(1, None, cfg.loss)))
-    result = Result(ranks.rank)
-    result.metrics = [trainer.step(minibatch.by_rank[ranks.rank]).values]
+    result = Result(ranks.rank, [trainer.step(minibatch.by_rank[ranks.rank]).values])
     result.weights = rows_of_all(trainer)
     result.extra["empty"] = bool((minibatch.by_rank[ranks.rank][0].index < 0).all())
     return result
 
 
-def non_finite(folder: Path, ranks: ParallelContext, port: int) -> Result:
-    """An infinite advantage in the second micro-batch of the last rank; then a good step."""
-    cfg = config(folder, "qwen2", "grpo")
-    trainer = FSDP2Trainer(cfg.policy, ranks)
-    minibatch = minibatch_of(trainer, batch_of(cfg, ranks.world, budget=60))
-    mine = minibatch.by_rank[ranks.rank]
+def non_finite(kind: str, folder: Path, ranks: ParallelContext, port: int) -> Result:
+    """An infinite advantage in the second micro-batch of the last rank; then a good step, which a second trainer takes
+    without the bad one."""
+    role = config(folder, "qwen2", "grpo", kind=kind).policy
+    trainer, other = create(role, ranks), create(role, ranks)
+    mine = minibatch_of(trainer, batch_of(role, ranks.world, budget=60), role, ranks.rank).by_rank[ranks.rank]
     before = rows_of_all(trainer)
     good = mine[1].fields["advantage"].copy()
     if ranks.rank == ranks.world - 1:
@@ -385,9 +430,42 @@ def non_finite(folder: Path, ranks: ParallelContext, port: int) -> Result:
         result.extra["error"] = (str(error), error.step, error.what, error.places)
     after = rows_of_all(trainer)
     result.extra["untouched"] = all(torch.equal(before[n][1], after[n][1]) for n in before)
-    result.extra["moments"] = max(float(m.abs().max()) for m in trainer.optimizer.exp_avg.values() if m.numel())
+    result.extra["steps"] = trainer.optimizer_step
     mine[1].fields["advantage"][:] = good
-    result.metrics = [trainer.step(mine).values]
+    result.metrics = take_steps(trainer, mine, 2)
+    result.weights = rows_of_all(trainer)
+    result.extra["without"] = Result(ranks.rank, take_steps(other, mine, 2), weights=rows_of_all(other))
+    return result
+
+
+def memory(kind: str, folder: Path, ranks: ParallelContext, port: int) -> Result:
+    """A memory checkpoint after one step, and another one after the second; back to the first, and the step again."""
+    role = config(folder, "qwen2", "sft", kind=kind).policy
+    trainer, result = create(role, ranks), Result(ranks.rank)
+    place = folder / f"memory-{ranks.world}"
+    place.mkdir(exist_ok=True)
+    rows = minibatch_of(trainer, batch_of(role, ranks.world), role, ranks.rank).by_rank[ranks.rank]
+    copies = MemoryCheckpoints(place, ranks.rank, ranks.world)
+    for version in (1, 2):
+        result.metrics += take_steps(trainer, rows, 1)
+        trainer.save_to_memory(copies, version)
+    result.weights = rows_of_all(trainer)
+    trainer.load_from_memory(copies, 1)
+    result.extra["steps"] = trainer.optimizer_step
+    result.metrics += take_steps(trainer, rows, 1)
+    result.extra["again"] = rows_of_all(trainer)
+    copies.close()
+    return result
+
+
+def adapter(kind: str, folder: Path, ranks: ParallelContext, port: int) -> Result:
+    """Train, publish and export an adapter."""
+    role = config(folder, "llama", "sft", {"adapter": {"r": 4}}, kind=kind).policy
+    trainer = create(role, ranks)
+    result = train(trainer, batch_of(role, ranks.world), role, ranks.rank, 2)
+    result.extra["constant"] = {shard.name for shard in trainer.shards() if shard.constant}
+    trainer.export(folder / f"merged-{ranks.world}")
+    trainer.export_adapter(folder / f"adapter-{ranks.world}")
     return result
 
 
@@ -402,94 +480,120 @@ def no_space() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def full_disk(folder: Path, ranks: ParallelContext, port: int) -> Result:
+def full_disk(kind: str, folder: Path, ranks: ParallelContext, port: int) -> Result:
     """The last rank cannot write at first; afterwards it can."""
-    trainer = FSDP2Trainer(config(folder, "qwen2", "sft").policy, ranks)
+    trainer = create(config(folder, "qwen2", "sft", kind=kind).policy, ranks)
     result = Result(ranks.rank)
     try:
         if ranks.rank == ranks.world - 1:
             with no_space():
                 trainer.save(folder / "full" / "step")
-                trainer.writer.finish()
+                wait_saved(trainer)
         else:
             trainer.save(folder / "full" / "step")
-            trainer.writer.finish()
+            wait_saved(trainer)
     except CheckpointError as error:
         result.extra["error"] = str(error)
+    result.extra["told_once"] = trainer.saved()
     trainer.save(folder / "full" / "again")
-    trainer.writer.finish()
+    wait_saved(trainer)
+    trainer.load(folder / "full" / "again")
     return result
 
 
-def service(folder: Path, ranks: ParallelContext, port: int) -> Result:
+def service(kind: str, folder: Path, ranks: ParallelContext, port: int) -> Result:
     """The calls of the controller, with new communicators."""
     result = Result(ranks.rank)
     ranks.leave()
-    cfg = config(folder, "llama", "grpo", threads=1)
+    role = config(folder, "llama", "grpo", kind=kind, threads=1).policy
     served = TrainerService(
-        cfg.policy.model_dump(mode="json"), ranks.rank, ranks.world, "127.0.0.1", port, str(folder), "cpu", generation=2
+        role.model_dump(mode="json"), ranks.rank, ranks.world, "127.0.0.1", port, str(folder), "cpu", generation=2
     )
     info = served.setup()
-    batch = batch_of(cfg, ranks.world)
-    minibatch = minibatch_of(served.trainer, batch)
+    batch, saved = batch_of(role, ranks.world), str(folder / "service" / "one")
+    minibatch = minibatch_of(served.trainer, batch, role, ranks.rank)
     mine = list(minibatch.encode())[ranks.rank]
     result.metrics = [served.step(mine).values]
-    served.offload()
-    served.onload()
-    served.save(str(folder / "service" / "one"))
+    served.save(saved)
     result.metrics.append(served.step(mine).values)
-    while not served.saved():
-        time.sleep(0.01)
+    wait_saved(served)
     result.extra["info"] = info
-    result.extra["steps"] = (served.info().optimizer_step, served.load(str(folder / "service" / "one")))
+    result.extra["steps"] = (served.info().optimizer_step, served.load(saved))
     result.metrics.append(served.step(mine).values)
     result.extra["values"] = served.evaluate(mine, ["logprobs", "entropy", "reference_logprobs"])
     served.close()
     return result
 
 
-def absent(folder: Path, ranks: ParallelContext, port: int) -> Result:
+def absent(kind: str, folder: Path, ranks: ParallelContext, port: int) -> Result:
     """The last rank does not enter the step: the others get an error within the time limit."""
     from lockstep.train.distributed import join_ranks
 
-    cfg = config(folder, "llama", "sft")
-    short = join_ranks(ranks.rank, ranks.world, torch.device("cpu"), ("127.0.0.1", port), "gen3/policy", 6.0)
-    trainer = FSDP2Trainer(cfg.policy, short)
+    role = config(folder, "llama", "sft", kind=kind).policy
+    place = ("127.0.0.1", port)
+    short = join_ranks(ranks.rank, ranks.world, torch.device("cpu"), place, "gen3/policy", ABSENT_LIMIT_S)
+    trainer = create(role, short)
     result = Result(ranks.rank)
     started = time.monotonic()
     if ranks.rank < ranks.world - 1:
         try:
-            train(trainer, batch_of(cfg, ranks.world), 1)
+            train(trainer, batch_of(role, ranks.world), role, ranks.rank, 1)
         except (RuntimeError, TimeoutError) as error:
             result.extra["error"] = str(error)
     else:
-        time.sleep(7.5)
+        time.sleep(ABSENT_LIMIT_S + 1.0)
     result.extra["waited"] = time.monotonic() - started
     return result
 
 
-CASES: dict[str, Case] = {
-    **{
-        f"{family}-{recipe}-{name}": variant(family, recipe, **settings)
-        for family in FAMILIES
-        for recipe in ("sft", "grpo")
-        for name, settings in {
-            "plain": {},
-            "split": {"budget": 60},
-            "block": {"mode": "block"},
-            "single": {"mode": "single"},
-            "zero2": {"reshard_after_forward": False},
-            "zero2-split": {"reshard_after_forward": False, "budget": 60},
-            "recomputed": {"activation_checkpointing": True, "budget": 60},
-        }.items()
-    },
-    "again": variant("qwen2", "grpo", budget=60),
+ABSENT_LIMIT_S = 3.0
+"""Time limit of a collective that one rank does not enter."""
+VARIANTS: dict[str, Variant] = {
+    f"{family}-{recipe}-{name}": Variant(family, recipe, **settings)
+    for family in FAMILIES
+    for recipe in ("sft", "grpo")
+    for name, settings in {
+        "plain": {},
+        "split": {"budget": 60},
+        "block": {"mode": "block"},
+        "single": {"mode": "single"},
+        "recomputed": {"budget": 60, "trainer": {"activation_checkpointing": True}},
+    }.items()
+}
+SUITE: dict[str, Callable[[str, Path, ParallelContext, int], Result]] = {
+    **VARIANTS,
+    "again": VARIANTS["qwen2-grpo-split"],
     "resume": resume,
     "reload": reload,
     "export": export,
+    "gathered": gathered,
     "empty": empty,
     "non_finite": non_finite,
+    "memory": memory,
+    "adapter": adapter,
     "full_disk": full_disk,
     "service": service,
     "absent": absent,
 }
+"""The cases of every kind of trainer."""
+OPTIONAL = ("memory", "adapter")
+"""Cases of what a kind of trainer may refuse."""
+CASES: dict[str, Case] = {f"{kind}:{name}": partial(case, kind) for kind in KINDS for name, case in SUITE.items()}
+
+
+def refuses(kind: str, case: str, folder: Path) -> bool:
+    """Whether a kind of trainer says before anything starts that it lacks what this case needs."""
+    planner = TRAINERS[kind].planner
+    if case == "memory":
+        cfg = config(folder, "qwen2", "sft", kind=kind)
+        return planner.memory_checkpoint(cfg.policy, model_facts(cfg.model, "cpu")) is None
+    try:
+        planner.check(config(folder, "llama", "sft", {"adapter": {"r": 4}}, kind=kind).policy)
+    except TrainerUnsupported:
+        return case == "adapter"
+    return False
+
+
+def cases_of(kind: str, folder: Path) -> list[str]:
+    """The names in `SUITE` of the cases that this kind of trainer does not refuse."""
+    return [name for name in SUITE if name not in OPTIONAL or not refuses(kind, name, folder)]
