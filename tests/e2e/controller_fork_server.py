@@ -20,6 +20,7 @@ from pathlib import Path
 PRELOAD = ("torch", "transformers", "pandas", "matplotlib.figure", "lockstep.cli.train_run", "lockstep.cli.top")
 PR_SET_PDEATHSIG = 1
 STOP_WHEN, TRAINER = "LOCKSTEP_TEST_STOP_WHEN", "LOCKSTEP_TEST_TRAINER"
+TRAINER_KIND = "LOCKSTEP_TEST_TRAINER_KIND"
 MIDWAY = "LOCKSTEP_TEST_MIDWAY"
 
 
@@ -62,6 +63,7 @@ def become(request: dict, control: socket.socket) -> None:
     os.environ.update(request["env"])
     sys.argv = ["lockstep", *request["argv"]]
     add_recipe((request["hold"] or {}).get("recipe"))
+    add_trainer_kind((request["hold"] or {}).get("trainer_kind"))
     match request["hold"]:
         case {"file": file}:
             stop_when(file)
@@ -92,6 +94,16 @@ def add_recipe(module: str | None) -> None:
         sys.path.insert(0, str(Path(__file__).parent))
         importlib.import_module(module)
         sys.path.pop(0)
+
+
+def add_trainer_kind(module: str | None) -> None:
+    """Registers a kind of trainer of the contract tests, such as `replicated_trainer`, here and in the workers."""
+    if module is not None:
+        contract, stop = Path(__file__).parents[1] / "contract", with_sitecustomize(TRAINER_KIND, module)
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(contract), os.environ["PYTHONPATH"]])
+        sys.path[:0] = [str(contract), str(stop)]
+        importlib.import_module("sitecustomize")
+        del sys.path[:2]
 
 
 def hold(stage: str, seconds: float, at_end: bool) -> None:

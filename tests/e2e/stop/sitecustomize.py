@@ -1,12 +1,13 @@
 """Stops every process of a run at its next use of the file system once a file exists (a pattern in the environment), so
 that a test can kill the run between two related writes, however busy the machine is; or freezes the trainer's rank 1 in
-its next step once a file exists.
+its next step once a file exists; or registers another kind of trainer.
 
 Python imports a module of this name at its start; `controller_fork_server.py` puts this folder into the path of the
 processes of such a run."""
 
 import ctypes
 import glob
+import importlib
 import os
 import signal
 import sys
@@ -15,6 +16,7 @@ import time
 from typing import Any
 
 STOP_WHEN, TRAINER = "LOCKSTEP_TEST_STOP_WHEN", "LOCKSTEP_TEST_TRAINER"
+TRAINER_KIND = "LOCKSTEP_TEST_TRAINER_KIND"
 _EVENTS = frozenset({"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.listdir", "os.scandir"})
 
 
@@ -59,6 +61,15 @@ def freeze_rank(how: str, file: str) -> None:
     import_hook.when_imported("lockstep.train.fsdp.fsdp_trainer", patch)
 
 
+def register_kind(module: str) -> None:
+    """Registers a kind of trainer, whose module is in the path, as soon as kinds are known."""
+    from lockstep.watch.recorder import import_hook
+
+    import_hook.when_imported("lockstep.train.trainer_kinds", lambda kinds: importlib.import_module(module).register())
+
+
+if os.environ.get(TRAINER_KIND):
+    register_kind(os.environ[TRAINER_KIND])
 if os.environ.get(STOP_WHEN):
     stop_when(os.environ[STOP_WHEN])
 if os.environ.get(TRAINER):
