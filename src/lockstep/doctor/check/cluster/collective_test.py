@@ -42,7 +42,7 @@ def planned_communicators(config: RunConfig, device: Literal["cpu", "cuda"]) -> 
     """The communicators that the trained roles and weight sync of a run with this config create. If there are several
     roles, their names begin with the role's.
 
-    A trainer's default communicator carries FSDP2's gathers and scatters; with replicas (HSDP) there is one per
+    A trainer's default communicator carries weights, gradients and metrics; with replicas (HSDP) there is one per
     replica, and gradients are summed on one per shard. Checkpoints use gloo. Weights are sent to engines on a
     communicator of trainer and engines (NCCL) or in pairs (gloo), unless both share memory."""
     roles = config.train_roles
@@ -63,7 +63,7 @@ def _trainer_communicators(role: TrainRole, device: Literal["cpu", "cuda"]) -> l
     fast: CollectiveBackend = "nccl" if device == "cuda" else "gloo"
     found = []
     if trainer.ranks > 1:
-        found.append(PlannedCommunicator("trainer", fast, ranks, OPERATIONS, "FSDP2's weights and gradients, metrics"))
+        found.append(PlannedCommunicator("trainer", fast, ranks, OPERATIONS, "weights, gradients and metrics"))
         found.append(PlannedCommunicator("checkpoint", "gloo", ranks, ("all_gather", "broadcast"), "checkpoints"))
     if trainer.replicas > 1:
         shards = trainer.shards
