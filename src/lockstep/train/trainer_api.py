@@ -81,7 +81,8 @@ class TrainerAPI(ABC):
 
     @abstractmethod
     def save_to_memory(self, folder: str, version: int) -> None:
-        """Copies the content of a checkpoint into shared memory in `folder`. Raises SharedMemoryFull."""
+        """Copies the content of a checkpoint into shared memory in `folder`. Raises SharedMemoryFull, or
+        TrainerUnsupported if this kind of trainer writes no memory checkpoints."""
 
     @abstractmethod
     def load_from_memory(self, folder: str, version: int) -> int:
@@ -98,7 +99,8 @@ class TrainerAPI(ABC):
 
     @abstractmethod
     def offload(self, parameters: bool = True, optimizer: bool = True) -> None:
-        """Moves parameters, optimizer state or both to host memory."""
+        """Moves parameters, optimizer state or both to host memory. Raises TrainerUnsupported if this kind of trainer
+        cannot."""
 
     @abstractmethod
     def onload(self) -> None:
