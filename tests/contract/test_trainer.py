@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lockstep.config.algorithm import KLPenalty
 from lockstep.config.errors import ConfigError
 from lockstep.config.loader import check_config
+from lockstep.config.trainer import TRAINER_KINDS
 from lockstep.data.forest_builder import forest_from_rollouts
 from lockstep.data.mini_batches import pack
 from lockstep.models.model_facts import model_facts
@@ -491,6 +492,7 @@ def test_every_kind_plans_memory_and_collectives(kind: str, folder: Path) -> Non
 
 
 def test_an_unknown_kind_is_refused_by_the_config(folder: Path) -> None:
+    assert list(TRAINERS) == TRAINER_KINDS, "the config knows those that are implemented"
     values = tr.config(folder, "qwen2", "sft").model_dump(mode="json")
     values["trainer"]["kind"] = "deepspeeed"
     with pytest.raises(ConfigError) as caught:
