@@ -9,6 +9,14 @@ from hypothesis import settings
 
 from lockstep.base.folders import new_run_id
 
+try:
+    from _pytest.nodeid import coerce_node_id
+except ImportError:  # pytest before 9.2
+
+    def coerce_node_id(value: str) -> str:
+        return value
+
+
 if TYPE_CHECKING:
     from lockstep.cluster.local_cluster import LocalCluster
 
@@ -17,6 +25,16 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 settings.register_profile("lockstep", deadline=None)  # how long an example takes says how busy the machine is
 settings.load_profile("lockstep")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keeps the tests of an `xdist_group` on one worker: pytest-xdist 3.8 writes the group into an attribute of an item
+    that pytest 9.2 no longer reads."""
+    for item in items:
+        named = getattr(item, "_nodeid", item.nodeid)
+        if named != item.nodeid:
+            item._id = coerce_node_id(named)  # type: ignore[attr-defined]
 
 
 @pytest.fixture(scope="module")
