@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.model import AdapterConfig, ModelConfig
-from lockstep.models.errors import ModelError
 from lockstep.models.hf_checkpoint import check_weights, named_weights
 from lockstep.models.lora import (
     add_adapter,
@@ -14,7 +13,7 @@ from lockstep.models.lora import (
     named_saved_weights,
     starts_from_other_weights,
 )
-from lockstep.models.model_loader import context_length, load_policy, resolve_dtype
+from lockstep.models.model_loader import load_policy, resolve_dtype, usable_context
 from lockstep.models.policy_model import PolicyModel
 from lockstep.models.router_loss import RouterRecorder, router_coefficient
 from lockstep.models.weight_conversion import checkpoint_groups
@@ -77,7 +76,7 @@ def model_facts(cfg: ModelConfig, device: str) -> ModelFacts:
         vocabulary=config.vocab_size,
         kv_heads=getattr(config, "num_key_value_heads", None) or heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1),
-        context=_context_length(cfg, policy.config),
+        context=usable_context(cfg, policy.config),
         dtype=str(resolve_dtype(cfg.dtype, device)).removeprefix("torch."),
         adapter=None if cfg.adapter is None else _adapter_facts(policy, cfg.adapter),
         router_aux_loss=_router_coefficient(cfg, policy),
@@ -107,13 +106,3 @@ def _adapter_facts(policy: PolicyModel, cfg: AdapterConfig) -> AdapterFacts:
         first_trained_layer=0 if embedding else trained.index(True) if any(trained) else len(trained),
         reference_differs_from_base=starts_from_other_weights(policy, cfg),
     )
-
-
-def _context_length(cfg: ModelConfig, config: Any) -> int:
-    """The smaller of the user's limit and the model's limit, which a state-space model may lack."""
-    if cfg.max_length is None:
-        return context_length(config)
-    try:
-        return min(cfg.max_length, context_length(config))
-    except ModelError:
-        return cfg.max_length

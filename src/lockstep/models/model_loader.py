@@ -211,6 +211,20 @@ def context_length(hf_config: Any) -> int:
     )
 
 
+def usable_context(cfg: ModelConfig, hf_config: Any) -> int:
+    """The smaller of the user's limit and the model's limit, which a state-space model may lack.
+
+    Raises:
+        ModelError: there is neither limit.
+    """
+    if cfg.max_length is None:
+        return context_length(hf_config)
+    try:
+        return min(cfg.max_length, context_length(hf_config))
+    except ModelError:
+        return cfg.max_length
+
+
 def _load_supported_config(cfg: ModelConfig) -> Any:
     config = load_model_config(cfg)
     if getattr(config, "is_encoder_decoder", False):

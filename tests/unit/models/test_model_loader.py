@@ -12,7 +12,14 @@ from transformers import AutoConfig, GPT2Config, MambaConfig
 from lockstep.config.model import ModelConfig
 from lockstep.models.errors import ModelError
 from lockstep.models.hf_checkpoint import SafetensorsCheckpoint, compare_names, fill_policy, named_state, named_weights
-from lockstep.models.model_loader import context_length, load_model_config, load_policy, load_tokenizer, resolve_dtype
+from lockstep.models.model_loader import (
+    context_length,
+    load_model_config,
+    load_policy,
+    load_tokenizer,
+    resolve_dtype,
+    usable_context,
+)
 
 
 def logprobs(policy):
@@ -173,3 +180,15 @@ def test_dtype_and_context(folder) -> None:
     assert context_length(GPT2Config(n_positions=77)) == 77
     with pytest.raises(ModelError, match=r"model\.max_length"):
         context_length(MambaConfig())
+
+
+def test_the_usable_context_is_the_smaller_limit(folder) -> None:
+    config = AutoConfig.from_pretrained(folder)
+    assert [usable_context(ModelConfig(path="m", max_length=limit), config) for limit in (None, 64, 999)] == [
+        128,
+        64,
+        128,
+    ]
+    assert usable_context(ModelConfig(path="m", max_length=64), MambaConfig()) == 64
+    with pytest.raises(ModelError, match=r"model\.max_length"):
+        usable_context(ModelConfig(path="m"), MambaConfig())

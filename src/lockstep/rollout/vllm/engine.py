@@ -12,7 +12,7 @@ from lockstep.config.model import ModelConfig
 from lockstep.config.rollout import VllmEngineConfig as EngineConfig
 from lockstep.data.samples import Completion, FinishReason
 from lockstep.models.hf_checkpoint import resolve_folder
-from lockstep.models.model_loader import context_length, load_policy, load_tokenizer
+from lockstep.models.model_loader import load_policy, load_tokenizer, usable_context
 from lockstep.rollout.engine_protocol import (
     EngineProgress,
     Request,
@@ -141,7 +141,7 @@ class VllmEngine:
         check_usable()
         tokenizer = load_tokenizer(model)
         lm = load_policy(model, "cpu", meta=True).lm
-        context = min(model.max_length or context_length(lm.config), context_length(lm.config))
+        context = usable_context(model, lm.config)
         core = start_core(model.path, engine_arguments(model, engine, device, context, sleeps))
         vocabulary = int(lm.get_input_embeddings().weight.shape[0])
         eos = eos_tokens(tokenizer, _generation_config(model, lm.config))
