@@ -125,6 +125,8 @@ class CheckpointParameters(ExpectedParameters):
         """Raises ModelError if the weights cannot be converted to those names."""
         super().__init__(lm)
         self._names = CheckpointNames(lm)
+        self.buffers = frozenset(name.rpartition(".")[2] for name, _ in lm.named_buffers())
+        """The last parts of the names of buffers. A version does not have them: training does not change them."""
 
     def checkpoint_tensors(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yields the tensors of a checkpoint with these weights."""

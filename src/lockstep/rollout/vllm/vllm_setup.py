@@ -156,6 +156,8 @@ _REQUIRED_NAMES = {
     "vllm.distributed.weight_transfer.base": ("WeightTransferEngine", "WeightTransferInitInfo"),
     "vllm.distributed.weight_transfer.factory": ("WeightTransferEngineFactory",),
     "vllm.model_executor.model_loader.reload": ("initialize_layerwise_reload", "finalize_layerwise_reload"),
+    "vllm.model_executor.model_loader.reload.layerwise": ("_layerwise_process", "get_layerwise_info"),
+    "vllm.model_executor.model_loader.reload.meta": ("CopyCounter", "materialize_layer"),
     "vllm.v1.engine": ("EngineCoreRequest", "FinishReason"),
     "vllm.v1.engine.core_client": ("InprocClient",),
 }

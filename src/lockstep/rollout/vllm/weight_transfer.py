@@ -28,16 +28,13 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
-from vllm.model_executor.layers.vocab_parallel_embedding import (
-    ParallelLMHead,
-    UnquantizedEmbeddingMethod,
-    VocabParallelEmbedding,
-)
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
 from lockstep.rollout.errors import WeightsMismatch
+from lockstep.rollout.vllm.layer_reload import DirectWrites, copy_biases, drop_expert_kernels, pack_heads
 from lockstep.rollout.weight_loading import (
     CheckpointParameters,
     ReaderSource,
@@ -290,9 +287,15 @@ class LockstepTransferEngine(WeightTransferEngine[StoreInit, StoreUpdate]):  # t
         """Loads the weights by vLLM's layerwise reload, under the names that checkpoints have."""
         assert self._expected is not None
         expected = {name for name, _ in self.model.named_parameters()}
+        drop_expert_kernels(self.model)
         initialize_layerwise_reload(self.model)
+        # Now the model no longer has the parameters that layers derive from others after loading.
+        expected &= {name for name, _ in self.model.named_parameters()}
+        expected = {name for name in expected if name.rpartition(".")[2] not in self._expected.buffers}
         try:
-            loaded = self.model.load_weights(self._expected.checkpoint_tensors(tensors))
+            with DirectWrites(self.model) as writes:
+                loaded = self.model.load_weights(copy_biases(self._expected.checkpoint_tensors(tensors)))
+            writes.finish()
         finally:
             # Also after a failure: otherwise layers would count the tensors they have buffered as part of the next
             # version.
@@ -317,20 +320,6 @@ def _picklable(error: Exception) -> Exception:
     except TypeError:
         return RuntimeError(f"{type(error).__name__}: {error}")
     return error
-
-
-@torch.no_grad()
-def pack_heads(model: nn.Module) -> None:
-    """Packs the weights of output layers again on the CPU platform, where vLLM keeps a packed copy of them.
-
-    If an output layer is tied to the embedding, vLLM's reload packs the weight for the embedding only, and the output
-    layer would keep its old copy.
-    """
-    if not current_platform.is_cpu():
-        return
-    for layer in model.modules():
-        if isinstance(layer, ParallelLMHead) and type(layer.quant_method) is UnquantizedEmbeddingMethod:
-            layer.quant_method.process_weights_after_loading(layer)
 
 
 WeightTransferEngineFactory.register_engine(BACKEND, LockstepTransferEngine)
