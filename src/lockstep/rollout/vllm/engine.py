@@ -141,8 +141,9 @@ class VllmEngine:
         check_usable()
         tokenizer = load_tokenizer(model)
         lm = load_policy(model, "cpu", meta=True).lm
-        context = usable_context(model, lm.config)
-        core = start_core(model.path, engine_arguments(model, engine, device, context, sleeps))
+        latent = getattr(lm.config.get_text_config(), "kv_lora_rank", None) is not None
+        arguments = engine_arguments(model, engine, device, usable_context(model, lm.config), sleeps, latent)
+        core = start_core(model.path, arguments)
         vocabulary = int(lm.get_input_embeddings().weight.shape[0])
         eos = eos_tokens(tokenizer, _generation_config(model, lm.config))
         try_core(model.path, core, core_request("probe", _PROBE, eos, "probe"))

@@ -20,18 +20,26 @@ from lockstep.models.hf_checkpoint import resolve_folder
 from lockstep.models.model_loader import resolve_dtype
 
 WORKER_EXTENSION = "lockstep.rollout.vllm.weight_transfer.WorkerExtension"
-_LOAD_ERRORS = (ValueError, TypeError, KeyError, OSError, ImportError, RuntimeError)
-"""Errors that vLLM and its dependencies raise for a bad model or argument, in addition to vLLM's own."""
+_LOAD_ERRORS = (ValueError, TypeError, KeyError, OSError, ImportError, RuntimeError, AttributeError)
+"""Errors that vLLM and its dependencies raise for a bad model or argument, in addition to vLLM's own. An AttributeError
+is that of a kernel that is missing from vLLM's build."""
+_BUILTIN_REMEDY = "see the engine's log; rollout.engine.kind=builtin runs any causal language model of transformers"
 
 
 def engine_arguments(
-    model: ModelConfig, engine: EngineConfig, device: str, context: int, sleeps: bool = False
+    model: ModelConfig,
+    engine: EngineConfig,
+    device: str,
+    context: int,
+    sleeps: bool = False,
+    latent_attention: bool = False,
 ) -> dict[str, Any]:
     """Returns the keyword arguments of vLLM's `EngineArgs`; `engine.extra` overrides them.
 
     Args:
         context: the largest length of a sequence.
         sleeps: whether the engine can release its GPU's memory.
+        latent_attention: whether keys and values are computed from a latent vector, as in DeepSeek-V3.
 
     Raises:
         ModelError: with these arguments weights could not be loaded.
@@ -61,6 +69,11 @@ def engine_arguments(
         batch_tokens = max(context, min(4096, engine.max_num_seqs * context))
         arguments |= {"enable_chunked_prefill": False, "max_num_batched_tokens": batch_tokens}
         arguments |= {"kv_cache_memory_bytes": int(engine.cpu_kv_cache_gb * 2**30)}
+        if latent_attention:
+            # vLLM's choice where the CPU has AMX computes only in bfloat16, and cannot reload weights. Its CPU kernel
+            # for rotary embeddings is wrong for the query's shape in this attention.
+            arguments |= {"attention_backend": "CPU_MLA", "block_size": 16}
+            arguments |= {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
     else:
         arguments |= {"gpu_memory_utilization": engine.gpu_memory_utilization, "enable_sleep_mode": sleeps}
     arguments |= engine.extra
@@ -97,8 +110,7 @@ def start_core(path: str, arguments: dict[str, Any]) -> Any:
         executor_class = executors.get_class(config)
     except (*_LOAD_ERRORS, vllm_error()) as error:
         problem = f"vLLM on host {host} does not support it ({_error_text(error)})"
-        remedy = "see the engine's log; rollout.engine.kind=builtin runs any causal language model of transformers"
-        raise ModelError("model.path", path, problem, remedy) from error
+        raise ModelError("model.path", path, problem, _BUILTIN_REMEDY) from error
     if getattr(config, "max_concurrent_batches", 1) > 1:
         raise ModelError(
             "rollout.engine.extra",
@@ -110,7 +122,7 @@ def start_core(path: str, arguments: dict[str, Any]) -> Any:
         return client.InprocClient(config, executor_class, log_stats=True)
     except (*_LOAD_ERRORS, AssertionError, vllm_error()) as error:
         problem = f"vLLM on host {host} cannot load it ({_error_text(error)})"
-        raise ModelError("model.path", path, problem, "see the engine's log") from error
+        raise ModelError("model.path", path, problem, _BUILTIN_REMEDY) from error
 
 
 def try_core(path: str, core: Any, request: Any) -> None:

@@ -77,6 +77,20 @@ def test_arguments_follow_the_config(tmp_path):
         engine_arguments(model, Config(enforce_eager=False), "cpu", 64)
 
 
+def test_latent_attention_on_a_cpu_uses_what_can_reload_weights(tmp_path):
+    model = ModelConfig(path=str(make_tiny(tmp_path / "m", hidden=16, heads=2, kv_heads=1, ffn=32, max_length=64)))
+    here = engine_arguments(model, Config(), "cpu", 64, latent_attention=True)
+    assert (here["attention_backend"], here["block_size"]) == ("CPU_MLA", 16)
+    assert "-rotary_embedding" in here["compilation_config"]["custom_ops"]
+    own = Config(extra={"attention_backend": "AMX_MLA"})
+    assert engine_arguments(model, own, "cpu", 64, latent_attention=True)["attention_backend"] == "AMX_MLA"
+    for other in (
+        engine_arguments(model, Config(), "cpu", 64),
+        engine_arguments(model, Config(), "cuda:0", 64, latent_attention=True),
+    ):
+        assert "attention_backend" not in other and "compilation_config" not in other
+
+
 def test_requests_wait_by_priority_and_order():
     waiting = WaitingQueue()
     prompt = np.ones(1, np.int32)
