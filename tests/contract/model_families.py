@@ -23,6 +23,9 @@ EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 
 WINDOWS = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
 LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12}
 ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "first_k_dense_replace": 1}
+ROUTED |= {"n_group": 2, "topk_group": 1, "n_shared_experts": 1}
+# transformers always computes this way and ignores the names; vLLM reads them from the published config.
+ROUTED |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 
 LINEAR = {"layer_types": ["linear_attention", "full_attention"], "head_dim": 8, "shared_expert_intermediate_size": 16}
 LINEAR |= dict.fromkeys(("linear_num_value_heads", "linear_num_key_heads"), 2)
@@ -37,10 +40,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", USUAL | {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen2-moe": ("Qwen2Moe", USUAL | EXPERTS | {"shared_expert_intermediate_size": 40}),
     "qwen3-moe": ("Qwen3Moe", USUAL | EXPERTS | {"head_dim": 8, "mlp_only_layers": [0]}),
-    "deepseek-v3": (
-        "DeepseekV3",
-        USUAL | LATENT | ROUTED | {"num_key_value_heads": 4, "n_shared_experts": 1, "n_group": 2, "topk_group": 1},
-    ),
+    "deepseek-v3": ("DeepseekV3", USUAL | LATENT | ROUTED | {"num_key_value_heads": 4}),
     "gpt-neox": ("GPTNeoX", SIZES | {"intermediate_size": 48}),
     "gemma3": ("Gemma3", USUAL | WINDOWS | {"head_dim": 8, "query_pre_attn_scalar": 8}),
     "olmo2": ("Olmo2", USUAL),
@@ -55,9 +55,25 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 """transformers' name and the sizes of each family's tiny model."""
 
 
+VLLM_SIZES = {"hidden_size": 128, "n_embd": 128, "intermediate_size": 64, "shared_expert_intermediate_size": 64}
+VLLM_SIZES |= {"head_dim": 32, "query_pre_attn_scalar": 32}
+VLLM_SIZES |= {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 64}
+"""The smallest sizes for which vLLM has kernels on a CPU, as far as they differ."""
+
+
+def for_vllm(family: str) -> tuple[str, dict[str, Any]]:
+    """transformers' name and the sizes of a model of the family that vLLM can compute on a CPU."""
+    name, fields = FAMILIES[family]
+    return name, fields | {field: size for field, size in VLLM_SIZES.items() if field in fields}
+
+
 def make_family(folder: Path, family: str) -> Path:
     """Writes a tiny model of the family and a tokenizer into `folder`, as transformers saves it."""
-    name, fields = FAMILIES[family]
+    return make_model(folder, *FAMILIES[family])
+
+
+def make_model(folder: Path, name: str, fields: dict[str, Any]) -> Path:
+    """The same for a model of these sizes."""
     make_tiny(folder, hidden=32, heads=2, kv_heads=1, ffn=32, max_length=256)
     tokenizer = load_tokenizer(ModelConfig(path=str(folder)))
     for left in ("generation_config.json", "lockstep_tiny.json", "model.safetensors"):
@@ -102,6 +118,14 @@ def router_loss(**trainer: Any) -> tr.Case:
         return fr.train(trained, tr.batch_of(trained.role, ranks.world, 24, "single"), 1)
 
     return run
+
+
+def documented() -> dict[str, list[str]]:
+    """The rows of the table of families in docs/models.md."""
+    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
+    table = page.split("| family |")[1].split("\n\n")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+    return {row[0]: row[1:] for row in rows}
 
 
 CASES = {recipe: train_and_export(recipe) for recipe in ("sft", "grpo")} | {

@@ -8,7 +8,6 @@ import time
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,6 +18,7 @@ from lockstep.rollout.vllm.vllm_requests import core_request
 
 sys.path.insert(0, str(Path(__file__).parent))
 from paused_reader import InterruptibleTensors
+from reference_model import changed, error, logits, publish
 from stream_endpoints import Feeder, ModelEnd
 
 from lockstep.cluster.protocol import WorkerDied, WorkerSpec
@@ -33,8 +33,6 @@ from lockstep.watch.beacon.writer import current_beacon
 from lockstep.weights.errors import StaleVersion
 from lockstep.weights.shared_memory_transport import StoreReader
 from lockstep.weights.stream.channel import StreamChannel
-from lockstep.weights.weight_plan import WeightPlan
-from lockstep.weights.weight_store import WeightStore
 
 pytestmark = [
     pytest.mark.vllm,
@@ -65,37 +63,15 @@ def start():
 
     made = []
 
-    def engine(folder, reader=READER, rows=16, extra=None, **options):
+    def engine(folder, reader=READER, rows=16, extra=None, max_length=None, **options):
         config = Config(max_num_seqs=rows, cpu_kv_cache_gb=0.05, extra={"block_size": 32, **(extra or {})}, **options)
-        model = ModelConfig(path=str(folder))
+        model = ModelConfig(path=str(folder), max_length=max_length)
         made.append(VllmEngine.from_config(model, config, reader=reader, threads=1))
         return made[-1]
 
     yield engine
     for each in made:
         each.close()
-
-
-def changed(folder):
-    """The model after an update of every weight."""
-    lm = AutoModelForCausalLM.from_pretrained(folder).eval()
-    torch.manual_seed(5)
-    with torch.no_grad():
-        for parameter in lm.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.05)
-    return lm
-
-
-def publish(lm, folder, version):
-    """Publish the model's weights in a store, as the given version."""
-    tensors = dict(lm.named_parameters())
-    plan = WeightPlan.of([(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()])
-    folder.mkdir(exist_ok=True)
-    store = WeightStore.create(folder, plan, writers=1)
-    shards = [SimpleNamespace(name=n, offset=0, tensor=t, constant=False) for n, t in tensors.items()]
-    store.write_shards(0, version, shards)
-    store.commit(version)
-    return folder
 
 
 def ask(count=6, length=70, tokens=20, name="", **fields):
@@ -112,24 +88,6 @@ def run(engine, requests):
         if len(done) == len(requests):
             return done
     raise AssertionError("the engine does not finish")
-
-
-@torch.inference_mode()
-def logits(lm, request, tokens):
-    """float32 `[tokens, vocabulary]` that predict the tokens, by one plain forward."""
-    sequence = torch.from_numpy(np.concatenate([request.prompt, tokens]).astype(np.int64)).unsqueeze(0)
-    return lm(sequence).logits[0, len(request.prompt) - 1 : -1].float()
-
-
-def error(lm, requests, done):
-    """The largest difference between a log-probability and that of a plain forward."""
-    worst = 0.0
-    for request in requests:
-        got = done[request.id]
-        logprobs = torch.log_softmax(logits(lm, request, got.tokens), -1)
-        expected = logprobs.gather(1, torch.from_numpy(got.tokens.astype(np.int64)).unsqueeze(1)).squeeze(1)
-        worst = max(worst, float(np.abs(got.logprobs - expected.numpy()).max()))
-    return worst
 
 
 def test_log_probabilities_are_those_of_transformers(start, folder):
