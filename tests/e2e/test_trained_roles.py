@@ -2,8 +2,10 @@
 
 import contextlib
 import os
+import random
 import shutil
 import signal
+import time
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from harness import ALPHABET, Ended, Launched, build_once, config, seeded_random, task, weights, write
-from test_recovery import kill_worker, memory_of, pid_of, recoveries, replacements, wait_for_restarts
+from test_recovery import kill_worker, memory_of, pid_of, recoveries, replacements, wait_for_restarts, why
 from torch.distributed.checkpoint import load
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -23,6 +25,8 @@ from lockstep.models.tiny_model import make_tiny
 STEPS = 6
 RECIPE = {"recipe": "two_roles"}
 STAGES = ("train", "critic", "copy", "checkpoint")
+STEP_S = 0.1
+"""About how long the roles train in a step."""
 WORKERS = ("policy-0", "policy-1", "critic-0")
 
 
@@ -81,16 +85,17 @@ def assert_same(launched: Launched, pair: Pair, generation: int = 1) -> None:
     for role in ("policy", "critic"):
         assert state(launched.folder, role) == state(pair.run, role), role
     assert weights(launched.folder) == weights(pair.run)
-    assert losses(launched.folder) == losses(pair.run)
+    for metric in ("loss", "before"):
+        assert losses(launched.folder, metric) == losses(pair.run, metric)
     left = [path.name for path in launched.folder.rglob("*") if ".tmp" in path.name or path.suffix == ".parts"]
     assert left == []
     with Ledger.reader(launched.folder) as ledger:
         assert ledger.generation == generation
 
 
-def losses(run: Path) -> list[tuple[float, float]]:
+def losses(run: Path, name: str = "loss") -> list[tuple[float, float]]:
     with Ledger.reader(run) as ledger:
-        return [(row.values["policy/loss"], row.values["critic/loss"]) for row in ledger.metrics_rows()]
+        return [(row.values[f"policy/{name}"], row.values[f"critic/{name}"]) for row in ledger.metrics_rows()]
 
 
 def test_both_roles_learn(pair: Pair) -> None:
@@ -123,6 +128,66 @@ def test_a_rank_of_each_role_is_killed_in_one_run(pair: Pair, tmp_path: Path) ->
     assert replacements(launched.folder) == ["critic-0.1", "critic-0.2", "policy-0.1", "policy-1.1"]
     found = [(each["worker"], each["role"], each["restored"], each["again"]) for each in recoveries(launched.folder)]
     assert found == [("policy-1", "policy", 1, 0), ("critic-0", "critic", 3, 1), ("critic-0.1", "critic", 5, 0)]
+
+
+def wait_for_a_moment(launched: Launched, step: int, chance: random.Random) -> None:
+    """Wait for any moment of a step in which both roles are trained."""
+    launched.wait_for("train", step)
+    time.sleep(chance.uniform(0.0, STEP_S))
+
+
+@pytest.mark.timeout(300)
+def test_either_role_is_killed_while_both_are_trained(pair: Pair, tmp_path: Path) -> None:
+    """The ranks of the other role finish their steps and are kept."""
+    chance = seeded_random("roles", "together")
+    launched = pair.start(tmp_path, together=True)
+    wait_for_a_moment(launched, 1, chance)
+    policy = pid_of(launched, "policy-0")
+    kill_worker(launched, "critic-0")
+    wait_for_restarts(launched)
+    wait_for_a_moment(launched, 3, chance)
+    assert pid_of(launched, "policy-0") == policy, "kept"
+    kill_worker(launched, "policy-1")
+    assert_same(launched, pair)
+    assert replacements(launched.folder) == ["critic-0.1", "policy-0.1", "policy-1.1"]
+    assert [each["role"] for each in recoveries(launched.folder)] == ["critic", "policy"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("number", range(6))
+def test_ranks_are_killed_at_random_moments_while_both_roles_are_trained(
+    pair: Pair, tmp_path: Path, number: int
+) -> None:
+    chance = seeded_random("roles", "together", number)
+    launched = pair.start(tmp_path, together=True, recovery={"memory_copy": chance.random() < 0.5})
+    first, second = sorted(chance.sample(range(STEPS), 2))
+    with contextlib.suppress(Ended):
+        wait_for_a_moment(launched, first, chance)
+        for name in chance.sample(WORKERS, chance.choice((1, 1, 2))):
+            kill_worker(launched, name, seconds=chance.choice((0.0, 0.5)))
+        wait_for_restarts(launched)
+        wait_for_a_moment(launched, second, chance)
+        latest = [each for each in (f"{chance.choice(WORKERS)}{end}" for end in (".1", "")) if launched.beacon(each)]
+        with contextlib.suppress(ProcessLookupError):
+            kill_worker(launched, latest[0])
+    assert_same(launched, pair)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_rank_of_the_other_role_is_stuck_when_one_is_killed(pair: Pair, tmp_path: Path) -> None:
+    """The wait for the other role's step ends when a verdict names the rank that holds it up."""
+    watch = {"notice_s": 1.0, "confirm_after_s": 2.0}
+    launched = pair.start(tmp_path, {"stage": "train", "seconds": 0.3, "at_end": False}, together=True, watch=watch)
+    launched.wait_for("train", 2)
+    os.kill(pid_of(launched, "policy-1"), signal.SIGSTOP)
+    kill_worker(launched, "critic-0")
+    assert_same(launched, pair)
+    assert replacements(launched.folder) == ["critic-0.1", "policy-0.1", "policy-1.1"]
+    found = [(each["worker"], each["restored"]) for each in recoveries(launched.folder)]
+    assert found == [("critic-0", 2), ("policy-1", 2)]
+    assert "is stopped" in why(launched.folder, "policy-1")
 
 
 @pytest.mark.slow

@@ -1,9 +1,19 @@
 """The trained models of a run, such as policy and critic, as one: their state is saved and restored together."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 
+import numpy as np
+
+from lockstep.cluster.protocol import PendingResult
+from lockstep.cluster.rpc.futures import gather_results
+from lockstep.config.algorithm import TrainerOutput
+from lockstep.data.micro_batch import MiniBatch
 from lockstep.run.trainer_group import TrainerGroup
+from lockstep.train.trainer_protocol import StepStats
+
+SubmittedStep = tuple[MiniBatch, list[PendingResult[StepStats]]]
 
 
 class TrainedRoles(Mapping[str, TrainerGroup]):
@@ -46,6 +56,54 @@ class TrainedRoles(Mapping[str, TrainerGroup]):
     def part_folder(self, folder: Path, role: str) -> Path:
         """Where a role's part of the state in `folder` is."""
         return folder / role if self.parts else folder
+
+    def step(self, minibatches: Mapping[str, Iterable[MiniBatch]]) -> dict[str, list[dict[str, float]]]:
+        """Trains several roles at the same time, with one optimizer step for each mini-batch.
+
+        Each role has the next step in its queue while it does one, so that ranks need not wait for the controller. It
+        has no more than that, so that after a failure of another role it has soon finished.
+
+        Args:
+            minibatches: those of each role, by role. They are made while ranks compute.
+
+        Returns:
+            The metrics of each step, by role.
+
+        Raises:
+            RemoteError, WorkerDied, Stalled: the first failure. Other roles may still be computing: `TrainerRecovery`
+                waits for them.
+        """
+        metrics: dict[str, list[dict[str, float]]] = {role: [] for role in minibatches}
+        under_way: dict[str, SubmittedStep] = {}
+        for of_roles in zip_longest(*minibatches.values()):
+            chosen = zip(minibatches, of_roles, strict=True)
+            submitted = {role: (each, self[role].submit_step(each)) for role, each in chosen if each is not None}
+            self._finish_steps(under_way, metrics)
+            under_way = submitted
+        self._finish_steps(under_way, metrics)
+        return metrics
+
+    def _finish_steps(self, steps: Mapping[str, SubmittedStep], metrics: dict[str, list[dict[str, float]]]) -> None:
+        """Waits for one step of several roles, and adds its metrics."""
+        gather_results([call for _, calls in steps.values() for call in calls], why="optimizer steps")
+        for role, (minibatch, calls) in steps.items():
+            metrics[role].append(self[role].step_metrics(minibatch, calls[0].result(why="optimizer steps")))
+            self[role].close_calls(calls)
+
+    def evaluate(
+        self, wanted: Mapping[str, tuple[MiniBatch, Sequence[TrainerOutput]]]
+    ) -> dict[str, list[list[dict[str, np.ndarray]]]]:
+        """Evaluates several roles at the same time. Returns what `TrainerGroup.evaluate` returns, by role. Raises what
+        `step` raises.
+
+        Args:
+            wanted: the mini-batch and the wanted values, by role.
+        """
+        calls = {role: self[role].submit_evaluation(*each) for role, each in wanted.items()}
+        values = iter(gather_results([call for own in calls.values() for call in own], why="evaluation"))
+        for role, own in calls.items():
+            self[role].close_calls(own)
+        return {role: [next(values) for _ in own] for role, own in calls.items()}
 
     def save(self, folder: Path) -> None:
         """Begins to write a checkpoint of every role."""

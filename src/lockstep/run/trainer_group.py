@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 
-from lockstep.cluster.protocol import Worker
+from lockstep.cluster.protocol import PendingResult, Worker
 from lockstep.cluster.rpc.futures import gather_identical, gather_results
 from lockstep.cluster.rpc.remote_worker import worker_and_node
 from lockstep.config.algorithm import TrainerOutput
@@ -14,6 +15,9 @@ from lockstep.data.micro_batch import MiniBatch
 from lockstep.data.mini_batches import TrainingBatch
 from lockstep.run.policy_api import PolicyAPI
 from lockstep.train.trainer_api import TrainerAPI, TrainerInfo
+from lockstep.train.trainer_protocol import StepStats
+
+R = TypeVar("R")
 
 
 def set_up_ranks(workers: Sequence[Worker]) -> dict[str, tuple[list[Worker], list[TrainerInfo]]]:
@@ -44,21 +48,31 @@ class TrainerGroup:
         self.workers = list(workers)
         self.info = infos[0]
         self._offloaded = False
+        self.open_calls: list[PendingResult[Any]] = []
+        """Steps and evaluations that were submitted, and whose results nobody has read."""
 
     @property
     def ranks(self) -> int:
         return len(self.workers)
 
-    def evaluate(self, minibatch: MiniBatch, want: Sequence[TrainerOutput]) -> list[list[dict[str, np.ndarray]]]:
-        """Returns the wanted values, float32 `[targets]`, as dicts by `[ranks][micro-batches]`."""
+    def submit_evaluation(
+        self, minibatch: MiniBatch, want: Sequence[TrainerOutput]
+    ) -> list[PendingResult[list[dict[str, np.ndarray]]]]:
+        """Submits an evaluation to all ranks and returns at once; see `evaluate`."""
         self.onload()
-        return gather_results(
+        return self._opened(
             [
                 worker.submit(TrainerAPI.evaluate, encoded, list(want))
                 for worker, encoded in zip(self.workers, minibatch.encode(), strict=True)
-            ],
-            why=" and ".join(want),
+            ]
         )
+
+    def evaluate(self, minibatch: MiniBatch, want: Sequence[TrainerOutput]) -> list[list[dict[str, np.ndarray]]]:
+        """Returns the wanted values, float32 `[targets]`, as dicts by `[ranks][micro-batches]`."""
+        calls = self.submit_evaluation(minibatch, want)
+        values = gather_results(calls, why=" and ".join(want))
+        self.close_calls(calls)
+        return values
 
     def offload(self) -> None:
         """Moves state to host memory while engines generate, if the config says so; other methods bring it back."""
@@ -84,20 +98,37 @@ class TrainerGroup:
         for name, output in fields.items():
             batch.set_field(name, minibatch, [[row[output] for row in rank] for rank in values])
 
-    def step(self, minibatch: MiniBatch) -> dict[str, float]:
-        """Does one optimizer step, and returns metrics over all ranks. Raises RemoteError for a non-finite loss, before
-        weights change."""
+    def submit_step(self, minibatch: MiniBatch) -> list[PendingResult[StepStats]]:
+        """Submits an optimizer step to all ranks and returns at once; see `step`."""
         self.onload()
-        stats = gather_identical(
+        return self._opened(
             [
                 worker.submit(TrainerAPI.step, encoded)
                 for worker, encoded in zip(self.workers, minibatch.encode(), strict=True)
-            ],
-            why="optimizer step",
+            ]
         )
+
+    def step(self, minibatch: MiniBatch) -> dict[str, float]:
+        """Does one optimizer step, and returns metrics over all ranks. Raises RemoteError for a non-finite loss, before
+        weights change."""
+        calls = self.submit_step(minibatch)
+        stats = gather_identical(calls, why="optimizer step")
+        self.close_calls(calls)
+        return self.step_metrics(minibatch, stats)
+
+    def step_metrics(self, minibatch: MiniBatch, stats: StepStats) -> dict[str, float]:
+        """The metrics of an optimizer step, from the result of any rank."""
         if not self.objective.uses_advantages:
             return stats.values
         return {**stats.values, "batch/skipped_sequences": float(minibatch.skipped)}
+
+    def _opened(self, calls: list[PendingResult[R]]) -> list[PendingResult[R]]:
+        self.open_calls += calls
+        return calls
+
+    def close_calls(self, calls: Sequence[PendingResult[Any]]) -> None:
+        """Marks the results of these calls as read, or as not needed any more."""
+        self.open_calls = [call for call in self.open_calls if call not in calls]
 
     def save(self, folder: Path) -> None:
         gather_identical(

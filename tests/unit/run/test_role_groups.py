@@ -1,5 +1,8 @@
 """State of several trained roles: one version for all of them, on disk and in memory."""
 
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -7,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.cluster.protocol import RemoteError
+from lockstep.cluster.protocol import RemoteError, WorkerDied
+from lockstep.cluster.rpc.futures import PendingCall
 from lockstep.config.trainer import CheckpointConfig
 from lockstep.ledger.ledger import Ledger
 from lockstep.run.checkpoint_manager import CheckpointManager, restore_checkpoint
@@ -140,3 +144,80 @@ def test_only_a_version_that_all_roles_have_is_restored_from_memory(tmp_path: Pa
     for description in (tmp_path / "state" / "critic").glob("*.json"):
         description.unlink()
     assert memory.restore(at_least=0) is None
+
+
+class Trainee:
+    """A role whose ranks answer when they are told to."""
+
+    def __init__(self, role: str) -> None:
+        self.role, self.calls, self.open_calls = SimpleNamespace(name=role), [], []
+        self.name, self.progress_count, self.last_progress_at = f"{role}-0", 0, time.monotonic()
+        self.stall_limit_s = self.notice_after_s = 60.0
+
+    def submit_step(self, minibatch: Any) -> list[PendingCall[Any]]:
+        call: PendingCall[Any] = PendingCall(self, "step", lambda payload: minibatch)  # type: ignore[arg-type]
+        self.calls.append(call)
+        self.open_calls.append(call)
+        return [call]
+
+    def step_metrics(self, minibatch: Any, stats: Any) -> dict[str, float]:
+        assert minibatch == stats, "the result belongs to this mini-batch"
+        return {"loss": float(stats)}
+
+    def close_calls(self, calls: list[Any]) -> None:
+        self.open_calls = [call for call in self.open_calls if call not in calls]
+
+
+def answer(role: Trainee, number: int) -> None:
+    role.calls[number].settle(memoryview(b""))
+
+
+def test_roles_take_their_steps_at_the_same_time() -> None:
+    """Each has two steps to do at most; one may have more steps than the other."""
+    policy, critic = Trainee("policy"), Trainee("critic")
+    trained, made = TrainedRoles([policy, critic]), []  # type: ignore[list-item]
+
+    def minibatches() -> Iterator[Any]:
+        for number in range(4):
+            made.append(number)
+            yield number
+
+    with ThreadPoolExecutor(1) as pool:
+        result = pool.submit(trained.step, {"policy": minibatches(), "critic": [10, 11]})
+        until(lambda: len(policy.calls) == len(critic.calls) == 2)
+        answer(critic, 0)
+        answer(critic, 1)
+        time.sleep(0.1)
+        assert made == [0, 1], "not before the first step of both is done"
+        answer(policy, 0)
+        until(lambda: len(policy.calls) == 3)
+        assert len(policy.open_calls) == 2
+        for number in (1, 2):
+            answer(policy, number)
+        until(lambda: len(policy.calls) == 4)
+        answer(policy, 3)
+        found = result.result(10)
+    assert found == {
+        "policy": [{"loss": 0.0}, {"loss": 1.0}, {"loss": 2.0}, {"loss": 3.0}],
+        "critic": [{"loss": 10.0}, {"loss": 11.0}],
+    }
+    assert policy.open_calls == critic.open_calls == []
+
+
+def test_a_failure_of_one_role_leaves_the_open_calls_of_the_other() -> None:
+    policy, critic = Trainee("policy"), Trainee("critic")
+    trained = TrainedRoles([policy, critic])  # type: ignore[list-item]
+    with ThreadPoolExecutor(1) as pool:
+        result = pool.submit(trained.step, {"policy": [0, 1, 2], "critic": [10, 11, 12]})
+        until(lambda: len(critic.calls) == 2)
+        critic.calls[0].fail(WorkerDied("critic-0", 0, -9, ""))
+        with pytest.raises(WorkerDied, match="critic-0"):
+            result.result(10)
+    assert policy.open_calls == policy.calls and len(policy.calls) == 2
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)

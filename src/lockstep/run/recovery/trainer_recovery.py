@@ -16,7 +16,7 @@ from pathlib import Path
 from lockstep.base import waits
 from lockstep.base.wait_state import Stalled, WaitTimeout
 from lockstep.cluster.protocol import RemoteError, Worker, WorkerDied, WorkerLauncher
-from lockstep.cluster.rpc.futures import CallError
+from lockstep.cluster.rpc.futures import CallError, gather_results
 from lockstep.cluster.worker_failures import WorkerFailure, describe_failure, is_effect
 from lockstep.config.roles import name_of_ranks
 from lockstep.ledger.ledger import Ledger
@@ -147,7 +147,10 @@ class TrainerRecovery:
         """
         failed, worker, rank = self._find_worker(error, starting=True) or (role, _worker_of(error), None)
         starting = failed in ranks
-        failure = describe_failure(error, failed, worker, rank, self.manager.step, starting=starting)
+        if starting:
+            failure = describe_failure(error, failed, worker, rank, self.manager.step, starting=True)
+        else:  # ranks of a role that was to be kept
+            failure = self._root_cause(error)
         group = self.trained[failed]
         count = ranks.setdefault(failed, group.ranks)
         fewer = next_smaller_ranks(group.role.trainer, count) if starting else None
@@ -217,7 +220,7 @@ class TrainerRecovery:
         for role in ranks:
             self.launcher.kill(self.trained[role].workers)
         if kept := [group for role, group in self.trained.items() if role not in ranks]:
-            self._finish_saves(kept)
+            self._finish_calls(kept)
         self.checkpoints.writer_lost()
         self._replace_ranks(ranks)
         newest = self.checkpoints.newest() or 0
@@ -243,12 +246,21 @@ class TrainerRecovery:
         for role, (own, infos) in ready.items():
             self.trained[role].replace_ranks(own, infos)
 
-    def _finish_saves(self, kept: Sequence[TrainerGroup]) -> None:
-        """Waits until the ranks that are kept have finished their calls, and their part of a checkpoint."""
+    def _finish_calls(self, kept: Sequence[TrainerGroup]) -> None:
+        """Waits until the ranks that are kept have finished what they were doing when another role failed, and their
+        part of a checkpoint. They may take as long as they make progress; the results are dropped.
+
+        Raises:
+            RemoteError, WorkerDied, Stalled: a call failed. Its rank has left a collective, or never will, so all ranks
+                of its role must be replaced too.
+        """
+        names = " and ".join(name_of_ranks(group.role.name) for group in kept)
+        calls = [call for group in kept for call in group.open_calls]
+        gather_results(calls, why="what they compute while another role is restarted")
+        for group in kept:
+            group.close_calls(calls)
         self.checkpoints.wait_for_files(
-            lambda: all(group.saved() for group in kept),
-            waits_for=" and ".join(name_of_ranks(group.role.name) for group in kept),
-            why="their part of a checkpoint",
+            lambda: all(group.saved() for group in kept), waits_for=names, why="their part of a checkpoint"
         )
 
 

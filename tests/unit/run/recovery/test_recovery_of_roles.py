@@ -1,5 +1,7 @@
 """Recovery of one of several trained roles: which ranks are replaced, and what is restored."""
 
+import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,7 +9,9 @@ from typing import Any
 
 import pytest
 
+from lockstep.base.errors import CollectiveStalled
 from lockstep.cluster.protocol import RemoteError, WorkerDied
+from lockstep.cluster.rpc.futures import PendingCall
 from lockstep.config.fault_tolerance import RecoveryConfig
 from lockstep.config.trainer import CheckpointConfig, TrainerConfig
 from lockstep.ledger.ledger import Ledger
@@ -18,8 +22,20 @@ from lockstep.run.recovery import trainer_recovery
 from lockstep.run.recovery.recovery_manager import RecoveryManager
 from lockstep.run.recovery.trainer_recovery import RecoveryContext, TrainerRecovery
 from lockstep.run.trained_roles import TrainedRoles
+from lockstep.train.errors import CheckpointError
 
 SIZES = {"policy": 2, "critic": 1}
+
+
+class Rank:
+    """A rank whose progress is known."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.progress_count, self.last_progress_at = name, 0, time.monotonic()
+        self.stall_limit_s, self.notice_after_s = 0.5, 60.0
+
+    def describe(self) -> str:
+        return "is in stage train"
 
 
 class Group:
@@ -27,7 +43,7 @@ class Group:
 
     def __init__(self, role: str, workers: list[Any]) -> None:
         self.role = SimpleNamespace(name=role, trainer=TrainerConfig(ranks=len(workers)))
-        self.workers, self.loaded, self.dead = workers, "", ""
+        self.replace_ranks(workers, [])
 
     @property
     def ranks(self) -> int:
@@ -35,6 +51,10 @@ class Group:
 
     def replace_ranks(self, workers: Sequence[Any], infos: Sequence[Any]) -> None:
         self.workers, self.loaded, self.dead = list(workers), "", ""
+        self.open_calls: list[PendingCall[Any]] = []
+
+    def close_calls(self, calls: Sequence[Any]) -> None:
+        self.open_calls = [call for call in self.open_calls if call not in calls]
 
     def saved(self) -> bool:
         self._answer()
@@ -43,6 +63,11 @@ class Group:
     def load(self, folder: Path) -> None:
         self._answer()
         self.loaded = f"{folder.parent.name}/{folder.name}"
+
+    def begin_step(self) -> list[PendingCall[None]]:
+        """A step that all ranks are doing."""
+        self.open_calls = [PendingCall(Rank(worker.spec.name), "step", lambda payload: None) for worker in self.workers]
+        return self.open_calls
 
     def _answer(self) -> None:
         if self.dead:
@@ -108,6 +133,46 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
 
 def died(worker: str) -> WorkerDied:
     return WorkerDied(worker, 0, -9, "")
+
+
+def test_a_kept_role_finishes_the_step_that_it_is_doing(site: Site) -> None:
+    site.checkpoint()
+    policy = site.groups["policy"]
+    first, second = policy.begin_step()
+    threading.Timer(0.1, first.settle, [memoryview(b"")]).start()
+    threading.Timer(0.3, second.settle, [memoryview(b"")]).start()
+    assert site.recovery.recover(died("critic-0"), 3) == 2
+    assert first.done() and second.done()
+    assert site.started == [("critic", 1)]
+    assert (policy.open_calls, policy.loaded) == ([], "00000002/policy"), "the results are dropped"
+
+
+@pytest.mark.parametrize("how", ["dead", "freed", "stuck"])
+def test_a_role_whose_step_fails_while_another_is_restarted_is_replaced_too(site: Site, how: str) -> None:
+    """A rank that has left a collective cannot be used again, although it answers."""
+    site.checkpoint()
+    first, second = site.groups["policy"].begin_step()
+    if how == "dead":
+        second.fail(died("policy-1"))
+    elif how == "freed":
+        first.fail(RemoteError("policy-0", 0, "CollectiveStalled", "it", "", CollectiveStalled.error_code))
+    else:
+        first.settle(memoryview(b""))  # and the second makes no progress
+    assert site.recovery.recover(died("critic-0"), 3) == 2
+    assert site.started == [("critic", 1), ("policy", 2)]
+    assert {group.loaded for group in site.groups.values()} == {"00000002/policy", "00000002/critic"}
+    name = "policy-0" if how == "freed" else "policy-1"
+    assert site.events("failed") == site.events("restarted") == [("critic", "critic-0"), ("policy", name)]
+    assert site.groups["policy"].open_calls == []
+
+
+def test_an_error_of_a_kept_role_that_a_restart_cannot_mend_ends_the_run(site: Site) -> None:
+    site.checkpoint()
+    first, _ = site.groups["policy"].begin_step()
+    first.fail(RemoteError("policy-0", 0, "CheckpointError", "it is torn", "", CheckpointError.error_code))
+    with pytest.raises(RemoteError, match="it is torn"):
+        site.recovery.recover(died("critic-0"), 3)
+    assert site.started == []
 
 
 @pytest.mark.parametrize("role", ["policy", "critic"])
