@@ -14,10 +14,12 @@ from typing import Any
 import pytest
 import torch
 from harness import ALPHABET, Ended, Launched, build_once, config, seeded_random, task, weights, write
+from safetensors.numpy import load_file
 from test_recovery import kill_worker, memory_of, pid_of, recoveries, replacements, wait_for_restarts, why
 from torch.distributed.checkpoint import load
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from transformers import AutoModelForCausalLM
 
 from lockstep.ledger.ledger import Ledger
 from lockstep.models.tiny_model import make_tiny
@@ -253,6 +255,55 @@ def test_ranks_of_either_role_are_killed_at_random(pair: Pair, tmp_path: Path, s
         with contextlib.suppress(ProcessLookupError):
             kill_worker(launched, latest[0])
     assert_same(launched, pair)
+
+
+def adapters(pair: Pair, adapter: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """Changes with which the critic trains an adapter."""
+    model = {"path": str(pair.home / "value"), "adapter": adapter, **changes}
+    return {"critic": {"model": model, "trainer": {"threads": 1, "optimizer": {"lr": 1e-2}}}}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_critic_trains_an_adapter_which_another_run_starts_from(pair: Pair, tmp_path: Path) -> None:
+    """Both runs are killed; the second has no adapter's settings in its file."""
+    fresh = adapters(pair, {"r": 4, "lora_dropout": 0.1, "target_modules": ["q_proj", "v_proj"]}, packing="block")
+    straight = pair.start(tmp_path / "straight", together=True, **fresh)
+    assert straight.finish() == 0, straight.text()
+    name = "critic/adapter/adapter_model.safetensors"
+    launched = pair.start(tmp_path / "killed", {"stage": "train", "seconds": 0.2, "at_end": False}, **fresh)
+    launched.wait_for("train", 2)
+    kill_worker(launched, "critic-0")
+    launched.wait_for("train", 4)
+    launched.kill()
+    launched = Launched.resume(launched.folder, hold=RECIPE)
+    assert launched.finish() == 0, launched.text()
+    assert (launched.folder / name).read_bytes() == (straight.folder / name).read_bytes()
+    assert (
+        "critic: packing block: prompts are not shared (set by critic.model.packing)"
+        in (straight.folder / "logs/controller.log").read_text()
+    )
+
+    further = adapters(pair, {"path": str(straight.folder / "critic" / "adapter")})
+    launched = pair.start(tmp_path / "further", {"stage": "train", "seconds": 0.2, "at_end": False}, **further)
+    launched.wait_for("train", 4)
+    launched.kill()
+    launched = Launched.resume(launched.folder, hold=RECIPE)
+    assert launched.finish() == 0, launched.text()
+    with Ledger.reader(launched.folder) as ledger:
+        adapter = ledger.config()["critic"]["model"]["adapter"]
+    assert (adapter["r"], adapter["target_modules"]) == (4, ["q_proj", "v_proj"])
+    before, after = (load_file(run.folder / name) for run in (straight, launched))
+    assert before.keys() == after.keys() and any((before[key] != after[key]).any() for key in before)
+    assert losses(launched.folder, "before")[0][1] > losses(pair.run, "before")[0][1], "it begins where the first ended"
+    assert AutoModelForCausalLM.from_pretrained(launched.folder / "critic" / "export").num_parameters()
+
+
+def test_an_adapter_of_the_critic_that_does_not_exist_is_refused(pair: Pair, tmp_path: Path) -> None:
+    refused = pair.start(tmp_path, **adapters(pair, {"path": "nowhere/adapter"}))
+    assert refused.finish() == 2, refused.text()
+    assert "critic.model.adapter.path = 'nowhere/adapter'" in " ".join(refused.printed().split())
+    assert not refused.folder.exists()
 
 
 @pytest.mark.ray

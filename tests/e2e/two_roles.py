@@ -59,6 +59,10 @@ class TwoRolesConfig(RunConfig):
         return self.epochs * self.batch_size // self.minibatch_size
 
     @property
+    def exported_roles(self) -> tuple[str, ...]:
+        return "policy", "critic"
+
+    @property
     def train_roles(self) -> tuple[TrainRole, ...]:
         critic = TrainRole(
             name="critic",

@@ -67,7 +67,7 @@ def show_plan(
         console.print(_collective_table(found.plan))
         console.print(_size_line(found.plan, found.model))
     for role, model in found.other_models.items():
-        console.print(f"{role}: {model.parameters / 1e6:,.2f} M parameters, {model.dtype}")
+        console.print(f"{role}: {_model_size(model)}")
     return 0
 
 
@@ -89,14 +89,18 @@ def _prepare_or_exit_code(prepare: Callable[[], PlanOrRun]) -> PlanOrRun | int:
 
 
 def _size_line(plan: RunPlan, model: ModelFacts) -> str:
-    adapter = model.adapter
-    trained = "" if adapter is None else f", {adapter.trained / 1e6:,.2f} M trained (adapter)"
     snapshots = plan.memory_copy
     snapshots_text = f", {snapshots / 2**20:,.0f} MiB for snapshots of the trainer's state" if snapshots else ""
     return (
-        f"{model.parameters / 1e6:,.2f} M parameters, {model.dtype}{trained}; about {plan.memory / 2**30:.2f} GiB in "
-        f"all, {plan.shared_memory / 2**20:,.0f} MiB of shared memory for published weights{snapshots_text}"
+        f"{_model_size(model)}; about {plan.memory / 2**30:.2f} GiB in all, {plan.shared_memory / 2**20:,.0f} MiB of "
+        f"shared memory for published weights{snapshots_text}"
     )
+
+
+def _model_size(model: ModelFacts) -> str:
+    adapter = model.adapter
+    trained = "" if adapter is None else f", {adapter.trained / 1e6:,.2f} M trained (adapter)"
+    return f"{model.parameters / 1e6:,.2f} M parameters, {model.dtype}{trained}"
 
 
 def _process_table(plan: RunPlan) -> Table:

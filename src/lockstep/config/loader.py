@@ -259,11 +259,15 @@ def check_config(values: dict[str, Any], source: str) -> RunConfig:
     if secrets:
         raise ConfigError(source, secrets)
     try:
-        return RECIPES[recipe].model_validate(values)
+        config = RECIPES[recipe].model_validate(values)
+        config.check_roles()
     except ValidationError as error:
         items = error.errors()
         roots = [item for item in items if not _is_follow_up(item, items)]
         raise ConfigError(source, [_to_problem(item, RECIPES[recipe]) for item in roots]) from error
+    except ValueError as error:
+        raise ConfigError(source, [ConfigProblem("", str(error))]) from error
+    return config
 
 
 class _UniqueKeys(yaml.SafeLoader):

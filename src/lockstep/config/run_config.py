@@ -85,6 +85,20 @@ class Generation:
     filter_groups: FilterGroups
 
 
+@dataclass(frozen=True, slots=True)
+class Export:
+    """A trained model that is written when the run ends."""
+
+    role: TrainRole
+    form: Literal["export", "adapter"]
+    """The model, with an adapter merged into it, or the adapter."""
+
+    @property
+    def folder(self) -> str:
+        """The subfolder of the run's: `export`, or `critic/export`."""
+        return f"{self.role.section}/{self.form}" if self.role.section else self.form
+
+
 class RunConfig(Section):
     """The fields of every recipe."""
 
@@ -195,19 +209,34 @@ class RunConfig(Section):
         return self.generation is not None or self.evaluation is not None
 
     @property
-    def exports(self) -> list[str]:
-        """Subfolders that are written when the run ends: `export`, `adapter`, both or none."""
-        chosen = self.checkpoint.export
-        merged = ["export"] if chosen in (True, "merged") else []
-        return merged + (["adapter"] if self.model.adapter is not None and chosen in (True, "adapter") else [])
+    def exported_roles(self) -> tuple[str, ...]:
+        """The trained models that are written when the run ends."""
+        return ("policy",)
 
-    @model_validator(mode="after")
-    def _check_export(self) -> Self:
-        if self.checkpoint.export == "adapter" and self.model.adapter is None:
+    @property
+    def exports(self) -> list[Export]:
+        """What is written when the run ends: models, adapters, both or none."""
+        chosen, found = self.checkpoint.export, []
+        for role in self.train_roles:
+            if role.name in self.exported_roles and chosen in (True, "merged"):
+                found.append(Export(role, "export"))
+            if role.name in self.exported_roles and chosen in (True, "adapter") and role.model.adapter is not None:
+                found.append(Export(role, "adapter"))
+        return found
+
+    def check_roles(self) -> None:
+        """Checks the fields of all trained models, which are only known once all fields are valid. Raises ValueError
+        if they contradict each other."""
+        for role in self.train_roles:
+            if self.recovery.fewer_ranks and role.model.adapter is not None and role.model.adapter.lora_dropout:
+                raise ValueError(
+                    f"recovery.fewer_ranks with {role.field('model.adapter.lora_dropout')} would change the result, "
+                    "since the dropout masks depend on the rank: leave one of the two out"
+                )
+        if self.checkpoint.export == "adapter" and not self.exports:
             raise ValueError(
                 "checkpoint.export 'adapter' needs an adapter: set model.adapter, or checkpoint.export=true"
             )
-        return self
 
     @model_validator(mode="after")
     def _check_colocation(self) -> Self:
@@ -223,15 +252,6 @@ class RunConfig(Section):
         self.rollout.check(self.rollout.sampling, "rollout.sampling")
         if self.evaluation is not None and self.evaluation.sampling is not None:
             self.rollout.check(self.evaluation.sampling, "evaluation.sampling")
-        return self
-
-    @model_validator(mode="after")
-    def _check_fewer_ranks(self) -> Self:
-        if self.recovery.fewer_ranks and self.model.adapter is not None and self.model.adapter.lora_dropout:
-            raise ValueError(
-                "recovery.fewer_ranks with model.adapter.lora_dropout would change the result, since the dropout masks "
-                "depend on the rank: leave one of the two out"
-            )
         return self
 
     @model_validator(mode="after")

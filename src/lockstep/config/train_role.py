@@ -23,3 +23,13 @@ class TrainRole(Section):
     """Divisor of the logits: log-probabilities are those of the distribution that completions were sampled from."""
     optimizer_steps: int = Field(gt=0)
     """Optimizer steps of the whole run, over which a schedule without `total_steps` decays."""
+
+    @property
+    def section(self) -> str:
+        """The section of the run's config that has the role's `model` and `trainer`: its name; empty for the policy,
+        whose fields are not in a section."""
+        return "" if self.name == "policy" else self.name
+
+    def field(self, path: str) -> str:
+        """The path of one of the role's fields in the run's config, such as `critic.trainer.ranks`."""
+        return f"{self.section}.{path}" if self.section else path

@@ -68,6 +68,8 @@ _CHANGES_BITS = (
     "rollout.engine.enable_prefix_caching",
 )
 """Fields that divide the computation among processes and batches, and so change only the order of additions."""
+_ROLE_SECTION = "trainer"
+"""The section of a trained role whose fields are listed above; roles other than the policy have one in a section."""
 _CHANGES_RESULT = ("cluster.device",)
 """Exceptions from the lists above: with precision `auto`, a GPU computes in another precision than a CPU."""
 
@@ -128,8 +130,9 @@ def compare_config(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Confi
     for path, before, after in _differences("", old, new):
         if path == "steps":
             changes.append(_steps_change(before, after, old))
-        elif path == "trainer.ranks" and _uses_dropout(old):
-            why = "which of an adapter's inputs are dropped (model.adapter.lora_dropout) depends on the rank"
+        elif path.endswith("trainer.ranks") and _uses_dropout(_role_of(path, old)):
+            section = path.removesuffix("trainer.ranks")
+            why = f"which of an adapter's inputs are dropped ({section}model.adapter.lora_dropout) depends on the rank"
             changes.append(ConfigChange(path, before, after, "result", why))
         else:
             changes.append(ConfigChange(path, before, after, _effect_of(path)))
@@ -157,7 +160,22 @@ def _effect_of(path: str) -> ChangeEffect:
 
 
 def _matches_field(parts: list[str], field: list[str]) -> bool:
+    if field[0] == _ROLE_SECTION and parts[1:2] == [_ROLE_SECTION]:
+        parts = parts[1:]  # as in `critic.trainer.ranks`
     return len(parts) >= len(field) and all(known in ("*", part) for part, known in zip(parts, field, strict=False))
+
+
+def _role_of(path: str, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The section with the model and trainer of the role that a field such as `critic.trainer.ranks` belongs to."""
+    section, _, rest = path.partition(".")
+    return config if not rest or section == _ROLE_SECTION else config.get(section) or {}
+
+
+def _trained_sections(config: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+    """The sections with a trainer, each with the prefix of its fields: the policy's, which is the whole config, and
+    those of other trained roles."""
+    sections = [("", config), *((f"{name}.", value) for name, value in config.items() if isinstance(value, Mapping))]
+    return [(prefix, values) for prefix, values in sections if isinstance(values.get(_ROLE_SECTION), Mapping)]
 
 
 def _uses_dropout(config: Mapping[str, Any]) -> bool:
@@ -167,12 +185,14 @@ def _uses_dropout(config: Mapping[str, Any]) -> bool:
 def _steps_change(before: Any, after: Any, config: Mapping[str, Any]) -> ConfigChange:
     """Returns the effect of another number of steps. A run can be extended, unless the learning rate's schedule depends
     on that number."""
-    schedule = config.get("trainer", {}).get("schedule", {})
     if not (isinstance(before, int) and isinstance(after, int) and after > before):
         return ConfigChange("steps", before, after, "result", "a run can be made longer, not shorter")
-    if schedule.get("kind", "constant") != "constant" and schedule.get("total_steps") is None:
-        why = f"the {schedule['kind']} schedule spans the run: only a run with trainer.schedule.total_steps can grow"
-        return ConfigChange("steps", before, after, "result", why)
+    for section, role in _trained_sections(config):
+        schedule = role[_ROLE_SECTION].get("schedule") or {}
+        if schedule.get("kind", "constant") != "constant" and schedule.get("total_steps") is None:
+            needed = f"{section}trainer.schedule.total_steps"
+            why = f"the {schedule['kind']} schedule spans the run: only a run with {needed} can grow"
+            return ConfigChange("steps", before, after, "result", why)
     return ConfigChange("steps", before, after, "none")
 
 

@@ -1,6 +1,17 @@
 """Errors about models, tokenizers and checkpoints."""
 
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from lockstep.base.errors import PicklableError
+from lockstep.config.model import ModelConfig
+from lockstep.config.trainer import TrainerConfig
+
+_ROLE_FIELD = re.compile(
+    rf"(?<![\w.])(?:model\.(?:{'|'.join(ModelConfig.model_fields)})|trainer\.(?:{'|'.join(TrainerConfig.model_fields)}))\b"
+)
+"""A field of a trained role, in a text about the policy."""
 
 
 class ModelError(PicklableError, ValueError):
@@ -20,3 +31,19 @@ class ModelError(PicklableError, ValueError):
 
 class HubUnreachable(ModelError):
     """A hub model is not on this machine, and the hub cannot be reached; whether the model exists is unknown."""
+
+
+@contextmanager
+def naming_fields_in(section: str) -> Iterator[None]:
+    """Makes errors name the fields of the section that has a role's `model` and `trainer`, such as `critic.model.path`;
+    unchanged if `section` is empty, as it is for the policy."""
+    try:
+        yield
+    except ModelError as error:
+        if not section:
+            raise
+
+        def named(text: str) -> str:
+            return _ROLE_FIELD.sub(rf"{section}.\g<0>", text)
+
+        raise type(error)(named(error.field), error.value, named(error.problem), named(error.remedy)) from error

@@ -93,8 +93,8 @@ def finalize_run(run: Run) -> Iterator[None]:
     """Wraps a recipe: exports the model if the recipe completes, and reports the end in any case."""
     try:
         yield
-        for name in run.config.exports:
-            run.export(name)
+        for export in run.config.exports:
+            run.export(export)
     except (Interrupted, KeyboardInterrupt):
         _report_end(run, "interrupted")
         raise
@@ -239,14 +239,15 @@ def _start_trainers(prepared: PreparedRun, ledger: Ledger, workers: list[Worker]
     for role in prepared.config.train_roles:
         group = TrainerGroup(*ready[role.name], role)
         groups.append(group)
-        _log_packing(role, group.info)
+        name = f"{role.name}: " if len(prepared.config.train_roles) > 1 else ""
+        _log_packing(name, role, group.info)
         if group.info.slower:
-            log.warning("%s", group.info.slower)
+            log.warning("%s%s", name, group.info.slower)
     trained = TrainedRoles(groups)
     return trained, restore_checkpoint(trained, ledger)
 
 
-def _log_packing(role: TrainRole, info: TrainerInfo) -> None:
+def _log_packing(name: str, role: TrainRole, info: TrainerInfo) -> None:
     """Logs the packing mode, as a warning if training is slower than the user may expect."""
     chosen = role.model.packing != "auto"
     notes = {
@@ -255,7 +256,7 @@ def _log_packing(role: TrainRole, info: TrainerInfo) -> None:
         "single": ": one sample per row, which is slower",
     }
     level = logging.INFO if chosen or info.packing == "forest" else logging.WARNING
-    log.log(level, "packing %s%s (%s)", info.packing, notes[info.packing], info.packing_reason)
+    log.log(level, "%spacking %s%s (%s)", name, info.packing, notes[info.packing], info.packing_reason)
 
 
 def _warn_slow_engines(engines: list[Worker]) -> None:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from lockstep.base.wait_state import Stalled
 from lockstep.cluster.protocol import RemoteError, WorkerDied
-from lockstep.config.run_config import RunConfig
+from lockstep.config.run_config import Export, RunConfig
 from lockstep.data.sample_sources import SampleSource
 from lockstep.ledger.ledger import Ledger
 from lockstep.rewards.scorer_pool import ScorerPool
@@ -224,13 +224,14 @@ class Run:
             with self.stage("copy"):
                 self.memory.write(step + 1)
 
-    def export(self, name: str) -> None:
-        """Writes the model, or its adapter, to the subfolder `export` or `adapter`."""
-        done = False
+    def export(self, export: Export) -> None:
+        """Writes a trained model, or its adapter."""
+        folder, done = self.folder / export.folder, False
         while not done:
             with self._recovering():
                 with self.stage("export"):
-                    (self.policy.export_adapter if name == "adapter" else self.policy.export)(self.folder / name)
+                    role = self.trained[export.role.name]
+                    (role.export_adapter if export.form == "adapter" else role.export)(folder)
                 done = True
 
     def _publish_again(self, version: int) -> None:

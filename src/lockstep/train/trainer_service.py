@@ -14,6 +14,7 @@ from lockstep.config.algorithm import TrainerOutput
 from lockstep.config.train_role import TrainRole
 from lockstep.data.micro_batch import EncodedMicroBatches, decode_micro_batches
 from lockstep.data.packing import PackingMode
+from lockstep.models.errors import naming_fields_in
 from lockstep.train.distributed import join_ranks
 from lockstep.train.memory_checkpoint import MemoryCheckpoints
 from lockstep.train.trainer_api import TrainerAPI, TrainerInfo
@@ -81,8 +82,9 @@ class TrainerService(TrainerAPI):
             names=names or (),
         )
         torch.manual_seed(self.role.seed * self.world + self.rank)
-        self._trainer = trainer = trainer_kind(self.role).create(self.role, ranks, self.generation)
-        packing, reason = self._packing(trainer)
+        with naming_fields_in(self.role.section):
+            self._trainer = trainer = trainer_kind(self.role).create(self.role, ranks, self.generation)
+            packing, reason = self._packing(trainer)
         self._info = TrainerInfo(
             rank=self.rank,
             world=self.world,
@@ -170,7 +172,7 @@ class TrainerService(TrainerAPI):
         """Returns the configured packing, or else the densest one that the model computes correctly, and the reason."""
         chosen = self.role.model.packing
         if chosen != "auto":
-            return chosen, "set by model.packing"
+            return chosen, f"set by {self.role.field('model.packing')}"
         probed = trainer.probe_packing()
         return probed.mode, probed.reason
 

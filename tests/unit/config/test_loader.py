@@ -254,7 +254,8 @@ def test_exports() -> None:
         (adapter, "adapter", ["adapter"]),
         (adapter, "merged", ["export"]),
     ):
-        assert check_config(grpo(**extra, checkpoint={"export": export}), "test").exports == folders
+        exports = check_config(grpo(**extra, checkpoint={"export": export}), "test").exports
+        assert [each.folder for each in exports] == folders
     with pytest.raises(ConfigError, match=r"checkpoint\.export 'adapter' needs an adapter"):
         check_config(grpo(checkpoint={"export": "adapter"}), "test")
 

@@ -121,6 +121,38 @@ def test_more_steps_change_the_result_if_the_schedule_spans_the_run():
     assert [c.changes_result for c in compare_config(fixed, changed("steps", 20, fixed))] == [False]
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "effect"),
+    [
+        ("trainer.ranks", 2, "bits"),
+        ("trainer.malloc", "default", "none"),
+        ("trainer.optimizer.lr", 1e-3, "result"),
+        ("model.path", "other", "result"),
+    ],
+)
+def test_the_fields_of_every_trained_role_have_the_same_effect(field, value, effect):
+    old = with_critic(BASE)
+    (change,) = compare_config(old, changed(f"critic.{field}", value, old))
+    assert (change.path, change.effect) == (f"critic.{field}", effect)
+
+
+def test_dropout_and_schedule_of_another_role():
+    old = with_critic(changed("model.adapter", {"kind": "lora", "r": 8, "lora_dropout": 0.1}))
+    (change,) = compare_config(old, changed("critic.trainer.ranks", 2, old))
+    assert change.effect == "result" and "critic.model.adapter.lora_dropout" in change.reason
+    old["critic"]["model"]["adapter"]["lora_dropout"] = 0.0
+    (change,) = compare_config(old, changed("critic.trainer.ranks", 2, old))
+    assert change.effect == "bits"
+    old["critic"]["trainer"]["schedule"]["kind"] = "cosine"
+    (change,) = compare_config(old, changed("steps", 20, old))
+    assert change.changes_result and "critic.trainer.schedule.total_steps" in change.reason
+
+
+def with_critic(base: dict) -> dict:
+    """The same config with a second trained role."""
+    return {**base, "critic": {"model": copy.deepcopy(base["model"]), "trainer": copy.deepcopy(base["trainer"])}}
+
+
 def test_added_and_removed_sections():
     (change,) = compare_config(BASE, changed("evaluation", None))
     assert change.path == "evaluation" and change.changes_result

@@ -2,16 +2,18 @@
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lockstep.cluster.placement.bundles import NodeResources
 from lockstep.config.cluster import PlacementConfig, RayClusterConfig
 from lockstep.config.data import DatasetConfig
 from lockstep.config.loader import apply_overrides, check_config
+from lockstep.config.model import ModelConfig
 from lockstep.config.run_config import RunConfig
+from lockstep.config.train_role import TrainRole
 from lockstep.data.chat_templates import TurnTokenizer
 from lockstep.data.dataset_rows import HubDataUnreachable
 from lockstep.data.datasets import load_rows
@@ -22,7 +24,7 @@ from lockstep.ledger.errors import FolderExists
 from lockstep.ledger.ledger import Ledger
 from lockstep.ledger.run_folder import INDEX_FILE
 from lockstep.models.adapter_folder import resolve_adapter
-from lockstep.models.errors import HubUnreachable
+from lockstep.models.errors import HubUnreachable, ModelError, naming_fields_in
 from lockstep.models.model_facts import ModelFacts, model_facts
 from lockstep.models.model_loader import check_quantization, load_tokenizer
 from lockstep.rewards.reward_terms import check_terms, needs_answers, term_names
@@ -39,6 +41,9 @@ from lockstep.run.planning.resources import (
 )
 from lockstep.run.planning.run_plan import RunPlan, assign_nodes, make_plan
 from lockstep.run.run_id import release_shared_memory
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase as Tokenizer
 
 START_EVENT = "start"
 """The ledger event of every start of a run, with the number of rows in use."""
@@ -93,7 +98,7 @@ def prepare_run(
     """
     notes: list[str] = []
     if config is not None:
-        config = resolve_run_adapter(config)
+        config = resolve_adapters(config)
     if resume is not None:
         config, notes = _resumed_config(config, resume, overrides)
     if config is None:
@@ -107,11 +112,11 @@ def prepare_run(
             nodes = list_nodes(config.cluster)
         host = host_resources(config.cluster, nodes)
         for role in config.train_roles:
-            check_quantization(role.model, host.device)
+            with naming_fields_in(role.section):
+                check_quantization(role.model, host.device)
         if config.needs_engines and config.rollout.engine.kind == "vllm" and config.cluster.kind == "local":
             check_installed()
-    model = model_facts(config.model, host.device)
-    others = _other_models(config, host.device)
+    model, others = _policy_and_others(trained_models(config, host.device))
     plan = make_plan(config, model, host, others)
     notes += placement_notes(config)
     if config.cluster.kind == "ray":
@@ -126,25 +131,49 @@ def prepare_run(
 
         check_trackers(config.tracking)
     context = min(each.context for each in (model, *others.values()))
-    sources = _sources(config, replace(model, context=context))
+    tokenizer = load_tokenizer(config.model)
+    _check_vocabularies(config, len(tokenizer), others)
+    sources = _sources(config, replace(model, context=context), tokenizer)
     prepared = PreparedRun(config, folder, resume is not None, plan, model, host, *sources, notes, others)
     if prepared.resuming:
         _check_same_data(prepared)
     return prepared
 
 
-def _other_models(config: RunConfig, device: str) -> dict[str, ModelFacts]:
-    """The sizes of the trained models besides the policy, by role."""
-    return {role.name: model_facts(role.model, device) for role in config.train_roles[1:]}
+def trained_models(config: RunConfig, device: str) -> dict[str, ModelFacts]:
+    """The sizes of the trained models, by role, the policy first. Raises ModelError if one cannot be trained."""
+    found = {}
+    for role in config.train_roles:
+        with naming_fields_in(role.section):
+            found[role.name] = model_facts(role.model, device)
+    return found
 
 
-def resolve_run_adapter(config: RunConfig) -> RunConfig:
-    """Adds the settings of the adapter that the run starts from, if any. Raises ModelError if the config contradicts
-    them."""
-    if config.model.adapter is None:
+def _policy_and_others(models: dict[str, ModelFacts]) -> tuple[ModelFacts, dict[str, ModelFacts]]:
+    policy, *others = models
+    return models[policy], {role: models[role] for role in others}
+
+
+def resolve_adapters(config: RunConfig) -> RunConfig:
+    """Adds the settings of the adapters that trained roles start from. Raises ModelError if there is no such adapter,
+    or if the config contradicts its settings."""
+    for role in config.train_roles:
+        if role.model.adapter is None:
+            continue
+        with naming_fields_in(role.section):
+            adapter = resolve_adapter(role.model.adapter)
+        config = _with_model(config, role, role.model.model_copy(update={"adapter": adapter}))
+    return config
+
+
+def _with_model(config: RunConfig, role: TrainRole, model: ModelConfig) -> RunConfig:
+    """The config with another model of a role. A role whose section has no model has the model of another role."""
+    if not role.section:
+        return config.model_copy(update={"model": model})
+    section = getattr(config, role.section, None)
+    if section is None or getattr(section, "model", None) is None:
         return config
-    model = config.model.model_copy(update={"adapter": resolve_adapter(config.model.adapter)})
-    return config.model_copy(update={"model": model})
+    return config.model_copy(update={role.section: section.model_copy(update={"model": model})})
 
 
 def placement_notes(config: RunConfig) -> list[str]:
@@ -164,8 +193,19 @@ def _check_filter_metric(config: RunConfig) -> None:
         raise RunRefused(f"filter_groups.metric {metric!r} is not one of {', '.join(known)}")
 
 
-def _sources(config: RunConfig, model: ModelFacts) -> tuple[SampleSource[Any], list[Prompt], TurnTokenizer | None]:
-    tokenizer = load_tokenizer(config.model)
+def _check_vocabularies(config: RunConfig, tokens: int, others: Mapping[str, ModelFacts]) -> None:
+    """Raises ModelError if a trained model has no embedding for some of the policy's `tokens`, on which all are
+    trained."""
+    for role in config.train_roles[1:]:
+        known = others[role.name].vocabulary
+        if known < tokens:
+            problem = f"it has embeddings for {known} tokens, and the tokenizer of {config.model.path} has {tokens}"
+            raise ModelError(role.field("model.path"), role.model.path, problem, "take a model with this tokenizer")
+
+
+def _sources(
+    config: RunConfig, model: ModelFacts, tokenizer: "Tokenizer"
+) -> tuple[SampleSource[Any], list[Prompt], TurnTokenizer | None]:
     environment = config.rollout.environment if config.needs_engines else None
     tools = chat_template_tools(environment) if environment is not None else []
     open_turn = environment is None or environment.path is None
@@ -237,7 +277,7 @@ def _check_not_finished(config: RunConfig, ledger: Ledger) -> None:
         attempt, reason, done = summary["generation"], summary["exit_reason"], summary["steps"]["done"]
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return
-    exports = [ledger.folder / name for name in config.exports]
+    exports = [ledger.folder / each.folder for each in config.exports]
     exported = all(export.is_dir() for export in exports)
     if (attempt, reason) == (ledger.generation, "finished") and done >= config.steps and exported:
         release_shared_memory(ledger.folder)
@@ -302,9 +342,8 @@ def _plan_without_hub(config: RunConfig, host: HostResources, notes: list[str]) 
     model: ModelFacts | None = None
     others: dict[str, ModelFacts] = {}
     try:
-        config = resolve_run_adapter(config)
-        model = model_facts(config.model, host.device)
-        others = _other_models(config, host.device)
+        config = resolve_adapters(config)
+        model, others = _policy_and_others(trained_models(config, host.device))
     except HubUnreachable as error:
         notes.append(f"not looked up: {error}. Memory and collectives are unknown, and no prompt was measured")
     plan = assign_nodes(make_plan(config, model, host, others), config.placement, None)

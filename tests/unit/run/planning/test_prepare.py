@@ -2,12 +2,20 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
+from peft import LoraConfig, get_peft_model
 
-from lockstep.config.loader import check_config
+from lockstep.config.loader import apply_overrides, check_config
+from lockstep.config.model import ModelConfig
+from lockstep.config.recipes import RECIPES, SFTConfig
+from lockstep.config.section import Section
+from lockstep.config.train_role import TrainRole
+from lockstep.config.trainer import TrainerConfig
 from lockstep.ledger.ledger import Ledger
+from lockstep.models.errors import ModelError
+from lockstep.models.model_loader import load_policy
 from lockstep.models.tiny_model import make_tiny
 from lockstep.run.errors import RunRefused
 from lockstep.run.planning.prepare import START_EVENT, prepare_run
@@ -56,3 +64,85 @@ def test_groups_are_filtered_by_an_existing_term(tmp_path: Path) -> None:
     wrong = values | {"filter_groups": {"enable": True, "metric": "exact_match"}}
     with pytest.raises(RunRefused, match=r"filter_groups.metric 'exact_match' is not one of reward, right"):
         prepare_run(check_config(wrong, "test"), None)
+
+
+class ValueModel(Section):
+    model: ModelConfig
+    trainer: TrainerConfig = TrainerConfig()
+
+
+class CriticConfig(SFTConfig):
+    """Fine-tuning with a second trained model."""
+
+    recipe: Literal["with_critic"]  # type: ignore[assignment]
+    critic: ValueModel
+
+    @property
+    def train_roles(self) -> tuple[TrainRole, ...]:
+        changes = {"name": "critic", "model": self.critic.model, "trainer": self.critic.trainer}
+        return self.policy, self.policy.model_copy(update=changes)
+
+    @property
+    def exported_roles(self) -> tuple[str, ...]:
+        return "policy", "critic"
+
+
+@pytest.fixture
+def values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A run of two trained models, the second of which starts from an adapter."""
+    monkeypatch.setitem(RECIPES, "with_critic", CriticConfig)
+    shape: dict[str, Any] = {"layers": 1, "heads": 2, "kv_heads": 1, "ffn": 32, "max_length": 32}
+    make_tiny(tmp_path / "model", hidden=16, **shape, alphabet="0123456789=")
+    make_tiny(tmp_path / "value", hidden=32, **shape, alphabet="0123456789=")
+    write(tmp_path / "data.jsonl", 20)
+    policy = load_policy(ModelConfig(path=str(tmp_path / "value")), "cpu")
+    get_peft_model(policy.lm, LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"])).save_pretrained(
+        tmp_path / "adapter"
+    )
+    critic = {"model": {"path": str(tmp_path / "value"), "adapter": {"path": str(tmp_path / "adapter")}}}
+    return {
+        "recipe": "with_critic", "name": "x", "folder": str(tmp_path), "steps": 4, "batch_size": 4, "critic": critic,
+        "model": {"path": str(tmp_path / "model")}, "data": {"path": str(tmp_path / "data.jsonl")},
+        "cluster": {"device": "cpu"},
+    }  # fmt: skip
+
+
+def test_the_adapter_of_another_role_is_recorded_with_its_settings(values: dict[str, Any]) -> None:
+    prepared = prepare_run(check_config(values, "test"), None)
+    adapter = prepared.config.train_roles[1].model.adapter
+    assert adapter is not None and (adapter.r, adapter.lora_alpha, adapter.target_modules) == (4, 8, ("q_proj",))
+    assert prepared.config.model_dump()["critic"]["model"]["adapter"]["r"] == 4
+    found = prepared.other_models["critic"].adapter
+    assert found is not None and found.trained < prepared.other_models["critic"].parameters
+    assert [each.folder for each in prepared.config.exports] == ["export", "critic/export", "critic/adapter"]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model.adapter.path": "nowhere"}, r"^critic\.model\.adapter\.path = 'nowhere'"),
+        ({"model.adapter.r": 8}, r"^critic\.model\.adapter\.r = 8: the adapter in .* has 4"),
+        ({"model.path": "MODEL"}, r"^critic\.model\.adapter\.path = .*set critic\.model\.path to the model it was"),
+        ({"model.path": "nowhere"}, r"^critic\.model\.path = 'nowhere'"),
+        ({"model.quantization.kind": "int8"}, r"^critic\.model\.quantization\.kind = 'int8'"),
+        (
+            {"trainer.ranks": 2, "model.quantization.kind": "int8"},
+            r"critic\.model\.quantization needs critic\.trainer\.ranks=1",
+        ),
+    ],
+)
+def test_a_model_of_another_role_that_cannot_be_trained_is_refused(
+    values: dict[str, Any], tmp_path: Path, change: dict[str, Any], words: str
+) -> None:
+    overrides = [f"critic.{name}={tmp_path / 'model' if value == 'MODEL' else value}" for name, value in change.items()]
+    with pytest.raises(ValueError, match=words):
+        prepare_run(check_config(apply_overrides(values, overrides), "test"), None)
+    assert not (tmp_path / "x").exists()
+
+
+def test_other_roles_know_all_tokens_of_the_policys_tokenizer(values: dict[str, Any], tmp_path: Path) -> None:
+    small = {"hidden": 16, "layers": 1, "heads": 2, "kv_heads": 1, "ffn": 32, "max_length": 32}
+    make_tiny(tmp_path / "small", **small, alphabet="01")
+    values["critic"] = {"model": {"path": str(tmp_path / "small")}}
+    with pytest.raises(ModelError, match=r"^critic\.model\.path = .*embeddings for \d+ tokens, and the tokenizer of"):
+        prepare_run(check_config(values, "test"), None)

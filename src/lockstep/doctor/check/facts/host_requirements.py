@@ -61,7 +61,10 @@ def requirements_of(config: RunConfig | None, several: bool = False) -> HostRequ
         several=several
         or (isinstance(cluster, RayClusterConfig) and bool(cluster.address or os.environ.get("RAY_ADDRESS"))),
         gpus=cluster.device == "cuda",
-        shared=several or config.trainer.ranks > 1 or config.reward is not None or config.evaluation is not None,
+        shared=several
+        or any(role.trainer.ranks > 1 for role in config.train_roles)
+        or config.reward is not None
+        or config.evaluation is not None,
         packages=tuple(packages),
         interface=cluster.interface if isinstance(cluster, RayClusterConfig) else None,
         names=names,
