@@ -5,15 +5,15 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from lockstep.base import waits
 from lockstep.base.wait_state import WaitTimeout
 from lockstep.cluster.placement.assignment import DoesNotFit, NodesBusy
-from lockstep.cluster.placement.bundles import format_bytes
 from lockstep.config.cluster import RayClusterConfig
 from lockstep.config.run_config import RunConfig
+from lockstep.config.train_role import TrainRole
 from lockstep.doctor.check.rules import memory_fit, step_durations
 from lockstep.doctor.check.rules.memory_fit import ProcessMemory
 from lockstep.doctor.check.rules.model_shape import UnknownModelShape, model_shape_of
@@ -22,8 +22,9 @@ from lockstep.ledger.errors import LedgerError
 from lockstep.models.errors import ModelError
 from lockstep.models.huggingface import download_model
 from lockstep.run.errors import RunFinished, RunRefused
-from lockstep.run.planning.prepare import DryRun, dry_run
+from lockstep.run.planning.prepare import DryRun, dry_run, resolve_adapters, trained_models
 from lockstep.run.planning.run_plan import RunPlan
+from lockstep.train.trainer_kinds import trainer_kind
 
 Config = RunConfig
 
@@ -44,7 +45,6 @@ def check_plan(report: CheckReport, config: Config, overrides: Sequence[str], me
         return None  # without its config.json, the model's size is not known
     began = time.monotonic()
     findings = _judge_sizes(config, memory)
-    findings += [] if found is None else _judge_other_roles(config, found.plan, memory)
     report.add("memory", "Memory and time", findings, time.monotonic() - began)
     return None if found is None else found.plan
 
@@ -93,34 +93,23 @@ def _refusal_finding(error: Exception, why: str) -> Finding:
 def _judge_sizes(config: Config, memory: ProcessMemory) -> list[Finding]:
     """Estimates whether the run fits into memory, and how long its stages take."""
     try:
+        config = resolve_adapters(config)
+        models = trained_models(config, memory.device)
+    except (ModelError, OSError, ValueError) as error:
+        return [Finding("memory", "unchecked", "", f"memory and time were not estimated: {error}")]
+
+    def ranks(role: TrainRole, token_budget: int) -> Mapping[str, int]:
+        return trainer_kind(role).planner.memory(role, models[role.name], token_budget)
+
+    try:
         shape = model_shape_of(_model_config(config))
     except (UnknownModelShape, ModelError, OSError, ValueError) as error:
-        return [Finding("memory", "unchecked", "", f"memory and time were not estimated: {error}")]
+        unknown = f"the memory of engines, and time, were not estimated: {error}"
+        return [*memory_fit.judge_memory(config, ranks, None, memory), Finding("memory", "unchecked", "", unknown)]
     return [
-        *memory_fit.judge_memory(config, shape, memory),
+        *memory_fit.judge_memory(config, ranks, shape, memory),
         *step_durations.judge_durations(config, shape, memory.name, os.environ),
     ]
-
-
-def _judge_other_roles(config: Config, plan: RunPlan, memory: ProcessMemory) -> list[Finding]:
-    """Judges by the plan whether a GPU has the memory that the trained roles besides the policy need."""
-    found = []
-    for role in config.train_roles[1:]:
-        needed = max(process.memory for process in plan.processes if process.role == role.name)
-        id, seen = f"memory-{role.name}", f"a {role.name} rank needs about {format_bytes(needed)}"
-        if memory.device != "cuda" or not memory.bytes:
-            found.append(Finding(id, "note", "", f"{seen}; the time that it takes was not estimated"))
-        elif needed <= memory.bytes * (1 - memory_fit.RESERVE):
-            found.append(Finding(id, "ok", "", f"{seen}, of {format_bytes(memory.bytes)} of a GPU"))
-        else:
-            found.append(
-                Finding(
-                    id, "error", "", f"{seen}, of {format_bytes(memory.bytes)} of a GPU",
-                    "the rank runs out of memory in its first steps",
-                    f"give the {role.name} more ranks or activation checkpointing, or lower token_budget",
-                )
-            )  # fmt: skip
-    return found
 
 
 def _model_config(config: Config) -> dict[str, object]:
@@ -176,9 +165,10 @@ def trial_overrides(config: Config) -> list[str]:
         overrides.append("evaluation.prompts=2")
         if config.evaluation.sampling is not None:
             overrides.append(f"evaluation.sampling.max_tokens={min(16, config.evaluation.sampling.max_tokens)}")
-    if config.trainer.schedule.warmup_steps:
-        overrides.append("trainer.schedule.warmup_steps=1")
-    if config.trainer.schedule.total_steps is not None:
-        overrides.append("trainer.schedule.total_steps=2")
+    for role in config.train_roles:
+        if role.trainer.schedule.warmup_steps:
+            overrides.append(f"{role.field('trainer.schedule.warmup_steps')}=1")
+        if role.trainer.schedule.total_steps is not None:
+            overrides.append(f"{role.field('trainer.schedule.total_steps')}=2")
     overrides += ["tracking=[]"] if config.tracking else []
     return [each for each in overrides if each]

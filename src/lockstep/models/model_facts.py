@@ -53,6 +53,10 @@ class ModelFacts:
     context: int
     dtype: str
     """Compute precision after `auto` was resolved."""
+    largest_layer: int
+    """Number of parameters of the largest decoder layer."""
+    root: int
+    """Number of parameters outside of the decoder layers: embedding, last norm, output layer."""
     adapter: AdapterFacts | None = None
     router_aux_loss: float = 0.0
     """Coefficient of the routers' auxiliary loss; 0 for none."""
@@ -67,6 +71,7 @@ def model_facts(cfg: ModelConfig, device: str) -> ModelFacts:
     folder = Path(cfg.path).expanduser()
     if folder.is_dir():  # weights of a hub name may not be downloaded yet
         check_weights(policy, folder)
+    layers = [sum(parameter.numel() for parameter in layer.parameters()) for layer in policy.layers]
     config: Any = policy.config.get_text_config()
     heads = getattr(config, "num_attention_heads", 0)  # a state-space model has none
     return ModelFacts(
@@ -78,6 +83,8 @@ def model_facts(cfg: ModelConfig, device: str) -> ModelFacts:
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1),
         context=usable_context(cfg, policy.config),
         dtype=str(resolve_dtype(cfg.dtype, device)).removeprefix("torch."),
+        largest_layer=max(layers, default=0),
+        root=sum(parameter.numel() for parameter in weights.values()) - sum(layers),
         adapter=None if cfg.adapter is None else _adapter_facts(policy, cfg.adapter),
         router_aux_loss=_router_coefficient(cfg, policy),
     )

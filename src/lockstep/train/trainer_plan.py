@@ -27,8 +27,10 @@ class TrainerPlanner(Protocol):
     def check(self, role: TrainRole) -> None:
         """Checks that this kind of trainer implements every setting of the role. Raises TrainerUnsupported."""
 
-    def memory(self, role: TrainRole, model: ModelFacts, token_budget: int) -> int:
-        """Estimates the bytes that one rank needs on its device, without the libraries."""
+    def memory(self, role: TrainRole, model: ModelFacts, token_budget: int) -> dict[str, int]:
+        """Estimates the bytes that one rank needs on its device, by part, without the libraries. The parts that
+        offloading moves are `weights` and `optimizer`; `gathered`, `gradients`, `activations` and `logits` exist only
+        during a step."""
 
     def memory_checkpoint(self, role: TrainRole, model: ModelFacts) -> int | None:
         """Returns the bytes of two memory checkpoints of all ranks of the role; None if this kind of trainer writes

@@ -119,7 +119,7 @@ def _trainer_ranks(
         threads = role.trainer.threads or _threads(config, host, role.name, count)
         memory = 0
         if role.name in models:
-            memory = trainer_kind(role).planner.memory(role, models[role.name], config.token_budget)
+            memory = sum(trainer_kind(role).planner.memory(role, models[role.name], config.token_budget).values())
         for rank in range(count):
             device = _device(config, host, first + rank)
             yield PlannedProcess(f"{role.name}-{rank}", role.name, rank, device, threads, memory)
@@ -294,9 +294,9 @@ def _check_fits_host(plan: RunPlan, config: RunConfig, host: HostResources) -> N
             "cluster.device is cuda, and torch finds no GPU on this host: set cluster.device=cpu (or auto), or install "
             "a CUDA build of torch and check the driver with nvidia-smi"
         )
-    for number, role in enumerate(config.train_roles):
+    for role in config.train_roles:
         if host.device == "cuda" and role.trainer.ranks > host.gpus:
-            field = f"{role.name}.trainer.ranks" if number else "trainer.ranks"
+            field = role.field("trainer.ranks")
             raise InfeasibleError(
                 f"{field} {role.trainer.ranks} needs as many GPUs and this host has {host.gpus}: "
                 f"set {field}={host.gpus}, or cluster.device=cpu"
@@ -315,6 +315,15 @@ def _check_fits_host(plan: RunPlan, config: RunConfig, host: HostResources) -> N
         worst = max(plan.processes, key=lambda process: process.memory)
         raise InfeasibleError(
             f"the run needs about {plan.memory / 2**30:.1f} GiB and {host.memory / 2**30:.1f} GiB are free; "
-            f"the largest part is {worst.name} with {worst.memory / 2**30:.1f} GiB: lower token_budget or "
-            f"rollout.engine.max_rows, or turn on trainer.activation_checkpointing"
+            f"the largest part is {worst.name} with {worst.memory / 2**30:.1f} GiB: "
+            + _how_to_shrink(config, worst.role)
         )
+
+
+def _how_to_shrink(config: RunConfig, largest: str) -> str:
+    """How a run needs less memory, by the role of its largest process."""
+    for role in config.train_roles:
+        if role.name == largest:
+            return f"lower token_budget, or turn on {role.field('trainer.activation_checkpointing')}"
+    cache = "cpu_kv_cache_gb" if config.rollout.engine.kind == "vllm" else "max_rows"
+    return f"lower rollout.engine.{cache} or rollout.engine.count"

@@ -15,39 +15,47 @@ class FSDP2Planner(TrainerPlanner):
         """Raises TrainerUnsupported for a quantized model that would have to be sharded or moved."""
         if role.model.quantization is None:
             return
+        quantization = role.field("model.quantization")
         if role.trainer.ranks > 1:
-            setting = f"model.quantization with trainer.ranks {role.trainer.ranks}"
-            remedy = "bitsandbytes weights cannot be sharded: set trainer.ranks=1, or leave the quantization out"
+            setting, one = f"{quantization} with {role.field('trainer.ranks')} {role.trainer.ranks}", "trainer.ranks=1"
+            remedy = f"bitsandbytes weights cannot be sharded: set {role.field(one)}, or leave the quantization out"
             raise TrainerUnsupported(role.trainer.kind, setting, remedy)
         if role.trainer.offload.parameters:
-            remedy = "quantized weights stay on the GPU: set trainer.offload.parameters=false"
-            raise TrainerUnsupported(role.trainer.kind, "model.quantization with trainer.offload.parameters", remedy)
+            offload = role.field("trainer.offload.parameters")
+            remedy = f"quantized weights stay on the GPU: set {offload}=false"
+            raise TrainerUnsupported(role.trainer.kind, f"{quantization} with {offload}", remedy)
 
-    def memory(self, role: TrainRole, model: ModelFacts, token_budget: int) -> int:
-        """Estimates the bytes of one rank: its shard of fp32 weights, gradients and two Adam moments, and the
-        activations of one row. With an adapter, only the adapter has gradients and moments; the model's weights are in
-        compute precision.
+    def memory(self, role: TrainRole, model: ModelFacts, token_budget: int) -> dict[str, int]:
+        """Estimates the bytes of one rank: its shard of fp32 weights, gradients and two Adam moments (Rajbhandari et
+        al. 2020, section 3.1), the root and two layers that FSDP2 gathers in compute precision, the activations of one
+        row, and the logits of one chunk three times (value, gradient, softmax). With an adapter, only the adapter has
+        gradients and moments; the model's weights are in compute precision, and merging needs the whole adapter.
 
         Activations follow Korthikanti et al. 2022 (eq. 2): `34 * tokens * hidden` bytes per layer in 16 bit, without
         the attention term, as attention keeps no scores. In 32 bit it is twice as much; with checkpointing, one tensor
         per layer.
         """
-        width, adapter = DTYPE_BYTES[model.dtype], model.adapter
-        if adapter is None:
-            states = 16 * model.parameters // role.trainer.shards
-        else:  # merging needs the whole adapter
+        trainer, adapter, width = role.trainer, model.adapter, DTYPE_BYTES[model.dtype]
+        trained = model.parameters if adapter is None else adapter.trained
+        parts = {
+            "weights": 4 * trained // trainer.shards,
+            "gradients": 4 * trained // trainer.shards,
+            "optimizer": 8 * trained // trainer.shards,
+        }
+        if adapter is not None:
             frozen = role.model.quantization
             # including the constants of the blocks
-            bits = 8 * width if frozen is None else {"nf4": 4.5, "int8": 8.0}[frozen.kind]
-            sharded = int(bits * (model.parameters - adapter.saved) / 8) + 16 * adapter.trained
-            states = sharded // role.trainer.shards + 4 * adapter.parameters
-        per_layer = (2 if role.trainer.activation_checkpointing else 34) * token_budget * model.hidden
-        activations = per_layer * model.layers * width // 2
-        head = 3 * role.trainer.head_chunk * model.vocabulary * 4
-        reference = 0
+            bits = 8.0 * width if frozen is None else {"nf4": 4.5, "int8": 8.0}[frozen.kind]
+            parts["frozen weights"] = int(bits * (model.parameters - adapter.saved) / 8) // trainer.shards
+            parts["merged adapter"] = 4 * adapter.parameters
+        if trainer.ranks > 1:
+            parts["gathered"] = width * (model.root + 2 * model.largest_layer)
+        per_token = (2 if trainer.activation_checkpointing else 34) * model.hidden * model.layers * width // 2
+        parts["activations"] = token_budget * per_token
+        parts["logits"] = 3 * trainer.head_chunk * model.vocabulary * 4
         if role.objective.needs_reference and adapter is None:
-            reference = model.parameters * width // role.trainer.shards
-        return states + activations + head + reference
+            parts["reference"] = model.parameters * width // trainer.shards
+        return parts
 
     def memory_checkpoint(self, role: TrainRole, model: ModelFacts) -> int:
         """Returns the bytes of fp32 weights and two Adam moments, of every copy of the parameters."""

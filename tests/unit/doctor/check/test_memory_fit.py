@@ -6,8 +6,11 @@ from typing import Any
 import pytest
 
 from lockstep.config.loader import check_config
+from lockstep.config.recipes import GRPOConfig
+from lockstep.config.train_role import TrainRole
+from lockstep.config.trainer import TrainerConfig
 from lockstep.doctor.check.rules import memory_fit, step_durations
-from lockstep.doctor.check.rules.memory_fit import ProcessMemory, engine_memory_parts, trainer_memory_parts
+from lockstep.doctor.check.rules.memory_fit import ProcessMemory, engine_memory_parts
 from lockstep.doctor.check.rules.model_shape import model_shape_of
 from lockstep.doctor.output.findings import Finding
 from lockstep.models.model_facts import ModelFacts
@@ -26,6 +29,20 @@ BASE: dict[str, Any] = {
 }  # fmt: skip
 
 
+FACTS = ModelFacts(
+    SHAPE.parameters, 28, 3584, 152064, 4, 128, 131072, "bfloat16", SHAPE.per_layer[0],
+    SHAPE.embedding + SHAPE.head + SHAPE.last_norm,
+)  # fmt: skip
+
+
+def rank_memory(role: TrainRole, token_budget: int) -> dict[str, int]:
+    return FSDP2Planner().memory(role, FACTS, token_budget)
+
+
+def judge(run: Any, memory: ProcessMemory) -> list[Finding]:
+    return memory_fit.judge_memory(run, rank_memory, SHAPE, memory)
+
+
 def config(**changes: Any) -> Any:
     return check_config(BASE | changes, "x")
 
@@ -40,39 +57,52 @@ def test_a_7b_has_the_parameters_of_its_model_card() -> None:
 
 
 def test_states_are_sixteen_bytes_a_parameter_over_the_ranks_of_a_copy() -> None:
-    parts = trainer_memory_parts(config(trainer={"ranks": 8, "replicas": 2}), SHAPE)
+    parts = rank_memory(config(trainer={"ranks": 8, "replicas": 2}).policy, 4096)
     assert parts["weights"] + parts["gradients"] + parts["optimizer"] == 16 * SHAPE.parameters // 4
     assert parts["activations"] == 34 * 4096 * 3584 * 28
     assert parts["gathered"] == 2 * (2 * 152064 * 3584 + 3584 + 2 * SHAPE.per_layer[0])
-    recomputed = trainer_memory_parts(config(trainer={"ranks": 8, "activation_checkpointing": True}), SHAPE)
+    recomputed = rank_memory(config(trainer={"ranks": 8, "activation_checkpointing": True}).policy, 4096)
     assert parts["activations"] == 17 * recomputed["activations"]
 
 
-def test_it_equals_the_plan_of_a_run_except_for_gathered_layers() -> None:
-    facts = ModelFacts(SHAPE.parameters, 28, 3584, 152064, 4, 128, 131072, "bfloat16")
-    for trainer in ({"ranks": 4}, {"ranks": 2, "activation_checkpointing": True}):
-        run = config(trainer=trainer, loss={"kl": {"coefficient": 0.1}}, model={"path": "m", "dtype": "bfloat16"})
-        parts = trainer_memory_parts(run, SHAPE)
-        assert sum(parts.values()) - parts["gathered"] == pytest.approx(
-            FSDP2Planner().memory(run.policy, facts, run.token_budget), abs=8
-        )
-
-
 def test_a_7b_does_not_fit_one_gpu_and_what_would_make_it_fit_does() -> None:
-    policy = by_id(memory_fit.judge_memory(config(), SHAPE, H100))["memory-policy"]
+    policy = by_id(judge(config(), H100))["memory-policy"]
     assert policy.severity == "error" and "trainer.ranks=4" in policy.fix and policy.source
     for words in ({"trainer": {"ranks": 4}},):
-        assert by_id(memory_fit.judge_memory(config(**words), SHAPE, H100))["memory-policy"].severity == "ok"
-    too_few = by_id(memory_fit.judge_memory(config(trainer={"ranks": 2}), SHAPE, H100))["memory-policy"]
+        assert by_id(judge(config(**words), H100))["memory-policy"].severity == "ok"
+    too_few = by_id(judge(config(trainer={"ranks": 2}), H100))["memory-policy"]
     assert too_few.severity == "error"
+
+
+class CriticConfig(GRPOConfig):
+    """GRPO with a second trained model of the same size."""
+
+    critic: TrainerConfig
+
+    @property
+    def train_roles(self) -> tuple[TrainRole, ...]:
+        return self.policy, self.policy.model_copy(update={"name": "critic", "trainer": self.critic})
+
+
+def test_every_trained_role_is_judged_by_its_own_ranks() -> None:
+    run = CriticConfig.model_validate(BASE | {"trainer": {"ranks": 4}, "critic": {"ranks": 1}})
+    found = by_id(judge(run, H100))
+    assert found["memory-policy"].severity == "ok" and found["memory-critic"].severity == "error"
+    assert "critic.trainer.ranks=4" in found["memory-critic"].fix
+    assert "critic.model.adapter (LoRA)" in found["memory-critic"].fix
+    (host,) = judge(run, ProcessMemory("cpu", 64 << 30))
+    assert host.severity == "error" and "4 policy ranks of" in host.seen and "1 critic rank of" in host.seen
+    assert "critic.trainer.activation_checkpointing=true" in host.fix
+    (unknown,) = judge(run, ProcessMemory("cuda", 0))
+    assert "a critic rank needs" in unknown.seen
 
 
 def test_an_engine_that_has_no_room_for_keys_and_values_is_found() -> None:
     small = ProcessMemory("cuda", 15 << 30, "small")
     vllm = {"engine": {"kind": "vllm"}, "sampling": {"max_tokens": 1024}}
-    engine = by_id(memory_fit.judge_memory(config(rollout=vllm), SHAPE, small))["memory-engine"]
+    engine = by_id(judge(config(rollout=vllm), small))["memory-engine"]
     assert engine.severity == "error" and "tensor_parallel_size=2" in engine.fix
-    fine = by_id(memory_fit.judge_memory(config(rollout=vllm), SHAPE, H100))["memory-engine"]
+    fine = by_id(judge(config(rollout=vllm), H100))["memory-engine"]
     room = int((0.9 * (80 << 30) - 2 * SHAPE.parameters) // (SHAPE.kv_bytes(2) * 2048))
     assert fine.severity == "ok" and f"{room:,} sequences of 2,048 tokens" in fine.seen
 
@@ -82,16 +112,16 @@ def test_an_engine_and_a_trainer_that_share_gpus_must_both_have_room() -> None:
         "placement": {"colocate": "all"}, "trainer": {"ranks": 4}, "cluster": {"kind": "ray"},
         "rollout": {"engine": {"kind": "vllm", "count": 4}, "sampling": {"max_tokens": 1024}},
     }  # fmt: skip
-    found = by_id(memory_fit.judge_memory(config(**shared), SHAPE, H100))["memory-shared"]
+    found = by_id(judge(config(**shared), H100))["memory-shared"]
     assert found.severity == "error" and "trainer.offload.optimizer=true" in found.fix
     away = shared | {"trainer": {"ranks": 4, "offload": {"parameters": True, "optimizer": True}}}
-    assert "memory-shared" not in by_id(memory_fit.judge_memory(config(**away), SHAPE, H100))
+    assert "memory-shared" not in by_id(judge(config(**away), H100))
 
 
 def test_too_little_memory_is_an_error_and_unknown_memory_is_unchecked() -> None:
     on_cpu = config(cluster={"device": "cpu"})
-    assert by_id(memory_fit.judge_memory(on_cpu, SHAPE, ProcessMemory("cpu", 32 << 30)))["memory"].severity == "error"
-    assert by_id(memory_fit.judge_memory(config(), SHAPE, ProcessMemory("cuda", 0)))["memory"].severity == "unchecked"
+    assert by_id(judge(on_cpu, ProcessMemory("cpu", 32 << 30)))["memory"].severity == "error"
+    assert by_id(judge(config(), ProcessMemory("cuda", 0)))["memory"].severity == "unchecked"
 
 
 def test_builtin_engines_hold_the_configured_cache() -> None:

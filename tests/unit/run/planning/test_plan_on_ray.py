@@ -19,8 +19,9 @@ from lockstep.run.planning.resources import HostResources, local_node
 from lockstep.run.planning.run_plan import InfeasibleError, assign_nodes, make_plan
 
 MODEL = ModelFacts(
-    parameters=1_000_000, layers=2, hidden=128, vocabulary=64, kv_heads=2, head_dim=32, context=512, dtype="float32"
-)
+    parameters=1_000_000, layers=2, hidden=128, vocabulary=64, kv_heads=2, head_dim=32, context=512, dtype="float32",
+    largest_layer=450_000, root=100_000,
+)  # fmt: skip
 HOST = HostResources(cores=2, memory=1 << 20, shared_memory=1 << 20, device="cpu", gpus=0)
 """Too small for any run: a Ray cluster is not held against it."""
 CLUSTER = HostResources(cores=2, memory=1 << 20, shared_memory=1 << 20, device="cuda", gpus=16)

@@ -48,7 +48,7 @@ def test_every_trained_role_has_its_ranks_memory_and_collectives() -> None:
     assert [process.name for process in plan.processes] == names
     critic = plan.processes[2]
     assert (critic.role, critic.rank, critic.threads) == ("critic", 0, HOST.cores // 3)
-    assert critic.memory == FSDP2Planner().memory(wanted.train_roles[1], VALUE, wanted.token_budget)
+    assert critic.memory == sum(FSDP2Planner().memory(wanted.train_roles[1], VALUE, wanted.token_budget).values())
     assert critic.memory < plan.processes[0].memory
     assert plan.memory_copy == 24 * (MODEL.parameters + VALUE.parameters)
     assert plan.shared_memory == 2 * 4 * MODEL.parameters, "only the policy is published"
@@ -69,6 +69,16 @@ def test_every_role_has_gpus_of_its_own_as_long_as_there_are_enough() -> None:
     assert devices(5, placement={"colocate": "all"}) == ["0", "1", "2", "3", "4", "0"]
     with pytest.raises(InfeasibleError, match=r"critic.trainer.ranks 3 needs as many GPUs.* has 2"):
         devices(2)
+
+
+def test_the_largest_role_is_named_with_its_own_fields() -> None:
+    large = replace(VALUE, parameters=10_000_000)
+    with pytest.raises(
+        InfeasibleError, match=r"the largest part is critic-0 .*critic.trainer.activation_checkpointing"
+    ):
+        make_plan(config(), MODEL, replace(HOST, memory=1 << 20), {"critic": large})
+    with pytest.raises(InfeasibleError, match=r"the largest part is policy-0 .*or turn on trainer.activation_checkp"):
+        make_plan(config(), replace(MODEL, parameters=10_000_000), replace(HOST, memory=1 << 20), {"critic": VALUE})
 
 
 def test_placement_of_the_critic_on_ray() -> None:

@@ -1,10 +1,11 @@
-"""Estimates the memory that each role of a run needs, part by part, and judges whether it fits. Pure."""
+"""Judges whether the memory that each role of a run needs fits. Pure."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 from lockstep.config.run_config import RunConfig
+from lockstep.config.train_role import TrainRole
 from lockstep.doctor.check.rules.model_shape import DTYPE_BYTES, ModelShape
 from lockstep.doctor.output.findings import Finding
 
@@ -32,33 +33,12 @@ class ProcessMemory:
     """Name of the GPU."""
 
 
-def trainer_memory_parts(config: Config, shape: ModelShape) -> dict[str, int]:
-    """Bytes that one trainer rank needs, by part.
+class RankMemory(Protocol):
+    """Estimates the memory of one rank of a trained role. The trainer's planner does, which this package may not
+    import."""
 
-    They are: fp32 weights, gradients and moments of its shard; the root and two layers that FSDP2 gathers in compute
-    precision; activations of one packed row; and the logits of one chunk, three times (value, gradient, softmax).
-    """
-    trainer = config.trainer
-    width = DTYPE_BYTES[compute_dtype(config, shape)]
-    trained = shape.parameters if config.model.adapter is None else adapter_parameters(config, shape)
-    parts = {
-        "weights": 4 * trained // trainer.shards,
-        "gradients": 4 * trained // trainer.shards,
-        "optimizer": 8 * trained // trainer.shards,
-    }
-    if config.model.adapter is not None:
-        kind = config.model.quantization
-        bits = 8.0 * width if kind is None else {"nf4": 4.5, "int8": 8.0}[kind.kind]
-        parts["frozen weights"] = int(bits * shape.parameters / 8) // trainer.shards
-    if trainer.ranks > 1:
-        root = shape.embedding + shape.head + shape.last_norm
-        parts["gathered"] = width * (root + 2 * max(shape.per_layer, default=0))
-    per_token = (2 if trainer.activation_checkpointing else 34) * shape.hidden * shape.layers * width // 2
-    parts["activations"] = config.token_budget * per_token
-    parts["logits"] = 3 * trainer.head_chunk * shape.vocabulary * 4
-    if config.objective.needs_reference and config.model.adapter is None:
-        parts["reference"] = width * shape.parameters // trainer.shards
-    return parts
+    def __call__(self, role: TrainRole, token_budget: int) -> Mapping[str, int]:
+        """The bytes that a rank needs, by part, as `TrainerPlanner.memory` returns them."""
 
 
 def engine_memory_parts(config: Config, shape: ModelShape) -> dict[str, int]:
@@ -91,77 +71,65 @@ def compute_dtype(config: Config, shape: ModelShape, device: str = "cuda") -> st
     return "float32" if device == "cpu" or config.cluster.device == "cpu" else "bfloat16"
 
 
-def adapter_parameters(config: Config, shape: ModelShape) -> int:
-    """Parameters of LoRA on all linear layers, `r (in + out)` each (Hu et al. 2021, section 4.1).
+def judge_memory(config: Config, ranks: RankMemory, shape: ModelShape | None, memory: ProcessMemory) -> list[Finding]:
+    """Judges whether a GPU (or this host) has the memory that each role needs.
 
-    An upper bound if the adapter is only on some of these layers.
+    Args:
+        shape: the shape of the policy's model, which engines serve; None if it is not known.
     """
-    adapter = config.model.adapter
-    assert adapter is not None
-    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    attention = 2 * (shape.hidden + queries) + 2 * (shape.hidden + keys)
-    linear = max(0, max(shape.per_layer, default=0) - shape.hidden * (2 * queries + 2 * keys)) // max(shape.hidden, 1)
-    # A gated feed-forward part has three hidden x inner matrices; `linear` is 3 inner.
-    return adapter.r * shape.layers * (attention + 3 * shape.hidden + linear)
-
-
-def judge_memory(config: Config, shape: ModelShape, memory: ProcessMemory) -> list[Finding]:
-    """Judges whether a GPU (or this host) has the memory that each role needs."""
-    device = memory.device
-    trainer, engine = trainer_memory_parts(config, shape), engine_memory_parts(config, shape)
-    engines = config.needs_engines
+    roles = {role.name: ranks(role, config.token_budget) for role in config.train_roles}
+    engine = engine_memory_parts(config, shape) if config.needs_engines and shape is not None else {}
     if memory.bytes == 0:
-        where = f"a GPU ({memory.name})" if memory.name else "a GPU" if device == "cuda" else "this host"
-        text = f"a policy rank needs {_parts_text(trainer)}" + (f"; an engine {_parts_text(engine)}" if engines else "")
-        return [Finding("memory", "unchecked", "", f"{text}; the memory of {where} is not known", source=ZERO)]
-    if device == "cpu":
-        return _judge_host_memory(config, trainer, engine if engines else {}, memory)
-    return _judge_gpu_memory(config, shape, trainer, engine if engines else {}, memory)
+        device = "a GPU" if memory.device == "cuda" else "this host"
+        where = f"a GPU ({memory.name})" if memory.name else device
+        needs = [f"a {name} rank needs {_parts_text(parts)}" for name, parts in roles.items()]
+        needs += [f"an engine {_parts_text(engine)}"] if engine else []
+        text = f"{'; '.join(needs)}; the memory of {where} is not known"
+        return [Finding("memory", "unchecked", "", text, source=ZERO)]
+    if memory.device == "cpu":
+        return _judge_host_memory(config, roles, engine, memory)
+    found = [_judge_rank_memory(config, role, ranks, memory) for role in config.train_roles]
+    if engine and shape is not None:
+        found += _judge_engine_memory(config, shape, roles[config.policy.name], engine, memory)
+    return found
 
 
 def _judge_host_memory(
-    config: Config, trainer: Mapping[str, int], engine: Mapping[str, int], memory: ProcessMemory
+    config: Config, roles: Mapping[str, Mapping[str, int]], engine: Mapping[str, int], memory: ProcessMemory
 ) -> list[Finding]:
-    ranks, engines = config.trainer.ranks, config.rollout.engine.count if engine else 0
-    total = ranks * sum(trainer.values()) + engines * sum(engine.values())
-    seen = f"{ranks} policy rank{'s' * (ranks > 1)} of {_parts_text(trainer)}"
-    seen += f"; {engines} engine{'s' * (engines > 1)} of {_parts_text(engine)}" if engine else ""
-    seen += f"; together {_size(total)} of {_size(memory.bytes)}"
+    counts = {role.name: role.trainer.ranks for role in config.train_roles}
+    engines = config.rollout.engine.count if engine else 0
+    total = sum(counts[name] * sum(parts.values()) for name, parts in roles.items()) + engines * sum(engine.values())
+    each = [
+        f"{counts[name]} {name} rank{'s' * (counts[name] > 1)} of {_parts_text(parts)}" for name, parts in roles.items()
+    ]
+    each += [f"{engines} engine{'s' * (engines > 1)} of {_parts_text(engine)}"] if engine else []
+    seen = f"{'; '.join(each)}; together {_size(total)} of {_size(memory.bytes)}"
     if config.cluster.kind == "ray":
         return [Finding("memory", "note", "", seen + " on this host; other nodes have their own", source=ZERO)]
     if total <= memory.bytes:
         return [Finding("memory", "ok", "", seen, source=ZERO)]
+    recomputes = " and ".join(f"{role.field('trainer.activation_checkpointing')}=true" for role in config.train_roles)
     return [
         Finding(
             "memory", "error", "", seen, "the kernel kills a process when memory runs out, and the others wait for it",
-            "lower token_budget or rollout.engine.max_rows, or set trainer.activation_checkpointing=true", ZERO,
+            f"lower token_budget or rollout.engine.max_rows, or set {recomputes}", ZERO,
         )
     ]  # fmt: skip
 
 
-def _judge_gpu_memory(
-    config: Config, shape: ModelShape, trainer: Mapping[str, int], engine: Mapping[str, int], memory: ProcessMemory
-) -> list[Finding]:  # fmt: skip
-    usable = int(memory.bytes * (1 - RESERVE))
+def _judge_rank_memory(config: Config, role: TrainRole, ranks: RankMemory, memory: ProcessMemory) -> Finding:
+    """Judges whether a GPU has the memory that a rank of the role needs."""
+    usable, parts = int(memory.bytes * (1 - RESERVE)), ranks(role, config.token_budget)
     of = f"{_size(memory.bytes)} of a GPU" + (f" ({memory.name})" if memory.name else "")
-    need = sum(trainer.values())
-    found = []
-    if need <= usable:
-        found.append(
-            Finding("memory-policy", "ok", "", f"a policy rank needs {_parts_text(trainer)}, of {of}", source=ZERO)
-        )
-    else:
-        found.append(
-            Finding(
-                "memory-policy", "error", "", f"a policy rank needs {_parts_text(trainer)}, of {of}",
-                f"the rank runs out of memory in its first steps: only {_size(usable)} are usable",
-                settings_that_fit(config, shape, usable),
-                ACTIVATIONS if max(trainer, key=lambda part: trainer[part]) == "activations" else ZERO,
-            )
-        )  # fmt: skip
-    if not engine:
-        return found
-    return [*found, *_judge_engine_memory(config, shape, trainer, engine, memory)]
+    id, seen = f"memory-{role.name}", f"a {role.name} rank needs {_parts_text(parts)}, of {of}"
+    if sum(parts.values()) <= usable:
+        return Finding(id, "ok", "", seen, source=ZERO)
+    return Finding(
+        id, "error", "", seen, f"the rank runs out of memory in its first steps: only {_size(usable)} are usable",
+        settings_that_fit(config, role, ranks, usable),
+        ACTIVATIONS if max(parts, key=lambda part: parts[part]) == "activations" else ZERO,
+    )  # fmt: skip
 
 
 def _judge_engine_memory(
@@ -203,31 +171,32 @@ def _judge_engine_memory(
     return found
 
 
-def settings_that_fit(config: Config, shape: ModelShape, usable: int) -> str:
-    """Settings with which a policy rank fits, least intrusive first, as the text of a fix."""
-    found = []
+def settings_that_fit(config: Config, role: TrainRole, ranks: RankMemory, usable: int) -> str:
+    """Settings with which a rank of the role fits, least intrusive first, as the text of a fix."""
+    found, trainer = [], role.trainer
+    checkpointing, count_field = role.field("trainer.activation_checkpointing"), role.field("trainer.ranks")
 
-    def fits(**changes: object) -> bool:
-        trainer = config.trainer.model_copy(update=changes)
-        return sum(trainer_memory_parts(config.model_copy(update={"trainer": trainer}), shape).values()) <= usable
+    def fits(token_budget: int = config.token_budget, **changes: object) -> bool:
+        changed = role.model_copy(update={"trainer": trainer.model_copy(update=changes)})
+        return sum(ranks(changed, token_budget).values()) <= usable
 
-    if not config.trainer.activation_checkpointing and fits(activation_checkpointing=True):
-        found.append("trainer.activation_checkpointing=true")
-    ranks = config.trainer.ranks * 2
-    while ranks <= 1024 and not fits(ranks=ranks, replicas=1):
-        ranks *= 2
-    if ranks <= 1024:
-        found.append(f"trainer.ranks={ranks}" + (" with trainer.replicas=1" if config.trainer.replicas > 1 else ""))
+    if not trainer.activation_checkpointing and fits(activation_checkpointing=True):
+        found.append(f"{checkpointing}=true")
+    count = trainer.ranks * 2
+    while count <= 1024 and not fits(ranks=count, replicas=1):
+        count *= 2
+    if count <= 1024:
+        copies = f" with {role.field('trainer.replicas')}=1" if trainer.replicas > 1 else ""
+        found.append(f"{count_field}={count}{copies}")
     elif fits(ranks=1024, replicas=1, activation_checkpointing=True):
-        found.append("trainer.activation_checkpointing=true with more trainer.ranks")
+        found.append(f"{checkpointing}=true with more {count_field}")
     budget = config.token_budget // 2
-    while budget >= 1024:
-        if sum(trainer_memory_parts(config.model_copy(update={"token_budget": budget}), shape).values()) <= usable:
-            found.append(f"token_budget={budget}")
-            break
+    while budget >= 1024 and not fits(budget):
         budget //= 2
-    if config.model.adapter is None:
-        found.append("model.adapter (LoRA)")
+    if budget >= 1024:
+        found.append(f"token_budget={budget}")
+    if role.model.adapter is None:
+        found.append(f"{role.field('model.adapter')} (LoRA)")
     return "set " + ", or ".join(found) if found else "use a smaller model, or GPUs with more memory"
 
 
