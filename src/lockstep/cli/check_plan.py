@@ -102,21 +102,22 @@ def _judge_sizes(config: Config, memory: ProcessMemory) -> list[Finding]:
         return trainer_kind(role).planner.memory(role, models[role.name], token_budget)
 
     try:
-        shape = model_shape_of(_model_config(config))
+        shapes = {role.name: model_shape_of(_model_config(role)) for role in config.train_roles}
     except (UnknownModelShape, ModelError, OSError, ValueError) as error:
         unknown = f"the memory of engines, and time, were not estimated: {error}"
         return [*memory_fit.judge_memory(config, ranks, None, memory), Finding("memory", "unchecked", "", unknown)]
     return [
-        *memory_fit.judge_memory(config, ranks, shape, memory),
-        *step_durations.judge_durations(config, shape, memory.name, os.environ),
+        *memory_fit.judge_memory(config, ranks, shapes[config.policy.name], memory),
+        *step_durations.judge_durations(config, shapes, memory.name, os.environ),
     ]
 
 
-def _model_config(config: Config) -> dict[str, object]:
-    """The model's `config.json`, from its folder or the hub. Raises OSError, ValueError, ModelError."""
-    folder = Path(config.model.path).expanduser()
+def _model_config(role: TrainRole) -> dict[str, object]:
+    """The `config.json` of a role's model, from its folder or the hub. Raises OSError, ValueError, ModelError."""
+    folder = Path(role.model.path).expanduser()
     if not folder.is_dir():
-        folder = download_model(config.model.path, config.model.revision, field="model.path", weights=False)
+        field = role.field("model.path")
+        folder = download_model(role.model.path, role.model.revision, field=field, weights=False)
     values = json.loads((folder / "config.json").read_text())
     if not isinstance(values, dict):
         raise ValueError(f"{folder}/config.json is not a JSON object")

@@ -55,12 +55,12 @@ def _episode_metrics(completions: Sequence[Completion]) -> dict[str, float]:
 
 
 def update_metrics(stats: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Combines the metrics of a step's optimizer steps: counts are summed, names in `_max` take the maximum, others the
-    mean."""
+    """Combines the metrics of a step's optimizer steps: counts and seconds are summed, names in `_max` take the
+    maximum, others the mean."""
 
     def combine(name: str) -> float:
         values = [each[name] for each in stats]
-        if name in ("tokens", "batch/skipped_sequences"):
+        if name in ("tokens", "batch/skipped_sequences", "train_s"):
             return float(np.sum(values))
         return float(np.max(values) if name.endswith("_max") else np.mean(values))
 

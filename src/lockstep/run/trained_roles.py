@@ -1,5 +1,6 @@
 """The trained models of a run, such as policy and critic, as one: their state is saved and restored together."""
 
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from lockstep.cluster.protocol import PendingResult
-from lockstep.cluster.rpc.futures import gather_results
+from lockstep.cluster.rpc.futures import gather_results, settled_at
 from lockstep.config.algorithm import TrainerOutput
 from lockstep.data.micro_batch import MiniBatch
 from lockstep.run.trainer_group import TrainerGroup
@@ -67,27 +68,36 @@ class TrainedRoles(Mapping[str, TrainerGroup]):
             minibatches: those of each role, by role. They are made while ranks compute.
 
         Returns:
-            The metrics of each step, by role.
+            The metrics of each step, by role; `train_s` is how long its ranks took.
 
         Raises:
             RemoteError, WorkerDied, Stalled: the first failure. Other roles may still be computing: `TrainerRecovery`
                 waits for them.
         """
         metrics: dict[str, list[dict[str, float]]] = {role: [] for role in minibatches}
+        ended = dict.fromkeys(minibatches, time.monotonic())
         under_way: dict[str, SubmittedStep] = {}
         for of_roles in zip_longest(*minibatches.values()):
             chosen = zip(minibatches, of_roles, strict=True)
             submitted = {role: (each, self[role].submit_step(each)) for role, each in chosen if each is not None}
-            self._finish_steps(under_way, metrics)
+            self._finish_steps(under_way, metrics, ended)
             under_way = submitted
-        self._finish_steps(under_way, metrics)
+        self._finish_steps(under_way, metrics, ended)
         return metrics
 
-    def _finish_steps(self, steps: Mapping[str, SubmittedStep], metrics: dict[str, list[dict[str, float]]]) -> None:
-        """Waits for one step of several roles, and adds its metrics."""
+    def _finish_steps(
+        self, steps: Mapping[str, SubmittedStep], metrics: dict[str, list[dict[str, float]]], ended: dict[str, float]
+    ) -> None:
+        """Waits for one step of several roles, and adds its metrics.
+
+        Args:
+            ended: when the ranks of each role had finished their step before.
+        """
         gather_results([call for _, calls in steps.values() for call in calls], why="optimizer steps")
         for role, (minibatch, calls) in steps.items():
-            metrics[role].append(self[role].step_metrics(minibatch, calls[0].result(why="optimizer steps")))
+            began, ended[role] = ended[role], max(settled_at(call) for call in calls)
+            found = self[role].step_metrics(minibatch, calls[0].result(why="optimizer steps"))
+            metrics[role].append({**found, "train_s": ended[role] - began})
             self[role].close_calls(calls)
 
     def evaluate(

@@ -2,9 +2,11 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import get_args
 
 from lockstep.cluster.placement.bundles import COUNT_FIELD, ProcessRequest
-from lockstep.config.cluster import PlacementConfig, RolePlacement
+from lockstep.config.cluster import PlacedRole, PlacementConfig, RolePlacement
 
 FitCheck = Callable[[Sequence[ProcessRequest], PlacementConfig], bool]
 
@@ -19,7 +21,8 @@ def suggest_placements(requests: Sequence[ProcessRequest], placement: PlacementC
         _suggest_colocation,
         _suggest_narrower_engines,
         _suggest_fewer_ranks,
-        _suggest_fewer_engines,
+        partial(_suggest_fewer_processes, "critic"),
+        partial(_suggest_fewer_processes, "rollout"),
         _suggest_any_nodes,
         _suggest_fewer_cores,
         _suggest_fewer_scorers,
@@ -32,6 +35,12 @@ def suggest_placements(requests: Sequence[ProcessRequest], placement: PlacementC
     if not found:
         found += _suggest_halving(list(requests), placement, fits)
     return found
+
+
+def _placed_roles(requests: Sequence[ProcessRequest]) -> list[tuple[str, ...]]:
+    """Each role of the run that has a placement, and then all of them."""
+    names = [name for name in get_args(PlacedRole) if _processes_of(requests, name)]
+    return [*((name,) for name in names), *([tuple(names)] if len(names) > 1 else [])]
 
 
 def _processes_of(requests: Sequence[ProcessRequest], role: str) -> list[ProcessRequest]:
@@ -88,15 +97,19 @@ def _suggest_fewer_ranks(requests: list[ProcessRequest], placement: PlacementCon
         yield f"trainer.ranks={count}" + (f" with {' and '.join(also)}" if also else "")
 
 
-def _suggest_fewer_engines(requests: list[ProcessRequest], placement: PlacementConfig, fits: FitCheck) -> Iterator[str]:
-    def less(count: int) -> tuple[list[ProcessRequest], PlacementConfig]:
-        role = _on_fewer_nodes(placement.rollout, "rollout", requests, count)
-        return _keep_first(requests, "rollout", count), placement.model_copy(update={"rollout": role})
+def _suggest_fewer_processes(
+    role: str, requests: list[ProcessRequest], placement: PlacementConfig, fits: FitCheck
+) -> Iterator[str]:
+    """Fewer processes of a role that shares its GPUs with no other."""
 
-    for count in _largest_fitting(len(_processes_of(requests, "rollout")), lambda count: fits(*less(count))):
-        nodes = less(count)[1].rollout.nodes
-        also = f" with placement.rollout.nodes={nodes}" if nodes != placement.rollout.nodes else ""
-        yield f"rollout.engine.count={count}{also}"
+    def less(count: int) -> tuple[list[ProcessRequest], PlacementConfig]:
+        fewer = _on_fewer_nodes(getattr(placement, role), role, requests, count)
+        return _keep_first(requests, role, count), placement.model_copy(update={role: fewer})
+
+    for count in _largest_fitting(len(_processes_of(requests, role)), lambda count: fits(*less(count))):
+        nodes = getattr(less(count)[1], role).nodes
+        also = f" with placement.{role}.nodes={nodes}" if nodes != getattr(placement, role).nodes else ""
+        yield f"{COUNT_FIELD[role]}={count}{also}"
 
 
 def _on_fewer_nodes(role: RolePlacement, name: str, requests: Sequence[ProcessRequest], count: int) -> RolePlacement:
@@ -109,7 +122,7 @@ def _on_fewer_nodes(role: RolePlacement, name: str, requests: Sequence[ProcessRe
 
 def _suggest_any_nodes(requests: list[ProcessRequest], placement: PlacementConfig, fits: FitCheck) -> Iterator[str]:
     """Removes limits on the number of nodes."""
-    for names in (("policy",), ("rollout",), ("policy", "rollout")):
+    for names in _placed_roles(requests):
         roles = {name: getattr(placement, name) for name in names}
         fields = [
             f"placement.{name}.{field}"
@@ -126,7 +139,7 @@ def _suggest_any_nodes(requests: list[ProcessRequest], placement: PlacementConfi
 
 def _suggest_fewer_cores(requests: list[ProcessRequest], placement: PlacementConfig, fits: FitCheck) -> Iterator[str]:
     for share in (0.5, 0.25, 0.1):
-        for roles in (("policy",), ("rollout",), ("policy", "rollout")):
+        for roles in _placed_roles(requests):
             cpus = {name: getattr(placement, name).cpus * share for name in roles}
             least = [replace(e, cpus=e.cpus * share) if e.role in roles else e for e in requests]
             if fits(least, placement):
@@ -146,8 +159,8 @@ def _suggest_fewer_scorers(requests: list[ProcessRequest], placement: PlacementC
 def _suggest_halving(requests: list[ProcessRequest], placement: PlacementConfig, fits: FitCheck) -> Iterator[str]:
     """Halves all counts and the engines' width repeatedly, without limits on the number of nodes."""
     any_number = {"nodes": None, "gpus_per_node": None}
-    open_ = {name: getattr(placement, name).model_copy(update=any_number) for name in ("policy", "rollout")}
-    limited = open_ != {"policy": placement.policy, "rollout": placement.rollout}
+    open_ = {name: getattr(placement, name).model_copy(update=any_number) for name in get_args(PlacedRole)}
+    limited = any(role != getattr(placement, name) for name, role in open_.items())
     placement = placement.model_copy(update=open_)
     initial = {role: len(_processes_of(requests, role)) for role in COUNT_FIELD}
     counts, width = dict(initial), max((each.gpus for each in requests if each.role == "rollout"), default=0)

@@ -176,6 +176,11 @@ def call_duration_s(pending: PendingResult[Any]) -> float:
     return call.settled_at - call.submitted_at
 
 
+def settled_at(pending: PendingResult[Any]) -> float:
+    """When a finished call got its result, in monotonic seconds."""
+    return _require_pending_call(pending).settled_at
+
+
 def _require_pending_call(pending: PendingResult[R]) -> PendingCall[R]:
     if not isinstance(pending, PendingCall):
         raise TypeError(f"expected pending calls of a cluster's workers, not {type(pending).__name__}")

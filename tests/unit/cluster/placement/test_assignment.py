@@ -277,3 +277,14 @@ def test_shared_gpus_count_once() -> None:
     assert total_gpus(wanted, PlacementConfig(colocate=("policy", "rollout"))) == 8
     assert total_gpus(wanted, PlacementConfig()) == 16
     assert total_gpus(run(4, 2, gpus=False), PlacementConfig()) == 0
+
+
+def test_fewer_ranks_of_another_trained_role_are_suggested() -> None:
+    critics = [ProcessRequest(f"critic-{rank}", "critic", rank, 1.0, 1) for rank in range(8)]
+    with pytest.raises(DoesNotFit) as caught:
+        assign([*run(4), *critics], PlacementConfig(), [node(0)])
+    assert "critic.trainer.ranks=4" in caught.value.alternatives
+    placement = PlacementConfig.model_validate({"critic": {"nodes": 2}})
+    with pytest.raises(DoesNotFit) as caught:
+        assign([*run(1), *critics[:4]], placement, [node(0)])
+    assert "without placement.critic.nodes" in caught.value.alternatives

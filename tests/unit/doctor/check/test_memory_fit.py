@@ -22,6 +22,7 @@ QWEN_7B = {  # https://huggingface.co/Qwen/Qwen2.5-7B/blob/main/config.json
     "tie_word_embeddings": False, "torch_dtype": "bfloat16",
 }  # fmt: skip
 SHAPE = model_shape_of(QWEN_7B)
+SHAPES = {"policy": SHAPE}
 H100 = ProcessMemory("cuda", 80 << 30, "NVIDIA H100 80GB HBM3")
 BASE: dict[str, Any] = {
     "recipe": "grpo", "name": "x", "steps": 1, "model": {"path": "m"}, "data": {"path": "d.jsonl"},
@@ -133,7 +134,7 @@ def test_stages_of_a_step() -> None:
     run = config(trainer={"ranks": 8}, prompts_per_step=64, group_size=8)
     speed = step_durations.gpu_speed(H100.name)
     assert speed is not None and speed.flops == 989e12
-    took = step_durations.step_durations(run, SHAPE, speed)
+    took = step_durations.step_durations(run, run.policy, SHAPE, speed)
     tokens = 64 * 8 * 2048
     assert took.train == pytest.approx(6 * SHAPE.active * tokens / 8 / (0.35 * 989e12), rel=0.1), "and attention"
     # One token for 256 sequences reads all weights once: 14 GB at half of 3.35 TB/s, and the keys and values.
@@ -155,7 +156,7 @@ def test_stages_of_a_step() -> None:
 def test_time_outs_shorter_than_what_they_bound(changes: Any, environment: dict[str, str], name: str) -> None:
     found = [
         each
-        for each in step_durations.judge_durations(config(**changes), SHAPE, H100.name, environment)
+        for each in step_durations.judge_durations(config(**changes), SHAPES, H100.name, environment)
         if "timeout" in each.id
     ]
     assert found and all(name in each.seen and each.severity == "error" for each in found)
@@ -164,17 +165,31 @@ def test_time_outs_shorter_than_what_they_bound(changes: Any, environment: dict[
 def test_defaults_and_long_time_outs_are_left_alone() -> None:
     for changes in ({}, {"trainer": {"ranks": 8, "collective_timeout_s": 7200}}):
         found = step_durations.judge_durations(
-            config(**changes), SHAPE, H100.name, {"VLLM_ENGINE_READY_TIMEOUT_S": "3600"}
+            config(**changes), SHAPES, H100.name, {"VLLM_ENGINE_READY_TIMEOUT_S": "3600"}
         )
         assert not [each for each in found if each.id == "timeout-short"]
 
 
 def test_a_gpu_whose_speed_is_not_known_gives_no_numbers() -> None:
     run = config(trainer={"ranks": 2, "collective_timeout_s": 5})
-    *_, last = step_durations.judge_durations(run, SHAPE, "NVIDIA Something", {})
+    *_, last = step_durations.judge_durations(run, SHAPES, "NVIDIA Something", {})
     assert last.severity == "unchecked" and "trainer.collective_timeout_s=5 s" in last.seen
 
 
 def test_the_largest_collective_is_named() -> None:
-    found = by_id(step_durations.judge_durations(config(trainer={"ranks": 2}), SHAPE, "", {}))["largest-collective"]
+    found = by_id(step_durations.judge_durations(config(trainer={"ranks": 2}), SHAPES, "", {}))["largest-collective"]
     assert "embedding, head and last norm" in found.seen and f"{2 * SHAPE.largest_unit / 2**20:,.1f} MiB" in found.seen
+
+
+def test_the_training_of_every_role_has_its_time_and_its_timeout() -> None:
+    critic = {"ranks": 4, "collective_timeout_s": 5}
+    run = CriticConfig.model_validate(BASE | {"trainer": {"ranks": 8}, "critic": critic})
+    found = step_durations.judge_durations(run, {"policy": SHAPE, "critic": SHAPE}, H100.name, {})
+    assert "train of the critic" in by_id(found)["durations"].seen
+    short = [each for each in found if each.id == "timeout-short"]
+    assert short and all("critic.trainer.collective_timeout_s is 5 s" in each.seen for each in short)
+    largest = [each.seen for each in found if each.id == "largest-collective"]
+    assert [name for name in ("policy", "critic") for each in largest if f"of the {name}" in each] == [
+        "policy",
+        "critic",
+    ]

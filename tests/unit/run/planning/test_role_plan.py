@@ -72,13 +72,18 @@ def test_every_role_has_gpus_of_its_own_as_long_as_there_are_enough() -> None:
 
 
 def test_the_largest_role_is_named_with_its_own_fields() -> None:
-    large = replace(VALUE, parameters=10_000_000)
+    large = replace(VALUE, parameters=1_000_000_000)
     with pytest.raises(
         InfeasibleError, match=r"the largest part is critic-0 .*critic.trainer.activation_checkpointing"
     ):
         make_plan(config(), MODEL, replace(HOST, memory=1 << 20), {"critic": large})
     with pytest.raises(InfeasibleError, match=r"the largest part is policy-0 .*or turn on trainer.activation_checkp"):
-        make_plan(config(), replace(MODEL, parameters=10_000_000), replace(HOST, memory=1 << 20), {"critic": VALUE})
+        make_plan(
+            config(),
+            replace(MODEL, parameters=10**9),
+            replace(HOST, memory=1 << 20, shared_memory=1 << 40),
+            {"critic": VALUE},
+        )
 
 
 def test_placement_of_the_critic_on_ray() -> None:

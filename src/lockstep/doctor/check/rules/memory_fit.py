@@ -48,7 +48,7 @@ def engine_memory_parts(config: Config, shape: ModelShape) -> dict[str, int]:
     """
     engine = config.rollout.engine
     own = shape.dtype if engine.dtype == "auto" else engine.dtype
-    width = DTYPE_BYTES[own if engine.dtype != "auto" else compute_dtype(config, shape)]
+    width = DTYPE_BYTES[own if engine.dtype != "auto" else compute_dtype(config, config.policy)]
     split = engine.tensor_parallel_size if engine.kind == "vllm" else 1
     rows = engine.max_num_seqs if engine.kind == "vllm" else engine.max_rows
     tokens = rows * max_sequence_tokens(config, shape)
@@ -64,11 +64,11 @@ def max_sequence_tokens(config: Config, shape: ModelShape) -> int:
     return min(limit, 2 * config.rollout.sampling.max_tokens)
 
 
-def compute_dtype(config: Config, shape: ModelShape, device: str = "cuda") -> str:
-    """The data type in which the trainer computes."""
-    if config.model.dtype != "auto":
-        return config.model.dtype
-    return "float32" if device == "cpu" or config.cluster.device == "cpu" else "bfloat16"
+def compute_dtype(config: Config, role: TrainRole) -> str:
+    """The data type in which the trainer of a role computes."""
+    if role.model.dtype != "auto":
+        return role.model.dtype
+    return "float32" if config.cluster.device == "cpu" else "bfloat16"
 
 
 def judge_memory(config: Config, ranks: RankMemory, shape: ModelShape | None, memory: ProcessMemory) -> list[Finding]:

@@ -5,6 +5,7 @@ that. Pure.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from lockstep.config.train_role import TrainRole
 from lockstep.doctor.check.rules.memory_fit import Config, compute_dtype, max_sequence_tokens
 from lockstep.doctor.check.rules.model_shape import DTYPE_BYTES, ModelShape
 from lockstep.doctor.output.findings import Finding
@@ -51,10 +52,10 @@ def gpu_speed(name: str) -> GpuSpeed | None:
 
 @dataclass(frozen=True, slots=True)
 class StepDurations:
-    """Maximum duration of each stage, in seconds."""
+    """Maximum duration of each stage, in seconds, for one trained role."""
 
     rollout: float
-    """All completions of a step, each at full length."""
+    """All completions of a step, each at full length, from engines with the role's model."""
     train: float
     """All updates of a step."""
     update: float
@@ -74,21 +75,27 @@ class StepDurations:
 
 
 def step_durations(
-    config: Config, shape: ModelShape, speed: GpuSpeed, link: float = LINK_RATE, disk: float = DISK_RATE
+    config: Config,
+    role: TrainRole,
+    shape: ModelShape,
+    speed: GpuSpeed,
+    link: float = LINK_RATE,
+    disk: float = DISK_RATE,
 ) -> StepDurations:
     """Durations of a step with sequences of full length.
 
     Args:
+        shape: the shape of the role's model.
         link: bytes per second between hosts.
         disk: bytes per second of the disk with the run's folder.
     """
-    width = DTYPE_BYTES[compute_dtype(config, shape)]
+    width = DTYPE_BYTES[compute_dtype(config, role)]
     length = max_sequence_tokens(config, shape)
     sequences, passes = config.sequences_per_step, config.epochs_per_step
-    per_token = (8 if config.trainer.activation_checkpointing else 6) * shape.active
+    per_token = (8 if role.trainer.activation_checkpointing else 6) * shape.active
     per_token += 12 * shape.layers * shape.heads * shape.head_dim * length // 2  # attention, causal
-    train = passes * sequences * length * per_token / config.trainer.ranks / (COMPUTE_EFFICIENCY * speed.flops)
-    updates = config.updates_per_step
+    train = passes * sequences * length * per_token / role.trainer.ranks / (COMPUTE_EFFICIENCY * speed.flops)
+    updates = role.optimizer_steps // config.steps
     weights = shape.parameters * width
     return StepDurations(
         rollout=_rollout_seconds(config, shape, speed, width, sequences, length),
@@ -139,6 +146,8 @@ class ConfiguredTimeout:
     """The field of `StepDurations` that must be shorter than the timeout."""
     what: str
     source: str = ""
+    role: str = "policy"
+    """The trained role whose stage it is."""
 
 
 TIMEOUT_VARIABLES: Mapping[str, tuple[str, str, str]] = {
@@ -156,14 +165,14 @@ TIMEOUT_VARIABLES: Mapping[str, tuple[str, str, str]] = {
 def configured_timeouts(config: Config, environment: Mapping[str, str]) -> list[ConfiguredTimeout]:
     """The timeouts that the config or the environment sets explicitly, without defaults."""
     found = []
-    trainer, cluster, weights = config.trainer, config.cluster, config.weights
-    if "collective_timeout_s" in trainer.model_fields_set:
-        what = "a rank with a short row waits in a collective for one with a long row"
-        found.append(ConfiguredTimeout("trainer.collective_timeout_s", trainer.collective_timeout_s, "update", what))
-        what = "the largest collective between hosts needs time"
-        found.append(
-            ConfiguredTimeout("trainer.collective_timeout_s", trainer.collective_timeout_s, "collective", what)
-        )
+    cluster, weights = config.cluster, config.weights
+    for role in config.train_roles:
+        if "collective_timeout_s" in role.trainer.model_fields_set:
+            name, seconds = role.field("trainer.collective_timeout_s"), role.trainer.collective_timeout_s
+            what = "a rank with a short row waits in a collective for one with a long row"
+            found.append(ConfiguredTimeout(name, seconds, "update", what, role=role.name))
+            what = "the largest collective between hosts needs time"
+            found.append(ConfiguredTimeout(name, seconds, "collective", what, role=role.name))
     if "stall_limit_s" in cluster.model_fields_set:
         what = "an engine shows no progress while it loads its weights"
         found.append(ConfiguredTimeout("cluster.stall_limit_s", cluster.stall_limit_s, "load", what))
@@ -179,21 +188,20 @@ def configured_timeouts(config: Config, environment: Mapping[str, str]) -> list[
 
 
 def judge_durations(
-    config: Config, shape: ModelShape, gpu: str, environment: Mapping[str, str], link: float = LINK_RATE
+    config: Config, shapes: Mapping[str, ModelShape], gpu: str, environment: Mapping[str, str], link: float = LINK_RATE
 ) -> list[Finding]:
     """Reports the durations of stages, and timeouts that are too short for them.
 
     Args:
+        shapes: the shapes of the trained models, by role.
         gpu: name of the GPU; empty without a GPU.
         link: bytes per second of the slowest link between hosts.
     """
-    width = DTYPE_BYTES[compute_dtype(config, shape)]
-    largest = Finding(
-        "largest-collective", "ok", "",
-        f"the largest collective gathers {shape.largest_unit * width / 2**20:,.1f} MiB ({_unit_text(shape)}): "
-        f"{shape.largest_unit * width / link:.2f} s at {link / 1e6:,.0f} MB/s",
-    ) if config.trainer.ranks > 1 else None  # fmt: skip
-    found = [largest] if largest else []
+    found = [
+        _largest_collective(config, role, shapes[role.name], link)
+        for role in config.train_roles
+        if role.trainer.ranks > 1
+    ]
     speed = gpu_speed(gpu)
     timeouts = configured_timeouts(config, environment)
     if speed is None:
@@ -201,13 +209,10 @@ def judge_durations(
         named = ", ".join(dict.fromkeys(f"{each.name}={each.seconds:g} s" for each in timeouts))
         against = f"; {named} was not compared with them" if named else ""
         return [*found, Finding("durations", "unchecked", "", f"stages were not estimated: {what}{against}")]
-    durations = step_durations(config, shape, speed, link)
-    stages = ("rollout", "train", "publish", "checkpoint")
-    row = ", ".join(f"{name} {_duration_text(getattr(durations, name))}" for name in stages)
-    note = f"a step with completions of full length takes about: {row} (at {COMPUTE_EFFICIENCY:.0%} of the GPU's peak)"
-    found.append(Finding("durations", "note", "", note, source=SCALING_SOURCE))
+    durations = {role.name: step_durations(config, role, shapes[role.name], speed, link) for role in config.train_roles}
+    found.append(Finding("durations", "note", "", _durations_text(durations), source=SCALING_SOURCE))
     for timeout in timeouts:
-        duration = getattr(durations, timeout.stage)
+        duration = getattr(durations[timeout.role], timeout.stage)
         if timeout.seconds >= 2 * duration:
             continue
         short = timeout.seconds < duration
@@ -222,6 +227,28 @@ def judge_durations(
             )
         )  # fmt: skip
     return found
+
+
+def _largest_collective(config: Config, role: TrainRole, shape: ModelShape, link: float) -> Finding:
+    size = shape.largest_unit * DTYPE_BYTES[compute_dtype(config, role)]
+    of_role = "" if len(config.train_roles) == 1 else f" of the {role.name}"
+    return Finding(
+        "largest-collective", "ok", "",
+        f"the largest collective{of_role} gathers {size / 2**20:,.1f} MiB ({_unit_text(shape)}): "
+        f"{size / link:.2f} s at {link / 1e6:,.0f} MB/s",
+    )  # fmt: skip
+
+
+def _durations_text(durations: Mapping[str, StepDurations]) -> str:
+    """The stages of a step: those of the policy, and the training of other roles."""
+    policy, *others = durations
+    row = [f"{name} {_duration_text(getattr(durations[policy], name))}" for name in ("rollout", "train", "publish")]
+    row[2:2] = [f"train of the {role} {_duration_text(durations[role].train)}" for role in others]
+    row.append(f"checkpoint {_duration_text(sum(each.checkpoint for each in durations.values()))}")
+    return (
+        f"a step with completions of full length takes about: {', '.join(row)} (at {COMPUTE_EFFICIENCY:.0%} of the "
+        "GPU's peak)"
+    )
 
 
 def _unit_text(shape: ModelShape) -> str:
