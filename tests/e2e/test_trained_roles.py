@@ -232,7 +232,7 @@ def test_both_roles_fall_back_if_one_part_is_damaged(pair: Pair, tmp_path: Path)
     (damaged / "critic" / "checkpoint.json").unlink()
     with Ledger.resume(launched.folder) as ledger:
         assert [row.path for row in ledger.checkpoints()] == [newest]
-        ledger.checkpoint(3, damaged)
+        ledger.record_checkpoint(3, damaged)
     launched = Launched.resume(launched.folder, hold=RECIPE)
     assert_same(launched, pair, generation=3)
     assert f"resuming from {newest} instead" in " ".join(launched.text().split())

@@ -256,7 +256,7 @@ class TrainerRecovery:
         """
         names = " and ".join(name_of_ranks(group.role.name) for group in kept)
         calls = [call for group in kept for call in group.open_calls]
-        gather_results(calls, why="what they compute while another role is restarted")
+        gather_results(calls, why="what they were doing when another role failed")
         for group in kept:
             group.close_calls(calls)
         self.checkpoints.wait_for_files(
