@@ -261,9 +261,14 @@ class ReplicatedPlanner(TrainerPlanner):
             if is_set:
                 raise TrainerUnsupported(KIND, setting, "leave it out, or set trainer.kind=fsdp2")
 
-    def memory(self, role: TrainRole, model: ModelFacts, token_budget: int) -> int:
-        reference = 4 * model.parameters if role.objective.needs_reference else 0
-        return 16 * model.parameters + reference + 68 * token_budget * model.hidden * model.layers
+    def memory(self, role: TrainRole, model: ModelFacts, token_budget: int) -> dict[str, int]:
+        return {
+            "weights": 4 * model.parameters,
+            "gradients": 4 * model.parameters,
+            "optimizer": 8 * model.parameters,
+            "activations": 68 * token_budget * model.hidden * model.layers,
+            "reference": 4 * model.parameters if role.objective.needs_reference else 0,
+        }
 
     def memory_checkpoint(self, role: TrainRole, model: ModelFacts) -> None:
         return None

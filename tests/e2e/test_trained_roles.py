@@ -264,7 +264,7 @@ def adapters(pair: Pair, adapter: dict[str, Any], **changes: Any) -> dict[str, A
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_the_critic_trains_an_adapter_which_another_run_starts_from(pair: Pair, tmp_path: Path) -> None:
     """Both runs are killed; the second has no adapter's settings in its file."""
     fresh = adapters(pair, {"r": 4, "lora_dropout": 0.1, "target_modules": ["q_proj", "v_proj"]}, packing="block")

@@ -50,6 +50,9 @@ def test_what_the_trainer_cannot_do_with_it_is_refused_before_it_starts(trainer:
     role = config(model=QLORA, trainer=trainer).policy
     with pytest.raises(TrainerUnsupported, match=words):
         trainer_kind(role).planner.check(role)
+    critic = role.model_copy(update={"name": "critic"})
+    with pytest.raises(TrainerUnsupported, match=r"critic\.model\.quantization with critic\.trainer\."):
+        trainer_kind(critic).planner.check(critic)
 
 
 def test_it_is_refused_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:

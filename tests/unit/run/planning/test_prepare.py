@@ -125,10 +125,6 @@ def test_the_adapter_of_another_role_is_recorded_with_its_settings(values: dict[
         ({"model.path": "MODEL"}, r"^critic\.model\.adapter\.path = .*set critic\.model\.path to the model it was"),
         ({"model.path": "nowhere"}, r"^critic\.model\.path = 'nowhere'"),
         ({"model.quantization.kind": "int8"}, r"^critic\.model\.quantization\.kind = 'int8'"),
-        (
-            {"trainer.ranks": 2, "model.quantization.kind": "int8"},
-            r"critic\.model\.quantization needs critic\.trainer\.ranks=1",
-        ),
     ],
 )
 def test_a_model_of_another_role_that_cannot_be_trained_is_refused(
