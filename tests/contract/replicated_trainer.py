@@ -58,7 +58,7 @@ class ReplicatedTrainer:
         if self.compute_dtype != torch.float32:
             raise TrainerUnsupported(KIND, f"{self.compute_dtype} on {ranks.device}", "set model.dtype=float32")
         self.policy = self._load_model()
-        self.has_reference = role.objective.needs_reference
+        self.has_reference = role.holds_reference
         self.reference = self._load_model().requires_grad_(False) if self.has_reference else None
         self.objective = with_router_loss(make_objective(role.objective), self.policy, role)
         self.weights = dict(named_weights(self.policy))
@@ -267,7 +267,7 @@ class ReplicatedPlanner(TrainerPlanner):
             "gradients": 4 * model.parameters,
             "optimizer": 8 * model.parameters,
             "activations": 68 * token_budget * model.hidden * model.layers,
-            "reference": 4 * model.parameters if role.objective.needs_reference else 0,
+            "reference": 4 * model.parameters if role.holds_reference else 0,
         }
 
     def memory_checkpoint(self, role: TrainRole, model: ModelFacts) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import served_ranks as sr
 import torch
 import torch.distributed as dist
 import trainer_ranks as tr
@@ -16,8 +17,9 @@ from lockstep.base.wait_state import WaitTimeout
 from lockstep.config.run_config import RunConfig
 from lockstep.models.model_facts import model_facts
 from lockstep.train.distributed import ParallelContext
-from lockstep.train.fsdp.fsdp_plan import FSDP2Planner
+from lockstep.train.fsdp.fsdp_plan import FSDP2Planner, FSDP2ServedModelPlanner
 from lockstep.train.fsdp.fsdp_trainer import FSDP2Trainer
+from lockstep.train.fsdp.sharded_model import FSDP2ServedModel
 from lockstep.train.objective import MetricAccumulator, make_objective
 from lockstep.train.trainer_plan import PlannedCollective
 
@@ -123,3 +125,19 @@ def test_the_vector_of_metrics_is_as_long_as_planned(tmp_path: Path) -> None:
         metrics = make_objective(config.objective).metrics
         vector = MetricAccumulator(metrics, torch.device("cpu")).vector(torch.zeros(()))
         assert vector.numel() * vector.element_size() == planned.bytes
+
+
+def test_the_planned_collectives_of_a_served_model_are_those_of_an_evaluation(
+    tmp_path: Path, counts: Counter[str]
+) -> None:
+    tr.make_models(tmp_path)
+    role = sr.role(tmp_path, "qwen2", ranks=2)
+    (planned,) = FSDP2ServedModelPlanner().collectives(role, model_facts(role.model, "cpu"))
+    model = FSDP2ServedModel(role, ParallelContext(0, 2, torch.device("cpu"), 0.1, dist.group.WORLD))
+    rows = sr.batch(tmp_path, "qwen2", 40).everything().spread(2).by_rank[0]
+    counts.clear()
+    model.evaluate(rows, ["logprobs"])
+    per, also = map(int, re.findall(r"\d+", planned.times)[:2])
+    assert len(rows) > 1 and counts == {"gather": per * len(rows) + also}
+    alone = role.model_copy(update={"ranks": 1})
+    assert FSDP2ServedModelPlanner().collectives(alone, model_facts(role.model, "cpu")) == []

@@ -23,7 +23,7 @@ from lockstep.cluster.placement.reservations import (
 )
 from lockstep.cluster.protocol import WorkerDied, WorkerSpec
 from lockstep.config.cluster import PlacementConfig
-from lockstep.config.roles import UNTRAINED_ROLES
+from lockstep.config.roles import ROLES_WITHOUT_RANKS
 from lockstep.watch.agent.agent_client import AgentGone
 
 
@@ -81,7 +81,7 @@ class PlacedCluster(AgentCluster):
 
     def _prepare(self, specs: Sequence[WorkerSpec]) -> None:
         self._check_open()
-        for role in sorted({spec.role for spec in specs} - set(UNTRAINED_ROLES)):
+        for role in sorted({spec.role for spec in specs} - set(ROLES_WITHOUT_RANKS)):
             ranks = [_planned_name(spec) for spec in specs if spec.role == role]
             self._reservations.set_ranks(ranks, {node.id for node in self._nodes if node.alive})
 

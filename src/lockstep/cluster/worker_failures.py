@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from lockstep.base.errors import CollectiveStalled
+from lockstep.base.wait_state import Stalled
 from lockstep.cluster.protocol import RemoteError, WorkerDied
 from lockstep.cluster.rpc.futures import CallError
 from lockstep.watch.diagnosis import failure_classes
@@ -60,6 +61,11 @@ def describe_failure(
             )
     what = f"made no progress for {error.stall_s:g} s"
     return WorkerFailure(role, worker, rank, "stalled", what, step=step, starting=starting)
+
+
+def failed_worker(error: CallError) -> str:
+    """The name of the worker that failed, or of several."""
+    return error.waits_for if isinstance(error, Stalled) else error.worker
 
 
 def is_effect(error: CallError) -> bool:

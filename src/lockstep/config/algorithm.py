@@ -12,6 +12,8 @@ from lockstep.config.section import FALSE_AS_OFF, Section, default_kind
 
 Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
 KLEstimator = Literal["k1", "k2", "k3"]
+ModelOutput = Literal["logprobs", "entropy"]
+"""What a model computes for each target: its log-probability, and the entropy of the distribution it is from."""
 TrainerOutput = Literal["logprobs", "entropy", "reference_logprobs"]
 """What a trainer's ranks can evaluate for each target."""
 
@@ -107,12 +109,12 @@ class ObjectiveConfig(Section):
 
     @property
     def evaluated_fields(self) -> dict[str, TrainerOutput]:
-        """Fields of the targets that the trainer's ranks compute before the first update of a step, and from what."""
+        """Fields of the targets that are computed before the first update of a step, and from what."""
         return {}
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the trainer needs a frozen copy of the model as it was loaded."""
+        """Whether a field comes from a frozen copy of the model as it was loaded, or from another reference."""
         return "reference_logprobs" in self.evaluated_fields.values()
 
     @property

@@ -98,6 +98,8 @@ ClusterConfig = Annotated[LocalClusterConfig | RayClusterConfig, Field(discrimin
 
 
 PlacedRole = Literal["policy", "critic", "rollout"]
+PLACED_ROLES: tuple[str, ...] = ("policy", "critic", "rollout", "reference")
+"""Roles with a section in `placement`."""
 
 
 class RolePlacement(Section):
@@ -112,8 +114,7 @@ class RolePlacement(Section):
 
 
 class PlacementConfig(Section):
-    """The placement of roles on several nodes (`cluster.kind: ray`). The reference model has no processes of its own:
-    it is evaluated on the policy's ranks."""
+    """The placement of roles on several nodes (`cluster.kind: ray`)."""
 
     strategy: Literal["pack", "spread"] = "pack"
     """`pack` fills a node before it uses the next one, `spread` uses as many nodes as there are."""
@@ -123,6 +124,8 @@ class PlacementConfig(Section):
     policy: RolePlacement = RolePlacement()
     critic: RolePlacement = RolePlacement()
     rollout: RolePlacement = RolePlacement()
+    reference: RolePlacement = RolePlacement()
+    """Without a section `reference`, the reference model is on the policy's ranks."""
 
     @model_validator(mode="after")
     def _check_colocate(self) -> Self:
@@ -132,7 +135,7 @@ class PlacementConfig(Section):
 
     def of_role(self, role: str) -> RolePlacement | None:
         """The placement of a role; None if it has no settings of its own."""
-        return {"policy": self.policy, "critic": self.critic, "rollout": self.rollout}.get(role)
+        return getattr(self, role) if role in PLACED_ROLES else None
 
     @property
     def shared(self) -> bool:

@@ -21,6 +21,7 @@ from lockstep.config.algorithm import (
 from lockstep.config.reward import EnvironmentReward, RewardConfig, TaskReward
 from lockstep.config.rollout import SamplingConfig
 from lockstep.config.run_config import DataKind, Generation, RunConfig
+from lockstep.config.serve_role import ReferenceConfig, ServeRole
 
 
 class SFTConfig(RunConfig):
@@ -72,6 +73,8 @@ class GRPOConfig(RunConfig):
     advantage: Advantage = GRPOAdvantage()
     filter_groups: FilterGroups = FilterGroups()
     loss: AnyPolicyLoss = PPOClip()
+    reference: ReferenceConfig | None = None
+    """Processes for the reference model of `loss.kl`; the policy's ranks hold it when absent."""
     reward: RewardConfig
 
     @property
@@ -97,6 +100,24 @@ class GRPOConfig(RunConfig):
     @property
     def generation(self) -> Generation:
         return Generation(self.prompts_per_step, self.group_size, self.filter_groups)
+
+    @property
+    def serve_roles(self) -> tuple[ServeRole, ...]:
+        return () if self.reference is None else (self._reference_role(self.reference),)
+
+    def _reference_role(self, reference: ReferenceConfig) -> ServeRole:
+        return ServeRole(
+            name="reference",
+            model=reference.model(self.model),
+            ranks=reference.ranks,
+            threads=reference.threads,
+            fields={"reference_logprob": "logprobs"},
+            temperature=self.train_temperature,
+            communication=self.communication,
+            head_chunk=self.trainer.head_chunk,
+            malloc=self.trainer.malloc,
+            collective_timeout_s=self.trainer.collective_timeout_s,
+        )
 
     @property
     def train_temperature(self) -> float:
@@ -147,9 +168,34 @@ class GRPOConfig(RunConfig):
                 "trainer.offload frees the GPU for engines while the trainer is idle, but with rollout.max_staleness "
                 "they generate while it trains: leave one of the two out"
             )
+        if self.reference is not None:
+            _check_reference(self, self.reference)
         if self.data.kind != "reasoning_gym" and any(isinstance(term, TaskReward) for term in self.reward.terms):
             raise ValueError(f"reward.terms has kind task, but data.kind is {self.data.kind}, not reasoning_gym")
         return self
+
+
+def _check_reference(config: GRPOConfig, reference: ReferenceConfig) -> None:
+    """Checks that processes for a reference model are needed, and can have their model and devices."""
+    if not config.objective.needs_reference:
+        raise ValueError(
+            "reference starts processes for the reference model, but loss.kl.coefficient is 0, so nothing needs one: "
+            "set loss.kl.coefficient above 0, or leave reference out"
+        )
+    if reference.path is None and reference.revision is not None:
+        raise ValueError(
+            f"reference.revision {reference.revision!r} is a revision of reference.path, which is absent: set it too"
+        )
+    if reference.path is None and config.model.quantization is not None:
+        raise ValueError(
+            "the reference of a policy with model.quantization is its quantized model without the adapter, which only "
+            "the policy's ranks hold, at no extra memory: leave reference out, or set reference.path"
+        )
+    if config.placement.colocate == "all":
+        raise ValueError(
+            "placement.colocate all lets all roles share GPUs, but the ranks of reference need GPUs of their own: set "
+            "placement.colocate=[policy, rollout], or leave reference out"
+        )
 
 
 def _check_sampling(sampling: SamplingConfig, loss: PolicyLoss) -> None:

@@ -7,14 +7,16 @@ ROLE_OF_PROCESSES: Mapping[str, str] = {
     "the scorers": "reward",
     "trainer ranks": "policy",
     "critic ranks": "critic",
+    "reference ranks": "reference",
     "the environments": "environment",
 }
 """The role that a wait means if it names all processes of a role."""
 
-UNTRAINED_ROLES = ("rollout", "reward", "environment", "weights")
-"""Roles of processes without a trainer. All other roles are trained models."""
+ROLES_WITHOUT_RANKS = ("rollout", "reward", "environment", "weights")
+"""Roles whose processes work, and are replaced, one by one. The processes of all other roles, such as policy and
+reference, are the ranks of one model: they need each other, and are replaced together."""
 
 
 def name_of_ranks(role: str) -> str:
-    """What a wait for all ranks of a trained role names."""
+    """What a wait for all ranks of a role names."""
     return "trainer ranks" if role == "policy" else f"{role} ranks"

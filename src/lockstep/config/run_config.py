@@ -13,6 +13,7 @@ from lockstep.config.model import ModelConfig
 from lockstep.config.reward import RewardConfig
 from lockstep.config.rollout import RolloutConfig, SamplingConfig
 from lockstep.config.section import Section
+from lockstep.config.serve_role import ServeRole
 from lockstep.config.train_role import TrainRole
 from lockstep.config.trainer import CheckpointConfig, CommunicationConfig, TrainerConfig, WeightSyncConfig
 
@@ -190,6 +191,11 @@ class RunConfig(Section):
         return (self.policy,)
 
     @property
+    def serve_roles(self) -> tuple[ServeRole, ...]:
+        """The models that are only evaluated, each in processes of its own."""
+        return ()
+
+    @property
     def policy(self) -> TrainRole:
         """The model that the run is about."""
         return TrainRole(
@@ -201,6 +207,7 @@ class RunConfig(Section):
             seed=self.seed,
             temperature=self.train_temperature,
             optimizer_steps=self.steps * self.updates_per_step,
+            served_fields=tuple(name for role in self.serve_roles for name in role.fields),
         )
 
     @property

@@ -2,7 +2,7 @@
 
 from pydantic import Field
 
-from lockstep.config.algorithm import AnyObjective
+from lockstep.config.algorithm import AnyObjective, TrainerOutput
 from lockstep.config.model import ModelConfig
 from lockstep.config.section import Section
 from lockstep.config.trainer import CommunicationConfig, TrainerConfig
@@ -23,6 +23,19 @@ class TrainRole(Section):
     """Divisor of the logits: log-probabilities are those of the distribution that completions were sampled from."""
     optimizer_steps: int = Field(gt=0)
     """Optimizer steps of the whole run, over which a schedule without `total_steps` decays."""
+    served_fields: tuple[str, ...] = ()
+    """Fields of the objective that served roles compute."""
+
+    @property
+    def evaluated_fields(self) -> dict[str, TrainerOutput]:
+        """Fields of the targets that the role's ranks compute before the first update of a step, and from what."""
+        fields = self.objective.evaluated_fields
+        return {name: output for name, output in fields.items() if name not in self.served_fields}
+
+    @property
+    def holds_reference(self) -> bool:
+        """Whether the ranks hold a frozen copy of the model as it was loaded."""
+        return "reference_logprobs" in self.evaluated_fields.values()
 
     @property
     def section(self) -> str:

@@ -126,6 +126,25 @@ class MiniBatch:
         parts = [slice(*each[number : number + 2]) for each in bounds]
         return _map_columns(self.columns, lambda values, kind, _: values[parts[kind]])
 
+    def spread(self, ranks: int) -> "MiniBatch":
+        """Returns the same rows for another number of ranks, in the order in which these ranks compute them. Every rank
+        gets the same number; if there are not enough, the last ones are empty."""
+        if ranks == self.ranks:
+            return self
+        rows = np.arange(self.ranks * self.microbatches).reshape(self.ranks, -1).T.ravel()
+        each = -(-rows.size // ranks)
+        order = np.full(ranks * each, -1)
+        order[: rows.size] = rows
+        order = order.reshape(each, ranks).T.ravel()
+        filled = order >= 0
+        bounds = self.token_bounds, self.segment_bounds, self.target_bounds
+        sizes = [np.where(filled, np.diff(begins)[order], 0) for begins in bounds]
+        taken = [concatenated_ranges(begins[order], size) for begins, size in zip(bounds, sizes, strict=True)]
+        columns = _map_columns(self.columns, lambda values, kind, _: values[taken[kind]])
+        tokens, segments, targets = map(cumulative_bounds, sizes)
+        columns, bounds = _fill_empty_rows(columns, (tokens, segments, targets), np.flatnonzero(~filled))
+        return MiniBatch(columns, *bounds, ranks, each, self.targets, self.sequences, self.skipped)
+
     def encode(self) -> Iterator[EncodedMicroBatches]:
         """Encodes the micro-batches of each rank, in the order of ranks, without `index`."""
         columns = [*(getattr(self.columns, name) for name in _COLUMNS), *self.columns.fields.values()]

@@ -90,11 +90,14 @@ class TrainingBatch:
         bounds = self.forest.tree_bounds
         return np.asarray(some[bounds[1:]] == some[bounds[:-1]])
 
-    def everything(self) -> MiniBatch:
-        """Returns all trees as one mini-batch, for evaluation."""
-        return self._make_mini_batch(
-            np.arange(len(self.forest)), "token-mean", None, np.zeros(len(self.forest), np.bool_)
-        )
+    def everything(self, mode: PackingMode | None = None) -> MiniBatch:
+        """Returns all trees as one mini-batch, for evaluation.
+
+        Args:
+            mode: the packing mode, for another model than the one that the batch was packed for.
+        """
+        no_skips = np.zeros(len(self.forest), np.bool_)
+        return self._make_mini_batch(np.arange(len(self.forest)), "token-mean", None, no_skips, mode)
 
     def set_field(self, name: str, minibatch: MiniBatch, values: Sequence[Sequence[np.ndarray]]) -> None:
         """Stores per-target values that the ranks computed for `minibatch`.
@@ -171,14 +174,20 @@ class TrainingBatch:
         return [np.asarray(part) for part in parts]
 
     def _make_mini_batch(
-        self, order: np.ndarray, aggregation: Aggregation, norm_length: int | None, without_gradient: np.ndarray
+        self,
+        order: np.ndarray,
+        aggregation: Aggregation,
+        norm_length: int | None,
+        without_gradient: np.ndarray,
+        mode: PackingMode | None = None,
     ) -> MiniBatch:
         for name, is_set in self._is_set.items():
             if not is_set.all():
                 raise ValueError(f"field {name!r} is set for {int(is_set.sum())} of {self.targets} targets")
         # The order only decides which trees share an optimizer step, not their order within it.
         part = np.sort(order)
-        plan = plan_packing(self.forest, part[~without_gradient[part]], self.ranks, self.token_budget, self.mode)
+        packed = part[~without_gradient[part]]
+        plan = plan_packing(self.forest, packed, self.ranks, self.token_budget, mode or self.mode)
         weights, targets, sequences = self._weights(part, aggregation, norm_length)
         minibatch = build_mini_batch(plan, self.forest, {**self.fields, "weight": weights})
         minibatch.targets, minibatch.sequences = targets, sequences

@@ -25,7 +25,7 @@ def grpo(run: Run, cfg: GRPOConfig) -> None:
                 trees = forest_from_rollouts(rollouts, mask_truncated=cfg.loss.mask_truncated)
                 batch = pack(trees, run.policy.ranks, cfg.token_budget, run.policy.info.packing)
             with run.stage("logprobs"):
-                run.policy.annotate(batch)
+                run.annotate(batch)
             batch.set_per_target("advantage", compute_advantages(rollouts.rewards, batch, cfg.advantage, cfg.loss.kl))
             most, seed = cfg.rollout.sampling.max_tokens, run.seed(step)
             minibatches = batch.minibatches(cfg.epochs, cfg.minibatch_size, cfg.loss, seed=seed, max_tokens=most)

@@ -37,6 +37,7 @@ from lockstep.run.rollout_buffer import PromptSampler, RolloutBuffer
 from lockstep.run.run import Run, RunRoles
 from lockstep.run.run_id import claim_run_id
 from lockstep.run.run_reporter import RunReporter, controller_logging
+from lockstep.run.served_roles import ServedGroup
 from lockstep.run.trained_roles import TrainedRoles
 from lockstep.run.trainer_group import TrainerGroup, set_up_ranks
 from lockstep.run.weight_sync import WeightPublisher, make_device_sync, make_weight_delivery
@@ -127,8 +128,8 @@ def start_supervisor(
     if not config.enable:
         return
     recovers = config.on_stall == "recover" and prepared.config.recovery.enable
-    trained = {name_of_ranks(role.name): role.name for role in prepared.config.train_roles}
-    aliases = {**ROLE_OF_PROCESSES, **trained}
+    names = [role.name for role in prepared.config.train_roles] + [role.name for role in prepared.config.serve_roles]
+    aliases = {**ROLE_OF_PROCESSES, **{name_of_ranks(name): name for name in names}}
     if recovers:
         recovery.listen(reporter.verdicts, cluster.kill)
     cluster.supervise(
@@ -145,16 +146,16 @@ def start_supervisor(
     )
 
 
-def launch_all(prepared: PreparedRun, launcher: RunWorkerLauncher) -> tuple[list[Worker], list[Worker]]:
-    """Starts the ranks of all trained roles, and engines.
+def launch_all(prepared: PreparedRun, launcher: RunWorkerLauncher) -> tuple[list[Worker], list[Worker], list[Worker]]:
+    """Starts the ranks of all trained roles, those of served roles, and engines.
 
     Engines that share GPUs with the ranks are put to sleep before the ranks use the GPUs: vLLM refuses to start if less
     than its share of a GPU is free, or if other processes allocate memory while it measures its own.
     """
-    ranks, engines = launcher.launch_all()
+    ranks, served, engines = launcher.launch_all()
     if prepared.config.placement.shared:
         gather_results([engine.submit(EngineAPI.sleep) for engine in engines], why="free the GPUs")
-    return ranks, engines
+    return ranks, served, engines
 
 
 def _open_ledger(prepared: PreparedRun) -> Ledger:
@@ -220,12 +221,19 @@ def _start_run(
         start_supervisor(prepared, cluster, reporter, recovery)
         with reporter.stage("start"):
             launcher = RunWorkerLauncher(prepared, cluster, ledger.generation)
-            ranks, workers = launch_all(prepared, launcher)
+            ranks, servers, workers = launch_all(prepared, launcher)
+            served = [
+                ServedGroup(role, [w for w in servers if w.spec.role == role.name], launcher, recovery)
+                for role in config.serve_roles
+            ]
             trained, start = _start_trainers(prepared, ledger, ranks)
+            for group in served:
+                group.finish_setup()
             engines = _make_rollout_client(prepared, launcher, recovery, workers)
             if engines is not None:
                 closing.callback(engines.close)
             roles = _make_roles(prepared, ledger, reporter, launcher, trained, engines, start)
+            roles.served = served
             memory = MemoryCheckpointer(trained, run_shm_dir(name) / "state") if prepared.plan.memory_copy else None
             cluster.release()
         context = RecoveryContext(recovery, launcher, memory)

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from lockstep.base.wait_state import Stalled
 from lockstep.cluster.protocol import RemoteError, WorkerDied
 from lockstep.config.run_config import Export, RunConfig
+from lockstep.data.mini_batches import TrainingBatch
 from lockstep.data.sample_sources import SampleSource
 from lockstep.ledger.ledger import Ledger
 from lockstep.rewards.scorer_pool import ScorerPool
@@ -21,6 +22,7 @@ from lockstep.run.interrupt import InterruptHandler
 from lockstep.run.recovery.trainer_recovery import RecoveryContext, TrainerRecovery
 from lockstep.run.rollout_buffer import RolloutBuffer
 from lockstep.run.run_reporter import RunReporter
+from lockstep.run.served_roles import ServedGroup, annotate_batch
 from lockstep.run.step_metrics import rollout_metrics, update_metrics
 from lockstep.run.trained_roles import TrainedRoles
 from lockstep.run.trainer_group import TrainerGroup
@@ -53,6 +55,7 @@ class RunRoles:
     weights: WeightPublisher | None = None
     rollouts: RolloutBuffer | None = None
     evaluator: Evaluator | None = None
+    served: Sequence[ServedGroup] = ()
 
 
 class Run:
@@ -207,6 +210,11 @@ class Run:
         if groups.stored is None:
             self.ledger.record_rollouts(step, groups.rollouts, {"seed": self.seed(step), **groups.extra})
         self._row |= rollout_metrics(groups.rollouts) | groups.metrics() | self.rollouts.metrics(step)
+
+    def annotate(self, batch: TrainingBatch) -> None:
+        """Adds to the batch's targets what the policy's objective needs before the first update of a step, such as old
+        log-probabilities and those of the reference. All roles compute at the same time."""
+        annotate_batch(batch, self.policy, self.roles.served, self.interrupt.recovering)
 
     def commit(self, step: int, stats: Sequence[Mapping[str, float]], **others: Sequence[Mapping[str, float]]) -> None:
         """Records that the step is trained.

@@ -18,7 +18,7 @@ def compute_advantages(rewards: np.ndarray, batch: TrainingBatch, config: Advant
     Args:
         rewards: float `[groups, group size]`; completion k of group g is the batch's sequence `g * group size + k`.
         batch: contains `engine_logprob` or `old_logprob`, and `reference_logprob` for a penalty, see
-            `TrainerGroup.annotate`.
+            `Run.annotate`.
     """
     penalties = kl_penalties(batch, kl)
     if config.kind == "reinforce_plus_plus" or config.kind == "reinforce_plus_plus_baseline":

@@ -1,6 +1,7 @@
 """The ranks of a trained role as one object: every method calls all ranks and returns one result."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,6 +34,23 @@ def set_up_ranks(workers: Sequence[Worker]) -> dict[str, tuple[list[Worker], lis
         own.append(worker)
         infos.append(info)
     return ready
+
+
+@dataclass(slots=True)
+class PendingFields:
+    """Fields of a batch's targets that the ranks of a role are computing."""
+
+    minibatch: MiniBatch
+    fields: Mapping[str, str]
+    """By field, the output that it comes from."""
+    calls: Sequence[PendingResult[list[dict[str, np.ndarray]]]]
+    """One for each rank; none if there are no fields."""
+
+    def store(self, batch: TrainingBatch) -> None:
+        """Adds the fields to the batch. All calls must be done."""
+        values = gather_results(self.calls, why="their results")
+        for name, output in self.fields.items():
+            batch.set_field(name, self.minibatch, [[row[output] for row in rank] for rank in values])
 
 
 class TrainerGroup:
@@ -87,16 +105,16 @@ class TrainerGroup:
             gather_identical([worker.submit(TrainerAPI.onload) for worker in self.workers], why="onload")
             self._offloaded = False
 
-    def annotate(self, batch: TrainingBatch) -> None:
-        """Adds to the batch's targets what the objective needs from the trainer before the first update of a step, such
-        as old log-probabilities and those of the reference."""
-        fields = self.objective.evaluated_fields
-        if not fields:
-            return
-        minibatch = batch.everything()
-        values = self.evaluate(minibatch, list(dict.fromkeys(fields.values())))
-        for name, output in fields.items():
-            batch.set_field(name, minibatch, [[row[output] for row in rank] for rank in values])
+    def begin_fields(self, minibatch: MiniBatch) -> PendingFields:
+        """Asks the ranks for the fields of targets that they compute before the first update of a step, such as old
+        log-probabilities.
+
+        Args:
+            minibatch: the whole step.
+        """
+        fields = self.role.evaluated_fields
+        calls = self.submit_evaluation(minibatch, list(dict.fromkeys(fields.values()))) if fields else []
+        return PendingFields(minibatch, fields, calls)
 
     def submit_step(self, minibatch: MiniBatch) -> list[PendingResult[StepStats]]:
         """Submits an optimizer step to all ranks and returns at once; see `step`."""

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.cluster.protocol import Cluster, NodeInfo, Worker, WorkerSpec, successor_name
+from lockstep.config.serve_role import ServeRole
 from lockstep.config.train_role import TrainRole
 from lockstep.rollout.engine_protocol import ENGINE_SERVICE
 from lockstep.run.planning.prepare import PreparedRun
@@ -15,6 +16,7 @@ from lockstep.weights.relay.relay_api import RELAY_SERVICE
 
 POLICY_SERVICE = "lockstep.run.policy_service:PolicyService"
 ROLE_SERVICE = "lockstep.run.policy_service:RoleService"
+SERVED_MODEL_SERVICE = "lockstep.train.served_model_service:ServedModelService"
 WEIGHT_READERS = {
     "sampled": "lockstep.weights.shared_memory_transport:StoreReader",
     "complete": "lockstep.weights.shared_memory_transport:complete_store_reader",
@@ -37,35 +39,41 @@ PLACEMENT_LIMIT_S = 60.0
 
 
 class RunWorkerLauncher:
-    """Implements `WorkerLauncher` for the ranks of trained roles (such as policy), engines (role rollout) and weight
-    relays (role weights). Scorers and environments are started by their pools."""
+    """Implements `WorkerLauncher` for the ranks of trained roles (such as policy) and served ones (such as reference),
+    engines (role rollout) and weight relays (role weights). Scorers and environments are started by their pools."""
 
     def __init__(self, prepared: PreparedRun, cluster: Cluster, generation: int) -> None:
         self.prepared, self.cluster, self.generation = prepared, cluster, generation
         self._latest: dict[tuple[str, int], str] = {}
         """The name of the latest process, by role and rank."""
         self._roles = {role.name: role for role in prepared.config.train_roles}
-        self._trainer_starts: Counter[str] = Counter()
-        """How often the ranks of each trained role were started."""
+        self._served = {role.name: role for role in prepared.config.serve_roles}
+        self._starts: Counter[str] = Counter()
+        """How often the ranks of each trained or served role were started."""
         self.relay_transport = "gloo"
         """The transport between relays."""
         self._relay_ranks: dict[str, int] = {}
         """Ranks of the relays, by node."""
 
-    def launch_all(self) -> tuple[list[Worker], list[Worker]]:
-        """Starts trainer ranks and engines in parallel. Engines load their models as they start; ranks use no device
-        before they are set up."""
+    def launch_all(self) -> tuple[list[Worker], list[Worker], list[Worker]]:
+        """Starts trainer ranks, ranks of served models, and engines in parallel, and returns them. Engines load their
+        models as they start; ranks use no device before they are set up."""
         specs = [spec for role in self._roles.values() for spec in self._trainer_specs(role, role.trainer.ranks)]
+        specs += [spec for role in self._served.values() for spec in self._served_specs(role)]
         specs += [self._engine_spec(process) for process in self._planned("rollout")]
         workers = self._start(specs)
-        return [w for w in workers if w.spec.role in self._roles], [w for w in workers if w.spec.role == "rollout"]
+        trained = [worker for worker in workers if worker.spec.role in self._roles]
+        served = [worker for worker in workers if worker.spec.role in self._served]
+        return trained, served, [worker for worker in workers if worker.spec.role == "rollout"]
 
     def launch(self, role: str, ranks: Sequence[int] = (), node: NodeInfo | None = None) -> list[Worker]:
-        """See `WorkerLauncher`. The ranks of a trained role always start together, so their `ranks` begin at 0."""
+        """See `WorkerLauncher`. The ranks of a model always start together, so their `ranks` begin at 0."""
         if node is not None:
             return self._start([self._relay_spec(node)])
         if role in self._roles:
             return self._start(self._trainer_specs(self._roles[role], len(ranks)))
+        if role in self._served:
+            return self._start(self._served_specs(self._served[role]))
         planned = self._planned(role)
         return self._start([self._engine_spec(planned[rank]) for rank in ranks])
 
@@ -83,26 +91,50 @@ class RunWorkerLauncher:
         return [process for process in self.prepared.plan.processes if process.role == role]
 
     def _trainer_specs(self, role: TrainRole, count: int) -> list[WorkerSpec]:
-        start = self._trainer_starts[role.name]
-        self._trainer_starts[role.name] += 1
+        start = self._count_start(role.name)
         return [self._trainer_spec(role, process, start, count) for process in self._planned(role.name)[:count]]
 
-    def _trainer_spec(self, role: TrainRole, process: PlannedProcess, start: int, world: int) -> WorkerSpec:
-        config = self.prepared.config
-        trainer = role.trainer.model_copy(update={"threads": process.threads, "ranks": world})
+    def _count_start(self, role: str) -> int:
+        """The number of earlier starts of a role's ranks."""
+        self._starts[role] += 1
+        return self._starts[role] - 1
+
+    def _rank_arguments(self, process: PlannedProcess, start: int, world: int) -> dict[str, Any]:
+        """The arguments of every rank of a model, besides its role."""
         host, port = self.cluster.store()
-        folder = self.prepared.folder.absolute()  # workers on other nodes have another working folder
-        arguments = {
-            "role": role.model_copy(update={"trainer": trainer}).model_dump(mode="json"),
+        return {
             "rank": process.rank,
             "world": world,
             "store_host": host,
             "store_port": port,
-            "run_folder": str(folder),
-            "run_id": read_run_id(folder),
             "device": process.device,
             "generation": self.generation,
             "restarts": start,
+        }
+
+    def _served_specs(self, role: ServeRole) -> list[WorkerSpec]:
+        start = self._count_start(role.name)
+        return [
+            self._spec(
+                process,
+                SERVED_MODEL_SERVICE,
+                {
+                    "role": role.model_copy(update={"threads": process.threads}).model_dump(mode="json"),
+                    **self._rank_arguments(process, start, role.ranks),
+                },
+            )
+            for process in self._planned(role.name)
+        ]
+
+    def _trainer_spec(self, role: TrainRole, process: PlannedProcess, start: int, world: int) -> WorkerSpec:
+        config = self.prepared.config
+        trainer = role.trainer.model_copy(update={"threads": process.threads, "ranks": world})
+        folder = self.prepared.folder.absolute()  # workers on other nodes have another working folder
+        arguments = {
+            "role": role.model_copy(update={"trainer": trainer}).model_dump(mode="json"),
+            "run_folder": str(folder),
+            "run_id": read_run_id(folder),
+            **self._rank_arguments(process, start, world),
         }
         if role.name == next(iter(self._roles)):  # the policy
             spec = self._spec(process, POLICY_SERVICE, {**arguments, "check": config.weights.check})

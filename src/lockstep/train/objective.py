@@ -19,11 +19,8 @@ from torch import Tensor
 from lockstep.algos import importance_sampling, losses
 from lockstep.algos.importance_sampling import ImportanceWeights, logprob_gap
 from lockstep.algos.losses import PolicyTerms, cross_entropy, entropy_loss, kl_divergence, sum_weighted_losses
-from lockstep.config.algorithm import CISPO, GSPO, CrossEntropy, ObjectiveConfig, PolicyLoss, PPOClip
+from lockstep.config.algorithm import CISPO, GSPO, CrossEntropy, ModelOutput, ObjectiveConfig, PolicyLoss, PPOClip
 from lockstep.data.micro_batch import MicroBatch
-
-ModelOutput = Literal["logprobs", "entropy"]
-"""What a model computes for each target: its log-probability, and the entropy of the distribution it is from."""
 
 Reduction = Literal["sum", "mean", "max"]
 """How a metric becomes one number per step: summed over targets, micro-batches and ranks (losses are weighted, so their

@@ -5,11 +5,12 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from lockstep.config.algorithm import ModelOutput
 from lockstep.config.train_role import TrainRole
 from lockstep.models.errors import ModelError
 from lockstep.models.policy_model import PolicyModel
 from lockstep.models.router_loss import ROUTER_FIELD, RouterRecorder, router_coefficient
-from lockstep.train.objective import LossOutput, ModelOutput, Objective, Reduction
+from lockstep.train.objective import LossOutput, Objective, Reduction
 
 ROUTER_METRICS: Mapping[str, Reduction] = {"router_aux_loss": "sum"}
 

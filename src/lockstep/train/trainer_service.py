@@ -1,7 +1,6 @@
 """The trainer's worker process: one rank, which the controller drives by remote calls."""
 
 import logging
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,14 +8,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from lockstep.base.malloc import tune_malloc
 from lockstep.config.algorithm import TrainerOutput
 from lockstep.config.train_role import TrainRole
 from lockstep.data.micro_batch import EncodedMicroBatches, decode_micro_batches
-from lockstep.data.packing import PackingMode
 from lockstep.models.errors import naming_fields_in
-from lockstep.train.distributed import join_ranks
 from lockstep.train.memory_checkpoint import MemoryCheckpoints
+from lockstep.train.rank_service import RankService, choose_packing
 from lockstep.train.trainer_api import TrainerAPI, TrainerInfo
 from lockstep.train.trainer_kinds import trainer_kind
 from lockstep.train.trainer_protocol import StepStats, Trainer
@@ -25,16 +22,14 @@ from lockstep.watch.beacon.writer import current_beacon
 log = logging.getLogger(__name__)
 
 
-class TrainerService(TrainerAPI):
+class TrainerService(RankService, TrainerAPI):
     """One rank of the trainer.
 
     Args:
-        role: the `TrainRole`, as `model_dump(mode="json")` returns it; its name is the prefix of the store's keys.
-        rank, world: number of this rank, and number of all ranks of the role.
-        store_host, store_port: the store for the rendezvous of two or more ranks.
-        generation: generation of the run.
-        restarts: number of earlier starts of this role in this generation; each start uses its own keys.
-        device: `cpu`, `cuda` or `cuda:1`; `auto` uses a GPU if there is one.
+        role: the `TrainRole`, as `model_dump(mode="json")` returns it.
+        run_folder: the folder of the run.
+
+    The other arguments are those of `RankService`.
     """
 
     def __init__(
@@ -50,16 +45,12 @@ class TrainerService(TrainerAPI):
         restarts: int = 0,
     ) -> None:
         self.role = TrainRole.model_validate(role)
-        self.rank, self.world, self.generation, self.restarts = rank, world, generation, restarts
+        name, threads, malloc = self.role.name, self.role.trainer.threads, self.role.trainer.malloc
+        super().__init__(name, threads, malloc, rank, world, store_host, store_port, device, generation, restarts)
         self.run_folder = Path(run_folder)
-        self.store = None if store_host is None or store_port is None else (store_host, store_port)
-        self.device = choose_device(device, rank)
         self._trainer: Trainer | None = None
         self._info: TrainerInfo | None = None
         self._memory: MemoryCheckpoints | None = None
-        if self.role.trainer.malloc == "tuned":
-            tune_malloc()
-        torch.set_num_threads(self.role.trainer.threads or max(1, (os.cpu_count() or 1) // world))
 
     def setup(self, names: list[str] | None = None) -> TrainerInfo:
         """Joins the other ranks and loads the model.
@@ -70,21 +61,12 @@ class TrainerService(TrainerAPI):
         if self._info is not None:
             return self.info()
         current_beacon().stage("setup")
-        ranks = join_ranks(
-            self.rank,
-            self.world,
-            self.device,
-            self.store,
-            prefix=f"gen{self.generation}/{self.role.name}/{self.restarts}",
-            timeout_s=self.role.trainer.collective_timeout_s,
-            replicas=self.role.trainer.replicas,
-            fallback=self.role.communication.fallback,
-            names=names or (),
-        )
+        timeout_s, replicas = self.role.trainer.collective_timeout_s, self.role.trainer.replicas
+        ranks = self.join(names or (), timeout_s, self.role.communication, replicas)
         torch.manual_seed(self.role.seed * self.world + self.rank)
         with naming_fields_in(self.role.section):
             self._trainer = trainer = trainer_kind(self.role).create(self.role, ranks, self.generation)
-            packing, reason = self._packing(trainer)
+            packing, reason = choose_packing(self.role.model, trainer.probe_packing, self.role.field("model.packing"))
         self._info = TrainerInfo(
             rank=self.rank,
             world=self.world,
@@ -167,32 +149,3 @@ class TrainerService(TrainerAPI):
         if self._memory is None:
             self._memory = MemoryCheckpoints(Path(folder), self.rank, self.world)
         return self._memory
-
-    def _packing(self, trainer: Trainer) -> tuple[PackingMode, str]:
-        """Returns the configured packing, or else the densest one that the model computes correctly, and the reason."""
-        chosen = self.role.model.packing
-        if chosen != "auto":
-            return chosen, f"set by {self.role.field('model.packing')}"
-        probed = trainer.probe_packing()
-        return probed.mode, probed.reason
-
-
-def choose_device(name: str, rank: int) -> torch.device:
-    """Resolves a device name: `auto` is the rank's own GPU if the host has GPUs, else the CPU; `cuda` is the rank's
-    own.
-
-    Raises:
-        ValueError: this host does not have that GPU.
-    """
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if name == "auto":
-        name = "cuda" if count else "cpu"
-    device = torch.device(name)
-    if device.type != "cuda":
-        return device
-    index = rank % max(count, 1) if device.type == name else device.index
-    if index >= count:
-        raise ValueError(
-            f"device {name!r} was requested for rank {rank}, but this host has {count} GPUs; set cluster.device"
-        )
-    return torch.device("cuda", index)

@@ -157,12 +157,12 @@ def test_a_role_that_the_recipe_has_not_is_named(tmp_path: Path, worker: Worker)
 def test_engines_on_shared_devices_sleep_before_ranks_are_set_up(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
     ranks, engines = [Worker()], [Worker(), Worker()]
-    launcher: Any = SimpleNamespace(launch_all=lambda: (ranks, engines))
+    launcher: Any = SimpleNamespace(launch_all=lambda: (ranks, [], engines))
     monkeypatch.setattr("lockstep.run.lifecycle.gather_results", lambda calls, why: order.append(f"{len(calls)} sleep"))
     for colocate, expected in (("all", ["2 sleep"]), ((), [])):
         order.clear()
         placement = SimpleNamespace(shared=bool(colocate))
         prepared: Any = SimpleNamespace(config=SimpleNamespace(placement=placement))
-        assert launch_all(prepared, launcher) == (ranks, engines)
+        assert launch_all(prepared, launcher) == (ranks, [], engines)
         assert order == expected
     assert [call[0] for call in engines[0].calls] == ["sleep"] and ranks[0].calls == []

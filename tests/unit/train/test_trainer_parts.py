@@ -21,7 +21,7 @@ from lockstep.train.decoder_layers import checkpoint_activations
 from lockstep.train.distributed import shard_rows
 from lockstep.train.export import _plan_files
 from lockstep.train.optimizer import ShardedAdamW, clip_gradients, is_decayed, norm_parameter_ids, square_norm
-from lockstep.train.trainer_service import choose_device
+from lockstep.train.rank_service import choose_device
 
 
 @given(world=st.integers(1, 9), rows=st.integers(1, 40))

@@ -20,7 +20,7 @@ from lockstep.cluster.placement.bundles import (
     place_bundle,
 )
 from lockstep.cluster.placement.suggestions import suggest_placements
-from lockstep.config.cluster import PlacementConfig, RayClusterConfig, RolePlacement
+from lockstep.config.cluster import PLACED_ROLES, PlacementConfig, RayClusterConfig, RolePlacement
 
 __all__ = [
     "Assignment",
@@ -165,9 +165,7 @@ def assign(
 
 def relax_placement(placement: PlacementConfig) -> PlacementConfig:
     """The placement for processes that lost their node: it allows any number of nodes."""
-    return placement.model_copy(
-        update={"policy": RolePlacement(), "critic": RolePlacement(), "rollout": RolePlacement()}
-    )
+    return placement.model_copy(update=dict.fromkeys(PLACED_ROLES, RolePlacement()))
 
 
 def _assign_bundles(

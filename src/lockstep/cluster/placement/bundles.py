@@ -8,6 +8,7 @@ from lockstep.config.cluster import PlacementConfig, RolePlacement
 COUNT_FIELD = {
     "policy": "trainer.ranks",
     "critic": "critic.trainer.ranks",
+    "reference": "reference.ranks",
     "rollout": "rollout.engine.count",
     "reward": "reward.workers",
     "environment": "rollout.environment.workers",
@@ -38,7 +39,7 @@ class ProcessRequest:
 
     name: str
     role: str
-    """`policy` or another trained role, `rollout`, `reward` or `environment`."""
+    """`policy` or another trained role, `reference`, `rollout`, `reward` or `environment`."""
     rank: int
     cpus: float
     gpus: int = 0
@@ -93,12 +94,14 @@ def make_bundles(requests: Sequence[ProcessRequest], placement: PlacementConfig)
     ranks = sorted((each for each in requests if each.role == "policy"), key=lambda each: each.rank)
     engines = sorted((each for each in requests if each.role == "rollout"), key=lambda each: each.rank)
     critic = sorted((each for each in requests if each.role == "critic"), key=lambda each: each.rank)
-    others = [each for each in requests if each.role not in ("policy", "critic", "rollout")]
+    reference = sorted((each for each in requests if each.role == "reference"), key=lambda each: each.rank)
+    others = [each for each in requests if placement.of_role(each.role) is None]
     if placement.shared and ranks and engines:
         found = _colocated_bundles(ranks, engines, placement)
     else:
         found = _separate_bundles(ranks, placement.policy) + _separate_bundles(engines, placement.rollout)
-    return found + _separate_bundles(critic, placement.critic) + [_single_bundle(each) for each in others]
+    found += _separate_bundles(critic, placement.critic) + _separate_bundles(reference, placement.reference)
+    return found + [_single_bundle(each) for each in others]
 
 
 def total_gpus(requests: Sequence[ProcessRequest], placement: PlacementConfig) -> int:

@@ -11,7 +11,7 @@ from lockstep.base import waits
 from lockstep.cluster.placement.assignment import Assignment, DoesNotFit, NodesBusy, assign, relax_placement
 from lockstep.cluster.placement.bundles import NodeResources, PlacementError, ProcessRequest, make_bundles
 from lockstep.config.cluster import PlacementConfig
-from lockstep.config.roles import UNTRAINED_ROLES
+from lockstep.config.roles import ROLES_WITHOUT_RANKS
 
 log = logging.getLogger(__name__)
 
@@ -179,7 +179,7 @@ class ReservationTable:
         yield unplaced
         bundles = make_bundles(unplaced, self._relaxed(unplaced))
         own = next(bundle for bundle in bundles if name in bundle.processes)
-        first = [bundle for bundle in bundles if bundle is own or set(bundle.roles) - set(UNTRAINED_ROLES)]
+        first = [bundle for bundle in bundles if bundle is own or set(bundle.roles) - set(ROLES_WITHOUT_RANKS)]
         names = {name for bundle in first for name in bundle.processes}
         if len(names) < len(unplaced):
             yield [each for each in unplaced if each.name in names]

@@ -40,6 +40,7 @@ from lockstep.run.planning.resources import (
     uses_existing_cluster,
 )
 from lockstep.run.planning.run_plan import RunPlan, assign_nodes, make_plan
+from lockstep.run.planning.served_models import served_models
 from lockstep.run.run_id import release_shared_memory
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ class PreparedRun:
     notes: list[str]
     """Notes for the user before the run starts."""
     other_models: dict[str, ModelFacts] = field(default_factory=dict)
-    """The sizes of the trained models besides the policy, by role."""
+    """The sizes of the models besides the policy, by role."""
 
     @property
     def rows(self) -> int:
@@ -117,6 +118,7 @@ def prepare_run(
         if config.needs_engines and config.rollout.engine.kind == "vllm" and config.cluster.kind == "local":
             check_installed()
     model, others = _policy_and_others(trained_models(config, host.device))
+    others |= served_models(config, model, host.device)
     plan = make_plan(config, model, host, others)
     notes += placement_notes(config)
     if config.cluster.kind == "ray":
@@ -344,6 +346,7 @@ def _plan_without_hub(config: RunConfig, host: HostResources, notes: list[str]) 
     try:
         config = resolve_adapters(config)
         model, others = _policy_and_others(trained_models(config, host.device))
+        others |= served_models(config, model, host.device)
     except HubUnreachable as error:
         notes.append(f"not looked up: {error}. Memory and collectives are unknown, and no prompt was measured")
     plan = assign_nodes(make_plan(config, model, host, others), config.placement, None)

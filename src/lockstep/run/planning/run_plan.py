@@ -7,11 +7,12 @@ from lockstep.cluster.placement.assignment import Assignment, NodesBusy, assign
 from lockstep.cluster.placement.bundles import NodeResources, ProcessRequest, make_bundles
 from lockstep.config.cluster import PlacementConfig
 from lockstep.config.run_config import RunConfig
+from lockstep.config.serve_role import ServeRole
 from lockstep.config.train_role import TrainRole
 from lockstep.models.model_facts import ModelFacts
 from lockstep.run.planning.resources import HostResources
 from lockstep.train.errors import TrainerUnsupported
-from lockstep.train.trainer_kinds import trainer_kind
+from lockstep.train.trainer_kinds import SERVED_MODELS, trainer_kind
 from lockstep.train.trainer_plan import DTYPE_BYTES, PlannedCollective
 from lockstep.weights.weight_transport import DevicePlacement, transport_refusal
 
@@ -59,7 +60,7 @@ def make_plan(
 
     Args:
         model: the policy's model.
-        others: the models of the other trained roles, by role.
+        others: the models of the other trained roles and of served ones, by role.
 
     Raises:
         TrainerUnsupported: a kind of trainer does not implement a setting.
@@ -73,7 +74,7 @@ def make_plan(
     models = {} if model is None else {config.train_roles[0].name: model, **(others or {})}
     engine = config.rollout.engine
     engines = engine.count if config.needs_engines else 0
-    processes = list(_trainer_ranks(config, models, host))
+    processes = [*_trainer_ranks(config, models, host), *_served_ranks(config, models, host)]
     processes += [
         PlannedProcess(
             f"engine-{rank}",
@@ -99,6 +100,7 @@ def make_plan(
         raise InfeasibleError(refusal)
     shared = 2 * model.parameters * DTYPE_BYTES[engine_dtype(config, model)] if engines and model is not None else 0
     collectives = [each for role in config.train_roles for each in _trainer_collectives(config, role, models)]
+    collectives += [each for role in config.serve_roles for each in _served_collectives(role, models)]
     plan = RunPlan(processes, collectives, shared)
     if config.cluster.kind == "ray":
         plan = replace(plan, wanted=resource_requests(config, plan.processes))
@@ -126,6 +128,20 @@ def _trainer_ranks(
         first += count
 
 
+def _served_ranks(config: RunConfig, models: Mapping[str, ModelFacts], host: HostResources) -> Iterator[PlannedProcess]:
+    """The ranks of all served roles. Each has a GPU of its own, after those of the trained roles."""
+    first = sum(role.trainer.ranks for role in config.train_roles)
+    for role in config.serve_roles:
+        threads = role.threads or _threads(config, host, role.name, role.ranks)
+        memory = 0
+        if role.name in models:
+            memory = SERVED_MODELS.planner.memory(role, models[role.name], config.token_budget)
+        for rank in range(role.ranks):
+            device = _device(config, host, first + rank)
+            yield PlannedProcess(f"{role.name}-{rank}", role.name, rank, device, threads, memory)
+        first += role.ranks
+
+
 def _trainer_collectives(
     config: RunConfig, role: TrainRole, models: Mapping[str, ModelFacts]
 ) -> list[PlannedCollective]:
@@ -139,6 +155,19 @@ def _trainer_collectives(
     if len(config.train_roles) == 1:
         return found
     return [replace(each, communicator=f"{role.name} {each.communicator}") for each in found]
+
+
+def _served_collectives(role: ServeRole, models: Mapping[str, ModelFacts]) -> list[PlannedCollective]:
+    """The collectives of a served role's ranks in a step; none if its model is unknown."""
+    if role.name not in models:
+        return []
+    found = SERVED_MODELS.planner.collectives(role, models[role.name])
+    return [replace(each, communicator=f"{role.name} {each.communicator}") for each in found]
+
+
+def _count_ranks(config: RunConfig) -> int:
+    """The number of ranks of all trained and served roles."""
+    return sum(role.trainer.ranks for role in config.train_roles) + sum(role.ranks for role in config.serve_roles)
 
 
 def assign_nodes(plan: RunPlan, placement: PlacementConfig, nodes: Sequence[NodeResources] | None) -> RunPlan:
@@ -234,8 +263,7 @@ def _device(config: RunConfig, host: HostResources, index: int) -> str:
 def _engine_device(config: RunConfig, host: HostResources, rank: int) -> str:
     """The first GPU of an engine: after the GPUs of the ranks, or among them if engines and ranks share GPUs."""
     width, ranks = _gpus_per_engine(config), config.trainer.ranks
-    trained = sum(role.trainer.ranks for role in config.train_roles)
-    first = rank * width % ranks if config.placement.shared else trained + rank * width
+    first = rank * width % ranks if config.placement.shared else _count_ranks(config) + rank * width
     return _device(config, host, min(first % max(host.gpus, 1), max(host.gpus - width, 0)))
 
 
@@ -288,19 +316,33 @@ def _check_context_room(config: RunConfig, model: ModelFacts) -> None:
             )
 
 
+def _rank_fields(config: RunConfig) -> Iterator[tuple[str, int]]:
+    """The fields that set a number of ranks, and their values."""
+    for role in config.train_roles:
+        yield role.field("trainer.ranks"), role.trainer.ranks
+    for served in config.serve_roles:
+        yield f"{served.name}.ranks", served.ranks
+
+
 def _check_fits_host(plan: RunPlan, config: RunConfig, host: HostResources) -> None:
     if host.device == "cuda" and not host.gpus:
         raise InfeasibleError(
             "cluster.device is cuda, and torch finds no GPU on this host: set cluster.device=cpu (or auto), or install "
             "a CUDA build of torch and check the driver with nvidia-smi"
         )
-    for role in config.train_roles:
-        if host.device == "cuda" and role.trainer.ranks > host.gpus:
-            field = role.field("trainer.ranks")
+    for name, count in _rank_fields(config):
+        if host.device == "cuda" and count > host.gpus:
             raise InfeasibleError(
-                f"{field} {role.trainer.ranks} needs as many GPUs and this host has {host.gpus}: "
-                f"set {field}={host.gpus}, or cluster.device=cpu"
+                f"{name} {count} needs as many GPUs and this host has {host.gpus}: "
+                f"set {name}={host.gpus}, or cluster.device=cpu"
             )
+    if host.device == "cuda" and config.placement.shared and config.serve_roles and _count_ranks(config) > host.gpus:
+        names = ", ".join(role.name for role in config.serve_roles)
+        raise InfeasibleError(
+            f"with placement.colocate engines take turns with the policy on its GPUs, and {names} needs GPUs of its "
+            f"own: {_count_ranks(config)} ranks need as many GPUs and this host has {host.gpus}. Leave "
+            f"placement.colocate or {names} out"
+        )
     if host.device == "cuda" and _gpus_per_engine(config) > host.gpus and config.needs_engines:
         raise InfeasibleError(
             f"rollout.engine.tensor_parallel_size {_gpus_per_engine(config)} needs as many GPUs, and this host has "

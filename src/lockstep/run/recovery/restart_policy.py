@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from lockstep.cluster.worker_failures import WorkerFailure
 from lockstep.config.fault_tolerance import RecoveryConfig, RestartBudget
-from lockstep.config.roles import UNTRAINED_ROLES
+from lockstep.config.roles import ROLES_WITHOUT_RANKS
 from lockstep.config.trainer import TrainerConfig
 
 RETRYABLE = frozenset(
@@ -20,7 +20,7 @@ collective. All other errors of this package report wrong data, config or code, 
 
 @dataclass(frozen=True, slots=True)
 class RestartWorkers:
-    """Replace the failed worker; if it is a trainer rank, replace all ranks of its role."""
+    """Replace the failed worker; if it is a rank of a model, replace all ranks of its role."""
 
     number: int
     """Number of this restart within the window, from 1."""
@@ -67,23 +67,21 @@ def decide_recovery(
     starts = [each for each in (*history, failure) if each.role == failure.role]
     if fewer is not None and config.fewer_ranks and _failed_starts(starts) >= MAX_FAILED_STARTS:
         return FewerRanks(fewer)
-    trained = failure.role not in UNTRAINED_ROLES
-    budget = config.policy if trained else config.rollout
+    field = failure.role if failure.role in ("rollout", "reference") else "policy"
+    budget: RestartBudget = getattr(config, field)
     spent = sum(_in_same_budget(failure, earlier, budget) for earlier in history)
-    field = f"recovery.{'policy' if trained else failure.role}"
     if spent >= budget.max_restarts:
         return StopRun(
             f"the limit of {budget.max_restarts} restarts within {budget.window_s:g} s is reached "
-            f"({field}.max_restarts {budget.max_restarts}, window_s {budget.window_s:g})"
+            f"(recovery.{field}.max_restarts {budget.max_restarts}, window_s {budget.window_s:g})"
         )
     return RestartWorkers(spent + 1, budget)
 
 
 def _in_same_budget(failure: WorkerFailure, earlier: WorkerFailure, budget: RestartBudget) -> bool:
-    """Whether an earlier restart is in the same budget: all ranks of a trained role share one, each engine has its
-    own."""
-    trained = failure.role not in UNTRAINED_ROLES
-    same = earlier.role == failure.role and (trained or earlier.rank == failure.rank)
+    """Whether an earlier restart is in the same budget: all ranks of a model share one, each engine has its own."""
+    together = failure.role not in ROLES_WITHOUT_RANKS
+    same = earlier.role == failure.role and (together or earlier.rank == failure.rank)
     return same and failure.at - earlier.at <= budget.window_s
 
 

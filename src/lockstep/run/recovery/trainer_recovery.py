@@ -17,7 +17,7 @@ from lockstep.base import waits
 from lockstep.base.wait_state import Stalled, WaitTimeout
 from lockstep.cluster.protocol import RemoteError, Worker, WorkerDied, WorkerLauncher
 from lockstep.cluster.rpc.futures import CallError, gather_results
-from lockstep.cluster.worker_failures import WorkerFailure, describe_failure, is_effect
+from lockstep.cluster.worker_failures import WorkerFailure, describe_failure, failed_worker, is_effect
 from lockstep.config.roles import name_of_ranks
 from lockstep.ledger.ledger import Ledger
 from lockstep.run.checkpoint_manager import CheckpointManager, restore_checkpoint
@@ -145,7 +145,7 @@ class TrainerRecovery:
         Args:
             role: the role that failed first, and so the one that failed again if the error does not tell.
         """
-        failed, worker, rank = self._find_worker(error, starting=True) or (role, _worker_of(error), None)
+        failed, worker, rank = self._find_worker(error, starting=True) or (role, failed_worker(error), None)
         starting = failed in ranks
         if starting:
             failure = describe_failure(error, failed, worker, rank, self.manager.step, starting=True)
@@ -204,7 +204,7 @@ class TrainerRecovery:
     def _find_worker(self, error: CallError, starting: bool = False) -> tuple[str, str, int | None] | None:
         """Returns role, name and rank of the worker that failed; None if it is not from a trained role. For a wait for
         several ranks, and for a rank that is still starting, the rank is None."""
-        name = _worker_of(error)
+        name = failed_worker(error)
         names = name.split(", ")  # a wait for several ranks lists their names
         for role, group in self.trained.items():
             ranks = {worker.spec.name: worker.spec.rank for worker in group.workers}
@@ -262,8 +262,3 @@ class TrainerRecovery:
         self.checkpoints.wait_for_files(
             lambda: all(group.saved() for group in kept), waits_for=names, why="their part of a checkpoint"
         )
-
-
-def _worker_of(error: CallError) -> str:
-    """The name of the worker that failed, or of several."""
-    return error.waits_for if isinstance(error, Stalled) else error.worker

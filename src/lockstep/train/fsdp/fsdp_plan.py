@@ -1,10 +1,12 @@
 """The memory and the collectives of the FSDP2 trainer, computed before any rank starts."""
 
+from lockstep.config.serve_role import ServeRole
 from lockstep.config.train_role import TrainRole
 from lockstep.models.model_facts import ModelFacts
 from lockstep.train.errors import TrainerUnsupported
 from lockstep.train.objective import make_objective, metric_vector_size
 from lockstep.train.router_objective import ROUTER_METRICS
+from lockstep.train.served_model import ServedModelPlanner
 from lockstep.train.trainer_plan import DTYPE_BYTES, PlannedCollective, TrainerPlanner
 
 
@@ -53,7 +55,7 @@ class FSDP2Planner(TrainerPlanner):
         per_token = (2 if trainer.activation_checkpointing else 34) * model.hidden * model.layers * width // 2
         parts["activations"] = token_budget * per_token
         parts["logits"] = 3 * trainer.head_chunk * model.vocabulary * 4
-        if role.objective.needs_reference and adapter is None:
+        if role.holds_reference and adapter is None:
             parts["reference"] = model.parameters * width // trainer.shards
         return parts
 
@@ -67,14 +69,13 @@ class FSDP2Planner(TrainerPlanner):
             return []
         adapter, width = model.adapter, DTYPE_BYTES[model.dtype]
         reduced = model.layers + 1 if adapter is None else adapter.trained_blocks
-        embedding = model.hidden * model.vocabulary
-        largest = max((model.parameters - embedding) // max(model.layers, 1), embedding)
+        largest = _largest_unit(model)
         scattered = largest if adapter is None else adapter.trained // max(adapter.trained_blocks, 1)
         router = ROUTER_METRICS if model.router_aux_loss else {}
         metrics = metric_vector_size({**make_objective(role.objective).metrics, **router})
         before, gathers = _gathers(role, model, updates)
         found = []
-        if role.objective.evaluated_fields:
+        if role.evaluated_fields:
             found = [PlannedCollective("all_gather", "fsdp", before, largest * width)]
         times = f"{reduced * updates} ({reduced} per optimizer step)"
         norm = f"{updates} (gradient norm and metrics, one vector)"
@@ -90,12 +91,36 @@ class FSDP2Planner(TrainerPlanner):
         return found
 
 
+class FSDP2ServedModelPlanner(ServedModelPlanner):
+    """The planner of `FSDP2ServedModel`."""
+
+    def memory(self, role: ServeRole, model: ModelFacts, token_budget: int) -> int:
+        """Estimates the bytes of one rank: its shard of the weights, the gathered layers, and the activations of one
+        layer and of one chunk of the head, since nothing is kept for a backward pass."""
+        width = DTYPE_BYTES[model.dtype]
+        weights = model.parameters * width // role.ranks
+        gathered = width * (model.root + 2 * model.largest_layer) if role.ranks > 1 else 0
+        return weights + gathered + 17 * token_budget * model.hidden * width + role.head_chunk * model.vocabulary * 4
+
+    def collectives(self, role: ServeRole, model: ModelFacts) -> list[PlannedCollective]:
+        if role.ranks == 1:
+            return []
+        times = f"{model.layers} per micro-batch, and 1 ({', '.join(role.fields) or 'evaluation'})"
+        return [PlannedCollective("all_gather", "fsdp", times, _largest_unit(model) * DTYPE_BYTES[model.dtype])]
+
+
+def _largest_unit(model: ModelFacts) -> int:
+    """Number of parameters that the largest all-gather makes: those of a layer, or of the embedding."""
+    embedding = model.hidden * model.vocabulary
+    return max((model.parameters - embedding) // max(model.layers, 1), embedding)
+
+
 def _gathers(role: TrainRole, model: ModelFacts, updates: int) -> tuple[str, str]:
     """How often parameters are gathered before training, and while training."""
     layers, units, adapter = model.layers, model.layers + 1, model.adapter
     # FSDP2 gathers one layer ahead of the next backward, even if there is none.
     backward = layers if adapter is None else layers - max(adapter.first_trained_layer - 1, 0)
-    models = len(role.objective.evaluated_fields)
+    models = len(role.evaluated_fields)
     # The policy without its adapter serves as the reference, unless the adapter was loaded with weights.
     held = models if adapter is None or adapter.reference_differs_from_base else min(models, 1)
     if role.trainer.reshard_after_forward:

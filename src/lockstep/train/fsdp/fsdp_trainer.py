@@ -1,6 +1,6 @@
 """The FSDP2 trainer: one rank of a policy with its optimizer, and the frozen reference if a KL term needs one."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lockstep.config.algorithm import TrainerOutput
+from lockstep.config.algorithm import ModelOutput, TrainerOutput
 from lockstep.config.train_role import TrainRole
 from lockstep.data.micro_batch import MicroBatch
 from lockstep.models.lora import derived_seed, starts_from_other_weights, with_dropout, without_adapter
@@ -30,11 +30,11 @@ from lockstep.train.fsdp.parallelize import (
     local_shard,
     parameter_dtype,
 )
+from lockstep.train.fsdp.sharded_model import evaluate_each, target_values
 from lockstep.train.lazy_weights import gather_buckets
 from lockstep.train.memory_checkpoint import MemoryCheckpoints
 from lockstep.train.objective import (
     MetricAccumulator,
-    ModelOutput,
     ReducedMetrics,
     check_fields,
     make_objective,
@@ -77,20 +77,21 @@ class FSDP2Trainer:
         self.role, self.ranks = role, ranks
         self.compute_dtype = resolve_dtype(role.model.dtype, ranks.device)
         self.adapter = role.model.adapter
+        kept = parameter_dtype(role.model, ranks, self.compute_dtype)
         self.policy = load_sharded_policy(
-            role, ranks, self.compute_dtype, parameter_dtype(role.model, ranks, self.compute_dtype), self.adapter
+            role.model, ranks, self.compute_dtype, kept, self.adapter, role.trainer, role.seed
         )
         self.objective = with_router_loss(make_objective(role.objective), self.policy, role)
         # Created while no layer is gathered, because a gathered layer holds plain parameters instead of its shards.
         self.merged_weights = MergedWeights(self.policy, ranks)
-        self.has_reference = role.objective.needs_reference
+        self.has_reference = role.holds_reference
         self.reference: PolicyModel | None = None
         """The reference as a separate model. With an adapter it is None: the policy without the adapter, or with the
         adapter's initial values, is the reference."""
         if self.has_reference and self.adapter is None:
-            self.reference = load_sharded_policy(role, ranks, self.compute_dtype, self.compute_dtype).requires_grad_(
-                False
-            )
+            self.reference = load_sharded_policy(
+                role.model, ranks, self.compute_dtype, self.compute_dtype, trainer=role.trainer
+            ).requires_grad_(False)
         other_weights = self.adapter is not None and starts_from_other_weights(self.policy, self.adapter)
         self.initial_adapter = InitialAdapter(self._rows()) if self.has_reference and other_weights else None
         norms = norm_parameter_ids(self.policy)
@@ -142,16 +143,17 @@ class FSDP2Trainer:
         self._check_on_device()
         if "reference_logprobs" in outputs and not self.has_reference:
             raise ValueError(
-                "reference_logprobs are requested, but loss.kl.coefficient is 0, so no reference is loaded"
+                "reference_logprobs are requested, but these ranks hold no reference: loss.kl.coefficient is 0, or the "
+                "role `reference` serves it"
             )
         results: list[dict[str, np.ndarray]] = [{} for _ in microbatches]
-        policy_outputs = [name for name in outputs if name != "reference_logprobs"]
-        with torch.no_grad():
-            if policy_outputs:
-                self._evaluate_each(microbatches, lambda batch: self._values(batch, policy_outputs), results)
-            if "reference_logprobs" in outputs:
-                with self._as_reference() as reference:
-                    self._evaluate_each(microbatches, lambda batch: self._reference_values(reference, batch), results)
+        if policy_outputs := [name for name in outputs if name != "reference_logprobs"]:
+            results = self._evaluate(self.policy, microbatches, policy_outputs)
+        if "reference_logprobs" in outputs:
+            with self._as_reference() as reference:
+                values = self._evaluate(reference, microbatches, ["logprobs"])
+            for result, value in zip(results, values, strict=True):
+                result["reference_logprobs"] = value["logprobs"]
         for model in self._models():
             free_gathered(model)
         return results
@@ -293,24 +295,11 @@ class FSDP2Trainer:
         if self.adapter and self.adapter.lora_dropout:
             torch.manual_seed(derived_seed(self.role.seed, self.optimizer.steps, microbatch, self.ranks.rank))
 
-    def _evaluate_each(
-        self,
-        microbatches: Sequence[MicroBatch[np.ndarray]],
-        evaluate: Callable[[MicroBatch[Tensor]], dict[str, Tensor]],
-        results: list[dict[str, np.ndarray]],
-    ) -> None:
-        """Adds the values of each micro-batch to `results`."""
-        for done, microbatch in enumerate(microbatches, start=1):
-            values = evaluate(microbatch.to(self.ranks.device))
-            results[done - 1] |= {name: value.float().cpu().numpy() for name, value in values.items()}
-            current_beacon().progress("microbatches", done, len(microbatches))
-
-    def _values(self, batch: MicroBatch[Tensor], outputs: Sequence[TrainerOutput]) -> dict[str, Tensor]:
-        values = self._forward(self.policy, batch, ["entropy"] if "entropy" in outputs else [])
-        return {name: values[name] for name in outputs if name != "reference_logprobs"}
-
-    def _reference_values(self, reference: PolicyModel, batch: MicroBatch[Tensor]) -> dict[str, Tensor]:
-        return {"reference_logprobs": self._forward(reference, batch)["logprobs"]}
+    def _evaluate(
+        self, model: PolicyModel, microbatches: Sequence[MicroBatch[np.ndarray]], outputs: Sequence[ModelOutput]
+    ) -> list[dict[str, np.ndarray]]:
+        chunk = self.role.trainer.head_chunk
+        return evaluate_each(model, microbatches, outputs, self.ranks.device, self.role.temperature, chunk)
 
     @contextmanager
     def _as_reference(self) -> Iterator[PolicyModel]:
@@ -330,26 +319,11 @@ class FSDP2Trainer:
                     free_gathered(self.policy)
 
     def _backward(self, batch: MicroBatch[Tensor], metrics: MetricAccumulator) -> None:
-        outputs = self._forward(self.policy, batch, self.objective.outputs)
+        chunk = self.role.trainer.head_chunk
+        outputs = target_values(self.policy, batch, self.objective.outputs, self.role.temperature, chunk)
         outcome = self.objective.compute(batch.fields, outputs, batch.sequences)
         outcome.loss.backward()  # type: ignore[no-untyped-call]
         metrics.add(outcome)
-
-    def _forward(
-        self, model: PolicyModel, batch: MicroBatch[Tensor], outputs: Sequence[ModelOutput] = ()
-    ) -> dict[ModelOutput, Tensor]:
-        """Returns the log-probabilities, and the entropies if they are among the outputs, `[targets]` each, under the
-        distribution that the engine samples from."""
-        logprobs, entropy = model(
-            batch.tokens,
-            batch.layout(),
-            batch.sources,
-            batch.targets,
-            temperature=self.role.temperature,
-            chunk=self.role.trainer.head_chunk,
-            entropy="entropy" in outputs,
-        )
-        return {"logprobs": logprobs} if entropy is None else {"logprobs": logprobs, "entropy": entropy}
 
     def _check_finite(self, totals: ReducedMetrics) -> None:
         if totals.bad_microbatches:

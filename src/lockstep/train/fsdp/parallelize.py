@@ -1,4 +1,4 @@
-"""Builds the policy that a rank trains: loads the rank's rows, and shards it with FSDP2."""
+"""Builds the model that a rank trains or evaluates: loads the rank's rows, and shards it with FSDP2."""
 
 import logging
 from collections.abc import Iterator, Mapping
@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from lockstep.config.model import AdapterConfig, ModelConfig
-from lockstep.config.train_role import TrainRole
+from lockstep.config.trainer import TrainerConfig
 from lockstep.models.hf_checkpoint import fill_policy, folder_digest, resolve_folder
 from lockstep.models.lora import add_adapter, fill_adapter
 from lockstep.models.model_loader import load_policy, load_quantized_policy
@@ -97,34 +97,39 @@ def local_shard(tensor: Tensor) -> Tensor:
 
 
 def load_sharded_policy(
-    role: TrainRole,
+    model: ModelConfig,
     ranks: ParallelContext,
     compute: torch.dtype,
     kept: torch.dtype,
     adapter: AdapterConfig | None = None,
+    trainer: TrainerConfig | None = None,
+    seed: int = 0,
 ) -> PolicyModel:
     """Loads a policy and shards it over the ranks. Each rank reads its own rows.
 
     Args:
         compute: precision of forward and backward.
         kept: precision of the parameters; an adapter's are float32.
+        adapter: the adapter to add, instead of the model's own.
+        trainer: how layers are computed and gathered; None for a model that is only evaluated.
+        seed: seed of a new adapter's values.
 
     Raises:
         ModelError: the model cannot be used, or its checkpoint does not match it.
     """
-    trainer, quantized = role.trainer, role.model.quantization is not None
+    trainer, quantized = trainer or TrainerConfig(), model.quantization is not None
     if quantized:
-        policy = load_quantized_policy(role.model, ranks.device, kept)
+        policy = load_quantized_policy(model, ranks.device, kept)
     else:
-        policy = load_policy(role.model, ranks.device, meta=True, dtype=kept)
+        policy = load_policy(model, ranks.device, meta=True, dtype=kept)
     if adapter is not None:
         add_adapter(policy, adapter)
     not_fused_reason = prepare_layers(policy, trainer, ranks.device, compute)
     if not quantized:
         shard_policy(policy, ranks, trainer.reshard_after_forward, compute)
-        fill_policy(policy, _model_folder(role.model), ranks.device)
+        fill_policy(policy, _model_folder(model), ranks.device)
     if adapter is not None:
-        fill_adapter(policy, adapter, role.seed, ranks.device)
+        fill_adapter(policy, adapter, seed, ranks.device)
     log.info("rank %d computes decoder layers by %s", ranks.rank, not_fused_reason or probe_fused_decoder(policy))
     free_gathered(policy)
     return policy

@@ -116,7 +116,8 @@ def test_ranks_are_started_and_replaced_by_role(tmp_path: Path) -> None:
         config=wanted, plan=make_plan(wanted, MODEL, HOST, {"critic": VALUE}), folder=tmp_path
     )
     launcher = RunWorkerLauncher(prepared, cluster, generation=2)
-    ranks, engines = launcher.launch_all()
+    ranks, served, engines = launcher.launch_all()
+    assert served == []
     names = [worker.spec.name for worker in ranks]
     assert names == ["policy-0", "policy-1", "critic-0", "critic-1", "critic-2"]
     assert [worker.spec.name for worker in engines] == ["engine-0"]

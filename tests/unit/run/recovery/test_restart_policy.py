@@ -75,6 +75,14 @@ def test_trainer_ranks_share_a_budget_and_engines_have_one_each() -> None:
     ), "long ago"
 
 
+def test_the_ranks_of_the_reference_share_a_budget_of_their_own() -> None:
+    config = CONFIG.model_copy(update={"reference": RestartBudget(max_restarts=1, window_s=100)})
+    spent = [died("policy", 0, 10), died("policy", 1, 20), died("rollout", 0, 30)]
+    assert decide_recovery(died("reference", 1, 50), spent, config) == RestartWorkers(1, config.reference)
+    stop = decide_recovery(died("reference", 0, 60), [*spent, died("reference", 1, 50)], config)
+    assert isinstance(stop, StopRun) and "recovery.reference.max_restarts 1" in stop.reason
+
+
 def test_the_same_error_in_the_same_step_stops_the_run() -> None:
     first = raised("RuntimeError", 4)
     assert isinstance(decide_recovery(first, [], CONFIG), RestartWorkers)

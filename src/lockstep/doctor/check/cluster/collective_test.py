@@ -39,8 +39,8 @@ class PlannedCommunicator:
 
 
 def planned_communicators(config: RunConfig, device: Literal["cpu", "cuda"]) -> list[PlannedCommunicator]:
-    """The communicators that the trained roles and weight sync of a run with this config create. If there are several
-    roles, their names begin with the role's.
+    """The communicators that the trained roles, served roles and weight sync of a run with this config create. If there
+    are several trained roles, their names begin with the role's.
 
     A trainer's default communicator carries weights, gradients and metrics; with replicas (HSDP) there is one per
     replica, and gradients are summed on one per shard. Checkpoints use gloo. Weights are sent to engines on a
@@ -51,6 +51,11 @@ def planned_communicators(config: RunConfig, device: Literal["cpu", "cuda"]) -> 
         for role in roles
         for each in _trainer_communicators(role, device)
     ]
+    fast: CollectiveBackend = "nccl" if device == "cuda" else "gloo"
+    for served in config.serve_roles:
+        if served.ranks > 1:
+            members = tuple(f"{served.name}-{rank}" for rank in range(served.ranks))
+            found.append(PlannedCommunicator(served.name, fast, members, ("all_gather",), "FSDP2's weights"))
     return found + _weight_sync_communicators(config, _rank_names(roles[0]), device)
 
 

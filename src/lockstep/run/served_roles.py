@@ -1,0 +1,140 @@
+"""The served models of a run, such as the reference: their ranks, what they compute for a batch, and their restart.
+
+A served model never changes, so a restart restores nothing: new ranks load it, and the call that failed is repeated.
+The ranks of all other roles keep running, and the step continues.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+
+from lockstep.base.wait_state import Stalled
+from lockstep.cluster.protocol import PendingResult, RemoteError, Worker, WorkerDied, WorkerLauncher
+from lockstep.cluster.rpc.futures import CallError, gather_results
+from lockstep.cluster.rpc.remote_worker import worker_and_node
+from lockstep.cluster.worker_failures import WorkerFailure, describe_failure, failed_worker, is_effect
+from lockstep.config.serve_role import ServeRole
+from lockstep.data.micro_batch import MiniBatch
+from lockstep.data.mini_batches import TrainingBatch
+from lockstep.run.recovery.recovery_manager import RecoveryManager
+from lockstep.run.recovery.trainer_recovery import VERDICT_AFTER_ABORT_S
+from lockstep.run.trainer_group import PendingFields, TrainerGroup
+from lockstep.train.served_model import ServedModelAPI, ServedModelInfo
+
+log = logging.getLogger(__name__)
+
+
+class ServedGroup:
+    """The ranks of a served role.
+
+    Args:
+        workers: its processes; `setup` makes them load the model.
+    """
+
+    def __init__(
+        self, role: ServeRole, workers: Sequence[Worker], launcher: WorkerLauncher, manager: RecoveryManager
+    ) -> None:
+        self.role, self._launcher, self._manager = role, launcher, manager
+        self._begin_setup(workers)
+
+    def _begin_setup(self, workers: Sequence[Worker]) -> None:
+        self.workers = list(workers)
+        names = [worker_and_node(worker) for worker in workers]
+        self._setup: list[PendingResult[ServedModelInfo]] = [
+            worker.submit(ServedModelAPI.setup, names) for worker in workers
+        ]
+
+    def finish_setup(self) -> None:
+        """Waits until the ranks have loaded the model, which they begin when the group is created."""
+        self.info = gather_results(self._setup, why=f"load the {self.role.name} model")[0]
+        if self.info.slower:
+            log.warning("%s", self.info.slower)
+
+    def begin_fields(self, batch: TrainingBatch, everything: MiniBatch) -> PendingFields:
+        """Asks the ranks for the role's fields. They get the policy's rows, unless this model needs another packing.
+
+        Args:
+            everything: the whole batch, as it is packed for the policy.
+        """
+        packing = self.info.packing
+        minibatch = (everything if packing == batch.mode else batch.everything(packing)).spread(len(self.workers))
+        outputs = list(dict.fromkeys(self.role.fields.values()))
+        calls = [
+            worker.submit(ServedModelAPI.evaluate, encoded, outputs)
+            for worker, encoded in zip(self.workers, minibatch.encode(), strict=True)
+        ]
+        return PendingFields(minibatch, self.role.fields, calls)
+
+    def failed(self, error: CallError) -> bool:
+        """Whether the error is that of a call to one of the ranks."""
+        return not {worker.spec.name for worker in self.workers}.isdisjoint(failed_worker(error).split(", "))
+
+    def restart(self, error: CallError) -> None:
+        """Replaces all ranks after an error.
+
+        Raises:
+            GaveUp: the ranks are not restarted (again).
+            RemoteError, WorkerDied, Stalled: `error` itself, if a restart cannot help.
+        """
+        began = time.monotonic()
+        failure = self._describe(error)
+        self._manager.decide(failure, error)
+        while True:
+            self._launcher.kill(self.workers)
+            try:
+                self._begin_setup(self._launcher.launch(self.role.name, range(self.role.ranks)))
+                self.finish_setup()
+                break
+            except (RemoteError, WorkerDied, Stalled) as start_error:
+                self._manager.decide(self._describe(start_error, starting=True), start_error)
+        self._manager.restarted(failure, time.monotonic() - began, "")
+
+    def _describe(self, error: CallError, starting: bool = False) -> WorkerFailure:
+        """Describes how a rank failed. If the error comes from an aborted collective, it is the rank that a verdict
+        names."""
+        name, step = failed_worker(error), self._manager.step
+        ranks = {worker.spec.name: worker.spec.rank for worker in self.workers}
+        accused = self._manager.accused_worker(ranks, VERDICT_AFTER_ABORT_S) if is_effect(error) else None
+        if accused is None:
+            return describe_failure(error, self.role.name, name, ranks.get(name), step, starting)
+        what = "held up the other ranks"
+        return WorkerFailure(self.role.name, accused, ranks[accused], "stalled", what, step=step, starting=starting)
+
+
+def annotate_batch(
+    batch: TrainingBatch,
+    policy: TrainerGroup,
+    served: Sequence[ServedGroup],
+    restarting: Callable[[], AbstractContextManager[None]],
+) -> None:
+    """Adds to the batch's targets what the policy's objective needs before the first update of a step. The policy and
+    the served roles compute at the same time. A served role that fails is restarted and computes again.
+
+    Args:
+        restarting: wraps a restart.
+
+    Raises:
+        GaveUp: a served role is not restarted (again).
+        RemoteError, WorkerDied, Stalled: a rank of the policy failed, or a restart cannot help a served role.
+    """
+    if not policy.role.evaluated_fields and not served:
+        return
+    everything = batch.everything()
+    own = policy.begin_fields(everything)
+    pending = {group: group.begin_fields(batch, everything) for group in served}
+    why = " and ".join(name for each in (own, *pending.values()) for name in each.fields)
+    while True:
+        try:
+            gather_results([call for each in (own, *pending.values()) for call in each.calls], why=why)
+            break
+        except (RemoteError, WorkerDied, Stalled) as error:
+            failed = next((group for group in pending if group.failed(error)), None)
+            if failed is None:
+                raise
+            with restarting():
+                failed.restart(error)
+            pending[failed] = failed.begin_fields(batch, everything)
+    policy.close_calls(own.calls)
+    for each in (own, *pending.values()):
+        each.store(batch)

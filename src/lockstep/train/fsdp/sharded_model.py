@@ -1,0 +1,101 @@
+"""A sharded model as one rank evaluates it: the policy, its reference, or a model that is only served."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lockstep.config.algorithm import ModelOutput
+from lockstep.config.serve_role import ServeRole
+from lockstep.data.micro_batch import MicroBatch
+from lockstep.models.model_loader import context_length, resolve_dtype
+from lockstep.models.packing_probe import PackingProbeResult, probe_packing
+from lockstep.models.policy_model import PolicyModel
+from lockstep.train.distributed import ParallelContext
+from lockstep.train.fsdp.parallelize import free_gathered, load_sharded_policy, parameter_dtype
+from lockstep.watch.beacon.writer import current_beacon
+
+
+def target_values(
+    model: PolicyModel, batch: MicroBatch[Tensor], outputs: Sequence[ModelOutput], temperature: float, chunk: int
+) -> dict[ModelOutput, Tensor]:
+    """Returns the log-probabilities, and the entropies if they are among the outputs, `[targets]` each, under the
+    distribution that the engine samples from.
+
+    Args:
+        temperature: divisor of the logits.
+        chunk: number of targets whose logits are computed at once.
+    """
+    logprobs, entropy = model(
+        batch.tokens,
+        batch.layout(),
+        batch.sources,
+        batch.targets,
+        temperature=temperature,
+        chunk=chunk,
+        entropy="entropy" in outputs,
+    )
+    return {"logprobs": logprobs} if entropy is None else {"logprobs": logprobs, "entropy": entropy}
+
+
+@torch.no_grad()
+def evaluate_each(
+    model: PolicyModel,
+    microbatches: Sequence[MicroBatch[np.ndarray]],
+    outputs: Sequence[ModelOutput],
+    device: torch.device,
+    temperature: float,
+    chunk: int,
+) -> list[dict[str, np.ndarray]]:
+    """Computes the outputs of each micro-batch, float32 `[targets]`, without gradients. Layers may stay gathered; see
+    `free_gathered`."""
+    results: list[dict[str, np.ndarray]] = []
+    for done, microbatch in enumerate(microbatches, start=1):
+        values = target_values(model, microbatch.to(device), outputs, temperature, chunk)
+        results.append({name: values[name].float().cpu().numpy() for name in outputs})
+        current_beacon().progress("microbatches", done, len(microbatches))
+    return results
+
+
+class FSDP2ServedModel:
+    """One rank of a served model (`lockstep.train.served_model.ServedModel`).
+
+    Args:
+        ranks: returned by `lockstep.train.distributed.join_ranks`.
+
+    Raises:
+        ModelError: the model cannot be used, or its checkpoint does not match it.
+    """
+
+    def __init__(self, role: ServeRole, ranks: ParallelContext) -> None:
+        self.role, self.ranks = role, ranks
+        self.compute_dtype = resolve_dtype(role.model.dtype, ranks.device)
+        adapter = role.model.adapter
+        kept = self.compute_dtype if adapter is None else parameter_dtype(role.model, ranks, self.compute_dtype)
+        self.model = load_sharded_policy(role.model, ranks, self.compute_dtype, kept, adapter).requires_grad_(False)
+
+    @property
+    def context_length(self) -> int:
+        """The longest sequence of the model, in tokens."""
+        return context_length(self.model.config)
+
+    def probe_packing(self) -> PackingProbeResult:
+        """Finds out how rows may be packed for the model. All ranks call it."""
+        result = probe_packing(self.model, self.compute_dtype)
+        free_gathered(self.model)
+        return result
+
+    def evaluate(
+        self, microbatches: Sequence[MicroBatch[np.ndarray]], outputs: Sequence[ModelOutput]
+    ) -> list[dict[str, np.ndarray]]:
+        """Computes the outputs of each micro-batch, float32 `[targets]`, without gradients. All ranks call it, with the
+        same number of micro-batches."""
+        role = self.role
+        values = evaluate_each(self.model, microbatches, outputs, self.ranks.device, role.temperature, role.head_chunk)
+        free_gathered(self.model)
+        return values
+
+    def close(self) -> None:
+        """Leaves the communicators."""
+        self.ranks.leave()

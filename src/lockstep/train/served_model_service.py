@@ -1,0 +1,84 @@
+"""The worker process of a served model: one rank, which the controller drives by remote calls."""
+
+import logging
+from typing import Any
+
+import numpy as np
+
+from lockstep.config.algorithm import ModelOutput
+from lockstep.config.serve_role import ServeRole
+from lockstep.data.micro_batch import EncodedMicroBatches, decode_micro_batches
+from lockstep.train.rank_service import RankService, choose_packing
+from lockstep.train.served_model import ServedModel, ServedModelAPI, ServedModelInfo
+from lockstep.train.trainer_kinds import SERVED_MODELS
+from lockstep.watch.beacon.writer import current_beacon
+
+log = logging.getLogger(__name__)
+
+
+class ServedModelService(RankService, ServedModelAPI):
+    """One rank of a served model.
+
+    Args:
+        role: the `ServeRole`, as `model_dump(mode="json")` returns it.
+
+    The other arguments are those of `RankService`.
+    """
+
+    def __init__(
+        self,
+        role: dict[str, Any],
+        rank: int = 0,
+        world: int = 1,
+        store_host: str | None = None,
+        store_port: int | None = None,
+        device: str = "auto",
+        generation: int = 1,
+        restarts: int = 0,
+    ) -> None:
+        self.role = ServeRole.model_validate(role)
+        name, threads, malloc = self.role.name, self.role.threads, self.role.malloc
+        super().__init__(name, threads, malloc, rank, world, store_host, store_port, device, generation, restarts)
+        self._model: ServedModel | None = None
+        self._info: ServedModelInfo | None = None
+
+    def setup(self, names: list[str] | None = None) -> ServedModelInfo:
+        """Joins the other ranks and loads the model.
+
+        Args:
+            names: names and nodes of all ranks, to report which are missing.
+        """
+        if self._info is not None:
+            return self._info
+        current_beacon().stage("setup")
+        ranks = self.join(names or (), self.role.collective_timeout_s, self.role.communication)
+        self._model = model = SERVED_MODELS.create(self.role, ranks)
+        packing, reason = choose_packing(self.role.model, model.probe_packing)
+        self._info = ServedModelInfo(
+            rank=self.rank,
+            world=self.world,
+            device=str(self.device),
+            compute_dtype=str(model.compute_dtype).removeprefix("torch."),
+            packing=packing,
+            packing_reason=reason,
+            context_length=self.role.model.max_length or model.context_length,
+            slower=ranks.slower,
+        )
+        log.info("rank %d of %d is ready on %s, packing %s: %s", self.rank, self.world, self.device, packing, reason)
+        return self._info
+
+    def info(self) -> ServedModelInfo:
+        if self._info is None:
+            raise RuntimeError("the model is not set up; call setup() first")
+        return self._info
+
+    def evaluate(self, microbatches: EncodedMicroBatches, outputs: list[ModelOutput]) -> list[dict[str, np.ndarray]]:
+        if self._model is None:
+            raise RuntimeError("the model is not set up; call setup() first")
+        current_beacon().stage("evaluate")
+        return self._model.evaluate(decode_micro_batches(microbatches), outputs)
+
+    def close(self) -> None:
+        if self._model is not None:
+            self._model.close()
+            self._model = None
