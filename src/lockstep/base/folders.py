@@ -88,3 +88,10 @@ def make_private_dir(folder: Path, remedy: str) -> Path:
     if facts.st_mode & 0o077:
         folder.chmod(0o700)
     return folder
+
+
+def write_private(path: Path, data: bytes) -> None:
+    """Writes a new file that only this user can read. Raises FileExistsError if the path exists, also as a link."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(data)

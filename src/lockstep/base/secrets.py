@@ -24,9 +24,32 @@ _SECRET_PATTERNS: Mapping[str, str] = {
 _COMPILED_PATTERNS = {name: re.compile(pattern, re.DOTALL) for name, pattern in _SECRET_PATTERNS.items()}
 _ANY_SECRET = re.compile("|".join(f"(?:{pattern})" for pattern in _SECRET_PATTERNS.values()), re.DOTALL)
 _SECRET_NAME = re.compile(
-    r"(?:^|[_.-])(?:api_?key|key|token|secret|password|passwd|passphrase|credentials?|auth)$", re.I
+    r"""(?:^|[_.-])(?:(?:api|access|account|client|encryption|private|secret|shared|signing|ssh|storage)_?key(?:_?id)?|key
+    |pass|pwd|pw|passphrase|cred|credentials?|auth|authorization|pat|dsn|jwt|sas|cookie|conn(?:ection)?_?str(?:ing)?
+    |(?:webhook|database|db|redis|mongo(?:db)?|postgres(?:ql)?|mysql|amqp|broker)_?ur[il])
+    (?:_?(?:\d+|b64|base64|base|v\d+|value|json|prod|dev|test))?$
+    |(?:password|passwd|passcode|secret|token|api_?key|credentials)s?
+    (?:_?(?:\d+|b64|base64|base|v\d+|value|json|prod|dev|test))?$
+    |(?:^|_)secrets?_""",
+    re.IGNORECASE | re.VERBOSE,
 )
-_SPECIAL_TOKEN_NAME = re.compile(r"(?:^|_)(?:eos|bos|pad|unk|sep|cls|mask|stop|image|video)_token$", re.I)
+_NO_SECRET_NAME = re.compile(
+    r"(?:^|[_.-])(?:eos|bos|pad|unk|sep|cls|mask|stop|image|video|vision|special|max|min|num|new|total|prompt|output"
+    r"|input|answer|per)_tokens?$|(?:^|_)tokens$",
+    re.IGNORECASE,
+)
+"""Names about tokens of text."""
+_SHOWN_VARIABLES = re.compile(
+    r"""(?:ACCELERATE|BNB|CONDA|CUBLAS|CUDA|CUDNN|DEEPSPEED|DS|FI|FSDP|GLIBC|GLOO|GOMP|HF|HIP|HUGGINGFACE|HUGGING_FACE|HYDRA
+    |KMP|LC|LD|LOCKSTEP|MALLOC|MASTER|MKL|MPI|MPICH|NCCL|NUMEXPR|NVIDIA|NVTE|OFI|OMP|OMPI|OPENBLAS|OPENRLHF|PMI|PMIX
+    |PRTE|PYTHON|PYTORCH|RAY|RCCL|ROCM|ROCR|SBATCH|SGLANG|SLURM|TOKENIZERS|TORCH|TORCHELASTIC|TORCHINDUCTOR|TP|TRANSFORMERS
+    |TRITON|TRL|UCX|VERL|VLLM|WANDB|XDG|XLA)_\w*
+    |CPU_BIND|CUDAHOSTCXX|CXX|CC|DEBUG|GROUP_RANK|GROUP_WORLD_SIZE|HOME|HOSTNAME|LANG|LANGUAGE|LOCAL_RANK|LOCAL_WORLD_SIZE
+    |LOGNAME|NODE_RANK|NO_COLOR|OLDPWD|PATH|PWD|PYTHON[A-Z]*|RANK|ROLE_NAME|ROLE_RANK|ROLE_WORLD_SIZE|SHELL|SHLVL|TERM|TMPDIR
+    |TZ|USER|VIRTUAL_ENV|WORLD_SIZE|(?:http|https|no|all)_proxy""",
+    re.IGNORECASE | re.VERBOSE,
+)
+"""Variables whose values say how a job runs. The value of any other variable may be a secret with a name of its own."""
 _MIN_DIGITS = 3
 """The minimum number of digits in a random text; ordinary names have one or two."""
 _MIN_VALUE_LENGTH = 8
@@ -35,7 +58,7 @@ _MIN_VALUE_LENGTH = 8
 
 def is_secret_name(name: str) -> bool:
     """Whether a key or variable of this name usually holds a secret: `WANDB_API_KEY`, `token`, `db.password`."""
-    return bool(_SECRET_NAME.search(name)) and not _SPECIAL_TOKEN_NAME.search(name)
+    return bool(_SECRET_NAME.search(name)) and not _NO_SECRET_NAME.search(name)
 
 
 def secret_kind(text: str) -> str | None:
@@ -61,9 +84,25 @@ def find_secrets(values: Any, path: str = "") -> Iterator[tuple[str, str]]:
 
 
 def secret_values(environment: Mapping[str, str]) -> tuple[str, ...]:
-    """The values of variables with names of secrets, longest first, for `redact_text`."""
-    values = {value.strip() for name, value in environment.items() if is_secret_name(name)}
+    """The values of variables that are probably secrets, longest first, for `redact_text`: by the variable's name, or
+    because the value looks random and the variable is not one of those that say how a job runs."""
+    values = {
+        value.strip()
+        for name, value in environment.items()
+        if is_secret_name(name) or (not _SHOWN_VARIABLES.fullmatch(name) and _looks_random(value.strip()))
+    }
     return tuple(sorted((value for value in values if len(value) >= _MIN_VALUE_LENGTH), key=len, reverse=True))
+
+
+def redact_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables of a process with the values of those that say how a job runs, such as `NCCL_DEBUG`. All other
+    values are hidden, because a secret may be in a variable of any name."""
+    known = secret_values(environment)
+    shown = {name for name in environment if _SHOWN_VARIABLES.fullmatch(name) and not is_secret_name(name)}
+    return {
+        name: HIDDEN if value and (name not in shown or _looks_random(value)) else redact_text(value, known)
+        for name, value in environment.items()
+    }
 
 
 def redact_text(text: str, known: Collection[str] = ()) -> str:

@@ -106,6 +106,7 @@ def command(
     from lockstep.cli.check_arguments import read_arguments
     from lockstep.config.errors import ConfigError
     from lockstep.doctor.output.findings_table import LiveReport
+    from lockstep.report.safe_console import SafeConsole
 
     try:
         if join is not None:
@@ -121,7 +122,7 @@ def command(
         raise typer.Exit(REFUSED) from error
     if request.config is not None:
         require_extra("train", "lockstep check CONFIG")
-    report = LiveReport(as_json)
+    report = LiveReport(SafeConsole(), as_json)
     try:
         if not env and not env_files:
             _check_host(report, request)

@@ -105,36 +105,32 @@ def command(
 
 def _show(explained: "Explanation") -> None:
     """Prints the first verdict in full, and each further verdict of the given incidents in one line."""
-    from rich.console import Console
-
     from lockstep.doctor.output.explanation import render_explanation, render_verdict
+    from lockstep.report.safe_console import SafeConsole
     from lockstep.watch.supervisor.incident import verdict_headline
 
-    console = Console(soft_wrap=False)
+    console = SafeConsole()
     console.print(render_verdict(explained.verdict) if explained.recorded else render_explanation(explained))
     for verdict in explained.recorded[1:]:
-        console.print(f"also: {verdict.kind}: {verdict_headline(verdict)}", style="dim", markup=False, highlight=False)
+        console.print(f"also: {verdict.kind}: {verdict_headline(verdict)}", style="dim", markup=False)
 
 
 def _show_environment_findings(paths: list[str]) -> None:
     """Prints the findings about the environment variables of the newest given incident."""
-    from rich.console import Console
-
-    from lockstep.base.text import terminal_safe
     from lockstep.doctor.environment.incident_environment import incident_finding_lines, newest_incident
+    from lockstep.report.safe_console import SafeConsole
 
     folder = newest_incident(paths)
-    console = Console(soft_wrap=False)
+    console = SafeConsole()
     for each in incident_finding_lines(folder) if folder is not None else ():
-        console.print(terminal_safe(f"environment: {each}"), style="yellow", markup=False, highlight=False)
+        console.print(f"environment: {each}", style="yellow", markup=False)
 
 
 def _show_advice(files: Sequence[Path], gpu_gib: float | None, as_json: bool) -> None:
     """Prints findings about the configs. Exits with 0 without errors, 1 with errors, and 2 if a file cannot be read."""
-    from rich.console import Console
-
     from lockstep.doctor.configs.config_advisor import advise_configs
     from lockstep.doctor.output.findings_table import render_report
+    from lockstep.report.safe_console import SafeConsole
 
     try:
         report = advise_configs(files, gpu_gib)
@@ -144,5 +140,5 @@ def _show_advice(files: Sequence[Path], gpu_gib: float | None, as_json: bool) ->
     if as_json:
         typer.echo(json.dumps(report.json(), indent=2))
     else:
-        Console(soft_wrap=False).print(render_report(report))
+        SafeConsole().print(render_report(report))
     raise typer.Exit(0 if report.passed else FAILED)

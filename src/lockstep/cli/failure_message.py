@@ -3,16 +3,17 @@
 The whole traceback is in the run's `logs/controller.log`.
 """
 
+import os
 import re
 import signal
 import sysconfig
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rich.console import Console
 from rich.markup import escape
 
 import lockstep
+from lockstep.base.secrets import redact_text, secret_values
 from lockstep.base.wait_state import WaitTimeout
 from lockstep.cluster.cluster_node import NodeRefused
 from lockstep.cluster.node_network import UnreachableAddress
@@ -22,6 +23,7 @@ from lockstep.cluster.protocol import RemoteError, WorkerDied
 from lockstep.config.errors import ConfigError
 from lockstep.ledger.errors import LedgerError
 from lockstep.ledger.run_folder import INDEX_FILE
+from lockstep.report.safe_console import SafeConsole
 from lockstep.rewards.scoring_messages import RewardError
 from lockstep.rollout.environments.environment_protocol import EnvironmentFailed
 from lockstep.run.errors import GaveUp, NotStarted
@@ -53,18 +55,22 @@ class FailureSummary:
 
 def show_failure(error: BaseException, folder: Path) -> None:
     """Prints on standard error what failed, where, and how to resume."""
-    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    console, known = SafeConsole(stderr=True, soft_wrap=True), secret_values(os.environ)
+
+    def shown(text: str) -> str:
+        return escape(redact_text(text, known))
+
     cause = error.__cause__ or error if isinstance(error, NotStarted) else error
     summary = describe_failure(cause)
     if isinstance(cause, GaveUp) and cause.__cause__ is not None:
         details = describe_failure(cause.__cause__)
         summary = FailureSummary(summary.headline, details.details, details.lines)
-    console.print(f"[bold red]error[/] {escape(summary.headline)}")
+    console.print(f"[bold red]error[/] {shown(summary.headline)}")
     width = max((len(label) for label, _ in summary.details), default=0)
     for label, value in summary.details:
-        console.print(f"  [bold]{label:<{width}}[/]  {escape(value)}")
+        console.print(f"  [bold]{label:<{width}}[/]  {shown(value)}")
     for line in ["", *summary.lines, ""] if summary.lines else []:
-        console.print(f"    {escape(line)}".rstrip())
+        console.print(f"    {shown(line)}".rstrip())
     if isinstance(error, NotStarted) and error.kept is not None:
         console.print(f"nothing was trained; {escape(str(folder))} is kept as {escape(str(error.kept))}")
         folder = error.kept
@@ -76,7 +82,7 @@ def show_failure(error: BaseException, folder: Path) -> None:
 
 def show_interruption(folder: Path) -> None:
     """Prints, after Ctrl-C, how to resume."""
-    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    console = SafeConsole(stderr=True, soft_wrap=True)
     console.print(f"resume with: lockstep train --resume {escape(str(folder))}")
 
 

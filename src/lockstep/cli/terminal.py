@@ -24,26 +24,30 @@ _MODULES = {"train": _TRAIN, "ray": (*_TRAIN, "ray")}
 
 def show_refusal(error: Exception) -> None:
     """Prints on standard error why nothing was started, one problem per line."""
-    from rich.console import Console
+
+    from rich.markup import escape
 
     from lockstep.config.errors import ConfigError
+    from lockstep.report.safe_console import SafeConsole
 
-    console = Console(stderr=True, soft_wrap=True)
+    console = SafeConsole(stderr=True, soft_wrap=True)
     if isinstance(error, ConfigError):
-        console.print(f"[bold red]refused[/] {_escaped(error.source)}")
+        console.print(f"[bold red]refused[/] {escape(error.source)}")
         for problem in error.problems:
-            field = f"[bold]{_escaped(problem.field)}[/]: " if problem.field else ""
-            hint = f" [dim]({_escaped(problem.hint)})[/]" if problem.hint else ""
-            console.print(f"  {field}{_escaped(problem.message)}{hint}")
+            field = f"[bold]{escape(problem.field)}[/]: " if problem.field else ""
+            hint = f" [dim]({escape(problem.hint)})[/]" if problem.hint else ""
+            console.print(f"  {field}{escape(problem.message)}{hint}")
     else:
-        console.print(f"[bold red]refused[/] {_escaped(str(error))}")
+        console.print(f"[bold red]refused[/] {escape(str(error))}")
 
 
 def show_note(text: str) -> None:
     """Prints a note on standard error."""
-    from rich.console import Console
+    from rich.markup import escape
 
-    Console(stderr=True, soft_wrap=True).print(f"[yellow]note[/] {_escaped(text)}")
+    from lockstep.report.safe_console import SafeConsole
+
+    SafeConsole(stderr=True, soft_wrap=True).print(f"[yellow]note[/] {escape(text)}")
 
 
 def require_extra(extra: str, command: str) -> None:
@@ -57,12 +61,3 @@ def require_extra(extra: str, command: str) -> None:
         text = f"{command} needs {missing}, which is not installed: pip install 'lockstep-rl[{extra}]'"
         show_refusal(ModuleNotFoundError(text))
         raise typer.Exit(REFUSED)
-
-
-def _escaped(text: str) -> str:
-    """Escapes rich markup and terminal control sequences, because some texts come from other hosts."""
-    from rich.markup import escape
-
-    from lockstep.base.text import terminal_safe
-
-    return escape(terminal_safe(text))

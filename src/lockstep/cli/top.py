@@ -18,18 +18,17 @@ def command(
     """Show every process of a run: stage, progress, collectives and waits; suspects are at the top.
 
     It changes nothing in the run. Stop it with Ctrl-C."""
-    from rich.console import Console
-
     from lockstep.report import top_table
+    from lockstep.report.safe_console import SafeConsole
     from lockstep.watch.beacon.reader import read_beacons
 
     name = _run_name(run)
     if not read_beacons(name):
         typer.echo(_describe_ended(run))
     elif once:
-        top_table.print_processes(name, Console())
+        top_table.print_processes(name, SafeConsole())
     else:
-        top_table.follow_processes(name, Console(), every)
+        top_table.follow_processes(name, SafeConsole(), every)
 
 
 def _run_name(run: Path) -> str:

@@ -70,7 +70,7 @@ def command(
     from lockstep.cli.train_run import run_training, show_plan
 
     if dry_run:
-        from rich.console import Console
+        from lockstep.report.safe_console import SafeConsole
 
-        raise typer.Exit(show_plan(config, resume, values, Console(), gpus))
+        raise typer.Exit(show_plan(config, resume, values, SafeConsole(), gpus))
     raise typer.Exit(run_training(config, resume, values))

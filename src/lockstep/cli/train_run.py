@@ -18,6 +18,7 @@ from lockstep.config.run_config import RunConfig
 from lockstep.ledger.errors import LedgerError
 from lockstep.models.model_facts import ModelFacts
 from lockstep.recipes import train
+from lockstep.report.safe_console import SafeConsole
 from lockstep.run.errors import Interrupted, RunFinished, RunRefused
 from lockstep.run.planning.prepare import DryRun, PreparedRun, dry_run, prepare_run
 from lockstep.run.planning.run_plan import RunPlan
@@ -32,7 +33,7 @@ def run_training(config: Config, resume: Path | None, overrides: Sequence[str]) 
     if isinstance(prepared, int):
         return prepared
     if prepared.plan.assignment is not None:
-        Console(stderr=True).print(_placement_table(prepared.plan, prepared.config.placement))
+        SafeConsole(stderr=True).print(_placement_table(prepared.plan, prepared.config.placement))
     try:
         train(prepared)
     except RunRefused as error:

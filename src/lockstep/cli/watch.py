@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 
 from lockstep.cli.terminal import show_refusal
+from lockstep.report.safe_console import SafeConsole
 
 if TYPE_CHECKING:
     from lockstep.watch.supervisor.supervisor_client import SupervisorEvent
@@ -58,7 +58,7 @@ def command(
     from lockstep.watch.supervisor.supervisor_client import SupervisorEvent
 
     logging.basicConfig(level=logging.WARNING, format="lockstep watch: %(message)s")
-    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    console = SafeConsole(stderr=True, soft_wrap=True)
 
     shown: set[str] = set()
 
@@ -86,7 +86,7 @@ def command(
     raise typer.Exit(code)
 
 
-def _show_environment_findings(console: Console, incident: Path) -> None:
+def _show_environment_findings(console: SafeConsole, incident: Path) -> None:
     from lockstep.doctor.environment.incident_environment import findings_sentence, write_incident_findings
 
     if text := findings_sentence(write_incident_findings(incident)):

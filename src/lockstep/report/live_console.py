@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from rich.console import Console as RichConsole
 from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.markup import escape
@@ -17,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lockstep.base.text import format_duration
+from lockstep.report.safe_console import SafeConsole
 from lockstep.watch.beacon import beacon_table
 from lockstep.watch.beacon.beacon_table import CounterRow, ProcessRow
 
@@ -53,7 +53,7 @@ class LiveConsole:
         terminal: bool | None = None,
         activity: Callable[[], StageActivity] | None = None,
     ) -> None:
-        self._rich = RichConsole(file=stream or sys.stderr, force_terminal=terminal, highlight=False, soft_wrap=False)
+        self._rich = SafeConsole(stream or sys.stderr, force_terminal=terminal)
         self._name, self._folder, self._steps, self._quiet = name, folder, steps, quiet
         self._activity = activity
         self._live: Live | None = None

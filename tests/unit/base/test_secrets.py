@@ -7,7 +7,16 @@ from typing import Any
 import pytest
 import yaml
 
-from lockstep.base.secrets import HIDDEN, find_secrets, is_secret_name, redact, redact_text, secret_kind, secret_values
+from lockstep.base.secrets import (
+    HIDDEN,
+    find_secrets,
+    is_secret_name,
+    redact,
+    redact_environment,
+    redact_text,
+    secret_kind,
+    secret_values,
+)
 from lockstep.config.errors import ConfigError
 from lockstep.config.loader import check_config
 
@@ -60,6 +69,44 @@ def test_names_reveal_secrets_that_have_no_known_form() -> None:
     for value in ("<|reserved_special_token_123|>", "final_answer_column_2", "some words of 2023 and 2024"):
         assert list(find_secrets({"arguments": {"answer_key": value, "token": value}})) == []
     assert list(find_secrets({"arguments": {"token": "</s>", "key": "answer", "checksum": drawn}})) == []
+
+
+COMMON_NAMES = [
+    "PGPASSWORD", "DB_PASS", "MYSQL_PWD", "AZURE_STORAGE_CONNECTION_STRING", "MY_PAT", "GITHUB_PAT", "SENTRY_DSN",
+    "DATABASE_URL", "REDIS_URL", "SLACK_WEBHOOK_URL", "GHTOKEN", "AWS_SECRET_ACCESS_KEY", "AWS_ACCESS_KEY_ID",
+    "API_KEY_2", "SECRET_KEY_BASE", "JWT_SECRET", "NPM_AUTH", "GOOGLE_CREDENTIALS_JSON", "SSH_KEY",
+    "ENCRYPTION_KEY", "SESSION_COOKIE", "VAULT_TOKEN_PROD", "CLIENT_SECRET", "AZURE_SAS", "WANDB_API_KEY",
+]  # fmt: skip
+"""Names of variables in which services keep secrets."""
+
+
+def test_names_of_services_secrets_are_known() -> None:
+    assert [name for name in COMMON_NAMES if not is_secret_name(name)] == []
+    ordinary = (
+        "n_tokens tokens_per_second skip_special_tokens NCCL_IB_PKEY PATH head_dim passes token_budget key_padding "
+        "kv_tokens auth_mode passthrough max_new_tokens pad_tokens compass bypass PWD_FILE keys monkey_patch"
+    )
+    assert [name for name in ordinary.split() if is_secret_name(name)] == []
+
+
+def test_of_an_environment_only_what_says_how_a_job_runs_is_shown() -> None:
+    environment = dict.fromkeys(COMMON_NAMES, "correct-horse-battery") | {
+        "MY_OWN_THING": "swordfish", "NCCL_DEBUG": "INFO", "RANK": "3", "PATH": "/usr/bin:/bin", "EMPTY": "",
+        "HTTPS_PROXY": "http://me:hunter2hunter2@proxy:3128", "LOCKSTEP_TOKEN": "abcdefgh12", "HF_TOKEN": "t",
+        "RAY_EXTRA": "9f8e7d6c5b4a39281706f5e4d3c2b1a0",
+    }  # fmt: skip
+    shown = redact_environment(environment)
+    assert shown.keys() == environment.keys()
+    ordinary = {"NCCL_DEBUG": "INFO", "RANK": "3", "PATH": "/usr/bin:/bin", "EMPTY": ""}
+    proxy = {"HTTPS_PROXY": f"http://{HIDDEN}@proxy:3128"}
+    assert {name: value for name, value in shown.items() if value != HIDDEN} == ordinary | proxy
+    assert redact_environment(shown) == shown
+
+
+def test_random_values_of_unknown_variables_are_hidden_everywhere() -> None:
+    drawn = "9f8e7d6c5b4a39281706f5e4d3c2b1a0"
+    assert secret_values({"MY_OWN_THING": drawn}) == (drawn,)
+    assert secret_values({"SLURM_JOB_UID_HASH": drawn, "HOME": "/home/somebody-with-digits-1234"}) == ()
 
 
 def test_redacting_keeps_the_structure() -> None:

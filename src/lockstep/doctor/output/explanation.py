@@ -27,15 +27,15 @@ def render_explanation(explained: "Explanation") -> RenderableType:
     """Renders an explanation: the text, then culprits, collective, evidence and fix."""
     verdict = explained.verdict
     title = Text.assemble(
-        (terminal_safe(explanation_title(explained)), "bold green" if verdict.cause == "benign" else "bold red"),
+        (explanation_title(explained), "bold green" if verdict.cause == "benign" else "bold red"),
         f"  {verdict.cause}, confidence {verdict.confidence:.2f}",
     )
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
     for name, text in explanation_rows(verdict):
-        table.add_row(name, Text(terminal_safe(text)))
-    return Group(title, Padding(Text(terminal_safe(verdict.explanation)), (1, 0)), table)
+        table.add_row(name, Text(text))
+    return Group(title, Padding(Text(verdict.explanation), (1, 0)), table)
 
 
 def explanation_title(explained: "Explanation") -> str:

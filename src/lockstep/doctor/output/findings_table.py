@@ -8,7 +8,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.base.text import summarize_list, terminal_safe
+from lockstep.base.text import summarize_list
 from lockstep.doctor.output.findings import CheckReport, CheckSection, Finding, Severity
 
 _SEVERITY_STYLES: dict[Severity, tuple[str, str]] = {
@@ -65,30 +65,31 @@ def render_section(section: CheckSection, several: bool) -> RenderableType:
         mark, style = _SEVERITY_STYLES[finding.severity]
         table.add_row(Text(mark, style), Group(*_finding_lines(finding, several)))
     duration = f"  {section.seconds:.1f} s" if section.seconds >= 0.05 else ""
-    return Group(Text.assemble((terminal_safe(section.title), "bold"), (duration, "dim")), table, Text(""))
+    return Group(Text.assemble((section.title, "bold"), (duration, "dim")), table, Text(""))
 
 
 def _finding_lines(finding: Finding, several: bool) -> Iterator[Text]:
     host = f"{summarize_list(finding.host.split(','), 4)}: " if several and finding.host else ""
-    yield Text(terminal_safe(host + finding.seen), "dim" if finding.severity == "unchecked" else "")
+    yield Text(host + finding.seen, "dim" if finding.severity == "unchecked" else "")
     if finding.why and finding.severity != "ok":
-        yield Text(terminal_safe(finding.why), "dim")
+        yield Text(finding.why, "dim")
     if finding.fix:
-        yield Text.assemble(("fix: ", "bold"), terminal_safe(finding.fix))
+        yield Text.assemble(("fix: ", "bold"), finding.fix)
     if finding.source and finding.severity in ("error", "warning"):
-        yield Text(terminal_safe(finding.source), "dim")
+        yield Text(finding.source, "dim")
 
 
 class LiveReport(CheckReport):
     """A report that prints every section as soon as it is complete.
 
     Args:
+        console: where to print.
         as_json: Print nothing before the end, and then the whole report as one JSON object.
     """
 
-    def __init__(self, as_json: bool) -> None:
+    def __init__(self, console: Console, as_json: bool) -> None:
         super().__init__()
-        self._json, self._console = as_json, Console(soft_wrap=False)
+        self._json, self._console = as_json, console
 
     def add(self, name: str, title: str, findings: Iterable[Finding], seconds: float = 0.0) -> None:
         """Adds a section."""

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from lockstep.base.secrets import redact, secret_values
+from lockstep.base.secrets import redact, redact_environment, secret_values
 from lockstep.watch.agent.process_monitor import ProcessState
 from lockstep.watch.beacon.beacon_records import BeaconState
 from lockstep.watch.beacon.reader import read_beacon
@@ -39,7 +39,7 @@ def collect_host_evidence(chosen: Iterable[ProcessState], lines: int) -> dict[st
         },
         "logs": {process.name: _last_lines(process.log, lines) for process in selected if process.log is not None},
         "processes": [_process_to_json(process) for process in selected],
-        "environment": environment,
+        "environment": redact_environment(environment),
         "machine": {
             "node": platform.node(), "system": platform.platform(), "python": sys.version.split()[0],
             "cpus": os.cpu_count(), "load": list(os.getloadavg()), "memory": host_memory(),

@@ -33,7 +33,8 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.base.secrets import redact, redact_text, secret_values
+from lockstep.base.folders import make_private_dir, write_private
+from lockstep.base.secrets import redact, redact_environment, redact_text, secret_values
 from lockstep.base.text import summarize_list
 from lockstep.watch.diagnosis.evidence import Evidence
 from lockstep.watch.diagnosis.evidence_types import Liveness
@@ -76,8 +77,8 @@ class IncidentContents:
 
 
 def write_incident(root: Path, contents: IncidentContents, known: Collection[str] = ()) -> Path | None:
-    """Writes an incident and returns its folder. If that fails, logs a warning and returns None. `known` are secrets
-    that are redacted in addition to those in environments."""
+    """Writes an incident, which only this user can read, and returns its folder. If that fails, logs a warning and
+    returns None. `known` are secrets that are redacted in addition to those in environments."""
     draft: Path | None = None
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -86,10 +87,11 @@ def write_incident(root: Path, contents: IncidentContents, known: Collection[str
             return None
         target = _free_folder(root, incident_name(contents.verdict, contents.wall))
         draft = root / f".{target.name}.{os.getpid()}"
+        make_private_dir(draft, "remove it")
         for path, text in incident_files(contents, known):
             file = draft / path
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(text[:FILE_BYTES], errors="replace")
+            file.parent.mkdir(mode=0o700, exist_ok=True)
+            write_private(file, text[:FILE_BYTES].encode(errors="replace"))
         draft.rename(target)
     except OSError as error:
         log.warning("the incident could not be written: %s", error)
@@ -117,10 +119,8 @@ def _free_folder(root: Path, name: str) -> Path:
 
 def incident_files(contents: IncidentContents, known: Collection[str] = ()) -> Iterator[tuple[str, str]]:
     """Yields the relative path and redacted text of each file."""
-    environments = {host: bundle.get("environment", {}) for host, bundle in contents.bundles.items()}
-    hidden = set(known) | set(secret_values(os.environ))
-    for environment in environments.values():
-        hidden.update(secret_values(environment))
+    given = {host: bundle.get("environment", {}) for host, bundle in contents.bundles.items()}
+    hidden = {*known, *secret_values(os.environ)}.union(*map(secret_values, given.values()))
     secrets = sorted(hidden - {""}, key=len, reverse=True)
 
     def redacted(text: str) -> str:
@@ -135,7 +135,7 @@ def incident_files(contents: IncidentContents, known: Collection[str] = ()) -> I
     yield "beacons.json", redacted_json(_by_host(contents, "beacons"))
     yield "processes.json", redacted_json(_by_host(contents, "processes"))
     yield "machine.json", redacted_json(_by_host(contents, "machine"))
-    yield "environment.json", redacted_json(environments)
+    yield "environment.json", redacted_json({host: redact_environment(each) for host, each in given.items()})
     yield "run.json", redacted_json(contents.facts)
     yield "told.json", redacted_json(list(contents.told))
     for suffix, taken in (("", contents.stacks), (".native", contents.native)):

@@ -3,14 +3,14 @@
 import json
 from io import StringIO
 
-from rich.console import Console
-
 from lockstep.doctor.output.findings import CheckReport, Finding, guarded_findings
 from lockstep.doctor.output.findings_table import render_report
+from lockstep.report.safe_console import SafeConsole
 
 
 def _shown(report: CheckReport, width: int = 100) -> str:
-    console = Console(file=StringIO(), width=width, force_terminal=False)
+    console = SafeConsole(StringIO(), force_terminal=False)
+    console.width = width
     console.print(render_report(report))
     return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
 

@@ -1,0 +1,63 @@
+"""Texts from outside cannot control the terminal."""
+
+import io
+import re
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.live import Live
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+import lockstep
+from lockstep.report.safe_console import SafeConsole
+
+ATTACKS = ["\x1b[2J", "\x1b]0;title\x07", "\x9b31m", "a\rb", "\x1b]8;;http://evil\x1b\\", "\u202egnp.exe"]
+OWN = re.compile(r"\x1b\[[\d;?]*[A-Za-z]")
+"""Rich's own sequences: styles and cursor movements."""
+
+
+def printed(*renderables: object, terminal: bool = True) -> str:
+    out = io.StringIO()
+    console = SafeConsole(out, force_terminal=terminal)
+    for each in renderables:
+        console.print(each)
+    return out.getvalue()
+
+
+def test_control_characters_are_replaced_in_every_renderable() -> None:
+    for attack in ATTACKS:
+        table = Table("column " + attack)
+        table.add_row(attack)
+        for shown in (attack, Text(attack, style="bold"), table, f"[bold]{escape(attack)}[/]"):
+            for terminal in (True, False):
+                text = printed(shown, terminal=terminal)
+                assert not re.search(r"[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f-\x9f\u202e]", text), repr(text)
+                assert "\x1b" not in OWN.sub("", text), repr(text)
+                assert attack not in text
+
+
+@given(st.text(max_size=40))
+def test_no_text_reaches_the_terminal_with_an_escape(text: str) -> None:
+    assert "\x1b" not in printed(Text(text), terminal=False)
+
+
+def test_own_styles_and_cursor_movements_pass() -> None:
+    out = io.StringIO()
+    console = SafeConsole(out, force_terminal=True)
+    with Live("one", console=console, auto_refresh=False) as live:
+        live.update("two", refresh=True)
+    assert "\x1b[?25l" in out.getvalue() and "\x1b[2K" in out.getvalue()
+    assert "\x1b[1m" in printed(Text("x", style="bold"))
+
+
+def test_nothing_else_writes_to_the_terminal_with_rich() -> None:
+    root = Path(lockstep.__path__[0])
+    made = [
+        str(path.relative_to(root))
+        for path in root.rglob("*.py")
+        if re.search(r"(?<!Safe)\bConsole\(", path.read_text()) and path.name != "safe_console.py"
+    ]
+    assert made == []
