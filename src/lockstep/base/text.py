@@ -8,9 +8,9 @@ from typing import TypeVar
 _CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 
-def terminal_safe(text: str) -> str:
-    """The text without control characters, which lines of logs may contain."""
-    return _CONTROL_CHARACTERS.sub("\N{REPLACEMENT CHARACTER}", text)
+def terminal_safe(text: str, mark: str = "\N{REPLACEMENT CHARACTER}") -> str:
+    """The text with a mark in place of every control character, which lines of logs may contain."""
+    return _CONTROL_CHARACTERS.sub(mark, text)
 
 
 def format_duration(seconds: float) -> str:

@@ -10,7 +10,7 @@ from lockstep.base.text import terminal_safe
 
 
 class SafeConsole(Console):
-    """A console that replaces the control characters in texts, whatever they are a part of: a log's line, the name of a
+    """A console that drops the control characters in texts, whatever they are a part of: a log's line, the name of a
     host, a model's answer. Its own styles and cursor movements are not texts, and pass.
 
     Args:
@@ -32,4 +32,5 @@ class SafeConsole(Console):
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for text, style, control in super().render(renderable, options):
-            yield Segment(text if control else terminal_safe(text), style, control)
+            # Without a mark, because the widths of columns are those of texts whose control characters take no room.
+            yield Segment(text if control else terminal_safe(text, mark=""), style, control)

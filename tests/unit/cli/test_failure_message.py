@@ -125,6 +125,16 @@ def test_the_printed_message(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     ]
 
 
+def test_secrets_in_an_error_are_hidden(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DB_PASS", "correct-horse-battery")
+    traceback = 'Traceback:\n  File "/home/me/reward.py", line 3, in score\n    login("correct-horse-battery")'
+    show_failure(RewardError("reward.py:score", "401 for postgres://me:swordfish@host", traceback=traceback), tmp_path)
+    shown = capsys.readouterr().err
+    assert "reward.py" in shown and "correct-horse" not in shown and "swordfish" not in shown
+
+
 def test_a_run_that_did_not_start_cannot_be_resumed(tmp_path: Path, capsys) -> None:
     try:
         raise NotStarted(tmp_path / "run", tmp_path / "run.failed-1") from ValueError("no")

@@ -27,7 +27,7 @@ def printed(*renderables: object, terminal: bool = True) -> str:
     return out.getvalue()
 
 
-def test_control_characters_are_replaced_in_every_renderable() -> None:
+def test_control_characters_are_dropped_from_every_renderable() -> None:
     for attack in ATTACKS:
         table = Table("column " + attack)
         table.add_row(attack)

@@ -7,7 +7,9 @@ import bz2
 import gzip
 import io
 import lzma
+import os
 import re
+import select
 import stat
 import struct
 import sys
@@ -136,6 +138,8 @@ MAX_UNPACKED_BYTES = 8 << 30
 MAX_RATIO = 1_000
 """A packed file of more than `FREE_BYTES` may unpack to this many times its size; text unpacks to 20 to 200 times."""
 FREE_BYTES = 64 << 20
+PIPE_WAIT_S = 10.0
+"""How long a pipe may stay silent before its first byte."""
 MAX_NESTING = 2
 """Maximum depth of archives within archives."""
 _SKIPPED = re.compile(
@@ -229,7 +233,10 @@ def _collect_below(top: Path, found: CollectedSources, *, several: bool) -> None
             file = folder / name
             relative = file.relative_to(top).as_posix()
             if not _SKIPPED.search(relative):
-                _add_file(file, prefix + relative, found)
+                if file.is_fifo():
+                    found.gaps.append(f"{prefix}{relative}: a pipe, which is read only if it is given by name")
+                else:
+                    _add_file(file, prefix + relative, found)
 
 
 def _walk(top: Path) -> Iterator[tuple[Path, list[str], list[str]]]:
@@ -336,8 +343,21 @@ def _read_whole(source: LogSource, gaps: list[str]) -> Iterator[bytes]:
     if source.path is None:
         yield from _read_bounded(sys.stdin.buffer, source, gaps)
         return
-    with source.path.open("rb") as raw:
+    with _open_file(source.path) as raw:
         yield from _read_bounded(decompressed(raw), source, gaps)
+
+
+def _open_file(path: Path) -> io.BufferedReader:
+    """Opens a file, or a pipe that a process writes to. Raises TimeoutError if nothing comes through the pipe."""
+    if not stat.S_ISFIFO(path.stat().st_mode):
+        return path.open("rb")
+    raw = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")
+    ready, _, _ = select.select([raw], [], [], PIPE_WAIT_S)
+    if not ready:
+        raw.close()
+        raise TimeoutError(f"a pipe to which no process has written for {PIPE_WAIT_S:g} s")
+    os.set_blocking(raw.fileno(), True)
+    return raw
 
 
 def _read_archive(

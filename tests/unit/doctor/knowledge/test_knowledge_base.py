@@ -1,10 +1,18 @@
 """The knowledge base: its schema, and each rule against its own examples."""
 
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from lockstep.doctor.knowledge.knowledge_base import KNOWLEDGE_FOLDER, FailureRule, InvalidRule, load_knowledge
+from lockstep.doctor.knowledge.knowledge_base import (
+    KNOWLEDGE_FOLDER,
+    FailureRule,
+    InvalidRule,
+    bound_repeats,
+    load_knowledge,
+)
 from lockstep.doctor.knowledge.regex_literals import required_literals
 from lockstep.doctor.logs.prefilter import Prefilter
 
@@ -31,6 +39,46 @@ def test_a_rule_matches_its_examples(rule: FailureRule, text: str) -> None:
 @pytest.mark.parametrize(("rule", "text"), _examples(positive=False))
 def test_a_rule_matches_none_of_its_counter_examples(rule: FailureRule, text: str) -> None:
     assert not rule.match(text), text
+
+
+LONG_LINE = 16 << 10
+"""Characters of a line that are read."""
+SLOWEST_S = 0.5
+"""Far more than any rule takes, and far less than one whose time grows with the square of a line's length."""
+
+
+def _long_lines(rule: FailureRule) -> Iterator[str]:
+    """Lines that make a regular expression try many ways to match: repeated characters, and repeated beginnings of the
+    rule's own example."""
+    example = rule.signature.examples[0][:400] if rule.signature.examples else "Error"
+    for text in (" ", "0", "a", "_", ".", "/", "[", example):
+        yield text * (LONG_LINE // len(text))
+    for end in (len(example) // 3, 2 * len(example) // 3):
+        start = example[: end + 1]
+        yield from (start + last * (LONG_LINE - len(start)) for last in (" ", "0", start[-1]))
+
+
+def test_no_rule_takes_long_for_a_long_line() -> None:
+    slow = {}
+    for rule in RULES.rules:
+        for line in _long_lines(rule):
+            began = time.process_time()
+            rule.match(line)
+            if (seconds := time.process_time() - began) > SLOWEST_S:
+                slow[rule.id] = f"{seconds:.1f} s for {line[:40]}..."
+                break
+    assert slow == {}
+
+
+@pytest.mark.parametrize(
+    ("given", "bounded"),
+    [
+        (r"\w+: a\+ [\w.-]+? [^\]]*x", r"\w{1,200}: a\+ [\w.-]{1,200}? [^\]]{0,200}x"),
+        (r"\S*b \\w+ \]+ .*", r"\S{0,200}b \\w+ \]+ .*"),
+    ],
+)
+def test_only_repeated_classes_are_bounded(given: str, bounded: str) -> None:
+    assert bound_repeats(given) == bounded
 
 
 def test_every_class_has_a_file_with_texts_and_a_cause() -> None:

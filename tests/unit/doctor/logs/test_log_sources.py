@@ -4,6 +4,8 @@ import bz2
 import gzip
 import io
 import lzma
+import os
+import subprocess
 import tarfile
 import tempfile
 import zipfile
@@ -13,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lockstep.doctor.logs import log_sources
 from lockstep.doctor.logs.log_sources import (
     CollectedSources,
     LogSource,
@@ -245,3 +248,25 @@ def test_any_tree_of_files_is_read_back(tree: dict[str, tuple[bytes, str]]) -> N
         found = collect_sources([folder])
         assert _all(found) == expected
         assert not found.gaps
+
+
+def test_a_pipe_in_a_folder_is_skipped(tmp_path: Path) -> None:
+    (tmp_path / "a.log").write_text("x\n")
+    os.mkfifo(tmp_path / "control")
+    found = collect_sources([str(tmp_path)])
+    assert [source.name for source in found.sources] == ["a.log"]
+    assert found.gaps == ["control: a pipe, which is read only if it is given by name"]
+
+
+def test_a_pipe_that_is_given_by_name_is_read_within_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    gaps: list[str] = []
+    monkeypatch.setattr(log_sources, "PIPE_WAIT_S", 0.2)
+    source = collect_sources([str(pipe)]).sources[0]
+    assert list(read_blocks(source, gaps)) == []
+    assert "no process has written for 0.2 s" in gaps[0]
+    monkeypatch.setattr(log_sources, "PIPE_WAIT_S", 20)
+    with subprocess.Popen(["sh", "-c", f"echo hello > {pipe}"]) as writer:
+        assert b"".join(read_blocks(source, gaps)) == b"hello\n"
+    assert writer.returncode == 0 and len(gaps) == 1

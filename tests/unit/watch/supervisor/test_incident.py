@@ -75,6 +75,13 @@ def test_a_secret_of_the_environment_is_redacted_in_all_files(tmp_path: Path) ->
     assert folder is not None and "0123456789abcdef0123" not in (folder / "logs" / "policy-1.log").read_text()
 
 
+def test_only_this_user_can_read_an_incident(tmp_path: Path) -> None:
+    folder = incident.write_incident(tmp_path, contents())
+    assert folder is not None
+    for each in (folder, *folder.rglob("*")):
+        assert each.stat().st_mode & 0o077 == 0, each
+
+
 def test_an_incident_that_cannot_be_written_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
