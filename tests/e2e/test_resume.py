@@ -49,6 +49,25 @@ def test_sft_killed_in_one_stage_after_the_other(reference: References, tmp_path
     interrupted.finish()
 
 
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("recipe", ["sft", "grpo"])
+def test_a_damaged_checkpoint_is_not_trained_on(reference: References, tmp_path: Path, recipe: str) -> None:
+    """One byte of the newest checkpoint changes on disk: the run resumes from the one before."""
+    interrupted = InterruptedRun(reference(recipe), tmp_path, recipe)
+    interrupted.kill("train", STEPS - 1, 0.5)
+    with Ledger.reader(interrupted.run) as ledger:
+        before, newest_path = (row.path for row in ledger.checkpoints()[-2:])
+    file = newest_path / "rank-00001.safetensors"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    launched = interrupted.launch()
+    assert launched.finish() == 0, launched.text()
+    text = " ".join(launched.text().split())
+    assert "has another digest than when written" in text and f"resuming from {before} instead" in text
+    interrupted.compare()
+
+
 # --- interruptions that are not kills
 
 

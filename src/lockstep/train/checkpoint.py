@@ -1,19 +1,15 @@
-"""Reads and writes checkpoints with torch.distributed.checkpoint, so that a folder is either complete or not usable.
+"""Saves and loads checkpoints of all ranks, so that a folder is either complete or not usable.
 
 `save` copies the state to host memory and returns. A thread then writes the copy into `<name>.tmp-...`. The thread has
 a gloo communicator of its own, so that its collectives never mix with those of training. When every rank's files are
-on disk (fsync), rank 0 writes the manifest, syncs the folder, renames it, and notifies the other ranks. A folder is
-complete if it has the final name and its manifest matches its files; loading any other folder raises CheckpointError.
+on disk (fsync), rank 0 writes the index, syncs the folder, renames it, and notifies the other ranks. A folder is
+complete if it has the final name and its index matches its files; loading any other folder raises CheckpointError.
 """
 
 import errno
-import json
 import logging
-import os
 import shutil
 import threading
-import traceback
-import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -22,29 +18,24 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
-from torch.futures import Future as TorchFuture
 
 from lockstep.base import waits
+from lockstep.train.checkpoint_files import (
+    LocalPart,
+    open_files,
+    read_manifest,
+    read_rows,
+    sync_folder,
+    write_index,
+    write_rank_file,
+)
 from lockstep.train.distributed import ParallelContext
+from lockstep.train.earlier_checkpoint import open_earlier_files
 from lockstep.train.errors import CheckpointError
 from lockstep.watch.beacon.writer import current_beacon
 
 log = logging.getLogger(__name__)
 
-# A single rank saves, and every rank loads, without collectives. That is intended, but torch warns each time.
-warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-
-MANIFEST_FILE = "checkpoint.json"
-CHECKPOINT_FORMAT = 1
 _DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -57,22 +48,6 @@ class LocalRows:
     """Shape of the whole tensor."""
 
 
-class _FileWriter(FileSystemWriter):
-    """torch's file writer; if a write fails, it raises the operating system's error."""
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
-        try:
-            return super().write_data(plan, planner)
-        except RuntimeError as error:
-            # torch.save's archive reports "unexpected pos" and leaves the reason in the exception's context.
-            cause: BaseException | None = error
-            while cause is not None and not isinstance(cause, OSError):
-                cause = cause.__context__
-            if cause is None:
-                raise
-            raise OSError(cause.errno, cause.strerror, str(self.path)) from error
-
-
 class CheckpointWriter:
     """Writes one rank's part of checkpoints in the background, one at a time."""
 
@@ -80,7 +55,6 @@ class CheckpointWriter:
         self.ranks, self.generation = ranks, generation
         self._count = 0
         self._future: Future[None] | None = None
-        self._mesh = _storage_mesh(ranks)
 
     def save(
         self, folder: Path, sharded: Mapping[str, LocalRows], whole: Mapping[str, Tensor], manifest: dict[str, Any]
@@ -97,17 +71,20 @@ class CheckpointWriter:
         """
         self.finish()
         self._count += 1
-        state: dict[str, Tensor] = {
-            name: _as_dtensor(rows.local.detach().to("cpu", copy=True), rows.shape, self._mesh)
-            for name, rows in sharded.items()
-            if self.ranks.replica == 0  # the other replicas hold the same rows
-        }
-        state.update({name: tensor.detach().to("cpu", copy=True) for name, tensor in whole.items()})
+        parts: dict[str, LocalPart] = {}
+        for name, rows in sharded.items() if self.ranks.replica == 0 else ():  # other replicas hold the same rows
+            first = self.ranks.rows(rows.shape[0])[0] if rows.shape else 0
+            parts[name] = LocalPart(_copy_of(rows.local), first, rows.shape)
+        for name, tensor in whole.items():
+            parts[name] = LocalPart(_copy_of(tensor), 0, tuple(tensor.shape))
         temporary = folder.with_name(f"{folder.name}.tmp-{self.generation}-{self._count}")
         future: Future[None] = Future()
         self._future = future
         threading.Thread(
-            target=self._write, args=(future, temporary, folder, state, manifest), name="checkpoint", daemon=True
+            target=self._write,
+            args=(future, temporary, folder, parts, manifest),
+            name="checkpoint",
+            daemon=True,
         ).start()
 
     def saved(self) -> bool:
@@ -126,15 +103,17 @@ class CheckpointWriter:
             )
 
     def _write(
-        self, future: Future[None], temporary: Path, folder: Path, state: dict[str, Tensor], manifest: dict[str, Any]
+        self, future: Future[None], temporary: Path, folder: Path, parts: dict[str, LocalPart], manifest: dict[str, Any]
     ) -> None:
         error: CheckpointError | None = CheckpointError(folder, "the writer ended without a result; see the log")
         try:
-            self._write_files(temporary, folder, state, manifest)
+            self._write_files(temporary, folder, parts, manifest)
             error = None
             current_beacon().add("checkpoints", 1)
-        except (CheckpointException, OSError, RuntimeError, ValueError) as problem:
-            error = CheckpointError(folder, _first_failure(problem) + _free_space_hint(problem, folder))
+        except CheckpointError as problem:
+            error = problem
+        except (OSError, RuntimeError, ValueError) as problem:
+            error = CheckpointError(folder, f"{type(problem).__name__}: {problem}")
         finally:
             if error is None:
                 future.set_result(None)
@@ -143,32 +122,29 @@ class CheckpointWriter:
                     shutil.rmtree(temporary, ignore_errors=True)
                 future.set_exception(error)
 
-    def _write_files(self, temporary: Path, folder: Path, state: dict[str, Tensor], manifest: dict[str, Any]) -> None:
-        metadata = dcp_save(
-            state,
-            storage_writer=_FileWriter(temporary, sync_files=True),
-            process_group=self.ranks.storage,
-            no_dist=self.ranks.world == 1,
-        )
-        error: OSError | None = None
-        if self.ranks.rank == 0:
-            try:
-                self._complete(temporary, folder, metadata, manifest)
-            except OSError as problem:
-                error = problem
-        if not self.ranks.broadcast_flag(error is None, why=f"{folder.name} is complete"):
-            raise error or OSError(f"rank 0 could not complete {temporary}; see its log")
+    def _write_files(
+        self, temporary: Path, folder: Path, parts: dict[str, LocalPart], manifest: dict[str, Any]
+    ) -> None:
+        problem = ""
+        try:
+            write_rank_file(temporary, self.ranks.rank, parts)
+        except (OSError, ValueError) as error:
+            problem = _problem_text(error, folder)
+        self._raise_any(problem, folder, why=f"the files of {folder.name} are written")
+        try:
+            if self.ranks.rank == 0:
+                write_index(temporary, range(self.ranks.world), {"world": self.ranks.world, **manifest})
+                commit_folder(temporary, folder)
+        except (OSError, ValueError) as error:
+            problem = _problem_text(error, folder)
+        self._raise_any(problem, folder, why=f"{folder.name} is complete")
 
-    def _complete(self, temporary: Path, folder: Path, metadata: Metadata, manifest: dict[str, Any]) -> None:
-        """Writes the manifest and gives the folder its final name. Rank 0 calls it when all ranks' files are on
-        disk."""
-        names = {stored.relative_path for stored in (metadata.storage_data or {}).values()} | {".metadata"}
-        files = {name: (temporary / name).stat().st_size for name in sorted(names)}
-        _write_json_durably(
-            temporary / MANIFEST_FILE,
-            {"format": CHECKPOINT_FORMAT, "world": self.ranks.world, "files": files, **manifest},
-        )
-        commit_folder(temporary, folder)
+    def _raise_any(self, problem: str, folder: Path, why: str) -> None:
+        """Raises CheckpointError on all ranks if there is a problem on one. All ranks call it."""
+        problems = self.ranks.gather_texts(problem, why)
+        found = next(((rank, text) for rank, text in enumerate(problems) if text), None)
+        if found is not None:
+            raise CheckpointError(folder, f"rank {found[0]}: {found[1]}")
 
 
 def commit_folder(temporary: Path, folder: Path) -> None:
@@ -182,38 +158,6 @@ def commit_folder(temporary: Path, folder: Path) -> None:
     temporary.rename(folder)
     sync_folder(folder.parent)
     shutil.rmtree(stale, ignore_errors=True)
-
-
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """Returns the manifest of a complete checkpoint: format, world, files and the metadata given to `save`.
-
-    Raises:
-        CheckpointError: the folder or its manifest does not exist, a file is missing or has another size, or the
-            format is unknown.
-    """
-    if ".tmp-" in folder.name:
-        raise CheckpointError(
-            folder, "is the temporary folder of a save that did not finish; use a complete checkpoint"
-        )
-    try:
-        manifest = json.loads((folder / MANIFEST_FILE).read_text())
-        files: dict[str, int] = manifest["files"]
-        file_format = manifest["format"]
-    except FileNotFoundError:
-        raise CheckpointError(folder, f"has no {MANIFEST_FILE}, so it is not a complete checkpoint") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(folder, f"{MANIFEST_FILE} cannot be read ({error})") from error
-    if file_format != CHECKPOINT_FORMAT:
-        raise CheckpointError(
-            folder, f"has format {file_format}; this version of lockstep reads format {CHECKPOINT_FORMAT}"
-        )
-    for name, size in files.items():
-        path = folder / name
-        actual = path.stat().st_size if path.exists() else None
-        if actual != size:
-            what = "is missing" if actual is None else f"has {actual} bytes instead of {size}"
-            raise CheckpointError(folder, f"is incomplete: {name} {what}")
-    return manifest  # type: ignore[no-any-return]
 
 
 def load_checkpoint(
@@ -235,7 +179,7 @@ def load_checkpoint(
         The manifest.
 
     Raises:
-        CheckpointError: the checkpoint is incomplete, has other parameters, or has other values than `expected`.
+        CheckpointError: the checkpoint is incomplete or damaged, has other parameters, or other values than `expected`.
     """
     manifest = read_manifest(folder)
     for name, value in (expected or {}).items():
@@ -244,89 +188,34 @@ def load_checkpoint(
             raise CheckpointError(
                 folder, f"belongs to an earlier content of {manifest.get('model')}: {what}; restore that model"
             )
-    reader = FileSystemReader(folder)
-    stored_tensors = reader.read_metadata().state_dict_metadata
+    index = (open_earlier_files if manifest["format"] == 1 else open_files)(folder, manifest)
     for name, rows in sharded.items():
-        stored = stored_tensors.get(name)
-        shape = tuple(stored.size) if isinstance(stored, TensorStorageMetadata) else None
-        if shape != rows.shape:
-            what = "does not have" if shape is None else f"has with shape {shape}"
+        stored = index.tensors.get(name)
+        if stored is None or stored.shape != rows.shape:
+            what = "does not have" if stored is None else f"has with shape {stored.shape}"
             raise CheckpointError(folder, f"belongs to another model: it {what} {name!r}, expected shape {rows.shape}")
-    mesh = _storage_mesh(ranks)
-    state: dict[str, Tensor] = {
-        name: _as_dtensor(torch.empty_like(rows.local, device="cpu"), rows.shape, mesh)
-        for name, rows in sharded.items()
-    }
-    state.update(
-        {name: torch.empty_like(tensor, device="cpu") for name, tensor in whole.items() if name in stored_tensors}
-    )
-    try:
-        dcp_load(state, storage_reader=reader, no_dist=True)
-    except (CheckpointException, OSError, RuntimeError, ValueError) as error:
-        raise CheckpointError(folder, f"cannot be read: {_first_failure(error)}") from error
+    state = {name: torch.empty_like(rows.local, device="cpu") for name, rows in sharded.items()}
+    state |= {name: torch.empty_like(tensor, device="cpu") for name, tensor in whole.items() if name in index.tensors}
+    for name, tensor in state.items():
+        shape = sharded[name].shape if name in sharded else ()
+        read_rows(folder, index, name, ranks.rows(shape[0])[0] if shape else 0, tensor)
     with torch.no_grad():
         for name, rows in sharded.items():
-            rows.local.copy_(_to_local(state[name]))
+            rows.local.copy_(state[name])
         for name, tensor in whole.items():
             if name in state:
                 tensor.copy_(state[name])
-    return manifest
+    return index.manifest
 
 
-def sync_folder(folder: Path) -> None:
-    """Makes renames and new files in `folder` durable."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _copy_of(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True).contiguous()
 
 
-def sync_file(path: Path) -> None:
-    """Makes the content of a file durable."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-
-
-def _write_json_durably(path: Path, content: dict[str, Any]) -> None:
-    with path.open("w") as file:
-        json.dump(content, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _storage_mesh(ranks: ParallelContext) -> DeviceMesh | None:
-    """Returns the mesh of the ranks over which one replica of the parameters is sharded."""
-    if ranks.storage is None or ranks.world == 1:
-        return None
-    return DeviceMesh.from_group(ranks.copy_storage or ranks.storage, "cpu")
-
-
-def _as_dtensor(local: Tensor, shape: tuple[int, ...], mesh: DeviceMesh | None) -> Tensor:
-    """Wraps the rows in a DTensor, so that torch's planner knows their position in the whole tensor."""
-    if mesh is None:
-        return local
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=torch.Size(shape), stride=stride)
-
-
-def _to_local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _free_space_hint(problem: BaseException, folder: Path) -> str:
-    """Returns the free space and a fix if a full disk was the cause, else "". torch may have wrapped that error
-    twice."""
-    inner: list[BaseException] = [error for error, _ in getattr(problem, "failures", {}).values()] or [problem]
-    if not any(isinstance(error, OSError) and error.errno in _DISK_FULL_ERRNOS for error in inner):
-        return ""
-    return f"; {shutil.disk_usage(folder.parent).free:,} bytes are free there: make room, then resume the run"
-
-
-def _first_failure(problem: BaseException) -> str:
-    """Describes the first failure, with its rank if torch reports one."""
-    if isinstance(problem, CheckpointException) and problem.failures:
-        rank, (inner, frames) = min(problem.failures.items())
-        log.error("checkpoint failed on rank %d: %s\n%s", rank, inner, "".join(traceback.format_list(frames)))
-        return f"rank {rank}: {type(inner).__name__}: {inner}"
-    return f"{type(problem).__name__}: {problem}"
+def _problem_text(problem: BaseException, folder: Path) -> str:
+    """Describes why this rank could not write, with the free space if a full disk was the cause."""
+    text = f"{type(problem).__name__}: {problem}"
+    if isinstance(problem, OSError) and problem.errno in _DISK_FULL_ERRNOS:
+        free = shutil.disk_usage(folder.parent).free
+        text += f"; {free:,} bytes are free there: make room, then resume the run"
+    return text

@@ -6,8 +6,8 @@ rank 0 publishes them with its wait.
 
 The trainer issues five collectives itself: `gather` (one vector of fixed size per step), `gather_flat` (the adapter,
 before weight sync or export), `gather_bucket` (some weights, during a sync from device to device), `gather_rows` (one
-parameter, during an export) and `broadcast_flag` (at the end of a checkpoint). The library that shards the model issues
-all others, except those of torch's checkpoint writer, which have a communicator of their own.
+parameter, during an export) and `gather_texts` (at the end of a checkpoint, on a communicator of its own). The library
+that shards the model issues all others.
 """
 
 import json
@@ -38,6 +38,7 @@ RESULT_MARGIN_S = 10.0
 _MAX_NAMES = 8
 _MAX_BEACON_NAMES = 4
 """A beacon has room for this many names."""
+_TEXT_BYTES = 1024
 
 
 class RanksMissing(RuntimeError):
@@ -150,8 +151,6 @@ class ParallelContext:
     """Communicator of the ranks that share this rank's copy; None if there is only one copy (use `group`)."""
     across: dist.ProcessGroup | None = None
     """Communicator of the ranks that hold the same rows, one of each copy."""
-    copy_storage: dist.ProcessGroup | None = None
-    """Gloo communicator of the ranks of `copy`, for the mesh of checkpoints."""
     slower: str = ""
     """Why the collectives run on gloo although NCCL was expected, and what they cost; empty if they run as expected."""
 
@@ -213,13 +212,17 @@ class ParallelContext:
         self._finish(work, "gather", why)
         return None if parts is None else torch.cat([part.cpu() for part in parts])[:rows]
 
-    def broadcast_flag(self, value: bool, why: str) -> bool:
-        """Returns rank 0's value on all ranks. Uses the storage communicator, for the checkpoint writer's thread."""
+    def gather_texts(self, text: str, why: str) -> list[str]:
+        """Gathers a short text from every rank on all ranks. Uses the storage communicator, for the checkpoint writer's
+        thread. A longer text than `_TEXT_BYTES` is cut."""
         if self.world == 1:
-            return value
-        flag = torch.tensor([int(value)])
-        self._finish(dist.broadcast(flag, 0, group=self.storage, async_op=True), "broadcast", why)
-        return bool(flag.item())
+            return [text]
+        raw = text.encode()[:_TEXT_BYTES]
+        own = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
+        own[: len(raw)] = torch.frombuffer(bytearray(raw or b"\0"), dtype=torch.uint8)[: len(raw)]
+        gathered = [torch.empty_like(own) for _ in range(self.world)]
+        self._finish(dist.all_gather(gathered, own, group=self.storage, async_op=True), "all_gather", why)
+        return [each.numpy().tobytes().rstrip(b"\0").decode(errors="replace") for each in gathered]
 
     def leave(self) -> None:
         """Destroys the communicators; collectives in flight are lost."""
@@ -307,16 +310,13 @@ def _make_replica_groups(ranks: ParallelContext, bound: timedelta) -> None:
     places = torch.arange(ranks.world).view(ranks.replicas, ranks.shards)
     ranks.copy = _new_group_with(places.tolist(), ranks.rank, bound, "copy")
     ranks.across = _new_group_with(places.T.tolist(), ranks.rank, bound, "across copies")
-    ranks.copy_storage = _new_group_with(places.tolist(), ranks.rank, bound, "checkpoint of a copy", "gloo")
 
 
-def _new_group_with(
-    members: list[list[int]], rank: int, bound: timedelta, name: str, backend: str | None = None
-) -> dist.ProcessGroup | None:
+def _new_group_with(members: list[list[int]], rank: int, bound: timedelta, name: str) -> dist.ProcessGroup | None:
     """Creates several disjoint communicators, as every rank must, and returns the one that has this rank as a
     member."""
     mine: dist.ProcessGroup | None = None
     for each in members:
-        made = dist.new_group(each, timeout=bound, backend=backend, group_desc=name)
+        made = dist.new_group(each, timeout=bound, group_desc=name)
         mine = made if rank in each else mine
     return mine

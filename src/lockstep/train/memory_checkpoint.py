@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor
 
 from lockstep.train.errors import MemoryCheckpointMissing, SharedMemoryFull
@@ -46,7 +47,10 @@ class MemoryCheckpoints:
             if tensor.numel():
                 target = torch.frombuffer(memory, dtype=getattr(torch, dtype), count=tensor.numel(), offset=offset)
                 target.view(shape).copy_(tensor.detach())
-        content = {"version": version, "world": self.world, "layout": layout, "facts": dict(metadata)}
+        content = {
+            "version": version, "world": self.world, "layout": layout, "digest": _digest(memory, size),
+            "facts": dict(metadata),
+        }  # fmt: skip
         draft = description.with_suffix(".new")
         draft.write_text(json.dumps(content))
         draft.rename(description)
@@ -61,6 +65,8 @@ class MemoryCheckpoints:
             if found["world"] != self.world or found["layout"] != [list(each) for each in layout]:
                 raise MemoryCheckpointMissing(self.folder, self.rank, version, "it has other tensors")
             memory = memoryview(self._mapped(slot, size))
+            if found.get("digest") != _digest(memory, size):
+                raise MemoryCheckpointMissing(self.folder, self.rank, version, "its content is damaged")
             for (_, dtype, shape, offset), tensor in zip(layout, tensors.values(), strict=True):
                 if tensor.numel():
                     source = torch.frombuffer(memory, dtype=getattr(torch, dtype), count=tensor.numel(), offset=offset)
@@ -135,6 +141,11 @@ def _slot_layout(tensors: Mapping[str, Tensor]) -> tuple[list[tuple[str, str, Se
         layout.append((name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), offset))
         offset += -(-tensor.numel() * tensor.element_size() // _ALIGN) * _ALIGN
     return layout, max(offset, mmap.PAGESIZE)
+
+
+def _digest(memory: memoryview, size: int) -> str:
+    """The xxh3-128 of a slot's content."""
+    return xxhash.xxh3_128_hexdigest(memory[:size])
 
 
 def _free_bytes(folder: Path) -> int:

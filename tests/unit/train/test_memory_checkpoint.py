@@ -41,6 +41,17 @@ def test_another_process_reads_what_was_written(tmp_path: Path) -> None:
     ]
 
 
+def test_a_damaged_copy_is_not_restored(tmp_path: Path) -> None:
+    MemoryCheckpoints(tmp_path, 0, 1).write(1, state(1), {})
+    with (tmp_path / "rank-0-0").open("r+b") as file:
+        file.seek(10)
+        file.write(b"\xff")
+    into = {name: torch.zeros_like(tensor) for name, tensor in state(0).items()}
+    with pytest.raises(MemoryCheckpointMissing, match="its content is damaged"):
+        MemoryCheckpoints(tmp_path, 0, 1).read(1, into)
+    assert not any(tensor.any() for tensor in into.values())
+
+
 def test_newest_version_of_all_ranks(tmp_path: Path) -> None:
     ranks = [MemoryCheckpoints(tmp_path, rank, 2) for rank in range(2)]
     assert memory_checkpoint_versions(tmp_path, 2) == set()

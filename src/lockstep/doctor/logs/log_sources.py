@@ -9,7 +9,6 @@ import io
 import lzma
 import os
 import re
-import select
 import stat
 import struct
 import sys
@@ -23,6 +22,9 @@ from functools import partial
 from itertools import groupby
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
+
+from lockstep.base import waits
+from lockstep.base.wait_state import WaitTimeout
 
 MAX_ZIP_BYTES = 256 << 20
 """Limit for a zip file inside another archive. It is held in memory, because its directory is at its end."""
@@ -352,10 +354,11 @@ def _open_file(path: Path) -> io.BufferedReader:
     if not stat.S_ISFIFO(path.stat().st_mode):
         return path.open("rb")
     raw = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")
-    ready, _, _ = select.select([raw], [], [], PIPE_WAIT_S)
-    if not ready:
+    try:
+        waits.readable(raw, waits_for="another process", why=f"write to {path}", timeout_s=PIPE_WAIT_S)
+    except WaitTimeout:
         raw.close()
-        raise TimeoutError(f"a pipe to which no process has written for {PIPE_WAIT_S:g} s")
+        raise TimeoutError(f"a pipe to which no process has written for {PIPE_WAIT_S:g} s") from None
     os.set_blocking(raw.fileno(), True)
     return raw
 

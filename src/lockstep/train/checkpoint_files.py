@@ -1,0 +1,240 @@
+"""The files of a checkpoint: a safetensors file for each rank, and an index with place and digest of every part.
+
+A part is the rows of one tensor that one rank held. Nothing in a checkpoint is pickled. Every part is compared with its
+digest when it is read, and the index with its own.
+"""
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from lockstep.train.errors import CheckpointError
+
+INDEX_FILE = "checkpoint.json"
+CHECKPOINT_FORMAT = 2
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")
+_DIGEST_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class LocalPart:
+    """The rows of a tensor that this rank writes."""
+
+    tensor: Tensor
+    """Contiguous, on the CPU."""
+    first: int
+    """Index of the first row in the whole tensor."""
+    shape: tuple[int, ...]
+    """Shape of the whole tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPart:
+    """Consecutive rows of a tensor in a file."""
+
+    file: str
+    first: int
+    """Index of the first row in the whole tensor."""
+    rows: int
+    digest: str
+    """xxh3-128 (hexadecimal) of the rows' bytes; empty in checkpoints of format 1, which have none."""
+
+
+@dataclass(slots=True)
+class StoredTensor:
+    """A tensor of a checkpoint."""
+
+    shape: tuple[int, ...]
+    parts: list[StoredPart] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class CheckpointIndex:
+    """What a checkpoint contains."""
+
+    manifest: dict[str, Any]
+    """The values that were given to `save`, with `format` and `world`."""
+    tensors: dict[str, StoredTensor]
+    read_part: Callable[[str, StoredPart], Tensor]
+    """Reads the rows of a part of this tensor. Raises CheckpointError if they are damaged."""
+
+
+def digest_of(tensor: Tensor) -> str:
+    """Returns the xxh3-128 of a CPU tensor's bytes."""
+    found = xxhash.xxh3_128()
+    data: Any = tensor.contiguous().view(-1).view(torch.uint8).numpy()
+    for start in range(0, len(data), _DIGEST_BYTES):
+        found.update(data[start : start + _DIGEST_BYTES])
+    return found.hexdigest()
+
+
+def write_rank_file(folder: Path, rank: int, parts: Mapping[str, LocalPart]) -> None:
+    """Writes the rows that a rank holds, by tensor, durably, with the rank's part of the index. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    name = f"rank-{rank:05d}.safetensors"
+    try:
+        save_file({key: part.tensor for key, part in parts.items()}, folder / name)
+    except SafetensorError as problem:
+        raise _as_os_error(problem, folder / name) from problem
+    sync_file(folder / name)
+    tensors = {
+        key: {
+            "shape": list(part.shape),
+            "parts": [[name, part.first, _row_count(part.tensor), digest_of(part.tensor)]],
+        }
+        for key, part in parts.items()
+    }
+    files = {name: (folder / name).stat().st_size}
+    write_json_durably(_rank_index(folder, rank), {"files": files, "tensors": tensors})
+
+
+def write_index(folder: Path, ranks: Iterable[int], manifest: Mapping[str, Any]) -> None:
+    """Joins the ranks' parts of the index, durably. All ranks must have written theirs. Raises OSError."""
+    files: dict[str, int] = {}
+    tensors: dict[str, Any] = {}
+    for rank in ranks:
+        part = json.loads(_rank_index(folder, rank).read_bytes())
+        files |= part["files"]
+        for name, tensor in part["tensors"].items():
+            tensors.setdefault(name, {"shape": tensor["shape"], "parts": []})["parts"] += tensor["parts"]
+        _rank_index(folder, rank).unlink()
+    content = {**manifest, "format": CHECKPOINT_FORMAT, "files": files, "tensors": tensors}
+    write_json_durably(folder / INDEX_FILE, {**content, "digest": _json_digest(content)})
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Returns the content of a complete checkpoint's index.
+
+    Raises:
+        CheckpointError: the folder or its index does not exist or is damaged, a file is missing or has another size, or
+            the format is unknown.
+    """
+    if ".tmp-" in folder.name:
+        raise CheckpointError(
+            folder, "is the temporary folder of a save that did not finish; use a complete checkpoint"
+        )
+    try:
+        manifest = json.loads((folder / INDEX_FILE).read_bytes())
+        files: dict[str, int] = manifest["files"]
+        file_format = manifest["format"]
+    except FileNotFoundError:
+        raise CheckpointError(folder, f"has no {INDEX_FILE}, so it is not a complete checkpoint") from None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(folder, f"{INDEX_FILE} cannot be read ({error})") from error
+    if file_format not in (1, CHECKPOINT_FORMAT):
+        raise CheckpointError(
+            folder, f"has format {file_format}; this version of lockstep reads formats 1 and {CHECKPOINT_FORMAT}"
+        )
+    digest = manifest.pop("digest", "")
+    if file_format == CHECKPOINT_FORMAT and digest != _json_digest(manifest):
+        raise CheckpointError(folder, f"{INDEX_FILE} is damaged: its content has another digest")
+    for name, size in files.items():
+        if Path(name).name != name:
+            raise CheckpointError(folder, f"{INDEX_FILE} is damaged: it names {name!r}, which is not in the folder")
+        path = folder / name
+        actual = path.stat().st_size if path.exists() else None
+        if actual != size:
+            what = "is missing" if actual is None else f"has {actual} bytes instead of {size}"
+            raise CheckpointError(folder, f"is incomplete: {name} {what}")
+    return manifest  # type: ignore[no-any-return]
+
+
+def open_files(folder: Path, manifest: dict[str, Any]) -> CheckpointIndex:
+    """Opens the files of a checkpoint of the present format, whose manifest was read."""
+    tensors = {
+        name: StoredTensor(tuple(each["shape"]), [StoredPart(*part) for part in each["parts"]])
+        for name, each in manifest["tensors"].items()
+    }
+    opened: dict[str, Any] = {}
+
+    def read_part(name: str, part: StoredPart) -> Tensor:
+        try:
+            if part.file not in opened:
+                opened[part.file] = safe_open(folder / part.file, "pt")
+            found: Tensor = opened[part.file].get_tensor(name)
+        except (SafetensorError, OSError) as problem:
+            raise CheckpointError(folder, f"is damaged: {name!r} in {part.file} cannot be read: {problem}") from problem
+        if digest_of(found) != part.digest:
+            raise CheckpointError(folder, f"is damaged: {name!r} in {part.file} has another digest than when written")
+        return found
+
+    values = {key: value for key, value in manifest.items() if key not in ("files", "tensors")}
+    return CheckpointIndex(values, tensors, read_part)
+
+
+def read_rows(folder: Path, index: CheckpointIndex, name: str, first: int, into: Tensor) -> None:
+    """Fills `into` with the rows of a tensor from index `first` on.
+
+    Raises:
+        CheckpointError: a row is missing or damaged, or has another precision.
+    """
+    last, filled = first + _row_count(into), 0
+    for part in index.tensors[name].parts:
+        start, end = max(first, part.first), min(last, part.first + part.rows)
+        if start >= end:
+            continue
+        rows = index.read_part(name, part)
+        if rows.dtype != into.dtype or rows.shape[1:] != into.shape[1:]:
+            raise CheckpointError(
+                folder, f"has {name!r} as {rows.dtype} {tuple(rows.shape)}, expected {into.dtype} {tuple(into.shape)}"
+            )
+        if into.ndim:
+            into[start - first : end - first] = rows[start - part.first : end - part.first]
+        else:
+            into.copy_(rows)
+        filled += end - start
+    if filled != last - first:
+        raise CheckpointError(folder, f"is damaged: {last - first - filled} rows of {name!r} are missing")
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes renames and new files in `folder` durable."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_file(path: Path) -> None:
+    """Makes the content of a file durable."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def write_json_durably(path: Path, content: Mapping[str, Any]) -> None:
+    """Writes a JSON file and syncs it."""
+    with path.open("w") as file:
+        json.dump(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _row_count(tensor: Tensor) -> int:
+    return tensor.shape[0] if tensor.ndim else 1
+
+
+def _rank_index(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank:05d}.json"
+
+
+def _json_digest(content: Mapping[str, Any]) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
+
+
+def _as_os_error(problem: SafetensorError, path: Path) -> OSError:
+    """The operating system's error that safetensors reports as text."""
+    found = _OS_ERROR.search(str(problem))
+    if found is None:
+        return OSError(f"{path}: {problem}")
+    return OSError(int(found[1]), os.strerror(int(found[1])), str(path))
