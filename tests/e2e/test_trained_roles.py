@@ -67,9 +67,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 def state(run: Path, role: str) -> dict[str, bytes]:
     """All tensors of a role in the last checkpoint: weights and optimizer."""
     files = sorted((run / "checkpoints" / f"{STEPS:08d}" / role).glob("*.safetensors"))
-    return {
-        f"{name} of {file.stem}": tensor.tobytes() for file in files for name, tensor in load_file(file).items()
-    }
+    return {f"{name} of {file.stem}": tensor.tobytes() for file in files for name, tensor in load_file(file).items()}
 
 
 def assert_same(launched: Launched, pair: Pair, generation: int = 1) -> None:

@@ -206,7 +206,9 @@ class LiveConsole:
             ("reward", "reward/mean"), ("loss", "policy/loss"), ("kl", "policy/kl"), ("entropy", "policy/entropy"),
             ("length", "rollout/length_mean"),
         ):  # fmt: skip
-            if name in self._metrics:
+            if label == "loss" and self._metrics.get("policy/tokens") == 0:
+                found.append(("nothing learned:", "no group has completions with different rewards"))
+            elif name in self._metrics:
                 found.append((label, format_number(self._metrics[name])))
         if self._evaluated:
             found.insert(1, ("exact match", format_number(self._evaluated[-1][1])))

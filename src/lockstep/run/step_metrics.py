@@ -56,12 +56,12 @@ def _episode_metrics(completions: Sequence[Completion]) -> dict[str, float]:
 
 def update_metrics(stats: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Combines the metrics of a step's optimizer steps: counts and seconds are summed, names in `_max` take the
-    maximum, others the mean."""
+    maximum, others the mean over the optimizer steps that measured them."""
 
     def combine(name: str) -> float:
-        values = [each[name] for each in stats]
+        values = [each[name] for each in stats if name in each]
         if name in ("tokens", "batch/skipped_sequences", "train_s"):
             return float(np.sum(values))
         return float(np.max(values) if name.endswith("_max") else np.mean(values))
 
-    return {name: combine(name) for name in stats[0]}
+    return {name: combine(name) for name in dict.fromkeys(name for each in stats for name in each)}

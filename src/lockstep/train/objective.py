@@ -259,10 +259,13 @@ class ReducedMetrics:
         """Ranks with gradients that are not finite."""
         totals = dict(zip(metrics, values.sum(0).tolist(), strict=True))
         largest = dict(zip(metrics, values.amax(0).tolist(), strict=True))
-        means = {name: total / max(totals["tokens"], 1.0) for name, total in totals.items()}
-        by_reduction = {"sum": totals, "mean": means, "max": largest}
-        self.values: dict[str, float] = {name: by_reduction[how][name] for name, how in metrics.items()}
-        """The reduced metrics, by name."""
+        by_reduction = {"sum": totals}
+        if tokens := totals["tokens"]:
+            by_reduction |= {"mean": {name: total / tokens for name, total in totals.items()}, "max": largest}
+        self.values: dict[str, float] = {
+            name: by_reduction[how][name] for name, how in metrics.items() if how in by_reduction
+        }
+        """The reduced metrics, by name. Without a target there are only sums: there is nothing to measure."""
 
 
 def _policy_metrics(config: PolicyLoss) -> dict[str, Reduction]:

@@ -47,6 +47,15 @@ def test_plain_lines_without_a_terminal():
     assert last.endswith("exact match 0.5 → 0.75; run: runs/sort, report: runs/sort/report.html")
 
 
+def test_a_step_without_signal_says_so():
+    stream = io.StringIO()
+    console = LiveConsole("sort", Path("runs/sort"), 20, stream=stream, terminal=False)
+    console.step(0, {"reward/mean": 1.0, "policy/loss": 0.0, "policy/tokens": 0.0})
+    assert stream.getvalue().startswith(
+        "step 1/20  reward 1  nothing learned: no group has completions with different rewards"
+    )
+
+
 def test_quiet_prints_warnings_and_the_last_line():
     stream = io.StringIO()
     console = LiveConsole("sort", Path("runs/sort"), 20, stream=stream, terminal=False, quiet=True)

@@ -15,6 +15,15 @@ def test_update_metrics_are_means_sums_of_counts_and_maxima() -> None:
     assert update_metrics(stats) == {"loss": 2.0, "tokens": 40.0, "engine_gap_max": 0.5, "lr": 1.5e-3}
 
 
+def test_an_optimizer_step_without_targets_has_no_part_in_means() -> None:
+    empty = {"loss": 0.0, "tokens": 0.0, "grad_norm": 0.0}
+    full = {"loss": 3.0, "tokens": 30.0, "grad_norm": 2.0, "entropy": 0.5, "engine_gap_max": 0.1}
+    for stats in ([empty, full], [full, empty]):
+        found = update_metrics(stats)
+        assert (found["entropy"], found["engine_gap_max"], found["tokens"]) == (0.5, 0.1, 30.0)
+    assert update_metrics([empty]) == empty
+
+
 def test_tokens_of_an_environment_are_not_counted() -> None:
     mask = np.array([True, True, False, False, True])
     logprobs = np.where(mask, -0.5, 0).astype(np.float32)

@@ -170,11 +170,20 @@ def test_ranks_and_microbatches_are_added_up_and_the_first_bad_one_is_found() ->
     totals = ReducedMetrics(names, torch.stack(vectors))
     assert totals.bad_microbatches == [(1, 2), (2, 0)]
     assert totals.bad_gradients == [0]
-    told_of_all = totals.values
-    assert told_of_all["tokens"] == 24
-    assert told_of_all["loss"] == pytest.approx(6.0)
-    assert told_of_all["logprob"] == pytest.approx(-(4 + 8) / 24)
-    assert told_of_all["engine_gap_max"] == 5
+    reduced = totals.values
+    assert reduced["tokens"] == 24
+    assert reduced["loss"] == pytest.approx(6.0)
+    assert reduced["logprob"] == pytest.approx(-(4 + 8) / 24)
+    assert reduced["engine_gap_max"] == 5
+
+
+def test_without_targets_only_sums_are_reported() -> None:
+    """All advantages are zero, so that every rank has an empty micro-batch: there is no entropy, and no ratio."""
+    loss = PPOClip()
+    names = make_objective(loss).metrics
+    nothing = {"weight": values(0.0), "advantage": values(0.0), "engine_logprob": values(-1.0)}
+    found = metrics(compute_loss(loss, nothing, values(-1.0), values(1.0)), loss)
+    assert found == {name: 0.0 for name, reduction in names.items() if reduction == "sum"}
 
 
 def test_importance_of_sequences_and_masks() -> None:
