@@ -14,7 +14,7 @@ from test_trainer import TIGHT, apart, assert_true
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from lockstep.train.checkpoint import read_manifest
+from lockstep.train.checkpoint_files import read_manifest
 from lockstep.train.distributed import ParallelContext
 from lockstep.train.errors import CheckpointError
 from lockstep.train.fsdp.fsdp_trainer import FSDP2Trainer
@@ -103,12 +103,12 @@ def test_a_torn_checkpoint_is_described(folder: Path, alone: dict[str, tr.Result
             trainer.load(checkpoint)
         return caught.value.reason
 
-    data = checkpoint / "__0_0.distcp"
+    data = checkpoint / "rank-00000.safetensors"
     content = data.read_bytes()
     data.write_bytes(content[:-1])
-    assert reason() == f"is incomplete: __0_0.distcp has {len(content) - 1} bytes instead of {len(content)}"
+    assert reason() == f"is incomplete: rank-00000.safetensors has {len(content) - 1} bytes instead of {len(content)}"
     data.unlink()
-    assert "__0_0.distcp is missing" in reason()
+    assert "rank-00000.safetensors is missing" in reason()
     data.write_bytes(content)
     assert read_manifest(checkpoint)["optimizer_step"] == 2
     (checkpoint / "checkpoint.json").write_text("{")

@@ -319,6 +319,16 @@ def test_torn_checkpoints_are_refused(kind: str, folder: Path, checkpoint: Path)
     assert refused(kind, folder, checkpoint.with_name("nothing"))
 
 
+def test_a_damaged_checkpoint_is_refused(kind: str, folder: Path, checkpoint: Path) -> None:
+    for file in sorted(path for path in checkpoint.rglob("*") if path.is_file()):
+        content = file.read_bytes()
+        changed = bytearray(content)
+        changed[len(content) // 2] ^= 1
+        file.write_bytes(changed)
+        assert "damaged" in (reason := refused(kind, folder, checkpoint)) or "cannot be read" in reason, file
+        file.write_bytes(content)
+
+
 def test_unfinished_checkpoints_and_those_of_other_models_are_refused(
     kind: str, folder: Path, checkpoint: Path
 ) -> None:
