@@ -7,13 +7,16 @@ the same exported weights, the same metrics, and every prompt used once. `test_r
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 from harness import config, seeded_random, train, weights
-from resume_scenarios import GONE_S, STEPS, InterruptedRun, References, assert_close, newest, tree
+from resume_scenarios import CHECKPOINTS, GONE_S, STEPS, InterruptedRun, References, assert_close, newest, tree
 from safetensors.numpy import load_file
+from transformers import AutoModelForCausalLM
 
 from lockstep.base.folders import run_shm_dir
 from lockstep.ledger.ledger import Ledger
@@ -66,6 +69,28 @@ def test_a_damaged_checkpoint_is_not_trained_on(reference: References, tmp_path:
     text = " ".join(launched.text().split())
     assert "has another digest than when written" in text and f"resuming from {before} instead" in text
     interrupted.compare()
+
+
+@pytest.mark.timeout(300)
+def test_checkpoints_are_exported_without_the_run(reference: References, tmp_path: Path) -> None:
+    """The last checkpoint has the weights of the run's own export, any other one different ones; the model loads."""
+    made = reference("sft")
+
+    def export(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "lockstep", "export", str(made.run), *arguments]
+        return subprocess.run(command, cwd=made.home, capture_output=True, text=True, timeout=120)
+
+    last, earlier = tmp_path / "last", tmp_path / "earlier"
+    assert export(str(last)).returncode == 0
+    done = export(str(earlier), "--step", str(CHECKPOINTS[-2]))
+    assert done.returncode == 0 and f"after {CHECKPOINTS[-2]} steps" in done.stdout, done.stderr
+    own = load_file(made.run / "export" / "model.safetensors")
+    found, other = (load_file(folder / "model.safetensors") for folder in (last, earlier))
+    assert all((found[name] == own[name]).all() for name in own) and found.keys() == own.keys()
+    assert any((other[name] != own[name]).any() for name in own)
+    AutoModelForCausalLM.from_pretrained(last)
+    again = export(str(last))
+    assert again.returncode == 2 and "exists: name a new folder" in again.stderr
 
 
 # --- interruptions that are not kills

@@ -15,6 +15,7 @@ _COMMANDS = {
     "watch": "Run any training command (torchrun, accelerate, mpirun, python) and report which process blocks it.",
     "top": "Show every process of a run: stage, progress, collectives and waits; suspects are at the top.",
     "report": "Write the HTML report of a run, finished or not, and list its incidents.",
+    "export": "Write the model of a run's checkpoint, for transformers, vLLM or the next run.",
     "explain": "Find out what went wrong in a job, and how to fix it, from logs, dumps and incidents.",
 }
 """The first paragraph of each subcommand's help, repeated here so that `lockstep --help` imports no subcommand."""

@@ -1,0 +1,34 @@
+"""`lockstep export`: writes the model of a run's checkpoint."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lockstep.cli.terminal import REFUSED, require_extra, show_refusal
+
+
+def command(
+    run: Annotated[Path, typer.Argument(help="Folder of the run, finished, interrupted or in progress.")],
+    out: Annotated[Path, typer.Argument(help="Folder to write; it must not exist.")],
+    step: Annotated[
+        str, typer.Option(help="Which checkpoint: last, best, or the number of steps done.", metavar="N|best|last")
+    ] = "last",
+    role: Annotated[
+        str | None, typer.Option(help="Which trained model, such as critic; the policy by default.")
+    ] = None,
+    adapter: Annotated[bool, typer.Option("--adapter", help="Write the adapter alone, for peft.")] = False,
+) -> None:
+    """Write the model of a run's checkpoint, for transformers, vLLM or the next run."""
+    require_extra("train", "lockstep export")
+    from lockstep.ledger.errors import LedgerError
+    from lockstep.run.checkpoint_export import export_checkpoint
+    from lockstep.run.errors import RunRefused
+    from lockstep.train.errors import CheckpointError
+
+    try:
+        done = export_checkpoint(run, out, step, role, adapter)
+    except (RunRefused, LedgerError, CheckpointError, ValueError, OSError) as error:
+        show_refusal(error)
+        raise typer.Exit(REFUSED) from error
+    typer.echo(f"{out}: the model of {run} after {done} steps")
