@@ -10,7 +10,7 @@ from lockstep.config.train_role import TrainRole
 from lockstep.ledger.ledger import Ledger
 from lockstep.ledger.sqlite_index import CheckpointRow
 from lockstep.run.errors import RunRefused
-from lockstep.run.planning.prepare import resolve_run_adapter
+from lockstep.run.planning.prepare import resolve_adapters
 from lockstep.train.distributed import ParallelContext
 from lockstep.train.trainer_kinds import trainer_kind
 from lockstep.train.trainer_service import choose_device
@@ -38,7 +38,7 @@ def export_checkpoint(run: Path, out: Path, step: str = "last", role: str | None
     if out.exists():
         raise RunRefused(f"{out} exists: name a new folder")
     with Ledger.reader(run) as ledger:
-        config = resolve_run_adapter(check_config(ledger.config(), source=str(run)))
+        config = resolve_adapters(check_config(ledger.config(), source=str(run)))
         chosen = choose_checkpoint(ledger.checkpoints(), step)
     exported = _role_on_one_rank(config, role)
     if adapter and exported.model.adapter is None:
