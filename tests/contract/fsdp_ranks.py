@@ -8,8 +8,8 @@ from torch import Tensor
 
 from lockstep.data.mini_batches import TrainingBatch
 from lockstep.train.distributed import ParallelContext
-from lockstep.train.export import export_model
 from lockstep.train.fsdp.fsdp_trainer import FSDP2Trainer
+from lockstep.train.model_export import export_model
 
 
 def train(trainer: FSDP2Trainer, batch: TrainingBatch, steps: int = 3) -> tr.Result:

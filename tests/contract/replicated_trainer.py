@@ -27,9 +27,9 @@ from lockstep.train.checkpoint import CheckpointWriter, LocalRows, load_checkpoi
 from lockstep.train.decoder_layers import prepare_layers
 from lockstep.train.distributed import ParallelContext
 from lockstep.train.errors import NonFinite, TrainerUnsupported
-from lockstep.train.export import export_model
 from lockstep.train.lazy_weights import LazyWeight
 from lockstep.train.memory_checkpoint import MemoryCheckpoints
+from lockstep.train.model_export import export_model
 from lockstep.train.objective import (
     MetricAccumulator,
     ModelOutput,

@@ -24,8 +24,8 @@ from lockstep.models.lora import (
 from lockstep.models.model_loader import load_policy
 from lockstep.models.tiny_model import make_tiny
 from lockstep.train.distributed import ParallelContext
-from lockstep.train.export import export_adapter
 from lockstep.train.fsdp.merged_weights import MergedWeights
+from lockstep.train.model_export import export_adapter
 
 IDS = torch.arange(20)[None] % 60 + 4
 

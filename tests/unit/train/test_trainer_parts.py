@@ -19,7 +19,7 @@ from lockstep.models.weight_conversion import CheckpointGroup
 from lockstep.train.checkpoint_retention import checkpoint_bytes, checkpoints_to_keep
 from lockstep.train.decoder_layers import checkpoint_activations
 from lockstep.train.distributed import shard_rows
-from lockstep.train.export import _plan_files
+from lockstep.train.model_export import _plan_files
 from lockstep.train.optimizer import ShardedAdamW, clip_gradients, is_decayed, norm_parameter_ids, square_norm
 from lockstep.train.rank_service import choose_device
 

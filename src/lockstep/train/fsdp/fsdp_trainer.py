@@ -19,7 +19,6 @@ from lockstep.train import checkpoint
 from lockstep.train.checkpoint import LocalRows
 from lockstep.train.distributed import ParallelContext
 from lockstep.train.errors import NonFinite
-from lockstep.train.export import export_adapter, export_model
 from lockstep.train.fsdp.merged_weights import MergedWeights
 from lockstep.train.fsdp.parallelize import (
     InitialAdapter,
@@ -33,6 +32,7 @@ from lockstep.train.fsdp.parallelize import (
 from lockstep.train.fsdp.sharded_model import evaluate_each, target_values
 from lockstep.train.lazy_weights import gather_buckets
 from lockstep.train.memory_checkpoint import MemoryCheckpoints
+from lockstep.train.model_export import export_adapter, export_model
 from lockstep.train.objective import (
     MetricAccumulator,
     ReducedMetrics,
