@@ -23,12 +23,12 @@ from lockstep.models.model_facts import ModelFacts
 from lockstep.models.model_loader import context_length, load_policy, resolve_dtype
 from lockstep.models.packing_probe import PackingProbeResult, probe_fused_decoder, probe_packing
 from lockstep.models.policy_model import PolicyModel
-from lockstep.train.checkpoint import CheckpointWriter, LocalRows, load_checkpoint
+from lockstep.train.checkpoints.checkpoint import CheckpointWriter, LocalRows, load_checkpoint
+from lockstep.train.checkpoints.memory_checkpoint import MemoryCheckpoints
 from lockstep.train.decoder_layers import prepare_layers
 from lockstep.train.distributed import ParallelContext
 from lockstep.train.errors import NonFinite, TrainerUnsupported
 from lockstep.train.lazy_weights import LazyWeight
-from lockstep.train.memory_checkpoint import MemoryCheckpoints
 from lockstep.train.model_export import export_model
 from lockstep.train.objective import (
     MetricAccumulator,

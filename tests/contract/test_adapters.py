@@ -13,7 +13,7 @@ from test_trainer import TIGHT, apart
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lockstep.models.tiny_model import make_tiny
-from lockstep.train.checkpoint_files import read_manifest
+from lockstep.train.checkpoints.checkpoint_files import read_manifest
 from lockstep.train.distributed import ParallelContext
 from lockstep.train.errors import CheckpointError
 from lockstep.train.fsdp.fsdp_trainer import FSDP2Trainer

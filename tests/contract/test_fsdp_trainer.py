@@ -14,7 +14,7 @@ from test_trainer import TIGHT, apart, assert_true
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from lockstep.train.checkpoint_files import read_manifest
+from lockstep.train.checkpoints.checkpoint_files import read_manifest
 from lockstep.train.distributed import ParallelContext
 from lockstep.train.errors import CheckpointError
 from lockstep.train.fsdp.fsdp_trainer import FSDP2Trainer

@@ -9,7 +9,7 @@ import trainer_ranks as tr
 from safetensors.torch import load_file
 from test_trainer import TIGHT, apart
 
-from lockstep.train.checkpoint_files import read_manifest
+from lockstep.train.checkpoints.checkpoint_files import read_manifest
 from lockstep.train.distributed import ParallelContext
 from lockstep.train.fsdp.fsdp_trainer import FSDP2Trainer
 from lockstep.weights.weight_store import WeightStore

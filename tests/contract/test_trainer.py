@@ -25,10 +25,10 @@ from lockstep.data.mini_batches import pack
 from lockstep.models.model_facts import model_facts
 from lockstep.run.planning.resources import host_resources
 from lockstep.run.planning.run_plan import make_plan
-from lockstep.train.checkpoint_retention import checkpoint_bytes, remove_checkpoint, remove_leftovers
+from lockstep.train.checkpoints.checkpoint_retention import checkpoint_bytes, remove_checkpoint, remove_leftovers
+from lockstep.train.checkpoints.memory_checkpoint import MemoryCheckpoints
 from lockstep.train.distributed import ParallelContext
 from lockstep.train.errors import CheckpointError, TrainerUnsupported
-from lockstep.train.memory_checkpoint import MemoryCheckpoints
 from lockstep.train.trainer_kinds import TRAINERS
 
 TIGHT = 1e-5

@@ -32,9 +32,9 @@ from lockstep.data.packing import PackingMode
 from lockstep.data.samples import Completion, Document, Group, Prompt, Rollouts
 from lockstep.models.model_facts import model_facts
 from lockstep.models.tiny_model import make_tiny
+from lockstep.train.checkpoints.memory_checkpoint import MemoryCheckpoints
 from lockstep.train.distributed import ParallelContext
 from lockstep.train.errors import CheckpointError, NonFinite, TrainerUnsupported
-from lockstep.train.memory_checkpoint import MemoryCheckpoints
 from lockstep.train.trainer_kinds import TRAINERS, trainer_kind
 from lockstep.train.trainer_protocol import Trainer
 from lockstep.train.trainer_service import TrainerService

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 
 from lockstep.base.folders import run_shm_dir
 from lockstep.ledger.ledger import Ledger
-from lockstep.train.checkpoint_files import read_manifest
+from lockstep.train.checkpoints.checkpoint_files import read_manifest
 
 STEPS, EVERY, CHECKPOINTS = 8, 2, (3, 6, 8)
 """The values of `harness.config`."""

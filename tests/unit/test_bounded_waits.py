@@ -456,7 +456,7 @@ PASSES = [
     "with track_wait('a', 'b', 'c', 5): asyncio.run(f())",
     "async def f(): await g()",
     "class A:\n  def wait(self): pass\n  def run(self): self.wait()",
-    "from lockstep.train.checkpoint import CheckpointWriter\nw = CheckpointWriter()\nw.wait()",
+    "from lockstep.train.checkpoints.checkpoint import CheckpointWriter\nw = CheckpointWriter()\nw.wait()",
     "query.select()",
     "connection.recv(1.0)",
     "connection.recv(timeout_s)",

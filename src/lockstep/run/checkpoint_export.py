@@ -12,8 +12,8 @@ from lockstep.ledger.sqlite_index import CheckpointRow
 from lockstep.run.errors import RunRefused
 from lockstep.run.planning.prepare import resolve_adapters
 from lockstep.train.distributed import ParallelContext
+from lockstep.train.rank_service import choose_device
 from lockstep.train.trainer_kinds import trainer_kind
-from lockstep.train.trainer_service import choose_device
 
 
 def export_checkpoint(run: Path, out: Path, step: str = "last", role: str | None = None, adapter: bool = False) -> int:

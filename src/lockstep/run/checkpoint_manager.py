@@ -10,7 +10,7 @@ from lockstep.base import waits
 from lockstep.cluster.protocol import RemoteError
 from lockstep.config.trainer import CheckpointConfig as CheckpointConfig
 from lockstep.ledger.ledger import Ledger
-from lockstep.train.checkpoint_retention import (
+from lockstep.train.checkpoints.checkpoint_retention import (
     are_parts_complete,
     checkpoint_bytes,
     checkpoints_to_keep,

@@ -19,8 +19,8 @@ from lockstep.models.lora import peft_config
 from lockstep.models.model_loader import load_tokenizer
 from lockstep.models.policy_model import PolicyModel
 from lockstep.models.weight_conversion import CheckpointGroup, checkpoint_groups, to_checkpoint
-from lockstep.train.checkpoint import commit_folder
-from lockstep.train.checkpoint_files import sync_file
+from lockstep.train.checkpoints.checkpoint import commit_folder
+from lockstep.train.checkpoints.checkpoint_files import sync_file
 from lockstep.train.distributed import ParallelContext
 from lockstep.train.errors import CheckpointError
 from lockstep.train.lazy_weights import LazyWeight

@@ -14,7 +14,7 @@ from lockstep.data.micro_batch import MicroBatch
 
 if TYPE_CHECKING:
     from lockstep.models.packing_probe import PackingProbeResult
-    from lockstep.train.memory_checkpoint import MemoryCheckpoints
+    from lockstep.train.checkpoints.memory_checkpoint import MemoryCheckpoints
 
 
 @dataclass(slots=True)

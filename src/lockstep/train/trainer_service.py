@@ -12,7 +12,7 @@ from lockstep.config.algorithm import TrainerOutput
 from lockstep.config.train_role import TrainRole
 from lockstep.data.micro_batch import EncodedMicroBatches, decode_micro_batches
 from lockstep.models.errors import naming_fields_in
-from lockstep.train.memory_checkpoint import MemoryCheckpoints
+from lockstep.train.checkpoints.memory_checkpoint import MemoryCheckpoints
 from lockstep.train.rank_service import RankService, choose_packing
 from lockstep.train.trainer_api import TrainerAPI, TrainerInfo
 from lockstep.train.trainer_kinds import trainer_kind

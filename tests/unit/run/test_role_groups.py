@@ -17,8 +17,8 @@ from lockstep.ledger.ledger import Ledger
 from lockstep.run.checkpoint_manager import CheckpointManager, restore_checkpoint
 from lockstep.run.recovery.trainer_recovery import MemoryCheckpointer
 from lockstep.run.trained_roles import TrainedRoles
+from lockstep.train.checkpoints.memory_checkpoint import MemoryCheckpoints
 from lockstep.train.errors import CheckpointError
-from lockstep.train.memory_checkpoint import MemoryCheckpoints
 
 
 class Group:

@@ -14,8 +14,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lockstep.train.checkpoint import CheckpointWriter, LocalRows, load_checkpoint
-from lockstep.train.checkpoint_files import INDEX_FILE, LocalPart, read_manifest, write_index, write_rank_file
+from lockstep.train.checkpoints.checkpoint import CheckpointWriter, LocalRows, load_checkpoint
+from lockstep.train.checkpoints.checkpoint_files import (
+    INDEX_FILE,
+    LocalPart,
+    read_manifest,
+    write_index,
+    write_rank_file,
+)
 from lockstep.train.distributed import ParallelContext, shard_rows
 from lockstep.train.errors import CheckpointError
 

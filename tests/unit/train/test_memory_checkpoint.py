@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from lockstep.train.checkpoints.memory_checkpoint import MemoryCheckpoints, memory_checkpoint_versions
 from lockstep.train.errors import MemoryCheckpointMissing, SharedMemoryFull
-from lockstep.train.memory_checkpoint import MemoryCheckpoints, memory_checkpoint_versions
 
 
 def state(version: int) -> dict[str, Tensor]:

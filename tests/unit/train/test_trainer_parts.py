@@ -16,7 +16,7 @@ from lockstep.data.row_layout import RowLayout
 from lockstep.models.model_loader import load_policy
 from lockstep.models.tiny_model import make_tiny
 from lockstep.models.weight_conversion import CheckpointGroup
-from lockstep.train.checkpoint_retention import checkpoint_bytes, checkpoints_to_keep
+from lockstep.train.checkpoints.checkpoint_retention import checkpoint_bytes, checkpoints_to_keep
 from lockstep.train.decoder_layers import checkpoint_activations
 from lockstep.train.distributed import shard_rows
 from lockstep.train.model_export import _plan_files

@@ -26,8 +26,8 @@ from lockstep.run.recovery.restart_policy import FewerRanks, next_smaller_ranks
 from lockstep.run.trained_roles import TrainedRoles
 from lockstep.run.trainer_group import TrainerGroup, set_up_ranks
 from lockstep.run.weight_sync import WeightPublisher
+from lockstep.train.checkpoints.memory_checkpoint import memory_checkpoint_versions
 from lockstep.train.errors import MemoryCheckpointMissing, SharedMemoryFull
-from lockstep.train.memory_checkpoint import memory_checkpoint_versions
 from lockstep.train.trainer_api import TrainerAPI
 from lockstep.watch.recorder.commands import VERDICT_WAIT_S
 

@@ -15,8 +15,9 @@ from lockstep.models.lora import derived_seed, starts_from_other_weights, with_d
 from lockstep.models.model_loader import context_length, resolve_dtype
 from lockstep.models.packing_probe import PackingProbeResult, probe_packing
 from lockstep.models.policy_model import PolicyModel
-from lockstep.train import checkpoint
-from lockstep.train.checkpoint import LocalRows
+from lockstep.train.checkpoints import checkpoint
+from lockstep.train.checkpoints.checkpoint import LocalRows
+from lockstep.train.checkpoints.memory_checkpoint import MemoryCheckpoints
 from lockstep.train.distributed import ParallelContext
 from lockstep.train.errors import NonFinite
 from lockstep.train.fsdp.merged_weights import MergedWeights
@@ -31,7 +32,6 @@ from lockstep.train.fsdp.parallelize import (
 )
 from lockstep.train.fsdp.sharded_model import evaluate_each, target_values
 from lockstep.train.lazy_weights import gather_buckets
-from lockstep.train.memory_checkpoint import MemoryCheckpoints
 from lockstep.train.model_export import export_adapter, export_model
 from lockstep.train.objective import (
     MetricAccumulator,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.train.checkpoint_files import CheckpointIndex, StoredPart, StoredTensor
+from lockstep.train.checkpoints.checkpoint_files import CheckpointIndex, StoredPart, StoredTensor
 from lockstep.train.errors import CheckpointError
 
 log = logging.getLogger(__name__)

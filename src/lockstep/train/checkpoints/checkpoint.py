@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lockstep.base import waits
-from lockstep.train.checkpoint_files import (
+from lockstep.train.checkpoints.checkpoint_files import (
     LocalPart,
     open_files,
     read_manifest,
@@ -29,8 +29,8 @@ from lockstep.train.checkpoint_files import (
     write_index,
     write_rank_file,
 )
+from lockstep.train.checkpoints.earlier_checkpoint import open_earlier_files
 from lockstep.train.distributed import ParallelContext
-from lockstep.train.earlier_checkpoint import open_earlier_files
 from lockstep.train.errors import CheckpointError
 from lockstep.watch.beacon.writer import current_beacon
 

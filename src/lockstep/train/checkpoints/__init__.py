@@ -1,0 +1,1 @@
+"""Checkpoints on disk and in memory: writing, reading, and which ones to keep."""
