@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import config, task, train
+from harness import Launched, config, task, train, write
 
 from lockstep.ledger.ledger import Ledger
 
@@ -70,3 +70,14 @@ def test_several_engines_and_scorers_share_the_work(folder: Path) -> None:
             }
     logs = [(run / "logs" / f"engine-{n}.log").exists() for n in range(2)]
     assert logs == [True, True]
+
+
+def test_files_that_are_named_as_modules_of_python_do_no_harm(tmp_path: Path) -> None:
+    """In the folder where the run is started, which is the workers' too."""
+    home = task(tmp_path)
+    for name in ("tty", "queue", "random", "lockstep"):
+        (home / f"{name}.py").write_text("raise SystemExit('this module is the user's')")
+    values = grpo(home, "shadows")
+    run = Path(values["folder"]) / values["name"]
+    launched = Launched.start(run, str(write(home, values)), cwd=home, cold=True)
+    assert launched.finish() == 0, launched.text()

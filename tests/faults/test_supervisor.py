@@ -251,7 +251,7 @@ def test_the_incident_is_complete_and_without_secrets(site: Site) -> None:
 def test_no_setting_is_passed_as_an_argument(site: Site) -> None:
     until(lambda: site.supervision.pid and site.supervision.connected.is_set(), 30, "the supervisor is up")
     arguments = Path(f"/proc/{site.supervision.pid}/cmdline").read_bytes().split(b"\0")
-    assert arguments[1:] == [b"-m", b"lockstep.watch.supervisor.supervisor", b""]
+    assert arguments[1:] == [b"-P", b"-m", b"lockstep.watch.supervisor.supervisor", b""]
 
 
 def test_a_process_ended_on_purpose_gives_no_verdict(site: Site) -> None:

@@ -141,8 +141,7 @@ def _from_file(path: str, file: Path, refusal: UserCodeErrorType) -> ModuleType:
         raise refusal(path, f"{file} cannot be imported")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look up the module of a class
-    if str(file.parent) not in sys.path:
-        sys.path.insert(0, str(file.parent))  # as with `python file.py`: the file may import its neighbours
+    _add_to_path(file.parent)  # the file may import its neighbours
     loader = spec.loader
     try:
         _run_import(path, lambda: loader.exec_module(module), refusal)
@@ -153,11 +152,18 @@ def _from_file(path: str, file: Path, refusal: UserCodeErrorType) -> ModuleType:
 
 
 def _package(path: str, source: str, base: Path, refusal: UserCodeErrorType) -> ModuleType:
-    if str(base.resolve()) not in sys.path:
-        sys.path.insert(0, str(base.resolve()))
+    _add_to_path(base.resolve())
     module = _run_import(path, lambda: importlib.import_module(source), refusal)
     assert isinstance(module, ModuleType)
     return module
+
+
+def _add_to_path(folder: Path) -> None:
+    """Makes the modules of a folder importable: before installed packages, but after the standard library, so that a
+    user's `tty.py` or `queue.py` does not take the place of Python's in a worker."""
+    if str(folder) not in sys.path:
+        installed = (at for at, entry in enumerate(sys.path) if entry.endswith(("site-packages", "dist-packages")))
+        sys.path.insert(next(installed, len(sys.path)), str(folder))
 
 
 def _run_import(path: str, run: Callable[[], object], refusal: UserCodeErrorType) -> object:

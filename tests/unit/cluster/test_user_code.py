@@ -1,5 +1,9 @@
 """Processes that run user code: a lost node is not the code's fault."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from lockstep.cluster.protocol import WorkerDied
@@ -7,6 +11,25 @@ from lockstep.cluster.user_code import MAX_LOST_NODES, UserCodeNotLoaded, retry_
 
 WITH_NODE = WorkerDied("scorer-0", 0, None, "", "its node b is lost")
 BY_ITSELF = WorkerDied("scorer-0", 0, -11, "Segmentation fault")
+
+
+def test_a_users_file_does_not_take_the_place_of_pythons_modules(tmp_path: Path) -> None:
+    """It may import its neighbours, also one with the name of an installed package."""
+    (tmp_path / "tty.py").write_text("raise RuntimeError('the user's tty')")
+    (tmp_path / "yaml.py").write_text("MINE = True")
+    (tmp_path / "rewards.py").write_text("import helpers, yaml\nassert yaml.MINE\ndef score(): return helpers.ONE")
+    (tmp_path / "helpers.py").write_text("ONE = 1")
+    code = (
+        "import sys; from lockstep.cluster.user_code import load_object\n"
+        "print(load_object(sys.argv[1])())\n"
+        "import tty; print(tty.__file__)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code, f"{tmp_path}/rewards.py:score"], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    one, tty = done.stdout.split()
+    assert one == "1" and not Path(tty).is_relative_to(tmp_path)
 
 
 class Answer:

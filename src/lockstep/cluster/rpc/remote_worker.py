@@ -273,7 +273,7 @@ def spawn_worker_process(worker: RemoteWorker, environment: Mapping[str, str], n
         raise AgentGone("start", f"{node.info.name} has no agent")
     preload = () if node.uses_cuda(device, environment) else worker.spec.preload
     python, folder = node.python_and_folder()
-    argv = [python, "-m", "lockstep.cluster.rpc.worker_main"]
+    argv = [python, "-P", "-m", "lockstep.cluster.rpc.worker_main"]  # a file in `folder` may be named as a module
     pid = node.agent.submit_spawn(
         worker.name, argv, log_path=worker.log, env=environment, cwd=folder, preload=preload, note=note,
         trusted=True,

@@ -359,7 +359,7 @@ def start_agent(
     (folder / "agent.json").unlink(missing_ok=True)
     controller_option = [] if controller is None else ["--controller", str(controller or os.getpid())]
     argv = [
-        sys.executable, "-m", "lockstep.watch.agent.node_agent", "--run", run, "--generation", str(generation),
+        sys.executable, "-P", "-m", "lockstep.watch.agent.node_agent", "--run", run, "--generation", str(generation),
         "--folder", str(folder), *controller_option, "--orphan-grace", str(orphan_grace_s),
         "--kill-grace", str(kill_grace_s), "--host", host, *(["--node", node] if node else []),
         *(["--ports", *map(str, ports)] if ports else []),

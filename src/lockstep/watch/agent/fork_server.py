@@ -59,9 +59,12 @@ def die_with_parent() -> None:
 
 
 def can_fork(argv: Sequence[str]) -> bool:
-    """Whether a fork server can run this command: `python -m module ...` or `python file.py ...`, same interpreter."""
-    same = len(argv) >= 2 and argv[0] in (sys.executable, "python", "python3")
-    return same and ((argv[1] == "-m" and len(argv) >= 3) or argv[1].endswith(".py"))
+    """Whether a fork server can run this command: `python [-P] -m module ...` or `python [-P] file.py ...`, same
+    interpreter."""
+    if not argv or argv[0] not in (sys.executable, "python", "python3"):
+        return False
+    words = argv[2:] if argv[1:2] == ["-P"] else argv[1:]
+    return (words[:1] == ["-m"] and len(words) >= 2) or (bool(words) and words[0].endswith(".py"))
 
 
 def main() -> None:
@@ -245,17 +248,20 @@ def _reseed() -> None:
 
 
 def _run_python(words: list[str]) -> None:
-    """Runs `-m module ...` or `file.py ...` as the interpreter does. Exceptions and SystemExit propagate."""
+    """Runs `[-P] -m module ...` or `[-P] file.py ...` as the interpreter does. Exceptions and SystemExit propagate."""
     sys.orig_argv = [sys.executable, *words]
+    # The fork server itself runs with -P, so that sys.path has no entry for it.
+    safe_path = words[0] == "-P" or bool(os.environ.get("PYTHONSAFEPATH"))
+    words = words[1:] if words[0] == "-P" else words
     if words[0] == "-m":
         sys.argv = words[1:]
-        if not sys.flags.safe_path:
-            sys.path[0] = str(Path.cwd())
+        if not safe_path:
+            sys.path.insert(0, str(Path.cwd()))
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv = words
-        if not sys.flags.safe_path:
-            sys.path[0] = str(Path(words[0]).resolve().parent)
+        if not safe_path:
+            sys.path.insert(0, str(Path(words[0]).resolve().parent))
         runpy.run_path(words[0], run_name="__main__")
 
 

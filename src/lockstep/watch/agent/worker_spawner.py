@@ -155,8 +155,8 @@ class WorkerSpawner:
     def _start_fork_server(self, key: tuple[Any, ...], preload: tuple[str, ...], request: SpawnRequest) -> _ForkServer:
         own_end, its_end = socket.socketpair()
         argv = [
-            sys.executable, "-m", "lockstep.watch.agent.fork_server", "--socket", str(its_end.fileno()),
-            "--agent", str(os.getpid()), "--preload", ",".join(preload),
+            sys.executable, "-P", "-m", "lockstep.watch.agent.fork_server",
+            "--socket", str(its_end.fileno()), "--agent", str(os.getpid()), "--preload", ",".join(preload),
         ]  # fmt: skip
         # Users' functions can read /proc/PID/environ, which shows the environment that a process was started with. So
         # the token is not in it; it reaches the worker with its request. The fork server without preloaded modules

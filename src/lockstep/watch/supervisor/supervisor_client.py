@@ -124,7 +124,7 @@ def spawn_supervisor(settings: SupervisorSettings, token: str) -> "subprocess.Po
     """
     folder = settings.folder
     folder.mkdir(parents=True, exist_ok=True)
-    argv = [sys.executable, "-m", "lockstep.watch.supervisor.supervisor"]
+    argv = [sys.executable, "-P", "-m", "lockstep.watch.supervisor.supervisor"]
     environment = {**os.environ, "LOCKSTEP_TOKEN": token, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     with (folder / "supervisor.log").open("ab") as output, tempfile.TemporaryFile() as source:
         source.write(settings.to_json().encode())
