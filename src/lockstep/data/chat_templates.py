@@ -57,6 +57,8 @@ class TemplateRenderer:
     ) -> None:
         self.tokenizer = tokenizer
         self._cfg, self._tools, self._open_turn = cfg, list(tools) or None, open_turn
+        self._writes_tools = False
+        """Whether the chat template is known to write tools."""
         if cfg.template is not None:
             _check_template(cfg.template)
         if cfg.chat:
@@ -154,19 +156,31 @@ class TemplateRenderer:
 
         # If a prompt ends with an assistant's message, the model continues that message.
         continues = open_turn and messages[-1]["role"] == "assistant"
-        try:
-            text = self.tokenizer.apply_chat_template(
-                messages,
-                tools=sample.tools or self._tools,
-                tokenize=False,
-                add_generation_prompt=open_turn and not continues,
-                continue_final_message=continues,
-                **sample.template_arguments,
+
+        def rendered(tools: list[Any] | None) -> str:
+            return str(
+                self.tokenizer.apply_chat_template(
+                    messages,
+                    tools=tools,
+                    tokenize=False,
+                    add_generation_prompt=open_turn and not continues,
+                    continue_final_message=continues,
+                    **sample.template_arguments,
+                )
             )
+
+        tools = sample.tools or self._tools
+        try:
+            text = rendered(tools)
+            if tools and not self._writes_tools:
+                self._writes_tools = text != rendered(None)
         except (TemplateError, TypeError, ValueError) as error:
             remedy = "Change the messages or set model.chat_template."
             raise BadRow(None, f"the chat template refuses the conversation: {error}", remedy) from error
-        return str(text)
+        if tools and not self._writes_tools:
+            remedy = "Set model.chat_template to one that does, or leave the tools out."
+            raise BadRow(None, "there are tools, and the chat template does not write them", remedy)
+        return text
 
     def _text_tokens(self, sample: DatasetSample) -> tuple[np.ndarray, np.ndarray]:
         assert isinstance(sample.prompt, str) and isinstance(sample.completion, str)

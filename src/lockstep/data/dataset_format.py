@@ -14,6 +14,8 @@ Content = str | list[Message]
 
 PROMPT_COLUMNS = ("prompt", "question", "problem", "query", "instruction")
 ANSWER_COLUMNS = ("answer", "solution", "ground_truth", "label")
+ALPACA_PROMPT, ALPACA_INPUT, ALPACA_OUTPUT = "instruction", "input", "output"
+"""Alpaca's columns: the prompt is the instruction, followed by the input if there is one."""
 VERL_COLUMNS = ("data_source", "prompt", "reward_model")
 
 
@@ -54,13 +56,16 @@ class DatasetFormat:
         if cfg.answer_column:
             self._need(cfg.answer_column, "answer_column")
         self._prompt = self._prompt_column(cfg)
+        is_alpaca = self._prompt == ALPACA_PROMPT and not cfg.prompt_column
+        self._input = ALPACA_INPUT if is_alpaca and ALPACA_INPUT in rows.columns else None
         if self.name == "prompt_completion":
             self._need("completion", "format")
         elif self.name == "verl":
             for column in VERL_COLUMNS:
                 self._need(column, "format")
         elif self.name == "prompt_answer" and not self._answer:
-            self._answer = self._one_of(ANSWER_COLUMNS, "answer_column")
+            known = (*ANSWER_COLUMNS, ALPACA_OUTPUT) if is_alpaca else ANSWER_COLUMNS
+            self._answer = self._one_of(known, "answer_column")
 
     def _detect(self, cfg: DatasetConfig) -> FormatName:
         have = set(self._rows.columns)
@@ -113,6 +118,8 @@ class DatasetFormat:
 
     def _read(self, row: DatasetRow) -> DatasetSample:
         prompt = _content(row, self._prompt)
+        if self._input is not None and row.get(self._input):
+            prompt = f"{_text(prompt, self._prompt)}\n{_text(row[self._input], self._input)}"
         answer = _value(row, self._answer) if self._answer else None
         columns = {name: value for name, value in row.items() if name != self._prompt}
         sample = DatasetSample(

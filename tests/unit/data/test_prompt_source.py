@@ -48,6 +48,21 @@ def test_known_names_of_prompts_and_answers(source, column) -> None:
     assert (prompt.text, prompt.answer) == ("1+1", 2)
 
 
+def test_alpacas_input_is_a_part_of_the_prompt(source) -> None:
+    data = [{"instruction": "Add.", "input": "1+1", "output": "2"}, {"instruction": "1+2", "input": "", "output": "3"}]
+    first, second = (source(data).sample(row) for row in range(2))
+    assert (first.text, first.answer, first.columns["input"]) == ("Add.\n1+1", "2", "1+1")
+    assert (second.text, second.answer) == ("1+2", "3")
+    chosen = source([{"q": "1+1", "input": "x", "output": "2"}], prompt_column="q").sample(0)
+    assert (chosen.text, chosen.answer) == ("1+1", None)
+
+
+def test_a_template_that_does_not_write_tools_is_refused(source) -> None:
+    data = [{"messages": user("1+1"), "tools": [{"name": "f"}]}]
+    with pytest.raises(DataError, match=r"does not write them\. Set model\.chat_template"):
+        source(data, characters(TURNS))
+
+
 def test_prompt_without_an_answer_keeps_all_columns(source) -> None:
     prompt = source([{"prompt": "x", "target_length": 7, "kind": None}]).sample(0)
     assert (prompt.answer, prompt.columns) == (None, {"target_length": 7, "kind": None})
