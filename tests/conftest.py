@@ -37,6 +37,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item._id = coerce_node_id(named)  # type: ignore[attr-defined]
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Removes the group from the name of a test, so that `--last-failed` finds it again without pytest-xdist."""
+    if hasattr(report, "node") and report.nodeid.rfind("@") > report.nodeid.rfind("]"):
+        report.nodeid = report.nodeid.rpartition("@")[0]
+
+
 @pytest.fixture(scope="module")
 def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator["LocalCluster"]:
     """Worker processes of a run of this module's own; a module may have another one under the same name."""

@@ -82,6 +82,13 @@ def test_every_room_says_what_it_is_for() -> None:
     assert silent == []
 
 
+def test_test_files_have_names_of_their_own() -> None:
+    """pytest imports them without their folders."""
+    names = [path.stem for path in (ROOT / "tests").rglob("*.py") if path.stem not in ("__init__", "conftest")]
+    repeated = sorted({name for name in names if names.count(name) > 1} - {"sitecustomize"})
+    assert repeated == []
+
+
 def test_the_architecture_page_names_files_and_rooms_that_exist() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text()
     rooms = re.findall(r"^\| `([\w/]+)` \|", page, re.MULTILINE)

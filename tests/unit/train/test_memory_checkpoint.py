@@ -1,7 +1,8 @@
 """Memory checkpoints are complete or absent, whenever the writer is killed."""
 
 import os
-import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -84,27 +85,30 @@ def test_a_copy_of_other_tensors_is_refused(tmp_path: Path) -> None:
         MemoryCheckpoints(tmp_path, 0, 1).read(2, state(1))
 
 
+WRITER = """
+import sys, torch
+from pathlib import Path
+from lockstep.train.checkpoints.memory_checkpoint import MemoryCheckpoints
+copies, version = MemoryCheckpoints(Path(sys.argv[1]), 0, 1), 2
+while True:
+    copies.write(version, {"x": torch.full((4_000_000,), float(version))}, {})
+    version += 1
+"""
+
+
 def test_a_killed_writer_leaves_the_previous_copy(tmp_path: Path) -> None:
     big = {"x": torch.zeros(4_000_000)}
-    MemoryCheckpoints(tmp_path, 0, 1).write(1, big, {})
-    for _ in range(5):
-        pid = os.fork()
-        if pid == 0:
-            copies, version = MemoryCheckpoints(tmp_path, 0, 1), 2
-            while True:
-                copies.write(version, {"x": torch.full((4_000_000,), float(version))}, {})
-                version += 1
-        before = memory_checkpoint_versions(tmp_path, 1)
-        while max(memory_checkpoint_versions(tmp_path, 1), default=0) in {0, *before}:
-            pass
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+    for kill in range(3):
+        MemoryCheckpoints(tmp_path, 0, 1).write(1, {"x": torch.ones(4_000_000)}, {})
+        with subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)]) as writer:
+            while max(memory_checkpoint_versions(tmp_path, 1), default=0) < 4 + kill:
+                assert writer.poll() is None
+            writer.kill()
         version = max(memory_checkpoint_versions(tmp_path, 1))
         MemoryCheckpoints(tmp_path, 0, 1).read(version, big)
         assert (big["x"] == version).all(), "whole"
         for path in tmp_path.glob("*.json"):
             path.unlink()
-        MemoryCheckpoints(tmp_path, 0, 1).write(1, {"x": torch.ones(4_000_000)}, {})
 
 
 def test_full_shared_memory_is_an_error_and_not_a_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
