@@ -4,6 +4,7 @@ A deadlock is a cycle of waits for all of several processes, or a knot of waits 
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -16,9 +17,10 @@ from lockstep.watch.diagnosis.diagnosis_context import (
 )
 from lockstep.watch.diagnosis.evidence import IntArray
 from lockstep.watch.diagnosis.verdict import Alternative, Fact, VerdictKind, VerdictLevel
-from lockstep.watch.diagnosis.wait_graph import WaitGraph, find_cycles_and_knots
+from lockstep.watch.diagnosis.wait_graph import WaitGraph, find_cycles_and_knots, join_ranges
 
 OUTLIER_CONFIDENCE, SYMMETRIC_CONFIDENCE = 0.75, 0.7
+_OTHER_ORDER = "waits in a different order than the others"
 _MAX_TRIED = 64
 """The largest cycle in which each process is tried as the outlier, and the most processes whose progress is checked."""
 
@@ -38,17 +40,13 @@ def find_deadlocks(context: DiagnosisContext, graph: WaitGraph) -> list[Hypothes
 
 
 def _deadlock_hypothesis(context: DiagnosisContext, graph: WaitGraph, deadlock: IntArray) -> Hypothesis:
-    waiters_by_node = [_participants(graph, deadlock, node) for node in deadlock.tolist()]
+    waiters_by_node = _participants(graph, deadlock)
     involved = sorted(set().union(*waiters_by_node))
-    by_count = _outliers_by_count(context, graph, deadlock, waiters_by_node)
-    outliers = [] if by_count else _outliers_by_removal(graph, deadlock, waiters_by_node)
+    outliers, text, confidence = _find_outliers(context, graph, deadlock, waiters_by_node)
     waiters = np.bincount(graph.wait_node, minlength=len(graph.seq))
     node = max(deadlock.tolist(), key=lambda each: (waiters[each], -graph.since[each]))
     only_collectives = bool((graph.edge[deadlock] < 0).all())
     since = float(np.max(graph.since[deadlock]))
-    text = "waits in a different order than the others" if outliers else "wait for each other"
-    if by_count is not None:
-        outliers, text = by_count
     proven = all_proven_inactive(context, involved, since)
     if only_collectives and not proven:  # an asynchronous collective may still complete
         proven = not any(
@@ -57,7 +55,7 @@ def _deadlock_hypothesis(context: DiagnosisContext, graph: WaitGraph, deadlock: 
     return Hypothesis(
         VerdictKind.CYCLE,
         VerdictLevel.CONFIRMED if proven else VerdictLevel.NOTICE,
-        OUTLIER_CONFIDENCE if outliers else SYMMETRIC_CONFIDENCE,
+        confidence,
         text,
         tuple(outliers or involved),
         node=node,
@@ -76,12 +74,30 @@ def _deadlock_hypothesis(context: DiagnosisContext, graph: WaitGraph, deadlock: 
     )
 
 
-def _participants(graph: WaitGraph, deadlock: IntArray, node: int) -> set[int]:
-    """The processes that wait in a node of the deadlock and block other nodes of it."""
+def _participants(graph: WaitGraph, deadlock: IntArray) -> list[set[int]]:
+    """For each node of the deadlock, the processes that wait in it and block other nodes of the deadlock."""
     blocks = np.zeros(graph.processes, dtype=np.bool_)
     blocks[graph.block_process[np.isin(graph.block_node, deadlock)]] = True
-    waiters = graph.wait_process[graph.wait_node == node]
-    return set(waiters[blocks[waiters]].tolist())
+    waiters = (graph.wait_process[graph.wait_node == node] for node in deadlock.tolist())
+    return [set(each[blocks[each]].tolist()) for each in waiters]
+
+
+def _find_outliers(
+    context: DiagnosisContext, graph: WaitGraph, deadlock: IntArray, waiters_by_node: Sequence[set[int]]
+) -> tuple[list[int], str, float]:
+    """The processes of a deadlock that behave differently than the others (empty if all behave alike), a text about
+    them, and the confidence. If comparisons name different processes, all of these are named with less confidence."""
+    comparisons = _compare_counts(context, graph, deadlock, waiters_by_node)
+    if len({outliers for outliers, _, _ in comparisons}) == 1:
+        outliers, _, text = min(comparisons)  # the text about the earliest wait
+        return list(outliers), text, OUTLIER_CONFIDENCE
+    contested = set().union(*(outliers for outliers, _, _ in comparisons))
+    if contested and len(contested) < len(set().union(*waiters_by_node)):
+        return sorted(contested), _OTHER_ORDER, SYMMETRIC_CONFIDENCE
+    by_removal = _outliers_by_removal(graph, deadlock, waiters_by_node)
+    if by_removal:
+        return by_removal, _OTHER_ORDER, OUTLIER_CONFIDENCE
+    return [], "wait for each other", SYMMETRIC_CONFIDENCE
 
 
 def _outliers_by_removal(graph: WaitGraph, deadlock: IntArray, waiters_by_node: Sequence[set[int]]) -> list[int]:
@@ -93,53 +109,115 @@ def _outliers_by_removal(graph: WaitGraph, deadlock: IntArray, waiters_by_node: 
     return resolving if len(resolving) == 1 else []
 
 
-def _outliers_by_count(
+def _compare_counts(
     context: DiagnosisContext, graph: WaitGraph, deadlock: IntArray, waiters_by_node: Sequence[set[int]]
-) -> tuple[list[int], str] | None:
-    """The processes whose number of calls differs from that of their peers, and a text about it. Compares, for each two
-    communicators x and y of the deadlock, the processes that have reached x by their calls on y and its parallel
-    groups."""
+) -> list[tuple[tuple[int, ...], float, str]]:
+    """The processes whose number of calls differs from that of their peers. Returns, for each comparison that finds
+    any: these outliers, the start of the wait at which their peers are compared, and a text about one of the outliers.
+
+    Peers are the processes that have reached a collective x of the deadlock; their calls on the parallel groups of
+    another communicator of the deadlock are counted. An outlier has reached x after a different number of these calls,
+    or is missing at x because it waits in such a call that its peers have not made. A process that waits in such a call
+    and is not missing at x may rightly be ahead of those at x.
+    """
     members, involved = context.evidence.communicators, set().union(*waiters_by_node)
+    kinds = _find_kinds(context, graph, deadlock, waiters_by_node)
+    found = []
     for x in deadlock.tolist():
-        for y, waiters in zip(deadlock.tolist(), waiters_by_node, strict=True):
-            if x == y or graph.edge[x] >= 0 or graph.edge[y] >= 0:
+        communicator = int(graph.communicator[x])
+        if not graph.is_collective(x):
+            continue
+        rows_of_x = context.members(communicator)
+        arrived = members.process[rows_of_x][members.entered[rows_of_x] >= graph.seq[x]]
+        missing = set(graph.blockers(x))
+        for kind in kinds:
+            if kind.communicators == {communicator}:
                 continue
-            usual, deviating = _typical_count(context, graph, x, y)
-            outliers = sorted(deviating & involved)
-            if not outliers and usual is not None and graph.seq[y] > usual:
-                outliers = sorted(waiters)
+            rows = kind.rows_of(arrived)
+            rows = rows[context.pending.communicator[rows] != communicator]
+            usual = _typical_count(members.entered[rows])
+            if usual is None:
+                continue
+            outlier_rows = [
+                row for row in rows[members.entered[rows] != usual].tolist() if int(members.process[row]) in involved
+            ] or [
+                _membership(context, process, int(graph.communicator[y]))
+                for process in missing & kind.waits.keys()
+                for y in kind.waits[process]
+                if graph.communicator[y] != communicator and graph.seq[y] > usual
+            ]
+            outliers = tuple(sorted({int(members.process[row]) for row in outlier_rows}))
             if outliers and len(outliers) < len(involved):
-                communicator = int(graph.communicator[y])
-                rows = context.members(communicator)
-                entered = members.entered[rows][members.process[rows] == outliers[0]]
-                name = members.info[communicator].name
-                count = int(entered[0])
-                return outliers, f"has entered {count} collectives of '{name}' where its peers have entered {usual}"
-    return None
+                text = min(_count_text(context, row, usual) for row in outlier_rows)
+                found.append((outliers, float(graph.since[x]), text))
+    return found
 
 
-def _typical_count(context: DiagnosisContext, graph: WaitGraph, x: int, y: int) -> tuple[int | None, set[int]]:
-    """How many collectives of y's parallel groups most of the processes that reached x have entered (None without a
-    majority), and which processes have entered a different number."""
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """Parallel groups of which at least one has a collective in a deadlock."""
+
+    communicators: set[int]
+    """Those with a collective in the deadlock."""
+    waits: dict[int, list[int]]
+    """The nodes of the deadlock in which a process waits."""
+    rows: IntArray
+    """The rows of the memberships in all parallel groups, ordered by process."""
+    process: IntArray
+    """The process of each of these rows."""
+
+    def rows_of(self, processes: IntArray) -> IntArray:
+        first = np.searchsorted(self.process, processes)
+        last = np.searchsorted(self.process, processes, side="right")
+        found: IntArray = self.rows[join_ranges(first, last)]
+        return found
+
+
+def _find_kinds(
+    context: DiagnosisContext, graph: WaitGraph, deadlock: IntArray, waiters_by_node: Sequence[set[int]]
+) -> list[_Kind]:
+    """The kinds of the communicators with collectives in a deadlock, without those of unknown description."""
     members = context.evidence.communicators
-    communicator, other = int(graph.communicator[x]), int(graph.communicator[y])
-    if not members.info[other].description or communicator == other:
-        return None, set()
-    parallel = [each for each in (other, *context.parallel_groups(other)) if each != communicator]
+    nodes_by_kind: dict[tuple[str, int], list[tuple[int, set[int]]]] = {}
+    for node, waiters in zip(deadlock.tolist(), waiters_by_node, strict=True):
+        communicator = int(graph.communicator[node])
+        if communicator >= 0 and members.info[communicator].description:
+            nodes_by_kind.setdefault(context.kind(communicator), []).append((node, waiters))
+    found = []
+    for nodes in nodes_by_kind.values():
+        communicators = {int(graph.communicator[node]) for node, _ in nodes}
+        waits: dict[int, list[int]] = {}
+        for node, waiters in nodes:
+            for process in waiters:
+                waits.setdefault(process, []).append(node)
+        is_parallel = np.zeros(len(members.info), dtype=np.bool_)
+        is_parallel[[*communicators, *context.parallel_groups(min(communicators))]] = True
+        rows = np.flatnonzero(is_parallel[context.pending.communicator])
+        rows = rows[np.argsort(members.process[rows], kind="stable")]
+        found.append(_Kind(communicators, waits, rows, members.process[rows]))
+    return found
+
+
+def _membership(context: DiagnosisContext, process: int, communicator: int) -> int:
+    """The row of a process's membership in a communicator."""
     rows = context.members(communicator)
-    arrived = np.zeros(graph.processes, dtype=np.bool_)
-    arrived[members.process[rows][members.entered[rows] >= graph.seq[x]]] = True
-    is_parallel = np.zeros(len(members.info), dtype=np.bool_)
-    is_parallel[parallel] = True
-    rows_of_arrived = np.flatnonzero(is_parallel[context.pending.communicator] & arrived[members.process])
-    counts = members.entered[rows_of_arrived]
+    return int(rows.start + np.argmax(context.evidence.communicators.process[rows] == process))
+
+
+def _typical_count(counts: IntArray) -> int | None:
+    """The number of collectives that most have entered; None without a majority of at least three known numbers."""
     if len(counts) < 3 or (counts < 0).any():
-        return None, set()
+        return None
+    if (counts == counts[0]).all():
+        return int(counts[0])
     values, votes = np.unique(counts, return_counts=True)
-    if 2 * votes.max() <= len(counts):
-        return None, set()
-    usual = int(values[np.argmax(votes)])
-    return usual, set(members.process[rows_of_arrived[counts != usual]].tolist())
+    return int(values[np.argmax(votes)]) if 2 * votes.max() > len(counts) else None
+
+
+def _count_text(context: DiagnosisContext, row: int, usual: int) -> str:
+    members = context.evidence.communicators
+    name = members.info[int(context.pending.communicator[row])].name
+    return f"has entered {int(members.entered[row])} collectives of '{name}' where its peers have entered {usual}"
 
 
 def _resolves(graph: WaitGraph, deadlock: IntArray, process: int) -> bool:

@@ -123,10 +123,12 @@ class DiagnosisContext:
 
     def parallel_groups(self, communicator: int) -> list[int]:
         """The other communicators of the same description and size, whose members should make the same calls."""
-        members = self.evidence.communicators
+        return [each for each in self._groups_by_kind.get(self.kind(communicator), ()) if each != communicator]
+
+    def kind(self, communicator: int) -> tuple[str, int]:
+        """Description and size of a communicator, which its parallel groups share."""
         rows = self.members(communicator)
-        key = (members.info[communicator].description, rows.stop - rows.start)
-        return [each for each in self._groups_by_kind.get(key, ()) if each != communicator]
+        return self.evidence.communicators.info[communicator].description, rows.stop - rows.start
 
     @cached_property
     def connected_part(self) -> IntArray:

@@ -234,10 +234,15 @@ def _blockers(
 
 def _membership_rows(members: MembershipTable, communicators: IntArray) -> IntArray:
     """The rows of the memberships of the given communicators."""
-    sizes = members.starts[communicators + 1] - members.starts[communicators]
+    return join_ranges(members.starts[communicators], members.starts[communicators + 1])
+
+
+def join_ranges(first: IntArray, last: IntArray) -> IntArray:
+    """The numbers of the ranges from `first` to before `last`, one range after the other."""
+    sizes = last - first
     ends = np.cumsum(sizes)
-    rows: IntArray = np.arange(int(ends[-1])) + np.repeat(members.starts[communicators] - (ends - sizes), sizes)
-    return rows
+    numbers: IntArray = np.arange(int(ends[-1]) if len(ends) else 0) + np.repeat(first - (ends - sizes), sizes)
+    return numbers
 
 
 def _blocking_edges(evidence: Evidence) -> list[tuple[int, WaitEdge, tuple[int, ...]]]:
@@ -299,11 +304,8 @@ def node_dependencies(graph: WaitGraph, process: BoolArray, node: BoolArray) -> 
     owner, where = owner[order], where[order]
     blocked, blocker = graph.block_node[blocks], graph.block_process[blocks]
     first, last = np.searchsorted(owner, blocker), np.searchsorted(owner, blocker, side="right")
-    counts = last - first
-    ends = np.cumsum(counts)
-    steps = np.arange(int(ends[-1]) if len(ends) else 0) - np.repeat(ends - counts, counts)
-    target = where[np.repeat(first, counts) + steps]
-    source = np.repeat(blocked, counts)
+    target = where[join_ranges(first, last)]
+    source = np.repeat(blocked, last - first)
     key = np.unique(source * np.int64(len(graph.seq)) + target)
     return key // len(graph.seq), key % len(graph.seq)
 

@@ -18,7 +18,14 @@ from lockstep.watch.diagnosis.evidence_types import (
     ProcessNote,
     WaitCondition,
 )
-from lockstep.watch.diagnosis.verdict import StallThresholds, Verdict, VerdictKind, VerdictLevel, first_verdict
+from lockstep.watch.diagnosis.verdict import (
+    MIN_ACTION_CONFIDENCE,
+    StallThresholds,
+    Verdict,
+    VerdictKind,
+    VerdictLevel,
+    first_verdict,
+)
 
 AT = 1000.0
 NAN = float("nan")
@@ -600,6 +607,46 @@ def test_an_asynchronous_collective_causes_no_deadlock() -> None:
 def test_two_ranks_that_wait_for_each_other_are_both_named() -> None:
     a, b = Group("a", [0, 1], [6, 5], [5] * 2), Group("b", [0, 1], [3, 4], [3] * 2)
     assert check(diagnose(snapshot(policy(2), [a, b])), VerdictKind.CYCLE, ["policy-0", "policy-1"]).confidence < 0.8
+
+
+def test_a_rank_ahead_of_the_others_is_no_culprit() -> None:
+    """Rank 0 makes an extra call on pair 0, so that its data parallel peers wait for it; rank 1 waits for the world."""
+    world = Group("world", list(range(8)), [3, 4, 3, 3, 3, 3, 3, 3], [3] * 8, description="world")
+    dp = Group("dp0", [0, 2, 4, 6], [7, 8, 8, 8], [7] * 4, description="dp")
+    pair = Group("tp0", [0, 1], [6, 5], [5] * 2, description="tp")
+    others = [Group(f"tp{i}", [2 * i, 2 * i + 1], [5, 5], [5] * 2, description="tp") for i in (1, 2, 3)]
+    for groups in ([world, dp, pair, *others], [dp, world, pair, *others], [dp, pair, *others, world]):
+        verdict = check(diagnose(snapshot(policy(8), groups)), VerdictKind.CYCLE, ["policy-0"])
+        assert "has entered 6 collectives of 'tp0' where its peers have entered 5" in verdict.explanation
+
+
+def test_all_outliers_are_named_if_the_counts_of_calls_disagree() -> None:
+    """By the calls on tp rank 3 is the outlier among those of dp0, by the calls on pp rank 7 among those of dp1."""
+    groups = [
+        Group("dp0", [0, 1, 2, 3], [2, 2, 2, 1], [1] * 4, description="dp"),
+        Group("dp1", [4, 5, 6, 7], [2, 2, 2, 1], [1] * 4, description="dp"),
+        Group("tp0", [0, 1, 3, 7], [5, 5, 6, 5], [5] * 4, description="tp"),
+        Group("tp1", [2, 4, 5, 6], [5] * 4, [5] * 4, description="tp"),
+        Group("pp0", [3, 4, 5, 7], [3, 3, 3, 4], [3] * 4, description="pp"),
+        Group("pp1", [0, 1, 2, 6], [3] * 4, [3] * 4, description="pp"),
+    ]
+    for each in (groups, groups[::-1]):
+        verdict = check(diagnose(snapshot(policy(8), each)), VerdictKind.CYCLE, ["policy-3", "policy-7"])
+        assert verdict.confidence < MIN_ACTION_CONFIDENCE
+        assert "wait in a different order than the others" in verdict.explanation
+
+
+def test_an_outlier_is_found_in_the_parallel_group_that_it_is_in() -> None:
+    """Rank 3 skips a call on dp1; rank 0 waits on the parallel group dp0 for rank 1, and that one for rank 4."""
+    dp = [
+        Group("dp0", [0, 1, 2], [5, 4, 5], [4] * 3, description="dp"),
+        Group("dp1", [3, 4, 5], [4, 5, 5], [4] * 3, description="dp"),
+        Group("dp2", [6, 7, 8], [5] * 3, [5] * 3, description="dp"),
+    ]
+    pair = Group("pair", [1, 4], [3, 2], [2] * 2)
+    world = Group("world", list(range(9)), [1, 1, 1, 2, 1, 1, 2, 2, 2], [1] * 9, description="world")
+    verdict = check(diagnose(snapshot(policy(9), [*dp, pair, world])), VerdictKind.CYCLE, ["policy-3"])
+    assert "has entered 4 collectives of 'dp1' where its peers have entered 5" in verdict.explanation
 
 
 def test_a_deadlock_through_a_remote_call() -> None:
