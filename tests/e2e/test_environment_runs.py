@@ -137,11 +137,15 @@ def test_the_reward_of_an_environment_needs_one(folder: Path) -> None:
     assert "no rollout.environment" in refused(folder, "train", str(write(folder / "files", values)))
 
 
-def test_a_chat_template_without_tools_is_refused(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("writes", "problem"),
+    [("{% if tools %}{{ tools | length }}{% endif %}", "no tools here"), ("", "the chat template does not write them")],
+)
+def test_a_chat_template_without_tools_is_refused(folder: Path, tmp_path: Path, writes: str, problem: str) -> None:
     make_tiny(tmp_path / "model", hidden=32, layers=1, heads=2, kv_heads=1, ffn=48, max_length=64, chat=True)
     template = tmp_path / "chat.jinja"
     template.write_text(
-        "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+        writes + "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
         "{{ m.content }}{% endfor %}"
     )
     values = grpo(folder, "bad", {"tools": [f"{folder}/world.py:length"]})
@@ -149,4 +153,4 @@ def test_a_chat_template_without_tools_is_refused(folder: Path, tmp_path: Path) 
     values["data"] = {**values["data"], "chat": True}
     values["evaluation"]["data"]["chat"] = True
     printed = refused(folder, "train", str(write(folder / "files", values)))
-    assert "no tools here" in printed and "model.chat_template" in printed
+    assert problem in printed and "model.chat_template" in printed
