@@ -14,10 +14,12 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
+from lockstep.base.transport.run_token import new_run_token
 from lockstep.doctor.check.probe.peer_connections import PeerListener, PeerPort, dial_all
 from lockstep.doctor.check.probe.probe_protocol import reach_answer_reader
 from lockstep.doctor.check.probe.round_robin import LANES, measurement_rounds, pair_test_budget, peers_in_order
 
+TOKEN = new_run_token()
 BOUND_S = 10.0
 ROUND_TRIPS = 5
 """Messages of one dial: connect, proof, three small frames."""
@@ -61,10 +63,10 @@ class Simulated:
 
 def cost() -> Cost:
     """Measure the cost on this machine."""
-    answering = PeerListener("token", "listener", "127.0.0.1", [], 1)
+    answering = PeerListener(TOKEN, "listener", "127.0.0.1", [], 1)
     label, port = next(iter(answering.ports.items()))
     began = time.process_time()
-    found = dial_all([PeerPort("listener", "127.0.0.1", port, label)] * SAMPLE, "token", "dialler", 2.0, 60.0, 2)
+    found = dial_all([PeerPort("listener", "127.0.0.1", port, label)] * SAMPLE, TOKEN, "dialler", 2.0, 60.0, 2)
     both = (time.process_time() - began) / SAMPLE
     answering.close()
     assert not any(one.why for one in found)

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from lockstep.base.transport.frame_codes import KEY_BYTES, SessionKeys
 from lockstep.base.transport.frames import Connection, PeerIdentity
 from lockstep.cluster.cluster_node import ClusterNode
 from lockstep.cluster.protocol import NodeInfo, WorkerSpec
@@ -146,7 +147,8 @@ def socket_s(size: int = 2048, connections: int = 64, rounds: int = 30) -> float
             far = socket.create_connection(listening.getsockname())
             near = listening.accept()[0]
             near.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            pairs.append([Connection(each, PeerIdentity("scale", GENERATION, str(number))) for each in (near, far)])
+            peer, keys = PeerIdentity("scale", GENERATION, str(number)), (b"n" * KEY_BYTES, b"f" * KEY_BYTES)
+            pairs.append([Connection(near, peer, SessionKeys(*keys)), Connection(far, peer, SessionKeys(*keys[::-1]))])
             selector.register(pairs[-1][0], selectors.EVENT_READ, pairs[-1][0])
     ours = 0
     for _ in range(rounds):

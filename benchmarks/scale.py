@@ -103,7 +103,10 @@ class World:
         self.fleet = RolloutClient(workers, SamplingConfig(max_tokens=size.tokens), seed=0)
         draws = Draws(size.prompts)
         self.buffer = RolloutBuffer(self.fleet, self.ledger, draws, size.group, steps, 0)  # type: ignore[arg-type]
-        info = TrainerInfo(0, size.ranks, "cpu", "float32", [], "forest", "", 1024, False, 0)
+        info = TrainerInfo(
+            rank=0, world=size.ranks, device="cpu", compute_dtype="float32", packing="forest", packing_reason="",
+            context_length=1024, parameters=[], reference=False, optimizer_step=0,
+        )  # fmt: skip
         self.policy = TrainerGroup([fake.worker for fake in self.ranks], [info], ROLE)
 
     def _fake(self, name: str, role: str, rank: int) -> FakeConnection:

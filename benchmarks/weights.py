@@ -61,13 +61,12 @@ class FakeWorker:
 class BareBroadcast:
     """A rank of the plain gloo broadcast that is the baseline of all transfers over gloo."""
 
-    def __init__(self, rank: int, world: int, host: str, port: int, nbytes: int) -> None:
-        from torch._C._distributed_c10d import TCPStore
+    def __init__(self, rank: int, world: int, store: str, nbytes: int) -> None:
+        from lockstep.cluster.rendezvous_store import open_store
 
-        store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=60))
         bound = timedelta(seconds=300)
         dist.init_process_group(
-            "gloo", store=dist.PrefixStore("bare", store), rank=rank, world_size=world, timeout=bound
+            "gloo", store=open_store(store, "bare", 60.0), rank=rank, world_size=world, timeout=bound
         )
         self.bytes = torch.full((nbytes,), rank, dtype=torch.uint8)
 
@@ -94,10 +93,8 @@ class Nodes:
 
     def launch(self, role: str, ranks: Sequence[int] = (), node: NodeInfo | None = None) -> list[Worker]:
         assert role == "weights" and node is not None
-        host, port = self.cluster.store()
         arguments = {
-            "node": node.name, "address": node.address, "way": "gloo", "store_host": host,
-            "store_port": port, **self.arguments,
+            "node": node.name, "address": node.address, "way": "gloo", "store": self.cluster.store(), **self.arguments,
         }  # fmt: skip
         name = f"{self.memory.name}-{node.name}-{next(self.numbers)}"
         return self.cluster.start([spec(name, RELAY_SERVICE, arguments)])
@@ -179,8 +176,7 @@ class Between:
             delivery = RelayTransport(hires, hires, plan, 60.0)
             (folder,) = delivery.prepare_stores([rank])  # type: ignore[list-item]
             self.ways[name] = delivery, WeightStore.open(Path(folder), plan, generation)
-        host, port = cluster.store()
-        about = {"world": 3, "host": host, "port": port, "nbytes": plan.nbytes}
+        about = {"world": 3, "store": cluster.store(), "nbytes": plan.nbytes}
         self.bare = cluster.start(
             [spec(f"bare-{n}", "benchmarks.weights:BareBroadcast", {"rank": n, **about}) for n in range(3)]
         )

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import secrets
 import sys
 import threading
 import time
@@ -17,6 +16,7 @@ from benchmarks.faults.cases import Case, expected
 from benchmarks.faults.rank import SILENCE_S
 from benchmarks.runner import ROOT
 from lockstep.base.folders import new_run_id
+from lockstep.base.transport.run_token import new_run_token
 from lockstep.watch.agent.agent_client import AgentClient
 from lockstep.watch.diagnosis.verdict import StallThresholds
 from lockstep.watch.supervisor.supervisor_client import SupervisorClient, SupervisorEvent, SupervisorSettings
@@ -59,7 +59,7 @@ class Site:
         self.case, self.folder = case, folder
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "case.json").write_text(json.dumps(case.json()))
-        self.run, token = new_run_id("matrix"), secrets.token_hex(8)
+        self.run, token = new_run_id("matrix"), new_run_token()
         self._lock = threading.Lock()
         self._events: list[SupervisorEvent] = []
         self.trouble: list[str] = []

@@ -9,11 +9,12 @@ from pathlib import Path
 
 from benchmarks.soak.finding_counts import Tally
 from lockstep.base.folders import new_run_id, run_shm_dir
+from lockstep.base.transport.run_token import new_run_token
 from lockstep.watch.agent.agent_client import AgentClient, start_agent
 from lockstep.watch.diagnosis.verdict import StallThresholds
 from lockstep.watch.supervisor.supervisor_client import SupervisorClient, SupervisorSettings
 
-TOKEN = "the-soak's-token"
+TOKEN = new_run_token()
 FOLLOWERS = ("policy-1", "policy-2", "engine-0", "reward-0")
 SILENCE = 3.2
 """Duration of an activity without counter progress, in multiples of the threshold."""

@@ -10,9 +10,14 @@ def main() -> None:
 
         sys.stdout.write(f"lockstep {__version__}\n")
         return
-    from lockstep.cli import app
+    from lockstep.base.errors import ForkedWorker
+    from lockstep.cli import OWN_PROCESS, app
 
-    app()
+    try:
+        app(obj=OWN_PROCESS)
+    except ForkedWorker as worker:
+        run = worker.run
+    run()
 
 
 if __name__ == "__main__":

@@ -106,7 +106,9 @@ class ReplicatedTrainer:
             gradients = self._add_gradients()
             # Every rank has the whole gradient; only one of them adds it to the norm.
             squares = square_norm(gradients if self.ranks.rank == 0 else {})
-            vectors = self.ranks.gather(metrics.vector(squares), why=f"metrics of step {self.optimizer_step}")
+            vectors = self.ranks.gather(
+                metrics.vector(squares), why=f"metrics of optimizer step {self.optimizer_step + 1}"
+            )
             totals = ReducedMetrics(self.objective.metrics, vectors)
             return self._update(gradients, totals)
         finally:
@@ -207,7 +209,7 @@ class ReplicatedTrainer:
         flat = torch.cat([gradient.flatten() for gradient in gradients])
         if self.ranks.world > 1:
             work = dist.all_reduce(flat, group=self.ranks.group, async_op=True)
-            why, limit = f"gradients of step {self.optimizer_step}", self.ranks.timeout_s
+            why, limit = f"gradients of optimizer step {self.optimizer_step + 1}", self.ranks.timeout_s
             waits.work(work, communicator="trainer", operation="all_reduce", why=why, timeout_s=limit)
         parts = flat.split([weight.numel() for weight in self.weights.values()])
         for weight, part in zip(self.weights.values(), parts, strict=True):
@@ -217,9 +219,9 @@ class ReplicatedTrainer:
     def _update(self, gradients: dict[str, Tensor], totals: ReducedMetrics) -> StepStats:
         step, trainer = self.optimizer_step, self.role.trainer
         if totals.bad_microbatches:
-            raise NonFinite(step, "loss", list(totals.bad_microbatches))
+            raise NonFinite(step + 1, "loss", list(totals.bad_microbatches))
         if totals.bad_gradients:
-            raise NonFinite(step, "gradient", [(rank, None) for rank in totals.bad_gradients])
+            raise NonFinite(step + 1, "gradient", [(rank, None) for rank in totals.bad_gradients])
         norm = totals.square_norm**0.5
         lr = learning_rate(step, trainer.optimizer.lr, trainer.schedule, self.role.optimizer_steps)
         clip_gradients(gradients, norm, trainer.max_grad_norm)

@@ -61,7 +61,8 @@ def served(folder: Path, ranks: ParallelContext, port: int) -> tr.Result:
     for start, family in enumerate(tr.FAMILIES):
         service = ServedModelService(
             role(folder, family, ranks=ranks.world).model_dump(mode="json"),
-            ranks.rank, ranks.world, "127.0.0.1", port, "cpu", generation=2, restarts=start,
+            rank=ranks.rank, world=ranks.world, store=f"tcp://127.0.0.1:{port}", device="cpu",
+            generation=2, restarts=start,
         )  # fmt: skip
         info = service.setup([f"reference-{rank}" for rank in range(ranks.world)])
         assert service.setup() == service.info() == info

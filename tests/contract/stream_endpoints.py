@@ -85,8 +85,8 @@ class FileReceiver(StreamReceiver):
 class TrainerEnd:
     """A trainer rank with a module that FSDP2 has sharded."""
 
-    def __init__(self, rank: int, world: int, store: list[Any], prefix: str, folder: str = "", gpu: str = "") -> None:
-        self.ranks = join_ranks(rank, world, CPU, (store[0], store[1]), prefix, 60.0)
+    def __init__(self, rank: int, world: int, store: str, prefix: str, folder: str = "", gpu: str = "") -> None:
+        self.ranks = join_ranks(rank, world, CPU, store, prefix, 60.0)
         module = nn.Module()
         for name, each in tensors(0).items():
             module.register_parameter(name, nn.Parameter(torch.zeros_like(each)))
@@ -162,7 +162,7 @@ class Feeder:
         given = {name: each.detach() for name, each in lm.named_parameters()}
         plan_of_model = WeightPlan.of((name, each.shape, each.dtype) for name, each in given.items())
         self.numbers += 1
-        address = "127.0.0.1", self.store.port
+        address = f"tcp://127.0.0.1:{self.store.port}"
         channel = StreamChannel(
             self.numbers, "cuda_ipc", "", address, "feed", ("engine",), 1, 50_000, limit_s=self.limit_s
         )

@@ -25,6 +25,7 @@ from lockstep.base.wait_state import Stalled
 from lockstep.cluster.agent_cluster import AgentCluster
 from lockstep.cluster.local_cluster import LocalCluster
 from lockstep.cluster.protocol import RemoteError, Worker, WorkerDied, WorkerSpec
+from lockstep.cluster.rendezvous_store import open_store
 from lockstep.cluster.rpc.codec import CodecError
 from lockstep.cluster.rpc.futures import gather_results
 from lockstep.config.cluster import LocalClusterConfig as LocalConfig
@@ -469,17 +470,12 @@ def test_the_token_is_in_no_command_line_and_no_file(cluster: Any, start: Start)
 
 
 def test_the_store_lives_outside_the_ranks(cluster: Any) -> None:
-    from datetime import timedelta
-
-    from torch.distributed import TCPStore
-
-    host, port = cluster.store()
-    assert cluster.store() == (host, port)
-    client = TCPStore(host, port, None, False, timedelta(seconds=10), wait_for_workers=False)
-    client.set("a", "1")
-    assert client.get("a") == b"1"
-    listening = [c for c in psutil.Process().net_connections("tcp") if c.status == "LISTEN" and c.laddr.port == port]
-    assert [c.laddr.ip for c in listening] == ["127.0.0.1"]
+    url = cluster.store()
+    assert cluster.store() == url
+    open_store(url, "ranks", 10.0).set("a", "1")
+    assert open_store(url, "ranks", 10.0).get("a") == b"1"
+    assert not open_store(url, "others", 10.0).check(["a"])
+    assert url.startswith("file://"), "nothing listens for a run on one host"
 
 
 def test_close_leaves_nothing(request: pytest.FixtureRequest, cluster: Any, tmp_path: Path) -> None:

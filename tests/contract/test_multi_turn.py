@@ -15,6 +15,7 @@ from lockstep.config.rollout import BuiltinEngineConfig, EnvironmentConfig, Samp
 from lockstep.data.chat_templates import TurnTokenizer
 from lockstep.data.dataset_rows import JsonLines
 from lockstep.data.forest_builder import forest_from_rollouts
+from lockstep.data.row_lengths import LengthLimit
 from lockstep.data.sample_sources import PromptSource
 from lockstep.ledger.ledger import Ledger
 from lockstep.models.tiny_model import make_tiny
@@ -53,7 +54,7 @@ class RolloutSetup:
         self.config = EnvironmentConfig(**environment)
         self.tokenizer = AutoTokenizer.from_pretrained(home / "model")
         data = DatasetConfig(path=str(home / "data.jsonl"), chat=chat)
-        source = PromptSource(JsonLines(home / "data.jsonl"), data, self.tokenizer, 0, 99, open_turn=False)
+        source = PromptSource(JsonLines(home / "data.jsonl"), data, self.tokenizer, 0, LengthLimit(99), open_turn=False)
         self.prompts = source.take(0, 3)
         self.pool = EnvironmentPool(cluster, self.config, HERE)
         self.pool.start()
@@ -216,7 +217,7 @@ def test_failures_are_shown_to_the_model_or_end_the_sample_or_the_run(home, setu
     made = setup("Fails", on_error=on_error, max_turn_tokens=40, max_tokens=200, max_turns=3)
     if on_error == "stop":
         with pytest.raises(
-            EnvironmentFailed, match=r"(?s)not again.*sample: 0/0:\d/\d, turn 1.*conversation_environments.py"
+            EnvironmentFailed, match=r"(?s)not again.*sample: 1/0:\d/\d, turn 1.*conversation_environments.py"
         ):
             made.generate(4)
         return

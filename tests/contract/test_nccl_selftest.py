@@ -52,7 +52,7 @@ def _rank(folder: Path, port: int, rank: int, kinds: list[str], fallback: str) -
         )
         result = {"backend": backend, "why": why}
         if backend == "gloo":
-            ranks = join_ranks(rank, world, torch.device("cpu"), ("127.0.0.1", port), "gen1/policy/0", 60)
+            ranks = join_ranks(rank, world, torch.device("cpu"), f"tcp://127.0.0.1:{port}", "gen1/policy/0", 60)
             assert ranks.group is not None
             cost = measure_collectives(ranks.group, world, torch.device("cpu"), 60)
             result |= {"latency": cost.latency_ms, "rate": cost.megabytes_per_s, "text": str(cost)}

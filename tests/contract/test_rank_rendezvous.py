@@ -5,6 +5,7 @@ import logging
 import multiprocessing
 import threading
 import time
+from collections.abc import Iterator
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.base.folders import new_run_id
+from lockstep.cluster.rendezvous_store import RendezvousStoreProcess
 from lockstep.train import distributed
 from lockstep.train.distributed import RanksMissing, wait_for_ranks
 from lockstep.watch.beacon.writer import close_beacon, current_beacon, open_beacon
@@ -21,11 +23,10 @@ NAMES = ["policy-0 on node-a", "policy-1 on node-a", "policy-2 on node-b"]
 BOUND_S = 5.0
 
 
-def _rank(folder: Path, port: int, rank: int, imported: Barrier) -> None:
+def _rank(folder: Path, store: str, rank: int, imported: Barrier) -> None:
     logging.basicConfig(filename=folder / f"{rank}.log", level=logging.INFO)
     distributed.RENDEZVOUS_S = BOUND_S
     imported.wait(120)
-    store = "127.0.0.1", port
     try:
         distributed.join_ranks(rank, len(NAMES), torch.device("cpu"), store, "gen1/policy/0", 60, names=NAMES)
         result = {"missing": []}
@@ -34,12 +35,26 @@ def _rank(folder: Path, port: int, rank: int, imported: Barrier) -> None:
     (folder / f"{rank}.json").write_text(json.dumps(result))
 
 
+@pytest.fixture
+def store(tmp_path: Path, kind: str) -> Iterator[str]:
+    """The URL of a store as a run on one host (`file`) or on several (`tcp`) has it."""
+    if kind == "file":
+        (tmp_path / "store").mkdir()
+        yield (tmp_path / "store").as_uri()
+        return
+    made = RendezvousStoreProcess("127.0.0.1", None, tmp_path)
+    try:
+        yield made.serve()
+    finally:
+        made.close()
+
+
+@pytest.mark.parametrize("kind", ["file", "tcp"])
 @pytest.mark.parametrize("coming", [(0, 1), (1, 2), (0, 1, 2)], ids=["without-2", "without-0", "all"])
-def test_missing_ranks_are_named_by_every_rank_that_joined(tmp_path: Path, coming: tuple[int, ...]) -> None:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+def test_missing_ranks_are_named_by_every_rank_that_joined(tmp_path: Path, store: str, coming: tuple[int, ...]) -> None:
     context = multiprocessing.get_context("spawn")
     imported = context.Barrier(len(coming))
-    ranks = [context.Process(target=_rank, args=(tmp_path, store.port, rank, imported), daemon=True) for rank in coming]
+    ranks = [context.Process(target=_rank, args=(tmp_path, store, rank, imported), daemon=True) for rank in coming]
     for each in ranks:
         each.start()
     for each in ranks:

@@ -60,9 +60,8 @@ def test_ranks_missing_from_the_rendezvous_are_shown_while_the_run_waits_for_the
         "recipe": "sft", "name": "x", "steps": 1, "model": {"path": str(tmp_path / "model")}, "data": {"path": "d"},
         "trainer": {"ranks": 2, "threads": 1}, "token_budget": 32,
     }  # fmt: skip
-    host, port = cluster.store()
     arguments = {"role": check_config(values, "test").policy.model_dump(mode="json"), "world": 2, "device": "cpu"}
-    arguments |= {"store_host": host, "store_port": port}
+    arguments |= {"store": cluster.store()}
     specs = [
         WorkerSpec(f"policy-{n}", "policy", n, "lockstep.train.trainer_service:TrainerService", arguments | {"rank": n})
         for n in range(2)

@@ -209,7 +209,7 @@ def test_non_finite_numbers_are_refused_by_all_ranks_before_anything_changes(res
     ranks = results["non_finite"]
     for result in ranks:
         message, step, what, places = result.extra["error"]
-        assert (step, what, places) == (0, "loss", [(len(ranks) - 1, 1)])
+        assert (step, what, places) == (1, "loss", [(len(ranks) - 1, 1)])
         assert f"rank {len(ranks) - 1} micro-batch 1" in message
         assert result.extra["untouched"]
         assert result.extra["steps"] == 0
@@ -340,7 +340,7 @@ def test_a_full_disk_is_an_error_on_every_rank_and_leaves_nothing(folder: Path, 
     for result in pair["full_disk"]:
         assert "rank 1: " in result.extra["error"]
         assert "File too large" in result.extra["error"]
-        assert "bytes are free" in result.extra["error"]
+        assert "may not write files over 1,024 bytes" in result.extra["error"]
         assert result.extra["told_once"]
     assert sorted(path.name for path in (folder / "full").iterdir()) == ["again"]
 

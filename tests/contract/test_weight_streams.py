@@ -56,7 +56,7 @@ class StreamSetup:
 
     def trainer(self, rank: int) -> WorkerSpec:
         arguments = {
-            "rank": rank, "world": self.world, "store": list(self.cluster.store()), "prefix": f"trainer{self.number}",
+            "rank": rank, "world": self.world, "store": self.cluster.store(), "prefix": f"trainer{self.number}",
             "folder": str(self.folder), "gpu": f"gpu-{rank}",
         }  # fmt: skip
         return self._spec(f"policy-{self.number}-{rank}", "policy", "TrainerEnd", arguments)

@@ -22,6 +22,7 @@ from weight_nodes import TRANSPORTS, NodeSet, new_cluster, plan_of, rows_of, ten
 from lockstep.base.wait_state import Stalled
 from lockstep.cluster.local_cluster import LocalCluster
 from lockstep.cluster.protocol import RemoteError
+from lockstep.cluster.rendezvous_store import RendezvousStoreProcess, open_store
 from lockstep.weights.errors import BufferHeld, LinkFailed
 from lockstep.weights.relay.relay_api import RelayAPI, RelayLink
 from lockstep.weights.relay.weight_relay import TransferHeader, WeightRelay
@@ -381,3 +382,24 @@ def test_returning_to_an_earlier_number_of_ranks(build: Build) -> None:
     node_set.check(1)
     for node in "ab":
         until(lambda node=node: len(node_set.buffers(node)) == 2, f"only one store is left on {node}")
+
+
+def test_transfers_continue_over_a_store_that_was_replaced(build: Build, tmp_path: Path) -> None:
+    store = RendezvousStoreProcess("127.0.0.1", None, tmp_path)
+    try:
+        node_set = build("gloo", ["a"], ["b", "a"], store=store.serve(), limit_s=60.0)
+        assert node_set.publish(0) == [True, True]
+        first = store.pid
+        assert first is not None
+        os.kill(first, signal.SIGKILL)
+
+        def replaced() -> bool:
+            store.check()
+            return store.pid != first
+
+        until(replaced, "another store")
+        open_store(store.url, "ready", 60.0)
+        assert node_set.publish(1) == [True, True]
+        node_set.check(1)
+    finally:
+        store.close()

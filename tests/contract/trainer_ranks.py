@@ -311,7 +311,7 @@ def _rank(folder: Path, rank: int, world: int, port: int, names: list[str], modu
         # with a beacon, as in a run: collectives are recorded, and mismatched ones would be refused
         os.environ["LOCKSTEP_BEACONS"] = str(folder / "beacons")
         open_beacon(f"contract-{port}", f"policy-{rank}", "policy", rank)
-        ranks = join_ranks(rank, world, torch.device("cpu"), ("127.0.0.1", port), "gen1/policy", 60, replicas)
+        ranks = join_ranks(rank, world, torch.device("cpu"), f"tcp://127.0.0.1:{port}", "gen1/policy", 60, replicas)
         for name in names:
             started = time.monotonic()
             result = cases[name](folder, ranks, port)
@@ -507,7 +507,13 @@ def service(kind: str, folder: Path, ranks: ParallelContext, port: int) -> Resul
     ranks.leave()
     role = config(folder, "llama", "grpo", kind=kind, threads=1).policy
     served = TrainerService(
-        role.model_dump(mode="json"), ranks.rank, ranks.world, "127.0.0.1", port, str(folder), "cpu", generation=2
+        role.model_dump(mode="json"),
+        str(folder),
+        rank=ranks.rank,
+        world=ranks.world,
+        store=f"tcp://127.0.0.1:{port}",
+        device="cpu",
+        generation=2,
     )
     info = served.setup()
     batch, saved = batch_of(role, ranks.world), str(folder / "service" / "one")
@@ -530,7 +536,7 @@ def absent(kind: str, folder: Path, ranks: ParallelContext, port: int) -> Result
     from lockstep.train.distributed import join_ranks
 
     role = config(folder, "llama", "sft", kind=kind).policy
-    place = ("127.0.0.1", port)
+    place = f"tcp://127.0.0.1:{port}"
     short = join_ranks(ranks.rank, ranks.world, torch.device("cpu"), place, "gen3/policy", ABSENT_LIMIT_S)
     trainer = create(role, short)
     result = Result(ranks.rank)

@@ -83,7 +83,7 @@ class NodeSet:
     def __init__(
         self, folder: Path, transport: str, trainers: Sequence[str], engines: Sequence[str], limit_s: float = 20.0,
         make: Any = tensors, block: int = 100_000, addresses: Mapping[str, str] | None = None,
-        spaces: Mapping[str, str] | None = None, store: tuple[str, int] | None = None,
+        spaces: Mapping[str, str] | None = None, store: str | None = None,
         cluster: LocalCluster | None = None, exchange: Path | None = None, **relay: Any,
     ) -> None:  # fmt: skip
         """`addresses` and network namespaces (`spaces`) are by node; all nodes must reach the store."""
@@ -96,9 +96,8 @@ class NodeSet:
         self.generation, self.started = next(GENERATIONS), list[Worker]()
         self.ranks = [FakeWorker(WorkerSpec(f"policy-{n}", "policy", n, ""), node) for n, node in enumerate(trainers)]
         self.engines = [FakeWorker(WorkerSpec(f"engine-{n}", "rollout", n, ""), node) for n, node in enumerate(engines)]
-        host, port = store or self.cluster.store()
         self.arguments = {
-            "generation": self.generation, "way": transport, "store_host": host, "store_port": port, "limit_s": limit_s,
+            "generation": self.generation, "way": transport, "store": store or self.cluster.store(), "limit_s": limit_s,
             "bucket_bytes": block, "check": "complete", "folder": str(exchange or folder / "exchange"), **relay,
         }  # fmt: skip
         self.hold = folder / "hold"

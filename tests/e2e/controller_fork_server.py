@@ -17,6 +17,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from lockstep.run.planning import worker_preload
+
 PRELOAD = ("torch", "transformers", "pandas", "matplotlib.figure", "lockstep.cli.train_run", "lockstep.cli.top")
 PR_SET_PDEATHSIG = 1
 STOP_WHEN, TRAINER = "LOCKSTEP_TEST_STOP_WHEN", "LOCKSTEP_TEST_TRAINER"
@@ -62,6 +64,7 @@ def become(request: dict, control: socket.socket) -> None:
     os.environ.clear()
     os.environ.update(request["env"])
     sys.argv = ["lockstep", *request["argv"]]
+    worker_preload.prepare_agent = lambda preload: None  # `sitecustomize` below is for fork servers that import anew
     add_recipe((request["hold"] or {}).get("recipe"))
     add_trainer_kind((request["hold"] or {}).get("trainer_kind"))
     match request["hold"]:

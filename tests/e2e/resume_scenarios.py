@@ -152,13 +152,13 @@ class InterruptedRun:
         for row in rows:
             assert read_manifest(row.path)["files"], "files that the ledger names are complete"
         for step in set(durable) - removed:
-            digest = hashlib.sha256((self.run / "steps" / f"{step:08d}.arrow").read_bytes()).hexdigest()
+            digest = hashlib.sha256((self.run / "steps" / f"{step + 1:08d}.arrow").read_bytes()).hexdigest()
             assert self.digests.setdefault(step, digest) == digest, f"step {step} was generated again"
         self.kept |= 0 < partial < COMPLETIONS
         self._generated(launched, position, known)
 
     def _steps_on_disk(self) -> set[int]:
-        return {int(path.stem) for path in (self.run / "steps").glob("[0-9]*.arrow")}
+        return {int(path.stem) - 1 for path in (self.run / "steps").glob("[0-9]*.arrow")}
 
     def forget(self) -> None:
         """Start anew, without the history of earlier stops."""

@@ -138,8 +138,10 @@ LONG = '{"prompt": "' + 29 * "1" + '=", "answer": "1"}\n'
         ("a.jsonl", '{"prompt": "1="}\n', {}, ["line 1", "no answer", "data.answer_column"]),
         ("a.jsonl", '{"promt": "1=", "answer": "1"}\n', {}, ["no known prompt column", "promt", "data.prompt_column"]),
         ("a.jsonl", GOOD, {"answer_column": "anser"}, ["'anser'", "no such column", "Did you mean 'answer'?"]),
-        ("a.jsonl", GOOD + LONG, {}, ["line 2", "30 tokens", "28 that fit", "data.overlong", "max_tokens"]),
-        ("a.jsonl", LONG, {"overlong": "drop"}, ["each of the 1 rows is longer than 28 tokens", "model.max_length"]),
+        ("a.jsonl", GOOD + LONG, {}, ["line 2", "30 tokens", "28 that fit (the model's context of 32 tokens, less "
+          "rollout.sampling.max_tokens 4). Take a model with a longer context, or lower rollout.sampling.max_tokens, "
+          "or set data.overlong to drop"]),
+        ("a.jsonl", LONG, {"overlong": "drop"}, ["the only row is longer than 28 tokens (the model's context"]),
         ("a.jsonl", "\x00\x01\x02", {}, ["line 1", "not JSON"]),
         ("a.parquet", "no parquet", {}, ["cannot be read as a Parquet file"]),
         ("a.txt", GOOD, {}, ["'.txt'", "unknown file suffix", "data.kind"]),
@@ -169,9 +171,71 @@ def test_supervised_data_without_anything_to_learn(folder: Path) -> None:
 
 def test_a_document_longer_than_the_budget(folder: Path) -> None:
     message = refused(folder, "train", str(write(folder, sft(folder, token_budget=4, rollout={}, evaluation=None))))
-    assert all(word in message for word in ("line 1", "the document has 5 tokens", "4 that fit", "token_budget")), (
-        message
+    words = (
+        "line 1",
+        "the document has 5 tokens",
+        "4 that fit (token_budget 4). Raise token_budget, or set data.overlong",
     )
+    assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason", "remedy"),
+    [
+        ({"token_budget": 16}, "token_budget 16", "Raise token_budget, or lower rollout.sampling.max_tokens"),
+        ({"model.max_length": 20}, "model.max_length 20", "Raise model.max_length, or lower"),
+        ({"model.max_length": 20, "token_budget": 20}, "model.max_length 20 and token_budget 20",
+         "Raise model.max_length and raise token_budget, or lower"),
+    ],
+    ids=["budget", "length", "both"],
+)  # fmt: skip
+def test_an_overlong_prompt_names_the_limit_that_it_exceeds(
+    folder: Path, changes: dict[str, Any], reason: str, remedy: str
+) -> None:
+    path = folder / "data" / "limits.jsonl"
+    path.write_text(GOOD + '{"prompt": "' + 17 * "1" + '=", "answer": "1"}\n')
+    file = write(folder, grpo(folder, data={"path": str(path)}, evaluation=None))
+    message = refused(folder, "train", str(file), *(f"{name}={value}" for name, value in changes.items()))
+    assert f"({reason}, less rollout.sampling.max_tokens 4). {remedy}" in message, message
+
+
+def test_an_overlong_prompt_of_evaluation_names_its_own_settings(folder: Path) -> None:
+    path = folder / "data" / "limits.jsonl"
+    path.write_text(GOOD + '{"prompt": "' + 17 * "1" + '=", "answer": "1"}\n')
+    evaluation = {"data": {"path": str(path)}, "sampling": {"max_tokens": 20}}
+    message = refused(folder, "train", str(write(folder, grpo(folder, evaluation=evaluation))))
+    assert "less evaluation.sampling.max_tokens 20)" in message and "evaluation.data.overlong" in message, message
+
+
+COLUMNS = """
+def strict(completions, level, **kwargs):
+    return [0.0 for _ in completions]
+
+class Judge:
+    def __call__(self, completions, level, **kwargs):
+        return [0.0 for _ in completions]
+
+judge = Judge()
+"""
+
+
+def test_a_reward_function_that_requires_a_missing_column_is_refused(folder: Path) -> None:
+    (folder / "columns.py").write_text(COLUMNS)
+    terms = [{"kind": "function", "path": f"{folder}/columns.py:strict"}]
+    message = refused(folder, "train", str(write(folder, grpo(folder, reward={"terms": terms}))))
+    assert "columns.py:strict: requires the column 'level'" in message and "add the column" in message, message
+
+
+def test_a_callable_that_requires_a_missing_column_fails_before_the_first_rollout(folder: Path) -> None:
+    """Its signature is known only in a scorer process."""
+    (folder / "columns.py").write_text(COLUMNS)
+    terms = [{"kind": "function", "path": f"{folder}/columns.py:judge"}]
+    values = config(folder, "grpo", name="late-column", reward={"terms": terms})
+    launched = Launched.start(Path(values["folder"]) / "late-column", str(write(folder, values)))
+    assert launched.finish() == 1
+    assert "requires the column 'level'" in launched.text(), launched.text()
+    assert "evaluation after" not in launched.text()
+    assert not (Path(values["folder"]) / "late-column").exists()
 
 
 def changed(folder: Path, name: str, change: Callable[[Path], object]) -> Path:
@@ -274,7 +338,7 @@ def test_conversations_without_a_chat_template(folder: Path) -> None:
     ("path", "words"),
     [
         ("nowhere.py:f", ["there is no file", "nowhere.py", "relative to the current folder"]),
-        ("{folder}/functions.py:scoer", ["defines no 'scoer'", "it defines score"]),
+        ("{folder}/functions.py:scoer", ["defines no 'scoer'", "did you mean 'score'?", "It defines score"]),
         ("{folder}/broken.py:f", ["not valid Python", "line 1"]),
         ("{folder}/functions.py", ["does not name a function", "file.py:name"]),
         ("no_such_package.rewards:f", ["no package 'no_such_package'", "install it"]),
@@ -479,10 +543,10 @@ def test_a_full_disk_ends_the_run_which_resumes_once_there_is_room(folder: Path,
     gate.open(1)
     assert launched.finish() == 1, launched.text()
     message = launched.printed()
-    assert f"error cannot write {run}/steps/00000001.arrow: " in message and "0 bytes free: make room" in message
+    assert f"error cannot write {run}/steps/00000002.arrow: " in message and "0 bytes free: make room" in message
     assert f"lockstep train --resume {run}" in message and "Traceback" not in message
     assert launched.has_ended(10)
-    assert sorted(path.name for path in (run / "steps").iterdir()) == ["00000000.arrow"]
+    assert sorted(path.name for path in (run / "steps").iterdir()) == ["00000001.arrow"]
 
     filler.unlink()
     launched = Launched.resume(run)
@@ -492,11 +556,7 @@ def test_a_full_disk_ends_the_run_which_resumes_once_there_is_room(folder: Path,
     assert launched.finish() == 1, launched.text()
     message = launched.printed()
     assert f"error policy-0: CheckpointError: checkpoint {run}/checkpoints/00000003" in message, message
-    assert (
-        "No space left on device" in message
-        and "bytes are free there: make room" in message
-        and "Traceback" not in message
-    )
+    assert "No space left on device" in message and "make room" in message and "Traceback" not in message, message
     assert launched.has_ended(10)
     with Ledger.reader(run) as ledger:
         assert (ledger.last_committed_step(), ledger.checkpoints()) == (2, [])

@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import time
 import xml.etree.ElementTree as ET
 from dataclasses import dataclass
 from html.parser import HTMLParser
@@ -13,15 +15,17 @@ import pytest
 import torch
 import yaml
 from gated_rewards import Gate
-from harness import Launched, config, task, write
+from harness import LOCKSTEP, Launched, config, task, write
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from lockstep import __version__
+from lockstep.base.folders import run_shm_dir
 from lockstep.cli import app
 from lockstep.config.loader import check_config
 from lockstep.ledger.ledger import Ledger
+from lockstep.watch.beacon.reader import read_beacons
 
 pytestmark = [pytest.mark.xdist_group("command line"), pytest.mark.timeout(400)]
 
@@ -31,13 +35,13 @@ EXAMPLES = [
     {"kind": "function", "path": "examples/rewards.py:compute_score", "arguments": {"data_source": "digits"}},
     {"kind": "function", "path": "examples/rewards.py:reward_func", "weight": 0.5, "name": "openrlhf"},
 ]
-GATED = 2
-"""The step at which the run is paused and inspected."""
+GATED = 3
+"""The number of steps after which the run is paused and inspected."""
 
 
-def lockstep(*arguments: str) -> str:
+def lockstep(*arguments: str, columns: int = 250) -> str:
     """Run a command that must succeed; returns its standard output."""
-    result = CliRunner(env={"COLUMNS": "250"}).invoke(app, arguments)
+    result = CliRunner(env={"COLUMNS": str(columns)}).invoke(app, arguments)
     assert result.exit_code == 0, result.output
     return result.stdout
 
@@ -50,6 +54,9 @@ class FinishedRun:
     values: dict[str, Any]
     printed: str
     top: str
+    tops: dict[int, str]
+    """The same on terminals of common widths."""
+    pids: dict[str, int]
     live: dict[str, Any]
     report: str
 
@@ -68,6 +75,8 @@ def finished(folder: Path) -> FinishedRun:
     try:
         gate.wait(GATED, launched)
         top = lockstep("top", str(run), "--once")
+        tops = {columns: lockstep("top", str(run), "--once", columns=columns) for columns in (80, 100, 120, 140)}
+        pids = {state.name: state.pid for state in read_beacons((run / "run-id").read_text().strip())}
         assert lockstep("report", str(run)).strip() == str(run / "report.html")
         report = (run / "report.html").read_text()
         live = {name: (run / name).exists() for name in ("summary.json", "export")}
@@ -75,7 +84,7 @@ def finished(folder: Path) -> FinishedRun:
         assert launched.finish() == 0, launched.text()
     finally:
         launched.kill()
-    return FinishedRun(run, values, launched.printed(), top, live, report)
+    return FinishedRun(run, values, launched.printed(), top, tops, pids, live, report)
 
 
 # ---------------------------------------------------------------- without a run
@@ -100,6 +109,21 @@ def test_an_unknown_command_or_option_is_refused() -> None:
         assert result.exit_code == 2 and "Usage" in result.stderr
 
 
+def test_train_says_what_it_does_before_it_imports_anything_slow(folder: Path) -> None:
+    """In a pipe, where nothing else was printed for ten seconds."""
+    values = config(folder, "grpo", name="early", report={}, model={"path": str(folder / "missing")})
+    command = [*LOCKSTEP, "train", str(write(folder, values)), "steps=1"]
+    began = time.monotonic()
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        first, first_s = process.stderr.readline(), time.monotonic() - began
+        rest = process.stderr.read()
+    total_s = time.monotonic() - began
+    assert first == f"starting {values['folder']}/early (grpo, 1 step): loading libraries\n"
+    assert "checking model, data and rewards" in rest and "refused" in rest and process.returncode == 2
+    assert first_s < total_s / 3, (first_s, total_s)
+
+
 @pytest.mark.parametrize("family", ["qwen2", "llama"])
 def test_tiny_makes_a_model_that_transformers_loads(
     family: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -121,7 +145,7 @@ def test_tiny_refuses_sizes_and_folders(tmp_path: Path) -> None:
     for arguments, words in (
         (["m", "--hidden", "30"], "hidden: 30 with 4 heads"),
         (["m", "--family", "gpt"], "'gpt' is unknown, expected one of qwen2, llama"),
-        (["full"], "does not hold this tiny model"),
+        (["full"], "has files, but holds no tiny model"),
     ):
         result = CliRunner().invoke(app, ["tiny", str(tmp_path / arguments[0]), *arguments[1:]])
         assert result.exit_code == 2 and words in result.stderr.replace("\n", " ")
@@ -153,11 +177,11 @@ def test_a_dry_run_shows_what_would_be_started_and_starts_nothing(
 def test_top_lists_every_process_with_its_stage_and_what_it_waits_for(finished: FinishedRun) -> None:
     rows = {line.split()[0]: line for line in finished.top.splitlines() if line and line.split()[0] != "process"}
     assert {"agent", "controller", "policy-0", "policy-1", "engine-0", "scorer-0"} <= rows.keys(), finished.top
-    assert re.search(r"\breward\b", rows["controller"]) and "step 2/4" in rows["controller"]
+    assert re.search(r"\breward\b", rows["controller"]) and "step 3/4" in rows["controller"]
     assert "the scorers" in rows["controller"] and "rewards of 4 terms" in rows["controller"]
     assert "scoring gate" in rows["scorer-0"]
     assert "tokens" in rows["engine-0"]
-    assert "optimizer steps 2/4" in rows["policy-1"]
+    assert "optimizer steps 3/4" in rows["policy-1"]
     assert re.search(r"controller waits for (the scorers|scorer-0)", finished.top.splitlines()[-1]), finished.top
 
 
@@ -242,7 +266,7 @@ def test_metrics_lines(finished: FinishedRun) -> None:
     rows = [json.loads(line) for line in (finished.run / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if "policy/loss" in row]
     evaluations = [row for row in rows if "eval/exact_match" in row]
-    assert [row["step"] for row in steps] == [0, 1, 2, 3] and [row["step"] for row in evaluations] == [-1, 1, 3]
+    assert [row["step"] for row in steps] == [1, 2, 3, 4] and [row["step"] for row in evaluations] == [0, 2, 4]
     assert any(row["policy/tokens"] for row in steps)
     for row in steps:
         missing = EXPECTED - row.keys()
@@ -280,6 +304,7 @@ def test_every_metric_and_file_is_documented(finished: FinishedRun) -> None:
     evaluated = {name for name in found if name.startswith("eval/reward/")}
     assert evaluated == {f"eval/{name}" for name in own}
     assert found - own - stages - evaluated <= metrics, found - own - stages - evaluated - metrics
+    assert [path.name for path in sorted((finished.run / "steps").iterdir())][-1] == "00000004.arrow"
     there = {path.name for path in finished.run.iterdir()}
     assert files - {"incidents"} == there - {"ledger.sqlite-wal", "ledger.sqlite-shm"}, (
         "which SQLite creates for readers"
@@ -294,6 +319,7 @@ def test_tensorboard_reads_the_event_files(finished: FinishedRun) -> None:
     losses = [(row["step"], row["policy/loss"]) for row in rows if "policy/loss" in row]
     found = [(event.step, event.value) for event in events.Scalars("policy/loss")]
     assert found == [(step, pytest.approx(loss, rel=1e-6)) for step, loss in losses]
+    assert [event.step for event in events.Scalars("eval/exact_match")] == [0, 2, 4]
 
 
 class Page(HTMLParser):
@@ -338,6 +364,18 @@ def test_a_report_can_be_written_again(finished: FinishedRun) -> None:
     assert Page(report.read_text()).fetched == [] and "finished" in report.read_text()
 
 
+@pytest.mark.parametrize("columns", [80, 100, 120, 140])
+def test_top_fits_the_terminal_and_loses_no_process(finished: FinishedRun, columns: int) -> None:
+    lines = finished.tops[columns].splitlines()
+    assert max(map(len, lines)) <= columns
+    begins = [tuple(line.split()[:2]) for line in lines]
+    assert {"controller", "policy-0", "policy-1", "engine-0", "scorer-0"} <= finished.pids.keys()
+    assert all((name, str(pid)) in begins for name, pid in finished.pids.items()), "\n".join(lines)
+    assert "  idle  " in next(line for line in lines if line.startswith("engine-0"))
+    assert "waits for the scorers" in " ".join("".join(lines).split())
+    assert not re.search(r" -\d", finished.tops[columns])
+
+
 def test_top_of_a_finished_run_says_how_it_ended(finished: FinishedRun) -> None:
     text = lockstep("top", str(finished.run), "--once")
     assert "finished" in text and "4 of 4 steps" in text and str(finished.run) in text, text
@@ -346,7 +384,7 @@ def test_top_of_a_finished_run_says_how_it_ended(finished: FinishedRun) -> None:
 
 def test_no_process_of_the_run_is_left(finished: FinishedRun) -> None:
     identity = (finished.run / "run-id").read_text().strip()
-    assert not Path("/dev/shm/lockstep", identity).exists()
+    assert not run_shm_dir(identity).exists()
 
 
 def test_the_exported_model_loads_and_generates(finished: FinishedRun) -> None:

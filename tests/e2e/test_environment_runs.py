@@ -1,6 +1,7 @@
 """Runs with environments and tools, as a user starts them."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -76,12 +77,16 @@ def test_a_run_with_an_environment_that_branches(folder: Path) -> None:
     assert launched.finish() == 0, launched.text()
     with Ledger.reader(run) as ledger:
         rows = {row.step: row.values for row in ledger.metrics_rows()}
-        samples = ledger.evaluations()[-1].samples
+        samples, kept = ledger.evaluations()[-1].samples, ledger.samples()
         stored = ledger.rollouts(1)
     assert [rows[step]["rollout/turns_max"] for step in range(2)] == [2.0] * 2
     assert all(rows[step]["reward/environment/mean"] == rows[step]["environment/reward"] for step in range(2))
     assert 0 < rows[0]["rollout/environment_tokens_mean"] < rows[0]["rollout/length_mean"]
     assert samples[0].messages[0] == {"role": "user", "content": "+"}
+    assert [turn["role"] for turn in kept[-1].samples[0].messages] == ["user", "assistant", "user", "assistant"]
+    assert re.search(
+        r"^samples of step 2\n  prompt +\S.*\n  user +\+\n  assistant  .*\n  user +=$", launched.printed(), re.M
+    )
     assert stored is not None
     for group in stored.groups:
         firsts = [tuple(each.tokens[: int(each.mask.argmin()) or 2]) for each in group.completions]

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -125,3 +126,51 @@ def test_with_the_extra_train_it_trains(tmp_path: Path, wheel: Path, constraints
     settings = ("recipe: sft", "name: short", "steps: 2", "model: {path: model}", "data: {path: data.jsonl}")
     (tmp_path / "run.yaml").write_text("\n".join(settings) + "\n")
     assert "finished after 2 of 2 steps" in run(lockstep, "train", "run.yaml", cwd=tmp_path, **offline)
+
+
+LOCKS = sorted(ROOT.glob("requirements*.lock"))
+
+
+@pytest.mark.parametrize("lock", LOCKS, ids=lambda path: path.stem.removeprefix("requirements").lstrip("-") or "all")
+def test_every_locked_requirement_has_a_version_and_hashes(lock: Path) -> None:
+    requirements = re.split(r"\n(?=\S)", lock.read_text().strip())
+    for requirement in requirements:
+        assert re.match(r"[\w.-]+(\[[\w,-]+\])?==\S+", requirement), requirement
+        assert re.search(r"--hash=sha256:[0-9a-f]{64}\b", requirement), requirement
+
+
+def test_scripts_install_only_what_is_locked() -> None:
+    """Besides: this checkout itself, and a build of torch that the user asks for."""
+    text = (ROOT / "script" / "bootstrap").read_text().replace("\\\n", " ")
+    locked = [line.strip() for line in text.splitlines() if re.search(r"(^|[\s&|(])locked -", line)]
+    assert {name for line in locked for name in re.findall(r"requirements[\w-]*\.lock|\$\w*lock\b", line)} == {
+        "requirements-build.lock", "$torch_lock", "requirements-cuda.lock", "$lock", "requirements-tasks.lock",
+    }  # fmt: skip
+    others = [line.strip() for line in text.splitlines() if re.match(r"\s*(if )?(pip )?install [-$\w]", line)]
+    assert "locked() { install --no-deps --require-hashes" in text
+    assert others[:1] == ["install $torch"] and others[1].startswith("if install --dry-run")
+    assert others[2:] == ["install --no-deps --no-build-isolation --editable ."]
+    for line in (ROOT / "script" / "benchmark").read_text().replace("\\\n", " ").splitlines():
+        assert "pip install" not in line or "--require-hashes" in line
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_build_of_torch_with_another_hash_is_refused(tmp_path: Path) -> None:
+    folders = os.environ.get("PIP_FIND_LINKS", "").split()
+    if not any(Path(folder).is_dir() and list(Path(folder).glob("torch-*+cpu*.whl")) for folder in folders):
+        pytest.skip("no CPU build of torch in a folder of PIP_FIND_LINKS")
+    for path in (ROOT / "script", *ROOT.glob("requirements*"), ROOT / "pyproject.toml"):
+        target = tmp_path / path.name
+        shutil.copytree(path, target) if path.is_dir() else shutil.copy(path, target)
+    lock = tmp_path / "requirements-torch-cpu.lock"
+    lock.write_text(re.sub(r"sha256:[0-9a-f]{8}", "sha256:00000000", lock.read_text()))
+    kept = {
+        key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "VIRTUAL_ENV", "LOCKSTEP_TORCH")
+    }
+    done = subprocess.run(
+        [tmp_path / "script" / "bootstrap"], cwd=tmp_path, env=kept, capture_output=True, text=True, timeout=500
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "DO NOT MATCH THE HASHES" in done.stderr and "LOCKSTEP_TORCH='--require-hashes" in done.stderr
+    assert not list(tmp_path.glob(".venv/lib/*/site-packages/torch"))

@@ -55,10 +55,11 @@ def commands(block: Block) -> list[str]:
     return [shlex.join(each) for each in words if each]
 
 
-def test_every_fenced_block_is_of_a_kind_that_is_tested_here() -> None:
+def test_every_fenced_block_is_of_a_kind_that_is_tested() -> None:
+    """Here, or for `text`, the output of an example, in the test of that example."""
     for page in PAGES:
         fences = re.findall(r"^```(.*)$", page.read_text(), re.MULTILINE)
-        assert set(fences[::2]) <= {"bash", "yaml", "python"} and set(fences[1::2]) <= {""}, page
+        assert set(fences[::2]) <= {"bash", "yaml", "python", "text"} and set(fences[1::2]) <= {""}, page
 
 
 # ---------------------------------------------------------------- YAML and Python
@@ -164,11 +165,14 @@ def test_the_commands_of_the_readme_run_in_their_order(copy: Path) -> None:
             assert done.returncode == 0 or is_host_problem, f"{block}: {command}\n{done.stdout}\n{done.stderr}"
             assert "Traceback" not in done.stderr and "it/s]" not in done.stderr, done.stderr
             ran.append(command)
+            if "--resume" in command:
+                resumed = done.stderr
     assert [command.split()[1] for command in ran if command.startswith("lockstep")] == [
-        *("tiny", "check", "train", "train", "train", "top", "train")
+        *("tiny", "check", "train", "train", "train", "top", "train"),
+        *("generate", "eval", "export"),
     ]
     assert (copy / "runs/sort-grpo/export/model.safetensors").is_file()
-    assert "finished after 2 of 2" not in done.stderr and "is finished: 2 of 2 steps" in done.stderr, "--resume of it"
+    assert "finished after 2 of 2" not in resumed and "is finished: 2 of 2 steps" in resumed
 
 
 @pytest.mark.parametrize("command", [c for b in blocks("bash") if b.page.name in CHECKS for c in commands(b)])

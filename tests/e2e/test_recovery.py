@@ -117,7 +117,7 @@ def test_one_worker_of_each_role_is_killed_in_one_run(reference: References, tmp
     assert_like_reference(launched, of)
     found = recoveries(launched.folder)
     assert [(each["worker"], each["step"]) for each in found] == [
-        ("engine-0", 2), ("policy-1", 4), ("policy-0.1", 5), ("engine-0.1", 6)
+        ("engine-0", 3), ("policy-1", 5), ("policy-0.1", 6), ("engine-0.1", 7)
     ]  # fmt: skip
     assert [each.get("requests") for each in found] == [16, None, None, 0]
     assert [(each.get("restored"), each.get("again")) for each in found[1:3]] == [(4, 0), (3, 2)]
@@ -146,8 +146,8 @@ def test_an_engine_is_killed_while_it_generates_and_while_it_loads_weights(
     kill_worker(launched, "engine-0.1", seconds=1.0)  # the next it is asked for is to take the weights
     assert_like_reference(launched, of)
     one, other = recoveries(launched.folder)
-    assert (one["worker"], one["what"], one["step"], one["requests"]) == ("engine-0", "died (SIGKILL)", 2, 16)
-    assert (other["worker"], other["step"], other["requests"]) == ("engine-0.1", 5, 0)
+    assert (one["worker"], one["what"], one["step"], one["requests"]) == ("engine-0", "died (SIGKILL)", 3, 16)
+    assert (other["worker"], other["step"], other["requests"]) == ("engine-0.1", 6, 0)
     assert (
         "engine-0 died (SIGKILL); restarted in" in launched.printed() and "16 requests re-issued" in launched.printed()
     )
@@ -184,11 +184,11 @@ def test_one_of_two_engines_is_killed_in_the_middle_of_its_completions(reference
     assert baseline.finish() == 0, baseline.text()
 
     launched = begin(of, tmp_path, hold={"keep_every_s": 0.0}, **quick)
-    launched.wait_for_file(launched.folder, "steps/00000001.partial")
+    launched.wait_for_file(launched.folder, "steps/00000002.partial")
     os.kill(pid_of(launched, "engine-1"), signal.SIGKILL)
     assert launched.finish() == 0, launched.text()
     (done,) = recoveries(launched.folder)
-    assert (done["worker"], done["step"]) == ("engine-1", 1) and 0 < done["requests"] <= 8
+    assert (done["worker"], done["step"]) == ("engine-1", 2) and 0 < done["requests"] <= 8
     assert prompts_used(launched.folder) == prompts_used(baseline.folder)
     assert sampled(launched.folder) == sampled(baseline.folder)
     assert_close(launched.folder, baseline.folder)
@@ -221,8 +221,8 @@ def test_trainer_ranks_are_killed_in_a_step(reference: References, tmp_path: Pat
     assert engine is not None and engine.counters["completions"].value == 16 * (7 + 4), "steps and evaluations, once"
     assert_like_reference(launched, of)
     one, other = recoveries(launched.folder)
-    assert (one["worker"], one["step"], one["restored"], one["again"]) == ("policy-1", 4, 4, 0)
-    assert (other["worker"], other["step"], other["restored"], other["again"]) == ("policy-0.1", 5, 3, 2)
+    assert (one["worker"], one["step"], one["restored"], one["again"]) == ("policy-1", 5, 4, 0)
+    assert (other["worker"], other["step"], other["restored"], other["again"]) == ("policy-0.1", 6, 3, 2)
     assert (
         "policy-1 died (SIGKILL); restarted in" in launched.printed()
         and "2 steps are trained again" in launched.printed()

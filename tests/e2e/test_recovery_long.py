@@ -52,7 +52,7 @@ def test_an_engine_is_replaced_while_training_continues(tmp_path: Path) -> None:
     rows = check(run, 2)
     assert sorted(rows) == list(range(6))
     one, other = recoveries(run)
-    assert (one["worker"], one["step"], other["worker"], other["step"]) == ("engine-0", 2, "policy-0", 4)
+    assert (one["worker"], one["step"], other["worker"], other["step"]) == ("engine-0", 3, "policy-0", 5)
     assert one["requests"] > 0
 
 

@@ -67,7 +67,7 @@ def test_its_ranks_are_killed_and_replaced_alone(inside: Path, tmp_path: Path) -
     assert_same(launched, inside)
     assert replacements(launched.folder) == ["reference-0.1", "reference-0.2", "reference-1.1", "reference-1.2"]
     found = [(each["worker"], each["role"], each["step"]) for each in recoveries(launched.folder)]
-    assert found == [("reference-1", "reference", 1), ("reference-0.1", "reference", 3)]
+    assert found == [("reference-1", "reference", 2), ("reference-0.1", "reference", 4)]
     assert ("absent", ["reference-1"]) in reported_stalls(launched.folder, "confirmed")
     assert "reference-0.1 died (SIGKILL); restarted in" in " ".join(launched.printed().split())
 

@@ -67,7 +67,7 @@ def test_a_failing_server_is_named_and_the_run_resumes_with_another(tmp_path: Pa
     def fails(number: int, body: dict[str, Any], path: str) -> Reply:
         nonlocal requests
         requests += path == "/rm"
-        # 16 rows are evaluated first, then 16 completions of step 0, by four in a request
+        # 16 rows are evaluated first, then 16 completions of step 1, by four in a request
         return Reply(f"no room for {KEY}", 500) if requests > 9 else rewards(body, path)
 
     with serving(fails) as server:
@@ -93,7 +93,7 @@ def test_a_failing_server_is_named_and_the_run_resumes_with_another(tmp_path: Pa
         launched = Launched.resume(run, *moved)
         assert launched.finish() == 0, launched.text()
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    (again,) = (row for row in rows if row["step"] == 1 and "policy/loss" in row)
+    (again,) = (row for row in rows if row["step"] == 2 and "policy/loss" in row)
     assert sorted(prompts_used(run).values()) == sorted([0, 1] * 4)
     has_all_metrics(again)
     evaluated = [row for row in rows if "eval/reward_mean" in row]

@@ -30,7 +30,7 @@ def test_grpo_killed_in_one_stage_after_the_other(reference: References, tmp_pat
     interrupted.kill("start", None, chance.random())
     interrupted.kill("rollout", 0, chance.random())
     interrupted.kill("ledger", 1, chance.random())
-    interrupted.kill_at("steps/00000002.arrow")
+    interrupted.kill_at("steps/00000003.arrow")
     interrupted.kill("train", 3, chance.random())
     interrupted.kill("publish", 4, chance.random())
     interrupted.kill("checkpoint", 5, chance.random())

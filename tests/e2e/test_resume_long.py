@@ -60,8 +60,8 @@ def test_killed_again_while_it_resumes(reference: References, tmp_path: Path, re
         "run-id",
         "cluster/agent.json",
         "logs/policy-0.log",
-        "steps/00000000.arrow",
-        "steps/00000004.arrow",
+        "steps/00000001.arrow",
+        "steps/00000005.arrow",
         "checkpoints/00000003.tmp-1-*",
         "checkpoints/00000003.tmp-1-*/checkpoint.json",
         "checkpoints/00000006",
@@ -195,7 +195,7 @@ def test_completions_of_an_unfinished_step_are_kept(reference: References, tmp_p
     checkpoint = {"every": 0, "export": False}
     changes = {"steps": 3, "prompts_per_step": prompts, "group_size": group, "evaluation": None}
     interrupted = InterruptedRun(reference("grpo"), tmp_path, "grpo", rollout=rollout, checkpoint=checkpoint, **changes)
-    partial = interrupted.run / "steps" / f"{step:08d}.partial"
+    partial = interrupted.run / "steps" / f"{step + 1:08d}.partial"
     kept: dict[str, tuple[bytes, bytes]] = {}
     for _ in range(3):
         size = partial.stat().st_size if partial.exists() else 0

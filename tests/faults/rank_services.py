@@ -6,16 +6,18 @@ from datetime import timedelta
 import psutil
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, TCPStore
+
+from lockstep.cluster.rendezvous_store import open_store
 
 
 class Ring:
     """A rank of a communicator."""
 
-    def __init__(self, rank: int, world: int, host: str, port: int) -> None:
-        store = TCPStore(host, port, None, False, timedelta(seconds=60), wait_for_workers=False)
+    def __init__(self, rank: int, world: int, store: str, prefix: str = "ring") -> None:
         bound = timedelta(seconds=60)
-        dist.init_process_group("gloo", store=PrefixStore("ring", store), rank=rank, world_size=world, timeout=bound)
+        dist.init_process_group(
+            "gloo", store=open_store(store, prefix, 60.0), rank=rank, world_size=world, timeout=bound
+        )
         self.rank = rank
 
     def meet(self, times: int, leaves: int = -1) -> float:

@@ -24,10 +24,10 @@ from lockstep.watch.agent.service_discovery import ServiceAddress
 from lockstep.watch.beacon.reader import read_beacons
 from lockstep.watch.procfs import processes
 
-TOKEN = "the-run's-token"
+TOKEN = "5f0c2b7be4a8913d6e7f20c1a9d84b36"
 
 WORKER = """
-import ctypes, json, os, random, signal, subprocess, sys, threading, time
+import atexit, ctypes, json, os, random, signal, subprocess, sys, threading, time
 import numpy
 what = sys.argv[1]
 if what == "facts":
@@ -58,6 +58,8 @@ elif what == "abort":
     os.abort()
 elif what == "hard":
     print("before the end"); os._exit(9)
+elif what == "atexit":
+    atexit.register(print, "the exit function ran", end="")
 elif what == "thread":
     threading.Thread(target=lambda: (time.sleep(0.2), print("the thread ended"))).start()
 elif what == "sleep":
@@ -83,7 +85,7 @@ from pathlib import Path
 from lockstep.watch.agent.agent_client import AgentClient
 from lockstep.watch.agent.agent_client import start_agent
 run, folder, grace = sys.argv[1], Path(sys.argv[2]), float(sys.argv[3])
-token = "the-run's-token"
+token = "5f0c2b7be4a8913d6e7f20c1a9d84b36"
 client = AgentClient(start_agent(run, token, folder, orphan_grace_s=grace, kill_grace_s=0.5), token)
 for name, preload in (("stubborn", ()), ("sleep", ("json",)), ("polite", ())):
     argv = [sys.executable, str(folder / "pkg" / "work.py"), name]
@@ -157,7 +159,7 @@ WARM = pytest.mark.parametrize("preload", [(), ("json", "numpy")], ids=["plain",
 ENDS = {
     "exit 0": (0, ""), "exit 7": (7, ""), "message": (1, "a last word"), "raise": (1, "ValueError: the reason"),
     "segfault": (-11, "work.py"), "abort": (-6, "work.py"), "hard": (9, "before the end"),
-    "thread": (0, "the thread ended"),
+    "thread": (0, "the thread ended"), "atexit": (0, "the exit function ran"),
 }  # fmt: skip
 
 

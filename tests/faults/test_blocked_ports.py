@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from network_namespaces import needs_namespaces
@@ -64,7 +65,7 @@ def test_all_listeners_use_the_ports_of_the_config(hosts: Hosts, tmp_path: Path)
             [WorkerSpec("engine-0", "rollout", 0, "cluster_services:Plain", {}, environment, ("numpy",))]
         )
         assert worker.call(Plain.add, 1) == 1
-        used = [cluster.store()[1], cluster._server.address[1], *(each.port for each in cluster._agents())]
+        used = [urlsplit(cluster.store()).port, cluster._server.address[1], *(each.port for each in cluster._agents())]
         assert len(used) == 4 and all(PORTS[0] <= port <= PORTS[1] for port in used), used
 
 

@@ -29,7 +29,7 @@ from lockstep.doctor.output.findings import Finding
 
 pytestmark = needs_namespaces
 
-TOKEN = "a-check's-token"
+TOKEN = "5f0c2b7be4a8913d6e7f20c1a9d84b36"
 
 
 @pytest.fixture

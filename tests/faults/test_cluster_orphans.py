@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.base.folders import run_shm_dir
+
 SERVICES = os.pathsep.join([str(Path(__file__).parent.parent / "contract"), os.environ.get("PYTHONPATH", "")])
 
 CONTROLLER = """
@@ -94,7 +96,7 @@ def test_the_search_finds_all_processes_of_a_run(tmp_path: Path) -> None:
         found = processes_of(run)
         assert process.pid in found
         assert len(found) >= 6, "the controller, the agent, four workers"
-        assert Path("/dev/shm/lockstep", run).is_dir()
+        assert run_shm_dir(run).is_dir()
         assert (Path("/proc") / str(process.pid)).exists()
 
 
@@ -105,7 +107,7 @@ def test_kill_9_of_the_controller(tmp_path: Path, mode: str) -> None:
         process.kill()
         process.wait(10)
         assert remaining(run, 8.0) == {}
-        assert not Path("/dev/shm/lockstep", run).exists()
+        assert not run_shm_dir(run).exists()
 
 
 @pytest.mark.parametrize("mode", ["waiting", "starting"])
@@ -120,7 +122,7 @@ def test_ctrl_c(tmp_path: Path, mode: str, group: bool) -> None:
         _, errors = process.communicate(timeout=15)
         assert process.returncode == -signal.SIGINT or "KeyboardInterrupt" in errors
         assert remaining(run, 0.5) == {}
-        assert not Path("/dev/shm/lockstep", run).exists()
+        assert not run_shm_dir(run).exists()
 
 
 def test_a_second_ctrl_c_while_closing(tmp_path: Path) -> None:
@@ -130,7 +132,7 @@ def test_a_second_ctrl_c_while_closing(tmp_path: Path) -> None:
             time.sleep(0.3)
         process.communicate(timeout=15)
         assert remaining(run, 2.0) == {}
-        assert not Path("/dev/shm/lockstep", run).exists()
+        assert not run_shm_dir(run).exists()
 
 
 @pytest.mark.parametrize("mode", ["raising", "exiting"])
@@ -139,7 +141,7 @@ def test_an_exception_and_a_forgotten_close(tmp_path: Path, mode: str) -> None:
         process.communicate(timeout=20)
         assert process.returncode == (1 if mode == "raising" else 0)
         assert remaining(run, 0.5) == {}
-        assert not Path("/dev/shm/lockstep", run).exists()
+        assert not run_shm_dir(run).exists()
 
 
 def test_kill_9_of_the_agent_ends_the_workers_and_is_reported(tmp_path: Path) -> None:
@@ -150,4 +152,4 @@ def test_kill_9_of_the_agent_ends_the_workers_and_is_reported(tmp_path: Path) ->
         assert process.returncode == 1
         assert "WorkerDied: busy vanished" in errors
         assert remaining(run, 2.0) == {}
-        assert not Path("/dev/shm/lockstep", run).exists()
+        assert not run_shm_dir(run).exists()

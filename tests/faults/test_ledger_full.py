@@ -1,6 +1,7 @@
 """The ledger on a disk that fills up: a small tmpfs, and a limit on file sizes."""
 
 import contextlib
+import errno
 import os
 import resource
 import subprocess
@@ -14,21 +15,32 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "ledger"))
 
 from ledger_helpers import CONFIG, assert_same, make_completion, make_rollouts
 
-from lockstep.ledger import Ledger, LedgerFull
+from lockstep.ledger import Ledger, LedgerFull, LedgerReadOnly
+from lockstep.ledger.durable_files import disk_full_as_ledger_error, replace_file
 
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 1 MiB."""
+    yield from mounted(tmp_path, "size=1m")
+
+
+@pytest.fixture
+def few_inodes(tmp_path: Path) -> Iterator[Path]:
+    """A file system with room for 40 files and folders."""
+    yield from mounted(tmp_path, "size=64m,nr_inodes=40")
+
+
+def mounted(tmp_path: Path, options: str) -> Iterator[Path]:
     point = tmp_path / "disk"
     point.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "lockstep-test", str(point)]
+    command = ["mount", "-t", "tmpfs", "-o", options, "lockstep-test", str(point)]
     try:
-        mounted = subprocess.run(command, capture_output=True, text=True, timeout=20)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
     except FileNotFoundError:
         pytest.skip("no mount command")
-    if mounted.returncode != 0:
-        pytest.skip(f"cannot mount a tmpfs here: {mounted.stderr.strip()}")
+    if done.returncode != 0:
+        pytest.skip(f"cannot mount a tmpfs here: {done.stderr.strip()}")
     try:
         yield point
     finally:
@@ -58,7 +70,7 @@ def assert_as_before(ledger: Ledger, steps: list[int]) -> None:
     for step in steps:
         assert_same(ledger.rollouts(step), make_rollouts(step))
     names = {path.name for path in (ledger.folder / "steps").iterdir() if path.suffix != ".partial"}
-    assert names == {f"{step:08d}.arrow" for step in steps}
+    assert names == {ledger.step_path(step).name for step in steps}
 
 
 def test_no_room_for_a_step_file(small_disk):
@@ -148,3 +160,67 @@ def test_a_run_on_a_read_only_medium(small_disk):
     with Ledger.reader(small_disk / "run") as reader:
         assert reader.last_committed_step() == 0
         assert_as_before(reader, [0])
+    why = f"the file system of {small_disk}.* is mounted read-only: choose another folder, or mount it for writing"
+    with pytest.raises(LedgerReadOnly, match=why) as caught:
+        Ledger.create(small_disk / "another", CONFIG)
+    assert caught.value.path.is_relative_to(small_disk)
+    with pytest.raises((LedgerReadOnly, OSError), match=r"[Rr]ead-only"):
+        Ledger.resume(small_disk / "run")
+    with pytest.raises(LedgerReadOnly, match=why):
+        replace_file(small_disk / "run" / "report.html", b"x")
+
+
+def test_no_inode_left(few_inodes):
+    with Ledger.create(few_inodes / "run", CONFIG) as ledger:
+        ledger.record_rollouts(0, make_rollouts(0))
+        ballast = few_inodes / "ballast"
+        ballast.mkdir()
+        with contextlib.suppress(OSError):
+            for number in range(1000):
+                (ballast / str(number)).touch()
+        why = r"no inodes left \(0 of 40\), though [\d,]{9,} bytes are free: remove files, .*`df -i "
+        for write in (
+            lambda: ledger.record_rollouts(1, make_rollouts(1)),
+            lambda: Ledger.create(few_inodes / "another", CONFIG),
+            lambda: replace_file(few_inodes / "run" / "report.html", b"x"),
+        ):
+            with pytest.raises(LedgerFull, match=why) as caught:
+                write()
+            assert caught.value.path.is_relative_to(few_inodes)
+        assert_as_before(ledger, [0])
+        for each in list(ballast.iterdir())[:9]:
+            each.unlink()
+        ledger.record_rollouts(1, make_rollouts(1))
+        assert_as_before(ledger, [0, 1])
+
+
+def test_an_index_without_an_inode_for_its_journal(few_inodes):
+    Ledger.create(few_inodes / "run", CONFIG).close()
+    with contextlib.suppress(OSError):
+        for number in range(1000):
+            (few_inodes / str(number)).touch()
+    with pytest.raises(LedgerFull, match="no inodes left"):
+        Ledger.resume(few_inodes / "run")
+    (few_inodes / "0").unlink()
+    (few_inodes / "1").unlink()
+    (few_inodes / "2").unlink()
+    Ledger.resume(few_inodes / "run").close()
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (errno.EDQUOT, f"the disk quota of user {os.getuid()} is used up: make room, or ask for more"),
+        (errno.EROFS, "is mounted read-only: choose another folder"),
+        (errno.EFBIG, "allows no larger file"),
+        (errno.ENOSPC, "bytes free: make room"),
+    ],
+    ids=errno.errorcode.get,
+)
+def test_what_the_system_says_is_explained(tmp_path, code, words):
+    with (
+        pytest.raises((LedgerFull, LedgerReadOnly), match=words) as caught,
+        disk_full_as_ledger_error(tmp_path / "x", 9),
+    ):
+        raise OSError(code, os.strerror(code))
+    assert caught.value.path == tmp_path / "x" and str(tmp_path / "x") in str(caught.value)

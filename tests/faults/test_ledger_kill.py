@@ -115,7 +115,7 @@ def check(ledger: Ledger, collected: int, committed: int, kept: dict[int, list[i
     assert_same(partial, [make_completion(f"{len(steps)}/{k}", 6, len(steps) * 10 + k) for k in range(len(partial))])
     present = sorted(path.name for path in (ledger.folder / "steps").iterdir())
     extra = [name for name in present if name.startswith(".") or name.endswith(".rejected")]
-    assert extra == [] and not {f"{step:08d}.arrow" for step in needed} - set(present)
+    assert extra == [] and not {ledger.step_path(step).name for step in needed} - set(present)
     if len(partial) == reported + 1:
         kept.setdefault(len(steps), []).append(reported)
     return len(steps) - 1, ledger.last_committed_step()

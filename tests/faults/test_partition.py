@@ -21,7 +21,7 @@ from lockstep.watch.supervisor.supervisor_client import SupervisorClient, Superv
 
 pytestmark = needs_namespaces
 
-TOKEN = "the-run's-token"
+TOKEN = "5f0c2b7be4a8913d6e7f20c1a9d84b36"
 PATIENCE = StallThresholds(notice_s=1.0, still_s=60.0, host_s=2.0)
 
 WORKER = """

@@ -1,5 +1,6 @@
 """A rank that dies in the middle of a collective is reported as the cause, whichever error arrives first."""
 
+import os
 import secrets
 import time
 from collections.abc import Iterator
@@ -19,13 +20,12 @@ HERE = str(Path(__file__).parent)
 @pytest.fixture
 def ranks(tmp_path: Path) -> Iterator[list[Worker]]:
     with LocalCluster(Config(), f"ranks-{secrets.token_hex(3)}", tmp_path, 1) as cluster:
-        host, port = cluster.store()
-        environment = {"PYTHONPATH": HERE, "OMP_NUM_THREADS": "1"}
+        environment = {"PYTHONPATH": os.pathsep.join([HERE, os.environ.get("PYTHONPATH", "")]), "OMP_NUM_THREADS": "1"}
         yield cluster.start(
             [
                 WorkerSpec(
                     f"rank-{rank}", "policy", rank, "rank_services:Ring",
-                    {"rank": rank, "world": 2, "host": host, "port": port}, environment, ("torch", "psutil"),
+                    {"rank": rank, "world": 2, "store": cluster.store()}, environment, ("torch", "psutil"),
                 )
                 for rank in range(2)
             ]

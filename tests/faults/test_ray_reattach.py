@@ -34,15 +34,15 @@ CONTROLLER = """
 import json, sys, time
 from pathlib import Path
 from test_ray_reattach import GRACE_S, WANTED
-from cluster import RayClusterConfig
+from lockstep.config.cluster import RayClusterConfig
 from test_ray_nodes import engine
 from cluster_services import Renewable
 from lockstep.cluster.ray.ray_cluster import RayCluster
 address, run, folder, where = sys.argv[1:]
 if where == "starting":
     RayCluster._start_agents = lambda self, nodes: (print("[]", flush=True), time.sleep(300))
-with RayCluster(RayClusterConfig(address=address, orphan_grace_s=GRACE_S), run, Path(folder), 1, requests=WANTED[:2]) as
-cluster:
+config = RayClusterConfig(address=address, orphan_grace_s=GRACE_S)
+with RayCluster(config, run, Path(folder), 1, requests=WANTED[:2]) as cluster:
     workers = cluster.start([engine(rank, service=Renewable) for rank in range(2)])
     pids = [worker.pid for worker in workers]
     print(json.dumps([cluster._nodes[0].agent.address.pid, *pids]), flush=True)
@@ -149,6 +149,23 @@ def test_a_run_of_other_processes_starts_anew(head: str, tmp_path: Path, caplog:
         assert free_cpus() == CPUS - 3
 
 
+def test_the_actors_of_another_run_folder_are_left_alone(
+    head: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A copy of the state file, or one that somebody wrote, names a run of another folder."""
+    killed = Killed(head, tmp_path)
+    shutil.copytree(killed.folder / "cluster", tmp_path / "copy" / "cluster")
+    before, killed.folder = killed.folder, tmp_path / "copy"
+    with caplog.at_level(logging.WARNING):
+        assert killed.take_over(WANTED[:2]) is None
+    assert f"belongs to a run in another folder, not {killed.folder}: left alone" in caplog.text
+    assert killed.living == killed.pids
+    killed.folder = before
+    assert killed.take_over(WANTED) is None, "its own folder ends them"
+    assert not killed.living
+    until(lambda: not actors() and free_cpus() == CPUS, 30, "nothing is reserved any more")
+
+
 def test_workers_with_old_code_are_not_adopted(
     head: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -180,10 +197,11 @@ def test_if_the_agent_has_ended_as_well_nothing_is_adopted(
 def test_an_actor_that_does_not_answer_cannot_rejoin_the_run(
     head: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from lockstep.cluster.ray import actors, ray_reattach
+    from lockstep.cluster.ray import actors as node_actors
+    from lockstep.cluster.ray import ray_reattach
 
     monkeypatch.setattr(ray_reattach, "ACTOR_REPLY_S", 2.0)
-    monkeypatch.setattr(actors, "STOP_ACTORS_S", 2.0)
+    monkeypatch.setattr(node_actors, "STOP_ACTORS_S", 2.0)
     killed = Killed(head, tmp_path)
     keeper = psutil.Process(killed.pids[0]).parent()
     assert keeper is not None and "NodeActor" in " ".join(keeper.cmdline())

@@ -27,7 +27,7 @@ from lockstep.watch.supervisor.supervisor_client import (
     read_supervisor_address,
 )
 
-TOKEN = "the-run's-token"
+TOKEN = "5f0c2b7be4a8913d6e7f20c1a9d84b36"
 PATIENCE = StallThresholds(notice_s=1.0, still_s=4.0)
 
 WORKER = '''
@@ -35,6 +35,7 @@ import os, sys, time
 from pathlib import Path
 from lockstep.watch.beacon.writer import open_beacon
 from lockstep.base import waits
+from lockstep.train.compile_progress import CompileProgress
 
 run, name, what, go = sys.argv[1], sys.argv[2], sys.argv[3], Path(sys.argv[4])
 own = open_beacon(run, name, name.rpartition("-")[0], int(name.rpartition("-")[2]))
@@ -54,6 +55,15 @@ def spin():
         pass
 
 
+def compiles(seconds):  # uses the CPU for that long, then hangs
+    progress = CompileProgress()
+    progress.begin()
+    end = time.process_time() + seconds
+    while time.process_time() < end:
+        pass
+    time.sleep(1000)
+
+
 print("password=" + os.environ.get("DB_PASSWORD", ""), flush=True)
 if what == "waits":  # for the others, one after the other
     step = 0
@@ -68,7 +78,7 @@ while True:
     step += 1
     if told():
         {"sleep": score, "spin": spin, "raise": lambda: 1 / 0, "leave": sys.exit,
-         "slow": lambda: None}[what]()
+         "slow": lambda: None, "compiles": lambda: compiles(6.0)}[what]()
     for _ in range(8 if what == "slow" and told() else 1):
         time.sleep(0.1)
         own.progress("samples", own.progress_count)
@@ -210,6 +220,16 @@ def test_a_busy_loop_is_noticed_with_its_line(site: Site) -> None:
     )  # fmt: skip
 
 
+def test_a_compiler_is_noticed_only_once_it_no_longer_works(site: Site) -> None:
+    """The supervisor would notice a busy loop long before: see the test above."""
+    site.start("compiles")
+    site.start_fault()
+    event = site.until_event("policy-1", "notice", "confirmed", seconds=60.0)
+    (state,) = [each for each in read_beacons(site.run) if each.name == "policy-1"]
+    assert state.stage == "compile" and state.counters["compiler CPU ms"].value > 5000
+    assert "compiles()" in event.headline, event.headline
+
+
 def test_slow_progress_is_not_confirmed(site: Site) -> None:
     site.start("slow")
     site.start_fault()
@@ -270,10 +290,10 @@ from lockstep.watch.agent.agent_client import start_agent
 from lockstep.watch.supervisor.supervisor_client import SupervisorSettings
 from lockstep.watch.supervisor.supervisor_client import SupervisorClient
 run, folder = sys.argv[1], Path(sys.argv[2])
-address = start_agent(run, "the-run's-token", folder, orphan_grace_s=1.0, kill_grace_s=0.5)
-client = AgentClient(address, "the-run's-token")
+address = start_agent(run, "5f0c2b7be4a8913d6e7f20c1a9d84b36", folder, orphan_grace_s=1.0, kill_grace_s=0.5)
+client = AgentClient(address, "5f0c2b7be4a8913d6e7f20c1a9d84b36")
 settings = SupervisorSettings(run, 1, folder, folder / "incidents", [address], os.getpid())
-supervision = SupervisorClient(settings, "the-run's-token", lambda said: None)
+supervision = SupervisorClient(settings, "5f0c2b7be4a8913d6e7f20c1a9d84b36", lambda said: None)
 client.spawn("policy-0", ["sleep", "1000"], log_path=folder / "policy-0.log")
 supervision.connected.wait(30)
 print(supervision.pid, flush=True)

@@ -23,10 +23,13 @@ QUICK = ("--notice-after", "1", "--confirm-after", "4")
 BOUND_S = 120.0
 
 
-def watch(folder: Path, *words: str, options: tuple[str, ...] = QUICK, **more: str) -> "subprocess.Popen[str]":
+def watch(
+    folder: Path, *words: str, options: tuple[str, ...] = QUICK, start_new_session: bool = False, **more: str
+) -> "subprocess.Popen[str]":
     argv = [LOCKSTEP, "watch", "--incidents", str(folder / "incidents"), *options, "--", *words]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **more}
-    return subprocess.Popen(argv, env=environment, text=True, stderr=subprocess.PIPE, stdout=subprocess.PIPE)
+    pipes = {"stderr": subprocess.PIPE, "stdout": subprocess.PIPE}
+    return subprocess.Popen(argv, env=environment, text=True, start_new_session=start_new_session, **pipes)
 
 
 def finish(process: "subprocess.Popen[str]") -> tuple[int, str, str]:

@@ -26,7 +26,7 @@ def test_a_link_that_is_cut_in_the_middle_of_a_transfer(tmp_path: Path, cable: C
     store = TCPStore(cable.here, 0, None, True, timedelta(seconds=60), wait_for_workers=False)
     node_set = NodeSet(
         tmp_path / "run", "gloo", ["a"], ["b", "a"], limit_s=3.0, bucket_bytes=20_000,
-        addresses={"a": cable.here, "b": cable.there}, spaces={"b": cable.name}, store=(cable.here, store.port),
+        addresses={"a": cable.here, "b": cable.there}, spaces={"b": cable.name}, store=f"tcp://{cable.here}:{store.port}",
     )  # fmt: skip
     try:
         node_set.prepare_stores()

@@ -64,7 +64,7 @@ def test_another_process_opens_an_exported_buffer() -> None:
 )
 def test_versions_arrive_unchanged(way: Any, device: str) -> None:
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    channel = StreamChannel(1, way, "nccl", ("127.0.0.1", store.port), "gpu", ("engine",), 1, 400_000, "complete")
+    channel = StreamChannel(1, way, "nccl", f"tcp://127.0.0.1:{store.port}", "gpu", ("engine",), 1, 400_000, "complete")
     versions, answers = [1, 2], SPAWN.Queue()
     where = channel.where("engine", plan().to_json())
     engine = SPAWN.Process(target=receives, args=(where, device, versions, answers), daemon=True)

@@ -1,9 +1,18 @@
 """Errors that are sent between processes, and the errors that a rank raises in place of the backend's own."""
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 PACKAGE_ERROR = "lockstep"
 """The code of an error of this package whose class declares none."""
+
+
+class ForkedWorker(BaseException):
+    """Raised in a worker that was forked from a controller, to leave the controller's stack before it runs."""
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        super().__init__()
+        self.run = run
 
 
 class PicklableError(Exception):

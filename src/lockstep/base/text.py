@@ -29,6 +29,16 @@ def format_duration(seconds: float) -> str:
     return f"{total_s // 86400}d{total_s % 86400 // 3600:02d}h"
 
 
+def count_noun(count: float, noun: str) -> str:
+    """Counts things: `1 variable`, `1,204 rows`, `0.5 GPUs`, `2 processes`, `3 entries`."""
+    number = f"{count:,.10g}" if isinstance(count, float) else f"{count:,}"
+    if count == 1:
+        return f"{number} {noun}"
+    if noun.endswith("y") and noun[-2] not in "aeiou":
+        return f"{number} {noun[:-1]}ies"
+    return f"{number} {noun}{'es' if noun.endswith(('s', 'x', 'ch', 'sh')) else 's'}"
+
+
 def first_line(error: BaseException) -> str:
     """Returns the first line of an error's message, after which libraries add paragraphs of advice; the error's type if
     the message is empty."""

@@ -15,10 +15,51 @@ _COMMANDS = {
     "watch": "Run any training command (torchrun, accelerate, mpirun, python) and report which process blocks it.",
     "top": "Show every process of a run: stage, progress, collectives and waits; suspects are at the top.",
     "report": "Write the HTML report of a run, finished or not, and list its incidents.",
+    "samples": "Show completions of a run's step with their rewards: from the best to the worst, or only one end.",
     "export": "Write the model of a run's checkpoint, for transformers, vLLM or the next run.",
+    "generate": "Complete prompts with the model of a run, or with any other.",
+    "eval": "Score the model of a run, or any other, on held-out prompts with the run's rewards.",
     "explain": "Find out what went wrong in a job, and how to fix it, from logs, dumps and incidents.",
 }
 """The first paragraph of each subcommand's help, repeated here so that `lockstep --help` imports no subcommand."""
+
+OWN_PROCESS = "own process"
+"""The `obj` of the command line's context if this process runs nothing else, so that workers may be forked from it."""
+
+_UsageError: Any = typer.BadParameter.__mro__[1]
+"""Click's class of errors in a command line, of which typer has a copy in some versions."""
+
+
+class _Subcommand(TyperCommand):
+    """A subcommand whose help shows no type for options without a value, and whose errors say what to type instead."""
+
+    def get_params(self, ctx: Any) -> Any:
+        """Returns options and arguments."""
+        params = super().get_params(ctx)
+        for param in params:
+            if getattr(param, "is_flag", False):
+                param.metavar = ""
+        return params
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Reads the command line."""
+        given = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except _UsageError as error:
+            from lockstep.cli.usage_hints import usage_hint  # imports the config
+
+            valued = {
+                name for param in self.get_params(ctx) if not getattr(param, "is_flag", True) for name in param.opts
+            }
+            hint = usage_hint(str(self.name), given, getattr(error, "option_name", ""), valued)
+            if hint:
+                raise _UsageError(f"{error.message}. {hint}", ctx) from error
+            raise
+
+
+_FILES = {"samples": "show_samples"}
+"""The files of the subcommands whose names are those of other modules."""
 
 
 class _LazyGroup(TyperGroup):
@@ -38,7 +79,7 @@ class _LazyGroup(TyperGroup):
 def load_command(name: str) -> Any:
     """Imports a subcommand and returns it."""
     single = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
-    single.command(name)(import_module(f"lockstep.cli.{name}").command)
+    single.command(name, cls=_Subcommand)(import_module(f"lockstep.cli.{_FILES.get(name, name)}").command)
     return typer.main.get_command(single)
 
 

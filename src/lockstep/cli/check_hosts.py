@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 import psutil
 
 from lockstep.base import waits
+from lockstep.base.transport.run_token import check_token
 from lockstep.base.wait_state import WaitTimeout
 from lockstep.cli.check_arguments import HostSelection
 from lockstep.cli.terminal import require_extra
@@ -66,7 +67,7 @@ def check_hosts(
         plan: the plan of the run, with the placement of its processes.
     """
     given_token = os.environ.get(TOKEN_VARIABLE, "")
-    token = given_token or new_token()
+    token = check_token(given_token, TOKEN_VARIABLE) if given_token else new_token()
     try:
         launcher, address = _launcher(selection, show, show_token=not given_token)
         cluster_findings = []

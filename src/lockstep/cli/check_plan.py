@@ -1,14 +1,14 @@
 """The part of `lockstep check` that needs only a config: placement, memory, time, and a trial run of two steps."""
 
-import json
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from lockstep.base import waits
+from lockstep.base.folders import scratch_dir
+from lockstep.base.json_text import read_json
 from lockstep.base.wait_state import WaitTimeout
 from lockstep.cluster.placement.assignment import DoesNotFit, NodesBusy
 from lockstep.config.cluster import RayClusterConfig
@@ -118,7 +118,7 @@ def _model_config(role: TrainRole) -> dict[str, object]:
     if not folder.is_dir():
         field = role.field("model.path")
         folder = download_model(role.model.path, role.model.revision, field=field, weights=False)
-    values = json.loads((folder / "config.json").read_text())
+    values = read_json(folder / "config.json")
     if not isinstance(values, dict):
         raise ValueError(f"{folder}/config.json is not a JSON object")
     text_config = values.get("text_config")
@@ -129,7 +129,7 @@ def _model_config(role: TrainRole) -> dict[str, object]:
 
 def run_trial(report: CheckReport, config: Config, file: Path, overrides: Sequence[str]) -> None:
     """Trains with this config for two steps with tiny sizes, through `lockstep train` in a temporary folder."""
-    with tempfile.TemporaryDirectory(prefix="lockstep-trial-") as folder:
+    with scratch_dir("lockstep-trial-") as folder:
         arguments = [*overrides, *trial_overrides(config), f"folder={folder}"]
         command = [sys.executable, "-m", "lockstep", "train", str(file), *arguments]
         began = time.monotonic()
@@ -162,6 +162,8 @@ def trial_overrides(config: Config) -> list[str]:
     """Overrides that make a run tiny but keep its placement, model, data and communicators."""
     overrides = ["steps=2", "checkpoint.every=1", "checkpoint.export=false", "watch.notice_s=3"]
     overrides += [f"{name}={value}" for name, value in config.trial_overrides.items()]
+    if config.early_stopping is not None:
+        overrides.append("early_stopping=null")
     if config.evaluation is not None:
         overrides.append("evaluation.prompts=2")
         if config.evaluation.sampling is not None:

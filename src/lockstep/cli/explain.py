@@ -18,7 +18,7 @@ def command(
     paths: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="PATH...",
+            metavar="PATH",
             help="Logs, folders of logs, archives, flight-recorder dumps and incidents, in any mixture; glob patterns; "
             "'-' for standard input.",
         ),

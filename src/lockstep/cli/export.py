@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from lockstep.base.text import count_noun
 from lockstep.cli.terminal import REFUSED, require_extra, show_refusal
 
 
@@ -24,11 +25,14 @@ def command(
     from lockstep.ledger.errors import LedgerError
     from lockstep.run.checkpoint_export import export_checkpoint
     from lockstep.run.errors import RunRefused
+    from lockstep.run.planning.working_folder import in_working_folder
     from lockstep.train.errors import CheckpointError
 
+    out = out.absolute()
     try:
-        done = export_checkpoint(run, out, step, role, adapter)
+        with in_working_folder(run) as folder:
+            done = export_checkpoint(folder, out, step, role, adapter)
     except (RunRefused, LedgerError, CheckpointError, ValueError, OSError) as error:
         show_refusal(error)
         raise typer.Exit(REFUSED) from error
-    typer.echo(f"{out}: the model of {run} after {done} steps")
+    typer.echo(f"{out}: the model of {run} after {count_noun(done, 'step')}")

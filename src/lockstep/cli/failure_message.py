@@ -177,8 +177,15 @@ def _exit_text(exit_code: int | None) -> str:
     if exit_code >= 0:
         return f"exited with {exit_code}; the end of its log:"
     name = signal.Signals(-exit_code).name if -exit_code in set(signal.Signals) else f"signal {-exit_code}"
-    memory = " (out of memory? see `dmesg`)" if -exit_code == signal.SIGKILL else ""
-    return f"was killed by {name}{memory}; the end of its log:"
+    cause = _SIGNAL_CAUSES.get(-exit_code, "")
+    return f"was killed by {name}{f' ({cause})' if cause else ''}; the end of its log:"
+
+
+_SIGNAL_CAUSES = {
+    int(signal.SIGKILL): "out of memory? see `dmesg`",
+    int(signal.SIGXFSZ): "it wrote a file over the limit of `ulimit -f`",
+    int(signal.SIGXCPU): "it used more CPU time than `ulimit -t` allows",
+}
 
 
 def _shortened(text: str, limit: int = 300) -> str:

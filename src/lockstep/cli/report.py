@@ -15,13 +15,15 @@ def command(run: Annotated[Path, typer.Argument(help="Folder of the run, which m
     from lockstep.ledger.ledger import Ledger
     from lockstep.report.html_report import write_report
     from lockstep.report.run_incidents import incidents_of
+    from lockstep.report.safe_console import SafeConsole
 
+    console, notes = SafeConsole(soft_wrap=True), SafeConsole(stderr=True, soft_wrap=True)
     try:
         with Ledger.reader(run) as ledger:
             for each in incidents_of(ledger.events()):
                 line = f"incident: {each.workers} ({each.what}), {each.outcome_text}  {each.folder}"
-                typer.echo(line.rstrip(), err=True)
-            typer.echo(write_report(ledger))
+                notes.print(line.rstrip(), markup=False)
+            console.print(str(write_report(ledger)), markup=False)
     except (LedgerError, OSError) as error:
         show_refusal(error)
         raise typer.Exit(REFUSED) from error

@@ -24,7 +24,6 @@ _MODULES = {"train": _TRAIN, "ray": (*_TRAIN, "ray")}
 
 def show_refusal(error: Exception) -> None:
     """Prints on standard error why nothing was started, one problem per line."""
-
     from rich.markup import escape
 
     from lockstep.config.errors import ConfigError
@@ -48,6 +47,15 @@ def show_note(text: str) -> None:
     from lockstep.report.safe_console import SafeConsole
 
     SafeConsole(stderr=True, soft_wrap=True).print(f"[yellow]note[/] {escape(text)}")
+
+
+def show_progress(text: str) -> None:
+    """Prints what a command does now on standard error, for people who would otherwise see nothing for seconds."""
+    from rich.markup import escape
+
+    from lockstep.report.safe_console import SafeConsole
+
+    SafeConsole(stderr=True, soft_wrap=True).print(f"[dim]{escape(text)}[/]")
 
 
 def require_extra(extra: str, command: str) -> None:

@@ -23,10 +23,11 @@ def command(
     tie_embeddings: Annotated[bool, typer.Option(help="Share one matrix between embedding and head.")] = True,
     chat: Annotated[bool, typer.Option(help="Add role tokens and a chat template.")] = False,
     seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a tiny model that the folder holds.")] = False,
 ) -> None:
     """Create a tiny Qwen2- or Llama-type model with random weights and a character-level tokenizer."""
     require_extra("train", "lockstep tiny")
-    from lockstep.models.tiny_model import DEFAULT_ALPHABET, TinyModel, make_tiny
+    from lockstep.models.tiny_model import DEFAULT_ALPHABET, TinyModel, holds_tiny, make_tiny
 
     try:
         model = TinyModel(
@@ -42,7 +43,10 @@ def command(
             chat=chat,
             seed=seed,
         )
-        make_tiny(folder, model)
+        if holds_tiny(folder, model) and not overwrite:
+            typer.echo(f"{folder}: already holds this tiny model, and was left as it is (--overwrite writes it again)")
+            return
+        make_tiny(folder, model, overwrite=overwrite)
     except (ValueError, OSError) as error:
         show_refusal(error)
         raise typer.Exit(REFUSED) from error

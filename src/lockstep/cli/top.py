@@ -1,10 +1,12 @@
 """`lockstep top`: shows what every process of a run is doing."""
 
+import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from lockstep.base.text import count_noun
 from lockstep.cli.terminal import REFUSED, show_refusal
 
 
@@ -24,7 +26,7 @@ def command(
 
     name = _run_name(run)
     if not read_beacons(name):
-        typer.echo(_describe_ended(run))
+        SafeConsole(soft_wrap=True).print(_describe_ended(run), markup=False)
     elif once:
         top_table.print_processes(name, SafeConsole())
     else:
@@ -33,11 +35,20 @@ def command(
 
 def _run_name(run: Path) -> str:
     """The run id, after which the status files (beacons) of the processes are named. Exits if there is none."""
+    from lockstep.base.folders import read_run_id, run_shm_dir
     from lockstep.watch.attach.run_observer import run_of_process
 
-    file = run / "run-id"
-    if file.is_file():
-        return file.read_text().strip()
+    if (run / "run-id").is_file():
+        try:
+            name = read_run_id(run / "run-id")
+        except (ValueError, OSError) as error:
+            show_refusal(error)
+            raise typer.Exit(REFUSED) from error
+        if not run_shm_dir(name).exists():
+            _show_runs_of(run.stat().st_uid)
+        return name
+    if run.name.isdigit() and (Path("/proc") / run.name).exists():
+        _show_runs_of((Path("/proc") / run.name).stat().st_uid)
     run_id = run_of_process(int(run.name)) if run.name.isdigit() and not run.exists() else None
     if run_id is not None:
         return run_id
@@ -48,12 +59,25 @@ def _run_name(run: Path) -> str:
     raise typer.Exit(REFUSED)
 
 
+def _show_runs_of(user: int) -> None:
+    """For root, looks for runs where that user has them."""
+    from lockstep.base.folders import shm_root
+
+    if os.geteuid() == 0:
+        os.environ.setdefault("LOCKSTEP_BEACONS", str(shm_root(user)))
+
+
 def _describe_ended(run: Path) -> str:
-    """Describes, from its ledger, a run that has no process on this host."""
+    """Describes, from its ledger, a run that has no process on this host. Exits if the ledger cannot be read."""
+    from lockstep.ledger.errors import LedgerError
     from lockstep.ledger.ledger import Ledger
 
-    with Ledger.reader(run) as ledger:
-        done, steps = ledger.steps_done(), ledger.config()["steps"]
-        reasons = [str(event.fields["reason"]) for event in ledger.events() if event.kind == "end"]
+    try:
+        with Ledger.reader(run) as ledger:
+            done, steps = ledger.steps_done(), ledger.config()["steps"]
+            reasons = [str(event.fields["reason"]) for event in ledger.events() if event.kind == "end"]
+    except (LedgerError, OSError) as error:
+        show_refusal(error)
+        raise typer.Exit(REFUSED) from error
     reason = reasons[-1] if reasons else "killed before it began"
-    return f"{run} has no process on this host; after {done} of {steps} steps: {reason}"
+    return f"{run} has no process on this host; after {done} of {count_noun(steps, 'step')}: {reason}"

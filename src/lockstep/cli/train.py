@@ -1,14 +1,20 @@
 """`lockstep train`: trains a model as configured."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lockstep.cli.terminal import REFUSED, require_extra, show_refusal
+from lockstep.base.text import count_noun
+from lockstep.cli import OWN_PROCESS
+from lockstep.cli.terminal import REFUSED, require_extra, show_progress, show_refusal
+
+if TYPE_CHECKING:
+    from lockstep.config.run_config import RunConfig
 
 
 def command(
+    context: typer.Context,
     file: Annotated[
         str | None, typer.Argument(metavar="FILE.yaml", help="Config of the run; with --resume it may be omitted.")
     ] = None,
@@ -20,6 +26,15 @@ def command(
         ),
     ] = None,
     resume: Annotated[Path | None, typer.Option(metavar="RUN", help="Resume the run in this folder.")] = None,
+    parent: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            metavar="RUN[@STEP]",
+            help="Start a new run from another run's checkpoint: a number of steps, best or last. Without a file, the "
+            "new run has the other's config; give it a name=...",
+        ),
+    ] = None,
     dry_run: Annotated[
         bool,
         typer.Option("--dry-run", help="Show config, processes, memory and collectives without starting anything."),
@@ -43,6 +58,8 @@ def command(
 
         lockstep train --resume runs/sort-grpo
 
+        lockstep train --from runs/sort-grpo@120 name=slower trainer.optimizer.lr=1e-4
+
         lockstep train run.yaml folder=/shared/runs --submit http://127.0.0.1:8265
     """
     from lockstep.config.errors import ConfigError
@@ -52,8 +69,10 @@ def command(
         raise typer.BadParameter("requires --dry-run: a real run uses the GPUs of its host", param_hint="--gpus")
     if submit is not None and dry_run:
         raise typer.BadParameter("cannot be combined with --dry-run, which starts nothing", param_hint="--submit")
+    if parent is not None and (resume is not None or submit is not None):
+        raise typer.BadParameter("cannot be combined with --resume or --submit", param_hint="--from")
     values = list(overrides or [])
-    if resume is not None and file is not None and "=" in file:
+    if (resume is not None or parent is not None) and file is not None and "=" in file:
         values.insert(0, file)
         file = None
     try:
@@ -66,11 +85,29 @@ def command(
         from lockstep.cli.train_submit import submit_run
 
         raise typer.Exit(submit_run(submit, config, resume, values))
+    if not dry_run and (config is None or config.report.console):
+        show_progress(f"{_described(config, resume, parent)}: loading libraries")
+    agent = None
+    if config is not None and not dry_run and context.obj == OWN_PROCESS:
+        from lockstep.run.planning.worker_preload import preload_and_prepare_agent
+
+        agent = preload_and_prepare_agent(config)
     # Imported only now, so that a misspelt key is reported without the seconds that importing torch takes.
     from lockstep.cli.train_run import run_training, show_plan
 
     if dry_run:
         from lockstep.report.safe_console import SafeConsole
 
-        raise typer.Exit(show_plan(config, resume, values, SafeConsole(), gpus))
-    raise typer.Exit(run_training(config, resume, values))
+        raise typer.Exit(show_plan(config, resume, values, SafeConsole(), gpus, parent))
+    raise typer.Exit(run_training(config, resume, values, agent, parent))
+
+
+def _described(config: "RunConfig | None", resume: Path | None, parent: str | None) -> str:
+    """What is started, for the first line."""
+    if config is None and parent is not None:
+        return f"starting from {parent}"
+    if config is None:
+        return f"resuming {resume}"
+    folder = resume or Path(config.folder) / config.name
+    does = "starting" if resume is None else "resuming"
+    return f"{does} {folder} ({config.recipe}, {count_noun(config.steps, 'step')})"

@@ -1,6 +1,7 @@
 """Implementation of `lockstep train`: prepares and runs the training, or shows its plan."""
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TypeVar
 
@@ -10,30 +11,61 @@ from rich.syntax import Syntax
 from rich.table import Table
 
 from lockstep.cli.failure_message import show_failure, show_interruption
-from lockstep.cli.terminal import FAILED, INTERRUPTED, REFUSED, show_note, show_refusal
+from lockstep.cli.terminal import FAILED, INTERRUPTED, REFUSED, show_note, show_progress, show_refusal
 from lockstep.cluster.placement.assignment import group_alike
 from lockstep.cluster.placement.bundles import abbreviate_names, make_bundles
 from lockstep.config.cluster import PlacementConfig
+from lockstep.config.loader import apply_overrides, check_config
 from lockstep.config.run_config import RunConfig
 from lockstep.ledger.errors import LedgerError
 from lockstep.models.model_facts import ModelFacts
 from lockstep.recipes import train
 from lockstep.report.safe_console import SafeConsole
 from lockstep.run.errors import Interrupted, RunFinished, RunRefused
+from lockstep.run.planning.parent_run import parent_config, split_parent
 from lockstep.run.planning.prepare import DryRun, PreparedRun, dry_run, prepare_run
 from lockstep.run.planning.run_plan import RunPlan
+from lockstep.run.planning.working_folder import in_working_folder
+from lockstep.watch.agent.prepared_agent import PreparedAgent
 
 Config = RunConfig | None
 PlanOrRun = TypeVar("PlanOrRun", PreparedRun, DryRun)
 
 
-def run_training(config: Config, resume: Path | None, overrides: Sequence[str]) -> int:
-    """Runs the training and returns the exit code."""
-    prepared = _prepare_or_exit_code(lambda: prepare_run(config, resume, overrides))
-    if isinstance(prepared, int):
-        return prepared
+def run_training(
+    config: Config,
+    resume: Path | None,
+    overrides: Sequence[str],
+    agent: PreparedAgent | None = None,
+    parent: str | None = None,
+) -> int:
+    """Runs the training and returns the exit code. A resumed run continues in the folder in which it began.
+
+    Args:
+        agent: a process that waits to become the agent of a run on this host.
+    """
+    if config is None or config.report.console:
+        show_progress("checking model, data and rewards")
+    with ExitStack() as stack:
+
+        def prepare() -> PreparedRun:
+            run, found, place = _start_point(stack, config, resume, overrides, parent)
+            return prepare_run(found, run, overrides, parent=place)
+
+        prepared = _prepare_or_exit_code(prepare)
+        if isinstance(prepared, int):
+            if agent is not None:
+                agent.discard()
+            return prepared
+        prepared.agent = agent
+        return _train_prepared(prepared)
+
+
+def _train_prepared(prepared: PreparedRun) -> int:
     if prepared.plan.assignment is not None:
         SafeConsole(stderr=True).print(_placement_table(prepared.plan, prepared.config.placement))
+    if prepared.config.report.console:
+        show_progress(f"starting {abbreviate_names([each.name for each in prepared.plan.processes])}")
     try:
         train(prepared)
     except RunRefused as error:
@@ -49,14 +81,25 @@ def run_training(config: Config, resume: Path | None, overrides: Sequence[str]) 
 
 
 def show_plan(
-    config: Config, resume: Path | None, overrides: Sequence[str], console: Console, gpus: int | None = None
+    config: Config,
+    resume: Path | None,
+    overrides: Sequence[str],
+    console: Console,
+    gpus: int | None = None,
+    parent: str | None = None,
 ) -> int:
     """Prints the resolved config and the plan; returns the exit code.
 
     Args:
         gpus: number of GPUs of the host to plan for; by default that of this host.
     """
-    found = _prepare_or_exit_code(lambda: dry_run(config, resume, overrides, gpus))
+    with ExitStack() as stack:
+
+        def prepare() -> DryRun:
+            run, chosen, place = _start_point(stack, config, resume, overrides, parent)
+            return dry_run(chosen, run, overrides, gpus, place)
+
+        found = _prepare_or_exit_code(prepare)
     if isinstance(found, int):
         return found
     text = yaml.safe_dump(found.config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
@@ -70,6 +113,30 @@ def show_plan(
     for role, model in found.other_models.items():
         console.print(f"{role}: {_model_size(model)}")
     return 0
+
+
+def _start_point(
+    stack: ExitStack, config: Config, resume: Path | None, overrides: Sequence[str], parent: str | None
+) -> tuple[Path | None, Config, str | None]:
+    """Returns the run to resume, the config, and the checkpoint of another run to start from. A run that takes its
+    config from another run, or from its own past, continues in that run's working folder."""
+    place = None
+    if parent is not None:
+        run, step = split_parent(parent)
+        place = f"{run}@{step}"
+        if config is None:
+            config = check_config(apply_overrides(parent_config(run), overrides), source=str(run))
+            _enter_working_folder(stack, run)
+    return (None if resume is None else _enter_working_folder(stack, resume)), config, place
+
+
+def _enter_working_folder(stack: ExitStack, run: Path) -> Path:
+    """Changes to the folder in which a run began; returns the run's folder from there."""
+    before = Path.cwd()
+    found = stack.enter_context(in_working_folder(run))
+    if Path.cwd() != before:
+        show_note(f"relative paths in the config refer to {Path.cwd()}, where the run began")
+    return found
 
 
 def _prepare_or_exit_code(prepare: Callable[[], PlanOrRun]) -> PlanOrRun | int:

@@ -3,11 +3,12 @@
 import os
 import shlex
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from lockstep.base.folders import scratch_dir
 from lockstep.base.secrets import is_secret_name, secret_kind
+from lockstep.base.text import terminal_safe
 from lockstep.cli.terminal import FAILED, INTERRUPTED, REFUSED, show_note, show_refusal
 from lockstep.cluster.ray.ray_jobs import RayJob, RayJobResult, SubmissionError, follow_job, submit_job
 from lockstep.cluster.worker_environment import ForwardedEnvironment, forward_environment, without_secrets
@@ -64,8 +65,8 @@ def _submit_job(
     assert isinstance(config.cluster, RayClusterConfig)
     forwarded = _job_environment(config.cluster)
     _show_forwarded(forwarded)
-    with tempfile.TemporaryDirectory(prefix="lockstep-submit-") as folder:
-        package = build_ray_package(config, Path(folder))
+    with scratch_dir("lockstep-submit-") as folder:
+        package = build_ray_package(config, folder)
         if package.absolute_paths:
             show_note(f"not uploaded, so these must exist on the cluster: {', '.join(package.absolute_paths)}")
         words = [
@@ -116,7 +117,7 @@ def _show_forwarded(given: ForwardedEnvironment) -> None:
 
 
 def _write_log(text: str) -> None:
-    sys.stdout.write(text)
+    sys.stdout.write(terminal_safe(text, mark=""))
     sys.stdout.flush()
 
 

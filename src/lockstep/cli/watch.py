@@ -22,7 +22,7 @@ class OnStall(StrEnum):
 
 
 def command(
-    words: Annotated[list[str], typer.Argument(metavar="COMMAND...", help="The command and its arguments, after --.")],
+    words: Annotated[list[str], typer.Argument(metavar="COMMAND", help="The command and its arguments, after --.")],
     on_stall: Annotated[
         OnStall,
         typer.Option(
@@ -43,9 +43,13 @@ def command(
         typer.Option(
             metavar="HOST:PORT",
             help="For a job on several nodes: address and port on one of the nodes where the job's supervisor listens. "
-            "Give the same value on every node, and the same secret in LOCKSTEP_TOKEN.",
+            "Give the same value on every node. The nodes need the same token: LOCKSTEP_TOKEN, else ~/.lockstep/token, "
+            "which is made if there is none.",
         ),
     ] = "",
+    tls: Annotated[
+        bool, typer.Option("--tls", help="With --supervisor: encrypt the connections. Give it on every node.")
+    ] = False,
     node: Annotated[str, typer.Option(help="Name of this host in verdicts; its host name by default.")] = "",
 ) -> None:
     """Run any training command (torchrun, accelerate, mpirun, python) and report which process blocks it.
@@ -73,8 +77,8 @@ def command(
 
     thresholds = StallThresholds(notice_s=notice_after, still_s=confirm_after)
     try:
-        endpoint = SupervisorEndpoint.read(supervisor) if supervisor else None
-    except ValueError as error:
+        endpoint = SupervisorEndpoint.read(supervisor, tls) if supervisor else None
+    except (ValueError, OSError) as error:
         show_refusal(error)
         raise typer.Exit(2) from None
     watched = WatchedCommand(words, incidents, on_stall.value, thresholds, Path(words[0]).name, node, endpoint)

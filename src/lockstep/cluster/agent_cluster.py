@@ -19,9 +19,9 @@ from lockstep.base import waits
 from lockstep.base.network import PortRange
 from lockstep.base.wait_state import WaitTimeout
 from lockstep.cluster.cluster_node import ClusterNode
-from lockstep.cluster.node_network import RendezvousStore
 from lockstep.cluster.protocol import NodeInfo, Worker, WorkerSpec, check_worker_names
 from lockstep.cluster.reattach import OrphanPool
+from lockstep.cluster.rendezvous_store import make_rendezvous_store
 from lockstep.cluster.rpc.futures import gather_results
 from lockstep.cluster.rpc.remote_worker import RemoteWorker, spawn_worker_process
 from lockstep.cluster.rpc.rpc_messages import MANIFEST_VARIABLE, WorkerManifest, worker_fingerprint
@@ -60,16 +60,20 @@ class AgentCluster(ABC):
     Args:
         host: address at which all nodes reach this process.
         token: shared by all processes of the run. It is passed in the environment only.
+        several_hosts: whether workers may run on other hosts than this process.
     """
 
     ports: PortRange | None = None
     """Ports on which this process may listen for workers; None allows any."""
 
-    def __init__(self, config: ClusterLimits, run: str, folder: Path, generation: int, token: str, host: str) -> None:
+    def __init__(
+        self, config: ClusterLimits, run: str, folder: Path, generation: int, token: str, host: str,
+        several_hosts: bool = False,
+    ) -> None:  # fmt: skip
         self._limits, self._run, self._folder, self._generation = config, run, folder.absolute(), generation
         self._token = token
-        self._store = RendezvousStore(host, self.ports)
         self._cluster_dir = self._folder / "cluster"
+        self._store = make_rendezvous_store(run, self._cluster_dir, host, self.ports, several_hosts)
         self._nodes: list[ClusterNode] = []
         self._orphans = OrphanPool(self._handle, self._dismiss)
         self._closing = self._closed = self._known_superseded = False
@@ -146,6 +150,8 @@ class AgentCluster(ABC):
     def _stop_worker(self, worker: RemoteWorker, grace_s: float) -> None:
         agent = worker.node.agent
         assert agent is not None
+        with contextlib.suppress(AgentError):
+            agent.expect_end(worker.name)
         worker.request_exit("stopped")
         with contextlib.suppress(AgentError):
             if worker.busy:
@@ -193,6 +199,11 @@ class AgentCluster(ABC):
         )  # fmt: skip
         self._supervision = SupervisorClient(settings, self._token, on_event)
 
+    @property
+    def refused_frames(self) -> int:
+        """How many frames the controller has refused, because no worker of the run had sent them."""
+        return self._server.refused_frames
+
     def nodes(self) -> list[NodeInfo]:
         """The nodes whose agents are alive, the controller's first."""
         return [node.info for node in list(self._nodes) if node.alive]
@@ -203,9 +214,8 @@ class AgentCluster(ABC):
             raise TypeError(f"node_of takes a worker of this cluster, not {type(worker).__name__}")
         return worker.node.info
 
-    def store(self) -> tuple[str, int]:
-        """Host and port of a rendezvous store (torch TCPStore), which this process serves only at the address that the
-        nodes use."""
+    def store(self) -> str:
+        """URL of the run's rendezvous store, for `open_store`. Raises RendezvousStoreLost."""
         return self._store.serve()
 
     def close(self) -> None:
@@ -252,7 +262,8 @@ class AgentCluster(ABC):
     @property
     def _listening_addresses(self) -> dict[str, tuple[str, int]]:
         """The addresses at which this process listens for workers on other nodes, by name."""
-        return {"the controller": self._server.address, "the run's rendezvous store": self._store.address}
+        store = {} if self._store.address is None else {"the run's rendezvous store": self._store.address}
+        return {"the controller": self._server.address, **store}
 
     def _agents(self) -> list[ServiceAddress]:
         """The addresses of all agents, for the supervisor."""
@@ -324,8 +335,9 @@ class AgentCluster(ABC):
         self._server.worker_ended(end.name, end.pid, end.exit_code, end.log_tail)
 
     def _tick(self) -> None:
-        """Detects progress of workers that send no messages, and deaths that no agent can report. Runs in the RPC
-        server's thread twice a second."""
+        """Detects progress of workers that send no messages, and deaths that no agent can report; replaces a rendezvous
+        store that has ended. Runs in the RPC server's thread twice a second."""
+        self._store.check()
         by_node: dict[ClusterNode, list[RemoteWorker]] = {}
         for worker in self._server.workers:
             if not worker.dead and worker.pid:

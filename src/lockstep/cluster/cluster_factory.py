@@ -12,6 +12,7 @@ from lockstep.cluster.reattach import InheritedAgent, take_over_local_agent
 from lockstep.config.cluster import LocalClusterConfig as LocalConfig
 from lockstep.config.cluster import PlacementConfig
 from lockstep.config.cluster import RayClusterConfig as RayConfig
+from lockstep.watch.agent.prepared_agent import PreparedAgent
 
 if TYPE_CHECKING:
     from lockstep.cluster.ray.ray_reattach import InheritedRayNodes
@@ -35,7 +36,7 @@ def take_over_processes(
         Superseded: a later generation has taken over the run.
     """
     if config.kind == "local":
-        return take_over_local_agent(folder / CLUSTER_FOLDER, generation, config.orphan_grace_s)
+        return take_over_local_agent(folder / CLUSTER_FOLDER, generation, config.orphan_grace_s, config.tls)
     _require_ray()
     from lockstep.cluster.ray import ray_reattach
 
@@ -50,11 +51,16 @@ def open_cluster(
     inherited: InheritedProcesses,
     requests: Sequence[ProcessRequest],
     placement: PlacementConfig,
+    prepared_agent: PreparedAgent | None = None,
 ) -> AgentCluster:
-    """Opens the cluster that the config names. Raises what the cluster's constructor raises."""
+    """Opens the cluster that the config names. Raises what the cluster's constructor raises.
+
+    Args:
+        prepared_agent: a process that can become the agent of a run on this host.
+    """
     if config.kind == "local":
         assert inherited is None or isinstance(inherited, InheritedAgent)
-        return LocalCluster(config, run, folder, generation, inherited=inherited)
+        return LocalCluster(config, run, folder, generation, inherited=inherited, prepared_agent=prepared_agent)
     _require_ray()
     from lockstep.cluster.ray.ray_cluster import RayCluster
 

@@ -3,7 +3,6 @@
 import contextlib
 import logging
 import os
-import secrets
 import shutil
 import signal
 import socket
@@ -15,7 +14,8 @@ from pathlib import Path
 from typing import IO
 
 from lockstep.base import waits
-from lockstep.base.folders import run_shm_dir
+from lockstep.base.folders import make_folder, run_shm_dir
+from lockstep.base.transport.run_token import new_run_token
 from lockstep.base.wait_state import WaitTimeout
 from lockstep.cluster.agent_cluster import CLOSE_GRACE_S, AgentCluster
 from lockstep.cluster.cluster_node import ClusterNode
@@ -23,6 +23,7 @@ from lockstep.cluster.protocol import RESERVED_NAMES, NodeInfo, WorkerSpec
 from lockstep.cluster.reattach import InheritedAgent, kill_previous_agent
 from lockstep.config.cluster import LocalClusterConfig as Config
 from lockstep.watch.agent.agent_client import AgentClient, AgentGone, start_agent
+from lockstep.watch.agent.prepared_agent import PreparedAgent
 from lockstep.watch.agent.service_discovery import Leader, Superseded
 from lockstep.watch.beacon.reader import read_beacons
 from lockstep.watch.procfs import processes
@@ -41,9 +42,11 @@ class LocalCluster(AgentCluster):
         token: shared by all processes of the run; generated if None. It is passed in the environment only.
         inherited: the agent of an earlier generation of the same run. `start` adopts its workers if possible; `release`
             kills the others.
+        prepared_agent: a process that becomes the agent, or ends if there is one already.
 
     Raises:
         AgentError: the node agent did not start.
+        TlsUnavailable: `config.tls` is set, and this host cannot make a certificate.
         Superseded: a later generation has the run.
     """
 
@@ -55,20 +58,23 @@ class LocalCluster(AgentCluster):
         generation: int,
         token: str | None = None,
         inherited: InheritedAgent | None = None,
+        prepared_agent: PreparedAgent | None = None,
     ) -> None:
-        token = token or (secrets.token_hex(32) if inherited is None else inherited.token)
+        token = token or (new_run_token(config.tls) if inherited is None else inherited.token)
         super().__init__(config, run, folder, generation, token, HOST)
         info = NodeInfo(socket.gethostname(), HOST, run_shm_dir(run))
         self._node = ClusterNode(info, self._cluster_dir, self._folder / "logs")
         self._nodes = [self._node]
         try:
-            self._cluster_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self._node.logs.mkdir(parents=True, exist_ok=True)
+            make_folder(self._cluster_dir)
+            make_folder(self._node.logs)
             if inherited is None:
                 kill_previous_agent(self._cluster_dir, generation)
                 self._publish_leader()
-                self._node.agent = self._start_agent()
+                self._node.agent = self._start_agent(prepared_agent)
             else:
+                if prepared_agent is not None:
+                    prepared_agent.discard()
                 self._node.agent = inherited.agent
                 self._node.agent.on_exit = self._exited
                 with contextlib.suppress(AgentGone):  # then a new agent is started, and all workers are new
@@ -83,16 +89,16 @@ class LocalCluster(AgentCluster):
         pid, (host, port), grace_s = os.getpid(), self._server.address, self._limits.orphan_grace_s
         Leader(self._generation, host, port, pid, processes.start_ticks(pid), grace_s).publish(self._run)
 
-    def _start_agent(self) -> AgentClient:
+    def _start_agent(self, prepared: PreparedAgent | None = None) -> AgentClient:
         grace_s = self._limits.orphan_grace_s
         address = start_agent(
-            self._run, self._token, self._cluster_dir, generation=self._generation, orphan_grace_s=grace_s
-        )
+            self._run, self._token, self._cluster_dir, generation=self._generation, orphan_grace_s=grace_s,
+            prepared=prepared,
+        )  # fmt: skip
         try:
             return AgentClient(address, self._token, on_exit=self._exited)
         except BaseException:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(address.pid, signal.SIGKILL)
+            processes.send_signal(address.pid, address.start_ticks, signal.SIGKILL)
             raise
 
     def _place(self, spec: WorkerSpec) -> ClusterNode:
@@ -142,9 +148,8 @@ class LocalCluster(AgentCluster):
         if self._superseded:
             return
         agent = self._node.agent
-        if agent is not None and processes.is_alive(agent.address.pid, agent.address.start_ticks):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(agent.address.pid, signal.SIGKILL)
+        if agent is not None:
+            processes.send_signal(agent.address.pid, agent.address.start_ticks, signal.SIGKILL)
         shutil.rmtree(run_shm_dir(self._run), ignore_errors=True)
 
 

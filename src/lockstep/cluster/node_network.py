@@ -1,20 +1,17 @@
-"""How nodes reach each other: the address and interface of a host, and the rendezvous store of a run.
+"""How nodes reach each other: the address and interface of a host.
 
 A name that resolves, or the address that a process bound to, proves little: the kernel's route to the peer does.
 """
 
 import ipaddress
 import socket
-import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import TYPE_CHECKING
 
 import psutil
 
 from lockstep.base.errors import PicklableError
-from lockstep.base.network import SYS_CLASS_NET, PortRange, is_physical_interface, listen, route_source_address
+from lockstep.base.network import SYS_CLASS_NET, is_physical_interface, route_source_address
 
 _CONTAINER_PREFIXES = (
     "docker",
@@ -185,39 +182,3 @@ def check_node_addresses(used: Iterable[tuple[str, str]], every: Sequence[tuple[
 
 def _ip_version(address: str) -> int:
     return ipaddress.ip_address(address).version
-
-
-if TYPE_CHECKING:
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-
-class RendezvousStore:
-    """A torch TCPStore that this process serves on first use, since torch takes seconds to import. Its port listens
-    from the start, so that other nodes can test their connection.
-
-    Raises:
-        OSError: the address is not this host's, or no port is free.
-    """
-
-    def __init__(self, host: str, ports: PortRange | None) -> None:
-        self._listening = listen(host, ports, backlog=4096)
-        self.address: tuple[str, int] = host, self._listening.getsockname()[1]
-        self._store: TCPStore | None = None
-        self._lock = threading.Lock()
-
-    def serve(self) -> tuple[str, int]:
-        """Starts the store if needed; its address. Any thread may call."""
-        with self._lock:
-            if self._store is None:
-                from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-                host, port = self.address
-                self._store = TCPStore(
-                    host, port, None, True, timedelta(seconds=60), wait_for_workers=False,
-                    master_listen_fd=self._listening.detach(),
-                )  # fmt: skip
-        return self.address
-
-    def close(self) -> None:
-        self._store = None
-        self._listening.close()

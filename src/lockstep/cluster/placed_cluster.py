@@ -49,6 +49,7 @@ class PlacedCluster(AgentCluster):
     def __init__(
         self, config: PlacedClusterLimits, run: str, folder: Path, generation: int, token: str, host: str,
         requests: Sequence[ProcessRequest], placement: PlacementConfig, held: Sequence[Reservation],
+        several_hosts: bool = False,
     ) -> None:  # fmt: skip
         self._reservations = ReservationTable(requests, placement, held)
         self._unfit: set[str] = set()
@@ -57,7 +58,7 @@ class PlacedCluster(AgentCluster):
         """Held while an agent is restarted or a worker moves, which takes long. Workers whose node is alive do not wait
         for it."""
         self._busy_limit_s = config.busy_limit_s
-        super().__init__(config, run, folder, generation, token, host)
+        super().__init__(config, run, folder, generation, token, host, several_hosts)
 
     @abstractmethod
     def _list_nodes(self) -> list[NodeResources]:

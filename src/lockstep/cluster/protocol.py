@@ -165,8 +165,8 @@ class Cluster(Protocol):
     def node_of(self, worker: Worker) -> NodeInfo:
         """The node that a worker runs on."""
 
-    def store(self) -> tuple[str, int]:
-        """Host and port of a rendezvous store (torch TCPStore protocol), which does not run in any rank."""
+    def store(self) -> str:
+        """URL of the run's rendezvous store, which does not run in any rank; see `rendezvous_store.open_store`."""
 
     def close(self) -> None:
         """Stops all workers and agents. Idempotent; leaves no process behind."""

@@ -4,9 +4,7 @@ The workers of a killed controller live on for `orphan_grace_s`. The next contro
 use and kills the others: otherwise a checkpoint that they still write would appear among its own.
 """
 
-import contextlib
 import logging
-import os
 import shutil
 import signal
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +17,7 @@ from lockstep.base import waits
 from lockstep.base.folders import run_shm_dir
 from lockstep.base.text import first_line
 from lockstep.base.transport.frames import WireError
+from lockstep.base.transport.run_token import TOKEN_VARIABLE, uses_tls
 from lockstep.base.wait_state import WaitTimeout
 from lockstep.cluster.cluster_node import ClusterNode
 from lockstep.cluster.node_versions import changed_since
@@ -134,20 +133,26 @@ class InheritedAgent:
         return self.agent.address.run
 
 
-def take_over_local_agent(cluster_dir: Path, generation: int, orphan_grace_s: float) -> InheritedAgent | None:
+def take_over_local_agent(
+    cluster_dir: Path, generation: int, orphan_grace_s: float, tls: bool = False
+) -> InheritedAgent | None:
     """Takes over the agent that an earlier generation left in this folder, if there is one within its grace; not if the
-    code on disk is newer than the code that the agent and its fork servers have imported."""
+    code on disk is newer than the code that the agent and its fork servers have imported, nor if its connections do not
+    use TLS as `tls` says."""
     agent = _previous_agent(cluster_dir, generation)
-    if agent is None or Leader.read(agent.run) is None or not processes.is_alive(agent.pid, agent.start_ticks):
+    if agent is None or Leader.read(agent.run) is None or not agent.names_agent(cluster_dir):
         return None
     try:
         process = psutil.Process(agent.pid)
-        token, changed = process.environ()["LOCKSTEP_TOKEN"], changed_since(process.create_time())
+        token, changed = process.environ()[TOKEN_VARIABLE], changed_since(process.create_time())
     except (psutil.Error, KeyError) as error:
         log.info("cannot read the token of agent %d: %r", agent.pid, error)
         return None
     if changed is not None:
         log.info("%s has changed since the run was last started: no process of it is reused", changed)
+        return None
+    if uses_tls(token) != tls:
+        log.info("cluster.tls has changed since the run was last started: no process of it is reused")
         return None
     client = adopt_agent(agent, token, generation, orphan_grace_s)
     return None if client is None else InheritedAgent(client, token)
@@ -177,21 +182,27 @@ def adopt_agent(
 
 def kill_previous_agent(cluster_dir: Path, generation: int) -> None:
     """Kills the agent that an earlier generation left in this folder, and its workers; waits until they have ended and
-    removes their shared memory. Does nothing if there is no such agent."""
+    removes their shared memory. Does nothing if there is no such agent, or if `agent.json` names another process."""
     agent = _previous_agent(cluster_dir, generation)
     if agent is None:
         return
-    if processes.is_alive(agent.pid, agent.start_ticks):
+    if agent.names_agent(cluster_dir):
         log.warning("killing what generation %d left behind: agent %d and its workers", agent.generation, agent.pid)
-    kill_agent(agent)
+    elif processes.is_alive(agent.pid, agent.start_ticks):
+        file, command = cluster_dir / "agent.json", " ".join(processes.command_line(agent.pid))[:80]
+        log.warning("%s names process %d (%s), which is no agent of this run: not killed", file, agent.pid, command)
+    kill_agent(agent, cluster_dir)
 
 
-def kill_agent(agent: ServiceAddress) -> None:
-    """Kills an agent of this host and its workers, waits until they have ended, and removes the run's shared memory."""
+def kill_agent(agent: ServiceAddress, cluster_dir: Path) -> None:
+    """Kills the agent that serves this folder of this host, and its workers, waits until they have ended, and removes
+    the run's shared memory. Kills and removes nothing if the address names another process, and removes nothing that a
+    worker still uses."""
     workers = [(state.pid, state.start_ticks) for state in read_beacons(agent.run) if state.role != "controller"]
-    if processes.is_alive(agent.pid, agent.start_ticks):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(agent.pid, signal.SIGKILL)  # the kernel kills its workers with it
+    if agent.names_agent(cluster_dir):
+        processes.send_signal(agent.pid, agent.start_ticks, signal.SIGKILL)  # the kernel kills its workers with it
+    elif processes.is_alive(agent.pid, agent.start_ticks):
+        return
     try:
         waits.poll(
             lambda: None if any(processes.is_alive(pid, start) for pid, start in workers) else True,
@@ -199,12 +210,13 @@ def kill_agent(agent: ServiceAddress) -> None:
         )  # fmt: skip
     except WaitTimeout as error:
         log.warning("%s", error)
+        return
     shutil.rmtree(run_shm_dir(agent.run), ignore_errors=True)
 
 
 def _previous_agent(cluster_dir: Path, generation: int) -> ServiceAddress | None:
     try:
         agent = ServiceAddress.read(cluster_dir)
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError):
         return None
     return agent if agent.generation < generation else None

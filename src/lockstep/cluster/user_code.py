@@ -9,16 +9,19 @@ import faulthandler
 import importlib
 import importlib.util
 import logging
+import os
 import sys
 import time
 import traceback
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from lockstep.base.errors import PicklableError
+from lockstep.base.secrets import redact_text, secret_values
 from lockstep.base.text import first_line
 from lockstep.base.wait_state import Stalled, WaitTimeout
 from lockstep.cluster.protocol import PendingResult, RemoteError, WorkerDied
@@ -73,7 +76,10 @@ def source_file(path: str, base: Path = Path(), refusal: UserCodeErrorType = Use
     if source.endswith(".py"):
         file = (base / source).expanduser()
         if not file.is_file():
-            raise refusal(path, f"there is no file {file}", "paths are relative to the current folder")
+            siblings = [each.name for each in file.parent.glob("*.py")] if file.parent.is_dir() else []
+            close = difflib.get_close_matches(file.name, siblings, n=1)
+            hint = f"did you mean {close[0]!r}? " if close else ""
+            raise refusal(path, f"there is no file {file}", f"{hint}paths are relative to the current folder")
         return file
     # Only the top-level package is located: finding a submodule would import its parents.
     top, *inner = source.split(".")
@@ -110,7 +116,10 @@ def check_source(path: str, base: Path = Path(), refusal: UserCodeErrorType = Us
     source, name = split_path(path, refusal)
     top = name.partition(".")[0]
     if source.endswith(".py") and "*" not in names and top not in names:  # a package may create names dynamically
-        raise refusal(path, f"{file} defines no {top!r}", f"it defines {', '.join(sorted(names)) or 'nothing'}")
+        listed = f"it defines {', '.join(sorted(names)) or 'nothing'}"
+        close = difflib.get_close_matches(top, sorted(names), n=1)
+        remedy = f"did you mean {close[0]!r}? {listed[0].upper()}{listed[1:]}" if close else listed
+        raise refusal(path, f"{file} defines no {top!r}", remedy)
     return module
 
 
@@ -277,6 +286,34 @@ def retry_lost_nodes(work: Callable[[], R], does: str) -> R:
                 raise
             log.warning("%s; a new process %s in its place", first_line(error), does)
     return work()
+
+
+class NoteRecovery(Protocol):
+    """Adds an action of recovery to the run's history; implemented by its recovery manager. Any thread may call."""
+
+    def __call__(self, action: str, **fields: Any) -> None: ...
+
+
+def note_nothing(action: str, **fields: Any) -> None:
+    """For pools outside of a run."""
+
+
+@contextmanager
+def recorded_loss(note: NoteRecovery, worker: str, role: str, problem: str) -> Iterator[None]:
+    """Records that a process of user code was lost, and whether the wrapped work made up for it.
+
+    Args:
+        problem: what happened, as the user reads it: `its process exited with 3`, `did not answer within 5 s`.
+    """
+    began = time.monotonic()
+    facts = {"worker": worker, "role": role, "what": problem.removeprefix("its process ")}
+    note("failed", **facts)
+    try:
+        yield
+    except BaseException as error:
+        note("gave up", **facts, reason=redact_text(first_line(error), secret_values(os.environ)))
+        raise
+    note("restarted", **facts, seconds=round(time.monotonic() - began, 3))
 
 
 def killed_process_log(pending: PendingResult[object], name: str) -> str:

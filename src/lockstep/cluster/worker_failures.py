@@ -31,8 +31,8 @@ class WorkerFailure:
     """Dotted path of the exception's class, if one was raised."""
     place: str = ""
     """File and line that raised the exception."""
-    step: int = -1
-    """The step in progress; -1 before the first."""
+    step: int = 0
+    """The step in progress, from 1; 0 before the first."""
     starting: bool = False
     """Whether the worker was a replacement that did not start."""
     code: str = ""

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, get_args
 
 from pydantic import Field, field_validator, model_validator
 
@@ -36,6 +36,8 @@ class LocalClusterConfig(Section):
     """A call fails when its worker shows no progress for this long."""
     notice_after_s: float = Field(10.0, gt=0)
     """Warn on the console after this many seconds without progress."""
+    tls: bool = False
+    """Encrypt the connections between the run's processes; on one host only root could read them."""
 
 
 class RayClusterConfig(Section):
@@ -72,6 +74,9 @@ class RayClusterConfig(Section):
     node_lost_after_s: float = Field(6.0, gt=0)
     """A node counts as lost when it has not responded for this long. This also sets the health check of a private Ray;
     a running one has its own setting (`RAY_health_check_*`)."""
+    tls: bool = False
+    """Encrypt the connections between the run's processes, see `docs/security.md`. Weights and collectives have
+    connections of their own, which are not encrypted."""
     busy_limit_s: float | None = Field(None, gt=0)
     """How long to wait for resources that are in use; without limit when absent, with regular notices."""
 
@@ -97,8 +102,8 @@ class RayClusterConfig(Section):
 ClusterConfig = Annotated[LocalClusterConfig | RayClusterConfig, Field(discriminator="kind"), default_kind("local")]
 
 
-PlacedRole = Literal["policy", "critic", "rollout"]
-PLACED_ROLES: tuple[str, ...] = ("policy", "critic", "rollout", "reference")
+PlacedRole = Literal["policy", "rollout", "critic", "reference"]
+PLACED_ROLES: tuple[str, ...] = get_args(PlacedRole)
 """Roles with a section in `placement`."""
 
 

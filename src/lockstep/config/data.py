@@ -1,5 +1,9 @@
 """The dataset and the meaning of its columns."""
 
+import re
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -22,19 +26,20 @@ class ProceduralTask(Section):
 
 
 class DatasetConfig(Section):
-    """JSONL, JSON, Parquet, a folder of these, a Hugging Face dataset (`kind: hub`, or auto-detected), or a procedural
-    task (`kind: reasoning_gym`)."""
+    """JSONL, JSON, CSV (also with `.gz`), Parquet, a folder of these, a Hugging Face dataset (`kind: hub`, or
+    auto-detected), or a procedural task (`kind: reasoning_gym`)."""
 
     path: str
     """A file, a folder, the name of a hub dataset, or the name of a task."""
-    kind: Literal["auto", "jsonl", "parquet", "hub", "reasoning_gym"] = "auto"
+    kind: Literal["auto", "jsonl", "csv", "parquet", "hub", "reasoning_gym"] = "auto"
     task: ProceduralTask | None = None
     """For `kind: reasoning_gym`."""
     name: str | None = None
     """Configuration name of a hub dataset."""
     split: str = "train"
     format: Literal["auto", "prompt_answer", "prompt_completion", "messages", "verl", "text"] = "auto"
-    """`auto` chooses by the columns: verl's (data_source, prompt, reward_model), `messages`, `prompt` + `completion`,
+    """`auto` chooses by the columns: verl's (data_source, prompt, reward_model), `messages` (or ShareGPT's
+    `conversations`), `prompt` + `completion`,
     `prompt` + answer, `text`."""
     prompt_column: str | None = None
     answer_column: str | None = None
@@ -56,3 +61,66 @@ class DatasetConfig(Section):
         if self.task is not None and self.kind != "reasoning_gym":
             raise ValueError("task belongs to kind: reasoning_gym")
         return self
+
+
+class MixtureSource(DatasetConfig):
+    """One dataset of a mixture. A field that it does not set has its value in `data`."""
+
+    weight: float | None = Field(None, gt=0, allow_inf_nan=False)
+    """Share of the samples that this dataset gives, relative to the weights of the others. All datasets have a weight,
+    or none has: then each row is used once per epoch, as if the datasets were one."""
+    label: str | None = Field(None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Name in the metric `data/LABEL`; by default the last part of `path` without its suffix."""
+
+    @property
+    def shown_label(self) -> str:
+        """The label, or the one by default: as the name of a metric, of letters, digits, `.`, `_` and `-`."""
+        return self.label or re.sub(r"[^A-Za-z0-9._-]+", "_", Path(self.path).name.partition(".")[0]) or "data"
+
+
+class TrainingDataConfig(DatasetConfig):
+    """One dataset (`path`), or several (`mixture`): JSONL, JSON, CSV (also with `.gz`), Parquet, a folder of these, a
+    Hugging Face dataset (`kind: hub`, or auto-detected), or a procedural task (`kind: reasoning_gym`)."""
+
+    path: str = ""
+    """A file, a folder, the name of a hub dataset, or the name of a task; required without `mixture`."""
+    mixture: tuple[MixtureSource, ...] = ()
+    """Several datasets, each with the fields of one, a `weight` and a `label`. The other fields here are defaults."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_sources(cls, values: Any) -> Any:
+        """Gives the sources of a mixture the fields that they do not set themselves."""
+        if not isinstance(values, Mapping) or not isinstance(values.get("mixture"), list | tuple):
+            return values
+        shared = {name: value for name, value in values.items() if name not in ("path", "mixture")}
+        sources = [{**shared, **each} if isinstance(each, Mapping) else each for each in values["mixture"]]
+        return {**values, "mixture": sources}
+
+    @model_validator(mode="after")
+    def _check_mixture(self) -> Self:
+        if bool(self.path) == bool(self.mixture):
+            raise ValueError("give either data.path, for one dataset, or data.mixture, for several")
+        weighted = [each.weight is not None for each in self.mixture]
+        if any(weighted) and not all(weighted):
+            without = f"data.mixture.{weighted.index(False)}"
+            raise ValueError(f"{without} has no weight, and others have: give one to all, or to none")
+        for label, count in Counter(each.shown_label for each in self.mixture).items():
+            if count > 1:
+                raise ValueError(f"{count} datasets of data.mixture have the label {label!r}: set their label")
+        for index, each in enumerate(self.mixture):
+            if each.shuffle != self.shuffle:
+                raise ValueError(f"data.mixture.{index}.shuffle: a mixture is shuffled as a whole, set data.shuffle")
+        return self
+
+    @property
+    def sources(self) -> tuple[DatasetConfig, ...]:
+        """The datasets: those of the mixture, or this one."""
+        return self.mixture or (self,)
+
+    @property
+    def in_file_order(self) -> "TrainingDataConfig":
+        """The same datasets one after the other, each row once per epoch."""
+        plain = {"shuffle": False, "weight": None}
+        mixture = tuple(each.model_copy(update=plain) for each in self.mixture)
+        return self.model_copy(update={"shuffle": False, "mixture": mixture})

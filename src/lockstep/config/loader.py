@@ -1,5 +1,6 @@
 """Loads a run's config: a YAML file and `section.key=value` overrides, checked."""
 
+import copy
 import difflib
 import types
 from collections.abc import Iterator, Sequence
@@ -11,120 +12,10 @@ from pydantic import BaseModel, ValidationError
 
 from lockstep.base.secrets import find_secrets, redact_text
 from lockstep.config.errors import ConfigError, ConfigProblem
+from lockstep.config.other_frameworks import counterpart_of, describe_counterpart
 from lockstep.config.recipes import RECIPES
 from lockstep.config.run_config import RunConfig
-
-# Keys of TRL, verl, OpenRLHF and transformers, and their names here.
-OTHER_FRAMEWORKS_KEYS = {
-    "learning_rate": "trainer.optimizer.lr",
-    "actor_learning_rate": "trainer.optimizer.lr",
-    "weight_decay": "trainer.optimizer.weight_decay",
-    "warmup_steps": "trainer.schedule.warmup_steps",
-    "lr_scheduler_type": "trainer.schedule.kind",
-    "max_steps": "steps",
-    "model_name_or_path": "model.path",
-    "pretrain": "model.path",
-    "torch_dtype": "model.dtype",
-    "num_generations": "group_size",
-    "n_samples_per_prompt": "group_size",
-    "train_batch_size": "batch_size (sft) or prompts_per_step (grpo)",
-    "per_device_train_batch_size": "batch_size (sft) or prompts_per_step (grpo), over all ranks",
-    "rollout_batch_size": "prompts_per_step",
-    "ppo_mini_batch_size": "minibatch_size",
-    "num_iterations": "epochs",
-    "num_ppo_epochs": "epochs",
-    "ppo_epochs": "epochs",
-    "max_completion_length": "rollout.sampling.max_tokens",
-    "max_response_length": "rollout.sampling.max_tokens",
-    "generate_max_len": "rollout.sampling.max_tokens",
-    "max_new_tokens": "rollout.sampling.max_tokens",
-    "temperature": "rollout.sampling.temperature",
-    "top_p": "rollout.sampling.top_p",
-    "beta": "loss.kl.coefficient",
-    "kl_coef": "loss.kl.coefficient",
-    "init_kl_coef": "loss.kl.coefficient",
-    "epsilon_high": "loss.clip_high",
-    "clip_ratio_low": "loss.clip_low",
-    "clip_ratio_high": "loss.clip_high",
-    "entropy_coeff": "loss.entropy_coefficient",
-    "loss_agg_mode": "loss.aggregation",
-    "loss_type": "loss.kind and loss.aggregation",
-    "loss_mode": "loss.kind",
-    "importance_sampling_level": "loss.kind (gspo is the sequence's ratio)",
-    "mask_truncated_completions": "loss.mask_truncated",
-    "vllm_importance_sampling_mode": "loss.importance.kind and loss.importance.level",
-    "vllm_importance_sampling_cap": "loss.importance.cap",
-    "rollout_is": "loss.importance.level",
-    "rollout_is_threshold": "loss.importance.cap",
-    "staleness_threshold": "rollout.max_staleness",
-    "async_queue_size": "rollout.max_staleness",
-    "async_train": "rollout.max_staleness (1 or more)",
-    "max_async_level": "rollout.max_staleness",
-    "dynamic_sampling": "filter_groups",
-    "dynamic_filtering": "filter_groups.enable",
-    "adv_estimator": "advantage.kind",
-    "advantage_estimator": "advantage.kind",
-    "reward_funcs": "reward.terms",
-    "custom_reward_function": "reward.terms: {kind: function, path: FILE.py:NAME}",
-    "remote_rm_url": "reward.terms: {kind: http, url: ..., signature: openrlhf}",
-    "report_to": "tracking: [{kind: wandb}], mlflow or prometheus",
-    "logger": "tracking: [{kind: wandb}], mlflow or prometheus",
-    "use_wandb": "tracking: [{kind: wandb}]",
-    "wandb_project": "tracking: [{kind: wandb, project: ...}]",
-    "max_grad_norm": "trainer.max_grad_norm",
-    "gradient_checkpointing": "trainer.activation_checkpointing",
-    "output_dir": "folder and name",
-    "run_name": "name",
-    "save_steps": "checkpoint.every",
-    "save_total_limit": "checkpoint.keep_last",
-    "eval_steps": "evaluation.every",
-    "peft_config": "model.adapter",
-    "use_peft": "model.adapter",
-    "rank": "model.adapter.r",
-    "load_in_4bit": "model.quantization.kind (nf4)",
-    "load_in_8bit": "model.quantization.kind (int8)",
-    "use_bnb_nested_quant": "model.quantization.double_quant",
-    "lora_r": "model.adapter.r",
-    "lora_rank": "model.adapter.r",
-    "lora_target_modules": "model.adapter.target_modules",
-    "use_dora": "model.adapter.kind (dora)",
-    "lora_modules_to_save": "model.adapter.modules_to_save",
-    "lora_adapter_path": "model.adapter.path",
-    "adapter_name_or_path": "model.adapter.path",
-    "actor_num_nodes": "placement.policy.nodes",
-    "actor_num_gpus_per_node": "placement.policy.gpus_per_node",
-    "nnodes": "placement.policy.nodes",
-    "num_nodes": "placement.policy.nodes",
-    "n_gpus_per_node": "placement.policy.gpus_per_node",
-    "num_gpus_per_node": "placement.policy.gpus_per_node",
-    "ref_num_nodes": "placement.policy.nodes (the reference is on the policy's ranks)",
-    "ref_num_gpus_per_node": "placement.policy.gpus_per_node (the reference is on the policy's ranks)",
-    "colocate_actor_ref": "placement.policy (the reference is always on its ranks)",
-    "colocate_all_models": "placement.colocate (all)",
-    "colocate_all": "placement.colocate (all)",
-    "hybrid_engine": "placement.colocate (all)",
-    "use_vllm": "rollout.engine.kind (vllm)",
-    "vllm_mode": "placement.colocate (all, or leave it out for engines with GPUs of their own)",
-    "vllm_num_engines": "rollout.engine.count",
-    "num_engines": "rollout.engine.count",
-    "vllm_tensor_parallel_size": "rollout.engine.tensor_parallel_size",
-    "tensor_model_parallel_size": "rollout.engine.tensor_parallel_size",
-    "vllm_gpu_memory_utilization": "rollout.engine.gpu_memory_utilization",
-    "vllm_enable_sleep": "placement.colocate (engines that share GPUs sleep)",
-    "vllm_enable_sleep_mode": "placement.colocate (engines that share GPUs sleep)",
-    "free_cache_engine": "placement.colocate (engines that share GPUs sleep)",
-    "deepspeed_enable_sleep": "trainer.offload",
-    "vllm_sync_backend": "weights.transport",
-    "sync_backend": "weights.transport",
-    "update_weights_bucket_megabytes": "weights.bucket_mb",
-    "engine_kwargs": "rollout.engine.extra",
-    "max_num_batched_tokens": "rollout.engine.extra",
-    "nccl_timeout": "trainer.collective_timeout_s",
-    "ddp_timeout": "trainer.collective_timeout_s",
-    "ray_address": "cluster.address",
-    "runtime_env": "cluster.env and cluster.forward_env",
-    "zero_stage": "trainer.reshard_after_forward (true is ZeRO-3, false ZeRO-2)",
-}
+from lockstep.config.yaml_text import MalformedYaml, parse_yaml, read_yaml_text
 
 
 def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
@@ -185,8 +76,8 @@ def suggest_key(key: str, here: list[type[BaseModel]], root: type[BaseModel], pa
     names = sorted({name for model in here for name in model.model_fields})
     if path in dotted_keys(root):
         return f"another kind has this key; valid keys here: {', '.join(names)}"
-    if key in OTHER_FRAMEWORKS_KEYS:
-        return f"here it is called '{OTHER_FRAMEWORKS_KEYS[key]}'"
+    if counterpart := describe_counterpart(path or key):
+        return counterpart
     close = difflib.get_close_matches(key, names, n=1, cutoff=0.6)
     if close:
         return f"did you mean '{close[0]}'?"
@@ -198,6 +89,19 @@ def suggest_key(key: str, here: list[type[BaseModel]], root: type[BaseModel], pa
         path = next(path for path in dotted_keys(root) if path.rsplit(".", 1)[-1] == similar[0])
         return f"did you mean '{path}'?"
     return f"valid keys here: {', '.join(names)}" if names else ""
+
+
+def find_keys(name: str) -> list[str]:
+    """Returns the dotted keys of any recipe that a user may mean: by another framework's name, by the whole key, or by
+    its last part; at most three. Empty if there are none, or more."""
+    known = dict.fromkeys(key for recipe in RECIPES.values() for key in dotted_keys(recipe))
+    for meant in (counterpart_of(name), name):
+        if meant in known:
+            return [meant]
+    if "." in name:
+        return []
+    alike = [key for key in known if key.rpartition(".")[2] == name]
+    return alike if len(alike) <= 3 else []
 
 
 _SECRET_HINT = (
@@ -218,13 +122,12 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 def read_yaml(path: Path) -> dict[str, Any]:
     """Reads a YAML mapping; ConfigError if there is none."""
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        values = parse_yaml(read_yaml_text(path), str(path), _UniqueKeys)
+    except OSError as error:
         raise ConfigError(str(path), [ConfigProblem("file", f"cannot be read: {error}")]) from error
-    try:
-        values = yaml.load(text, Loader=_UniqueKeys)
-    except yaml.YAMLError as error:
-        raise ConfigError(str(path), [ConfigProblem("file", f"is not valid YAML: {error}")]) from error
+    except MalformedYaml as error:
+        place = f"line {error.line}: " if error.line else ""
+        raise ConfigError(str(path), [ConfigProblem("file", f"{place}{error.problem}", error.remedy)]) from error
     if not isinstance(values, dict):
         found = "an empty file" if values is None else type(values).__name__
         raise ConfigError(str(path), [ConfigProblem("file", f"expected a mapping of keys to values, found {found}")])
@@ -233,15 +136,17 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     """A copy of `values` with each `a.b.c=value` set; values are read as YAML, numbers index lists."""
-    result = yaml.safe_load(yaml.safe_dump(values))
+    result = copy.deepcopy(values)
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals or not key.strip():
             raise ConfigError("command line", [ConfigProblem(override, "expected section.key=value")])
         try:
-            value = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise ConfigError("command line", [ConfigProblem(key, f"{text!r} is not a YAML value: {error}")]) from error
+            value = parse_yaml(text, "command line")
+        except MalformedYaml as error:
+            shown = repr(text if len(text) <= 80 else f"{text[:80]}...")
+            message = f"{shown} is not a YAML value: {error.problem}"
+            raise ConfigError("command line", [ConfigProblem(key, message, error.remedy)]) from error
         _set_override(result, key.strip().split("."), value, override)
     return dict(result)
 
@@ -264,7 +169,7 @@ def check_config(values: dict[str, Any], source: str) -> RunConfig:
     except ValidationError as error:
         items = error.errors()
         roots = [item for item in items if not _is_follow_up(item, items)]
-        raise ConfigError(source, [_to_problem(item, RECIPES[recipe]) for item in roots]) from error
+        raise ConfigError(source, [each for item in roots for each in _to_problems(item, RECIPES[recipe])]) from error
     except ValueError as error:
         raise ConfigError(source, [ConfigProblem("", str(error))]) from error
     return config
@@ -309,19 +214,31 @@ def _is_follow_up(item: Any, items: Sequence[Any]) -> bool:
     return item["type"] == "too_short" and len(inside) > 1
 
 
-def _to_problem(item: Any, root: type[BaseModel]) -> ConfigProblem:
-    """Converts a pydantic error to the terms of the file."""
+def _to_problems(item: Any, root: type[BaseModel]) -> list[ConfigProblem]:
+    """Converts a pydantic error to the terms of the file. An unknown section that is another framework's is reported by
+    its keys, each with its name here."""
     location, kind, given = tuple(item["loc"]), item["type"], item["input"]
-    if kind == "extra_forbidden":
-        here, _ = resolve_location([root], location[:-1])
-        _, path = resolve_location([root], location)
-        return ConfigProblem(path, "unknown key", suggest_key(str(location[-1]), here, root, path))
     _, path = resolve_location([root], location)
+    if kind == "extra_forbidden":
+        inside = [(key, describe_counterpart(key)) for key in _leaf_keys(path, given)]
+        if isinstance(given, dict) and any(hint for _, hint in inside):
+            return [ConfigProblem(key, "unknown key", hint) for key, hint in inside]
+        here, _ = resolve_location([root], location[:-1])
+        return [ConfigProblem(path, "unknown key", suggest_key(str(location[-1]), here, root, path))]
     if kind == "missing":
-        return ConfigProblem(path, "is required")
+        return [ConfigProblem(path, "is required")]
     message = str(item["msg"]).removeprefix("Value error, ")
     message = message[0].lower() + message[1:]
     shown = repr(given)
     if isinstance(given, dict) or len(shown) > 80:
-        return ConfigProblem(path, message)
-    return ConfigProblem(path, f"{redact_text(shown)}: {message}")
+        return [ConfigProblem(path, message)]
+    return [ConfigProblem(path, f"{redact_text(shown)}: {message}")]
+
+
+def _leaf_keys(path: str, given: Any) -> Iterator[str]:
+    """The dotted keys of all values below an unknown key that are not sections themselves."""
+    if not isinstance(given, dict) or not given or describe_counterpart(path):
+        yield path
+        return
+    for name, value in given.items():
+        yield from _leaf_keys(f"{path}.{name}", value)

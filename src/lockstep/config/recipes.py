@@ -20,7 +20,7 @@ from lockstep.config.algorithm import (
 )
 from lockstep.config.reward import EnvironmentReward, RewardConfig, TaskReward
 from lockstep.config.rollout import SamplingConfig
-from lockstep.config.run_config import DataKind, Generation, RunConfig
+from lockstep.config.run_config import DataKind, Generation, RunConfig, ValidationConfig
 from lockstep.config.serve_role import ReferenceConfig, ServeRole
 
 
@@ -33,6 +33,11 @@ class SFTConfig(RunConfig):
     loss: CrossEntropy = CrossEntropy()
     train_on_prompt: bool = False
     """Also train on the tokens of prompts and user turns."""
+    validation: ValidationConfig | None = None
+
+    @property
+    def held_out_documents(self) -> ValidationConfig | None:
+        return self.validation
 
     @property
     def objective(self) -> CrossEntropy:
@@ -48,7 +53,8 @@ class SFTConfig(RunConfig):
 
     @property
     def trial_overrides(self) -> dict[str, int]:
-        return {"batch_size": min(self.batch_size, 2 * self.trainer.ranks)}
+        held_out = {} if self.validation is None else {"validation.documents": 2}
+        return {"batch_size": min(self.batch_size, 2 * self.trainer.ranks)} | held_out
 
     @model_validator(mode="after")
     def _check_consistency(self) -> Self:
@@ -170,8 +176,9 @@ class GRPOConfig(RunConfig):
             )
         if self.reference is not None:
             _check_reference(self, self.reference)
-        if self.data.kind != "reasoning_gym" and any(isinstance(term, TaskReward) for term in self.reward.terms):
-            raise ValueError(f"reward.terms has kind task, but data.kind is {self.data.kind}, not reasoning_gym")
+        others = [each.kind for each in self.data.sources if each.kind != "reasoning_gym"]
+        if others and any(isinstance(term, TaskReward) for term in self.reward.terms):
+            raise ValueError(f"reward.terms has kind task, but data.kind is {others[0]}, not reasoning_gym")
         return self
 
 

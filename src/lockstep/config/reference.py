@@ -91,7 +91,7 @@ def _default(info: FieldInfo) -> str:
     value = info.default
     if isinstance(value, BaseModel):
         return f"`{tag_of(type(value))}`" if tag_of(type(value)) else "see below"
-    if value is None:
+    if value is None or value == "":
         return ""
     if isinstance(value, bool):
         return f"`{str(value).lower()}`"

@@ -67,12 +67,12 @@ class LengthPenalty(_RewardTerm):
 
 
 class FunctionReward(_RewardTerm):
-    """A user's function with the signature of TRL, verl or OpenRLHF."""
+    """A user's function with the signature of TRL, verl (per sample or batch) or OpenRLHF."""
 
     kind: Literal["function"] = "function"
     path: str
     """`file.py:name` or `package.module:name`."""
-    signature: Literal["auto", "trl", "verl", "openrlhf"] = "auto"
+    signature: Literal["auto", "trl", "verl", "verl_batch", "openrlhf"] = "auto"
     arguments: dict[str, Any] = {}
     """Extra keyword arguments."""
 

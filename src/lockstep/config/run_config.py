@@ -7,7 +7,7 @@ from pydantic import Field, field_validator, model_validator
 
 from lockstep.config.algorithm import FilterGroups, ObjectiveConfig
 from lockstep.config.cluster import ClusterConfig, LocalClusterConfig, PlacementConfig
-from lockstep.config.data import DatasetConfig, ProceduralTask
+from lockstep.config.data import DatasetConfig, ProceduralTask, TrainingDataConfig
 from lockstep.config.fault_tolerance import RecoveryConfig, WatchConfig
 from lockstep.config.model import ModelConfig
 from lockstep.config.reward import RewardConfig
@@ -66,8 +66,51 @@ class EvaluationConfig(Section):
     samples_shown: int = Field(4, ge=0)
 
 
+class EarlyStoppingConfig(Section):
+    """Ends the run when a metric of its evaluations does not improve any more."""
+
+    metric: str = "eval/loss"
+    """A metric of `validation` (`eval/loss`) or `evaluation` (`eval/reward_mean`, `eval/exact_match`)."""
+    patience: int = Field(3, gt=0)
+    """The run ends after this many evaluations in a row without improvement."""
+    min_delta: float = Field(0.0, ge=0)
+    """A smaller difference from the best value is no improvement."""
+    mode: Literal["auto", "min", "max"] = "auto"
+    """Whether lower or higher is better; `auto`: lower for losses and perplexities, else higher."""
+
+    @property
+    def lower_is_better(self) -> bool:
+        return self.mode == "min" or (self.mode == "auto" and self.metric.endswith(("loss", "perplexity")))
+
+
+class ValidationConfig(Section):
+    """The loss on held-out documents, as `eval/loss` and `eval/perplexity`."""
+
+    data: DatasetConfig | None = None
+    """The documents."""
+    fraction: float | None = Field(None, gt=0, lt=1)
+    """Instead of `data`: this share of the training data, which is then not trained on."""
+    every: int = Field(0, ge=0)
+    """Steps between evaluations; there is always one before the first step and one after the last."""
+    documents: int | None = Field(None, gt=0)
+    """Number of held-out documents that are evaluated; all when absent."""
+
+    @model_validator(mode="after")
+    def _check_source(self) -> Self:
+        if (self.data is None) == (self.fraction is None):
+            raise ValueError("give either validation.data or validation.fraction")
+        return self
+
+
 class ReportConfig(Section):
+    """What a run shows and writes about itself."""
+
     console: bool = True
+    samples_every: int = Field(20, ge=0)
+    """Steps between samples of completions, with their rewards, on the console, in the report and in trackers. Those of
+    the first and the last step are shown too. 0 shows none."""
+    samples_shown: int = Field(2, gt=0)
+    """Completions of such a step that are shown, from the best to the worst."""
     tensorboard: bool = True
     html: bool = True
 
@@ -108,15 +151,19 @@ class RunConfig(Section):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     folder: str = "runs"
     """The folder of the run is `folder/name`."""
+    folder_access: Literal["private", "group", "umask"] = "private"
+    """Who may use the folder of a new run: only you (mode 0700), also your group, which may resume the run (2770), or
+    those that your umask admits. Files in it get the same access. A folder that exists keeps its mode."""
     seed: int = Field(0, ge=0)
     steps: int = Field(gt=0)
     model: ModelConfig
-    data: DatasetConfig
+    data: TrainingDataConfig
     token_budget: int = Field(4096, gt=0)
     """Tokens per packed row, which sets the memory of a micro-batch."""
     trainer: TrainerConfig = TrainerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig | None = None
+    early_stopping: EarlyStoppingConfig | None = None
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig | None = None
     cluster: ClusterConfig = LocalClusterConfig()
@@ -173,6 +220,11 @@ class RunConfig(Section):
     @property
     def generation(self) -> Generation | None:
         """What engines generate for a step; None for a recipe that trains on its data."""
+        return None
+
+    @property
+    def held_out_documents(self) -> ValidationConfig | None:
+        """The documents whose loss is measured; None for none."""
         return None
 
     @property
@@ -262,18 +314,35 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _check_early_stopping(self) -> Self:
+        if self.early_stopping is None:
+            return self
+        of_loss = self.early_stopping.metric in ("eval/loss", "eval/perplexity")
+        section = "validation" if of_loss else "evaluation"
+        measured = self.held_out_documents if of_loss else self.evaluation
+        if measured is None or not measured.every:
+            raise ValueError(
+                f"early_stopping.metric {self.early_stopping.metric} is measured by {section}: set {section}.every"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_held_out_rows(self) -> Self:
         """Raises ValueError if evaluation uses rows of the training data. A task's row depends on seed + index, so
         tasks with close seeds share most of their rows."""
         if self.evaluation is None:
             return self
-        data, held_out = self.data, self.evaluation.data
-        one, other = data.task or ProceduralTask(), held_out.task or ProceduralTask()
-        alike = data.kind == held_out.kind == "reasoning_gym" and data.path == held_out.path
-        if alike and one.arguments == other.arguments and one.overlaps(other):
-            raise ValueError(
-                f"evaluation.data contains rows of data: a task's row depends on its seed plus its index, and the "
-                f"seeds {other.seed} to {other.seed + other.size - 1} overlap those from {one.seed} to "
-                f"{one.seed + one.size - 1}. Set evaluation.data.task.seed to {one.seed + one.size} or more"
-            )
+        for data in self.data.sources:
+            _check_other_rows(data, self.evaluation.data)
         return self
+
+
+def _check_other_rows(data: DatasetConfig, held_out: DatasetConfig) -> None:
+    one, other = data.task or ProceduralTask(), held_out.task or ProceduralTask()
+    alike = data.kind == held_out.kind == "reasoning_gym" and data.path == held_out.path
+    if alike and one.arguments == other.arguments and one.overlaps(other):
+        raise ValueError(
+            f"evaluation.data contains rows of data: a task's row depends on its seed plus its index, and the "
+            f"seeds {other.seed} to {other.seed + other.size - 1} overlap those from {one.seed} to "
+            f"{one.seed + one.size - 1}. Set evaluation.data.task.seed to {one.seed + one.size} or more"
+        )

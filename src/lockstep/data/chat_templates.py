@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Sequence
 from functools import lru_cache
+from string import Formatter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from lockstep.config.data import DatasetConfig
 from lockstep.data.dataset_format import Content, DatasetSample, Message
 from lockstep.data.dataset_rows import BadRow
 from lockstep.data.samples import Prompt
+from lockstep.data.template_limits import MAX_TEXT_CHARS, TemplateLimitReached, render_chat, render_within_limits
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -91,7 +93,7 @@ class TemplateRenderer:
             messages = self.conversation(sample.prompt)
             return self._render(messages, sample, open_turn=self._open_turn or messages[-1]["role"] == "assistant")
         assert isinstance(sample.prompt, str)
-        return self._wrap(sample.prompt)
+        return _within_limit(self._wrap(sample.prompt))
 
     def document(self, sample: DatasetSample) -> str:
         """Renders the whole sample, without the end-of-sequence token that `tokens_of_document` adds."""
@@ -99,7 +101,7 @@ class TemplateRenderer:
             messages = [*self.conversation(sample.prompt), *_completion_messages(sample.completion)]
             return self._render(messages, sample, open_turn=False)
         assert isinstance(sample.prompt, str) and isinstance(sample.completion, str)
-        return (self._wrap(sample.prompt) if sample.prompt else "") + sample.completion
+        return _within_limit((self._wrap(sample.prompt) if sample.prompt else "") + sample.completion)
 
     def encode(self, text: str, chat: bool) -> np.ndarray:
         """Tokenizes a text: int32 `[tokens]`. Plain text gets the tokenizer's beginning-of-sequence token, but no
@@ -158,15 +160,13 @@ class TemplateRenderer:
         continues = open_turn and messages[-1]["role"] == "assistant"
 
         def rendered(tools: list[Any] | None) -> str:
-            return str(
-                self.tokenizer.apply_chat_template(
-                    messages,
-                    tools=tools,
-                    tokenize=False,
-                    add_generation_prompt=open_turn and not continues,
-                    continue_final_message=continues,
-                    **sample.template_arguments,
-                )
+            return render_chat(
+                self.tokenizer,
+                messages,
+                tools=tools,
+                add_generation_prompt=open_turn and not continues,
+                continue_final_message=continues,
+                **sample.template_arguments,
             )
 
         tools = sample.tools or self._tools
@@ -174,6 +174,8 @@ class TemplateRenderer:
             text = rendered(tools)
             if tools and not self._writes_tools:
                 self._writes_tools = text != rendered(None)
+        except TemplateLimitReached as error:
+            raise BadRow(None, f"the chat template of {error.model} {error.problem}", error.remedy_sentence) from error
         except (TemplateError, TypeError, ValueError) as error:
             remedy = "Change the messages or set model.chat_template."
             raise BadRow(None, f"the chat template refuses the conversation: {error}", remedy) from error
@@ -228,13 +230,17 @@ class TemplateRenderer:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         arguments = {**self.tokenizer.special_tokens_map, **sample.template_arguments}
-        _, spans = render_jinja_template(
-            conversations=[messages],
-            tools=sample.tools,
-            chat_template=self._template(sample),
-            return_assistant_tokens_mask=True,
-            **arguments,
-        )
+
+        def rendered() -> Any:
+            return render_jinja_template(
+                conversations=[messages],
+                tools=sample.tools,
+                chat_template=self._template(sample),
+                return_assistant_tokens_mask=True,
+                **arguments,
+            )
+
+        _, spans = render_within_limits(rendered, self.tokenizer)  # `document` has rendered it before
         return [(int(start), int(stop)) for start, stop in spans[0]]
 
     def _turn_span(self, messages: list[Message], turn: int, sample: DatasetSample, text: str) -> CharSpan:
@@ -266,6 +272,13 @@ class TemplateRenderer:
         return tokens, mask
 
 
+def _within_limit(text: str) -> str:
+    if len(text) > MAX_TEXT_CHARS:
+        problem = f"the text has {len(text):,} characters, and the limit is {MAX_TEXT_CHARS:,}"
+        raise BadRow(None, problem, "Split it, or leave the row out.")
+    return text
+
+
 def _completion_messages(completion: Content | None) -> list[Message]:
     if isinstance(completion, str):
         return [{"role": "assistant", "content": completion}]
@@ -273,14 +286,15 @@ def _completion_messages(completion: Content | None) -> list[Message]:
 
 
 def _check_template(template: str) -> None:
+    """Raises ValueError unless `{prompt}` is the template's only placeholder. A width could ask for any memory."""
+    expected = "the only placeholder is {prompt}, and other braces must be doubled"
     try:
-        first, second = template.format(prompt="\x00"), template.format(prompt="\x01")
-    except (KeyError, IndexError, ValueError, AttributeError) as error:
-        raise ValueError(
-            f"data.template {template!r} cannot be filled in ({type(error).__name__}: {error}): the only "
-            "placeholder is {{prompt}}, and other braces must be doubled"
-        ) from error
-    if first == second:
+        fields = [field[1:] for field in Formatter().parse(template) if field[1] is not None]
+    except ValueError as error:
+        raise ValueError(f"data.template {template!r} cannot be filled in ({error}): {expected}") from error
+    if any(field != ("prompt", "", None) for field in fields):
+        raise ValueError(f"data.template {template!r} cannot be filled in: {expected}")
+    if not fields:
         raise ValueError(f"data.template {template!r} does not contain {{prompt}}")
 
 
@@ -368,15 +382,15 @@ class TurnTokenizer:
         from jinja2 import TemplateError
 
         try:
-            return str(
-                self.tokenizer.apply_chat_template(
-                    list(messages),
-                    tools=self._tools,
-                    tokenize=False,
-                    add_generation_prompt=open_turn,
-                    **json.loads(arguments),
-                )
+            return render_chat(
+                self.tokenizer,
+                list(messages),
+                tools=self._tools,
+                add_generation_prompt=open_turn,
+                **json.loads(arguments),
             )
+        except TemplateLimitReached as error:
+            raise TurnError(f"the chat template {error.problem}") from error
         except (TemplateError, TypeError, ValueError) as error:
             raise TurnError(f"the chat template refuses {[each['role'] for each in messages]}: {error}") from error
 

@@ -1,10 +1,10 @@
 """Finds the prompt, completion and answer in the columns of a dataset."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from lockstep.base.json_text import MalformedJson, parse_json
 from lockstep.config.data import DatasetConfig
 from lockstep.data.dataset_rows import BadRow, DataError, DatasetRow, DatasetRows, name_hint
 
@@ -17,6 +17,17 @@ ANSWER_COLUMNS = ("answer", "solution", "ground_truth", "label")
 ALPACA_PROMPT, ALPACA_INPUT, ALPACA_OUTPUT = "instruction", "input", "output"
 """Alpaca's columns: the prompt is the instruction, followed by the input if there is one."""
 VERL_COLUMNS = ("data_source", "prompt", "reward_model")
+MESSAGE_COLUMNS = ("messages", "conversations", "conversation")
+"""Columns with a whole conversation; the others are ShareGPT's."""
+SHAREGPT_ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "function_call": "assistant",
+    "observation": "tool",
+    "function_response": "tool",
+}
+"""ShareGPT's roles, and the names that chat templates know."""
 
 
 @dataclass(slots=True)
@@ -67,11 +78,17 @@ class DatasetFormat:
             known = (*ANSWER_COLUMNS, ALPACA_OUTPUT) if is_alpaca else ANSWER_COLUMNS
             self._answer = self._one_of(known, "answer_column")
 
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns that a sample keeps: all but the prompt's, and the completion's."""
+        taken = (self._prompt, "completion") if self.name == "prompt_completion" else (self._prompt,)
+        return tuple(name for name in self._rows.columns if name not in taken)
+
     def _detect(self, cfg: DatasetConfig) -> FormatName:
         have = set(self._rows.columns)
         if have.issuperset(VERL_COLUMNS):
             return "verl"
-        if "messages" in have and not cfg.prompt_column:
+        if have.intersection(MESSAGE_COLUMNS) and not cfg.prompt_column:
             return "messages"
         if cfg.prompt_column or have.intersection(PROMPT_COLUMNS):
             return "prompt_completion" if "completion" in have and not cfg.answer_column else "prompt_answer"
@@ -86,6 +103,8 @@ class DatasetFormat:
     def _prompt_column(self, cfg: DatasetConfig) -> str:
         if cfg.prompt_column:
             return self._need(cfg.prompt_column, "prompt_column")
+        if self.name == "messages" and (found := self._one_of(MESSAGE_COLUMNS, "prompt_column")):
+            return found
         if self.name in ("messages", "text", "verl"):
             return self._need("prompt" if self.name == "verl" else self.name, "prompt_column")
         found = self._one_of(PROMPT_COLUMNS, "prompt_column")
@@ -174,9 +193,11 @@ def _message(message: Any, column: str, number: int) -> Message:
         raise BadRow(column, f"message {number} is {type(message).__name__}", remedy)
     # Arrow sets fields that only other messages have to null, which templates would print.
     found = {name: value for name, value in message.items() if value is not None}
+    if "role" not in found and "from" in found:  # ShareGPT's form
+        found["role"], found["content"] = found.pop("from"), found.pop("value", None)
     if not isinstance(found.get("role"), str):
-        extra = ' ShareGPT\'s "from" and "value" must be renamed.' if "from" in found else ""
-        raise BadRow(column, f"message {number} has no role", remedy + extra)
+        raise BadRow(column, f"message {number} has no role", remedy)
+    found["role"] = SHAREGPT_ROLES.get(found["role"], found["role"])
     if not isinstance(found.get("content"), str | list) and "tool_calls" not in found:
         raise BadRow(column, f"message {number} ({found['role']}) has no content", remedy)
     return found
@@ -186,9 +207,9 @@ def _tools(row: DatasetRow) -> list[Any] | None:
     tools = row.get("tools")
     if isinstance(tools, str) and tools.lstrip().startswith("["):
         try:
-            tools = json.loads(tools)
-        except ValueError as error:
-            raise BadRow("tools", f"not JSON: {error}", "Write a list of tools as JSON schemas.") from error
+            tools = parse_json(tools, "the text")
+        except MalformedJson as error:
+            raise BadRow("tools", f"not JSON: {error.problem}", "Write a list of tools as JSON schemas.") from error
     return tools if isinstance(tools, list) and tools else None
 
 

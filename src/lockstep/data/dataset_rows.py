@@ -1,22 +1,36 @@
-"""Access to the rows of a dataset (JSONL, JSON, Arrow table, several files), and the errors about unusable rows.
+"""Access to the rows of a dataset (JSONL, JSON, CSV, Arrow table, several files), and the errors about unusable rows.
 
 JSONL stays on disk and tables stay in Arrow memory: a row becomes Python objects when it is read. A JSON array is
 parsed into memory as a whole.
 """
 
+import csv
 import difflib
+import gzip
+import io
 import os
+import shutil
+import tempfile
+import zlib
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 import numpy as np
 
+from lockstep.base.json_text import MAX_JSON_DEPTH, is_deeper, may_be_deeper
+from lockstep.base.text import count_noun
+
 DatasetRow = dict[str, Any]
+
+MAX_ROW_BYTES = 64 << 20
+"""Limit of a line of JSONL. A row becomes Python objects that are several times as large."""
+_TOO_DEEP = f"lists and objects are nested more than {MAX_JSON_DEPTH} levels deep"
+_FLATTER = "Make the row flatter, or write the nested part as text."
 
 
 class BadRow(ValueError):
@@ -83,13 +97,20 @@ class JsonLines(DatasetRows):
     All lines are parsed once, when the file is opened, to find errors. Blank lines are skipped.
     """
 
-    def __init__(self, path: Path, limit: int | None = None) -> None:
+    def __init__(self, path: Path, file: BinaryIO | None = None, limit: int | None = None) -> None:
+        """
+        Args:
+            file: the opened file, if it is not the one at `path` itself.
+        """
         self.path = str(path)
         self._decode = msgspec.json.Decoder().decode
-        self._file = path.open("rb")
+        self._file = file if file is not None else path.open("rb")
         starts, stops, lines, columns = [], [], [], dict[str, None]()
         at = 0
-        for number, line in enumerate(self._file, start=1):
+        for number, line in enumerate(iter(lambda: self._file.readline(MAX_ROW_BYTES + 1), b""), start=1):
+            if len(line) > MAX_ROW_BYTES:
+                problem = f"the line is longer than {MAX_ROW_BYTES >> 20} MiB, the limit for a row"
+                raise DataError(self.path, problem, "Leave it out, or split it.", place=f"line {number}")
             begin, at = at, at + len(line)
             if number == 1 and line.startswith(b"\xef\xbb\xbf"):
                 begin, line = 3, line[3:]
@@ -109,6 +130,10 @@ class JsonLines(DatasetRows):
     def _parse(self, line: bytes, number: int) -> DatasetRow:
         try:
             row = self._decode(line)
+            if may_be_deeper(line, MAX_JSON_DEPTH) and is_deeper(row, MAX_JSON_DEPTH):
+                raise RecursionError
+        except RecursionError:
+            raise DataError(self.path, _TOO_DEEP, _FLATTER, place=f"line {number}") from None
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             remedy = "Each line must be one JSON object."
             if number == 1 and line.lstrip().startswith(b"["):
@@ -134,11 +159,13 @@ class JsonLines(DatasetRows):
 class JsonArray(DatasetRows):
     """A JSON file that holds an array of objects. It is parsed into memory as a whole."""
 
-    def __init__(self, path: Path, limit: int | None = None) -> None:
+    def __init__(self, path: Path, file: BinaryIO, limit: int | None = None) -> None:
         self.path = str(path)
-        content = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
+        content = file.read().removeprefix(b"\xef\xbb\xbf")
         try:
             rows = msgspec.json.decode(content)
+        except RecursionError:
+            raise DataError(self.path, _TOO_DEEP, _FLATTER) from None
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             remedy = "The file must hold an array of objects, or one object per line."
             raise DataError(self.path, f"not JSON: {error}", remedy, place=_line_of_error(error, content)) from error
@@ -147,6 +174,8 @@ class JsonArray(DatasetRows):
             if not isinstance(row, dict):
                 what = f"expected an object with named columns, found {type(row).__name__}"
                 raise DataError(self.path, what, "The file must hold an array of objects.", place=f"row {number}")
+            if is_deeper(row, MAX_JSON_DEPTH):
+                raise DataError(self.path, _TOO_DEEP, _FLATTER, place=f"row {number}")
         if not self._rows:
             raise DataError(self.path, "the array is empty", "Write at least one object.")
         self.columns = tuple(dict.fromkeys(name for row in self._rows for name in row))
@@ -156,6 +185,69 @@ class JsonArray(DatasetRows):
 
     def __getitem__(self, row: int) -> DatasetRow:
         return dict(self._rows[row])
+
+
+class CsvRows(DatasetRows):
+    """A CSV file with a header. It is parsed into memory as a whole. All values are text, as they stand in the file: a
+    guessed number would lose leading zeros of an answer."""
+
+    def __init__(self, path: Path, file: BinaryIO, limit: int | None = None) -> None:
+        self.path = str(path)
+        try:
+            csv.field_size_limit(MAX_ROW_BYTES)  # Python's own limit of 131,072 is less than a long document
+            reader = csv.reader(io.TextIOWrapper(file, encoding="utf-8-sig", newline=""), strict=True)
+            self.columns = tuple(next(reader, ()))
+            self._rows: list[list[str]] = []
+            self._lines: list[int] = []
+            end = reader.line_num
+            for values in reader:
+                line, end = end + 1, reader.line_num
+                if values:
+                    self._rows.append(self._checked(values, line))
+                    self._lines.append(line)
+                if len(self._rows) == limit:
+                    break
+        except (csv.Error, UnicodeDecodeError) as error:
+            place = f"line {reader.line_num}" if isinstance(error, csv.Error) else None
+            raise DataError(self.path, f"not CSV: {error}", "Write it again, in UTF-8.", place=place) from error
+        if len(set(self.columns)) != len(self.columns) or not all(self.columns):
+            raise DataError(
+                self.path, f"the header {','.join(self.columns)!r} has equal names, or none", "Name each column."
+            )
+        if not self._rows:
+            raise DataError(self.path, "the file has no rows", "Write a header, and one row per line.")
+
+    def _checked(self, values: list[str], line: int) -> list[str]:
+        if len(values) != len(self.columns):
+            problem = f"expected {count_noun(len(self.columns), 'value')}, as in the header, found {len(values)}"
+            raise DataError(self.path, problem, "Quote values that contain commas.", place=f"line {line}")
+        return values
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, row: int) -> DatasetRow:
+        return dict(zip(self.columns, self._rows[row], strict=True))
+
+    def place(self, row: int) -> tuple[str, str]:
+        return self.path, f"line {self._lines[row]}"
+
+
+def uncompressed_file(path: Path) -> BinaryIO:
+    """Returns a temporary file with the content of a gzip file, which is deleted when it is closed.
+
+    Raises:
+        DataError: the file is no gzip file, or damaged.
+    """
+    copy = tempfile.TemporaryFile()  # noqa: SIM115  # the rows read from it as long as they live
+    try:
+        with gzip.open(path) as source:
+            shutil.copyfileobj(source, copy, 2**20)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        copy.close()
+        raise DataError(str(path), f"cannot be read as a gzip file: {error}", "Compress it again.") from error
+    copy.seek(0)
+    return copy
 
 
 def _line_of_error(error: Exception, content: bytes) -> str | None:

@@ -7,13 +7,17 @@ arguments and seed, and of the row's number, so a scorer computes the row again 
 import dataclasses
 import difflib
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from lockstep.base.hub import REMEDY, hub_problem
 from lockstep.config.data import DatasetConfig, ProceduralTask
 from lockstep.data.dataset_rows import (
     ConcatenatedRows,
+    CsvRows,
     DataError,
     DatasetRow,
     DatasetRows,
@@ -22,12 +26,15 @@ from lockstep.data.dataset_rows import (
     JsonLines,
     TableRows,
     name_hint,
+    uncompressed_file,
 )
 
 LARGE_PARQUET_BYTES = 2**30
 """Larger Parquet files are not decoded into memory but into `datasets`' memory-mapped cache."""
 
-SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")
+SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet")
+COMPRESSED = ".gz"
+"""Text files may be compressed: `train.jsonl.gz`."""
 SPLITS = ("train", "training", "test", "validation", "valid", "val", "dev", "eval")
 
 
@@ -53,23 +60,34 @@ def load_rows(cfg: DatasetConfig) -> DatasetRows:
 
 def _looks_like_hub(name: str) -> bool:
     parts = name.split("/")
-    return len(parts) <= 2 and all(parts) and not name.startswith((".", "~")) and not name.endswith(SUFFIXES)
+    is_file = name.removesuffix(COMPRESSED).endswith(SUFFIXES)
+    return len(parts) <= 2 and all(parts) and not name.startswith((".", "~")) and not is_file
 
 
 def _open_file(path: Path, kind: str, limit: int | None) -> DatasetRows:
-    suffix = path.suffix.lower()
+    suffix = _suffix_of(path)
     if path.stat().st_size == 0:
         raise DataError(str(path), "the file is empty", "It needs at least one row.")
     if kind == "parquet" or (kind == "auto" and suffix == ".parquet"):
         return _open_parquet(path, limit)
+    if kind not in ("auto", "jsonl", "csv") or (kind == "auto" and suffix not in SUFFIXES):
+        remedy = f"Known suffixes: {', '.join(SUFFIXES)}; for another name set data.kind to jsonl, csv or parquet."
+        raise DataError(str(path), f"unknown file suffix {suffix!r}", remedy)
+    file = uncompressed_file(path) if path.suffix.lower() == COMPRESSED else path.open("rb")
+    if kind == "csv" or (kind == "auto" and suffix == ".csv"):
+        return CsvRows(path, file, limit)
     if kind == "auto" and suffix == ".json":
-        with path.open("rb") as file:
-            head = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
-        return JsonArray(path, limit) if head.startswith(b"[") else JsonLines(path, limit)
-    if kind == "jsonl" or suffix in SUFFIXES:
-        return JsonLines(path, limit)
-    remedy = f"Known suffixes: {', '.join(SUFFIXES)}; for another name set data.kind to jsonl or parquet."
-    raise DataError(str(path), f"unknown file suffix {suffix!r}", remedy)
+        head = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
+        file.seek(0)
+        if head.startswith(b"["):
+            return JsonArray(path, file, limit)
+    return JsonLines(path, file, limit)
+
+
+def _suffix_of(path: Path) -> str:
+    """The suffix that names the format: `.jsonl` of `train.jsonl` and of `train.jsonl.gz`."""
+    suffix = path.suffix.lower()
+    return Path(path.stem).suffix.lower() if suffix == COMPRESSED else suffix
 
 
 def _open_parquet(path: Path, limit: int | None) -> DatasetRows:
@@ -91,8 +109,8 @@ def _open_parquet(path: Path, limit: int | None) -> DatasetRows:
 def _open_folder(path: Path, cfg: DatasetConfig) -> DatasetRows:
     if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
         return _open_saved_dataset(path, cfg)
-    suffixes = {"jsonl": SUFFIXES[:2], "parquet": SUFFIXES[3:]}.get(cfg.kind, SUFFIXES)
-    files = sorted(file for file in path.rglob("*") if file.is_file() and file.suffix.lower() in suffixes)
+    suffixes = {"jsonl": SUFFIXES[:2], "csv": (".csv",), "parquet": (".parquet",)}.get(cfg.kind, SUFFIXES)
+    files = sorted(file for file in path.rglob("*") if file.is_file() and _suffix_of(file) in suffixes)
     if not files:
         raise DataError(
             str(path), f"no file in the folder ends in {', '.join(suffixes)}", "Set data.path to the file itself."
@@ -138,15 +156,37 @@ def _load_from_hub(cfg: DatasetConfig) -> DatasetRows:
     import datasets
     from datasets.exceptions import DatasetsError
 
+    offline = hub_problem()  # then the copy in the cache is used, if there is one
     try:
-        source = datasets.load_dataset(cfg.path, cfg.name, split=cfg.split)
+        with _without_requests() if offline else nullcontext():
+            source = datasets.load_dataset(cfg.path, cfg.name, split=cfg.split)
     except (DatasetsError, OSError, ValueError) as error:
+        if offline:
+            problem = f"there is no such file, it is not in this machine's cache, and {offline}"
+            raise HubDataUnreachable(cfg.path, problem, f"{REMEDY[0].upper()}{REMEDY[1:]}.") from error
         remedy = (
             "Check data.path, data.name and data.split, the network and HF_TOKEN; a local file needs its full path."
         )
         error_class = HubDataUnreachable if isinstance(error, ConnectionError) else DataError
         raise error_class(cfg.path, f"the hub dataset cannot be loaded: {error}", remedy) from error
     return TableRows(cfg.path, source.column_names, source, cfg.limit)
+
+
+@contextmanager
+def _without_requests() -> Iterator[None]:
+    """Makes `datasets` use its cache alone, as with `HF_HUB_OFFLINE`, which it reads only when it is imported."""
+    import datasets
+    import huggingface_hub.constants
+
+    settings: tuple[Any, ...] = (huggingface_hub.constants, datasets.config)
+    before = [module.HF_HUB_OFFLINE for module in settings]
+    for module in settings:
+        module.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        for module, value in zip(settings, before, strict=True):
+            module.HF_HUB_OFFLINE = value
 
 
 TASK_COLUMN = "reasoning_gym"

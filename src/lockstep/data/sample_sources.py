@@ -1,11 +1,10 @@
 """Prompts and documents in the order of a run, which is a pure function of (seed, position)."""
 
-import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -14,6 +13,7 @@ from lockstep.config.run_config import DataKind
 from lockstep.data.chat_templates import TemplateRenderer
 from lockstep.data.dataset_format import DatasetFormat, DatasetSample
 from lockstep.data.dataset_rows import BadRow, DataError, DatasetRows
+from lockstep.data.row_lengths import LengthLimit, length_problem, select_fitting_rows
 from lockstep.data.samples import Document, Prompt
 
 if TYPE_CHECKING:
@@ -38,10 +38,21 @@ def permutation(size: int, *key: int) -> np.ndarray:
     numpy's generators are not used, because their output may change between versions (NEP 19), and a resumed run must
     continue in the same order.
     """
+    return np.argsort(_random_values(0, size, key), kind="stable")
+
+
+def random_fractions(start: int, count: int, *key: int) -> np.ndarray:
+    """Returns the values from `start` on of a random sequence that depends only on the key: float64 `[count]`, at least
+    0 and less than 1."""
+    return (_random_values(start, count, key) >> np.uint64(11)) * 2.0**-53
+
+
+def _random_values(start: int, count: int, key: Sequence[int]) -> np.ndarray:
     state = np.zeros(1, np.uint64)
     for part in key:
         state = _splitmix64(state + _SPLITMIX_INCREMENT + np.uint64(part % 2**64))
-    return np.argsort(_splitmix64(state + _SPLITMIX_INCREMENT * np.arange(1, size + 1, dtype=np.uint64)), kind="stable")
+    numbers = np.arange(start + 1, start + count + 1, dtype=np.uint64)
+    return _splitmix64(state + _SPLITMIX_INCREMENT * numbers)
 
 
 class EpochOrder:
@@ -89,14 +100,66 @@ def parse_uid(text: str) -> tuple[int, int]:
     return int(epoch), int(row)
 
 
-logger = logging.getLogger(__name__)
+HOLD_OUT_KEY = 0x686F6C64
+"""Makes the choice of held-out rows independent of the order of an epoch."""
 
-MEASURED_ROWS = 512
-"""Number of rows that are tokenized together to measure their lengths."""
+
+class SampleOrder(Protocol):
+    """The order of the rows over a whole run."""
+
+    def take(self, start: int, count: int) -> list[tuple[int, int]]:
+        """Returns (epoch, row) of `count` positions from `start` on, each pair once in a run."""
 
 
 class SampleSource(ABC, Generic[Sample]):
-    """Samples of a dataset in the order of a run, rendered and tokenized when they are taken.
+    """Samples in the order of a run."""
+
+    dropped: int
+    """Number of rows that are left out because they are too long."""
+    _order: SampleOrder
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Number of samples in an epoch."""
+
+    @property
+    @abstractmethod
+    def columns(self) -> tuple[str, ...]:
+        """The columns of the data that samples keep."""
+
+    @property
+    @abstractmethod
+    def parts(self) -> tuple["DatasetSource[Sample]", ...]:
+        """The datasets."""
+
+    @abstractmethod
+    def hold_out(self, fraction: float) -> list[Sample]:
+        """Takes a share of the samples out of the order, and returns them; the same ones for the same data and seed.
+
+        Raises:
+            DataError: nothing would be left to train on.
+        """
+
+    @abstractmethod
+    def sample(self, row: int, epoch: int = 0) -> Sample:
+        """Returns the sample of a row of the data."""
+
+    def counts(self, samples: Sequence[Sample]) -> dict[str, float]:
+        """Metrics of a step: how many of its samples each dataset of a mixture gave."""
+        return {}
+
+    def by_uid(self, uid: str) -> Sample:
+        """Returns the sample with this uid."""
+        epoch, row = parse_uid(uid)
+        return self.sample(row, epoch)
+
+    def take(self, start: int, count: int) -> list[Sample]:
+        """Returns `count` samples from position `start` on, the number of samples used before. Crosses epochs."""
+        return [self.sample(row, epoch) for epoch, row in self._order.take(start, count)]
+
+
+class DatasetSource(SampleSource[Sample]):
+    """Samples of one dataset, rendered and tokenized when they are taken.
 
     All rows are read and measured when the source is created, so that bad data is reported before the run starts.
 
@@ -119,7 +182,7 @@ class SampleSource(ABC, Generic[Sample]):
         cfg: DatasetConfig,
         tokenizer: "Tokenizer",
         seed: int,
-        limit: int,
+        limit: LengthLimit,
         tools: Sequence[dict[str, Any]] = (),
         open_turn: bool = True,
     ) -> None:
@@ -129,25 +192,42 @@ class SampleSource(ABC, Generic[Sample]):
         self._check_rows(cfg)
         kept = select_fitting_rows(rows, self._lengths, limit, cfg.overlong, self.kind)
         self.dropped = len(rows) - kept.size
-        """Number of rows that are left out because they are too long."""
-        self._order = EpochOrder(kept, seed, cfg.shuffle)
+        self._order: EpochOrder = EpochOrder(kept, seed, cfg.shuffle)
 
     def __len__(self) -> int:
-        """Number of samples in an epoch."""
         return int(self._order.rows.size)
 
-    def by_uid(self, uid: str) -> Sample:
-        """Returns the sample with this uid."""
-        epoch, row = parse_uid(uid)
-        return self.sample(row, epoch)
+    @property
+    def path(self) -> str:
+        return self._rows.path
 
-    def take(self, start: int, count: int) -> list[Sample]:
-        """Returns `count` samples from position `start` on, the number of samples used before. Crosses epochs."""
-        return [self.sample(row, epoch) for epoch, row in self._order.take(start, count)]
+    @property
+    def order(self) -> EpochOrder:
+        """The order of the dataset on its own."""
+        return self._order
 
-    @abstractmethod
-    def sample(self, row: int, epoch: int = 0) -> Sample:
-        """Returns the sample of a row of the data."""
+    @property
+    def size(self) -> int:
+        """Number of rows, with those that are left out."""
+        return len(self._rows)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return self._format.columns
+
+    @property
+    def parts(self) -> tuple["DatasetSource[Sample]", ...]:
+        return (self,)
+
+    def hold_out(self, fraction: float) -> list[Sample]:
+        rows = self._order.rows
+        count = max(1, round(fraction * rows.size))
+        if count >= rows.size:
+            remedy = "Lower the fraction, or give held-out data of its own."
+            raise DataError(self._rows.path, f"holding out {count} of {rows.size} rows leaves none to train on", remedy)
+        drawn = permutation(rows.size, HOLD_OUT_KEY, self._order.seed)
+        self._order = EpochOrder(np.sort(rows[drawn[count:]]), self._order.seed, self._order.shuffle)
+        return [self.sample(int(row)) for row in np.sort(rows[drawn[:count]])]
 
     @abstractmethod
     def _lengths(self, rows: Sequence[int]) -> list[int]: ...
@@ -156,15 +236,15 @@ class SampleSource(ABC, Generic[Sample]):
         """Checks that do not need the lengths of rows."""
 
     def _check_length(self, row: int, tokens: int) -> None:
-        if not 0 < tokens <= self._limit:
+        if not 0 < tokens <= self._limit.tokens:
             raise self._rows.data_error(row, length_problem(self.kind, tokens, self._limit))
 
 
-class PromptSource(SampleSource[Prompt]):
-    """The prompts of a dataset; see `SampleSource`.
+class PromptSource(DatasetSource[Prompt]):
+    """The prompts of a dataset; see `DatasetSource`.
 
     Args:
-        max_prompt_tokens: longest prompt that leaves room for a completion.
+        limit: of a prompt, with room for its completion.
         answers: whether every row must have an answer, because a verifier compares completions with it.
     """
 
@@ -176,13 +256,13 @@ class PromptSource(SampleSource[Prompt]):
         cfg: DatasetConfig,
         tokenizer: "Tokenizer",
         seed: int,
-        max_prompt_tokens: int,
+        limit: LengthLimit,
         answers: bool = False,
         tools: Sequence[dict[str, Any]] = (),
         open_turn: bool = True,
     ) -> None:
         self._answers = answers
-        super().__init__(rows, cfg, tokenizer, seed, max_prompt_tokens, tools, open_turn)
+        super().__init__(rows, cfg, tokenizer, seed, limit, tools, open_turn)
 
     def sample(self, row: int, epoch: int = 0) -> Prompt:
         sample, text, chat = self._text(row)
@@ -221,8 +301,8 @@ TOKEN_SLACK = 16
 more tokens where prompt and answer are tokenized apart. Lengths this close to the limit are counted exactly."""
 
 
-class DocumentSource(SampleSource[Document]):
-    """The documents of a dataset; see `SampleSource`.
+class DocumentSource(DatasetSource[Document]):
+    """The documents of a dataset; see `DatasetSource`.
 
     Answers and completions that are plain text end with the end-of-sequence token; conversations end as their
     template defines. The targets are answers, completions or assistant turns; with `train_on_prompt` all tokens.
@@ -236,11 +316,11 @@ class DocumentSource(SampleSource[Document]):
         cfg: DatasetConfig,
         tokenizer: "Tokenizer",
         seed: int,
-        max_length: int,
+        limit: LengthLimit,
         train_on_prompt: bool = False,
     ) -> None:
         self._train_on_prompt = train_on_prompt
-        super().__init__(rows, cfg, tokenizer, seed, max_length)
+        super().__init__(rows, cfg, tokenizer, seed, limit)
 
     def sample(self, row: int, epoch: int = 0) -> Document:
         tokens, learned = self._tokens(row)
@@ -266,7 +346,7 @@ class DocumentSource(SampleSource[Document]):
                 raise self._rows.data_error(row, bad) from bad
         lengths = self._renderer.count(texts, chat)
         for n, row in enumerate(rows):
-            if not chat[n] and abs(lengths[n] - self._limit) <= TOKEN_SLACK:
+            if not chat[n] and abs(lengths[n] - self._limit.tokens) <= TOKEN_SLACK:
                 lengths[n] = self._tokens(row)[0].size
         return lengths
 
@@ -303,53 +383,13 @@ def open_source(
     cfg: DatasetConfig,
     tokenizer: "Tokenizer",
     seed: int,
-    limit: int,
+    limit: LengthLimit,
     options: SourceOptions,
-) -> SampleSource[Any]:
-    """Opens a dataset as the kind of samples that a recipe trains on; see `SampleSource`."""
+) -> DatasetSource[Any]:
+    """Opens a dataset as the kind of samples that a recipe trains on; see `DatasetSource`."""
     match kind:
         case "prompts":
             shown = options.answers, options.tools, options.open_turn
             return PromptSource(rows, cfg, tokenizer, seed, limit, *shown)
         case "documents":
             return DocumentSource(rows, cfg, tokenizer, seed, limit, options.learns_prompts)
-
-
-def length_problem(what: str, tokens: int, limit: int) -> BadRow:
-    if tokens == 0:
-        return BadRow(None, f"the {what} has no tokens", "Fill it in, or leave the row out.")
-    room = "raise token_budget (or model.max_length)"
-    if what == "prompt":
-        room += ", or lower rollout.sampling.max_tokens"
-    problem = f"the {what} has {tokens} tokens, more than the {limit} that fit"
-    return BadRow(None, problem, f"Set data.overlong to drop, {room}.")
-
-
-def select_fitting_rows(
-    rows: DatasetRows, lengths: Callable[[Sequence[int]], list[int]], limit: int, overlong: str, what: str
-) -> np.ndarray:
-    """Returns the numbers of the rows that have at most `limit` tokens, int64.
-
-    Args:
-        lengths: returns the number of tokens of each of the given rows.
-
-    Raises:
-        DataError: a row cannot be used or is empty, a row is longer and `overlong` is `error`, or all rows are longer.
-    """
-    kept: list[int] = []
-    for begin in range(0, len(rows), MEASURED_ROWS):
-        chosen = range(begin, min(begin + MEASURED_ROWS, len(rows)))
-        for row, tokens in zip(chosen, lengths(chosen), strict=True):
-            if tokens == 0 or (tokens > limit and overlong == "error"):
-                raise rows.data_error(row, length_problem(what, tokens, limit))
-            if tokens <= limit:
-                kept.append(row)
-        if begin and begin % (100 * MEASURED_ROWS) == 0:
-            logger.info("%s: %d of %d rows measured", rows.path, begin, len(rows))
-    long = len(rows) - len(kept)
-    if not kept:
-        remedy = "Raise model.max_length or choose other data."
-        raise DataError(rows.path, f"each of the {long} rows is longer than {limit} tokens", remedy)
-    if long:
-        logger.warning("%s: %d of %d rows are longer than %d tokens and dropped", rows.path, long, len(rows), limit)
-    return np.asarray(kept, np.int64)

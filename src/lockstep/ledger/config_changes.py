@@ -15,6 +15,7 @@ ChangeEffect = Literal["none", "bits", "result"]
 _NO_EFFECT = (
     "name",
     "folder",
+    "folder_access",
     "checkpoint",
     "report",
     "tracking",
@@ -24,6 +25,7 @@ _NO_EFFECT = (
     "communication",
     "recovery",
     "watch",
+    "early_stopping",
     "filter_groups.at_limit",
     "evaluation.samples_shown",
     "reward.workers",

@@ -7,16 +7,15 @@ import hashlib
 import json
 import logging
 import os
-import resource
-import shutil
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
-from lockstep.ledger.errors import LedgerFull, RunIsActive
-
-_FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+from lockstep.base.disk_errors import REFUSED_ERRNOS, free_space, refusal_reason
+from lockstep.base.folders import open_file
+from lockstep.base.json_text import parse_json
+from lockstep.ledger.errors import LedgerFull, LedgerReadOnly, RunIsActive
 
 
 def fsync_folder(folder: Path) -> None:
@@ -28,23 +27,22 @@ def fsync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def disk_full_error(path: Path, needed: int | None, limited: bool = False) -> LedgerFull:
-    """Returns the error for a write at `path` without room. `limited`: whether the process's file size limit is the
-    cause."""
-    folder = next(parent for parent in (path, *path.parents) if parent.is_dir())
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-    return LedgerFull(path, needed, shutil.disk_usage(folder).free, limit if limited and limit >= 0 else None)
+def write_refused_error(path: Path, needed: int | None, code: int | None) -> LedgerFull | LedgerReadOnly:
+    """Returns the error for a write at `path` that was refused with this errno."""
+    why = refusal_reason(code, path)
+    return LedgerReadOnly(path, why) if code == errno.EROFS else LedgerFull(path, needed, free_space(path)[0], why)
 
 
 @contextlib.contextmanager
 def disk_full_as_ledger_error(path: Path, needed: int | None) -> Iterator[None]:
-    """Converts the operating system's errors for a full disk to LedgerFull."""
+    """Converts the operating system's errors for a full disk to LedgerFull, and for a read-only one to
+    LedgerReadOnly."""
     try:
         yield
     except OSError as error:
-        if error.errno not in _FULL_ERRNOS:
+        if error.errno not in REFUSED_ERRNOS:
             raise
-        raise disk_full_error(path, needed, limited=error.errno == errno.EFBIG) from error
+        raise write_refused_error(path, needed, error.errno) from error
 
 
 def write_hidden(target: Path, needed: int, write: Callable[[IO[bytes]], None], suffix: str = ".tmp") -> Path:
@@ -54,14 +52,18 @@ def write_hidden(target: Path, needed: int, write: Callable[[IO[bytes]], None], 
     is raised, no file is left."""
     hidden = target.parent / f".{target.name}{suffix}"
     try:
-        with disk_full_as_ledger_error(target, needed), hidden.open("wb") as file:
+        with (
+            disk_full_as_ledger_error(target, needed),
+            os.fdopen(open_file(hidden, os.O_WRONLY | os.O_TRUNC), "wb") as file,
+        ):
             _preallocate(file.fileno(), needed)
             write(file)
             file.truncate()
             file.flush()
             os.fsync(file.fileno())
     except BaseException:
-        hidden.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # as on a file system that has become read-only
+            hidden.unlink(missing_ok=True)
         raise
     return hidden
 
@@ -104,7 +106,7 @@ class RunLock:
     index refuses its writes because of their generation."""
 
     def __init__(self, path: Path, force: bool = False) -> None:
-        self._file = path.open("a+", encoding="utf-8")
+        self._file = os.fdopen(open_file(path, os.O_RDWR | os.O_APPEND), "a+", encoding="utf-8")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -125,7 +127,7 @@ class RunLock:
     def _holder(self) -> tuple[int | None, str | None]:
         self._file.seek(0)
         try:
-            holder = json.loads(self._file.read())
+            holder = parse_json(self._file.read(4096), "the lock")
             return int(holder["pid"]), str(holder["host"])
         except (ValueError, KeyError, TypeError):
             return None, None

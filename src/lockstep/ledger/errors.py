@@ -1,4 +1,5 @@
-"""Errors of the ledger, with fields for callers and a fix in the message."""
+"""Errors of the ledger, with fields for callers and a fix in the message. A field `step` is an index from 0, as in the
+ledger's methods; messages count from 1."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -55,14 +56,18 @@ class StaleGeneration(LedgerError):
 class LedgerFull(LedgerError):
     """There is no room for a write. The ledger is as it was before the write."""
 
-    def __init__(self, path: Path, needed: int | None, free: int, limit: int | None = None) -> None:
+    def __init__(self, path: Path, needed: int | None, free: int, why: str) -> None:
         need = f"{needed:,} bytes" if needed is not None else "a few pages"
-        if limit is not None:
-            why = f"the process may not write files over {limit:,} bytes: raise it with `ulimit -f`"
-        else:
-            why = f"its disk has {free:,} bytes free: make room"
         super().__init__(f"cannot write {path}: {need} needed, but {why}; then resume the run")
-        self.path, self.needed, self.free, self.limit = path, needed, free, limit
+        self.path, self.needed, self.free, self.why = path, needed, free, why
+
+
+class LedgerReadOnly(LedgerError):
+    """The file system of the ledger may not be written to."""
+
+    def __init__(self, path: Path, why: str) -> None:
+        super().__init__(f"cannot write {path}: {why}")
+        self.path, self.why = path, why
 
 
 class LedgerBusy(LedgerError):
@@ -89,11 +94,11 @@ class StepCorrupt(LedgerError):
 
     def __init__(self, path: Path, step: int, reason: str, checkpoint: int | None = None) -> None:
         if checkpoint is not None and checkpoint >= step:
-            remedy = f"it is not needed to resume: checkpoint {checkpoint} is later"
+            remedy = f"it is not needed to resume: the checkpoint after step {checkpoint + 1} is later"
         else:
             remedy = (
-                f"restore the file from a copy, or discard step {step} and everything after it "
-                f"(Ledger.rewind({step - 1})), which are then generated again"
+                f"restore the file from a copy, or discard step {step + 1} and everything after it "
+                f"(Ledger.rewind({step})), which are then generated again"
             )
         super().__init__(f"step file {path} {reason}; {remedy}")
         self.path, self.step, self.reason, self.checkpoint = path, step, reason, checkpoint
@@ -104,7 +109,7 @@ class StepConflict(LedgerError):
 
     def __init__(self, step: int, stored: str, given: str) -> None:
         super().__init__(
-            f"step {step} is already in the ledger with other rollouts (sha256 {stored[:12]}, given {given[:12]}): "
+            f"step {step + 1} is already in the ledger with other rollouts (sha256 {stored[:12]}, given {given[:12]}): "
             "train on the stored ones, Ledger.rollouts(step)"
         )
         self.step, self.stored, self.given = step, stored, given
@@ -114,7 +119,9 @@ class PromptUsedTwice(LedgerError):
     """Another step has used the prompt uid."""
 
     def __init__(self, uid: str, step: int, earlier: int) -> None:
-        super().__init__(f"prompt {uid!r} of step {step} was already used by step {earlier}: a run uses each uid once")
+        super().__init__(
+            f"prompt {uid!r} of step {step + 1} was already used by step {earlier + 1}: a run uses each uid once"
+        )
         self.uid, self.step, self.earlier = uid, step, earlier
 
 
@@ -122,7 +129,7 @@ class StepCollected(LedgerError):
     """Completions of a step were to be kept, but the step's rollouts are complete and stored."""
 
     def __init__(self, step: int) -> None:
-        super().__init__(f"cannot keep completions of step {step}: its rollouts are stored already")
+        super().__init__(f"cannot keep completions of step {step + 1}: its rollouts are stored already")
         self.step = step
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from lockstep.base.json_text import parse_json
 from lockstep.data.samples import Episode
 
 _TAG = "$lockstep"
@@ -24,7 +25,11 @@ def dumps(value: Any, where: str = "value") -> str:
 
 
 def loads(text: str) -> Any:
-    return json.loads(text, object_hook=_untag)
+    """The value that `dumps` wrote. Raises ValueError if the text is damaged."""
+    try:
+        return parse_json(text, "a value of the ledger", object_hook=_untag)
+    except (KeyError, TypeError, ArithmeticError) as error:
+        raise ValueError(f"a value of the ledger has a damaged tag: {type(error).__name__} {error}") from error
 
 
 def plain_json(value: Any, where: str = "value") -> Any:

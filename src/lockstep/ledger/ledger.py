@@ -7,10 +7,12 @@
       steps/00000013.partial  finished completions of step 13, which is not complete yet
       checkpoints/  logs/
 
+A step here is an index, from 0: the number of steps done before it. Names of files, metrics and messages call it by its
+number, from 1 (`Ledger.number`): the number of steps done after it.
+
 `record_rollouts` makes the step file durable, then its row in the index, and then returns. Only one thread of one
 process writes. Writes are refused when another process has claimed the run."""
 
-import dataclasses
 import os
 import shutil
 from collections.abc import Collection, Mapping, Sequence
@@ -18,6 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from lockstep.base.folders import check_no_links, create_file, make_folder, make_scratch_dir
 from lockstep.data.samples import Completion, Rollouts
 from lockstep.ledger import json_values, partial_rollouts, sqlite_index
 from lockstep.ledger.config_changes import ConfigChange, allowed_changes
@@ -34,19 +37,14 @@ from lockstep.ledger.run_folder import (
     last_commit,
     recover_folder,
 )
-from lockstep.ledger.sqlite_index import (
-    CheckpointRow,
-    CommitRow,
-    EvaluationRow,
-    EvaluationSample,
-    EventRow,
-    LedgerIndex,
-    MetricsRow,
-    StoredStep,
-)
+from lockstep.ledger.run_records import RunRecords
+from lockstep.ledger.sqlite_index import CheckpointRow, CommitRow, LedgerIndex, StoredStep
+
+_TRACKER_FOLDERS = ("wandb",)
+"""Folders in which a tracker makes links of its own."""
 
 
-class Ledger:
+class Ledger(RunRecords):
     """The ledger of a run, opened by `create`, `resume` or `reader`. A context manager. Its methods raise the errors of
     `ledger.errors`."""
 
@@ -54,24 +52,28 @@ class Ledger:
         self.folder = folder
         self.changes: tuple[ConfigChange, ...] = ()
         """Changes of the config that `resume` accepted."""
-        self._index, self._lock = index, lock
+        super().__init__(index)
+        self._lock = lock
         self._partial_log: partial_rollouts.PartialLog | None = None
         self._partial_step = -1
         """The step whose completions are in `_partial_log`."""
 
     @classmethod
-    def create(cls, folder: Path, config: Mapping[str, Any]) -> "Ledger":
-        """Creates a run, with generation 1. Raises FolderExists if `folder` exists. If it fails, or the process is
-        killed, no folder is left."""
+    def create(cls, folder: Path, config: Mapping[str, Any], mode: int = 0o700) -> "Ledger":
+        """Creates a run, with generation 1, in a folder of this mode, whatever the umask is. Raises FolderExists if
+        `folder` exists. If it fails, no folder is left; what a killed process left is removed by the next attempt."""
         folder = folder.absolute()
         if os.path.lexists(folder):
             raise FolderExists(folder, (folder / INDEX_FILE).exists())
-        temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+        with disk_full_as_ledger_error(folder, None):
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            temporary, hold = make_scratch_dir(f".{folder.name}.tmp-", folder.parent)
         try:
             with disk_full_as_ledger_error(folder, None):
-                shutil.rmtree(temporary, ignore_errors=True)
+                temporary.chmod(mode)
                 for name in ("steps", "checkpoints", "logs"):
-                    (temporary / name).mkdir(parents=True)
+                    make_folder(temporary / name)
+                os.close(create_file(temporary / INDEX_FILE))
             replace_file(temporary / CONFIG_FILE, config_yaml(config))
             LedgerIndex.create(temporary / INDEX_FILE, json_values.dumps(dict(config), "config"))
             fsync_folder(temporary)
@@ -85,6 +87,8 @@ class Ledger:
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
+        finally:
+            os.close(hold)
         return cls.resume(folder)
 
     @classmethod
@@ -99,9 +103,11 @@ class Ledger:
 
         `config`, if given, becomes the config of the run. Raises ConfigChanged, before anything is claimed, if it would
         change the result by other fields than those in `accept`. Raises RunIsActive if another process executes the
-        run; with `takeover`, that process's writes are refused from then on."""
+        run; with `takeover`, that process's writes are refused from then on. Raises UnsafePath if a write to the folder
+        would end elsewhere."""
         folder = folder.absolute()
         check_run_folder(folder)
+        check_no_links(folder, skip=_TRACKER_FOLDERS)
         lock = RunLock(folder / "lock", force=takeover)
         try:
             changes: tuple[ConfigChange, ...] = ()
@@ -187,11 +193,11 @@ class Ledger:
             ValueError, TypeError: a value cannot be stored exactly.
         """
         if rollouts.step != step:
-            raise ValueError(f"rollouts of step {rollouts.step} were collected as step {step}")
+            raise ValueError(f"rollouts of step {rollouts.step + 1} were collected as step {step + 1}")
         path = self.step_path(step)
         from lockstep.ledger import step_file  # needs pyarrow, which the core does not install
 
-        table = step_file.rollouts_table(rollouts, dict(extra or {}))
+        table = step_file.rollouts_table(rollouts, dict(extra or {}), self._index.first_step)
         temporary, digest, size = step_file.write_hidden_step(path, table, self.generation)
         row_added = False
         try:
@@ -238,11 +244,19 @@ class Ledger:
             raise StepCorrupt(path, step, "is missing", checkpoint) from error
         from lockstep.ledger.step_file import read_step_file  # needs pyarrow
 
-        return read_step_file(path, step)
+        return read_step_file(path, step, self._index.first_step)
 
     def collected_steps(self) -> list[int]:
         """Returns the steps whose rollouts were stored, including deleted ones."""
         return [row[0] for row in self._index.rows("SELECT step FROM steps ORDER BY step")]
+
+    def stored_steps(self) -> list[int]:
+        """Returns the steps whose step files are kept."""
+        return [row[0] for row in self._index.rows("SELECT step FROM steps WHERE NOT removed ORDER BY step")]
+
+    def completions_of(self, step: int) -> int:
+        """Returns the number of completions of a collected step."""
+        return sum(row[0] for row in self._index.rows("SELECT completions FROM steps WHERE step = ?", step))
 
     def is_collected(self, step: int) -> bool:
         """Returns whether the step is one of `collected_steps`."""
@@ -270,7 +284,7 @@ class Ledger:
         with self._index.transaction() as transaction:
             last = last_commit(transaction)
             if last >= 0 and step > last + 1:
-                raise OutOfOrder("commit of step", step, last + 1)
+                raise OutOfOrder("commit of step", step + 1, last + 2)
             transaction.put("commits", step=step, stats=json_values.dumps(dict(stats), "stats"))
 
     def last_committed_step(self) -> int:
@@ -289,7 +303,7 @@ class Ledger:
 
     def commits(self) -> list[CommitRow]:
         rows = self._index.rows("SELECT step, at, generation, stats FROM commits ORDER BY step")
-        return [CommitRow(step, at, generation, json_values.loads(stats)) for step, at, generation, stats in rows]
+        return [CommitRow(step, at, generation, self._index.parse(stats, dict)) for step, at, generation, stats in rows]
 
     def record_published(self, version: int) -> None:
         """Records that engines got this version of the weights. Raises OutOfOrder if the step that makes the version is
@@ -338,72 +352,35 @@ class Ledger:
             self.step_path(step).unlink(missing_ok=True)
         return steps
 
-    def rewind(self, step: int) -> None:
-        """Discards everything after `step`, including step files and records of checkpoints, so that these steps run
-        again."""
+    def rewind(self, done: int) -> None:
+        """Discards everything after the first `done` steps, including step files and records of checkpoints, so that
+        later steps run again."""
+        step = done - 1
         with self._index.transaction() as transaction:
             # If the process is killed before the files are deleted, `recover_folder` deletes them.
             transaction.set_meta(REWINDING, str(step))
-            for table in ("steps", "prompts", "commits", "checkpoints", "evaluations", "metrics"):
+            for table in ("steps", "prompts", "commits", "checkpoints", "evaluations", "metrics", "samples"):
                 transaction.execute(f"DELETE FROM {table} WHERE step > ?", step)
-            version = min(int(transaction.execute("SELECT value FROM meta WHERE key = 'published'")[0][0]), step + 1)
+            version = min(int(transaction.execute("SELECT value FROM meta WHERE key = 'published'")[0][0]), done)
             transaction.set_meta("published", str(version))
-            transaction.put("events", kind="rewound", fields=json_values.dumps({"step": step}))
+            transaction.put("events", kind="rewound", fields=json_values.dumps({"done": done}))
         self._end_partial()
         finish_rewind(self.folder, self._index)
 
-    # Reports
-
-    def record_evaluation(
-        self, step: int, metrics: Mapping[str, float], samples: Sequence[EvaluationSample] = ()
-    ) -> None:
-        """Records an evaluation of the weights after `step` (-1: before the first), and replaces an earlier one."""
-        shown = json_values.dumps([dataclasses.asdict(sample) for sample in samples], "samples")
-        with self._index.transaction() as transaction:
-            transaction.put(
-                "evaluations", step=step, metrics=json_values.dumps(dict(metrics), "metrics"), samples=shown
-            )
-
-    def evaluations(self) -> list[EvaluationRow]:
-        rows = self._index.rows("SELECT step, at, metrics, samples FROM evaluations ORDER BY step")
-        found = []
-        for step, at, metrics, stored in rows:
-            samples = [EvaluationSample(**sample) for sample in json_values.loads(stored)]
-            found.append(EvaluationRow(step, at, json_values.loads(metrics), samples))
-        return found
-
-    def record_metrics(self, step: int, row: Mapping[str, float]) -> None:
-        """Adds values to the metrics of a step, and replaces those with the same names."""
-        with self._index.transaction() as transaction:
-            found = transaction.execute('SELECT "values" FROM metrics WHERE step = ?', step)
-            merged = {**(json_values.loads(found[0][0]) if found else {}), **row}
-            transaction.put("metrics", step=step, values=json_values.dumps(merged, "metrics"))
-
-    def metrics_rows(self, after: int | None = None) -> list[MetricsRow]:
-        """Returns the metrics by step, only of steps later than `after`."""
-        where = "" if after is None else f"WHERE step > {int(after)}"
-        rows = self._index.rows(f'SELECT step, at, generation, "values" FROM metrics {where} ORDER BY step')
-        return [MetricsRow(step, at, generation, json_values.loads(row)) for step, at, generation, row in rows]
-
-    def record_event(self, kind: str, **fields: Any) -> None:
-        """Records an event with the current time."""
-        with self._index.transaction() as transaction:
-            transaction.put("events", kind=kind, fields=json_values.dumps(fields, kind))
-
-    def events(self) -> list[EventRow]:
-        """Returns all events, oldest first."""
-        rows = self._index.rows("SELECT at, generation, kind, fields FROM events ORDER BY id")
-        return [EventRow(at, generation, kind, json_values.loads(fields)) for at, generation, kind, fields in rows]
-
     def config(self) -> dict[str, Any]:
         """Returns the run's current resolved config."""
-        return dict(json_values.loads(self._index.meta("config")))
+        return dict(self._index.parse(self._index.meta("config"), dict))
+
+    def number(self, step: int) -> int:
+        """Returns what files and metrics call a step: the number of steps done after it; 0 for the state before the
+        first (step -1). Runs that were begun before this convention continue to count from 0, and -1."""
+        return step + self._index.first_step
 
     def step_path(self, step: int) -> Path:
-        return self.folder / "steps" / f"{step:08d}.arrow"
+        return self.folder / "steps" / f"{self.number(step):08d}.arrow"
 
     def _partial_path(self, step: int) -> Path:
-        return self.folder / "steps" / f"{step:08d}.partial"
+        return self.folder / "steps" / f"{self.number(step):08d}.partial"
 
     def _end_partial(self) -> None:
         if self._partial_log is not None:

@@ -10,6 +10,7 @@ from typing import IO, cast
 import msgspec
 import numpy as np
 
+from lockstep.base.folders import open_file
 from lockstep.data.samples import Completion, FinishReason
 from lockstep.ledger.durable_files import disk_full_as_ledger_error, fsync_folder
 from lockstep.ledger.json_values import decode_episode, encode_episode
@@ -37,7 +38,7 @@ class PartialLog:
         self._path = path
         created = not path.exists()
         with disk_full_as_ledger_error(path, None):
-            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._descriptor = open_file(path, os.O_RDWR)
         with os.fdopen(os.dup(self._descriptor), "rb") as file:
             self._end = _read_complete_frames(file)[1]
         os.ftruncate(self._descriptor, self._end)

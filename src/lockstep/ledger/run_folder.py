@@ -61,14 +61,14 @@ def recover_folder(folder: Path, index: LedgerIndex) -> None:
     finish_rewind(folder, index)
     known = {step: bool(removed) for step, removed in index.rows("SELECT step, removed FROM steps")}
     for path in sorted((folder / "steps").iterdir()):
-        step = int(path.stem) if path.stem.isdigit() else None
+        step = int(path.stem) - index.first_step if path.stem.isdigit() else None
         if path.name.startswith(".") and path.suffix == ".tmp":
             path.unlink(missing_ok=True)
         elif step is not None and path.suffix == ".arrow" and step not in known:
             _index_step_file(index, step, path)
         elif step is not None and ((path.suffix == ".arrow" and known[step]) or _is_superseded(index, path, step)):
             path.unlink(missing_ok=True)
-    config_file, config = folder / CONFIG_FILE, config_yaml(dict(json_values.loads(index.meta("config"))))
+    config_file, config = folder / CONFIG_FILE, config_yaml(index.parse(index.meta("config"), dict))
     if not config_file.exists() or config_file.read_bytes() != config:
         replace_file(config_file, config)
 
@@ -81,7 +81,8 @@ def finish_rewind(folder: Path, index: LedgerIndex) -> None:
     last, steps = int(pending[0][0]), folder / "steps"
     known = {row[0] for row in index.rows("SELECT step FROM steps")}
     for path in steps.iterdir():
-        if path.stem.isdigit() and int(path.stem) > last and int(path.stem) not in known:
+        step = int(path.stem) - index.first_step if path.stem.isdigit() else last
+        if step > last and step not in known:
             path.unlink()
     fsync_folder(steps)
     with index.transaction() as transaction:
@@ -96,11 +97,11 @@ def _index_step_file(index: LedgerIndex, step: int, path: Path) -> None:
     from lockstep.ledger.step_file import read_step_file  # needs pyarrow, which the core does not install
 
     try:
-        stored = read_step_file(path, step)
+        stored = read_step_file(path, step, index.first_step)
     except StepCorrupt:
         path.rename(path.with_suffix(".rejected"))
         with index.transaction() as transaction:
-            fields = json_values.dumps({"step": step, "path": str(path)}, "step_rejected")
+            fields = json_values.dumps({"step": step + 1, "path": str(path)}, "step_rejected")
             transaction.put("events", kind="step_rejected", fields=fields)
         return
     with index.transaction() as transaction:

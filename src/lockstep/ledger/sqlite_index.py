@@ -4,29 +4,27 @@ The journal mode depends on the file system of the folder.
 """
 
 import contextlib
+import errno
 import os
-import re
 import sqlite3
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 from urllib.parse import quote
 
+from lockstep.base.disk_errors import file_size_limit, free_space, refusal_reason
+from lockstep.base.filesystems import is_on_local_disk
 from lockstep.data.samples import Rollouts
-from lockstep.ledger.durable_files import disk_full_error
-from lockstep.ledger.errors import IndexDamaged, LedgerBusy, LedgerFull, NotARun, StaleGeneration
+from lockstep.ledger import json_values
+from lockstep.ledger.durable_files import write_refused_error
+from lockstep.ledger.errors import IndexDamaged, LedgerBusy, LedgerError, LedgerReadOnly, NotARun, StaleGeneration
 
-# fmt: off
-_NETWORK_FILESYSTEMS = frozenset({
-    "9p", "afs", "beegfs", "ceph", "cifs", "coda", "davfs", "fhgfs", "fuse", "gfs", "gfs2", "glusterfs", "gpfs",
-    "lustre", "mmfs", "ncpfs", "nfs", "nfs3", "nfs4", "ocfs2", "orangefs", "panfs", "prl_fs", "pvfs2", "smb2", "smb3",
-    "smbfs", "vboxsf", "virtiofs", "wekafs",
-})
-# fmt: on
-
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+FIRST_STEPS = {1: 0, SCHEMA_VERSION: 1}
+"""The number of the first step in names of files and rows of metrics, by format. A run keeps its format."""
+T = TypeVar("T")
 BUSY_TIMEOUT_S = 10.0
 """How long a write waits for readers before it fails with LedgerBusy."""
 
@@ -49,12 +47,16 @@ CREATE TABLE events (id INTEGER PRIMARY KEY, kind TEXT NOT NULL, fields TEXT NOT
 _DRAWS_TABLE = """
 CREATE TABLE IF NOT EXISTS draws (step INTEGER NOT NULL, round INTEGER NOT NULL, start INTEGER NOT NULL,
   count INTEGER NOT NULL, generation INTEGER NOT NULL, at REAL NOT NULL, PRIMARY KEY (step, round)) WITHOUT ROWID"""
+_SAMPLES_TABLE = """
+CREATE TABLE IF NOT EXISTS samples (step INTEGER PRIMARY KEY, samples TEXT NOT NULL, generation INTEGER NOT NULL,
+  at REAL NOT NULL)"""
 # sqlite.org/rescode.html: errors of writes without room on the disk, or beyond the process's file size limit.
 _FULL_CODES = {
     sqlite3.SQLITE_FULL,
     sqlite3.SQLITE_IOERR_WRITE,
     sqlite3.SQLITE_IOERR_SHMSIZE,
     sqlite3.SQLITE_IOERR_TRUNCATE,
+    sqlite3.SQLITE_CANTOPEN,  # a journal needs an inode
 }
 
 
@@ -70,7 +72,7 @@ class StoredStep:
 @dataclass(frozen=True, slots=True)
 class CheckpointRow:
     step: int
-    """The last step trained into it. Later steps are trained again from their step files."""
+    """The last step trained into it, from 0. Later steps are trained again from their step files."""
     path: Path
     metric: float | None
     """The metric that `keep_best` compares; higher is better."""
@@ -94,8 +96,8 @@ class MetricsRow:
 
 
 @dataclass(frozen=True, slots=True)
-class EvaluationSample:
-    """A completion of an evaluation, as text."""
+class CompletionSample:
+    """A completion of a step or of an evaluation, as text."""
 
     prompt: str
     completion: str
@@ -108,6 +110,16 @@ class EvaluationSample:
     finish: str = "stop"
     messages: list[dict[str, Any]] | None = None
     """All turns after the prompt; None without an environment."""
+    number: int = 0
+    """The completion's number in its group, from 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplesRow:
+    step: int
+    at: float
+    samples: list[CompletionSample]
+    """A few completions of the step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +127,7 @@ class EvaluationRow:
     step: int
     at: float
     metrics: dict[str, float]
-    samples: list[EvaluationSample]
+    samples: list[CompletionSample]
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +145,7 @@ class LedgerIndex:
 
     def __init__(self, path: Path, connection: sqlite3.Connection, generation: int) -> None:
         self.path, self.generation = path, generation
+        self.first_step = FIRST_STEPS[int(_read_meta(connection, "schema"))]
         self._connection = connection
 
     @classmethod
@@ -164,8 +177,9 @@ class LedgerIndex:
                 connection.execute(f"PRAGMA journal_mode = {journal_mode_for(path.parent)}")
                 connection.execute("PRAGMA synchronous = FULL")
                 connection.execute("BEGIN IMMEDIATE")
-                connection.execute(_DRAWS_TABLE)  # runs that earlier versions created lack this table
-                generation = int(_read_meta(connection, "generation")) + 1
+                for table in (_DRAWS_TABLE, _SAMPLES_TABLE):  # runs that earlier versions created lack them
+                    connection.execute(table)
+                generation = _read_number(path, connection, "generation") + 1
                 connection.execute("UPDATE meta SET value = ? WHERE key = 'generation'", (str(generation),))
                 connection.execute("COMMIT")
             except BaseException:
@@ -188,12 +202,22 @@ class LedgerIndex:
                 if os.access(path.parent, os.W_OK) or (log.exists() and log.stat().st_size > 0):
                     raise
                 connection = _open_read_only(path, "mode=ro&immutable=1")
-            generation = int(_read_meta(connection, "generation"))
+            generation = _read_number(path, connection, "generation")
         return cls(path, connection, generation)
 
     def rows(self, sql: str, *arguments: Any) -> list[tuple[Any, ...]]:
         with _sqlite_errors(self.path):
             return self._connection.execute(sql, arguments).fetchall()
+
+    def parse(self, text: str, kind: type[T]) -> T:
+        """The value of a column that `json_values.dumps` wrote. Raises IndexDamaged if it is anything else."""
+        try:
+            value = json_values.loads(text)
+        except ValueError as error:
+            raise IndexDamaged(self.path, str(error)) from error
+        if not isinstance(value, kind):
+            raise IndexDamaged(self.path, f"it holds a {type(value).__name__} where a {kind.__name__} belongs")
+        return value
 
     def meta(self, key: str) -> str:
         with _sqlite_errors(self.path):
@@ -206,7 +230,7 @@ class LedgerIndex:
         with _sqlite_errors(self.path):
             self._connection.execute("BEGIN IMMEDIATE")
             try:
-                current = int(_read_meta(self._connection, "generation"))
+                current = _read_number(self.path, self._connection, "generation")
                 if current != self.generation:
                     raise StaleGeneration(self.path.parent, self.generation, current)
                 yield IndexTransaction(self._connection, self.generation)
@@ -253,43 +277,10 @@ def allot_positions(transaction: IndexTransaction, step: int, round: int, count:
     return start, count
 
 
-def is_network_filesystem(kind: str) -> bool:
-    """Returns whether a file system type (`nfs4`, `fuse.sshfs`, ...) may be shared between hosts.
-
-    True for `fuse.*`, whose storage is unknown, but not for `fuseblk`, a local disk."""
-    return kind in _NETWORK_FILESYSTEMS or kind.startswith("fuse.")
-
-
-def mounted_filesystem(path: PurePosixPath, mountinfo: str) -> str | None:
-    """Returns the type of the file system that holds the absolute `path`, from the text of /proc/self/mountinfo
-    (proc(5)); None if no mount point matches. Of two mounts at one mount point, the later one is visible."""
-    best: tuple[int, str] | None = None
-    for line in mountinfo.splitlines():
-        left, found, right = line.partition(" - ")
-        fields, kinds = left.split(), right.split()
-        if not found or len(fields) < 5 or not kinds:
-            continue
-        point = PurePosixPath(_unescape_mount(fields[4]))
-        if path.is_relative_to(point) and (best is None or len(point.parts) >= best[0]):
-            best = (len(point.parts), kinds[0])
-    return None if best is None else best[1]
-
-
 def journal_mode_for(folder: Path, mountinfo: str | None = None) -> str:
     """Returns `WAL` for a local disk, and `TRUNCATE` (a rollback journal) for a network file system or an unknown
     one."""
-    if mountinfo is None:
-        try:
-            mountinfo = Path("/proc/self/mountinfo").read_text(errors="replace")
-        except OSError:
-            return "TRUNCATE"
-    kind = mounted_filesystem(PurePosixPath(folder.resolve()), mountinfo)
-    return "TRUNCATE" if kind is None or is_network_filesystem(kind) else "WAL"
-
-
-def _unescape_mount(text: str) -> str:
-    """Decodes blanks and backslashes, which mountinfo writes in octal: `\\040`."""
-    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
+    return "WAL" if is_on_local_disk(folder, mountinfo) else "TRUNCATE"
 
 
 @contextlib.contextmanager
@@ -303,6 +294,10 @@ def _sqlite_errors(path: Path) -> Iterator[None]:
             raise no_room from error
         if code is not None and code & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
             raise LedgerBusy(path, BUSY_TIMEOUT_S) from error
+        if code is not None and code & 0xFF == sqlite3.SQLITE_READONLY:
+            mounted_read_only = os.statvfs(path.parent).f_flag & os.ST_RDONLY
+            why = refusal_reason(errno.EROFS, path) if mounted_read_only else _NO_WRITE_ACCESS
+            raise LedgerReadOnly(path, why) from error
         if isinstance(error, sqlite3.OperationalError | sqlite3.DatabaseError) and not isinstance(
             error, sqlite3.ProgrammingError | sqlite3.IntegrityError
         ):
@@ -310,11 +305,21 @@ def _sqlite_errors(path: Path) -> Iterator[None]:
         raise
 
 
-def _full_error(path: Path, code: int) -> LedgerFull | None:
-    """Returns the error for a write without room; None if it failed for another reason, such as a broken disk."""
-    error = disk_full_error(path, None, limited=code != sqlite3.SQLITE_FULL)
-    plausible = code == sqlite3.SQLITE_FULL or error.limit is not None or error.free < 1 << 20
-    return error if plausible else None
+_NO_WRITE_ACCESS = "this user may not write it: give it write access to the run's folder and to all files in it"
+
+
+def _full_error(path: Path, code: int) -> LedgerError | None:
+    """Returns the error for a write without room; None if it failed for another reason, such as a broken disk. SQLite
+    does not say which limit of the file system was reached."""
+    free, inodes, all_inodes = free_space(path)
+    if code == sqlite3.SQLITE_CANTOPEN and not (all_inodes and not inodes and path.exists()):
+        return None
+    if code not in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_CANTOPEN):
+        if file_size_limit() is not None:
+            return write_refused_error(path, None, errno.EFBIG)
+        if free >= 1 << 20 and (inodes or not all_inodes):
+            return None
+    return write_refused_error(path, None, errno.ENOSPC)
 
 
 def _open_read_only(path: Path, options: str) -> sqlite3.Connection:
@@ -338,18 +343,28 @@ def _roll_back(path: Path) -> None:
 
 def _check_schema(path: Path, connection: sqlite3.Connection) -> None:
     try:
-        version = int(_read_meta(connection, "schema"))
+        version = _read_number(path, connection, "schema")
     except sqlite3.DatabaseError as error:
         if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_NOTADB or "no such table" in str(error):
             raise NotARun(path.parent, f"{path.name} is not a ledger ({error})") from error
         raise
-    if version != SCHEMA_VERSION:
-        raise NotARun(path.parent, f"its ledger has format {version}, this lockstep reads {SCHEMA_VERSION}")
+    if version not in FIRST_STEPS:
+        raise NotARun(path.parent, f"its ledger has format {version}, this lockstep reads {SCHEMA_VERSION} and earlier")
 
 
 def _read_meta(connection: sqlite3.Connection, key: str) -> str:
     row = connection.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
+    if row is None:
+        raise sqlite3.DatabaseError(f"the table meta has no {key!r}")
     return str(row[0])
+
+
+def _read_number(path: Path, connection: sqlite3.Connection, key: str) -> int:
+    text = _read_meta(connection, key)
+    try:
+        return int(text)
+    except ValueError:
+        raise IndexDamaged(path, f"the table meta has {key} {text[:40]!r}, which is no number") from None
 
 
 def _uri(path: Path) -> str:

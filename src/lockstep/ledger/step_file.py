@@ -90,12 +90,16 @@ def spans_of(column: Any) -> list[slice]:
 _FORMAT = "1"
 
 
-def rollouts_table(rollouts: Rollouts, extra: dict[str, Any]) -> Any:
-    """Makes the Arrow table. A ValueError or TypeError names the prompt and field that cannot be stored exactly."""
+def rollouts_table(rollouts: Rollouts, extra: dict[str, Any], first_step: int = 1) -> Any:
+    """Makes the Arrow table. A ValueError or TypeError names the prompt and field that cannot be stored exactly.
+
+    Args:
+        first_step: the number that the run gives its first step.
+    """
     groups = rollouts.groups
     sizes = sorted({len(group.completions) for group in groups})
     if len(sizes) > 1:
-        raise ValueError(f"the groups of step {rollouts.step} have {sizes} completions: all need the same number")
+        raise ValueError(f"the groups of step {rollouts.step + 1} have {sizes} completions: all need the same number")
     prompts = [group.prompt for group in groups]
     columns = {
         "uid": text_column([prompt.uid for prompt in prompts]),
@@ -113,7 +117,7 @@ def rollouts_table(rollouts: Rollouts, extra: dict[str, Any]) -> Any:
         columns["files"] = text_column([_json_field(p.uid, "files", p.files) for p in prompts])
     metadata = {
         "lockstep.format": _FORMAT,
-        "lockstep.step": str(rollouts.step),
+        "lockstep.step": str(rollouts.step + first_step),
         "lockstep.version": str(rollouts.version),
         "lockstep.extra": json_values.dumps(extra, "extra"),
     }
@@ -135,15 +139,16 @@ def write_hidden_step(target: Path, table: Any, generation: int) -> tuple[Path, 
     return hidden, digest.hexdigest(), size
 
 
-def read_step_file(path: Path, step: int) -> StoredStep:
+def read_step_file(path: Path, step: int, first_step: int = 1) -> StoredStep:
     """Reads a step file. Raises StepCorrupt if it cannot be read, or belongs to another step."""
     try:
         with pa.memory_map(str(path)) as source:
             table = pa.ipc.open_file(source).read_all().combine_chunks()
             table.validate()
             metadata = {key.decode(): value.decode() for key, value in (table.schema.metadata or {}).items()}
-            if metadata.get("lockstep.format") != _FORMAT or metadata.get("lockstep.step") != str(step):
-                raise StepCorrupt(path, step, f"belongs to another step than {step}, or to another version of lockstep")
+            if metadata.get("lockstep.format") != _FORMAT or metadata.get("lockstep.step") != str(step + first_step):
+                why = f"belongs to another step than {step + first_step}, or to another version of lockstep"
+                raise StepCorrupt(path, step, why)
             groups = _groups(table)
     except FileNotFoundError as error:
         raise StepCorrupt(path, step, "is missing") from error

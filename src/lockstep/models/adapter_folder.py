@@ -1,6 +1,5 @@
 """Reads the settings of an existing adapter in peft's format, and checks whether it matches a model."""
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -8,8 +7,10 @@ from typing import Any
 
 import torch
 
+from lockstep.base.json_text import read_json
 from lockstep.config.model import AdapterConfig
 from lockstep.models.errors import ModelError
+from lockstep.models.folder_digests import check_digests
 from lockstep.models.hf_checkpoint import SafetensorsCheckpoint, resolve_folder
 
 ADAPTER_FIELD = "model.adapter.path"
@@ -90,7 +91,9 @@ _REMEDY = "set model.path to the model it was trained on, and leave out target_m
 
 
 def _adapter_checkpoint(path: str) -> SafetensorsCheckpoint:
-    return SafetensorsCheckpoint(resolve_folder(path, field=ADAPTER_FIELD), _ADAPTER_FILE, ADAPTER_FIELD)
+    folder = resolve_folder(path, field=ADAPTER_FIELD)
+    check_digests(folder, ADAPTER_FIELD)
+    return SafetensorsCheckpoint(folder, _ADAPTER_FILE, ADAPTER_FIELD)
 
 
 def _read_settings(path: str, stored: SafetensorsCheckpoint) -> dict[str, Any]:
@@ -126,7 +129,7 @@ def _read_settings(path: str, stored: SafetensorsCheckpoint) -> dict[str, Any]:
 
 def _read_config(path: str, folder: Path) -> dict[str, Any]:
     try:
-        content = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+        content = read_json(folder / "adapter_config.json")
     except (OSError, ValueError) as error:
         raise ModelError(
             ADAPTER_FIELD, path, f"its adapter_config.json cannot be read ({error})", "give peft's folder"

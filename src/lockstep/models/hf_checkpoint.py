@@ -4,7 +4,6 @@ whole model.
 
 import difflib
 import hashlib
-import json
 import logging
 import re
 from collections.abc import Callable, Iterator
@@ -20,7 +19,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lockstep.base.json_text import read_json
+from lockstep.base.text import first_line
 from lockstep.models.errors import ModelError
+from lockstep.models.folder_digests import check_digests
 from lockstep.models.huggingface import download_model
 from lockstep.models.policy_model import PolicyModel, hf_name
 from lockstep.models.weight_conversion import CheckpointMapping, StoredWeight
@@ -61,8 +63,11 @@ class SafetensorsCheckpoint:
 
     def _file_names(self) -> list[str]:
         if (self.folder / _INDEX_FILE).is_file():
-            index = json.loads((self.folder / _INDEX_FILE).read_text(encoding="utf-8"))
-            return sorted(set(index["weight_map"].values()))
+            try:
+                return sorted({str(file) for file in read_json(self.folder / _INDEX_FILE)["weight_map"].values()})
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                problem = f"{_INDEX_FILE} cannot be read ({first_line(error)})"
+                raise ModelError(self.field, str(self.folder), problem, "download it again") from error
         if (self.folder / self.single).is_file():
             return [self.single]
         raise ModelError(self.field, str(self.folder), f"holds no {self.single}", "convert the weights to safetensors")
@@ -145,17 +150,23 @@ def check_weights(policy: PolicyModel, folder: Path) -> NameReport:
         return _match_names(policy, checkpoint)[0]
 
 
-def fill_policy(policy: PolicyModel, folder: Path, device: torch.device | str) -> NameReport:
+def fill_policy(
+    policy: PolicyModel, folder: Path, device: torch.device | str, share: tuple[int, int] = (0, 1)
+) -> NameReport:
     """Reads a checkpoint into a policy on the meta device, which may be sharded by rows (FSDP2).
 
     Each rank reads only its rows, without communication. Tied weights stay tied; buffers are moved to `device`.
+
+    Args:
+        share: which part of the tensors this rank compares with the digests of an export, and of how many.
 
     Returns:
         The report; its `missing` is empty.
 
     Raises:
-        ModelError: a weight is missing or has another shape; the policy is unchanged.
+        ModelError: a weight is missing, has another shape or was damaged; the policy is unchanged.
     """
+    check_digests(folder, share=share)
     with SafetensorsCheckpoint(folder) as checkpoint:
         report, sources, mapping = _match_names(policy, checkpoint)
         policy.lm._weight_conversions = mapping.used_conversions  # transformers reverts them in an export

@@ -13,6 +13,7 @@ from huggingface_hub.file_download import repo_folder_name
 from transformers.utils import logging
 
 from lockstep.base import waits
+from lockstep.base.hub import REMEDY, hub_problem
 from lockstep.base.text import first_line
 from lockstep.models.errors import HubUnreachable, ModelError
 
@@ -30,11 +31,15 @@ def download_model(name: str, revision: str | None, *, field: str, weights: bool
         Stalled: the download received no byte for too long (`lockstep.base.wait_state.Stalled`).
     """
     outcome: list[Path | Exception] = []
+    offline = hub_problem()  # then the copy in the cache is used, if there is one
 
     def work() -> None:
         try:
             patterns = [*_CONFIG_PATTERNS, "*.safetensors"] if weights else _CONFIG_PATTERNS
-            outcome.append(Path(snapshot_download(name, revision=revision, allow_patterns=patterns, etag_timeout=10)))
+            folder = snapshot_download(
+                name, revision=revision, allow_patterns=patterns, etag_timeout=10, local_files_only=bool(offline)
+            )
+            outcome.append(Path(folder))
         except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError, ValueError) as error:
             outcome.append(error)
 
@@ -58,6 +63,9 @@ def download_model(name: str, revision: str | None, *, field: str, weights: bool
         raise ModelError(field, name, "its download ended without a result", "see the traceback above")
     if isinstance(found := outcome[0], Path):
         return found
+    if offline and isinstance(found, LocalEntryNotFoundError):
+        problem = f"there is no such folder, it is not in this machine's cache, and {offline}"
+        raise HubUnreachable(field, name, problem, REMEDY) from found
     problem = f"there is no such folder, and the hub does not provide it ({type(found).__name__}: {first_line(found)})"
     unreachable = isinstance(found, LocalEntryNotFoundError | ConnectionError)  # the hub itself did not answer
     error_class = HubUnreachable if unreachable else ModelError

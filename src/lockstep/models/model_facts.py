@@ -71,11 +71,12 @@ def model_facts(cfg: ModelConfig, device: str) -> ModelFacts:
     folder = Path(cfg.path).expanduser()
     if folder.is_dir():  # weights of a hub name may not be downloaded yet
         check_weights(policy, folder)
+    total = sum(parameter.numel() for parameter in weights.values())
     layers = [sum(parameter.numel() for parameter in layer.parameters()) for layer in policy.layers]
     config: Any = policy.config.get_text_config()
     heads = getattr(config, "num_attention_heads", 0)  # a state-space model has none
     return ModelFacts(
-        parameters=sum(parameter.numel() for parameter in weights.values()),
+        parameters=total,
         layers=len(policy.layers),
         hidden=config.hidden_size,
         vocabulary=config.vocab_size,
@@ -84,7 +85,7 @@ def model_facts(cfg: ModelConfig, device: str) -> ModelFacts:
         context=usable_context(cfg, policy.config),
         dtype=str(resolve_dtype(cfg.dtype, device)).removeprefix("torch."),
         largest_layer=max(layers, default=0),
-        root=sum(parameter.numel() for parameter in weights.values()) - sum(layers),
+        root=total - sum(layers),
         adapter=None if cfg.adapter is None else _adapter_facts(policy, cfg.adapter),
         router_aux_loss=_router_coefficient(cfg, policy),
     )

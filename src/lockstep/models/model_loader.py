@@ -26,6 +26,7 @@ from lockstep.base.text import first_line
 from lockstep.config.model import DType, ModelConfig, QuantizationConfig
 from lockstep.models import forest_attention
 from lockstep.models.errors import ModelError
+from lockstep.models.folder_digests import check_digests
 from lockstep.models.hf_checkpoint import resolve_folder
 from lockstep.models.huggingface import quiet_transformers
 from lockstep.models.policy_model import PolicyModel, supports_forest_attention
@@ -88,6 +89,8 @@ def dequantized_weight(module: Any) -> Tensor:
 
 log = logging.getLogger(__name__)
 
+UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, MemoryError)
+"""What transformers raises about files that are missing, damaged, or hold values of other types."""
 _CONTEXT_LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "context_length")
 
 
@@ -105,7 +108,7 @@ def load_tokenizer(cfg: ModelConfig) -> PreTrainedTokenizerBase:
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
                 folder, trust_remote_code=cfg.trust_remote_code
             )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except UNREADABLE as error:
         problem = f"its tokenizer cannot be loaded ({first_line(error)})"
         raise ModelError(field, name, problem, "set model.tokenizer to a folder that has one") from error
     if not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
@@ -134,7 +137,7 @@ def load_model_config(cfg: ModelConfig) -> Any:
     try:
         with quiet_transformers():
             return AutoConfig.from_pretrained(folder, trust_remote_code=cfg.trust_remote_code)
-    except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
+    except (*UNREADABLE, StrictDataclassError) as error:
         problem = f"its config cannot be loaded ({first_line(error)})"
         raise ModelError("model.path", cfg.path, problem, "give the folder of a causal language model") from error
 
@@ -238,6 +241,7 @@ def _load_supported_config(cfg: ModelConfig) -> Any:
 
 def _load_from_checkpoint(cfg: ModelConfig, config: Any, dtype: torch.dtype, **settings: Any) -> Any:
     folder = resolve_folder(cfg.path, cfg.revision)
+    check_digests(folder)
     with quiet_transformers():
         lm, report = AutoModelForCausalLM.from_pretrained(
             folder,

@@ -4,6 +4,7 @@ Nothing is downloaded. `AutoModelForCausalLM.from_pretrained` loads the folder.
 """
 
 import json
+import os
 import shutil
 import tempfile
 from dataclasses import asdict, dataclass
@@ -22,6 +23,8 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+from lockstep.base.folders import make_scratch_dir
+from lockstep.base.json_text import read_json
 from lockstep.models.huggingface import quiet_transformers
 
 TinyFamily = Literal["qwen2", "llama"]
@@ -86,13 +89,14 @@ class TinyModel:
             raise ValueError("alphabet: is empty, expected at least one character")
 
 
-def make_tiny(folder: Path | str, model: TinyModel | None = None, **fields: Any) -> Path:
+def make_tiny(folder: Path | str, model: TinyModel | None = None, *, overwrite: bool = False, **fields: Any) -> Path:
     """Writes config, random weights and tokenizer into `folder` and returns it.
 
     If the folder already holds a model with the same settings, it is not written again.
 
     Args:
         model: the settings; alternatively keywords: `make_tiny(folder, family="llama", seed=3)`.
+        overwrite: replace a tiny model in the folder, whatever its settings.
 
     Raises:
         FileExistsError: the folder has other content.
@@ -102,12 +106,13 @@ def make_tiny(folder: Path | str, model: TinyModel | None = None, **fields: Any)
         raise ValueError("give either a TinyModel or its fields, not both")
     model = model or TinyModel(**fields)
     folder = Path(folder)
-    if folder.exists() and any(folder.iterdir()):
-        if _read_recipe(folder) == asdict(model):
+    replaced = folder.exists() and any(folder.iterdir())
+    if replaced:
+        if holds_tiny(folder, model) and not overwrite:
             return folder
-        raise FileExistsError(f"{folder} exists, but does not hold this tiny model; choose another folder")
+        _check_replaceable(folder, overwrite)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    scratch, hold = make_scratch_dir(f".{folder.name}.tmp-", folder.parent)
     try:
         with quiet_transformers():
             tokenizer = char_tokenizer(model)
@@ -115,12 +120,31 @@ def make_tiny(folder: Path | str, model: TinyModel | None = None, **fields: Any)
             _build_model(model, tokenizer).save_pretrained(scratch)
         (scratch / _RECIPE_FILE).write_text(json.dumps(asdict(model), indent=2) + "\n", encoding="utf-8")
         scratch.chmod(0o755)
-        if folder.exists():
+        if replaced:
+            folder.rename(old := Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent)) / "old")
+        elif folder.exists():
             folder.rmdir()
         scratch.rename(folder)
+        if replaced:
+            shutil.rmtree(old.parent)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+        os.close(hold)
     return folder
+
+
+def holds_tiny(folder: Path, model: TinyModel) -> bool:
+    """Whether the folder holds a tiny model that was made with these settings."""
+    return _read_recipe(folder) == asdict(model)
+
+
+def _check_replaceable(folder: Path, overwrite: bool) -> None:
+    if _read_recipe(folder) is None:
+        raise FileExistsError(f"{folder} has files, but holds no tiny model; choose another folder")
+    if not overwrite:
+        raise FileExistsError(
+            f"{folder} holds a tiny model with other settings; choose another folder, or replace it with --overwrite"
+        )
 
 
 def char_tokenizer(model: TinyModel) -> PreTrainedTokenizerFast:
@@ -187,7 +211,7 @@ def _build_model(model: TinyModel, tokenizer: PreTrainedTokenizerFast) -> Any:
 
 def _read_recipe(folder: Path) -> dict[str, Any] | None:
     try:
-        found: dict[str, Any] = json.loads((folder / _RECIPE_FILE).read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
+        found: dict[str, Any] = read_json(folder / _RECIPE_FILE)
+    except (FileNotFoundError, NotADirectoryError, ValueError):
         return None
     return found

@@ -11,7 +11,7 @@ def sft(run: Run, cfg: SFTConfig) -> None:
     for step in run.steps():
         with run.transaction(step):
             with run.stage("pack"):
-                documents = run.samples.take(step * cfg.batch_size, cfg.batch_size)
+                documents = run.documents(step, cfg.batch_size)
                 batch = pack(
                     forest_from_documents(documents), run.policy.ranks, cfg.token_budget, run.policy.info.packing
                 )

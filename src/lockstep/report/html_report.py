@@ -13,8 +13,9 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from lockstep.base.secrets import redact
+from lockstep.base.secure_html import with_strict_policy
 from lockstep.base.text import format_duration
-from lockstep.ledger import CommitRow, EvaluationRow, EvaluationSample, EventRow, Ledger, MetricsRow
+from lockstep.ledger import CommitRow, CompletionSample, EvaluationRow, EventRow, Ledger, MetricsRow
 from lockstep.ledger.durable_files import replace_file
 from lockstep.report.charts import Chart, ChartMark, DrawnChart, draw_chart
 from lockstep.report.live_console import format_number
@@ -25,7 +26,15 @@ from lockstep.report.run_incidents import (
     incidents_of,
     incidents_summary,
 )
-from lockstep.report.run_summary import EXACT_MATCH, committed_rows, package_versions, stage_seconds, total_tokens
+from lockstep.report.run_summary import (
+    EXACT_MATCH,
+    committed_rows,
+    early_stop,
+    package_versions,
+    parent_of,
+    stage_seconds,
+    total_tokens,
+)
 
 PROGRESS_CHART = Chart("Steps done", ("steps",), "over the time the run was up", wide=True, clock=True)
 
@@ -89,7 +98,7 @@ class IncidentTimeline:
 CHARTS = (
     Chart("Exact match on held-out prompts", (EXACT_MATCH,), "share", bounded=True),
     Chart("Reward", ("reward/mean", "reward/std"), "per completion"),
-    Chart("Loss", ("policy/loss",), "policy"),
+    Chart("Loss", ("policy/loss", "eval/loss"), "training, held-out"),
     Chart("KL to the reference", ("policy/kl",), "nats per token"),
     Chart("Entropy", ("policy/entropy",), "nats per token"),
     Chart("Completion length", ("rollout/length_mean", "rollout/length_max"), "tokens"),
@@ -111,6 +120,8 @@ _LABELS = {
 }
 _MAX_OTHER_CHARTS = 24
 """Most charts of metrics that are not in CHARTS."""
+_MAX_SAMPLED_STEPS = 6
+"""Most training steps of which completions are shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,11 +161,11 @@ class ListedIncident:
 class SamplePair:
     """Completions of the same prompt before and after training."""
 
-    before: EvaluationSample | None
-    after: EvaluationSample | None
+    before: CompletionSample | None
+    after: CompletionSample | None
 
     @property
-    def shown(self) -> EvaluationSample:
+    def shown(self) -> CompletionSample:
         sample = self.after or self.before
         assert sample is not None
         return sample
@@ -168,7 +179,7 @@ def write_report(ledger: Ledger, exit_reason: str = "") -> Path:
 
 
 def render_html(ledger: Ledger, exit_reason: str = "") -> str:
-    """Renders the page. Text from data or models is escaped."""
+    """Renders the page. Text from data or models is escaped, and the page's policy forbids scripts and requests."""
     config = ledger.config()
     rows, evaluations = committed_rows(ledger)
     reason = exit_reason or _exit_reason(ledger)
@@ -176,7 +187,7 @@ def render_html(ledger: Ledger, exit_reason: str = "") -> str:
     incidents = incidents_of(ledger.events())
     timeline = IncidentTimeline(ledger, incidents)
     marks = timeline.over_steps()
-    return _jinja_environment().get_template("report.html.j2").render(
+    page = _jinja_environment().get_template("report.html.j2").render(
         name=config.get("name", ledger.folder.name),
         recipe=str(config.get("recipe", "")).upper(),
         model=config.get("model", {}).get("path", ""),
@@ -190,12 +201,15 @@ def render_html(ledger: Ledger, exit_reason: str = "") -> str:
         progress=_card(PROGRESS_CHART, {"steps": timeline.curve()}, timeline.over_time()) if incidents else None,
         evaluations=_sampled_steps(evaluations),
         pairs=_pairs(evaluations),
+        samples=_samples_of_steps(ledger),
         config=yaml.safe_dump(redact(config), sort_keys=False, allow_unicode=True),
         events=[(_local_time(event.at), event.kind, _join_fields(event.fields)) for event in ledger.events()],
+        parent=parent_of(ledger),
         versions=package_versions(),
         written=_local_time(time.time()),
         folder=str(ledger.folder),
     )  # fmt: skip
+    return with_strict_policy(page)
 
 
 def metric_curves(rows: list[MetricsRow], evaluations: list[EvaluationRow]) -> dict[str, list[tuple[float, float]]]:
@@ -259,7 +273,10 @@ def _tiles(
     if losses and not rewards:
         tiles.append(SummaryTile("loss", format_number(losses[-1]), f"from {format_number(losses[0])}"))
     total_steps = ledger.config().get("steps")
-    tiles.append(SummaryTile("steps", f"{ledger.steps_done():,}", f"of {total_steps:,}" if total_steps else ""))
+    stopped = f"stopped early: {reason}" if (reason := early_stop(ledger)) else ""
+    tiles.append(
+        SummaryTile("steps", f"{ledger.steps_done():,}", stopped or (f"of {total_steps:,}" if total_steps else ""))
+    )
     if tokens := total_tokens(rows):
         tiles.append(SummaryTile("tokens", _short_count(tokens)))
     if seconds := sum(stage_seconds(rows).values()):
@@ -273,13 +290,23 @@ def _tiles(
     return tiles
 
 
+_COLOURS = 14
+"""Colours in the page's style sheet: more than a run has stages."""
+
+
 def _stages(rows: list[MetricsRow]) -> list[StageShare]:
     seconds = stage_seconds(rows)
     total = sum(seconds.values())
     if total <= 0:
         return []
     return [
-        StageShare(name, format_duration(spent), format_duration(spent / len(rows)), 100 * spent / total, index % 6 + 1)
+        StageShare(
+            name,
+            format_duration(spent),
+            format_duration(spent / len(rows)),
+            100 * spent / total,
+            colour=index % _COLOURS + 1,
+        )
         for index, (name, spent) in enumerate(seconds.items())
     ]
 
@@ -300,6 +327,15 @@ def _pairs(evaluations: list[EvaluationRow]) -> list[SamplePair]:
     before = {sample.uid or sample.prompt: sample for sample in sampled[0].samples}
     pairs = [SamplePair(before.pop(sample.uid or sample.prompt, None), sample) for sample in sampled[-1].samples]
     return [*pairs, *(SamplePair(sample, None) for sample in before.values())]
+
+
+def _samples_of_steps(ledger: Ledger) -> list[tuple[int, list[CompletionSample]]]:
+    """Returns completions of at most `_MAX_SAMPLED_STEPS` trained steps, by the step's number: of the first, of the
+    last, and of others at even distances."""
+    rows = [row for row in ledger.samples() if row.step < ledger.steps_done()]
+    count = min(len(rows), _MAX_SAMPLED_STEPS)
+    chosen = [rows[round(place * (len(rows) - 1) / max(count - 1, 1))] for place in range(count)]
+    return [(row.step + 1, row.samples) for row in chosen]
 
 
 def _exit_reason(ledger: Ledger) -> str:

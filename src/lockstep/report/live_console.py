@@ -3,7 +3,7 @@
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
@@ -15,7 +15,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.base.text import format_duration
+from lockstep.base.text import count_noun, format_duration
+from lockstep.ledger.sqlite_index import CompletionSample
+from lockstep.report.completion_samples import sample_text
 from lockstep.report.safe_console import SafeConsole
 from lockstep.watch.beacon import beacon_table
 from lockstep.watch.beacon.beacon_table import CounterRow, ProcessRow
@@ -23,6 +25,9 @@ from lockstep.watch.beacon.beacon_table import CounterRow, ProcessRow
 _BARS = "▁▂▃▄▅▆▇█"
 REPORT_AFTER_S = 2.0
 """Without a live block, the wait of a stage is printed after this many seconds, then at doubling intervals."""
+
+SAMPLE_CHARS = 240
+"""The most characters of each text of a sample."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +132,14 @@ class LiveConsole:
             shown = "  ".join(f"{name} {format_number(value)}" for name, value in by_name.items() if "/" not in name)
             self._print(f"[cyan]evaluation[/] after step {done}: {escape(shown)}")
 
+    def samples(self, done: int, samples: Sequence[CompletionSample]) -> None:
+        """Prints completions of step `done`, shortened to some lines."""
+        if self._quiet:
+            return
+        self._print(f"[cyan]samples[/] of step {done}")
+        for sample in samples:
+            self._rich.print(sample_text(sample, SAMPLE_CHARS), soft_wrap=True)
+
     def message(self, text: str) -> None:
         """Prints information once."""
         if not self._quiet:
@@ -147,7 +160,7 @@ class LiveConsole:
         colour = {"finished": "green", "failed": "red"}.get(reason, "yellow")
         where = f", report: {report}" if report is not None else ""
         self._print(
-            f"[bold {colour}]{escape(reason)}[/] after {self._done} of {self._steps} steps in "
+            f"[bold {colour}]{escape(reason)}[/] after {self._done} of {count_noun(self._steps, 'step')} in "
             f"{format_duration(time.monotonic() - self._began)}{exact}{incident_text}; "
             f"run: {escape(str(self._folder))}{escape(where)}"
         )
@@ -193,7 +206,8 @@ class LiveConsole:
 
     def _numbers(self) -> Text:
         text = Text(no_wrap=True, overflow="ellipsis")
-        for label, value in self._shown():
+        evaluated = [(f"exact match after step {done}", format_number(exact)) for done, exact in self._evaluated[-1:]]
+        for label, value in [*self._shown(), *evaluated]:
             text.append(f"{label} ", style="dim")
             text.append(f"{value}  ", style="bold")
         if len(self._rewards) > 1:
@@ -210,8 +224,6 @@ class LiveConsole:
                 found.append(("nothing learned:", "no group has completions with different rewards"))
             elif name in self._metrics:
                 found.append((label, format_number(self._metrics[name])))
-        if self._evaluated:
-            found.insert(1, ("exact match", format_number(self._evaluated[-1][1])))
         if "throughput/tokens_per_s" in self._metrics:
             found.append(("tokens/s", f"{self._metrics['throughput/tokens_per_s']:,.0f}"))
         return found

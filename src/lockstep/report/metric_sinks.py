@@ -18,18 +18,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from tensorboard.compat.proto import event_pb2, summary_pb2
+from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, tensor_shape_pb2, types_pb2
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from lockstep.base import waits
+from lockstep.base.folders import create_file, make_folder, open_file
+from lockstep.base.json_text import parse_json
 from lockstep.base.secrets import redact_text
 from lockstep.base.wait_state import WaitTimeout
 from lockstep.ledger.durable_files import disk_full_as_ledger_error, replace_file
+from lockstep.ledger.sqlite_index import CompletionSample
+from lockstep.report.completion_samples import sample_markdown
 
 
 class MetricSink(Protocol):
     def write(self, step: int, values: Mapping[str, float], at: float | None = None) -> None:
         """Writes one row, visible to readers on return. `at`: seconds since the epoch; None: now."""
+
+    def write_samples(self, step: int, samples: Sequence[CompletionSample]) -> None:
+        """Writes completions of a step, where the sink takes texts."""
 
     def close(self, reason: str = "") -> None:
         """Idempotent. `reason`: how the run ended, as in its summary."""
@@ -41,10 +48,11 @@ class JsonlSink:
     def __init__(self, path: Path, resume_after: int | None = None) -> None:
         """`resume_after`: keep rows up to this step (None: all rows). An incomplete last line is dropped."""
         self._path = path
-        if path.exists():
+        if os.path.lexists(path):
+            os.close(open_file(path))  # refuses a link
             _trim_rows(path, resume_after)
         with disk_full_as_ledger_error(path, None):
-            self._file = path.open("a", encoding="utf-8")
+            self._file = os.fdopen(open_file(path, os.O_WRONLY | os.O_APPEND), "a", encoding="utf-8")
 
     def write(self, step: int, values: Mapping[str, float], at: float | None = None) -> None:
         row = {"step": step, "time": round(time.time() if at is None else at, 3)}
@@ -54,6 +62,9 @@ class JsonlSink:
         with disk_full_as_ledger_error(self._path, len(line)):
             self._file.write(line)
             self._file.flush()
+
+    def write_samples(self, step: int, samples: Sequence[CompletionSample]) -> None:
+        """Does nothing: the file has numbers only."""
 
     def close(self, reason: str = "") -> None:
         _close_file(self._file)
@@ -70,8 +81,8 @@ class TensorBoardSink:
         )
         self._path = folder / name
         with disk_full_as_ledger_error(self._path, None):
-            folder.mkdir(parents=True, exist_ok=True)
-            self._file = self._path.open("xb")
+            make_folder(folder)
+            self._file = os.fdopen(create_file(self._path), "wb")
         self._records = RecordWriter(self._file)
         self._event(event_pb2.Event(wall_time=time.time(), file_version="brain.Event:2"))
         if resume_after is not None:
@@ -83,6 +94,21 @@ class TensorBoardSink:
             value=[summary_pb2.Summary.Value(tag=name, simple_value=float(value)) for name, value in values.items()]
         )
         self._event(event_pb2.Event(wall_time=time.time() if at is None else at, step=step, summary=summary))
+
+    def write_samples(self, step: int, samples: Sequence[CompletionSample]) -> None:
+        """Writes one text, which TensorBoard shows in its tab for texts."""
+        text = "\n\n---\n\n".join(sample_markdown(sample) for sample in samples)
+        plugin = summary_pb2.SummaryMetadata.PluginData(plugin_name="text")
+        value = summary_pb2.Summary.Value(
+            tag="samples",
+            metadata=summary_pb2.SummaryMetadata(plugin_data=plugin),
+            tensor=tensor_pb2.TensorProto(
+                dtype=types_pb2.DT_STRING,
+                string_val=[text.encode()],
+                tensor_shape=tensor_shape_pb2.TensorShapeProto(dim=[tensor_shape_pb2.TensorShapeProto.Dim(size=1)]),
+            ),
+        )
+        self._event(event_pb2.Event(wall_time=time.time(), step=step, summary=summary_pb2.Summary(value=[value])))
 
     def close(self, reason: str = "") -> None:
         _close_file(self._file)
@@ -103,6 +129,10 @@ class MetricSinks:
     def write(self, step: int, values: Mapping[str, float], at: float | None = None) -> None:
         for sink in self._sinks:
             sink.write(step, values, at)
+
+    def write_samples(self, step: int, samples: Sequence[CompletionSample]) -> None:
+        for sink in self._sinks:
+            sink.write_samples(step, samples)
 
     def close(self, reason: str = "") -> None:
         for sink in self._sinks:
@@ -137,7 +167,7 @@ def _trim_rows(path: Path, resume_after: int | None) -> None:
 
 def _is_kept(line: bytes, resume_after: int | None) -> bool:
     try:
-        step = json.loads(line)["step"]
+        step = parse_json(line, "metrics.jsonl")["step"]
     except (ValueError, KeyError, TypeError):
         return False
     return resume_after is None or int(step) <= resume_after
@@ -159,6 +189,12 @@ class _QueuedRow:
 
 
 @dataclass(frozen=True, slots=True)
+class _QueuedSamples:
+    step: int
+    samples: Sequence[CompletionSample]
+
+
+@dataclass(frozen=True, slots=True)
 class _QueuedClose:
     reason: str
 
@@ -174,7 +210,7 @@ class BackgroundSink:
         """`open_sink` makes the sink; the thread calls it immediately."""
         self.name, self._open_sink, self._known_secrets = name, open_sink, known_secrets
         self._sink: MetricSink | None = None
-        self._waiting: deque[_QueuedRow | _QueuedClose] = deque()
+        self._waiting: deque[_QueuedRow | _QueuedSamples | _QueuedClose] = deque()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._logged = self._ended = self._broken = False
@@ -185,11 +221,14 @@ class BackgroundSink:
     def write(self, step: int, values: Mapping[str, float], at: float | None = None) -> None:
         """Queues the row and returns immediately."""
         with self._lock:
-            if self._ended or self._broken or len(self._waiting) >= MAX_QUEUED_ROWS:
-                self._lost += not self._ended
+            if self._queue(_QueuedRow(step, dict(values), at)):
                 return
-            self._waiting.append(_QueuedRow(step, dict(values), at))
-            self._wake()
+            self._lost += not self._ended
+
+    def write_samples(self, step: int, samples: Sequence[CompletionSample]) -> None:
+        """Queues the samples and returns immediately."""
+        with self._lock:
+            self._queue(_QueuedSamples(step, tuple(samples)))
 
     def close(self, reason: str = "") -> None:
         """Waits up to `CLOSE_S` for the last rows. Idempotent."""
@@ -208,6 +247,14 @@ class BackgroundSink:
         lost, self._lost = self._lost, 0
         if lost:
             log.warning("%s is missing %d rows of metrics; metrics.jsonl has all rows", self.name, lost)
+
+    def _queue(self, item: _QueuedRow | _QueuedSamples) -> bool:
+        """Returns whether there was room. The caller holds the lock."""
+        if self._ended or self._broken or len(self._waiting) >= MAX_QUEUED_ROWS:
+            return False
+        self._waiting.append(item)
+        self._wake()
+        return True
 
     def _wake(self) -> None:
         if self._thread is None:
@@ -228,6 +275,8 @@ class BackgroundSink:
             try:
                 if isinstance(item, _QueuedClose):
                     sink.close(item.reason)
+                elif isinstance(item, _QueuedSamples):
+                    sink.write_samples(item.step, item.samples)
                 else:
                     sink.write(item.step, item.values, item.at)
             except Exception as error:  # noqa: BLE001 - an exception of a tracker must not stop the run

@@ -4,13 +4,13 @@ The ledger has separate events: `stall` events for the supervisor's reports, and
 about the same workers at the same time form one incident.
 """
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from lockstep.base.json_text import read_json
 from lockstep.base.text import format_duration
 from lockstep.ledger import EventRow
 
@@ -269,7 +269,7 @@ def environment_findings(folder: Path) -> list[str]:
     """Reads the findings about environment variables from an incident's `findings.json`, worst first. Empty without
     that file."""
     try:
-        entries = json.loads((folder / "findings.json").read_text(encoding="utf-8"))["environment"]
+        entries = read_json(folder / "findings.json")["environment"]
         found = [(_SEVERITIES.index(each["severity"]), f"{each['seen']}. {each['why']}") for each in entries]
     except (OSError, ValueError, LookupError, TypeError):
         return []

@@ -11,6 +11,8 @@ from lockstep.ledger.durable_files import replace_file
 from lockstep.report.run_incidents import incidents_of
 
 EXACT_MATCH = "eval/exact_match"
+PARENT_EVENT = "parent"
+"""The ledger event of a new run that starts from another one's checkpoint."""
 _PACKAGES = ("lockstep-rl", "torch", "transformers", "numpy", "pyarrow", "ray", "vllm", "deepspeed")
 
 
@@ -22,6 +24,7 @@ def build_summary(ledger: Ledger, exit_reason: str) -> dict[str, Any]:
         "name": config.get("name", ledger.folder.name),
         "recipe": config.get("recipe"),
         "exit_reason": exit_reason,
+        "stopped_early": early_stop(ledger),
         "steps": {"done": ledger.steps_done(), "wanted": config.get("steps")},
         **_evaluation_summary(evaluations),
         "last": rows[-1].values if rows else {},
@@ -29,9 +32,22 @@ def build_summary(ledger: Ledger, exit_reason: str) -> dict[str, Any]:
         "seconds": stage_seconds(rows),
         "incidents": [each.json() for each in incidents_of(ledger.events())],
         "checkpoint": None if checkpoint is None else str(checkpoint.path),
+        "parent": parent_of(ledger),
         "generation": ledger.generation,
         "versions": package_versions(),
     }
+
+
+def early_stop(ledger: Ledger) -> str | None:
+    """Returns why the run ended before its last step; None if it did not."""
+    last = [event for event in ledger.events() if event.kind in ("start", "early_stop")][-1:]
+    return str(last[0].fields["reason"]) if last and last[0].kind == "early_stop" else None
+
+
+def parent_of(ledger: Ledger) -> dict[str, Any] | None:
+    """Returns the run whose checkpoint a run started from: its folder, the steps in the checkpoint, whether the
+    optimizer's state was taken over, and how the config differs; None if it started by itself."""
+    return next((dict(event.fields) for event in ledger.events() if event.kind == PARENT_EVENT), None)
 
 
 def committed_rows(ledger: Ledger) -> tuple[list[MetricsRow], list[EvaluationRow]]:

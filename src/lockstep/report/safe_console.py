@@ -1,5 +1,6 @@
 """The terminal as Lockstep writes to it: texts from outside cannot control it."""
 
+import os
 from collections.abc import Iterable
 from typing import IO
 
@@ -8,10 +9,14 @@ from rich.segment import Segment
 
 from lockstep.base.text import terminal_safe
 
+FILE_WIDTH = 100_000
+"""Characters in a line of a file or pipe: more than any line has, so that none is wrapped."""
+
 
 class SafeConsole(Console):
     """A console that drops the control characters in texts, whatever they are a part of: a log's line, the name of a
-    host, a model's answer. Its own styles and cursor movements are not texts, and pass.
+    host, a model's answer. Its own styles and cursor movements are not texts, and pass. Lines are wrapped only on a
+    terminal, or if the environment has `COLUMNS`: in files and pipes, addresses and paths stay whole.
 
     Args:
         file: where to write; standard output when absent.
@@ -29,6 +34,8 @@ class SafeConsole(Console):
         force_terminal: bool | None = None,
     ) -> None:
         super().__init__(file=file, stderr=stderr, soft_wrap=soft_wrap, force_terminal=force_terminal, highlight=False)
+        if not self.is_terminal and "COLUMNS" not in os.environ:
+            self.width = FILE_WIDTH
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for text, style, control in super().render(renderable, options):

@@ -1,15 +1,18 @@
 """Shows the table of `lockstep top`: every process of a run, its stage, progress and waits."""
 
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.table import Table
+from rich.padding import Padding
 from rich.text import Text
 
 from lockstep.base import waits
 from lockstep.base.text import format_duration
 from lockstep.config.roles import ROLE_OF_PROCESSES
+from lockstep.report.safe_console import FILE_WIDTH
 from lockstep.watch.attach.run_observer import RunObserver
 from lockstep.watch.beacon import beacon_table
 from lockstep.watch.beacon.beacon_table import CounterRow, ProcessRow
@@ -19,48 +22,131 @@ from lockstep.watch.supervisor.incident import verdict_headline
 
 _STALE_HEARTBEAT_S = 5.0
 _LONG_WAIT_S = 10.0
+_SMOOTHING_S = 5.0
+"""Rates are averages over about this long, the latest weighing most."""
 
 
-def render_processes(rows: Sequence[ProcessRow], run: str = "", verdicts: Sequence[Verdict] = ()) -> RenderableType:
-    """Renders a table of processes, suspects first, with verdicts above it and a summary of waits below."""
-    if not rows:
-        return Text(f"no process of {run or 'the run'} was found on this host", style="yellow")
-    table = Table(box=None, header_style="bold dim", padding=(0, 2, 0, 0))
-    suspects = {each.pid for verdict in verdicts for each in verdict.culprits}
-    collective = any(row.communicators for row in rows)
-    for heading, justify in (
-        ("process", "left"), ("pid", "right"), ("state", "left"), ("stage", "left"), ("time", "right"),
-        ("progress", "left"), *((("collectives", "left"),) if collective else ()), ("waits for", "left"),
-    ):  # fmt: skip
-        table.add_column(heading, justify=justify, no_wrap=heading != "waits for")
-    for row in sorted(rows, key=lambda row: row.pid not in suspects):
-        table.add_row(
-            Text(row.name, style="bold red" if row.pid in suspects else "bold"),
-            Text(str(row.pid), style="dim"),
-            Text(row.state, style=_colour(row)),
-            Text(row.stage or "-", style="cyan" if row.stage else "dim"),
-            Text(format_duration(row.stage_s) if row.stage else "", style="dim"),
-            _progress(row.counters),
-            *((_collectives(row, rows),) if collective else ()),
-            _longest_wait_text(row),
-        )
-    lines = [_verdict_line(verdict) for verdict in verdicts]
-    return Group(*lines, *([Text("")] if lines else []), table, Text(""), _waits_summary(rows))
+@dataclass(slots=True)
+class _Column:
+    """A column of the table. Its width is that of its widest content so far, so that columns do not move."""
+
+    heading: str
+    least: int
+    """Width before any content, which most content fits."""
+    most: int | None
+    """The widest that it gets; longer content is cut, and repeated below the row. None: content is never cut."""
+    right: bool = False
+    width: int = 0
+
+    def fit(self, content: Text) -> None:
+        wanted = max(self.least, self.width, content.cell_len)
+        self.width = wanted if self.most is None else min(wanted, self.most)
+
+
+_GAP = 2
+_INDENT = 4
+
+
+class TopTable:
+    """The table of `lockstep top`, over all refreshes: it remembers widths of columns and smoothed rates.
+
+    The columns stand in the order of their importance. Those that do not fit the terminal follow below their row, so
+    that at any width each process shows its name, its pid, and what it waits for.
+    """
+
+    def __init__(self) -> None:
+        self._columns = [
+            _Column("process", 12, 28), _Column("pid", 7, None, right=True), _Column("state", 13, None),
+            _Column("stage", 10, 24), _Column("time", 6, None, right=True), _Column("progress", 28, None),
+            _Column("collectives", 24, None), _Column("waits for", 40, None),
+        ]  # fmt: skip
+        self._before: beacon_table.BeaconSnapshot | None = None
+        self._rates: dict[tuple[int, str], float] = {}
+        """By pid and counter."""
+
+    def rows(self, now: beacon_table.BeaconSnapshot) -> list[ProcessRow]:
+        """The rows of a snapshot, with rates since the one before, smoothed."""
+        before, self._before = self._before, now
+        seconds = 0.0 if before is None else (now.at_ns - before.at_ns) / 1e9
+        found = beacon_table.process_rows(now, before)
+        return [
+            replace(row, counters=tuple(self._smoothed(row.pid, each, seconds) for each in row.counters))
+            for row in found
+        ]
+
+    def _smoothed(self, pid: int, counter: CounterRow, seconds: float) -> CounterRow:
+        if counter.rate is None:
+            self._rates.pop((pid, counter.name), None)
+            return counter
+        known = self._rates.get((pid, counter.name), counter.rate)
+        rate = known + (counter.rate - known) * (1 - math.exp(-seconds / _SMOOTHING_S))
+        self._rates[pid, counter.name] = rate
+        return replace(counter, rate=rate)
+
+    def render(
+        self, rows: Sequence[ProcessRow], width: int, run: str = "", verdicts: Sequence[Verdict] = ()
+    ) -> RenderableType:
+        """Renders the rows, suspects first, with verdicts above them and a summary of waits below."""
+        if not rows:
+            return Text(f"no process of {run or 'the run'} was found on this host", style="yellow")
+        suspects = {each.pid for verdict in verdicts for each in verdict.culprits}
+        ordered = sorted(rows, key=lambda row: row.pid not in suspects)
+        cells = [_cells(row, rows, row.pid in suspects) for row in ordered]
+        for each in cells:
+            for column, cell in zip(self._columns, each, strict=True):
+                column.fit(cell)
+        shown = self._shown(width)
+        headings = [Text(column.heading, style="bold dim") for column in self._columns]
+        lines: list[RenderableType] = [_line(shown, headings)]
+        for each in cells:
+            lines.append(_line(shown, each))
+            if (below := self._below(shown, each)) is not None:
+                lines.append(Padding(below, (0, 0, 0, min(_INDENT, width // 4))))
+        above = [_verdict_line(verdict) for verdict in verdicts]
+        return Group(*above, *([Text("")] if above else []), *lines, Text(""), _waits_summary(rows))
+
+    def _shown(self, width: int) -> list[_Column]:
+        """The columns that fit, at least the first two."""
+        shown = self._columns[:2]
+        left = width - sum(column.width + _GAP for column in shown)
+        for column in self._columns[2:]:
+            if column.width > left:
+                break
+            shown = [*shown, column]
+            left -= column.width + _GAP
+        excess = sum(column.width for column in shown) + _GAP * (len(shown) - 1) - width
+        if excess > 0:  # a narrow terminal: the name is cut
+            shown = [replace(shown[0], width=max(1, shown[0].width - excess)), *shown[1:]]
+        return shown
+
+    def _below(self, shown: Sequence[_Column], cells: Sequence[Text]) -> Text | None:
+        """What the line of a process lacks: contents that are cut or whose columns do not fit."""
+        cut = [cell for column, cell in zip(shown, cells, strict=False) if cell.cell_len > column.width]
+        missing = [*cut, *(cell for cell in cells[len(shown) :] if cell)]
+        if not missing:
+            return None
+        if len(shown) < len(self._columns) and cells[-1]:
+            missing[-1] = Text("waits for ").append_text(cells[-1])
+        return Text(", ").join(missing)
+
+
+def render_processes(
+    rows: Sequence[ProcessRow], run: str = "", verdicts: Sequence[Verdict] = (), width: int = FILE_WIDTH
+) -> RenderableType:
+    """Renders a table once."""
+    return TopTable().render(rows, width, run, verdicts)
 
 
 def follow_processes(run: str, console: Console, every_s: float = 1.0, refreshes: int | None = None) -> None:
     """Shows the table and refreshes it in place until Ctrl-C, or `refreshes` times."""
-    before: beacon_table.BeaconSnapshot | None = None
-    observer = _run_observer(run)
+    table, observer = TopTable(), _run_observer(run)
     with Live(console=console, auto_refresh=False, screen=False, transient=False) as live:
         shown = 0
         try:
             while refreshes is None or shown < refreshes:
-                now = beacon_table.take_snapshot(run)
-                live.update(
-                    render_processes(beacon_table.process_rows(now, before), run, observer.poll()), refresh=True
-                )
-                before, shown = now, shown + 1
+                rows = table.rows(beacon_table.take_snapshot(run))
+                live.update(table.render(rows, console.width, run, observer.poll()), refresh=True)
+                shown += 1
                 if refreshes is None or shown < refreshes:
                     waits.sleep(every_s, "next refresh of the table")
         except KeyboardInterrupt:
@@ -69,15 +155,41 @@ def follow_processes(run: str, console: Console, every_s: float = 1.0, refreshes
 
 def print_processes(run: str, console: Console, pause: Callable[[], None] | None = None) -> None:
     """Prints the table once. `pause`, if given, is called between two readings, so that counters have rates."""
-    observer = _run_observer(run)
-    before = beacon_table.take_snapshot(run)
+    table, observer = TopTable(), _run_observer(run)
     if pause is not None:
+        table.rows(beacon_table.take_snapshot(run))
         observer.poll()
         pause()
-    now = beacon_table.take_snapshot(run)
-    console.print(
-        render_processes(beacon_table.process_rows(now, before if pause is not None else None), run, observer.poll())
-    )
+    rows = table.rows(beacon_table.take_snapshot(run))
+    console.print(table.render(rows, console.width, run, observer.poll()))
+
+
+def _cells(row: ProcessRow, rows: Sequence[ProcessRow], suspect: bool) -> list[Text]:
+    """The contents of a process's columns."""
+    return [
+        Text(row.name, style="bold red" if suspect else "bold"),
+        Text(str(row.pid), style="dim"),
+        Text(row.state, style=_colour(row)),
+        Text(row.stage or "-", style="cyan" if row.stage else "dim"),
+        Text(format_duration(row.stage_s) if row.stage else "", style="dim"),
+        _progress(row.counters),
+        _collectives(row, rows),
+        _longest_wait_text(row),
+    ]
+
+
+def _line(columns: Sequence[_Column], cells: Sequence[Text]) -> Text:
+    """One line of the table; the last column is not padded."""
+    line = Text(no_wrap=True)
+    for number, (column, cell) in enumerate(zip(columns, cells, strict=False)):
+        last = number == len(columns) - 1
+        content = cell.copy()
+        content.truncate(column.width, overflow="ellipsis")
+        gap = column.width - content.cell_len
+        line.append(" " * (gap if column.right else 0))
+        line.append_text(content)
+        line.append("" if last else " " * ((0 if column.right else gap) + _GAP))
+    return line
 
 
 def _run_observer(run: str) -> RunObserver:

@@ -18,16 +18,16 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from lockstep.base import waits
+from lockstep.base.json_text import read_json
 from lockstep.base.secrets import redact, redact_text, secret_values
-from lockstep.base.wait_state import WaitTimeout
 from lockstep.config.run_config import MLflowConfig, PrometheusConfig, TrackerConfig, WandBConfig
 from lockstep.ledger.durable_files import replace_file
+from lockstep.ledger.sqlite_index import CompletionSample
+from lockstep.report.completion_samples import sample_record
 from lockstep.report.metric_sinks import CLOSE_S, BackgroundSink, MetricSink
+from lockstep.report.metrics_server import MetricsServer
 
 log = logging.getLogger(__name__)
-
-PROMETHEUS_CLOSE_S = 5.0
 
 
 class PrometheusExporter:
@@ -37,28 +37,27 @@ class PrometheusExporter:
     """
 
     def __init__(self, cfg: PrometheusConfig, run: str) -> None:
-        from prometheus_client import CollectorRegistry, start_http_server
+        from prometheus_client import CollectorRegistry
 
         self._run = run
         self._lock = threading.Lock()
         self._values: dict[str, float] = {}
-        self._server: Any = None
-        self._thread: threading.Thread | None = None
+        self._server: MetricsServer | None = None
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
         self.port = 0
-        registry = CollectorRegistry()
-        registry.register(self)
         try:
-            self._server, self._thread = start_http_server(cfg.port, cfg.host, registry)
+            self._server = MetricsServer(cfg.host, cfg.port, self._render)
         except OSError as error:
             log.warning(
                 "prometheus cannot listen on %s:%d (%s); the run continues without it", cfg.host, cfg.port, error
             )
             return
-        self.port = int(self._server.server_port)
+        self.port = self._server.port
         log.info("prometheus: http://%s:%d/metrics", cfg.host, self.port)
 
     def collect(self) -> Iterator[Any]:
-        """Called by prometheus_client from the server's threads."""
+        """Called by prometheus_client in the server's thread."""
         from prometheus_client.core import GaugeMetricFamily
 
         with self._lock:
@@ -77,17 +76,21 @@ class PrometheusExporter:
                 )  # if two names are equal for Prometheus, the later one replaces the other
             self._values |= {name: float(value) for name, value in values.items()} | {"step": float(step)}
 
+    def write_samples(self, step: int, samples: Sequence[CompletionSample]) -> None:
+        """Does nothing: Prometheus has numbers only."""
+
     def close(self, reason: str = "") -> None:
         """Idempotent."""
         server, self._server = self._server, None
-        if server is None or self._thread is None:
-            return
-        threading.Thread(target=server.shutdown, name="prometheus stop", daemon=True).start()
-        try:
-            waits.join(self._thread, waits_for="prometheus", why="its last answer", timeout_s=PROMETHEUS_CLOSE_S)
-        except WaitTimeout:
-            log.warning("prometheus did not stop within %g s", PROMETHEUS_CLOSE_S)
-        server.server_close()
+        if server is not None:
+            server.close()
+
+    def _render(self, accept: str) -> tuple[bytes, str]:
+        """The metrics in the format that the scraper accepts, and its content type."""
+        from prometheus_client.exposition import choose_encoder
+
+        encode, content_type = choose_encoder(accept)
+        return encode(self._registry), content_type
 
 
 def prometheus_name(name: str) -> str:
@@ -101,6 +104,8 @@ INIT_S = 20.0
 _PACKAGES = {"wandb": "wandb", "mlflow": "mlflow", "prometheus": "prometheus_client"}
 _ENVIRONMENT_PREFIXES = ("CUDA", "NCCL", "GLOO", "TORCH", "PYTORCH", "OMP", "MKL", "LOCKSTEP", "TOKENIZERS", "SLURM")
 """Prefixes of the environment variables that are recorded."""
+SAMPLE_COLUMNS = ("step", "prompt", "completion", "reward", "terms", "finish", "messages")
+"""Columns of the table of samples."""
 _MAX_PARAM_CHARS = 500
 """The longest parameter value that old MLflow servers accept."""
 
@@ -217,6 +222,13 @@ class WandBSink:
     def write(self, step: int, values: Mapping[str, float], at: float | None = None) -> None:
         self._run.log({"step": step, **values})
 
+    def write_samples(self, step: int, samples: Sequence[CompletionSample]) -> None:
+        import wandb
+
+        records = [{"step": step, **sample_record(sample)} for sample in samples]
+        rows = [[_table_cell(record.get(name)) for name in SAMPLE_COLUMNS] for record in records]
+        self._run.log({"step": step, "samples": wandb.Table(columns=list(SAMPLE_COLUMNS), data=rows)})
+
     def close(self, reason: str = "") -> None:
         self._run.summary["exit_reason"] = reason.partition(":")[0]
         self._run.finish(exit_code=1 if reason.startswith("failed") else 0)
@@ -256,9 +268,19 @@ class MLflowSink:
         ]
         self._client.log_batch(self._id, metrics=metrics)
 
+    def write_samples(self, step: int, samples: Sequence[CompletionSample]) -> None:
+        """Logs an artifact, `samples/00000020.json`."""
+        records = {"step": step, "samples": [sample_record(sample) for sample in samples]}
+        self._client.log_text(self._id, json.dumps(records, indent=2, default=str), f"samples/{step:08d}.json")
+
     def close(self, reason: str = "") -> None:
         status = {"failed": "FAILED", "interrupted": "KILLED"}.get(reason.partition(":")[0], "FINISHED")
         self._client.set_terminated(self._id, status)
+
+
+def _table_cell(value: Any) -> Any:
+    """A value of a table, all rows of which must have the same type in a column."""
+    return value if isinstance(value, str | int | float) or value is None else json.dumps(value, default=str)
 
 
 def _mlflow_name(name: str) -> str:
@@ -277,7 +299,7 @@ def _flatten(path: str, values: Any) -> list[tuple[str, Any]]:
 
 def _read_ids(folder: Path) -> dict[str, str]:
     try:
-        found = json.loads((folder / IDS_FILE).read_text())
+        found = read_json(folder / IDS_FILE)
     except (OSError, ValueError):
         return {}
     return dict(found) if isinstance(found, dict) else {}

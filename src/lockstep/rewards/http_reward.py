@@ -22,7 +22,9 @@ from typing import Any, Generic, TypeVar
 import httpx
 
 from lockstep.base import waits
+from lockstep.base.json_text import MalformedJson, parse_json
 from lockstep.base.secrets import HIDDEN, redact_text
+from lockstep.base.text import count_noun
 from lockstep.base.wait_state import track_wait
 from lockstep.config.reward import HttpReward
 from lockstep.rewards import reward_values
@@ -265,7 +267,8 @@ class HttpTerm:
             async with free:
                 add_scores(start, part, await self._request(client, start, part))
 
-        why = f"{self.name}: {len(parts)} requests for {len(batch)} samples of step {batch.step}"
+        requests, samples = count_noun(len(parts), "request"), count_noun(len(batch), "sample")
+        why = f"{self.name}: {requests} for {samples} after {count_noun(batch.step, 'step')}"
         run_requests(score_all(), self.endpoint, why, lambda: done)
         return scores
 
@@ -291,8 +294,8 @@ class HttpTerm:
     def _parse_answer(self, answer: ServerAnswer[bytes], count: int) -> TermScores:
         """Returns the scores in an answer. Raises BadReward, with positions within the request."""
         try:
-            result = json.loads(answer.value)
-        except (ValueError, RecursionError):
+            result = parse_json(answer.value, "the answer")
+        except MalformedJson:
             excerpt = self.endpoint.excerpt(answer.value) or "an empty body"
             raise BadReward(f"answered with something other than JSON: {excerpt}") from None
         extras: dict[str, Any] = {}

@@ -3,7 +3,6 @@
 Imported only for terms of this kind, because importing jsonschema takes a tenth of a second.
 """
 
-import json
 import re
 from collections.abc import Iterator
 from functools import cached_property
@@ -16,6 +15,7 @@ from jsonschema.validators import validator_for
 from referencing.exceptions import Unresolvable
 from referencing.jsonschema import DRAFT202012
 
+from lockstep.base.json_text import parse_json, read_json
 from lockstep.config.reward import JsonSchemaReward, check_schema
 from lockstep.rewards.scoring_messages import TermError
 
@@ -29,7 +29,7 @@ def read_schema(term: JsonSchemaReward, base: Path) -> Any:
     if term.file is not None:
         file = (base / term.file).expanduser()
         try:
-            schema = json.loads(file.read_text(encoding="utf-8"))
+            schema = read_json(file)
             check_schema(schema)
         except (OSError, ValueError) as error:
             problem = f"cannot be read: {error}" if isinstance(error, OSError) else str(error)
@@ -64,7 +64,7 @@ class JsonSchemaVerifier:
         if text is None:
             return 0.0
         try:
-            value = json.loads(text, parse_constant=_refuse_constant)
+            value = parse_json(text, "the completion", parse_constant=_refuse_constant)
             if self._validator.is_valid(value):
                 return 1.0
             return self.partial * self.valid_share(value) if self.partial else 0.0

@@ -10,6 +10,8 @@ from typing import Any
 from jinja2 import StrictUndefined, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from lockstep.base.json_text import MalformedJson, parse_json
+from lockstep.base.text import count_noun
 from lockstep.config.reward import JudgeReward
 from lockstep.data.samples import Prompt
 from lockstep.rewards.http_reward import HttpEndpoint, RequestFailed, RequestLimits, RetryableRequestError, run_requests
@@ -103,7 +105,8 @@ class JudgeTerm:
                 for key, positions in positions_of.items():
                     group.create_task(ask_one(client, free, key, positions))
 
-        why = f"{self.name}: {len(positions_of)} questions about {len(batch)} samples of step {batch.step}"
+        asked, samples = count_noun(len(positions_of), "question"), count_noun(len(batch), "sample")
+        why = f"{self.name}: {asked} about {samples} after {count_noun(batch.step, 'step')}"
         run_requests(ask_all(), self.endpoint, why, lambda: done)
 
     async def _ask(self, client: Any, batch: ScoringBatch, position: int, question: str) -> JudgeScore:
@@ -159,9 +162,9 @@ class JudgeTerm:
         """Returns the text of the judge's answer. Raises UnreadableScore if the body is not a chat completion, or the
         text is empty."""
         try:
-            choice = json.loads(content)["choices"][0]
+            choice = parse_json(content, "the answer")["choices"][0]
             text = choice["message"]["content"]
-        except (ValueError, RecursionError, LookupError, TypeError):
+        except (MalformedJson, LookupError, TypeError):
             excerpt = self.endpoint.excerpt(content) or "an empty body"
             raise UnreadableScore(f"answered with something other than a chat completion: {excerpt}") from None
         if not isinstance(text, str) or not text.strip():

@@ -1,147 +1,29 @@
-"""Loads users' reward functions, detects their signature, and calls them as TRL, verl and OpenRLHF do."""
+"""Calls users' reward functions as TRL, verl and OpenRLHF do."""
 
 import asyncio
 import copy
-import difflib
 import inspect
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 from lockstep.base.wait_state import track_wait
-from lockstep.cluster.user_code import UserCodeError, load_object, suggest_name, user_traceback
+from lockstep.cluster.user_code import user_traceback
 from lockstep.data.samples import Prompt
-from lockstep.rewards.reward_values import BadReward, check_extra, check_extra_column, check_reward, check_rewards
+from lockstep.rewards.reward_signatures import ANSWER_NAMES, PROVIDED_PARAMETERS, RewardFunction, missing_column
+from lockstep.rewards.reward_values import (
+    BadReward,
+    check_extra,
+    check_extra_column,
+    check_reward,
+    check_rewards,
+    one_per_sample,
+)
 from lockstep.rewards.scoring_messages import FunctionSignature, RewardSample, ScoringBatch, TermScores
-
-DISTINCTIVE_PARAMETERS: Mapping[FunctionSignature, frozenset[str]] = {
-    "trl": frozenset({"completions", "completion_ids", "trainer_state"}),
-    "verl": frozenset({"solution_str"}),
-    "openrlhf": frozenset({"queries"}),
-}
-"""The parameters that only this signature has."""
-SIGNATURE_FORMS: Mapping[FunctionSignature, str] = {
-    "trl": "f(prompts, completions, **columns) -> list[float | None]",
-    "verl": "f(data_source, solution_str, ground_truth, extra_info=None) -> float | dict",
-    "openrlhf": "f(queries, prompts, labels, **kwargs) -> dict | tensor | list",
-}
-PROVIDED_PARAMETERS: Mapping[FunctionSignature, frozenset[str]] = {
-    "trl": frozenset({"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}),
-    "verl": frozenset({"data_source", "solution_str", "ground_truth", "extra_info"}),
-    "openrlhf": frozenset({"queries", "prompts", "labels", "references"}),
-}
-"""Arguments that each signature provides in addition to the data's columns."""
-
-
-class RewardFunctionError(UserCodeError):
-    """A reward function cannot be used. Names its path, the problem and a fix."""
-
-    noun = "reward function"
-
-
-@dataclass(frozen=True, slots=True)
-class RewardFunction:
-    """A loaded reward function and how to call it."""
-
-    path: str
-    call: Callable[..., Any]
-    signature: FunctionSignature
-    parameters: Mapping[str, inspect.Parameter]
-    """Parameters that can be passed by keyword (for OpenRLHF, by position)."""
-    has_kwargs: bool
-    arguments: dict[str, Any] = field(default_factory=dict)
-    """The configured arguments."""
-
-    def takes(self, name: str) -> bool:
-        return self.has_kwargs or name in self.parameters
-
-    def requires(self) -> list[str]:
-        """Parameters with neither a default nor a configured argument."""
-        empty = inspect.Parameter.empty
-        return [name for name, each in self.parameters.items() if each.default is empty and name not in self.arguments]
-
-
-def load_reward_function(
-    path: str,
-    signature: Literal["auto"] | FunctionSignature = "auto",
-    arguments: dict[str, Any] | None = None,
-    base: Path = Path(),
-) -> RewardFunction:
-    """Loads the function at `file.py:name` (relative to `base`) or `package.module:name`. Raises
-    RewardFunctionError."""
-    function = _check_callable(path, load_object(path, base, RewardFunctionError))
-    parameters, has_kwargs = _parameters(path, function)
-    detected = detect_signature(path, parameters) if signature == "auto" else signature
-    loaded = RewardFunction(path, function, detected, parameters, has_kwargs, dict(arguments or {}))
-    _check_function(loaded)
-    return loaded
-
-
-def detect_signature(path: str, parameters: Mapping[str, inspect.Parameter]) -> FunctionSignature:
-    """Detects the signature by the names of the parameters. Raises RewardFunctionError if none or several match."""
-    matches = [signature for signature, names in DISTINCTIVE_PARAMETERS.items() if not names.isdisjoint(parameters)]
-    if len(matches) == 1:
-        return matches[0]
-    listed = ", ".join(parameters) or "no named parameter"
-    if matches:
-        problem = f"its parameters ({listed}) fit the signatures of {' and '.join(matches)}"
-    else:
-        problem = f"its parameters ({listed}) fit none of the known signatures: " + "  ".join(SIGNATURE_FORMS.values())
-    raise RewardFunctionError(path, problem, "set `signature: trl`, `verl` or `openrlhf` on the term")
-
-
-def _check_callable(path: str, loaded: Any) -> Callable[..., Any]:
-    name = path.rpartition(":")[2]
-    if inspect.isclass(loaded):
-        raise RewardFunctionError(path, f"{name} is a class", "name a function, or an instance that can be called")
-    if not callable(loaded):
-        raise RewardFunctionError(path, f"{name} is {type(loaded).__name__}, which cannot be called")
-    function: Callable[..., Any] = loaded
-    return function
-
-
-def _parameters(path: str, function: Callable[..., Any]) -> tuple[dict[str, inspect.Parameter], bool]:
-    try:
-        every = inspect.signature(function).parameters
-    except (TypeError, ValueError) as error:
-        raise RewardFunctionError(
-            path, f"its parameters cannot be read ({error})", "wrap it in a Python function"
-        ) from error
-    variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-    named = {name: each for name, each in every.items() if each.kind not in variable}
-    return named, any(each.kind is inspect.Parameter.VAR_KEYWORD for each in every.values())
-
-
-def _check_function(user: RewardFunction) -> None:
-    """Raises RewardFunctionError if the function cannot be called with its signature and configured arguments."""
-    for name in user.arguments:
-        if name in PROVIDED_PARAMETERS[user.signature] - {"data_source", "extra_info", "labels", "ground_truth"}:
-            raise RewardFunctionError(user.path, f"`arguments` sets {name!r}, which the framework provides")
-        if not user.takes(name):
-            hint = suggest_name(name, list(user.parameters))
-            raise RewardFunctionError(user.path, f"`arguments` sets {name!r}, which is not one of its parameters", hint)
-    if user.signature == "openrlhf" and not user.takes("queries") and len(user.parameters) >= 3:
-        return  # called by position
-    if not any(user.takes(name) for name in PROVIDED_PARAMETERS[user.signature]) or has_positional_only(user):
-        listed = ", ".join(user.parameters) or "none"
-        raise RewardFunctionError(
-            user.path,
-            f"its parameters ({listed}) cannot take the signature {user.signature}",
-            f"expected {SIGNATURE_FORMS[user.signature]}",
-        )
-
-
-def has_positional_only(user: RewardFunction) -> bool:
-    return any(each.kind is inspect.Parameter.POSITIONAL_ONLY for each in user.parameters.values())
-
 
 ReportScored = Callable[[int], None]
 CallAdapter = Callable[[RewardFunction, ScoringBatch, ReportScored], TermScores]
 
-ANSWER_NAMES = ("answer", "solution", "ground_truth", "label")
-"""Names under which functions expect the ground truth; provided if no column has the name."""
 RESERVED_COLUMNS = frozenset({"prompt", "completion", "completion_ids"})
 """Columns that TRL does not pass either."""
 MAX_CONCURRENT_CALLS = 64
@@ -151,7 +33,8 @@ MAX_CONCURRENT_CALLS = 64
 def call_trl(function: RewardFunction, batch: ScoringBatch, advance: ReportScored) -> TermScores:
     """Calls a function like TRL's `GRPOTrainer._calculate_rewards`: everything by keyword, columns repeated per
     completion, messages if the prompt is a conversation. The function may return None where it does not apply.
-    `trainer_state.global_step` is the step. Numbers passed to `log_extra` and `log_metric` go to the breakdown."""
+    `trainer_state.global_step` is the number of steps done. Numbers passed to `log_extra` and `log_metric` go to the
+    breakdown."""
     logged: dict[str, list[float | None]] = {}
 
     def log(name: str, value: object) -> None:
@@ -215,6 +98,11 @@ def call_verl(function: RewardFunction, batch: ScoringBatch, advance: ReportScor
         for position, arguments in enumerate(arguments_of):
             results.append(_invoke(function, arguments, position=position))
             advance(1)
+    return _verl_scores(results)
+
+
+def _verl_scores(results: Sequence[Any]) -> TermScores:
+    """The scores in what verl's functions return for each sample: a number, or a dict with `score`."""
     scores = TermScores()
     for position, result in enumerate(results):
         value = result
@@ -225,12 +113,35 @@ def call_verl(function: RewardFunction, batch: ScoringBatch, advance: ReportScor
             for name, extra in result.items():
                 number = check_extra(extra)
                 if name != "score" and number is not None:
-                    scores.extras.setdefault(str(name), [None] * len(batch))[position] = number
+                    scores.extras.setdefault(str(name), [None] * len(results))[position] = number
         scores.values.append(check_reward(value, position))
     return scores
 
 
-CALL_ADAPTERS: Mapping[FunctionSignature, CallAdapter] = {"trl": call_trl, "verl": call_verl, "openrlhf": call_openrlhf}
+def call_verl_batch(function: RewardFunction, batch: ScoringBatch, advance: ReportScored) -> TermScores:
+    """Calls a function like the `compute_score` of verl's batch reward manager: all samples at once, in lists. Each
+    item of the result is as for `call_verl`."""
+    pairs = list(batch.pairs())
+    offered = {
+        "data_sources": [prompt.columns.get("data_source") for prompt, _ in pairs],
+        "solution_strs": [sample.text for _, sample in pairs],
+        "ground_truths": [ground_truth(prompt) for prompt, _ in pairs],
+        # Copies, because a function may change them.
+        "extra_infos": [copy.deepcopy(prompt.columns.get("extra_info")) for prompt, _ in pairs],
+    }
+    columns = {name: values for name, values in _batch_columns(batch).items() if name in function.parameters}
+    result = _invoke(function, _select_arguments(function, columns | offered, batch))
+    items = one_per_sample(result, len(batch))
+    advance(len(batch))
+    return _verl_scores(items)
+
+
+CALL_ADAPTERS: Mapping[FunctionSignature, CallAdapter] = {
+    "trl": call_trl,
+    "verl": call_verl,
+    "verl_batch": call_verl_batch,
+    "openrlhf": call_openrlhf,
+}
 
 
 def conversation_batch(batch: ScoringBatch) -> dict[str, list[Any]]:
@@ -251,7 +162,7 @@ def query_batch(batch: ScoringBatch) -> dict[str, list[Any]]:
     return {
         "query": [prompt.text + sample.text for prompt, sample in pairs],
         "prompts": [prompt.text for prompt, _ in pairs],
-        "labels": [_ground_truth(prompt) for prompt, _ in pairs],
+        "labels": [ground_truth(prompt) for prompt, _ in pairs],
     }
 
 
@@ -260,7 +171,7 @@ def _verl_arguments(function: RewardFunction, batch: ScoringBatch, position: int
     offered: dict[str, Any] = {"solution_str": sample.text, "extra_info": prompt.columns.get("extra_info")}
     # A copy, because a function may change its extra_info.
     offered["extra_info"] = copy.deepcopy(offered["extra_info"])
-    truth = _ground_truth(prompt)
+    truth = ground_truth(prompt)
     if truth is not None:
         offered["ground_truth"] = truth
     if "data_source" in prompt.columns:
@@ -278,9 +189,9 @@ def _verl_arguments(function: RewardFunction, batch: ScoringBatch, position: int
 def _select_arguments(function: RewardFunction, offered: Mapping[str, Any], batch: ScoringBatch) -> dict[str, Any]:
     """Selects the offered arguments that the function takes. Raises BadReward if a row lacks a required column."""
     chosen = {name: value for name, value in offered.items() if function.takes(name)} | function.arguments
-    provided = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "queries"}
+    provided = PROVIDED_PARAMETERS[function.signature]
     for name in function.requires():
-        if name in provided or name in ("labels", "references"):
+        if name in provided:
             continue
         for position, (prompt, _) in enumerate(batch.pairs()):
             if name not in prompt.columns and not (name in ANSWER_NAMES and prompt.answer is not None):
@@ -290,12 +201,8 @@ def _select_arguments(function: RewardFunction, offered: Mapping[str, Any], batc
 
 def _missing_column(name: str, prompt: Prompt, position: int) -> BadReward:
     available = sorted(prompt.columns) + ([] if prompt.answer is None else ["the answer"])
-    close = difflib.get_close_matches(name, available, n=1)
-    hint = f" (did you mean {close[0]!r}?)" if close else ""
-    problem = (
-        f"requires the column {name!r}, which the row does not have{hint}; it has {', '.join(available) or 'none'}"
-    )
-    return BadReward(f"{problem}. Add the column, or set it under the term's `arguments`", position)
+    problem, remedy = missing_column(name, available, "the row")
+    return BadReward(f"{problem}; {remedy}", position)
 
 
 def _batch_columns(batch: ScoringBatch) -> dict[str, list[Any]]:
@@ -309,7 +216,7 @@ def _batch_columns(batch: ScoringBatch) -> dict[str, list[Any]]:
     return columns
 
 
-def _ground_truth(prompt: Prompt) -> Any:
+def ground_truth(prompt: Prompt) -> Any:
     if prompt.answer is not None:
         return prompt.answer
     model = prompt.columns.get("reward_model")

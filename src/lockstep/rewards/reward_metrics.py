@@ -1,5 +1,6 @@
 """Metrics of scored rollouts: statistics of the rewards and of each reward term."""
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -59,6 +60,18 @@ def breakdown_metrics(groups: Sequence[Group], prefix: str) -> dict[str, float]:
             term_statistics[f"{prefix}{name}/mean"] = float(values.mean())
             term_statistics[f"{prefix}{name}/std"] = float(values.std())
     return extra_means | term_statistics
+
+
+def pass_at_k(passed: np.ndarray) -> dict[int, float]:
+    """Returns pass@k for k = 1, 2, 4, ... and for the number of completions: the probability that at least one of k
+    completions of a prompt passes, by the unbiased estimator of Chen et al. (2021), as a mean over prompts.
+
+    Args:
+        passed: 1 for each completion that passes, else 0: float `[prompts, completions]`.
+    """
+    n, correct = passed.shape[1], passed.sum(axis=1).astype(int)
+    sizes = sorted({n, *(1 << power for power in range(n.bit_length()) if 1 << power <= n)})
+    return {k: float(np.mean([1 - math.comb(n - c, k) / math.comb(n, k) for c in correct.tolist()])) for k in sizes}
 
 
 def _scored_rewards(rewards: np.ndarray | None) -> np.ndarray:

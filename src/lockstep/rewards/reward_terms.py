@@ -5,20 +5,27 @@ The module also has the controller's checks of terms, which run no user code: on
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from lockstep.cluster.user_code import check_source
 from lockstep.config import reward as config
 from lockstep.data.samples import Prompt
 from lockstep.rewards import reward_functions, verifiers
-from lockstep.rewards.reward_functions import ReportScored, RewardFunctionError, load_reward_function
+from lockstep.rewards.reward_functions import ReportScored, ground_truth
+from lockstep.rewards.reward_signatures import check_columns, load_reward_function, parse_reward_function
 from lockstep.rewards.reward_values import LARGEST_REWARD, BadReward
-from lockstep.rewards.scoring_messages import FunctionSignature, RewardSample, ScoringBatch, TermScores, read_api_key
+from lockstep.rewards.scoring_messages import (
+    DataColumns,
+    FunctionSignature,
+    RewardSample,
+    ScoringBatch,
+    TermScores,
+    read_api_key,
+)
 
 TERM_SLACK_S = 10.0
 """Added to a request's `deadline_s` for the pool's limit: within this time the term itself should report the
@@ -51,10 +58,17 @@ def term_names(terms: Sequence[config.RewardTerm]) -> list[str]:
     return names
 
 
-def build_term(term: config.RewardTerm, name: str, base: Path = Path(), concurrency: int = 1) -> RewardTerm:
-    """Makes a term. Raises TermError if it cannot be used."""
+def build_term(
+    term: config.RewardTerm,
+    name: str,
+    base: Path = Path(),
+    concurrency: int = 1,
+    data: Collection[DataColumns] = (),
+) -> RewardTerm:
+    """Makes a term. Raises TermError or RewardFunctionError if it cannot be used, or not with one of the datasets."""
     if isinstance(term, config.FunctionReward):
         function = load_reward_function(term.path, term.signature, dict(term.arguments), base)
+        check_columns(function, data)
         call = partial(reward_functions.CALL_ADAPTERS[function.signature], function)
         return RewardTerm(name, term.path, function.signature, function.signature == "verl", call)
     if isinstance(term, config.HttpReward | config.JudgeReward):
@@ -178,18 +192,40 @@ def check_terms(
     Runs no user code and contacts no server.
 
     Raises:
-        RewardFunctionError: a file or package does not exist, is not Python, or lacks the name.
+        RewardFunctionError: a file or package does not exist, is not Python, or lacks the name, or the function's
+            signature fits no framework.
         TermError: a file has no valid schema, or a key is not in the environment.
     """
     for term, name in zip(terms, term_names(terms), strict=True):
         if isinstance(term, config.FunctionReward):
-            check_source(term.path, base, RewardFunctionError)
+            parse_reward_function(term, base)
         elif isinstance(term, config.HttpReward | config.JudgeReward):
             read_api_key(term.api_key_env, name, environment)
         elif isinstance(term, config.JsonSchemaReward):
             from lockstep.rewards.json_schema import read_schema
 
             read_schema(term, base)
+
+
+def check_term_columns(terms: Sequence[config.RewardTerm], data: Collection[DataColumns], base: Path = Path()) -> None:
+    """Raises RewardFunctionError if a dataset lacks a column that a user's function requires, as far as its source
+    tells. The scorer processes check the functions that only running the module defines."""
+    for term in terms:
+        if isinstance(term, config.FunctionReward):
+            function = parse_reward_function(term, base)
+            if function is not None:
+                check_columns(function, data)
+
+
+def data_columns(path: str, names: Collection[str], example: Prompt) -> DataColumns:
+    """What a dataset offers to reward functions.
+
+    Args:
+        names: its columns besides the prompt's.
+        example: one of its prompts.
+    """
+    has_answer, has_truth = example.answer is not None, ground_truth(example) is not None
+    return DataColumns(path, tuple(sorted({*names, *example.columns})), has_answer, has_truth)
 
 
 def needs_answers(terms: Sequence[config.RewardTerm]) -> bool:

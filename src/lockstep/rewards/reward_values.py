@@ -4,6 +4,8 @@ import math
 import reprlib
 from typing import Any
 
+from lockstep.base.text import count_noun
+
 LARGEST_REWARD = 3.4028234663852886e38
 """The largest float32; rewards are stored in float32."""
 
@@ -51,12 +53,7 @@ def check_reward(value: object, position: int, what: str = "a reward") -> float:
 def check_rewards(result: object, count: int, none_allowed: bool, what: str = "a reward") -> list[float | None]:
     """Returns the result as one number per sample. Accepts a list, tuple, array or tensor `[samples]` or `[samples,
     1]`. Raises BadReward."""
-    values = _as_list(result)
-    if values is None:
-        kind = _article(type(result).__name__)
-        raise BadReward(f"returned {kind} where a list of {count} numbers is expected", None, result)
-    if len(values) != count:
-        raise BadReward(f"returned {len(values)} values for {count} samples", None, result)
+    values = one_per_sample(result, count)
     numbers: list[float | None] = []
     for position, value in enumerate(values):
         single = value[0] if isinstance(value, list | tuple) and len(value) == 1 else value
@@ -65,6 +62,17 @@ def check_rewards(result: object, count: int, none_allowed: bool, what: str = "a
         else:
             numbers.append(check_reward(single, position, what))
     return numbers
+
+
+def one_per_sample(result: object, count: int) -> list[Any]:
+    """Returns the result as a list with one item per sample. Raises BadReward."""
+    values = _as_list(result)
+    if values is None:
+        kind = _article(type(result).__name__)
+        raise BadReward(f"returned {kind} where a list of {count_noun(count, 'number')} is expected", None, result)
+    if len(values) != count:
+        raise BadReward(f"returned {count_noun(len(values), 'value')} for {count_noun(count, 'sample')}", None, result)
+    return values
 
 
 def check_extra(value: object) -> float | None:

@@ -2,6 +2,8 @@
 
 import logging
 import threading
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,14 @@ from lockstep.cluster.protocol import (
 )
 from lockstep.cluster.user_code import UserCodeNotLoaded, killed_process_log, retry_lost_nodes, wait_until_loaded
 from lockstep.config.reward import MathReward, RewardConfig
-from lockstep.rewards.scoring_messages import PreparedTerms, RewardError, ScorerAPI, ScoringBatch, TermScores
+from lockstep.rewards.scoring_messages import (
+    DataColumns,
+    PreparedTerms,
+    RewardError,
+    ScorerAPI,
+    ScoringBatch,
+    TermScores,
+)
 
 PROGRESS_DELAY_S = 1.5
 """Added to the limit: progress is reported about once a second, so it may arrive this late."""
@@ -36,8 +45,10 @@ class ScorerLost(Exception):
 class Scorer:
     """One scorer process at a time. The next call replaces a lost one."""
 
-    def __init__(self, cluster: Cluster, cfg: RewardConfig, base: Path, rank: int) -> None:
-        self.cluster, self.cfg, self.base, self.rank = cluster, cfg, base, rank
+    def __init__(
+        self, cluster: Cluster, cfg: RewardConfig, base: Path, rank: int, data: Sequence[DataColumns] = ()
+    ) -> None:
+        self.cluster, self.cfg, self.base, self.rank, self.data = cluster, cfg, base, rank, data
         self.name = f"scorer-{rank}"
         self._worker: Worker | None = None
         self._latest: str | None = None
@@ -61,6 +72,7 @@ class Scorer:
                 "memory_mb": self.cfg.memory_mb,
                 "timeout_s": self.cfg.timeout_s,
                 "share": (self.rank, self.cfg.workers),
+                "data": [asdict(each) for each in self.data],
             },
             # One thread each, because many scorers run at the same time. Few malloc arenas, because arenas reserve
             # address space, which `memory_mb` limits.
@@ -77,6 +89,11 @@ class Scorer:
         if stopped:
             self.cluster.stop(worker, grace_s=0.0)
             raise ScorerLost("was stopped", "")
+
+    @property
+    def process_name(self) -> str:
+        """Name of the latest process."""
+        return self._latest or self.name
 
     def missing(self) -> bool:
         return self._worker is None

@@ -14,13 +14,21 @@ import numpy as np
 
 from lockstep.base import waits
 from lockstep.cluster.protocol import Cluster
-from lockstep.cluster.user_code import LOAD_STALL_S
+from lockstep.cluster.user_code import LOAD_STALL_S, NoteRecovery, note_nothing, recorded_loss
 from lockstep.config.reward import RewardConfig
 from lockstep.data.samples import Completion, Group, Rollouts
 from lockstep.rewards.reward_terms import weighted_rewards
 from lockstep.rewards.reward_values import BadReward
 from lockstep.rewards.scorer import Scorer, ScorerLost
-from lockstep.rewards.scoring_messages import RewardError, RewardSample, ScoringBatch, TermFailure, TermInfo, TermScores
+from lockstep.rewards.scoring_messages import (
+    DataColumns,
+    RewardError,
+    RewardSample,
+    ScoringBatch,
+    TermFailure,
+    TermInfo,
+    TermScores,
+)
 from lockstep.watch.beacon.writer import current_beacon
 
 log = logging.getLogger(__name__)
@@ -139,12 +147,22 @@ class ScorerPool:
 
     Args:
         base: the folder that paths of functions are relative to; the current one if None.
+        data: the datasets whose prompts are scored; functions that require other columns are refused.
+        note: records lost processes in the run's history.
     """
 
-    def __init__(self, cluster: Cluster, cfg: RewardConfig, base: Path | None = None) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        cfg: RewardConfig,
+        base: Path | None = None,
+        data: Sequence[DataColumns] = (),
+        note: NoteRecovery = note_nothing,
+    ) -> None:
         self.cluster, self.cfg, self.base = cluster, cfg, (base or Path()).resolve()
+        self._note = note
         self.terms: list[TermInfo] = []
-        self._scorers = [Scorer(cluster, cfg, self.base, rank) for rank in range(cfg.workers)]
+        self._scorers = [Scorer(cluster, cfg, self.base, rank, data) for rank in range(cfg.workers)]
 
     def start(self) -> list[TermInfo]:
         """Starts the processes and loads the terms, so that unusable functions fail before the first rollout. Raises
@@ -253,13 +271,20 @@ class ScorerPool:
             # Without a traceback nothing was raised: the term's result for the whole batch is unusable.
             if failure.position is not None or len(unit.batch) == 1 or failure.traceback is None:
                 raise self._failure_error(unit.term_index, unit.batch, failure)
-            first = failure
         except ScorerLost as lost:
-            first = TermFailure(lost.problem, traceback=lost.log_tail)
-            if len(unit.batch) == 1:
-                raise self._failure_error(unit.term_index, unit.batch, first) from lost
-            self._count_loss(unit.term_index, first, job)
-        return self._score_one_by_one(scorer, unit, first, job)
+            if job.error is not None:  # the pool has stopped all scorers
+                raise
+            with recorded_loss(self._note, scorer.process_name, "reward", lost.problem):
+                return self._score_after_loss(scorer, unit, lost, job)
+        return self._score_one_by_one(scorer, unit, failure, job)
+
+    def _score_after_loss(self, scorer: Scorer, unit: _WorkUnit, lost: ScorerLost, job: _ScoringJob) -> TermScores:
+        """Scores a unit whose process was lost, with another one."""
+        failure = TermFailure(lost.problem, traceback=lost.log_tail)
+        if len(unit.batch) == 1:
+            raise self._failure_error(unit.term_index, unit.batch, failure) from lost
+        self._count_loss(unit.term_index, failure, job)
+        return self._score_one_by_one(scorer, unit, failure, job)
 
     def _score_one_by_one(self, scorer: Scorer, unit: _WorkUnit, first: TermFailure, job: _ScoringJob) -> TermScores:
         """Scores each sample of a failed batch alone to find the failing one. If none fails, retries the batch once."""

@@ -8,6 +8,7 @@ quick to replace.
 import logging
 import os
 import resource
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,14 @@ from lockstep.cluster.user_code import UserCodeError, Watchdog
 from lockstep.config import reward as config
 from lockstep.rewards.reward_terms import RewardTerm, build_term, term_names
 from lockstep.rewards.reward_values import BadReward
-from lockstep.rewards.scoring_messages import PreparedTerms, ScoringBatch, TermFailure, TermInfo, TermScores
+from lockstep.rewards.scoring_messages import (
+    DataColumns,
+    PreparedTerms,
+    ScoringBatch,
+    TermFailure,
+    TermInfo,
+    TermScores,
+)
 from lockstep.watch.beacon.writer import current_beacon
 
 log = logging.getLogger(__name__)
@@ -37,16 +45,19 @@ class ScorerService:
         memory_mb: int | None,
         timeout_s: float,
         share: tuple[int, int] = (0, 1),
+        data: Sequence[dict[str, Any]] = (),
     ) -> None:
         """
         Args:
             base: the folder that paths in the config are relative to.
             share: the index of this scorer and the number of scorers, which share a term's concurrent requests.
+            data: the fields of `DataColumns` of each dataset whose prompts are scored.
         """
         adapter: TypeAdapter[tuple[config.RewardTerm, ...]] = TypeAdapter(tuple[config.RewardTerm, ...])
         self._configs = adapter.validate_python(terms)
         self._base, self._memory_mb, self._timeout_s = Path(base), memory_mb, timeout_s
         self._rank, self._scorers = share
+        self._data = [DataColumns(**each) for each in data]
         self._terms: list[RewardTerm] = []
         self._prepared: PreparedTerms | None = None
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -61,7 +72,7 @@ class ScorerService:
         for term, name in zip(self._configs, term_names(self._configs), strict=True):
             current_beacon().stage(f"loading {name}")
             try:
-                self._terms.append(build_term(term, name, self._base, self._concurrent_requests(term)))
+                self._terms.append(build_term(term, name, self._base, self._concurrent_requests(term), self._data))
             except UserCodeError as error:
                 problem = f"{error.problem}; {error.remedy}" if error.remedy else error.problem
                 return PreparedTerms(function=error.path, failure=TermFailure(problem, traceback=error.traceback))

@@ -10,7 +10,7 @@ import numpy as np
 from lockstep.cluster.user_code import UserCodeError
 from lockstep.data.samples import Episode, Prompt
 
-FunctionSignature = Literal["trl", "verl", "openrlhf"]
+FunctionSignature = Literal["trl", "verl", "verl_batch", "openrlhf"]
 
 
 @dataclass(slots=True)
@@ -115,6 +115,19 @@ class PreparedTerms:
     function: str | None = None
     """Name of the term that cannot be used."""
     failure: TermFailure | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DataColumns:
+    """What a dataset offers to reward functions."""
+
+    path: str
+    """The dataset, for error messages."""
+    names: tuple[str, ...]
+    """The columns besides the prompt's."""
+    has_answer: bool
+    has_truth: bool
+    """Whether there is an answer, or a `reward_model` with a ground truth."""
 
 
 class ScorerAPI(Protocol):

@@ -49,6 +49,7 @@ class EngineService:
         version: int = 0,
         sleeps: bool = False,
     ) -> None:
+        current_beacon().stage("load")
         self._outbox = Outbox()
         self._failure: Exception | None = None
         self._collecting: list[tuple[int, float, DeferredResult[CompletionBatch]]] = []
@@ -57,10 +58,12 @@ class EngineService:
         self._engine = make_engine(ModelConfig.model_validate(model), config, device, threads, reader, version, sleeps)
         if weights is not None:
             self._engine.load_weights(Path(weights), version)
+        self._show_stage()
 
     def submit(self, requests: list[Request]) -> None:
         self._engine.submit(requests)
         self._outbox.expect(requests)
+        self._show_stage()
 
     def collect(self, ack: int = 0, hold_s: float = 0.0) -> DeferredResult[CompletionBatch]:
         if self._failure is not None:
@@ -85,15 +88,21 @@ class EngineService:
 
     def sleep(self, level: int = 1) -> None:
         self._engine.sleep(level)
+        current_beacon().stage("sleep")
 
     def wake(self) -> None:
         self._engine.wake()
+        current_beacon().stage("idle")
 
     def load_weights(self, source: str, version: int) -> None:
+        current_beacon().stage("sync")
         self._engine.load_weights(Path(source), version)
+        self._show_stage()
 
     def receive_weights(self, where: dict[str, Any], version: int) -> None:
+        current_beacon().stage("sync")
         self._engine.receive_weights(where, version)
+        self._show_stage()
 
     def slower(self) -> str:
         return self._engine.slower
@@ -121,7 +130,16 @@ class EngineService:
         beacon = current_beacon()
         beacon.progress("tokens", now.tokens)
         beacon.progress("completions", now.finished)
+        self._show_stage(now)
         return not now.paused and now.running + now.waiting > 0
+
+    def _show_stage(self, now: EngineProgress | None = None) -> None:
+        """Writes what the engine does into the beacon: `generate`, `paused` or `idle`."""
+        now = self._engine.progress() if now is None else now
+        stage = "idle" if now.running + now.waiting == 0 else "paused" if now.paused else "generate"
+        beacon = current_beacon()
+        if beacon.stage_name != stage and not (stage == "idle" and beacon.stage_name == "sleep"):
+            beacon.stage(stage)
 
     def renew(self) -> None:
         """Drops all requests and completions, for the run's next controller or after an exclusion. The model stays

@@ -1,6 +1,5 @@
 """Exports the model of a checkpoint, without starting its run."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from lockstep.config.algorithm import CrossEntropy
@@ -8,9 +7,10 @@ from lockstep.config.loader import check_config
 from lockstep.config.run_config import RunConfig
 from lockstep.config.train_role import TrainRole
 from lockstep.ledger.ledger import Ledger
-from lockstep.ledger.sqlite_index import CheckpointRow
 from lockstep.run.errors import RunRefused
+from lockstep.run.planning.parent_run import choose_checkpoint
 from lockstep.run.planning.prepare import resolve_adapters
+from lockstep.train.checkpoints.checkpoint_retention import part_folder
 from lockstep.train.distributed import ParallelContext
 from lockstep.train.rank_service import choose_device
 from lockstep.train.trainer_kinds import trainer_kind
@@ -43,31 +43,25 @@ def export_checkpoint(run: Path, out: Path, step: str = "last", role: str | None
     exported = _role_on_one_rank(config, role)
     if adapter and exported.model.adapter is None:
         raise RunRefused(f"{exported.name} of {run} has no adapter: leave --adapter out")
-    trainer = trainer_kind(exported).create(exported, ParallelContext(device=choose_device("auto", 0)), 1)
-    try:
-        trainer.load(chosen.path / exported.name if len(config.train_roles) > 1 else chosen.path)
-        (trainer.export_adapter if adapter else trainer.export)(out)
-    finally:
-        trainer.close()
+    part = part_folder(chosen.path, exported.name, [each.name for each in config.train_roles])
+    export_from_one_rank(exported, out, part, adapter)
     return chosen.step + 1
 
 
-def choose_checkpoint(rows: Sequence[CheckpointRow], step: str) -> CheckpointRow:
-    """Returns the checkpoint that `step` names: `last`, `best`, or a number of steps done. Raises RunRefused."""
-    if not rows:
-        raise RunRefused("the run has no complete checkpoint yet (checkpoint.every says when it writes one)")
-    known = ", ".join(str(row.step + 1) for row in rows)
-    if step == "last":
-        return rows[-1]
-    if step == "best":
-        rated = [(row.metric, row.step, row) for row in rows if row.metric is not None]
-        if not rated:
-            raise RunRefused(f"no checkpoint was evaluated, so none is the best: take one of {known}, or last")
-        return max(rated)[2]
-    found = next((row for row in rows if str(row.step + 1) == step), None)
-    if found is None:
-        raise RunRefused(f"--step {step}: there are checkpoints after {known} steps; take one of them, best or last")
-    return found
+def export_from_one_rank(role: TrainRole, out: Path, checkpoint: Path | None, adapter: bool = False) -> None:
+    """Writes a model, or its adapter, from one rank in this process, on a GPU if there is one.
+
+    Args:
+        role: a role with one rank.
+        checkpoint: the state to write; the model as it is loaded, with its adapter, when absent.
+    """
+    trainer = trainer_kind(role).create(role, ParallelContext(device=choose_device("auto", 0)), 1)
+    try:
+        if checkpoint is not None:
+            trainer.load(checkpoint)
+        (trainer.export_adapter if adapter else trainer.export)(out)
+    finally:
+        trainer.close()
 
 
 def _role_on_one_rank(config: RunConfig, name: str | None) -> TrainRole:

@@ -14,7 +14,7 @@ class NoSignal(RuntimeError):
 
     def __init__(self, step: int, rounds: int, found: int, wanted: int, metric: str) -> None:
         super().__init__(
-            f"step {step}: after {rounds} rounds of prompts, {found} of {wanted} groups have different values of "
+            f"step {step + 1}: after {rounds} rounds of prompts, {found} of {wanted} groups have different values of "
             f"{metric}. The data may be too easy or too hard for the model, or the reward always the same: look at "
             "reward/*. filter_groups.at_limit=fill continues with groups without a signal"
         )
@@ -77,7 +77,7 @@ class GroupFilter:
         if self.stored is not None:
             return self.stored
         if self.missing:
-            raise ValueError(f"{self.missing} of {self.wanted} groups of step {self.step} are missing")
+            raise ValueError(f"{self.missing} of {self.wanted} groups of step {self.step + 1} are missing")
         return Rollouts(self.step, self._version, self._groups)
 
     @property

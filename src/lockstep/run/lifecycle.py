@@ -5,11 +5,12 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from lockstep.base.folders import run_shm_dir
+from lockstep.base.limits import raise_descriptor_limit
 from lockstep.base.secrets import redact_text, secret_values
 from lockstep.base.text import first_line
 from lockstep.cluster.agent_cluster import AgentCluster
@@ -28,9 +29,11 @@ from lockstep.rollout.engine_protocol import EngineAPI
 from lockstep.rollout.environments.environment_pool import EnvironmentPool
 from lockstep.run.checkpoint_manager import restore_checkpoint
 from lockstep.run.errors import Interrupted, NotStarted, RunRefused
-from lockstep.run.evaluator import Evaluator
+from lockstep.run.evaluation.evaluator import CompletionQuality, Evaluator, Measurement, ValidationLoss
 from lockstep.run.interrupt import InterruptHandler
-from lockstep.run.planning.prepare import START_EVENT, PreparedRun
+from lockstep.run.planning.parent_run import begin_from
+from lockstep.run.planning.prepare import PreparedRun
+from lockstep.run.planning.working_folder import START_EVENT, start_folders
 from lockstep.run.recovery.recovery_manager import RecoveryManager
 from lockstep.run.recovery.trainer_recovery import MemoryCheckpointer, RecoveryContext
 from lockstep.run.rollout_buffer import PromptSampler, RolloutBuffer
@@ -63,12 +66,16 @@ def open_run(prepared: PreparedRun) -> Iterator[Run]:
         NotStarted: a role of a new run could not start; the run's name can be used again.
         RemoteError, WorkerDied, RewardError: a role of a resumed run could not start.
     """
+    raise_descriptor_limit()
     ledger = _open_ledger(prepared)
     started = False
     try:
         with ExitStack() as stack:
             stack.enter_context(ledger)
-            ledger.record_event(START_EVENT, rows=prepared.rows)
+            counts = {"rows": prepared.rows, "row_counts": prepared.row_counts}
+            ledger.record_event(START_EVENT, **counts, **start_folders(prepared.folder))
+            if prepared.parent is not None:
+                begin_from(prepared.parent, ledger, prepared.config)
             interrupt = InterruptHandler()
             stack.enter_context(interrupt.listening())
             config, wanted = prepared.config, prepared.plan.wanted
@@ -158,12 +165,26 @@ def launch_all(prepared: PreparedRun, launcher: RunWorkerLauncher) -> tuple[list
     return ranks, served, engines
 
 
+def _umask_mode() -> int:
+    """The mode that the umask gives a folder. It can be read only by setting it."""
+    umask = os.umask(0o077)
+    os.umask(umask)
+    return 0o777 & ~umask
+
+
+_FOLDER_MODES: Mapping[str, Callable[[], int]] = {
+    "private": lambda: 0o700,
+    "group": lambda: 0o2770,  # files and folders in it belong to its group as well
+    "umask": _umask_mode,
+}
+
+
 def _open_ledger(prepared: PreparedRun) -> Ledger:
     config = prepared.config.model_dump(mode="json")
     try:
         if prepared.resuming:
             return Ledger.resume(prepared.folder, config)
-        return Ledger.create(prepared.folder, config)
+        return Ledger.create(prepared.folder, config, _FOLDER_MODES[prepared.config.folder_access]())
     except (LedgerError, OSError) as error:
         raise RunRefused(str(error)) from error
 
@@ -213,7 +234,7 @@ def _start_run(
     config, wanted = prepared.config, prepared.plan.wanted
     identity = name, prepared.folder, ledger.generation
     with reporter.stage("start"):
-        cluster = open_cluster(config.cluster, *identity, inherited, wanted, config.placement)
+        cluster = open_cluster(config.cluster, *identity, inherited, wanted, config.placement, prepared.agent)
     reporter.worker_activity = cluster.describe_worker
     with ExitStack() as closing:
         closing.callback(cluster.close)
@@ -232,7 +253,7 @@ def _start_run(
             engines = _make_rollout_client(prepared, launcher, recovery, workers)
             if engines is not None:
                 closing.callback(engines.close)
-            roles = _make_roles(prepared, ledger, reporter, launcher, trained, engines, start)
+            roles = _make_roles(prepared, ledger, reporter, launcher, recovery, trained, engines, start)
             roles.served = served
             memory = MemoryCheckpointer(trained, run_shm_dir(name) / "state") if prepared.plan.memory_copy else None
             cluster.release()
@@ -280,17 +301,40 @@ def _make_roles(
     ledger: Ledger,
     reporter: RunReporter,
     launcher: RunWorkerLauncher,
+    recovery: RecoveryManager,
     trained: TrainedRoles,
     engines: RolloutClient | None,
     version: int,
 ) -> RunRoles:
     config, cluster, policy = prepared.config, launcher.cluster, trained.policy
-    roles = RunRoles(trained, prepared.samples)
+    roles = RunRoles(trained, prepared.data.samples)
     if config.reward is not None:
-        roles.rewards = ScorerPool(cluster, config.reward)
+        roles.rewards = ScorerPool(cluster, config.reward, data=prepared.data.scored, note=recovery.note)
         roles.rewards.start()
-    if engines is None:
-        return roles
+    measurements: list[Measurement] = []
+    if (validation := config.held_out_documents) is not None:
+        documents = prepared.data.validation
+        measurements.append(ValidationLoss(validation.every, documents, policy, config.token_budget))
+    if engines is not None:
+        _add_engine_roles(roles, prepared, ledger, launcher, engines, version)
+    if config.evaluation is not None and engines is not None:
+        prompts, sampling = prepared.data.held_out, config.rollout.sampling
+        measurements.append(CompletionQuality(config.evaluation, prompts, sampling, engines, roles.rewards))
+    if measurements:
+        roles.evaluator = Evaluator(measurements, ledger, reporter)
+    return roles
+
+
+def _add_engine_roles(
+    roles: RunRoles,
+    prepared: PreparedRun,
+    ledger: Ledger,
+    launcher: RunWorkerLauncher,
+    engines: RolloutClient,
+    version: int,
+) -> None:
+    """Adds what a run with engines has: they get the weights of `version`, and prompts to complete."""
+    config, cluster, trained, policy = prepared.config, launcher.cluster, roles.trained, roles.trained.policy
     roles.engines = engines
     setup = prepared, policy, engines.workers, cluster, launcher
     delivery, devices = make_weight_delivery(*setup), make_device_sync(*setup)
@@ -298,20 +342,9 @@ def _make_roles(
     roles.weights.open_on_ranks()
     roles.weights.publish(version)
     if (wanted := config.generation) is not None:
-        sampler = PromptSampler(prepared.samples, ledger, wanted.prompts_per_step, wanted.filter_groups.enable)
+        sampler = PromptSampler(prepared.data.samples, ledger, wanted.prompts_per_step, wanted.filter_groups.enable)
         size, staleness = wanted.group_size, config.rollout.max_staleness
         roles.rollouts = RolloutBuffer(engines, ledger, sampler, size, config.steps, staleness)
-    if config.evaluation is not None:
-        roles.evaluator = Evaluator(
-            config.evaluation,
-            prepared.held_out,
-            config.rollout.sampling,
-            engines,
-            roles.rewards,
-            ledger,
-            reporter,
-        )
-    return roles
 
 
 def _make_rollout_client(
@@ -324,8 +357,8 @@ def _make_rollout_client(
     config = prepared.config
     sampling, stall_s = config.rollout.sampling, config.cluster.stall_limit_s
     common = sampling, config.seed, stall_s, launcher, recovery, config.rollout.reissue
-    if prepared.turns is None or config.rollout.environment is None:
+    if prepared.data.turns is None or config.rollout.environment is None:
         return RolloutClient(workers, *common)
-    pool = EnvironmentPool(launcher.cluster, config.rollout.environment)
+    pool = EnvironmentPool(launcher.cluster, config.rollout.environment, note=recovery.note)
     pool.start()
-    return MultiTurnClient(workers, *common, pool=pool, turns=prepared.turns)
+    return MultiTurnClient(workers, *common, pool=pool, turns=prepared.data.turns)

@@ -51,7 +51,9 @@ class TooStale(RuntimeError):
     """A token is older than the config allows: a bug in Lockstep. Such a token is never trained on."""
 
     def __init__(self, step: int, version: int, limit: int) -> None:
-        super().__init__(f"step {step} has a token of version {version}, more than {limit} steps old")
+        super().__init__(
+            f"step {step + 1}, which trains version {step}, has a token of version {version}: older than {limit} steps"
+        )
         self.step, self.version, self.limit = step, version, limit
 
 
@@ -137,7 +139,7 @@ class RolloutBuffer:
         current = self._rounds[step]
         self._collect()
         current.ready += len(current.done)
-        self.engines.wait_until(lambda: self._poll(current), why=f"rollouts of step {step}", step=step)
+        self.engines.wait_until(lambda: self._poll(current), why=f"rollouts of step {step + 1}", step=step)
         self._persist_due()  # now, because scoring may take long
         self._finish(current)
         groups = [
@@ -162,7 +164,7 @@ class RolloutBuffer:
         return metrics | self.engines.metrics()
 
     def _request_round(self, step: int, prompts: Sequence[Prompt]) -> None:
-        ids = [[f"{step}/{prompt.uid}/{k}" for k in range(self.group_size)] for prompt in prompts]
+        ids = [[f"{self.ledger.number(step)}/{prompt.uid}/{k}" for k in range(self.group_size)] for prompt in prompts]
         wanted = {id for group in ids for id in group}
         done = {each.request: each for each in self.ledger.kept_completions(step) if each.request in wanted}
         requests = [

@@ -6,17 +6,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from lockstep.base.folders import set_access
 from lockstep.base.wait_state import Stalled
 from lockstep.cluster.protocol import RemoteError, WorkerDied
 from lockstep.config.run_config import Export, RunConfig
 from lockstep.data.mini_batches import TrainingBatch
 from lockstep.data.sample_sources import SampleSource
+from lockstep.data.samples import Document
 from lockstep.ledger.ledger import Ledger
+from lockstep.ledger.sqlite_index import CompletionSample
 from lockstep.rewards.scorer_pool import ScorerPool
 from lockstep.rollout.client.rollout_client import RolloutClient
 from lockstep.run.checkpoint_manager import CheckpointManager
 from lockstep.run.errors import Interrupted
-from lockstep.run.evaluator import Evaluator
+from lockstep.run.evaluation.early_stopping import STOP_EVENT, stop_reason
+from lockstep.run.evaluation.evaluator import Evaluator
 from lockstep.run.group_filter import GroupFilter
 from lockstep.run.interrupt import InterruptHandler
 from lockstep.run.recovery.trainer_recovery import RecoveryContext, TrainerRecovery
@@ -32,7 +36,7 @@ T = TypeVar("T")
 
 GENERATION_STAGES = ("rollout", "evaluate")
 """Stages in which engines use the devices."""
-TRAINING_STAGES = ("logprobs", "train")
+TRAINING_STAGES = ("logprobs", "train", "validate")
 """Stages in which the trainer uses the devices."""
 
 
@@ -92,6 +96,10 @@ class Run:
         self._last_reported = start - 1
         """The last step whose metrics were reported."""
         self._row: dict[str, float] = {}
+        self._stop_reason = ""
+        """Why the run ends before its last step; empty if it does not."""
+        self._samples: list[CompletionSample] = []
+        """Completions of the step in progress to show when it ends."""
 
     @property
     def policy(self) -> TrainerGroup:
@@ -122,6 +130,12 @@ class Run:
         """The data of the recipe, in the order of the run."""
         return self.roles.samples
 
+    def documents(self, step: int, count: int) -> list[Document]:
+        """Returns the `count` documents of a step."""
+        documents: list[Document] = self.samples.take(step * count, count)
+        self._row |= self.samples.counts(documents)
+        return documents
+
     def seed(self, step: int) -> int:
         """The seed of all random choices in a step except its completions."""
         return self.config.seed * 1_000_003 + step
@@ -140,10 +154,11 @@ class Run:
                     self._publish_again(self._version)
                     self._boundary(self._version)
                     self._boundary_done = self._version
-            if self._version == self.config.steps:
+            if self._version == self.config.steps or self._stop_reason:
+                self._stop_early()
                 return
             self.reporter.step_begins(self._version)
-            self.recovery.step = self._version
+            self.recovery.step = self._version + 1
             yield self._version
 
     @contextmanager
@@ -170,13 +185,13 @@ class Run:
             self._version = restored
             if self.roles.rollouts is not None:
                 self.roles.rollouts.rewind()
-            self._boundary_done, self._row = -1, {}
+            self._boundary_done, self._row, self._samples = -1, {}, []
             self.recovery.flush()
 
     def _finish(self, step: int) -> None:
-        row, self._row = self._row, {}
+        row, samples, self._row, self._samples = self._row, self._samples, {}, []
         if step > self._last_reported:
-            self.reporter.step_ends(step, row)
+            self.reporter.step_ends(step, row, samples)
             self._last_reported = step
         else:
             self.reporter.step_repeated(step)
@@ -209,7 +224,9 @@ class Run:
         """Makes a step's scored rollouts durable, unless they come from the ledger."""
         if groups.stored is None:
             self.ledger.record_rollouts(step, groups.rollouts, {"seed": self.seed(step), **groups.extra})
+        self._samples = self.reporter.choose_samples(step, groups.rollouts)
         self._row |= rollout_metrics(groups.rollouts) | groups.metrics() | self.rollouts.metrics(step)
+        self._row |= self.samples.counts([group.prompt for group in groups.rollouts.groups])
 
     def annotate(self, batch: TrainingBatch) -> None:
         """Adds to the batch's targets what the policy's objective needs before the first update of a step, such as old
@@ -241,6 +258,8 @@ class Run:
                     role = self.trained[export.role.name]
                     (role.export_adapter if export.form == "adapter" else role.export)(folder)
                 done = True
+        if folder.is_relative_to(self.folder):  # it belongs to those who may use the run
+            set_access(folder)
 
     def _publish_again(self, version: int) -> None:
         """Publishes a version whose step ended with a failure before it was published."""
@@ -251,16 +270,38 @@ class Run:
             with self.stage("publish"):
                 weights.publish(version)
 
+    def _evaluate(self, version: int) -> None:
+        """Measures on held-out data what is due after `version` steps."""
+        evaluator = self.roles.evaluator
+        if evaluator is None:
+            return
+        metrics: dict[str, float] = {}
+        samples: list[CompletionSample] = []
+        for due in evaluator.due(version, last=version == self.config.steps):
+            with self.stage(due.stage):
+                if due.stage in GENERATION_STAGES:
+                    self.weights.publish(version)
+                measured, shown = due.measure(version)
+            metrics, samples = metrics | measured, samples + shown
+        if metrics:
+            evaluator.record(version, metrics, samples)
+        elif version > self._start:
+            evaluator.report_again(version)
+
+    def _stop_early(self) -> None:
+        """Reports that the run ends before its last step."""
+        if self._version < self.config.steps:
+            self.ledger.record_event(STOP_EVENT, reason=self._stop_reason, steps=self._version)
+            self.reporter.console.message(f"stopped early: {self._stop_reason}")
+
     def _boundary(self, version: int) -> None:
         """Evaluates and writes a checkpoint after `version` steps, if they are due; ends an interrupted run."""
-        last = version == self.config.steps
         evaluator = self.roles.evaluator
-        if evaluator is not None and evaluator.due(version, last):
-            with self.stage("evaluate"):
-                self.weights.publish(version)
-                evaluator.evaluate(version)
-        elif evaluator is not None and version > self._start:
-            evaluator.report_again(version)
+        self._evaluate(version)
+        self._stop_reason = (
+            "" if evaluator is None else stop_reason(self.config.early_stopping, evaluator.history, version)
+        )
+        last = version == self.config.steps or bool(self._stop_reason)
         improved = evaluator is not None and evaluator.improved(version)
         stopping = self.interrupt.requested and version > self._start
         with self.stage("checkpoint"):

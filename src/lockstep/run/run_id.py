@@ -5,7 +5,8 @@ import shutil
 import socket
 from pathlib import Path
 
-from lockstep.base.folders import new_run_id, run_shm_dir
+from lockstep.base import folders
+from lockstep.base.folders import new_run_id, remove_stale_run_dirs, run_shm_dir
 from lockstep.ledger.durable_files import replace_file
 from lockstep.watch.beacon.reader import read_beacons
 from lockstep.watch.procfs.processes import is_alive
@@ -28,10 +29,13 @@ class FolderNotShared(RuntimeError):
 
 
 def read_run_id(folder: Path) -> str:
-    """Returns the id that `claim_run_id` wrote; "" if there is none."""
+    """Returns the id that `claim_run_id` wrote; "" if there is none, or if the file is damaged."""
     try:
-        return (folder / RUN_ID_FILE).read_text().strip()
+        return folders.read_run_id(folder / RUN_ID_FILE)
     except FileNotFoundError:
+        return ""
+    except ValueError as error:
+        log.warning("%s", error)
         return ""
 
 
@@ -44,6 +48,7 @@ def check_folder_shared(folder: Path, expected: str) -> None:
 def claim_run_id(folder: Path, name: str) -> str:
     """Writes a new run id into the folder, for `lockstep top`, and returns it. The caller holds the ledger's lock."""
     release_shared_memory(folder)
+    remove_stale_run_dirs()
     run = new_run_id(name)
     replace_file(folder / RUN_ID_FILE, f"{run}\n".encode())
     return run

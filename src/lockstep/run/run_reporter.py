@@ -5,16 +5,22 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from io import TextIOWrapper
 from pathlib import Path
 
 from lockstep.base import waits
+from lockstep.base.folders import make_folder, open_file
 from lockstep.base.secrets import redact_text, secret_values
 from lockstep.base.text import format_duration
 from lockstep.base.wait_state import WaitRecord
 from lockstep.config.run_config import RunConfig
+from lockstep.data.samples import Rollouts
 from lockstep.ledger.ledger import Ledger
+from lockstep.ledger.sqlite_index import CompletionSample
+from lockstep.ledger.step_samples import choose_samples
+from lockstep.report.completion_samples import shortened_sample
 from lockstep.report.live_console import LiveConsole, beacon_activity
 from lockstep.report.metric_sinks import MetricSink, MetricSinks, open_sinks
 from lockstep.report.run_incidents import incidents_of, incidents_summary
@@ -130,7 +136,7 @@ class RunReporter:
         self._sinks = open_sinks(
             self.folder,
             tensorboard=self.config.report.tensorboard,
-            resume_after=version - 1 if rows else None,
+            resume_after=self.ledger.number(version - 1) if rows else None,
             others=self._trackers(),
         )
         self.stages.take()
@@ -155,8 +161,17 @@ class RunReporter:
     def step_begins(self, step: int) -> None:
         current_beacon().progress("step", step, self.config.steps)
 
-    def step_ends(self, step: int, row: dict[str, float]) -> None:
-        """Completes the step's row of metrics and hands it to ledger, sinks and console."""
+    def choose_samples(self, step: int, rollouts: Rollouts) -> list[CompletionSample]:
+        """Returns the completions of a step to show; none unless it is due."""
+        config, number = self.config.report, step + 1
+        due = number in (1, self.config.steps) or number % max(config.samples_every, 1) == 0
+        if not config.samples_every or not due:
+            return []
+        known = secret_values(os.environ)
+        return [shortened_sample(each, known) for each in choose_samples(rollouts.groups, config.samples_shown)]
+
+    def step_ends(self, step: int, row: dict[str, float], samples: Sequence[CompletionSample] = ()) -> None:
+        """Completes the step's row of metrics and hands it to ledger, sinks and console, and so the samples."""
         seconds = self.stages.take()
         row |= {f"time/{name}_s": value for name, value in seconds.items()}
         row["time/step_s"] = sum(seconds.values())
@@ -167,8 +182,13 @@ class RunReporter:
             row["throughput/tokens_per_s"] = tokens / row["time/step_s"]
         self.ledger.record_metrics(step, row)
         if self._sinks is not None:
-            self._sinks.write(step, row)
+            self._sinks.write(self.ledger.number(step), row)
         self.console.step(step, row)
+        if samples:
+            self.ledger.record_samples(step, samples)
+            if self._sinks is not None:
+                self._sinks.write_samples(self.ledger.number(step), samples)
+            self.console.samples(step + 1, samples)
 
     def step_repeated(self, step: int) -> None:
         """Adds the time of a step that was trained again after a fault; its metrics were reported before."""
@@ -184,7 +204,7 @@ class RunReporter:
 
     def evaluated(self, version: int, metrics: Mapping[str, float]) -> None:
         if self._sinks is not None:
-            self._sinks.write(version - 1, metrics)
+            self._sinks.write(self.ledger.number(version - 1), metrics)
         self.console.evaluation(version, metrics)
 
     def _trackers(self) -> list[MetricSink]:
@@ -214,6 +234,13 @@ class RunReporter:
 
 class _LogFile(logging.FileHandler):
     """A log file that ignores errors, such as a full disk: they must neither end the run nor hide why it ended."""
+
+    def _open(self) -> TextIOWrapper:
+        return os.fdopen(open_file(Path(self.baseFilename), os.O_WRONLY | os.O_APPEND), "a", encoding="utf-8")
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with contextlib.suppress(OSError):  # the first record opens the file
+            super().emit(record)
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
         pass
@@ -247,7 +274,7 @@ class _ConsoleHandler(logging.Handler):
 @contextmanager
 def controller_logging(file: Path, console: LiveConsole) -> Iterator[None]:
     """Sends the log of this process to the file and its warnings to the console; the file also gets the final error."""
-    file.parent.mkdir(exist_ok=True)
+    make_folder(file.parent)
     to_file = _LogFile(file, delay=True, encoding="utf-8")
     known = secret_values(os.environ)
     to_file.setFormatter(_RedactingFormatter(known))

@@ -18,9 +18,9 @@ from lockstep.config.serve_role import ServeRole
 from lockstep.data.micro_batch import MiniBatch
 from lockstep.data.mini_batches import TrainingBatch
 from lockstep.run.recovery.recovery_manager import RecoveryManager
-from lockstep.run.recovery.trainer_recovery import VERDICT_AFTER_ABORT_S
 from lockstep.run.trainer_group import PendingFields, TrainerGroup
-from lockstep.train.served_model import ServedModelAPI, ServedModelInfo
+from lockstep.train.served_model import ServedModelAPI
+from lockstep.train.trainer_api import RankInfo
 
 log = logging.getLogger(__name__)
 
@@ -41,9 +41,7 @@ class ServedGroup:
     def _begin_setup(self, workers: Sequence[Worker]) -> None:
         self.workers = list(workers)
         names = [worker_and_node(worker) for worker in workers]
-        self._setup: list[PendingResult[ServedModelInfo]] = [
-            worker.submit(ServedModelAPI.setup, names) for worker in workers
-        ]
+        self._setup: list[PendingResult[RankInfo]] = [worker.submit(ServedModelAPI.setup, names) for worker in workers]
 
     def finish_setup(self) -> None:
         """Waits until the ranks have loaded the model, which they begin when the group is created."""
@@ -93,13 +91,11 @@ class ServedGroup:
     def _describe(self, error: CallError, starting: bool = False) -> WorkerFailure:
         """Describes how a rank failed. If the error comes from an aborted collective, it is the rank that a verdict
         names."""
-        name, step = failed_worker(error), self._manager.step
-        ranks = {worker.spec.name: worker.spec.rank for worker in self.workers}
-        accused = self._manager.accused_worker(ranks, VERDICT_AFTER_ABORT_S) if is_effect(error) else None
-        if accused is None:
-            return describe_failure(error, self.role.name, name, ranks.get(name), step, starting)
-        what = "held up the other ranks"
-        return WorkerFailure(self.role.name, accused, ranks[accused], "stalled", what, step=step, starting=starting)
+        if is_effect(error) and (accused := self._manager.accused_rank(self.role.name, self.workers, starting)):
+            return accused
+        name = failed_worker(error)
+        rank = next((worker.spec.rank for worker in self.workers if worker.spec.name == name), None)
+        return describe_failure(error, self.role.name, name, rank, self._manager.step, starting)
 
 
 def annotate_batch(

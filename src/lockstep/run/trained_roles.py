@@ -12,17 +12,14 @@ from lockstep.cluster.rpc.futures import gather_results, settled_at
 from lockstep.config.algorithm import TrainerOutput
 from lockstep.data.micro_batch import MiniBatch
 from lockstep.run.trainer_group import TrainerGroup
+from lockstep.train.checkpoints.checkpoint_retention import part_folder
 from lockstep.train.trainer_protocol import StepStats
 
 SubmittedStep = tuple[MiniBatch, list[PendingResult[StepStats]]]
 
 
 class TrainedRoles(Mapping[str, TrainerGroup]):
-    """The ranks of every trained role, by role.
-
-    A checkpoint of several roles is a folder with one part for each role, in a subfolder of its name. With one role,
-    the folder is that role's checkpoint.
-    """
+    """The ranks of every trained role, by role. A checkpoint has a part for each role; see `part_folder`."""
 
     def __init__(self, groups: Sequence[TrainerGroup]) -> None:
         """Args:
@@ -56,7 +53,7 @@ class TrainedRoles(Mapping[str, TrainerGroup]):
 
     def part_folder(self, folder: Path, role: str) -> Path:
         """Where a role's part of the state in `folder` is."""
-        return folder / role if self.parts else folder
+        return part_folder(folder, role, self._groups)
 
     def step(self, minibatches: Mapping[str, Iterable[MiniBatch]]) -> dict[str, list[dict[str, float]]]:
         """Trains several roles at the same time, with one optimizer step for each mini-batch.

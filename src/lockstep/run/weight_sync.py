@@ -61,7 +61,7 @@ class ChannelSettings:
     """The common settings of all channels of a run; see `StreamChannel`."""
 
     way: StreamTransport
-    store: tuple[str, int]
+    store: str
     scope: str
     backend: str = "nccl"
     width: int = 1

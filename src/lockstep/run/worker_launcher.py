@@ -11,6 +11,7 @@ from lockstep.config.train_role import TrainRole
 from lockstep.rollout.engine_protocol import ENGINE_SERVICE
 from lockstep.run.planning.prepare import PreparedRun
 from lockstep.run.planning.run_plan import PlannedProcess
+from lockstep.run.planning.worker_preload import PRELOAD_MODULES, WORKER_ENVIRONMENT
 from lockstep.run.run_id import read_run_id
 from lockstep.weights.relay.relay_api import RELAY_SERVICE
 
@@ -22,17 +23,6 @@ WEIGHT_READERS = {
     "complete": "lockstep.weights.shared_memory_transport:complete_store_reader",
 }
 """The reader of published weights in engines, by `weights.check`."""
-PRELOAD_MODULES = {
-    "builtin": ("torch", "transformers", "lockstep.run.policy_service", "lockstep.rollout.engine_service",
-                "lockstep.rollout.builtin"),
-    "vllm": ("torch", "transformers", "lockstep.run.policy_service", "lockstep.rollout.engine_service"),
-}  # fmt: skip
-"""By the kind of engines: the modules that the fork server of trainer ranks and engines imports. vLLM is imported
-by the engines themselves: its import sets up a platform and threads, which trainer ranks must not inherit."""
-WORKER_ENVIRONMENT = {"OMP_WAIT_POLICY": "passive", "TOKENIZERS_PARALLELISM": "false"}
-"""Environment of trainer ranks and engines. Idle OpenMP threads sleep instead of spinning, as the roles take turns on
-the same cores. The number of threads is an argument of each service: all workers have the same environment, so that one
-fork server serves them all."""
 
 PLACEMENT_LIMIT_S = 60.0
 """How long a rank that lost its node waits for another node, if the trainer may continue without the rank."""
@@ -101,12 +91,10 @@ class RunWorkerLauncher:
 
     def _rank_arguments(self, process: PlannedProcess, start: int, world: int) -> dict[str, Any]:
         """The arguments of every rank of a model, besides its role."""
-        host, port = self.cluster.store()
         return {
             "rank": process.rank,
             "world": world,
-            "store_host": host,
-            "store_port": port,
+            "store": self.cluster.store() if world > 1 else None,
             "device": process.device,
             "generation": self.generation,
             "restarts": start,
@@ -157,15 +145,14 @@ class RunWorkerLauncher:
         return self._spec(process, ENGINE_SERVICE, arguments, adoptable=True)
 
     def _relay_spec(self, node: NodeInfo) -> WorkerSpec:
-        weights, (host, port) = self.prepared.config.weights, self.cluster.store()
+        weights = self.prepared.config.weights
         folder = self.prepared.folder.absolute()
         arguments = {
             "node": node.name,
             "address": node.address,
             "generation": self.generation,
             "way": self.relay_transport,
-            "store_host": host,
-            "store_port": port,
+            "store": self.cluster.store(),
             "bucket_bytes": int(weights.bucket_mb * 2**20),
             "check": weights.check,
             "delta": weights.delta,

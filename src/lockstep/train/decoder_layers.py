@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from lockstep.config.trainer import TrainerConfig
 from lockstep.models.forest_attention import hide_from_compiler
 from lockstep.models.policy_model import PolicyModel
+from lockstep.train.compile_progress import show_compilation
 
 log = logging.getLogger(__name__)
 
@@ -85,6 +86,7 @@ def compile_layers(policy: PolicyModel, device: torch.device) -> None:
         require_compiler()
     torch._inductor.config.compile_threads = 1  # more would start a pool of processes that nothing monitors
     hide_from_compiler()
+    show_compilation()
 
     def compiled_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
         compiled = torch.compile(forward, dynamic=True)

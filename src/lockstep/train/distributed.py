@@ -21,11 +21,12 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from lockstep.base import waits
 from lockstep.base.text import summarize_list
 from lockstep.base.wait_state import WaitTimeout, narrow_wait, track_wait
+from lockstep.cluster.rendezvous_store import open_store, store_errors
 from lockstep.train.collective_backend import BackendFallback, choose_backend, measure_collectives, nccl_trial
 from lockstep.watch.recorder import recorder
 
@@ -239,7 +240,7 @@ def join_ranks(
     rank: int,
     world: int,
     device: torch.device,
-    store: tuple[str, int] | None,
+    store: str | None,
     prefix: str,
     timeout_s: float,
     replicas: int = 1,
@@ -252,9 +253,9 @@ def join_ranks(
     this host has entered raises CollectiveRefused.
 
     Args:
-        store: host and port of a TCPStore outside the ranks; required for two or more ranks.
-        prefix: prefix of all keys in the store. It is unique per start of a role, so that a restarted role never reads
-            its old keys.
+        store: URL of a store outside the ranks; required for two or more ranks.
+        prefix: the scope in the store. It is unique per start of a role, so that a restarted role never reads its old
+            keys.
         timeout_s: time limit of one collective, on every communicator (`new_group` does not inherit it).
         replicas: number of copies of the sharded parameters.
         fallback: the backend to use on GPUs if NCCL does not work on all ranks.
@@ -264,24 +265,25 @@ def join_ranks(
         ValueError: there are two or more ranks and no store.
         NcclUnusable: NCCL does not work and there is no fallback.
         RanksMissing: other ranks did not join.
-        torch.distributed.DistStoreError: the store cannot be reached.
+        RendezvousStoreLost: the store cannot be reached, or ended meanwhile.
     """
     if world == 1 and device.type == "cpu":
         return ParallelContext(device=device, timeout_s=timeout_s)
     if world > 1 and store is None:
-        raise ValueError(f"{world} trainer ranks need a store for their rendezvous; give store_host and store_port")
+        raise ValueError(f"{world} trainer ranks need a store for their rendezvous; give its URL")
     recorder.install(refuse=True, keepalive=True, scope=prefix)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    with track_wait("rendezvous", f"{world} trainer ranks", f"rank {rank} joins {prefix}", RENDEZVOUS_S):
-        base_store: Store = (
-            HashStore() if store is None else TCPStore(*store, is_master=False, timeout=timedelta(seconds=RENDEZVOUS_S))
-        )
+    with (
+        track_wait("rendezvous", f"{world} trainer ranks", f"rank {rank} joins {prefix}", RENDEZVOUS_S),
+        store_errors(store or prefix),
+    ):
+        scope: Store = HashStore() if store is None else open_store(store, prefix, RENDEZVOUS_S)
         names = names or [f"rank {each}" for each in range(world)]
-        wait_for_ranks(PrefixStore(f"{prefix}/meeting", base_store), rank, world, names, RENDEZVOUS_S)
-        backend, slower = _select_backend(PrefixStore(f"{prefix}/backend", base_store), rank, world, device, fallback)
-        bound, group_store = timedelta(seconds=timeout_s), PrefixStore(prefix, base_store)
-        dist.init_process_group(backend, store=group_store, rank=rank, world_size=world, timeout=bound)
+        wait_for_ranks(PrefixStore("meeting", scope), rank, world, names, RENDEZVOUS_S)
+        backend, slower = _select_backend(PrefixStore("backend", scope), rank, world, device, fallback)
+        bound = timedelta(seconds=timeout_s)
+        dist.init_process_group(backend, store=scope, rank=rank, world_size=world, timeout=bound)
         storage = dist.new_group(backend="gloo", timeout=bound, group_desc="checkpoint")
     ranks = ParallelContext(rank, world, device, timeout_s, dist.group.WORLD, storage, replicas)
     if slower:

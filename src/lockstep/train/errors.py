@@ -57,7 +57,7 @@ class NonFinite(ArithmeticError):
     """The loss or a gradient is infinite or NaN. The step changed neither weights nor optimizer.
 
     Attributes:
-        step: optimizer step, from 0.
+        step: optimizer step, from 1.
         what: `loss` or `gradient`.
         places: for a loss, each affected rank and its first affected micro-batch. For a gradient, the ranks whose rows
             are affected; their micro-batch is None, because gradients are checked after they were summed.

@@ -1,9 +1,10 @@
 """Exports a model, or its adapter, as a Hugging Face folder, one parameter at a time."""
 
+import contextlib
 import copy
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,7 +13,11 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from lockstep.base import waits
+from lockstep.base.disk_errors import REFUSED_ERRNOS, refusal_reason
+from lockstep.base.folders import describe_kind
 from lockstep.config.model import ModelConfig
+from lockstep.models.folder_digests import tensor_digests, write_digests
 from lockstep.models.hf_checkpoint import named_state, resolve_folder
 from lockstep.models.huggingface import quiet_transformers
 from lockstep.models.lora import peft_config
@@ -20,12 +25,14 @@ from lockstep.models.model_loader import load_tokenizer
 from lockstep.models.policy_model import PolicyModel
 from lockstep.models.weight_conversion import CheckpointGroup, checkpoint_groups, to_checkpoint
 from lockstep.train.checkpoints.checkpoint import commit_folder
-from lockstep.train.checkpoints.checkpoint_files import sync_file
+from lockstep.train.checkpoints.checkpoint_files import as_os_error, sync_file
 from lockstep.train.distributed import ParallelContext
 from lockstep.train.errors import CheckpointError
 from lockstep.train.lazy_weights import LazyWeight
 from lockstep.watch.beacon.writer import current_beacon
 
+DIGESTS_LIMIT_S = 600.0
+"""Limit for the digests of one file, whose tensors are in memory."""
 MAX_FILE_BYTES = 5_000_000_000
 """Largest safetensors file, unless a single weight is larger."""
 
@@ -54,7 +61,8 @@ def export_model(
     if ranks.rank == 0:
         shutil.rmtree(temporary, ignore_errors=True)  # left by an interrupted export
     done = 0
-    written: dict[str, list[str]] = {}
+    written: dict[str, dict[str, str]] = {}
+    """The digests of the tensors in each file."""
     for file, members in files.items():
         tensors: dict[str, Tensor] = {} if done else to_checkpoint(policy.lm, buffers)
         for group in members:
@@ -64,10 +72,9 @@ def export_model(
                 tensors |= to_checkpoint(policy.lm, whole)
             done += len(group.weights)
             current_beacon().progress("tensors exported", done, len(weights))
-        written[file] = list(tensors)
         if ranks.rank == 0 and error is None:
             try:
-                _write_weights(temporary, file, tensors)
+                written[file] = _write_weights(temporary, file, tensors)
             except (OSError, SafetensorError) as problem:
                 error = problem
     if ranks.rank == 0:
@@ -109,17 +116,19 @@ def export_adapter(
     settings.inference_mode = True
     with _commit_or_discard(temporary, folder, "adapter"):
         shutil.rmtree(temporary, ignore_errors=True)
-        _write_weights(temporary, "adapter_model.safetensors", {name: part.cpu() for name, part in adapter.items()})
+        file = "adapter_model.safetensors"
+        digests = _write_weights(temporary, file, {name: part.cpu() for name, part in adapter.items()})
         with quiet_transformers():
             settings.save_pretrained(temporary)
             load_tokenizer(model).save_pretrained(temporary)
+        write_digests(temporary, {file: digests})
 
 
 def _finish_export(
     folder: Path,
     temporary: Path,
     policy: PolicyModel,
-    files: Mapping[str, list[str]],
+    files: Mapping[str, Mapping[str, str]],
     size: int,
     model: ModelConfig,
     dtype: torch.dtype,
@@ -131,6 +140,7 @@ def _finish_export(
         _write_config_and_tokenizer(temporary, policy, model, dtype)
         if len(files) > 1 or "model.safetensors" not in files:
             _write_index(temporary, files, size)
+        write_digests(temporary, files)
 
 
 @contextmanager
@@ -143,12 +153,24 @@ def _commit_or_discard(temporary: Path, folder: Path, what: str) -> Iterator[Non
         commit_folder(temporary, folder)
     except (OSError, SafetensorError) as problem:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise CheckpointError(folder, f"the {what} could not be exported: {problem}") from problem
+        if isinstance(problem, SafetensorError):
+            problem = as_os_error(problem, folder)
+        why = f"; {refusal_reason(problem.errno, folder)}" if problem.errno in REFUSED_ERRNOS else ""
+        raise CheckpointError(folder, f"the {what} could not be exported: {problem}{why}") from problem
 
 
-def _write_weights(folder: Path, file: str, tensors: dict[str, Tensor]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / file, {"format": "pt"})
+def _write_weights(folder: Path, file: str, tensors: dict[str, Tensor]) -> dict[str, str]:
+    """Writes a file durably, and meanwhile computes the digests of its tensors from memory. Returns the digests."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir()
+    if folder.is_symlink():  # in a folder that others may write to
+        raise OSError(f"{folder} is {describe_kind(folder)}: remove it")
+    whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    digests = waits.run_in_thread(lambda: tensor_digests(whole), name="digests")
+    save_file(whole, folder / file, {"format": "pt"})
+    sync_file(folder / file)
+    return waits.future(digests, waits_for="digests", why=f"the digests of {file}", timeout_s=DIGESTS_LIMIT_S)
 
 
 def _write_config_and_tokenizer(folder: Path, policy: PolicyModel, model: ModelConfig, dtype: torch.dtype) -> None:
@@ -166,7 +188,7 @@ def _write_config_and_tokenizer(folder: Path, policy: PolicyModel, model: ModelC
         shutil.copyfile(path, folder / path.name)
 
 
-def _write_index(folder: Path, files: Mapping[str, list[str]], total: int) -> None:
+def _write_index(folder: Path, files: Mapping[str, Iterable[str]], total: int) -> None:
     weight_map = {name: file for file, names in files.items() for name in names}
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")

@@ -71,6 +71,13 @@ class ShardedAdamW:
                 maximize=False,
             )
 
+    def reset(self) -> None:
+        """Forgets all steps."""
+        self.steps = 0
+        for moments in (self.exp_avg, self.exp_avg_sq):
+            for tensor in moments.values():
+                tensor.zero_()
+
     def to(self, device: torch.device) -> None:
         """Moves the moments to the device."""
         for moments in (self.exp_avg, self.exp_avg_sq):

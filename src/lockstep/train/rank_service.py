@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 
 from lockstep.base.malloc import tune_malloc
+from lockstep.base.text import count_noun
 from lockstep.config.model import ModelConfig
 from lockstep.config.trainer import CommunicationConfig
 from lockstep.data.packing import PackingMode
@@ -20,8 +21,9 @@ class RankService:
     Args:
         name: the role, the prefix of the store's keys.
         threads: torch threads; None for an even share of the cores.
+        malloc: `tuned` sets malloc's parameters for tensors of changing size.
         rank, world: number of this rank, and number of all ranks of the role.
-        store_host, store_port: the store for the rendezvous of two or more ranks.
+        store: URL of the store for the rendezvous of two or more ranks.
         device: `cpu`, `cuda` or `cuda:1`; `auto` uses a GPU if there is one.
         generation: generation of the run.
         restarts: number of earlier starts of this role in this generation; each start uses its own keys.
@@ -32,16 +34,16 @@ class RankService:
         name: str,
         threads: int | None,
         malloc: Literal["tuned", "default"],
-        rank: int,
-        world: int,
-        store_host: str | None,
-        store_port: int | None,
-        device: str,
-        generation: int,
-        restarts: int,
+        *,
+        rank: int = 0,
+        world: int = 1,
+        store: str | None = None,
+        device: str = "auto",
+        generation: int = 1,
+        restarts: int = 0,
     ) -> None:
         self.rank, self.world, self.generation, self.restarts = rank, world, generation, restarts
-        self.store = None if store_host is None or store_port is None else (store_host, store_port)
+        self.store = store
         self.device = choose_device(device, rank)
         self._prefix = f"gen{generation}/{name}/{restarts}"
         if malloc == "tuned":
@@ -99,6 +101,7 @@ def choose_device(name: str, rank: int) -> torch.device:
     index = rank % max(count, 1) if device.type == name else device.index
     if index >= count:
         raise ValueError(
-            f"device {name!r} was requested for rank {rank}, but this host has {count} GPUs; set cluster.device"
+            f"device {name!r} was requested for rank {rank}, but this host has {count_noun(count, 'GPU')}; set "
+            "cluster.device"
         )
     return torch.device("cuda", index)

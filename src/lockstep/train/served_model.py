@@ -6,7 +6,6 @@ in the same order, because the ranks enter collectives in it.
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -15,8 +14,8 @@ import torch
 from lockstep.config.algorithm import ModelOutput
 from lockstep.config.serve_role import ServeRole
 from lockstep.data.micro_batch import EncodedMicroBatches, MicroBatch
-from lockstep.data.packing import PackingMode
 from lockstep.models.model_facts import ModelFacts
+from lockstep.train.trainer_api import RankInfo
 from lockstep.train.trainer_plan import PlannedCollective
 
 if TYPE_CHECKING:
@@ -57,26 +56,11 @@ class ServedModelPlanner(Protocol):
         """Lists the collectives that every rank enters in an evaluation. They do not depend on a rank's data."""
 
 
-@dataclass(slots=True)
-class ServedModelInfo:
-    """What a rank reports after its setup."""
-
-    rank: int
-    world: int
-    device: str
-    compute_dtype: str
-    packing: PackingMode
-    packing_reason: str
-    context_length: int
-    slower: str = ""
-    """Why the collectives run on gloo although NCCL was expected, and what they cost; empty if they run as expected."""
-
-
 class ServedModelAPI(ABC):
     """The calls to one rank. They carry no tensors of the model."""
 
     @abstractmethod
-    def setup(self, names: list[str] | None = None) -> ServedModelInfo:
+    def setup(self, names: list[str] | None = None) -> RankInfo:
         """Joins the communicator and loads the model. Raises a ValueError, such as ModelError, if it cannot be loaded.
 
         Args:
@@ -84,7 +68,7 @@ class ServedModelAPI(ABC):
         """
 
     @abstractmethod
-    def info(self) -> ServedModelInfo:
+    def info(self) -> RankInfo:
         """Returns what `setup` returned."""
 
     @abstractmethod

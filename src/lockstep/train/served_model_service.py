@@ -9,7 +9,8 @@ from lockstep.config.algorithm import ModelOutput
 from lockstep.config.serve_role import ServeRole
 from lockstep.data.micro_batch import EncodedMicroBatches, decode_micro_batches
 from lockstep.train.rank_service import RankService, choose_packing
-from lockstep.train.served_model import ServedModel, ServedModelAPI, ServedModelInfo
+from lockstep.train.served_model import ServedModel, ServedModelAPI
+from lockstep.train.trainer_api import RankInfo
 from lockstep.train.trainer_kinds import SERVED_MODELS
 from lockstep.watch.beacon.writer import current_beacon
 
@@ -21,28 +22,16 @@ class ServedModelService(RankService, ServedModelAPI):
 
     Args:
         role: the `ServeRole`, as `model_dump(mode="json")` returns it.
-
-    The other arguments are those of `RankService`.
+        rank: the keyword arguments of `RankService`.
     """
 
-    def __init__(
-        self,
-        role: dict[str, Any],
-        rank: int = 0,
-        world: int = 1,
-        store_host: str | None = None,
-        store_port: int | None = None,
-        device: str = "auto",
-        generation: int = 1,
-        restarts: int = 0,
-    ) -> None:
+    def __init__(self, role: dict[str, Any], **rank: Any) -> None:
         self.role = ServeRole.model_validate(role)
-        name, threads, malloc = self.role.name, self.role.threads, self.role.malloc
-        super().__init__(name, threads, malloc, rank, world, store_host, store_port, device, generation, restarts)
+        super().__init__(self.role.name, self.role.threads, self.role.malloc, **rank)
         self._model: ServedModel | None = None
-        self._info: ServedModelInfo | None = None
+        self._info: RankInfo | None = None
 
-    def setup(self, names: list[str] | None = None) -> ServedModelInfo:
+    def setup(self, names: list[str] | None = None) -> RankInfo:
         """Joins the other ranks and loads the model.
 
         Args:
@@ -54,7 +43,7 @@ class ServedModelService(RankService, ServedModelAPI):
         ranks = self.join(names or (), self.role.collective_timeout_s, self.role.communication)
         self._model = model = SERVED_MODELS.create(self.role, ranks)
         packing, reason = choose_packing(self.role.model, model.probe_packing)
-        self._info = ServedModelInfo(
+        self._info = RankInfo(
             rank=self.rank,
             world=self.world,
             device=str(self.device),
@@ -67,7 +56,7 @@ class ServedModelService(RankService, ServedModelAPI):
         log.info("rank %d of %d is ready on %s, packing %s: %s", self.rank, self.world, self.device, packing, reason)
         return self._info
 
-    def info(self) -> ServedModelInfo:
+    def info(self) -> RankInfo:
         if self._info is None:
             raise RuntimeError("the model is not set up; call setup() first")
         return self._info

@@ -16,25 +16,31 @@ from lockstep.data.packing import PackingMode
 from lockstep.train.trainer_protocol import ParameterInfo, StepStats
 
 
-@dataclass(slots=True)
-class TrainerInfo:
-    """What a rank reports after its setup."""
+@dataclass(slots=True, kw_only=True)
+class RankInfo:
+    """What a rank of a trained or served model reports after its setup."""
 
     rank: int
     world: int
     device: str
     compute_dtype: str
-    """Precision of forward and backward, e.g. `bfloat16`; the engines use the same."""
-    parameters: list[ParameterInfo]
+    """Precision of forward and backward, e.g. `bfloat16`; the engines use the policy's."""
     packing: PackingMode
     packing_reason: str
     context_length: int
+    slower: str = ""
+    """Why the collectives run on gloo although NCCL was expected, and what they cost; empty if they run as expected."""
+
+
+@dataclass(slots=True, kw_only=True)
+class TrainerInfo(RankInfo):
+    """What a rank of a trained model reports after its setup."""
+
+    parameters: list[ParameterInfo]
     reference: bool
     """Whether there is a reference: a separate model, or the policy without its adapter."""
     optimizer_step: int
     """Optimizer steps taken so far: 0, or those of the loaded checkpoint."""
-    slower: str = ""
-    """Why the collectives run on gloo although NCCL was expected, and what they cost; empty if they run as expected."""
 
 
 class TrainerAPI(ABC):

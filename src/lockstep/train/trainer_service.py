@@ -28,25 +28,12 @@ class TrainerService(RankService, TrainerAPI):
     Args:
         role: the `TrainRole`, as `model_dump(mode="json")` returns it.
         run_folder: the folder of the run.
-
-    The other arguments are those of `RankService`.
+        rank: the keyword arguments of `RankService`.
     """
 
-    def __init__(
-        self,
-        role: dict[str, Any],
-        rank: int = 0,
-        world: int = 1,
-        store_host: str | None = None,
-        store_port: int | None = None,
-        run_folder: str = ".",
-        device: str = "auto",
-        generation: int = 1,
-        restarts: int = 0,
-    ) -> None:
+    def __init__(self, role: dict[str, Any], run_folder: str = ".", **rank: Any) -> None:
         self.role = TrainRole.model_validate(role)
-        name, threads, malloc = self.role.name, self.role.trainer.threads, self.role.trainer.malloc
-        super().__init__(name, threads, malloc, rank, world, store_host, store_port, device, generation, restarts)
+        super().__init__(self.role.name, self.role.trainer.threads, self.role.trainer.malloc, **rank)
         self.run_folder = Path(run_folder)
         self._trainer: Trainer | None = None
         self._info: TrainerInfo | None = None

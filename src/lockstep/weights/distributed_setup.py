@@ -2,15 +2,17 @@
 
 import logging
 import os
-from datetime import timedelta
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Unpack
 
 import psutil
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import HashStore, Store
 
 from lockstep.base import waits
-from lockstep.base.wait_state import WaitBounds, WaitTimeout, track_wait
+from lockstep.base.wait_state import WaitBounds, WaitTimeout
+from lockstep.cluster.rendezvous_store import RendezvousStoreLost, open_store, store_errors
 from lockstep.watch.recorder import recorder
 from lockstep.weights.errors import LinkFailed
 
@@ -46,10 +48,21 @@ STORE_POLL_S = 0.002
 """How often a key of the store is polled."""
 
 
-def connect_store(host: str, port: int, prefix: str) -> Store:
-    """Connects to the run's store. Raises torch.distributed.DistStoreError."""
-    with track_wait("store", f"{host}:{port}", "rendezvous store of the run", STORE_CONNECT_S):
-        return PrefixStore(prefix, TCPStore(host, port, is_master=False, timeout=timedelta(seconds=STORE_CONNECT_S)))
+def connect_store(url: str, scope: str, link: str) -> Store:
+    """Opens a part of the run's store for a link. Raises LinkFailed if the store cannot be reached."""
+    with store_link_errors(url, link):
+        return open_store(url, scope, STORE_CONNECT_S)
+
+
+@contextmanager
+def store_link_errors(url: str, link: str) -> Iterator[None]:
+    """Raises LinkFailed, which names the store, if the store is lost within the context. A later transfer connects
+    again."""
+    try:
+        with store_errors(url):
+            yield
+    except RendezvousStoreLost as error:
+        raise LinkFailed(link, "the run's rendezvous store", error.problem) from error
 
 
 def wait_for_key(

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from lockstep.base import waits
+from lockstep.base.folders import open_file, write_atomically
 from lockstep.weights.errors import NoRoom, NoStore
 from lockstep.weights.weight_plan import PlanEntry, WeightPlan
 
@@ -68,9 +69,7 @@ class ControlBlock:
         block = bytearray(_SIZE)
         body = _HEADER.pack(_MAGIC, digest.encode("ascii"), writers)
         block[: len(body) + _CRC.size] = body + _CRC.pack(zlib.crc32(body))
-        scratch = path.with_name(path.name + ".new")
-        scratch.write_bytes(block)
-        scratch.replace(path)
+        write_atomically(path, bytes(block))
 
     @property
     def generation(self) -> int:
@@ -120,14 +119,17 @@ def create_store_files(folder: Path, plan: WeightPlan, writers: int) -> None:
         raise NoRoom(folder, 2 * size, available)
     try:
         for buffer in (0, 1):
-            with (folder / f"buffer-{buffer}").open("wb") as file:
-                os.posix_fallocate(file.fileno(), 0, size)
+            descriptor = open_file(folder / f"buffer-{buffer}", os.O_WRONLY | os.O_TRUNC)
+            try:
+                os.posix_fallocate(descriptor, 0, size)
+            finally:
+                os.close(descriptor)
     except OSError as error:
         remove_store(folder)
         if error.errno != errno.ENOSPC:
             raise
         raise NoRoom(folder, 2 * size, available) from error
-    (folder / "plan.json").write_text(plan.to_json())
+    write_atomically(folder / "plan.json", plan.to_json().encode())
     ControlBlock.create(folder / "control", plan.digest, writers)
 
 

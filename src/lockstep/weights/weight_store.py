@@ -11,12 +11,14 @@ locks that part, and a commit locks all parts: while a process holds such a lock
 
 import logging
 import mmap
+import os
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
 
+from lockstep.base.folders import make_private_dir, open_file
 from lockstep.weights.errors import IncompleteWeights, NoStore, PlanMismatch, StaleVersion, StaleWriter, TornWeights
 from lockstep.weights.store_files import (
     BufferLease,
@@ -46,7 +48,7 @@ log = logging.getLogger(__name__)
 
 
 class WeightStore:
-    """A weight store in a folder, normally `/dev/shm/lockstep/<run>/weights`."""
+    """A weight store in a folder, normally `/dev/shm/lockstep-UID/<run>/weights`."""
 
     def __init__(self, folder: Path, plan: WeightPlan, control: ControlBlock, generation: int | None) -> None:
         self.folder, self.plan, self.control = folder, plan, control
@@ -66,7 +68,8 @@ class WeightStore:
             NoRoom: there is no space for two buffers.
             StaleWriter: a later generation has claimed the store.
         """
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private_dir(folder, "remove it")
         try:
             old = cls.open(folder)
         except NoStore:
@@ -256,7 +259,7 @@ class WeightStore:
             with ExitStack() as locks:
                 for rank in sorted(ranks):  # all processes lock in the same order, so there is no deadlock
                     path = self.folder / f"buffer-{buffer}.rank-{rank}.lock"
-                    path.touch()
+                    os.close(open_file(path))
                     locks.callback(acquire_exclusive(path, f"another writer of rank {rank}", "write weights").release)
                 if self._check_generation(version) == newest:
                     yield buffer

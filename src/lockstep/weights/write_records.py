@@ -9,6 +9,7 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
+from lockstep.base.folders import write_atomically
 from lockstep.watch.beacon.writer import current_beacon
 from lockstep.weights.errors import TornWeights
 from lockstep.weights.weight_plan import WeightPlan
@@ -47,9 +48,7 @@ class WriteRecord:
         """Writes the record atomically."""
         rows = [[b.entry, b.start, b.length, b.sampled, b.complete] for b in self.blocks]
         fields = {"rank": self.rank, "version": self.version, "generation": self.generation, "digest": self.digest}
-        scratch = path.with_name(path.name + ".new")
-        scratch.write_text(json.dumps({**fields, "buckets": rows}))
-        scratch.replace(path)
+        write_atomically(path, json.dumps({**fields, "buckets": rows}).encode())
 
     @classmethod
     def read(cls, path: Path) -> "WriteRecord | None":

@@ -1,13 +1,11 @@
 """Physical interfaces, listening and connecting, and private folders."""
 
 import errno
-import os
 import socket
 from pathlib import Path
 
 import pytest
 
-from lockstep.base.folders import make_private_dir
 from lockstep.base.network import SYS_CLASS_NET, NoFreePort, check_reachable, is_physical_interface, listen
 
 
@@ -53,22 +51,6 @@ def test_connecting_to_an_address_that_does_not_reply_is_bounded() -> None:
         with socket.create_connection(full.getsockname()), pytest.raises(TimeoutError):
             for _ in range(8):
                 check_reachable(*full.getsockname(), "a test", 0.2)
-
-
-def test_a_private_folder_belongs_to_this_user(tmp_path: Path) -> None:
-    own = make_private_dir(tmp_path / "own", "choose another")
-    assert own.stat().st_mode & 0o777 == 0o700
-    own.chmod(0o755)
-    assert make_private_dir(own, "choose another").stat().st_mode & 0o777 == 0o700
-    (tmp_path / "link").symlink_to(own)
-    (tmp_path / "file").touch()
-    for name in ("link", "file"):
-        with pytest.raises(PermissionError, match=f"{name} is not a folder.*: choose another"):
-            make_private_dir(tmp_path / name, "choose another")
-    if os.geteuid() == 0:
-        os.chown(own, 1, 1)
-        with pytest.raises(PermissionError, match="belongs to uid 1, not to 0: choose another"):
-            make_private_dir(own, "choose another")
 
 
 def fake_interfaces(folder: Path) -> Path:

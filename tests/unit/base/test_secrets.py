@@ -157,10 +157,10 @@ def test_a_config_with_a_secret_is_refused_and_the_secret_not_repeated(
 
 
 def test_a_problem_with_a_field_does_not_repeat_its_secret() -> None:
-    from lockstep.config.loader import _to_problem
+    from lockstep.config.loader import _to_problems
     from lockstep.config.recipes import GRPOConfig
 
     secret = SECRETS["a Hugging Face token"][0]
     item = {"loc": ("model", "path"), "type": "string_type", "input": secret, "msg": "Input should be text"}
-    assert secret not in str(_to_problem(item, GRPOConfig))
+    assert secret not in str(_to_problems(item, GRPOConfig))
     assert yaml.safe_load(HIDDEN) == ["hidden"] or HIDDEN  # it remains readable in YAML

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep.base.text import first_line, last_line, summarize_list
+from lockstep.base.text import count_noun, first_line, last_line, summarize_list
 
 
 @pytest.mark.parametrize(
@@ -27,3 +27,21 @@ def test_the_first_items_are_listed_and_the_others_counted(many: int, text: str)
 )
 def test_first_and_last_line_of_an_error(text: str, first: str, last: str) -> None:
     assert (first_line(RuntimeError(text)), last_line(RuntimeError(text))) == (first, last)
+
+
+@pytest.mark.parametrize(
+    ("count", "noun", "text"),
+    [
+        (1, "variable", "1 variable"),
+        (0, "row", "0 rows"),
+        (1204, "row", "1,204 rows"),
+        (1.0, "CPU", "1 CPU"),
+        (0.5, "GPU", "0.5 GPUs"),
+        (2, "process", "2 processes"),
+        (3, "entry", "3 entries"),
+        (2, "key", "2 keys"),
+        (1, "more file", "1 more file"),
+    ],
+)
+def test_things_are_counted_in_singular_or_plural(count: float, noun: str, text: str) -> None:
+    assert count_noun(count, noun) == text

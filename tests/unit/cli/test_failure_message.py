@@ -53,7 +53,7 @@ def test_without_user_frames_lockstep_frames_are_shown() -> None:
         remote(raised_error(RewardError, 1, 2, 3, 4, 5, 6, 7, 8))
     )  # too many arguments: raised outside of lockstep
     assert (summary.headline.partition(": ")[2].partition(":")[0], summary.lines) == ("TypeError", [])
-    summary = describe_failure(remote(raised_error(LedgerFull, Path("x"), "many", 1)))
+    summary = describe_failure(remote(raised_error(LedgerFull, Path("x"), "many", 1, "")))
     assert summary.headline.startswith("policy-1: ValueError")
     assert "ledger/errors.py" in summary.lines[0] and "need" in summary.lines[1]
 

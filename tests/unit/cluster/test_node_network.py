@@ -7,16 +7,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
 from network_namespaces import add_namespace, ip, needs_namespaces
 
-from lockstep.base.folders import new_run_id
 from lockstep.base.network import route_source_address
-from lockstep.cluster.local_cluster import LocalCluster
 from lockstep.cluster.node_network import (
     NetworkInterface,
     UnreachableAddress,
@@ -25,7 +21,6 @@ from lockstep.cluster.node_network import (
     network_interfaces,
     reachable_address,
 )
-from lockstep.config.cluster import LocalClusterConfig as Config
 
 LO = NetworkInterface("lo", "127.0.0.1")
 ETH = NetworkInterface("eth0", "10.1.0.4")
@@ -169,15 +164,3 @@ def test_addresses_without_a_route_are_refused(host: str) -> None:
     assert "interface pod0), a bridge" in seen(host, "10.88.0.7")["refused"]
     assert "other hosts cannot reach" in seen(host, "127.0.0.1")["refused"]
     assert "has no route to it" in seen(host, "10.55.0.1")["refused"]
-
-
-def test_rendezvous_store_on_ipv6_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    monkeypatch.setattr("lockstep.cluster.local_cluster.HOST", "::1")
-    with LocalCluster(Config(device="cpu"), new_run_id("six"), tmp_path, generation=1) as cluster:
-        host, port = cluster.store()
-        assert (host, port) == cluster.store() and host == "::1"
-        TCPStore(host, port, is_master=False, timeout=timedelta(seconds=20)).set("said", "over IPv6")
-        heard = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=20)).get("said")
-        assert heard == b"over IPv6"

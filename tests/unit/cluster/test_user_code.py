@@ -3,11 +3,18 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lockstep.cluster.protocol import WorkerDied
-from lockstep.cluster.user_code import MAX_LOST_NODES, UserCodeNotLoaded, retry_lost_nodes, wait_until_loaded
+from lockstep.cluster.user_code import (
+    MAX_LOST_NODES,
+    UserCodeNotLoaded,
+    recorded_loss,
+    retry_lost_nodes,
+    wait_until_loaded,
+)
 
 WITH_NODE = WorkerDied("scorer-0", 0, None, "", "its node b is lost")
 BY_ITSELF = WorkerDied("scorer-0", 0, -11, "Segmentation fault")
@@ -73,3 +80,21 @@ def test_work_is_not_repeated_after_a_crash() -> None:
     with pytest.raises(WorkerDied, match="exited with -11"):
         retry_lost_nodes(lambda: next(coming).result("scores"), "scores")
     assert next(coming).ends is None
+
+
+def test_a_loss_is_recorded_with_its_outcome_and_without_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_API_KEY", "hunter2-hunter2")
+    noted: list[dict[str, Any]] = []
+
+    def note(action: str, **fields: Any) -> None:
+        noted.append({"action": action, **fields})
+
+    with recorded_loss(note, "scorer-0", "reward", "its process exited with 3"):
+        pass
+    with pytest.raises(ValueError), recorded_loss(note, "scorer-0.1", "reward", "did not answer"):
+        raise ValueError("refused hunter2-hunter2\nand more")
+    assert [(each["action"], each["what"]) for each in noted] == [
+        ("failed", "exited with 3"), ("restarted", "exited with 3"), ("failed", "did not answer"),
+        ("gave up", "did not answer"),
+    ]  # fmt: skip
+    assert noted[-1]["reason"].startswith("refused") and "hunter2" not in noted[-1]["reason"]

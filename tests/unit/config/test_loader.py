@@ -1,6 +1,5 @@
 """Config files, overrides, and the errors in them."""
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +8,8 @@ import yaml
 
 from lockstep.config.errors import ConfigError
 from lockstep.config.loader import (
-    OTHER_FRAMEWORKS_KEYS,
     apply_overrides,
     check_config,
-    dotted_keys,
     load_config,
     read_yaml,
 )
@@ -266,19 +263,6 @@ def test_off_is_not_read_as_false() -> None:
     config = check_config(grpo(**values), "test")
     assert isinstance(config, GRPOConfig)
     assert config.trainer.compile == "off" and config.loss.importance.kind == "off"
-
-
-def test_keys_of_other_frameworks_map_to_existing_fields() -> None:
-    known = {*dotted_keys(GRPOConfig), *dotted_keys(SFTConfig)}
-    assert {
-        name: field for name, field in OTHER_FRAMEWORKS_KEYS.items() if re.split(r"[ :,(]", field)[0] not in known
-    } == {}
-    assert (
-        "here it is called 'placement.colocate (all)'"
-        in problems(grpo(colocate_all_models=True))["colocate_all_models"]
-    )
-    nested = problems(grpo(rollout={"tensor_model_parallel_size": 2}))
-    assert "'rollout.engine.tensor_parallel_size'" in nested["rollout.tensor_model_parallel_size"]
 
 
 @pytest.mark.parametrize("ports", [[80, 90], [20000, 20001], [20010, 20000], [65000, 65536]], ids=str)

@@ -1,5 +1,6 @@
 """All kinds of datasets, and errors in them."""
 
+import gzip
 import json
 from pathlib import Path
 
@@ -53,6 +54,58 @@ def test_json_array_and_json_that_is_lines(tmp_path) -> None:
     assert load(path) == ROWS
     jsonl(path)
     assert load(path) == ROWS
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.json.gz", "a.ndjson.gz", "part/train.jsonl.gz"])
+def test_compressed_files(tmp_path, name: str) -> None:
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    text = json.dumps(ROWS) if ".json." in name else "".join(json.dumps(row) + "\n" for row in ROWS)
+    path.write_bytes(gzip.compress(text.encode()))
+    assert load(path) == ROWS == load(path.parent)
+    rows = load_rows(DatasetConfig(path=str(path)))
+    assert rows.place(1)[0] == str(path)
+    assert {*tmp_path.rglob("*")} == {path.parent, path} - {tmp_path}, "nothing is left beside it"
+
+
+@pytest.mark.parametrize("content", [b"no gzip", gzip.compress(b'{"a": 1}\n' * 99)[:-20]], ids=["other", "cut"])
+def test_damaged_compressed_files_are_refused(tmp_path, content: bytes) -> None:
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match="cannot be read as a gzip file"):
+        load(path)
+
+
+def test_csv_values_are_text_as_they_stand(tmp_path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_bytes(b'\xef\xbb\xbfprompt,answer\r\n"a, ""b""\nc",007\r\n\r\nd,\r\n')
+    expected = [{"prompt": 'a, "b"\nc', "answer": "007"}, {"prompt": "d", "answer": ""}]
+    assert load(path) == expected == load(tmp_path) == load(path, kind="csv")
+    rows = load_rows(DatasetConfig(path=str(path)))
+    assert (rows.place(0), rows.place(1)) == ((str(path), "line 2"), (str(path), "line 5"))
+    (tmp_path / "b.csv.gz").write_bytes(gzip.compress(path.read_bytes()))
+    assert load(tmp_path / "b.csv.gz") == expected
+    assert len(load(path, limit=1)) == 1
+    path.write_text("text\n" + "x" * 500_000 + "\n")
+    assert len(load(path)[0]["text"]) == 500_000
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("a,b\n1,2,3\n", "line 2: expected 2 values, as in the header, found 3"),
+        ("a,b\n1\n", "line 2: expected 2 values"),
+        ("a,b\n", "has no rows"),
+        ("a,a\n1,2\n", "has equal names, or none"),
+        ("a,\n1,2\n", "has equal names, or none"),
+        ('a,b\n"1,2\n', "line 2.*not CSV"),
+    ],
+)
+def test_unusable_csv_is_refused(tmp_path, text: str, words: str) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text(text)
+    with pytest.raises(DataError, match=words):
+        load(path)
 
 
 def test_parquet(tmp_path) -> None:
@@ -178,9 +231,9 @@ def test_other_files_are_refused(tmp_path) -> None:
         load(tmp_path / "a.parquet")
     with pytest.raises(DataError, match="has no rows"):
         load(parquet(tmp_path / "b.parquet", []))
-    (tmp_path / "a.csv").write_text("a,b")
-    with pytest.raises(DataError, match=r"unknown file suffix '.csv'. Known suffixes: .jsonl"):
-        load(tmp_path / "a.csv")
+    (tmp_path / "a.tsv").write_text("a\tb")
+    with pytest.raises(DataError, match=r"unknown file suffix '.tsv'. Known suffixes: .jsonl"):
+        load(tmp_path / "a.tsv")
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match="no file in the folder ends in"):
         load(tmp_path / "empty")

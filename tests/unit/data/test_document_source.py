@@ -1,19 +1,25 @@
 """Documents: their tokens, and which of them are learned."""
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from tiny_tokenizers import BLOCKS, FORGETFUL, TURNS, byte_pairs, characters
 
 from lockstep.config.data import DatasetConfig
 from lockstep.data.chat_templates import TokenizerError
 from lockstep.data.dataset_rows import DataError
 from lockstep.data.datasets import load_rows
+from lockstep.data.row_lengths import LengthLimit
 from lockstep.data.sample_sources import DocumentSource
 from lockstep.data.samples import Document
 
+ROOT = Path(__file__).parents[3]
 TALK = [
     {"role": "system", "content": "s"},
     {"role": "user", "content": "ab"},
@@ -29,7 +35,7 @@ def source(tmp_path):
         path = tmp_path / "data.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         cfg = DatasetConfig(path=str(path), **options)
-        return DocumentSource(load_rows(cfg), cfg, tokenizer, 0, limit, whole)
+        return DocumentSource(load_rows(cfg), cfg, tokenizer, 0, LengthLimit(limit), whole)
 
     return make
 
@@ -177,3 +183,34 @@ def test_masks_hold_for_byte_level_tokens(source, template) -> None:
     if template == BLOCKS:
         expected = tokenizer.apply_chat_template(talk, return_dict=True, return_assistant_tokens_mask=True)
         assert document.loss_mask.tolist() == [bool(wanted) for wanted in expected["assistant_masks"]]
+
+
+@pytest.mark.parametrize("column", ["conversations", "messages"])
+def test_sharegpts_conversations_are_read_as_messages(source, column: str) -> None:
+    human, gpt = {"from": "human", "value": "ab"}, {"from": "gpt", "value": "cd"}
+    system = {"from": "system", "value": "s", "weight": None}
+    expected = made(source, {"messages": [{"role": "system", "content": "s"}, *TALK[1:3]]}, characters(TURNS))
+    assert made(source, {column: [system, human, gpt]}, characters(TURNS)) == expected
+    roles = [{"role": "human", "content": "ab"}, {"role": "gpt", "content": "cd"}]
+    assert made(source, {column: roles}, characters(TURNS)) == made(source, {"messages": TALK[1:3]}, characters(TURNS))
+
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_the_example_prints_the_learned_tokens_as_the_docs_show_them(tmp_path) -> None:
+    """Neither the header of the assistant's turn nor the newline after its end is learned."""
+    tokenizer = characters(CHATML, merges=("user", "assistant"))
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer.eos_token = "<|im_end|>"
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    (tmp_path / "talk.jsonl").write_text(json.dumps({"messages": TALK[1:3]}) + "\n")
+    config = {"recipe": "sft", "name": "x", "steps": 1, "model": {"path": str(tmp_path / "tokenizer")}}
+    file = tmp_path / "sft.yaml"
+    file.write_text(yaml.safe_dump(config | {"data": {"path": str(tmp_path / "talk.jsonl")}}))
+    command = [sys.executable, ROOT / "examples" / "learned_tokens.py", file]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.strip() in (ROOT / "docs" / "data.md").read_text()

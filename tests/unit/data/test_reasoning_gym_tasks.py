@@ -11,6 +11,7 @@ from lockstep.config.loader import check_config
 from lockstep.data import datasets
 from lockstep.data.dataset_rows import DataError
 from lockstep.data.datasets import TASK_COLUMN, load_rows, task_score
+from lockstep.data.row_lengths import LengthLimit
 from lockstep.data.sample_sources import DocumentSource, PromptSource
 from lockstep.models.tiny_model import TinyModel, char_tokenizer
 
@@ -41,9 +42,9 @@ def test_arguments_reach_the_task() -> None:
 def test_prompts_come_in_an_order_that_is_kept() -> None:
     tokenizer = char_tokenizer(TinyModel())
     cfg = data(size=7, seed=5)
-    source = PromptSource(load_rows(cfg), cfg, tokenizer, 1, 200, answers=True)
+    source = PromptSource(load_rows(cfg), cfg, tokenizer, 1, LengthLimit(200), answers=True)
     first = source.take(0, 10)
-    again = PromptSource(load_rows(cfg), cfg, tokenizer, 1, 200).take(8, 2)
+    again = PromptSource(load_rows(cfg), cfg, tokenizer, 1, LengthLimit(200)).take(8, 2)
     assert [p.uid for p in first[8:]] == [p.uid for p in again] and first[8].text == again[0].text
     assert first[0].answer == first[0].columns["answer"]
 
@@ -51,7 +52,7 @@ def test_prompts_come_in_an_order_that_is_kept() -> None:
 def test_answers_are_learned_by_supervision() -> None:
     tokenizer = char_tokenizer(TinyModel())
     cfg = data(size=7, seed=5)
-    (document,) = DocumentSource(load_rows(cfg), cfg, tokenizer, 1, 200).take(0, 1)
+    (document,) = DocumentSource(load_rows(cfg), cfg, tokenizer, 1, LengthLimit(200)).take(0, 1)
     learned = tokenizer.decode(document.tokens[document.loss_mask])
     assert learned == load_rows(cfg)[document.row]["answer"] + "<eos>"
 

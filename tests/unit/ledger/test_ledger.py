@@ -17,8 +17,8 @@ from ledger_helpers import CONFIG, assert_same, make_completion, make_rollouts
 
 from lockstep.data.samples import Episode
 from lockstep.ledger import (
+    CompletionSample,
     ConfigChanged,
-    EvaluationSample,
     FolderExists,
     Ledger,
     NotARun,
@@ -31,6 +31,7 @@ from lockstep.ledger import (
     StepCorrupt,
     step_file,
 )
+from lockstep.ledger.errors import LedgerReadOnly
 from lockstep.ledger.sqlite_index import LedgerIndex
 
 
@@ -131,7 +132,7 @@ def test_a_prompt_is_used_once(ledger):
     ledger.record_rollouts(0, make_rollouts(0))
     again = make_rollouts(1)
     again.groups[2].prompt.uid = "0:1"
-    with pytest.raises(PromptUsedTwice, match="'0:1' of step 1 was already used by step 0"):
+    with pytest.raises(PromptUsedTwice, match="'0:1' of step 2 was already used by step 1"):
         ledger.record_rollouts(1, again)
     assert ledger.collected_steps() == [0] and not ledger.step_path(1).exists()
     ledger.record_rollouts(1, make_rollouts(1))
@@ -147,10 +148,10 @@ def test_a_damaged_step_file_is_reported_and_repaired(ledger, damage):
         path.unlink()
     else:
         path.write_bytes(data if damage == "flip" else data[:100])
-    with pytest.raises(StepCorrupt, match=r"rewind\(-1\)"):
+    with pytest.raises(StepCorrupt, match=r"rewind\(0\)"):
         ledger.rollouts(0)
     ledger.record_checkpoint(0, ledger.folder / "checkpoints" / "0")
-    with pytest.raises(StepCorrupt, match="not needed to resume: checkpoint 0 is later"):
+    with pytest.raises(StepCorrupt, match="not needed to resume: the checkpoint after step 1 is later"):
         ledger.rollouts(0)
     ledger.record_rollouts(0, make_rollouts(0))
     assert_same(ledger.rollouts(0), make_rollouts(0))
@@ -172,7 +173,7 @@ def test_partial_results(ledger, folder):
         assert [one.request for one in again.kept_completions(0)] == ["r0", "r1", "r2", "r3", "r4", "r9"]
         again.record_rollouts(0, make_rollouts(0))
         assert again.kept_completions(0) == [] and not list((folder / "steps").glob("*.partial"))
-        with pytest.raises(StepCollected, match="step 0: its rollouts are stored already"):
+        with pytest.raises(StepCollected, match="step 1: its rollouts are stored already"):
             again.keep(0, ones)
 
 
@@ -189,7 +190,7 @@ def test_partial_records_of_earlier_versions_without_conversations_are_read(ledg
     """Records are arrays; those of earlier versions end after the text."""
     one = make_completion("r0")
     ledger.keep(0, [one])
-    path = folder / "steps" / "00000000.partial"
+    path = folder / "steps" / "00000001.partial"
     record = msgspec.msgpack.decode(path.read_bytes()[12:])
     assert record[6:] == [None, None]
     payload = msgspec.msgpack.encode(record[:6])
@@ -200,7 +201,7 @@ def test_partial_records_of_earlier_versions_without_conversations_are_read(ledg
 def test_a_torn_tail_of_partial_results_is_dropped_at_every_length(ledger, folder):
     ones = [make_completion(f"r{index}", 3, index) for index in range(3)]
     ends = []
-    path = folder / "steps" / "00000000.partial"
+    path = folder / "steps" / "00000001.partial"
     for one in ones:
         ledger.keep(0, [one])
         ends.append(path.stat().st_size)
@@ -218,7 +219,7 @@ def test_a_torn_tail_of_partial_results_is_dropped_at_every_length(ledger, folde
 
 def test_commits_and_publishes_in_order(ledger):
     ledger.commit(0, {"loss": 0.5})
-    with pytest.raises(OutOfOrder, match="commit of step 2 is out of order: at most 1"):
+    with pytest.raises(OutOfOrder, match="commit of step 3 is out of order: at most 2"):
         ledger.commit(2, {})
     with pytest.raises(OutOfOrder, match="publish of version 2"):
         ledger.record_published(2)
@@ -239,7 +240,7 @@ def test_checkpoints_and_retention(ledger, folder):
     assert ledger.delete_unneeded_steps() == []
     ledger.record_checkpoint(4, Path("/elsewhere/4"))
     assert ledger.delete_unneeded_steps() == [0, 1, 2]
-    assert sorted(path.stem for path in (folder / "steps").iterdir()) == ["00000003", "00000004", "00000005"]
+    assert sorted(path.stem for path in (folder / "steps").iterdir()) == ["00000004", "00000005", "00000006"]
     assert ledger.rollouts(1) is None and ledger.rollouts(3) is not None
     assert ledger.collected_steps() == list(range(6))
     ledger.record_rollouts(1, make_rollouts(1, groups=1, size=1))  # let go of: stays so
@@ -264,7 +265,7 @@ def test_a_moved_run_finds_its_checkpoints(ledger, folder):
 
 
 def test_evaluations_metrics_events(ledger):
-    sample = EvaluationSample("sort 2 1", "1 2", "1 2", 1.0, {"exact_match": 1.0}, "0:1", "stop")
+    sample = CompletionSample("sort 2 1", "1 2", "1 2", 1.0, {"exact_match": 1.0}, "0:1", "stop")
     ledger.record_evaluation(-1, {"eval/exact_match": np.float64(0.25)}, [sample])
     ledger.record_evaluation(5, {"eval/exact_match": 0.75})
     first, second = ledger.evaluations()
@@ -289,10 +290,10 @@ def test_rewind(ledger, folder):
     ledger.keep(4, [make_completion("r")])
     ledger.record_checkpoint(1, folder / "a")
     ledger.record_checkpoint(3, folder / "b")
-    ledger.rewind(1)
+    ledger.rewind(2)
     assert ledger.last_committed_step() == 1 and ledger.collected_steps() == [0, 1] and ledger.published_version() == 2
     assert ledger.newest_checkpoint().step == 1 and len(ledger.metrics_rows()) == 2
-    assert sorted(path.name for path in (folder / "steps").iterdir()) == ["00000000.arrow", "00000001.arrow"]
+    assert sorted(path.name for path in (folder / "steps").iterdir()) == ["00000001.arrow", "00000002.arrow"]
     ledger.record_rollouts(2, make_rollouts(2, size=2))  # generated anew, with other content
 
 
@@ -309,11 +310,11 @@ def test_an_interrupted_rewind_is_finished_when_the_run_is_resumed(ledger, folde
         patch.setattr(Path, "unlink", interrupt) if interrupted == "unlink" else patch.setattr(
             "lockstep.ledger.run_folder.fsync_folder", interrupt
         )
-        ledger.rewind(0)
+        ledger.rewind(1)
     ledger.close()
     with Ledger.resume(folder) as again:
         assert again.collected_steps() == [0] and again.rollouts(0) is not None and again.rollouts(1) is None
-        assert [path.name for path in (folder / "steps").iterdir()] == ["00000000.arrow"]
+        assert [path.name for path in (folder / "steps").iterdir()] == ["00000001.arrow"]
         again.record_rollouts(1, make_rollouts(1, size=2))  # other content
     with Ledger.resume(folder) as again:
         assert again.collected_steps() == [0, 1], "the rewind is over"
@@ -342,7 +343,7 @@ def test_a_stale_generation_writes_nothing(ledger, folder):
             lambda: ledger.record_published(1),
             lambda: ledger.record_checkpoint(0, folder / "x"),
             lambda: ledger.forget_checkpoint(0),
-            lambda: ledger.rewind(-1),
+            lambda: ledger.rewind(0),
             lambda: ledger.record_evaluation(0, {}),
             lambda: ledger.record_metrics(0, {}),
             lambda: ledger.record_event("late"),
@@ -416,7 +417,7 @@ def test_a_reader_rolls_back_the_transaction_of_a_killed_writer(folder):
 
 
 def test_a_reader_cannot_write(ledger, folder):
-    with Ledger.reader(folder) as reader, pytest.raises(Exception, match="readonly"):
+    with Ledger.reader(folder) as reader, pytest.raises(LedgerReadOnly, match="may not write it"):
         reader.record_event("x")
 
 
@@ -449,14 +450,14 @@ def test_unfinished_files_of_a_killed_process_are_deleted(ledger, folder):
     ledger.keep(1, [make_completion("r")])
     ledger.close()
     steps = folder / "steps"
-    (steps / ".00000001.arrow.1.tmp").write_bytes(b"half")
-    (steps / "00000000.partial").write_bytes(b"left over")
+    (steps / ".00000002.arrow.1.tmp").write_bytes(b"half")
+    (steps / "00000001.partial").write_bytes(b"left over")
     # Renamed, but killed before the index knew:
     hidden, _, _ = step_file.write_hidden_step(
-        steps / "00000001.arrow", step_file.rollouts_table(make_rollouts(1), {"a": 1}), 1
+        steps / "00000002.arrow", step_file.rollouts_table(make_rollouts(1), {"a": 1}), 1
     )
-    hidden.rename(steps / "00000001.arrow")
-    (steps / "00000002.arrow").write_bytes(b"foreign")
+    hidden.rename(steps / "00000002.arrow")
+    (steps / "00000003.arrow").write_bytes(b"foreign")
     (folder / "config.yaml").write_text("before: a change that the index has\n")
     with Ledger.resume(folder) as again:
         assert yaml.safe_load((folder / "config.yaml").read_text()) == again.config()
@@ -465,7 +466,7 @@ def test_unfinished_files_of_a_killed_process_are_deleted(ledger, folder):
         assert again.stored_step(1).extra == {"a": 1}
         assert again.events()[-1].kind == "step_rejected"
     names = sorted(path.name for path in steps.iterdir())
-    assert names == ["00000000.arrow", "00000001.arrow", "00000002.rejected"]
+    assert names == ["00000001.arrow", "00000002.arrow", "00000003.rejected"]
 
 
 def test_the_lock_file_names_the_holder(ledger, folder):
@@ -475,7 +476,7 @@ def test_the_lock_file_names_the_holder(ledger, folder):
 def test_positions_are_assigned_permanently(ledger, folder):
     assert [ledger.draw(0, 0, 4), ledger.draw(1, 0, 4), ledger.draw(0, 1, 2)] == [(0, 4), (4, 4), (8, 2)]
     assert ledger.draw(0, 1, 7) == (8, 2), "what it was given, whatever is asked"
-    ledger.rewind(-1)
+    ledger.rewind(0)
     ledger.close()
     with Ledger.resume(folder) as again:
         assert [again.draw(1, 0, 4), again.draw(2, 0, 3)] == [(4, 4), (10, 3)]
@@ -487,3 +488,36 @@ def test_a_run_of_a_version_without_draws_can_be_resumed(ledger, folder):
         index.execute("DROP TABLE draws")
     with Ledger.resume(folder) as again:
         assert again.draw(0, 0, 4) == (0, 4)
+
+
+def as_earlier_run(folder: Path) -> None:
+    """Makes an empty run look as if a version had begun it that counted steps from 0 in names of files."""
+    with sqlite3.connect(folder / "ledger.sqlite") as index:
+        index.execute("UPDATE meta SET value = '1' WHERE key = 'schema'")
+
+
+def test_a_run_that_was_begun_with_steps_from_0_keeps_them(ledger, folder):
+    assert [ledger.number(-1), ledger.number(0), ledger.step_path(0).name] == [0, 1, "00000001.arrow"]
+    ledger.close()
+    as_earlier_run(folder)
+    for done in range(2):
+        with Ledger.resume(folder) as again:
+            assert again.collected_steps() == list(range(done)), "its files are those of the same steps"
+            assert [again.number(-1), again.number(0)] == [-1, 0]
+            again.record_rollouts(done, make_rollouts(done))
+            again.keep(done + 1, [make_completion("r")])
+    names = sorted(path.name for path in (folder / "steps").iterdir())
+    assert names == ["00000000.arrow", "00000001.arrow", "00000002.partial"]
+    with Ledger.resume(folder) as again:
+        assert_same(again.rollouts(1), make_rollouts(1))
+        assert len(again.kept_completions(2)) == 1
+        again.rewind(1)
+        assert sorted(path.name for path in (folder / "steps").iterdir()) == ["00000000.arrow"]
+
+
+def test_a_ledger_of_a_later_format_is_refused(ledger, folder):
+    ledger.close()
+    with sqlite3.connect(folder / "ledger.sqlite") as index:
+        index.execute("UPDATE meta SET value = '3' WHERE key = 'schema'")
+    with pytest.raises(NotARun, match="its ledger has format 3, this lockstep reads 2 and earlier"):
+        Ledger.resume(folder)

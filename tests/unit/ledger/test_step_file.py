@@ -214,7 +214,7 @@ def test_a_torn_step_file_is_corrupt(tmp_path, keep):
 def test_a_step_file_of_another_step_is_corrupt(tmp_path):
     path = tmp_path / "step.arrow"
     step_file.write_hidden_step(path, step_file.rollouts_table(make_rollouts(3), {}), 1)[0].rename(path)
-    with pytest.raises(StepCorrupt, match="belongs to another step than 4"):
+    with pytest.raises(StepCorrupt, match="belongs to another step than 5"):
         step_file.read_step_file(path, 4)
 
 

@@ -80,6 +80,22 @@ def test_the_same_recipe_is_made_once_and_another_refused(tmp_path) -> None:
     assert json.loads((folder / "lockstep_tiny.json").read_text())["hidden"] == 16
 
 
+def test_a_tiny_model_is_replaced_only_on_request(tmp_path) -> None:
+    folder = make_tiny(tmp_path / "m", **SMALL)
+    (folder / "chat_template.jinja").write_text("of an earlier model")
+    before = (folder / "model.safetensors").read_bytes()
+    with pytest.raises(FileExistsError, match="other settings; choose another folder, or replace it with --overwrite"):
+        make_tiny(folder, seed=1, **SMALL)
+    assert (folder / "model.safetensors").read_bytes() == before
+    assert make_tiny(folder, seed=1, overwrite=True, **SMALL) == folder
+    assert (folder / "model.safetensors").read_bytes() != before
+    assert not (folder / "chat_template.jinja").exists() and [path.name for path in tmp_path.iterdir()] == ["m"]
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("keep")
+    with pytest.raises(FileExistsError, match="holds no tiny model"):
+        make_tiny(tmp_path / "mine", overwrite=True, **SMALL)
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

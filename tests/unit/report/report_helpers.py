@@ -4,7 +4,7 @@ import math
 import random
 from pathlib import Path
 
-from lockstep.ledger import EvaluationSample, Ledger
+from lockstep.ledger import CompletionSample, Ledger
 
 CONFIG = {
     "recipe": "grpo",
@@ -56,7 +56,7 @@ def metrics_at(step: int, chance: random.Random) -> dict[str, float]:
     }
 
 
-def samples(step: int) -> list[EvaluationSample]:
+def samples(step: int) -> list[CompletionSample]:
     shown = []
     for index, prompt in enumerate(PROMPTS):
         answer = " ".join(sorted(prompt.removeprefix("sort: ").removesuffix(" =").split()))
@@ -65,7 +65,7 @@ def samples(step: int) -> list[EvaluationSample]:
         finish = "length" if index == 2 and not right else "stop"
         scores = {"exact_match": float(right), "length": 0.0 if right else -0.25}
         shown.append(
-            EvaluationSample(prompt, completion, answer, float(right) + scores["length"], scores, f"0:{index}", finish)
+            CompletionSample(prompt, completion, answer, float(right) + scores["length"], scores, f"0:{index}", finish)
         )
     return shown
 

@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 import pytest
 from report_helpers import CONFIG, make_run
 
-from lockstep.ledger import EvaluationSample, Ledger
+from lockstep.ledger import CompletionSample, Ledger
 from lockstep.report.charts import Chart, draw_chart, smoothed, thinned
 from lockstep.report.html_report import metric_curves, render_html, write_report
 
@@ -67,6 +67,33 @@ def test_light_and_dark(page):
     assert not re.findall(r"(?:fill|stroke): ?#[0-9a-f]{6}", drawn)  # no colour that one of the two would hide
 
 
+def test_every_stage_has_a_colour_of_its_own_in_light_and_dark(tmp_path):
+    names = [
+        "start",
+        "rollout",
+        "reward",
+        "ledger",
+        "pack",
+        "logprobs",
+        "train",
+        "copy",
+        "publish",
+        "evaluate",
+        "export",
+    ]
+    with Ledger.create(tmp_path / "run", CONFIG) as ledger:
+        ledger.commit(0, {})
+        ledger.record_metrics(0, {f"time/{name}_s": 1.0 for name in names})
+        text = write_report(ledger, "finished").read_text()
+    rules = dict(re.findall(r'\[data-style="(\d+)"\] ?\{ ?background: var\((--series-\d+)\)', text))
+    dots = re.findall(r'<span class="dot" data-style="(\d+)"></span>(\w+)</td>', text)
+    drawn = [(rules[number], name) for number, name in dots]
+    assert [name for _, name in drawn] == names
+    for mode in (text.split("@media")[0], text.split("@media")[1]):
+        values = dict(re.findall(r"(--series-\d+): (#[0-9a-f]{6})", mode))
+        assert len({values[colour] for colour, _ in drawn}) == len(names)
+
+
 def test_contents_of_the_page(page):
     text = " ".join(Page(page).text)
     for expected in (
@@ -90,7 +117,7 @@ EVIL = "</pre><script>alert('x')</script><img src=x onerror=alert(1)>&lt;{{ 7*7 
 def test_everything_is_escaped(tmp_path):
     config = {**CONFIG, "name": "run", "model": {"path": EVIL.replace("\ud800", "")}}
     with Ledger.create(tmp_path / "run", config) as ledger:
-        sample = EvaluationSample(EVIL, EVIL, EVIL, 1.0, {EVIL: 1.0}, EVIL, EVIL)
+        sample = CompletionSample(EVIL, EVIL, EVIL, 1.0, {EVIL: 1.0}, EVIL, EVIL)
         ledger.record_evaluation(-1, {"eval/exact_match": 1.0, f"eval/{EVIL}": 1.0}, [sample])
         ledger.record_metrics(0, {f"reward/{EVIL}": 1.0, EVIL: 2.0, "time/<blink>x</blink>_s": 1.0})
         ledger.record_event("<script>", why=EVIL)
@@ -139,13 +166,16 @@ def test_incidents_are_listed_and_marked_on_the_charts(tmp_path):
         "gave up 5 are spent",
     ):  # fmt: skip
         assert expected in text, expected
-    assert 'href="incidents/20261121-231502-absent-policy-1/story.txt"' in page
+    assert 'href="./incidents/20261121-231502-absent-policy-1/story.txt"' in page
     assert all("var(--bad)" in each and ">1<" in each and ">2<" in each for each in drawings(page))
     ledger.close()
 
 
 def drawings(page):
-    return re.findall(r"<svg.*?</svg>", page, re.DOTALL)
+    """The drawings, with their rules of the page's style sheet where these apply."""
+    rules = dict(re.findall(r'\[data-style="(\d+)"\] \{ (.*?) \}', page))
+    whole = re.sub(r'data-style="(\d+)"', lambda match: f'style="{rules[match[1]]}"', page.partition("<body>")[2])
+    return re.findall(r"<svg.*?</svg>", whole, re.DOTALL)
 
 
 def test_curves(tmp_path):
@@ -184,6 +214,6 @@ def test_conversations_are_shown_turn_by_turn(tmp_path):
         {"role": "assistant", "content": "so 2"},
     ]
     with make_run(tmp_path / "run", steps=1) as ledger:
-        ledger.record_evaluation(0, {}, [EvaluationSample("1+1", "so 2", messages=said)])
+        ledger.record_evaluation(0, {}, [CompletionSample("1+1", "so 2", messages=said)])
         text = " ".join(Page(render_html(ledger)).text)
     assert "<calc>1+1</calc>" in text and "tool calculator" in text and "two" in text

@@ -39,7 +39,7 @@ def test_plain_lines_without_a_terminal():
     assert text.splitlines()[:3] == [
         "sort in runs/sort, after step 10 of 20",
         "evaluation after step 10: exact_match 0.5",
-        "step 11/20  reward 0.5  exact match 0.5  loss 0.01  tokens/s 5,123  [rollout 0.2s]",
+        "step 11/20  reward 0.5  loss 0.01  tokens/s 5,123  [rollout 0.2s]",
     ]
     assert "see [/etc/x]" in text
     last = text.splitlines()[-1]

@@ -61,3 +61,17 @@ def test_nothing_else_writes_to_the_terminal_with_rich() -> None:
         if re.search(r"(?<!Safe)\bConsole\(", path.read_text()) and path.name != "safe_console.py"
     ]
     assert made == []
+
+
+def test_lines_are_wrapped_only_on_a_terminal(monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.delenv("COLUMNS", raising=False)
+    address = "https://example.org/" + "a" * 200
+    table = Table(box=None, show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    table.add_row("error", f"see {address} and /a/path/{'b' * 200}/file")
+    assert address in printed(table, terminal=False) and f"/a/path/{'b' * 200}/file" in printed(table, terminal=False)
+    assert address in printed(Text(f"see {address} " * 3), terminal=False)
+    assert address not in printed(table, terminal=True)
+    monkeypatch.setenv("COLUMNS", "60")
+    assert max(map(len, printed(table, terminal=False).splitlines())) <= 60

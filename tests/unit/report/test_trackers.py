@@ -15,13 +15,25 @@ import pytest
 
 from lockstep.config.recipes import SFTConfig
 from lockstep.config.run_config import MLflowConfig, PrometheusConfig, WandBConfig
+from lockstep.ledger import CompletionSample
 from lockstep.report import metric_sinks, trackers
 from lockstep.report.metric_sinks import BackgroundSink
-from lockstep.report.trackers import PrometheusExporter, TrackingError, check_trackers, open_trackers, prometheus_name
+from lockstep.report.trackers import (
+    SAMPLE_COLUMNS,
+    PrometheusExporter,
+    TrackingError,
+    check_trackers,
+    open_trackers,
+    prometheus_name,
+)
 
 KEY = "a1b2c3d4e5" * 4
 """A key in the format of W&B's keys."""
 OTHER = "plain words, still secret"
+SAMPLES = [
+    CompletionSample("<b>", "\x1b[2J", "a", 1.0, {"length": 2.0}),
+    CompletionSample("q", "", messages=[{"role": "assistant", "content": "x"}]),
+]
 CONFIG = {"name": "mine", "steps": 3, "arguments": {"password": OTHER, "note": f"uses {KEY}"}, "eos_token": "</s>"}
 
 
@@ -74,6 +86,8 @@ def offline(folder: Path, steps: range, reason: str) -> None:
     (sink,) = open_trackers([WandBConfig(project="p", mode="offline", tags=("a",))], folder, CONFIG, {"python": "3"})
     for step in steps:
         sink.write(step, {"reward/mean": step / 2})
+    if reason == "finished":
+        sink.write_samples(3, SAMPLES)
     sink.close(reason)
     sink.close(reason)
 
@@ -86,10 +100,13 @@ def test_wandb_offline_and_resumed(tmp_path: Path, secrets: None) -> None:
     assert rows == [{"step": step, "reward/mean": step / 2} for step in range(3)]
     time.sleep(1.1)  # folders are named by the second
     offline(tmp_path, range(2, 4), "finished")
-    assert [row["step"] for row in written(tmp_path, 2)] == [2, 3]
+    assert [row["step"] for row in written(tmp_path, 3)] == [2, 3, 3], "the last has the samples"
     folders = list(tmp_path.glob("wandb/offline-run-*"))
     assert len(folders) == 2 and all(folder.name.endswith(f"-{id}") for folder in folders), "the same run continues"
     assert unspoken(tmp_path)
+    (table,) = {path.read_text() for path in tmp_path.glob("wandb/*/files/media/table/samples*.json")}
+    assert json.loads(table)["columns"] == list(SAMPLE_COLUMNS)
+    assert [row[:4] for row in json.loads(table)["data"]] == [[3, "<b>", "\x1b[2J", 1.0], [3, "q", "", None]]
     content = b"".join(path.read_bytes() for path in tmp_path.glob("wandb/*/run-*.wandb"))
     assert b"[hidden]" in content and b"eos_token" in content and b"OMP_NUM_THREADS" in content
 
@@ -135,6 +152,8 @@ def test_mlflow_in_a_folder_and_resumed(tmp_path: Path, secrets: None) -> None:
             sink.write(
                 step, {"reward/mean": step / 2, "reward/a<b>": 1.0, "policy/loss": float("nan")}, at=100.0 + step
             )
+        if reason == "finished":
+            sink.write_samples(3, SAMPLES)
         sink.close(reason)
     id = json.loads((tmp_path / "tracking.json").read_text())["mlflow"]
     client = mlflow.MlflowClient(tracking_uri=cfg.uri)
@@ -144,6 +163,9 @@ def test_mlflow_in_a_folder_and_resumed(tmp_path: Path, secrets: None) -> None:
     history = [(each.step, each.value) for each in client.get_metric_history(id, "reward/mean")]
     assert sorted(set(history)) == [(0, 0.0), (1, 0.5), (2, 1.0)]
     assert set(run.data.metrics) == {"reward/mean", "reward/a_b_"}
+    found = json.loads(Path(client.download_artifacts(id, "samples/00000003.json", str(tmp_path))).read_text())
+    assert found["step"] == 3 and found["samples"][0]["terms"] == {"length": 2.0}
+    assert found["samples"][1]["messages"] == [{"role": "assistant", "content": "x"}]
     assert run.data.params["config.arguments.password"] == "[hidden]" and run.data.params["config.steps"] == "3"
     assert run.data.params["environment.OMP_NUM_THREADS"] == "1"
     assert unspoken(tmp_path)
@@ -203,6 +225,9 @@ class Stubborn:
         if step < self.raises:
             raise ConnectionError(f"no route with {KEY}")
         self.rows.append(step)
+
+    def write_samples(self, step: int, samples: Any) -> None:
+        self.write(step, {})
 
     def close(self, reason: str = "") -> None:
         self.ended = reason

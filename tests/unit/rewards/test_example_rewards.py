@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 from reward_samples import batch, prompt
 
-from lockstep.rewards.reward_functions import CALL_ADAPTERS, load_reward_function
+from lockstep.rewards.reward_functions import CALL_ADAPTERS
+from lockstep.rewards.reward_signatures import load_reward_function
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 

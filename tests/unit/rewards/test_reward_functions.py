@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 from reward_samples import batch, prompt
 
-from lockstep.rewards.reward_functions import CALL_ADAPTERS, RewardFunctionError, load_reward_function
+from lockstep.rewards.reward_functions import CALL_ADAPTERS
+from lockstep.rewards.reward_signatures import RewardFunctionError, load_reward_function
 from lockstep.rewards.reward_values import BadReward
 
 FUNCTIONS = Path(__file__).parent / "functions"
@@ -83,6 +84,25 @@ def test_verl_ground_truth_in_its_own_column():
     assert scores.values == [1.0, 0.0]
 
 
+def test_verl_batch():
+    info = {"index": 1}
+    rows = [prompt(0, answer="4", data_source="x", extra_info=info), prompt(1, answer="6")]
+    scores, finished = call("verl_rewards.py:compute_scores", [["a4", "a5"], ["6"]], rows, penalty=0.5)
+    assert scores.values == [1.0, -0.5, 1.0]
+    assert scores.extras == {"acc": [1.0, 0.0, 1.0]}
+    assert finished == [3] and info == {"index": 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "position"),
+    [("short", "returned 1 value for 2 samples", None), ("unscored", "returned a dict without 'score'", 1)],
+)
+def test_invalid_results_of_verls_batches_are_errors(name, words, position):
+    with pytest.raises(BadReward, match=words) as caught:
+        call(f"verl_rewards.py:{name}_batch", [["a", "b"]], [prompt(answer="4")])
+    assert caught.value.position == position
+
+
 def test_verl_async_keeps_the_order():
     rows = [prompt(answer="", data_source="x")]
     texts = ["0" * length for length in range(1, 9)] + ["1"]
@@ -152,7 +172,7 @@ def test_a_module_on_the_path(monkeypatch):
         ("raises", None, "raised KeyError: 'bad'", None),
         ("nan", 1, "returned NaN", "nan (float)"),
         ("infinite", 1, "not finite in float32", "1e+39 (float)"),
-        ("short", None, "returned 1 values for 2 samples", "[1.0] (list)"),
+        ("short", None, "returned 1 value for 2 samples", "[1.0] (list)"),
         ("nothing", None, "returned None where a list of 2 numbers is expected", "None (NoneType)"),
         ("scalar", None, "returned a float where a list of 2", "1.0 (float)"),
         ("text", 0, "returned a str where a reward", "'1.0' (str)"),

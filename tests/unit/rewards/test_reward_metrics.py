@@ -1,5 +1,7 @@
 """Metrics against hand-computed values; splitting into batches and joining the scores."""
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -11,6 +13,7 @@ from lockstep.rewards.reward_metrics import (
     checked_exact_match,
     exact_match_rate,
     groups_without_signal,
+    pass_at_k,
     reward_metrics,
 )
 from lockstep.rewards.scorer_pool import cut_batches, term_columns, unscored_groups, with_rewards
@@ -120,3 +123,12 @@ def test_a_reward_error_has_all_details():
     text = str(error)
     assert all(part in text for part in ("f.py:f", "raised KeyError", "0:7#2", "row 7", "3 (int)", "Traceback: here"))
     assert len(text) < 600
+
+
+def test_pass_at_k_is_the_share_of_samples_of_k_completions_that_contain_one_that_passes() -> None:
+    passed = np.array([[1, 0, 0, 0, 0, 0], [1, 1, 1, 0, 0, 0], [0, 0, 0, 0, 0, 0]], float)
+    found = pass_at_k(passed)
+    assert list(found) == [1, 2, 4, 6]
+    for k, value in found.items():
+        samples = [max(chosen) for row in passed for chosen in itertools.combinations(row, k)]
+        assert value == pytest.approx(np.mean(samples))

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from lockstep.ledger.sqlite_index import CheckpointRow
-from lockstep.run.checkpoint_export import choose_checkpoint
 from lockstep.run.errors import RunRefused
+from lockstep.run.planning.parent_run import choose_checkpoint
 
 ROWS = [CheckpointRow(step, Path(f"{step + 1:08d}"), metric, 0.0) for step, metric in ((2, 0.5), (5, 0.7), (7, 0.7))]
 

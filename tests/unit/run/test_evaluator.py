@@ -8,7 +8,7 @@ import pytest
 from lockstep.config.rollout import SamplingConfig
 from lockstep.config.run_config import EvaluationConfig
 from lockstep.ledger.ledger import Ledger
-from lockstep.run.evaluator import EXACT_MATCH, Evaluator
+from lockstep.run.evaluation.evaluator import EXACT_MATCH, CompletionQuality, Evaluator, ValidationLoss
 
 
 class FakeReporter:
@@ -26,7 +26,8 @@ def ledger(tmp_path: Path) -> Ledger:
 
 def evaluator(ledger: Ledger) -> Any:
     config = EvaluationConfig.model_validate({"data": {"path": "e.jsonl"}, "every": 2})
-    return Evaluator(config, [], SamplingConfig(), None, None, ledger, FakeReporter())  # type: ignore[arg-type]
+    quality = CompletionQuality(config, [], SamplingConfig(), None, None)  # type: ignore[arg-type]
+    return Evaluator([quality], ledger, FakeReporter())  # type: ignore[arg-type]
 
 
 def test_an_evaluation_of_an_earlier_attempt_is_reported_again_and_not_repeated(ledger: Ledger) -> None:
@@ -52,3 +53,23 @@ def test_without_a_reward_exact_match_decides(ledger: Ledger) -> None:
         ledger.record_evaluation(version - 1, {EXACT_MATCH: exact})
     found = evaluator(ledger)
     assert [version for version in (0, 2, 4) if found.improved(version)] == [0, 4]
+
+
+def test_what_is_due_depends_on_each_measurements_interval(ledger: Ledger) -> None:
+    completions = evaluator(ledger).measurements[0]
+    loss = ValidationLoss(3, [], None, 64)  # type: ignore[arg-type]
+    both = Evaluator([loss, completions], ledger, FakeReporter())  # type: ignore[arg-type]
+    due = {version: [each.stage for each in both.due(version, version == 7)] for version in range(8)}
+    everything = ["validate", "evaluate"]
+    assert due == {0: everything, 1: [], 2: ["evaluate"], 3: ["validate"], 4: ["evaluate"], 5: [], 6: everything,
+                   7: everything}  # fmt: skip
+    both.record(2, {EXACT_MATCH: 0.5}, [])
+    assert both.due(2, last=True) == [] and evaluator(ledger).history == {2: {EXACT_MATCH: 0.5}}
+
+
+def test_without_completions_the_lowest_loss_is_the_best(ledger: Ledger) -> None:
+    for version, loss in ((0, 3.0), (2, 1.0), (4, 2.0), (6, 0.5)):
+        ledger.record_evaluation(version - 1, {"eval/loss": loss})
+    found = Evaluator([ValidationLoss(2, [], None, 64)], ledger, FakeReporter())  # type: ignore[arg-type]
+    assert [version for version in (0, 2, 4, 6) if found.improved(version)] == [0, 2, 6]
+    assert found.metric(6) == -0.5 and found.metric(1) is None

@@ -25,7 +25,7 @@ def uids(selection: GroupFilter) -> list[str]:
 def test_without_a_filter_the_first_round_is_the_step() -> None:
     selection = GroupFilter(3, 2, FilterGroups())
     assert selection.missing == 2
-    with pytest.raises(ValueError, match="2 of 2 groups of step 3"):
+    with pytest.raises(ValueError, match="2 of 2 groups of step 4"):
         _ = selection.rollouts
     selection.add(Rollouts(3, 3, [group(0, 1, 1), group(1, 0, 1)]))
     assert (selection.missing, uids(selection), selection.metrics(), selection.extra) == (0, ["0:0", "0:1"], {}, {})
@@ -53,7 +53,7 @@ def test_the_last_round_fills_the_step_or_ends_the_run() -> None:
     assert uids(filled) == ["0:1", "0:0"] and filled.discarded == ["0:2"]
     strict = GroupFilter(4, 2, FilterGroups(enable=True, max_num_gen_batches=2, at_limit="error"))
     strict.add(Rollouts(4, 4, rounds[0]))
-    with pytest.raises(NoSignal, match="step 4: after 2 rounds of prompts, 1 of 2 groups"):
+    with pytest.raises(NoSignal, match="step 5: after 2 rounds of prompts, 1 of 2 groups"):
         strict.add(Rollouts(4, 4, rounds[1]))
 
 

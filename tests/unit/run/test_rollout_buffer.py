@@ -81,7 +81,7 @@ def test_steps_are_requested_ahead_and_each_once(ledger: Ledger) -> None:
         assert uids(rollouts) == [f"0:{2 * step}", f"0:{2 * step + 1}"]
         collect(ledger, rollouts)
         asked.append(sorted({int(id.partition("/")[0]) for id in engine.asked}))
-    assert asked == [[0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2, 3]], "none after the last"
+    assert asked == [[1, 2, 3], [1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 4]], "none after the last"
     assert len(engine.asked) == len(set(engine.asked)) == 16
     assert made.metrics(3) == {"rollout/generated": 4.0, "rollout/ready": 1.0}
 
@@ -95,7 +95,7 @@ def test_completions_of_later_steps_are_kept_and_not_generated_again(
     engine = Engine()
     made = buffer(ledger, engine, ahead=1)  # after a kill
     collect(ledger, take(made, 1))
-    assert {id.partition("/")[0] for id in engine.asked} == {"2"}
+    assert {id.partition("/")[0] for id in engine.asked} == {"3"}
     assert made.metrics(1)["rollout/generated"] == 0
 
 
@@ -107,13 +107,13 @@ def test_collected_steps_are_not_requested(ledger: Ledger) -> None:
     made = buffer(ledger, engine, ahead=1)
     for step in range(3):  # trained again from what is stored
         made.request(step)
-    assert {id.partition("/")[0] for id in engine.asked} == {"3"}
+    assert {id.partition("/")[0] for id in engine.asked} == {"4"}
 
 
 def test_rounds_get_new_prompts_and_a_restart_repeats_them(ledger: Ledger) -> None:
     made = buffer(ledger, Engine(), ahead=1, filtered=True)
     assert uids(take(made, 0)) == ["0:0", "0:1"]
-    assert uids(take(made, 0, 1)) == ["0:4"], "step 1 has 2 and 3 already"
+    assert uids(take(made, 0, 1)) == ["0:4"], "step 2 has 2 and 3 already"
     again = buffer(ledger, Engine(), ahead=1, filtered=True)
     assert uids(take(again, 0)) == ["0:0", "0:1"]
     assert uids(take(again, 0, 1)) == ["0:4"]
@@ -124,7 +124,7 @@ def test_rounds_get_new_prompts_and_a_restart_repeats_them(ledger: Ledger) -> No
 def test_a_token_that_is_too_old_is_never_trained_on(ledger: Ledger) -> None:
     made = buffer(ledger, Engine(), ahead=1)  # its tokens are all of version 0
     made.request(2)
-    with pytest.raises(TooStale, match="step 2 has a token of version 0, more than 1 steps old"):
+    with pytest.raises(TooStale, match="step 3, which trains version 2, has a token of version 0: older than 1 steps"):
         made.take(2, 2)
 
 

@@ -31,10 +31,14 @@ def test_a_repeated_step_is_not_written_again(tmp_path: Path) -> None:
     }  # fmt: skip
     with Ledger.create(tmp_path / "run", {"name": "x"}) as ledger:
         asked = SimpleNamespace(request=lambda step: None, metrics=lambda step: {})
-        roles: Any = RunRoles(trained=TrainedRoles([]), samples=[], rollouts=asked)  # type: ignore[arg-type]
+        samples: Any = SimpleNamespace(counts=lambda samples: {})
+        roles: Any = RunRoles(trained=TrainedRoles([]), samples=samples, rollouts=asked)  # type: ignore[arg-type]
         config = check_config(values, "test")
         recovery = RecoveryManager(config.recovery, ledger)
-        run = Run(config, ledger.folder, ledger, roles, None, InterruptHandler(), 0, RecoveryContext(recovery, None))  # type: ignore[arg-type]
+        reporter: Any = SimpleNamespace(choose_samples=lambda step, rollouts: [])
+        run = Run(
+            config, ledger.folder, ledger, roles, reporter, InterruptHandler(), 0, RecoveryContext(recovery, None)
+        )  # type: ignore[arg-type]
         ledger.record_rollouts(0, rollouts(0), {"written by": "an older version"})
         before = ledger.step_path(0).read_bytes()
         stored = run.groups(0)

@@ -1,7 +1,10 @@
 """Reports of a run: metrics of a resumed run, stage timers, and the controller's log."""
 
 import io
+import json
 import logging
+import os
+import sqlite3
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,7 @@ from lockstep.base import waits
 from lockstep.config.loader import check_config
 from lockstep.ledger.ledger import Ledger
 from lockstep.report.live_console import LiveConsole
+from lockstep.run import run_reporter
 from lockstep.run.errors import Interrupted
 from lockstep.run.run_reporter import RunReporter, StageTimers, controller_logging
 
@@ -43,6 +47,29 @@ def test_a_resumed_run_continues_counts_and_keeps_earlier_times(tmp_path: Path) 
     assert before.values["time/checkpoint_s"] == 5.0
     assert after.values["tokens/total"] == 37.0
     assert "time/checkpoint_s" in after.values
+
+
+@pytest.mark.parametrize("first", [1, 0])
+def test_rows_say_how_many_steps_are_done(tmp_path: Path, first: int) -> None:
+    """Those of a run that was begun before this convention continue to count from 0."""
+    Ledger.create(tmp_path / "run", {"name": "x"}).close()
+    if first == 0:
+        with sqlite3.connect(tmp_path / "run" / "ledger.sqlite") as index:
+            index.execute("UPDATE meta SET value = '1' WHERE key = 'schema'")
+    for begin, end in ((0, 3), (2, 4)):  # killed after the checkpoint of step 2, then resumed from it
+        with Ledger.resume(tmp_path / "run") as ledger:
+            reporter = make_reporter(ledger.folder, ledger)
+            reporter.begin(begin)
+            if begin == 0:
+                reporter.evaluated(0, {"eval/reward_mean": 0.0})
+            for step in range(begin, end):
+                reporter.step_ends(step, {"policy/tokens": 1.0})
+                reporter.evaluated(step + 1, {"eval/reward_mean": step + 1.0})
+            reporter.close()
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "tokens/total" in row] == [first, first + 1, first + 2, first + 3]
+    evaluated = [(row["step"], row["eval/reward_mean"]) for row in rows if "eval/reward_mean" in row]
+    assert evaluated == [(done - 1 + first, done) for done in range(5)]
 
 
 def test_times_of_a_stage_add_up_within_a_step() -> None:
@@ -100,11 +127,18 @@ def test_an_interruption_is_not_logged_as_a_failure(tmp_path: Path) -> None:
     assert not (tmp_path / "logs" / "controller.log").exists()
 
 
-def test_a_full_disk_does_not_hide_the_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "logs").mkdir()
-    (tmp_path / "logs" / "controller.log").symlink_to("/dev/full")
+@pytest.mark.parametrize("full", [True, False], ids=["a full disk", "a link"])
+def test_a_log_that_cannot_be_written_does_not_hide_the_error(
+    full: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if full:
+        monkeypatch.setattr(run_reporter, "open_file", lambda path, flags: os.open("/dev/full", flags))
+    else:
+        (tmp_path / "logs").mkdir()
+        (tmp_path / "logs" / "controller.log").symlink_to(tmp_path / "elsewhere")
     shown, stream = make_console(tmp_path)
     with pytest.raises(KeyError), controller_logging(tmp_path / "logs" / "controller.log", shown):
         log.warning("the disk is full")
         raise KeyError("the reason")
     assert stream.getvalue() == "the disk is full\n" and capsys.readouterr().err == ""
+    assert not (tmp_path / "elsewhere").exists()

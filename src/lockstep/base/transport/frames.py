@@ -1,8 +1,16 @@
-"""Sends and receives frames over an authenticated connection, which `auth_handshake` opens. A frame is an 8-byte length
-followed by that many bytes.
+"""Sends and receives frames over an authenticated connection, which `auth_handshake` opens.
+
+A frame is an 8-byte length, a 16-byte authentication code of it, that many bytes, and a 16-byte code of everything. The
+codes are BLAKE2b with a key that only the two ends of this connection have, one for each direction, over the frame's
+number, its length and its content (of a large frame over the content's SHA-256, which processors compute faster). So a
+relay that let the handshake pass cannot change, add, repeat, drop or reorder frames: the first frame that differs from
+what the peer sent next closes the connection.
 """
 
 import contextlib
+import hashlib
+import hmac
+import logging
 import select
 import socket
 import struct
@@ -12,9 +20,12 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Literal
+from typing import Literal, Protocol
 
 from lockstep.base.errors import PicklableError
+from lockstep.base.transport.frame_codes import CODE_BYTES, FrameCodes, SessionKeys, content_hash
+
+log = logging.getLogger(__name__)
 
 MAX_FRAME = 4 << 30
 """The default limit of a frame, in bytes."""
@@ -27,7 +38,7 @@ READ_AHEAD = 4096
 _LENGTH = struct.Struct(">Q")
 
 Buffer = bytes | bytearray | memoryview
-RefusalCode = Literal["token", "run", "generation", "protocol"]
+RefusalCode = Literal["token", "run", "generation", "protocol", "certificate"]
 
 
 class WireError(PicklableError, ConnectionError):
@@ -52,12 +63,32 @@ class FrameTooLarge(WireError):
     """A frame is larger than the limit. It is not sent; if the peer announces one, the connection is closed."""
 
 
+class FrameRefused(WireError):
+    """A frame is not what the peer sent next: it was changed, added, repeated or reordered on the way, or frames before
+    it are missing. The connection is closed. `number` counts the frames of this direction from 0."""
+
+    def __init__(self, peer: str, number: int, part: str) -> None:
+        super().__init__(
+            peer,
+            f"the authentication code of frame {number} does not fit its {part}: something between the two processes "
+            "changed, added, repeated or dropped data; the connection is closed",
+        )
+        self.number, self.part = number, part
+
+
 class HandshakeRefused(WireError):
-    """The handshake failed. `code` is the check that failed: `token`, `run`, `generation` (stale) or `protocol`."""
+    """The handshake failed. `code` is the check that failed: `token`, `run`, `generation` (stale), `protocol` (another
+    program or version) or `certificate` (TLS ends at another process)."""
 
     def __init__(self, peer: str, code: RefusalCode, why: str) -> None:
         super().__init__(peer, f"refused, {why}")
         self.code: RefusalCode = code
+
+    @property
+    def proven(self) -> bool:
+        """Whether the refusing side proved that it has the run's token. Anybody can refuse for other reasons, so that
+        these must end nothing but the attempt."""
+        return self.code in ("run", "generation", "certificate")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +100,22 @@ class PeerIdentity:
     name: str
 
 
+class FrameSocket(Protocol):
+    """What a connection needs of its non-blocking socket: that of TCP, or `tls.TlsSocket`."""
+
+    def fileno(self) -> int: ...
+    def setblocking(self, flag: bool, /) -> None: ...
+    def sendmsg(self, buffers: list[memoryview], /) -> int: ...
+    def recv(self, size: int, /) -> bytes: ...
+    def recv_into(self, buffer: memoryview, /) -> int: ...
+    def shutdown(self, how: int, /) -> None: ...
+    def close(self) -> None: ...
+
+
 class Connection:
     """One authenticated connection. Any thread may send; one thread receives."""
 
-    def __init__(self, sock: socket.socket, peer: PeerIdentity, max_frame: int = MAX_FRAME) -> None:
+    def __init__(self, sock: FrameSocket, peer: PeerIdentity, keys: SessionKeys, max_frame: int = MAX_FRAME) -> None:
         sock.setblocking(False)
         self.peer = peer
         self.max_frame = max_frame
@@ -81,10 +124,17 @@ class Connection:
         self._socket = sock
         self._closed = False
         self._sending = threading.Lock()
+        self._queueing = threading.Lock()
+        """Held for a moment, so that frames leave in the order of their numbers."""
         self._outbox: deque[memoryview] = deque()
-        self._header = bytearray(_LENGTH.size)
+        self._sent_codes, self._received_codes = FrameCodes(keys.send), FrameCodes(keys.receive)
+        self._header = bytearray(_LENGTH.size + CODE_BYTES)
         self._body: bytearray | None = None
-        self._filled = 0
+        """The content of the frame in progress, and its code."""
+        self._code = hashlib.blake2b()
+        self._content = content_hash(self._code, 0)
+        """The hashes of the frame in progress."""
+        self._filled = self._hashed = 0
         self._ahead = memoryview(b"")
         """Bytes that were read from the socket and not consumed yet."""
         self._drained = False
@@ -112,8 +162,16 @@ class Connection:
             raise FrameTooLarge(self.peer.name, f"a frame of {size} bytes is above the limit of {self.max_frame}")
         if self._closed:
             raise ConnectionClosed(self.peer.name, "the connection is closed")
-        header = memoryview(_LENGTH.pack(size))
-        self._outbox.extend((memoryview(b"".join((header, *views))),) if size < 4096 else (header, *views))
+        with self._queueing:
+            code = self._sent_codes.next(size)
+            header = _LENGTH.pack(size) + code.digest()
+            content = content_hash(code, size)
+            for view in views:
+                content.update(view)
+            if content is not code:
+                code.update(content.digest())
+            parts = header, *views, code.digest()
+            self._outbox.extend((memoryview(b"".join(parts)),) if size < 4096 else map(memoryview, parts))
 
     def flush(self) -> bool:
         """Writes as much as the socket accepts without blocking. Returns whether everything is written.
@@ -153,6 +211,7 @@ class Connection:
 
         Raises:
             ConnectionClosed: the peer closed, or the connection broke.
+            FrameRefused: the frame is not what the peer sent; the connection is closed.
             FrameTooLarge: the peer announced a frame above the limit; the connection is closed.
         """
         deadline = time.monotonic() + timeout_s
@@ -211,19 +270,74 @@ class Connection:
         return True
 
     def _read(self) -> bytearray | None:
-        """Continues the frame in progress; returns it when it is complete."""
+        """Continues the frame in progress; returns it when it is complete and verified."""
         if self._body is None:
+            if not self._filled:
+                if not self._ahead and not self._receive(memoryview(self._header)):
+                    return None
+                if (frame := self._read_ahead()) is not None:
+                    return frame
             if not self._fill(self._header):
                 return None
-            (size,) = _LENGTH.unpack(self._header)
-            if size > self.max_frame:
-                self.close()
-                raise FrameTooLarge(self.peer.name, f"announced {size} bytes, the limit is {self.max_frame}")
-            self._body, self._filled = bytearray(size), 0
-        if not self._fill(self._body):
+            size = self._begin(self._header)
+            self._body, self._filled, self._hashed = bytearray(size + CODE_BYTES), 0, 0
+        complete = self._fill(self._body)
+        self._hash_arrived(self._body)
+        if not complete:
             return None
         body, self._body, self._filled = self._body, None, 0
+        self._verify(body[-CODE_BYTES:])
+        del body[-CODE_BYTES:]
         return body
+
+    def _read_ahead(self) -> bytearray | None:
+        """The next frame if all of it has been read ahead, as small ones usually are."""
+        ahead, start = self._ahead, len(self._header)
+        if len(ahead) < start:
+            return None
+        end = start + _LENGTH.unpack_from(ahead)[0]
+        if len(ahead) < end + CODE_BYTES:
+            return None
+        self._begin(ahead)
+        self._content.update(ahead[start:end])
+        self._verify(ahead[end : end + CODE_BYTES])
+        self._ahead = ahead[end + CODE_BYTES :]
+        return bytearray(ahead[start:end])
+
+    def _begin(self, header: bytearray | memoryview) -> int:
+        """Verifies the length of a frame before memory is taken for it, and returns it."""
+        size: int = _LENGTH.unpack_from(header)[0]
+        self._code = self._received_codes.next(size)
+        if not hmac.compare_digest(header[_LENGTH.size : _LENGTH.size + CODE_BYTES], self._code.digest()):
+            raise self._refuse("length")
+        if size > self.max_frame:
+            self.close()
+            raise FrameTooLarge(self.peer.name, f"announced {size} bytes, the limit is {self.max_frame}")
+        self._content = content_hash(self._code, size)
+        return size
+
+    def _verify(self, code: bytearray | memoryview) -> None:
+        """Verifies the code of a frame whose content has been hashed."""
+        if self._content is not self._code:
+            self._code.update(self._content.digest())
+        if not hmac.compare_digest(code, self._code.digest()):
+            raise self._refuse("content")
+
+    def _hash_arrived(self, body: bytearray) -> None:
+        """Hashes what has arrived of the content while the rest is on the way."""
+        end = min(self._filled, len(body) - CODE_BYTES)
+        if end > self._hashed:
+            with memoryview(body) as view:
+                self._content.update(view[self._hashed : end])
+            self._hashed = end
+
+    def _refuse(self, part: str) -> FrameRefused:
+        """Closes the connection because of a frame that the peer did not send."""
+        self.close()
+        self._filled, self._ahead = 0, memoryview(b"")
+        refused = FrameRefused(self.peer.name, self._received_codes.number - 1, part)
+        log.warning("%s", refused)
+        return refused
 
     def _fill(self, buffer: bytearray) -> bool:
         view = memoryview(buffer)
@@ -261,7 +375,7 @@ class Connection:
         return True
 
 
-def _ready(sock: socket.socket, event: int, timeout_s: float) -> bool:
+def _ready(sock: FrameSocket, event: int, timeout_s: float) -> bool:
     """Whether the socket becomes ready in time; also true after an error, which the next call reports."""
     if sock.fileno() < 0:
         return True

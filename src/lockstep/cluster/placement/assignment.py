@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from lockstep.base.errors import PicklableError
+from lockstep.base.text import count_noun
 from lockstep.cluster.placement.bin_packing import BundleKind, SizeVector, largest_first, pack_bundles
 from lockstep.cluster.placement.bundles import (
     Bundle,
@@ -76,7 +77,7 @@ class NodesBusy(PicklableError, PlacementError):
         first = waiting[0]
         names = abbreviate_names([name for bundle in waiting for name in bundle.processes])
         gpus, cpus = sum(bundle.gpus for bundle in waiting), sum(bundle.cpus for bundle in waiting)
-        missing = f"{gpus} GPUs and {cpus:g} CPUs" if gpus else f"{cpus:g} CPUs"
+        missing = _format_resources(gpus or None, cpus)
         super().__init__(f"{names} wait for {missing} ({first.needs()} on one node): {'; '.join(users)}")
         self.waiting, self.users = tuple(waiting), tuple(users)
 
@@ -278,8 +279,8 @@ def _fits_alone(kind: BundleKind, rooms: Sequence[SizeVector]) -> bool:
 
 def _format_resources(gpus: float | None, cpus: float, memory: int = 0) -> str:
     """Formats resources; leaves GPUs out if they are None."""
-    of_gpus = "" if gpus is None else f"{gpus:g} GPUs and "
-    return f"{of_gpus}{cpus:g} CPUs" + (f" and {format_bytes(memory)}" if memory else "")
+    of_gpus = "" if gpus is None else f"{count_noun(gpus, 'GPU')} and "
+    return of_gpus + count_noun(cpus, "CPU") + (f" and {format_bytes(memory)}" if memory else "")
 
 
 def _usage_by_node(nodes: Sequence[NodeResources]) -> list[str]:
@@ -288,6 +289,7 @@ def _usage_by_node(nodes: Sequence[NodeResources]) -> list[str]:
     for node in nodes:
         gpus, cpus = node.gpus - node.free_gpus, node.cpus - node.free_cpus
         if gpus > 0 or cpus > 0:
-            parts = [f"{gpus:g} of {node.gpus:g} GPUs"] * (gpus > 0) + [f"{cpus:g} of {node.cpus:g} CPUs"] * (cpus > 0)
+            of_gpus, of_cpus = count_noun(node.gpus, "GPU"), count_noun(node.cpus, "CPU")
+            parts = [f"{gpus:g} of {of_gpus}"] * (gpus > 0) + [f"{cpus:g} of {of_cpus}"] * (cpus > 0)
             found.append(f"{node.name} has {' and '.join(parts)} in use")
     return found

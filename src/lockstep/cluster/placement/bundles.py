@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from lockstep.config.cluster import PlacementConfig, RolePlacement
+from lockstep.config.cluster import PLACED_ROLES, PlacementConfig, RolePlacement
 
 COUNT_FIELD = {
     "policy": "trainer.ranks",
@@ -91,17 +91,19 @@ def make_bundles(requests: Sequence[ProcessRequest], placement: PlacementConfig)
     Raises:
         PlacementError: nodes, GPUs per node and number of processes contradict each other.
     """
-    ranks = sorted((each for each in requests if each.role == "policy"), key=lambda each: each.rank)
-    engines = sorted((each for each in requests if each.role == "rollout"), key=lambda each: each.rank)
-    critic = sorted((each for each in requests if each.role == "critic"), key=lambda each: each.rank)
-    reference = sorted((each for each in requests if each.role == "reference"), key=lambda each: each.rank)
-    others = [each for each in requests if placement.of_role(each.role) is None]
-    if placement.shared and ranks and engines:
-        found = _colocated_bundles(ranks, engines, placement)
-    else:
-        found = _separate_bundles(ranks, placement.policy) + _separate_bundles(engines, placement.rollout)
-    found += _separate_bundles(critic, placement.critic) + _separate_bundles(reference, placement.reference)
+    placed = {role: processes_of(requests, role) for role in PLACED_ROLES}
+    others = [each for each in requests if each.role not in placed]
+    found = []
+    if placement.shared and placed["policy"] and placed["rollout"]:
+        found += _colocated_bundles(placed.pop("policy"), placed.pop("rollout"), placement)
+    for role, processes in placed.items():
+        found += _separate_bundles(processes, getattr(placement, role))
     return found + [_single_bundle(each) for each in others]
+
+
+def processes_of(requests: Sequence[ProcessRequest], role: str) -> list[ProcessRequest]:
+    """The processes of a role, by rank."""
+    return sorted((each for each in requests if each.role == role), key=lambda each: each.rank)
 
 
 def total_gpus(requests: Sequence[ProcessRequest], placement: PlacementConfig) -> int:

@@ -3,10 +3,9 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import get_args
 
-from lockstep.cluster.placement.bundles import COUNT_FIELD, ProcessRequest
-from lockstep.config.cluster import PlacedRole, PlacementConfig, RolePlacement
+from lockstep.cluster.placement.bundles import COUNT_FIELD, ProcessRequest, processes_of
+from lockstep.config.cluster import PLACED_ROLES, PlacementConfig, RolePlacement
 
 FitCheck = Callable[[Sequence[ProcessRequest], PlacementConfig], bool]
 
@@ -39,12 +38,8 @@ def suggest_placements(requests: Sequence[ProcessRequest], placement: PlacementC
 
 def _placed_roles(requests: Sequence[ProcessRequest]) -> list[tuple[str, ...]]:
     """Each role of the run that has a placement, and then all of them."""
-    names = [name for name in get_args(PlacedRole) if _processes_of(requests, name)]
+    names = [name for name in PLACED_ROLES if processes_of(requests, name)]
     return [*((name,) for name in names), *([tuple(names)] if len(names) > 1 else [])]
-
-
-def _processes_of(requests: Sequence[ProcessRequest], role: str) -> list[ProcessRequest]:
-    return sorted((each for each in requests if each.role == role), key=lambda each: each.rank)
 
 
 def _keep_first(requests: Sequence[ProcessRequest], role: str, count: int) -> list[ProcessRequest]:
@@ -53,7 +48,7 @@ def _keep_first(requests: Sequence[ProcessRequest], role: str, count: int) -> li
 
 
 def _suggest_colocation(requests: list[ProcessRequest], placement: PlacementConfig, fits: FitCheck) -> Iterator[str]:
-    ranks, engines = _processes_of(requests, "policy"), _processes_of(requests, "rollout")
+    ranks, engines = processes_of(requests, "policy"), processes_of(requests, "rollout")
     if placement.shared or not ranks or not engines or not ranks[0].gpus:
         return
     together = placement.model_copy(update={"colocate": "all"})
@@ -67,7 +62,7 @@ def _suggest_colocation(requests: list[ProcessRequest], placement: PlacementConf
 def _suggest_narrower_engines(
     requests: list[ProcessRequest], placement: PlacementConfig, fits: FitCheck
 ) -> Iterator[str]:
-    engines = _processes_of(requests, "rollout")
+    engines = processes_of(requests, "rollout")
     width = engines[0].gpus if engines else 0
     for less in range(width - 1, 0, -1):
         if width % less == 0:
@@ -77,7 +72,7 @@ def _suggest_narrower_engines(
 
 
 def _suggest_fewer_ranks(requests: list[ProcessRequest], placement: PlacementConfig, fits: FitCheck) -> Iterator[str]:
-    engines = _processes_of(requests, "rollout")
+    engines = processes_of(requests, "rollout")
 
     def less(count: int) -> tuple[list[ProcessRequest], PlacementConfig]:
         fewer = _keep_first(requests, "policy", count)
@@ -87,8 +82,8 @@ def _suggest_fewer_ranks(requests: list[ProcessRequest], placement: PlacementCon
             update={"policy": _on_fewer_nodes(placement.policy, "policy", requests, count)}
         )
 
-    for count in _largest_fitting(len(_processes_of(requests, "policy")), lambda count: fits(*less(count))):
-        kept = len(_processes_of(less(count)[0], "rollout"))
+    for count in _largest_fitting(len(processes_of(requests, "policy")), lambda count: fits(*less(count))):
+        kept = len(processes_of(less(count)[0], "rollout"))
         if engines and not kept:
             return
         nodes = less(count)[1].policy.nodes
@@ -106,7 +101,7 @@ def _suggest_fewer_processes(
         fewer = _on_fewer_nodes(getattr(placement, role), role, requests, count)
         return _keep_first(requests, role, count), placement.model_copy(update={role: fewer})
 
-    for count in _largest_fitting(len(_processes_of(requests, role)), lambda count: fits(*less(count))):
+    for count in _largest_fitting(len(processes_of(requests, role)), lambda count: fits(*less(count))):
         nodes = getattr(less(count)[1], role).nodes
         also = f" with placement.{role}.nodes={nodes}" if nodes != getattr(placement, role).nodes else ""
         yield f"{COUNT_FIELD[role]}={count}{also}"
@@ -114,7 +109,7 @@ def _suggest_fewer_processes(
 
 def _on_fewer_nodes(role: RolePlacement, name: str, requests: Sequence[ProcessRequest], count: int) -> RolePlacement:
     """With the same number per node as before."""
-    all_of = len(_processes_of(requests, name))
+    all_of = len(processes_of(requests, name))
     if role.nodes is None or all_of % role.nodes or count % (all_of // role.nodes):
         return role
     return role.model_copy(update={"nodes": count // (all_of // role.nodes)})
@@ -152,17 +147,17 @@ def _suggest_fewer_scorers(requests: list[ProcessRequest], placement: PlacementC
         def fewer(count: int, role: str = role) -> bool:
             return fits(_keep_first(requests, role, count), placement)
 
-        for count in _largest_fitting(len(_processes_of(requests, role)), fewer):
+        for count in _largest_fitting(len(processes_of(requests, role)), fewer):
             yield f"{field}={count}"
 
 
 def _suggest_halving(requests: list[ProcessRequest], placement: PlacementConfig, fits: FitCheck) -> Iterator[str]:
     """Halves all counts and the engines' width repeatedly, without limits on the number of nodes."""
     any_number = {"nodes": None, "gpus_per_node": None}
-    open_ = {name: getattr(placement, name).model_copy(update=any_number) for name in get_args(PlacedRole)}
+    open_ = {name: getattr(placement, name).model_copy(update=any_number) for name in PLACED_ROLES}
     limited = any(role != getattr(placement, name) for name, role in open_.items())
     placement = placement.model_copy(update=open_)
-    initial = {role: len(_processes_of(requests, role)) for role in COUNT_FIELD}
+    initial = {role: len(processes_of(requests, role)) for role in COUNT_FIELD}
     counts, width = dict(initial), max((each.gpus for each in requests if each.role == "rollout"), default=0)
     widest = width
     while width > 1 or any(count > 1 for count in counts.values()):

@@ -15,7 +15,6 @@ import shutil
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 from dataclasses import asdict, dataclass
@@ -26,7 +25,15 @@ import psutil
 import ray
 
 from lockstep.base import waits
-from lockstep.base.folders import make_private_dir, run_shm_dir, shm_root, write_atomically
+from lockstep.base.folders import (
+    hold_folder,
+    make_folder,
+    make_user_temp_dir,
+    remove_stale_run_dirs,
+    run_shm_dir,
+    shm_root,
+    write_atomically,
+)
 from lockstep.base.network import PortRange, check_reachable
 from lockstep.base.wait_state import WaitTimeout
 from lockstep.cluster import node_versions
@@ -89,7 +96,7 @@ class NodeActorArguments:
         ports: PortRange | None,
     ) -> "NodeActorArguments":  # fmt: skip
         """Creates the arguments with a new mark, whose file is in the subfolder `cluster_dir` of the run's folder."""
-        cluster_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_folder(cluster_dir)
         mark = secrets.token_hex(8)
         write_atomically(cluster_dir / SHARED_FOLDER_MARK, mark.encode())
         return NodeActorArguments(run, token, folder, str(Path.cwd()), mark, peer, interface, several, ports)
@@ -100,11 +107,12 @@ class NodeActor:
 
     Raises:
         UnreachableAddress: other nodes cannot reach this node.
-        PermissionError: another user owns the folder for the files of this actor.
+        UnsafePath: another user could change the files of this actor.
     """
 
     def __init__(self, arguments: NodeActorArguments, name: str) -> None:
         self._run, self._token, self._ports, self._name = arguments.run, arguments.token, arguments.ports, name
+        self._run_folder = arguments.folder
         self._began = time.time()
         self._generation = 0
         """The latest generation of all requests; requests of earlier generations are refused."""
@@ -119,12 +127,15 @@ class NodeActor:
         self._interface = reachable_address(
             name, network_interfaces(), arguments.peer, arguments.interface, arguments.several
         )
+        remove_stale_run_dirs()
+        self._hold = -1
+        """Descriptor that holds the run's shared memory, also while no agent runs; see `base.folders.hold_folder`."""
         self._folder = self._find_folder(Path(arguments.folder), arguments.mark)
         self._cwd = arguments.cwd if Path(arguments.cwd).is_dir() else str(self._folder)
         self._cluster_dir = self._folder / "cluster" / "nodes" / name
         self._logs = self._folder / "logs"
         for each in (self._cluster_dir, self._logs):
-            each.mkdir(parents=True, exist_ok=True, mode=0o700)
+            make_folder(each)
         self._agent: ServiceAddress | None = None
         self._controller: tuple[int, int | None] | None = None
         self._grace_s, self._needed_at = 0.0, time.monotonic()
@@ -140,7 +151,7 @@ class NodeActor:
             "shared": str(run_shm_dir(self._run)), "cluster_dir": str(self._cluster_dir),
             "logs": str(self._logs), "python": sys.executable, "cwd": self._cwd,
             "versions": node_versions.installed_versions(), "environment": original_environment(),
-            "beacons": str(shm_root()),
+            "beacons": str(shm_root()), "folder": self._run_folder,
         }  # fmt: skip
 
     def start_agent(self, order: int, leader: dict[str, Any], orphan_grace_s: float) -> dict[str, Any]:
@@ -164,10 +175,11 @@ class NodeActor:
                 raise AgentError("start", f"a later request for an agent on {self._name} has arrived")
             self.watch_controller(chosen.generation, chosen.pid, chosen.start_ticks, orphan_grace_s)
             chosen.publish(self._run)
-            if self._agent_is_alive:
-                assert self._agent is not None
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(self._agent.pid, signal.SIGKILL)  # the kernel kills its workers as well
+            held, self._hold = self._hold, hold_folder(run_shm_dir(self._run))
+            if held >= 0:
+                os.close(held)
+            if self._agent is not None:  # the kernel kills its workers as well
+                processes.send_signal(self._agent.pid, self._agent.start_ticks, signal.SIGKILL)
             self._agent = start_agent(
                 self._run, self._token, self._cluster_dir, generation=chosen.generation, orphan_grace_s=orphan_grace_s,
                 host=self._interface.address, node=self._name, controller=chosen.pid, ports=self._ports,
@@ -250,15 +262,14 @@ class NodeActor:
 
     def _kill_agent(self) -> None:
         if self._agent is not None:
-            kill_agent(self._agent)
+            kill_agent(self._agent, self._cluster_dir)
 
     def _find_folder(self, folder: Path, mark: str) -> Path:
         """Returns the run's folder if this node shares it with the controller; otherwise a private one of this node."""
         with contextlib.suppress(OSError):
             if (folder / "cluster" / SHARED_FOLDER_MARK).read_text() == mark:
                 return folder
-        own = Path(tempfile.gettempdir()) / f"lockstep-{os.getuid()}"  # another user could create it first
-        return make_private_dir(own, "remove it, or set TMPDIR where Ray is started") / self._run
+        return make_user_temp_dir() / self._run
 
     def _watch(self) -> None:
         """Ends the actor when no controller can need it any more."""

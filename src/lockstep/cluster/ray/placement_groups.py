@@ -11,6 +11,7 @@ from ray.util.placement_group import PlacementGroup, placement_group_table, remo
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from lockstep.base import waits
+from lockstep.base.text import count_noun
 from lockstep.base.wait_state import WaitTimeout
 from lockstep.cluster.placement.assignment import Assignment, NodeShare
 from lockstep.cluster.placement.reservations import Reservation, ReservationConflict
@@ -85,7 +86,10 @@ def _wait_until_created(groups: Sequence[PlacementGroup], shares: Sequence[NodeS
     left = list(zip(groups, shares, strict=True))
 
     def needs() -> str:
-        each = (f"{s.cpus:g} CPUs, {s.gpus} GPUs on {s.node.name} for {', '.join(s.processes)}" for _, s in left)
+        each = (
+            f"{count_noun(s.cpus, 'CPU')}, {count_noun(s.gpus, 'GPU')} on {s.node.name} for {', '.join(s.processes)}"
+            for _, s in left
+        )
         return "; ".join(each)
 
     def created() -> bool | None:

@@ -3,7 +3,6 @@
 import contextlib
 import logging
 import os
-import secrets
 import shutil
 import threading
 import time
@@ -18,6 +17,7 @@ from lockstep.base import waits
 from lockstep.base.folders import run_shm_dir
 from lockstep.base.text import first_line
 from lockstep.base.transport.frames import WireError
+from lockstep.base.transport.run_token import new_run_token
 from lockstep.base.wait_state import WaitTimeout
 from lockstep.cluster.agent_cluster import CLOSE_GRACE_S
 from lockstep.cluster.cluster_node import ClusterNode, NodeRefused, RayNode, private_ray_environment
@@ -119,9 +119,10 @@ class RayCluster(PlacedCluster):
         try:
             facts = alive_nodes()
             host = LOOPBACK if ray_session.has_private_ray() else controller_address(facts, config)
-            token = token or (secrets.token_hex(32) if inherited is None else inherited.token)
+            token = token or (new_run_token(config.tls) if inherited is None else inherited.token)
             held = [] if inherited is None else inherited.held
-            super().__init__(config, run, folder, generation, token, host, requests, placement, held)
+            several = not ray_session.has_private_ray()  # nodes may join a cluster that is one host today
+            super().__init__(config, run, folder, generation, token, host, requests, placement, held, several)
         except BaseException:
             ray_session.close_session()
             raise

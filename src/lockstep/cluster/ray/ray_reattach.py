@@ -12,7 +12,9 @@ from typing import Any
 
 import ray
 
-from lockstep.base.folders import write_atomically
+from lockstep.base.folders import make_folder, write_atomically
+from lockstep.base.json_text import read_json
+from lockstep.base.transport.run_token import uses_tls
 from lockstep.base.wait_state import WaitTimeout
 from lockstep.cluster.node_versions import imported_files
 from lockstep.cluster.placement.bundles import ProcessRequest, abbreviate_names
@@ -71,14 +73,14 @@ class RayRunState:
     needs: PlacedResources = PlacedResources()
 
     def write(self, cluster_dir: Path) -> None:
-        cluster_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_folder(cluster_dir)
         write_atomically(cluster_dir / STATE_FILE, json.dumps(asdict(self)).encode())
 
     @staticmethod
     def read(cluster_dir: Path) -> "RayRunState":
         """Reads the state file; returns generation 0 if there is no readable one."""
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-            state = json.loads((cluster_dir / STATE_FILE).read_text())
+            state = read_json(cluster_dir / STATE_FILE)
             return RayRunState(state["generation"], state["run"], PlacedResources(**state["needs"]))
         return RayRunState()
 
@@ -156,20 +158,22 @@ def take_over_ray_actors(
     try:
         if not ray_session.has_private_ray():
             difference = PlacedResources.of(requests, placement).difference(record.needs)
-            inherited = _adopt_actors(config, run, generation, difference)
+            inherited = _adopt_actors(config, run, cluster_dir.parent.absolute(), generation, difference)
     finally:
         if inherited is None:
             ray_session.close_session()
     return inherited
 
 
-def _adopt_actors(config: Config, run: str, generation: int, difference: str | None) -> InheritedRayNodes | None:
+def _adopt_actors(
+    config: Config, run: str, folder: Path, generation: int, difference: str | None
+) -> InheritedRayNodes | None:
     """`difference`: between the run's needs and its reservations; None if there is none."""
-    found_actors, late = _find_actors(run, generation)
+    found_actors, late = _find_actors(run, folder, generation)
     if not found_actors and not late:
         return None
     try:
-        _check_usable(found_actors, late, difference)
+        _check_usable(found_actors, late, difference, config.tls)
         tie_to_controller(
             [(each.host, each.actor, each.here) for each in found_actors], generation, config.orphan_grace_s
         )
@@ -187,42 +191,62 @@ def _adopt_actors(config: Config, run: str, generation: int, difference: str | N
     return InheritedRayNodes(run, str(found_actors[0].state["token"]), left, held)
 
 
-def _find_actors(run: str, generation: int) -> tuple[list[_FoundActor], list[tuple[str, Any]]]:
+def _find_actors(run: str, folder: Path, generation: int) -> tuple[list[_FoundActor], list[tuple[str, Any]]]:
     """Returns the actors that respond, this host's first, and those that do not, with their nodes. From now on, all
-    refuse requests of earlier generations."""
+    refuse requests of earlier generations. Leaves out the actors of a run with another folder: then the state file is a
+    copy, or somebody wrote it to have them stopped."""
     named = ray_call(lambda: ray.util.list_named_actors(all_namespaces=True), "finding the run's actors")
     names = [each["name"] for each in named if each["namespace"] == run]
     files, here = imported_files(), ray.get_runtime_context().get_node_id()
-    replies = []
+    asked = []
     for name in names:
         try:
             actor = ray_call(partial(ray.get_actor, name, run), "finding one of the run's actors")
         except ValueError:  # it has ended in the meantime
             continue
-        replies.append((name.split("-")[1], actor, actor.hand_over.remote(generation, files), actor.facts.remote()))
-    found_actors: list[_FoundActor] = []
+        asked.append((name.split("-")[1], actor, actor.facts.remote()))
+    described, late = _collect_replies(asked, "the facts about it")
+    found: dict[Any, Mapping[str, Any]] = {}
+    asked = []
+    for node, actor, facts in described:
+        if facts.get("folder") == str(folder):
+            found[actor] = facts
+            asked.append((node, actor, actor.hand_over.remote(generation, files)))
+        else:
+            log.warning(
+                "an actor of %s on %s belongs to a run in another folder, not %s: left alone", run, node, folder
+            )
+    states, silent = _collect_replies(asked, "what is left there")
+    found_actors = [_FoundActor(node, actor, state, found[actor], node == here) for node, actor, state in states]
+    return sorted(found_actors, key=lambda each: not each.near), [*late, *silent]
+
+
+def _collect_replies(
+    asked: Sequence[tuple[str, Any, Any]], why: str
+) -> tuple[list[tuple[str, Any, Mapping[str, Any]]], list[tuple[str, Any]]]:
+    """Collects the replies to calls, given as (node, actor, reference). Returns (node, actor, reply) of the actors that
+    reply, and the others that may still be alive."""
+    replies: list[tuple[str, Any, Mapping[str, Any]]] = []
     late: list[tuple[str, Any]] = []
-    for node, actor, state, found in replies:
+    for node, actor, ref in asked:
         try:
-            what = ray_session.ray_get(state, node, "what is left there", timeout_s=ACTOR_REPLY_S)
-            like = ray_session.ray_get(found, node, "the facts about it", timeout_s=ACTOR_REPLY_S)
+            replies.append((node, actor, ray_session.ray_get(ref, node, why, timeout_s=ACTOR_REPLY_S)))
         except Superseded:
             raise
         except ray.exceptions.RayError as error:
             log.info("nothing is left on %s: %s", node, error)
-            continue
         except WaitTimeout:
             late.append((node, actor))
-            continue
-        found_actors.append(_FoundActor(node, actor, what, like, node == here))
-    return sorted(found_actors, key=lambda each: not each.near), late
+    return replies, late
 
 
 class _Unusable(Exception):
     """The run cannot reuse the actors that are left. Says why."""
 
 
-def _check_usable(found_actors: Sequence[_FoundActor], late: Sequence[tuple[str, Any]], difference: str | None) -> None:
+def _check_usable(
+    found_actors: Sequence[_FoundActor], late: Sequence[tuple[str, Any]], difference: str | None, tls: bool
+) -> None:
     """Raises _Unusable if the run cannot reuse the actors."""
     if difference is not None:
         raise _Unusable(difference)
@@ -232,6 +256,8 @@ def _check_usable(found_actors: Sequence[_FoundActor], late: Sequence[tuple[str,
         raise _Unusable("the run is resumed on another host, which has no agent of it")
     if not any(each.state["agent"] for each in found_actors):
         raise _Unusable("all its agents have ended")
+    if uses_tls(str(found_actors[0].state["token"])) != tls:
+        raise _Unusable("cluster.tls has changed since the run was last started")
     for each in found_actors:
         if each.state["changed"] is not None:
             raise _Unusable(f"{each.state['changed']} of {each.host} has changed since the run was last started")

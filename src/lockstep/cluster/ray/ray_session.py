@@ -8,7 +8,6 @@ import secrets
 import selectors
 import shutil
 import socket
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -20,6 +19,7 @@ import ray
 from ray import _raylet
 
 from lockstep.base import waits
+from lockstep.base.folders import make_scratch_dir
 from lockstep.base.network import check_reachable
 from lockstep.base.text import first_line
 from lockstep.base.wait_state import WaitTimeout
@@ -102,6 +102,8 @@ OBJECT_STORE_BYTES = 100 << 20
 _lock = threading.Lock()
 _users = 0
 _private_ray_folder: Path | None = None
+_private_ray_hold = -1
+"""Descriptor that holds the folder, see `base.folders.hold_folder`."""
 """Folder of the sockets of a Ray that this process has started; None if it joined a running one."""
 _unfinished: "Future[None] | None" = None
 """The opening or closing of a connection that exceeded its time limit and is still in progress."""
@@ -159,6 +161,7 @@ def close_session() -> None:
         if _private_ray_folder is not None:
             _reload_auth()
             shutil.rmtree(_private_ray_folder, ignore_errors=True)
+            os.close(_private_ray_hold)
             _private_ray_folder = None
 
 
@@ -186,8 +189,8 @@ def _configure_ray() -> None:
 def _start_private_ray(config: Config, cpus: float, gpus: int) -> None:
     """Starts a Ray of this host alone; the kernel ends it with this process in any case. It listens on all interfaces,
     so it gets a token that only its own processes know."""
-    global _private_ray_folder
-    folder = Path(tempfile.mkdtemp(prefix="lsr"))  # short: paths of sockets below it are limited to 107 bytes
+    global _private_ray_folder, _private_ray_hold
+    folder, hold = make_scratch_dir("lsr-")  # short: paths of sockets below it are limited to 107 bytes
     period_ms = max(100, round(config.node_lost_after_s * 1000 / 6))
     health = {
         "health_check_period_ms": period_ms, "health_check_timeout_ms": period_ms,
@@ -205,13 +208,15 @@ def _start_private_ray(config: Config, cpus: float, gpus: int) -> None:
                 "Ray of this host", "it starts",
             )  # fmt: skip
     except (RuntimeError, OSError, ValueError, WaitTimeout, ray.exceptions.RayError) as error:
-        kept = f"its logs are in {folder}"
+        os.close(hold)
+        kept = f"its logs are in {folder} until the next start of a private Ray"
         raise RayUnavailable(f"no Ray could be started on this host ({first_line(error)}); {kept}") from error
     except BaseException:
+        os.close(hold)
         shutil.rmtree(folder, ignore_errors=True)
         atexit.register(shutil.rmtree, folder, ignore_errors=True)  # for files that Ray writes until it has ended
         raise
-    _private_ray_folder = folder
+    _private_ray_folder, _private_ray_hold = folder, hold
 
 
 @contextlib.contextmanager

@@ -206,7 +206,7 @@ class ControllerConnection:
                 name=self._name, timeout_s=5.0,
             )  # fmt: skip
         except WireError as error:
-            if isinstance(error, HandshakeRefused) and error.code != "protocol":
+            if isinstance(error, HandshakeRefused) and error.proven:
                 self._refused = error.why
             self._connect_later()
             return

@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from lockstep.base.json_text import parse_json, read_json
 from lockstep.base.transport.frames import Connection, WireError
 from lockstep.cluster.protocol import WorkerSpec
 from lockstep.cluster.rpc.codec import Payload
@@ -57,13 +58,13 @@ class WorkerManifest(msgspec.Struct, frozen=True):
     @staticmethod
     def read(path: Path) -> "WorkerManifest":
         """Reads a manifest. Raises OSError, ValueError (including msgspec's errors)."""
-        return msgspec.json.decode(path.read_bytes(), type=WorkerManifest)
+        return msgspec.convert(read_json(path), type=WorkerManifest)
 
     @staticmethod
     def of(text: str | None) -> "WorkerManifest | None":
         """Parses a manifest; None if the text is missing or unreadable."""
         try:
-            return None if text is None else msgspec.json.decode(text, type=WorkerManifest)
+            return None if text is None else msgspec.convert(parse_json(text, "a manifest"), type=WorkerManifest)
         except ValueError:
             return None
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from lockstep.base import waits
 from lockstep.base.network import PortRange
 from lockstep.base.transport import auth_handshake
-from lockstep.base.transport.frames import Connection, WireError
+from lockstep.base.transport.frames import Connection, FrameRefused, WireError
 from lockstep.cluster.rpc.remote_worker import RemoteWorker
 from lockstep.cluster.rpc.rpc_messages import LeaveMessage, ResumeMessage, pack_message, unpack_to_controller
 
@@ -52,6 +52,8 @@ class RpcServer:
         self._changed: queue.SimpleQueue[Connection] = queue.SimpleQueue()
         """Connections that have data left to write, or are closed; so that not all connections need checking."""
         self._closed = False
+        self.refused_frames = 0
+        """Frames that no worker of the run sent: changed, added or repeated on the way."""
         self._thread = threading.Thread(target=self._run, name="lockstep-hub", daemon=True)
         self._thread.start()
 
@@ -209,6 +211,9 @@ class RpcServer:
             connection.flush()
             self._watch(connection)
         except (WireError, ValueError) as error:
+            if isinstance(error, FrameRefused):
+                self.refused_frames += 1
+                log.warning("%d frames have been refused in this run; the worker connects anew", self.refused_frames)
             log.debug("%s: %s", connection.peer.name, error)
             self._drop(connection)
             connection.close()

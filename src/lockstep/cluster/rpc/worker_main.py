@@ -18,6 +18,7 @@ from types import FrameType
 from typing import BinaryIO
 
 from lockstep.base.secrets import redact_text, secret_values
+from lockstep.base.transport.run_token import TOKEN_VARIABLE
 from lockstep.cluster.rpc.controller_connection import ORPHANED_EXIT_CODE, ControllerConnection
 from lockstep.cluster.rpc.rpc_messages import MANIFEST_VARIABLE, WorkerManifest
 from lockstep.cluster.rpc.service_runner import ServiceRunner, load_service
@@ -26,8 +27,6 @@ from lockstep.watch.beacon.writer import close_beacon, open_beacon
 from lockstep.watch.recorder import recorder
 
 log = logging.getLogger(__name__)
-
-TOKEN_VARIABLE = "LOCKSTEP_TOKEN"
 
 
 class RedactedStream(io.TextIOWrapper):

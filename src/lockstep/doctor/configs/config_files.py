@@ -9,6 +9,8 @@ from typing import Any
 
 import yaml
 
+from lockstep.base.json_text import MalformedJson, parse_json
+from lockstep.config.yaml_text import MAX_YAML_DEPTH, MalformedYaml, compose_yaml
 from lockstep.doctor.configs.config_settings import UNKNOWN_VALUE, ConfigLocation, ConfigNotReadable
 from lockstep.doctor.configs.shell_scripts import ShellCommand, ShellScript
 
@@ -73,14 +75,9 @@ def _looks_like_a_script(text: str) -> bool:
 
 def _parse_yaml(text: str, file: str) -> ConfigDocument:
     try:
-        node = yaml.compose(text, yaml.SafeLoader)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        raise ConfigNotReadable(file, mark.line + 1 if mark else 0, f"not YAML: {error.problem or error}") from error
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        raise ConfigNotReadable(
-            file, 0, "not YAML: nested too deeply, or it contains characters that YAML forbids"
-        ) from error
+        node = compose_yaml(text, file)
+    except MalformedYaml as error:
+        raise ConfigNotReadable(file, error.line, error.problem) from error
     document = ConfigDocument(file, text)
     if not isinstance(node, yaml.MappingNode):
         raise ConfigNotReadable(file, 1, "neither a shell script nor settings: no `key: value` at the top level")
@@ -90,17 +87,14 @@ def _parse_yaml(text: str, file: str) -> ConfigDocument:
 
 
 class _YamlTree:
-    """Converts YAML nodes to plain values. Aliases are expanded, up to the maximum number of nodes."""
+    """Converts YAML nodes to plain values. Aliases are expanded: `compose_yaml` has counted their values."""
 
     def __init__(self, document: ConfigDocument) -> None:
-        self.document, self.nodes = document, 0
+        self.document = document
         self.loader = yaml.SafeLoader("")
 
     def build(self, node: yaml.Node, path: str, depth: int) -> Any:
-        self.nodes += 1
         line = node.start_mark.line + 1
-        if self.nodes > MAX_NODES or depth > MAX_DEPTH:
-            raise ConfigNotReadable(self.document.file, line, "too many values or too deeply nested for a config")
         if isinstance(node, yaml.MappingNode):
             return self._mapping(node, path, depth)
         if isinstance(node, yaml.SequenceNode):
@@ -138,11 +132,9 @@ _JSON_TOKEN = re.compile(r'"(?:[^"\\\n]|\\.)*"|[{}\[\],:]|[^\s{}\[\],:"]+')
 
 def _parse_json(text: str, file: str) -> ConfigDocument:
     try:
-        tree = json.loads(text, parse_constant=lambda name: UNKNOWN_VALUE)
-    except json.JSONDecodeError as error:
-        raise ConfigNotReadable(file, error.lineno, f"not JSON: {error.msg}") from error
-    except (RecursionError, ValueError) as error:
-        raise ConfigNotReadable(file, 0, "not JSON: nested too deeply, or a number is too long") from error
+        tree = parse_json(text, file, max_depth=MAX_YAML_DEPTH, parse_constant=lambda name: UNKNOWN_VALUE)
+    except MalformedJson as error:
+        raise ConfigNotReadable(file, error.line, error.problem) from error
     if not isinstance(tree, dict):
         raise ConfigNotReadable(file, 1, "no `{...}` at the top level")
     document = ConfigDocument(file, text, tree=tree)

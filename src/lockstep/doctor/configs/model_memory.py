@@ -7,12 +7,12 @@ tokens x hidden x layers (Korthikanti et al. 2022, arXiv:2205.05198, section 5).
 bfloat16, and their gradient. An engine: weights and cache must fit its share of the GPU. All are lower bounds.
 """
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lockstep.base.json_text import MalformedJson, read_json
 from lockstep.doctor.configs.config_settings import NO_LOCATION, ConfigFindings, ConfigLocation
 from lockstep.doctor.configs.option_tables import read_option_data
 from lockstep.doctor.output.findings import Severity
@@ -69,9 +69,8 @@ def find_model(name: str | None, folder: Path) -> ModelSize | None:
 def _local_model(path: Path, name: str) -> ModelSize | None:
     file = path / "config.json"
     try:
-        with file.open("rb") as stream:
-            raw = json.loads(stream.read(MAX_CONFIG_BYTES))
-    except (OSError, ValueError, RecursionError):
+        raw = read_json(file, max_bytes=MAX_CONFIG_BYTES)
+    except (OSError, MalformedJson):
         return None
     if not isinstance(raw, dict):
         return None

@@ -1,15 +1,14 @@
 """Finds the training that a shell command starts, through any launcher, and parses its arguments (argparse and
 Hydra)."""
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any, Literal
 
-import yaml
-
+from lockstep.base.json_text import MalformedJson, parse_json
+from lockstep.config.yaml_text import MAX_YAML_DEPTH, MalformedYaml, parse_yaml
 from lockstep.doctor.configs.config_files import leaves
 from lockstep.doctor.configs.config_settings import (
     UNKNOWN_VALUE,
@@ -109,10 +108,10 @@ def parse_hydra_value(text: str) -> Any:
         return stripped.lower() == "true"
     if len(stripped) > 1 and stripped[0] == stripped[-1] and stripped[0] in "'\"":
         return stripped[1:-1]
-    if stripped[0] in "[{" and len(stripped) < 20_000 and stripped.count("[") + stripped.count("{") < 50:
+    if stripped[0] in "[{" and len(stripped) < 20_000:
         try:
-            return yaml.safe_load(stripped)
-        except (yaml.YAMLError, ValueError, TypeError):
+            return parse_yaml(stripped, "the value")
+        except (MalformedYaml, TypeError):  # keys that are lists
             return text
     return text
 
@@ -230,11 +229,10 @@ def _read_runtime_environment(job: TrainingCommand, before: Sequence[ShellWord])
         if not word.known or UNSET in text:
             continue
         try:
-            tree = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            problem = getattr(error, "msg", "nested too deeply")
+            tree = parse_json(text, "--runtime-env-json", max_depth=MAX_YAML_DEPTH)
+        except MalformedJson as error:
             raise ConfigNotReadable(
-                word.location.file, word.location.line, f"--runtime-env-json is not JSON: {problem}"
+                word.location.file, word.location.line, f"--runtime-env-json {error.problem}"
             ) from error
         variables = tree.get("env_vars") if isinstance(tree, dict) else None
         if isinstance(variables, dict):

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from lockstep.base.secrets import HIDDEN, is_secret_name, secret_kind
-from lockstep.base.text import summarize_list
+from lockstep.base.text import count_noun, summarize_list
 from lockstep.doctor.environment.variable_table import (
     EnvironmentVariable,
     HarmfulValue,
@@ -97,7 +97,8 @@ def lint_environments(
     ]
     if not any(each.severity in ("error", "warning") for each in found):
         set_names = {name for environment in request.environments for name in environment.variables}
-        text = f"{len(set_names & request.table.names)} variables that libraries read are set, without a problem"
+        known = count_noun(len(set_names & request.table.names), "variable")
+        text = f"{known} that libraries read, all without a problem"
         found.append(Finding("env-fine", "ok", "", text))
     return found
 

@@ -4,7 +4,6 @@ They come from this process, from the configuration files of NCCL, and from file
 `env`, `export` lines, docker, Slurm, YAML, JSON.
 """
 
-import json
 import os
 import re
 import sys
@@ -16,7 +15,9 @@ from typing import Any
 
 import yaml
 
+from lockstep.base.json_text import MalformedJson, parse_json
 from lockstep.base.secrets import HIDDEN, is_secret_name, secret_kind
+from lockstep.config.yaml_text import MalformedYaml, parse_yaml
 from lockstep.doctor.environment.environment_lint import SHELL_ROLE, ProcessEnvironment
 from lockstep.doctor.environment.variable_table import load_variables
 
@@ -133,11 +134,11 @@ def _load_document(text: str) -> Any:
     stripped = text.lstrip("\ufeff \t\r\n")
     try:
         if stripped.startswith(("{", "[")):
-            return json.loads(stripped)
+            return parse_json(stripped, "the document", max_bytes=len(stripped))
         if len(text) > _MAX_DOCUMENT or not re.search(r"^\s*(- )?[\w.-]+:(\s|$)", text, re.MULTILINE):
             return None
-        return yaml.load(text, Loader=_LOADER)
-    except (ValueError, RecursionError, yaml.YAMLError):
+        return parse_yaml(text, "the document", _LOADER)
+    except (MalformedJson, MalformedYaml):
         return None
 
 

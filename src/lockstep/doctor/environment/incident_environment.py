@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from lockstep.base.json_text import read_json
 from lockstep.doctor.environment.environment_lint import JobTraits, ProcessEnvironment, lint_environments
 from lockstep.doctor.output.findings import Finding
 
@@ -24,9 +25,9 @@ def incident_findings(folder: Path) -> list[Finding]:
         OSError: A file cannot be read.
         ValueError: A file is not JSON.
     """
-    environments = _as_mapping(json.loads((folder / "environment.json").read_text(encoding="utf-8", errors="replace")))
+    environments = _as_mapping(read_json(folder / "environment.json"))
     run = folder / "run.json"
-    facts = _as_mapping(json.loads(run.read_text(encoding="utf-8", errors="replace"))) if run.is_file() else {}
+    facts = _as_mapping(read_json(run)) if run.is_file() else {}
     versions = {str(name): str(value) for name, value in _as_mapping(facts.get("versions")).items()}
     processes = [
         ProcessEnvironment(str(host), {str(name): str(value) for name, value in _as_mapping(values).items()})

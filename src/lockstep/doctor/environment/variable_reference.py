@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from textwrap import wrap
 
+from lockstep.base.text import count_noun
 from lockstep.doctor.environment.variable_table import (
     EnvironmentVariable,
     HarmfulValue,
@@ -78,7 +79,9 @@ def _launchers(table: VariableTable) -> Iterator[str]:
 
 def _library_section(library: LibraryVariables) -> Iterator[str]:
     more = f", and {len(library.names)} more by name" if library.names else ""
-    yield from _wrapped(f"List taken from {library.listed_from}. {len(library.variables)} variables{more}.")
+    yield from _wrapped(
+        f"List taken from {library.listed_from}. {count_noun(len(library.variables), 'variable')}{more}."
+    )
     if unread := [each.name for each in library.variables if not each.readers]:
         yield ""
         yield from _wrapped(f"Nothing reads: {_code(unread)}.")

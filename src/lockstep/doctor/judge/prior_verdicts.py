@@ -1,11 +1,11 @@
 """Verdicts that do not come from logs but from incidents and flight-recorder dumps."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from lockstep.base.json_text import read_json
 from lockstep.doctor.logs.log_sources import CollectedSources
 from lockstep.watch.diagnosis.verdict import Fact, Verdict, VerdictKind, parse_verdict
 
@@ -89,10 +89,7 @@ def _incident_files(top: Path) -> list[Path]:
 
 
 def _read_object(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file} is not JSON: {error}") from error
+    content = read_json(file)
     if not isinstance(content, dict):
         raise ValueError(f"{file} is not a verdict")
     return content

@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from lockstep.config.yaml_text import MalformedYaml, parse_yaml, read_yaml_text
 from lockstep.doctor.knowledge.knowledge_schema import CulpritSelector, FailureSignature, KnowledgeFile, RuleCondition
 from lockstep.doctor.knowledge.regex_literals import MIN_LITERAL_CHARS, required_literals
 
@@ -147,9 +148,10 @@ def load_knowledge(*folders: Path) -> KnowledgeBase:
 
 def _read_rules(file: Path) -> Iterable[FailureRule]:
     try:
-        content = yaml.load(file.read_text(encoding="utf-8"), Loader=_YAML_LOADER)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InvalidRule(file, "", "", f"is not YAML: {error}") from error
+        content = parse_yaml(read_yaml_text(file), str(file), _YAML_LOADER)
+    except MalformedYaml as error:
+        place = f"line {error.line}: " if error.line else ""
+        raise InvalidRule(file, "", "", f"{place}{error.problem}") from error
     if not isinstance(content, dict):
         raise InvalidRule(file, "", "", "is not a mapping")
     try:

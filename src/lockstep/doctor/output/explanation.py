@@ -8,6 +8,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from lockstep.base.secure_html import with_strict_policy
 from lockstep.base.text import format_duration, terminal_safe
 from lockstep.watch.diagnosis.verdict import (
     Culprit,
@@ -72,7 +73,6 @@ def fact_text(fact: Fact) -> str:
 
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{{ title }}</title>
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
 <style>
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.4rem; color: {{ colour }}; }
@@ -94,12 +94,13 @@ def explanation_page(explained: "Explanation") -> str:
 
     verdict = explained.verdict
     environment = Environment(autoescape=select_autoescape(default_for_string=True, default=True))
-    return environment.from_string(_PAGE).render(
+    page = environment.from_string(_PAGE).render(
         title=terminal_safe(explanation_title(explained)),
         colour="#186a3b" if verdict.cause == "benign" else "#922b21",
         verdict=verdict,
         rows=[(name, terminal_safe(text)) for name, text in explanation_rows(verdict)],
     )
+    return with_strict_policy(page)
 
 
 _LEVEL_COLOURS = {VerdictLevel.NOTICE: "yellow", VerdictLevel.CONFIRMED: "bold red", VerdictLevel.ACT: "bold red"}

@@ -8,7 +8,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.base.text import summarize_list
+from lockstep.base.text import count_noun, summarize_list
 from lockstep.doctor.output.findings import CheckReport, CheckSection, Finding, Severity
 
 _SEVERITY_STYLES: dict[Severity, tuple[str, str]] = {
@@ -36,20 +36,16 @@ def report_summary(report: CheckReport) -> Text:
     """Renders the summary: the number of problems, and the number of checks that could not be made."""
     counts = report.counts()
     if not report.passed:
-        summary = Text(_counted_noun(counts["error"], "error"), "bold red")
+        summary = Text(count_noun(counts["error"], "error"), "bold red")
     elif counts["warning"]:
-        summary = Text(f"no errors, {_counted_noun(counts['warning'], 'warning')}", "yellow")
+        summary = Text(f"no errors, {count_noun(counts['warning'], 'warning')}", "yellow")
     else:
         summary = Text("no problems found", "bold green")
-    others = [_counted_noun(counts["warning"], "warning")] if counts["warning"] and not report.passed else []
+    others = [count_noun(counts["warning"], "warning")] if counts["warning"] and not report.passed else []
     others += [f"{counts['ok']} ok"] if counts["ok"] else []
     if counts["unchecked"]:
         others.append(f"{counts['unchecked']} could not be checked here")
     return Text.assemble(summary, (f"  ({', '.join(others)})" if others else "", "dim"))
-
-
-def _counted_noun(count: int, noun: str) -> str:
-    return f"{count} {noun}{'s' if count != 1 else ''}"
 
 
 def render_section(section: CheckSection, several: bool) -> RenderableType:

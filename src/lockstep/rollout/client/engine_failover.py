@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from lockstep.base import waits
+from lockstep.base.text import count_noun
 from lockstep.base.wait_state import Stalled, WaitTimeout
 from lockstep.cluster.protocol import PendingResult, RemoteError, Worker, WorkerDied, WorkerLauncher
 from lockstep.cluster.rpc.futures import CallError
@@ -139,7 +140,7 @@ class EngineFailover:
                     raise
                 log.warning("%s; continuing with %d engines without engine-%d", error, self._slots.live_engines, rank)
             else:
-                reissued = f", {unfinished} requests re-issued" if unfinished else ""
+                reissued = f", {count_noun(unfinished, 'request')} re-issued" if unfinished else ""
                 self._recovery.restarted(failure, time.monotonic() - began, reissued, requests=unfinished)
                 return
 

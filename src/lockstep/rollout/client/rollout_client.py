@@ -67,17 +67,21 @@ class RolloutClient:
         """The live engines."""
         return self._pool.workers
 
-    def sample(self, prompts: Sequence[Prompt], sampling: SamplingConfig, purpose: str) -> list[Completion]:
-        """Returns one completion per prompt, outside of training, with the same seeds in every call of the same
-        purpose.
+    def sample(self, prompts: Sequence[Prompt], sampling: SamplingConfig, purpose: str, n: int = 1) -> list[Completion]:
+        """Returns `n` completions of each prompt, outside of training, with the same seeds in every call of the same
+        purpose. The completions of a prompt are next to each other.
 
         Ids are new in each call, so that a late abort of an earlier call's request cannot end one of this call.
         """
         self._sampled += 1
         requests = [
-            self.request(f"{purpose}.{self._sampled}/{prompt.uid}", -1, prompt, 0, sampling, suffix=purpose)
+            self.request(
+                f"{purpose}.{self._sampled}/{prompt.uid}" + (f"/{k}" if n > 1 else ""),
+                -1, prompt, k, sampling, suffix=purpose,
+            )
             for prompt in prompts
-        ]
+            for k in range(n)
+        ]  # fmt: skip
         done = self.complete(requests, why=purpose)
         return [done[request.id] for request in requests]
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lockstep.cluster.protocol import Cluster
-from lockstep.cluster.user_code import MAX_LOST_NODES, retry_lost_nodes
+from lockstep.cluster.user_code import MAX_LOST_NODES, NoteRecovery, note_nothing, recorded_loss, retry_lost_nodes
 from lockstep.config.rollout import EnvironmentConfig as Config
 from lockstep.data.samples import Prompt
 from lockstep.rollout.environments.environment_process import EnvironmentProcess, EnvironmentProcessLost
@@ -57,10 +57,13 @@ class EnvironmentPool:
 
     Args:
         base: the folder that paths in the config are relative to; the current one if None.
+        note: records lost processes in the run's history.
     """
 
-    def __init__(self, cluster: Cluster, config: Config, base: Path | None = None) -> None:
-        self.cluster, self.config = cluster, config
+    def __init__(
+        self, cluster: Cluster, config: Config, base: Path | None = None, note: NoteRecovery = note_nothing
+    ) -> None:
+        self.cluster, self.config, self._note = cluster, config, note
         self.path = config.path or ", ".join(config.tools)
         folder = (base or Path()).resolve()
         self._processes = [EnvironmentProcess(cluster, config, folder, rank) for rank in range(config.workers)]
@@ -196,9 +199,27 @@ class EnvironmentPool:
         return [EpisodeReply(episode, result.observation, result.failure)]
 
     def _recover(self, process: EnvironmentProcess, lost: EnvironmentProcessLost) -> list[EpisodeReply]:
-        """Fails the task that caused the loss, and queues the others for a new process."""
-        replies = []
+        """Fails the task that caused the loss, and starts a new process for the others unless the failure ends the
+        run."""
         log.warning("environment %s: %s", self.path, lost.failure.problem)
+        replies = self._requeue_tasks(process, lost)
+        if lost.with_node:
+            return replies
+        if any(self._ends_run(reply) for reply in replies):
+            problem = lost.failure.problem
+            self._note("gave up", worker=process.name, role="environment", what=problem, reason=problem)
+            return replies
+        with recorded_loss(self._note, process.name, "environment", lost.failure.problem):
+            self._ensure_started(process)
+        return replies
+
+    def _ends_run(self, failed: EpisodeReply) -> bool:
+        """Whether the client ends the run because of this failure."""
+        return self.config.on_error == "stop" or self._episodes[failed.episode].action is None
+
+    def _requeue_tasks(self, process: EnvironmentProcess, lost: EnvironmentProcessLost) -> list[EpisodeReply]:
+        """Queues the tasks of a lost process again; returns the failures of those that are taken to be the cause."""
+        replies = []
         for number in process.open:
             episode = self._episode_of.pop(number, None)
             each = self._episodes.get(episode or "")

@@ -63,6 +63,11 @@ class EnvironmentProcess:
     def missing(self) -> bool:
         return self._worker is None
 
+    @property
+    def name(self) -> str:
+        """Name of the latest process."""
+        return self._latest or f"environment-{self.rank}"
+
     def spec(self) -> WorkerSpec:
         """Returns the spec of the next process. It has a new name, so that the log of its predecessor stays."""
         self._latest = f"environment-{self.rank}" if self._latest is None else successor_name(self._latest)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lockstep.base.json_text import MalformedJson, parse_json
 from lockstep.cluster.user_code import check_source, split_path, suggest_name
 from lockstep.config.rollout import EnvironmentConfig
 from lockstep.config.rollout import EnvironmentConfig as Config
@@ -247,9 +248,9 @@ def hermes_calls(text: str) -> list[ToolCall]:
 
 def _parse_hermes_call(body: str) -> ToolCall:
     try:
-        call = json.loads(body)
-    except ValueError as error:
-        return ToolCall(None, body, f"the call is not JSON: {error}")
+        call = parse_json(body, "the call")
+    except MalformedJson as error:
+        return ToolCall(None, body, f"the call is not JSON: {error.problem}")
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return ToolCall(None, body, 'expected {"name": ..., "arguments": {...}}')
     arguments = call.get("arguments", call.get("parameters", {}))
@@ -327,9 +328,9 @@ def _bind_arguments(function: Callable[..., Any], given: str | dict[str, Any]) -
             given = {names[0]: given}
         else:
             try:
-                given = json.loads(given)
-            except ValueError as error:
-                raise BadToolCall(f"the arguments are not JSON: {error}") from error
+                given = parse_json(given, "the text")
+            except MalformedJson as error:
+                raise BadToolCall(f"the arguments are not JSON: {error.problem}") from error
             if not isinstance(given, dict):
                 raise BadToolCall("the arguments must be a JSON object")
     try:

@@ -11,6 +11,7 @@ from lockstep.base.text import first_line
 from lockstep.config.model import ModelConfig
 from lockstep.config.rollout import VllmEngineConfig as EngineConfig
 from lockstep.data.samples import Completion, FinishReason
+from lockstep.models.folder_digests import check_digests
 from lockstep.models.hf_checkpoint import resolve_folder
 from lockstep.models.model_loader import load_policy, load_tokenizer, usable_context
 from lockstep.rollout.engine_protocol import (
@@ -139,6 +140,7 @@ class VllmEngine:
         """
         prepare_vllm(threads, engine.tensor_parallel_size, device)
         check_usable()
+        check_digests(resolve_folder(model.path, model.revision))
         tokenizer = load_tokenizer(model)
         lm = load_policy(model, "cpu", meta=True).lm
         latent = getattr(lm.config.get_text_config(), "kv_lora_rank", None) is not None

@@ -1,12 +1,13 @@
 """Checks a whole run before any process starts and before anything is written."""
 
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from lockstep.base.json_text import read_json
+from lockstep.base.text import count_noun
 from lockstep.cluster.placement.bundles import NodeResources
 from lockstep.config.cluster import PlacementConfig, RayClusterConfig
 from lockstep.config.data import DatasetConfig
@@ -14,11 +15,9 @@ from lockstep.config.loader import apply_overrides, check_config
 from lockstep.config.model import ModelConfig
 from lockstep.config.run_config import RunConfig
 from lockstep.config.train_role import TrainRole
-from lockstep.data.chat_templates import TurnTokenizer
 from lockstep.data.dataset_rows import HubDataUnreachable
 from lockstep.data.datasets import load_rows
-from lockstep.data.sample_sources import SampleSource, SourceOptions, open_source
-from lockstep.data.samples import Prompt
+from lockstep.data.mixture import mixture_weights
 from lockstep.ledger.config_changes import ConfigChange, compare_config
 from lockstep.ledger.errors import FolderExists
 from lockstep.ledger.ledger import Ledger
@@ -27,10 +26,12 @@ from lockstep.models.adapter_folder import resolve_adapter
 from lockstep.models.errors import HubUnreachable, ModelError, naming_fields_in
 from lockstep.models.model_facts import ModelFacts, model_facts
 from lockstep.models.model_loader import check_quantization, load_tokenizer
-from lockstep.rewards.reward_terms import check_terms, needs_answers, term_names
+from lockstep.rewards.reward_terms import check_terms, term_names
 from lockstep.rollout.environments.tools import chat_template_tools
 from lockstep.rollout.vllm.vllm_setup import check_installed
 from lockstep.run.errors import RunFinished, RunRefused
+from lockstep.run.evaluation.early_stopping import stop_reason
+from lockstep.run.planning.parent_run import ParentRun, find_parent
 from lockstep.run.planning.resources import (
     UNLIMITED,
     HostResources,
@@ -39,15 +40,12 @@ from lockstep.run.planning.resources import (
     local_node,
     uses_existing_cluster,
 )
+from lockstep.run.planning.run_data import RunData, open_run_data
 from lockstep.run.planning.run_plan import RunPlan, assign_nodes, make_plan
 from lockstep.run.planning.served_models import served_models
+from lockstep.run.planning.working_folder import START_EVENT
 from lockstep.run.run_id import release_shared_memory
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase as Tokenizer
-
-START_EVENT = "start"
-"""The ledger event of every start of a run, with the number of rows in use."""
+from lockstep.watch.agent.prepared_agent import PreparedAgent
 
 
 @dataclass(slots=True)
@@ -60,20 +58,25 @@ class PreparedRun:
     plan: RunPlan
     model: ModelFacts
     host: HostResources
-    samples: SampleSource[Any]
-    """What the recipe trains on, or what engines complete."""
-    held_out: list[Prompt]
-    turns: TurnTokenizer | None
-    """Tokenizes the turns of conversations; None without an environment."""
+    data: RunData
     notes: list[str]
     """Notes for the user before the run starts."""
     other_models: dict[str, ModelFacts] = field(default_factory=dict)
     """The sizes of the models besides the policy, by role."""
+    agent: PreparedAgent | None = None
+    """A process that waits to become the run's agent; a new one is started if None."""
+    parent: ParentRun | None = None
+    """The checkpoint of another run that a new run starts from."""
 
     @property
     def rows(self) -> int:
-        """The number of dataset rows in use, which determines their order."""
-        return len(self.samples)
+        """The number of dataset rows in use."""
+        return len(self.data.samples)
+
+    @property
+    def row_counts(self) -> list[int]:
+        """The number of rows in use of each dataset, which determines their order."""
+        return [len(part) for part in self.data.samples.parts]
 
 
 def prepare_run(
@@ -82,6 +85,7 @@ def prepare_run(
     overrides: Sequence[str] = (),
     host: HostResources | None = None,
     list_nodes: Callable[[RayClusterConfig], list[NodeResources] | None] = list_cluster_nodes,
+    parent: str | None = None,
 ) -> PreparedRun:
     """Checks a whole run.
 
@@ -91,6 +95,7 @@ def prepare_run(
         overrides: changes to the stored config of a resumed run; only if `config` is None.
         host: resources to plan for, instead of those of this host.
         list_nodes: returns the nodes of an existing Ray cluster; None if they are unknown.
+        parent: start from the checkpoint `RUN@STEP` of another run.
 
     Raises:
         RunRefused, ConfigError, LedgerError, DataError, ModelError, TrainerUnsupported, InfeasibleError,
@@ -104,6 +109,9 @@ def prepare_run(
         config, notes = _resumed_config(config, resume, overrides)
     if config is None:
         raise RunRefused("name a file to train from, or a run with --resume")
+    from_run = None if parent is None else find_parent(parent, config)
+    if from_run is not None:
+        notes.append(from_run.note(config))
     folder = resume or Path(config.folder) / config.name
     if resume is None and folder.exists():
         raise FolderExists(folder, is_run=(folder / INDEX_FILE).is_file())
@@ -117,8 +125,7 @@ def prepare_run(
                 check_quantization(role.model, host.device)
         if config.needs_engines and config.rollout.engine.kind == "vllm" and config.cluster.kind == "local":
             check_installed()
-    model, others = _policy_and_others(trained_models(config, host.device))
-    others |= served_models(config, model, host.device)
+    model, others = _measure_models(config, host.device)
     plan = make_plan(config, model, host, others)
     notes += placement_notes(config)
     if config.cluster.kind == "ray":
@@ -132,11 +139,11 @@ def prepare_run(
         from lockstep.report.trackers import check_trackers  # imports libraries that few runs need
 
         check_trackers(config.tracking)
-    context = min(each.context for each in (model, *others.values()))
     tokenizer = load_tokenizer(config.model)
     _check_vocabularies(config, len(tokenizer), others)
-    sources = _sources(config, replace(model, context=context), tokenizer)
-    prepared = PreparedRun(config, folder, resume is not None, plan, model, host, *sources, notes, others)
+    data = open_run_data(config, {config.policy.name: model, **others}, tokenizer)
+    notes += _mixture_notes(config, data)
+    prepared = PreparedRun(config, folder, resume is not None, plan, model, host, data, notes, others, parent=from_run)
     if prepared.resuming:
         _check_same_data(prepared)
     return prepared
@@ -151,9 +158,11 @@ def trained_models(config: RunConfig, device: str) -> dict[str, ModelFacts]:
     return found
 
 
-def _policy_and_others(models: dict[str, ModelFacts]) -> tuple[ModelFacts, dict[str, ModelFacts]]:
-    policy, *others = models
-    return models[policy], {role: models[role] for role in others}
+def _measure_models(config: RunConfig, device: str) -> tuple[ModelFacts, dict[str, ModelFacts]]:
+    """The sizes of the policy's model, and of all other trained and served models by role. Raises ModelError."""
+    trained = trained_models(config, device)
+    policy = trained.pop(config.train_roles[0].name)
+    return policy, trained | served_models(config, policy, device)
 
 
 def resolve_adapters(config: RunConfig) -> RunConfig:
@@ -186,6 +195,19 @@ def placement_notes(config: RunConfig) -> list[str]:
     return ["of placement, only `colocate` applies outside Ray: on this host, processes take the GPUs in turn"]
 
 
+def _mixture_notes(config: RunConfig, data: RunData) -> list[str]:
+    """Says how many samples each dataset of a mixture has, and which share of the training."""
+    if not config.data.mixture:
+        return []
+    counts = [len(part) for part in data.samples.parts]
+    weights = mixture_weights(config.data.mixture) or counts
+    parts = [
+        f"{part.shown_label} {count_noun(count, 'row')} ({weight / sum(weights):.1%} of the samples)"
+        for part, count, weight in zip(config.data.mixture, counts, weights, strict=True)
+    ]
+    return [f"data is a mixture: {', '.join(parts)}"]
+
+
 def _check_filter_metric(config: RunConfig) -> None:
     """Raises RunRefused if groups are filtered by a reward term that does not exist."""
     if config.generation is None or not config.generation.filter_groups.enable or config.reward is None:
@@ -203,44 +225,6 @@ def _check_vocabularies(config: RunConfig, tokens: int, others: Mapping[str, Mod
         if known < tokens:
             problem = f"it has embeddings for {known} tokens, and the tokenizer of {config.model.path} has {tokens}"
             raise ModelError(role.field("model.path"), role.model.path, problem, "take a model with this tokenizer")
-
-
-def _sources(
-    config: RunConfig, model: ModelFacts, tokenizer: "Tokenizer"
-) -> tuple[SampleSource[Any], list[Prompt], TurnTokenizer | None]:
-    environment = config.rollout.environment if config.needs_engines else None
-    tools = chat_template_tools(environment) if environment is not None else []
-    open_turn = environment is None or environment.path is None
-    turns = TurnTokenizer(tokenizer, config.data, tools) if environment is not None else None
-    answers = needs_answers(config.reward.terms) if config.reward is not None else False
-    longest = min(model.context, config.token_budget)
-    if config.generation is not None:
-        longest -= config.rollout.sampling.max_tokens
-    options = SourceOptions(answers, tools, open_turn, config.learns_prompts)
-    samples = open_source(
-        config.data_kind, load_rows(config.data), config.data, tokenizer, config.seed, longest, options
-    )
-    held_out: list[Prompt] = []
-    if config.evaluation is not None:
-        # Never shuffled: with `prompts` or `limit`, runs of other seeds are measured on the same rows.
-        data = config.evaluation.data.model_copy(update={"shuffle": False})
-        room = model.context - (config.evaluation.sampling or config.rollout.sampling).max_tokens
-        source = open_source("prompts", load_rows(data), data, tokenizer, config.seed, room, options)
-        held_out = source.take(0, min(len(source), config.evaluation.prompts or len(source)))
-    if turns is not None:
-        first = samples.take(0, 1) if config.generation is not None else held_out[:1]
-        for prompt in first:
-            _check_tools_reach_model(turns, prompt, tools)
-            turns.check(prompt, "tool" if open_turn else "user")
-    return samples, held_out, turns
-
-
-def _check_tools_reach_model(turns: TurnTokenizer, prompt: Prompt, tools: Sequence[dict[str, Any]]) -> None:
-    if tools and not turns.is_chat(prompt):
-        raise RunRefused(
-            "the chat template tells the model about rollout.environment.tools, but the prompts are plain text: set "
-            "data.chat=true, or describe the tools in data.template and set rollout.environment.parser=regex"
-        )
 
 
 def _resumed_config(config: RunConfig | None, folder: Path, overrides: Sequence[str]) -> tuple[RunConfig, list[str]]:
@@ -264,27 +248,39 @@ def _resumed_config(config: RunConfig | None, folder: Path, overrides: Sequence[
 def _check_same_data(prepared: PreparedRun) -> None:
     """Raises RunRefused if the number of rows has changed since the run began: rows would be repeated or skipped."""
     with Ledger.reader(prepared.folder) as ledger:
-        row_counts = [int(event.fields["rows"]) for event in ledger.events() if event.kind == START_EVENT]
-    if row_counts and row_counts[0] != prepared.rows:
-        raise RunRefused(
-            f"{prepared.config.data.path} had {row_counts[0]} rows to use when {prepared.folder} began, and has "
-            f"{prepared.rows} now, in another order: restore the data, or start a new run (name=...)"
-        )
+        starts = [event.fields for event in ledger.events() if event.kind == START_EVENT]
+    if not starts:
+        return
+    # Earlier versions recorded only the total.
+    before = [int(count) for count in starts[0].get("row_counts", [starts[0]["rows"]])]
+    for data, old, new in zip(prepared.config.data.sources, before, prepared.row_counts, strict=True):
+        if old != new:
+            raise RunRefused(
+                f"{data.path} had {count_noun(old, 'row')} to use when {prepared.folder} began, "
+                f"and has {new} now, in another order: restore the data, or start a new run (name=...)"
+            )
 
 
 def _check_not_finished(config: RunConfig, ledger: Ledger) -> None:
     """Raises RunFinished if the newest attempt did all steps and wrote its summary, which is the last file of a run."""
     try:
-        summary = json.loads((ledger.folder / "summary.json").read_text())
+        summary = read_json(ledger.folder / "summary.json")
         attempt, reason, done = summary["generation"], summary["exit_reason"], summary["steps"]["done"]
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return
     exports = [ledger.folder / each.folder for each in config.exports]
     exported = all(export.is_dir() for export in exports)
-    if (attempt, reason) == (ledger.generation, "finished") and done >= config.steps and exported:
+    history = {row.step + 1: row.metrics for row in ledger.evaluations()}
+    stopped = stop_reason(config.early_stopping, history, done)
+    if (attempt, reason) == (ledger.generation, "finished") and (done >= config.steps or stopped) and exported:
         release_shared_memory(ledger.folder)
         where = f", its model is in {' and '.join(map(str, exports))}" if exports else ""
-        raise RunFinished(f"{ledger.folder} is finished: {done} of {config.steps} steps{where}. For more, raise steps")
+        steps = count_noun(config.steps, "step")
+        more = "For more, raise steps"
+        if stopped:
+            more = f"It stopped early: {stopped}. For more, raise early_stopping.patience"
+
+        raise RunFinished(f"{ledger.folder} is finished: {done} of {steps}{where}. {more}")
 
 
 def _change_notes(changes: Sequence[ConfigChange]) -> list[str]:
@@ -310,7 +306,11 @@ class DryRun:
 
 
 def dry_run(
-    config: RunConfig | None, resume: Path | None, overrides: Sequence[str] = (), gpus: int | None = None
+    config: RunConfig | None,
+    resume: Path | None,
+    overrides: Sequence[str] = (),
+    gpus: int | None = None,
+    parent: str | None = None,
 ) -> DryRun:
     """Prepares a run without starting it, as far as possible: an unreachable Ray cluster, and a model or dataset that
     is neither on this machine nor reachable on the hub, only lead to notes on what is unknown. Other problems raise
@@ -322,7 +322,7 @@ def dry_run(
     host = None if gpus is None else _host_with(gpus)
     notes = []
     if gpus is not None:
-        notes.append(f"planned for a host with {gpus} GPUs, whose memory and cores are unknown")
+        notes.append(f"planned for a host with {count_noun(gpus, 'GPU')}, whose memory and cores are unknown")
 
     def list_nodes(cluster: RayClusterConfig) -> list[NodeResources] | None:
         try:
@@ -332,7 +332,7 @@ def dry_run(
             return None
 
     try:
-        prepared = prepare_run(config, resume, overrides, host, list_nodes)
+        prepared = prepare_run(config, resume, overrides, host, list_nodes, parent)
     except (HubUnreachable, HubDataUnreachable):
         if config is None:
             raise
@@ -345,8 +345,7 @@ def _plan_without_hub(config: RunConfig, host: HostResources, notes: list[str]) 
     others: dict[str, ModelFacts] = {}
     try:
         config = resolve_adapters(config)
-        model, others = _policy_and_others(trained_models(config, host.device))
-        others |= served_models(config, model, host.device)
+        model, others = _measure_models(config, host.device)
     except HubUnreachable as error:
         notes.append(f"not looked up: {error}. Memory and collectives are unknown, and no prompt was measured")
     plan = assign_nodes(make_plan(config, model, host, others), config.placement, None)
@@ -357,14 +356,17 @@ def _plan_without_hub(config: RunConfig, host: HostResources, notes: list[str]) 
     for name, data in _datasets(config):
         try:
             rows = load_rows(data)
-            notes.append(f"{name}: {len(rows)} rows, with the columns {', '.join(rows.columns)}; none was tokenized")
+            found = f"{count_noun(len(rows), 'row')}, with the columns {', '.join(rows.columns)}"
+            notes.append(f"{name}: {found}; none was tokenized")
         except HubDataUnreachable as error:
             notes.append(f"not looked up: {name} = {error}")
     return DryRun(config, plan, model, notes, others)
 
 
 def _datasets(config: RunConfig) -> list[tuple[str, DatasetConfig]]:
-    found = [("data", config.data)]
+    mixed = enumerate(config.data.mixture)
+    found: list[tuple[str, DatasetConfig]] = [(f"data.mixture.{index}", each) for index, each in mixed]
+    found = found or [("data", config.data)]
     return found if config.evaluation is None else [*found, ("evaluation.data", config.evaluation.data)]
 
 

@@ -67,7 +67,7 @@ def _named_files(values: Any, key: str = "") -> Iterator[str]:
     elif isinstance(values, list):
         for value in values:
             yield from _named_files(value, key)
-    elif isinstance(values, str) and key in _FILE_FIELDS:
+    elif isinstance(values, str) and values and key in _FILE_FIELDS:
         stem, _, name = values.rpartition(":")
         yield stem if stem.endswith(".py") and name.isidentifier() else values
 

@@ -7,8 +7,6 @@ from lockstep.cluster.placement.assignment import Assignment, NodesBusy, assign
 from lockstep.cluster.placement.bundles import NodeResources, ProcessRequest, make_bundles
 from lockstep.config.cluster import PlacementConfig
 from lockstep.config.run_config import RunConfig
-from lockstep.config.serve_role import ServeRole
-from lockstep.config.train_role import TrainRole
 from lockstep.models.model_facts import ModelFacts
 from lockstep.run.planning.resources import HostResources
 from lockstep.train.errors import TrainerUnsupported
@@ -74,7 +72,7 @@ def make_plan(
     models = {} if model is None else {config.train_roles[0].name: model, **(others or {})}
     engine = config.rollout.engine
     engines = engine.count if config.needs_engines else 0
-    processes = [*_trainer_ranks(config, models, host), *_served_ranks(config, models, host)]
+    processes = list(_ranks_of_models(config, models, host))
     processes += [
         PlannedProcess(
             f"engine-{rank}",
@@ -99,9 +97,7 @@ def make_plan(
     if refusal:
         raise InfeasibleError(refusal)
     shared = 2 * model.parameters * DTYPE_BYTES[engine_dtype(config, model)] if engines and model is not None else 0
-    collectives = [each for role in config.train_roles for each in _trainer_collectives(config, role, models)]
-    collectives += [each for role in config.serve_roles for each in _served_collectives(role, models)]
-    plan = RunPlan(processes, collectives, shared)
+    plan = RunPlan(processes, list(_collectives(config, models)), shared)
     if config.cluster.kind == "ray":
         plan = replace(plan, wanted=resource_requests(config, plan.processes))
     else:
@@ -111,58 +107,43 @@ def make_plan(
     return replace(plan, memory_copy=_reserved_checkpoint_bytes(config, models, plan, host))
 
 
-def _trainer_ranks(
+def _ranks_of_models(
     config: RunConfig, models: Mapping[str, ModelFacts], host: HostResources
 ) -> Iterator[PlannedProcess]:
-    """The ranks of all trained roles. Each has a GPU of its own, in the order of the roles."""
+    """The ranks of all trained roles, then of all served ones. Each has a GPU of its own, in this order."""
     first = 0
-    for role in config.train_roles:
-        count = role.trainer.ranks
-        threads = role.trainer.threads or _threads(config, host, role.name, count)
-        memory = 0
-        if role.name in models:
-            memory = sum(trainer_kind(role).planner.memory(role, models[role.name], config.token_budget).values())
+    for name, count, threads in (
+        *((role.name, role.trainer.ranks, role.trainer.threads) for role in config.train_roles),
+        *((role.name, role.ranks, role.threads) for role in config.serve_roles),
+    ):
+        memory = _rank_memory(config, name, models[name]) if name in models else 0
+        threads = threads or _threads(config, host, name, count)
         for rank in range(count):
-            device = _device(config, host, first + rank)
-            yield PlannedProcess(f"{role.name}-{rank}", role.name, rank, device, threads, memory)
+            yield PlannedProcess(f"{name}-{rank}", name, rank, _device(config, host, first + rank), threads, memory)
         first += count
 
 
-def _served_ranks(config: RunConfig, models: Mapping[str, ModelFacts], host: HostResources) -> Iterator[PlannedProcess]:
-    """The ranks of all served roles. Each has a GPU of its own, after those of the trained roles."""
-    first = sum(role.trainer.ranks for role in config.train_roles)
-    for role in config.serve_roles:
-        threads = role.threads or _threads(config, host, role.name, role.ranks)
-        memory = 0
-        if role.name in models:
-            memory = SERVED_MODELS.planner.memory(role, models[role.name], config.token_budget)
-        for rank in range(role.ranks):
-            device = _device(config, host, first + rank)
-            yield PlannedProcess(f"{role.name}-{rank}", role.name, rank, device, threads, memory)
-        first += role.ranks
+def _rank_memory(config: RunConfig, name: str, model: ModelFacts) -> int:
+    """Estimates the bytes of one rank of a trained or served role."""
+    for role in config.train_roles:
+        if role.name == name:
+            return sum(trainer_kind(role).planner.memory(role, model, config.token_budget).values())
+    served = next(role for role in config.serve_roles if role.name == name)
+    return SERVED_MODELS.planner.memory(served, model, config.token_budget)
 
 
-def _trainer_collectives(
-    config: RunConfig, role: TrainRole, models: Mapping[str, ModelFacts]
-) -> list[PlannedCollective]:
-    """The collectives of a role's ranks in a step; none if its model is unknown. If there are several roles, the
-    communicators' names begin with the role's."""
-    if role.name not in models:
-        return []
-    publishes = config.needs_engines and role.name == config.train_roles[0].name
-    updates = role.optimizer_steps // config.steps
-    found = trainer_kind(role).planner.collectives(role, models[role.name], updates, publishes)
-    if len(config.train_roles) == 1:
-        return found
-    return [replace(each, communicator=f"{role.name} {each.communicator}") for each in found]
-
-
-def _served_collectives(role: ServeRole, models: Mapping[str, ModelFacts]) -> list[PlannedCollective]:
-    """The collectives of a served role's ranks in a step; none if its model is unknown."""
-    if role.name not in models:
-        return []
-    found = SERVED_MODELS.planner.collectives(role, models[role.name])
-    return [replace(each, communicator=f"{role.name} {each.communicator}") for each in found]
+def _collectives(config: RunConfig, models: Mapping[str, ModelFacts]) -> Iterator[PlannedCollective]:
+    """The collectives of all ranks in a step, except of models that are unknown. If there are several trained roles,
+    the communicators' names begin with the role's, as those of served roles do."""
+    for role in (each for each in config.train_roles if each.name in models):
+        publishes = config.needs_engines and role.name == config.train_roles[0].name
+        updates = role.optimizer_steps // config.steps
+        prefix = f"{role.name} " if len(config.train_roles) > 1 else ""
+        for each in trainer_kind(role).planner.collectives(role, models[role.name], updates, publishes):
+            yield replace(each, communicator=prefix + each.communicator)
+    for served in (each for each in config.serve_roles if each.name in models):
+        for each in SERVED_MODELS.planner.collectives(served, models[served.name]):
+            yield replace(each, communicator=f"{served.name} {each.communicator}")
 
 
 def _count_ranks(config: RunConfig) -> int:

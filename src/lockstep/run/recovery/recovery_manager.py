@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from lockstep.base import waits
 from lockstep.base.wait_state import WaitTimeout
+from lockstep.cluster.protocol import Worker
 from lockstep.cluster.worker_failures import WorkerFailure
 from lockstep.config.fault_tolerance import RecoveryConfig as Config
 from lockstep.ledger.ledger import Ledger
@@ -20,6 +21,10 @@ from lockstep.run.errors import GaveUp
 from lockstep.run.recovery.restart_policy import FewerRanks, RestartWorkers, StopRun, decide_recovery
 
 log = logging.getLogger(__name__)
+
+
+VERDICT_AFTER_ABORT_S = 2.0
+"""Longest wait, after ranks have left their collectives, for the verdict that names the culprit."""
 
 
 class VerdictSource(Protocol):
@@ -35,8 +40,8 @@ class RecoveryManager:
 
     def __init__(self, config: Config, ledger: Ledger) -> None:
         self.config = config
-        self.step = -1
-        """The current step; -1 before the first."""
+        self.step = 0
+        """The step in progress, from 1; 0 before the first."""
         self._ledger = ledger
         self._history: list[WorkerFailure] = []
         self._events: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
@@ -79,7 +84,7 @@ class RecoveryManager:
             return action
         log.warning(
             "%s %s in step %d; starting restart %d of %d within %g s",
-            failure.worker, what, failure.step + 1, action.number, action.budget.max_restarts, action.budget.window_s,
+            failure.worker, what, failure.step, action.number, action.budget.max_restarts, action.budget.window_s,
         )  # fmt: skip
         return action
 
@@ -124,8 +129,21 @@ class RecoveryManager:
         self._verdict_arrived.set()
         return killed
 
-    def accused_worker(self, workers: Collection[str], timeout_s: float) -> str | None:
-        """Returns one of these workers that a verdict names, now or within the timeout; None if there is none."""
+    def accused_rank(self, role: str, workers: Sequence[Worker], starting: bool = False) -> WorkerFailure | None:
+        """Returns the failure of a rank that a verdict names as the one that held up the others, now or soon after the
+        ranks have left their collectives; None if there is none.
+
+        Args:
+            workers: the ranks of the role.
+        """
+        ranks = {worker.spec.name: worker.spec.rank for worker in workers}
+        name = self._accused_worker(ranks, VERDICT_AFTER_ABORT_S)
+        if name is None:
+            return None
+        what = "held up the other ranks"
+        return WorkerFailure(role, name, ranks[name], "stalled", what, step=self.step, starting=starting)
+
+    def _accused_worker(self, workers: Collection[str], timeout_s: float) -> str | None:
         until = time.monotonic() + timeout_s
         while True:
             self._verdict_arrived.clear()

@@ -10,8 +10,8 @@ from lockstep.config.trainer import TrainerConfig
 
 RETRYABLE = frozenset(
     {
-        "agent", "cannot_start", "collective_refused", "collective_stalled", "connection", "no_port", "stalled",
-        "superseded", "wait_timeout",
+        "agent", "cannot_start", "collective_refused", "collective_stalled", "connection", "no_port",
+        "rendezvous_store", "stalled", "superseded", "wait_timeout",
     }
 )  # fmt: skip
 """Codes of errors of this package that a restart may fix: a wait that failed because of another process, a mismatched

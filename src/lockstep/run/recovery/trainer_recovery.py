@@ -35,8 +35,6 @@ log = logging.getLogger(__name__)
 
 ABORT_LIMIT_S = VERDICT_WAIT_S + 1.0
 """Time limit for ranks to leave an aborted collective. A rank that is still computing then is killed."""
-VERDICT_AFTER_ABORT_S = 2.0
-"""Longest wait, after the ranks have left their collectives, for the verdict that names the culprit."""
 
 
 class MemoryCheckpointer:
@@ -170,16 +168,12 @@ class TrainerRecovery:
         failure = describe_failure(error, *found, self.manager.step)
         if not is_effect(error) and not isinstance(error, WorkerDied):
             return failure
-        ranks = {worker.spec.name: worker.spec.rank for worker in self.trained[role].workers}
         dead = self._wait_for_aborts(role)  # in any case, so that the logs of all ranks are complete
         if isinstance(error, WorkerDied):
             return failure
         if dead is not None:
             return describe_failure(dead, role, dead.worker, dead.rank, self.manager.step)
-        name = self.manager.accused_worker(ranks, VERDICT_AFTER_ABORT_S)
-        if name is None:
-            return failure
-        return WorkerFailure(role, name, ranks[name], "stalled", "held up the other ranks", step=self.manager.step)
+        return self.manager.accused_rank(role, self.trained[role].workers) or failure
 
     def _wait_for_aborts(self, role: str) -> WorkerDied | None:
         """Waits until the ranks have left their aborted collectives, so that their logs say why they did. Returns the

@@ -6,7 +6,6 @@ on disk (fsync), rank 0 writes the index, syncs the folder, renames it, and noti
 complete if it has the final name and its index matches its files; loading any other folder raises CheckpointError.
 """
 
-import errno
 import logging
 import shutil
 import threading
@@ -20,12 +19,13 @@ import torch
 from torch import Tensor
 
 from lockstep.base import waits
+from lockstep.base.disk_errors import REFUSED_ERRNOS, refusal_reason
+from lockstep.ledger.durable_files import fsync_folder
 from lockstep.train.checkpoints.checkpoint_files import (
     LocalPart,
     open_files,
     read_manifest,
     read_rows,
-    sync_folder,
     write_index,
     write_rank_file,
 )
@@ -35,8 +35,6 @@ from lockstep.train.errors import CheckpointError
 from lockstep.watch.beacon.writer import current_beacon
 
 log = logging.getLogger(__name__)
-
-_DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(slots=True)
@@ -150,13 +148,13 @@ class CheckpointWriter:
 def commit_folder(temporary: Path, folder: Path) -> None:
     """Renames a finished folder to its final name, durably. Replaces a folder of that name, which exists if a step was
     repeated."""
-    sync_folder(temporary)
+    fsync_folder(temporary)
     stale = folder.with_name(f"{folder.name}.tmp-replaced")
     if folder.exists():
         shutil.rmtree(stale, ignore_errors=True)
         folder.rename(stale)
     temporary.rename(folder)
-    sync_folder(folder.parent)
+    fsync_folder(folder.parent)
     shutil.rmtree(stale, ignore_errors=True)
 
 
@@ -213,9 +211,8 @@ def _copy_of(tensor: Tensor) -> Tensor:
 
 
 def _problem_text(problem: BaseException, folder: Path) -> str:
-    """Describes why this rank could not write, with the free space if a full disk was the cause."""
+    """Describes why this rank could not write, with a remedy if the file system refused it."""
     text = f"{type(problem).__name__}: {problem}"
-    if isinstance(problem, OSError) and problem.errno in _DISK_FULL_ERRNOS:
-        free = shutil.disk_usage(folder.parent).free
-        text += f"; {free:,} bytes are free there: make room, then resume the run"
+    if isinstance(problem, OSError) and problem.errno in REFUSED_ERRNOS:
+        text += f"; {refusal_reason(problem.errno, folder)}, then resume the run"
     return text

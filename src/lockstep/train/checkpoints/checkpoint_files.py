@@ -7,23 +7,29 @@ digest when it is read, and the index with its own.
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from lockstep.base.folders import make_folder, open_file, set_access
+from lockstep.base.json_text import read_json
+from lockstep.ledger.durable_files import fsync_folder
+from lockstep.models.folder_digests import digest_of
 from lockstep.train.errors import CheckpointError
 
 INDEX_FILE = "checkpoint.json"
+MAX_INDEX_BYTES = 1 << 30
 CHECKPOINT_FORMAT = 2
+INHERITED = "inherited"
+"""Key of the manifest: what a new run takes over from the run that wrote the checkpoint, `all` or `weights`."""
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
-_DIGEST_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,23 +75,15 @@ class CheckpointIndex:
     """Reads the rows of a part of this tensor. Raises CheckpointError if they are damaged."""
 
 
-def digest_of(tensor: Tensor) -> str:
-    """Returns the xxh3-128 of a CPU tensor's bytes."""
-    found = xxhash.xxh3_128()
-    data: Any = tensor.contiguous().view(-1).view(torch.uint8).numpy()
-    for start in range(0, len(data), _DIGEST_BYTES):
-        found.update(data[start : start + _DIGEST_BYTES])
-    return found.hexdigest()
-
-
 def write_rank_file(folder: Path, rank: int, parts: Mapping[str, LocalPart]) -> None:
     """Writes the rows that a rank holds, by tensor, durably, with the rank's part of the index. Raises OSError."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     name = f"rank-{rank:05d}.safetensors"
     try:
         save_file({key: part.tensor for key, part in parts.items()}, folder / name)
     except SafetensorError as problem:
-        raise _as_os_error(problem, folder / name) from problem
+        raise as_os_error(problem, folder / name) from problem
+    set_access(folder / name)
     sync_file(folder / name)
     tensors = {
         key: {
@@ -124,12 +122,12 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             folder, "is the temporary folder of a save that did not finish; use a complete checkpoint"
         )
     try:
-        manifest = json.loads((folder / INDEX_FILE).read_bytes())
+        manifest = read_json(folder / INDEX_FILE, max_bytes=MAX_INDEX_BYTES)
         files: dict[str, int] = manifest["files"]
         file_format = manifest["format"]
     except FileNotFoundError:
         raise CheckpointError(folder, f"has no {INDEX_FILE}, so it is not a complete checkpoint") from None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(folder, f"{INDEX_FILE} cannot be read ({error})") from error
     if file_format not in (1, CHECKPOINT_FORMAT):
         raise CheckpointError(
@@ -147,6 +145,34 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             what = "is missing" if actual is None else f"has {actual} bytes instead of {size}"
             raise CheckpointError(folder, f"is incomplete: {name} {what}")
     return manifest  # type: ignore[no-any-return]
+
+
+def inherit_checkpoint(source: Path, target: Path, *, optimizer: bool) -> None:
+    """Makes a checkpoint for a new run from that of another one. Its files are shared where the file system allows it.
+
+    Args:
+        optimizer: whether the new run takes over the optimizer's state as well, or only the weights.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or of format 1.
+        OSError: a file cannot be written.
+    """
+    content = read_manifest(source)
+    if content["format"] != CHECKPOINT_FORMAT:
+        raise CheckpointError(source, "was written by an earlier version: resume its run, so that it writes a new one")
+    temporary = target.with_name(f"{target.name}.tmp-inherited")
+    make_folder(temporary)
+    for name in content["files"]:
+        try:
+            os.link(source / name, temporary / name)
+        except OSError:  # another file system, or one without links
+            shutil.copyfile(source / name, temporary / name)
+            sync_file(temporary / name)
+    content[INHERITED] = "all" if optimizer else "weights"
+    write_json_durably(temporary / INDEX_FILE, {**content, "digest": _json_digest(content)})
+    fsync_folder(temporary)
+    temporary.rename(target)
+    fsync_folder(target.parent)
 
 
 def open_files(folder: Path, manifest: dict[str, Any]) -> CheckpointIndex:
@@ -197,15 +223,6 @@ def read_rows(folder: Path, index: CheckpointIndex, name: str, first: int, into:
         raise CheckpointError(folder, f"is damaged: {last - first - filled} rows of {name!r} are missing")
 
 
-def sync_folder(folder: Path) -> None:
-    """Makes renames and new files in `folder` durable."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def sync_file(path: Path) -> None:
     """Makes the content of a file durable."""
     with path.open("rb") as file:
@@ -214,7 +231,7 @@ def sync_file(path: Path) -> None:
 
 def write_json_durably(path: Path, content: Mapping[str, Any]) -> None:
     """Writes a JSON file and syncs it."""
-    with path.open("w") as file:
+    with os.fdopen(open_file(path, os.O_WRONLY | os.O_TRUNC), "w") as file:
         json.dump(content, file)
         file.flush()
         os.fsync(file.fileno())
@@ -232,7 +249,7 @@ def _json_digest(content: Mapping[str, Any]) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
 
 
-def _as_os_error(problem: SafetensorError, path: Path) -> OSError:
+def as_os_error(problem: SafetensorError, path: Path) -> OSError:
     """The operating system's error that safetensors reports as text."""
     found = _OS_ERROR.search(str(problem))
     if found is None:

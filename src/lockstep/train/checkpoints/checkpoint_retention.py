@@ -6,9 +6,10 @@ Separate from `checkpoint`, so that the controller does not import torch.
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
+from lockstep.base.folders import make_folder
 from lockstep.ledger.durable_files import fsync_folder
 
 _LEFTOVER_NAME = re.compile(r".*\.tmp-.*|\d{8,}\.parts")
@@ -31,10 +32,16 @@ def remove_checkpoint(folder: Path) -> None:
     shutil.rmtree(renamed)
 
 
+def part_folder(folder: Path, role: str, roles: Collection[str]) -> Path:
+    """Where a role's part of the checkpoint `folder` is, or of a copy in memory. With several trained roles each has a
+    subfolder of its name; with one, the folder is that role's checkpoint."""
+    return folder / role if len(roles) > 1 else folder
+
+
 def create_parts_folder(folder: Path) -> Path:
     """Creates the folder in which the parts of the checkpoint `folder` are written, and returns it."""
     parts = _parts_folder(folder)
-    parts.mkdir(parents=True, exist_ok=True)
+    make_folder(parts)
     return parts
 
 

@@ -17,6 +17,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from lockstep.base.folders import open_file, write_atomically
 from lockstep.train.errors import MemoryCheckpointMissing, SharedMemoryFull
 
 MEMORY_SLOTS = 2
@@ -51,9 +52,7 @@ class MemoryCheckpoints:
             "version": version, "world": self.world, "layout": layout, "digest": _digest(memory, size),
             "facts": dict(metadata),
         }  # fmt: skip
-        draft = description.with_suffix(".new")
-        draft.write_text(json.dumps(content))
-        draft.rename(description)
+        write_atomically(description, json.dumps(content).encode())
 
     def read(self, version: int, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         """Fills the tensors from the copy of that version and returns its metadata. Raises MemoryCheckpointMissing."""
@@ -93,7 +92,7 @@ class MemoryCheckpoints:
     def _mapped(self, slot: int, size: int) -> mmap.mmap:
         if slot not in self._memory:
             path = self.folder / f"rank-{self.rank}-{slot}"
-            with path.open("a+b") as file:
+            with os.fdopen(open_file(path, os.O_RDWR), "r+b") as file:
                 try:
                     os.posix_fallocate(
                         file.fileno(), 0, size

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from lockstep.models.packing_probe import PackingProbeResult, probe_packing
 from lockstep.models.policy_model import PolicyModel
 from lockstep.train.checkpoints import checkpoint
 from lockstep.train.checkpoints.checkpoint import LocalRows
+from lockstep.train.checkpoints.checkpoint_files import INHERITED, read_manifest
 from lockstep.train.checkpoints.memory_checkpoint import MemoryCheckpoints
 from lockstep.train.distributed import ParallelContext
 from lockstep.train.errors import NonFinite
@@ -56,6 +58,9 @@ from lockstep.train.trainer_protocol import (
 )
 from lockstep.watch.beacon.writer import current_beacon
 from lockstep.watch.recorder import recorder
+
+_PARAMETER = "parameter."
+"""Prefix of the names of trained weights in checkpoints."""
 
 
 class FSDP2Trainer:
@@ -100,6 +105,8 @@ class FSDP2Trainer:
         self.writer = checkpoint.CheckpointWriter(ranks, generation)
         self.base_digests = base_digests(role.model)
         """Digests of the model on which the adapter is trained, for its checkpoints."""
+        self.steps_before_run = 0
+        """Optimizer steps of another run, from whose checkpoint this run started."""
         self.offloaded = False
 
     @property
@@ -179,7 +186,9 @@ class FSDP2Trainer:
         gradients = {name: local_shard(p.grad) for name, p in self.trained_parameters.items() if p.grad is not None}
         # All replicas have the same gradient; only one of them adds it to the norm.
         squares = square_norm(gradients if self.ranks.replica == 0 else {})
-        vectors = self.ranks.gather(metrics.vector(squares), why=f"metrics of step {self.optimizer.steps}")
+        vectors = self.ranks.gather(
+            metrics.vector(squares), why=f"metrics of optimizer step {self.optimizer.steps + 1}"
+        )
         totals = ReducedMetrics(self.objective.metrics, vectors)
         try:
             self._check_finite(totals)
@@ -192,13 +201,15 @@ class FSDP2Trainer:
         finally:
             for parameter in self.trained_parameters.values():
                 parameter.grad = None
-        current_beacon().progress("optimizer steps", self.optimizer.steps, self.role.optimizer_steps)
+        done = self.optimizer.steps - self.steps_before_run
+        current_beacon().progress("optimizer steps", done, self.role.optimizer_steps)
         return StepStats({**totals.values, "grad_norm": norm, "lr": lr})
 
     def learning_rate(self) -> float:
         """Returns the learning rate of the next optimizer step."""
         trainer = self.role.trainer
-        return learning_rate(self.optimizer.steps, trainer.optimizer.lr, trainer.schedule, self.role.optimizer_steps)
+        step = self.optimizer.steps - self.steps_before_run
+        return learning_rate(step, trainer.optimizer.lr, trainer.schedule, self.role.optimizer_steps)
 
     def shards(self) -> Iterator[ParameterShard]:
         """Yields this rank's rows of every weight, merged with the adapter, for weight sync. All ranks call it."""
@@ -215,7 +226,7 @@ class FSDP2Trainer:
 
     def save(self, folder: Path) -> None:
         """Begins to write trained parameters, optimizer, schedule step and random state; see `CheckpointWriter`."""
-        metadata = {"optimizer_step": self.optimizer.steps, "model": self.role.model.path, **self.base_digests}
+        metadata = {**self._counts(), "model": self.role.model.path, **self.base_digests}
         self.writer.save(folder, self._state(), self._random_state(), metadata)
 
     def saved(self) -> bool:
@@ -223,7 +234,8 @@ class FSDP2Trainer:
         return self.writer.saved()
 
     def load(self, folder: Path) -> None:
-        """Loads a checkpoint that any number of ranks wrote.
+        """Loads a checkpoint that any number of ranks wrote. From one that another run wrote, the first that a new run
+        loads, it takes what the checkpoint says: the weights, and the optimizer's state or a fresh one.
 
         Raises:
             CheckpointError: the checkpoint is incomplete or belongs to another model; nothing was changed.
@@ -231,14 +243,34 @@ class FSDP2Trainer:
         self._check_on_device()
         for model in self._models():
             free_gathered(model)
-        random = self._random_state()
-        manifest = checkpoint.load_checkpoint(folder, self._state(), random, self.ranks, self.base_digests)
-        self.optimizer.steps = int(manifest["optimizer_step"])
-        self._set_random_state(random)
+        state, random = self._state(), self._random_state()
+        inherited = read_manifest(folder).get(INHERITED)
+        if inherited is not None:
+            random = {}
+        if inherited == "weights":
+            state = {name: rows for name, rows in state.items() if name.startswith(_PARAMETER)}
+        manifest = checkpoint.load_checkpoint(folder, state, random, self.ranks, self.base_digests)
+        if inherited == "weights":
+            self.optimizer.reset()
+            self.steps_before_run = 0
+            return
+        self._set_counts(manifest)
+        if inherited == "all":
+            self.steps_before_run = self.optimizer.steps
+        else:
+            self._set_random_state(random)
+
+    def _counts(self) -> dict[str, int]:
+        before = {"steps_before_run": self.steps_before_run} if self.steps_before_run else {}
+        return {"optimizer_step": self.optimizer.steps, **before}
+
+    def _set_counts(self, values: Mapping[str, Any]) -> None:
+        self.optimizer.steps = int(values["optimizer_step"])
+        self.steps_before_run = int(values.get("steps_before_run", 0))
 
     def save_to_memory(self, checkpoints: MemoryCheckpoints, version: int) -> None:
         """Copies the content of a checkpoint into shared memory. Raises SharedMemoryFull."""
-        checkpoints.write(version, self._full_state(), {"optimizer_step": self.optimizer.steps})
+        checkpoints.write(version, self._full_state(), self._counts())
 
     def load_from_memory(self, checkpoints: MemoryCheckpoints, version: int) -> None:
         """Loads a memory checkpoint that the same number of ranks wrote. Raises MemoryCheckpointMissing."""
@@ -248,7 +280,7 @@ class FSDP2Trainer:
         state = self._full_state()
         with torch.no_grad():
             metadata = checkpoints.read(version, state)
-        self.optimizer.steps = int(metadata["optimizer_step"])
+        self._set_counts(metadata)
         self._set_random_state(state)
 
     def _full_state(self) -> dict[str, Tensor]:
@@ -327,9 +359,9 @@ class FSDP2Trainer:
 
     def _check_finite(self, totals: ReducedMetrics) -> None:
         if totals.bad_microbatches:
-            raise NonFinite(self.optimizer.steps, "loss", list(totals.bad_microbatches))
+            raise NonFinite(self.optimizer.steps + 1, "loss", list(totals.bad_microbatches))
         if totals.bad_gradients:
-            raise NonFinite(self.optimizer.steps, "gradient", [(rank, None) for rank in totals.bad_gradients])
+            raise NonFinite(self.optimizer.steps + 1, "gradient", [(rank, None) for rank in totals.bad_gradients])
 
     def _rows(self) -> dict[str, Tensor]:
         return {name: local_shard(parameter) for name, parameter in self.trained_parameters.items()}
@@ -339,7 +371,7 @@ class FSDP2Trainer:
         state = {}
         for name, parameter in self.trained_parameters.items():
             shape = tuple(parameter.shape)
-            state[f"parameter.{name}"] = LocalRows(local_shard(parameter), shape)
+            state[f"{_PARAMETER}{name}"] = LocalRows(local_shard(parameter), shape)
             state[f"exp_avg.{name}"] = LocalRows(self.optimizer.exp_avg[name], shape)
             state[f"exp_avg_sq.{name}"] = LocalRows(self.optimizer.exp_avg_sq[name], shape)
         return state

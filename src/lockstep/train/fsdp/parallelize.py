@@ -127,7 +127,7 @@ def load_sharded_policy(
     not_fused_reason = prepare_layers(policy, trainer, ranks.device, compute)
     if not quantized:
         shard_policy(policy, ranks, trainer.reshard_after_forward, compute)
-        fill_policy(policy, _model_folder(model), ranks.device)
+        fill_policy(policy, _model_folder(model), ranks.device, (ranks.rank, ranks.world))
     if adapter is not None:
         fill_adapter(policy, adapter, seed, ranks.device)
     log.info("rank %d computes decoder layers by %s", ranks.rank, not_fused_reason or probe_fused_decoder(policy))

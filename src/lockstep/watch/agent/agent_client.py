@@ -19,10 +19,13 @@ from typing import Any
 
 from lockstep.base import waits
 from lockstep.base.errors import PicklableError
+from lockstep.base.folders import make_folder, open_file
 from lockstep.base.network import PortRange
 from lockstep.base.transport import auth_handshake
 from lockstep.base.transport.frames import Connection, HandshakeRefused, WireError
-from lockstep.watch.agent.service_discovery import Leader, PeerHeartbeat, ServiceAddress
+from lockstep.base.transport.run_token import TOKEN_VARIABLE
+from lockstep.watch.agent.prepared_agent import PreparedAgent
+from lockstep.watch.agent.service_discovery import AGENT_MODULE, Leader, PeerHeartbeat, ServiceAddress
 from lockstep.watch.procfs import processes
 
 log = logging.getLogger(__name__)
@@ -168,6 +171,11 @@ class AgentClient:
     def kill(self, name: str, number: int = signal.SIGKILL) -> bool:
         """Sends a signal to a worker; returns whether the worker was alive. Raises AgentError for an unknown name."""
         return bool(self._call("kill", name=name, signal=int(number))["alive"])
+
+    def expect_end(self, name: str) -> None:
+        """Tells the agent that this controller is about to end a worker by a message, so that the end of the worker is
+        no failure, whatever its exit code. Does not wait. Raises AgentGone."""
+        self._submit("expect_end", name=name)
 
     def forget(self, name: str) -> None:
         """Has the agent stop reporting an ended worker, because the worker was replaced. Does not wait. Raises
@@ -322,11 +330,11 @@ class AgentClient:
                 return False
             try:
                 connection = self._connect(5.0 if self._heartbeat is None else 1.0)
-            except HandshakeRefused as error:
-                self.superseded = error.code == "generation"
-                self._gone = AgentGone("request", str(error))
-                return False
-            except WireError:
+            except WireError as error:
+                if isinstance(error, HandshakeRefused) and error.proven:
+                    self.superseded = error.code == "generation"
+                    self._gone = AgentGone("request", str(error))
+                    return False
                 time.sleep(0.1)
                 continue
             log.info("reconnected to the agent (%s)", why)
@@ -350,25 +358,30 @@ class AgentClient:
 def start_agent(
     run: str, token: str, folder: Path, *, generation: int = 1, orphan_grace_s: float = 0.0,
     kill_grace_s: float = 2.0, timeout_s: float = 60.0, host: str = "127.0.0.1", node: str = "",
-    controller: int | None = 0, ports: PortRange | None = None,
+    controller: int | None = 0, ports: PortRange | None = None, prepared: PreparedAgent | None = None,
 ) -> ServiceAddress:  # fmt: skip
     """Starts an agent in a new session, with its output in `folder/agent.log`. `controller` is the pid of its
-    controller, 0 for this process, None if the controller is on another host. Raises AgentError if the agent does not
-    start."""
-    folder.mkdir(parents=True, exist_ok=True)
+    controller, 0 for this process, None if the controller is on another host. `prepared` is a process that becomes the
+    agent. Raises AgentError if the agent does not start."""
+    make_folder(folder)
     (folder / "agent.json").unlink(missing_ok=True)
     controller_option = [] if controller is None else ["--controller", str(controller or os.getpid())]
     argv = [
-        sys.executable, "-P", "-m", "lockstep.watch.agent.node_agent", "--run", run, "--generation", str(generation),
+        sys.executable, "-P", "-m", AGENT_MODULE, "--run", run, "--generation", str(generation),
         "--folder", str(folder), *controller_option, "--orphan-grace", str(orphan_grace_s),
         "--kill-grace", str(kill_grace_s), "--host", host, *(["--node", node] if node else []),
         *(["--ports", *map(str, ports)] if ports else []),
     ]  # fmt: skip
-    with (folder / "agent.log").open("ab") as output:
-        popen = subprocess.Popen(
-            argv, env={**os.environ, "LOCKSTEP_TOKEN": token}, stdin=subprocess.DEVNULL, stdout=output,
-            stderr=output, start_new_session=True,
-        )  # fmt: skip
+    with os.fdopen(open_file(folder / "agent.log", os.O_WRONLY | os.O_APPEND), "ab") as output:
+        env = {**os.environ, TOKEN_VARIABLE: token}
+        popen: subprocess.Popen[bytes] | PreparedAgent
+        if prepared is None:
+            popen = subprocess.Popen(
+                argv, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+            )
+        else:
+            popen = prepared
+            prepared.start(argv, env, output.fileno())
 
     # a thread waits for the agent, so that it does not remain as a zombie
     threading.Thread(target=popen.wait, name="agent-reaper", daemon=True).start()
@@ -377,8 +390,9 @@ def start_agent(
         if popen.poll() is not None:
             output = (folder / "agent.log").read_text(errors="replace")[-2000:]
             raise AgentError("start", f"the agent ended with {popen.returncode}\n{output}")
-        with contextlib.suppress(FileNotFoundError):
-            return ServiceAddress.read(folder)
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            address = ServiceAddress.read(folder)
+            return address if address.pid == popen.pid else None
         return None
 
     try:

@@ -14,6 +14,7 @@ The agent and the fork server exchange JSON lines over a socket pair. Requests: 
 """
 
 import argparse
+import atexit
 import contextlib
 import ctypes
 import faulthandler
@@ -30,9 +31,11 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from lockstep.base.folders import make_folder, open_file
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
@@ -79,13 +82,13 @@ def main() -> None:
         sys.exit("the agent is gone")
     control = socket.socket(fileno=chosen.socket)
     control.set_inheritable(False)
-    request = _serve_requests(control, chosen.agent, [name for name in chosen.preload.split(",") if name])
+    request = serve_requests(control, chosen.agent, [name for name in chosen.preload.split(",") if name])
     if request is not None:  # now a worker, with nothing of the fork server on its stack
         control.close()
-        run_as_worker(request, chosen.agent)
+        end_process(lambda: run_as_worker(request, chosen.agent))
 
 
-def _serve_requests(control: socket.socket, agent: int, preload: list[str]) -> dict[str, Any] | None:
+def serve_requests(control: socket.socket, agent: int, preload: list[str]) -> dict[str, Any] | None:
     """Serves requests until the agent closes the socket, and then returns None. In each forked worker, returns the
     request."""
     try:
@@ -147,6 +150,26 @@ def _double_fork() -> int:
     return int.from_bytes(raw, "little")
 
 
+def end_process(program: Callable[[], None]) -> None:
+    """Runs a program, and ends the process, after its threads and exit functions.
+
+    Like the children of multiprocessing, a worker that has done its work leaves the modules as they are: to tear them
+    down would write to every page that is shared with the fork server, of which there are some hundred megabytes.
+    Exceptions and other exit codes propagate, and take the interpreter's way.
+    """
+    try:
+        program()
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            raise
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # closed, or without a reader
+            stream.flush()
+    os._exit(0)
+
+
 def run_as_worker(request: Mapping[str, Any], agent: int) -> None:
     """Turns the forked process into the requested worker, and runs the worker's program to its end."""
     os.setsid()
@@ -172,8 +195,8 @@ def run_as_worker(request: Mapping[str, Any], agent: int) -> None:
 
 
 def _redirect_output(log: Path) -> None:
-    log.parent.mkdir(parents=True, exist_ok=True)
-    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    make_folder(log.parent)
+    out = open_file(log, os.O_WRONLY | os.O_APPEND)
     nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
     for source, target in ((nothing, 0), (out, 1), (out, 2)):
         os.dup2(source, target)

@@ -83,9 +83,9 @@ class MonitoringService:
             "end": self._end, "forget": self._forget, "free": self._free, "dump": self._dump, "dumps": self._dumps,
         }  # fmt: skip
 
-    def expect_end(self, name: str) -> None:
-        """Marks the end of this worker as intended, whatever its exit code."""
-        self._monitor.intended_ends.add(name)
+    def expect_end(self, name: str, pid: int) -> None:
+        """Marks the end of this process as intended, whatever its exit code."""
+        self._monitor.intended_ends.add((name, pid))
 
     def worker_exited(self) -> None:
         """Has the next tick sample and report immediately, because a worker has ended."""
@@ -221,8 +221,6 @@ class MonitoringService:
         process = next((each for each in self._monitor.tracked.values() if each.pid == pid and each.living), None)
         sent = False
         if process is not None and processes.is_alive(pid, process.start_ticks or None):
-            self.expect_end(process.name)
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.Signals(int(message["signal"])))
-                sent = True
+            self.expect_end(process.name, pid)
+            sent = processes.send_signal(pid, process.start_ticks or None, signal.Signals(int(message["signal"])))
         self._reply(number, {"sent": sent})

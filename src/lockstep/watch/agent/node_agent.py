@@ -14,6 +14,7 @@ The agent has one thread and one selector. It exchanges JSON frames over `base.t
     {"id", "op": "take_over", "orphan_grace_s"} -> {}   a later controller takes over the workers
     {"id", "op": "lead", "leader"} -> {}     shows the workers the run's controller, which is on another host
     {"id", "op": "list"} -> {"workers": [...]}     {"id", "op": "kill", "name", "signal"} -> {"alive"}
+    {"id", "op": "expect_end", "name"} -> {}     the controller is about to end this worker in another way
     {"id", "op": "ping"} -> {"used_s"}     CPU time of the workers, for controllers on other hosts
     {"id", "op": "leave", "grace_s"} -> {}, when all workers have ended
     <- {"reply": id, ...} or {"reply": id, "error": why}
@@ -42,11 +43,14 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.base.folders import run_shm_dir, write_atomically
+from lockstep.base.limits import raise_descriptor_limit
 from lockstep.base.network import PortRange
 from lockstep.base.transport.auth_handshake import Listener
 from lockstep.base.transport.frames import Connection, ConnectionClosed, WireError
+from lockstep.base.transport.run_token import TOKEN_VARIABLE, take_token
 from lockstep.watch.agent.fork_server import become_subreaper
 from lockstep.watch.agent.monitoring_service import MonitoringService
+from lockstep.watch.agent.prepared_agent import PreparedForkServer
 from lockstep.watch.agent.service_discovery import ControllerLiveness, Leader, ServiceAddress, Superseded
 from lockstep.watch.agent.worker_spawner import SpawnRequest, WorkerProcess, WorkerSpawner
 from lockstep.watch.beacon.writer import close_beacon, current_beacon, open_beacon
@@ -113,6 +117,10 @@ class NodeAgent:
         self._monitoring = MonitoringService(
             settings.run, settings.node, self._selector, self._spawner.workers, self._send, self._reply
         )
+
+    def adopt(self, fork_server: PreparedForkServer) -> None:
+        """Forks workers with these modules from a fork server that exists already."""
+        self._spawner.adopt(fork_server)
 
     def run(self) -> None:
         """Serves until all workers have ended."""
@@ -287,7 +295,7 @@ class NodeAgent:
             return
         if message["note"] is not None:
             write_atomically(self.settings.folder / f"{message['name']}.json", str(message["note"]).encode())
-        token = {"LOCKSTEP_TOKEN": self.settings.token} if message["token"] else {}  # never sent over the network
+        token = {TOKEN_VARIABLE: self.settings.token} if message["token"] else {}  # never sent over the network
         self._spawner.spawn(SpawnRequest(
             name=str(message["name"]), argv=[str(word) for word in message["argv"]], env={**message["env"], **token},
             log=str(message["log"]), cwd=str(message["cwd"]), preload=tuple(message["preload"]), note=message["note"],
@@ -303,8 +311,13 @@ class NodeAgent:
         if name not in self._spawner.workers:
             self._reply(number, {"error": f"no worker is named {name!r}"})
             return
-        self._monitoring.expect_end(name)
+        self._monitoring.expect_end(name, self._spawner.workers[name].pid)
         self._reply(number, {"alive": self._spawner.send_signal(name, int(message["signal"]))})
+
+    def _op_expect_end(self, connection: Connection, number: str, message: dict[str, Any]) -> None:
+        if (child := self._spawner.workers.get(message["name"])) is not None:
+            self._monitoring.expect_end(child.name, child.pid)
+        self._reply(number, {})
 
     def _op_leave(self, connection: Connection, number: str, message: dict[str, Any]) -> None:
         self._begin_shutdown(f"requested by {connection.peer.name}", float(message["grace_s"]))
@@ -374,16 +387,22 @@ def main() -> None:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--node", default=platform.node(), help="the name of this host in verdicts")
     parser.add_argument("--ports", type=int, nargs=2, help="the first and the last port that may be used")
+    parser.add_argument("--fork-server", type=PreparedForkServer.from_json, help="forked from the controller")
     chosen = parser.parse_args()
-    token = os.environ.pop("LOCKSTEP_TOKEN", "")
-    if not token:
-        sys.exit("LOCKSTEP_TOKEN is not set: the agent needs the run's token")
+    try:
+        token = take_token("the agent")
+    except ValueError as error:
+        sys.exit(str(error))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    raise_descriptor_limit()
     settings = AgentSettings(
         chosen.run, chosen.generation, token, chosen.folder, chosen.controller, chosen.orphan_grace,
         chosen.kill_grace, chosen.host, chosen.node, chosen.ports and tuple(chosen.ports),
     )  # fmt: skip
-    NodeAgent(settings).run()
+    agent = NodeAgent(settings)
+    if chosen.fork_server is not None:
+        agent.adopt(chosen.fork_server)
+    agent.run()
 
 
 if __name__ == "__main__":

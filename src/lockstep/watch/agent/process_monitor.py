@@ -123,8 +123,9 @@ class ProcessMonitor:
     """All processes of a run on this host."""
 
     run: str
-    intended_ends: set[str] = field(default_factory=set)
-    """Names of processes that were ended on purpose, so their exit codes do not matter."""
+    intended_ends: set[tuple[str, int]] = field(default_factory=set)
+    """Names and pids of processes that are ended on purpose, so their exit codes do not matter. Recorded before the
+    signal, and for a process that was not sampled yet as well."""
     tracked: dict[str, ProcessState] = field(default_factory=dict)
     """All processes by name, including ended ones."""
     replaced: dict[str, int] = field(default_factory=dict)
@@ -250,7 +251,6 @@ class ProcessMonitor:
         before = self.tracked.get(process.name)
         if before is not None:
             before.stop_watching()
-        self.intended_ends.discard(process.name)
         process.progress_ns = process.active_ns = time.monotonic_ns()
         self.tracked[process.name] = process
 
@@ -315,7 +315,8 @@ class ProcessMonitor:
     def _ended(self, process: ProcessState, code: int, now: int) -> None:
         process.liveness = Liveness.EXITED if code == 0 else Liveness.DEAD
         process.exit_code, process.ended_ns = code, now
-        process.ended_on_purpose = process.name in self.intended_ends
+        intended = (process.name, process.pid) in self.intended_ends
+        process.ended_on_purpose = intended or exit_causes.end_was_requested(self.run)
         known = None if code == NO_EXIT_CODE else code
         log_text = exit_causes.read_tail(process.log) if process.log is not None else ""
         out_of_memory = self._was_oom_killed(process, known)

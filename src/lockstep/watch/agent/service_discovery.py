@@ -6,6 +6,7 @@ on the previous controller is superseded, even if it is still alive, for example
 """
 
 import contextlib
+import itertools
 import json
 import os
 import time
@@ -13,10 +14,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from lockstep.base.errors import PicklableError
-from lockstep.base.folders import file_lock, make_run_shm_dir, run_shm_dir, write_atomically
+from lockstep.base.folders import file_lock, make_run_shm_dir, open_file, run_shm_dir, write_atomically
+from lockstep.base.json_text import parse_json, read_json
 from lockstep.watch.procfs import processes
 
 LEADER_FILE = "leader.json"
+AGENT_MODULE = "lockstep.watch.agent.node_agent"
 
 
 class Superseded(PicklableError, RuntimeError):
@@ -46,7 +49,7 @@ class Leader:
     def publish(self, run: str) -> None:
         """Makes this controller the run's leader. Raises Superseded when the run has a later one."""
         path = make_run_shm_dir(run) / LEADER_FILE
-        descriptor = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        descriptor = open_file(path.with_suffix(".lock"), os.O_RDWR)
         try:
             with file_lock(descriptor):
                 current = Leader.read(run)
@@ -60,7 +63,7 @@ class Leader:
     def read(run: str) -> "Leader | None":
         """The run's newest leader; None when there is none."""
         try:
-            return Leader(**json.loads(_leader_path(run).read_text()))
+            return Leader(**read_json(_leader_path(run)))
         except (OSError, ValueError, TypeError):
             return None
 
@@ -133,13 +136,38 @@ class ServiceAddress:
     def remove(path: Path) -> None:
         """Removes the file if this process wrote it, and not if another process has replaced it."""
         with contextlib.suppress(OSError, ValueError):
-            if json.loads(path.read_text())["pid"] == os.getpid():
+            if read_json(path)["pid"] == os.getpid():
                 path.unlink()
 
     @staticmethod
     def read(folder: Path) -> "ServiceAddress":
-        """Raises FileNotFoundError when no agent serves this folder."""
-        return ServiceAddress(**json.loads((folder / "agent.json").read_text()))
+        """Raises FileNotFoundError when no agent serves this folder, and ValueError for a file of another form."""
+        return ServiceAddress.parse((folder / "agent.json").read_bytes())
+
+    @staticmethod
+    def parse(text: bytes) -> "ServiceAddress":
+        """Parses the content of the file. Raises ValueError."""
+        values = parse_json(text, "the address of a service", max_bytes=1 << 16)
+        kinds = {"run": str, "generation": int, "host": str, "port": int, "pid": int, "start_ticks": int}
+        if not isinstance(values, dict) or {name: type(value) for name, value in values.items()} != kinds:
+            raise ValueError(f"expected an object with {', '.join(kinds)}")
+        run_shm_dir(values["run"])
+        return ServiceAddress(**values)
+
+    def names_agent(self, folder: Path) -> bool:
+        """Whether the process that this address names is the agent of the run that serves this folder, started by this
+        user. The file may be older than the process, or written by somebody who wants another process to be killed."""
+        words = processes.command_line(self.pid)
+        options = dict(itertools.pairwise(words))
+        if AGENT_MODULE not in words or options.get("--run") != self.run or "--folder" not in options:
+            return False
+        try:
+            served = Path(f"/proc/{self.pid}/cwd") / options["--folder"]  # the option may be a relative path
+            same = served.samefile(folder)
+        except OSError:
+            return False
+        own = processes.owner_uid(self.pid) == os.geteuid()
+        return same and own and processes.is_alive(self.pid, self.start_ticks)
 
 
 FIRST_ATTACH_S = 60.0

@@ -4,6 +4,7 @@ The agent's loop drives `WorkerSpawner`, which registers its sockets with the lo
 callbacks.
 """
 
+import contextlib
 import json
 import logging
 import os
@@ -14,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,17 +23,13 @@ from typing import Any
 import psutil
 
 from lockstep.base.text import log_tail
+from lockstep.base.transport.run_token import TOKEN_VARIABLE
 from lockstep.watch.agent.fork_server import can_fork
+from lockstep.watch.agent.prepared_agent import PreparedForkServer, import_time_variables
 from lockstep.watch.procfs.processes import start_ticks
 
 log = logging.getLogger(__name__)
 
-_IMPORT_TIME_PREFIXES = (
-    "OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "MALLOC_", "LD_", "PYTHON", "TORCH", "PYTORCH", "HF_",
-    "TRANSFORMERS_", "TOKENIZERS_", "VLLM_", "CUDA_", "NCCL_", "LOCKSTEP_BEACONS",
-)  # fmt: skip
-"""Prefixes of variables that modules read while they are imported. Workers that differ in one of these do not share a
-fork server."""
 _MAX_FAILURES = 3
 """After this many failures of a fork server, its workers start without preloaded modules."""
 
@@ -82,6 +79,21 @@ class WorkerProcess:
         return log_tail(Path(self.log))
 
 
+class _AdoptedProcess:
+    """A child that another program started before this process executed the agent."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self.args: list[str] = []
+        with contextlib.suppress(psutil.Error):  # it has ended, which the next look at the children finds out
+            self.args = psutil.Process(pid).cmdline()
+
+    def kill(self) -> None:
+        """Kills the process, which is not waited for yet, so that its pid is its own."""
+        os.kill(self.pid, signal.SIGKILL)
+
+
 @dataclass
 class _ForkServer:
     """A fork server and its requests. See `lockstep.watch.agent.fork_server` for the messages."""
@@ -90,7 +102,7 @@ class _ForkServer:
     """The modules to preload, and the variables that affect their import; empty for the fork server without preloaded
     modules, whose workers may have any variables."""
     preload: tuple[str, ...]
-    popen: "subprocess.Popen[bytes]"
+    process: "subprocess.Popen[bytes] | _AdoptedProcess"
     socket: socket.socket
     ready: bool = False
     waiting: deque[SpawnRequest] = field(default_factory=deque)
@@ -134,7 +146,7 @@ class WorkerSpawner:
         self._dispatch(request, request.preload if can_fork(request.argv) else ())
 
     def _dispatch(self, request: SpawnRequest, preload: tuple[str, ...]) -> None:
-        key: tuple[Any, ...] = (preload, *self._import_variables(request.env)) if preload else ()
+        key: tuple[Any, ...] = (preload, *import_time_variables(request.env)) if preload else ()
         if preload and self._failures.get(key, 0) >= _MAX_FAILURES:
             self._dispatch(request, ())
             return
@@ -148,9 +160,12 @@ class WorkerSpawner:
         server.waiting.append(request)
         self._send_next(server)
 
-    @staticmethod
-    def _import_variables(env: dict[str, str]) -> Iterator[tuple[str, str]]:
-        return ((name, env[name]) for name in sorted(env) if name.startswith(_IMPORT_TIME_PREFIXES))
+    def adopt(self, prepared: PreparedForkServer) -> None:
+        """Takes over a fork server that was forked from the controller, a child of this process."""
+        own_end = socket.socket(fileno=prepared.descriptor)
+        own_end.set_inheritable(False)
+        key = (prepared.preload, *prepared.variables)
+        self._add(_ForkServer(key, prepared.preload, _AdoptedProcess(prepared.pid), own_end))
 
     def _start_fork_server(self, key: tuple[Any, ...], preload: tuple[str, ...], request: SpawnRequest) -> _ForkServer:
         own_end, its_end = socket.socketpair()
@@ -161,7 +176,7 @@ class WorkerSpawner:
         # Users' functions can read /proc/PID/environ, which shows the environment that a process was started with. So
         # the token is not in it; it reaches the worker with its request. The fork server without preloaded modules
         # serves workers of any environment, so it inherits the agent's.
-        env = {name: value for name, value in request.env.items() if name != "LOCKSTEP_TOKEN"} if preload else None
+        env = {name: value for name, value in request.env.items() if name != TOKEN_VARIABLE} if preload else None
         try:
             popen = subprocess.Popen(
                 argv, env=env, cwd=request.cwd if preload else None,
@@ -172,10 +187,13 @@ class WorkerSpawner:
             raise
         finally:
             its_end.close()
-        own_end.setblocking(False)
-        server = self._servers[key] = _ForkServer(key, preload, popen, own_end)
-        self._selector.register(own_end, selectors.EVENT_READ, lambda mask: self._receive(server))
-        log.info("fork server %d for %s", popen.pid, ", ".join(preload) or "workers without preloads")
+        return self._add(_ForkServer(key, preload, popen, own_end))
+
+    def _add(self, server: _ForkServer) -> _ForkServer:
+        self._servers[server.key] = server
+        server.socket.setblocking(False)
+        self._selector.register(server.socket, selectors.EVENT_READ, lambda mask: self._receive(server))
+        log.info("fork server %d for %s", server.process.pid, ", ".join(server.preload) or "workers without preloads")
         return server
 
     def _send_next(self, server: _ForkServer) -> None:
@@ -257,8 +275,8 @@ class WorkerSpawner:
         self._failures[server.key] = self._failures.get(server.key, 0) + failed
         self._selector.unregister(server.socket)
         server.socket.close()
-        if server.popen.returncode is None:
-            server.popen.kill()
+        if server.process.returncode is None:
+            server.process.kill()
         requests = server.unfinished()
         if server.forking is not None:
             self._kill_unreported(server, server.forking)
@@ -273,11 +291,13 @@ class WorkerSpawner:
     def _kill_unreported(self, server: _ForkServer, request: SpawnRequest) -> None:
         """Kills a worker that the fork server may have forked but not reported before it died, so that the worker does
         not run twice."""
-        known = {child.pid for child in self.living()} | {each.popen.pid for each in (server, *self._servers.values())}
+        known = {child.pid for child in self.living()} | {
+            each.process.pid for each in (server, *self._servers.values())
+        }
         for process in psutil.Process().children():
             try:
                 # The worker has the fork server's command line until it has taken its own.
-                is_worker = process.pid not in known and process.cmdline() in (server.popen.args, request.argv)
+                is_worker = process.pid not in known and process.cmdline() in (server.process.args, request.argv)
             except psutil.Error:
                 continue
             if is_worker:
@@ -297,11 +317,11 @@ class WorkerSpawner:
             if child is not None:  # no descendant may survive; the uncollected zombie keeps its group id from reuse
                 _signal_group(pid, signal.SIGKILL)
             code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-            server = next((each for each in self._servers.values() if each.popen.pid == pid), None)
+            server = next((each for each in self._servers.values() if each.process.pid == pid), None)
             if child is not None:
                 self._end(child, code)
             elif server is not None:
-                server.popen.returncode = code
+                server.process.returncode = code
                 log.warning("fork server %d ended with %d", pid, code)
                 self._receive(server)  # messages that it sent before its end
                 self._discard(server)

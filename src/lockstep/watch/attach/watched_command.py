@@ -8,12 +8,10 @@ import contextlib
 import logging
 import os
 import platform
-import secrets
 import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,13 +22,14 @@ import psutil
 
 from lockstep.base import waits
 from lockstep.base.errors import PicklableError
-from lockstep.base.folders import make_run_shm_dir, new_run_id, run_shm_dir
+from lockstep.base.folders import hold_folder, make_run_shm_dir, new_run_id, remove_stale_run_dirs, run_shm_dir
+from lockstep.base.transport.run_token import TOKEN_VARIABLE, new_run_token
 from lockstep.base.wait_state import WaitTimeout
 from lockstep.watch.agent.agent_client import AgentClient, AgentError, start_agent
 from lockstep.watch.agent.service_discovery import ServiceAddress
 from lockstep.watch.diagnosis.verdict import StallThresholds, VerdictLevel
+from lockstep.watch.procfs.exit_causes import record_end_request
 from lockstep.watch.supervisor.multi_node import (
-    TOKEN_VARIABLE,
     WATCH_GENERATION,
     RemoteSupervisorClient,
     SupervisorEndpoint,
@@ -48,6 +47,8 @@ GRACE_S = 30.0
 """Seconds between SIGTERM to a stalled command and SIGKILL to its remaining processes. torchrun may need that long to
 end its ranks."""
 FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT)
+"""These signals ask the command to end, so that ends of its processes are no failures."""
 TERMINAL_SIGNALS = (signal.SIGINT, signal.SIGQUIT)
 """The terminal sends these signals to the command as well, so `lockstep watch` ignores them."""
 
@@ -94,12 +95,13 @@ def run_watched(
     Raises:
         CommandNotStarted: there is no such command, or it is not executable.
     """
-    run, token = new_run_id(watched.name), watched.meeting.token if watched.meeting else secrets.token_hex(16)
-    with tempfile.TemporaryDirectory(prefix="lockstep-watch-") as folder, contextlib.ExitStack() as stack:
-        for each in (run, watched.meeting.run) if watched.meeting else (run,):
-            stack.callback(shutil.rmtree, run_shm_dir(each), ignore_errors=True)
-        make_run_shm_dir(run)
-        signals = stack.enter_context(_SignalForwarder())
+    run, token = new_run_id(watched.name), watched.meeting.token if watched.meeting else new_run_token()
+    with contextlib.ExitStack() as stack:
+        remove_stale_run_dirs()
+        stack.callback(shutil.rmtree, run_shm_dir(run), ignore_errors=True)
+        shared = make_run_shm_dir(run)  # the agent removes it as well, at the latest when this process was killed
+        stack.callback(os.close, hold_folder(shared))
+        signals = stack.enter_context(_SignalForwarder(run))
         process = _start(watched.command, watched_environment(os.environ, run))
         signals.forward_to(process)
         stalled = threading.Event()
@@ -111,7 +113,7 @@ def run_watched(
             if watched.on_stall == "kill" and event.level != VerdictLevel.NOTICE and event.change != "withdrawn":
                 stalled.set()
 
-        with _monitoring(watched, run, token, Path(folder), handle, on_problem):
+        with _monitoring(watched, run, token, shared / "services", handle, on_problem):
             code = _wait_for_exit(process, stalled)
         if code is None:
             _terminate(process)
@@ -194,17 +196,19 @@ def _supervisor_settings(watched: WatchedCommand, run: str, folder: Path, agent:
     )
     if watched.meeting is None:
         return settings
-    return replace(settings, run=watched.meeting.run, host=watched.meeting.host, port=watched.meeting.port)
+    return replace(settings, meeting=watched.meeting.run, host=watched.meeting.host, port=watched.meeting.port)
 
 
 class _SignalForwarder:
     """Forwards signals of this process to the command, including signals that arrive before the command runs.
 
     A signal that was ignored when this process started (nohup) remains ignored, also in the command. If it had a
-    handler here, the command would start with its default action.
+    handler here, the command would start with its default action. A signal that asks the command to end is recorded
+    for the agent of `run` before it is forwarded.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, run: str) -> None:
+        self._run = run
         self._process: subprocess.Popen[bytes] | None = None
         self._early: list[int] = []
         self._before: dict[int, Any] = {}
@@ -212,7 +216,7 @@ class _SignalForwarder:
     def __enter__(self) -> "_SignalForwarder":
         for number in (*FORWARDED_SIGNALS, *TERMINAL_SIGNALS):
             if signal.getsignal(number) is not signal.SIG_IGN:
-                handler = self._forward if number in FORWARDED_SIGNALS else _ignore_signal
+                handler = self._forward if number in FORWARDED_SIGNALS else self._ignore
                 self._before[number] = signal.signal(number, handler)
         return self
 
@@ -229,12 +233,15 @@ class _SignalForwarder:
         if self._process is None:
             self._early.append(number)
             return
+        if number in ENDING_SIGNALS:
+            record_end_request(self._run)
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(number)
 
-
-def _ignore_signal(number: int, frame: object) -> None:
-    """Ignores a signal. The command does not inherit this handler, as it would inherit SIG_IGN."""
+    def _ignore(self, number: int, frame: object) -> None:
+        """Leaves a signal of the terminal to the command, which does not inherit this handler, as it would inherit
+        SIG_IGN."""
+        record_end_request(self._run)
 
 
 def _process_tree(pid: int) -> list[psutil.Process]:

@@ -28,7 +28,8 @@ class BeaconSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class CounterRow:
-    """A counter. `rate` is its growth per second since an earlier snapshot; None without one of the same process."""
+    """A counter. `rate` is its growth per second since an earlier snapshot, never negative; None without a snapshot of
+    the same process."""
 
     name: str
     value: int
@@ -127,7 +128,10 @@ def _counter_row(
     now: BeaconSnapshot, name: str, counter: ProgressCounter, before_ns: int, before: ProgressCounter | None
 ) -> CounterRow:
     seconds = (now.at_ns - before_ns) / 1e9
-    rate = (counter.value - before.value) / seconds if before is not None and seconds > 0 else None
+    rate = None
+    if before is not None and seconds > 0:
+        # A counter that is lower than before has begun again, as those of a step do.
+        rate = (counter.value - before.value if counter.value >= before.value else max(0, counter.value)) / seconds
     return CounterRow(name, counter.value, counter.total, rate, _age_s(now, counter.updated_ns))
 
 

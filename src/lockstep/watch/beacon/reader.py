@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from lockstep.base.folders import run_shm_dir
+from lockstep.base.folders import open_own_file, run_shm_dir
 from lockstep.base.wait_state import WaitRecord
 from lockstep.watch.beacon import call_ring
 from lockstep.watch.beacon.beacon_records import (
@@ -102,9 +102,10 @@ class BeaconReader:
 
 @contextlib.contextmanager
 def _open_beacon_file(path: Path) -> Iterator[RecordReader | None]:
-    """Opens a beacon and copies its fixed part; yields None if the file is not a beacon of this version."""
+    """Opens a beacon and copies its fixed part; yields None if the file is not a beacon of this version, or
+    not of this user."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        descriptor = open_own_file(path)
     except OSError:
         yield None
         return

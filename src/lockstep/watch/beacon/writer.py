@@ -1,8 +1,9 @@
 """Writes the beacon of this process: a small file in shared memory that shows what the process is doing.
 
 A beacon has a fixed layout and is mapped into its writer. Its path is `<base>/<run>/<name>.beacon`, where base is
-`$LOCKSTEP_BEACONS`, else `/dev/shm/lockstep`, else a folder in the temporary directory. Readers copy the file; they
-need no cooperation of the writer, which may be stopped, hung or dead.
+`$LOCKSTEP_BEACONS`, else `/dev/shm/lockstep-UID`, else a folder in the temporary directory. Readers copy the file; they
+need no cooperation of the writer, which may be stopped, hung or dead. An open beacon holds the run's folder (see
+`base.folders.hold_folder`).
 """
 
 import contextlib
@@ -14,7 +15,7 @@ import threading
 import time
 from pathlib import Path
 
-from lockstep.base.folders import make_run_shm_dir
+from lockstep.base.folders import create_file, hold_folder, make_run_shm_dir
 from lockstep.base.wait_state import WaitRecord, show_waits_on
 from lockstep.watch.beacon import call_ring
 from lockstep.watch.beacon.beacon_records import (
@@ -51,8 +52,9 @@ _BEACON_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,94}")
 class Beacon:
     """Writes a beacon. All methods may be called from any thread and take about a microsecond."""
 
-    def __init__(self, path: Path, memory: mmap.mmap) -> None:
+    def __init__(self, path: Path, memory: mmap.mmap, hold: int | None = None) -> None:
         self.path = path
+        self._hold = hold
         self._inode = path.stat().st_ino
         self._memory = memory
         self._lock = threading.RLock()  # reentrant: a signal handler may write while its thread writes
@@ -176,6 +178,8 @@ class Beacon:
                     self._call_rings.close()
                     self._call_rings = None
                 self._memory.close()
+                if self._hold is not None:
+                    os.close(self._hold)
             if remove and self._is_ours():
                 self.path.unlink(missing_ok=True)
                 with contextlib.suppress(OSError):  # only the last process can remove the run's folder
@@ -216,7 +220,7 @@ def open_beacon(run: str, name: str, role: str, rank: int) -> Beacon:
         raise ValueError(f"beacon name {name!r}: expected up to 95 letters, digits, '.', '_' or '-'")
     folder = make_run_shm_dir(run)
     path, draft = folder / f"{name}.beacon", folder / f".{name}.{os.getpid()}.{secrets.token_hex(3)}"
-    descriptor = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    descriptor = create_file(draft, os.O_RDWR)
     try:
         os.ftruncate(descriptor, FILE_SIZE)  # sparse: unwritten parts cost nothing
         memory = mmap.mmap(descriptor, FILE_SIZE)
@@ -229,7 +233,7 @@ def open_beacon(run: str, name: str, role: str, rank: int) -> Beacon:
         encode_text(run, 64), encode_text(name, 96), encode_text(role, 32),
     )  # fmt: skip
     draft.rename(path)
-    previous, _current = _current, Beacon(path, memory)
+    previous, _current = _current, Beacon(path, memory, hold_folder(folder))
     previous.close()
     return _current
 

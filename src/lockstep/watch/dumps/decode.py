@@ -19,6 +19,7 @@ from itertools import compress
 from operator import itemgetter, not_
 from typing import Any
 
+from lockstep.base.text import count_noun
 from lockstep.watch.dumps.dump_parser import (
     DAMAGED_INPUT_ERRORS,
     MAX_RANKS,
@@ -156,7 +157,7 @@ class DumpDecoder:
             if bad and not entries and len(content) <= 2:
                 raise NotADump("is not a flight-recorder dump") from None
             if bad:
-                trace.notes.append(f"{bad} entries are unreadable")
+                trace.notes.append(f"{count_noun(bad, 'entry')} cannot be read")
             trace.groups = []
             try:
                 trace = self._decode_groups(trace, entries, full)

@@ -7,12 +7,16 @@ import contextlib
 import os
 import re
 import signal
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from lockstep.base.folders import run_shm_dir, write_atomically
 from lockstep.watch.diagnosis.failure_classes import class_of_own_error
 
 TAIL_BYTES = 64 << 10
+END_REQUEST_S = 60.0
+"""How long a job that was asked to end may take. torchrun kills ranks that have not ended 30 s after SIGTERM."""
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
 _OOM_KILL = re.compile(
     rb"(?:Out of memory|out of memory|oom-kill|oom_reaper).*?\b(?:Killed process|pid=|reaped process) ?(\d+)"
@@ -27,6 +31,25 @@ class ExitCause:
     cause: str = ""
     error: str = ""
     """The last exception of the process, or a description of the signal."""
+
+
+def record_end_request(run: str) -> None:
+    """Records that the whole job is asked to end, before it gets the signal. Signal handlers may call it."""
+    with contextlib.suppress(OSError):
+        write_atomically(_end_request_file(run), str(time.monotonic_ns()).encode())
+
+
+def end_was_requested(run: str) -> bool:
+    """Whether the job was asked to end within the last `END_REQUEST_S`, so that ends of processes are no failures."""
+    try:
+        at_ns = int(_end_request_file(run).read_bytes())
+    except (OSError, ValueError):
+        return False
+    return time.monotonic_ns() - at_ns <= END_REQUEST_S * 1e9
+
+
+def _end_request_file(run: str) -> Path:
+    return run_shm_dir(run) / "end-requested"
 
 
 def oom_kill_count(pid: int | str = "self") -> int | None:

@@ -1,8 +1,10 @@
 """Processes of this host, as /proc and pidfds describe them: state, start time, usage, children, exit codes."""
 
 import contextlib
+import errno
 import fcntl
 import os
+import signal
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,6 +81,55 @@ def parent_pid(pid: int) -> int | None:
 def is_alive(pid: int, start: int | None = None) -> bool:
     """Whether the process exists and is not a zombie."""
     return process_state(pid, start) not in (None, "Z", "X")
+
+
+def ancestor_pids() -> list[int]:
+    """The pids of this process and of its parents, up to the first process of the pid namespace."""
+    found, pid = list[int](), os.getpid()
+    while pid:
+        found.append(pid)
+        pid = parent_pid(pid) or 0
+    return found
+
+
+def send_signal(pid: int, start: int | None, number: int) -> bool:
+    """Sends a signal to the process with this pid and start time; returns whether it was sent. Never sends one to
+    process 1, to this process or to its parents, whoever asks for it, and never to a process that reuses the pid."""
+    if pid <= 1 or pid in ancestor_pids():
+        return False
+    with contextlib.suppress(ProcessLookupError):
+        try:
+            descriptor = os.pidfd_open(pid)
+        except OSError as error:
+            if error.errno not in (errno.ENOSYS, errno.EPERM):  # Linux before 5.3, or a sandbox without pidfds
+                return False
+            if is_alive(pid, start):
+                os.kill(pid, number)
+                return True
+            return False
+        try:
+            if is_alive(pid, start):  # from here on, the descriptor is that of this process
+                signal.pidfd_send_signal(descriptor, number)
+                return True
+        finally:
+            os.close(descriptor)
+    return False
+
+
+def command_line(pid: int) -> list[str]:
+    """The arguments of a process; empty if it has ended or is no longer readable."""
+    try:
+        return [word for word in (_read_proc(f"/proc/{pid}/cmdline", 1 << 16) or "").split("\0") if word]
+    except PermissionError:
+        return []
+
+
+def owner_uid(pid: int) -> int | None:
+    """The user of a process; None if there is no such process."""
+    try:
+        return Path(f"/proc/{pid}").stat().st_uid
+    except OSError:
+        return None
 
 
 def _proc_stat(pid: int) -> list[str] | None:

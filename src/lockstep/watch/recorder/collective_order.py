@@ -14,7 +14,7 @@ import mmap
 import os
 import time
 
-from lockstep.base.folders import file_lock, make_run_shm_dir
+from lockstep.base.folders import file_lock, make_run_shm_dir, open_file
 from lockstep.watch.procfs.processes import is_alive, start_ticks
 
 ROWS = 512
@@ -39,7 +39,7 @@ class OrderCheck:
 
     def __init__(self, run: str, identity: int, rank: int, beacon: str, slot: int) -> None:
         self.path = make_run_shm_dir(run) / f"{identity:016x}.board"
-        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        descriptor = open_file(self.path, os.O_RDWR)
         try:
             with file_lock(descriptor):  # released explicitly: the mapping keeps the file open, and with it the lock
                 if os.fstat(descriptor).st_size < _SIZE:

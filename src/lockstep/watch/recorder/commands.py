@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.base.errors import CollectiveStalled
-from lockstep.base.folders import file_lock, make_run_shm_dir, run_shm_dir
+from lockstep.base.folders import file_lock, make_run_shm_dir, open_file, run_shm_dir
 
 COMMANDS_FILE = "orders.jsonl"
 VERDICT_WAIT_S = 2.0
@@ -48,14 +48,13 @@ class RankCommand:
 def open_command_file(run: str) -> Path:
     """Creates the command file and returns its path. From then on the run counts as watched."""
     path = make_run_shm_dir(run) / COMMANDS_FILE
-    path.touch(mode=0o600)
+    os.close(open_file(path))
     return path
 
 
 def send_command(run: str, op: str, names: Iterable[str] | None = None, **body: Any) -> int:
     """Appends a command. Returns its number, which counts from 1. Several processes may send at the same time."""
-    path = open_command_file(run)
-    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
+    descriptor = open_file(open_command_file(run), os.O_RDWR | os.O_APPEND)
     try:
         with file_lock(descriptor):
             number = _count_lines(descriptor) + 1

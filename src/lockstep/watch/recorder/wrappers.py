@@ -88,15 +88,21 @@ class CollectiveWrappers:
         setattr(module, name, wrapper)
 
     def patch_copies(self) -> None:
-        """Wraps the functions under the names that other modules have imported from torch.distributed already."""
+        """Wraps the functions under the names that other modules have imported from torch.distributed already.
+
+        These are the functions' own names, except in torch's functional collectives. Reading every value of every
+        module instead would change their reference counts, and a forked worker would copy most of the pages that it
+        shares with its fork server.
+        """
+        own = {original.__name__ for original, _ in self._wrapped.values()}
         for module in list(sys.modules.values()):
-            names = getattr(module, "__dict__", None)
-            if not isinstance(module, ModuleType) or not names:
+            known = getattr(module, "__dict__", None)
+            if not isinstance(module, ModuleType) or not known:
                 continue
-            for name, value in list(names.items()):
-                pair = self._wrapped.get(id(value))
-                if pair is not None and pair[0] is value:
-                    self._replaced.append((module, name, value))
+            for name in list(known) if module.__name__ == FUNCTIONAL_MODULE else own & known.keys():
+                pair = self._wrapped.get(id(known[name]))
+                if pair is not None and pair[0] is known[name]:
+                    self._replaced.append((module, name, pair[0]))
                     setattr(module, name, pair[1])
 
     def undo(self) -> None:

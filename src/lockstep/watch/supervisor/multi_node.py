@@ -1,13 +1,11 @@
 """Watches a job on several nodes: one supervisor connects to the agents of all nodes.
 
-All nodes are given the address of the supervisor's node, as with torchrun's `--rdzv-endpoint`, and the same token in
-`LOCKSTEP_TOKEN`.
+All nodes are given the address of the supervisor's node, as with torchrun's `--rdzv-endpoint`, and the same token, see
+`run_token.shared_token`.
 """
 
 import contextlib
-import hashlib
 import json
-import os
 import socket
 import threading
 import time
@@ -15,16 +13,20 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from lockstep.base import waits
-from lockstep.base.transport.frames import Connection, WireError
+from lockstep.base.transport.frames import Connection, HandshakeRefused, WireError
+from lockstep.base.transport.run_token import TOKEN_VARIABLE, shared_token, token_path, with_tls
 from lockstep.base.wait_state import WaitTimeout
 from lockstep.watch.agent.service_discovery import ServiceAddress
 from lockstep.watch.supervisor.supervisor_client import SupervisorEvent, subscribe
 
-TOKEN_VARIABLE = "LOCKSTEP_TOKEN"
 DEFAULT_PORT = 29477
 UNREACHABLE_AFTER_S = 60.0
 """After this long without a supervisor, a warning is printed."""
 WATCH_GENERATION = 1
+SAME_TOKEN = (
+    f"Set {TOKEN_VARIABLE} to the same token on all nodes, or copy ~/.lockstep/{token_path().name} of one node to the "
+    "others"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,29 +38,30 @@ class SupervisorEndpoint:
     token: str
 
     @staticmethod
-    def read(text: str) -> "SupervisorEndpoint":
-        """Parses `HOST:PORT` or `HOST`, and reads the token from the environment.
+    def read(text: str, tls: bool = False) -> "SupervisorEndpoint":
+        """Parses `HOST:PORT` or `HOST`, and finds the token.
+
+        Args:
+            tls: whether the connections between the nodes use TLS.
 
         Raises:
-            ValueError: the host is unknown, the port is invalid, or no token is set.
+            ValueError: the host is unknown, the port is invalid, or the token can be guessed.
+            PermissionError: other users can read the file with the token.
         """
         host, _, port = text.rpartition(":") if ":" in text else (text, "", str(DEFAULT_PORT))
-        token = os.environ.get(TOKEN_VARIABLE, "")
         if not host or not port.isdecimal() or not 0 < int(port) < 65536:
             raise ValueError(f"--supervisor {text}: expected HOST:PORT")
-        if len(token) < 16:
-            raise ValueError(
-                f"--supervisor {text}: set {TOKEN_VARIABLE} on all nodes to the same 16 or more secret characters"
-            )
         try:
-            return SupervisorEndpoint(socket.gethostbyname(host), int(port), token)
+            address = socket.gethostbyname(host)
         except OSError as error:
             raise ValueError(f"--supervisor {text}: no host {host} ({error})") from error
+        token = shared_token()
+        return SupervisorEndpoint(address, int(port), with_tls(token) if tls else token)
 
     @property
     def run(self) -> str:
-        """The supervisor's run id, which every node derives from port and token."""
-        return f"watch-{hashlib.sha256(f'{self.port} {self.token}'.encode()).hexdigest()[:12]}"
+        """The name by which nodes ask for the supervisor. It says nothing about the token."""
+        return f"watch at port {self.port}"
 
     def is_local(self) -> bool:
         """Whether the address belongs to this node and the port is still free."""
@@ -111,10 +114,13 @@ class RemoteSupervisorClient:
                     self._listen(connection)
                     connected_at, warned = time.monotonic(), False
             except WireError as error:
-                if not warned and time.monotonic() - connected_at > UNREACHABLE_AFTER_S:
+                refused = isinstance(error, HandshakeRefused)
+                if not warned and (refused or time.monotonic() - connected_at > UNREACHABLE_AFTER_S):
                     warned = True
+                    remedy = f". {SAME_TOKEN}" if isinstance(error, HandshakeRefused) and error.code == "token" else ""
                     self._on_trouble(
-                        f"no supervisor at {supervisor.host}:{supervisor.port}: this node is not monitored ({error})"
+                        f"no supervisor at {supervisor.host}:{supervisor.port}: this node is not monitored "
+                        f"({error}){remedy}"
                     )
             self._closing.wait(1.0)
 

@@ -31,8 +31,10 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from lockstep.base.limits import raise_descriptor_limit
 from lockstep.base.transport.auth_handshake import Listener
 from lockstep.base.transport.frames import Connection
+from lockstep.base.transport.run_token import take_token
 from lockstep.watch.agent.service_discovery import ServiceAddress, is_superseded
 from lockstep.watch.beacon.writer import close_beacon, open_beacon
 from lockstep.watch.diagnosis.diagnose import diagnose
@@ -66,7 +68,13 @@ class Supervisor:
         self._selector = selectors.DefaultSelector()
         ports = (settings.port, settings.port) if settings.port else None
         self._listener = Listener(
-            token, settings.run, settings.generation, "supervisor", settings.host, ports, max_frame=64 << 20
+            token,
+            settings.meeting or settings.run,
+            settings.generation,
+            "supervisor",
+            settings.host,
+            ports,
+            max_frame=64 << 20,
         )
         self._subscribers = Subscribers(
             self._listener,
@@ -99,7 +107,11 @@ class Supervisor:
         beacon = open_beacon(self.settings.run, "supervisor", "supervisor", 0)
         beacon.stage("watching")
         address = ServiceAddress(
-            self.settings.run, self.settings.generation, self._listener.host, self._listener.port, os.getpid()
+            self.settings.meeting or self.settings.run,
+            self.settings.generation,
+            self._listener.host,
+            self._listener.port,
+            os.getpid(),
         )
         address.publish(self._path)
         try:
@@ -354,10 +366,12 @@ class Supervisor:
 
 
 def main() -> None:
-    token = os.environ.pop("LOCKSTEP_TOKEN", "")
-    if not token:
-        sys.exit("LOCKSTEP_TOKEN is not set: the supervisor needs the run's token")
+    try:
+        token = take_token("the supervisor")
+    except ValueError as error:
+        sys.exit(str(error))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    raise_descriptor_limit()
     Supervisor(SupervisorSettings.parse(sys.stdin.read()), token).run()
 
 

@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.base import waits
+from lockstep.base.folders import make_folder, open_file
 from lockstep.base.transport import auth_handshake
 from lockstep.base.transport.frames import Connection, WireError
+from lockstep.base.transport.run_token import TOKEN_VARIABLE
 from lockstep.base.wait_state import WaitTimeout
 from lockstep.watch.agent.service_discovery import ServiceAddress, is_superseded
 from lockstep.watch.diagnosis.evidence_types import WaitAlias, WaitCondition
@@ -61,6 +63,8 @@ class SupervisorSettings:
     host: str = "127.0.0.1"
     port: int = 0
     """0: any free port."""
+    meeting: str = ""
+    """The name by which agents and subscribers on other nodes ask for this supervisor; `run` if empty."""
 
     @staticmethod
     def parse(text: str) -> "SupervisorSettings":
@@ -123,10 +127,11 @@ def spawn_supervisor(settings: SupervisorSettings, token: str) -> "subprocess.Po
     process's arguments.
     """
     folder = settings.folder
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     argv = [sys.executable, "-P", "-m", "lockstep.watch.supervisor.supervisor"]
-    environment = {**os.environ, "LOCKSTEP_TOKEN": token, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    with (folder / "supervisor.log").open("ab") as output, tempfile.TemporaryFile() as source:
+    environment = {**os.environ, TOKEN_VARIABLE: token, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    log_file = open_file(folder / "supervisor.log", os.O_WRONLY | os.O_APPEND)
+    with os.fdopen(log_file, "ab") as output, tempfile.TemporaryFile() as source:
         source.write(settings.to_json().encode())
         source.seek(0)
         return subprocess.Popen(
@@ -137,8 +142,8 @@ def spawn_supervisor(settings: SupervisorSettings, token: str) -> "subprocess.Po
 def read_supervisor_address(folder: Path) -> ServiceAddress | None:
     """Reads the supervisor's address from its folder; None if there is none."""
     try:
-        return ServiceAddress(**json.loads((folder / "supervisor.json").read_text()))
-    except (OSError, ValueError, TypeError):
+        return ServiceAddress.parse((folder / "supervisor.json").read_bytes())
+    except (OSError, ValueError):
         return None
 
 

@@ -23,6 +23,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d as c10d
 
 from lockstep.base import waits
+from lockstep.base.folders import open_file
 from lockstep.base.wait_state import WaitTimeout, track_wait
 from lockstep.weights.errors import FolderFailed, LinkFailed
 from lockstep.weights.relay.link_protocol import Chunk, chunk_bytes, pack_chunk, unpack_chunk
@@ -68,7 +69,7 @@ class FileLinkSender:
         digest = hashlib.sha256()
         with _raise_as_folder_failed(self._path):
             unfinished.parent.mkdir(parents=True, exist_ok=True)
-            with unfinished.open("wb") as file:
+            with os.fdopen(open_file(unfinished, os.O_WRONLY | os.O_TRUNC), "wb") as file:
                 for piece in (len(header).to_bytes(_LENGTH_BYTES, "little"), header):
                     digest.update(piece)
                     file.write(piece)

@@ -19,7 +19,12 @@ from torch._C._distributed_c10d import Store
 from lockstep.base import waits
 from lockstep.cluster.protocol import concurrent
 from lockstep.watch.beacon.writer import current_beacon
-from lockstep.weights.distributed_setup import connect_store, init_default_group, use_gloo_interface
+from lockstep.weights.distributed_setup import (
+    connect_store,
+    init_default_group,
+    store_link_errors,
+    use_gloo_interface,
+)
 from lockstep.weights.errors import LinkFailed, NoStore, StaleVersion, TornWeights
 from lockstep.weights.relay import link_protocol
 from lockstep.weights.relay.link_protocol import (
@@ -91,7 +96,8 @@ class WeightRelay(RelayAPI):
         address: address at which other nodes reach it.
         generation: generation of the run.
         way: `gloo`, or `files` in `folder`, which all nodes share.
-        store_host, store_port: address of the run's rendezvous store.
+        store: URL of the run's rendezvous store. Each transfer connects to it, so that none is lost with a store that
+            was replaced.
         bucket_bytes: size of the largest chunk.
         check: how to verify received bytes by the checksums of their writers.
         delta: whether to send only chunks that have changed.
@@ -104,8 +110,7 @@ class WeightRelay(RelayAPI):
         address: str,
         generation: int,
         way: LinkBackend,
-        store_host: str,
-        store_port: int,
+        store: str,
         bucket_bytes: int = 64 << 20,
         check: ChecksumMode = "sampled",
         delta: bool = False,
@@ -115,7 +120,7 @@ class WeightRelay(RelayAPI):
         self.node, self.generation, self._way, self._limit_s = node, generation, way, limit_s
         self._bucket_bytes, self._check, self._delta = bucket_bytes, check, delta
         self._folder = None if folder is None else Path(folder)
-        self._keys: Store = connect_store(store_host, store_port, f"gen{generation}/weights")
+        self._store_url = store
         self._open_store: WeightStore | None = None
         self._sent: dict[int, SendProgress] = {}
         self._digests: dict[tuple[int, int, tuple[int, ...]], list[bytes]] = {}
@@ -171,9 +176,10 @@ class WeightRelay(RelayAPI):
             if base is None
             else RelayReceiverInfo(store.plan.digest, base.generation, base.version)
         )
-        with store.filling(version, ranks) as filling:
-            link_protocol.handshake_with_sender(self._keys, link, store.plan, info, self._limit_s / 2)
-            receiver = self._open_receiver(link)
+        with store_link_errors(self._store_url, link.name), store.filling(version, ranks) as filling:
+            keys = self._connect(link)
+            link_protocol.handshake_with_sender(keys, link, store.plan, info, self._limit_s / 2)
+            receiver = self._open_receiver(keys, link)
             try:
                 header = self._check_header(TransferHeader.decode(receiver.receive_header()), version, ranks, link)
                 chunks = cut_chunks(store.plan, header.records, header.limit)
@@ -184,7 +190,8 @@ class WeightRelay(RelayAPI):
                 receiver.close()
             filling.keep(header.records, self._check)
         self._base_differs = False
-        link_protocol.delete_link_keys(self._keys, link)
+        with contextlib.suppress(LinkFailed), store_link_errors(self._store_url, link.name):
+            link_protocol.delete_link_keys(keys, link)
         sent, total = sum(map(chunk_bytes, wanted)), sum(map(chunk_bytes, chunks))
         return ReceiveResult(sent, total, time.monotonic() - began, all_ranks)
 
@@ -205,14 +212,17 @@ class WeightRelay(RelayAPI):
 
     def _send(self, store: WeightStore, version: int, ranks: list[int], link: RelayLink) -> None:
         """Sends a version, in a thread per link."""
+        keys = None
         try:
-            with store.sending(version, ranks) as held:
-                self._send_version(store, held, version, ranks, link)
+            with store_link_errors(self._store_url, link.name), store.sending(version, ranks) as held:
+                keys = self._connect(link)
+                self._send_version(keys, store, held, version, ranks, link)
         except Exception as error:  # noqa: BLE001 - the controller polls the outcome
             log.warning("%s: %s", link.name, error)
             outcome = f"{type(error).__name__}: {error}"
             self._record_outcome(link, outcome)
-            link_protocol.refuse_transfer(self._keys, link, outcome)
+            with contextlib.suppress(LinkFailed), store_link_errors(self._store_url, link.name):
+                link_protocol.refuse_transfer(keys or self._connect(link), link, outcome)
         else:
             self._record_outcome(link, "")
 
@@ -222,8 +232,9 @@ class WeightRelay(RelayAPI):
         self._sent[link.number] = replace(self.sent(link.number), outcome=outcome)
 
     def _send_version(
-        self, store: WeightStore, held: OutgoingVersion, version: int, ranks: Sequence[int], link: RelayLink
-    ) -> None:
+        self, keys: Store, store: WeightStore, held: OutgoingVersion, version: int, ranks: Sequence[int],
+        link: RelayLink,
+    ) -> None:  # fmt: skip
         chunks = cut_chunks(store.plan, held.records, self._bucket_bytes)
 
         def check_not_superseded() -> None:
@@ -232,18 +243,20 @@ class WeightRelay(RelayAPI):
                 raise StaleVersion(version, newest.version)  # the trainer needs this buffer for the next version
 
         digests = (
-            self._chunk_digests(chunks, held, (self.generation, version, tuple(ranks)), link, check_not_superseded)
+            self._chunk_digests(
+                keys, chunks, held, (self.generation, version, tuple(ranks)), link, check_not_superseded
+            )
             if self._delta
             else []
         )
-        info = link_protocol.handshake_with_receiver(self._keys, link, store.plan, self._limit_s)
+        info = link_protocol.handshake_with_receiver(keys, link, store.plan, self._limit_s)
         receiver_digests = self._digests.get(
             (info.generation, -1 if info.version is None else info.version, tuple(ranks))
         )
         which = changed_chunks(receiver_digests, digests) if self._delta else list(range(len(chunks)))
         kept = [each.hex() for position, each in enumerate(digests) if position not in set(which)]
         header = TransferHeader(version, self.generation, self._bucket_bytes, which, kept, list(held.records))
-        sender = self._open_sender(link)
+        sender = self._open_sender(keys, link)
 
         def on_moved(count: int) -> None:
             self._count(count)
@@ -257,15 +270,15 @@ class WeightRelay(RelayAPI):
             sender.close()
 
     def _chunk_digests(
-        self, chunks: Sequence[Chunk], held: OutgoingVersion, key: tuple[int, int, tuple[int, ...]], link: RelayLink,
-        check_not_superseded: Callable[[], None],
+        self, keys: Store, chunks: Sequence[Chunk], held: OutgoingVersion, key: tuple[int, int, tuple[int, ...]],
+        link: RelayLink, check_not_superseded: Callable[[], None],
     ) -> list[bytes]:  # fmt: skip
         """Returns the digests of all chunks, which one thread computes for all receivers. Reports progress to the
         receiver."""
 
         def report_progress() -> object:
             self._sent[link.number] = replace(self.sent(link.number), summed=self._digested_bytes)
-            link_protocol.report_preparing(self._keys, link, self._digested_bytes)
+            link_protocol.report_preparing(keys, link, self._digested_bytes)
             return self._digested_bytes
 
         def is_ready() -> bool | None:
@@ -327,20 +340,23 @@ class WeightRelay(RelayAPI):
                     name = next(each.name for each in reversed(store.plan.entries) if each.offset <= start)
                     raise TornWeights(header.version, f"{name}, which was not sent", start, length)
 
-    def _open_sender(self, link: RelayLink) -> LinkSender:
+    def _connect(self, link: RelayLink) -> Store:
+        return connect_store(self._store_url, f"gen{self.generation}/weights", link.name)
+
+    def _open_sender(self, keys: Store, link: RelayLink) -> LinkSender:
         if self._way == "gloo":
-            return GlooLink(self._keys, link, True, self._limit_s)
+            return GlooLink(keys, link, True, self._limit_s)
         return FileLinkSender(self._shared_folder, self.generation, link)
 
-    def _open_receiver(self, link: RelayLink) -> LinkReceiver:
+    def _open_receiver(self, keys: Store, link: RelayLink) -> LinkReceiver:
         if self._way == "gloo":
-            return GlooLink(self._keys, link, False, self._limit_s)
+            return GlooLink(keys, link, False, self._limit_s)
         return FileLinkReceiver(
             self._shared_folder,
             self.generation,
             link,
             self._limit_s / 2,
-            lambda: link_protocol.refusal_reason(self._keys, link),
+            lambda: link_protocol.refusal_reason(keys, link),
         )
 
     @property

@@ -33,8 +33,8 @@ class StreamChannel:
     way: StreamTransport
     backend: str
     """Backend of torch's process group: `nccl`, or `gloo` for CPUs."""
-    store: tuple[str, int]
-    """Host and port of the run's rendezvous store."""
+    store: str
+    """URL of the run's rendezvous store."""
     scope: str
     """Prefix of all keys in the store, with the run's generation."""
     engines: tuple[str, ...]
@@ -66,9 +66,8 @@ class StreamChannel:
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> "StreamChannel":
         """Makes the channel from the fields that an engine received."""
-        host, port = fields["store"]
         engines: Sequence[str] = fields["engines"]
-        return cls(**{**fields, "store": (str(host), int(port)), "engines": tuple(engines)})
+        return cls(**{**fields, "engines": tuple(engines)})
 
 
 def member_name(engine: str, worker: int, width: int) -> str:

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from lockstep.weights.distributed_setup import wait_for_key
+from lockstep.cluster.rendezvous_store import delete_scope
+from lockstep.weights.distributed_setup import connect_store, wait_for_key
 from lockstep.weights.stream.channel import StreamChannel
 from lockstep.weights.stream.tensor_buckets import TensorBucket, bytes_with_trailer
 
@@ -110,13 +111,15 @@ class IpcBufferWriter:
             handles = [memory.export(buffer) for buffer in self._memory]
             store.set(f"{channel.number}/buffers/{reader}", json.dumps(handles))
         self._put = 0
-        self._version = 0
+        self._version: int | None = None
         self._key = memory.device_key(device)
 
     def acquire(self, bucket: TensorBucket, version: int) -> Tensor:
         """Returns memory for a bucket, after all readers have copied its previous content. Raises LinkFailed, which
         names a reader that has not."""
-        self._version = version
+        if version != self._version:
+            self._version, self._put = version, 0
+            self._store = open_version(self._channel, version, self._key)
         if bucket.number >= BUFFER_COUNT:
             self._wait_until_copied(bucket.number - BUFFER_COUNT)
         return self._memory[bucket.number % BUFFER_COUNT][: bytes_with_trailer(bucket)]
@@ -124,13 +127,16 @@ class IpcBufferWriter:
     def put(self, bucket: TensorBucket, buffer: Tensor) -> None:
         """Announces to the readers that the bucket is in the buffer."""
         _synchronize(self._device)
-        self._store.set(self._name(f"there/{self._key}", bucket.number), "1")
+        self._store.set(f"there/{bucket.number}", "1")
         self._put = bucket.number + 1
 
     def flush(self) -> None:
         """Waits until the readers have copied all buckets."""
         for number in range(max(0, self._put - BUFFER_COUNT), self._put):
             self._wait_until_copied(number)
+        if self._version is not None:
+            delete_scope(self._channel.store, version_scope(self._channel, self._version, self._key))
+            self._version = None
 
     def close(self) -> None:
         """Frees the memory when no reader has it open any more."""
@@ -140,15 +146,12 @@ class IpcBufferWriter:
 
     def _wait_until_copied(self, number: int) -> None:
         for reader in self._readers:
-            key = self._name(f"taken/{reader}", number)
+            key = f"taken/{reader}/{number}"
             wait_for_key(
                 self._store, key, self._channel.name, reader, timeout_s=self._channel.limit_s, notice_after_s=None
             )
             self._store.delete_key(key)
-        self._store.delete_key(self._name(f"there/{self._key}", number))
-
-    def _name(self, what: str, number: int) -> str:
-        return f"{self._channel.number}/{self._version}/{what}/{number}"
+        self._store.delete_key(f"there/{number}")
 
 
 class IpcBufferReader:
@@ -157,7 +160,7 @@ class IpcBufferReader:
     def __init__(
         self, store: Store, channel: StreamChannel, name: str, memory: IpcMemory, device: torch.device
     ) -> None:
-        self._store, self._channel, self._reader_name, self._device = store, channel, name, device
+        self._channel, self._reader_name, self._device = channel, name, device
         self._key = memory.device_key(device)
         raw = wait_for_key(
             store, f"{channel.number}/buffers/{name}", channel.name, f"a trainer rank on GPU {self._key}",
@@ -168,21 +171,31 @@ class IpcBufferReader:
 
     def buckets(self, buckets: Sequence[TensorBucket], version: int) -> Iterator[Tensor]:
         """Yields the buckets in order, each in new memory."""
-        start = f"{self._channel.number}/{version}"
+        store = open_version(self._channel, version, self._key)
         for bucket in buckets:
-            announced = f"{start}/there/{self._key}/{bucket.number}"
             wait_for_key(
-                self._store, announced, self._channel.name, "the trainer rank on this GPU",
+                store, f"there/{bucket.number}", self._channel.name, "the trainer rank on this GPU",
                 timeout_s=self._channel.limit_s, notice_after_s=None,
             )  # fmt: skip
             copied = self._memory[bucket.number % BUFFER_COUNT][: bytes_with_trailer(bucket)].clone()
             _synchronize(self._device)
-            self._store.set(f"{start}/taken/{self._reader_name}/{bucket.number}", "1")
+            store.set(f"taken/{self._reader_name}/{bucket.number}", "1")
             yield copied
 
     def close(self) -> None:
         """Closes the trainer rank's memory."""
         self._memory.clear()
+
+
+def version_scope(channel: StreamChannel, version: int, device: str) -> str:
+    """The scope of the keys of a version on a device. Each version has its own, because a store of files grows with
+    every key that is set or deleted."""
+    return f"{channel.scope}/stream/{channel.number}/{version}/{device}"
+
+
+def open_version(channel: StreamChannel, version: int, device: str) -> Store:
+    """Opens the scope of a version on a device. Raises LinkFailed."""
+    return connect_store(channel.store, version_scope(channel, version, device), channel.name)
 
 
 def _synchronize(device: torch.device) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lockstep.watch.beacon.writer import current_beacon
-from lockstep.weights.distributed_setup import connect_store
+from lockstep.weights.distributed_setup import connect_store, store_link_errors
 from lockstep.weights.errors import LinkFailed
 from lockstep.weights.stream.broadcast_group import BroadcastGroup
 from lockstep.weights.stream.channel import (
@@ -74,16 +74,14 @@ class StreamSender:
             if pieces is None or sender is None:
                 continue
             try:
-                buffer = sender.acquire(bucket, version)
-                fill_bucket(buffer, bucket, pieces)
-                write_trailer(buffer, bucket, channel.number, version, channel.check)
-                sender.put(bucket, buffer)
-                current_beacon().add("bytes", bucket.nbytes)
+                with store_link_errors(channel.store, channel.name):
+                    send_bucket(sender, channel, bucket, version, pieces)
             except LinkFailed as error:
                 problem, sender = str(error), None
         try:
             if sender is not None:
-                sender.flush()
+                with store_link_errors(channel.store, channel.name):
+                    sender.flush()
         except LinkFailed as error:
             problem = str(error)
         if problem:
@@ -106,19 +104,32 @@ class StreamSender:
         if self._open is not None and self._open[0] == channel:
             return self._open[1]
         self.close()  # at most one channel is open
-        store = connect_store(*channel.store, f"{channel.scope}/stream")
+        store = connect_store(channel.store, f"{channel.scope}/stream", channel.name)
         agreement = stream_digest(plan, channel.bucket_bytes, channel.check)
-        infos = gather_receivers(store, channel, agreement, answers=self.rank == 0)
         sender: BroadcastGroup | IpcBufferWriter
-        if channel.way == "nccl":
-            sender = BroadcastGroup(store, channel, 0, self.device)
-        else:
-            readers = receivers_on_device(infos, self._memory.device_key(self.device))
-            if not readers:
-                return None
-            sender = IpcBufferWriter(store, channel, buckets, readers, self._memory, self.device)
+        with store_link_errors(channel.store, channel.name):
+            infos = gather_receivers(store, channel, agreement, answers=self.rank == 0)
+            if channel.way == "nccl":
+                sender = BroadcastGroup(store, channel, 0, self.device)
+            else:
+                readers = receivers_on_device(infos, self._memory.device_key(self.device))
+                if not readers:
+                    return None
+                sender = IpcBufferWriter(store, channel, buckets, readers, self._memory, self.device)
         self._open = channel, sender
         return sender
+
+
+def send_bucket(
+    sender: BroadcastGroup | IpcBufferWriter, channel: StreamChannel, bucket: TensorBucket, version: int,
+    pieces: GatheredRows,
+) -> None:  # fmt: skip
+    """Sends a bucket once there is memory for it. Raises LinkFailed."""
+    buffer = sender.acquire(bucket, version)
+    fill_bucket(buffer, bucket, pieces)
+    write_trailer(buffer, bucket, channel.number, version, channel.check)
+    sender.put(bucket, buffer)
+    current_beacon().add("bytes", bucket.nbytes)
 
 
 @torch.no_grad()
@@ -171,16 +182,18 @@ class StreamReceiver:
             TornWeights: a bucket differs from what was sent.
         """
         channel, plan = StreamChannel.of(where["channel"]), WeightPlan.from_json(where["plan"])
-        source = self._open_receiver(channel, plan, member_name(where["engine"], worker, channel.width), device)
+        with store_link_errors(channel.store, channel.name):
+            source = self._open_receiver(channel, plan, member_name(where["engine"], worker, channel.width), device)
         buckets = cut_buckets(plan, channel.bucket_bytes)
         complete = False
 
         def tensors() -> Iterator[tuple[str, Tensor]]:
             nonlocal complete
-            for bucket, buffer in zip(buckets, source.buckets(buckets, version), strict=True):
-                verify_trailer(buffer, bucket, channel.number, version, channel.check)
-                current_beacon().add("bytes", bucket.nbytes)
-                yield from bucket_views(buffer, bucket)
+            with store_link_errors(channel.store, channel.name):
+                for bucket, buffer in zip(buckets, source.buckets(buckets, version), strict=True):
+                    verify_trailer(buffer, bucket, channel.number, version, channel.check)
+                    current_beacon().add("bytes", bucket.nbytes)
+                    yield from bucket_views(buffer, bucket)
             complete = True
 
         try:
@@ -201,7 +214,7 @@ class StreamReceiver:
         if self._open is not None and self._open[0] == channel:
             return self._open[1]
         self.close()
-        store = connect_store(*channel.store, f"{channel.scope}/stream")
+        store = connect_store(channel.store, f"{channel.scope}/stream", channel.name)
         uses_ipc = channel.way == "cuda_ipc"
         device_key = self._memory.device_key(device) if uses_ipc else str(device)
         agreement = stream_digest(plan, channel.bucket_bytes, channel.check)

@@ -1,5 +1,6 @@
 """Frames, the handshake, and other programs that connect to the port."""
 
+import contextlib
 import json
 import os
 import select
@@ -10,18 +11,33 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lockstep.base.transport.auth_handshake import Listener, connect
+from lockstep.base.transport.frame_codes import CODE_BYTES, SessionKeys
 from lockstep.base.transport.frames import (
     BULK_BYTES,
     Connection,
     ConnectionClosed,
+    FrameRefused,
     FrameTooLarge,
     HandshakeRefused,
+    PeerIdentity,
     SendTimeout,
 )
+from lockstep.base.transport.run_token import WeakToken
 
-TOKEN = "a-token-that-stays-here"
+TOKEN = "5f0c2b7be4a8913d6e7f20c1a9d84b36"
+
+pytestmark = pytest.mark.usefixtures("token")
+plain_only = pytest.mark.parametrize("token", [TOKEN], indirect=True, ids=["plain"])
+
+
+@pytest.fixture(params=[TOKEN, f"tls:{TOKEN}"], ids=["plain", "tls"])
+def token(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs a test without and with TLS."""
+    monkeypatch.setattr(f"{__name__}.TOKEN", request.param)
 
 
 def dial(listener: Listener, **changes: object) -> Connection:
@@ -170,9 +186,11 @@ def test_a_closed_peer_is_an_error_not_a_wait() -> None:
 
 @pytest.mark.parametrize(
     ("changes", "code"),
-    [({"token": "wrong"}, "token"), ({"run": "other"}, "run"), ({"generation": 0}, "generation")],
+    [({"token": "another"}, "token"), ({"run": "other"}, "run"), ({"generation": 0}, "generation")],
 )
 def test_unknown_peers_are_refused_with_the_reason(changes: dict, code: str) -> None:
+    if "token" in changes:
+        changes = {"token": TOKEN.replace("5", "6")}
     with Listener(TOKEN, "r", 1) as listener, accepting(listener, 0.5) as accepted:
         with pytest.raises(HandshakeRefused) as refusal:
             dial(listener, **changes)
@@ -192,13 +210,14 @@ def test_a_newer_generation_makes_the_older_stale() -> None:
         newer.close()
 
 
+@plain_only
 def test_a_listener_without_the_token_is_refused_by_the_client() -> None:
     """An impostor on the port accepts every client, but cannot prove that it knows the token."""
     impostor = socket.create_server(("127.0.0.1", 0))
 
     def play() -> None:
         peer, _ = impostor.accept()
-        peer.sendall(b"LKSTEP\x01\n" + bytes(32))
+        peer.sendall(b"LKSTEP\x02\n" + bytes(32))
         peer.recv(4096)
         reply = json.dumps({"code": None, "run": "r", "generation": 1, "name": "server"}).encode()
         peer.sendall((32 + len(reply)).to_bytes(2, "big") + bytes(32) + reply)
@@ -247,7 +266,7 @@ def test_the_token_is_never_sent() -> None:
 
 @pytest.mark.parametrize(
     "garbage",
-    [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"\x00" * 5000, b"LKSTEP\x01\n\xff\xff", b"LKSTEP\x01\n\x00\x01x", b""],
+    [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"\x00" * 5000, b"LKSTEP\x02\n\xff\xff", b"LKSTEP\x02\n\x00\x01x", b""],
 )
 def test_garbage_loses_its_own_connection_only(garbage: bytes) -> None:
     with Listener(TOKEN, "r", 1, handshake_s=0.3) as listener:
@@ -269,6 +288,7 @@ def test_garbage_loses_its_own_connection_only(garbage: bytes) -> None:
         server.close()
 
 
+@plain_only
 def test_silent_peers_are_dropped_and_bounded_in_number() -> None:
     with Listener(TOKEN, "r", 1, handshake_s=30) as listener:
         strangers = []
@@ -283,6 +303,7 @@ def test_silent_peers_are_dropped_and_bounded_in_number() -> None:
             stranger.close()
 
 
+@plain_only
 def test_dialling_a_port_without_a_listener_fails_at_once() -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
@@ -302,3 +323,112 @@ def test_a_listener_can_stand_in_a_selector() -> None:
             connection = listener.accept(0)
         assert connection is not None
         thread.join(5)
+
+
+@plain_only
+@pytest.mark.parametrize(
+    ("greeting", "why"),
+    [
+        (b"LKSTEP\x01\n" + bytes(32), "it speaks version 1 of the protocol, this process speaks version 2"),
+        (b"LKSTEP\x03\n" + bytes(32), "it speaks version 3 of the protocol, this process speaks version 2"),
+        (b"HTTP/1.1 400 Bad Request\r\nServer: x\r\n\r\n", "is not a process of a run"),
+    ],
+    ids=["earlier", "later", "stranger"],
+)
+def test_a_listener_of_another_version_is_refused_with_both_versions(greeting: bytes, why: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        thread = threading.Thread(target=lambda: other.accept()[0].sendall(greeting))
+        thread.start()
+        with pytest.raises(HandshakeRefused, match=why) as refused:
+            connect("127.0.0.1", other.getsockname()[1], token=TOKEN, run="r", generation=1, name="c", timeout_s=3)
+        thread.join(5)
+    assert refused.value.code == "protocol" and not refused.value.proven
+
+
+def test_a_listener_refuses_a_token_that_can_be_guessed() -> None:
+    with pytest.raises(WeakToken, match="can be guessed"):
+        Listener(TOKEN[:8], "r", 1)
+
+
+class Wire:
+    """Two connections over buffers, in place of sockets: `deliver` moves bytes as it says."""
+
+    def __init__(self) -> None:
+        self.passed, self.arrived = bytearray(), bytearray()
+
+    def fileno(self) -> int:
+        return -1
+
+    def setblocking(self, flag: bool) -> None: ...
+    def shutdown(self, how: int) -> None: ...
+    def close(self) -> None: ...
+
+    def sendmsg(self, buffers: list[memoryview]) -> int:
+        self.passed += b"".join(buffers)
+        return sum(len(each) for each in buffers)
+
+    def recv(self, size: int) -> bytes:
+        if not self.arrived:
+            raise BlockingIOError
+        taken = bytes(self.arrived[:size])
+        del self.arrived[:size]
+        return taken
+
+    def recv_into(self, buffer: memoryview) -> int:
+        taken = self.recv(len(buffer))
+        buffer[: len(taken)] = taken
+        return len(taken)
+
+
+def wired() -> tuple[Connection, Wire, Connection, Wire]:
+    near, far = Wire(), Wire()
+    peer, keys = PeerIdentity("r", 1, "p"), (b"a" * 32, b"b" * 32)
+    return (
+        Connection(near, peer, SessionKeys(*keys), 1 << 20), near,
+        Connection(far, peer, SessionKeys(*keys[::-1]), 1 << 20), far,
+    )  # fmt: skip
+
+
+@plain_only
+@given(messages=st.lists(st.binary(max_size=200) | st.integers(0, 70_000).map(bytes), max_size=6), data=st.data())
+def test_any_frames_arrive_as_they_were_sent_in_any_pieces(messages: list[bytes], data: st.DataObject) -> None:
+    client, near, server, far = wired()
+    for message in messages:
+        at = data.draw(st.integers(0, len(message)))
+        client.queue(message[:at], message[at:])
+    assert client.flush()
+    got = []
+    while near.passed:
+        count = data.draw(st.integers(1, len(near.passed)))
+        far.arrived += near.passed[:count]
+        del near.passed[:count]
+        got += [bytes(frame) for frame in server.frames()]
+    got += [bytes(frame) for frame in server.frames()]
+    assert got == messages
+
+
+@plain_only
+@given(messages=st.lists(st.binary(max_size=40), min_size=1, max_size=4), data=st.data())
+def test_any_change_of_what_was_sent_is_refused(messages: list[bytes], data: st.DataObject) -> None:
+    """Whatever is removed, added or changed: frames before that place arrive, none after it, and none that was not
+    sent."""
+    client, near, server, far = wired()
+    for message in messages:
+        client.queue(message)
+    client.flush()
+    stream = bytes(near.passed)
+    start = data.draw(st.integers(0, len(stream)))
+    end = data.draw(st.integers(start, len(stream)))
+    changed = stream[:start] + data.draw(st.binary(max_size=60) | st.just(stream[end:])) + stream[end:]
+    far.arrived += changed
+    got = []
+    with contextlib.suppress(FrameRefused):
+        for _ in range(20):
+            if (frame := server.recv(0)) is None:
+                break
+            got.append(bytes(frame))
+    assert got == messages[: len(got)], "nothing but what was sent, in that order"
+    whole = 0
+    for index, message in enumerate(messages):
+        whole += 8 + CODE_BYTES + len(message) + CODE_BYTES
+        assert (index < len(got)) == (changed[:whole] == stream[:whole])

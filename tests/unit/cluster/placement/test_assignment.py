@@ -265,7 +265,7 @@ def test_thousands_of_processes_are_placed_fast(strategy: Any) -> None:
     placed = time.process_time() - began
     check(found, run(4096, 1024), nodes)
     began = time.process_time()
-    with pytest.raises(DoesNotFit, match="6144 GPUs"):
+    with pytest.raises(DoesNotFit, match="6,144 GPUs"):
         assign(run(4096, 1024, 2), PlacementConfig(strategy=strategy), nodes)
     refused = time.process_time() - began
     print(f"placed {placed:.3f} s, refused {refused:.3f} s")

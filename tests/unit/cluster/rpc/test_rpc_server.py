@@ -22,7 +22,7 @@ from lockstep.cluster.rpc.rpc_messages import (
 )
 from lockstep.cluster.rpc.rpc_server import RpcServer
 
-TOKEN, RUN = "t" * 32, "hub-test"
+TOKEN, RUN = "5f0c2b7be4a8913d6e7f20c1a9d84b36", "hub-test"
 HOST = ClusterNode(NodeInfo("here", "127.0.0.1", Path("none")), Path("none"), Path("none"))
 
 

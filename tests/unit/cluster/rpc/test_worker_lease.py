@@ -18,6 +18,7 @@ import pytest
 
 from lockstep.base.transport import auth_handshake
 from lockstep.base.transport.frames import ConnectionClosed
+from lockstep.base.transport.run_token import new_run_token
 from lockstep.cluster.rpc.codec import MethodSignature
 from lockstep.cluster.rpc.rpc_messages import (
     AckMessage,
@@ -125,7 +126,7 @@ def lead(folder: Path, run: str, listener: auth_handshake.Listener, generation: 
 @contextmanager
 def worker(folder: Path, grace_s: float = 0.0, controller: int | None = None) -> Iterator[tuple]:
     (folder / "lone_service.py").write_text(SERVICE)
-    token, run = secrets.token_hex(8), f"lease-{secrets.token_hex(3)}"
+    token, run = new_run_token(), f"lease-{secrets.token_hex(3)}"
     with auth_handshake.Listener(token, run, 1) as listener:
         pid = os.getpid() if controller is None else controller
         charge = {
@@ -361,7 +362,7 @@ def test_services_that_cannot_be_renewed(tmp_path: Path, how: str, why: str) -> 
 
 
 def test_a_worker_of_a_replaced_controller_exits(tmp_path: Path) -> None:
-    with auth_handshake.Listener("t", "none", 1) as nobody, worker(tmp_path) as (listener, process):
+    with auth_handshake.Listener(new_run_token(), "none", 1) as nobody, worker(tmp_path) as (listener, process):
         lead(tmp_path, listener._me.run, nobody, 2, os.getpid(), 0.0)
         try:
             assert process.wait(20) == 75

@@ -31,7 +31,7 @@ from lockstep.doctor.check.probe.probe_protocol import (
     send_message,
 )
 
-TOKEN = "a-check's-token"
+TOKEN = "5f0c2b7be4a8913d6e7f20c1a9d84b36"
 HOME = "127.0.0.1"
 HOST_INFO = asdict(ProbeInfo("odd", "odd", HOME))
 DEEPLY_NESTED = b"[" * 200_000
@@ -290,7 +290,7 @@ def test_joining_an_unrelated_server_ends_with_a_short_refusal(body: bytes, caps
         def answer() -> None:
             connection, _ = server.accept()
             with connection:
-                connection.sendall(b"LKSTEP\x01\n" + b"n" * 32)
+                connection.sendall(b"LKSTEP\x02\n" + b"n" * 32)
                 connection.recv(4096)
                 reply = b"m" * 32 + body
                 connection.sendall(struct.pack(">H", len(reply)) + reply)

@@ -109,7 +109,7 @@ def test_every_class_has_a_file_with_texts_and_a_cause() -> None:
         ),
         ("signatures: [{id: x, pattern: abcd, role: cause}]", "a.yaml", "needs a class"),
         ("[1, 2]", "a.yaml", "mapping"),
-        ("a: [", "a.yaml", "not YAML"),
+        ("a: [", "a.yaml", "not valid YAML"),
     ],
 )
 def test_an_invalid_file_is_rejected_with_file_rule_and_key(tmp_path: Path, text: str, file: str, why: str) -> None:

@@ -48,6 +48,37 @@ def test_a_run_is_not_resumed_with_another_number_of_rows(tmp_path: Path) -> Non
             prepare_run(None, fresh.folder)
 
 
+def test_a_mixture_is_described_and_not_resumed_with_other_rows_of_one_dataset(tmp_path: Path) -> None:
+    make_tiny(
+        tmp_path / "model", hidden=16, layers=1, heads=2, kv_heads=1, ffn=32, max_length=32, alphabet="0123456789="
+    )
+    files = {"sums": 20, "products": 10}
+    for name, rows in files.items():
+        write(tmp_path / f"{name}.jsonl", rows)
+    mixture = [{"path": str(tmp_path / f"{name}.jsonl"), "weight": 2 - index} for index, name in enumerate(files)]
+    values: dict[str, Any] = {
+        "recipe": "sft", "name": "x", "folder": str(tmp_path), "steps": 4, "batch_size": 4,
+        "model": {"path": str(tmp_path / "model")}, "data": {"mixture": mixture}, "cluster": {"device": "cpu"},
+        "validation": {"fraction": 0.1},
+    }  # fmt: skip
+    config = check_config(values, "test")
+    fresh = prepare_run(config, None)
+    shares = "data is a mixture: sums 18 rows (66.7% of the samples), products 9 rows (33.3% of the samples)"
+    assert shares in fresh.notes and (fresh.rows, fresh.row_counts) == (27, [18, 9])
+    assert [document.row for document in fresh.data.validation if document.row >= 20]
+    with Ledger.create(fresh.folder, config.model_dump(mode="json")) as ledger:
+        ledger.record_event(START_EVENT, rows=fresh.rows, row_counts=fresh.row_counts)
+    assert prepare_run(None, fresh.folder).row_counts == [18, 9]
+    with pytest.raises(RunRefused, match=r"data\.mixture\.1\.weight: 1\.0 -> 3"):
+        other = [mixture[0], mixture[1] | {"weight": 3}]
+        prepare_run(check_config(values | {"data": {"mixture": other}}, "test"), fresh.folder)
+    # The same total, in another order.
+    write(tmp_path / "sums.jsonl", 19)
+    write(tmp_path / "products.jsonl", 11)
+    with pytest.raises(RunRefused, match=r"sums\.jsonl had 18 rows to use .* and has 17 now"):
+        prepare_run(None, fresh.folder)
+
+
 def test_groups_are_filtered_by_an_existing_term(tmp_path: Path) -> None:
     make_tiny(
         tmp_path / "model", hidden=16, layers=1, heads=2, kv_heads=1, ffn=32, max_length=32, alphabet="0123456789="

@@ -53,6 +53,13 @@ def test_folders_are_packed_and_absolute_paths_are_not(here: Path, tmp_path: Pat
     assert staged.absolute_paths == [data]
 
 
+def test_the_files_of_a_mixture_are_sent_and_nothing_else(here: Path, tmp_path: Path) -> None:
+    (tmp_path / "to").mkdir()
+    (here / "unrelated.txt").write_text("x")
+    staged = build_ray_package(config(data={"mixture": [{"path": "data/rows.jsonl"}]}), tmp_path / "to")
+    assert "data/rows.jsonl" in sent(staged.folder) and "unrelated.txt" not in sent(staged.folder)
+
+
 def test_what_would_be_lost_or_is_too_large_is_refused(
     here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

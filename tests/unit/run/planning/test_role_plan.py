@@ -111,7 +111,7 @@ def test_ranks_are_started_and_replaced_by_role(tmp_path: Path) -> None:
         return [SimpleNamespace(spec=spec) for spec in specs]
 
     claim_run_id(tmp_path, "x")
-    cluster: Any = SimpleNamespace(start=start, store=lambda: ("127.0.0.1", 1))
+    cluster: Any = SimpleNamespace(start=start, store=lambda: "tcp://127.0.0.1:1")
     prepared: Any = SimpleNamespace(
         config=wanted, plan=make_plan(wanted, MODEL, HOST, {"critic": VALUE}), folder=tmp_path
     )

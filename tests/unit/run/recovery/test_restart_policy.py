@@ -11,6 +11,7 @@ from lockstep.base.network import NoFreePort
 from lockstep.base.transport.frames import WireError
 from lockstep.base.wait_state import Stalled, WaitTimeout
 from lockstep.cluster.protocol import RemoteError, WorkerDied
+from lockstep.cluster.rendezvous_store import RendezvousStoreLost
 from lockstep.cluster.rpc.service_runner import failure_message
 from lockstep.cluster.worker_failures import WorkerFailure, describe_failure, innermost_frame
 from lockstep.config.fault_tolerance import RecoveryConfig, RestartBudget
@@ -111,6 +112,7 @@ def test_a_wait_broken_by_another_process_is_restarted(kind: type[Exception]) ->
 def test_every_retryable_code_is_declared_by_an_error() -> None:
     declared = {error_code(kind) for kind in (WaitTimeout, Stalled, CollectiveStalled, CollectiveRefused, AgentGone)}
     declared |= {error_code(kind) for kind in (NoFreePort, CommandNotStarted, WireError, Superseded)}
+    declared.add(error_code(RendezvousStoreLost))
     assert declared == RETRYABLE
 
 

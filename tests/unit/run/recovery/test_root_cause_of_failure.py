@@ -18,7 +18,7 @@ from lockstep.cluster.worker_failures import describe_failure, is_effect
 from lockstep.config.fault_tolerance import RecoveryConfig as Config
 from lockstep.ledger.ledger import Ledger
 from lockstep.report.live_console import LiveConsole
-from lockstep.run.recovery import trainer_recovery
+from lockstep.run.recovery import recovery_manager, trainer_recovery
 from lockstep.run.recovery.recovery_manager import RecoveryManager
 from lockstep.run.recovery.trainer_recovery import RecoveryContext, TrainerRecovery
 from lockstep.run.recovery.verdict_handler import VerdictHandler
@@ -160,7 +160,7 @@ def test_an_error_of_a_rank_itself_names_that_rank(site: Site) -> None:
 
 
 def test_without_a_verdict_the_raising_rank_is_named(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trainer_recovery, "VERDICT_AFTER_ABORT_S", 0.2)
+    monkeypatch.setattr(recovery_manager, "VERDICT_AFTER_ABORT_S", 0.2)
     site.recover(remote(FREED, WHY))
     assert (site.failed()["worker"], site.failed()["what"]) == ("policy-0", f"raised CollectiveStalled: {WHY}")
 

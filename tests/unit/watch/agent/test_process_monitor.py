@@ -20,7 +20,7 @@ from lockstep.watch.attach.run_observer import RunObserver, run_of_process
 from lockstep.watch.beacon.writer import close_beacon, current_beacon, open_beacon
 from lockstep.watch.diagnosis.evidence_types import Liveness
 from lockstep.watch.diagnosis.verdict import StallThresholds, VerdictKind
-from lockstep.watch.procfs import processes
+from lockstep.watch.procfs import exit_causes, processes
 from lockstep.watch.procfs.processes import PidfdHandle
 from lockstep.watch.supervisor.agent_connections import ClockOffset
 
@@ -142,6 +142,46 @@ def test_a_stopped_process_is_reported_as_stopped(run: str, child: "subprocess.P
     (ended,) = monitor.sample({})
     assert ended.name == "policy-1" and ended.liveness is Liveness.DEAD and ended.exit_code in (-9, -(2**31))
     assert monitor.sample({}) == []
+
+
+def worker(name: str, child: "subprocess.Popen[str]", code: int, log: Path) -> WorkerProcess:
+    return WorkerProcess(name, child.pid, 0, [], str(log), False, 0.0, exit_code=code)
+
+
+def test_an_intended_end_is_known_although_the_process_was_never_sampled(
+    run: str, child: "subprocess.Popen[str]", tmp_path: Path
+) -> None:
+    monitor = ProcessMonitor(run)
+    monitor.intended_ends.add(("policy-1", child.pid))
+    monitor.sample({"policy-1": worker("policy-1", child, -9, tmp_path / "log")})
+    assert monitor.tracked["policy-1"].ended_on_purpose
+    _, state = ReportBuilder("here").build(monitor)
+    assert any(note.ours for note in state.notes.values())
+
+
+def test_the_intention_to_end_a_process_does_not_pass_to_its_successor(
+    run: str, child: "subprocess.Popen[str]", tmp_path: Path
+) -> None:
+    monitor = ProcessMonitor(run)
+    monitor.intended_ends.add(("policy-1", child.pid + 1))
+    monitor.sample({"policy-1": worker("policy-1", child, -9, tmp_path / "log")})
+    assert monitor.tracked["policy-1"].liveness is Liveness.DEAD
+    assert not monitor.tracked["policy-1"].ended_on_purpose
+
+
+@pytest.mark.parametrize(("bound_s", "intended"), [(60.0, True), (-1.0, False)])
+def test_processes_of_a_job_that_was_asked_to_end_have_ended_on_purpose(
+    run: str, child: "subprocess.Popen[str]", monkeypatch: pytest.MonkeyPatch, bound_s: float, intended: bool
+) -> None:
+    """But not long after the request, when the job has evidently continued."""
+    monkeypatch.setattr(exit_causes, "END_REQUEST_S", bound_s)
+    monitor = ProcessMonitor(run)
+    monitor.sample({})
+    exit_causes.record_end_request(run)
+    child.terminate()
+    child.wait()
+    (ended,) = monitor.sample({})
+    assert ended.name == "policy-1" and ended.ended_on_purpose is intended
 
 
 def test_two_short_stops_are_not_one_long_stop(run: str, child: "subprocess.Popen[str]") -> None:

@@ -16,6 +16,6 @@ def test_cancelled_requests_are_no_failures_of_the_fork_server() -> None:
             (server,) = spawner._servers.values()
             server.forking = server.waiting.popleft()  # the request was sent
             spawner.cancel_pending("cancelled")
-            assert server.popen.wait(30) < 0
+            assert server.process.wait(30) < 0
         assert refused == ["cancelled"] * 3 and not spawner._servers
         assert not any(spawner._failures.values()), "the next worker starts with preloaded modules"

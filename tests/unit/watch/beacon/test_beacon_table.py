@@ -48,6 +48,11 @@ def test_rates_come_from_two_readings_of_the_same_process() -> None:
     assert beacon_table.process_rows(reborn, before)[0].counters[0].rate is None
 
 
+def test_the_rate_of_a_counter_that_began_again_is_not_negative() -> None:
+    before, now = at(96, written(tokens=100)), at(100, written(tokens=20))
+    assert beacon_table.process_rows(now, before)[0].counters[0].rate == 5.0
+
+
 @pytest.mark.parametrize(
     ("letter", "alive", "says"),
     [(None, False, "gone"), ("Z", False, "dead"), ("T", True, "stopped in train"), ("R", True, "waits 12 s")],

@@ -197,7 +197,7 @@ def test_unreadable_entries_are_counted_and_the_rest_is_read() -> None:
     content["entries"][3:3] = [None, 7, {}, {"profiling_name": 3}, content["entries"][3] | {"collective_seq_id": 2**70}]
     content["entries"][0] = content["entries"][0] | {"input_sizes": "?"}
     trace = read(content)
-    assert trace.notes == ["5 entries are unreadable"] and trace.groups[0].entered == 11
+    assert trace.notes == ["5 entries cannot be read"] and trace.groups[0].entered == 11
 
 
 @pytest.mark.parametrize("form", ["text", "texts", "tuple"])

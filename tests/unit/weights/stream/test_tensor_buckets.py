@@ -108,7 +108,7 @@ def test_both_sides_agree_on_tensors_buckets_and_checksums() -> None:
 
 
 def test_every_worker_of_an_engine_is_a_member_of_the_channel() -> None:
-    channel = StreamChannel(1, "nccl", "nccl", ("here", 1), "gen1", ("e0", "e1"), width=2)
+    channel = StreamChannel(1, "nccl", "nccl", "tcp://here:1", "gen1", ("e0", "e1"), width=2)
     assert channel.members == ["e0/0", "e0/1", "e1/0", "e1/1"]
     told = channel.where("e1", "{}")
-    assert told["engine"] == "e1" and StreamChannel.of({**told["channel"], "store": ["here", 1]}) == channel
+    assert told["engine"] == "e1" and StreamChannel.of(told["channel"]) == channel

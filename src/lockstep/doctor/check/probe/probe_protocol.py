@@ -15,6 +15,7 @@ from pydantic import Field
 
 from lockstep import __version__
 from lockstep.base import waits
+from lockstep.base.json_text import MalformedJson, parse_json
 from lockstep.base.transport.frames import Connection, WireError
 from lockstep.base.wait_state import WaitTimeout
 from lockstep.doctor.check.facts.host_facts import (
@@ -129,8 +130,8 @@ def receive_message(connection: Connection, timeout_s: float) -> ProbeMessage | 
     if frame is None:
         return None
     try:
-        message = json.loads(bytes(frame))
-    except (ValueError, RecursionError):
+        message = parse_json(frame, connection.peer.name)
+    except MalformedJson:
         message = None
     if isinstance(message, dict):
         return message

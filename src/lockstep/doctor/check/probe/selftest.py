@@ -32,6 +32,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
 from lockstep.base import waits
+from lockstep.base.limits import raise_descriptor_limit
 from lockstep.base.network import listen
 from lockstep.base.wait_state import WaitTimeout, track_wait
 from lockstep.doctor.check.probe.round_robin import round_robin_rounds
@@ -52,6 +53,7 @@ _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 def main() -> int:
     """Runs the ranks of this host; returns 0 if all of them succeeded."""
     task: TaskDict = json.loads(sys.stdin.buffer.readline())
+    raise_descriptor_limit()
     listening: socket.socket | None = None
     if task.get("serve"):
         # Bound before its port is announced and kept open: no other process can take the port in between.

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from lockstep.base.text import count_noun
 from lockstep.doctor.check.facts.host_facts import ClockSync, DiskSpace, ResourceLimits, ShmSpace
 from lockstep.doctor.check.facts.host_requirements import HostRequirements
 from lockstep.doctor.check.facts.host_resources import CLOCK_FROM_KERNEL
@@ -166,7 +167,7 @@ def judge_disk(host: str, disk: DiskSpace) -> Iterator[Finding]:
     else:
         yield Finding("disk-space", "ok", host, seen)
     if disk.files_free is not None and disk.files_free < 10_000 and disk.total:
-        seen = f"{what} has room for only {disk.files_free} more files"
+        seen = f"{what} has room for only {count_noun(disk.files_free, 'more file')}"
         yield Finding("disk-files", "warning", host, seen, "'No space left on device' occurs despite free bytes")
     if disk.filesystem == "tmpfs":
         seen, why = f"{what} is in memory", "it uses memory of the run, and is lost on reboot"

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from lockstep.base.text import summarize_list
+from lockstep.base.text import count_noun, summarize_list
 from lockstep.doctor.check.facts.hardware import pci_generation
 from lockstep.doctor.check.facts.host_facts import (
     GpuTopology,
@@ -276,7 +276,7 @@ def judge_kernel_log(host: str, kernel: KernelLog) -> Iterator[Finding]:
         seen.sort(key=lambda each: SEVERITIES.index(each.severity))
         yield from seen[:_MAX_FINDINGS]
         if count > _MAX_FINDINGS:
-            more = f"the kernel log has {count - _MAX_FINDINGS} more events of this kind ({kind})"
+            more = f"the kernel log has {count_noun(count - _MAX_FINDINGS, 'more event')} of this kind ({kind})"
             yield Finding(f"kernel-{kind}", "note", host, more, "", kernel.said_by)
     if not kernel.events:
         yield Finding(

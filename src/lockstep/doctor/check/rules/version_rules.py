@@ -11,7 +11,7 @@ import yaml
 from packaging.specifiers import SpecifierSet
 from pydantic import BaseModel, ConfigDict, field_validator
 
-from lockstep.base.text import summarize_list
+from lockstep.base.text import count_noun, summarize_list
 from lockstep.doctor.check.facts.host_facts import Gpu, HostVersions
 from lockstep.doctor.check.facts.installed_versions import parse_version
 from lockstep.doctor.output.findings import Finding
@@ -166,7 +166,7 @@ def _judge_driver(
     packages = versions.packages
     cuda, driver = packages.get("cuda"), parse_version(packages.get("driver"))
     if gpus and cuda is None and packages.get("torch") is not None:
-        seen = f"this host has {len(gpus)} GPUs, but torch {packages['torch']} is built without CUDA"
+        seen = f"this host has {count_noun(len(gpus), 'GPU')}, but torch {packages['torch']} is built without CUDA"
         why = "the run would use CPUs"
         yield Finding(
             "torch-without-cuda", "error", host, seen, why, "install torch from https://pytorch.org/get-started"

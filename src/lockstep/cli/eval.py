@@ -1,0 +1,113 @@
+"""`lockstep eval`: scores the model of a run, or any other, with a run's rewards."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lockstep.cli.generate import (
+    MODEL_HELP,
+    Count,
+    EngineKind,
+    MaxTokens,
+    MinP,
+    Output,
+    Seed,
+    Step,
+    Stop,
+    Temperature,
+    TopK,
+    TopP,
+    engine_overrides,
+    run_or_exit,
+    sampling_choice,
+    write_records,
+)
+from lockstep.cli.terminal import require_extra
+
+if TYPE_CHECKING:
+    from lockstep.run.inference.model_evaluation import ModelEvaluation
+
+
+def command(
+    model: Annotated[str, typer.Argument(help=MODEL_HELP)],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="SECTION.KEY=VALUE", help="Overrides values of the config, as for `lockstep train`."),
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(metavar="FILE.yaml", help="Data and rewards from this file instead of the run's.")
+    ] = None,
+    dataset: Annotated[
+        str | None, typer.Option(metavar="PATH", help="Other held-out data: a file, a folder or a hub dataset.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="Only the first N prompts.")] = None,
+    step: Step = None,
+    n: Count = 1,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    top_k: TopK = None,
+    min_p: MinP = None,
+    max_tokens: MaxTokens = None,
+    stop: Stop = None,
+    seed: Seed = None,
+    pass_reward: Annotated[
+        float | None,
+        typer.Option(help="For pass@k: the reward from which on a completion passes; without it, a reward of 0 or 1."),
+    ] = None,
+    engine: Annotated[EngineKind | None, typer.Option(help="The run's engine when absent.")] = None,
+    json_object: Annotated[bool, typer.Option("--json", help="Print the metrics as one JSON object.")] = False,
+    output: Output = None,
+) -> None:
+    """Score the model of a run, or any other, on held-out prompts with the run's rewards.
+
+    With the same settings the metrics are those of the run's own evaluation. With -n, also the best of n and pass@k.
+
+    Examples:
+
+        lockstep eval runs/sort-grpo --step best -n 8
+
+        lockstep eval Qwen/Qwen2.5-0.5B-Instruct --config examples/grpo_gsm8k.yaml --limit 200 --output scores.jsonl
+    """
+    require_extra("train", "lockstep eval")
+    from lockstep.run.inference.model_evaluation import EvaluationRequest, evaluate_model
+
+    sampling = sampling_choice(n, seed, temperature, top_p, top_k, min_p, max_tokens, stop)
+    values = [*(overrides or []), *engine_overrides(engine)]
+    request = EvaluationRequest(model, step, config, values, dataset, limit, sampling, pass_reward)
+    target = output.absolute() if output is not None else None
+    result = run_or_exit(lambda status: evaluate_model(request, status))
+    if target is not None:
+        write_records(target, result.records())
+    if json_object:
+        typer.echo(json.dumps(_summary(result, n)))
+    else:
+        _print_metrics(result, n)
+
+
+def _summary(result: "ModelEvaluation", n: int) -> dict[str, object]:
+    summary = {"model": result.label, "steps": result.steps, "prompts": len(result.groups), "n": n}
+    return summary | {"metrics": result.metrics, "by_source": result.by_source}
+
+
+def _print_metrics(result: "ModelEvaluation", n: int) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
+    from lockstep.report.live_console import format_number
+    from lockstep.report.safe_console import SafeConsole
+
+    console = SafeConsole(soft_wrap=True)
+    times = f", {n} completions each" if n > 1 else ""
+    console.print(f"{escape(result.label)}: {len(result.groups)} prompts{times}")
+    columns = {"all": result.metrics} if result.by_source else {"": result.metrics}
+    columns |= result.by_source
+    table = Table(box=None, pad_edge=False, show_header=bool(result.by_source))
+    table.add_column("")
+    for name in columns:
+        table.add_column(escape(name), justify="right")
+    for metric in result.metrics:
+        values = [format_number(of[metric]) if metric in of else "" for of in columns.values()]
+        table.add_row(escape(metric.removeprefix("eval/")), *values)
+    console.print(table)

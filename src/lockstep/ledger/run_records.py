@@ -1,0 +1,85 @@
+"""What people read about a run: metrics, evaluations, samples and events, as rows of the index."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lockstep.ledger import json_values
+from lockstep.ledger.errors import IndexDamaged
+from lockstep.ledger.sqlite_index import (
+    CompletionSample,
+    EvaluationRow,
+    EventRow,
+    LedgerIndex,
+    MetricsRow,
+    SamplesRow,
+)
+
+
+class RunRecords:
+    """The part of the ledger that reports are made from. Nothing in it affects the run. Steps are indices, as in
+    `Ledger`."""
+
+    def __init__(self, index: LedgerIndex) -> None:
+        self._index = index
+
+    def record_evaluation(
+        self, step: int, metrics: Mapping[str, float], samples: Sequence[CompletionSample] = ()
+    ) -> None:
+        """Records an evaluation of the weights after `step` (-1: before the first), and replaces an earlier one."""
+        shown = json_values.dumps([dataclasses.asdict(sample) for sample in samples], "samples")
+        with self._index.transaction() as transaction:
+            transaction.put(
+                "evaluations", step=step, metrics=json_values.dumps(dict(metrics), "metrics"), samples=shown
+            )
+
+    def evaluations(self) -> list[EvaluationRow]:
+        rows = self._index.rows("SELECT step, at, metrics, samples FROM evaluations ORDER BY step")
+        found = []
+        for step, at, metrics, stored in rows:
+            found.append(EvaluationRow(step, at, self._index.parse(metrics, dict), self._parse_samples(stored)))
+        return found
+
+    def record_samples(self, step: int, samples: Sequence[CompletionSample]) -> None:
+        """Keeps a few completions of a step, which stay when its step file is deleted."""
+        kept = json_values.dumps([dataclasses.asdict(sample) for sample in samples], "samples")
+        with self._index.transaction() as transaction:
+            transaction.put("samples", step=step, samples=kept)
+
+    def samples(self) -> list[SamplesRow]:
+        """Returns the completions that were kept, by step; none of a run of a version that kept none."""
+        if not self._index.rows("SELECT 1 FROM sqlite_master WHERE name = 'samples'"):
+            return []
+        rows = self._index.rows("SELECT step, at, samples FROM samples ORDER BY step")
+        return [SamplesRow(step, at, self._parse_samples(stored)) for step, at, stored in rows]
+
+    def _parse_samples(self, stored: str) -> list[CompletionSample]:
+        try:
+            return [CompletionSample(**sample) for sample in self._index.parse(stored, list)]
+        except TypeError as error:
+            raise IndexDamaged(self._index.path, f"the samples of a step have other fields: {error}") from error
+
+    def record_metrics(self, step: int, row: Mapping[str, float]) -> None:
+        """Adds values to the metrics of a step, and replaces those with the same names."""
+        with self._index.transaction() as transaction:
+            found = transaction.execute('SELECT "values" FROM metrics WHERE step = ?', step)
+            merged = {**(self._index.parse(found[0][0], dict) if found else {}), **row}
+            transaction.put("metrics", step=step, values=json_values.dumps(merged, "metrics"))
+
+    def metrics_rows(self, after: int | None = None) -> list[MetricsRow]:
+        """Returns the metrics by step, only of steps later than `after`."""
+        where = "" if after is None else f"WHERE step > {int(after)}"
+        rows = self._index.rows(f'SELECT step, at, generation, "values" FROM metrics {where} ORDER BY step')
+        return [MetricsRow(step, at, generation, self._index.parse(row, dict)) for step, at, generation, row in rows]
+
+    def record_event(self, kind: str, **fields: Any) -> None:
+        """Records an event with the current time."""
+        with self._index.transaction() as transaction:
+            transaction.put("events", kind=kind, fields=json_values.dumps(fields, kind))
+
+    def events(self) -> list[EventRow]:
+        """Returns all events, oldest first."""
+        rows = self._index.rows("SELECT at, generation, kind, fields FROM events ORDER BY id")
+        return [
+            EventRow(at, generation, kind, self._index.parse(fields, dict)) for at, generation, kind, fields in rows
+        ]

@@ -1,0 +1,1 @@
+"""What is measured of a run on held-out data, and what follows from it."""

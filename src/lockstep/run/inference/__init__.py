@@ -1,0 +1,1 @@
+"""Generates with the models of runs, and evaluates them, without a run."""

@@ -1,0 +1,158 @@
+"""Finds the model that a user names: of a run, a checkpoint, an adapter, a folder of Hugging Face, or on the hub."""
+
+import fcntl
+import gc
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lockstep.config.algorithm import CrossEntropy
+from lockstep.config.loader import apply_overrides, check_config, load_config
+from lockstep.config.model import AdapterConfig, ModelConfig
+from lockstep.config.run_config import RunConfig
+from lockstep.config.train_role import TrainRole
+from lockstep.config.trainer import TrainerConfig
+from lockstep.ledger.ledger import Ledger
+from lockstep.ledger.run_folder import INDEX_FILE
+from lockstep.models.adapter_folder import resolve_adapter
+from lockstep.run.checkpoint_export import export_checkpoint, export_from_one_rank
+from lockstep.run.errors import RunRefused
+from lockstep.run.planning.working_folder import in_working_folder
+
+ADAPTER_CONFIG_FILE = "adapter_config.json"
+_FOLDER_PREFIX, _LOCK_FILE = "lockstep-model-", "lock"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTarget:
+    """What a path or name stands for."""
+
+    name: str
+    """As the user gave it."""
+    path: str
+    """Its absolute path, or the name of a model on the hub."""
+    run: Path | None = None
+    """The run that it is, or belongs to; its folder exists."""
+    step: str | None = None
+    """The checkpoint of the run: `last`, `best` or a number of steps; None if it is a folder with a model."""
+    adapter: bool = False
+    """Whether it is the folder of an adapter."""
+
+
+def find_target(name: str, step: str | None) -> ModelTarget:
+    """Finds out what the user means.
+
+    Args:
+        step: the checkpoint of a run; the newest when absent.
+
+    Raises:
+        RunRefused: a step is given for something that is not a run.
+    """
+    path = Path(name).expanduser().absolute()
+    place = str(path) if path.is_dir() else name
+    if (path / INDEX_FILE).is_file():
+        return ModelTarget(name, place, path, step or "last")
+    run = next((parent for parent in path.parents if (parent / INDEX_FILE).is_file()), None)
+    if step is not None:
+        raise RunRefused(f"--step {step} takes the folder of a run, which {name} is not")
+    inside = path.relative_to(run).parts if run is not None else ()
+    if inside[:1] == ("checkpoints",) and len(inside) > 1 and inside[1].isdigit():
+        return ModelTarget(name, place, run, str(int(inside[1])))
+    return ModelTarget(name, place, run, None, (path / ADAPTER_CONFIG_FILE).is_file())
+
+
+@contextmanager
+def target_config(target: ModelTarget, file: Path | None, overrides: Sequence[str] = ()) -> Iterator[RunConfig]:
+    """Yields the config to generate with: that of a file, or of the run that the model belongs to, or a plain one.
+    Inside, the current folder is the one that its relative paths refer to.
+
+    Raises:
+        LedgerError, ConfigError: the config cannot be read, or an override is not valid.
+    """
+    if file is not None:
+        yield load_config(file, overrides)
+    elif target.run is None:
+        plain = {"recipe": "sft", "name": "model", "steps": 1, "model": {"path": target.path}, "data": {"path": "none"}}
+        yield check_config(apply_overrides(plain, overrides), source=target.name)
+    else:
+        with Ledger.reader(target.run) as ledger:
+            config = check_config(apply_overrides(ledger.config(), overrides), source=str(target.run))
+        with in_working_folder(target.run):
+            yield config
+
+
+@contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """A temporary folder for the copy of a model. Deletes those that killed processes left behind."""
+    parent = Path(tempfile.gettempdir())
+    for path in parent.glob(f"{_FOLDER_PREFIX}*"):
+        _delete_if_unused(path)
+    folder = Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX))
+    try:
+        with (folder / _LOCK_FILE).open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released when this process ends, however it ends
+            yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _delete_if_unused(folder: Path) -> None:
+    try:
+        if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+            return
+        with (folder / _LOCK_FILE).open("r+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+    except OSError:  # in use, or deleted by another process
+        return
+
+
+def load_target(target: ModelTarget, config: RunConfig, scratch: Path) -> tuple[ModelConfig, int]:
+    """Returns the model to load, in a form that every engine reads, and its number of steps, 0 if that is unknown. A
+    checkpoint and an adapter are written to `scratch` as a whole model.
+
+    Raises:
+        RunRefused, LedgerError, ConfigError, ModelError, CheckpointError: there is no such model, or it cannot be read.
+    """
+    as_stored = {"revision": None, "tokenizer": None, "chat_template": None, "adapter": None, "quantization": None}
+    copied = config.model.model_copy(update={**as_stored, "path": str(scratch / "model")})
+    if target.run is not None and target.step is not None:
+        with in_working_folder(target.run) as run:
+            done = export_checkpoint(run, scratch / "model", target.step)
+        _free_memory()
+        return copied, done
+    if not target.adapter:
+        return copied.model_copy(update={"path": target.path}), 0
+    adapter = resolve_adapter(AdapterConfig(path=target.path))
+    base = copied.model_copy(update={"path": _base_of(target.path), "adapter": adapter})
+    role = TrainRole(
+        name="policy", model=base, trainer=TrainerConfig(), objective=CrossEntropy(), optimizer_steps=1
+    )  # fmt: skip
+    export_from_one_rank(role, scratch / "model", None)
+    _free_memory()
+    return copied, 0
+
+
+def _free_memory() -> None:
+    """Frees the memory of a trainer of this process, for the engines."""
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def _base_of(adapter: str) -> str:
+    """The model on which an adapter was trained. Raises RunRefused if its config does not say so."""
+    content: dict[str, Any] = json.loads((Path(adapter) / ADAPTER_CONFIG_FILE).read_text(encoding="utf-8"))
+    base = content.get("base_model_name_or_path")
+    if not base:
+        raise RunRefused(
+            f"{adapter}/{ADAPTER_CONFIG_FILE} has no base_model_name_or_path: write the model's name there"
+        )
+    return str(base)

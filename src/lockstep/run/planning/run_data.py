@@ -1,0 +1,164 @@
+"""Opens the data of a run, and checks it against the model and the reward functions."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from lockstep.config.run_config import EvaluationConfig, RunConfig, ValidationConfig
+from lockstep.data.chat_templates import TurnTokenizer
+from lockstep.data.datasets import load_rows
+from lockstep.data.mixture import open_training_source
+from lockstep.data.row_lengths import ContextLimit, LengthLimit, limit_length
+from lockstep.data.sample_sources import SampleSource, SourceOptions, open_source
+from lockstep.data.samples import Document, Prompt
+from lockstep.models.model_facts import ModelFacts
+from lockstep.rewards.reward_terms import check_term_columns, data_columns, needs_answers
+from lockstep.rewards.scoring_messages import DataColumns
+from lockstep.rollout.environments.tools import chat_template_tools
+from lockstep.run.errors import RunRefused
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase as Tokenizer
+
+
+@dataclass(slots=True)
+class RunData:
+    """The data of a run."""
+
+    samples: SampleSource[Any]
+    """What the recipe trains on, or what engines complete."""
+    held_out: list[Prompt] = field(default_factory=list)
+    """The prompts of evaluation."""
+    validation: list[Document] = field(default_factory=list)
+    """The documents whose loss is measured."""
+    turns: TurnTokenizer | None = None
+    """Tokenizes the turns of conversations; None without an environment."""
+    scored: list[DataColumns] = field(default_factory=list)
+    """The columns of the datasets whose completions are scored."""
+
+
+def open_run_data(config: RunConfig, models: Mapping[str, ModelFacts], tokenizer: "Tokenizer") -> RunData:
+    """Opens the data of training and evaluation.
+
+    Args:
+        models: the sizes of all models, by role.
+
+    Raises:
+        DataError: a dataset or row cannot be used.
+        RewardFunctionError: a reward function requires a column that a dataset does not have.
+        RunRefused: the chat template and the tools of an environment do not fit.
+    """
+    options = source_options(config)
+    limit = _training_limit(config, models)
+    samples = open_training_source(config.data_kind, config.data, tokenizer, config.seed, limit, options)
+    data = RunData(samples)
+    if config.held_out_documents is not None:
+        data.validation = _open_validation(config, config.held_out_documents, samples, models, tokenizer, options)
+    if config.generation is not None:
+        data.scored += [data_columns(part.path, part.columns, *part.take(0, 1)) for part in samples.parts]
+    if config.evaluation is not None:
+        prompt_limit = _evaluation_limit(config, models)
+        data.held_out, columns = open_held_out(config, config.evaluation, prompt_limit, tokenizer, options)
+        data.scored.append(columns)
+    if config.reward is not None:
+        check_term_columns(config.reward.terms, data.scored)
+    first = [part.take(0, 1)[0] for part in samples.parts] if config.generation is not None else data.held_out[:1]
+    data.turns = turn_tokenizer(config, tokenizer, options, first)
+    return data
+
+
+def _open_validation(
+    config: RunConfig,
+    validation: ValidationConfig,
+    samples: SampleSource[Document],
+    models: Mapping[str, ModelFacts],
+    tokenizer: "Tokenizer",
+    options: SourceOptions,
+) -> list[Document]:
+    """The documents whose loss is measured. A share of the training data is taken out of `samples`."""
+    if validation.fraction is not None:
+        return samples.hold_out(validation.fraction)[: validation.documents]
+    assert validation.data is not None
+    data, limit = validation.data.model_copy(update={"shuffle": False}), _training_limit(config, models)
+    limit = replace(limit, field="validation.data")
+    source = open_source("documents", load_rows(data), data, tokenizer, config.seed, limit, options)
+    return source.take(0, min(len(source), validation.documents or len(source)))
+
+
+def source_options(config: RunConfig) -> SourceOptions:
+    """How a run reads its samples."""
+    environment = config.rollout.environment if config.needs_engines else None
+    tools = chat_template_tools(environment) if environment is not None else []
+    open_turn = environment is None or environment.path is None
+    answers = needs_answers(config.reward.terms) if config.reward is not None else False
+    return SourceOptions(answers, tools, open_turn, config.learns_prompts)
+
+
+def open_held_out(
+    config: RunConfig, evaluation: EvaluationConfig, limit: LengthLimit, tokenizer: "Tokenizer", options: SourceOptions
+) -> tuple[list[Prompt], DataColumns]:
+    """Returns the prompts of an evaluation, and the columns of their dataset.
+
+    Args:
+        limit: the longest prompt.
+    """
+    # Never shuffled: with `prompts` or `limit`, runs of other seeds are measured on the same rows.
+    held_out = evaluation.data.model_copy(update={"shuffle": False})
+    source = open_source("prompts", load_rows(held_out), held_out, tokenizer, config.seed, limit, options)
+    prompts = source.take(0, min(len(source), evaluation.prompts or len(source)))
+    return prompts, data_columns(held_out.path, source.columns, prompts[0])
+
+
+def turn_tokenizer(
+    config: RunConfig, tokenizer: "Tokenizer", options: SourceOptions, first: Sequence[Prompt]
+) -> TurnTokenizer | None:
+    """Tokenizes the turns of conversations, as the first prompts show to be possible; None without an environment.
+    Raises RunRefused, TurnError."""
+    if config.rollout.environment is None or not config.needs_engines:
+        return None
+    if len({part.chat for part in config.data.sources}) > 1:
+        raise RunRefused("with rollout.environment, all datasets of data.mixture need the same chat: set data.chat")
+    turns = TurnTokenizer(tokenizer, config.data.sources[0], options.tools)
+    for prompt in first:
+        _check_tools_reach_model(turns, prompt, options.tools)
+        turns.check(prompt, "tool" if options.open_turn else "user")
+    return turns
+
+
+def _context_limits(config: RunConfig, models: Mapping[str, ModelFacts]) -> list[ContextLimit]:
+    """The limits that the models set to prompt and completion together."""
+    limits = []
+    trained = {role.name: role for role in config.train_roles}
+    for name, facts in models.items():
+        length, tokens = trained[name].model.max_length if name in trained else None, facts.context
+        if length == tokens:
+            setting = trained[name].field("model.max_length")
+            limits.append(ContextLimit(tokens, f"{setting} {tokens}", f"raise {setting}"))
+        else:
+            context = "the model's context" if name == config.policy.name else f"the context of the {name}"
+            limits.append(ContextLimit(tokens, f"{context} of {tokens} tokens", "take a model with a longer context"))
+    return limits
+
+
+def _training_limit(config: RunConfig, models: Mapping[str, ModelFacts]) -> LengthLimit:
+    budget = ContextLimit(config.token_budget, f"token_budget {config.token_budget}", "raise token_budget")
+    completion = None
+    if config.generation is not None:
+        completion = "rollout.sampling.max_tokens", config.rollout.sampling.max_tokens
+    return limit_length([*_context_limits(config, models), budget], completion, "data")
+
+
+def _evaluation_limit(config: RunConfig, models: Mapping[str, ModelFacts]) -> LengthLimit:
+    assert config.evaluation is not None
+    own = config.evaluation.sampling
+    name = "rollout.sampling.max_tokens" if own is None else "evaluation.sampling.max_tokens"
+    completion = name, (own or config.rollout.sampling).max_tokens
+    return limit_length(_context_limits(config, models), completion, "evaluation.data")
+
+
+def _check_tools_reach_model(turns: TurnTokenizer, prompt: Prompt, tools: Sequence[dict[str, Any]]) -> None:
+    if tools and not turns.is_chat(prompt):
+        raise RunRefused(
+            "the chat template tells the model about rollout.environment.tools, but the prompts are plain text: set "
+            "data.chat=true, or describe the tools in data.template and set rollout.environment.parser=regex"
+        )
