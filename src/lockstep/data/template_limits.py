@@ -177,6 +177,8 @@ class _Rendering:
     clock: int
     cpu_s: float | None = None
     resident: int = 0
+    stop: type[_Stopped] | None = None
+    """What was raised in the thread."""
 
 
 class _TemplateWatch:
@@ -221,8 +223,12 @@ class _TemplateWatch:
         just taken the lock, nobody gives it back."""
         self._lock.acquire(timeout=_LOCK_S)
         try:
-            self._running.pop(thread, None)
-            _raise_in_thread(thread, None)
+            ended = self._running.pop(thread, None)
+            if ended is not None and ended.stop is not None:
+                # One that is still on its way is replaced by this one, which arrives here. To take it back instead
+                # would leave the interpreter's flag for it set: CPython 3.11 then never leaves a function that is
+                # called while a debugger or profiler traces.
+                _raise_in_thread(thread, ended.stop)
         finally:
             self._lock.release()
 
@@ -243,16 +249,17 @@ class _TemplateWatch:
         cpu_s, resident = time.clock_gettime(rendering.clock), _memory_bytes(_RESIDENT)
         if rendering.cpu_s is None:
             rendering.cpu_s, rendering.resident = cpu_s, resident
-        elif cpu_s - rendering.cpu_s > MAX_CPU_S:  # each time, as one that is raised in a destructor is ignored
-            _raise_in_thread(thread, _TooSlow)
+        elif cpu_s - rendering.cpu_s > MAX_CPU_S:
+            rendering.stop = _TooSlow
         elif resident - rendering.resident > MAX_GROWTH_BYTES:
-            _raise_in_thread(thread, _TooLarge)
+            rendering.stop = _TooLarge
+        if rendering.stop is not None:  # each time, as one that is raised in a destructor is ignored
+            _raise_in_thread(thread, rendering.stop)
 
 
-def _raise_in_thread(thread: int, error: type[_Stopped] | None) -> None:
-    """Raises an error in a thread before its next operation in Python, or takes back one that was not raised yet."""
-    raised = ctypes.py_object(error) if error is not None else None
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), raised)
+def _raise_in_thread(thread: int, error: type[_Stopped]) -> None:
+    """Raises an error in a thread before its next operation in Python."""
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(error))
 
 
 _watch = _TemplateWatch()

@@ -1,5 +1,7 @@
 """Chat templates are programs of others: they are rendered within limits of time, memory and length."""
 
+import multiprocessing
+import sys
 import threading
 import time
 
@@ -97,3 +99,29 @@ def test_many_threads_render_beside_each_other() -> None:
     for each in threads:
         each.join(60)
     assert wrong == [] and not any(each.is_alive() for each in threads)
+
+
+def _trace_after_rendering(words: str) -> None:
+    """Calls a function under a profiler after a conversation was rendered or stopped."""
+    template_limits.MAX_CPU_S, template_limits._WATCH_EVERY_S = 1.0, 0.1  # type: ignore[misc]
+    tokenizer = characters(LATE)
+    render_chat(tokenizer, CONVERSATION)
+    try:
+        render_chat(tokenizer, [{"role": "user", "content": words}])
+    except TemplateLimitReached:
+        assert words == "loop"
+    sys.setprofile(lambda frame, event, argument: None)
+    characters(TURNS)
+    sys.setprofile(None)
+
+
+@pytest.mark.parametrize("words", ["hi", "loop"])
+def test_a_debugger_or_profiler_can_follow_afterwards(words: str) -> None:
+    """An asynchronous exception that was taken back left CPython's flag set: the next traced call never began."""
+    child = multiprocessing.get_context("fork").Process(target=_trace_after_rendering, args=(words,))
+    child.start()
+    child.join(60)
+    hung = child.exitcode is None
+    child.kill()
+    child.join(10)
+    assert not hung and child.exitcode == 0
