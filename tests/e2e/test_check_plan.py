@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.cli import check_plan
+from lockstep.cli.check import check_plan
 from lockstep.cluster.placement.assignment import assign
 from lockstep.cluster.placement.bundles import NodeResources
 from lockstep.config.loader import load_config

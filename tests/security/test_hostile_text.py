@@ -1,6 +1,7 @@
 """Text from outside neither controls the terminal nor breaks the command that shows it."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -84,5 +85,5 @@ def test_a_hostile_job_controls_no_terminal_through_watch(tmp_path: Path) -> Non
     """What a job writes itself passes; what `watch` says about it is clean."""
     script = tmp_path / "job.py"
     script.write_text(f"import sys\nraise RuntimeError({HOSTILE!r}) if len(sys.argv) > 5 else SystemExit(3)\n")
-    shown = on_terminal(["watch", "--", "python", str(script), HOSTILE], tmp_path)
+    shown = on_terminal(["watch", "--", sys.executable, str(script), HOSTILE], tmp_path)
     assert shown.code == 3 and shown.dangers() == [] and shown.obeyed_markup() == [], shown.text

@@ -54,6 +54,7 @@ def test_a_folder_for_beacons_that_another_user_owns_is_refused(
 
 
 @needs_root
+@pytest.mark.xdist_group("well-known folder")
 @pytest.mark.parametrize(
     ("script", "reason"),
     [

@@ -19,6 +19,7 @@ _COMMANDS = {
     "export": "Write the model of a run's checkpoint, for transformers, vLLM or the next run.",
     "generate": "Complete prompts with the model of a run, or with any other.",
     "eval": "Score the model of a run, or any other, on held-out prompts with the run's rewards.",
+    "push": "Upload the model of a run, or an exported one, to the Hugging Face hub, with a model card.",
     "explain": "Find out what went wrong in a job, and how to fix it, from logs, dumps and incidents.",
 }
 """The first paragraph of each subcommand's help, repeated here so that `lockstep --help` imports no subcommand."""
@@ -58,8 +59,8 @@ class _Subcommand(TyperCommand):
             raise
 
 
-_FILES = {"samples": "show_samples"}
-"""The files of the subcommands whose names are those of other modules."""
+_FILES = {"samples": "show_samples", "check": "check.check_command"}
+"""The modules of the subcommands whose names are those of other modules, or of a folder."""
 
 
 class _LazyGroup(TyperGroup):

@@ -98,11 +98,8 @@ def command(
     if sum((bool(prompts), file is not None, dataset is not None)) > 1:
         raise typer.BadParameter("give prompts, --prompts or --dataset: one of the three")
     texts, rows = list(prompts or []), list[dict[str, Any]]()
-    if (
-        texts == ["-"]
-        or (file is not None and str(file) == "-")
-        or not (texts or file or dataset or sys.stdin.isatty())
-    ):
+    nothing_given = not (texts or file or dataset)
+    if texts == ["-"] or file == Path("-") or (nothing_given and not sys.stdin.isatty()):
         texts, rows = _standard_input()
         file = None
     chosen = PromptChoice(

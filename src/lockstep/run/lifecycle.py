@@ -23,10 +23,9 @@ from lockstep.ledger.errors import LedgerError
 from lockstep.ledger.ledger import Ledger
 from lockstep.report.run_summary import package_versions
 from lockstep.rewards.scorer_pool import ScorerPool
-from lockstep.rollout.client.multi_turn import MultiTurnClient
+from lockstep.rollout.client.multi_turn import make_client
 from lockstep.rollout.client.rollout_client import RolloutClient
 from lockstep.rollout.engine_protocol import EngineAPI
-from lockstep.rollout.environments.environment_pool import EnvironmentPool
 from lockstep.run.checkpoint_manager import restore_checkpoint
 from lockstep.run.errors import Interrupted, NotStarted, RunRefused
 from lockstep.run.evaluation.evaluator import CompletionQuality, Evaluator, Measurement, ValidationLoss
@@ -250,8 +249,13 @@ def _start_run(
             trained, start = _start_trainers(prepared, ledger, ranks)
             for group in served:
                 group.finish_setup()
-            engines = _make_rollout_client(prepared, launcher, recovery, workers)
-            if engines is not None:
+            engines = None
+            if workers:
+                _warn_slow_engines(workers)
+                sampled = prepared.config.rollout, prepared.config.seed, prepared.config.cluster.stall_limit_s
+                engines = make_client(
+                    cluster, workers, *sampled, prepared.data.turns, launcher, recovery, note=recovery.note
+                )
                 closing.callback(engines.close)
             roles = _make_roles(prepared, ledger, reporter, launcher, recovery, trained, engines, start)
             roles.served = served
@@ -345,20 +349,3 @@ def _add_engine_roles(
         sampler = PromptSampler(prepared.data.samples, ledger, wanted.prompts_per_step, wanted.filter_groups.enable)
         size, staleness = wanted.group_size, config.rollout.max_staleness
         roles.rollouts = RolloutBuffer(engines, ledger, sampler, size, config.steps, staleness)
-
-
-def _make_rollout_client(
-    prepared: PreparedRun, launcher: RunWorkerLauncher, recovery: RecoveryManager, workers: list[Worker]
-) -> RolloutClient | None:
-    """The client of the engines, a multi-turn one if the config has an environment; None without engines."""
-    if not workers:
-        return None
-    _warn_slow_engines(workers)
-    config = prepared.config
-    sampling, stall_s = config.rollout.sampling, config.cluster.stall_limit_s
-    common = sampling, config.seed, stall_s, launcher, recovery, config.rollout.reissue
-    if prepared.data.turns is None or config.rollout.environment is None:
-        return RolloutClient(workers, *common)
-    pool = EnvironmentPool(launcher.cluster, config.rollout.environment, note=recovery.note)
-    pool.start()
-    return MultiTurnClient(workers, *common, pool=pool, turns=prepared.data.turns)

@@ -10,7 +10,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from lockstep.cli import app
-from lockstep.cli.check_arguments import read_arguments
+from lockstep.cli.check.check_arguments import read_arguments
 from lockstep.config.cluster import LocalClusterConfig, RayClusterConfig
 from lockstep.config.errors import ConfigError
 from lockstep.config.loader import load_config
@@ -76,7 +76,7 @@ def test_complete_sections_are_printed_even_if_a_later_check_fails(
     def broken(*given: object) -> None:
         raise error
 
-    monkeypatch.setattr("lockstep.cli.check_hosts.check_hosts", broken)
+    monkeypatch.setattr("lockstep.cli.check.check_hosts.check_hosts", broken)
     result = CliRunner().invoke(app, ["check", "--json"])
     report = json.loads(result.stdout)
     assert result.exit_code == code and {"versions", "limits"} <= {rung["name"] for rung in report["rungs"]}
@@ -89,7 +89,9 @@ def test_sections_are_printed_as_soon_as_they_are_complete(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seen: list[str] = []
-    monkeypatch.setattr("lockstep.cli.check_hosts.check_hosts", lambda *given: seen.append(capsys.readouterr().out))
+    monkeypatch.setattr(
+        "lockstep.cli.check.check_hosts.check_hosts", lambda *given: seen.append(capsys.readouterr().out)
+    )
     with pytest.raises(SystemExit):
         app(["check"])
     assert "Versions" in seen[0] and "Limits" in seen[0] and "Environment" in seen[0]

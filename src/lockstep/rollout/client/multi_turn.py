@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.cluster.protocol import Worker, WorkerLauncher
-from lockstep.config.rollout import ReissueConfig, SamplingConfig
+from lockstep.cluster.protocol import Cluster, Worker, WorkerLauncher
+from lockstep.cluster.user_code import NoteRecovery, note_nothing
+from lockstep.config.rollout import ReissueConfig, RolloutConfig, SamplingConfig
 from lockstep.data.chat_templates import TurnTokenizer
 from lockstep.data.samples import Completion, Episode, EpisodeEnd, FinishReason, Prompt
 from lockstep.rollout.client.engine_failover import EngineRecovery
@@ -354,3 +355,29 @@ def _completion_number(request: Request) -> int:
     """The number of a request's completion in its group."""
     last = request.id.rpartition("/")[2]
     return int(last) if last.isdecimal() else 0
+
+
+def make_client(
+    cluster: Cluster,
+    workers: Sequence[Worker],
+    rollout: RolloutConfig,
+    seed: int,
+    stall_s: float,
+    turns: TurnTokenizer | None = None,
+    launcher: WorkerLauncher | None = None,
+    recovery: EngineRecovery | None = None,
+    note: NoteRecovery = note_nothing,
+) -> RolloutClient:
+    """The client of started engines: a multi-turn one, with its environments started, if the config has any.
+
+    Args:
+        turns: makes the tokens between two turns; None without an environment.
+        recovery: without it, an engine that fails ends the work, and no request is reissued.
+    """
+    reissue = rollout.reissue if recovery is not None else None
+    common = workers, rollout.sampling, seed, stall_s, launcher, recovery, reissue
+    if turns is None or rollout.environment is None:
+        return RolloutClient(*common)
+    pool = EnvironmentPool(cluster, rollout.environment, note=note)
+    pool.start()
+    return MultiTurnClient(*common, pool=pool, turns=turns)

@@ -8,17 +8,16 @@ from pathlib import Path
 
 from lockstep.base.folders import new_run_id, run_shm_dir
 from lockstep.cluster.local_cluster import LocalCluster
-from lockstep.cluster.protocol import Cluster, Worker, WorkerSpec
+from lockstep.cluster.protocol import WorkerSpec
 from lockstep.config.cluster import LocalClusterConfig
 from lockstep.config.model import ModelConfig
 from lockstep.config.run_config import RunConfig
 from lockstep.data.chat_templates import TurnTokenizer
 from lockstep.rewards.scorer_pool import ScorerPool
 from lockstep.rewards.scoring_messages import DataColumns
-from lockstep.rollout.client.multi_turn import MultiTurnClient
+from lockstep.rollout.client.multi_turn import make_client
 from lockstep.rollout.client.rollout_client import RolloutClient
 from lockstep.rollout.engine_protocol import ENGINE_SERVICE
-from lockstep.rollout.environments.environment_pool import EnvironmentPool
 from lockstep.run.errors import RunRefused
 from lockstep.run.planning.resources import host_resources
 from lockstep.run.planning.worker_preload import PRELOAD_MODULES, WORKER_ENVIRONMENT
@@ -66,7 +65,7 @@ def open_session(
         workers = cluster.start(specs)
         if Path(model.path).is_relative_to(scratch):
             shutil.rmtree(model.path)
-        engines = _make_client(config, cluster, workers, turns, limits.stall_limit_s)
+        engines = make_client(cluster, workers, config.rollout, config.seed, limits.stall_limit_s, turns)
         closing.callback(engines.close)
         rewards = None
         if scored is not None and config.reward is not None:
@@ -99,14 +98,3 @@ def engine_specs(config: RunConfig, model: ModelConfig, limits: LocalClusterConf
         )
         for rank, device in enumerate(devices)
     ]  # fmt: skip
-
-
-def _make_client(
-    config: RunConfig, cluster: Cluster, workers: list[Worker], turns: TurnTokenizer | None, stall_s: float
-) -> RolloutClient:
-    sampling, environment = config.rollout.sampling, config.rollout.environment
-    if turns is None or environment is None:
-        return RolloutClient(workers, sampling, config.seed, stall_s)
-    pool = EnvironmentPool(cluster, environment)
-    pool.start()
-    return MultiTurnClient(workers, sampling, config.seed, stall_s, pool=pool, turns=turns)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import ValidationError
 
@@ -29,6 +29,9 @@ from lockstep.run.inference.engine_session import EngineSession, open_session
 from lockstep.run.inference.model_source import ModelTarget, find_target, load_target, scratch_folder, target_config
 from lockstep.run.planning.run_data import source_options, turn_tokenizer
 from lockstep.run.run_reporter import startup_status
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase as Tokenizer
 
 ShowStatus = Callable[[str], None]
 """Shows what happens now; "" when nothing is waited for."""
@@ -126,6 +129,7 @@ def open_model(
 @contextmanager
 def use_model(
     loaded: LoadedModel,
+    tokenizer: "Tokenizer",
     prompts: Sequence[Prompt],
     options: SourceOptions,
     status: ShowStatus,
@@ -137,7 +141,7 @@ def use_model(
         scored: the columns of the prompts' dataset, if completions are to be scored.
     """
     config, started = loaded.config, list[EngineSession]()
-    turns = turn_tokenizer(config, load_tokenizer(loaded.model), options, prompts[:1])
+    turns = turn_tokenizer(config, tokenizer, options, prompts[:1])
 
     def describe(worker: str) -> str:
         return started[0].describe_worker(worker) if started else ""
@@ -188,7 +192,7 @@ def generate(
         else:
             source = open_source("prompts", rows, data, *common)
         found = source.take(0, min(len(source), prompts.limit or len(source)))
-        with use_model(loaded, found, options, status) as session:
+        with use_model(loaded, tokenizer, found, options, status) as session:
             if sampling.seed is not None:
                 session.engines.seed = sampling.seed
             return loaded.label, sample_groups(session.engines, found, chosen, sampling.n)

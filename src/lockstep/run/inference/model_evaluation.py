@@ -1,7 +1,7 @@
 """Evaluates the model of a run, or any other, with the rewards of a run: as the run's own evaluations do."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ from lockstep.run.evaluation.evaluator import (
     score_groups,
 )
 from lockstep.run.inference.generation import (
-    LoadedModel,
     SamplingChoice,
     ShowStatus,
     completion_record,
@@ -98,19 +97,19 @@ def evaluate_model(request: EvaluationRequest, status: ShowStatus = lambda text:
     name, overrides, dataset = request.name, request.overrides, _absolute(request.dataset)
     with open_model(name, request.step, request.config, overrides, status) as loaded:
         config = _with_evaluation(loaded.config, request, dataset)
-        loaded = LoadedModel(loaded.target, config, loaded.model, loaded.steps, loaded.scratch)
+        loaded = replace(loaded, config=config)
         assert config.evaluation is not None
         sampling = config.evaluation.sampling or config.rollout.sampling
         if config.reward is not None:
             check_terms(config.reward.terms)
-        options = source_options(config)
+        tokenizer, options = load_tokenizer(loaded.model), source_options(config)
         limit = loaded.prompt_limit(sampling, "evaluation.data")
-        prompts, columns = open_held_out(config, config.evaluation, limit, load_tokenizer(loaded.model), options)
+        prompts, columns = open_held_out(config, config.evaluation, limit, tokenizer, options)
         if config.reward is not None:
             check_term_columns(config.reward.terms, [columns])
         if config.reward is None and all(prompt.answer is None for prompt in prompts):
             raise RunRefused("there is nothing to score with: the config has no reward, and the data no answers")
-        with use_model(loaded, prompts, options, status, [columns]) as session:
+        with use_model(loaded, tokenizer, prompts, options, status, [columns]) as session:
             groups = sample_groups(session.engines, prompts, sampling, request.sampling.n)
             groups = score_groups(groups, session.rewards, loaded.steps)
     metrics = group_metrics(groups, request.pass_reward)

@@ -13,7 +13,7 @@ import psutil
 from lockstep.base import waits
 from lockstep.base.transport.run_token import check_token
 from lockstep.base.wait_state import WaitTimeout
-from lockstep.cli.check_arguments import HostSelection
+from lockstep.cli.check.check_arguments import HostSelection
 from lockstep.cli.terminal import require_extra
 from lockstep.cluster.local_cluster import LocalProbes
 from lockstep.config.cluster import RayClusterConfig

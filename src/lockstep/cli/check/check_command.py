@@ -9,7 +9,7 @@ import typer
 from lockstep.cli.terminal import FAILED, REFUSED, require_extra, show_note, show_refusal
 
 if TYPE_CHECKING:
-    from lockstep.cli.check_arguments import CheckRequest
+    from lockstep.cli.check.check_arguments import CheckRequest
     from lockstep.config.cluster import RayClusterConfig
     from lockstep.doctor.environment.environment_lint import ProcessEnvironment
     from lockstep.doctor.output.findings import CheckReport
@@ -103,14 +103,14 @@ def command(
 
         lockstep check --join 192.0.2.7:41234 --name node-b
     """
-    from lockstep.cli.check_arguments import read_arguments
+    from lockstep.cli.check.check_arguments import read_arguments
     from lockstep.config.errors import ConfigError
     from lockstep.doctor.output.findings_table import LiveReport
     from lockstep.report.safe_console import SafeConsole
 
     try:
         if join is not None:
-            from lockstep.cli.check_join import run_probe
+            from lockstep.cli.check.check_join import run_probe
 
             run_probe(join, name, address, wait)
             raise typer.Exit
@@ -130,7 +130,7 @@ def command(
         if not env and not env_files:
             _check_beyond_host(report, request)
         if small_first and request.config is not None and file is not None:
-            from lockstep.cli.check_plan import run_trial
+            from lockstep.cli.check.check_plan import run_trial
 
             run_trial(report, request.config, Path(file), request.overrides)
     except BaseException as error:
@@ -158,11 +158,11 @@ def _check_host(report: "CheckReport", request: "CheckRequest") -> None:
 
 def _check_beyond_host(report: "CheckReport", request: "CheckRequest") -> None:
     """Checks the config, and the other hosts together with this one."""
-    from lockstep.cli import check_hosts
+    from lockstep.cli.check import check_hosts
 
     plan = None
     if request.config is not None:
-        from lockstep.cli import check_plan  # imports torch
+        from lockstep.cli.check import check_plan  # imports torch
 
         memory = check_hosts.process_memory(request.config)
         plan = check_plan.check_plan(report, request.config, request.overrides, memory)

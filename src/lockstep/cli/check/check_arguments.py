@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.cli.check import CLUSTERS
+from lockstep.cli.check.check_command import CLUSTERS
 from lockstep.config.cluster import LocalClusterConfig, RayClusterConfig
 from lockstep.config.loader import apply_overrides, load_config, read_yaml
 from lockstep.config.run_config import RunConfig

@@ -10,7 +10,7 @@ from typing import Any
 
 import typer
 
-from lockstep.cli.check_arguments import split_address
+from lockstep.cli.check.check_arguments import split_address
 from lockstep.cli.terminal import show_note
 from lockstep.doctor.check.probe.host_probe import JOIN_TIMEOUT_S, serve_probe
 from lockstep.doctor.check.probe.probe_protocol import TOKEN_VARIABLE

@@ -1,0 +1,197 @@
+"""The model card of an exported model: the README.md that the Hugging Face hub shows."""
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from lockstep.base.secrets import redact
+from lockstep.base.text import count_noun
+from lockstep.ledger import EvaluationRow, Ledger
+from lockstep.report.run_summary import committed_rows, package_versions, parent_of, stage_seconds, total_tokens
+
+CARD_FILE = "README.md"
+METHOD_PAPERS = {
+    "grpo": ("GRPO", "2402.03300"),
+    "dr_grpo": ("Dr. GRPO", "2503.20783"),
+    "rloo": ("RLOO", "2402.14740"),
+    "reinforce_plus_plus": ("REINFORCE++", "2501.03262"),
+    "reinforce_plus_plus_baseline": ("REINFORCE++", "2501.03262"),
+    "ppo_clip": ("PPO", "1707.06347"),
+    "gspo": ("GSPO", "2507.18071"),
+    "cispo": ("CISPO", "2506.13585"),
+}
+"""The paper of each advantage and policy loss: its short name, and its number on arXiv."""
+_SHOWN_FIELDS = (
+    "recipe", "seed", "steps", "model", "data", "batch_size", "prompts_per_step", "group_size", "epochs",
+    "minibatch_size", "advantage", "filter_groups", "loss", "reward", "trainer", "evaluation", "validation",
+)  # fmt: skip
+"""The fields of a config that say how the model was trained. The others name hosts, folders and servers."""
+_ADAPTER_FILE, _TEMPLATE_FILE = "adapter_config.json", "chat_template.jinja"
+_MAX_METRICS = 20
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def model_card(ledger: Ledger, folder: Path, steps: int, repository: str = "") -> str:
+    """Returns the card of a run's exported model or adapter: metadata, how to load it, how it was trained, its last
+    evaluation. Secrets are hidden, local paths shortened to their last part, and no host is named.
+
+    Args:
+        folder: the export.
+        steps: the number of steps after which it was taken.
+        repository: the name on the hub; that of the run when absent.
+    """
+    stored = ledger.config()
+    config = redact({name: _without_folders(stored[name]) for name in _SHOWN_FIELDS if stored.get(name) is not None})
+    name = repository or str(stored.get("name", ledger.folder.name))
+    before, after = _evaluations(ledger, steps)
+    adapter, versions, text = (folder / _ADAPTER_FILE).is_file(), package_versions(), _yaml(config)
+    base = _base_model(stored)
+    card: str = _template().render(
+        metadata=_metadata(stored, name.rpartition("/")[2], after, adapter),
+        title=name.rpartition("/")[2],
+        repository=name,
+        adapter=adapter,
+        chat=(folder / _TEMPLATE_FILE).is_file(),
+        base=f"[{base}](https://huggingface.co/{base})" if base else f"`{config['model']['path']}`",
+        steps=count_noun(steps, "step"),
+        method=str(stored.get("recipe", "")).upper(),
+        parent=_parent(ledger),
+        max_tokens=stored.get("rollout", {}).get("sampling", {}).get("max_tokens") or 256,
+        facts=_facts(ledger, config, steps),
+        papers=_papers(stored),
+        evaluation=_evaluation_table(before, after) if after is not None else None,
+        config=text,
+        fence="`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0)),
+        versions=versions,
+    )  # fmt: skip
+    return card
+
+
+def _template() -> Any:
+    environment = Environment(
+        loader=PackageLoader("lockstep.report"), undefined=StrictUndefined, keep_trailing_newline=True
+    )
+    return environment.get_template("model_card.md.j2")
+
+
+def _metadata(config: Mapping[str, Any], title: str, after: EvaluationRow | None, adapter: bool) -> str:
+    """The card's metadata in YAML, with the hub's names; what is unknown is left out."""
+    from huggingface_hub import EvalResult, ModelCardData
+
+    dataset = _evaluation_dataset(config)
+    results = [
+        EvalResult("text-generation", dataset, Path(dataset).name, metric.removeprefix("eval/"), value)
+        for metric, value in (_shown_metrics(after) if after is not None else {}).items()
+    ]
+    data = ModelCardData(
+        base_model=_base_model(config) or None,
+        datasets=list(dict.fromkeys(filter(_is_hub_name, _paths(config.get("data"))))) or None,
+        library_name="peft" if adapter else "transformers",
+        pipeline_tag="text-generation",
+        tags=["lockstep", str(config.get("recipe")), *(f"arxiv:{number}" for _, number in _papers(config))],
+        model_name=title if results else None,
+        eval_results=results or None,
+    )
+    return str(data.to_yaml()).strip()
+
+
+def _facts(ledger: Ledger, config: Mapping[str, Any], steps: int) -> list[tuple[str, str]]:
+    """Facts of the training up to a step, as rows of a table."""
+    rows = [row for row in committed_rows(ledger)[0] if row.step < steps]
+    trainer = config.get("trainer", {})
+    group, prompts = config.get("group_size"), config.get("prompts_per_step")
+    facts = {
+        "steps": f"{steps:,}",
+        "completions per step": f"{prompts * group:,} ({prompts:,} prompts, {group} each)" if prompts and group else "",
+        "documents per step": f"{config['batch_size']:,}" if config.get("batch_size") else "",
+        "tokens": f"{total_tokens(rows):,}" if rows else "",
+        "learning rate": str((trainer.get("optimizer") or {}).get("lr", "")),
+        "data-parallel ranks": str(trainer.get("ranks", "")),
+        "hours": f"{sum(stage_seconds(rows).values()) / 3600:.2f}" if rows else "",
+        "seed": str(config.get("seed", "")),
+    }
+    return [(name, value) for name, value in facts.items() if value]
+
+
+def _papers(config: Mapping[str, Any]) -> list[tuple[str, str]]:
+    kinds = [section.get("kind") for name in ("advantage", "loss") if isinstance(section := config.get(name), Mapping)]
+    return list(dict.fromkeys(METHOD_PAPERS[kind] for kind in kinds if kind in METHOD_PAPERS))
+
+
+def _parent(ledger: Ledger) -> dict[str, str] | None:
+    found = parent_of(ledger)
+    if found is None:
+        return None
+    return {"run": Path(str(found["run"])).name, "steps": count_noun(int(found["steps"]), "step")}
+
+
+def _evaluations(ledger: Ledger, steps: int) -> tuple[EvaluationRow | None, EvaluationRow | None]:
+    """The evaluation before the first step, and the last one up to `steps`; None if there is none."""
+    rows = [row for row in committed_rows(ledger)[1] if row.step < steps]
+    before = rows[0] if rows and rows[0].step < 0 else None
+    return before, rows[-1] if rows and rows[-1].step >= 0 else None
+
+
+def _evaluation_table(before: EvaluationRow | None, after: EvaluationRow) -> dict[str, Any]:
+    def shown(value: float | None) -> str:
+        return "" if value is None else f"{value:.4g}"
+
+    earlier = before.metrics if before is not None else {}
+    rows = [(name, shown(earlier.get(name)), shown(value)) for name, value in _shown_metrics(after).items()]
+    return {"before": before is not None, "steps": count_noun(after.step + 1, "step"), "rows": rows}
+
+
+def _shown_metrics(evaluation: EvaluationRow) -> dict[str, float]:
+    return dict(list(evaluation.metrics.items())[:_MAX_METRICS])
+
+
+def _evaluation_dataset(config: Mapping[str, Any]) -> str:
+    """The name of the held-out data, for the hub: without the folder of a local file."""
+    for name in ("evaluation", "validation", "data"):
+        section = config.get(name)
+        found = list(_paths(section)) if isinstance(section, Mapping) else []
+        if found:
+            return found[0] if _is_hub_name(found[0]) else Path(found[0]).name
+    return "held-out data"
+
+
+def _paths(section: Any) -> Iterator[str]:
+    """The paths of all datasets in a section."""
+    if isinstance(section, Mapping):
+        for name, value in section.items():
+            if name == "path" and isinstance(value, str):
+                yield value
+            else:
+                yield from _paths(value)
+    elif isinstance(section, list | tuple):
+        for each in section:
+            yield from _paths(each)
+
+
+def _base_model(config: Mapping[str, Any]) -> str:
+    """The model's name on the hub; "" if it was loaded from a folder."""
+    path = str((config.get("model") or {}).get("path", ""))
+    return path if _is_hub_name(path) else ""
+
+
+def _is_hub_name(path: str) -> bool:
+    return bool(_HUB_NAME.fullmatch(path)) and not Path(path).exists() and not Path(path).suffix.lstrip(".").isalpha()
+
+
+def _without_folders(value: Any) -> Any:
+    """The value with local paths shortened to their last part."""
+    if isinstance(value, Mapping):
+        return {name: _without_folders(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_folders(each) for each in value]
+    if isinstance(value, str) and "\n" not in value and value.startswith(("/", "~", "./", "../", "file:")):
+        return Path(value).name
+    return value
+
+
+def _yaml(value: Any) -> str:
+    return yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=100).strip()
