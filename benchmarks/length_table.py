@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from lockstep.data.sample_sources import parse_uid
+from lockstep.data.sample_order import parse_uid
 from lockstep.rollout.client.rollout_client import RolloutClient
 from lockstep.rollout.engine_protocol import Request
 

@@ -2,9 +2,10 @@
 
     python examples/sort_data.py runs/sort-data
 
-makes three files: `sft.jsonl` (prompt and completion; two thirds of the answers are sorted the wrong way round, so
+makes four files: `sft.jsonl` (prompt and completion; two thirds of the answers are sorted the wrong way round, so
 that supervised learning alone gets about a third right), `grpo.jsonl` and `eval.jsonl` (prompt and answer; held-out
-prompts appear in neither of the other two).
+prompts appear in none of the others), and `pairs.jsonl` (prompt, chosen and rejected; the prompts of `grpo.jsonl`, and
+one label in ten is wrong).
 """
 
 import json
@@ -14,7 +15,7 @@ from pathlib import Path
 
 DIGITS = 5
 SFT_ROWS, GRPO_ROWS, EVAL_ROWS = 40_000, 20_000, 512
-WRONG = 0.65
+WRONG, WRONG_PAIRS = 0.65, 0.1
 
 
 def main(folder: Path, seed: int = 7) -> None:
@@ -29,6 +30,12 @@ def main(folder: Path, seed: int = 7) -> None:
         with (folder / f"{name}.jsonl").open("w") as file:
             for number in part:
                 file.write(json.dumps({"prompt": f"{number}=", "answer": "".join(sorted(number))}) + "\n")
+    with (folder / "pairs.jsonl").open("w") as file:
+        for number in numbers[SFT_ROWS:-EVAL_ROWS]:
+            sides = ["".join(sorted(number)), "".join(sorted(number, reverse=True))]
+            if rng.random() < WRONG_PAIRS:
+                sides.reverse()
+            file.write(json.dumps({"prompt": f"{number}=", "chosen": sides[0], "rejected": sides[1]}) + "\n")
 
 
 if __name__ == "__main__":

@@ -12,11 +12,11 @@ from lockstep.cluster.protocol import WorkerSpec
 from lockstep.config.data import DatasetConfig
 from lockstep.config.model import ModelConfig
 from lockstep.config.rollout import BuiltinEngineConfig, EnvironmentConfig, SamplingConfig
-from lockstep.data.chat_templates import TurnTokenizer
 from lockstep.data.dataset_rows import JsonLines
 from lockstep.data.forest_builder import forest_from_rollouts
 from lockstep.data.row_lengths import LengthLimit
 from lockstep.data.sample_sources import PromptSource
+from lockstep.data.turn_tokenizer import TurnTokenizer
 from lockstep.ledger.ledger import Ledger
 from lockstep.models.tiny_model import make_tiny
 from lockstep.rollout.client.multi_turn import MultiTurnClient

@@ -7,6 +7,7 @@
 import atexit
 import ctypes
 import importlib
+import importlib.util
 import json
 import os
 import signal
@@ -104,9 +105,9 @@ def add_trainer_kind(module: str | None) -> None:
     if module is not None:
         contract, stop = Path(__file__).parents[1] / "contract", with_sitecustomize(TRAINER_KIND, module)
         os.environ["PYTHONPATH"] = os.pathsep.join([str(contract), os.environ["PYTHONPATH"]])
-        sys.path[:0] = [str(contract), str(stop)]
-        importlib.import_module("sitecustomize")
-        del sys.path[:2]
+        sys.path.insert(0, str(contract))
+        import_sitecustomize(stop)
+        sys.path.pop(0)
 
 
 def hold(stage: str, seconds: float, at_end: bool) -> None:
@@ -146,10 +147,7 @@ def refuse_more(most: int) -> None:
 
 def stop_when(file: str) -> None:
     """Stops this process and those that it starts once the file (a pattern) exists, as `stop/sitecustomize.py` says."""
-    folder = with_sitecustomize(STOP_WHEN, file)
-    sys.path.insert(0, str(folder))
-    importlib.import_module("sitecustomize")
-    sys.path.pop(0)
+    import_sitecustomize(with_sitecustomize(STOP_WHEN, file))
 
 
 def read_midway(folder: str) -> None:
@@ -160,6 +158,14 @@ def read_midway(folder: str) -> None:
     os.environ[MIDWAY] = folder
     here = str(Path(__file__).parent)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
+
+
+def import_sitecustomize(folder: Path) -> None:
+    """Imports the folder's, also if the interpreter has one of its own, which it imported at its start."""
+    spec = importlib.util.spec_from_file_location("sitecustomize", folder / "sitecustomize.py")
+    assert spec is not None and spec.loader is not None
+    sys.modules["sitecustomize"] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
 
 
 def with_sitecustomize(variable: str, value: str) -> Path:

@@ -14,7 +14,7 @@ from forked_controller import ENVIRONMENT
 from harness import Launched, config, task, write
 from hub_server import TOKEN, Hub, Repository, open_hub
 
-from lockstep.run.checkpoint_export import export_checkpoint
+from lockstep.run.trained_models.checkpoint_export import export_checkpoint
 
 pytestmark = [pytest.mark.xdist_group("push"), pytest.mark.timeout(300)]
 

@@ -104,6 +104,7 @@ def test_the_yaml_in_the_examples_docstring_loads() -> None:
 SHORT = ["steps=2", "trainer.threads=1", "rollout.engine.threads=1", "data.limit=64", "evaluation.prompts=8"]
 OVERRIDES = {
     "lockstep train examples/sft_sort.yaml": [*SHORT, "batch_size=16"],
+    "lockstep train examples/dpo_sort.yaml": [*SHORT, "batch_size=8", "trainer.schedule.warmup_steps=1"],
     "lockstep train examples/grpo_sort.yaml": [*SHORT, "prompts_per_step=4", "trainer.schedule.warmup_steps=1"],
 }
 """Overrides that are appended to documented commands that take minutes."""
@@ -169,7 +170,7 @@ def test_the_commands_of_the_readme_run_in_their_order(copy: Path) -> None:
                 resumed = done.stderr
     assert [command.split()[1] for command in ran if command.startswith("lockstep")] == [
         *("tiny", "check", "train", "train", "train", "top", "train"),
-        *("generate", "eval", "export"),
+        *("train", "generate", "eval", "export", "push"),
     ]
     assert (copy / "runs/sort-grpo/export/model.safetensors").is_file()
     assert "finished after 2 of 2" not in resumed and "is finished: 2 of 2 steps" in resumed
@@ -355,9 +356,9 @@ def test_named_modules_exist() -> None:
 def test_named_fields_exist() -> None:
     """`section.key` in the pages is a field of the config."""
     from lockstep.config.loader import dotted_keys
-    from lockstep.config.recipes import GRPOConfig, SFTConfig
+    from lockstep.config.recipes import RECIPES
 
-    known = {*dotted_keys(GRPOConfig), *dotted_keys(SFTConfig)}
+    known = {key for config in RECIPES.values() for key in dotted_keys(config)}
     sections = {name.partition(".")[0] for name in known if "." in name}
     for page in PAGES:
         text = page.read_text()
@@ -373,9 +374,9 @@ def test_named_fields_exist() -> None:
 def test_fields_in_the_tables_for_other_frameworks_exist(page: Path) -> None:
     """The second column of the tables names fields of the config, dotted or at the top."""
     from lockstep.config.loader import dotted_keys
-    from lockstep.config.recipes import GRPOConfig, SFTConfig
+    from lockstep.config.recipes import RECIPES
 
-    known = {*dotted_keys(GRPOConfig), *dotted_keys(SFTConfig)}
+    known = {key for config in RECIPES.values() for key in dotted_keys(config)}
     rows = re.findall(r"^\|([^|]*)\|([^|]*)\|([^|]*)\|$", page.read_text(), re.MULTILINE)
     named = [name for _, ours, _ in rows for name in re.findall(r"`([a-z_.]+)(?:: [^`]*)?`", ours)]
     assert len(rows) > 30 and len(named) > 30

@@ -277,7 +277,9 @@ def again(rank: int, job: Job) -> Any:
     job.init(rank, refuse=True)
     dist.all_reduce(torch.ones(4))
     dist.destroy_process_group()
-    store = dist.PrefixStore("second", dist.FileStore(str(Path(job.folder, "store")), job.world))
+    store = dist.FileStore(
+        str(Path(job.folder, "second store")), job.world
+    )  # the first one deletes its file at its end
     dist.init_process_group("gloo", store=store, rank=rank, world_size=job.world)
     for _ in range(2):
         dist.all_reduce(torch.ones(2))

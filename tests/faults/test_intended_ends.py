@@ -158,14 +158,14 @@ def test_a_scorer_that_somebody_else_kills_is_an_incident(watched: WatchedCluste
     assert watched.incidents() == []
 
 
-JOB = """
+JOB = r"""
 import os, signal, sys, time
 import torch, torch.distributed as dist
 
 dist.init_process_group("gloo")
 if len(sys.argv) > 1:  # as a job that writes a checkpoint before it leaves
     signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.5), sys.exit(5)))
-print("ready", flush=True)
+os.write(1, b"ready\n")  # in one piece: the other rank writes as well
 while True:
     dist.all_reduce(torch.ones(8))
     time.sleep(0.01)

@@ -9,7 +9,7 @@ from typer.core import TyperCommand, TyperGroup
 from lockstep import __version__
 
 _COMMANDS = {
-    "train": "Train a model: SFT or GRPO, as configured in the file.",
+    "train": "Train a model as configured in the file: SFT, DPO and its relatives, or GRPO.",
     "tiny": "Create a tiny Qwen2- or Llama-type model with random weights and a character-level tokenizer.",
     "check": "Find out before a run what would make it fail, hang or crawl, and how to fix it.",
     "watch": "Run any training command (torchrun, accelerate, mpirun, python) and report which process blocks it.",

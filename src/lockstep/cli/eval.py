@@ -27,7 +27,7 @@ from lockstep.cli.generate import (
 from lockstep.cli.terminal import require_extra
 
 if TYPE_CHECKING:
-    from lockstep.run.inference.model_evaluation import ModelEvaluation
+    from lockstep.run.trained_models.model_evaluation import ModelEvaluation
 
 
 def command(
@@ -71,7 +71,7 @@ def command(
         lockstep eval Qwen/Qwen2.5-0.5B-Instruct --config examples/grpo_gsm8k.yaml --limit 200 --output scores.jsonl
     """
     require_extra("train", "lockstep eval")
-    from lockstep.run.inference.model_evaluation import EvaluationRequest, evaluate_model
+    from lockstep.run.trained_models.model_evaluation import EvaluationRequest, evaluate_model
 
     sampling = sampling_choice(n, seed, temperature, top_p, top_k, min_p, max_tokens, stop)
     values = [*(overrides or []), *engine_overrides(engine)]

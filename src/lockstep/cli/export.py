@@ -23,9 +23,9 @@ def command(
     """Write the model of a run's checkpoint, for transformers, vLLM or the next run."""
     require_extra("train", "lockstep export")
     from lockstep.ledger.errors import LedgerError
-    from lockstep.run.checkpoint_export import export_checkpoint
     from lockstep.run.errors import RunRefused
     from lockstep.run.planning.working_folder import in_working_folder
+    from lockstep.run.trained_models.checkpoint_export import export_checkpoint
     from lockstep.train.errors import CheckpointError
 
     out = out.absolute()

@@ -15,7 +15,7 @@ from lockstep.cli.terminal import FAILED, INTERRUPTED, REFUSED, require_extra, s
 
 if TYPE_CHECKING:
     from lockstep.data.samples import Group
-    from lockstep.run.inference.generation import SamplingChoice
+    from lockstep.run.trained_models.generation import SamplingChoice
 
 T = TypeVar("T")
 
@@ -93,7 +93,7 @@ def command(
         lockstep generate runs/sort-grpo --dataset evaluation --limit 8 --step best --json
     """
     require_extra("train", "lockstep generate")
-    from lockstep.run.inference.generation import PromptChoice, completion_record, generate
+    from lockstep.run.trained_models.generation import PromptChoice, completion_record, generate
 
     if sum((bool(prompts), file is not None, dataset is not None)) > 1:
         raise typer.BadParameter("give prompts, --prompts or --dataset: one of the three")
@@ -130,7 +130,7 @@ def sampling_choice(
     stop: Sequence[str] | None,
 ) -> "SamplingChoice":
     """The sampling options that were given."""
-    from lockstep.run.inference.generation import SamplingChoice
+    from lockstep.run.trained_models.generation import SamplingChoice
 
     values = {
         "temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p, "max_tokens": max_tokens,

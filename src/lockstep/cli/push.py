@@ -41,7 +41,7 @@ def command(
     require_extra("train", "lockstep push")
     from lockstep.ledger.errors import LedgerError
     from lockstep.run.errors import RunRefused
-    from lockstep.run.hub_push import HubRepository, PushFailed, push_model
+    from lockstep.run.trained_models.hub_push import HubRepository, PushFailed, push_model
     from lockstep.train.errors import CheckpointError
 
     try:

@@ -50,7 +50,7 @@ def command(
         ),
     ] = None,
 ) -> None:
-    """Train a model: SFT or GRPO, as configured in the file.
+    """Train a model as configured in the file: SFT, DPO and its relatives, or GRPO.
 
     Examples:
 

@@ -4,7 +4,7 @@ The formulas behind the names are in `lockstep.algos`.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -236,4 +236,96 @@ class CrossEntropy(ObjectiveConfig):
     kind: Literal["cross_entropy"] = "cross_entropy"
 
 
-AnyObjective = Annotated[PPOClip | GSPO | CISPO | CrossEntropy, Field(discriminator="kind")]
+PairLoss = Literal[
+    "sigmoid", "hinge", "ipo", "sigmoid_norm", "robust", "exo_pair", "nca_pair", "bco_pair", "sppo_hard", "aot",
+    "aot_unpaired", "apo_zero", "apo_down", "discopop", "sft", "nll", "cpo_sigmoid", "cpo_hinge", "cpo_ipo", "simpo",
+    "alphapo", "odds_ratio",
+]  # fmt: skip
+"""The losses of pairs; `lockstep.algos.preference_losses` has their formulas."""
+PREFERENCE_MIXTURES: Mapping[str, Mapping[str, float]] = {
+    "cpo": {"cpo_sigmoid": 1.0, "sft": 1.0},
+    "cpo-simpo": {"simpo": 1.0, "sft": 1.0},
+    "orpo": {"odds_ratio": 1.0, "nll": 1.0},
+    "rpo": {"sigmoid": 1.0, "sft": 1.0},
+    "mpo": {"sigmoid": 0.8, "bco_pair": 0.2, "sft": 1.0},
+}
+"""Algorithms that are sums of several losses, with the weights of their papers."""
+_REFERENCE_FREE = {"sft", "nll", "cpo_sigmoid", "cpo_hinge", "cpo_ipo", "simpo", "alphapo", "odds_ratio"}
+
+
+def _one_or_more(value: Any) -> Any:
+    return [value] if isinstance(value, str | int | float) else value
+
+
+class PreferenceLoss(ObjectiveConfig):
+    """A weighted sum of losses of pairs of completions, each a mean over all pairs of a step, with TRL's names and
+    defaults."""
+
+    kind: Literal["preference"] = "preference"
+    type: Annotated[tuple[str, ...], BeforeValidator(_one_or_more)] = ("sigmoid",)
+    """One loss or several: `sigmoid` (DPO), `hinge`, `ipo`, `sigmoid_norm`, `robust`, `exo_pair`, `nca_pair`,
+    `bco_pair`, `sppo_hard`, `aot`, `aot_unpaired`, `apo_zero`, `apo_down`, `discopop`; without a reference `sft`,
+    `nll`, `cpo_sigmoid`, `cpo_hinge`, `cpo_ipo`, `simpo`, `alphapo`, `odds_ratio`; or a mixture: `cpo`, `cpo-simpo`,
+    `orpo`, `rpo`, `mpo`."""
+    weights: Annotated[tuple[float, ...], BeforeValidator(_one_or_more)] = ()
+    """The weight of each entry of `type`; 1 when absent."""
+    beta: float = Field(0.1, gt=0)
+    """How much the policy is held to the reference: higher is closer. For `orpo` the weight of the odds ratio."""
+    label_smoothing: float = Field(0.0, ge=0, lt=0.5)
+    """The share of pairs whose labels are assumed to be wrong (cDPO with `sigmoid`)."""
+    f_divergence_type: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"] = "reverse_kl"
+    """The divergence from the reference; `reverse_kl` is DPO's."""
+    f_alpha_divergence_coef: float = 0.5
+    """The alpha of `alpha_divergence`."""
+    ld_alpha: float | None = Field(None, ge=0, le=1)
+    """LD-DPO: the weight of a completion's tokens beyond the length of the shorter one of its pair; 1 when absent."""
+    discopop_tau: float = Field(0.05, gt=0)
+    simpo_gamma: float = Field(0.5, ge=0)
+    """The margin of `simpo` and `alphapo`."""
+    alphapo_alpha: float = 0.25
+
+    @property
+    def terms(self) -> dict[str, float]:
+        """The weight of each loss of `lockstep.algos.preference_losses`."""
+        found: dict[str, float] = {}
+        for name, factor in zip(self.type, self.weights or (1.0,) * len(self.type), strict=True):
+            for term, share in PREFERENCE_MIXTURES.get(name, {name: 1.0}).items():
+                found[term] = found.get(term, 0.0) + factor * share
+        return found
+
+    @property
+    def evaluated_fields(self) -> dict[str, TrainerOutput]:
+        """The log-probabilities of the policy before the update, and of the reference."""
+        fields: dict[str, TrainerOutput] = {"policy_logprob": "logprobs"}
+        if not _REFERENCE_FREE.issuperset(self.terms):
+            fields["reference_logprob"] = "reference_logprobs"
+        return fields
+
+    @property
+    def learns_prompts(self) -> bool:
+        """Whether tokens of prompts are targets as well."""
+        return "nll" in self.terms
+
+    @model_validator(mode="after")
+    def _check_terms(self) -> Self:
+        known = {*get_args(PairLoss), *PREFERENCE_MIXTURES}
+        for name in self.type:
+            if name not in known:
+                raise ValueError(f"type {name!r} is no loss of pairs: use {', '.join(sorted(known))}")
+        if not self.type:
+            raise ValueError("type is empty: name one loss at least, such as sigmoid")
+        if self.weights and len(self.weights) != len(self.type):
+            raise ValueError(f"weights has {len(self.weights)} entries for {len(self.type)} losses of type")
+        if "exo_pair" in self.terms and not self.label_smoothing:
+            raise ValueError("type exo_pair needs label_smoothing above 0 (its paper uses 1e-3)")
+        if self.f_divergence_type != "reverse_kl" and (without := sorted(self.terms.keys() - _OF_DIVERGENCES)):
+            raise ValueError(
+                f"f_divergence_type {self.f_divergence_type} has no effect on type {', '.join(without)}: leave it out"
+            )
+        return self
+
+
+_OF_DIVERGENCES = {"sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft"}
+"""The losses that are defined by a divergence, or not affected by it."""
+
+AnyObjective = Annotated[PPOClip | GSPO | CISPO | CrossEntropy | PreferenceLoss, Field(discriminator="kind")]

@@ -37,10 +37,10 @@ class DatasetConfig(Section):
     name: str | None = None
     """Configuration name of a hub dataset."""
     split: str = "train"
-    format: Literal["auto", "prompt_answer", "prompt_completion", "messages", "verl", "text"] = "auto"
+    format: Literal["auto", "prompt_answer", "prompt_completion", "messages", "verl", "text", "preference"] = "auto"
     """`auto` chooses by the columns: verl's (data_source, prompt, reward_model), `messages` (or ShareGPT's
-    `conversations`), `prompt` + `completion`,
-    `prompt` + answer, `text`."""
+    `conversations`), `prompt` + `completion`, `prompt` + answer, `text`; `chosen` + `rejected` for recipes that
+    compare completions."""
     prompt_column: str | None = None
     answer_column: str | None = None
     """Column that verifiers get as ground truth (`answer`, `solution`, `ground_truth`, `label` by default)."""

@@ -17,6 +17,7 @@ from lockstep.config.algorithm import (
     GRPOAdvantage,
     PolicyLoss,
     PPOClip,
+    PreferenceLoss,
 )
 from lockstep.config.reward import EnvironmentReward, RewardConfig, TaskReward
 from lockstep.config.rollout import SamplingConfig
@@ -109,21 +110,7 @@ class GRPOConfig(RunConfig):
 
     @property
     def serve_roles(self) -> tuple[ServeRole, ...]:
-        return () if self.reference is None else (self._reference_role(self.reference),)
-
-    def _reference_role(self, reference: ReferenceConfig) -> ServeRole:
-        return ServeRole(
-            name="reference",
-            model=reference.model(self.model),
-            ranks=reference.ranks,
-            threads=reference.threads,
-            fields={"reference_logprob": "logprobs"},
-            temperature=self.train_temperature,
-            communication=self.communication,
-            head_chunk=self.trainer.head_chunk,
-            malloc=self.trainer.malloc,
-            collective_timeout_s=self.trainer.collective_timeout_s,
-        )
+        return () if self.reference is None else (_reference_role(self, self.reference),)
 
     @property
     def train_temperature(self) -> float:
@@ -175,19 +162,83 @@ class GRPOConfig(RunConfig):
                 "they generate while it trains: leave one of the two out"
             )
         if self.reference is not None:
-            _check_reference(self, self.reference)
+            _check_reference(self, self.reference, "loss.kl.coefficient is 0", "set loss.kl.coefficient above 0")
         others = [each.kind for each in self.data.sources if each.kind != "reasoning_gym"]
         if others and any(isinstance(term, TaskReward) for term in self.reward.terms):
             raise ValueError(f"reward.terms has kind task, but data.kind is {others[0]}, not reasoning_gym")
         return self
 
 
-def _check_reference(config: GRPOConfig, reference: ReferenceConfig) -> None:
-    """Checks that processes for a reference model are needed, and can have their model and devices."""
+class PreferenceConfig(RunConfig):
+    """Learning from pairs of a better and a worse completion: DPO, IPO, SimPO, ORPO and their relatives."""
+
+    recipe: Literal["preference"]
+    batch_size: int = Field(32, gt=0)
+    """Pairs per optimizer step, over all ranks."""
+    loss: PreferenceLoss = PreferenceLoss()
+    reference: ReferenceConfig | None = None
+    """Processes for the reference model; the policy's ranks hold it when absent."""
+
+    @property
+    def objective(self) -> PreferenceLoss:
+        return self.loss
+
+    @property
+    def sequences_per_step(self) -> int:
+        return 2 * self.batch_size
+
+    @property
+    def data_kind(self) -> DataKind:
+        return "pairs"
+
+    @property
+    def serve_roles(self) -> tuple[ServeRole, ...]:
+        return () if self.reference is None else (_reference_role(self, self.reference),)
+
+    @property
+    def trial_overrides(self) -> dict[str, int]:
+        return {"batch_size": min(self.batch_size, max(2, self.trainer.ranks))}
+
+    @model_validator(mode="after")
+    def _check_consistency(self) -> Self:
+        if self.rollout.max_staleness:
+            raise ValueError("rollout.max_staleness applies to recipes with rollouts only: leave it out")
+        if self.model.adapter is not None and self.model.adapter.lora_dropout:
+            raise ValueError(
+                f"model.adapter.lora_dropout {self.model.adapter.lora_dropout} would make the log-probabilities of the "
+                "update differ from those that the loss is computed from: leave it out"
+            )
+        if self.reference is not None:
+            without = f"loss.type {', '.join(self.loss.type)} has no reference"
+            _check_reference(self, self.reference, without, "choose another loss.type, such as sigmoid")
+        return self
+
+
+def _reference_role(config: RunConfig, reference: ReferenceConfig) -> ServeRole:
+    return ServeRole(
+        name="reference",
+        model=reference.model(config.model),
+        ranks=reference.ranks,
+        threads=reference.threads,
+        fields={"reference_logprob": "logprobs"},
+        temperature=config.train_temperature,
+        communication=config.communication,
+        head_chunk=config.trainer.head_chunk,
+        malloc=config.trainer.malloc,
+        collective_timeout_s=config.trainer.collective_timeout_s,
+    )
+
+
+def _check_reference(config: RunConfig, reference: ReferenceConfig, unneeded: str, remedy: str) -> None:
+    """Checks that processes for a reference model are needed, and can have their model and devices.
+
+    Args:
+        unneeded: why they may not be needed; then `remedy` makes them needed.
+    """
     if not config.objective.needs_reference:
         raise ValueError(
-            "reference starts processes for the reference model, but loss.kl.coefficient is 0, so nothing needs one: "
-            "set loss.kl.coefficient above 0, or leave reference out"
+            f"reference starts processes for the reference model, but {unneeded}, so nothing needs one: "
+            f"{remedy}, or leave reference out"
         )
     if reference.path is None and reference.revision is not None:
         raise ValueError(
@@ -254,5 +305,5 @@ def _check_norm_length(aggregation: str, norm_length: int | None) -> None:
         raise ValueError("loss.aggregation seq-mean-token-sum-norm needs loss.norm_length (a number of tokens)")
 
 
-RECIPES: dict[str, type[RunConfig]] = {"sft": SFTConfig, "grpo": GRPOConfig}
+RECIPES: dict[str, type[RunConfig]] = {"sft": SFTConfig, "grpo": GRPOConfig, "preference": PreferenceConfig}
 """The config class of each recipe, by the value of `recipe`."""

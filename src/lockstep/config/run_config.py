@@ -115,8 +115,8 @@ class ReportConfig(Section):
     html: bool = True
 
 
-DataKind = Literal["documents", "prompts"]
-"""What a recipe reads its data as: documents to train on, or prompts to complete."""
+DataKind = Literal["documents", "prompts", "pairs"]
+"""What a recipe reads its data as: documents to train on, prompts to complete, or pairs of completions to compare."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +147,7 @@ class RunConfig(Section):
     """The fields of every recipe."""
 
     recipe: str
-    """The name of the recipe: `sft`, `grpo`."""
+    """The name of the recipe: `sft`, `grpo`, `preference`."""
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     folder: str = "runs"
     """The folder of the run is `folder/name`."""

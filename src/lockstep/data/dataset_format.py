@@ -8,7 +8,7 @@ from lockstep.base.json_text import MalformedJson, parse_json
 from lockstep.config.data import DatasetConfig
 from lockstep.data.dataset_rows import BadRow, DataError, DatasetRow, DatasetRows, name_hint
 
-FormatName = Literal["prompt_answer", "prompt_completion", "messages", "verl", "text"]
+FormatName = Literal["prompt_answer", "prompt_completion", "messages", "verl", "text", "preference"]
 Message = dict[str, Any]
 Content = str | list[Message]
 
@@ -16,6 +16,7 @@ PROMPT_COLUMNS = ("prompt", "question", "problem", "query", "instruction")
 ANSWER_COLUMNS = ("answer", "solution", "ground_truth", "label")
 ALPACA_PROMPT, ALPACA_INPUT, ALPACA_OUTPUT = "instruction", "input", "output"
 """Alpaca's columns: the prompt is the instruction, followed by the input if there is one."""
+PAIR_COLUMNS = ("chosen", "rejected")
 VERL_COLUMNS = ("data_source", "prompt", "reward_model")
 MESSAGE_COLUMNS = ("messages", "conversations", "conversation")
 """Columns with a whole conversation; the others are ShareGPT's."""
@@ -44,6 +45,8 @@ class DatasetSample:
     """All columns except the prompt's, unchanged."""
     learn_history: bool = False
     """Whether the assistant turns of the prompt are learned as well, because the row is a whole conversation."""
+    rejected: Content | None = None
+    """The worse completion of a pair, whose better one is `completion`."""
     tools: list[Any] | None = None
     template_arguments: dict[str, Any] = field(default_factory=dict)
     """TRL's column `chat_template_kwargs`."""
@@ -66,7 +69,7 @@ class DatasetFormat:
         self._answer = cfg.answer_column
         if cfg.answer_column:
             self._need(cfg.answer_column, "answer_column")
-        self._prompt = self._prompt_column(cfg)
+        self._prompt = self._prompt_column(cfg) if self.name != "preference" else self._pair_columns(cfg)
         is_alpaca = self._prompt == ALPACA_PROMPT and not cfg.prompt_column
         self._input = ALPACA_INPUT if is_alpaca and ALPACA_INPUT in rows.columns else None
         if self.name == "prompt_completion":
@@ -81,7 +84,8 @@ class DatasetFormat:
     @property
     def columns(self) -> tuple[str, ...]:
         """The columns that a sample keeps: all but the prompt's, and the completion's."""
-        taken = (self._prompt, "completion") if self.name == "prompt_completion" else (self._prompt,)
+        pairs = {"prompt_completion": ("completion",), "preference": PAIR_COLUMNS}
+        taken = (self._prompt, *pairs.get(self.name, ()))
         return tuple(name for name in self._rows.columns if name not in taken)
 
     def _detect(self, cfg: DatasetConfig) -> FormatName:
@@ -99,6 +103,17 @@ class DatasetFormat:
             f"no known prompt column among {', '.join(self._rows.columns)}",
             "Expected `prompt`, `messages`, `text` or verl's columns; for another name set data.prompt_column.",
         )
+
+    def _pair_columns(self, cfg: DatasetConfig) -> str:
+        """Returns the column of the prompt, "" if it is the beginning that both completions have in common."""
+        for column in PAIR_COLUMNS:
+            if column not in self._rows.columns:
+                remedy = f"{name_hint(column, self._rows.columns)} Pairs need `chosen` and `rejected`."
+                raise DataError(self._rows.path, "there is no such column", remedy, column=column)
+        if cfg.prompt_column:
+            return self._need(cfg.prompt_column, "prompt_column")
+        found = self._one_of(PROMPT_COLUMNS, "prompt_column") or self._one_of(MESSAGE_COLUMNS, "prompt_column")
+        return found or ""
 
     def _prompt_column(self, cfg: DatasetConfig) -> str:
         if cfg.prompt_column:
@@ -136,6 +151,8 @@ class DatasetFormat:
             raise self._rows.data_error(row, bad) from bad
 
     def _read(self, row: DatasetRow) -> DatasetSample:
+        if self.name == "preference":
+            return self._read_pair(row)
         prompt = _content(row, self._prompt)
         if self._input is not None and row.get(self._input):
             prompt = f"{_text(prompt, self._prompt)}\n{_text(row[self._input], self._input)}"
@@ -161,6 +178,70 @@ class DatasetFormat:
                 sample.answer = _ground_truth(row)
             sample.completion = str(sample.answer) if isinstance(sample.answer, str | int | float) else None
         return sample
+
+    def _read_pair(self, row: DatasetRow) -> DatasetSample:
+        chosen, rejected = (_completion(row, column) for column in PAIR_COLUMNS)
+        if isinstance(chosen, str) != isinstance(rejected, str):
+            raise BadRow(
+                "rejected", "chosen and rejected must both be text or both be messages", "Convert one of them."
+            )
+        prompt = _content(row, self._prompt) if self._prompt else None
+        if isinstance(prompt, str) and self._input is not None and row.get(self._input):
+            prompt = f"{prompt}\n{_text(row[self._input], self._input)}"
+        if isinstance(chosen, str) and isinstance(rejected, str):
+            if isinstance(prompt, list):
+                chosen, rejected = ([{"role": "assistant", "content": text}] for text in (chosen, rejected))
+            elif prompt is None:
+                prompt, chosen, rejected = _split_texts(chosen, rejected)
+        if isinstance(chosen, list) and isinstance(rejected, list):
+            prompt, chosen, rejected = _split_conversations(prompt, chosen, rejected)
+        assert prompt is not None
+        columns = {name: value for name, value in row.items() if name not in (self._prompt, *PAIR_COLUMNS)}
+        return DatasetSample(
+            prompt, chosen, None, columns, rejected=rejected, tools=_tools(row),
+            template_arguments=_template_arguments(row),
+        )  # fmt: skip
+
+
+def _completion(row: DatasetRow, column: str) -> Content:
+    """Returns a completion, which may be empty: text, turns, or (LLaMA-Factory) a single turn."""
+    value = _value(row, column)
+    if isinstance(value, dict):
+        value = [value]
+    return value if isinstance(value, str | list) and not value else _content({column: value}, column)
+
+
+def _split_texts(chosen: str, rejected: str) -> tuple[str, str, str]:
+    """Takes the beginning that both texts have in common as the prompt, without a blank at its end (as TRL does)."""
+    shorter = min(len(chosen), len(rejected))
+    size = next((at for at in range(shorter) if chosen[at] != rejected[at]), shorter)
+    if size and chosen[size - 1] == " ":
+        size -= 1
+    if not size:
+        raise BadRow("chosen", "there is no prompt: chosen and rejected begin differently", "Add a column `prompt`.")
+    return chosen[:size], chosen[size:], rejected[size:]
+
+
+def _split_conversations(
+    prompt: Content | None, chosen: list[Message], rejected: list[Message]
+) -> tuple[list[Message], list[Message], list[Message]]:
+    """Returns prompt and completions as turns. Completions may be whole conversations that begin with the prompt, which
+    then is what they have in common: the column of the prompt repeats a part of it (UltraFeedback)."""
+    whole = [side for side in (chosen, rejected) if side and side[0].get("role") != "assistant"]
+    if prompt is not None and not whole:
+        turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        return turns, chosen, rejected
+    if isinstance(prompt, list) and all(side[: len(prompt)] == prompt for side in whole):
+        size = len(prompt)
+        return prompt, *(side[size:] if side in whole else side for side in (chosen, rejected))  # type: ignore[return-value]
+    size = 0
+    while size < min(len(chosen), len(rejected)) and chosen[size] == rejected[size]:
+        size += 1
+    if size == len(chosen) == len(rejected) and size:
+        size -= 1  # equal completions
+    if not size:
+        raise BadRow("chosen", "there is no prompt: the first turns differ", "Add a column `prompt` or a user's turn.")
+    return chosen[:size], chosen[size:], rejected[size:]
 
 
 def _value(row: DatasetRow, column: str) -> Any:

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.data.forest import Forest, Segment, concatenated_ranges
-from lockstep.data.samples import Completion, Document, Group, Rollouts
+from lockstep.data.samples import Completion, Document, Group, Pair, Rollouts
 
 
 def forest_from_rollouts(
@@ -217,3 +217,26 @@ def forest_from_documents(documents: Sequence[Document]) -> Forest:
         mask = np.asarray(document.loss_mask, np.bool_)
         trees.append([Segment(np.asarray(document.tokens, np.int32), -1, mask, {}, number)])
     return Forest.of(trees, [document.uid for document in documents])
+
+
+def forest_from_pairs(pairs: Sequence[Pair], learn_prompts: bool = False) -> Forest:
+    """Builds one tree per pair: the prompt is the root, and both completions are its children. Sequence 2i is the
+    better completion of pair i, 2i + 1 the worse one.
+
+    Args:
+        learn_prompts: the tokens of prompts are targets too, of the better completions' sequences; the field
+            `in_prompt` is 1 for them and 0 for others.
+    """
+    trees = []
+    for number, pair in enumerate(pairs):
+        sides = [(pair.chosen, 2 * number), (pair.rejected, 2 * number + 1)]
+        if learn_prompts:
+            learned = np.arange(pair.prompt.size) > 0
+            root = Segment(pair.prompt, -1, learned, {"in_prompt": np.ones(pair.prompt.size, np.float32)}, 2 * number)
+        else:
+            root = Segment(pair.prompt)
+        trees.append([root])
+        for tokens, sequence in sides:
+            fields = {"in_prompt": np.zeros(tokens.size, np.float32)} if learn_prompts else {}
+            trees[-1].append(Segment(tokens, 0, np.ones(tokens.size, np.bool_), fields, sequence))
+    return Forest.of(trees, [pair.uid for pair in pairs])

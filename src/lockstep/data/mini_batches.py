@@ -18,7 +18,7 @@ from lockstep.config.algorithm import Aggregation, ObjectiveConfig
 from lockstep.data.forest import Forest, concatenated_ranges
 from lockstep.data.micro_batch import MiniBatch, build_mini_batch
 from lockstep.data.packing import PackingMode, check_token_budget, plan_packing
-from lockstep.data.sample_sources import permutation
+from lockstep.data.sample_order import permutation
 
 
 class TrainingBatch:

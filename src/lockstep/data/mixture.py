@@ -12,16 +12,8 @@ from lockstep.config.data import DatasetConfig, MixtureSource, TrainingDataConfi
 from lockstep.config.run_config import DataKind
 from lockstep.data.datasets import load_rows
 from lockstep.data.row_lengths import LengthLimit
-from lockstep.data.sample_sources import (
-    DatasetSource,
-    EpochOrder,
-    Sample,
-    SampleSource,
-    SourceOptions,
-    make_uid,
-    open_source,
-    random_fractions,
-)
+from lockstep.data.sample_order import EpochOrder, make_uid, random_fractions
+from lockstep.data.sample_sources import DatasetSource, Sample, SampleSource, SourceOptions, open_source
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer

@@ -1,121 +1,38 @@
-"""Prompts and documents in the order of a run, which is a pure function of (seed, position)."""
+"""Prompts, documents and pairs in the order of a run."""
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 
 from lockstep.config.data import DatasetConfig
 from lockstep.config.run_config import DataKind
 from lockstep.data.chat_templates import TemplateRenderer
-from lockstep.data.dataset_format import DatasetFormat, DatasetSample
+from lockstep.data.dataset_format import Content, DatasetFormat, DatasetSample
 from lockstep.data.dataset_rows import BadRow, DataError, DatasetRows
 from lockstep.data.row_lengths import LengthLimit, length_problem, select_fitting_rows
-from lockstep.data.samples import Document, Prompt
+from lockstep.data.sample_order import EpochOrder, SampleOrder, make_uid, parse_uid, permutation
+from lockstep.data.samples import Document, Pair, Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
-Sample = TypeVar("Sample", Prompt, Document)
+logger = logging.getLogger(__name__)
 
-_SPLITMIX_FACTORS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
-_SPLITMIX_INCREMENT = np.uint64(0x9E3779B97F4A7C15)
-
-
-def _splitmix64(values: np.ndarray) -> np.ndarray:
-    """Applies SplitMix64's finalizer (Steele, Lea, Flood 2014), a bijection of uint64."""
-    values = (values ^ (values >> np.uint64(30))) * _SPLITMIX_FACTORS[0]
-    values = (values ^ (values >> np.uint64(27))) * _SPLITMIX_FACTORS[1]
-    return np.asarray(values ^ (values >> np.uint64(31)), np.uint64)
-
-
-def permutation(size: int, *key: int) -> np.ndarray:
-    """Returns the numbers below `size` in a random order that depends only on the key: int64 `[size]`.
-
-    numpy's generators are not used, because their output may change between versions (NEP 19), and a resumed run must
-    continue in the same order.
-    """
-    return np.argsort(_random_values(0, size, key), kind="stable")
-
-
-def random_fractions(start: int, count: int, *key: int) -> np.ndarray:
-    """Returns the values from `start` on of a random sequence that depends only on the key: float64 `[count]`, at least
-    0 and less than 1."""
-    return (_random_values(start, count, key) >> np.uint64(11)) * 2.0**-53
-
-
-def _random_values(start: int, count: int, key: Sequence[int]) -> np.ndarray:
-    state = np.zeros(1, np.uint64)
-    for part in key:
-        state = _splitmix64(state + _SPLITMIX_INCREMENT + np.uint64(part % 2**64))
-    numbers = np.arange(start + 1, start + count + 1, dtype=np.uint64)
-    return _splitmix64(state + _SPLITMIX_INCREMENT * numbers)
-
-
-class EpochOrder:
-    """The order of the rows over all epochs.
-
-    Args:
-        rows: numbers of the rows that are used, int `[rows]`.
-        shuffle: whether every epoch has a new random order; otherwise the order is that of `rows`.
-    """
-
-    def __init__(self, rows: np.ndarray, seed: int, shuffle: bool) -> None:
-        if rows.size == 0:
-            raise ValueError("an order needs at least one row")
-        self.rows, self.seed, self.shuffle = rows, seed, shuffle
-        # Two epochs, because a step may use rows of both.
-        self._epoch = lru_cache(maxsize=2)(self._make_epoch)
-
-    def _make_epoch(self, epoch: int) -> np.ndarray:
-        return self.rows[permutation(self.rows.size, self.seed, epoch)] if self.shuffle else self.rows
-
-    def take(self, start: int, count: int) -> list[tuple[int, int]]:
-        """Returns (epoch, row) of `count` positions from `start` on. Crosses epochs.
-
-        Raises:
-            ValueError: the position or the count is negative.
-        """
-        if start < 0 or count < 0:
-            raise ValueError(f"cannot take {count} rows at position {start}")
-        found = []
-        for position in range(start, start + count):
-            epoch, place = divmod(position, self.rows.size)
-            found.append((epoch, int(self._epoch(epoch)[place])))
-        return found
-
-
-def make_uid(epoch: int, row: int) -> str:
-    return f"{epoch}:{row}"
-
-
-def parse_uid(text: str) -> tuple[int, int]:
-    """Returns (epoch, row) of a uid. Raises ValueError if it is not a uid."""
-    epoch, _, row = text.partition(":")
-    if not (epoch.isdecimal() and row.isdecimal()):
-        raise ValueError(f"{text!r} is not a uid, expected EPOCH:ROW")
-    return int(epoch), int(row)
-
+Sample = TypeVar("Sample", Prompt, Document, Pair)
 
 HOLD_OUT_KEY = 0x686F6C64
 """Makes the choice of held-out rows independent of the order of an epoch."""
-
-
-class SampleOrder(Protocol):
-    """The order of the rows over a whole run."""
-
-    def take(self, start: int, count: int) -> list[tuple[int, int]]:
-        """Returns (epoch, row) of `count` positions from `start` on, each pair once in a run."""
 
 
 class SampleSource(ABC, Generic[Sample]):
     """Samples in the order of a run."""
 
     dropped: int
-    """Number of rows that are left out because they are too long."""
+    """Number of rows that are left out: too long, or pairs that teach nothing."""
     _order: SampleOrder
 
     @abstractmethod
@@ -190,7 +107,7 @@ class DatasetSource(SampleSource[Sample]):
         self._format = DatasetFormat(rows, cfg)
         self._renderer = TemplateRenderer(tokenizer, cfg, tools, open_turn)
         self._check_rows(cfg)
-        kept = select_fitting_rows(rows, self._lengths, limit, cfg.overlong, self.kind)
+        kept = self._select_useful(select_fitting_rows(rows, self._lengths, limit, cfg.overlong, self.kind))
         self.dropped = len(rows) - kept.size
         self._order: EpochOrder = EpochOrder(kept, seed, cfg.shuffle)
 
@@ -234,6 +151,10 @@ class DatasetSource(SampleSource[Sample]):
 
     def _check_rows(self, cfg: DatasetConfig) -> None:
         """Checks that do not need the lengths of rows."""
+
+    def _select_useful(self, rows: np.ndarray) -> np.ndarray:
+        """Returns the rows that can teach something, and says which others there are."""
+        return rows
 
     def _check_length(self, row: int, tokens: int) -> None:
         if not 0 < tokens <= self._limit.tokens:
@@ -365,6 +286,61 @@ class DocumentSource(DatasetSource[Document]):
         return sample
 
 
+class PairSource(DatasetSource[Pair]):
+    """The pairs of a dataset; see `DatasetSource`. Pairs with an empty completion, or with two equal ones, are left
+    out."""
+
+    kind = "pair"
+
+    def __init__(
+        self, rows: DatasetRows, cfg: DatasetConfig, tokenizer: "Tokenizer", seed: int, limit: LengthLimit
+    ) -> None:
+        cfg = cfg if cfg.format != "auto" else cfg.model_copy(update={"format": "preference"})
+        if cfg.format != "preference":
+            raise ValueError(f"data.format {cfg.format} has no pairs: leave it out, or set it to preference")
+        super().__init__(rows, cfg, tokenizer, seed, limit)
+
+    def sample(self, row: int, epoch: int = 0) -> Pair:
+        prompt, chosen, rejected = self._tokens(row)
+        self._check_length(row, prompt.size + max(chosen.size, rejected.size))
+        return Pair(make_uid(epoch, row), row, prompt, chosen, rejected)
+
+    def _check_rows(self, cfg: DatasetConfig) -> None:
+        for row in range(min(len(self._rows), CHECKED_ROWS)):
+            self._tokens(row)
+
+    def _lengths(self, rows: Sequence[int]) -> list[int]:
+        lengths = []
+        for row in rows:
+            prompt, chosen, rejected = self._tokens(row)
+            lengths.append(prompt.size + max(chosen.size, rejected.size))
+        return lengths
+
+    def _select_useful(self, rows: np.ndarray) -> np.ndarray:
+        samples = [self._format.read(int(row)) for row in rows]
+        empty = np.array([not (_text_in(each.completion) and _text_in(each.rejected)) for each in samples], np.bool_)
+        equal = np.array([each.completion == each.rejected for each in samples], np.bool_) & ~empty
+        for found, what in ((empty, "an empty completion"), (equal, "two equal completions")):
+            if found.any():
+                logger.warning("%s: %d of %d pairs have %s and are dropped", self.path, found.sum(), len(rows), what)
+        if (empty | equal).all():
+            raise DataError(self.path, "no pair has two different completions", "Choose other data.")
+        return np.asarray(rows[~(empty | equal)])
+
+    def _tokens(self, row: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        try:
+            return self._renderer.tokens_of_pair(self._format.read(row))
+        except BadRow as bad:
+            raise self._rows.data_error(row, bad) from bad
+
+
+def _text_in(completion: Content | None) -> bool:
+    """Whether a completion has anything to say."""
+    if isinstance(completion, str):
+        return bool(completion)
+    return any(turn.get("content") or turn.get("tool_calls") for turn in completion or [])
+
+
 @dataclass(frozen=True, slots=True)
 class SourceOptions:
     """What a recipe needs of its samples; each kind of source uses its own."""
@@ -393,3 +369,5 @@ def open_source(
             return PromptSource(rows, cfg, tokenizer, seed, limit, *shown)
         case "documents":
             return DocumentSource(rows, cfg, tokenizer, seed, limit, options.learns_prompts)
+        case "pairs":
+            return PairSource(rows, cfg, tokenizer, seed, limit)

@@ -116,6 +116,18 @@ class Rollouts:
 
 
 @dataclass(slots=True)
+class Pair:
+    """A prompt with a better and a worse completion. All tokens are int32 `[tokens]`."""
+
+    uid: str
+    row: int
+    prompt: np.ndarray
+    chosen: np.ndarray
+    """As a model would generate it: with the end-of-sequence token, and without what a chat template writes after."""
+    rejected: np.ndarray
+
+
+@dataclass(slots=True)
 class Document:
     """One sample of supervised fine-tuning."""
 

@@ -288,6 +288,8 @@ def _sqlite_errors(path: Path) -> Iterator[None]:
     """Converts SQLite's errors to the ledger's."""
     try:
         yield
+    except UnicodeDecodeError as error:  # of a damaged text, or of SQLite's message about damaged SQL of the schema
+        raise IndexDamaged(path, f"it has text that is not UTF-8 ({error})") from error
     except sqlite3.Error as error:
         code = getattr(error, "sqlite_errorcode", None)
         if code in _FULL_CODES and (no_room := _full_error(path, code)) is not None:

@@ -3,15 +3,20 @@
 from collections.abc import Callable
 from typing import Any
 
-from lockstep.config.recipes import GRPOConfig, SFTConfig
+from lockstep.config.recipes import GRPOConfig, PreferenceConfig, SFTConfig
 from lockstep.config.run_config import RunConfig
 from lockstep.recipes.grpo import grpo
+from lockstep.recipes.preference import preference
 from lockstep.recipes.sft import sft
 from lockstep.run.lifecycle import open_run
 from lockstep.run.planning.prepare import PreparedRun
 from lockstep.run.run import Run
 
-LOOPS: dict[type[RunConfig], Callable[[Run, Any], None]] = {SFTConfig: sft, GRPOConfig: grpo}
+LOOPS: dict[type[RunConfig], Callable[[Run, Any], None]] = {
+    SFTConfig: sft,
+    GRPOConfig: grpo,
+    PreferenceConfig: preference,
+}
 """The loop of each recipe, by its config class."""
 
 

@@ -12,7 +12,7 @@ from lockstep.cluster.protocol import RemoteError, WorkerDied
 from lockstep.config.run_config import Export, RunConfig
 from lockstep.data.mini_batches import TrainingBatch
 from lockstep.data.sample_sources import SampleSource
-from lockstep.data.samples import Document
+from lockstep.data.samples import Document, Pair
 from lockstep.ledger.ledger import Ledger
 from lockstep.ledger.sqlite_index import CompletionSample
 from lockstep.rewards.scorer_pool import ScorerPool
@@ -135,6 +135,12 @@ class Run:
         documents: list[Document] = self.samples.take(step * count, count)
         self._row |= self.samples.counts(documents)
         return documents
+
+    def pairs(self, step: int, count: int) -> list[Pair]:
+        """Returns the `count` pairs of a step."""
+        pairs: list[Pair] = self.samples.take(step * count, count)
+        self._row |= self.samples.counts(pairs)
+        return pairs
 
     def seed(self, step: int) -> int:
         """The seed of all random choices in a step except its completions."""

@@ -19,7 +19,16 @@ from torch import Tensor
 from lockstep.algos import importance_sampling, losses
 from lockstep.algos.importance_sampling import ImportanceWeights, logprob_gap
 from lockstep.algos.losses import PolicyTerms, cross_entropy, entropy_loss, kl_divergence, sum_weighted_losses
-from lockstep.config.algorithm import CISPO, GSPO, CrossEntropy, ModelOutput, ObjectiveConfig, PolicyLoss, PPOClip
+from lockstep.config.algorithm import (
+    CISPO,
+    GSPO,
+    CrossEntropy,
+    ModelOutput,
+    ObjectiveConfig,
+    PolicyLoss,
+    PPOClip,
+    PreferenceLoss,
+)
 from lockstep.data.micro_batch import MicroBatch
 
 Reduction = Literal["sum", "mean", "max"]
@@ -92,6 +101,32 @@ class CrossEntropyObjective:
         weights, logprobs = fields["weight"], outputs["logprobs"]
         total = sum_weighted_losses(cross_entropy(logprobs), weights)
         return LossOutput(total, _common_metrics(logprobs, weights) | {"loss": total.detach()})
+
+
+class PreferenceObjective:
+    """A loss of pairs of completions, as the linear function of the log-probabilities that has its gradient.
+
+    The losses compare the completions of a pair, and some all completions of a step, which may be in other
+    micro-batches and on other ranks. So the controller computes them from log-probabilities that were evaluated before
+    the update, and each target gets the loss's derivative by its log-probability as `coefficient`. With the same
+    weights and without dropout, the sum over all targets has the gradient of the loss.
+    """
+
+    fields: tuple[str, ...] = ("weight", "coefficient")
+    outputs: tuple[ModelOutput, ...] = ("logprobs",)
+    needs_sequences = False
+    metrics = COMMON_METRICS
+
+    def __init__(self, config: PreferenceLoss) -> None:
+        self.name = config.kind
+
+    def compute(
+        self, fields: Mapping[str, Tensor], outputs: Mapping[ModelOutput, Tensor], sequences: Tensor | None = None
+    ) -> LossOutput:
+        """See `Objective`. The metric `loss` is the linear function's value, which the recipe replaces."""
+        logprobs = outputs["logprobs"]
+        total = sum_weighted_losses(logprobs, fields["coefficient"])
+        return LossOutput(total, _common_metrics(logprobs, fields["weight"]) | {"loss": total.detach()})
 
 
 class PolicyObjective:
@@ -178,6 +213,7 @@ class PolicyObjective:
 
 _OBJECTIVES: tuple[tuple[type[ObjectiveConfig], Callable[[Any], Objective]], ...] = (
     (CrossEntropy, CrossEntropyObjective),
+    (PreferenceLoss, PreferenceObjective),
     (PolicyLoss, PolicyObjective),
 )
 """The objective of each config class."""

@@ -16,7 +16,7 @@ from benchmarks.runner import by_name
 from benchmarks.side_process import SideFailed, SideProcess
 from benchmarks.workloads import WORKS, Side, document_lengths, lengths, lockstep_config, prepare, quick, trl_arguments
 from lockstep.config.loader import check_config
-from lockstep.data.sample_sources import make_uid
+from lockstep.data.sample_order import make_uid
 from lockstep.rollout.engine_protocol import Request
 
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from lockstep.config.data import DatasetConfig
-from lockstep.data.chat_templates import TurnError, TurnTokenizer
 from lockstep.data.samples import Prompt
+from lockstep.data.turn_tokenizer import TurnError, TurnTokenizer
 from lockstep.models.tiny_model import TinyModel, char_tokenizer
 
 QWEN = (

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.data.sample_sources import EpochOrder, make_uid, parse_uid, permutation
+from lockstep.data.sample_order import EpochOrder, make_uid, parse_uid, permutation
 
 
 @given(st.integers(1, 200), st.integers(0, 2**63), st.integers(0, 5))

@@ -15,8 +15,8 @@ import numpy as np
 from lockstep.cluster.protocol import Cluster, Worker, WorkerLauncher
 from lockstep.cluster.user_code import NoteRecovery, note_nothing
 from lockstep.config.rollout import ReissueConfig, RolloutConfig, SamplingConfig
-from lockstep.data.chat_templates import TurnTokenizer
 from lockstep.data.samples import Completion, Episode, EpisodeEnd, FinishReason, Prompt
+from lockstep.data.turn_tokenizer import TurnTokenizer
 from lockstep.rollout.client.engine_failover import EngineRecovery
 from lockstep.rollout.client.request_router import EngineLoad
 from lockstep.rollout.client.rollout_client import RolloutClient

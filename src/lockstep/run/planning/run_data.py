@@ -5,12 +5,12 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from lockstep.config.run_config import EvaluationConfig, RunConfig, ValidationConfig
-from lockstep.data.chat_templates import TurnTokenizer
 from lockstep.data.datasets import load_rows
 from lockstep.data.mixture import open_training_source
 from lockstep.data.row_lengths import ContextLimit, LengthLimit, limit_length
 from lockstep.data.sample_sources import SampleSource, SourceOptions, open_source
 from lockstep.data.samples import Document, Prompt
+from lockstep.data.turn_tokenizer import TurnTokenizer
 from lockstep.models.model_facts import ModelFacts
 from lockstep.rewards.reward_terms import check_term_columns, data_columns, needs_answers
 from lockstep.rewards.scoring_messages import DataColumns

@@ -15,10 +15,10 @@ from lockstep.base.hub import REMEDY, hub_problem
 from lockstep.base.text import count_noun, first_line
 from lockstep.ledger.ledger import Ledger
 from lockstep.report.model_card import CARD_FILE, model_card
-from lockstep.run.checkpoint_export import export_checkpoint
 from lockstep.run.errors import RunRefused
-from lockstep.run.inference.model_source import ModelTarget, find_target, scratch_folder
 from lockstep.run.planning.working_folder import in_working_folder
+from lockstep.run.trained_models.checkpoint_export import export_checkpoint
+from lockstep.run.trained_models.model_source import ModelTarget, find_target, scratch_folder
 
 _WEIGHTS = ("*.safetensors", "*.bin")
 

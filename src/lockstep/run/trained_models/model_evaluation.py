@@ -21,14 +21,14 @@ from lockstep.run.evaluation.evaluator import (
     sample_groups,
     score_groups,
 )
-from lockstep.run.inference.generation import (
+from lockstep.run.planning.run_data import open_held_out, source_options
+from lockstep.run.trained_models.generation import (
     SamplingChoice,
     ShowStatus,
     completion_record,
     open_model,
     use_model,
 )
-from lockstep.run.planning.run_data import open_held_out, source_options
 
 SOURCE_COLUMN = "data_source"
 """The column that names the data set of a row, as in verl."""

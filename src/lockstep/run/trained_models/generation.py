@@ -25,10 +25,16 @@ from lockstep.rewards.scoring_messages import DataColumns
 from lockstep.rollout.vllm.vllm_setup import check_installed
 from lockstep.run.errors import RunRefused
 from lockstep.run.evaluation.evaluator import sample_groups
-from lockstep.run.inference.engine_session import EngineSession, open_session
-from lockstep.run.inference.model_source import ModelTarget, find_target, load_target, scratch_folder, target_config
 from lockstep.run.planning.run_data import source_options, turn_tokenizer
 from lockstep.run.run_reporter import startup_status
+from lockstep.run.trained_models.engine_session import EngineSession, open_session
+from lockstep.run.trained_models.model_source import (
+    ModelTarget,
+    find_target,
+    load_target,
+    scratch_folder,
+    target_config,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer

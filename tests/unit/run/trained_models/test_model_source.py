@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from lockstep.ledger.ledger import Ledger
 from lockstep.models.tiny_model import make_tiny
 from lockstep.run.errors import RunRefused
-from lockstep.run.inference.model_source import find_target, load_target, scratch_folder, target_config
+from lockstep.run.trained_models.model_source import find_target, load_target, scratch_folder, target_config
 
 
 def test_runs_checkpoints_exports_and_others_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +76,7 @@ def test_an_adapter_without_a_base_is_refused(tmp_path: Path) -> None:
 
 HOLD = """
 import os
-from lockstep.run.inference.model_source import scratch_folder
+from lockstep.run.trained_models.model_source import scratch_folder
 with scratch_folder() as folder:
     (folder / "model").mkdir()
     print(folder, flush=True)

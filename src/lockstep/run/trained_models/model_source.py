@@ -23,9 +23,9 @@ from lockstep.config.trainer import TrainerConfig
 from lockstep.ledger.ledger import Ledger
 from lockstep.ledger.run_folder import INDEX_FILE
 from lockstep.models.adapter_folder import resolve_adapter
-from lockstep.run.checkpoint_export import export_checkpoint, export_from_one_rank
 from lockstep.run.errors import RunRefused
 from lockstep.run.planning.working_folder import in_working_folder
+from lockstep.run.trained_models.checkpoint_export import export_checkpoint, export_from_one_rank
 
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 _FOLDER_PREFIX, _LOCK_FILE = "lockstep-model-", "lock"

@@ -12,7 +12,7 @@ from lockstep.cluster.protocol import WorkerSpec
 from lockstep.config.cluster import LocalClusterConfig
 from lockstep.config.model import ModelConfig
 from lockstep.config.run_config import RunConfig
-from lockstep.data.chat_templates import TurnTokenizer
+from lockstep.data.turn_tokenizer import TurnTokenizer
 from lockstep.rewards.scorer_pool import ScorerPool
 from lockstep.rewards.scoring_messages import DataColumns
 from lockstep.rollout.client.multi_turn import make_client

@@ -1,1 +1,0 @@
-"""Generates with the models of runs, and evaluates them, without a run."""

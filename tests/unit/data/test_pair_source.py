@@ -1,0 +1,155 @@
+"""Pairs: which columns are what, their tokens, and which rows are left out."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_tokenizers import FORGETFUL, TURNS, characters
+
+from lockstep.config.data import DatasetConfig
+from lockstep.data.dataset_rows import DataError
+from lockstep.data.datasets import load_rows
+from lockstep.data.forest_builder import forest_from_pairs
+from lockstep.data.row_lengths import LengthLimit
+from lockstep.data.sample_sources import PairSource
+
+
+def open_pairs(
+    folder: Path, rows: list[dict[str, Any]], tokenizer: Any, limit: int = 200, **options: Any
+) -> PairSource:
+    path = folder / "pairs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    cfg = DatasetConfig(path=str(path), shuffle=False, **options)
+    return PairSource(load_rows(cfg), cfg, tokenizer, 0, LengthLimit(limit))
+
+
+def texts(source: PairSource, tokenizer: Any) -> tuple[str, str, str]:
+    (pair,) = source.take(0, 1)
+    prompt, chosen, rejected = (
+        "".join(tokenizer.convert_ids_to_tokens(each.tolist())) for each in (pair.prompt, pair.chosen, pair.rejected)
+    )
+    return prompt, chosen, rejected
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def model(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+CHAT = ("<|user|>ab<eos>\n<|assistant|>", "c<eos>", "d<eos>")
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"prompt": "ab", "chosen": "c", "rejected": "d"}, ("ab", "c<eos>", "d<eos>")),
+        ({"question": "ab", "chosen": "c", "rejected": "d"}, ("ab", "c<eos>", "d<eos>")),
+        ({"instruction": "a", "input": "b", "chosen": "c", "rejected": "d"}, ("a\nb", "c<eos>", "d<eos>")),
+        ({"chosen": "H: ab A: cx", "rejected": "H: ab A: dy"}, ("H: ab A:", " cx<eos>", " dy<eos>")),
+        ({"prompt": [user("ab")], "chosen": [model("c")], "rejected": [model("d")]}, CHAT),
+        ({"prompt": [user("ab")], "chosen": "c", "rejected": "d"}, CHAT),
+        ({"prompt": "ab", "chosen": [model("c")], "rejected": [model("d")]}, CHAT),
+        ({"chosen": [user("ab"), model("c")], "rejected": [user("ab"), model("d")]}, CHAT),
+        ({"prompt": "ab", "chosen": [user("ab"), model("c")], "rejected": [user("ab"), model("d")]}, CHAT),
+        ({"prompt": [user("ab")], "chosen": [user("ab"), model("c")], "rejected": [user("ab"), model("d")]}, CHAT),
+        (
+            {
+                "conversations": [{"from": "human", "value": "ab"}],
+                "chosen": {"from": "gpt", "value": "c"},
+                "rejected": {"from": "gpt", "value": "d"},
+            },
+            CHAT,
+        ),
+    ],
+    ids=[
+        "text", "question", "alpaca", "implicit text", "turns", "text completions", "text prompt", "implicit turns",
+        "ultrafeedback", "prompt repeated", "llama-factory",
+    ],
+)  # fmt: skip
+def test_every_known_form_is_read(tmp_path: Path, row: dict[str, Any], expected: tuple[str, str, str]) -> None:
+    tokenizer = characters(TURNS)
+    assert texts(open_pairs(tmp_path, [row], tokenizer), tokenizer) == expected
+
+
+def test_a_plain_prompt_can_be_rendered_as_a_chat(tmp_path: Path) -> None:
+    tokenizer = characters(TURNS)
+    source = open_pairs(tmp_path, [{"prompt": "ab", "chosen": "c", "rejected": "d"}], tokenizer, chat=True)
+    assert texts(source, tokenizer) == CHAT
+
+
+def test_several_turns_may_follow_the_prompt(tmp_path: Path) -> None:
+    tokenizer = characters(TURNS)
+    row = {"prompt": [user("a")], "chosen": [model("b"), user("c"), model("d")], "rejected": [model("e")]}
+    expected = "<|user|>a<eos>\n<|assistant|>", "b<eos>\n<|user|>c<eos>\n<|assistant|>d<eos>", "e<eos>"
+    assert texts(open_pairs(tmp_path, [row], tokenizer), tokenizer) == expected
+
+
+def test_prompts_are_tokenized_alone(tmp_path: Path) -> None:
+    """A merge across the end of the prompt would make a token that generation never makes."""
+    tokenizer = characters(merges=("th",))
+    (pair,) = open_pairs(tmp_path, [{"prompt": "at", "chosen": "he", "rejected": "o"}], tokenizer).take(0, 1)
+    parts = [tokenizer.convert_ids_to_tokens(each.tolist()) for each in (pair.prompt, pair.chosen, pair.rejected)]
+    assert parts == [["a", "t"], ["h", "e", "<eos>"], ["o", "<eos>"]]
+
+
+def test_useless_and_overlong_pairs_are_left_out_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows = [
+        {"prompt": "ab", "chosen": "c", "rejected": "d"},
+        {"prompt": "ab", "chosen": "", "rejected": "d"},
+        {"prompt": "ab", "chosen": "same", "rejected": "same"},
+        {"prompt": "ab", "chosen": "c", "rejected": "d" * 30},
+        {"prompt": "ab", "chosen": "e", "rejected": "f"},
+    ]
+    with caplog.at_level(logging.WARNING):
+        source = open_pairs(tmp_path, rows, characters(), limit=20, overlong="drop")
+    assert len(source) == 2 and source.dropped == 3
+    said = caplog.text
+    assert "1 of 5 rows are longer than 20 tokens and dropped" in said
+    assert "1 of 4 pairs have an empty completion and are dropped" in said
+    assert "1 of 4 pairs have two equal completions and are dropped" in said
+    with pytest.raises(DataError, match="no pair has two different completions"):
+        open_pairs(tmp_path, rows[1:3], characters())
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"prompt": "a", "chosen": "b"}, "column 'rejected': there is no such column"),
+        ({"prompt": "a", "chosen": "b", "rejected": [model("c")]}, "must both be text or both be messages"),
+        ({"chosen": "b", "rejected": "c"}, "there is no prompt: chosen and rejected begin differently"),
+        ({"chosen": [model("b")], "rejected": [model("c")]}, "there is no prompt: the first turns differ"),
+        ({"prompt": "a", "chosen": 1, "rejected": "c"}, "expected text or messages, found int"),
+        ({"prompt": "", "chosen": "b", "rejected": "c"}, "column 'prompt': is empty"),
+    ],
+    ids=["column", "mixed", "no prefix", "no turn", "type", "empty prompt"],
+)
+def test_what_is_no_pair_is_refused_with_its_place(tmp_path: Path, row: dict[str, Any], words: str) -> None:
+    with pytest.raises(DataError, match=words):
+        open_pairs(tmp_path, [row], characters(TURNS))
+
+
+def test_a_template_that_rewrites_the_prompt_is_refused(tmp_path: Path) -> None:
+    row = {
+        "prompt": [user("a"), model("x@y"), user("b")],
+        "chosen": [model("c"), user("d"), model("e")],
+        "rejected": [model("f")],
+    }
+    prefix = "{% if messages|length > 3 %}!{% endif %}"
+    with pytest.raises(DataError, match="writes the prompt differently when a completion follows"):
+        open_pairs(tmp_path, [row], characters(prefix + FORGETFUL))
+
+
+def test_a_pair_shares_its_prompt_in_the_forest(tmp_path: Path) -> None:
+    rows = [{"prompt": "abc", "chosen": "d", "rejected": "ef"}, {"prompt": "g", "chosen": "hi", "rejected": "j"}]
+    pairs = open_pairs(tmp_path, rows, characters()).take(0, 2)
+    forest = forest_from_pairs(pairs)
+    assert forest.length.tolist() == [3, 2, 3, 1, 3, 2] and forest.parent.tolist() == [-1, 0, 0, -1, 3, 3]
+    assert forest.sequences.tolist() == [0, 0, 1, 1, 1, 2, 2, 2, 3, 3]
+    learned = forest_from_pairs(pairs, learn_prompts=True)
+    assert learned.sequences.tolist() == [0, 0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3]
+    assert learned.fields["in_prompt"].tolist() == [1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]

@@ -1,0 +1,126 @@
+"""The derivatives of a step's preference loss by its targets' log-probabilities."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import logsigmoid
+
+from lockstep.config.algorithm import PREFERENCE_MIXTURES, PreferenceLoss
+from lockstep.data.forest_builder import forest_from_pairs
+from lockstep.data.mini_batches import TrainingBatch, pack
+from lockstep.data.samples import Pair
+from lockstep.run.step_preferences import preference_update
+
+SIZES = [(5, 4, 7), (3, 6, 2), (8, 1, 1), (2, 3, 9)]
+"""Numbers of tokens of prompt, chosen and rejected completion."""
+
+
+def pairs_of(sizes: list[tuple[int, int, int]] = SIZES) -> list[Pair]:
+    random = np.random.default_rng(0)
+    return [
+        Pair(f"0:{row}", row, *(random.integers(0, 50, size).astype(np.int32) for size in each))
+        for row, each in enumerate(sizes)
+    ]
+
+
+def filled(config: PreferenceLoss, ranks: int = 1, budget: int = 64, mode: Any = "forest") -> TrainingBatch:
+    batch = pack(forest_from_pairs(pairs_of(), config.learns_prompts), ranks, budget, mode)
+    random = np.random.default_rng(1)
+    for name in config.evaluated_fields:
+        batch.set_per_target(name, -random.random(batch.targets) * 3)
+    return batch
+
+
+def config(*types: str, **changes: Any) -> PreferenceLoss:
+    return PreferenceLoss(**{"type": types, **changes})
+
+
+def sums_of(values: torch.Tensor, batch: TrainingBatch, kept: np.ndarray | None = None) -> torch.Tensor:
+    sequences = torch.from_numpy(batch.sequences.astype(np.int64))
+    if kept is not None:
+        values = values * torch.from_numpy(kept)
+    return torch.zeros(2 * len(SIZES), dtype=torch.float64).index_add(0, sequences, values)
+
+
+def test_dpo_is_its_formula_on_tokens() -> None:
+    """Written once more on the log-probabilities of tokens, and differentiated by torch."""
+    loss, batch = config("sigmoid", beta=0.2), filled(config("sigmoid"))
+    logprobs = torch.from_numpy(batch.fields["policy_logprob"].astype(np.float64)).requires_grad_()
+    reference = torch.from_numpy(batch.fields["reference_logprob"].astype(np.float64))
+    ratios = sums_of(logprobs, batch) - sums_of(reference, batch)
+    gaps = 0.2 * (ratios[0::2] - ratios[1::2])
+    expected = -logsigmoid(gaps).mean()
+    (gradient,) = torch.autograd.grad(expected, logprobs)
+    update = preference_update(batch, loss)
+    assert update.metrics["loss"] == pytest.approx(expected.item(), rel=1e-6)
+    np.testing.assert_allclose(update.coefficients, gradient.numpy(), rtol=1e-5)
+    assert update.metrics["rewards/margins"] == pytest.approx(gaps.mean().item(), rel=1e-6)
+    assert update.metrics["rewards/accuracies"] == (gaps > 0).double().mean().item()
+
+
+def test_orpo_learns_the_prompts_of_chosen_completions() -> None:
+    loss, batch = config("orpo"), filled(config("orpo"))
+    assert set(loss.evaluated_fields) == {"policy_logprob"}
+    assert batch.targets == sum(prompt - 1 + chosen + rejected for prompt, chosen, rejected in SIZES)
+    logprobs = torch.from_numpy(batch.fields["policy_logprob"].astype(np.float64)).requires_grad_()
+    inside = batch.fields["in_prompt"] == 0
+    means = sums_of(logprobs, batch, inside) / torch.tensor([float(n) for each in SIZES for n in each[1:]])
+    odds = means.exp() / (1 - means.exp())
+    ratio = -logsigmoid(torch.log(odds[0::2] / odds[1::2])).mean()
+    of_chosen = torch.from_numpy(batch.sequences % 2 == 0)
+    expected = 0.1 * ratio - logprobs[of_chosen].mean()
+    (gradient,) = torch.autograd.grad(expected, logprobs)
+    update = preference_update(batch, loss)
+    assert update.metrics["loss"] == pytest.approx(expected.item(), rel=1e-6)
+    np.testing.assert_allclose(update.coefficients, gradient.numpy(), rtol=1e-4, atol=1e-8)
+
+
+@pytest.mark.parametrize("name", ["sigmoid", "aot", "sft", "mpo", "orpo", "simpo"])
+def test_the_split_of_a_batch_does_not_matter(name: str) -> None:
+    whole = preference_update(filled(config(name)), config(name))
+    for ranks, budget, mode in ((3, 64, "forest"), (2, 16, "forest"), (2, 16, "block"), (1, 16, "single")):
+        split = preference_update(filled(config(name), ranks, budget, mode), config(name))
+        np.testing.assert_array_equal(split.coefficients, whole.coefficients)
+        assert split.metrics == whole.metrics
+
+
+def test_tokens_beyond_the_shorter_completion_count_less() -> None:
+    """LD-DPO: 1 is DPO, 0 cuts."""
+    batch = filled(config("sigmoid"))
+    plain = preference_update(batch, config("sigmoid"))
+    assert preference_update(batch, config("sigmoid", ld_alpha=1.0)).metrics == plain.metrics
+    cut = preference_update(batch, config("sigmoid", ld_alpha=0.0)).coefficients
+    half = preference_update(batch, config("sigmoid", ld_alpha=0.5)).coefficients
+    for sequence, size in enumerate([min(each[1:]) for each in SIZES for _ in range(2)]):
+        of = batch.sequences == sequence
+        assert np.all(cut[of][:size] != 0) and np.all(cut[of][size:] == 0)
+        np.testing.assert_allclose(half[of][size:], half[of][0] / 2, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", PREFERENCE_MIXTURES)
+def test_a_mixture_reports_its_terms(name: str) -> None:
+    loss = config(name)
+    metrics = preference_update(filled(loss), loss).metrics
+    total = sum(weight * metrics[f"loss/{term}"] for term, weight in loss.terms.items())
+    assert metrics["loss"] == pytest.approx(total, rel=1e-9)
+
+
+def test_weights_multiply_losses() -> None:
+    loss = config("sigmoid", "sft", weights=(2.0, 0.5))
+    assert loss.terms == {"sigmoid": 2.0, "sft": 0.5}
+    batch = filled(loss)
+    parts = [preference_update(batch, config(name)).coefficients for name in ("sigmoid", "sft")]
+    np.testing.assert_allclose(preference_update(batch, loss).coefficients, 2 * parts[0] + 0.5 * parts[1], rtol=1e-5)
+
+
+def test_equal_pairs_of_one_token_are_finite() -> None:
+    pairs = [replace(pair, chosen=pair.chosen[:1], rejected=pair.rejected[:1]) for pair in pairs_of()]
+    for name in ("ipo", "orpo", "sigmoid_norm"):
+        loss = config(name)
+        batch = pack(forest_from_pairs(pairs, loss.learns_prompts), 1, 64)
+        for field in loss.evaluated_fields:
+            batch.set_per_target(field, np.full(batch.targets, -1e-6))
+        assert np.isfinite(preference_update(batch, loss).coefficients).all()
