@@ -106,6 +106,9 @@ class CountedDocuments:
         self._pacer.facts["tokens"] = self._pacer.facts.get("tokens", 0) + tokens
         return documents
 
+    def counts(self, documents: Any) -> dict[str, float]:
+        return self._source.counts(documents)
+
 
 def main(folder: Path) -> None:
     pacer = Pacer()
