@@ -18,9 +18,10 @@ from benchmarks.length_table import force_requests
 from benchmarks.resource_usage import cpu_ns
 from benchmarks.side_process import Pacer, Stopped
 from lockstep.config.loader import check_config
-from lockstep.config.recipes import SFTConfig
+from lockstep.config.recipes import PreferenceConfig, SFTConfig
 from lockstep.data.sample_sources import DocumentSource
 from lockstep.recipes.grpo import grpo
+from lockstep.recipes.preference import preference
 from lockstep.recipes.sft import sft
 from lockstep.run.errors import Interrupted
 from lockstep.run.lifecycle import open_run
@@ -120,6 +121,8 @@ def main(folder: Path) -> None:
             if isinstance(run.config, SFTConfig):
                 run.roles.samples = CountedDocuments(run.roles.samples, pacer)  # type: ignore[assignment]
                 _until_stopped(lambda: sft(paced, run.config))
+            elif isinstance(run.config, PreferenceConfig):
+                _until_stopped(lambda: preference(paced, run.config))
             else:
                 force_requests(run.engines, np.asarray(order["lengths"]))
                 _until_stopped(lambda: grpo(paced, run.config))

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from datasets import load_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 from benchmarks.length_table import force_generate
 from benchmarks.reward import signal
@@ -56,6 +56,10 @@ def main(folder: Path) -> None:
         config = GRPOConfig(**order["arguments"])
         trainer: Any = GRPOTrainer(
             model, reward_funcs=signal, args=config, train_dataset=rows, processing_class=tokenizer
+        )
+    elif order["kind"] == "preference":
+        trainer = DPOTrainer(
+            model, args=DPOConfig(**order["arguments"]), train_dataset=rows, processing_class=tokenizer
         )
     else:
         trainer = CountingSFT(

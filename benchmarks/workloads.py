@@ -48,13 +48,14 @@ class Work:
 
     name: str
     title: str
-    kind: Literal["grpo", "sft"]
+    kind: Literal["grpo", "sft", "preference"]
     sides: tuple[Side, ...]
     goals: dict[str, float]
     """Goal of Lockstep / peer by the name of the peer; of another way to run Lockstep by `way / peer`."""
     prompts: int = 16
     """Prompts per step; documents in SFT."""
     group: int = 8
+    """Completions per prompt: 2 where pairs are compared."""
     prompt_tokens: int = 32
     max_tokens: int = 64
     """Length of a completion, or of a document in SFT."""
@@ -98,6 +99,14 @@ def prepare(work: Work, folder: Path, steps: int, model: TinyModel = MODEL) -> N
     make_tiny(folder / "model", model)
     if work.kind == "grpo":
         lines = [{"prompt": text} for text in texts([work.prompt_tokens] * steps * work.prompts)]
+    elif work.kind == "preference":
+        count = steps * work.prompts
+        columns = {
+            "prompt": texts([work.prompt_tokens] * count),
+            "chosen": texts([work.max_tokens - 1] * count, seed=10),
+            "rejected": texts([work.max_tokens - 1] * count, seed=11),
+        }
+        lines = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
     else:
         lines = [{"text": text} for text in texts(document_lengths(work, steps).tolist())]
     (folder / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
@@ -127,6 +136,8 @@ def lockstep_config(work: Work, side: Side, folder: Path, steps: int) -> dict[st
                 "engine": {"threads": 1},
             },
         }
+    elif work.kind == "preference":
+        config |= {"batch_size": work.prompts}
     else:
         config |= {"batch_size": work.prompts, "train_on_prompt": True}
         config["data"]["format"] = "text"
@@ -137,7 +148,7 @@ REWARD = Path(__file__).with_name("reward.py")
 
 
 def trl_arguments(work: Work, side: Side, folder: Path, steps: int) -> dict[str, Any]:
-    """Arguments of TRL's `GRPOConfig` or `SFTConfig` that differ from the defaults: those for the same work (32 bit, no
+    """Arguments of TRL's config that differ from the defaults: those for the same work (32 bit, no
     checkpoints, no recomputation, the same optimizer) and the batch."""
     micro = side.settings["per_device_train_batch_size"]
     arguments: dict[str, Any] = {
@@ -160,6 +171,12 @@ def trl_arguments(work: Work, side: Side, folder: Path, steps: int) -> dict[str,
             "max_completion_length": work.max_tokens,
             "temperature": 1.0,
             "shuffle_dataset": False,
+        }
+    elif work.kind == "preference":
+        arguments |= {
+            "gradient_accumulation_steps": work.prompts // micro,
+            "max_length": None,
+            "train_sampling_strategy": "sequential",
         }
     else:
         arguments |= {"max_length": work.max_tokens, "train_sampling_strategy": "sequential"}
@@ -208,6 +225,20 @@ BFD = {"packing": True, "packing_strategy": "bfd"}
 BY_32 = {"steps_per_generation": 4}
 LONG = ("trl default", "trl best")
 COMPILED = FIXED.sides[2]
+
+
+def _dpo(name: str, prompt_tokens: int, goals: dict[str, float]) -> Work:
+    sides = (
+        _lockstep(2),
+        _trl("trl", "TRL, micro-batch 8 (its default)", 8, 2),
+        _trl("trl 1", "TRL, micro-batch 1", 1, 2),
+        _trl("trl 16", "TRL, micro-batch 16", 16, 2),
+        replace(COMPILED, steps=2),
+    )
+    title = f"DPO, 16 pairs of 64 tokens each, {prompt_tokens}-token prompts"
+    return Work(name, title, "preference", sides, goals, group=2, prompt_tokens=prompt_tokens)
+
+
 WORKS: dict[str, Work] = {
     work.name: work
     for work in (
@@ -245,6 +276,8 @@ WORKS: dict[str, Work] = {
             group=1,
             max_tokens=512,
         ),
+        _dpo("dpo", 32, {"trl": 1.5, "trl 1": 1.5, "trl 16": 1.5}),
+        _dpo("dpo512", 512, {"trl": 2.5, "trl 1": 2.5, "trl 16": 2.5}),
     )
 }
 

@@ -136,7 +136,26 @@ def test_a_reference_of_its_own_and_an_adapter_give_the_same(home: Path) -> None
     assert changed[-1]["policy/loss"] < changed[0]["policy/loss"]
 
 
-@pytest.mark.parametrize("stage", ["logprobs", "train", "checkpoint"])
+def test_kto_learns_from_labels_on_any_number_of_ranks(home: Path) -> None:
+    with (home / "data/labelled.jsonl").open("w") as file:
+        for n, line in enumerate((home / "data/preference.jsonl").read_text().splitlines()):
+            pair, desirable = json.loads(line), n % 2 == 0
+            completion = pair["chosen" if desirable else "rejected"]
+            file.write(json.dumps({"prompt": pair["prompt"], "completion": completion, "label": desirable}) + "\n")
+    data = {"path": str(home / "data/labelled.jsonl"), "shuffle": False}
+    common: dict[str, Any] = {"data": data, "loss": {"type": "kto"}}
+    alone = rows_of(train(home, settings(home, "kto", **common)))
+    changes = {"token_budget": 32, "trainer": {"ranks": 2}, "reference": {"threads": 1}}
+    split = rows_of(train(home, settings(home, "kto-split", **common, **changes)))
+    for name in ("policy/loss", "rewards/margins", "policy/kl", "policy/grad_norm"):
+        assert [row[name] for row in split] == pytest.approx([row[name] for row in alone], rel=1e-5, abs=1e-6), name
+    assert alone[0]["policy/loss"] == pytest.approx(0.5, abs=1e-6), "the policy is the reference"
+    assert alone[-1]["rewards/margins"] > alone[0]["rewards/margins"]
+
+
+@pytest.mark.parametrize(
+    "stage", ["logprobs", *(pytest.param(each, marks=pytest.mark.slow) for each in ("train", "checkpoint"))]
+)
 def test_a_killed_run_resumes_bit_by_bit(home: Path, tmp_path: Path, stage: str) -> None:
     values = settings(home, "whole", folder=str(tmp_path / "runs"), checkpoint={"every": 1}, trainer={"ranks": 2})
     whole = train(tmp_path, values)

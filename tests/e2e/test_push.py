@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -14,7 +15,9 @@ from forked_controller import ENVIRONMENT
 from harness import Launched, config, task, write
 from hub_server import TOKEN, Hub, Repository, open_hub
 
+from lockstep.run.errors import RunRefused
 from lockstep.run.trained_models.checkpoint_export import export_checkpoint
+from lockstep.run.trained_models.hub_push import HubRepository, push_model
 
 pytestmark = [pytest.mark.xdist_group("push"), pytest.mark.timeout(300)]
 
@@ -95,21 +98,34 @@ def test_a_folder_is_pushed_as_it_is(run: Path, hub: Hub, tmp_path: Path) -> Non
         (("RUN", "sort-grpo"), "hf_other", "does not accept the token"),
         (("RUN", "others/sort-grpo"), TOKEN, "may not write there"),
         (("RUN", "mira/open", "--private"), TOKEN, "exists and is public"),
-        (("RUN", "a/b/c"), TOKEN, "no name of a repository: give OWNER/NAME"),
-        (("empty", "sort-grpo"), TOKEN, "neither a run nor a folder with a model"),
-        (("RUN", "sort-grpo", "--step", "7"), TOKEN, "there are checkpoints after"),
-        (("RUN", "sort-grpo", "--adapter"), TOKEN, "has no adapter"),
     ],
-    ids=["no token", "unknown token", "other account", "public", "name", "no model", "no step", "no adapter"],
+    ids=["no token", "unknown token", "other account", "public"],
 )
 def test_what_cannot_be_pushed_is_refused(
     run: Path, hub: Hub, tmp_path: Path, arguments: tuple[str, ...], token: str | None, expected: str
 ) -> None:
     hub.repositories["mira/open"] = Repository(private=False)
-    (tmp_path / "empty").mkdir()
     done = push(hub, tmp_path, *(str(run) if each == "RUN" else each for each in arguments), token=token)
     assert done.returncode == 2 and expected in re.sub(r"\s+", " ", done.stderr), done.stderr
     assert not any(repository.branches["main"] for repository in hub.repositories.values())
+
+
+@pytest.mark.parametrize(
+    ("source", "name", "options", "expected"),
+    [
+        ("RUN", "a/b/c", {}, "no name of a repository: give OWNER/NAME"),
+        ("empty", "sort-grpo", {}, "neither a run nor a folder with a model"),
+        ("RUN", "sort-grpo", {"step": "7"}, "there are checkpoints after"),
+        ("RUN", "sort-grpo", {"adapter": True}, "has no adapter"),
+    ],
+    ids=["name", "no model", "no step", "no adapter"],
+)
+def test_what_is_no_model_is_refused(
+    run: Path, tmp_path: Path, source: str, name: str, options: dict[str, Any], expected: str
+) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(RunRefused, match=expected):
+        push_model(str(run if source == "RUN" else tmp_path / source), HubRepository(name), dry_run=True, **options)
 
 
 def test_an_upload_that_fails_leaves_no_commit_and_says_so(run: Path, hub: Hub, tmp_path: Path) -> None:

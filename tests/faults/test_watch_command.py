@@ -23,13 +23,18 @@ QUICK = ("--notice-after", "1", "--confirm-after", "4")
 BOUND_S = 120.0
 
 
+STARTED: "list[subprocess.Popen[str]]" = []
+"""The commands that this test has started; `conftest.py` ends those that a failed test leaves."""
+
+
 def watch(
     folder: Path, *words: str, options: tuple[str, ...] = QUICK, start_new_session: bool = False, **more: str
 ) -> "subprocess.Popen[str]":
     argv = [LOCKSTEP, "watch", "--incidents", str(folder / "incidents"), *options, "--", *words]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **more}
     pipes = {"stderr": subprocess.PIPE, "stdout": subprocess.PIPE}
-    return subprocess.Popen(argv, env=environment, text=True, start_new_session=start_new_session, **pipes)
+    STARTED.append(subprocess.Popen(argv, env=environment, text=True, start_new_session=start_new_session, **pipes))
+    return STARTED[-1]
 
 
 def finish(process: "subprocess.Popen[str]") -> tuple[int, str, str]:

@@ -242,6 +242,8 @@ PairLoss = Literal[
     "alphapo", "odds_ratio",
 ]  # fmt: skip
 """The losses of pairs; `lockstep.algos.preference_losses` has their formulas."""
+UnpairedLoss = Literal["kto", "apo_zero_unpaired"]
+"""The losses of single completions with a label."""
 PREFERENCE_MIXTURES: Mapping[str, Mapping[str, float]] = {
     "cpo": {"cpo_sigmoid": 1.0, "sft": 1.0},
     "cpo-simpo": {"simpo": 1.0, "sft": 1.0},
@@ -258,15 +260,15 @@ def _one_or_more(value: Any) -> Any:
 
 
 class PreferenceLoss(ObjectiveConfig):
-    """A weighted sum of losses of pairs of completions, each a mean over all pairs of a step, with TRL's names and
-    defaults."""
+    """A weighted sum of losses of pairs of completions, or a loss of single completions with a label, each a mean over
+    the whole step, with TRL's names and defaults."""
 
     kind: Literal["preference"] = "preference"
     type: Annotated[tuple[str, ...], BeforeValidator(_one_or_more)] = ("sigmoid",)
     """One loss or several: `sigmoid` (DPO), `hinge`, `ipo`, `sigmoid_norm`, `robust`, `exo_pair`, `nca_pair`,
     `bco_pair`, `sppo_hard`, `aot`, `aot_unpaired`, `apo_zero`, `apo_down`, `discopop`; without a reference `sft`,
     `nll`, `cpo_sigmoid`, `cpo_hinge`, `cpo_ipo`, `simpo`, `alphapo`, `odds_ratio`; or a mixture: `cpo`, `cpo-simpo`,
-    `orpo`, `rpo`, `mpo`."""
+    `orpo`, `rpo`, `mpo`. Alone, and on data with a column `label`: `kto`, `apo_zero_unpaired`."""
     weights: Annotated[tuple[float, ...], BeforeValidator(_one_or_more)] = ()
     """The weight of each entry of `type`; 1 when absent."""
     beta: float = Field(0.1, gt=0)
@@ -283,6 +285,15 @@ class PreferenceLoss(ObjectiveConfig):
     simpo_gamma: float = Field(0.5, ge=0)
     """The margin of `simpo` and `alphapo`."""
     alphapo_alpha: float = 0.25
+    desirable_weight: float = Field(1.0, ge=0)
+    """The weight of desirable completions (`kto`, `apo_zero_unpaired`). Its authors want the total weight of desirable
+    completions to be 1 to 4/3 times that of the others."""
+    undesirable_weight: float = Field(1.0, ge=0)
+
+    @property
+    def unpaired(self) -> bool:
+        """Whether the data are single completions with a label."""
+        return not set(get_args(UnpairedLoss)).isdisjoint(self.type)
 
     @property
     def terms(self) -> dict[str, float]:
@@ -308,14 +319,16 @@ class PreferenceLoss(ObjectiveConfig):
 
     @model_validator(mode="after")
     def _check_terms(self) -> Self:
-        known = {*get_args(PairLoss), *PREFERENCE_MIXTURES}
+        known = {*get_args(PairLoss), *PREFERENCE_MIXTURES, *get_args(UnpairedLoss)}
         for name in self.type:
             if name not in known:
-                raise ValueError(f"type {name!r} is no loss of pairs: use {', '.join(sorted(known))}")
+                raise ValueError(f"type {name!r} is no loss of preferences: use {', '.join(sorted(known))}")
         if not self.type:
             raise ValueError("type is empty: name one loss at least, such as sigmoid")
         if self.weights and len(self.weights) != len(self.type):
             raise ValueError(f"weights has {len(self.weights)} entries for {len(self.type)} losses of type")
+        if self.unpaired and len(self.type) > 1:
+            raise ValueError(f"type {', '.join(self.type)}: losses of single completions are not mixed with others")
         if "exo_pair" in self.terms and not self.label_smoothing:
             raise ValueError("type exo_pair needs label_smoothing above 0 (its paper uses 1e-3)")
         if self.f_divergence_type != "reverse_kl" and (without := sorted(self.terms.keys() - _OF_DIVERGENCES)):

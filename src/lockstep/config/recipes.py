@@ -170,11 +170,12 @@ class GRPOConfig(RunConfig):
 
 
 class PreferenceConfig(RunConfig):
-    """Learning from pairs of a better and a worse completion: DPO, IPO, SimPO, ORPO and their relatives."""
+    """Learning from pairs of a better and a worse completion (DPO, IPO, SimPO, ORPO and their relatives), or from
+    completions with a label (KTO)."""
 
     recipe: Literal["preference"]
     batch_size: int = Field(32, gt=0)
-    """Pairs per optimizer step, over all ranks."""
+    """Pairs, or completions with a label, per optimizer step, over all ranks."""
     loss: PreferenceLoss = PreferenceLoss()
     reference: ReferenceConfig | None = None
     """Processes for the reference model; the policy's ranks hold it when absent."""
@@ -185,11 +186,11 @@ class PreferenceConfig(RunConfig):
 
     @property
     def sequences_per_step(self) -> int:
-        return 2 * self.batch_size
+        return self.batch_size if self.loss.unpaired else 2 * self.batch_size
 
     @property
     def data_kind(self) -> DataKind:
-        return "pairs"
+        return "labelled" if self.loss.unpaired else "pairs"
 
     @property
     def serve_roles(self) -> tuple[ServeRole, ...]:
@@ -203,6 +204,10 @@ class PreferenceConfig(RunConfig):
     def _check_consistency(self) -> Self:
         if self.rollout.max_staleness:
             raise ValueError("rollout.max_staleness applies to recipes with rollouts only: leave it out")
+        if "kto" in self.loss.type and self.batch_size < 2:
+            raise ValueError(
+                "batch_size 1: kto compares completions with those of other prompts, so set it to 2 or more"
+            )
         if self.model.adapter is not None and self.model.adapter.lora_dropout:
             raise ValueError(
                 f"model.adapter.lora_dropout {self.model.adapter.lora_dropout} would make the log-probabilities of the "

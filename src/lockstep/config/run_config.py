@@ -115,8 +115,9 @@ class ReportConfig(Section):
     html: bool = True
 
 
-DataKind = Literal["documents", "prompts", "pairs"]
-"""What a recipe reads its data as: documents to train on, prompts to complete, or pairs of completions to compare."""
+DataKind = Literal["documents", "prompts", "pairs", "labelled"]
+"""What a recipe reads its data as: documents to train on, prompts to complete, pairs of completions to compare, or
+completions labelled as desirable or not."""
 
 
 @dataclass(frozen=True, slots=True)

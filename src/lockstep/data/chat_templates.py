@@ -138,8 +138,10 @@ class TemplateRenderer:
             raise BadRow(None, "there is nothing to learn: no completion and no assistant turn", "Leave the row out.")
         return tokens, mask
 
-    def tokens_of_pair(self, sample: DatasetSample) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns the tokens of the prompt, the better and the worse completion: int32 `[tokens]` each.
+    def tokens_of_completions(
+        self, sample: DatasetSample, completions: Sequence[Content | None]
+    ) -> tuple[np.ndarray, list[np.ndarray]]:
+        """Returns the tokens of the sample's prompt, and of each completion of it: int32 `[tokens]` each.
 
         The prompt is tokenized alone, as for generation, even if a merge would cross its end. A completion ends with
         the end-of-sequence token, and without what a chat template writes after that.
@@ -149,7 +151,7 @@ class TemplateRenderer:
         """
         prompt_text, chat = self.prompt(sample), self.is_chat(sample.prompt)
         prompt, sides = self.encode(prompt_text, chat), []
-        for completion in (sample.completion, sample.rejected):
+        for completion in completions:
             text = self.document(replace(sample, completion=completion))
             if not text.startswith(prompt_text):
                 remedy = "Set model.chat_template to one that does not rewrite earlier turns."
@@ -160,7 +162,7 @@ class TemplateRenderer:
             else:
                 tokens = self.encode(text[len(prompt_text) :], chat=True)
             sides.append(self._ended(tokens, chat))
-        return prompt, sides[0], sides[1]
+        return prompt, sides
 
     def _ended(self, completion: np.ndarray, chat: bool) -> np.ndarray:
         """The completion as a model generates it: up to its end-of-sequence token, which plain text gets here."""

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.data.forest import Forest, Segment, concatenated_ranges
-from lockstep.data.samples import Completion, Document, Group, Pair, Rollouts
+from lockstep.data.samples import Completion, Document, Group, LabelledCompletion, Pair, Rollouts
 
 
 def forest_from_rollouts(
@@ -240,3 +240,20 @@ def forest_from_pairs(pairs: Sequence[Pair], learn_prompts: bool = False) -> For
             fields = {"in_prompt": np.zeros(tokens.size, np.float32)} if learn_prompts else {}
             trees[-1].append(Segment(tokens, 0, np.ones(tokens.size, np.bool_), fields, sequence))
     return Forest.of(trees, [pair.uid for pair in pairs])
+
+
+def forest_from_labelled(samples: Sequence[LabelledCompletion], mismatched: bool = False) -> Forest:
+    """Builds one tree per completion with its prompt as the root; sequence i is completion i.
+
+    Args:
+        mismatched: each prompt gets the completion of the sample before it as well, the first one that of the last, as
+            sequence n + i of n: what KTO's baseline is estimated from.
+    """
+    trees = []
+    for number, sample in enumerate(samples):
+        sides = [(sample.completion, number)]
+        if mismatched:
+            sides.append((samples[number - 1].completion, len(samples) + number))
+        children = [Segment(tokens, 0, np.ones(tokens.size, np.bool_), {}, sequence) for tokens, sequence in sides]
+        trees.append([Segment(sample.prompt), *children])
+    return Forest.of(trees, [sample.uid for sample in samples])

@@ -12,17 +12,17 @@ from lockstep.config.data import DatasetConfig
 from lockstep.config.run_config import DataKind
 from lockstep.data.chat_templates import TemplateRenderer
 from lockstep.data.dataset_format import Content, DatasetFormat, DatasetSample
-from lockstep.data.dataset_rows import BadRow, DataError, DatasetRows
+from lockstep.data.dataset_rows import BadRow, DataError, DatasetRows, name_hint
 from lockstep.data.row_lengths import LengthLimit, length_problem, select_fitting_rows
 from lockstep.data.sample_order import EpochOrder, SampleOrder, make_uid, parse_uid, permutation
-from lockstep.data.samples import Document, Pair, Prompt
+from lockstep.data.samples import Document, LabelledCompletion, Pair, Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
 logger = logging.getLogger(__name__)
 
-Sample = TypeVar("Sample", Prompt, Document, Pair)
+Sample = TypeVar("Sample", Prompt, Document, Pair, LabelledCompletion)
 
 HOLD_OUT_KEY = 0x686F6C64
 """Makes the choice of held-out rows independent of the order of an epoch."""
@@ -329,9 +329,51 @@ class PairSource(DatasetSource[Pair]):
 
     def _tokens(self, row: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         try:
-            return self._renderer.tokens_of_pair(self._format.read(row))
+            sample = self._format.read(row)
+            prompt, sides = self._renderer.tokens_of_completions(sample, (sample.completion, sample.rejected))
+            return prompt, sides[0], sides[1]
         except BadRow as bad:
             raise self._rows.data_error(row, bad) from bad
+
+
+class LabelledSource(DatasetSource[LabelledCompletion]):
+    """Completions with a label, `true` where they are desirable; see `DatasetSource`. An empty one is an error."""
+
+    kind = "completion"
+
+    def __init__(
+        self, rows: DatasetRows, cfg: DatasetConfig, tokenizer: "Tokenizer", seed: int, limit: LengthLimit
+    ) -> None:
+        if LABEL_COLUMN not in rows.columns:
+            remedy = f"{name_hint(LABEL_COLUMN, rows.columns)} Pairs (chosen, rejected) have losses of their own."
+            raise DataError(rows.path, "there is no such column", remedy, column=LABEL_COLUMN)
+        super().__init__(rows, cfg.model_copy(update={"format": "prompt_completion"}), tokenizer, seed, limit)
+
+    def sample(self, row: int, epoch: int = 0) -> LabelledCompletion:
+        prompt, completion, desirable = self._read(row)
+        self._check_length(row, prompt.size + completion.size)
+        return LabelledCompletion(make_uid(epoch, row), row, prompt, completion, desirable)
+
+    def _check_rows(self, cfg: DatasetConfig) -> None:
+        for row in range(min(len(self._rows), CHECKED_ROWS)):
+            self._read(row)
+
+    def _lengths(self, rows: Sequence[int]) -> list[int]:
+        return [sum(tokens.size for tokens in self._read(row)[:2]) for row in rows]
+
+    def _read(self, row: int) -> tuple[np.ndarray, np.ndarray, bool]:
+        try:
+            sample = self._format.read(row)
+            label = sample.columns.get(LABEL_COLUMN)
+            if not isinstance(label, bool | int) or label not in (0, 1):
+                raise BadRow(LABEL_COLUMN, f"expected true or false, found {label!r}", "Write a boolean.")
+            prompt, (completion,) = self._renderer.tokens_of_completions(sample, [sample.completion])
+            return prompt, completion, bool(label)
+        except BadRow as bad:
+            raise self._rows.data_error(row, bad) from bad
+
+
+LABEL_COLUMN = "label"
 
 
 def _text_in(completion: Content | None) -> bool:
@@ -371,3 +413,5 @@ def open_source(
             return DocumentSource(rows, cfg, tokenizer, seed, limit, options.learns_prompts)
         case "pairs":
             return PairSource(rows, cfg, tokenizer, seed, limit)
+        case "labelled":
+            return LabelledSource(rows, cfg, tokenizer, seed, limit)

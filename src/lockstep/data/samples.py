@@ -128,6 +128,17 @@ class Pair:
 
 
 @dataclass(slots=True)
+class LabelledCompletion:
+    """A prompt with a completion that is desirable or not. Tokens as in `Pair`."""
+
+    uid: str
+    row: int
+    prompt: np.ndarray
+    completion: np.ndarray
+    desirable: bool
+
+
+@dataclass(slots=True)
 class Document:
     """One sample of supervised fine-tuning."""
 

@@ -1,23 +1,47 @@
-"""Learning from preferences: DPO (Rafailov et al. 2023) and its relatives."""
+"""Learning from preferences: DPO (Rafailov et al. 2023), KTO (Ethayarajh et al. 2024) and their relatives."""
+
+import numpy as np
 
 from lockstep.config.recipes import PreferenceConfig
-from lockstep.data.forest_builder import forest_from_pairs
+from lockstep.data.forest_builder import forest_from_labelled, forest_from_pairs
 from lockstep.data.mini_batches import pack
 from lockstep.run.run import Run
-from lockstep.run.step_preferences import preference_update
+from lockstep.run.step_preferences import labelled_update, preference_update
 
 
 def preference(run: Run, cfg: PreferenceConfig) -> None:
-    """Makes the better completion of each pair likelier than the worse one, compared with the reference model."""
+    """Makes better completions likelier than worse ones, compared with the reference model."""
+    (_learn_labels if cfg.loss.unpaired else _learn_pairs)(run, cfg)
+
+
+def _learn_pairs(run: Run, cfg: PreferenceConfig) -> None:
     for step in run.steps():
         with run.transaction(step):
             with run.stage("pack"):
+                packing = run.policy.ranks, cfg.token_budget, run.policy.info.packing
                 pairs = run.pairs(step, cfg.batch_size)
-                trees = forest_from_pairs(pairs, cfg.loss.learns_prompts)
-                batch = pack(trees, run.policy.ranks, cfg.token_budget, run.policy.info.packing)
+                batch = pack(forest_from_pairs(pairs, cfg.loss.learns_prompts), *packing)
             with run.stage("logprobs"):
                 run.annotate(batch)  # of the policy, and of the reference unless no loss needs it
             update = preference_update(batch, cfg.loss)  # over all pairs, however they are split
+            batch.set_per_target("coefficient", update.coefficients)
+            with run.stage("train"):
+                stats = [run.policy.step(minibatch) for minibatch in batch.minibatches(objective=cfg.loss)]
+            run.commit(step, [{**each, **update.metrics} for each in stats])
+
+
+def _learn_labels(run: Run, cfg: PreferenceConfig) -> None:
+    for step in run.steps():
+        with run.transaction(step):
+            with run.stage("pack"):
+                packing = run.policy.ranks, cfg.token_budget, run.policy.info.packing
+                samples = run.labelled(step, cfg.batch_size)
+                evaluated = pack(forest_from_labelled(samples, mismatched="kto" in cfg.loss.type), *packing)
+                batch = pack(forest_from_labelled(samples), *packing)
+            with run.stage("logprobs"):
+                run.annotate(evaluated)
+            labels = np.array([sample.desirable for sample in samples])
+            update = labelled_update(evaluated, labels, cfg.loss)
             batch.set_per_target("coefficient", update.coefficients)
             with run.stage("train"):
                 stats = [run.policy.step(minibatch) for minibatch in batch.minibatches(objective=cfg.loss)]

@@ -99,6 +99,8 @@ CHARTS = (
     Chart("Exact match on held-out prompts", (EXACT_MATCH,), "share", bounded=True),
     Chart("Reward", ("reward/mean", "reward/std"), "per completion"),
     Chart("Loss", ("policy/loss", "eval/loss"), "training, held-out"),
+    Chart("Pair accuracy", ("rewards/accuracies",), "share", bounded=True),
+    Chart("Implicit reward", ("rewards/chosen", "rewards/rejected"), "per completion"),
     Chart("KL to the reference", ("policy/kl",), "nats per token"),
     Chart("Entropy", ("policy/entropy",), "nats per token"),
     Chart("Completion length", ("rollout/length_mean", "rollout/length_max"), "tokens"),
@@ -111,6 +113,8 @@ CHARTS = (
 _REWARD_TERM = re.compile(r"reward/(.+)/mean")
 _LABELS = {
     "reward/std": "std",
+    "rewards/chosen": "chosen",
+    "rewards/rejected": "rejected",
     "policy/clip_low": "low",
     "policy/clip_high": "high",
     "rollout/length_mean": "mean",
@@ -272,6 +276,11 @@ def _tiles(
     losses = [row.values["policy/loss"] for row in rows if "policy/loss" in row.values]
     if losses and not rewards:
         tiles.append(SummaryTile("loss", format_number(losses[-1]), f"from {format_number(losses[0])}"))
+    accuracies = [row.values["rewards/accuracies"] for row in rows if "rewards/accuracies" in row.values]
+    if accuracies:
+        tiles.append(
+            SummaryTile("pair accuracy", format_number(accuracies[-1]), f"from {format_number(accuracies[0])}")
+        )
     total_steps = ledger.config().get("steps")
     stopped = f"stopped early: {reason}" if (reason := early_stop(ledger)) else ""
     tiles.append(

@@ -12,7 +12,7 @@ from lockstep.cluster.protocol import RemoteError, WorkerDied
 from lockstep.config.run_config import Export, RunConfig
 from lockstep.data.mini_batches import TrainingBatch
 from lockstep.data.sample_sources import SampleSource
-from lockstep.data.samples import Document, Pair
+from lockstep.data.samples import Document, LabelledCompletion, Pair
 from lockstep.ledger.ledger import Ledger
 from lockstep.ledger.sqlite_index import CompletionSample
 from lockstep.rewards.scorer_pool import ScorerPool
@@ -141,6 +141,12 @@ class Run:
         pairs: list[Pair] = self.samples.take(step * count, count)
         self._row |= self.samples.counts(pairs)
         return pairs
+
+    def labelled(self, step: int, count: int) -> list[LabelledCompletion]:
+        """Returns the `count` completions with labels of a step."""
+        completions: list[LabelledCompletion] = self.samples.take(step * count, count)
+        self._row |= self.samples.counts(completions)
+        return completions
 
     def seed(self, step: int) -> int:
         """The seed of all random choices in a step except its completions."""

@@ -5,7 +5,15 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from lockstep.algos.preference_losses import PAIR_LOSSES, PairLogprobs, PreferenceSettings, preference_loss
+from lockstep.algos.preference_losses import (
+    PAIR_LOSSES,
+    PairLogprobs,
+    PreferenceSettings,
+    apo_zero_unpaired,
+    kto,
+    kto_baseline,
+    preference_loss,
+)
 from lockstep.config.algorithm import PreferenceLoss
 from lockstep.data.mini_batches import TrainingBatch
 
@@ -60,6 +68,45 @@ def preference_update(batch: TrainingBatch, config: PreferenceLoss) -> Preferenc
         with torch.no_grad():
             metrics |= {f"loss/{name}": PAIR_LOSSES[name](pairs, settings).mean().item() for name in config.terms}
     return PreferenceUpdate((by_sequence * shares).astype(np.float32), metrics)
+
+
+def labelled_update(batch: TrainingBatch, desirable: np.ndarray, config: PreferenceLoss) -> PreferenceUpdate:
+    """Computes the loss of all labelled completions of a step, as `preference_update` does of pairs.
+
+    Args:
+        batch: of `forest_from_labelled`, with mismatched completions for `kto`.
+        desirable: bool `[completions]`.
+
+    Returns:
+        The derivatives by the targets of the completions alone, in the order of a batch without mismatched ones; TRL's
+        metrics, where `rewards/chosen` and `rewards/rejected` are means over the completions of one label and absent
+        without any, and `kl` is KTO's baseline.
+    """
+    count, own = len(desirable), batch.sequences < len(desirable)
+
+    def ratios(part: np.ndarray) -> np.ndarray:
+        values = batch.fields["policy_logprob"].astype(np.float64) - batch.fields["reference_logprob"]
+        return np.bincount(batch.sequences[part] % count, values[part], count)
+
+    of_own = torch.from_numpy(ratios(own)).requires_grad_()
+    labels, weights = torch.from_numpy(desirable), (config.desirable_weight, config.undesirable_weight)
+    metrics: dict[str, float] = {}
+    if "kto" in config.type:
+        baseline = kto_baseline(torch.from_numpy(ratios(~own)))
+        metrics["kl"] = baseline.item()
+        loss = kto(of_own, labels, baseline, config.beta, *weights).mean()
+    else:
+        loss = apo_zero_unpaired(of_own, labels, config.beta, *weights).mean()
+    (gradient,) = torch.autograd.grad(loss, of_own)
+    rewards = config.beta * of_own.detach()
+    chosen, rejected = rewards[labels], rewards[~labels]
+    for name, values in (("rewards/chosen", chosen), ("rewards/rejected", rejected)):
+        if len(values):
+            metrics[name] = values.mean().item()
+    if len(chosen) and len(rejected):
+        metrics["rewards/margins"] = metrics["rewards/chosen"] - metrics["rewards/rejected"]
+    coefficients = gradient.numpy()[batch.sequences[own]].astype(np.float32)
+    return PreferenceUpdate(coefficients, {"loss": loss.item(), **metrics})
 
 
 def preference_settings(config: PreferenceLoss) -> PreferenceSettings:

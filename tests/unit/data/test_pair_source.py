@@ -13,7 +13,7 @@ from lockstep.data.dataset_rows import DataError
 from lockstep.data.datasets import load_rows
 from lockstep.data.forest_builder import forest_from_pairs
 from lockstep.data.row_lengths import LengthLimit
-from lockstep.data.sample_sources import PairSource
+from lockstep.data.sample_sources import LabelledSource, PairSource
 
 
 def open_pairs(
@@ -153,3 +153,37 @@ def test_a_pair_shares_its_prompt_in_the_forest(tmp_path: Path) -> None:
     learned = forest_from_pairs(pairs, learn_prompts=True)
     assert learned.sequences.tolist() == [0, 0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3]
     assert learned.fields["in_prompt"].tolist() == [1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]
+
+
+def open_labelled(folder: Path, rows: list[dict[str, Any]], tokenizer: Any) -> LabelledSource:
+    path = folder / "labelled.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    cfg = DatasetConfig(path=str(path), shuffle=False)
+    return LabelledSource(load_rows(cfg), cfg, tokenizer, 0, LengthLimit(100))
+
+
+def test_completions_with_a_label_are_read_as_text_and_as_turns(tmp_path: Path) -> None:
+    tokenizer = characters(TURNS)
+    rows = [
+        {"prompt": "ab", "completion": "c", "label": True},
+        {"prompt": [user("ab")], "completion": [model("c")], "label": 0},
+    ]
+    found = []
+    for sample in open_labelled(tmp_path, rows, tokenizer).take(0, 2):
+        words = ["".join(tokenizer.convert_ids_to_tokens(each.tolist())) for each in (sample.prompt, sample.completion)]
+        found.append((*words, sample.desirable))
+    assert found == [("ab", "c<eos>", True), ("<|user|>ab<eos>\n<|assistant|>", "c<eos>", False)]
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"prompt": "a", "completion": "b", "label": "yes"}, "column 'label': expected true or false, found 'yes'"),
+        ({"prompt": "a", "completion": "b"}, "column 'label': there is no such column"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "Pairs .* have losses of their own"),
+    ],
+    ids=["text", "no label", "pairs"],
+)
+def test_what_has_no_label_is_refused(tmp_path: Path, row: dict[str, Any], words: str) -> None:
+    with pytest.raises(DataError, match=words):
+        open_labelled(tmp_path, [row], characters())

@@ -9,10 +9,10 @@ import torch
 from torch.nn.functional import logsigmoid
 
 from lockstep.config.algorithm import PREFERENCE_MIXTURES, PreferenceLoss
-from lockstep.data.forest_builder import forest_from_pairs
+from lockstep.data.forest_builder import forest_from_labelled, forest_from_pairs
 from lockstep.data.mini_batches import TrainingBatch, pack
-from lockstep.data.samples import Pair
-from lockstep.run.step_preferences import preference_update
+from lockstep.data.samples import LabelledCompletion, Pair
+from lockstep.run.step_preferences import labelled_update, preference_update
 
 SIZES = [(5, 4, 7), (3, 6, 2), (8, 1, 1), (2, 3, 9)]
 """Numbers of tokens of prompt, chosen and rejected completion."""
@@ -124,3 +124,49 @@ def test_equal_pairs_of_one_token_are_finite() -> None:
         for field in loss.evaluated_fields:
             batch.set_per_target(field, np.full(batch.targets, -1e-6))
         assert np.isfinite(preference_update(batch, loss).coefficients).all()
+
+
+def labelled() -> list[LabelledCompletion]:
+    return [
+        LabelledCompletion(pair.uid, pair.row, pair.prompt, pair.chosen, row % 3 == 0)
+        for row, pair in enumerate(pairs_of())
+    ]
+
+
+def test_kto_compares_with_the_completions_of_other_prompts() -> None:
+    """Written once more on the log-probabilities of tokens. Sample i has the completion of sample i - 1 as well."""
+    samples, loss = labelled(), config("kto", beta=0.3, desirable_weight=1.5)
+    batch, random = pack(forest_from_labelled(samples, mismatched=True), 1, 64), np.random.default_rng(1)
+    assert batch.targets == 2 * sum(sample.completion.size for sample in samples)
+    for name, scale in (("policy_logprob", 1), ("reference_logprob", 2)):
+        batch.set_per_target(name, -random.random(batch.targets) * scale)
+    values = batch.fields["policy_logprob"].astype(np.float64)
+    logprobs = torch.from_numpy(values).requires_grad_()
+    gaps = logprobs - torch.from_numpy(batch.fields["reference_logprob"].astype(np.float64))
+    sequences = torch.from_numpy(batch.sequences.astype(np.int64))
+    ratios = torch.zeros(8, dtype=torch.float64).index_add(0, sequences, gaps)
+    baseline = ratios[4:].mean().clamp(min=0).detach()
+    assert baseline > 0
+    signs = torch.tensor([1.0, -1.0, -1.0, 1.0])
+    terms = 1 - torch.sigmoid(0.3 * signs * (ratios[:4] - baseline))
+    expected = (terms * torch.tensor([1.5, 1.0, 1.0, 1.5])).mean()
+    (gradient,) = torch.autograd.grad(expected, logprobs)
+    update = labelled_update(batch, np.array([sample.desirable for sample in samples]), loss)
+    assert update.metrics["loss"] == pytest.approx(expected.item()) and update.metrics["kl"] == pytest.approx(
+        baseline.item()
+    )
+    np.testing.assert_allclose(update.coefficients, gradient.numpy()[batch.sequences < 4], rtol=1e-5)
+    assert (
+        pack(forest_from_labelled(samples), 1, 64).sequences.tolist() == batch.sequences[batch.sequences < 4].tolist()
+    )
+    desirable = 0.3 * ratios[[0, 3]].mean().item()
+    assert update.metrics["rewards/chosen"] == pytest.approx(desirable)
+
+
+def test_metrics_of_a_label_that_no_completion_has_are_absent() -> None:
+    loss, samples = config("apo_zero_unpaired"), labelled()
+    batch = pack(forest_from_labelled(samples), 1, 64)
+    for name in loss.evaluated_fields:
+        batch.set_per_target(name, np.full(batch.targets, -0.5))
+    update = labelled_update(batch, np.ones(4, np.bool_), loss)
+    assert update.metrics == {"loss": 0.5, "rewards/chosen": 0.0}
