@@ -1,5 +1,6 @@
 """The model card of an exported model: the README.md that the Hugging Face hub shows."""
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from lockstep.base.secrets import redact
+from lockstep.base.secrets import HIDDEN, redact
 from lockstep.base.text import count_noun
 from lockstep.ledger import EvaluationRow, Ledger
 from lockstep.report.run_summary import committed_rows, package_versions, parent_of, stage_seconds, total_tokens
@@ -23,8 +24,22 @@ METHOD_PAPERS = {
     "ppo_clip": ("PPO", "1707.06347"),
     "gspo": ("GSPO", "2507.18071"),
     "cispo": ("CISPO", "2506.13585"),
+    "sigmoid": ("DPO", "2305.18290"),
+    "hinge": ("SLiC", "2305.10425"),
+    "ipo": ("IPO", "2310.12036"),
+    "exo_pair": ("EXO", "2402.00856"),
+    "sppo_hard": ("SPPO", "2405.00675"),
+    "apo_zero": ("APO", "2408.06266"),
+    "apo_down": ("APO", "2408.06266"),
+    "apo_zero_unpaired": ("APO", "2408.06266"),
+    "discopop": ("DiscoPOP", "2406.08414"),
+    "cpo": ("CPO", "2401.08417"),
+    "simpo": ("SimPO", "2405.14734"),
+    "alphapo": ("AlphaPO", "2501.03884"),
+    "orpo": ("ORPO", "2403.07691"),
+    "kto": ("KTO", "2402.01306"),
 }
-"""The paper of each advantage and policy loss: its short name, and its number on arXiv."""
+"""The papers of advantages, policy losses and losses of preferences: the short name, and the number on arXiv."""
 _SHOWN_FIELDS = (
     "recipe", "seed", "steps", "model", "data", "batch_size", "prompts_per_step", "group_size", "epochs",
     "minibatch_size", "advantage", "filter_groups", "loss", "reward", "trainer", "evaluation", "validation",
@@ -58,7 +73,7 @@ def model_card(ledger: Ledger, folder: Path, steps: int, repository: str = "") -
         chat=(folder / _TEMPLATE_FILE).is_file(),
         base=f"[{base}](https://huggingface.co/{base})" if base else f"`{config['model']['path']}`",
         steps=count_noun(steps, "step"),
-        method=str(stored.get("recipe", "")).upper(),
+        method=_method(stored),
         parent=_parent(ledger),
         max_tokens=stored.get("rollout", {}).get("sampling", {}).get("max_tokens") or 256,
         facts=_facts(ledger, config, steps),
@@ -117,8 +132,19 @@ def _facts(ledger: Ledger, config: Mapping[str, Any], steps: int) -> list[tuple[
     return [(name, value) for name, value in facts.items() if value]
 
 
+def _method(config: Mapping[str, Any]) -> str:
+    """The algorithm's name: that of the first paper, or the recipe's."""
+    recipe = str(config.get("recipe", ""))
+    if recipe != "preference":
+        return recipe.upper()
+    names = [name for name, _ in _papers(config)]
+    return names[0] if names else "preference learning"
+
+
 def _papers(config: Mapping[str, Any]) -> list[tuple[str, str]]:
-    kinds = [section.get("kind") for name in ("advantage", "loss") if isinstance(section := config.get(name), Mapping)]
+    """The papers of the run's algorithm that are known."""
+    sections = [section for name in ("advantage", "loss") if isinstance(section := config.get(name), Mapping)]
+    kinds = [kind for section in sections for kind in (section.get("kind"), *(section.get("type") or ()))]
     return list(dict.fromkeys(METHOD_PAPERS[kind] for kind in kinds if kind in METHOD_PAPERS))
 
 
@@ -146,7 +172,8 @@ def _evaluation_table(before: EvaluationRow | None, after: EvaluationRow) -> dic
 
 
 def _shown_metrics(evaluation: EvaluationRow) -> dict[str, float]:
-    return dict(list(evaluation.metrics.items())[:_MAX_METRICS])
+    finite = {name: value for name, value in evaluation.metrics.items() if math.isfinite(value)}
+    return dict(list(finite.items())[:_MAX_METRICS])
 
 
 def _evaluation_dataset(config: Mapping[str, Any]) -> str:
@@ -183,14 +210,16 @@ def _is_hub_name(path: str) -> bool:
 
 
 def _without_folders(value: Any) -> Any:
-    """The value with local paths shortened to their last part."""
+    """The value with local paths shortened to their last part, and without addresses of servers."""
     if isinstance(value, Mapping):
         return {name: _without_folders(each) for name, each in value.items()}
     if isinstance(value, list | tuple):
         return [_without_folders(each) for each in value]
-    if isinstance(value, str) and "\n" not in value and value.startswith(("/", "~", "./", "../", "file:")):
-        return Path(value).name
-    return value
+    if not isinstance(value, str) or "\n" in value:
+        return value
+    if re.match(r"https?://", value):
+        return HIDDEN
+    return Path(value).name if value.startswith(("/", "~", "./", "../")) or "://" in value else value
 
 
 def _yaml(value: Any) -> str:

@@ -71,11 +71,20 @@ def test_it_names_no_secret_folder_or_host(tmp_path: Path) -> None:
         tmp_path,
         model={"path": "/home/ada/models/tiny"},
         data={"path": "/home/ada/data/sums.jsonl", "system": "```yaml\nhi\n```"},
-        reward={"terms": [{"kind": "remote", "url": "https://u:pw4Judge9x@judge", "headers": {"api_key": SECRET}}]},
+        reward={
+            "terms": [
+                {
+                    "kind": "remote",
+                    "url": "https://u:pw4Judge9x@judge.intern:8000/score",
+                    "headers": {"api_key": SECRET},
+                },
+                {"kind": "function", "path": "~/rewards/mine.py:score"},
+            ]
+        },
         cluster={"kind": "hosts", "hosts": ["gpu-17.cluster"]},
         parent={"run": "/home/ada/runs/warm-up", "steps": 1, "optimizer": True, "changes": []},
     )
-    for hidden in ("/home/ada", SECRET, "gpu-17", "pw4Judge9x"):
+    for hidden in ("/home/ada", "~/rewards", SECRET, "gpu-17", "pw4Judge9x", "judge.intern"):
         assert hidden not in card, hidden
     assert "base_model" not in metadata_of(card) and "`tiny`" in card and "The run started from `warm-up`" in card
     shown = yaml.safe_load(card.split("````yaml\n")[1].split("\n````")[0])
@@ -89,3 +98,9 @@ def test_every_method_of_the_config_has_its_paper(section: str) -> None:
     union = {"advantage": "Advantage", "loss": "AnyPolicyLoss"}[section]
     kinds = {each.model_fields["kind"].default for each in algorithm.__dict__[union].__origin__.__args__}
     assert kinds <= METHOD_PAPERS.keys()
+
+
+def test_runs_on_pairs_name_their_loss(tmp_path: Path) -> None:
+    loss = {"kind": "preference", "type": ["simpo", "sft"], "beta": 2.0}
+    card = card_of(tmp_path, recipe="preference", loss=loss, batch_size=64, group_size=None, prompts_per_step=None)
+    assert "after 2 steps of SimPO with Lockstep" in card and "arxiv:2405.14734" in metadata_of(card)["tags"]
