@@ -19,6 +19,7 @@ Divergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_diverge
 """The f-divergences of Wang et al. 2023, by TRL's names."""
 _MAX_EXPONENT = 80.0
 _LN_2 = math.log(2)
+_LEAST_SURPRISE = 1e-7
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +249,8 @@ def alphapo(pairs: PairLogprobs, settings: PreferenceSettings) -> Tensor:
 def odds_ratio(pairs: PairLogprobs, settings: PreferenceSettings) -> Tensor:
     """ORPO's odds ratio (Hong et al. 2024, equations 4 and 7), times its lambda, which TRL calls beta. ORPO adds
     `nll`."""
-    chosen, rejected = pairs.chosen_mean, pairs.rejected_mean
+    # A completion of probability 1 has infinite odds.
+    chosen, rejected = (mean.clamp(max=-_LEAST_SURPRISE) for mean in (pairs.chosen_mean, pairs.rejected_mean))
     return settings.beta * softplus(-(chosen - rejected - log1mexp(chosen) + log1mexp(rejected)))
 
 

@@ -329,6 +329,14 @@ class PreferenceLoss(ObjectiveConfig):
             raise ValueError(f"weights has {len(self.weights)} entries for {len(self.type)} losses of type")
         if self.unpaired and len(self.type) > 1:
             raise ValueError(f"type {', '.join(self.type)}: losses of single completions are not mixed with others")
+        if any(weight <= 0 for weight in self.weights):
+            raise ValueError(f"weights {list(self.weights)}: each must be above 0; leave out what is not to count")
+        if self.aggregation != "token-mean" or self.norm_length is not None:
+            raise ValueError("aggregation and norm_length do not apply to means over the step: leave them out")
+        if self.ld_alpha is not None and (without := sorted(self.terms.keys() & _WITHOUT_LD)):
+            raise ValueError(f"ld_alpha does not apply to type {', '.join(without)}: leave it out")
+        if self.label_smoothing and not self.terms.keys() & _SMOOTHED:
+            raise ValueError(f"label_smoothing has no effect on type {', '.join(self.type)}: leave it out")
         if "exo_pair" in self.terms and not self.label_smoothing:
             raise ValueError("type exo_pair needs label_smoothing above 0 (its paper uses 1e-3)")
         if self.f_divergence_type != "reverse_kl" and (without := sorted(self.terms.keys() - _OF_DIVERGENCES)):
@@ -338,6 +346,10 @@ class PreferenceLoss(ObjectiveConfig):
         return self
 
 
+_SMOOTHED = {
+    "sigmoid", "sigmoid_norm", "robust", "exo_pair", "aot", "aot_unpaired", "cpo_sigmoid", "simpo", "alphapo",
+}  # fmt: skip
+_WITHOUT_LD = {*_REFERENCE_FREE, *get_args(UnpairedLoss)}
 _OF_DIVERGENCES = {"sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft"}
 """The losses that are defined by a divergence, or not affected by it."""
 

@@ -213,6 +213,8 @@ def _completion(row: DatasetRow, column: str) -> Content:
 
 def _split_texts(chosen: str, rejected: str) -> tuple[str, str, str]:
     """Takes the beginning that both texts have in common as the prompt, without a blank at its end (as TRL does)."""
+    if not (chosen and rejected):
+        return chosen or rejected or " ", "", ""  # useless, which the caller notices
     shorter = min(len(chosen), len(rejected))
     size = next((at for at in range(shorter) if chosen[at] != rejected[at]), shorter)
     if size and chosen[size - 1] == " ":
@@ -225,15 +227,15 @@ def _split_texts(chosen: str, rejected: str) -> tuple[str, str, str]:
 def _split_conversations(
     prompt: Content | None, chosen: list[Message], rejected: list[Message]
 ) -> tuple[list[Message], list[Message], list[Message]]:
-    """Returns prompt and completions as turns. Completions may be whole conversations that begin with the prompt, which
-    then is what they have in common: the column of the prompt repeats a part of it (UltraFeedback)."""
-    whole = [side for side in (chosen, rejected) if side and side[0].get("role") != "assistant"]
+    """Returns prompt and completions as turns. Completions may be whole conversations that begin with the prompt;
+    without a prompt of turns, it is what they have in common (UltraFeedback's column repeats a part of it)."""
+    if isinstance(prompt, list):
+        if all(side[: len(prompt)] == prompt for side in (chosen, rejected) if side):
+            return prompt, chosen[len(prompt) :], rejected[len(prompt) :]
+        return prompt, chosen, rejected
+    whole = [side for side in (chosen, rejected) if side and side[0]["role"] != "assistant"]
     if prompt is not None and not whole:
-        turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        return turns, chosen, rejected
-    if isinstance(prompt, list) and all(side[: len(prompt)] == prompt for side in whole):
-        size = len(prompt)
-        return prompt, *(side[size:] if side in whole else side for side in (chosen, rejected))  # type: ignore[return-value]
+        return [{"role": "user", "content": prompt}], chosen, rejected
     size = 0
     while size < min(len(chosen), len(rejected)) and chosen[size] == rejected[size]:
         size += 1
@@ -241,6 +243,11 @@ def _split_conversations(
         size -= 1  # equal completions
     if not size:
         raise BadRow("chosen", "there is no prompt: the first turns differ", "Add a column `prompt` or a user's turn.")
+    if any(side[size:] and side[size]["role"] != "assistant" for side in (chosen, rejected)):
+        problem = f"turn {size} differs and is not the assistant's, so that the completions have different prompts"
+        raise BadRow("rejected", problem, "Compare completions of the same prompt.")
+    if prompt is not None and not any(prompt.strip() in str(turn.get("content")) for turn in chosen[:size]):
+        raise BadRow("prompt", "the conversations do not begin with it", "Leave the column out, or add it to them.")
     return chosen[:size], chosen[size:], rejected[size:]
 
 

@@ -247,13 +247,16 @@ def forest_from_labelled(samples: Sequence[LabelledCompletion], mismatched: bool
 
     Args:
         mismatched: each prompt gets the completion of the sample before it as well, the first one that of the last, as
-            sequence n + i of n: what KTO's baseline is estimated from.
+            sequence n + i of n: what KTO's baseline is estimated from. It is cut where it would be longer with this
+            prompt than the longest sample is, so that it fits wherever the samples fit.
     """
     trees = []
+    longest = max((sample.prompt.size + sample.completion.size for sample in samples), default=0)
     for number, sample in enumerate(samples):
         sides = [(sample.completion, number)]
         if mismatched:
-            sides.append((samples[number - 1].completion, len(samples) + number))
+            other = samples[number - 1].completion[: longest - sample.prompt.size]
+            sides.append((other, len(samples) + number))
         children = [Segment(tokens, 0, np.ones(tokens.size, np.bool_), {}, sequence) for tokens, sequence in sides]
         trees.append([Segment(sample.prompt), *children])
     return Forest.of(trees, [sample.uid for sample in samples])

@@ -305,20 +305,19 @@ class PairSource(DatasetSource[Pair]):
         self._check_length(row, prompt.size + max(chosen.size, rejected.size))
         return Pair(make_uid(epoch, row), row, prompt, chosen, rejected)
 
-    def _check_rows(self, cfg: DatasetConfig) -> None:
-        for row in range(min(len(self._rows), CHECKED_ROWS)):
-            self._tokens(row)
-
     def _lengths(self, rows: Sequence[int]) -> list[int]:
         lengths = []
         for row in rows:
+            if _has_empty_side(self._format.read(row)):
+                lengths.append(1)  # it is left out for another reason than its length
+                continue
             prompt, chosen, rejected = self._tokens(row)
             lengths.append(prompt.size + max(chosen.size, rejected.size))
         return lengths
 
     def _select_useful(self, rows: np.ndarray) -> np.ndarray:
         samples = [self._format.read(int(row)) for row in rows]
-        empty = np.array([not (_text_in(each.completion) and _text_in(each.rejected)) for each in samples], np.bool_)
+        empty = np.array([_has_empty_side(each) for each in samples], np.bool_)
         equal = np.array([each.completion == each.rejected for each in samples], np.bool_) & ~empty
         for found, what in ((empty, "an empty completion"), (equal, "two equal completions")):
             if found.any():
@@ -354,26 +353,29 @@ class LabelledSource(DatasetSource[LabelledCompletion]):
         self._check_length(row, prompt.size + completion.size)
         return LabelledCompletion(make_uid(epoch, row), row, prompt, completion, desirable)
 
-    def _check_rows(self, cfg: DatasetConfig) -> None:
-        for row in range(min(len(self._rows), CHECKED_ROWS)):
-            self._read(row)
-
     def _lengths(self, rows: Sequence[int]) -> list[int]:
         return [sum(tokens.size for tokens in self._read(row)[:2]) for row in rows]
 
     def _read(self, row: int) -> tuple[np.ndarray, np.ndarray, bool]:
         try:
             sample = self._format.read(row)
-            label = sample.columns.get(LABEL_COLUMN)
-            if not isinstance(label, bool | int) or label not in (0, 1):
-                raise BadRow(LABEL_COLUMN, f"expected true or false, found {label!r}", "Write a boolean.")
+            label = _LABELS.get(str(sample.columns.get(LABEL_COLUMN)).lower())
+            if label is None:
+                found = sample.columns.get(LABEL_COLUMN)
+                raise BadRow(LABEL_COLUMN, f"expected true or false, found {found!r}", "Write true or false.")
             prompt, (completion,) = self._renderer.tokens_of_completions(sample, [sample.completion])
-            return prompt, completion, bool(label)
+            return prompt, completion, label
         except BadRow as bad:
             raise self._rows.data_error(row, bad) from bad
 
 
 LABEL_COLUMN = "label"
+_LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
+"""Also those of CSV files, whose values are text, and of columns with gaps, whose numbers are floats."""
+
+
+def _has_empty_side(pair: DatasetSample) -> bool:
+    return not (_text_in(pair.completion) and _text_in(pair.rejected))
 
 
 def _text_in(completion: Content | None) -> bool:

@@ -47,6 +47,10 @@ _SHOWN_FIELDS = (
 """The fields of a config that say how the model was trained. The others name hosts, folders and servers."""
 _ADAPTER_FILE, _TEMPLATE_FILE = "adapter_config.json", "chat_template.jinja"
 _MAX_METRICS = 20
+_SAMPLES = {"sft": "documents per step", "preference": "pairs or labelled completions per step"}
+_SHOWN_OF_REWARDS = {"kind", "weight", "name", "path", "pattern", "signature"}
+"""The fields of a reward's term that are shown; others may name servers, and arguments may be anything."""
+_PATH_FIELDS = {"path", "tokenizer", "chat_template"}
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -60,7 +64,11 @@ def model_card(ledger: Ledger, folder: Path, steps: int, repository: str = "") -
         repository: the name on the hub; that of the run when absent.
     """
     stored = ledger.config()
-    config = redact({name: _without_folders(stored[name]) for name in _SHOWN_FIELDS if stored.get(name) is not None})
+    shown = {name: stored[name] for name in _SHOWN_FIELDS if stored.get(name) is not None}
+    if "reward" in shown:
+        terms = shown["reward"].get("terms") or ()
+        shown["reward"] = {"terms": [{k: v for k, v in term.items() if k in _SHOWN_OF_REWARDS} for term in terms]}
+    config = redact(_without_folders(shown))
     name = repository or str(stored.get("name", ledger.folder.name))
     before, after = _evaluations(ledger, steps)
     adapter, versions, text = (folder / _ADAPTER_FILE).is_file(), package_versions(), _yaml(config)
@@ -122,7 +130,9 @@ def _facts(ledger: Ledger, config: Mapping[str, Any], steps: int) -> list[tuple[
     facts = {
         "steps": f"{steps:,}",
         "completions per step": f"{prompts * group:,} ({prompts:,} prompts, {group} each)" if prompts and group else "",
-        "documents per step": f"{config['batch_size']:,}" if config.get("batch_size") else "",
+        _SAMPLES.get(str(config.get("recipe")), "samples per step"): (
+            f"{config['batch_size']:,}" if config.get("batch_size") else ""
+        ),
         "tokens": f"{total_tokens(rows):,}" if rows else "",
         "learning rate": str((trainer.get("optimizer") or {}).get("lr", "")),
         "data-parallel ranks": str(trainer.get("ranks", "")),
@@ -206,13 +216,26 @@ def _base_model(config: Mapping[str, Any]) -> str:
 
 
 def _is_hub_name(path: str) -> bool:
-    return bool(_HUB_NAME.fullmatch(path)) and not Path(path).exists() and not Path(path).suffix.lstrip(".").isalpha()
+    """Whether it is the name of a model or dataset that this machine has loaded from the hub: what looks like one may
+    be a folder that is not here, and a card must not name somebody else's repository."""
+    from huggingface_hub import constants
+    from huggingface_hub.file_download import repo_folder_name
+
+    if not _HUB_NAME.fullmatch(path) or Path(path).exists():
+        return False
+    cache = Path(constants.HF_HUB_CACHE)
+    return any((cache / repo_folder_name(repo_id=path, repo_type=kind)).is_dir() for kind in ("model", "dataset"))
 
 
 def _without_folders(value: Any) -> Any:
     """The value with local paths shortened to their last part, and without addresses of servers."""
     if isinstance(value, Mapping):
-        return {name: _without_folders(each) for name, each in value.items()}
+        return {
+            name: Path(each).name
+            if name in _PATH_FIELDS and isinstance(each, str) and not _is_hub_name(each)
+            else _without_folders(each)
+            for name, each in value.items()
+        }
     if isinstance(value, list | tuple):
         return [_without_folders(each) for each in value]
     if not isinstance(value, str) or "\n" in value:

@@ -82,6 +82,34 @@ def test_a_plain_prompt_can_be_rendered_as_a_chat(tmp_path: Path) -> None:
     assert texts(source, tokenizer) == CHAT
 
 
+def test_turns_of_the_prompt_are_never_lost(tmp_path: Path) -> None:
+    """Completions that begin with a tool's turn continue the prompt."""
+    tokenizer = characters(TURNS)
+    tool = {"role": "tool", "content": "7"}
+    row = {"prompt": [user("a"), model("b")], "chosen": [tool, model("c")], "rejected": [tool, model("d")]}
+    prompt, chosen, rejected = texts(open_pairs(tmp_path, [row], tokenizer), tokenizer)
+    assert prompt == "<|user|>a<eos>\n<|assistant|>b" and "<|tool|>7" in chosen and chosen != rejected
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": [user("a")], "chosen": [model("b")], "rejected": []},
+        {"chosen": [user("a"), model("b")], "rejected": [user("a")]},
+        {"chosen": "a b", "rejected": ""},
+    ],
+    ids=["turns", "whole conversation", "text"],
+)
+def test_an_empty_completion_is_left_out_in_every_form(tmp_path: Path, row: dict[str, Any]) -> None:
+    good = {name: value for name, value in row.items() if name == "prompt"}
+    good |= {
+        "chosen": row["chosen"],
+        "rejected": row["chosen"][:-1] + ([model("x")] if row["chosen"] != "a b" else "c"),
+    }
+    source = open_pairs(tmp_path, [row, good], characters(TURNS))
+    assert len(source) == 1 and source.dropped == 1
+
+
 def test_several_turns_may_follow_the_prompt(tmp_path: Path) -> None:
     tokenizer = characters(TURNS)
     row = {"prompt": [user("a")], "chosen": [model("b"), user("c"), model("d")], "rejected": [model("e")]}
@@ -123,10 +151,18 @@ def test_useless_and_overlong_pairs_are_left_out_and_counted(tmp_path: Path, cap
         ({"prompt": "a", "chosen": "b", "rejected": [model("c")]}, "must both be text or both be messages"),
         ({"chosen": "b", "rejected": "c"}, "there is no prompt: chosen and rejected begin differently"),
         ({"chosen": [model("b")], "rejected": [model("c")]}, "there is no prompt: the first turns differ"),
+        (
+            {"chosen": [user("a"), model("b"), user("c")], "rejected": [user("a"), model("b"), user("d")]},
+            "turn 2 differs and is not the assistant's",
+        ),
+        (
+            {"prompt": "other", "chosen": [user("a"), model("b")], "rejected": [user("a"), model("c")]},
+            "column 'prompt': the conversations do not begin with it",
+        ),
         ({"prompt": "a", "chosen": 1, "rejected": "c"}, "expected text or messages, found int"),
         ({"prompt": "", "chosen": "b", "rejected": "c"}, "column 'prompt': is empty"),
     ],
-    ids=["column", "mixed", "no prefix", "no turn", "type", "empty prompt"],
+    ids=["column", "mixed", "no prefix", "no turn", "other questions", "other prompt", "type", "empty prompt"],
 )
 def test_what_is_no_pair_is_refused_with_its_place(tmp_path: Path, row: dict[str, Any], words: str) -> None:
     with pytest.raises(DataError, match=words):
@@ -187,3 +223,9 @@ def test_completions_with_a_label_are_read_as_text_and_as_turns(tmp_path: Path) 
 def test_what_has_no_label_is_refused(tmp_path: Path, row: dict[str, Any], words: str) -> None:
     with pytest.raises(DataError, match=words):
         open_labelled(tmp_path, [row], characters())
+
+
+@pytest.mark.parametrize(("label", "expected"), [("true", True), ("False", False), (1.0, True), ("0", False)])
+def test_labels_of_other_formats_are_read(tmp_path: Path, label: object, expected: bool) -> None:
+    (sample,) = open_labelled(tmp_path, [{"prompt": "a", "completion": "b", "label": label}], characters()).take(0, 1)
+    assert sample.desirable is expected

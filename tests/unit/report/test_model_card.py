@@ -14,6 +14,14 @@ from lockstep.report.run_summary import PARENT_EVENT
 SECRET = "hf_" + "Zk3QpV7xLw9TbN2mRd5YcJ8sHg4FaE6u"
 
 
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache with what was loaded from the hub."""
+    for name in ("models--Qwen--Qwen2.5-0.5B", "datasets--openai--gsm8k"):
+        (tmp_path / "hub" / name).mkdir(parents=True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+
+
 def card_of(tmp_path: Path, steps: int = 2, files: tuple[str, ...] = (), **changes: Any) -> str:
     folder = tmp_path / "export"
     folder.mkdir()
@@ -84,7 +92,17 @@ def test_it_names_no_secret_folder_or_host(tmp_path: Path) -> None:
         cluster={"kind": "hosts", "hosts": ["gpu-17.cluster"]},
         parent={"run": "/home/ada/runs/warm-up", "steps": 1, "optimizer": True, "changes": []},
     )
-    for hidden in ("/home/ada", "~/rewards", SECRET, "gpu-17", "pw4Judge9x", "judge.intern"):
+    for hidden in (
+        "/home/ada",
+        "~/rewards",
+        SECRET,
+        "gpu-17",
+        "pw4Judge9x",
+        "judge.intern",
+        "10.0.0.5",
+        "/srv",
+        "acme",
+    ):
         assert hidden not in card, hidden
     assert "base_model" not in metadata_of(card) and "`tiny`" in card and "The run started from `warm-up`" in card
     shown = yaml.safe_load(card.split("````yaml\n")[1].split("\n````")[0])
@@ -104,3 +122,8 @@ def test_runs_on_pairs_name_their_loss(tmp_path: Path) -> None:
     loss = {"kind": "preference", "type": ["simpo", "sft"], "beta": 2.0}
     card = card_of(tmp_path, recipe="preference", loss=loss, batch_size=64, group_size=None, prompts_per_step=None)
     assert "after 2 steps of SimPO with Lockstep" in card and "arxiv:2405.14734" in metadata_of(card)["tags"]
+
+
+def test_a_folder_that_is_not_here_is_no_model_on_the_hub(tmp_path: Path) -> None:
+    card = card_of(tmp_path, model={"path": "models/client"}, data={"path": "data/pairs"})
+    assert not {"base_model", "datasets"} & metadata_of(card).keys() and "models/client" not in card

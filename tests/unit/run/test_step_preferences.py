@@ -116,13 +116,15 @@ def test_weights_multiply_losses() -> None:
     np.testing.assert_allclose(preference_update(batch, loss).coefficients, 2 * parts[0] + 0.5 * parts[1], rtol=1e-5)
 
 
-def test_equal_pairs_of_one_token_are_finite() -> None:
+@pytest.mark.parametrize("logprob", [-1e-6, 0.0])
+def test_pairs_of_one_token_are_finite(logprob: float) -> None:
+    """Also where the policy is certain, as it is of what it has learned by heart."""
     pairs = [replace(pair, chosen=pair.chosen[:1], rejected=pair.rejected[:1]) for pair in pairs_of()]
     for name in ("ipo", "orpo", "sigmoid_norm"):
         loss = config(name)
         batch = pack(forest_from_pairs(pairs, loss.learns_prompts), 1, 64)
         for field in loss.evaluated_fields:
-            batch.set_per_target(field, np.full(batch.targets, -1e-6))
+            batch.set_per_target(field, np.full(batch.targets, logprob))
         assert np.isfinite(preference_update(batch, loss).coefficients).all()
 
 
@@ -137,7 +139,7 @@ def test_kto_compares_with_the_completions_of_other_prompts() -> None:
     """Written once more on the log-probabilities of tokens. Sample i has the completion of sample i - 1 as well."""
     samples, loss = labelled(), config("kto", beta=0.3, desirable_weight=1.5)
     batch, random = pack(forest_from_labelled(samples, mismatched=True), 1, 64), np.random.default_rng(1)
-    assert batch.targets == 2 * sum(sample.completion.size for sample in samples)
+    assert np.bincount(batch.sequences).tolist() == [4, 6, 1, 3, 3, 4, 1, 1], "one of 6 is cut"
     for name, scale in (("policy_logprob", 1), ("reference_logprob", 2)):
         batch.set_per_target(name, -random.random(batch.targets) * scale)
     values = batch.fields["policy_logprob"].astype(np.float64)
@@ -170,3 +172,13 @@ def test_metrics_of_a_label_that_no_completion_has_are_absent() -> None:
         batch.set_per_target(name, np.full(batch.targets, -0.5))
     update = labelled_update(batch, np.ones(4, np.bool_), loss)
     assert update.metrics == {"loss": 0.5, "rewards/chosen": 0.0}
+
+
+def test_a_mismatched_completion_is_no_longer_than_the_samples() -> None:
+    tokens = np.zeros(60, np.int32)
+    samples = [
+        LabelledCompletion("0:0", 0, tokens[:50], tokens[:5], True),
+        LabelledCompletion("0:1", 1, tokens[:5], tokens[:50], False),
+    ]
+    batch = pack(forest_from_labelled(samples, mismatched=True), 1, 55)
+    assert np.bincount(batch.sequences).tolist() == [5, 50, 5, 5]

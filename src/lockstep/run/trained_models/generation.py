@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import ValidationError
 
-from lockstep.config.data import DatasetConfig
+from lockstep.config.data import DatasetConfig, TrainingDataConfig
 from lockstep.config.errors import ConfigError, ConfigProblem
 from lockstep.config.model import ModelConfig
 from lockstep.config.rollout import SamplingConfig
@@ -194,7 +194,7 @@ def generate(
         data, rows = (None, None) if from_run else _prompt_rows(loaded, prompts, bool(tokenizer.chat_template))
         common = tokenizer, config.seed, loaded.prompt_limit(chosen, "data"), shown
         if data is None or rows is None:
-            source: SampleSource[Prompt] = open_training_source("prompts", config.data.in_file_order, *common)
+            source: SampleSource[Prompt] = open_training_source("prompts", _with_format(config).in_file_order, *common)
         else:
             source = open_source("prompts", rows, data, *common)
         found = source.take(0, min(len(source), prompts.limit or len(source)))
@@ -236,10 +236,19 @@ def _given_rows(prompts: PromptChoice) -> DatasetRows:
     return TableRows(GIVEN, list(dict.fromkeys(name for row in rows for name in row)), rows)
 
 
+def _with_format(config: RunConfig) -> TrainingDataConfig:
+    """The run's data as its recipe reads it: pairs are not detected elsewhere."""
+    form = {"pairs": "preference", "labelled": "prompt_completion"}.get(config.data_kind)
+    if form is None:
+        return config.data
+    mixture = tuple(each.model_copy(update={"format": form}) for each in config.data.mixture)
+    return config.data.model_copy(update={"format": form, "mixture": mixture})
+
+
 def _has_conversations(config: RunConfig) -> bool:
     """Whether the run's own prompts are conversations; False if its data is gone."""
     try:
-        first = config.data.sources[0]
+        first = _with_format(config).sources[0]
         return isinstance(DatasetFormat(load_rows(first), first).read(0).prompt, list)
     except DataError:
         return False

@@ -96,7 +96,7 @@ def push_model(
                 revision=repository.revision,
                 allow_patterns=list(files),
             )
-        except (HfHubHTTPError, HTTPError, OSError, RuntimeError) as error:
+        except (HfHubHTTPError, HTTPError, OSError, RuntimeError, ValueError) as error:
             raise PushFailed(f"{name}: {_reason(error)}; push again, uploaded files are not sent twice") from error
         return PushedModel(str(commit.commit_url), files, pushed.card)
 
