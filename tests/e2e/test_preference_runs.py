@@ -10,7 +10,9 @@ from harness import ALPHABET, Launched, config, train, weights, write
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
 
+from lockstep.cli import app
 from lockstep.ledger.ledger import Ledger
 from lockstep.models.tiny_model import make_tiny
 
@@ -112,6 +114,18 @@ def test_four_steps_follow_a_plain_loop(home: Path, name: str) -> None:
     found = [row["policy/loss"] for row in rows_of(run)]
     assert found == pytest.approx(expected, rel=2e-5)
     assert expected[-1] < expected[0]
+
+
+def test_the_prompts_of_pairs_can_be_completed_and_the_card_names_dpo(home: Path) -> None:
+    run = str(train(home, settings(home, "used", steps=1)))
+    done = CliRunner().invoke(app, ["generate", run, "--dataset", "train", "--limit", "2", "--max-tokens", "4", "--json"])
+    assert done.exit_code == 0, done.output
+    prompts = [json.loads(line)["prompt"] for line in done.stdout.splitlines()]
+    pairs = (home / "data/preference.jsonl").read_text().splitlines()[:2]
+    assert prompts == [json.loads(line)["prompt"] for line in pairs]
+    card = CliRunner().invoke(app, ["push", run, "mira/pairs", "--dry-run"])
+    assert card.exit_code == 0 and "after 1 step of DPO" in card.stdout, card.output
+    assert "| pairs or labelled completions per step | 6 |" in card.stdout and str(home) not in card.stdout
 
 
 def test_results_depend_on_neither_ranks_nor_rows(home: Path) -> None:
