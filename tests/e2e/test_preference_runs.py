@@ -118,7 +118,9 @@ def test_four_steps_follow_a_plain_loop(home: Path, name: str) -> None:
 
 def test_the_prompts_of_pairs_can_be_completed_and_the_card_names_dpo(home: Path) -> None:
     run = str(train(home, settings(home, "used", steps=1)))
-    done = CliRunner().invoke(app, ["generate", run, "--dataset", "train", "--limit", "2", "--max-tokens", "4", "--json"])
+    done = CliRunner().invoke(
+        app, ["generate", run, "--dataset", "train", "--limit", "2", "--max-tokens", "4", "--json"]
+    )
     assert done.exit_code == 0, done.output
     prompts = [json.loads(line)["prompt"] for line in done.stdout.splitlines()]
     pairs = (home / "data/preference.jsonl").read_text().splitlines()[:2]

@@ -129,7 +129,7 @@ def test_a_trainer_rank_freezes_in_a_step(reference: References, tmp_path: Path,
     (notice, *_) = stalls(launched.folder, "notice", "confirmed")
     assert notice["who"] == ["policy-1"]
     acts = {each["done"]: each["said_at"] for each in stalls(launched.folder, "act")}
-    assert acts.keys() == {"policy-1 ended", "policy-0 freed"}
+    assert acts.keys() == {"killed policy-1", "policy-0 freed"}
     freed_s = acts["policy-0 freed"] - confirmed["said_at"]
     print(f"{how}: freed {freed_s:.3f} s after the verdict, which came {confirmed['since_s']:.1f} s after the notice")
     assert freed_s < 5, "a second, and more on a busy machine"

@@ -61,7 +61,7 @@ class SupervisorEndpoint:
     @property
     def run(self) -> str:
         """The name by which nodes ask for the supervisor. It says nothing about the token."""
-        return f"watch at port {self.port}"
+        return f"watch-port-{self.port}"
 
     def is_local(self) -> bool:
         """Whether the address belongs to this node and the port is still free."""
