@@ -100,7 +100,7 @@ def test_a_stopped_engine_is_killed_and_replaced(reference: References, tmp_path
     assert (done["worker"], done["what"]) == ("engine-0", "died (SIGKILL)")
     assert why(launched.folder, "engine-0").startswith("confirmed: engine-0 ")
     assert reported_stalls(launched.folder, "confirmed") == [("absent", ["engine-0"])]
-    assert [each["done"] for each in stalls(launched.folder, "act")] == ["engine-0 ended"], (
+    assert [each["done"] for each in stalls(launched.folder, "act")] == ["killed engine-0"], (
         "no process had to be released"
     )
 
