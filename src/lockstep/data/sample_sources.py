@@ -1,6 +1,7 @@
 """Prompts, documents and pairs in the order of a run."""
 
 import logging
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 
+from lockstep.base.text import count_noun
 from lockstep.config.data import DatasetConfig
 from lockstep.config.run_config import DataKind
 from lockstep.data.chat_templates import TemplateRenderer
@@ -288,22 +290,46 @@ class DocumentSource(DatasetSource[Document]):
 
 class PairSource(DatasetSource[Pair]):
     """The pairs of a dataset; see `DatasetSource`. Pairs with an empty completion, or with two equal ones, are left
-    out."""
+    out. With `overlong: truncate`, completions that do not fit are cut, and their last token becomes the
+    end-of-sequence token, as OpenRLHF does it; pairs are left out whose prompt leaves no room for a completion, or that
+    are equal up to the cut.
+
+    Args:
+        margins: read the column `margin`.
+    """
 
     kind = "pair"
 
     def __init__(
-        self, rows: DatasetRows, cfg: DatasetConfig, tokenizer: "Tokenizer", seed: int, limit: LengthLimit
+        self,
+        rows: DatasetRows,
+        cfg: DatasetConfig,
+        tokenizer: "Tokenizer",
+        seed: int,
+        limit: LengthLimit,
+        margins: bool = False,
     ) -> None:
+        if margins and MARGIN_COLUMN not in rows.columns:
+            remedy = f"{name_hint(MARGIN_COLUMN, rows.columns)} Or set loss.use_margin to false."
+            raise DataError(rows.path, "there is no such column", remedy, column=MARGIN_COLUMN)
+        self._margins, self._truncates = margins, cfg.overlong == "truncate"
+        self._eos = tokenizer.eos_token_id
         cfg = cfg if cfg.format != "auto" else cfg.model_copy(update={"format": "preference"})
         if cfg.format != "preference":
             raise ValueError(f"data.format {cfg.format} has no pairs: leave it out, or set it to preference")
+        self.truncated = 0
+        """Number of pairs with a completion that is cut."""
         super().__init__(rows, cfg, tokenizer, seed, limit)
+        if self.truncated:
+            size = count_noun(limit.tokens, "token")
+            logger.warning("%s: %d of %d pairs are cut to %s", self.path, self.truncated, len(rows), size)
 
     def sample(self, row: int, epoch: int = 0) -> Pair:
         prompt, chosen, rejected = self._tokens(row)
+        if self._truncates:
+            chosen, rejected = (self._cut(prompt, side) for side in (chosen, rejected))
         self._check_length(row, prompt.size + max(chosen.size, rejected.size))
-        return Pair(make_uid(epoch, row), row, prompt, chosen, rejected)
+        return Pair(make_uid(epoch, row), row, prompt, chosen, rejected, self._margin(row))
 
     def _lengths(self, rows: Sequence[int]) -> list[int]:
         lengths = []
@@ -313,7 +339,39 @@ class PairSource(DatasetSource[Pair]):
                 continue
             prompt, chosen, rejected = self._tokens(row)
             lengths.append(prompt.size + max(chosen.size, rejected.size))
+            self._margin(row)
+            if self._truncates and lengths[-1] > self._limit.tokens:
+                lengths[-1] = self._cut_length(prompt, chosen, rejected)
         return lengths
+
+    def _cut_length(self, prompt: np.ndarray, chosen: np.ndarray, rejected: np.ndarray) -> int:
+        """The length of a pair that is cut; more than fits if nothing useful is left of it."""
+        if prompt.size < self._limit.tokens - 1:
+            better, worse = self._cut(prompt, chosen), self._cut(prompt, rejected)
+            if not np.array_equal(better, worse):
+                self.truncated += 1
+                return int(prompt.size + max(better.size, worse.size))
+        return self._limit.tokens + 1
+
+    def _cut(self, prompt: np.ndarray, completion: np.ndarray) -> np.ndarray:
+        room = self._limit.tokens - prompt.size
+        if completion.size <= room:
+            return completion
+        return np.append(completion[: room - 1], np.int32(self._eos))
+
+    def _margin(self, row: int) -> float:
+        """The pair's margin; 0 if margins are not used."""
+        if not self._margins:
+            return 0.0
+        value = self._format.read(row).columns.get(MARGIN_COLUMN)
+        try:
+            margin = float(str(value))
+        except ValueError:
+            margin = math.nan
+        if not math.isfinite(margin):
+            bad = BadRow(MARGIN_COLUMN, f"expected a number, found {value!r}", "Write a number, or leave the row out.")
+            raise self._rows.data_error(row, bad)
+        return margin
 
     def _select_useful(self, rows: np.ndarray) -> np.ndarray:
         samples = [self._format.read(int(row)) for row in rows]
@@ -369,7 +427,7 @@ class LabelledSource(DatasetSource[LabelledCompletion]):
             raise self._rows.data_error(row, bad) from bad
 
 
-LABEL_COLUMN = "label"
+LABEL_COLUMN, MARGIN_COLUMN = "label", "margin"
 _LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 """Also those of CSV files, whose values are text, and of columns with gaps, whose numbers are floats."""
 
@@ -395,6 +453,8 @@ class SourceOptions:
     open_turn: bool = True
     learns_prompts: bool = False
     """For documents: train on the tokens of prompts as well."""
+    margins: bool = False
+    """For pairs: read the column `margin`."""
 
 
 def open_source(
@@ -407,6 +467,8 @@ def open_source(
     options: SourceOptions,
 ) -> DatasetSource[Any]:
     """Opens a dataset as the kind of samples that a recipe trains on; see `DatasetSource`."""
+    if cfg.overlong == "truncate" and kind != "pairs":
+        raise DataError(rows.path, f"overlong: truncate cuts pairs, and these are {kind}", "Set it to drop or error.")
     match kind:
         case "prompts":
             shown = options.answers, options.tools, options.open_turn
@@ -414,6 +476,6 @@ def open_source(
         case "documents":
             return DocumentSource(rows, cfg, tokenizer, seed, limit, options.learns_prompts)
         case "pairs":
-            return PairSource(rows, cfg, tokenizer, seed, limit)
+            return PairSource(rows, cfg, tokenizer, seed, limit, options.margins)
         case "labelled":
             return LabelledSource(rows, cfg, tokenizer, seed, limit)

@@ -21,13 +21,13 @@ def target_values(
     model: PolicyModel, batch: MicroBatch[Tensor], outputs: Sequence[ModelOutput], temperature: float, chunk: int
 ) -> dict[ModelOutput, Tensor]:
     """Returns the log-probabilities, and the entropies if they are among the outputs, `[targets]` each, under the
-    distribution that the engine samples from.
+    distribution that the engine samples from; of a model with a score head, the scores.
 
     Args:
         temperature: divisor of the logits.
         chunk: number of targets whose logits are computed at once.
     """
-    logprobs, entropy = model(
+    values, entropy = model(
         batch.tokens,
         batch.layout(),
         batch.sources,
@@ -36,7 +36,9 @@ def target_values(
         chunk=chunk,
         entropy="entropy" in outputs,
     )
-    return {"logprobs": logprobs} if entropy is None else {"logprobs": logprobs, "entropy": entropy}
+    if "scores" in outputs:
+        return {"scores": values}
+    return {"logprobs": values} if entropy is None else {"logprobs": values, "entropy": entropy}
 
 
 @torch.no_grad()
