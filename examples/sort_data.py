@@ -2,10 +2,10 @@
 
     python examples/sort_data.py runs/sort-data
 
-makes four files: `sft.jsonl` (prompt and completion; two thirds of the answers are sorted the wrong way round, so
+makes five files: `sft.jsonl` (prompt and completion; two thirds of the answers are sorted the wrong way round, so
 that supervised learning alone gets about a third right), `grpo.jsonl` and `eval.jsonl` (prompt and answer; held-out
-prompts appear in none of the others), and `pairs.jsonl` (prompt, chosen and rejected; the prompts of `grpo.jsonl`, and
-one label in ten is wrong).
+prompts appear in none of the others), `pairs.jsonl` (prompt, chosen and rejected; the prompts of `grpo.jsonl`, and one
+label in ten is wrong), and `eval_pairs.jsonl` (the held-out prompts, all labels right).
 """
 
 import json
@@ -35,6 +35,10 @@ def main(folder: Path, seed: int = 7) -> None:
             sides = ["".join(sorted(number)), "".join(sorted(number, reverse=True))]
             if rng.random() < WRONG_PAIRS:
                 sides.reverse()
+            file.write(json.dumps({"prompt": f"{number}=", "chosen": sides[0], "rejected": sides[1]}) + "\n")
+    with (folder / "eval_pairs.jsonl").open("w") as file:
+        for number in numbers[-EVAL_ROWS:]:
+            sides = ["".join(sorted(number)), "".join(sorted(number, reverse=True))]
             file.write(json.dumps({"prompt": f"{number}=", "chosen": sides[0], "rejected": sides[1]}) + "\n")
 
 

@@ -8,8 +8,9 @@ from lockstep.config.run_config import EvaluationConfig, RunConfig, ValidationCo
 from lockstep.data.datasets import load_rows
 from lockstep.data.mixture import open_training_source
 from lockstep.data.row_lengths import ContextLimit, LengthLimit, limit_length
-from lockstep.data.sample_sources import SampleSource, SourceOptions, open_source
+from lockstep.data.sample_sources import SampleSource
 from lockstep.data.samples import Prompt
+from lockstep.data.source_factory import SourceOptions, open_source
 from lockstep.data.turn_tokenizer import TurnTokenizer
 from lockstep.models.model_facts import ModelFacts
 from lockstep.rewards.reward_terms import check_term_columns, data_columns, needs_answers

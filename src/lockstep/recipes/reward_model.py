@@ -9,7 +9,7 @@ from lockstep.run.run import Run
 from lockstep.run.step_scores import score_pairs, score_update, with_deviation
 
 
-def reward(run: Run, cfg: RewardModelConfig) -> None:
+def reward_model(run: Run, cfg: RewardModelConfig) -> None:
     """Maximises the likelihood that the better completion of each pair wins. Its two sides share their prompt."""
     for step in run.steps():
         with run.transaction(step):

@@ -12,8 +12,9 @@ from lockstep.config.data import DatasetConfig
 from lockstep.data.dataset_rows import DataError
 from lockstep.data.datasets import load_rows
 from lockstep.data.forest_builder import forest_from_pairs
+from lockstep.data.pair_sources import LabelledSource, PairSource
 from lockstep.data.row_lengths import LengthLimit
-from lockstep.data.sample_sources import LabelledSource, PairSource, SourceOptions, open_source
+from lockstep.data.source_factory import SourceOptions, open_source
 
 
 def open_pairs(
