@@ -7,7 +7,7 @@ import fsdp_ranks as fr
 import torch
 import trainer_ranks as tr
 import transformers
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from lockstep.config.model import ModelConfig
 from lockstep.models.model_loader import load_tokenizer
@@ -86,6 +86,23 @@ def make_model(folder: Path, name: str, fields: dict[str, Any]) -> Path:
     with torch.no_grad():
         for tensor in [*lm.parameters(), *(buffer for name, buffer in lm.named_buffers() if "correction" in name)]:
             tensor.add_(torch.randn_like(tensor) * 0.05)
+    lm.save_pretrained(folder)
+    return folder
+
+
+WITHOUT_SCORES = ("mamba",)
+"""Families of which transformers has no class with a head for scores."""
+
+
+def make_scorer(folder: Path, family: str) -> Path:
+    """Writes a tiny reward model of the family, as transformers saves it."""
+    config = AutoModelForCausalLM.from_pretrained(make_family(folder, family)).config
+    config.num_labels = 1
+    torch.manual_seed(4)
+    lm = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in lm.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
     lm.save_pretrained(folder)
     return folder
 

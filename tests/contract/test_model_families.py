@@ -10,15 +10,23 @@ import pytest
 import torch
 import trainer_ranks as tr
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from lockstep.config.algorithm import BradleyTerry
 from lockstep.config.model import ModelConfig
 from lockstep.config.rollout import BuiltinEngineConfig
+from lockstep.config.train_role import TrainRole
+from lockstep.config.trainer import TrainerConfig
+from lockstep.data.forest_builder import forest_of_scored_pairs
+from lockstep.data.mini_batches import pack
+from lockstep.data.samples import Pair
 from lockstep.models.hf_checkpoint import named_state
 from lockstep.models.policy_model import PolicyModel
 from lockstep.rollout.builtin.engine import BuiltinEngine
 from lockstep.rollout.builtin.model_runner import CachedRunner
 from lockstep.rollout.engine_protocol import Request
+from lockstep.train.distributed import ParallelContext
+from lockstep.train.fsdp.fsdp_trainer import FSDP2Trainer
 
 QUICK = ("mixtral", "gpt-oss")
 FAMILIES = [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in mf.FAMILIES]
@@ -57,6 +65,46 @@ def test_a_family_trains_on_two_ranks_and_is_exported(family: str, tmp_path: Pat
         "as in the module" if saved.keys() == dict(named_state(PolicyModel(lm))).keys() else "converted",
     ]
     assert mf.documented()[family][:4] == facts
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_scores_texts_as_transformers_does(family: str, tmp_path: Path) -> None:
+    """Before and after a step of the reward recipe's objective, and from the export."""
+    if family in mf.WITHOUT_SCORES:
+        pytest.skip("transformers has no such class")
+    folder, tokens = mf.make_scorer(tmp_path / "model", family), np.arange(10, 22, dtype=np.int32)
+    role = TrainRole(
+        name="policy",
+        model=ModelConfig(path=str(folder), head="score", max_length=256),
+        trainer=TrainerConfig(threads=1),
+        objective=BradleyTerry(),
+        optimizer_steps=1,
+    )
+    trainer = FSDP2Trainer(role, ParallelContext())
+    pair = Pair("0", 0, tokens[:4], tokens[4:9], tokens[6:12])
+    batch = pack(forest_of_scored_pairs([pair]), 1, 64, trainer.probe_packing().mode, whole_trees=True)
+    (rows,) = batch.everything().by_rank
+    whole = [np.concatenate([pair.prompt, side]).astype(np.int64) for side in (pair.chosen, pair.rejected)]
+
+    def expected(path: Path) -> list[float]:
+        lm = AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32).eval()
+        with torch.no_grad():
+            return [lm(torch.from_numpy(text)[None]).logits.item() for text in whole]
+
+    def found() -> list[float]:
+        scores = np.zeros(batch.targets)
+        for row, values in zip(rows, trainer.evaluate(rows, ["scores"]), strict=True):
+            scores[batch.sequences[row.index]] = values["scores"]
+        return scores.tolist()
+
+    before = found()
+    assert before == pytest.approx(expected(folder), abs=2e-5)
+    (minibatch,) = batch.minibatches(objective=role.objective)
+    if not batch.cuts_trees:
+        trainer.step(minibatch.by_rank[0])
+        assert found() != before
+    trainer.export(tmp_path / "exported")
+    assert found() == pytest.approx(expected(tmp_path / "exported"), abs=2e-5)
 
 
 def test_the_table_of_the_page_names_every_family() -> None:

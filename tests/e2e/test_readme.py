@@ -106,7 +106,11 @@ OVERRIDES = {
     "lockstep train examples/sft_sort.yaml": [*SHORT, "batch_size=16"],
     "lockstep train examples/dpo_sort.yaml": [*SHORT, "batch_size=8", "trainer.schedule.warmup_steps=1"],
     "lockstep train examples/reward_sort.yaml": [
-        "steps=2", "trainer.threads=1", "data.limit=64", "batch_size=8", "trainer.schedule.warmup_steps=1",
+        "steps=2",
+        "trainer.threads=1",
+        "data.limit=64",
+        "batch_size=8",
+        "trainer.schedule.warmup_steps=1",
     ],
     "lockstep train examples/grpo_sort.yaml": [*SHORT, "prompts_per_step=4", "trainer.schedule.warmup_steps=1"],
 }

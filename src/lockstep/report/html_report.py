@@ -99,8 +99,9 @@ CHARTS = (
     Chart("Exact match on held-out prompts", (EXACT_MATCH,), "share", bounded=True),
     Chart("Reward", ("reward/mean", "reward/std"), "per completion"),
     Chart("Loss", ("policy/loss", "eval/loss"), "training, held-out"),
-    Chart("Pair accuracy", ("rewards/accuracies",), "share", bounded=True),
+    Chart("Pair accuracy", ("rewards/accuracies", "policy/accuracy", "eval/accuracy"), "share", bounded=True),
     Chart("Implicit reward", ("rewards/chosen", "rewards/rejected"), "per completion"),
+    Chart("Score", ("policy/chosen_reward", "policy/rejected_reward"), "per completion"),
     Chart("KL to the reference", ("policy/kl",), "nats per token"),
     Chart("Entropy", ("policy/entropy",), "nats per token"),
     Chart("Completion length", ("rollout/length_mean", "rollout/length_max"), "tokens"),
@@ -115,6 +116,10 @@ _LABELS = {
     "reward/std": "std",
     "rewards/chosen": "chosen",
     "rewards/rejected": "rejected",
+    "policy/accuracy": "training",
+    "eval/accuracy": "held-out",
+    "policy/chosen_reward": "chosen",
+    "policy/rejected_reward": "rejected",
     "policy/clip_low": "low",
     "policy/clip_high": "high",
     "rollout/length_mean": "mean",
@@ -276,7 +281,9 @@ def _tiles(
     losses = [row.values["policy/loss"] for row in rows if "policy/loss" in row.values]
     if losses and not rewards:
         tiles.append(SummaryTile("loss", format_number(losses[-1]), f"from {format_number(losses[0])}"))
-    accuracies = [row.values["rewards/accuracies"] for row in rows if "rewards/accuracies" in row.values]
+    accuracies = [
+        row.values[name] for row in rows for name in ("rewards/accuracies", "policy/accuracy") if name in row.values
+    ]
     if accuracies:
         tiles.append(
             SummaryTile("pair accuracy", format_number(accuracies[-1]), f"from {format_number(accuracies[0])}")

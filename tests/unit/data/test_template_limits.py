@@ -29,7 +29,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (LOOP, "CPU time"),
         ("{{ 'a' * 10**10 }}", "memory"),
-        (DOUBLING, "memory"),
+        (DOUBLING, "memory|CPU time"),  # whichever comes first on a busy machine
         ("{{ 'a'.ljust(9999999999) }}", "memory"),
         ("{{ '%9999999999d' % 1 }}", "memory"),
         ("{% for i in range(99999) %}{{ 'a' * 1000 }}{% endfor %}", "a text of more than 8,388,608 characters"),
