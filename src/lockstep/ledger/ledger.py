@@ -16,11 +16,12 @@ process writes. Writes are refused when another process has claimed the run."""
 import os
 import shutil
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from lockstep.base.folders import check_no_links, create_file, make_folder, make_scratch_dir
+from lockstep.base.folders import check_no_links, create_file, make_folder, make_scratch_dir, set_access
 from lockstep.data.samples import Completion, Rollouts
 from lockstep.ledger import json_values, partial_rollouts, sqlite_index
 from lockstep.ledger.config_changes import ConfigChange, allowed_changes
@@ -29,11 +30,13 @@ from lockstep.ledger.errors import FolderExists, OutOfOrder, StepCollected, Step
 from lockstep.ledger.run_folder import (
     CONFIG_FILE,
     INDEX_FILE,
+    INPUTS_FOLDER,
     REWINDING,
     add_step,
     check_run_folder,
     config_yaml,
     finish_rewind,
+    holds_only_inputs,
     last_commit,
     recover_folder,
 )
@@ -61,9 +64,10 @@ class Ledger(RunRecords):
     @classmethod
     def create(cls, folder: Path, config: Mapping[str, Any], mode: int = 0o700) -> "Ledger":
         """Creates a run, with generation 1, in a folder of this mode, whatever the umask is. Raises FolderExists if
-        `folder` exists. If it fails, no folder is left; what a killed process left is removed by the next attempt."""
+        `folder` exists, unless it holds only the inputs of the run, which it keeps. If it fails, no folder is left;
+        what a killed process left is removed by the next attempt."""
         folder = folder.absolute()
-        if os.path.lexists(folder):
+        if os.path.lexists(folder) and not holds_only_inputs(folder):
             raise FolderExists(folder, (folder / INDEX_FILE).exists())
         with disk_full_as_ledger_error(folder, None):
             folder.parent.mkdir(parents=True, exist_ok=True)
@@ -77,6 +81,9 @@ class Ledger(RunRecords):
             replace_file(temporary / CONFIG_FILE, config_yaml(config))
             LedgerIndex.create(temporary / INDEX_FILE, json_values.dumps(dict(config), "config"))
             fsync_folder(temporary)
+            with suppress(FileNotFoundError):
+                (folder / INPUTS_FOLDER).rename(temporary / INPUTS_FOLDER)
+                set_access(temporary / INPUTS_FOLDER)
             try:
                 temporary.rename(folder)
             except OSError as error:  # another process may have created it meanwhile
@@ -86,6 +93,8 @@ class Ledger(RunRecords):
             fsync_folder(folder.parent)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
+            with suppress(OSError):
+                folder.rmdir()  # empty if its inputs were moved
             raise
         finally:
             os.close(hold)

@@ -13,6 +13,9 @@ from lockstep.ledger.errors import NotARun, PromptUsedTwice, StepCorrupt
 from lockstep.ledger.sqlite_index import IndexTransaction, LedgerIndex
 
 INDEX_FILE, CONFIG_FILE = "ledger.sqlite", "config.yaml"
+INPUTS_FOLDER = "inputs"
+"""Data and functions that a Python program gave a run. They are in the folder of the run before it is created, because
+a run is checked before it is created."""
 REWINDING = "rewinding"
 """Key in the index while step files are deleted in a rewind. The value is the last step that stays."""
 
@@ -24,6 +27,11 @@ def check_run_folder(folder: Path) -> None:
     siblings = folder.parent.iterdir() if folder.parent.is_dir() else ()
     runs = tuple(sorted(path.name for path in siblings if (path / INDEX_FILE).is_file())[:8])
     raise NotARun(folder, f"it has no {INDEX_FILE}" if folder.is_dir() else "there is no such folder", runs)
+
+
+def holds_only_inputs(folder: Path) -> bool:
+    """Whether this is the folder of a run that is not created yet."""
+    return not folder.is_symlink() and folder.is_dir() and [each.name for each in folder.iterdir()] == [INPUTS_FOLDER]
 
 
 def add_step(transaction: IndexTransaction, rollouts: Rollouts, digest: str, size: int) -> None:

@@ -78,12 +78,26 @@ def load_reward_function(
 ) -> RewardFunction:
     """Loads the function at `file.py:name` (relative to `base`) or `package.module:name`. Raises
     RewardFunctionError."""
-    function = _check_callable(path, load_object(path, base, RewardFunctionError))
+    return bind_reward_function(path, load_object(path, base, RewardFunctionError), signature, arguments)
+
+
+def bind_reward_function(
+    path: str,
+    loaded: Any,
+    signature: Literal["auto"] | FunctionSignature = "auto",
+    arguments: dict[str, Any] | None = None,
+) -> RewardFunction:
+    """Finds out how to call a function. Raises RewardFunctionError if it fits no signature.
+
+    Args:
+        path: its name in errors.
+    """
+    function = _check_callable(path, loaded)
     parameters, has_kwargs = _parameters(path, function)
     detected = detect_signature(path, parameters) if signature == "auto" else signature
-    loaded = RewardFunction(path, function, detected, parameters, has_kwargs, dict(arguments or {}))
-    _check_function(loaded)
-    return loaded
+    bound = RewardFunction(path, function, detected, parameters, has_kwargs, dict(arguments or {}))
+    _check_function(bound)
+    return bound
 
 
 def detect_signature(path: str, parameters: Mapping[str, inspect.Parameter]) -> FunctionSignature:

@@ -16,7 +16,12 @@ from lockstep.config import reward as config
 from lockstep.data.samples import Prompt
 from lockstep.rewards import reward_functions, verifiers
 from lockstep.rewards.reward_functions import ReportScored, ground_truth
-from lockstep.rewards.reward_signatures import check_columns, load_reward_function, parse_reward_function
+from lockstep.rewards.reward_signatures import (
+    RewardFunction,
+    check_columns,
+    load_reward_function,
+    parse_reward_function,
+)
 from lockstep.rewards.reward_values import LARGEST_REWARD, BadReward
 from lockstep.rewards.scoring_messages import (
     DataColumns,
@@ -69,14 +74,19 @@ def build_term(
     if isinstance(term, config.FunctionReward):
         function = load_reward_function(term.path, term.signature, dict(term.arguments), base)
         check_columns(function, data)
-        call = partial(reward_functions.CALL_ADAPTERS[function.signature], function)
-        return RewardTerm(name, term.path, function.signature, function.signature == "verl", call)
+        return function_term(name, function)
     if isinstance(term, config.HttpReward | config.JudgeReward):
         return _server_term(term, name, concurrency)
     verifier = _make_verifier(term, base)
     return RewardTerm(
         name, term.kind, None, True, partial(_verify_batch, verifier, isinstance(term, config.MathReward))
     )
+
+
+def function_term(name: str, function: RewardFunction) -> RewardTerm:
+    """Makes a term of a user's function."""
+    call = partial(reward_functions.CALL_ADAPTERS[function.signature], function)
+    return RewardTerm(name, function.path, function.signature, function.signature == "verl", call)
 
 
 def _server_term(term: config.HttpReward | config.JudgeReward, name: str, concurrency: int) -> RewardTerm:

@@ -6,6 +6,7 @@ node may take very long.
 
 import logging
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -23,7 +24,10 @@ class InterruptHandler:
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Handles SIGINT and SIGTERM. The second signal raises KeyboardInterrupt in the controller; outside of steps
-        the first one does."""
+        the first one does. Only the main thread can handle signals; in any other one this does nothing."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
         previous = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield

@@ -40,6 +40,7 @@ from lockstep.run.run import Run, RunRoles
 from lockstep.run.run_id import claim_run_id
 from lockstep.run.run_reporter import RunReporter, controller_logging
 from lockstep.run.served_roles import ServedGroup
+from lockstep.run.step_callbacks import StepCallbacks
 from lockstep.run.trained_roles import TrainedRoles
 from lockstep.run.trainer_group import TrainerGroup, set_up_ranks
 from lockstep.run.weight_sync import WeightPublisher, make_device_sync, make_weight_delivery
@@ -263,7 +264,8 @@ def _start_run(
             cluster.release()
         context = RecoveryContext(recovery, launcher, memory)
         closing.enter_context(infrequent_gc())
-        yield Run(prepared.config, prepared.folder, ledger, roles, reporter, interrupt, start, context)
+        callbacks = StepCallbacks(prepared.callbacks)
+        yield Run(prepared.config, prepared.folder, ledger, roles, reporter, interrupt, start, context, callbacks)
 
 
 def _start_trainers(prepared: PreparedRun, ledger: Ledger, workers: list[Worker]) -> tuple[TrainedRoles, int]:

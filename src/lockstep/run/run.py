@@ -27,6 +27,7 @@ from lockstep.run.recovery.trainer_recovery import RecoveryContext, TrainerRecov
 from lockstep.run.rollout_buffer import RolloutBuffer
 from lockstep.run.run_reporter import RunReporter
 from lockstep.run.served_roles import ServedGroup, annotate_batch
+from lockstep.run.step_callbacks import StepCallbacks
 from lockstep.run.step_metrics import rollout_metrics, update_metrics
 from lockstep.run.step_scores import write_score_statistics
 from lockstep.run.trained_roles import TrainedRoles
@@ -81,10 +82,12 @@ class Run:
         interrupt: InterruptHandler,
         start: int,
         context: RecoveryContext,
+        callbacks: StepCallbacks | None = None,
     ) -> None:
         self.recovery, self.memory = context.manager, context.memory
         self.config, self.folder, self.ledger, self.roles = config, folder, ledger, roles
         self.reporter, self.interrupt = reporter, interrupt
+        self.callbacks = callbacks or StepCallbacks()
         self.trained = roles.trained
         self.checkpoints = CheckpointManager(
             config.checkpoint, folder / "checkpoints", ledger, roles.trained, roles.trained.parts
@@ -97,6 +100,8 @@ class Run:
         self._last_reported = start - 1
         """The last step whose metrics were reported."""
         self._row: dict[str, float] = {}
+        self._reported_row: dict[str, float] = {}
+        """The metrics of the last reported step."""
         self._stop_reason = ""
         """Why the run ends before its last step; empty if it does not."""
         self._samples: list[CompletionSample] = []
@@ -158,6 +163,7 @@ class Run:
 
         Raises:
             Interrupted: after Ctrl-C, once the current step is finished and its checkpoint is complete.
+            CallbackFailed: a callback raised an exception; likewise.
         """
         self.reporter.begin(self._start)
         self.interrupt.steps_begin()
@@ -205,7 +211,7 @@ class Run:
         row, samples, self._row, self._samples = self._row, self._samples, {}, []
         if step > self._last_reported:
             self.reporter.step_ends(step, row, samples)
-            self._last_reported = step
+            self._last_reported, self._reported_row = step, row
         else:
             self.reporter.step_repeated(step)
         self._version = step + 1
@@ -285,11 +291,11 @@ class Run:
             with self.stage("publish"):
                 weights.publish(version)
 
-    def _evaluate(self, version: int) -> None:
-        """Measures on held-out data what is due after `version` steps."""
+    def _evaluate(self, version: int) -> dict[str, float]:
+        """Measures on held-out data what is due after `version` steps, and returns the metrics."""
         evaluator = self.roles.evaluator
         if evaluator is None:
-            return
+            return {}
         metrics: dict[str, float] = {}
         samples: list[CompletionSample] = []
         for due in evaluator.due(version, last=version == self.config.steps):
@@ -302,6 +308,13 @@ class Run:
             evaluator.record(version, metrics, samples)
         elif version > self._start:
             evaluator.report_again(version)
+        return metrics
+
+    def _call_back(self, version: int, evaluation: Mapping[str, float]) -> None:
+        """Calls the callbacks if this attempt has done the last of `version` steps."""
+        if self.callbacks.callbacks and self._start <= self._last_reported == version - 1:
+            with self.stage("callbacks"):
+                self.callbacks.call(version, {**self._reported_row, **evaluation})
 
     def _stop_early(self) -> None:
         """Reports that the run ends before its last step."""
@@ -310,23 +323,26 @@ class Run:
             self.reporter.console.message(f"stopped early: {self._stop_reason}")
 
     def _boundary(self, version: int) -> None:
-        """Evaluates and writes a checkpoint after `version` steps, if they are due; ends an interrupted run."""
+        """Evaluates, calls the callbacks, and writes a checkpoint after `version` steps, if they are due; ends a run
+        that was interrupted, or whose callback failed."""
         evaluator = self.roles.evaluator
-        self._evaluate(version)
-        self._stop_reason = (
-            "" if evaluator is None else stop_reason(self.config.early_stopping, evaluator.history, version)
-        )
+        self._call_back(version, self._evaluate(version))
+        early = "" if evaluator is None else stop_reason(self.config.early_stopping, evaluator.history, version)
+        self._stop_reason = early or self.callbacks.stop_reason
+        failure = self.callbacks.failure
         last = version == self.config.steps or bool(self._stop_reason)
         improved = evaluator is not None and evaluator.improved(version)
-        stopping = self.interrupt.requested and version > self._start
+        stopping = failure is not None or (self.interrupt.requested and version > self._start)
         with self.stage("checkpoint"):
             self.checkpoints.poll()
             if self.checkpoints.due(version, last=last or stopping, improved=improved):
                 metric = evaluator.metric(version) if evaluator is not None else None
                 self.checkpoints.begin(version, metric)
-            if last or self.interrupt.requested:
+            if last or self.interrupt.requested or failure is not None:
                 self.checkpoints.finish()
         self.reporter.boundary_ends(version)
+        if failure is not None:
+            raise failure
         if self.interrupt.requested and not last:
             raise Interrupted(f"stopped after step {version} of {self.config.steps}")
 

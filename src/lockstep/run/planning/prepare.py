@@ -21,7 +21,7 @@ from lockstep.data.mixture import mixture_weights
 from lockstep.ledger.config_changes import ConfigChange, compare_config
 from lockstep.ledger.errors import FolderExists
 from lockstep.ledger.ledger import Ledger
-from lockstep.ledger.run_folder import INDEX_FILE
+from lockstep.ledger.run_folder import INDEX_FILE, holds_only_inputs
 from lockstep.models.adapter_folder import resolve_adapter
 from lockstep.models.errors import HubUnreachable, ModelError, naming_fields_in
 from lockstep.models.model_facts import ModelFacts, model_facts
@@ -31,6 +31,7 @@ from lockstep.rollout.environments.tools import chat_template_tools
 from lockstep.rollout.vllm.vllm_setup import check_installed
 from lockstep.run.errors import RunFinished, RunRefused
 from lockstep.run.evaluation.early_stopping import stop_reason
+from lockstep.run.planning.input_files import check_inputs
 from lockstep.run.planning.parent_run import ParentRun, find_parent
 from lockstep.run.planning.resources import (
     UNLIMITED,
@@ -45,6 +46,7 @@ from lockstep.run.planning.run_plan import RunPlan, assign_nodes, make_plan
 from lockstep.run.planning.served_models import served_models
 from lockstep.run.planning.working_folder import START_EVENT
 from lockstep.run.run_id import release_shared_memory
+from lockstep.run.step_callbacks import OnStep
 from lockstep.watch.agent.prepared_agent import PreparedAgent
 
 
@@ -67,6 +69,8 @@ class PreparedRun:
     """A process that waits to become the run's agent; a new one is started if None."""
     parent: ParentRun | None = None
     """The checkpoint of another run that a new run starts from."""
+    callbacks: Sequence[OnStep] = ()
+    """Called after every step."""
 
     @property
     def rows(self) -> int:
@@ -113,7 +117,8 @@ def prepare_run(
     if from_run is not None:
         notes.append(from_run.note(config))
     folder = resume or Path(config.folder) / config.name
-    if resume is None and folder.exists():
+    check_inputs(folder)
+    if resume is None and folder.exists() and not holds_only_inputs(folder):
         raise FolderExists(folder, is_run=(folder / INDEX_FILE).is_file())
     nodes = None
     if host is None:

@@ -1,0 +1,1 @@
+"""Lockstep from Python: what `import lockstep` offers."""
