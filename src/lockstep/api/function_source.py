@@ -9,6 +9,7 @@ import ast
 import builtins
 import importlib.machinery
 import inspect
+import linecache
 import math
 import os
 import re
@@ -48,14 +49,13 @@ def importable_path(function: Callable[..., Any]) -> str | None:
     if module is None or _resolve(module, name) is not function:
         raise FunctionNotCarried(name, f"the module {module_name} has no such name")
     top, dot, _ = module_name.partition(".")
-    if _is_installed(top) or _is_here(top):
-        return f"{module_name}:{name}"
     file = getattr(module, "__file__", None)
+    if _is_installed(top) or (dot and _is_inherited(top)):
+        return f"{module_name}:{name}"
     if dot or not file or not file.endswith(".py"):
         problem = f"the package {top} is neither installed nor in the current folder, {Path.cwd()}"
         raise FunctionNotCarried(name, problem, "install it, or start in the folder that contains it")
-    path = Path(file).resolve()
-    here = Path.cwd().resolve()
+    path, here = Path(file).resolve(), Path.cwd().resolve()
     return f"{path.relative_to(here) if path.is_relative_to(here) else path}:{name}"
 
 
@@ -78,26 +78,27 @@ def _resolve(module: ModuleType, name: str) -> object:
 
 
 def _is_installed(top: str) -> bool:
-    """Whether every process of this environment finds a module: of Python, installed, or in PYTHONPATH."""
+    """Whether every process of this environment finds a module: of Python, or installed."""
     if top in sys.stdlib_module_names or top in sys.builtin_module_names:
         return True
     editable = [finder for finder in sys.meta_path if getattr(finder, "__module__", "").startswith("__editable__")]
     if any(finder.find_spec(top, None, None) for finder in editable):
         return True
-    inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    paths = [each for each in sys.path if each.endswith(("site-packages", "dist-packages")) or (each in inherited)]
+    paths = [each for each in sys.path if each.endswith(("site-packages", "dist-packages"))]
     paths += [line for path in paths for line in _linked_folders(Path(path))]
-    return importlib.machinery.PathFinder.find_spec(top, [path for path in paths if path]) is not None
+    return importlib.machinery.PathFinder.find_spec(top, paths) is not None
+
+
+def _is_inherited(top: str) -> bool:
+    """Whether the processes of a run find a module in the folder where it began, or in PYTHONPATH."""
+    paths = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
+    return importlib.machinery.PathFinder.find_spec(top, [str(Path.cwd()), *paths]) is not None
 
 
 def _linked_folders(site_packages: Path) -> list[str]:
     """The folders that `.pth` files add, as those of editable installations."""
     lines = [line for file in site_packages.glob("*.pth") for line in file.read_text(errors="replace").splitlines()]
     return [line for line in lines if line.startswith("/")]
-
-
-def _is_here(top: str) -> bool:
-    return importlib.machinery.PathFinder.find_spec(top, [str(Path.cwd())]) is not None
 
 
 class SourceModule:
@@ -195,12 +196,11 @@ def _source_of(value: FunctionType | type, user: str) -> str:
     if isinstance(value, FunctionType) and "<lambda>" in name:
         raise FunctionNotCarried(user, "it uses a lambda, whose source cannot be copied", "use `def`")
     try:
-        source = "".join(inspect.getsourcelines(value)[0])
+        source = inspect.getsource(value)
     except (OSError, TypeError) as error:
-        found = _source_of_command(value)
+        found = _source_of_command(value) if isinstance(value, FunctionType) else _source_of_class(value)
         if found is None:
-            problem = f"the source of {name} is not available ({error})"
-            raise FunctionNotCarried(user, problem) from error
+            raise FunctionNotCarried(user, f"the source of {name} is not available ({error})") from error
         source = found
     source = textwrap.dedent(source)
     try:
@@ -212,21 +212,37 @@ def _source_of(value: FunctionType | type, user: str) -> str:
     return source if source.endswith("\n") else f"{source}\n"
 
 
-def _source_of_command(value: FunctionType | type) -> str | None:
+def _source_of_command(function: FunctionType) -> str | None:
     """The source of a function in the text of `python -c`, which Python itself does not keep."""
     arguments = sys.orig_argv
-    if not isinstance(value, FunctionType) or value.__code__.co_filename != "<string>" or "-c" not in arguments:
+    if function.__code__.co_filename != "<string>" or "-c" not in arguments:
         return None
     text = arguments[arguments.index("-c") + 1]
+    return _definition_in(text, function.__name__, function.__code__.co_firstlineno)
+
+
+def _source_of_class(value: type) -> str | None:
+    """The source of a class of a notebook, found by the lines of one of its methods."""
+    for method in vars(value).values():
+        if isinstance(method, FunctionType):
+            text = "".join(linecache.getlines(method.__code__.co_filename))
+            if found := _definition_in(text, value.__name__, method.__code__.co_firstlineno):
+                return found
+    return None
+
+
+def _definition_in(text: str, name: str, line: int) -> str | None:
+    """The definition of a name in a text, with its decorators, that begins at a line or contains it."""
     try:
-        nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+        nodes = list(ast.walk(ast.parse(text)))
     except SyntaxError:
         return None
     lines = text.splitlines(keepends=True)
     for node in nodes:
-        first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
-        if node.name == value.__name__ and first == value.__code__.co_firstlineno:
-            return "".join(lines[first - 1 : node.end_lineno])
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and node.name == name:
+            first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
+            if first <= line <= (node.end_lineno or first):
+                return "".join(lines[first - 1 : node.end_lineno])
     return None
 
 

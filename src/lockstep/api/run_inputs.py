@@ -66,7 +66,7 @@ class RunInputs:
 
     def _dataset(self, data: Any, stem: str) -> Any:
         """The section of a dataset, with the path of its file. Sections without objects stay as they are."""
-        if not isinstance(data, Mapping):
+        if _is_data(data) or not isinstance(data, Mapping):  # a DatasetDict is both
             return {"path": self._write(data, stem)} if _is_data(data) else data
         return {**data, "path": self._write(data["path"], stem)} if _is_data(data.get("path")) else data
 

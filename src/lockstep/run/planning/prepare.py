@@ -110,6 +110,7 @@ def prepare_run(
     if config is not None:
         config = resolve_adapters(config)
     if resume is not None:
+        check_inputs(resume)
         config, notes = _resumed_config(config, resume, overrides)
     if config is None:
         raise RunRefused("name a file to train from, or a run with --resume")
@@ -117,7 +118,6 @@ def prepare_run(
     if from_run is not None:
         notes.append(from_run.note(config))
     folder = resume or Path(config.folder) / config.name
-    check_inputs(folder)
     if resume is None and folder.exists() and not holds_only_inputs(folder):
         raise FolderExists(folder, is_run=(folder / INDEX_FILE).is_file())
     nodes = None
