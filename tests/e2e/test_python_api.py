@@ -74,6 +74,7 @@ def test_a_run_returns_its_result(finished: lockstep.Result, home: Path) -> None
     assert not np.array_equal(finished.model(1).lm_head.weight.detach(), model.lm_head.weight.detach())
 
 
+@pytest.mark.slow
 def test_a_dataset_and_a_yaml_file_give_the_same_run_as_a_list(finished: lockstep.Result, home: Path) -> None:
     import yaml
 
@@ -218,6 +219,7 @@ def program_environment() -> dict[str, str]:
     return {**ENVIRONMENT, "PYTHONPATH": str(Path(__file__).parent)}
 
 
+@pytest.mark.slow
 def test_functions_of_a_command_are_copied(finished: lockstep.Result, home: Path) -> None:
     """`own` computes what `first_digit` does, with a helper, a pattern and a module of its own."""
     call = """
@@ -271,6 +273,7 @@ def test_an_input_that_was_changed_is_refused(finished: lockstep.Result, tmp_pat
         lockstep.train(resume=changed)
 
 
+@pytest.mark.slow
 def test_the_building_blocks_fit_together(finished: lockstep.Result) -> None:
     policy = lockstep.load_policy(finished.folder)
     assert policy.steps == 2 and policy.step == "2"

@@ -81,14 +81,28 @@ def test_yaml_loads(block: Block) -> None:
     check_config(values if "recipe" in values else BASE | values, str(block))
 
 
+NOTEBOOK = ROOT / "examples" / "python_api.ipynb"
+WITHOUT_CALLBACK = ", on_step=watch"
+"""The README shows the notebook's call without it."""
+
+
+def cells() -> list[str]:
+    """The code of the notebook, which test_notebook.py executes."""
+    found = json.loads(NOTEBOOK.read_text())["cells"]
+    return ["".join(cell["source"]) for cell in found if cell["cell_type"] == "code"]
+
+
 @pytest.mark.parametrize("block", blocks("python"), ids=str)
 def test_python_is_from_the_examples(block: Block) -> None:
+    """Functions and classes of the examples, and whatever is in the notebook."""
     examples = {
         ast.unparse(node)
         for file in (ROOT / "examples").glob("*.py")
         for node in ast.parse(file.read_text()).body
         if isinstance(node, ast.FunctionDef | ast.ClassDef)
     }
+    executed = {ast.unparse(node) for cell in cells() for node in ast.parse(cell).body}
+    examples |= executed | {each.replace(WITHOUT_CALLBACK, "") for each in executed}
     shown = ast.parse(block.text).body
     assert shown and all(ast.unparse(node) in examples for node in shown)
 
