@@ -20,6 +20,7 @@ from python_rewards import first_digit
 from safetensors.numpy import load_file
 
 import lockstep
+from lockstep.config.loader import check_config
 from lockstep.ledger.ledger import Ledger
 
 pytestmark = [pytest.mark.xdist_group("python api"), pytest.mark.timeout(300)]
@@ -134,11 +135,14 @@ def test_a_function_that_cannot_be_carried_is_refused(home: Path) -> None:
     assert not (home / "runs" / "refused").exists()
 
 
+@pytest.mark.slow
 def test_a_callback_ends_the_run_early_and_it_resumes(finished: lockstep.Result, home: Path) -> None:
     seen: list[tuple[int, float]] = []
 
     def on_step(step: int, metrics: Mapping[str, float]) -> object:
         seen.append((step, metrics["reward/mean"]))
+        with pytest.raises(lockstep.RunRefused, match="another training runs in this process"):
+            lockstep.train(values(home, "inner"), data=ROWS, rewards=first_digit)
         return lockstep.STOP if step == 1 else None
 
     given: dict[str, Any] = {
@@ -165,8 +169,9 @@ def test_a_failing_callback_leaves_a_run_that_resumes(finished: lockstep.Result,
 
     def run() -> None:
         try:
+            given = values(home, "failing") | {"data": {"path": "?"}, "reward": {"terms": [{"kind": "exact_match"}]}}
             lockstep.train(
-                values(home, "failing"),
+                check_config(given, "a config object"),
                 data=ROWS, evaluation_data=ROWS[:4], rewards=[first_digit, {"kind": "exact_match"}], on_step=fails,
             )  # fmt: skip
         except lockstep.CallbackFailed as error:

@@ -1,6 +1,7 @@
 """`lockstep.train`: prepares and runs a training from Python, as `lockstep train` does."""
 
 import json
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +26,9 @@ from lockstep.run.step_callbacks import OnStep
 
 if TYPE_CHECKING:
     from datasets import Dataset
+
+_IN_PROGRESS = threading.Lock()
+"""Held while a training runs: the beacon, the current folder and the handlers of signals belong to the process."""
 
 Config = RunConfig | Mapping[str, Any] | str | Path
 
@@ -69,7 +73,7 @@ def train(
     values = _config_values(config, parent)
     folder = _folder_to_resume(values, resume, changes)
     callbacks = (on_step,) if callable(on_step) else tuple(on_step)
-    with _working_folder(folder) as run:
+    with _alone(), _working_folder(folder) as run:
         if values is None:
             if run is None:
                 raise RunRefused("name a config to train from, or a run to resume")
@@ -90,6 +94,17 @@ def train(
             return _run(lambda: prepare_run(checked, None, parent=place), callbacks, new)
 
 
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Raises RunRefused if another training runs in this process, such as the one whose callback calls this."""
+    if not _IN_PROGRESS.acquire(blocking=False):
+        raise RunRefused("another training runs in this process: wait for its end, or start another process")
+    try:
+        yield
+    finally:
+        _IN_PROGRESS.release()
+
+
 def _run(prepare: Callable[[], PreparedRun], callbacks: Sequence[OnStep], folder: Path) -> Result:
     """Prepares and runs; errors of a run that began say how to resume it."""
     try:
@@ -106,7 +121,7 @@ def _run(prepare: Callable[[], PreparedRun], callbacks: Sequence[OnStep], folder
         raise KeyboardInterrupt(f"{stop}; {_resume_hint(folder)}") from None
     except NotStarted:
         raise
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
         if (folder / INDEX_FILE).is_file():
             error.add_note(f"{_resume_hint(folder)}; full logs: {folder}/logs")
         raise

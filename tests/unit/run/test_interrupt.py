@@ -1,6 +1,7 @@
 """Ctrl-C and SIGTERM during steps and outside of them."""
 
 import signal
+import threading
 
 import pytest
 
@@ -38,3 +39,16 @@ def test_during_recovery_the_first_signal_stops_at_once() -> None:
     with again.listening():
         signal.raise_signal(signal.SIGTERM)
     assert again.requested
+
+
+def test_in_another_thread_than_the_main_one_signals_stay_as_they_are() -> None:
+    before, seen = signal.getsignal(signal.SIGINT), []
+
+    def run() -> None:
+        with InterruptHandler().listening():
+            seen.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(10)
+    assert seen == [before]

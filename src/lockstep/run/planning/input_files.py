@@ -6,9 +6,8 @@ resume with other data or another function than it began with.
 
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from shutil import rmtree
 
 from lockstep.base.folders import make_folder, write_atomically
 from lockstep.base.text import count_noun
@@ -45,14 +44,17 @@ def written_inputs(run: Path, contents: Mapping[Path, bytes]) -> Iterator[None]:
         yield
         return
     try:
-        rmtree(run, ignore_errors=True)  # what a killed process has left
         make_folder(run / INPUTS_FOLDER)
         for path, content in contents.items():
             write_atomically(path, content)
         yield
     finally:
         if holds_only_inputs(run):
-            rmtree(run, ignore_errors=True)
+            for path in contents:
+                path.unlink(missing_ok=True)
+            with suppress(OSError):  # another process has inputs there
+                (run / INPUTS_FOLDER).rmdir()
+                run.rmdir()
 
 
 def check_known_inputs(run: Path, contents: Mapping[Path, bytes]) -> None:
