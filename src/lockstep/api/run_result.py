@@ -3,13 +3,18 @@
 import math
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lockstep.api.loaded_policy import LoadedPolicy, load_policy
+from lockstep.base.folders import scratch_dir
 from lockstep.config.loader import check_config
 from lockstep.config.run_config import RunConfig
 from lockstep.ledger.ledger import Ledger
+from lockstep.models.huggingface import quiet_transformers
+from lockstep.models.model_loader import load_tokenizer
 from lockstep.report.run_summary import committed_rows, early_stop
+from lockstep.run.planning.working_folder import in_working_folder
+from lockstep.run.trained_models.checkpoint_export import export_checkpoint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -68,7 +73,8 @@ class Result:
         return path if path.is_file() else None
 
     def model(self, step: int | str = "last") -> "PreTrainedModel":
-        """Loads the model of a checkpoint, for transformers, with an adapter merged into it.
+        """Loads the model of a checkpoint, for transformers, with an adapter merged into it: a causal language model,
+        or for a run that trains a reward model one for sequence classification.
 
         Args:
             step: `last`, `best` (of the evaluations), or a number of steps done.
@@ -76,26 +82,20 @@ class Result:
         Raises:
             RunRefused: there is no such checkpoint.
         """
-        return self.policy(step).model
+        from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+        kinds = {"vocabulary": AutoModelForCausalLM, "score": AutoModelForSequenceClassification}
+        with scratch_dir("lockstep-model-") as scratch, in_working_folder(self.folder) as run:
+            export_checkpoint(run, scratch / "model", str(step))
+            with quiet_transformers():
+                model: PreTrainedModel = kinds[self.config.model.head].from_pretrained(scratch / "model")
+            return model.eval()
 
     def tokenizer(self) -> "PreTrainedTokenizerBase":
         """Loads the tokenizer, with the chat template of the run."""
-        from lockstep.models.model_loader import load_tokenizer
-        from lockstep.run.planning.working_folder import in_working_folder
-
         with in_working_folder(self.folder):
             return load_tokenizer(self.config.model)
 
     def policy(self, step: int | str = "last") -> LoadedPolicy:
         """Loads model and tokenizer; see `lockstep.load_policy`."""
         return load_policy(self.folder, step)
-
-    def _repr_html_(self) -> str:
-        """How a notebook shows it."""
-        from html import escape
-
-        last: dict[str, Any] = {name: values[-1] for name, values in self.metrics.items() if values}
-        shown = ", ".join(
-            f"{escape(name)} {value:.4g}" for name, value in last.items() if "reward" in name or name == "step"
-        )
-        return f"<code>{escape(str(self.folder))}</code>: {shown}"

@@ -72,8 +72,11 @@ def train(
     changes = _override_lines(overrides)
     values = _config_values(config, parent)
     folder = _folder_to_resume(values, resume, changes)
+    place = None if parent is None else "{}@{}".format(*split_parent(parent))
     callbacks = (on_step,) if callable(on_step) else tuple(on_step)
-    with _alone(), _working_folder(folder) as run:
+    from_parent = split_parent(parent)[0] if parent is not None and config is None else None
+    with _alone(), _working_folder(folder or from_parent) as found:
+        run = None if folder is None else found
         if values is None:
             if run is None:
                 raise RunRefused("name a config to train from, or a run to resume")
@@ -85,7 +88,6 @@ def train(
         values = _with_arguments(values, data, evaluation_data, rewards)
         inputs = RunInputs(_named_folder(values, changes) if run is None else _own_folder(run))
         checked = check_config(apply_overrides(inputs.replace(values), changes), source=_source_name(config))
-        place = None if parent is None else "{}@{}".format(*split_parent(parent))
         if run is not None:
             check_known_inputs(run, inputs.contents)
             return _run(lambda: prepare_run(checked, run, parent=place), callbacks, run)
@@ -210,7 +212,7 @@ def _with_arguments(
 
 @contextmanager
 def _working_folder(run: Path | None) -> Iterator[Path | None]:
-    """Changes to the folder in which a run to resume began. Yields the path of the run from there."""
+    """Changes to the folder in which a run began, if its config is used. Yields the path of the run from there."""
     if run is None:
         yield None
         return
