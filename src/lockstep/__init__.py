@@ -10,8 +10,8 @@ from typing import Any
 __version__ = "0.1.0"
 
 _MODULES = {
-    "STOP": "run.step_callbacks",
-    "CallbackFailed": "run.step_callbacks",
+    "STOP": "report.step_callbacks",
+    "CallbackFailed": "report.step_callbacks",
     "ConfigError": "config.errors",
     "DataError": "data.dataset_rows",
     "FunctionNotCarried": "api.function_source",

@@ -9,10 +9,10 @@ from lockstep.api.run_result import Result as Result
 from lockstep.api.training import train as train
 from lockstep.config.errors import ConfigError as ConfigError
 from lockstep.data.dataset_rows import DataError as DataError
+from lockstep.report.step_callbacks import STOP as STOP
+from lockstep.report.step_callbacks import CallbackFailed as CallbackFailed
 from lockstep.rewards.scoring_messages import RewardError as RewardError
 from lockstep.run.errors import NotStarted as NotStarted
 from lockstep.run.errors import RunRefused as RunRefused
-from lockstep.run.step_callbacks import STOP as STOP
-from lockstep.run.step_callbacks import CallbackFailed as CallbackFailed
 
 __version__: str

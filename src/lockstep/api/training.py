@@ -17,12 +17,12 @@ from lockstep.config.run_config import RunConfig
 from lockstep.ledger.ledger import Ledger
 from lockstep.ledger.run_folder import INDEX_FILE
 from lockstep.report.safe_console import SafeConsole
+from lockstep.report.step_callbacks import OnStep
 from lockstep.run.errors import Interrupted, NotStarted, RunFinished, RunRefused
 from lockstep.run.planning.input_files import check_known_inputs, written_inputs
 from lockstep.run.planning.parent_run import parent_config, split_parent
 from lockstep.run.planning.prepare import PreparedRun, prepare_run
 from lockstep.run.planning.working_folder import in_working_folder
-from lockstep.run.step_callbacks import OnStep
 
 if TYPE_CHECKING:
     from datasets import Dataset

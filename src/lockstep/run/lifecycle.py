@@ -22,6 +22,7 @@ from lockstep.config.train_role import TrainRole
 from lockstep.ledger.errors import LedgerError
 from lockstep.ledger.ledger import Ledger
 from lockstep.report.run_summary import package_versions
+from lockstep.report.step_callbacks import StepCallbacks
 from lockstep.rewards.scorer_pool import ScorerPool
 from lockstep.rollout.client.multi_turn import make_client
 from lockstep.rollout.client.rollout_client import RolloutClient
@@ -40,7 +41,6 @@ from lockstep.run.run import Run, RunRoles
 from lockstep.run.run_id import claim_run_id
 from lockstep.run.run_reporter import RunReporter, controller_logging
 from lockstep.run.served_roles import ServedGroup
-from lockstep.run.step_callbacks import StepCallbacks
 from lockstep.run.trained_roles import TrainedRoles
 from lockstep.run.trainer_group import TrainerGroup, set_up_ranks
 from lockstep.run.weight_sync import WeightPublisher, make_device_sync, make_weight_delivery

@@ -15,6 +15,7 @@ from lockstep.data.sample_sources import SampleSource
 from lockstep.data.samples import Document, LabelledCompletion, Pair
 from lockstep.ledger.ledger import Ledger
 from lockstep.ledger.sqlite_index import CompletionSample
+from lockstep.report.step_callbacks import StepCallbacks
 from lockstep.rewards.scorer_pool import ScorerPool
 from lockstep.rollout.client.rollout_client import RolloutClient
 from lockstep.run.checkpoint_manager import CheckpointManager
@@ -27,7 +28,6 @@ from lockstep.run.recovery.trainer_recovery import RecoveryContext, TrainerRecov
 from lockstep.run.rollout_buffer import RolloutBuffer
 from lockstep.run.run_reporter import RunReporter
 from lockstep.run.served_roles import ServedGroup, annotate_batch
-from lockstep.run.step_callbacks import StepCallbacks
 from lockstep.run.step_metrics import rollout_metrics, update_metrics
 from lockstep.run.step_scores import write_score_statistics
 from lockstep.run.trained_roles import TrainedRoles

@@ -26,6 +26,7 @@ from lockstep.models.adapter_folder import resolve_adapter
 from lockstep.models.errors import HubUnreachable, ModelError, naming_fields_in
 from lockstep.models.model_facts import ModelFacts, model_facts
 from lockstep.models.model_loader import check_quantization, load_tokenizer
+from lockstep.report.step_callbacks import OnStep
 from lockstep.rewards.reward_terms import check_terms, term_names
 from lockstep.rollout.environments.tools import chat_template_tools
 from lockstep.rollout.vllm.vllm_setup import check_installed
@@ -46,7 +47,6 @@ from lockstep.run.planning.run_plan import RunPlan, assign_nodes, make_plan
 from lockstep.run.planning.served_models import served_models
 from lockstep.run.planning.working_folder import START_EVENT
 from lockstep.run.run_id import release_shared_memory
-from lockstep.run.step_callbacks import OnStep
 from lockstep.watch.agent.prepared_agent import PreparedAgent
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from lockstep.run.step_callbacks import STOP, StepCallbacks
+from lockstep.report.step_callbacks import STOP, StepCallbacks
 
 
 def test_all_are_called_once_per_step_with_metrics_of_their_own() -> None:
