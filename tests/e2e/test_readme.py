@@ -17,6 +17,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+import lockstep
 from lockstep.cli import app, load_command
 from lockstep.config.loader import apply_overrides, check_config, load_config
 from lockstep.models.tiny_model import TinyModel
@@ -370,6 +371,8 @@ def test_paths_are_relative_to_the_checkout(page: Path) -> None:
 def test_named_modules_exist() -> None:
     for page in PAGES:
         for name in re.findall(r"`(lockstep(?:\.\w+)+)`", page.read_text()):
+            if name.removeprefix("lockstep.") in dir(lockstep):
+                continue  # what `import lockstep` offers
             base = ROOT / "src" / Path(*name.split("."))
             assert base.is_dir() or base.with_suffix(".py").is_file(), f"{page.name}: {name}"
 
