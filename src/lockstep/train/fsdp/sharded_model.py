@@ -24,9 +24,11 @@ def target_values(
     distribution that the engine samples from.
 
     Args:
+        outputs: one kind of entropy at most.
         temperature: divisor of the logits.
         chunk: number of targets whose logits are computed at once.
     """
+    renyi = "renyi_entropy" in outputs
     logprobs, entropy = model(
         batch.tokens,
         batch.layout(),
@@ -35,8 +37,10 @@ def target_values(
         temperature=temperature,
         chunk=chunk,
         entropy="entropy" in outputs,
+        renyi_entropy=renyi,
     )
-    return {"logprobs": logprobs} if entropy is None else {"logprobs": logprobs, "entropy": entropy}
+    kind: ModelOutput = "renyi_entropy" if renyi else "entropy"
+    return {"logprobs": logprobs} if entropy is None else {"logprobs": logprobs, kind: entropy}
 
 
 @torch.no_grad()
