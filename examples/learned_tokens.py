@@ -9,7 +9,7 @@ from pathlib import Path
 from lockstep.config.loader import load_config
 from lockstep.data.mixture import open_training_source
 from lockstep.data.row_lengths import LengthLimit
-from lockstep.data.sample_sources import SourceOptions
+from lockstep.data.source_factory import SourceOptions
 from lockstep.models.model_loader import load_tokenizer
 
 

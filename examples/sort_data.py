@@ -2,11 +2,11 @@
 
     python examples/sort_data.py runs/sort-data
 
-makes five files: `sft.jsonl` (prompt and completion; two thirds of the answers are sorted the wrong way round, so
+makes six files: `sft.jsonl` (prompt and completion; two thirds of the answers are sorted the wrong way round, so
 that supervised learning alone gets about a third right), `grpo.jsonl` and `eval.jsonl` (prompt and answer; held-out
 prompts appear in none of the others), `pairs.jsonl` (prompt, chosen and rejected; the prompts of `grpo.jsonl`, and
-one pair in ten is the wrong way round), and `labelled.jsonl` (prompt, completion and label; one of both sides of each
-pair, and one label in ten is wrong).
+one pair in ten is the wrong way round), `eval_pairs.jsonl` (the held-out prompts, all labels right), and
+`labelled.jsonl` (prompt, completion and label; one of both sides of each of the pairs, and one label in ten is wrong).
 """
 
 import json
@@ -36,6 +36,10 @@ def main(folder: Path, seed: int = 7) -> None:
             sides = ["".join(sorted(number)), "".join(sorted(number, reverse=True))]
             if rng.random() < WRONG_PAIRS:
                 sides.reverse()
+            file.write(json.dumps({"prompt": f"{number}=", "chosen": sides[0], "rejected": sides[1]}) + "\n")
+    with (folder / "eval_pairs.jsonl").open("w") as file:
+        for number in numbers[-EVAL_ROWS:]:
+            sides = ["".join(sorted(number)), "".join(sorted(number, reverse=True))]
             file.write(json.dumps({"prompt": f"{number}=", "chosen": sides[0], "rejected": sides[1]}) + "\n")
     with (folder / "labelled.jsonl").open("w") as file:
         for number in numbers[SFT_ROWS:-EVAL_ROWS]:

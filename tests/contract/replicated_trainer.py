@@ -64,6 +64,7 @@ class ReplicatedTrainer:
         self.weights = dict(named_weights(self.policy))
         self.optimizer = self._make_optimizer()
         self.optimizer_step = 0
+        self.has_new_head = False
         self.writer = CheckpointWriter(ranks, generation)
 
     @property

@@ -23,9 +23,11 @@ TARGETS = {"dpo": 0.9, "kto": 0.9, "orpo": 0.65}
 SEEDS = (11, 12, 13)
 
 
-def example(name: str, home: Path, **changes: Any) -> dict[str, Any]:
+def example(example_name: str, home: Path, **changes: Any) -> dict[str, Any]:
     """The config of an example with paths in `home`."""
-    values = yaml.safe_load((ROOT / "examples" / f"{name}_sort.yaml").read_text().replace("runs/", f"{home}/runs/"))
+    values = yaml.safe_load(
+        (ROOT / "examples" / f"{example_name}_sort.yaml").read_text().replace("runs/", f"{home}/runs/")
+    )
     return {**values, "folder": f"{home}/runs", **changes}
 
 

@@ -108,6 +108,13 @@ OVERRIDES = {
         f"lockstep train examples/{name}_sort.yaml": [*SHORT, "batch_size=8", "trainer.schedule.warmup_steps=1"]
         for name in ("dpo", "kto", "orpo")
     },
+    "lockstep train examples/reward_sort.yaml": [
+        "steps=2",
+        "trainer.threads=1",
+        "data.limit=64",
+        "batch_size=8",
+        "trainer.schedule.warmup_steps=1",
+    ],
     "lockstep train examples/grpo_sort.yaml": [*SHORT, "prompts_per_step=4", "trainer.schedule.warmup_steps=1"],
 }
 """Overrides that are appended to documented commands that take minutes."""

@@ -1,13 +1,14 @@
 """Losses per token, and how they become one number.
 
-Policy losses (PPO's clipped objective, GSPO, CISPO), estimates of the KL divergence, entropy, cross-entropy, and the
-weight that each aggregation gives to a token.
+Policy losses (PPO's clipped objective, GSPO, CISPO), estimates of the KL divergence, entropy, cross-entropy, the
+Bradley-Terry loss of reward models, and the weight that each aggregation gives to a token.
 """
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from lockstep.algos.importance_sampling import LOG_RATIO_BOUND, log_ratio, sequence_means
 
@@ -193,6 +194,19 @@ def cross_entropy(logprobs: Tensor) -> Tensor:
     Its `token-mean` is the usual cross-entropy; exp of that is the perplexity.
     """
     return -logprobs
+
+
+def bradley_terry(gaps: Tensor, margins: Tensor, label_smoothing: float = 0.0) -> Tensor:
+    """The negative log-likelihood that the better completion wins (Ouyang et al. 2022, eq. 1; margins of Touvron et al.
+    2023, eq. 2), `[pairs]`. Label smoothing e is the probability that a label is wrong: the loss of the other outcome
+    has the weight e.
+
+    Args:
+        gaps: score of the better completion less that of the worse one, `[pairs]`.
+        margins: how much better it is, `[pairs]`.
+    """
+    excess = gaps - margins
+    return -(1 - label_smoothing) * logsigmoid(excess) - label_smoothing * logsigmoid(-excess)
 
 
 def entropy(logits: Tensor, temperature: float = 1.0) -> Tensor:

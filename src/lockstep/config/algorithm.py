@@ -13,10 +13,10 @@ from lockstep.config.section import FALSE_AS_OFF, Section, default_kind
 
 Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
 KLEstimator = Literal["k1", "k2", "k3"]
-ModelOutput = Literal["logprobs", "entropy", "renyi_entropy"]
-"""What a model computes for each target: its log-probability, the entropy of the distribution it is from, or that
-distribution's Renyi entropy of order 2, -log sum_v p_v^2."""
-TrainerOutput = Literal["logprobs", "entropy", "renyi_entropy", "reference_logprobs"]
+ModelOutput = Literal["logprobs", "entropy", "renyi_entropy", "scores"]
+"""What a model computes for each target: its log-probability, and the entropy of the distribution it is from or that
+distribution's Renyi entropy of order 2, -log sum_v p_v^2; with a score head, the score of the text before it."""
+TrainerOutput = Literal["logprobs", "entropy", "renyi_entropy", "scores", "reference_logprobs"]
 """What a trainer's ranks can evaluate for each target."""
 
 
@@ -252,6 +252,27 @@ class CrossEntropy(ObjectiveConfig):
     kind: Literal["cross_entropy"] = "cross_entropy"
 
 
+class BradleyTerry(ObjectiveConfig):
+    """The negative log-likelihood that the better completion of a pair wins (Bradley & Terry 1952; Ouyang et al. 2022),
+    a mean over the pairs of the step. With z = score of the chosen - score of the rejected - margin and smoothing e:
+    -(1 - e) log sigmoid(z) - e log sigmoid(-z)."""
+
+    kind: Literal["bradley_terry"] = "bradley_terry"
+    use_margin: bool = False
+    """Subtract the column `margin` of each pair from the difference of the scores (Touvron et al. 2023, Llama 2)."""
+    center_rewards_coefficient: float = Field(0.0, ge=0)
+    """Weight of the mean of (sum of the two scores) squared, which keeps scores near zero (Eisenstein et al. 2023,
+    eq. 2; they use 0.01)."""
+    label_smoothing: float = Field(0.0, ge=0, lt=0.5)
+    """The share of pairs whose labels are assumed to be wrong."""
+
+    @model_validator(mode="after")
+    def _check_aggregation(self) -> Self:
+        if self.aggregation != "token-mean" or self.norm_length is not None:
+            raise ValueError("aggregation and norm_length do not apply to a mean over pairs: leave them out")
+        return self
+
+
 PairLoss = Literal[
     "sigmoid", "hinge", "ipo", "sigmoid_norm", "robust", "exo_pair", "nca_pair", "bco_pair", "sppo_hard", "aot",
     "aot_unpaired", "apo_zero", "apo_down", "discopop", "sft", "nll", "cpo_sigmoid", "cpo_hinge", "cpo_ipo", "simpo",
@@ -391,4 +412,6 @@ _WITHOUT_LD = {*_REFERENCE_FREE, *get_args(UnpairedLoss)}
 _OF_DIVERGENCES = {"sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft"}
 """The losses that are defined by a divergence, or not affected by it."""
 
-AnyObjective = Annotated[PPOClip | GSPO | CISPO | CrossEntropy | PreferenceLoss, Field(discriminator="kind")]
+AnyObjective = Annotated[
+    PPOClip | GSPO | CISPO | CrossEntropy | PreferenceLoss | BradleyTerry, Field(discriminator="kind")
+]

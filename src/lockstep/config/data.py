@@ -53,8 +53,9 @@ class DatasetConfig(Section):
     """Render prompts with the chat template; by default only prompts that are messages."""
     system: str | None = None
     """System message for conversational prompts that have none."""
-    overlong: Literal["error", "drop"] = "error"
-    """For a prompt longer than the context: refuse the run, or drop the row and count it."""
+    overlong: Literal["error", "drop", "truncate"] = "error"
+    """For a sample longer than the context: refuse the run, drop the row and count it, or (pairs only) cut the longer
+    completions at their ends and count the pairs."""
 
     @model_validator(mode="after")
     def _check_task(self) -> Self:

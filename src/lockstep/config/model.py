@@ -57,6 +57,9 @@ class ModelConfig(Section):
     dtype: DType = "auto"
     """Compute precision: float32 on CPU, bfloat16 (with float32 master weights) on GPU."""
     trust_remote_code: bool = False
+    head: Literal["vocabulary", "score"] = "vocabulary"
+    """What is computed from the last hidden states: log-probabilities of tokens, or a score per token. The recipe sets
+    it."""
     chat_template: str | None = None
     """A Jinja file that replaces the tokenizer's template."""
     packing: Literal["auto", "forest", "block", "single"] = "auto"

@@ -5,13 +5,14 @@ engines generate. Nothing outside this file and the recipe's loop knows a recipe
 """
 
 import math
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from lockstep.config.algorithm import (
     Advantage,
     AnyPolicyLoss,
+    BradleyTerry,
     CrossEntropy,
     FilterGroups,
     GRPOAdvantage,
@@ -37,7 +38,7 @@ class SFTConfig(RunConfig):
     validation: ValidationConfig | None = None
 
     @property
-    def held_out_documents(self) -> ValidationConfig | None:
+    def held_out_samples(self) -> ValidationConfig | None:
         return self.validation
 
     @property
@@ -54,7 +55,7 @@ class SFTConfig(RunConfig):
 
     @property
     def trial_overrides(self) -> dict[str, int]:
-        held_out = {} if self.validation is None else {"validation.documents": 2}
+        held_out = {} if self.validation is None else {"validation.samples": 2}
         return {"batch_size": min(self.batch_size, 2 * self.trainer.ranks)} | held_out
 
     @model_validator(mode="after")
@@ -230,6 +231,58 @@ class PreferenceConfig(RunConfig):
         return self
 
 
+class RewardModelConfig(RunConfig):
+    """Training of a reward model: the better completion of each pair gets the higher score (Ouyang et al. 2022)."""
+
+    recipe: Literal["reward"]
+    batch_size: int = Field(32, gt=0)
+    """Pairs per optimizer step, over all ranks."""
+    loss: BradleyTerry = BradleyTerry()
+    validation: ValidationConfig | None = None
+    """The loss and the accuracy on held-out pairs, as `eval/loss` and `eval/accuracy`."""
+
+    head: ClassVar[Literal["vocabulary", "score"]] = "score"
+
+    @property
+    def objective(self) -> BradleyTerry:
+        return self.loss
+
+    @property
+    def sequences_per_step(self) -> int:
+        return 2 * self.batch_size
+
+    @property
+    def data_kind(self) -> DataKind:
+        return "pairs"
+
+    @property
+    def reads_margins(self) -> bool:
+        return self.loss.use_margin
+
+    @property
+    def held_out_samples(self) -> ValidationConfig | None:
+        return self.validation
+
+    @property
+    def validation_metrics(self) -> tuple[str, ...]:
+        return ("eval/loss", "eval/accuracy", "eval/margin")
+
+    @property
+    def trial_overrides(self) -> dict[str, int]:
+        held_out = {} if self.validation is None else {"validation.samples": 2}
+        return {"batch_size": min(self.batch_size, max(2, self.trainer.ranks))} | held_out
+
+    @model_validator(mode="after")
+    def _check_consistency(self) -> Self:
+        if self.evaluation is not None:
+            raise ValueError("evaluation samples completions, and a reward model gives scores: use validation")
+        if self.reward is not None:
+            raise ValueError("reward is for recipes that score completions: leave it out")
+        if self.rollout.max_staleness:
+            raise ValueError("rollout.max_staleness applies to recipes with rollouts only: leave it out")
+        return self
+
+
 def _check_precomputed(config: PreferenceConfig) -> None:
     """Checks that the reference's log-probabilities can be computed once."""
     loss = config.loss
@@ -354,5 +407,7 @@ def _check_norm_length(aggregation: str, norm_length: int | None) -> None:
         raise ValueError("loss.aggregation seq-mean-token-sum-norm needs loss.norm_length (a number of tokens)")
 
 
-RECIPES: dict[str, type[RunConfig]] = {"sft": SFTConfig, "grpo": GRPOConfig, "preference": PreferenceConfig}
+RECIPES: dict[str, type[RunConfig]] = {
+    "sft": SFTConfig, "grpo": GRPOConfig, "preference": PreferenceConfig, "reward": RewardModelConfig,
+}  # fmt: skip
 """The config class of each recipe, by the value of `recipe`."""

@@ -1,7 +1,7 @@
 """The fields that all recipes share: folder, seed, evaluation, tracking."""
 
 from dataclasses import dataclass
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -84,16 +84,16 @@ class EarlyStoppingConfig(Section):
 
 
 class ValidationConfig(Section):
-    """The loss on held-out documents, as `eval/loss` and `eval/perplexity`."""
+    """The loss on held-out documents, as `eval/loss` and `eval/perplexity`, or on held-out pairs."""
 
     data: DatasetConfig | None = None
-    """The documents."""
+    """The held-out data."""
     fraction: float | None = Field(None, gt=0, lt=1)
     """Instead of `data`: this share of the training data, which is then not trained on."""
     every: int = Field(0, ge=0)
     """Steps between evaluations; there is always one before the first step and one after the last."""
-    documents: int | None = Field(None, gt=0)
-    """Number of held-out documents that are evaluated; all when absent."""
+    samples: int | None = Field(None, gt=0)
+    """Number of held-out documents or pairs that are evaluated; all when absent."""
 
     @model_validator(mode="after")
     def _check_source(self) -> Self:
@@ -148,7 +148,7 @@ class RunConfig(Section):
     """The fields of every recipe."""
 
     recipe: str
-    """The name of the recipe: `sft`, `grpo`, `preference`."""
+    """The name of the recipe: `sft`, `grpo`, `preference`, `reward`."""
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     folder: str = "runs"
     """The folder of the run is `folder/name`."""
@@ -188,6 +188,16 @@ class RunConfig(Section):
 
     # What the rest of the package asks of a recipe. A recipe's class overrides what differs from these defaults.
 
+    head: ClassVar[Literal["vocabulary", "score"]] = "vocabulary"
+    """What the policy computes from its last hidden states."""
+
+    @field_validator("model")
+    @classmethod
+    def _set_head(cls, model: ModelConfig) -> ModelConfig:
+        if "head" in model.model_fields_set and model.head != cls.head:
+            raise ValueError(f"head {model.head} does not suit this recipe, which sets it to {cls.head}: leave it out")
+        return model.model_copy(update={"head": cls.head})
+
     @property
     def objective(self) -> ObjectiveConfig:
         """What the policy learns from."""
@@ -224,9 +234,19 @@ class RunConfig(Section):
         return None
 
     @property
-    def held_out_documents(self) -> ValidationConfig | None:
-        """The documents whose loss is measured; None for none."""
+    def reads_margins(self) -> bool:
+        """Whether pairs have a margin, in the column `margin`."""
+        return False
+
+    @property
+    def held_out_samples(self) -> ValidationConfig | None:
+        """The data on which the objective is measured; None for none."""
         return None
+
+    @property
+    def validation_metrics(self) -> tuple[str, ...]:
+        """What is measured on `held_out_samples` and can end the run early."""
+        return ("eval/loss", "eval/perplexity")
 
     @property
     def train_temperature(self) -> float:
@@ -323,9 +343,9 @@ class RunConfig(Section):
     def _check_early_stopping(self) -> Self:
         if self.early_stopping is None:
             return self
-        of_loss = self.early_stopping.metric in ("eval/loss", "eval/perplexity")
+        of_loss = self.early_stopping.metric in self.validation_metrics
         section = "validation" if of_loss else "evaluation"
-        measured = self.held_out_documents if of_loss else self.evaluation
+        measured = self.held_out_samples if of_loss else self.evaluation
         if measured is None or not measured.every:
             raise ValueError(
                 f"early_stopping.metric {self.early_stopping.metric} is measured by {section}: set {section}.every"

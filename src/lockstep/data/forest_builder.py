@@ -242,6 +242,24 @@ def forest_from_pairs(pairs: Sequence[Pair], learn_prompts: bool = False) -> For
     return Forest.of(trees, [pair.uid for pair in pairs])
 
 
+PLACEHOLDER = 0
+"""The token whose place stands for the score of the text before it. It has no effect on that score."""
+
+
+def forest_of_scored_pairs(pairs: Sequence[Pair]) -> Forest:
+    """Builds one tree per pair, as `forest_from_pairs` does, with one target per completion: a placeholder after its
+    last token, so that the target's source is that token. The field `margin` is the pair's margin."""
+    trees = []
+    for number, pair in enumerate(pairs):
+        trees.append([Segment(pair.prompt)])
+        for tokens, sequence in ((pair.chosen, 2 * number), (pair.rejected, 2 * number + 1)):
+            scored = np.append(tokens, np.int32(PLACEHOLDER))
+            last = np.arange(scored.size) == tokens.size
+            margin = np.full(scored.size, pair.margin, np.float32)
+            trees[-1].append(Segment(scored, 0, last, {"margin": margin}, sequence))
+    return Forest.of(trees, [pair.uid for pair in pairs])
+
+
 def forest_from_labelled(samples: Sequence[LabelledCompletion], mismatched: bool = False) -> Forest:
     """Builds one tree per completion with its prompt as the root; sequence i is completion i.
 

@@ -30,13 +30,15 @@ class TrainingBatch:
         sequences: int32 `[targets]`: the sequence of each target.
     """
 
-    def __init__(self, forest: Forest, ranks: int, token_budget: int, mode: PackingMode) -> None:
+    def __init__(
+        self, forest: Forest, ranks: int, token_budget: int, mode: PackingMode, whole_trees: bool = False
+    ) -> None:
         if ranks < 1 or token_budget < 1:
             raise ValueError(f"ranks is {ranks} and token_budget {token_budget}, expected at least 1 of both")
         if mode not in ("forest", "block", "single"):
             raise ValueError(f"packing mode is {mode!r}, expected forest, block or single")
         self.forest = forest
-        self.ranks, self.token_budget, self.mode = ranks, token_budget, mode
+        self.ranks, self.token_budget, self.mode, self.whole_trees = ranks, token_budget, mode, whole_trees
         self.forest.check_sequences()
         check_token_budget(self.forest, token_budget)
         self.sequences, self.fields = self.forest.sequences, dict(self.forest.fields)
@@ -46,6 +48,12 @@ class TrainingBatch:
     def targets(self) -> int:
         """Number of targets."""
         return int(self.sequences.size)
+
+    @property
+    def cuts_trees(self) -> bool:
+        """Whether sequences of a tree may be in different rows, although `whole_trees` was requested."""
+        tokens = np.bincount(self.forest.tree, self.forest.length, len(self.forest))
+        return not self.whole_trees or self.mode != "forest" or bool((tokens > self.token_budget).any())
 
     def minibatches(
         self,
@@ -187,7 +195,7 @@ class TrainingBatch:
         # The order only decides which trees share an optimizer step, not their order within it.
         part = np.sort(order)
         packed = part[~without_gradient[part]]
-        plan = plan_packing(self.forest, packed, self.ranks, self.token_budget, mode or self.mode)
+        plan = plan_packing(self.forest, packed, self.ranks, self.token_budget, mode or self.mode, self.whole_trees)
         weights, targets, sequences = self._weights(part, aggregation, norm_length)
         minibatch = build_mini_batch(plan, self.forest, {**self.fields, "weight": weights})
         minibatch.targets, minibatch.sequences = targets, sequences
@@ -208,10 +216,13 @@ class TrainingBatch:
         return weights, len(inside), int(np.count_nonzero(lengths))
 
 
-def pack(forest: Forest, ranks: int, token_budget: int, mode: PackingMode = "forest") -> TrainingBatch:
+def pack(
+    forest: Forest, ranks: int, token_budget: int, mode: PackingMode = "forest", whole_trees: bool = False
+) -> TrainingBatch:
     """Makes a batch of trees for `ranks` ranks, in rows of at most `token_budget` tokens.
 
     Args:
+        whole_trees: cut no tree that fits into a row, also where smaller pieces would be divided better among ranks.
         mode: `forest` computes a shared prompt once (a tree over the budget is cut, and its pieces repeat the prompt);
             `block` repeats the prompt for every sequence and has several sequences per row; `single` has one.
 
@@ -219,4 +230,4 @@ def pack(forest: Forest, ranks: int, token_budget: int, mode: PackingMode = "for
         TokenBudgetExceeded: a sequence is longer than the budget.
         ValueError: a sequence is not a single path.
     """
-    return TrainingBatch(forest, ranks, token_budget, mode)
+    return TrainingBatch(forest, ranks, token_budget, mode, whole_trees)

@@ -13,7 +13,8 @@ from lockstep.config.run_config import DataKind
 from lockstep.data.datasets import load_rows
 from lockstep.data.row_lengths import LengthLimit
 from lockstep.data.sample_order import EpochOrder, make_uid, random_fractions
-from lockstep.data.sample_sources import DatasetSource, Sample, SampleSource, SourceOptions, open_source
+from lockstep.data.sample_sources import DatasetSource, Sample, SampleSource
+from lockstep.data.source_factory import SourceOptions, open_source
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer

@@ -92,12 +92,15 @@ class PackingPlan:
         return found
 
 
-def plan_packing(forest: Forest, trees: np.ndarray, ranks: int, budget: int, mode: PackingMode) -> PackingPlan:
+def plan_packing(
+    forest: Forest, trees: np.ndarray, ranks: int, budget: int, mode: PackingMode, whole_trees: bool = False
+) -> PackingPlan:
     """Plans the rows of every rank.
 
     Args:
         trees: numbers of the trees to pack, ascending.
         budget: largest number of tokens of a row, enough for the longest sequence (`check_token_budget`).
+        whole_trees: cut only trees over the budget.
     """
     if mode != "forest":
         pieces = split_into_paths(forest, trees)
@@ -109,7 +112,7 @@ def plan_packing(forest: Forest, trees: np.ndarray, ranks: int, budget: int, mod
     best = assign_rows_to_ranks(uncut, fill_rows(uncut, ranks, budget), ranks)
     previous = uncut
     # With few large trees some ranks would be idle. Smaller pieces repeat some prompts, but may be faster in total.
-    for limit in _smaller_limits(uncut, ranks, budget):
+    for limit in () if whole_trees else _smaller_limits(uncut, ranks, budget):
         if previous.term_count.max() == 1:
             break  # a sequence is never cut
         pieces = splitter.cut(limit)

@@ -3,16 +3,14 @@
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 
 from lockstep.config.data import DatasetConfig
-from lockstep.config.run_config import DataKind
 from lockstep.data.chat_templates import TemplateRenderer
-from lockstep.data.dataset_format import Content, DatasetFormat, DatasetSample
-from lockstep.data.dataset_rows import BadRow, DataError, DatasetRows, name_hint
+from lockstep.data.dataset_format import DatasetFormat, DatasetSample
+from lockstep.data.dataset_rows import BadRow, DataError, DatasetRows
 from lockstep.data.row_lengths import LengthLimit, length_problem, select_fitting_rows
 from lockstep.data.sample_order import EpochOrder, SampleOrder, make_uid, parse_uid, permutation
 from lockstep.data.samples import Document, LabelledCompletion, Pair, Prompt
@@ -284,136 +282,3 @@ class DocumentSource(DatasetSource[Document]):
             remedy = "Supervised fine-tuning needs an answer, a completion or assistant turns."
             raise self._rows.data_error(row, BadRow(None, "there is nothing to learn", remedy))
         return sample
-
-
-class PairSource(DatasetSource[Pair]):
-    """The pairs of a dataset; see `DatasetSource`. Pairs with an empty completion, or with two equal ones, are left
-    out."""
-
-    kind = "pair"
-
-    def __init__(
-        self, rows: DatasetRows, cfg: DatasetConfig, tokenizer: "Tokenizer", seed: int, limit: LengthLimit
-    ) -> None:
-        cfg = cfg if cfg.format != "auto" else cfg.model_copy(update={"format": "preference"})
-        if cfg.format != "preference":
-            raise ValueError(f"data.format {cfg.format} has no pairs: leave it out, or set it to preference")
-        super().__init__(rows, cfg, tokenizer, seed, limit)
-
-    def sample(self, row: int, epoch: int = 0) -> Pair:
-        prompt, chosen, rejected = self._tokens(row)
-        self._check_length(row, prompt.size + max(chosen.size, rejected.size))
-        return Pair(make_uid(epoch, row), row, prompt, chosen, rejected)
-
-    def _lengths(self, rows: Sequence[int]) -> list[int]:
-        lengths = []
-        for row in rows:
-            if _has_empty_side(self._format.read(row)):
-                lengths.append(1)  # it is left out for another reason than its length
-                continue
-            prompt, chosen, rejected = self._tokens(row)
-            lengths.append(prompt.size + max(chosen.size, rejected.size))
-        return lengths
-
-    def _select_useful(self, rows: np.ndarray) -> np.ndarray:
-        samples = [self._format.read(int(row)) for row in rows]
-        empty = np.array([_has_empty_side(each) for each in samples], np.bool_)
-        equal = np.array([each.completion == each.rejected for each in samples], np.bool_) & ~empty
-        for found, what in ((empty, "an empty completion"), (equal, "two equal completions")):
-            if found.any():
-                logger.warning("%s: %d of %d pairs have %s and are dropped", self.path, found.sum(), len(rows), what)
-        if (empty | equal).all():
-            raise DataError(self.path, "no pair has two different completions", "Choose other data.")
-        return np.asarray(rows[~(empty | equal)])
-
-    def _tokens(self, row: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        try:
-            sample = self._format.read(row)
-            prompt, sides = self._renderer.tokens_of_completions(sample, (sample.completion, sample.rejected))
-            return prompt, sides[0], sides[1]
-        except BadRow as bad:
-            raise self._rows.data_error(row, bad) from bad
-
-
-class LabelledSource(DatasetSource[LabelledCompletion]):
-    """Completions with a label, `true` where they are desirable; see `DatasetSource`. An empty one is an error."""
-
-    kind = "completion"
-
-    def __init__(
-        self, rows: DatasetRows, cfg: DatasetConfig, tokenizer: "Tokenizer", seed: int, limit: LengthLimit
-    ) -> None:
-        if LABEL_COLUMN not in rows.columns:
-            remedy = f"{name_hint(LABEL_COLUMN, rows.columns)} Pairs (chosen, rejected) have losses of their own."
-            raise DataError(rows.path, "there is no such column", remedy, column=LABEL_COLUMN)
-        super().__init__(rows, cfg.model_copy(update={"format": "prompt_completion"}), tokenizer, seed, limit)
-
-    def sample(self, row: int, epoch: int = 0) -> LabelledCompletion:
-        prompt, completion, desirable = self._read(row)
-        self._check_length(row, prompt.size + completion.size)
-        return LabelledCompletion(make_uid(epoch, row), row, prompt, completion, desirable)
-
-    def _lengths(self, rows: Sequence[int]) -> list[int]:
-        return [sum(tokens.size for tokens in self._read(row)[:2]) for row in rows]
-
-    def _read(self, row: int) -> tuple[np.ndarray, np.ndarray, bool]:
-        try:
-            sample = self._format.read(row)
-            label = _LABELS.get(str(sample.columns.get(LABEL_COLUMN)).lower())
-            if label is None:
-                found = sample.columns.get(LABEL_COLUMN)
-                raise BadRow(LABEL_COLUMN, f"expected true or false, found {found!r}", "Write true or false.")
-            prompt, (completion,) = self._renderer.tokens_of_completions(sample, [sample.completion])
-            return prompt, completion, label
-        except BadRow as bad:
-            raise self._rows.data_error(row, bad) from bad
-
-
-LABEL_COLUMN = "label"
-_LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
-"""Also those of CSV files, whose values are text, and of columns with gaps, whose numbers are floats."""
-
-
-def _has_empty_side(pair: DatasetSample) -> bool:
-    return not (_text_in(pair.completion) and _text_in(pair.rejected))
-
-
-def _text_in(completion: Content | None) -> bool:
-    """Whether a completion has anything to say."""
-    if isinstance(completion, str):
-        return bool(completion)
-    return any(turn.get("content") or turn.get("tool_calls") for turn in completion or [])
-
-
-@dataclass(frozen=True, slots=True)
-class SourceOptions:
-    """What a recipe needs of its samples; each kind of source uses its own."""
-
-    answers: bool = False
-    """For prompts: see `PromptSource`."""
-    tools: Sequence[dict[str, Any]] = ()
-    open_turn: bool = True
-    learns_prompts: bool = False
-    """For documents: train on the tokens of prompts as well."""
-
-
-def open_source(
-    kind: DataKind,
-    rows: DatasetRows,
-    cfg: DatasetConfig,
-    tokenizer: "Tokenizer",
-    seed: int,
-    limit: LengthLimit,
-    options: SourceOptions,
-) -> DatasetSource[Any]:
-    """Opens a dataset as the kind of samples that a recipe trains on; see `DatasetSource`."""
-    match kind:
-        case "prompts":
-            shown = options.answers, options.tools, options.open_turn
-            return PromptSource(rows, cfg, tokenizer, seed, limit, *shown)
-        case "documents":
-            return DocumentSource(rows, cfg, tokenizer, seed, limit, options.learns_prompts)
-        case "pairs":
-            return PairSource(rows, cfg, tokenizer, seed, limit)
-        case "labelled":
-            return LabelledSource(rows, cfg, tokenizer, seed, limit)

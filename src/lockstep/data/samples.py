@@ -125,6 +125,8 @@ class Pair:
     chosen: np.ndarray
     """As a model would generate it: with the end-of-sequence token, and without what a chat template writes after."""
     rejected: np.ndarray
+    margin: float = 0.0
+    """How much better the chosen completion is, for the loss of reward models; the data's column `margin`."""
 
 
 @dataclass(slots=True)

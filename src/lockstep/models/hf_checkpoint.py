@@ -25,9 +25,13 @@ from lockstep.models.errors import ModelError
 from lockstep.models.folder_digests import check_digests
 from lockstep.models.huggingface import download_model
 from lockstep.models.policy_model import PolicyModel, hf_name
+from lockstep.models.score_model import HEAD_WEIGHT, HeadWeight, ScoreModel, locate_head
 from lockstep.models.weight_conversion import CheckpointMapping, StoredWeight
 
 log = logging.getLogger(__name__)
+
+WeightSource = StoredWeight | HeadWeight
+"""How a weight is read."""
 
 _ADAPTER_PARAMETER = re.compile(r"\.lora_(A|B|magnitude_vector)\.")
 _INDEX_FILE = "model.safetensors.index.json"
@@ -145,13 +149,18 @@ def compare_names(policy: PolicyModel, checkpoint: SafetensorsCheckpoint) -> Nam
 
 
 def check_weights(policy: PolicyModel, folder: Path) -> NameReport:
-    """Raises ModelError if a checkpoint's names and shapes do not match a policy. Reads no weights."""
+    """Raises ModelError if a checkpoint's names and shapes do not match a policy. Reads no weights; only a score head
+    may be missing."""
     with SafetensorsCheckpoint(folder) as checkpoint:
-        return _match_names(policy, checkpoint)[0]
+        return _match_names(policy, checkpoint, head_seed=0)[0]
 
 
 def fill_policy(
-    policy: PolicyModel, folder: Path, device: torch.device | str, share: tuple[int, int] = (0, 1)
+    policy: PolicyModel,
+    folder: Path,
+    device: torch.device | str,
+    share: tuple[int, int] = (0, 1),
+    head_seed: int | None = None,
 ) -> NameReport:
     """Reads a checkpoint into a policy on the meta device, which may be sharded by rows (FSDP2).
 
@@ -159,6 +168,7 @@ def fill_policy(
 
     Args:
         share: which part of the tensors this rank compares with the digests of an export, and of how many.
+        head_seed: the seed of a new score head if the checkpoint is one of a language model; None to refuse it.
 
     Returns:
         The report; its `missing` is empty.
@@ -168,11 +178,14 @@ def fill_policy(
     """
     check_digests(folder, share=share)
     with SafetensorsCheckpoint(folder) as checkpoint:
-        report, sources, mapping = _match_names(policy, checkpoint)
+        report, sources, mapping = _match_names(policy, checkpoint, head_seed)
         policy.lm._weight_conversions = mapping.used_conversions  # transformers reverts them in an export
         slots = ParameterSlots(policy, torch.device(device))
         for name, parameter in list(named_weights(policy)):
-            slots.fill(parameter, partial(sources[name].rows, checkpoint))
+            source = sources[name]
+            slots.fill(parameter, partial(source.rows, checkpoint))
+            if isinstance(policy, ScoreModel) and name == HEAD_WEIGHT:
+                policy.has_new_head = isinstance(source, HeadWeight) and source.stored is None
         for name, buffer in named_state(policy):
             if not isinstance(buffer, nn.Parameter):
                 buffer.copy_(sources[name].rows(checkpoint, 0, buffer.shape[0] if buffer.ndim else 1))
@@ -183,6 +196,18 @@ def fill_policy(
     if report.unexpected:
         log.warning("%s: %d weights are not used: %s", folder, len(report.unexpected), ", ".join(report.unexpected[:3]))
     return report
+
+
+def fill_head(policy: ScoreModel, folder: Path, seed: int | None) -> None:
+    """Reads the score head of a model whose other weights are loaded, such as a quantized one. Raises ModelError.
+
+    Args:
+        seed: as `head_seed` of `fill_policy`.
+    """
+    with SafetensorsCheckpoint(folder) as checkpoint, torch.no_grad():
+        source = locate_head(policy.config, checkpoint, str(folder), seed)
+        policy.head.weight.copy_(source.rows(checkpoint, 0, 1))
+        policy.has_new_head = source.stored is None
 
 
 class ParameterSlots:
@@ -250,8 +275,8 @@ def local_row_range(tensor: DTensor) -> tuple[int, int]:
 
 
 def _match_names(
-    policy: PolicyModel, checkpoint: SafetensorsCheckpoint
-) -> tuple[NameReport, dict[str, StoredWeight], CheckpointMapping]:
+    policy: PolicyModel, checkpoint: SafetensorsCheckpoint, head_seed: int | None
+) -> tuple[NameReport, dict[str, WeightSource], CheckpointMapping]:
     """Returns the report, and how to read each weight and buffer. Raises ModelError."""
     if quantization := getattr(policy.config, "quantization_config", None):
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
@@ -262,6 +287,9 @@ def _match_names(
             "give the unquantized checkpoint (to train an adapter on quantized weights, set model.quantization)",
         )
     found, mapping = _find_sources(policy, checkpoint)
+    if isinstance(policy, ScoreModel):
+        head = found[HEAD_WEIGHT] = locate_head(policy.config, checkpoint, str(checkpoint.folder), head_seed)
+        mapping.unexpected = [name for name in mapping.unexpected if name != head.stored]
     report, folder = _report(found, mapping), str(checkpoint.folder)
     if report.missing:
         raise ModelError(
@@ -286,20 +314,20 @@ def _match_names(
 
 def _find_sources(
     policy: PolicyModel, checkpoint: SafetensorsCheckpoint
-) -> tuple[dict[str, StoredWeight | None], CheckpointMapping]:
+) -> tuple[dict[str, WeightSource | None], CheckpointMapping]:
     """Returns how to read each weight and buffer; None if the checkpoint lacks it."""
     aliases = tied_names(policy)
     names = {name: aliases.get(name, [name]) for name, _ in named_state(policy)}
     state = {alias: tensor for name, tensor in named_state(policy) for alias in names[name]}
     mapping = CheckpointMapping(policy.lm, state, checkpoint, str(checkpoint.folder))
-    found = {
+    found: dict[str, WeightSource | None] = {
         name: next((mapping.sources[alias] for alias in others if alias in mapping.sources), None)
         for name, others in names.items()
     }
     return found, mapping
 
 
-def _report(sources: dict[str, StoredWeight | None], mapping: CheckpointMapping) -> NameReport:
+def _report(sources: dict[str, WeightSource | None], mapping: CheckpointMapping) -> NameReport:
     return NameReport(sorted(name for name, source in sources.items() if source is None), mapping.unexpected)
 
 

@@ -251,7 +251,7 @@ def _logits_of_small_head(lm: Any, backbone: str) -> tuple[Tensor, nn.Linear, Te
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 4 / head.in_features**0.5)
     hidden = torch.randn(1, 3, head.in_features, generator=generator)
     body = lm.get_submodule(backbone)
-    with _replaced_head(lm, head, small), _replaced_backbone(body, hidden), torch.no_grad():
+    with _replaced_head(lm, head, small), replaced_backbone(body, hidden), torch.no_grad():
         logits = lm(input_ids=torch.zeros(1, 3, dtype=torch.int64), use_cache=False).logits
     return hidden, small, logits.float()
 
@@ -269,7 +269,9 @@ def _replaced_head(lm: nn.Module, head: nn.Linear, small: nn.Linear) -> Iterator
 
 
 @contextmanager
-def _replaced_backbone(backbone: Any, hidden: Tensor) -> Iterator[None]:
+def replaced_backbone(backbone: Any, hidden: Tensor) -> Iterator[None]:
+    """Makes a backbone return the given last hidden states."""
+
     def forward(*args: object, **kwargs: object) -> _StubOutput:
         return _StubOutput(last_hidden_state=hidden)
 

@@ -33,6 +33,7 @@ from lockstep.models.hf_checkpoint import (
 )
 from lockstep.models.model_loader import dequantized_weight
 from lockstep.models.policy_model import PolicyModel, hf_name
+from lockstep.models.score_model import ScoreModel
 
 ADAPTER_NAME = "default"
 """The name that peft gives the only adapter of a model."""
@@ -86,7 +87,8 @@ def find_modules_to_save(policy: PolicyModel, cfg: AdapterConfig) -> list[str]:
     """Returns the full names of the modules that are trained in full, in the model's order, including modules that are
     tied to them. Raises ModelError."""
     modules = dict(_base_modules(policy))
-    found = {name for target in cfg.modules_to_save for name in _modules_with_weights(target, modules)}
+    wanted = [*cfg.modules_to_save, *policy.trained_beside_adapter]
+    found = {name for target in wanted for name in _modules_with_weights(target, modules)}
     trained = {id(parameter) for name in found for parameter in modules[name].parameters()}
     for name, module in modules.items():
         own_parameters = [id(parameter) for parameter in module.parameters(recurse=False)]
@@ -110,7 +112,7 @@ def peft_config(policy: PolicyModel, cfg: AdapterConfig) -> LoraConfig:
     modules = dict(_base_modules(policy))
     targets = find_targets(policy, cfg)
     return LoraConfig(
-        task_type=TaskType.CAUSAL_LM,
+        task_type=TaskType.SEQ_CLS if isinstance(policy, ScoreModel) else TaskType.CAUSAL_LM,
         r=cfg.r,
         lora_alpha=cfg.lora_alpha,
         lora_dropout=cfg.lora_dropout,

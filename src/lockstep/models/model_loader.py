@@ -4,6 +4,7 @@ or 8 bits (LLM.int8(), Dettmers et al. 2022) by bitsandbytes.
 
 import importlib.util
 import logging
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
     AutoTokenizer,
     BitsAndBytesConfig,
     PreTrainedTokenizerBase,
@@ -30,6 +32,7 @@ from lockstep.models.folder_digests import check_digests
 from lockstep.models.hf_checkpoint import resolve_folder
 from lockstep.models.huggingface import quiet_transformers
 from lockstep.models.policy_model import PolicyModel, supports_forest_attention
+from lockstep.models.score_model import HEAD_WEIGHT, ScoreModel
 
 _QUANTIZATION_FIELD = "model.quantization.kind"
 _MIN_CAPABILITY = {"nf4": (6, 0), "int8": (7, 5)}
@@ -89,6 +92,11 @@ def dequantized_weight(module: Any) -> Tensor:
 
 log = logging.getLogger(__name__)
 
+_AUTO_CLASSES: Mapping[str, Any] = {"vocabulary": AutoModelForCausalLM, "score": AutoModelForSequenceClassification}
+"""The class of transformers for each `model.head`."""
+_WRAPPERS: Mapping[str, Callable[[Any], PolicyModel]] = {"vocabulary": PolicyModel, "score": ScoreModel}
+_FILLED_LATER: Mapping[str, set[str]] = {"vocabulary": set(), "score": {HEAD_WEIGHT}}
+"""Weights that are read or made after transformers has loaded the others."""
 UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, MemoryError)
 """What transformers raises about files that are missing, damaged, or hold values of other types."""
 _CONTEXT_LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "context_length")
@@ -162,7 +170,7 @@ def load_policy(
     if not meta:
         lm.to(device)
     try:
-        policy = PolicyModel(lm)
+        policy = _WRAPPERS[cfg.head](lm)
     except ModelError as error:
         raise ModelError("model.path", cfg.path, f"{type(lm).__name__}: {error.problem}", error.remedy) from error
     policy.eval()
@@ -179,7 +187,7 @@ def load_quantized_policy(cfg: ModelConfig, device: torch.device, dtype: torch.d
     check_quantization(cfg, str(device))
     config = _load_supported_config(cfg)
     settings = quantization_config(cfg.quantization, dtype)
-    policy = PolicyModel(
+    policy = _WRAPPERS[cfg.head](
         _load_from_checkpoint(cfg, config, dtype, quantization_config=settings, device_map={"": device})
     )
     policy.eval()
@@ -236,6 +244,8 @@ def _load_supported_config(cfg: ModelConfig) -> Any:
     if type(config) in AutoModelForMaskedLM._model_mapping and not getattr(config, "is_decoder", False):
         problem = f"{config.model_type} attends in both directions"
         raise ModelError("model.path", cfg.path, problem, "use a causal language model, such as a Llama or a Qwen")
+    if cfg.head == "score":
+        config.num_labels = 1  # the head itself is checked: many checkpoints have one label, and two in their config
     return config
 
 
@@ -243,7 +253,7 @@ def _load_from_checkpoint(cfg: ModelConfig, config: Any, dtype: torch.dtype, **s
     folder = resolve_folder(cfg.path, cfg.revision)
     check_digests(folder)
     with quiet_transformers():
-        lm, report = AutoModelForCausalLM.from_pretrained(
+        lm, report = _AUTO_CLASSES[cfg.head].from_pretrained(
             folder,
             config=config,
             dtype=dtype,
@@ -253,7 +263,7 @@ def _load_from_checkpoint(cfg: ModelConfig, config: Any, dtype: torch.dtype, **s
             ignore_mismatched_sizes=True,  # so that the report lists them by name
             **settings,
         )
-    missing = sorted(report["missing_keys"])
+    missing = sorted(set(report["missing_keys"]) - _FILLED_LATER[cfg.head])
     if missing or report["mismatched_keys"]:
         wrong = [*missing, *(str(key) for key in report["mismatched_keys"])]
         raise ModelError(
@@ -270,7 +280,7 @@ def _load_from_checkpoint(cfg: ModelConfig, config: Any, dtype: torch.dtype, **s
 def _build_on_meta(cfg: ModelConfig, config: Any, dtype: torch.dtype) -> Any:
     # Only parameters are on meta: checkpoints lack buffers such as rotary frequencies, so these must be computed.
     with quiet_transformers(), no_init_weights(), init_empty_weights(include_buffers=False):
-        lm = AutoModelForCausalLM.from_config(
+        lm = _AUTO_CLASSES[cfg.head].from_config(
             config,
             dtype=dtype,
             attn_implementation=_attention_implementation(cfg, config),
@@ -282,12 +292,14 @@ def _build_on_meta(cfg: ModelConfig, config: Any, dtype: torch.dtype) -> Any:
 
 def _attention_implementation(cfg: ModelConfig, config: Any) -> str | None:
     """Returns the name of the forest attention if the architecture supports it, else None (the model's default)."""
-    mapping = AutoModelForCausalLM._model_mapping
+    mapping = _AUTO_CLASSES[cfg.head]._model_mapping
     if type(config) not in mapping:
         if cfg.trust_remote_code:
             return None
-        raise ModelError(
-            "model.path", cfg.path, f"{config.model_type} is not a causal language model", "use a causal language model"
-        )
+        problem, remedy = f"{config.model_type} is not a causal language model", "use a causal language model"
+        if cfg.head == "score" and type(config) in AutoModelForCausalLM._model_mapping:
+            problem = f"transformers has no {config.model_type} model with a head for scores"
+            remedy = "use another model, such as a Llama or a Qwen"
+        raise ModelError("model.path", cfg.path, problem, remedy)
     lm_class = mapping[type(config)]
     return forest_attention.FOREST_ATTENTION if supports_forest_attention(lm_class) else None

@@ -10,7 +10,7 @@ from lockstep.models import forest_attention
 from lockstep.models.attention_plan import QuerySubset
 from lockstep.models.errors import ModelError
 from lockstep.models.fused_decoder import FusedDecoder, UnsupportedLayers
-from lockstep.models.logprob_head import split_head, target_logprobs, target_renyi_entropies
+from lockstep.models.logprob_head import LogitTransform, split_head, target_logprobs, target_renyi_entropies
 
 _PEFT_LAYER = "base_layer."
 _LM_PREFIX = "lm."
@@ -32,11 +32,15 @@ class PolicyModel(nn.Module):
         super().__init__()
         self.lm = lm
         self.architecture = type(lm).__name__  # before a trainer changes the class, as FSDP2 does
-        self._backbone_name, self.transform = split_head(lm)
+        self._backbone_name, self.transform = self._split(lm)
         self.layout_refusal = _layout_refusal(lm, self.backbone)
         """Why the model cannot take rows of several segments; None if `probe_packing` has to find out."""
         self.fused_decoder: FusedDecoder | None = None
         """The fused forward of the layers; None unless `fuse_layers` succeeded."""
+
+    def _split(self, lm: Any) -> tuple[str, LogitTransform]:
+        """Returns the name of the backbone, and what the model applies to the output of its head. Raises ModelError."""
+        return split_head(lm)
 
     @property
     def config(self) -> Any:
@@ -52,6 +56,11 @@ class PolicyModel(nn.Module):
     def head(self) -> nn.Linear:
         head: nn.Linear = self.lm.get_output_embeddings()
         return head
+
+    @property
+    def trained_beside_adapter(self) -> tuple[str, ...]:
+        """Modules that are trained in full with every adapter, in addition to its `modules_to_save`."""
+        return ()
 
     @property
     def layers(self) -> list[nn.Module]:
@@ -105,6 +114,15 @@ class PolicyModel(nn.Module):
         """
         if temperature <= 0 or chunk < 1:
             raise ValueError(f"temperature and chunk must be positive, got {temperature} and {chunk}")
+        chosen, head = self._hidden_at(tokens, layout, sources), self.head
+        hidden, settings = chosen.to(head.weight.dtype), (self.transform, temperature, chunk)
+        logprobs, entropies = target_logprobs(hidden, head.weight, head.bias, targets, *settings, entropy)
+        if renyi_entropy:
+            entropies = target_renyi_entropies(hidden, head.weight, head.bias, *settings)
+        return logprobs, entropies
+
+    def _hidden_at(self, tokens: Tensor, layout: RowLayout, sources: Tensor) -> Tensor:
+        """Computes the last hidden states at the sources, `[targets, hidden]`. Arguments and errors as in `forward`."""
         if tokens.shape != (layout.tokens,):
             raise ValueError(f"tokens {list(tokens.shape)} do not fit a layout of {layout.tokens} tokens")
         subset = self._query_subset(layout, sources)
@@ -112,13 +130,7 @@ class PolicyModel(nn.Module):
         if subset is not None:
             sources = subset.places_of(sources)
         # Both gather. On CUDA only indexing has a deterministic backward; on CPU only index_select has a fast one.
-        chosen = hidden.index_select(0, sources) if hidden.device.type == "cpu" else hidden[sources]
-        head = self.head
-        hidden, settings = chosen.to(head.weight.dtype), (self.transform, temperature, chunk)
-        logprobs, entropies = target_logprobs(hidden, head.weight, head.bias, targets, *settings, entropy)
-        if renyi_entropy:
-            entropies = target_renyi_entropies(hidden, head.weight, head.bias, *settings)
-        return logprobs, entropies
+        return hidden.index_select(0, sources) if hidden.device.type == "cpu" else hidden[sources]
 
     def _query_subset(self, layout: RowLayout, sources: Tensor) -> QuerySubset | None:
         """Returns the tokens for which the last layer computes its output; None for all tokens, if that costs little

@@ -3,10 +3,11 @@
 from collections.abc import Callable
 from typing import Any
 
-from lockstep.config.recipes import GRPOConfig, PreferenceConfig, SFTConfig
+from lockstep.config.recipes import GRPOConfig, PreferenceConfig, RewardModelConfig, SFTConfig
 from lockstep.config.run_config import RunConfig
 from lockstep.recipes.grpo import grpo
 from lockstep.recipes.preference import preference
+from lockstep.recipes.reward_model import reward_model
 from lockstep.recipes.sft import sft
 from lockstep.run.lifecycle import open_run
 from lockstep.run.planning.prepare import PreparedRun
@@ -16,6 +17,7 @@ LOOPS: dict[type[RunConfig], Callable[[Run, Any], None]] = {
     SFTConfig: sft,
     GRPOConfig: grpo,
     PreferenceConfig: preference,
+    RewardModelConfig: reward_model,
 }
 """The loop of each recipe, by its config class."""
 

@@ -219,6 +219,7 @@ class LiveConsole:
         for label, name in (
             ("reward", "reward/mean"), ("loss", "policy/loss"), ("kl", "policy/kl"), ("entropy", "policy/entropy"),
             ("length", "rollout/length_mean"), ("accuracy", "rewards/accuracies"), ("margin", "rewards/margins"),
+            ("accuracy", "policy/accuracy"), ("margin", "policy/margin"),
         ):  # fmt: skip
             if label == "loss" and self._metrics.get("policy/tokens") == 0:
                 found.append(("nothing learned:", "no group has completions with different rewards"))

@@ -38,6 +38,7 @@ METHOD_PAPERS = {
     "alphapo": ("AlphaPO", "2501.03884"),
     "orpo": ("ORPO", "2403.07691"),
     "kto": ("KTO", "2402.01306"),
+    "bradley_terry": ("InstructGPT", "2203.02155"),
 }
 """The papers of advantages, policy losses and losses of preferences: the short name, and the number on arXiv."""
 _SHOWN_FIELDS = (
@@ -47,7 +48,11 @@ _SHOWN_FIELDS = (
 """The fields of a config that say how the model was trained. The others name hosts, folders and servers."""
 _ADAPTER_FILE, _TEMPLATE_FILE = "adapter_config.json", "chat_template.jinja"
 _MAX_METRICS = 20
-_SAMPLES = {"sft": "documents per step", "preference": "pairs or labelled completions per step"}
+_SAMPLES = {
+    "sft": "documents per step", "preference": "pairs or labelled completions per step", "reward": "pairs per step",
+}  # fmt: skip
+_METHODS = {"reward": "reward modelling"}
+"""The names of methods that are neither the recipe's in capitals nor that of a paper."""
 _SHOWN_OF_REWARDS = {"kind", "weight", "name", "path", "pattern", "signature"}
 """The fields of a reward's term that are shown; others may name servers, and arguments may be anything."""
 _PATH_FIELDS = {"path", "tokenizer", "chat_template"}
@@ -79,6 +84,7 @@ def model_card(ledger: Ledger, folder: Path, steps: int, repository: str = "") -
         repository=name,
         adapter=adapter,
         chat=(folder / _TEMPLATE_FILE).is_file(),
+        scores=_has_scores(stored),
         base=f"[{base}](https://huggingface.co/{base})" if base else f"`{config['model']['path']}`",
         steps=count_noun(steps, "step"),
         method=_method(stored),
@@ -94,6 +100,11 @@ def model_card(ledger: Ledger, folder: Path, steps: int, repository: str = "") -
     return card
 
 
+def _has_scores(config: Mapping[str, Any]) -> bool:
+    """Whether the model gives scores instead of texts."""
+    return bool((config.get("model") or {}).get("head") == "score")
+
+
 def _template() -> Any:
     environment = Environment(
         loader=PackageLoader("lockstep.report"), undefined=StrictUndefined, keep_trailing_newline=True
@@ -105,16 +116,16 @@ def _metadata(config: Mapping[str, Any], title: str, after: EvaluationRow | None
     """The card's metadata in YAML, with the hub's names; what is unknown is left out."""
     from huggingface_hub import EvalResult, ModelCardData
 
-    dataset = _evaluation_dataset(config)
+    dataset, task = _evaluation_dataset(config), "text-classification" if _has_scores(config) else "text-generation"
     results = [
-        EvalResult("text-generation", dataset, Path(dataset).name, metric.removeprefix("eval/"), value)
+        EvalResult(task, dataset, Path(dataset).name, metric.removeprefix("eval/"), value)
         for metric, value in (_shown_metrics(after) if after is not None else {}).items()
     ]
     data = ModelCardData(
         base_model=_base_model(config) or None,
         datasets=list(dict.fromkeys(filter(_is_hub_name, _paths(config.get("data"))))) or None,
         library_name="peft" if adapter else "transformers",
-        pipeline_tag="text-generation",
+        pipeline_tag=task,
         tags=["lockstep", str(config.get("recipe")), *(f"arxiv:{number}" for _, number in _papers(config))],
         model_name=title if results else None,
         eval_results=results or None,
@@ -146,7 +157,7 @@ def _method(config: Mapping[str, Any]) -> str:
     """The algorithm's name: that of the first paper, or the recipe's."""
     recipe = str(config.get("recipe", ""))
     if recipe != "preference":
-        return recipe.upper()
+        return _METHODS.get(recipe, recipe.upper())
     names = [name for name, _ in _papers(config)]
     return names[0] if names else "preference learning"
 

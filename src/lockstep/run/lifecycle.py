@@ -28,7 +28,7 @@ from lockstep.rollout.client.rollout_client import RolloutClient
 from lockstep.rollout.engine_protocol import EngineAPI
 from lockstep.run.checkpoint_manager import restore_checkpoint
 from lockstep.run.errors import Interrupted, NotStarted, RunRefused
-from lockstep.run.evaluation.evaluator import CompletionQuality, Evaluator, Measurement, ValidationLoss
+from lockstep.run.evaluation.evaluator import CompletionQuality, Evaluator, Measurement, PairAccuracy, ValidationLoss
 from lockstep.run.interrupt import InterruptHandler
 from lockstep.run.planning.parent_run import begin_from
 from lockstep.run.planning.prepare import PreparedRun
@@ -276,6 +276,8 @@ def _start_trainers(prepared: PreparedRun, ledger: Ledger, workers: list[Worker]
         _log_packing(name, role, group.info)
         if group.info.slower:
             log.warning("%s%s", name, group.info.slower)
+        if group.info.has_new_head:
+            log.warning("%s%s has no score head, so a new one is trained from random values", name, role.model.path)
     trained = TrainedRoles(groups)
     return trained, restore_checkpoint(trained, ledger)
 
@@ -316,9 +318,9 @@ def _make_roles(
         roles.rewards = ScorerPool(cluster, config.reward, data=prepared.data.scored, note=recovery.note)
         roles.rewards.start()
     measurements: list[Measurement] = []
-    if (validation := config.held_out_documents) is not None:
-        documents = prepared.data.validation
-        measurements.append(ValidationLoss(validation.every, documents, policy, config.token_budget))
+    if (validation := config.held_out_samples) is not None:
+        held_out = validation.every, prepared.data.validation, policy, config.token_budget
+        measurements.append(PairAccuracy(*held_out) if config.head == "score" else ValidationLoss(*held_out))
     if engines is not None:
         _add_engine_roles(roles, prepared, ledger, launcher, engines, version)
     if config.evaluation is not None and engines is not None:

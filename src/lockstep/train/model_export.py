@@ -23,6 +23,7 @@ from lockstep.models.huggingface import quiet_transformers
 from lockstep.models.lora import peft_config
 from lockstep.models.model_loader import load_tokenizer
 from lockstep.models.policy_model import PolicyModel
+from lockstep.models.score_model import ScoreModel, set_padding_for_scores
 from lockstep.models.weight_conversion import CheckpointGroup, checkpoint_groups, to_checkpoint
 from lockstep.train.checkpoints.checkpoint import commit_folder
 from lockstep.train.checkpoints.checkpoint_files import as_os_error, sync_file
@@ -181,9 +182,12 @@ def _write_config_and_tokenizer(folder: Path, policy: PolicyModel, model: ModelC
     if hasattr(config, "quantization_config"):  # the exported weights are not quantized
         del config.quantization_config
     config.architectures = [policy.architecture]
+    tokenizer = load_tokenizer(model)
+    if isinstance(policy, ScoreModel):
+        set_padding_for_scores(config.get_text_config(), tokenizer)
     with quiet_transformers():
         config.save_pretrained(folder)
-        load_tokenizer(model).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
     for path in sorted([*source.glob("*.py"), *source.glob("generation_config.json")]):
         shutil.copyfile(path, folder / path.name)
 

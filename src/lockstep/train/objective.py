@@ -22,6 +22,7 @@ from lockstep.algos.losses import PolicyTerms, cross_entropy, entropy_loss, kl_d
 from lockstep.config.algorithm import (
     CISPO,
     GSPO,
+    BradleyTerry,
     CrossEntropy,
     ModelOutput,
     ObjectiveConfig,
@@ -129,6 +130,69 @@ class PreferenceObjective:
         return LossOutput(total, _common_metrics(logprobs, fields["weight"]) | {"loss": total.detach()})
 
 
+class BradleyTerryObjective:
+    """The likelihood of the better completions of pairs, from a score of each completion.
+
+    Sequence 2i is the better completion of pair i and 2i + 1 the worse one. With the field `coefficient` the loss is
+    the linear function of the scores that has its gradient, for pairs whose completions are in different rows.
+    """
+
+    fields: tuple[str, ...] = ("weight", "margin")
+    outputs: tuple[ModelOutput, ...] = ("scores",)
+    needs_sequences = True
+    metrics: Mapping[str, Reduction] = {
+        "loss": "sum", "tokens": "sum", "accuracy": "mean", "margin": "mean", "chosen_reward": "mean",
+        "rejected_reward": "mean", "mean_reward": "mean", "mean_square_reward": "mean",
+    }  # fmt: skip
+
+    def __init__(self, config: BradleyTerry) -> None:
+        self.config, self.name = config, config.kind
+
+    def compute(
+        self, fields: Mapping[str, Tensor], outputs: Mapping[ModelOutput, Tensor], sequences: Tensor | None = None
+    ) -> LossOutput:
+        """See `Objective`. With coefficients, the metrics are those that the recipe adds."""
+        if sequences is None:
+            raise ValueError(f"the configured loss {self.name} needs the sequences of the targets, got None")
+        scores, weights = outputs["scores"], fields["weight"]
+        if "coefficient" in fields:
+            total = sum_weighted_losses(scores, fields["coefficient"])
+            return LossOutput(total, {"tokens": (weights != 0).sum(), "loss": total.detach()})
+        pair, sign = sequences // 2, 1.0 - 2.0 * (sequences % 2)
+
+        def by_pair(values: Tensor) -> Tensor:
+            return values.new_zeros(int(pair.max()) + 1).index_add(0, pair, values)
+
+        gaps, of_pairs = by_pair(scores * sign), by_pair(weights)
+        losses_of_pairs = bradley_terry_loss(gaps, by_pair(scores), by_pair(fields["margin"]) / 2, self.config)
+        total = sum_weighted_losses(losses_of_pairs, of_pairs)
+        return LossOutput(total, self._metrics(scores.detach(), gaps.detach(), pair, sign, weights != 0, total))
+
+    def _metrics(
+        self, scores: Tensor, gaps: Tensor, pair: Tensor, sign: Tensor, live: Tensor, total: Tensor
+    ) -> dict[str, Tensor]:
+        """Sums over the completions. What concerns a pair counts once for each of its two completions."""
+        return {
+            "loss": total.detach(), "tokens": live.sum(),
+            "accuracy": _masked_sum((gaps > 0).double()[pair], live), "margin": _masked_sum(gaps[pair], live),
+            "chosen_reward": _masked_sum(scores * (1 + sign), live),
+            "rejected_reward": _masked_sum(scores * (1 - sign), live),
+            "mean_reward": _masked_sum(scores, live), "mean_square_reward": _masked_sum(scores.square(), live),
+        }  # fmt: skip
+
+
+def bradley_terry_loss(gaps: Tensor, sums: Tensor, margins: Tensor, config: BradleyTerry) -> Tensor:
+    """The loss of each pair, `[pairs]`.
+
+    Args:
+        gaps: score of the better completion less that of the worse one, `[pairs]`.
+        sums: of the two scores, `[pairs]`.
+        margins: `[pairs]`.
+    """
+    values = losses.bradley_terry(gaps, margins, config.label_smoothing)
+    return values + config.center_rewards_coefficient * sums.square() if config.center_rewards_coefficient else values
+
+
 class PolicyObjective:
     """A policy loss with its importance correction, KL penalty and entropy bonus."""
 
@@ -214,6 +278,7 @@ class PolicyObjective:
 _OBJECTIVES: tuple[tuple[type[ObjectiveConfig], Callable[[Any], Objective]], ...] = (
     (CrossEntropy, CrossEntropyObjective),
     (PreferenceLoss, PreferenceObjective),
+    (BradleyTerry, BradleyTerryObjective),
     (PolicyLoss, PolicyObjective),
 )
 """The objective of each config class."""

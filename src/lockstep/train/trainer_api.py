@@ -41,6 +41,8 @@ class TrainerInfo(RankInfo):
     """Whether there is a reference: a separate model, or the policy without its adapter."""
     optimizer_step: int
     """Optimizer steps taken so far: 0, or those of the loaded checkpoint."""
+    has_new_head: bool = False
+    """Whether the model has a new score head, because it was loaded from a language model's checkpoint."""
 
 
 class TrainerAPI(ABC):

@@ -81,6 +81,10 @@ class Trainer(Protocol):
         """Whether `reference_logprobs` can be evaluated."""
 
     @property
+    def has_new_head(self) -> bool:
+        """Whether the model has a score head that its checkpoint lacks."""
+
+    @property
     def context_length(self) -> int:
         """The longest sequence of the model, in tokens."""
 

@@ -66,6 +66,7 @@ class TrainerService(RankService, TrainerAPI):
             reference=trainer.has_reference,
             optimizer_step=0,
             slower=ranks.slower,
+            has_new_head=trainer.has_new_head,
         )
         log.info("rank %d of %d is ready on %s, packing %s: %s", self.rank, self.world, self.device, packing, reason)
         return self._info

@@ -17,7 +17,7 @@ from lockstep.data.dataset_rows import DataError
 from lockstep.data.mixture import BLOCK, WeightedOrder, open_training_source
 from lockstep.data.row_lengths import LengthLimit
 from lockstep.data.sample_order import EpochOrder, random_fractions
-from lockstep.data.sample_sources import SourceOptions
+from lockstep.data.source_factory import SourceOptions
 
 SIZES = st.lists(st.integers(1, 30), min_size=1, max_size=4)
 SEEDS = st.integers(0, 2**40)

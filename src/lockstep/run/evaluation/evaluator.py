@@ -1,5 +1,5 @@
-"""Evaluates on held-out data: scores of sampled completions, of which a few are kept for people to read, and the loss
-on documents."""
+"""Evaluates on held-out data: scores of sampled completions, of which a few are kept for people to read, the loss on
+documents, and the accuracy on pairs."""
 
 import math
 from collections.abc import Sequence
@@ -7,22 +7,25 @@ from typing import Protocol
 
 import numpy as np
 
+from lockstep.config.algorithm import BradleyTerry
 from lockstep.config.rollout import SamplingConfig
 from lockstep.config.run_config import EvaluationConfig
-from lockstep.data.forest_builder import forest_from_documents
+from lockstep.data.forest_builder import forest_from_documents, forest_of_scored_pairs
 from lockstep.data.mini_batches import pack
-from lockstep.data.samples import Completion, Document, Group, Prompt, Rollouts
+from lockstep.data.packing import PackingMode
+from lockstep.data.samples import Completion, Document, Group, Pair, Prompt, Rollouts
 from lockstep.ledger.ledger import Ledger
 from lockstep.ledger.sqlite_index import CompletionSample
 from lockstep.rewards.reward_metrics import breakdown_metrics, checked_exact_match
 from lockstep.rewards.scorer_pool import ScorerPool
 from lockstep.rollout.client.rollout_client import RolloutClient
 from lockstep.run.run_reporter import RunReporter
+from lockstep.run.step_scores import score_pairs, score_update
 from lockstep.run.trainer_group import TrainerGroup
 
 EXACT_MATCH, REWARD_MEAN, LOSS = "eval/exact_match", "eval/reward_mean", "eval/loss"
-DOCUMENTS_AT_ONCE = 512
-"""Documents whose loss the trainer computes in one call."""
+SAMPLES_AT_ONCE = 512
+"""Documents or pairs that the trainer computes in one call."""
 LARGEST_EXPONENT = 700.0
 """exp of more overflows."""
 
@@ -74,8 +77,8 @@ class ValidationLoss:
     def measure(self, version: int) -> tuple[dict[str, float], list[CompletionSample]]:
         """See `Measurement`."""
         total, targets = 0.0, 0
-        for start in range(0, len(self.documents), DOCUMENTS_AT_ONCE):
-            forest = forest_from_documents(self.documents[start : start + DOCUMENTS_AT_ONCE])
+        for start in range(0, len(self.documents), SAMPLES_AT_ONCE):
+            forest = forest_from_documents(self.documents[start : start + SAMPLES_AT_ONCE])
             batch = pack(forest, self.trainer.ranks, self.token_budget, self.trainer.info.packing)
             minibatch = batch.everything()
             values = self.trainer.evaluate(minibatch, ["logprobs"])
@@ -84,6 +87,31 @@ class ValidationLoss:
             targets += batch.targets
         loss = total / targets
         return {LOSS: loss, "eval/perplexity": math.exp(min(loss, LARGEST_EXPONENT))}, []
+
+
+class PairAccuracy:
+    """Computes the scores of held-out pairs with the trainer: the loss, and the share of pairs whose better completion
+    has the higher score."""
+
+    stage = "validate"
+
+    def __init__(self, every: int, pairs: Sequence[Pair], trainer: TrainerGroup, token_budget: int) -> None:
+        self.every, self.pairs, self.trainer, self.token_budget = every, list(pairs), trainer, token_budget
+
+    def measure(self, version: int) -> tuple[dict[str, float], list[CompletionSample]]:
+        """See `Measurement`."""
+        parts = []
+        for start in range(0, len(self.pairs), SAMPLES_AT_ONCE):
+            forest = forest_of_scored_pairs(self.pairs[start : start + SAMPLES_AT_ONCE])
+            parts.append(score_pairs(self.trainer, pack(forest, *self._packing)))
+        objective = self.trainer.role.objective
+        assert isinstance(objective, BradleyTerry)
+        scores, margins = np.concatenate(parts), np.array([pair.margin for pair in self.pairs])
+        return {f"eval/{name}": value for name, value in score_update(scores, margins, objective).metrics.items()}, []
+
+    @property
+    def _packing(self) -> tuple[int, int, PackingMode]:
+        return self.trainer.ranks, self.token_budget, self.trainer.info.packing
 
 
 class Evaluator:

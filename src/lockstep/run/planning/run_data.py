@@ -8,8 +8,9 @@ from lockstep.config.run_config import EvaluationConfig, RunConfig, ValidationCo
 from lockstep.data.datasets import load_rows
 from lockstep.data.mixture import open_training_source
 from lockstep.data.row_lengths import ContextLimit, LengthLimit, limit_length
-from lockstep.data.sample_sources import SampleSource, SourceOptions, open_source
-from lockstep.data.samples import Document, Prompt
+from lockstep.data.sample_sources import SampleSource
+from lockstep.data.samples import Prompt
+from lockstep.data.source_factory import SourceOptions, open_source
 from lockstep.data.turn_tokenizer import TurnTokenizer
 from lockstep.models.model_facts import ModelFacts
 from lockstep.rewards.reward_terms import check_term_columns, data_columns, needs_answers
@@ -29,8 +30,8 @@ class RunData:
     """What the recipe trains on, or what engines complete."""
     held_out: list[Prompt] = field(default_factory=list)
     """The prompts of evaluation."""
-    validation: list[Document] = field(default_factory=list)
-    """The documents whose loss is measured."""
+    validation: list[Any] = field(default_factory=list)
+    """The documents or pairs on which the objective is measured."""
     turns: TurnTokenizer | None = None
     """Tokenizes the turns of conversations; None without an environment."""
     scored: list[DataColumns] = field(default_factory=list)
@@ -52,8 +53,8 @@ def open_run_data(config: RunConfig, models: Mapping[str, ModelFacts], tokenizer
     limit = _training_limit(config, models)
     samples = open_training_source(config.data_kind, config.data, tokenizer, config.seed, limit, options)
     data = RunData(samples)
-    if config.held_out_documents is not None:
-        data.validation = _open_validation(config, config.held_out_documents, samples, models, tokenizer, options)
+    if config.held_out_samples is not None:
+        data.validation = _open_validation(config, config.held_out_samples, samples, models, tokenizer, options)
     if config.generation is not None:
         data.scored += [data_columns(part.path, part.columns, *part.take(0, 1)) for part in samples.parts]
     if config.evaluation is not None:
@@ -70,19 +71,19 @@ def open_run_data(config: RunConfig, models: Mapping[str, ModelFacts], tokenizer
 def _open_validation(
     config: RunConfig,
     validation: ValidationConfig,
-    samples: SampleSource[Document],
+    samples: SampleSource[Any],
     models: Mapping[str, ModelFacts],
     tokenizer: "Tokenizer",
     options: SourceOptions,
-) -> list[Document]:
-    """The documents whose loss is measured. A share of the training data is taken out of `samples`."""
+) -> list[Any]:
+    """The samples on which the objective is measured. A share of the training data is taken out of `samples`."""
     if validation.fraction is not None:
-        return samples.hold_out(validation.fraction)[: validation.documents]
+        return samples.hold_out(validation.fraction)[: validation.samples]
     assert validation.data is not None
     data, limit = validation.data.model_copy(update={"shuffle": False}), _training_limit(config, models)
     limit = replace(limit, field="validation.data")
-    source = open_source("documents", load_rows(data), data, tokenizer, config.seed, limit, options)
-    return source.take(0, min(len(source), validation.documents or len(source)))
+    source = open_source(config.data_kind, load_rows(data), data, tokenizer, config.seed, limit, options)
+    return source.take(0, min(len(source), validation.samples or len(source)))
 
 
 def source_options(config: RunConfig) -> SourceOptions:
@@ -91,7 +92,7 @@ def source_options(config: RunConfig) -> SourceOptions:
     tools = chat_template_tools(environment) if environment is not None else []
     open_turn = environment is None or environment.path is None
     answers = needs_answers(config.reward.terms) if config.reward is not None else False
-    return SourceOptions(answers, tools, open_turn, config.learns_prompts)
+    return SourceOptions(answers, tools, open_turn, config.learns_prompts, config.reads_margins)
 
 
 def open_held_out(
@@ -145,7 +146,10 @@ def _training_limit(config: RunConfig, models: Mapping[str, ModelFacts]) -> Leng
     completion = None
     if config.generation is not None:
         completion = "rollout.sampling.max_tokens", config.rollout.sampling.max_tokens
-    return limit_length([*_context_limits(config, models), budget], completion, "data")
+    limit = limit_length([*_context_limits(config, models), budget], completion, "data")
+    if config.head == "score":  # the target of a score has a place after the last token
+        limit = replace(limit, tokens=limit.tokens - 1, reason=f"{limit.reason}, less 1 for the score")
+    return limit
 
 
 def _evaluation_limit(config: RunConfig, models: Mapping[str, ModelFacts]) -> LengthLimit:

@@ -10,6 +10,7 @@ from lockstep.ledger.ledger import Ledger
 from lockstep.run.errors import RunRefused
 from lockstep.run.planning.parent_run import choose_checkpoint
 from lockstep.run.planning.prepare import resolve_adapters
+from lockstep.run.step_scores import write_score_statistics
 from lockstep.train.checkpoints.checkpoint_retention import part_folder
 from lockstep.train.distributed import ParallelContext
 from lockstep.train.rank_service import choose_device
@@ -45,6 +46,9 @@ def export_checkpoint(run: Path, out: Path, step: str = "last", role: str | None
         raise RunRefused(f"{exported.name} of {run} has no adapter: leave --adapter out")
     part = part_folder(chosen.path, exported.name, [each.name for each in config.train_roles])
     export_from_one_rank(exported, out, part, adapter)
+    if exported.model.head == "score" and not adapter:
+        with Ledger.reader(run) as ledger:
+            write_score_statistics(out, ledger, chosen.step + 1)
     return chosen.step + 1
 
 

@@ -18,8 +18,9 @@ from lockstep.data.dataset_rows import DataError, DatasetRow, DatasetRows, Table
 from lockstep.data.datasets import load_rows
 from lockstep.data.mixture import open_training_source
 from lockstep.data.row_lengths import ContextLimit, LengthLimit, limit_length
-from lockstep.data.sample_sources import SampleSource, SourceOptions, open_source
+from lockstep.data.sample_sources import SampleSource
 from lockstep.data.samples import Group, Prompt
+from lockstep.data.source_factory import SourceOptions, open_source
 from lockstep.models.model_loader import load_model_config, load_tokenizer, usable_context
 from lockstep.rewards.scoring_messages import DataColumns
 from lockstep.rollout.vllm.vllm_setup import check_installed

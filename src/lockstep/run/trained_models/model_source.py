@@ -122,6 +122,8 @@ def load_target(target: ModelTarget, config: RunConfig, scratch: Path) -> tuple[
     Raises:
         RunRefused, LedgerError, ConfigError, ModelError, CheckpointError: there is no such model, or it cannot be read.
     """
+    if config.model.head == "score":
+        raise RunRefused(f"{target.name} is a reward model: it scores texts and generates none")
     as_stored = {"revision": None, "tokenizer": None, "chat_template": None, "adapter": None, "quantization": None}
     copied = config.model.model_copy(update={**as_stored, "path": str(scratch / "model")})
     if target.run is not None and target.step is not None:

@@ -54,7 +54,7 @@ class FSDP2Planner(TrainerPlanner):
             parts["gathered"] = width * (model.root + 2 * model.largest_layer)
         per_token = (2 if trainer.activation_checkpointing else 34) * model.hidden * model.layers * width // 2
         parts["activations"] = token_budget * per_token
-        parts["logits"] = 3 * trainer.head_chunk * model.vocabulary * 4
+        parts["logits"] = 0 if role.model.head == "score" else 3 * trainer.head_chunk * model.vocabulary * 4
         if role.holds_reference and adapter is None:
             parts["reference"] = model.parameters * width // trainer.shards
         return parts
@@ -102,7 +102,8 @@ class FSDP2ServedModelPlanner(ServedModelPlanner):
         width = DTYPE_BYTES[model.dtype]
         weights = model.parameters * width // role.ranks
         gathered = width * (model.root + 2 * model.largest_layer) if role.ranks > 1 else 0
-        return weights + gathered + 17 * token_budget * model.hidden * width + role.head_chunk * model.vocabulary * 4
+        logits = 0 if role.model.head == "score" else role.head_chunk * model.vocabulary * 4
+        return weights + gathered + 17 * token_budget * model.hidden * width + logits
 
     def collectives(self, role: ServeRole, model: ModelFacts) -> list[PlannedCollective]:
         if role.ranks == 1:

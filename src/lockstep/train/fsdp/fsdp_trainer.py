@@ -16,6 +16,7 @@ from lockstep.models.lora import derived_seed, starts_from_other_weights, with_d
 from lockstep.models.model_loader import context_length, resolve_dtype
 from lockstep.models.packing_probe import PackingProbeResult, probe_packing
 from lockstep.models.policy_model import PolicyModel
+from lockstep.models.score_model import ScoreModel
 from lockstep.train.checkpoints import checkpoint
 from lockstep.train.checkpoints.checkpoint import LocalRows
 from lockstep.train.checkpoints.checkpoint_files import INHERITED, read_manifest
@@ -117,6 +118,11 @@ class FSDP2Trainer:
         """With an adapter, its parameters and the weights that are trained with it, by their names in peft's files;
         else all."""
         return self.merged_weights.trained
+
+    @property
+    def has_new_head(self) -> bool:
+        """Whether the model has a score head that its checkpoint lacks."""
+        return isinstance(self.policy, ScoreModel) and self.policy.has_new_head
 
     @property
     def context_length(self) -> int:
@@ -293,8 +299,8 @@ class FSDP2Trainer:
         return {name: rows.local for name, rows in self._state().items()} | self._random_state()
 
     def export(self, folder: Path) -> None:
-        """Writes a folder that `AutoModelForCausalLM.from_pretrained` loads, in the compute precision, with a merged
-        adapter.
+        """Writes a folder that `AutoModelForCausalLM.from_pretrained` loads (with a score head:
+        `AutoModelForSequenceClassification`), in the compute precision, with a merged adapter.
 
         Rank 0 gathers one parameter at a time; the other ranks hold only their own rows.
         """

@@ -13,11 +13,12 @@ from torch.distributed.tensor import DTensor
 
 from lockstep.config.model import AdapterConfig, ModelConfig
 from lockstep.config.trainer import TrainerConfig
-from lockstep.models.hf_checkpoint import fill_policy, folder_digest, resolve_folder
+from lockstep.models.hf_checkpoint import fill_head, fill_policy, folder_digest, resolve_folder
 from lockstep.models.lora import add_adapter, fill_adapter
 from lockstep.models.model_loader import load_policy, load_quantized_policy
 from lockstep.models.packing_probe import probe_fused_decoder
 from lockstep.models.policy_model import PolicyModel
+from lockstep.models.score_model import ScoreModel
 from lockstep.train.decoder_layers import prepare_layers
 from lockstep.train.distributed import ParallelContext
 
@@ -103,7 +104,7 @@ def load_sharded_policy(
     kept: torch.dtype,
     adapter: AdapterConfig | None = None,
     trainer: TrainerConfig | None = None,
-    seed: int = 0,
+    seed: int | None = None,
 ) -> PolicyModel:
     """Loads a policy and shards it over the ranks. Each rank reads its own rows.
 
@@ -112,7 +113,7 @@ def load_sharded_policy(
         kept: precision of the parameters; an adapter's are float32.
         adapter: the adapter to add, instead of the model's own.
         trainer: how layers are computed and gathered; None for a model that is only evaluated.
-        seed: seed of a new adapter's values.
+        seed: seed of a new adapter's values, and of a new score head; None if the head must be in the checkpoint.
 
     Raises:
         ModelError: the model cannot be used, or its checkpoint does not match it.
@@ -127,9 +128,11 @@ def load_sharded_policy(
     not_fused_reason = prepare_layers(policy, trainer, ranks.device, compute)
     if not quantized:
         shard_policy(policy, ranks, trainer.reshard_after_forward, compute)
-        fill_policy(policy, _model_folder(model), ranks.device, (ranks.rank, ranks.world))
+        fill_policy(policy, _model_folder(model), ranks.device, (ranks.rank, ranks.world), head_seed=seed)
+    elif isinstance(policy, ScoreModel):
+        fill_head(policy, _model_folder(model), seed)
     if adapter is not None:
-        fill_adapter(policy, adapter, seed, ranks.device)
+        fill_adapter(policy, adapter, seed or 0, ranks.device)
     log.info("rank %d computes decoder layers by %s", ranks.rank, not_fused_reason or probe_fused_decoder(policy))
     free_gathered(policy)
     return policy

@@ -21,7 +21,7 @@ def target_values(
     model: PolicyModel, batch: MicroBatch[Tensor], outputs: Sequence[ModelOutput], temperature: float, chunk: int
 ) -> dict[ModelOutput, Tensor]:
     """Returns the log-probabilities, and the entropies if they are among the outputs, `[targets]` each, under the
-    distribution that the engine samples from.
+    distribution that the engine samples from; of a model with a score head, the scores.
 
     Args:
         outputs: one kind of entropy at most.
@@ -29,7 +29,7 @@ def target_values(
         chunk: number of targets whose logits are computed at once.
     """
     renyi = "renyi_entropy" in outputs
-    logprobs, entropy = model(
+    values, entropy = model(
         batch.tokens,
         batch.layout(),
         batch.sources,
@@ -39,8 +39,10 @@ def target_values(
         entropy="entropy" in outputs,
         renyi_entropy=renyi,
     )
+    if "scores" in outputs:
+        return {"scores": values}
     kind: ModelOutput = "renyi_entropy" if renyi else "entropy"
-    return {"logprobs": logprobs} if entropy is None else {"logprobs": logprobs, kind: entropy}
+    return {"logprobs": values} if entropy is None else {"logprobs": values, kind: entropy}
 
 
 @torch.no_grad()

@@ -12,8 +12,9 @@ from lockstep.config.data import DatasetConfig
 from lockstep.data.dataset_rows import DataError
 from lockstep.data.datasets import load_rows
 from lockstep.data.forest_builder import forest_from_pairs
+from lockstep.data.pair_sources import LabelledSource, PairSource
 from lockstep.data.row_lengths import LengthLimit
-from lockstep.data.sample_sources import LabelledSource, PairSource
+from lockstep.data.source_factory import SourceOptions, open_source
 
 
 def open_pairs(
@@ -229,3 +230,47 @@ def test_what_has_no_label_is_refused(tmp_path: Path, row: dict[str, Any], words
 def test_labels_of_other_formats_are_read(tmp_path: Path, label: object, expected: bool) -> None:
     (sample,) = open_labelled(tmp_path, [{"prompt": "a", "completion": "b", "label": label}], characters()).take(0, 1)
     assert sample.desirable is expected
+
+
+def test_overlong_pairs_can_be_cut(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As OpenRLHF cuts them: at the end, where the last token becomes the end-of-sequence token."""
+    tokenizer = characters(TURNS)
+    rows = [
+        {"prompt": "ab", "chosen": "cdefg", "rejected": "d"},
+        {"prompt": "ab", "chosen": "cdex", "rejected": "cdey"},  # equal where they are cut
+        {"prompt": "abcdef", "chosen": "c", "rejected": "d"},  # no room for a completion
+        {"prompt": "a", "chosen": "c", "rejected": "d"},
+    ]
+    with caplog.at_level(logging.WARNING):
+        source = open_pairs(tmp_path, rows, tokenizer, limit=6, overlong="truncate")
+    assert texts(source, tokenizer) == ("ab", "cde<eos>", "d<eos>")
+    assert [pair.row for pair in source.take(0, 2)] == [0, 3] and source.truncated == 1
+    assert "1 of 4 pairs are cut to 6 tokens" in caplog.text and "2 of 4 rows are longer than 6 tokens" in caplog.text
+
+
+def test_only_pairs_are_cut(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"prompt": "ab", "completion": "c"}) + "\n")
+    cfg = DatasetConfig(path=str(path), overlong="truncate")
+    with pytest.raises(DataError, match="overlong: truncate cuts pairs, and these are documents"):
+        open_source("documents", load_rows(cfg), cfg, characters(TURNS), 0, LengthLimit(9), SourceOptions())
+
+
+@pytest.mark.parametrize("value", [None, "much", "nan"])
+def test_margins_are_read_where_the_loss_uses_them(tmp_path: Path, value: object) -> None:
+    tokenizer = characters(TURNS)
+    row = {"prompt": "ab", "chosen": "c", "rejected": "d"}
+    path = tmp_path / "pairs.jsonl"
+    cfg = DatasetConfig(path=str(path), shuffle=False)
+
+    def margins(*rows: dict[str, object], used: bool = True) -> list[float]:
+        path.write_text("".join(json.dumps(each) + "\n" for each in rows))
+        source = PairSource(load_rows(cfg), cfg, tokenizer, 0, LengthLimit(9), used)
+        return [pair.margin for pair in source.take(0, len(rows))]
+
+    assert margins(row | {"margin": 0.5}, row | {"margin": 2}) == [0.5, 2.0]
+    assert margins(row | {"margin": 0.5}, used=False) == [0.0]
+    with pytest.raises(DataError, match=r"column 'margin'.*no such column"):
+        margins(row)
+    with pytest.raises(DataError, match=r"line 2.*expected a number"):
+        margins(row | {"margin": 1.0}, row | {"margin": value})
