@@ -5,7 +5,7 @@ import numpy as np
 from lockstep.config.recipes import PreferenceConfig
 from lockstep.data.forest_builder import forest_from_labelled, forest_from_pairs
 from lockstep.data.mini_batches import pack
-from lockstep.run.precomputed_reference import PrecomputedReference, precompute_reference
+from lockstep.recipes.precomputed_reference import PrecomputedReference, precompute_reference
 from lockstep.run.run import Run
 from lockstep.run.step_preferences import labelled_update, preference_update
 
