@@ -2,6 +2,7 @@
 
     script/benchmark                             everything, five repeats: about 20 minutes on two quiet cores
     script/benchmark fixed tail                  some workloads
+    script/benchmark preference                  DPO with prompts of 32 and 512 tokens: dpo and dpo512
     script/benchmark async                       not part of the full set: generation ahead of training, ten minutes
     script/benchmark --table --out FOLDER        the table of the results in FOLDER, without measuring
     script/benchmark --quick                     one tiny repeat of everything, to see that it works
@@ -25,6 +26,8 @@ from benchmarks.workloads import MODEL, TOY, WORKS, Side, Work, quick
 from lockstep.models.tiny_model import TinyModel, make_tiny
 
 GENERATION, FLOORS, ASYNC = "generation", "floors", "async"
+GROUPS = {"preference": [name for name, work in WORKS.items() if work.kind == "preference"]}
+"""Names for several workloads."""
 GENERATED = {"fixed": "p32-fixed", "tail": "p32-tail", "p512": "p512-fixed"}
 """The names of the rows of `benchmarks.generation` with the same prompts and lengths."""
 
@@ -67,12 +70,12 @@ def main() -> None:
 
 def arguments() -> argparse.Namespace:
     everything = [*WORKS, FLOORS, GENERATION]
-    known = [*everything, ASYNC]
+    known = [*everything, *GROUPS, ASYNC]
     parser = argparse.ArgumentParser(
         prog="script/benchmark", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "works", nargs="*", metavar="WORK", help=f"of {', '.join(known)}; all but the last when none is given"
+        "works", nargs="*", metavar="WORK", help=f"of {', '.join(known)}; all but {ASYNC} when none is given"
     )
     parser.add_argument("--repeats", type=int, default=5, help="of each side, in turns (default 5)")
     parser.add_argument("--generation-repeats", type=int, default=2, help="of generation alone (default 2)")
@@ -86,7 +89,8 @@ def arguments() -> argparse.Namespace:
         parser.error(f"{unknown[0]!r} is no workload, expected some of {', '.join(known)}")
     if options.table and not options.out:
         parser.error("--table needs the --out of what was measured")
-    options.works = options.works or everything
+    given = [work for name in options.works for work in GROUPS.get(name, [name])]
+    options.works = list(dict.fromkeys(given)) or everything
     return options
 
 

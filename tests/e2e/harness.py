@@ -60,6 +60,10 @@ def task(folder: Path, rows: int = 20) -> Path:
         file.writelines(json.dumps({"prompt": f"{n}=", "answer": n[0]}) + "\n" for n in numbers)
     with (data / "sft.jsonl").open("w") as file:
         file.writelines(json.dumps({"prompt": f"{n}=", "completion": n[0]}) + "\n" for n in numbers)
+    with (data / "preference.jsonl").open("w") as file:
+        for n in numbers:
+            row = {"prompt": f"{n}=", "chosen": n[0], "rejected": f"{9 - int(n[0])}"}
+            file.write(json.dumps(row) + "\n")
     return folder
 
 

@@ -28,6 +28,7 @@ STAGES = {
     "grpo": ("start", "rollout", "reward", "ledger", "pack", "logprobs", "train", COMMIT, "publish", "evaluate",
              "checkpoint", "export"),
     "sft": ("start", "pack", "train", COMMIT, "evaluate", "checkpoint", "export"),
+    "preference": ("start", "pack", "logprobs", "train", COMMIT, "evaluate", "checkpoint", "export"),
 }  # fmt: skip
 RECIPES = tuple(STAGES)
 ONCE = ("rollout", "reward", "ledger")

@@ -116,6 +116,47 @@ def test_four_steps_follow_a_plain_loop(home: Path, name: str) -> None:
     assert expected[-1] < expected[0]
 
 
+class MovingLoop(PlainLoop):
+    """DPO with WPO's weights, and a reference that takes 60 % of the policy's weights after every second step."""
+
+    def losses(self, name: str) -> list[float]:
+        optimizer = torch.optim.AdamW(self.policy.parameters(), lr=3e-3, weight_decay=0.0)
+        found = []
+        for step in range(STEPS):
+            pairs = self.pairs[step * PAIRS : (step + 1) * PAIRS]
+            weights = torch.tensor([self.weight(pair) for pair in pairs])
+            loss = (torch.stack([self.loss(name, [pair]) for pair in pairs]) * weights).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            if step % 2:
+                with torch.no_grad():
+                    for old, new in zip(self.reference.parameters(), self.policy.parameters(), strict=True):
+                        old.copy_(0.4 * old + 0.6 * new)
+            found.append(loss.item())
+        return found
+
+    @torch.no_grad()
+    def weight(self, pair: dict[str, str]) -> float:
+        begin, total = self.tokenizer(pair["prompt"])["input_ids"], 0.0
+        for side in ("chosen", "rejected"):
+            tokens = torch.tensor([begin + self.tokenizer(pair[side])["input_ids"] + [self.tokenizer.eos_token_id]])
+            every = torch.softmax(self.policy(tokens).logits[0, len(begin) - 1 : -1], -1)
+            taken = every.gather(1, tokens[0, len(begin) :, None])[:, 0]
+            total += (taken.log() - every.square().sum(-1).log()).mean().item()
+        return float(torch.tensor(total).exp())
+
+
+MOVING = {"use_weighting": True, "sync_ref_model": True, "ref_model_sync_steps": 2}
+
+
+def test_weighted_pairs_and_a_moving_reference_follow_a_plain_loop(home: Path) -> None:
+    expected = MovingLoop(home).losses("sigmoid")
+    run = train(home, settings(home, "moving", loss={"type": "sigmoid", **MOVING}, trainer={"ranks": 2}))
+    assert [row["policy/loss"] for row in rows_of(run)] == pytest.approx(expected, rel=2e-5)
+    assert abs(expected[2] - expected[0]) > 1e-3, "something is learned"
+
+
 def test_the_prompts_of_pairs_can_be_completed_and_the_card_names_dpo(home: Path) -> None:
     run = str(train(home, settings(home, "used", steps=1)))
     done = CliRunner().invoke(
@@ -167,6 +208,21 @@ def test_kto_learns_from_labels_on_any_number_of_ranks(home: Path) -> None:
         assert [row[name] for row in split] == pytest.approx([row[name] for row in alone], rel=1e-5, abs=1e-6), name
     assert alone[0]["policy/loss"] == pytest.approx(0.5, abs=1e-6), "the policy is the reference"
     assert alone[-1]["rewards/margins"] > alone[0]["rewards/margins"]
+
+
+def test_a_moving_reference_survives_a_kill(home: Path, tmp_path: Path) -> None:
+    """Its weights at the kill are neither those of the model nor those of the policy."""
+    changes: dict[str, Any] = {"loss": {"type": "sigmoid", **MOVING}, "trainer": {"ranks": 2}}
+    values = settings(home, "whole", folder=str(tmp_path / "runs"), checkpoint={"every": 1}, **changes)
+    whole = train(tmp_path, values)
+    file = write(tmp_path, {**values, "name": "killed"})
+    launched = Launched.start(tmp_path / "runs/killed", str(file), hold={"stage": "train", "seconds": 0.3})
+    launched.wait_for("train", 3)
+    launched.kill()
+    resumed = Launched.resume(tmp_path / "runs/killed")
+    assert resumed.finish() == 0, resumed.text()
+    assert weights(tmp_path / "runs/killed") == weights(whole)
+    assert untimed(tmp_path / "runs/killed") == untimed(whole)
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,10 @@ def test_the_yaml_in_the_examples_docstring_loads() -> None:
 SHORT = ["steps=2", "trainer.threads=1", "rollout.engine.threads=1", "data.limit=64", "evaluation.prompts=8"]
 OVERRIDES = {
     "lockstep train examples/sft_sort.yaml": [*SHORT, "batch_size=16"],
-    "lockstep train examples/dpo_sort.yaml": [*SHORT, "batch_size=8", "trainer.schedule.warmup_steps=1"],
+    **{
+        f"lockstep train examples/{name}_sort.yaml": [*SHORT, "batch_size=8", "trainer.schedule.warmup_steps=1"]
+        for name in ("dpo", "kto", "orpo")
+    },
     "lockstep train examples/reward_sort.yaml": [
         "steps=2",
         "trainer.threads=1",
@@ -192,7 +195,7 @@ def test_the_commands_of_the_readme_run_in_their_order(copy: Path) -> None:
                 resumed = done.stderr
     assert [command.split()[1] for command in ran if command.startswith("lockstep")] == [
         *("tiny", "check", "train", "train", "train", "top", "train"),
-        *("train", "generate", "eval", "export", "push"),
+        *("train", "train", "train", "train", "generate", "eval", "export", "push"),
     ]
     assert (copy / "runs/sort-grpo/export/model.safetensors").is_file()
     assert "finished after 2 of 2" not in resumed and "is finished: 2 of 2 steps" in resumed

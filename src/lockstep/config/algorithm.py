@@ -4,6 +4,7 @@ The formulas behind the names are in `lockstep.algos`.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -12,10 +13,10 @@ from lockstep.config.section import FALSE_AS_OFF, Section, default_kind
 
 Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
 KLEstimator = Literal["k1", "k2", "k3"]
-ModelOutput = Literal["logprobs", "entropy", "scores"]
-"""What a model computes for each target: its log-probability, and the entropy of the distribution it is from; with a
-score head, the score of the text before the target."""
-TrainerOutput = Literal["logprobs", "entropy", "scores", "reference_logprobs"]
+ModelOutput = Literal["logprobs", "entropy", "renyi_entropy", "scores"]
+"""What a model computes for each target: its log-probability, and the entropy of the distribution it is from or that
+distribution's Renyi entropy of order 2, -log sum_v p_v^2; with a score head, the score of the text before it."""
+TrainerOutput = Literal["logprobs", "entropy", "renyi_entropy", "scores", "reference_logprobs"]
 """What a trainer's ranks can evaluate for each target."""
 
 
@@ -100,6 +101,15 @@ class ImportanceCorrection(Section):
         return self
 
 
+@dataclass(frozen=True, slots=True)
+class ReferenceMixing:
+    """The reference's weights are replaced by `(1 - share) * reference + share * policy` after every `steps` optimizer
+    steps (TR-DPO, Gorbatovski et al. 2024, equation 6)."""
+
+    share: float
+    steps: int
+
+
 class ObjectiveConfig(Section):
     """What a trained model learns from, as far as it is configured. `lockstep.train.objective` computes it."""
 
@@ -117,6 +127,11 @@ class ObjectiveConfig(Section):
     def needs_reference(self) -> bool:
         """Whether a field comes from a frozen copy of the model as it was loaded, or from another reference."""
         return "reference_logprobs" in self.evaluated_fields.values()
+
+    @property
+    def reference_mixing(self) -> "ReferenceMixing | None":
+        """How the reference follows the policy; None if it never changes."""
+        return None
 
     @property
     def uses_advantages(self) -> bool:
@@ -311,6 +326,14 @@ class PreferenceLoss(ObjectiveConfig):
     """The weight of desirable completions (`kto`, `apo_zero_unpaired`). Its authors want the total weight of desirable
     completions to be 1 to 4/3 times that of the others."""
     undesirable_weight: float = Field(1.0, ge=0)
+    use_weighting: bool = False
+    """WPO: weigh each pair by the probability of its completions under the policy."""
+    sync_ref_model: bool = False
+    """TR-DPO: move the reference towards the policy from time to time."""
+    ref_model_mixup_alpha: float = Field(0.6, gt=0, le=1)
+    """The share of the policy in the weights of a moved reference; 1 replaces the reference."""
+    ref_model_sync_steps: int = Field(512, gt=0)
+    """Optimizer steps between two moves."""
 
     @property
     def unpaired(self) -> bool:
@@ -332,7 +355,13 @@ class PreferenceLoss(ObjectiveConfig):
         fields: dict[str, TrainerOutput] = {"policy_logprob": "logprobs"}
         if not _REFERENCE_FREE.issuperset(self.terms):
             fields["reference_logprob"] = "reference_logprobs"
+        if self.use_weighting:
+            fields["renyi_entropy"] = "renyi_entropy"
         return fields
+
+    @property
+    def reference_mixing(self) -> ReferenceMixing | None:
+        return ReferenceMixing(self.ref_model_mixup_alpha, self.ref_model_sync_steps) if self.sync_ref_model else None
 
     @property
     def learns_prompts(self) -> bool:
@@ -365,12 +394,20 @@ class PreferenceLoss(ObjectiveConfig):
             raise ValueError(
                 f"f_divergence_type {self.f_divergence_type} has no effect on type {', '.join(without)}: leave it out"
             )
+        if self.sync_ref_model and not self.needs_reference:
+            raise ValueError(f"sync_ref_model with type {', '.join(self.type)}, which has no reference: leave it out")
+        if self.use_weighting and (without := sorted(self.terms.keys() & _UNWEIGHTED)):
+            raise ValueError(
+                f"use_weighting does not apply to type {', '.join(without)}, whose values are not those of single "
+                "pairs: leave it out"
+            )
         return self
 
 
 _SMOOTHED = {
     "sigmoid", "sigmoid_norm", "robust", "exo_pair", "aot", "aot_unpaired", "cpo_sigmoid", "simpo", "alphapo",
 }  # fmt: skip
+_UNWEIGHTED = {"aot", "aot_unpaired", *get_args(UnpairedLoss)}
 _WITHOUT_LD = {*_REFERENCE_FREE, *get_args(UnpairedLoss)}
 _OF_DIVERGENCES = {"sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft"}
 """The losses that are defined by a divergence, or not affected by it."""

@@ -180,6 +180,9 @@ class PreferenceConfig(RunConfig):
     loss: PreferenceLoss = PreferenceLoss()
     reference: ReferenceConfig | None = None
     """Processes for the reference model; the policy's ranks hold it when absent."""
+    precompute_ref_log_probs: bool = False
+    """Compute the reference's log-probabilities of all data once, before the first step, and keep them in the run's
+    folder. No reference model is in memory then."""
 
     @property
     def objective(self) -> PreferenceLoss:
@@ -196,6 +199,10 @@ class PreferenceConfig(RunConfig):
     @property
     def serve_roles(self) -> tuple[ServeRole, ...]:
         return () if self.reference is None else (_reference_role(self, self.reference),)
+
+    @property
+    def precomputed_fields(self) -> tuple[str, ...]:
+        return ("reference_logprob",) if self.precompute_ref_log_probs else ()
 
     @property
     def trial_overrides(self) -> dict[str, int]:
@@ -217,6 +224,10 @@ class PreferenceConfig(RunConfig):
         if self.reference is not None:
             without = f"loss.type {', '.join(self.loss.type)} has no reference"
             _check_reference(self, self.reference, without, "choose another loss.type, such as sigmoid")
+        if self.precompute_ref_log_probs:
+            _check_precomputed(self)
+        if self.loss.sync_ref_model:
+            _check_moving_reference(self)
         return self
 
 
@@ -270,6 +281,39 @@ class RewardModelConfig(RunConfig):
         if self.rollout.max_staleness:
             raise ValueError("rollout.max_staleness applies to recipes with rollouts only: leave it out")
         return self
+
+
+def _check_precomputed(config: PreferenceConfig) -> None:
+    """Checks that the reference's log-probabilities can be computed once."""
+    loss = config.loss
+    if not loss.needs_reference:
+        raise ValueError(
+            f"precompute_ref_log_probs with loss.type {', '.join(loss.type)}, which has no reference: leave it out"
+        )
+    if "kto" in loss.type:
+        raise ValueError(
+            "precompute_ref_log_probs with loss.type kto, which compares each prompt with a completion of another "
+            "sample of its step, so that there is no fixed set of completions: leave it out"
+        )
+    if config.reference is not None:
+        raise ValueError(
+            "precompute_ref_log_probs takes the reference's log-probabilities from the policy's ranks before the first "
+            "step, so that reference has nothing to compute: leave one of the two out"
+        )
+
+
+def _check_moving_reference(config: PreferenceConfig) -> None:
+    """Checks that the policy's ranks hold a copy of the reference that can follow the policy."""
+    others = {
+        "model.adapter": (config.model.adapter is not None, "the reference is the model without the adapter"),
+        "precompute_ref_log_probs": (config.precompute_ref_log_probs, "the reference's log-probabilities are fixed"),
+        "reference": (config.reference is not None, "its processes do not have the policy's weights"),
+    }
+    for field, (present, why) in others.items():
+        if present:
+            raise ValueError(
+                f"loss.sync_ref_model moves the reference, but with {field} {why}: leave one of the two out"
+            )
 
 
 def _reference_role(config: RunConfig, reference: ReferenceConfig) -> ServeRole:

@@ -280,8 +280,13 @@ class RunConfig(Section):
             seed=self.seed,
             temperature=self.train_temperature,
             optimizer_steps=self.steps * self.updates_per_step,
-            served_fields=tuple(name for role in self.serve_roles for name in role.fields),
+            served_fields=tuple(name for role in self.serve_roles for name in role.fields) + self.precomputed_fields,
         )
+
+    @property
+    def precomputed_fields(self) -> tuple[str, ...]:
+        """Fields of the objective that are computed once for all data, before the first step."""
+        return ()
 
     @property
     def needs_engines(self) -> bool:

@@ -24,7 +24,7 @@ class TrainRole(Section):
     optimizer_steps: int = Field(gt=0)
     """Optimizer steps of the whole run, over which a schedule without `total_steps` decays."""
     served_fields: tuple[str, ...] = ()
-    """Fields of the objective that served roles compute."""
+    """Fields of the objective that served roles compute, or that were computed once for all data."""
 
     @property
     def evaluated_fields(self) -> dict[str, TrainerOutput]:

@@ -5,6 +5,7 @@
       ledger.sqlite           the index: steps, commits, checkpoints, evaluations, metrics, events
       steps/00000012.arrow    rollouts of step 12, immutable
       steps/00000013.partial  finished completions of step 13, which is not complete yet
+      reference/00000002.safetensors  reference log-probabilities of 256 samples, immutable
       checkpoints/  logs/
 
 A step here is an index, from 0: the number of steps done before it. Names of files, metrics and messages call it by its
@@ -27,6 +28,7 @@ from lockstep.ledger import json_values, partial_rollouts, sqlite_index
 from lockstep.ledger.config_changes import ConfigChange, allowed_changes
 from lockstep.ledger.durable_files import RunLock, disk_full_as_ledger_error, fsync_folder, replace_file, sha256_file
 from lockstep.ledger.errors import FolderExists, OutOfOrder, StepCollected, StepConflict, StepCorrupt
+from lockstep.ledger.reference_chunks import ReferenceChunks
 from lockstep.ledger.run_folder import (
     CONFIG_FILE,
     INDEX_FILE,
@@ -47,7 +49,7 @@ _TRACKER_FOLDERS = ("wandb",)
 """Folders in which a tracker makes links of its own."""
 
 
-class Ledger(RunRecords):
+class Ledger(ReferenceChunks, RunRecords):
     """The ledger of a run, opened by `create`, `resume` or `reader`. A context manager. Its methods raise the errors of
     `ledger.errors`."""
 

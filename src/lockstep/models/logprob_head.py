@@ -165,6 +165,25 @@ def _gradient_of_scores(
     return gradient
 
 
+@torch.no_grad()
+def target_renyi_entropies(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    transform: LogitTransform,
+    temperature: float = 1.0,
+    chunk: int = 1024,
+) -> Tensor:
+    """Computes the Renyi entropy of order 2, -log sum_v p_v^2, of each target's distribution, in nats: float32
+    `[targets]`, without gradient. Arguments as in `target_logprobs`."""
+    entropies = hidden.new_empty(len(hidden), dtype=torch.float32)
+    for start in range(0, len(hidden), chunk):
+        part = slice(start, start + chunk)
+        logits = transform(linear(hidden[part], weight, bias).float()) / temperature
+        entropies[part] = 2 * torch.logsumexp(logits, dim=-1) - torch.logsumexp(logits.mul_(2), dim=-1)
+    return entropies
+
+
 def split_head(lm: Any) -> tuple[str, LogitTransform]:
     """Finds the backbone of a causal language model and the transform of its logits, and checks both with its forward.
 

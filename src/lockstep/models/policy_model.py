@@ -10,7 +10,7 @@ from lockstep.models import forest_attention
 from lockstep.models.attention_plan import QuerySubset
 from lockstep.models.errors import ModelError
 from lockstep.models.fused_decoder import FusedDecoder, UnsupportedLayers
-from lockstep.models.logprob_head import LogitTransform, split_head, target_logprobs
+from lockstep.models.logprob_head import LogitTransform, split_head, target_logprobs, target_renyi_entropies
 
 _PEFT_LAYER = "base_layer."
 _LM_PREFIX = "lm."
@@ -91,6 +91,7 @@ class PolicyModel(nn.Module):
         temperature: float = 1.0,
         chunk: int = 1024,
         entropy: bool = False,
+        renyi_entropy: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """Computes the log-probability of each target after the path to its source.
 
@@ -102,6 +103,7 @@ class PolicyModel(nn.Module):
             temperature: divisor of the logits.
             chunk: number of targets whose logits are computed at once.
             entropy: whether to compute entropies.
+            renyi_entropy: compute Renyi entropies of order 2, which have no gradient, instead of them.
 
         Returns:
             (log-probabilities `[targets]`, entropies `[targets]` in nats or None), float32.
@@ -113,9 +115,11 @@ class PolicyModel(nn.Module):
         if temperature <= 0 or chunk < 1:
             raise ValueError(f"temperature and chunk must be positive, got {temperature} and {chunk}")
         chosen, head = self._hidden_at(tokens, layout, sources), self.head
-        return target_logprobs(
-            chosen.to(head.weight.dtype), head.weight, head.bias, targets, self.transform, temperature, chunk, entropy
-        )
+        hidden, settings = chosen.to(head.weight.dtype), (self.transform, temperature, chunk)
+        logprobs, entropies = target_logprobs(hidden, head.weight, head.bias, targets, *settings, entropy)
+        if renyi_entropy:
+            entropies = target_renyi_entropies(hidden, head.weight, head.bias, *settings)
+        return logprobs, entropies
 
     def _hidden_at(self, tokens: Tensor, layout: RowLayout, sources: Tensor) -> Tensor:
         """Computes the last hidden states at the sources, `[targets, hidden]`. Arguments and errors as in `forward`."""

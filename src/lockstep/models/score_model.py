@@ -56,6 +56,7 @@ class ScoreModel(PolicyModel):
         temperature: float = 1.0,
         chunk: int = 1024,
         entropy: bool = False,
+        renyi_entropy: bool = False,
     ) -> tuple[Tensor, None]:
         """Computes a score for the path to each source; `targets` and the arguments after it have no effect.
 

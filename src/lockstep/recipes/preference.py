@@ -5,16 +5,19 @@ import numpy as np
 from lockstep.config.recipes import PreferenceConfig
 from lockstep.data.forest_builder import forest_from_labelled, forest_from_pairs
 from lockstep.data.mini_batches import pack
+from lockstep.recipes.precomputed_reference import PrecomputedReference, precompute_reference
 from lockstep.run.run import Run
 from lockstep.run.step_preferences import labelled_update, preference_update
 
 
 def preference(run: Run, cfg: PreferenceConfig) -> None:
     """Makes better completions likelier than worse ones, compared with the reference model."""
-    (_learn_labels if cfg.loss.unpaired else _learn_pairs)(run, cfg)
+    forest = forest_from_labelled if cfg.loss.unpaired else forest_from_pairs
+    reference = precompute_reference(run, forest) if cfg.precompute_ref_log_probs else None
+    (_learn_labels if cfg.loss.unpaired else _learn_pairs)(run, cfg, reference)
 
 
-def _learn_pairs(run: Run, cfg: PreferenceConfig) -> None:
+def _learn_pairs(run: Run, cfg: PreferenceConfig, reference: PrecomputedReference | None) -> None:
     for step in run.steps():
         with run.transaction(step):
             with run.stage("pack"):
@@ -22,7 +25,9 @@ def _learn_pairs(run: Run, cfg: PreferenceConfig) -> None:
                 pairs = run.pairs(step, cfg.batch_size)
                 batch = pack(forest_from_pairs(pairs, cfg.loss.learns_prompts), *packing)
             with run.stage("logprobs"):
-                run.annotate(batch)  # of the policy, and of the reference unless no loss needs it
+                run.annotate(batch)  # of the policy, and of the reference if its log-probabilities are computed now
+                if reference is not None:
+                    reference.annotate(batch, pairs)
             update = preference_update(batch, cfg.loss)  # over all pairs, however they are split
             batch.set_per_target("coefficient", update.coefficients)
             with run.stage("train"):
@@ -30,7 +35,7 @@ def _learn_pairs(run: Run, cfg: PreferenceConfig) -> None:
             run.commit(step, [{**each, **update.metrics} for each in stats])
 
 
-def _learn_labels(run: Run, cfg: PreferenceConfig) -> None:
+def _learn_labels(run: Run, cfg: PreferenceConfig, reference: PrecomputedReference | None) -> None:
     for step in run.steps():
         with run.transaction(step):
             with run.stage("pack"):
@@ -40,6 +45,8 @@ def _learn_labels(run: Run, cfg: PreferenceConfig) -> None:
                 batch = pack(forest_from_labelled(samples), *packing)
             with run.stage("logprobs"):
                 run.annotate(evaluated)
+                if reference is not None:
+                    reference.annotate(evaluated, samples)
             labels = np.array([sample.desirable for sample in samples])
             update = labelled_update(evaluated, labels, cfg.loss)
             batch.set_per_target("coefficient", update.coefficients)

@@ -1,6 +1,6 @@
 """A run as a recipe sees it: its roles, and its steps as transactions."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 GENERATION_STAGES = ("rollout", "evaluate")
 """Stages in which engines use the devices."""
-TRAINING_STAGES = ("logprobs", "scores", "train", "validate")
+TRAINING_STAGES = ("reference", "logprobs", "scores", "train", "validate")
 """Stages in which the trainer uses the devices."""
 
 
@@ -157,6 +157,14 @@ class Run:
     def seed(self, step: int) -> int:
         """The seed of all random choices in a step except its completions."""
         return self.config.seed * 1_000_003 + step
+
+    def before_steps(self, stage: str, work: Callable[[], bool]) -> None:
+        """Calls `work` in a stage, before `steps`, until it returns True. If a trainer rank fails in it, all ranks of
+        its role are restarted, and it is called again. Raises GaveUp."""
+        done = False
+        while not done:
+            with self._recovering(), self.stage(stage):
+                done = work()
 
     def steps(self) -> Iterator[int]:
         """Yields the steps to do. After each it evaluates and writes a checkpoint, if they are due.

@@ -103,8 +103,8 @@ class StageTimers:
         return seconds
 
 
-STARTUP_STAGES = ("start", "recovery")
-"""Stages in which processes start, and the current wait is shown."""
+STARTUP_STAGES = ("start", "recovery", "reference")
+"""Stages outside of steps, in which processes start or prepare, and the current wait is shown."""
 
 
 class RunReporter:

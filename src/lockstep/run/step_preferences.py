@@ -6,7 +6,6 @@ import numpy as np
 import torch
 
 from lockstep.algos.preference_losses import (
-    PAIR_LOSSES,
     PairLogprobs,
     PreferenceSettings,
     apo_zero_unpaired,
@@ -26,7 +25,7 @@ class PreferenceUpdate:
     """float32 `[targets]`: the derivative of the loss by the target's log-probability."""
     metrics: dict[str, float]
     """`loss`, and TRL's metrics: `rewards/chosen`, `rewards/rejected` (beta times the log-ratio to the reference),
-    `rewards/accuracies`, `rewards/margins`, `logps/chosen`, `logps/rejected`."""
+    `rewards/accuracies`, `rewards/margins`, `logps/chosen`, `logps/rejected`; with WPO `pair_weight`, their mean."""
 
 
 def preference_update(batch: TrainingBatch, config: PreferenceLoss) -> PreferenceUpdate:
@@ -59,14 +58,18 @@ def preference_update(batch: TrainingBatch, config: PreferenceLoss) -> Preferenc
         chosen_prompt=prompts if config.learns_prompts else None,
         prompt_tokens=torch.from_numpy(np.bincount(batch.sequences[in_prompt], minlength=len(counts))[0::2]),
     )
-    settings = preference_settings(config)
-    loss = preference_loss(pairs, config.terms, settings)
+    settings, metrics = preference_settings(config), _metrics(pairs, config)
+    weights = _pair_weights(batch, ~in_prompt, counts) if config.use_weighting else None
+    if weights is not None:
+        metrics["pair_weight"] = weights.mean().item()
+    loss = preference_loss(pairs, config.terms, settings, weights)
     of_policy, of_prompts = torch.autograd.grad(loss, (policy, prompts), materialize_grads=True)
     by_sequence = np.where(in_prompt, of_prompts.numpy()[batch.sequences // 2], of_policy.numpy()[batch.sequences])
-    metrics = {"loss": loss.item(), **_metrics(pairs, config)}
+    metrics["loss"] = loss.item()
     if len(config.terms) > 1:
         with torch.no_grad():
-            metrics |= {f"loss/{name}": PAIR_LOSSES[name](pairs, settings).mean().item() for name in config.terms}
+            each = {name: preference_loss(pairs, {name: 1.0}, settings, weights).item() for name in config.terms}
+            metrics |= {f"loss/{name}": value for name, value in each.items()}
     return PreferenceUpdate((by_sequence * shares).astype(np.float32), metrics)
 
 
@@ -120,6 +123,19 @@ def preference_settings(config: PreferenceLoss) -> PreferenceSettings:
         simpo_gamma=config.simpo_gamma,
         alphapo_alpha=config.alphapo_alpha,
     )
+
+
+def _pair_weights(batch: TrainingBatch, part: np.ndarray, counts: np.ndarray) -> torch.Tensor:
+    """The weight of each pair in WPO (Zhou et al. 2024, equation 2), float64 `[pairs]`: the product of exp(mean over
+    tokens of log p - log sum_v p_v^2) over both completions, which is about 1 if the policy would sample them.
+
+    Args:
+        part: bool `[targets]`, those of completions.
+        counts: int `[sequences]`, the number of tokens of each completion.
+    """
+    values = batch.fields["policy_logprob"].astype(np.float64) + batch.fields["renyi_entropy"]
+    means = np.bincount(batch.sequences[part], values[part], len(counts)) / counts
+    return torch.from_numpy(np.exp(means[0::2] + means[1::2]))
 
 
 def _token_shares(

@@ -19,7 +19,7 @@ from transformers import (
 from lockstep.data.row_layout import RowLayout
 from lockstep.models import logprob_head
 from lockstep.models.errors import ModelError
-from lockstep.models.logprob_head import LogitTransform, split_head, target_logprobs
+from lockstep.models.logprob_head import LogitTransform, split_head, target_logprobs, target_renyi_entropies
 from lockstep.models.policy_model import PolicyModel
 
 SIZES = {
@@ -111,6 +111,19 @@ def test_no_tensor_of_targets_by_vocabulary(entropy: bool) -> None:
     with Largest() as whole:  # the measure does see a full logits tensor
         (hidden @ weight.t()).log_softmax(-1).sum().backward()
     assert whole.elements == targets * vocabulary
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("chunk", [1, 3, 100])
+def test_renyi_entropies_are_their_formula(transform: LogitTransform, chunk: int) -> None:
+    generator = torch.Generator().manual_seed(2)
+    hidden, weight, bias = (torch.randn(*shape, generator=generator) for shape in ((7, 5), (11, 5), (11,)))
+    probabilities = torch.softmax(transform(hidden @ weight.t() + bias).double() / 0.7, -1)
+    found = target_renyi_entropies(hidden, weight, bias, transform, 0.7, chunk)
+    assert torch.allclose(found.double(), -torch.log(probabilities.square().sum(-1)), atol=1e-6)
+    with Largest() as largest:
+        target_renyi_entropies(torch.randn(512, 8), torch.randn(4096, 8), None, transform, chunk=chunk)
+    assert largest.elements <= max(chunk, 8) * 4096
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

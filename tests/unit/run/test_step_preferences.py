@@ -61,6 +61,32 @@ def test_dpo_is_its_formula_on_tokens() -> None:
     assert update.metrics["rewards/accuracies"] == (gaps > 0).double().mean().item()
 
 
+@pytest.mark.parametrize("type_", ["sigmoid", "simpo", "kl"])
+def test_wpo_weighs_pairs_by_their_probability(type_: str) -> None:
+    """The weights are constants of the gradient; written once more from TRL's lines."""
+    types = ("sigmoid", "sppo_hard") if type_ == "kl" else (type_,)
+    loss, plain = config(*types, use_weighting=True), config(*types)
+    batch = filled(loss)
+    logprobs = torch.from_numpy(batch.fields["policy_logprob"].astype(np.float64))
+    log_sum_sq_probs = -torch.from_numpy(batch.fields["renyi_entropy"].astype(np.float64))
+    tokens = torch.tensor([float(n) for each in SIZES for n in each[1:]])
+    of_completions = torch.exp(sums_of(logprobs - log_sum_sq_probs, batch) / tokens)
+    weights = of_completions[0::2] * of_completions[1::2]
+    update = preference_update(batch, loss)
+    assert update.metrics["pair_weight"] == pytest.approx(weights.mean().item(), rel=1e-6)
+    expected, total = np.zeros(batch.targets), 0.0
+    for pair in range(len(SIZES)):
+        alone = pack(forest_from_pairs(pairs_of()[pair : pair + 1]), 1, 64)
+        inside = batch.sequences // 2 == pair
+        for name in plain.evaluated_fields:
+            alone.set_per_target(name, batch.fields[name][inside])
+        single = preference_update(alone, plain)
+        expected[inside] = single.coefficients * weights[pair].item() / len(SIZES)
+        total += single.metrics["loss"] * weights[pair].item() / len(SIZES)
+    assert update.metrics["loss"] == pytest.approx(total, rel=1e-6)
+    np.testing.assert_allclose(update.coefficients, expected, rtol=1e-5, atol=1e-9)
+
+
 def test_orpo_learns_the_prompts_of_chosen_completions() -> None:
     loss, batch = config("orpo"), filled(config("orpo"))
     assert set(loss.evaluated_fields) == {"policy_logprob"}

@@ -93,6 +93,11 @@ def find_parent(text: str, config: RunConfig) -> ParentRun:
         chosen = choose_checkpoint(ledger.checkpoints(), step)
     parent = check_config(dict(stored), source=str(run))
     _check_models(run, parent, config)
+    if config.precomputed_fields:
+        raise RunRefused(
+            f"precompute_ref_log_probs takes the log-probabilities of the reference, the model in {config.model.path}, "
+            f"from the policy before its first step, but this policy starts from {run}: leave it out"
+        )
     trainers = [role.trainer.kind for role in parent.train_roles] == [role.trainer.kind for role in config.train_roles]
     changes = compare_config(stored, config.model_dump(mode="json"))
     shown = tuple(str(change) for change in changes if change.path not in _OWN_FIELDS)

@@ -60,9 +60,11 @@ class FSDP2Planner(TrainerPlanner):
         return parts
 
     def memory_checkpoint(self, role: TrainRole, model: ModelFacts) -> int:
-        """Returns the bytes of fp32 weights and two Adam moments, of every copy of the parameters."""
+        """Returns the bytes of fp32 weights and two Adam moments, of every copy of the parameters, and those of a
+        reference that moves."""
         trained = model.parameters if model.adapter is None else model.adapter.parameters
-        return 2 * 12 * trained * role.trainer.replicas
+        moving = 0 if role.objective.reference_mixing is None else DTYPE_BYTES[model.dtype]
+        return 2 * (12 + moving) * trained * role.trainer.replicas
 
     def collectives(self, role: TrainRole, model: ModelFacts, updates: int, publishes: bool) -> list[PlannedCollective]:
         if role.trainer.ranks == 1:
@@ -121,7 +123,7 @@ def _gathers(role: TrainRole, model: ModelFacts, updates: int) -> tuple[str, str
     layers, units, adapter = model.layers, model.layers + 1, model.adapter
     # FSDP2 gathers one layer ahead of the next backward, even if there is none.
     backward = layers if adapter is None else layers - max(adapter.first_trained_layer - 1, 0)
-    models = len(role.evaluated_fields)
+    models = len({output == "reference_logprobs" for output in role.evaluated_fields.values()})
     # The policy without its adapter serves as the reference, unless the adapter was loaded with weights.
     held = models if adapter is None or adapter.reference_differs_from_base else min(models, 1)
     if role.trainer.reshard_after_forward:

@@ -24,6 +24,7 @@ from lockstep.train.checkpoints.memory_checkpoint import MemoryCheckpoints
 from lockstep.train.distributed import ParallelContext
 from lockstep.train.errors import NonFinite
 from lockstep.train.fsdp.merged_weights import MergedWeights
+from lockstep.train.fsdp.moving_reference import mix_into_reference, reference_rows
 from lockstep.train.fsdp.parallelize import (
     InitialAdapter,
     base_digests,
@@ -62,6 +63,8 @@ from lockstep.watch.recorder import recorder
 
 _PARAMETER = "parameter."
 """Prefix of the names of trained weights in checkpoints."""
+_REFERENCE = "reference."
+"""Prefix of the weights of a reference that moves."""
 
 
 class FSDP2Trainer:
@@ -90,7 +93,7 @@ class FSDP2Trainer:
         self.objective = with_router_loss(make_objective(role.objective), self.policy, role)
         # Created while no layer is gathered, because a gathered layer holds plain parameters instead of its shards.
         self.merged_weights = MergedWeights(self.policy, ranks)
-        self.has_reference = role.holds_reference
+        self.has_reference, self.mixing = role.holds_reference, role.objective.reference_mixing
         self.reference: PolicyModel | None = None
         """The reference as a separate model. With an adapter it is None: the policy without the adapter, or with the
         adapter's initial values, is the reference."""
@@ -208,6 +211,8 @@ class FSDP2Trainer:
             for parameter in self.trained_parameters.values():
                 parameter.grad = None
         done = self.optimizer.steps - self.steps_before_run
+        if self.mixing is not None and self.reference is not None and done % self.mixing.steps == 0:
+            mix_into_reference(self.reference, self.policy, self.mixing.share)
         current_beacon().progress("optimizer steps", done, self.role.optimizer_steps)
         return StepStats({**totals.values, "grad_norm": norm, "lr": lr})
 
@@ -253,6 +258,7 @@ class FSDP2Trainer:
         inherited = read_manifest(folder).get(INHERITED)
         if inherited is not None:
             random = {}
+            state = {name: rows for name, rows in state.items() if not name.startswith(_REFERENCE)}
         if inherited == "weights":
             state = {name: rows for name, rows in state.items() if name.startswith(_PARAMETER)}
         manifest = checkpoint.load_checkpoint(folder, state, random, self.ranks, self.base_digests)
@@ -380,6 +386,8 @@ class FSDP2Trainer:
             state[f"{_PARAMETER}{name}"] = LocalRows(local_shard(parameter), shape)
             state[f"exp_avg.{name}"] = LocalRows(self.optimizer.exp_avg[name], shape)
             state[f"exp_avg_sq.{name}"] = LocalRows(self.optimizer.exp_avg_sq[name], shape)
+        if self.reference is not None and self.mixing is not None:
+            state |= {f"{_REFERENCE}{name}": rows for name, rows in reference_rows(self.reference).items()}
         return state
 
     def _random_state(self) -> dict[str, Tensor]:

@@ -24,9 +24,11 @@ def target_values(
     distribution that the engine samples from; of a model with a score head, the scores.
 
     Args:
+        outputs: one kind of entropy at most.
         temperature: divisor of the logits.
         chunk: number of targets whose logits are computed at once.
     """
+    renyi = "renyi_entropy" in outputs
     values, entropy = model(
         batch.tokens,
         batch.layout(),
@@ -35,10 +37,12 @@ def target_values(
         temperature=temperature,
         chunk=chunk,
         entropy="entropy" in outputs,
+        renyi_entropy=renyi,
     )
     if "scores" in outputs:
         return {"scores": values}
-    return {"logprobs": values} if entropy is None else {"logprobs": values, "entropy": entropy}
+    kind: ModelOutput = "renyi_entropy" if renyi else "entropy"
+    return {"logprobs": values} if entropy is None else {"logprobs": values, kind: entropy}
 
 
 @torch.no_grad()

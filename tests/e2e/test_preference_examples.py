@@ -1,0 +1,70 @@
+"""The examples of preferences learn, with every seed: DPO and KTO from noisy labels, ORPO from a base model."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from harness import train
+
+from lockstep.ledger.ledger import Ledger
+from lockstep.models.tiny_model import make_tiny
+
+pytestmark = [
+    pytest.mark.slow, pytest.mark.xdist_group("preference examples"), pytest.mark.timeout(1200),
+]  # fmt: skip
+
+ROOT = Path(__file__).parents[2]
+TARGETS = {"dpo": 0.9, "kto": 0.9, "orpo": 0.65}
+"""Exact match on held-out prompts, sampled at temperature 1."""
+SEEDS = (11, 12, 13)
+
+
+def example(example_name: str, home: Path, **changes: Any) -> dict[str, Any]:
+    """The config of an example with paths in `home`."""
+    values = yaml.safe_load(
+        (ROOT / "examples" / f"{example_name}_sort.yaml").read_text().replace("runs/", f"{home}/runs/")
+    )
+    return {**values, "folder": f"{home}/runs", **changes}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the data, the model of the README's first command, and the one that sft_sort.yaml makes of it."""
+    home = tmp_path_factory.mktemp("examples")
+    subprocess.run([sys.executable, ROOT / "examples/sort_data.py", home / "runs/sort-data"], check=True, timeout=60)
+    make_tiny(home / "runs/sort-model", alphabet="0123456789=", max_length=64)
+    train(home, example("sft", home))
+    return home
+
+
+def test_one_label_in_ten_is_wrong(home: Path) -> None:
+    folder = home / "runs/sort-data"
+    pairs, labelled = (
+        [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+        for name in ("pairs", "labelled")
+    )
+    right = [row["chosen"] == "".join(sorted(row["prompt"][:-1])) for row in pairs]
+    assert 0.89 < sum(right) / len(right) < 0.91
+    ascending = [row["completion"] == "".join(sorted(row["prompt"][:-1])) for row in labelled]
+    agree = [row["label"] == each for row, each in zip(labelled, ascending, strict=True)]
+    assert 0.88 < sum(agree) / len(agree) < 0.92, "palindromes are sorted both ways"
+    assert 0.48 < sum(ascending) / len(ascending) < 0.53
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("name", TARGETS)
+def test_an_example_learns(home: Path, name: str, seed: int) -> None:
+    run = train(home, example(name, home, seed=seed, name=f"{name}-{seed}"))
+    summary = json.loads((run / "summary.json").read_text())
+    start = 0.1 if name == "orpo" else 0.6
+    with Ledger.reader(run) as ledger:
+        curve = [row.metrics["eval/exact_match"] for row in ledger.evaluations()]
+        margins = [row.values["rewards/margins"] for row in ledger.metrics_rows() if "rewards/margins" in row.values]
+    assert curve[0] < start and summary["eval/exact_match"]["final"] >= TARGETS[name], curve
+    assert sum(margins[-20:]) > sum(margins[:20])
+    page = (run / "report.html").read_text()
+    assert "Exact match" in page and "Implicit reward" in page
