@@ -4,9 +4,11 @@ It shows that the trainer protocol suffices for another kind of trainer than tho
 `trainer.kind: replicated` is a kind like the others; importing this file changes nothing.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import torch
@@ -149,12 +151,12 @@ class ReplicatedTrainer:
     def load_from_memory(self, checkpoints: MemoryCheckpoints, version: int) -> None:
         self.save_to_memory(checkpoints, version)
 
-    def export(self, folder: Path) -> None:
+    def export(self, folder: Path, added: Mapping[str, Any] = MappingProxyType({})) -> None:
         rows = {
             name: LazyWeight(tuple(weight.shape), lambda weight=weight: self._share(weight.detach()))
             for name, weight in self.weights.items()
         }
-        export_model(folder, self.policy, rows, self.role.model, self.compute_dtype, self.ranks)
+        export_model(folder, self.policy, rows, self.role.model, self.compute_dtype, self.ranks, added)
 
     def export_adapter(self, folder: Path) -> None:
         raise ValueError("there is no adapter to export; set model.adapter")

@@ -161,6 +161,9 @@ def test_transformers_gives_equal_scores(home: Path) -> None:
     earlier = json.loads((home / "exported/config.json").read_text())
     assert earlier["mean"] == pytest.approx(evaluations[2]["eval/mean_reward"])
     assert earlier["architectures"] == ["Qwen2ForSequenceClassification"]
+    again = rows_of(train(home, settings(home, "continued", model={"path": str(run / "export")}, steps=1)))
+    assert again[0]["policy/chosen_reward"] == pytest.approx(found["chosen"][:PAIRS].mean().item(), abs=1e-5)
+    assert "has no score head" not in (home / "runs/continued/logs/controller.log").read_text()
     refused = CliRunner().invoke(app, ["generate", str(run), "12="])
     assert refused.exit_code and "scores texts and generates none" in refused.output
 

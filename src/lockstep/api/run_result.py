@@ -12,6 +12,7 @@ from lockstep.config.run_config import RunConfig
 from lockstep.ledger.ledger import Ledger
 from lockstep.models.huggingface import quiet_transformers
 from lockstep.models.model_loader import load_tokenizer
+from lockstep.models.score_model import set_padding_for_scores
 from lockstep.report.run_summary import committed_rows, early_stop
 from lockstep.run.planning.working_folder import in_working_folder
 from lockstep.run.trained_models.checkpoint_export import export_checkpoint
@@ -94,7 +95,10 @@ class Result:
     def tokenizer(self) -> "PreTrainedTokenizerBase":
         """Loads the tokenizer, with the chat template of the run."""
         with in_working_folder(self.folder):
-            return load_tokenizer(self.config.model)
+            tokenizer = load_tokenizer(self.config.model)
+        if self.config.head == "score":
+            set_padding_for_scores(tokenizer)
+        return tokenizer
 
     def policy(self, step: int | str = "last") -> LoadedPolicy:
         """Loads model and tokenizer; see `lockstep.load_policy`."""

@@ -5,7 +5,8 @@ engines generate. Nothing outside this file and the recipe's loop knows a recipe
 """
 
 import math
-from typing import ClassVar, Literal, Self
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -23,7 +24,8 @@ from lockstep.config.algorithm import (
 from lockstep.config.reward import EnvironmentReward, RewardConfig, TaskReward
 from lockstep.config.rollout import SamplingConfig
 from lockstep.config.run_config import DataKind, Generation, RunConfig, ValidationConfig
-from lockstep.config.serve_role import ReferenceConfig, ServeRole
+from lockstep.config.serve_role import ReferenceConfig, ServeRole, check_reference, reference_role
+from lockstep.config.trainer import TrainerConfig
 
 
 class SFTConfig(RunConfig):
@@ -111,7 +113,7 @@ class GRPOConfig(RunConfig):
 
     @property
     def serve_roles(self) -> tuple[ServeRole, ...]:
-        return () if self.reference is None else (_reference_role(self, self.reference),)
+        return () if self.reference is None else (reference_role(self, self.reference),)
 
     @property
     def train_temperature(self) -> float:
@@ -163,7 +165,7 @@ class GRPOConfig(RunConfig):
                 "they generate while it trains: leave one of the two out"
             )
         if self.reference is not None:
-            _check_reference(self, self.reference, "loss.kl.coefficient is 0", "set loss.kl.coefficient above 0")
+            check_reference(self, self.reference, "loss.kl.coefficient is 0", "set loss.kl.coefficient above 0")
         others = [each.kind for each in self.data.sources if each.kind != "reasoning_gym"]
         if others and any(isinstance(term, TaskReward) for term in self.reward.terms):
             raise ValueError(f"reward.terms has kind task, but data.kind is {others[0]}, not reasoning_gym")
@@ -198,7 +200,7 @@ class PreferenceConfig(RunConfig):
 
     @property
     def serve_roles(self) -> tuple[ServeRole, ...]:
-        return () if self.reference is None else (_reference_role(self, self.reference),)
+        return () if self.reference is None else (reference_role(self, self.reference),)
 
     @property
     def precomputed_fields(self) -> tuple[str, ...]:
@@ -223,7 +225,7 @@ class PreferenceConfig(RunConfig):
             )
         if self.reference is not None:
             without = f"loss.type {', '.join(self.loss.type)} has no reference"
-            _check_reference(self, self.reference, without, "choose another loss.type, such as sigmoid")
+            check_reference(self, self.reference, without, "choose another loss.type, such as sigmoid")
         if self.precompute_ref_log_probs:
             _check_precomputed(self)
         if self.loss.sync_ref_model:
@@ -235,6 +237,8 @@ class RewardModelConfig(RunConfig):
     """Training of a reward model: the better completion of each pair gets the higher score (Ouyang et al. 2022)."""
 
     recipe: Literal["reward"]
+    trainer: TrainerConfig = TrainerConfig()
+    """As in other recipes, with a learning rate of 9e-6 (OpenRLHF's) where none is given."""
     batch_size: int = Field(32, gt=0)
     """Pairs per optimizer step, over all ranks."""
     loss: BradleyTerry = BradleyTerry()
@@ -265,15 +269,32 @@ class RewardModelConfig(RunConfig):
 
     @property
     def validation_metrics(self) -> tuple[str, ...]:
-        return ("eval/loss", "eval/accuracy", "eval/margin")
+        names = "loss", "accuracy", "margin", "chosen_reward", "rejected_reward", "mean_reward", "std_reward"
+        return tuple(f"eval/{name}" for name in names)
 
     @property
     def trial_overrides(self) -> dict[str, int]:
         held_out = {} if self.validation is None else {"validation.samples": 2}
         return {"batch_size": min(self.batch_size, max(2, self.trainer.ranks))} | held_out
 
+    @model_validator(mode="before")
+    @classmethod
+    def _set_learning_rate(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping) or not isinstance(values.get("trainer", {}), Mapping):
+            return values
+        trainer = values.get("trainer", {})
+        optimizer = trainer.get("optimizer", {})
+        if not isinstance(optimizer, Mapping):
+            return values
+        return {**values, "trainer": {**trainer, "optimizer": {"lr": 9e-6, **optimizer}}}
+
     @model_validator(mode="after")
     def _check_consistency(self) -> Self:
+        if self.model.adapter is not None and self.model.adapter.lora_dropout:
+            raise ValueError(
+                f"model.adapter.lora_dropout {self.model.adapter.lora_dropout} would make the scores of the update "
+                "differ from those that the loss of divided pairs is computed from: leave it out"
+            )
         if self.evaluation is not None:
             raise ValueError("evaluation samples completions, and a reward model gives scores: use validation")
         if self.reward is not None:
@@ -314,48 +335,6 @@ def _check_moving_reference(config: PreferenceConfig) -> None:
             raise ValueError(
                 f"loss.sync_ref_model moves the reference, but with {field} {why}: leave one of the two out"
             )
-
-
-def _reference_role(config: RunConfig, reference: ReferenceConfig) -> ServeRole:
-    return ServeRole(
-        name="reference",
-        model=reference.model(config.model),
-        ranks=reference.ranks,
-        threads=reference.threads,
-        fields={"reference_logprob": "logprobs"},
-        temperature=config.train_temperature,
-        communication=config.communication,
-        head_chunk=config.trainer.head_chunk,
-        malloc=config.trainer.malloc,
-        collective_timeout_s=config.trainer.collective_timeout_s,
-    )
-
-
-def _check_reference(config: RunConfig, reference: ReferenceConfig, unneeded: str, remedy: str) -> None:
-    """Checks that processes for a reference model are needed, and can have their model and devices.
-
-    Args:
-        unneeded: why they may not be needed; then `remedy` makes them needed.
-    """
-    if not config.objective.needs_reference:
-        raise ValueError(
-            f"reference starts processes for the reference model, but {unneeded}, so nothing needs one: "
-            f"{remedy}, or leave reference out"
-        )
-    if reference.path is None and reference.revision is not None:
-        raise ValueError(
-            f"reference.revision {reference.revision!r} is a revision of reference.path, which is absent: set it too"
-        )
-    if reference.path is None and config.model.quantization is not None:
-        raise ValueError(
-            "the reference of a policy with model.quantization is its quantized model without the adapter, which only "
-            "the policy's ranks hold, at no extra memory: leave reference out, or set reference.path"
-        )
-    if config.placement.colocate == "all":
-        raise ValueError(
-            "placement.colocate all lets all roles share GPUs, but the ranks of reference need GPUs of their own: set "
-            "placement.colocate=[policy, rollout], or leave reference out"
-        )
 
 
 def _check_sampling(sampling: SamplingConfig, loss: PolicyLoss) -> None:

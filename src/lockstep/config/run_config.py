@@ -353,6 +353,15 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _check_overlong(self) -> Self:
+        validation = self.held_out_samples.data if self.held_out_samples is not None else None
+        sections = [*self.data.sources, *filter(None, [validation])] if self.data_kind != "pairs" else []
+        held_out = [] if self.evaluation is None else [self.evaluation.data]
+        if any(each.overlong == "truncate" for each in sections + held_out):
+            raise ValueError("overlong: truncate cuts pairs of completions, and nothing else: set it to drop or error")
+        return self
+
+    @model_validator(mode="after")
     def _check_held_out_rows(self) -> Self:
         """Raises ValueError if evaluation uses rows of the training data. A task's row depends on seed + index, so
         tasks with close seeds share most of their rows."""

@@ -1,6 +1,6 @@
 """A served model of a run: everything that its ranks need to know."""
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
@@ -8,6 +8,9 @@ from lockstep.config.algorithm import ModelOutput
 from lockstep.config.model import ModelConfig
 from lockstep.config.section import Section
 from lockstep.config.trainer import CommunicationConfig
+
+if TYPE_CHECKING:
+    from lockstep.config.run_config import RunConfig
 
 
 class ReferenceConfig(Section):
@@ -49,3 +52,46 @@ class ServeRole(Section):
     """As the fields below, that of the policy's trainer: results are the same bit by bit wherever the model is."""
     malloc: Literal["tuned", "default"] = "tuned"
     collective_timeout_s: float = Field(1800.0, gt=0)
+
+
+def reference_role(config: "RunConfig", reference: ReferenceConfig) -> ServeRole:
+    """The served role of a reference model with processes of its own."""
+    return ServeRole(
+        name="reference",
+        model=reference.model(config.model),
+        ranks=reference.ranks,
+        threads=reference.threads,
+        fields={"reference_logprob": "logprobs"},
+        temperature=config.train_temperature,
+        communication=config.communication,
+        head_chunk=config.trainer.head_chunk,
+        malloc=config.trainer.malloc,
+        collective_timeout_s=config.trainer.collective_timeout_s,
+    )
+
+
+def check_reference(config: "RunConfig", reference: ReferenceConfig, unneeded: str, remedy: str) -> None:
+    """Checks that processes for a reference model are needed, and can have their model and devices.
+
+    Args:
+        unneeded: why they may not be needed; then `remedy` makes them needed.
+    """
+    if not config.objective.needs_reference:
+        raise ValueError(
+            f"reference starts processes for the reference model, but {unneeded}, so nothing needs one: "
+            f"{remedy}, or leave reference out"
+        )
+    if reference.path is None and reference.revision is not None:
+        raise ValueError(
+            f"reference.revision {reference.revision!r} is a revision of reference.path, which is absent: set it too"
+        )
+    if reference.path is None and config.model.quantization is not None:
+        raise ValueError(
+            "the reference of a policy with model.quantization is its quantized model without the adapter, which only "
+            "the policy's ranks hold, at no extra memory: leave reference out, or set reference.path"
+        )
+    if config.placement.colocate == "all":
+        raise ValueError(
+            "placement.colocate all lets all roles share GPUs, but the ranks of reference need GPUs of their own: set "
+            "placement.colocate=[policy, rollout], or leave reference out"
+        )

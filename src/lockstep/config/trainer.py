@@ -112,8 +112,9 @@ class CheckpointConfig(Section):
     keep_best: bool = True
     """Also keep the checkpoint of the best evaluation."""
     export: bool | Literal["merged", "adapter"] = True
-    """When the run ends, write `export`, a folder for `AutoModelForCausalLM.from_pretrained` (an adapter is merged into
-    it), and with an adapter also `adapter`, for `PeftModel.from_pretrained`. Or only one of the two."""
+    """When the run ends, write `export`, a folder for `AutoModelForCausalLM.from_pretrained` or, of a reward model,
+    `AutoModelForSequenceClassification.from_pretrained` (an adapter is merged into it), and with an adapter also
+    `adapter`, for `PeftModel.from_pretrained`. Or only one of the two."""
 
 
 class WeightSyncConfig(Section):

@@ -49,12 +49,6 @@ class TrainingBatch:
         """Number of targets."""
         return int(self.sequences.size)
 
-    @property
-    def cuts_trees(self) -> bool:
-        """Whether sequences of a tree may be in different rows, although `whole_trees` was requested."""
-        tokens = np.bincount(self.forest.tree, self.forest.length, len(self.forest))
-        return not self.whole_trees or self.mode != "forest" or bool((tokens > self.token_budget).any())
-
     def minibatches(
         self,
         epochs: int = 1,

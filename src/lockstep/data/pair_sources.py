@@ -51,6 +51,8 @@ class PairSource(DatasetSource[Pair]):
         cfg = cfg if cfg.format != "auto" else cfg.model_copy(update={"format": "preference"})
         if cfg.format != "preference":
             raise ValueError(f"data.format {cfg.format} has no pairs: leave it out, or set it to preference")
+        self.longest_pair = 0
+        """Number of tokens of the longest pair: prompt and both completions."""
         self.truncated = 0
         """Number of pairs with a completion that is cut."""
         super().__init__(rows, cfg, tokenizer, seed, limit)
@@ -74,8 +76,11 @@ class PairSource(DatasetSource[Pair]):
             prompt, chosen, rejected = self._tokens(row)
             lengths.append(prompt.size + max(chosen.size, rejected.size))
             self._margin(row)
-            if self._truncates and lengths[-1] > self._limit.tokens:
+            if lengths[-1] > self._limit.tokens and self._truncates:
                 lengths[-1] = self._cut_length(prompt, chosen, rejected)
+            if lengths[-1] <= self._limit.tokens:
+                sides = (min(side.size, self._limit.tokens - prompt.size) for side in (chosen, rejected))
+                self.longest_pair = max(self.longest_pair, int(prompt.size + sum(sides)))
         return lengths
 
     def _cut_length(self, prompt: np.ndarray, chosen: np.ndarray, rejected: np.ndarray) -> int:
@@ -88,9 +93,12 @@ class PairSource(DatasetSource[Pair]):
         return self._limit.tokens + 1
 
     def _cut(self, prompt: np.ndarray, completion: np.ndarray) -> np.ndarray:
+        """The completion as far as it fits, with the end-of-sequence token at its end if it had one."""
         room = self._limit.tokens - prompt.size
         if completion.size <= room:
             return completion
+        if completion[-1] != self._eos:  # the chat template writes none
+            return completion[:room]
         return np.append(completion[: room - 1], np.int32(self._eos))
 
     def _margin(self, row: int) -> float:

@@ -205,7 +205,7 @@ def fill_head(policy: ScoreModel, folder: Path, seed: int | None) -> None:
         seed: as `head_seed` of `fill_policy`.
     """
     with SafetensorsCheckpoint(folder) as checkpoint, torch.no_grad():
-        source = locate_head(policy.config, checkpoint, str(folder), seed)
+        source = locate_head(policy, checkpoint, str(folder), seed)
         policy.head.weight.copy_(source.rows(checkpoint, 0, 1))
         policy.has_new_head = source.stored is None
 
@@ -288,7 +288,7 @@ def _match_names(
         )
     found, mapping = _find_sources(policy, checkpoint)
     if isinstance(policy, ScoreModel):
-        head = found[HEAD_WEIGHT] = locate_head(policy.config, checkpoint, str(checkpoint.folder), head_seed)
+        head = found[HEAD_WEIGHT] = locate_head(policy, checkpoint, str(checkpoint.folder), head_seed)
         mapping.unexpected = [name for name in mapping.unexpected if name != head.stored]
     report, folder = _report(found, mapping), str(checkpoint.folder)
     if report.missing:

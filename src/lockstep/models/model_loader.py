@@ -29,7 +29,7 @@ from lockstep.config.model import DType, ModelConfig, QuantizationConfig
 from lockstep.models import forest_attention
 from lockstep.models.errors import ModelError
 from lockstep.models.folder_digests import check_digests
-from lockstep.models.hf_checkpoint import resolve_folder
+from lockstep.models.hf_checkpoint import fill_head, resolve_folder
 from lockstep.models.huggingface import quiet_transformers
 from lockstep.models.policy_model import PolicyModel, supports_forest_attention
 from lockstep.models.score_model import HEAD_WEIGHT, ScoreModel
@@ -173,6 +173,8 @@ def load_policy(
         policy = _WRAPPERS[cfg.head](lm)
     except ModelError as error:
         raise ModelError("model.path", cfg.path, f"{type(lm).__name__}: {error.problem}", error.remedy) from error
+    if isinstance(policy, ScoreModel) and not meta:
+        fill_head(policy, resolve_folder(cfg.path, cfg.revision), seed=None)
     policy.eval()
     return policy
 

@@ -142,9 +142,10 @@ def _next_token_pairs(start: int, stop: int) -> list[tuple[int, int]]:
 def _logprobs(policy: PolicyModel, row: Tensor, parents: list[int], pairs: list[tuple[int, int]]) -> Tensor:
     places = torch.tensor(pairs, device=row.device)
     layout = RowLayout([len(row) // len(parents)] * len(parents), parents)
-    logprobs, _ = policy(row, layout, places[:, 0], row[places[:, 1]])
-    assert isinstance(logprobs, Tensor)
-    return logprobs
+    with policy.probed():
+        found, *_ = policy(row, layout, places[:, 0], row[places[:, 1]])
+    assert isinstance(found, Tensor)
+    return found
 
 
 def _max_difference(one: Tensor, other: Tensor) -> float:

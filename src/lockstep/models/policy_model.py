@@ -1,6 +1,7 @@
 """The policy model: a language model that returns log-probabilities of targets instead of logits."""
 
 import inspect
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
@@ -56,6 +57,11 @@ class PolicyModel(nn.Module):
     def head(self) -> nn.Linear:
         head: nn.Linear = self.lm.get_output_embeddings()
         return head
+
+    def probed(self) -> AbstractContextManager[None]:
+        """Inside, the model's output depends on its hidden states by as much whatever its head is, so that layouts can
+        be compared by it."""
+        return nullcontext()
 
     @property
     def trained_beside_adapter(self) -> tuple[str, ...]:

@@ -4,7 +4,8 @@ They are transformers' `*ForSequenceClassification` models with one label. Other
 differently (`HEAD_NAMES`); it is read under each of these names and written as `score.weight`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,7 @@ class ScoreModel(PolicyModel):
         ModelError: the score is not a linear map of the last hidden state.
     """
 
+    _probed = False
     has_new_head = False
     """Whether the head is new, because the model was loaded from a language model's checkpoint."""
 
@@ -66,10 +68,29 @@ class ScoreModel(PolicyModel):
         Raises:
             ValueError: as in `PolicyModel.forward`.
         """
-        chosen, head = self._hidden_at(tokens, layout, sources), self.head
-        # Cloned, because FSDP2 registers its backward hook on the root's output and warns if that is a view.
-        scores = linear(chosen.to(head.weight.dtype), head.weight).float()[:, 0]
+        chosen, head = self._hidden_at(tokens, layout, sources).float(), self.head
+        if self._probed:
+            return chosen @ _probe_direction(chosen), None
+        # In float32 also beside weights in 16 bits, which would give many pairs equal scores. Cloned, because FSDP2
+        # registers its backward hook on the root's output and warns if that is a view.
+        scores: Tensor = linear(chosen, head.weight.float())[:, 0]
         return scores.clone(), None
+
+    @contextmanager
+    def probed(self) -> Iterator[None]:
+        self._probed = True
+        try:
+            yield
+        finally:
+            self._probed = False
+
+
+def _probe_direction(hidden: Tensor) -> Tensor:
+    """A fixed direction of unit length in the hidden states, `[hidden]`."""
+    generator = torch.Generator().manual_seed(0)
+    direction = torch.randn(hidden.shape[-1], generator=generator)
+    unit: Tensor = direction / direction.norm()
+    return unit.to(hidden.device)
 
 
 def find_head(names: Sequence[str]) -> str | None:
@@ -101,26 +122,30 @@ class HeadWeight:
         return weight[start:stop]
 
 
-def locate_head(config: Any, checkpoint: TensorSource, folder: str, seed: int | None) -> HeadWeight:
-    """Finds the head in a checkpoint.
+def locate_head(model: ScoreModel, checkpoint: TensorSource, folder: str, seed: int | None) -> HeadWeight:
+    """Finds the head of a model in a checkpoint.
 
     Args:
-        config: the model's config.
         seed: the seed of a new head, if the checkpoint is one of a language model; None to refuse it.
 
     Raises:
-        ModelError: the head has several labels or a bias, or there is none although there should be.
+        ModelError: the head has several labels, a bias or another shape, or there is none although there should be.
     """
-    hidden, stored = int(config.get_text_config().hidden_size), find_head(checkpoint.names)
+    hidden, stored = model.head.in_features, find_head(checkpoint.names)
     if stored is None:
-        if seed is None or _is_reward_model(config):
+        if seed is None or _is_reward_model(model.config):
             problem = f"it has no head that gives a score (a weight named {', '.join(HEAD_NAMES)})"
             raise ModelError("model.path", folder, problem, "give a complete reward model")
         return HeadWeight(hidden, None, seed)
-    labels = checkpoint.shape(stored)[0]
-    if labels != 1:
-        problem = f"its head {stored} has {labels} labels, and a reward model has one"
+    shape = checkpoint.shape(stored)
+    if shape != (1, hidden):
+        problem = f"its head {stored} has shape {shape}, expected (1, {hidden})"
+        if len(shape) == 2 and shape[0] > 1:
+            problem = f"its head {stored} has {shape[0]} labels, and a reward model has one"
         raise ModelError("model.path", folder, problem, "give a reward model, or a language model for a new head")
+    if not checkpoint.read(stored).is_floating_point():
+        problem = f"its head {stored} is quantized"
+        raise ModelError("model.path", folder, problem, "give a checkpoint in a floating-point type")
     bias = f"{stored.removesuffix('weight')}bias"
     if bias in checkpoint.names and bool(checkpoint.read(bias).any()):
         problem = f"its head has a bias ({bias}), which transformers' classes do not have"
@@ -128,15 +153,16 @@ def locate_head(config: Any, checkpoint: TensorSource, folder: str, seed: int | 
     return HeadWeight(hidden, stored)
 
 
-def set_padding_for_scores(config: Any, tokenizer: Any) -> None:
-    """Sets the padding token of a model's text config and of its tokenizer, so that transformers scores the last token
-    of a text. Its classes score the last token that is not padding; if texts are padded with the end-of-sequence token,
-    that is the token before it. Without another special token there is no padding, and transformers scores one text at
-    a time."""
+def set_padding_for_scores(tokenizer: Any) -> int | None:
+    """Sets the padding token of a tokenizer, and returns it for the config of its model, so that transformers scores
+    the last token of a text. Its classes score the last token that is not padding; if texts are padded with the
+    end-of-sequence token, that is the token before it. Without another special token there is no padding, and
+    transformers scores one text at a time."""
     if tokenizer.pad_token_id in (None, tokenizer.eos_token_id):
         others = [token for token in tokenizer.all_special_tokens if token != tokenizer.eos_token]
         tokenizer.pad_token = others[0] if others else None
-    config.pad_token_id = tokenizer.pad_token_id
+    padding: int | None = tokenizer.pad_token_id
+    return padding
 
 
 def _is_reward_model(config: Any) -> bool:

@@ -6,23 +6,25 @@ from lockstep.config.recipes import RewardModelConfig
 from lockstep.data.forest_builder import forest_of_scored_pairs
 from lockstep.data.mini_batches import pack
 from lockstep.run.run import Run
-from lockstep.run.step_scores import score_pairs, score_update, with_deviation
+from lockstep.run.step_scores import longest_pair, score_metrics, score_pairs, score_update
 
 
 def reward_model(run: Run, cfg: RewardModelConfig) -> None:
     """Maximises the likelihood that the better completion of each pair wins. Its two sides share their prompt."""
+    # A constant of the run, so that every step has the same schedule of collectives.
+    whole = run.policy.info.packing == "forest" and longest_pair(run.samples) <= cfg.token_budget
     for step in run.steps():
         with run.transaction(step):
             with run.stage("pack"):
                 pairs = run.pairs(step, cfg.batch_size)
                 packing = run.policy.ranks, cfg.token_budget, run.policy.info.packing
-                batch = pack(forest_of_scored_pairs(pairs), *packing, whole_trees=True)
-            metrics = {"tokens": float(batch.forest.tokens.size)}
-            if batch.cuts_trees:  # the sides of a pair are in different rows, so all scores are computed first
+                batch = pack(forest_of_scored_pairs(pairs), *packing, whole_trees=whole)
+            tokens = {"tokens": float(batch.forest.tokens.size - batch.targets)}
+            update = None
+            if not whole:  # the sides of a pair may be in different rows, so all scores are computed first
                 with run.stage("scores"):
                     update = score_update(score_pairs(run.policy, batch), np.array([p.margin for p in pairs]), cfg.loss)
                 batch.set_per_target("coefficient", update.coefficients[batch.sequences])
-                metrics |= update.metrics
             with run.stage("train"):
                 stats = [run.policy.step(minibatch) for minibatch in batch.minibatches(objective=cfg.loss)]
-            run.commit(step, [with_deviation(each) | metrics for each in stats])
+            run.commit(step, [score_metrics(each, update) | tokens for each in stats])

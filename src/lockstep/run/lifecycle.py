@@ -278,10 +278,15 @@ def _start_trainers(prepared: PreparedRun, ledger: Ledger, workers: list[Worker]
         _log_packing(name, role, group.info)
         if group.info.slower:
             log.warning("%s%s", name, group.info.slower)
-        if group.info.has_new_head:
-            log.warning("%s%s has no score head, so a new one is trained from random values", name, role.model.path)
     trained = TrainedRoles(groups)
-    return trained, restore_checkpoint(trained, ledger)
+    start = restore_checkpoint(trained, ledger)
+    for group in groups:
+        adapter = group.role.model.adapter
+        loaded = start > 0 or prepared.parent is not None or (adapter is not None and adapter.path is not None)
+        if group.info.has_new_head and not loaded:
+            path = group.role.model.path
+            log.warning("%s has no score head, so a new one is trained from random values", path)
+    return trained, start
 
 
 def _log_packing(name: str, role: TrainRole, info: TrainerInfo) -> None:

@@ -29,7 +29,7 @@ from lockstep.run.rollout_buffer import RolloutBuffer
 from lockstep.run.run_reporter import RunReporter
 from lockstep.run.served_roles import ServedGroup, annotate_batch
 from lockstep.run.step_metrics import rollout_metrics, update_metrics
-from lockstep.run.step_scores import write_score_statistics
+from lockstep.run.step_scores import score_statistics
 from lockstep.run.trained_roles import TrainedRoles
 from lockstep.run.trainer_group import TrainerGroup
 from lockstep.run.weight_sync import WeightPublisher
@@ -283,9 +283,11 @@ class Run:
             with self._recovering():
                 with self.stage("export"):
                     role = self.trained[export.role.name]
-                    (role.export_adapter if export.form == "adapter" else role.export)(folder)
-                    if export.form == "export" and role.role.model.head == "score":
-                        write_score_statistics(folder, self.ledger, self._version)
+                    if export.form == "adapter":
+                        role.export_adapter(folder)
+                    else:
+                        scores = role.role.model.head == "score"
+                        role.export(folder, score_statistics(self.ledger, self._version) if scores else {})
                 done = True
         if folder.is_relative_to(self.folder):  # it belongs to those who may use the run
             set_access(folder)

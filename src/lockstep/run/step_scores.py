@@ -1,16 +1,16 @@
 """The scores of a step's pairs: the loss and its derivative by each score, and what is kept of them in an export."""
 
-import json
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
-from lockstep.base.folders import write_atomically
-from lockstep.base.json_text import read_json
 from lockstep.config.algorithm import BradleyTerry
 from lockstep.data.mini_batches import TrainingBatch
+from lockstep.data.pair_sources import PairSource
+from lockstep.data.sample_sources import SampleSource
 from lockstep.ledger.ledger import Ledger
 from lockstep.run.trainer_group import TrainerGroup
 from lockstep.train.objective import bradley_terry_loss
@@ -59,27 +59,39 @@ def score_update(scores: np.ndarray, margins: np.ndarray, config: BradleyTerry) 
     return ScoreUpdate(gradient.numpy().astype(np.float32), metrics)
 
 
-def with_deviation(stats: dict[str, float]) -> dict[str, float]:
-    """Replaces the mean square of the scores in the metrics of an optimizer step by their standard deviation."""
+def score_metrics(stats: Mapping[str, float], update: ScoreUpdate | None) -> dict[str, float]:
+    """Returns the metrics of an optimizer step, with the standard deviation of the scores.
+
+    Args:
+        stats: those of the objective.
+        update: what the loss was computed from, if not from the step's own scores.
+    """
     found = dict(stats)
-    if (square := found.pop("mean_square_reward", None)) is not None:
+    square = found.pop("mean_square_reward", None)
+    if update is not None:
+        loss = update.metrics["loss"] + found.get("router_aux_loss", 0.0)
+        return found | update.metrics | {"loss": loss}
+    if square is not None:
         found["std_reward"] = max(square - found["mean_reward"] ** 2, 0.0) ** 0.5
     return found
 
 
-def write_score_statistics(folder: Path, ledger: Ledger, steps: int) -> None:
-    """Writes mean and standard deviation of the scores into the config of an exported reward model, as `mean` and
-    `std`, with which OpenRLHF normalises rewards: those of the newest evaluation after at most `steps` steps; without
-    one, those of the last step's pairs."""
+def longest_pair(samples: SampleSource[Any]) -> int:
+    """Returns the number of tokens of the longest pair of the data, prompt and both completions, with the place of each
+    score."""
+    return max(part.longest_pair for part in samples.parts if isinstance(part, PairSource)) + 2
+
+
+def score_statistics(ledger: Ledger, steps: int) -> dict[str, float]:
+    """Returns what the config of a reward model's export says about its scores: their mean and standard deviation, as
+    `mean` and `std`, with which OpenRLHF normalises rewards. They are those of the newest evaluation or step after at
+    most `steps` steps; empty if nothing was measured."""
     deviation = "std_reward"
-    measured = [(row.step, row.metrics, "eval") for row in ledger.evaluations() if f"eval/{deviation}" in row.metrics]
-    if not measured:
-        rows = ((row.step, row.values, "policy") for row in ledger.metrics_rows())
-        measured = [row for row in rows if f"policy/{deviation}" in row[1]]
-    newest = max((each for each in measured if each[0] < steps), key=lambda each: each[0], default=None)
-    if newest is None:
-        return
-    _, metrics, prefix = newest
-    path = folder / "config.json"
-    config = {**read_json(path), "mean": metrics[f"{prefix}/mean_reward"], "std": metrics[f"{prefix}/{deviation}"]}
-    write_atomically(path, (json.dumps(config, indent=2) + "\n").encode())
+    # With the same number of steps, an evaluation counts more than the training data.
+    measured = [(row.step, 1, row.metrics, "eval") for row in ledger.evaluations()]
+    measured += [(row.step, 0, row.values, "policy") for row in ledger.metrics_rows()]
+    known = [each for each in measured if each[0] < steps and f"{each[3]}/{deviation}" in each[2]]
+    if not known:
+        return {}
+    _, _, metrics, prefix = max(known, key=lambda each: each[:2])
+    return {"mean": metrics[f"{prefix}/mean_reward"], "std": metrics[f"{prefix}/{deviation}"]}

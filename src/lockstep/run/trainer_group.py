@@ -175,8 +175,10 @@ class TrainerGroup:
             why="load copy",
         )
 
-    def export(self, folder: Path) -> None:
-        gather_identical([worker.submit(TrainerAPI.export, str(folder)) for worker in self.workers], why="export")
+    def export(self, folder: Path, added: Mapping[str, Any]) -> None:
+        """Writes the model, with values added to its config."""
+        calls = [worker.submit(TrainerAPI.export, str(folder), dict(added)) for worker in self.workers]
+        gather_identical(calls, why="export")
 
     def export_adapter(self, folder: Path) -> None:
         gather_identical(

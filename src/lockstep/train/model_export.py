@@ -7,6 +7,8 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -45,11 +47,15 @@ def export_model(
     model: ModelConfig,
     dtype: torch.dtype,
     ranks: ParallelContext,
+    added: Mapping[str, Any] = MappingProxyType({}),
     file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
     """Writes config, tokenizer and weights (in `dtype`) into `folder`, which appears when it is complete.
 
     All ranks call it. Rank 0 holds the tensors of at most one file, the others only their own rows.
+
+    Args:
+        added: values to add to the config.
 
     Raises:
         CheckpointError: something could not be written; raised on rank 0 only, and `folder` is unchanged.
@@ -80,7 +86,7 @@ def export_model(
                 error = problem
     if ranks.rank == 0:
         size = sum(_group_bytes(group, dtype) for group in groups)
-        _finish_export(folder, temporary, policy, written, size, model, dtype, error)
+        _finish_export(folder, temporary, policy, written, size, model, dtype, added, error)
 
 
 def _gather_group(
@@ -119,9 +125,12 @@ def export_adapter(
         shutil.rmtree(temporary, ignore_errors=True)
         file = "adapter_model.safetensors"
         digests = _write_weights(temporary, file, {name: part.cpu() for name, part in adapter.items()})
+        tokenizer = load_tokenizer(model)
+        if isinstance(policy, ScoreModel):
+            set_padding_for_scores(tokenizer)
         with quiet_transformers():
             settings.save_pretrained(temporary)
-            load_tokenizer(model).save_pretrained(temporary)
+            tokenizer.save_pretrained(temporary)
         write_digests(temporary, {file: digests})
 
 
@@ -133,12 +142,13 @@ def _finish_export(
     size: int,
     model: ModelConfig,
     dtype: torch.dtype,
+    added: Mapping[str, Any],
     error: OSError | SafetensorError | None,
 ) -> None:
     with _commit_or_discard(temporary, folder, "model"):
         if error is not None:
             raise error
-        _write_config_and_tokenizer(temporary, policy, model, dtype)
+        _write_config_and_tokenizer(temporary, policy, model, dtype, added)
         if len(files) > 1 or "model.safetensors" not in files:
             _write_index(temporary, files, size)
         write_digests(temporary, files)
@@ -174,7 +184,9 @@ def _write_weights(folder: Path, file: str, tensors: dict[str, Tensor]) -> dict[
     return waits.future(digests, waits_for="digests", why=f"the digests of {file}", timeout_s=DIGESTS_LIMIT_S)
 
 
-def _write_config_and_tokenizer(folder: Path, policy: PolicyModel, model: ModelConfig, dtype: torch.dtype) -> None:
+def _write_config_and_tokenizer(
+    folder: Path, policy: PolicyModel, model: ModelConfig, dtype: torch.dtype, added: Mapping[str, Any]
+) -> None:
     """Writes config, generation config, tokenizer, and the code of a model with remote code."""
     source = resolve_folder(model.path, model.revision)
     config = copy.deepcopy(policy.config)
@@ -182,9 +194,11 @@ def _write_config_and_tokenizer(folder: Path, policy: PolicyModel, model: ModelC
     if hasattr(config, "quantization_config"):  # the exported weights are not quantized
         del config.quantization_config
     config.architectures = [policy.architecture]
+    for name, value in added.items():
+        setattr(config, name, value)
     tokenizer = load_tokenizer(model)
     if isinstance(policy, ScoreModel):
-        set_padding_for_scores(config.get_text_config(), tokenizer)
+        config.get_text_config().pad_token_id = set_padding_for_scores(tokenizer)
     with quiet_transformers():
         config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)

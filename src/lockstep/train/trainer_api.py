@@ -7,6 +7,7 @@ same order, because the ranks enter collectives in it.
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -98,8 +99,13 @@ class TrainerAPI(ABC):
         MemoryCheckpointMissing."""
 
     @abstractmethod
-    def export(self, folder: str) -> None:
-        """Writes a folder that `AutoModelForCausalLM.from_pretrained` loads. An adapter is merged into the weights."""
+    def export(self, folder: str, added: dict[str, Any] | None = None) -> None:
+        """Writes a folder that `AutoModelForCausalLM.from_pretrained` loads (with a score head:
+        `AutoModelForSequenceClassification`). An adapter is merged into the weights.
+
+        Args:
+            added: values to add to the model's config.
+        """
 
     @abstractmethod
     def export_adapter(self, folder: str) -> None:

@@ -1,9 +1,10 @@
 """The protocol of a trainer within one rank, and the types of its results."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -157,9 +158,14 @@ class Trainer(Protocol):
         """Loads a memory checkpoint that the same number of ranks wrote. Raises MemoryCheckpointMissing,
         TrainerUnsupported."""
 
-    def export(self, folder: Path) -> None:
-        """Writes a folder that `AutoModelForCausalLM.from_pretrained` loads, with a merged adapter. It appears when it
-        is complete. Raises CheckpointError, possibly only on the rank that could not write."""
+    def export(self, folder: Path, added: Mapping[str, Any] = MappingProxyType({})) -> None:
+        """Writes a folder that `AutoModelForCausalLM.from_pretrained` loads (with a score head:
+        `AutoModelForSequenceClassification`), with a merged adapter. It appears when it is complete. Raises
+        CheckpointError, possibly only on the rank that could not write.
+
+        Args:
+            added: values to add to the model's config.
+        """
 
     def export_adapter(self, folder: Path) -> None:
         """Writes a folder that peft's `PeftModel.from_pretrained` loads. Raises ValueError without an adapter."""

@@ -112,9 +112,9 @@ class TrainerService(RankService, TrainerAPI):
         self.trainer.load_from_memory(self._memory_checkpoints(folder), version)
         return self.trainer.optimizer_step
 
-    def export(self, folder: str) -> None:
+    def export(self, folder: str, added: dict[str, Any] | None = None) -> None:
         current_beacon().stage("export")
-        self.trainer.export(Path(folder))
+        self.trainer.export(Path(folder), added or {})
 
     def export_adapter(self, folder: str) -> None:
         current_beacon().stage("export")

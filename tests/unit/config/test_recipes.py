@@ -78,3 +78,20 @@ def test_an_unknown_recipe_is_refused_with_the_known_ones(monkeypatch: pytest.Mo
     monkeypatch.setitem(RECIPES, "best_of_n", RECIPES["sft"])
     with pytest.raises(ConfigError, match=r"'best_of' is unknown.*sft, grpo, preference, reward, best_of_n"):
         check_config({**COMMON, "recipe": "best_of"}, "test")
+
+
+def test_reward_models_have_their_own_defaults_and_refusals() -> None:
+    base = {"recipe": "reward", "name": "r", "steps": 1, "model": {"path": "m"}, "data": {"path": "d"}}
+    config = check_config(base, "test")
+    assert (config.model.head, config.trainer.optimizer.lr, config.data_kind) == ("score", 9e-6, "pairs")
+    assert check_config(base | {"trainer": {"optimizer": {"lr": 1e-5}}}, "test").trainer.optimizer.lr == 1e-5
+    for changes, words in (
+        ({"model": {"path": "m", "adapter": {"lora_dropout": 0.1}}}, "lora_dropout 0.1 would make"),
+        ({"evaluation": {"data": {"path": "e"}}}, "a reward model gives scores: use validation"),
+        ({"model": {"path": "m", "head": "vocabulary"}}, "head vocabulary does not suit this recipe"),
+        ({"early_stopping": {"metric": "eval/accuracy"}}, "is measured by validation: set validation.every"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            check_config(base | changes, "test")
+    with pytest.raises(ConfigError, match="overlong: truncate cuts pairs of completions, and nothing else"):
+        check_config(base | {"recipe": "sft", "data": {"path": "d", "overlong": "truncate"}}, "test")

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.config.algorithm import BradleyTerry
-from lockstep.run.step_scores import score_update, with_deviation
+from lockstep.run.step_scores import score_metrics, score_update
 from lockstep.train.objective import BradleyTerryObjective
 
 CONFIG = BradleyTerry(use_margin=True, center_rewards_coefficient=0.01, label_smoothing=0.1)
@@ -47,7 +47,7 @@ def test_the_objective_is_the_formula(values: list[tuple[float, float, float]]) 
     update = score_update(plain, margins, CONFIG)
     assert loss.item() == pytest.approx(update.metrics["loss"], rel=1e-5, abs=1e-5)
     np.testing.assert_allclose(scores.grad, update.coefficients, rtol=1e-4, atol=1e-6)
-    found = with_deviation(metrics)
+    found = score_metrics(metrics, None)
     for name in ("accuracy", "margin", "chosen_reward", "rejected_reward", "mean_reward"):
         assert found[name] == pytest.approx(update.metrics[name], rel=1e-5, abs=1e-5), name
     assert found["std_reward"] == pytest.approx(update.metrics["std_reward"], rel=1e-3, abs=2e-2)

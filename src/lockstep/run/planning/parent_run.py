@@ -156,4 +156,5 @@ def _identity(role: TrainRole, folder: Path) -> Mapping[str, Any]:
         role.field("model.path"): str(path.resolve()) if path.is_dir() else role.model.path,
         role.field("model.revision"): role.model.revision,
         role.field("model.adapter"): trained,
+        role.field("model.head"): role.model.head,
     }

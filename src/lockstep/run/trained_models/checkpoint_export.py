@@ -1,6 +1,9 @@
 """Exports the model of a checkpoint, without starting its run."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from lockstep.config.algorithm import CrossEntropy
 from lockstep.config.loader import check_config
@@ -10,7 +13,7 @@ from lockstep.ledger.ledger import Ledger
 from lockstep.run.errors import RunRefused
 from lockstep.run.planning.parent_run import choose_checkpoint
 from lockstep.run.planning.prepare import resolve_adapters
-from lockstep.run.step_scores import write_score_statistics
+from lockstep.run.step_scores import score_statistics
 from lockstep.train.checkpoints.checkpoint_retention import part_folder
 from lockstep.train.distributed import ParallelContext
 from lockstep.train.rank_service import choose_device
@@ -18,7 +21,8 @@ from lockstep.train.trainer_kinds import trainer_kind
 
 
 def export_checkpoint(run: Path, out: Path, step: str = "last", role: str | None = None, adapter: bool = False) -> int:
-    """Writes the model of a checkpoint as a folder that `AutoModelForCausalLM.from_pretrained` loads.
+    """Writes the model of a checkpoint as a folder that `AutoModelForCausalLM.from_pretrained` loads, of a reward model
+    `AutoModelForSequenceClassification`.
 
     Loads the checkpoint on one rank in this process, on a GPU if there is one. The run may be in progress, and any
     number of ranks may have written the checkpoint.
@@ -41,29 +45,37 @@ def export_checkpoint(run: Path, out: Path, step: str = "last", role: str | None
     with Ledger.reader(run) as ledger:
         config = resolve_adapters(check_config(ledger.config(), source=str(run)))
         chosen = choose_checkpoint(ledger.checkpoints(), step)
+        added = score_statistics(ledger, chosen.step + 1) if config.head == "score" else {}
     exported = _role_on_one_rank(config, role)
     if adapter and exported.model.adapter is None:
         raise RunRefused(f"{exported.name} of {run} has no adapter: leave --adapter out")
     part = part_folder(chosen.path, exported.name, [each.name for each in config.train_roles])
-    export_from_one_rank(exported, out, part, adapter)
-    if exported.model.head == "score" and not adapter:
-        with Ledger.reader(run) as ledger:
-            write_score_statistics(out, ledger, chosen.step + 1)
+    export_from_one_rank(exported, out, part, adapter, added)
     return chosen.step + 1
 
 
-def export_from_one_rank(role: TrainRole, out: Path, checkpoint: Path | None, adapter: bool = False) -> None:
+def export_from_one_rank(
+    role: TrainRole,
+    out: Path,
+    checkpoint: Path | None,
+    adapter: bool = False,
+    added: Mapping[str, Any] = MappingProxyType({}),
+) -> None:
     """Writes a model, or its adapter, from one rank in this process, on a GPU if there is one.
 
     Args:
         role: a role with one rank.
         checkpoint: the state to write; the model as it is loaded, with its adapter, when absent.
+        added: values to add to the model's config.
     """
     trainer = trainer_kind(role).create(role, ParallelContext(device=choose_device("auto", 0)), 1)
     try:
         if checkpoint is not None:
             trainer.load(checkpoint)
-        (trainer.export_adapter if adapter else trainer.export)(out)
+        if adapter:
+            trainer.export_adapter(out)
+        else:
+            trainer.export(out, added)
     finally:
         trainer.close()
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -298,13 +299,11 @@ class FSDP2Trainer:
     def _full_state(self) -> dict[str, Tensor]:
         return {name: rows.local for name, rows in self._state().items()} | self._random_state()
 
-    def export(self, folder: Path) -> None:
-        """Writes a folder that `AutoModelForCausalLM.from_pretrained` loads (with a score head:
-        `AutoModelForSequenceClassification`), in the compute precision, with a merged adapter.
-
-        Rank 0 gathers one parameter at a time; the other ranks hold only their own rows.
-        """
-        export_model(folder, self.policy, self.merged_weights.merged(), self.role.model, self.compute_dtype, self.ranks)
+    def export(self, folder: Path, added: Mapping[str, Any] = MappingProxyType({})) -> None:
+        """See `Trainer`; in the compute precision. Rank 0 gathers one parameter at a time; the other ranks hold only
+        their own rows."""
+        described = self.role.model, self.compute_dtype, self.ranks, added
+        export_model(folder, self.policy, self.merged_weights.merged(), *described)
 
     def export_adapter(self, folder: Path) -> None:
         """Writes a folder that peft's `PeftModel.from_pretrained` loads. All ranks call it."""
