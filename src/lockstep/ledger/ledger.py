@@ -113,7 +113,7 @@ class Ledger(RunRecords):
             changes: tuple[ConfigChange, ...] = ()
             if config is not None:
                 with cls.reader(folder) as current:
-                    changes = allowed_changes(folder, current.config(), config, accept)
+                    changes = allowed_changes(folder, current.config(), config, accept, current.steps_done())
             ledger = cls(folder, LedgerIndex.write(folder / INDEX_FILE), lock)
         except BaseException:
             lock.close()
