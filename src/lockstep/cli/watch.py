@@ -58,6 +58,7 @@ def command(
     command's."""
     from lockstep.watch.attach.watched_command import CommandNotStarted, WatchedCommand, run_watched
     from lockstep.watch.diagnosis.verdict import StallThresholds
+    from lockstep.watch.supervisor.incident import make_incident_root
     from lockstep.watch.supervisor.multi_node import SupervisorEndpoint
     from lockstep.watch.supervisor.supervisor_client import SupervisorEvent
 
@@ -78,6 +79,8 @@ def command(
     thresholds = StallThresholds(notice_s=notice_after, still_s=confirm_after)
     try:
         endpoint = SupervisorEndpoint.read(supervisor, tls) if supervisor else None
+        if incidents.is_symlink() or incidents.exists():
+            make_incident_root(incidents)  # another user may have made it
     except (ValueError, OSError) as error:
         show_refusal(error)
         raise typer.Exit(2) from None

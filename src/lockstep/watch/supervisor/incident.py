@@ -25,6 +25,7 @@ import logging
 import os
 import re
 import shutil
+import stat
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,7 +34,7 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.base.folders import make_private_dir, write_private
+from lockstep.base.folders import check_shared_folder, make_folder, make_private_dir, write_private
 from lockstep.base.secrets import redact, redact_environment, redact_text, secret_values
 from lockstep.base.text import summarize_list
 from lockstep.watch.diagnosis.evidence import Evidence
@@ -81,7 +82,7 @@ def write_incident(root: Path, contents: IncidentContents, known: Collection[str
     returns None. `known` are secrets that are redacted in addition to those in environments."""
     draft: Path | None = None
     try:
-        root.mkdir(parents=True, exist_ok=True)
+        make_incident_root(root)
         if sum(1 for each in root.iterdir() if each.is_dir()) >= MAX_INCIDENTS:
             log.warning("no incident is written: %s has %d already", root, MAX_INCIDENTS)
             return None
@@ -99,6 +100,16 @@ def write_incident(root: Path, contents: IncidentContents, known: Collection[str
             shutil.rmtree(draft, ignore_errors=True)
         return None
     return target
+
+
+def make_incident_root(root: Path) -> None:
+    """Creates the folder for incidents, in which nobody else can put a link in the way of a later write. Raises
+    UnsafePath if it exists and another user controls it."""
+    if not root.is_symlink():
+        facts = make_folder(root).stat()
+        if facts.st_uid == os.geteuid() and facts.st_mode & 0o022 and not facts.st_mode & stat.S_ISVTX:
+            root.chmod(stat.S_IMODE(facts.st_mode) & ~0o022)
+    check_shared_folder(root, "remove it, or choose a folder of your own (lockstep watch --incidents)")
 
 
 def incident_name(verdict: Verdict, wall: float) -> str:
