@@ -11,6 +11,7 @@ from huggingface_hub import HfApi, constants, get_token
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils import disable_progress_bars, validate_repo_id  # type: ignore[attr-defined]
 
+from lockstep.base.folders import scratch_dir
 from lockstep.base.hub import REMEDY, hub_problem
 from lockstep.base.text import count_noun, first_line
 from lockstep.ledger.ledger import Ledger
@@ -18,7 +19,7 @@ from lockstep.report.model_card import CARD_FILE, model_card
 from lockstep.run.errors import RunRefused
 from lockstep.run.planning.working_folder import in_working_folder
 from lockstep.run.trained_models.checkpoint_export import export_checkpoint
-from lockstep.run.trained_models.model_source import ModelTarget, find_target, scratch_folder
+from lockstep.run.trained_models.model_source import SCRATCH_PREFIX, ModelTarget, find_target
 
 _WEIGHTS = ("*.safetensors", "*.bin")
 
@@ -109,7 +110,7 @@ def _folder_to_push(
     if target.step is None or target.run is None:
         yield Path(target.path), "Upload a model with Lockstep"
         return
-    with scratch_folder() as scratch:
+    with scratch_dir(SCRATCH_PREFIX) as scratch:
         folder = scratch / "model"
         status(f"exporting {target.name}")
         with in_working_folder(target.run) as run:
