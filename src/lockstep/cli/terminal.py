@@ -48,6 +48,14 @@ def show_refusal(error: Exception) -> None:
         console.print(f"[bold red]refused[/] {_shown(str(error))}")
 
 
+def print_text(text: str) -> None:
+    """Prints a result on standard output, as it is except for control characters: names and texts in it may come from
+    others. JSON, which has none, is printed with `typer.echo`."""
+    from lockstep.report.safe_console import SafeConsole
+
+    SafeConsole(soft_wrap=True).print(text, markup=False)
+
+
 def show_note(text: str) -> None:
     """Prints a note on standard error."""
     from lockstep.report.safe_console import SafeConsole

@@ -10,6 +10,7 @@ from rich.markup import escape
 
 from lockstep.cli.terminal import show_refusal
 from lockstep.report.safe_console import SafeConsole
+from lockstep.report.warning_handler import WarningHandler
 
 if TYPE_CHECKING:
     from lockstep.watch.supervisor.supervisor_client import SupervisorEvent
@@ -62,7 +63,6 @@ def command(
     from lockstep.watch.supervisor.multi_node import SupervisorEndpoint
     from lockstep.watch.supervisor.supervisor_client import SupervisorEvent
 
-    logging.basicConfig(level=logging.WARNING, format="lockstep watch: %(message)s")
     console = SafeConsole(stderr=True, soft_wrap=True)
 
     shown: set[str] = set()
@@ -75,6 +75,8 @@ def command(
 
     def show_problem(text: str) -> None:
         console.print(f"[yellow]lockstep watch:[/] {escape(text)}")
+
+    logging.getLogger().addHandler(WarningHandler(show_problem))
 
     thresholds = StallThresholds(notice_s=notice_after, still_s=confirm_after)
     try:
