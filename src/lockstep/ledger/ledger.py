@@ -352,6 +352,11 @@ class Ledger(RunRecords):
             self.step_path(step).unlink(missing_ok=True)
         return steps
 
+    def can_repeat_after(self, step: int) -> bool:
+        """Returns whether the steps after this one can run again: no step file of theirs is deleted. A run that
+        generates nothing has none."""
+        return not self._index.rows("SELECT 1 FROM steps WHERE step > ? AND removed", step)
+
     def rewind(self, done: int) -> None:
         """Discards everything after the first `done` steps, including step files and records of checkpoints, so that
         later steps run again."""

@@ -15,7 +15,7 @@ from lockstep.base.secrets import redact_text, secret_values
 from lockstep.base.text import first_line
 from lockstep.cluster.agent_cluster import AgentCluster
 from lockstep.cluster.cluster_factory import InheritedProcesses, open_cluster, take_over_processes
-from lockstep.cluster.protocol import Worker
+from lockstep.cluster.protocol import RemoteError, Worker
 from lockstep.cluster.rpc.futures import gather_results
 from lockstep.config.roles import ROLE_OF_PROCESSES, name_of_ranks
 from lockstep.config.train_role import TrainRole
@@ -44,6 +44,7 @@ from lockstep.run.trained_roles import TrainedRoles
 from lockstep.run.trainer_group import TrainerGroup, set_up_ranks
 from lockstep.run.weight_sync import WeightPublisher, make_device_sync, make_weight_delivery
 from lockstep.run.worker_launcher import RunWorkerLauncher
+from lockstep.train.errors import CheckpointError
 from lockstep.train.trainer_api import TrainerInfo
 from lockstep.watch.beacon.writer import open_beacon
 from lockstep.watch.diagnosis.evidence_types import WaitAlias
@@ -277,7 +278,12 @@ def _start_trainers(prepared: PreparedRun, ledger: Ledger, workers: list[Worker]
         if group.info.slower:
             log.warning("%s%s", name, group.info.slower)
     trained = TrainedRoles(groups)
-    return trained, restore_checkpoint(trained, ledger)
+    try:
+        return trained, restore_checkpoint(trained, ledger)
+    except RemoteError as error:
+        if prepared.parent is None or error.code != CheckpointError.error_code:
+            raise
+        raise prepared.parent.unusable(f"cannot be loaded ({error.message})") from error
 
 
 def _log_packing(name: str, role: TrainRole, info: TrainerInfo) -> None:
