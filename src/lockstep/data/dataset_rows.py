@@ -30,7 +30,7 @@ DatasetRow = dict[str, Any]
 MAX_ROW_BYTES = 64 << 20
 """Limit of a line of JSONL. A row becomes Python objects that are several times as large."""
 MIN_UNCOMPRESSED_BYTES, MAX_COMPRESSION = 256 << 20, 200
-"""A gzip file may hold the larger of so many bytes and so many times its own. Rows of text are compressed to a tenth, or
+"""A gzip file may hold the larger of so many bytes and so many times its own. Rows of text shrink to a tenth, or to
 a hundredth if they repeat; a file that is built to fill the disk, to a thousandth."""
 _UNCOMPRESS = "Uncompress it yourself (gunzip), make room, or set TMPDIR to a folder on a larger disk."
 _TOO_DEEP = f"lists and objects are nested more than {MAX_JSON_DEPTH} levels deep"

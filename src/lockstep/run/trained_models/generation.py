@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import ValidationError
 
 from lockstep.base.folders import scratch_dir
+from lockstep.base.text import count_noun
 from lockstep.config.data import DatasetConfig, TrainingDataConfig
 from lockstep.config.errors import ConfigError, ConfigProblem
 from lockstep.config.model import ModelConfig
@@ -97,7 +98,7 @@ class LoadedModel:
 
     @property
     def label(self) -> str:
-        return f"{self.target.name} after {self.steps} steps" if self.steps else self.target.name
+        return f"{self.target.name} after {count_noun(self.steps, 'step')}" if self.steps else self.target.name
 
     def prompt_limit(self, sampling: SamplingConfig, section: str) -> LengthLimit:
         """The longest prompt. Raises RunRefused if completions fill the context.
