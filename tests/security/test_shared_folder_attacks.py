@@ -189,6 +189,11 @@ def test_a_folder_for_incidents_that_others_may_change_is_closed_to_them(tmp_pat
     root.chmod(0o775)
     path = write_incident(root, CONTENTS)
     assert path is not None and root.stat().st_mode & 0o777 == 0o755
+    other = tmp_path / "logs"
+    other.mkdir()
+    other.chmod(0o775)
+    assert write_incident(other, CONTENTS) is None, "may be used for more than incidents"
+    assert other.stat().st_mode & 0o777 == 0o775
     write_incident_findings(path)
     assert json.loads((path / "findings.json").read_text()) == {"environment": []}
 

@@ -45,6 +45,8 @@ from lockstep.watch.supervisor.verdict_tracker import VerdictUpdate
 
 log = logging.getLogger(__name__)
 
+USUAL_FOLDER = "incidents"
+"""The folder for incidents in a run folder, and that of `lockstep watch` unless it is given another one."""
 MAX_INCIDENTS = 100
 """The most incidents per run; further ones are not written."""
 FILE_BYTES = 4 << 20
@@ -106,8 +108,11 @@ def make_incident_root(root: Path) -> None:
     """Creates the folder for incidents, in which nobody else can put a link in the way of a later write. Raises
     UnsafePath if it exists and another user controls it."""
     if not root.is_symlink():
+        new = not root.exists()
         facts = make_folder(root).stat()
-        if facts.st_uid == os.geteuid() and facts.st_mode & 0o022 and not facts.st_mode & stat.S_ISVTX:
+        # Earlier versions made the usual folder as the umask allowed. Others may be used for more than incidents.
+        ours = (new or root.name == USUAL_FOLDER) and facts.st_uid == os.geteuid()
+        if ours and facts.st_mode & 0o022 and not facts.st_mode & stat.S_ISVTX:
             root.chmod(stat.S_IMODE(facts.st_mode) & ~0o022)
     check_shared_folder(root, "remove it, or choose a folder of your own (lockstep watch --incidents)")
 
