@@ -15,6 +15,7 @@ from lockstep.base.folders import scratch_dir
 from lockstep.base.hub import REMEDY, hub_problem
 from lockstep.base.text import count_noun, first_line
 from lockstep.ledger.ledger import Ledger
+from lockstep.models.folder_digests import check_digests
 from lockstep.report.model_card import CARD_FILE, model_card
 from lockstep.run.errors import RunRefused
 from lockstep.run.planning.working_folder import in_working_folder
@@ -80,6 +81,8 @@ def push_model(
     if adapter and target.step is None:
         raise RunRefused(f"--adapter takes the folder of a run, which {source} is not")
     _check_name(repository.name)
+    if target.step is None:
+        check_digests(Path(target.path), "MODEL")
     api, name = (None, repository.name) if dry_run else _open_repository(repository)
     with _folder_to_push(target, adapter, name, status) as (folder, message):
         files = _files(folder)
