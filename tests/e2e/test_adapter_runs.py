@@ -9,7 +9,9 @@ from harness import Launched, config, task, train, weights, write
 from peft import PeftModel
 from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
 
+from lockstep.cli import app
 from lockstep.ledger.ledger import Ledger
 
 ADAPTER = {"kind": "dora", "r": 4, "lora_alpha": 16, "lora_dropout": 0.1, "modules_to_save": ["embed_tokens"]}
@@ -29,7 +31,12 @@ def values(home: Path, **changes: object) -> dict[str, object]:
 @pytest.mark.timeout(300)
 def test_a_run_trains_an_adapter_and_exports_it_twice(home: Path, tmp_path: Path) -> None:
     made = values(home, folder=str(tmp_path / "runs")) | {"steps": 2}
-    _check_exports(home, train(home, made))
+    run = train(home, made)
+    _check_exports(home, run)
+    exported = CliRunner().invoke(app, ["export", str(run), str(tmp_path / "again"), "--adapter"])
+    assert exported.exit_code == 0, exported.output
+    name = "adapter_model.safetensors"
+    assert (tmp_path / "again" / name).read_bytes() == (run / "adapter" / name).read_bytes()
 
 
 @pytest.mark.slow

@@ -289,7 +289,7 @@ def bert(copy: Path) -> None:
             lambda copy: (copy / "model.safetensors").write_bytes(b"x"),
             ["model.safetensors cannot be read"],
         ),
-        ("one-weight-less", without_a_weight, ["1 weights are missing", "model.norm.weight"]),
+        ("one-weight-less", without_a_weight, ["1 weight missing", "model.norm.weight"]),
         ("other-shape", set_in("config.json", intermediate_size=48), ["has shape (64, 32)", "expected (48, 32)"]),
         ("no-config", lambda copy: (copy / "config.json").unlink(), ["its config cannot be loaded"]),
         ("torn-config", lambda copy: (copy / "config.json").write_text("{"), ["not a valid JSON file"]),

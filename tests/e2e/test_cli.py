@@ -277,6 +277,18 @@ def test_metrics_lines(finished: FinishedRun) -> None:
             assert {name: row[name] for name in present} == {name: known.values[name] for name in present}
 
 
+def test_nothing_is_measured_where_all_rewards_are_equal(tmp_path: Path) -> None:
+    reward = {"terms": [{"kind": "regex", "pattern": "(?s).*"}]}
+    values = config(task(tmp_path), "grpo", name="equal", steps=1, evaluation=None, reward=reward)
+    launched = Launched.start(tmp_path / "runs/equal", str(write(tmp_path, values)))
+    assert launched.finish() == 0, launched.text()
+    rows = [json.loads(line) for line in (tmp_path / "runs/equal/metrics.jsonl").read_text().splitlines()]
+    (row,) = [row for row in rows if "policy/loss" in row]
+    assert row["rollout/groups_without_signal"] == 1.0 and row["policy/tokens"] == 0
+    words = ("entropy", "ratio", "logprob", "clip", "engine_gap")
+    assert [name for name in row if name.startswith("policy/") and any(word in name for word in words)] == []
+
+
 def documented() -> tuple[set[str], set[str]]:
     """Names of metrics, and of files in a run's folder, in docs/run-folder.md."""
     text = (ROOT / "docs" / "run-folder.md").read_text()

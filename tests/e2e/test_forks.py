@@ -1,13 +1,16 @@
 """New runs that start from a checkpoint of another one, with changed settings."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 from harness import Launched, config, task, train, weights, write
 from safetensors.numpy import load_file
+from typer.testing import CliRunner
 
+from lockstep.cli import app
 from lockstep.ledger.ledger import Ledger
 
 pytestmark = [pytest.mark.xdist_group("forks"), pytest.mark.timeout(400)]
@@ -75,6 +78,39 @@ def test_the_start_is_a_checkpoint_of_the_new_run(parent: tuple[Path, dict[str, 
     start(child, "--from", str(run), "name=torn", "steps=1", "checkpoint.every=0")
     start_folder = child / "checkpoints/00000000"
     assert json.loads((start_folder / "checkpoint.json").read_text())["inherited"] == "all"
+
+
+def test_a_fork_does_not_need_its_parent_any_more(parent: tuple[Path, dict[str, Any]]) -> None:
+    """It is killed, its parent is deleted, and it is resumed. The report still names the parent."""
+    run = shutil.copytree(parent[0], parent[0].with_name("gone"))
+    child = run.with_name("orphan")
+    launched = Launched.start(child, "--from", f"{run}@2", "name=orphan", "steps=3", "checkpoint.every=0")
+    launched.wait_for("train", 1)
+    launched.kill()
+    shutil.rmtree(run)
+    resumed = Launched.resume(child)
+    assert resumed.finish() == 0, resumed.text()
+    with Ledger.reader(child) as ledger:
+        assert ledger.steps_done() == 3
+    shown = CliRunner().invoke(app, ["report", str(child)])
+    assert shown.exit_code == 0, shown.output
+    page = (child / "report.html").read_text()
+    assert str(run) in page and "2 steps" in page
+
+
+def test_a_damaged_parent_is_refused_with_the_checkpoint_before(
+    parent: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    run = shutil.copytree(parent[0], parent[0].with_name("damaged"))
+    file = max((run / "checkpoints/00000004").glob("*.safetensors"), key=lambda each: each.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    exported = CliRunner().invoke(app, ["export", str(run), str(tmp_path / "out")])
+    assert exported.exit_code == 2 and "take the one before it: --step 2" in " ".join(exported.output.split())
+    launched = Launched.start(run.with_name("heir"), "--from", str(run), "name=heir", "steps=1")
+    assert launched.finish() != 0
+    assert f"take the one before it: --from {run}@2" in " ".join(launched.printed().split()), launched.printed()
 
 
 def test_what_does_not_fit_is_refused(parent: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:

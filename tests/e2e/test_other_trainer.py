@@ -1,9 +1,12 @@
 """A run with a kind of trainer that the package has never heard of, through all that a run does with its trainer."""
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forked_controller import ENVIRONMENT
 from harness import Launched, config, prompts_used, task, weights, write
 from test_recovery import kill_worker, recoveries, wait_for_restarts
 from transformers import AutoModelForCausalLM
@@ -38,6 +41,14 @@ def test_another_kind_of_trainer_trains_recovers_resumes_and_exports(tmp_path: P
     assert killed.finish() == 0, killed.text()
     assert prompts_used(killed.folder) == prompts_used(undisturbed.folder)
     assert weights(killed.folder) == weights(undisturbed.folder)
+    again = killed.folder.with_name("again")
+    command = "import replicated_trainer as t; t.register(); from lockstep.cli import app; app()"
+    contract = str(Path(__file__).parents[1] / "contract")
+    subprocess.run(
+        [sys.executable, "-c", command, "export", str(killed.folder), str(again)],
+        env={**ENVIRONMENT, "PYTHONPATH": contract}, check=True, timeout=120,
+    )  # fmt: skip
+    assert (again / "model.safetensors").read_bytes() == (killed.folder / "export/model.safetensors").read_bytes()
     before = AutoModelForCausalLM.from_pretrained(home / "model").state_dict()
     after = AutoModelForCausalLM.from_pretrained(killed.folder / "export").state_dict()
     assert before.keys() == after.keys() and all((after[name] != before[name]).any() for name in before)

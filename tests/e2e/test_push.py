@@ -80,6 +80,19 @@ def test_a_run_is_pushed_with_its_card(run: Path, hub: Hub, tmp_path: Path) -> N
     assert str(run.parents[1]) not in card and os.uname().nodename not in card
 
 
+def test_a_damaged_folder_is_not_pushed(run: Path, hub: Hub, tmp_path: Path) -> None:
+    export_checkpoint(run, tmp_path / "export")
+    file = tmp_path / "export/model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    for arguments in ([], ["--dry-run"]):
+        refused = push(hub, tmp_path, "export", "mira/damaged", *arguments)
+        assert refused.returncode == 2 and "copy the folder again" in refused.stderr, refused.stderr
+        assert "export_it_again" in "_".join(refused.stderr.split()) and "Traceback" not in refused.stderr
+    assert "mira/damaged" not in hub.repositories
+
+
 def test_a_folder_is_pushed_as_it_is(run: Path, hub: Hub, tmp_path: Path) -> None:
     export_checkpoint(run, tmp_path / "export")
     (tmp_path / "export/README.md").write_text("# Mine\n")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from harness import config, seeded_random, train, weights
-from resume_scenarios import CHECKPOINTS, GONE_S, STEPS, InterruptedRun, References, assert_close, newest, tree
+from resume_scenarios import CHECKPOINTS, GONE_S, STEPS, InterruptedRun, References, assert_close, metrics, newest, tree
 from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
 
@@ -50,6 +50,22 @@ def test_sft_killed_in_one_stage_after_the_other(reference: References, tmp_path
     interrupted.kill("evaluate", 5, chance.random())
     interrupted.kill("export", None, chance.random())
     interrupted.finish()
+
+
+@pytest.mark.timeout(600)
+def test_a_killed_run_is_finished_after_fewer_steps(reference: References, tmp_path: Path) -> None:
+    """Its steps are those of a run that goes on. Fewer steps than are done, or another schedule, are refused."""
+    interrupted = InterruptedRun(reference("sft"), tmp_path, "sft")
+    interrupted.kill("train", STEPS - 3, 0.5)
+    refused = interrupted.launch("steps=2")
+    assert refused.finish() == 2 and "--from RUN@2" in " ".join(refused.text().split()), refused.text()
+
+    shorter = interrupted.launch(f"steps={STEPS - 2}")
+    assert shorter.finish() == 0, shorter.text()
+    assert metrics(interrupted.run, STEPS - 2) == metrics(interrupted.reference.run)[: STEPS - 2]
+    assert (interrupted.run / "export" / "model.safetensors").is_file()
+    with Ledger.reader(interrupted.run) as ledger:
+        assert ledger.steps_done() == STEPS - 2 == ledger.checkpoints()[-1].step + 1
 
 
 @pytest.mark.timeout(600)

@@ -170,6 +170,17 @@ def test_a_reward_that_fails_fails_the_evaluation(project: Path, use: Callable[.
     assert failed.exit_code == 1 and "no verdict" in failed.stderr
 
 
+def test_the_best_checkpoint_is_exported(project: Path, use: Callable[..., Used], tmp_path: Path) -> None:
+    run = project / "runs/grpo"
+    with Ledger.reader(run) as ledger:
+        best = max((row.metric, row.step + 1) for row in ledger.checkpoints() if row.metric is not None)[1]
+    done = use("export", str(run), str(tmp_path / "best"), "--step", "best")
+    assert done.exit_code == 0, done.stderr
+    assert done.stdout.strip().endswith(f"after {best} step" + ("" if best == 1 else "s"))
+    use("export", str(run), str(tmp_path / "same"), "--step", str(best))
+    assert (tmp_path / "best/model.safetensors").read_bytes() == (tmp_path / "same/model.safetensors").read_bytes()
+
+
 def test_a_run_with_relative_paths_resumes_and_exports_from_another_folder(project: Path, tmp_path: Path) -> None:
     exported = run_command(tmp_path, "export", str(project / "runs/grpo"), "model", "--step", "1")
     assert exported.returncode == 0, exported.stderr

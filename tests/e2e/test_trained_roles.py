@@ -5,6 +5,8 @@ import os
 import random
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -250,6 +252,23 @@ def adapters(pair: Pair, adapter: dict[str, Any], **changes: Any) -> dict[str, A
     """Changes with which the critic trains an adapter."""
     model = {"path": str(pair.home / "value"), "adapter": adapter, **changes}
     return {"critic": {"model": model, "trainer": {"threads": 1, "optimizer": {"lr": 1e-2}}}}
+
+
+def test_one_of_the_trained_models_is_exported(pair: Pair, tmp_path: Path) -> None:
+    command = "import two_roles; from lockstep.cli import app; app()"
+    for role, export in (("critic", "critic/export"), ("policy", "export")):
+        subprocess.run(
+            [sys.executable, "-c", command, "export", str(pair.run), str(tmp_path / role), "--role", role],
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)}, check=True, timeout=120,
+        )  # fmt: skip
+        exported, own = (folder / "model.safetensors" for folder in (tmp_path / role, pair.run / export))
+        assert exported.read_bytes() == own.read_bytes()
+    wrong = ["export", str(pair.run), str(tmp_path / "x"), "--role", "judge"]
+    refused = subprocess.run(
+        [sys.executable, "-c", command, *wrong], env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert refused.returncode == 2 and "--role judge: the run trains policy, critic" in refused.stderr
 
 
 @pytest.mark.slow

@@ -32,8 +32,8 @@ class Shown:
 
     def dangers(self) -> list[str]:
         """What would control the terminal: all but styles, lines and cursor movements of rich."""
-        rest = _OWN_SEQUENCES.sub("", self.text.replace("\r\n", "\n"))
         # Rich returns to the start of a line only before it erases the line.
+        rest = _OWN_SEQUENCES.sub("", re.sub(r"\r(?:\x1b\[1A)?\x1b\[2K", "", self.text.replace("\r\n", "\n")))
         rest = re.sub(r"\r(?=$|\n)", "", rest)
         return re.findall(
             r"[^\x00-\x1f\x7f-\x9f]{0,20}[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069].{0,20}", rest

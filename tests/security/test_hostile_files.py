@@ -1,9 +1,11 @@
 """Files from elsewhere that are built to use all memory or time, or to end a command with a traceback, are refused at
 once with the file, the line, the limit and a remedy."""
 
+import gzip
 import json
 import resource
 import shutil
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +17,8 @@ from harness import config, task
 from typer.testing import CliRunner
 
 from lockstep.cli import app
+from lockstep.data import dataset_rows
+from lockstep.data.dataset_rows import DataError
 
 pytestmark = pytest.mark.xdist_group("hostile files")
 DEEP = "[" * 100_000
@@ -116,6 +120,33 @@ def test_a_line_of_300_mb_is_not_read(folder: Path) -> None:
         out.truncate(300 << 20)
     message = refused("train", run_file(folder, data={"path": str(file)}), "--dry-run")
     assert f"{file}, line 2: the line is longer than 64 MiB, the limit for a row. Leave it out" in message
+
+
+def test_a_gzip_file_that_would_fill_the_disk_is_not_uncompressed(folder: Path) -> None:
+    file = folder / "data" / "bomb.jsonl.gz"
+    file.write_bytes(gzip.compress(bytes(16 << 20)) * 64)
+    message = refused("train", run_file(folder, data={"path": str(file)}), "--dry-run")
+    assert f"{file}: its content has more than 268,435,456 bytes, the limit: data is not compressed" in message
+
+
+def test_a_gzip_file_must_fit_the_disk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = folder / "data" / "large.jsonl.gz"
+    file.write_bytes(gzip.compress(b'{"prompt": "1=", "answer": "1"}\n' * 100_000))
+    monkeypatch.setattr(dataset_rows, "free_space", lambda path: (1 << 20, 1, 1))
+    message = refused("train", run_file(folder, data={"path": str(file)}), "--dry-run")
+    assert f"{file}: its content has more than 943,719 bytes, the limit: " in message
+    assert "has 1,048,576 bytes free. Uncompress it yourself (gunzip)" in message
+    monkeypatch.undo()
+
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+    try:
+        with pytest.raises(DataError, match=r"cannot be written to a temporary file: .* over 1,048,576 bytes"):
+            dataset_rows.uncompressed_file(file)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+        signal.signal(signal.SIGXFSZ, ignored)
 
 
 def test_a_json_array_is_bounded(folder: Path) -> None:

@@ -4,11 +4,14 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 from pseudo_terminal import ATTACKS, HOSTILE, on_terminal
 
+from lockstep.data.samples import Completion, Group, Prompt, Rollouts
 from lockstep.ledger import CompletionSample, Ledger
+from lockstep.models.tiny_model import make_tiny
 
 TRACEBACK = """\
 [rank{rank}]: Traceback (most recent call last):
@@ -35,9 +38,14 @@ def test_a_hostile_log_controls_no_terminal(text: str, tmp_path: Path) -> None:
 def hostile_run(tmp_path: Path) -> Path:
     """The folder of a run all of whose texts are hostile."""
     folder = tmp_path / "run"
+    token = np.array([1], np.int32)
+    completion = Completion("0:0/0", token, np.zeros(1, np.float32), token, "stop", HOSTILE)
+    prompt = Prompt("0:0", 0, token, HOSTILE, answer=HOSTILE)
+    group = Group(prompt, [completion], np.ones(1, np.float32), {HOSTILE: np.ones(1, np.float32)})
     config = {"recipe": HOSTILE, "name": HOSTILE, "steps": 3, "model": {"path": HOSTILE}}
     with Ledger.create(folder, config) as ledger:
         ledger.record_evaluation(-1, {HOSTILE: 1.0}, [CompletionSample(HOSTILE, HOSTILE, HOSTILE, 1.0, {HOSTILE: 1.0})])
+        ledger.record_rollouts(0, Rollouts(step=0, version=0, groups=[group]))
         ledger.record_metrics(0, {HOSTILE: 1.0})
         stall = {
             "number": 1, "change": "told", "level": "confirmed", "verdict": "absent", "cause": HOSTILE,
@@ -53,6 +61,31 @@ def test_a_hostile_run_folder_controls_no_terminal(command: list[str], hostile_r
     (hostile_run / "run-id").write_text("gone-123456" if command[0] == "top" else HOSTILE, errors="surrogateescape")
     shown = on_terminal([*command, str(hostile_run)], hostile_run.parent)
     assert "Traceback" not in shown.text and shown.code in (0, 2), shown.text
+    assert shown.dangers() == [] and shown.obeyed_markup() == [], shown.text
+
+
+def test_a_hostile_model_controls_no_terminal_through_push(tmp_path: Path) -> None:
+    """Names of files and the README of a folder that somebody else has exported."""
+    model = make_tiny(tmp_path / "model", max_length=32)
+    (model / f"{HOSTILE.replace('/', '|')}.txt").write_text("x")
+    (model / "README.md").write_text(HOSTILE)
+    shown = on_terminal(["push", str(model), "anna/sort", "--dry-run"], tmp_path)
+    assert shown.code == 0 and "README.md" in shown.text, shown.text
+    assert shown.dangers() == [] and shown.obeyed_markup() == [], shown.text
+
+
+def test_hostile_completions_control_no_terminal(hostile_run: Path) -> None:
+    shown = on_terminal(["samples", str(hostile_run)], hostile_run.parent)
+    assert shown.code == 0 and "genuine" in shown.text, shown.text
+    assert shown.dangers() == [] and shown.obeyed_markup() == [], shown.text
+
+
+def test_a_hostile_prompt_controls_no_terminal_through_generate(tmp_path: Path) -> None:
+    model = make_tiny(tmp_path / "model", max_length=512)
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": HOSTILE}) + "\n")
+    command = ["generate", str(model), "--prompts", "prompts.jsonl", "--max-tokens", "4"]
+    shown = on_terminal(command, tmp_path, timeout_s=120)
+    assert shown.code == 0 and "genuine" in shown.text, shown.text
     assert shown.dangers() == [] and shown.obeyed_markup() == [], shown.text
 
 

@@ -1,5 +1,6 @@
 """Other users of the host prepare the places that all users share; and killed commands leave nothing there."""
 
+import json
 import os
 import signal
 import subprocess
@@ -13,12 +14,16 @@ from other_user import ATTACKER, VICTIM, error_as_user, needs_root, plant, publi
 
 from lockstep.base import folders
 from lockstep.base.folders import make_run_shm_dir, run_shm_dir, scratch_dir, write_atomically
+from lockstep.doctor.environment.incident_environment import write_incident_findings
 from lockstep.watch.beacon.reader import read_beacon, read_beacons
 from lockstep.watch.beacon.writer import close_beacon, open_beacon
+from lockstep.watch.diagnosis.verdict import Verdict, VerdictKind, VerdictLevel
+from lockstep.watch.supervisor.incident import IncidentContents, write_incident
 from lockstep.weights.weight_plan import WeightPlan
 from lockstep.weights.weight_store import WeightStore
 
 PRECIOUS = "do not overwrite\n"
+CONTENTS = IncidentContents(Verdict(VerdictKind.ABSENT, VerdictLevel.CONFIRMED, ()), 1e9, 0)
 
 
 @pytest.fixture
@@ -149,6 +154,48 @@ def until(condition: Callable[[], bool], seconds: float, what: str) -> None:
     while not condition():
         assert time.monotonic() < end, f"not within {seconds:g} s: {what}"
         time.sleep(0.05)
+
+
+@needs_root
+def test_a_planted_folder_for_incidents_is_refused(public: Path, precious: Path) -> None:
+    """`lockstep watch` in a shared folder, in which another user has made `incidents`."""
+    root = public / "incidents"
+    plant('mkdir -m 777 "$1"', root)
+    assert write_incident(root, CONTENTS) is None
+    assert list(root.iterdir()) == []
+    command = [sys.executable, "-m", "lockstep", "watch", "--incidents", str(root), "--", "true"]
+    refused = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert refused.returncode == 2 and f"belongs to uid {ATTACKER}" in refused.stderr, refused.stderr
+
+
+@needs_root
+def test_findings_are_not_written_through_a_link_in_an_incident(public: Path, precious: Path) -> None:
+    incident = public / "incidents" / "20261121-231502-absent-policy-1"
+    plant('mkdir -p "$1"; echo "{}" > "$1/environment.json"; ln -s "$2" "$1/findings.json"', incident, precious)
+    assert write_incident_findings(incident) == []
+    assert precious.read_text() == PRECIOUS
+
+    own = public / "own" / "20261121-231502-absent-policy-1"
+    own.mkdir(parents=True)
+    (own / "environment.json").write_text("{}")
+    (own / "findings.json").symlink_to(precious)
+    write_incident_findings(own)
+    assert precious.read_text() == PRECIOUS
+
+
+def test_a_folder_for_incidents_that_others_may_change_is_closed_to_them(tmp_path: Path) -> None:
+    root = tmp_path / "incidents"
+    root.mkdir()
+    root.chmod(0o775)
+    path = write_incident(root, CONTENTS)
+    assert path is not None and root.stat().st_mode & 0o777 == 0o755
+    other = tmp_path / "logs"
+    other.mkdir()
+    other.chmod(0o775)
+    assert write_incident(other, CONTENTS) is None, "may be used for more than incidents"
+    assert other.stat().st_mode & 0o777 == 0o775
+    write_incident_findings(path)
+    assert json.loads((path / "findings.json").read_text()) == {"environment": []}
 
 
 def test_watch_that_is_killed_leaves_nothing(tmp_path: Path) -> None:

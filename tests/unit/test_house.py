@@ -73,6 +73,25 @@ def test_sources_and_docs_speak_plain_english() -> None:
     assert found == []
 
 
+_COUNTED = re.compile(r"\{(?!count_noun)[^{}]+\} (?:terms|steps|prompts|weights|variables|rewards)\b")
+_NEVER_ONE = (
+    "{prompts} prompts x", "{train} prompts x", "{prompts:,} prompts, {group} each", "checkpoints after {known} steps",
+    "map(str, steps))} steps",
+)  # fmt: skip
+"""Lists, and numbers that are multiplied, of which a singular would look odd."""
+
+
+def test_counts_agree_with_their_nouns() -> None:
+    """`1 terms`: a number before a noun is formatted with `base.text.count_noun`."""
+    found = [
+        f"{file.relative_to(PACKAGE)}: {line.strip()}"
+        for file in SOURCES
+        for line in file.read_text().splitlines()
+        if _COUNTED.search(line) and not any(each in line for each in _NEVER_ONE)
+    ]
+    assert found == []
+
+
 def test_every_room_says_what_it_is_for() -> None:
     silent = [
         str(folder.relative_to(PACKAGE))

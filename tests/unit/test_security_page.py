@@ -56,3 +56,8 @@ def test_every_listener_is_on_the_page() -> None:
     assert sorted(listening - named - ONLY_TRIES - IMPLEMENTS) == []
     assert sorted(name for name in named if not (PACKAGE / name).is_file()) == []
     assert sorted((ONLY_TRIES | IMPLEMENTS) - listening) == []
+
+
+def test_no_table_is_split() -> None:
+    """A blank line ends a table, and the rows after it are shown as text."""
+    assert re.findall(r"^\|.*\n\n\|.*\n(?!\|---)", PAGE, re.MULTILINE) == []

@@ -5,7 +5,7 @@ import os
 import socket
 from collections.abc import Mapping
 from functools import lru_cache
-from urllib.parse import urlsplit
+from urllib.parse import urlsplit, urlunsplit
 from urllib.request import getproxies, proxy_bypass
 
 from lockstep.base import waits
@@ -49,5 +49,12 @@ def _connection_problem(endpoint: str) -> str:
         reason = f"no answer within {CONNECT_LIMIT_S:.0f} s" if isinstance(error, WaitTimeout | TimeoutError) else ""
         if isinstance(error, socket.gaierror):
             reason = f"the name {host} cannot be looked up"
-        return f"{endpoint} cannot be reached{through} ({reason or getattr(error, 'strerror', None) or error})"
+        reason = reason or getattr(error, "strerror", None) or str(error)
+        return f"{_without_password(endpoint)} cannot be reached{through} ({reason})"
     return ""
+
+
+def _without_password(endpoint: str) -> str:
+    """The address without the user and password that it may contain (`https://user:password@mirror`)."""
+    address = urlsplit(endpoint)
+    return urlunsplit(address._replace(netloc=address.netloc.rpartition("@")[2]))

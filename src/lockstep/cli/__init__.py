@@ -97,7 +97,7 @@ app = typer.Typer(
 
 def _show_version(requested: bool) -> None:
     if requested:
-        typer.echo(f"lockstep {__version__}")
+        typer.echo(f"lockstep {__version__}")  # without rich, which takes long to import
         raise typer.Exit
 
 

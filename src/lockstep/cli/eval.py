@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from lockstep.base.text import count_noun
 from lockstep.cli.generate import (
     MODEL_HELP,
     Count,
@@ -100,7 +101,7 @@ def _print_metrics(result: "ModelEvaluation", n: int) -> None:
 
     console = SafeConsole(soft_wrap=True)
     times = f", {n} completions each" if n > 1 else ""
-    console.print(f"{escape(result.label)}: {len(result.groups)} prompts{times}")
+    console.print(f"{escape(result.label)}: {count_noun(len(result.groups), 'prompt')}{times}")
     columns = {"all": result.metrics} if result.by_source else {"": result.metrics}
     columns |= result.by_source
     table = Table(box=None, pad_edge=False, show_header=bool(result.by_source))

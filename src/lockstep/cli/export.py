@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from lockstep.base.text import count_noun
-from lockstep.cli.terminal import REFUSED, require_extra, show_refusal
+from lockstep.cli.terminal import REFUSED, print_text, require_extra, show_refusal
 
 
 def command(
@@ -35,4 +35,4 @@ def command(
     except (RunRefused, LedgerError, CheckpointError, ValueError, OSError) as error:
         show_refusal(error)
         raise typer.Exit(REFUSED) from error
-    typer.echo(f"{out}: the model of {run} after {count_noun(done, 'step')}")
+    print_text(f"{out}: the model of {run} after {count_noun(done, 'step')}")

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from lockstep.base.text import count_noun
-from lockstep.cli.terminal import FAILED, REFUSED, require_extra, show_progress, show_refusal
+from lockstep.cli.terminal import FAILED, REFUSED, print_text, require_extra, show_progress, show_refusal
 
 
 def command(
@@ -54,8 +54,8 @@ def command(
         raise typer.Exit(REFUSED) from error
     size = f"{count_noun(len(pushed.files), 'file')}, {sum(pushed.files.values()) / 1e6:,.1f} MB"
     if pushed.url:
-        typer.echo(f"{pushed.url} ({size})")
+        print_text(f"{pushed.url} ({size})")
         return
     for name, count in pushed.files.items():
-        typer.echo(f"{count:>14,} {name}")
-    typer.echo(f"{repository}: {size} would be uploaded\n\n{pushed.card}")
+        print_text(f"{count:>14,} {name}")
+    print_text(f"{repository}: {size} would be uploaded\n\n{pushed.card}")

@@ -8,9 +8,12 @@
 | 130 | ended by Ctrl-C; the run can be resumed |
 """
 
+import os
 from importlib.util import find_spec
 
 import typer
+
+from lockstep.base.secrets import redact_text, secret_values
 
 FAILED, REFUSED, INTERRUPTED = 1, 2, 130
 
@@ -22,40 +25,49 @@ _MODULES = {"train": _TRAIN, "ray": (*_TRAIN, "ray")}
 """The modules that each extra of the distribution installs."""
 
 
-def show_refusal(error: Exception) -> None:
-    """Prints on standard error why nothing was started, one problem per line."""
+def _shown(text: str) -> str:
+    """The text as rich's markup, with secrets hidden: messages quote addresses, settings and answers of servers."""
     from rich.markup import escape
 
+    return escape(redact_text(text, secret_values(os.environ)))
+
+
+def show_refusal(error: Exception) -> None:
+    """Prints on standard error why nothing was started, one problem per line."""
     from lockstep.config.errors import ConfigError
     from lockstep.report.safe_console import SafeConsole
 
     console = SafeConsole(stderr=True, soft_wrap=True)
     if isinstance(error, ConfigError):
-        console.print(f"[bold red]refused[/] {escape(error.source)}")
+        console.print(f"[bold red]refused[/] {_shown(error.source)}")
         for problem in error.problems:
-            field = f"[bold]{escape(problem.field)}[/]: " if problem.field else ""
-            hint = f" [dim]({escape(problem.hint)})[/]" if problem.hint else ""
-            console.print(f"  {field}{escape(problem.message)}{hint}")
+            field = f"[bold]{_shown(problem.field)}[/]: " if problem.field else ""
+            hint = f" [dim]({_shown(problem.hint)})[/]" if problem.hint else ""
+            console.print(f"  {field}{_shown(problem.message)}{hint}")
     else:
-        console.print(f"[bold red]refused[/] {escape(str(error))}")
+        console.print(f"[bold red]refused[/] {_shown(str(error))}")
+
+
+def print_text(text: str) -> None:
+    """Prints a result on standard output, as it is except for control characters: names and texts in it may come from
+    others. JSON, which has none, is printed with `typer.echo`."""
+    from lockstep.report.safe_console import SafeConsole
+
+    SafeConsole(soft_wrap=True).print(text, markup=False)
 
 
 def show_note(text: str) -> None:
     """Prints a note on standard error."""
-    from rich.markup import escape
-
     from lockstep.report.safe_console import SafeConsole
 
-    SafeConsole(stderr=True, soft_wrap=True).print(f"[yellow]note[/] {escape(text)}")
+    SafeConsole(stderr=True, soft_wrap=True).print(f"[yellow]note[/] {_shown(text)}")
 
 
 def show_progress(text: str) -> None:
     """Prints what a command does now on standard error, for people who would otherwise see nothing for seconds."""
-    from rich.markup import escape
-
     from lockstep.report.safe_console import SafeConsole
 
-    SafeConsole(stderr=True, soft_wrap=True).print(f"[dim]{escape(text)}[/]")
+    SafeConsole(stderr=True, soft_wrap=True).print(f"[dim]{_shown(text)}[/]")
 
 
 def require_extra(extra: str, command: str) -> None:

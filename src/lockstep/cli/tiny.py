@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from lockstep.cli.terminal import REFUSED, require_extra, show_refusal
+from lockstep.cli.terminal import REFUSED, print_text, require_extra, show_refusal
 
 
 def command(
@@ -44,10 +44,10 @@ def command(
             seed=seed,
         )
         if holds_tiny(folder, model) and not overwrite:
-            typer.echo(f"{folder}: already holds this tiny model, and was left as it is (--overwrite writes it again)")
+            print_text(f"{folder}: already holds this tiny model, and was left as it is (--overwrite writes it again)")
             return
         make_tiny(folder, model, overwrite=overwrite)
     except (ValueError, OSError) as error:
         show_refusal(error)
         raise typer.Exit(REFUSED) from error
-    typer.echo(f"{folder}: {family}, {layers} layers, hidden size {hidden}, seed {seed}")
+    print_text(f"{folder}: {family}, {layers} layers, hidden size {hidden}, seed {seed}")

@@ -10,6 +10,7 @@ from rich.markup import escape
 
 from lockstep.cli.terminal import show_refusal
 from lockstep.report.safe_console import SafeConsole
+from lockstep.report.warning_handler import WarningHandler
 
 if TYPE_CHECKING:
     from lockstep.watch.supervisor.supervisor_client import SupervisorEvent
@@ -58,10 +59,10 @@ def command(
     command's."""
     from lockstep.watch.attach.watched_command import CommandNotStarted, WatchedCommand, run_watched
     from lockstep.watch.diagnosis.verdict import StallThresholds
+    from lockstep.watch.supervisor.incident import make_incident_root
     from lockstep.watch.supervisor.multi_node import SupervisorEndpoint
     from lockstep.watch.supervisor.supervisor_client import SupervisorEvent
 
-    logging.basicConfig(level=logging.WARNING, format="lockstep watch: %(message)s")
     console = SafeConsole(stderr=True, soft_wrap=True)
 
     shown: set[str] = set()
@@ -75,9 +76,13 @@ def command(
     def show_problem(text: str) -> None:
         console.print(f"[yellow]lockstep watch:[/] {escape(text)}")
 
+    logging.getLogger().addHandler(WarningHandler(show_problem))
+
     thresholds = StallThresholds(notice_s=notice_after, still_s=confirm_after)
     try:
         endpoint = SupervisorEndpoint.read(supervisor, tls) if supervisor else None
+        if incidents.is_symlink() or incidents.exists():
+            make_incident_root(incidents)  # another user may have made it
     except (ValueError, OSError) as error:
         show_refusal(error)
         raise typer.Exit(2) from None

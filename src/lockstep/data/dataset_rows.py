@@ -9,7 +9,6 @@ import difflib
 import gzip
 import io
 import os
-import shutil
 import tempfile
 import zlib
 from abc import ABC, abstractmethod
@@ -22,6 +21,7 @@ from typing import Any, BinaryIO
 import msgspec
 import numpy as np
 
+from lockstep.base.disk_errors import FULL_ERRNOS, free_space, refusal_reason
 from lockstep.base.json_text import MAX_JSON_DEPTH, is_deeper, may_be_deeper
 from lockstep.base.text import count_noun
 
@@ -29,6 +29,10 @@ DatasetRow = dict[str, Any]
 
 MAX_ROW_BYTES = 64 << 20
 """Limit of a line of JSONL. A row becomes Python objects that are several times as large."""
+MIN_UNCOMPRESSED_BYTES, MAX_COMPRESSION = 256 << 20, 200
+"""A gzip file may hold the larger of so many bytes and so many times its own. Rows of text shrink to a tenth, or to
+a hundredth if they repeat; a file that is built to fill the disk, to a thousandth."""
+_UNCOMPRESS = "Uncompress it yourself (gunzip), make room, or set TMPDIR to a folder on a larger disk."
 _TOO_DEEP = f"lists and objects are nested more than {MAX_JSON_DEPTH} levels deep"
 _FLATTER = "Make the row flatter, or write the nested part as text."
 
@@ -237,17 +241,42 @@ def uncompressed_file(path: Path) -> BinaryIO:
     """Returns a temporary file with the content of a gzip file, which is deleted when it is closed.
 
     Raises:
-        DataError: the file is no gzip file, or damaged.
+        DataError: the file is no gzip file, damaged, or its content is too large.
     """
+    folder = Path(tempfile.gettempdir())
+    most, why = _uncompressed_limit(path, folder)
     copy = tempfile.TemporaryFile()  # noqa: SIM115  # the rows read from it as long as they live
     try:
         with gzip.open(path) as source:
-            shutil.copyfileobj(source, copy, 2**20)
+            while block := source.read(2**20):
+                if copy.tell() + len(block) > most:
+                    raise DataError(
+                        str(path), f"its content has more than {most:,} bytes, the limit: {why}", _UNCOMPRESS
+                    )
+                copy.write(block)
+        copy.seek(0)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         copy.close()
         raise DataError(str(path), f"cannot be read as a gzip file: {error}", "Compress it again.") from error
-    copy.seek(0)
+    except OSError as error:
+        copy.close()
+        if error.errno not in FULL_ERRNOS:
+            raise
+        problem = f"its content cannot be written to a temporary file: {refusal_reason(error.errno, folder)}"
+        raise DataError(str(path), problem, _UNCOMPRESS) from error
+    except DataError:
+        copy.close()
+        raise
     return copy
+
+
+def _uncompressed_limit(path: Path, folder: Path) -> tuple[int, str]:
+    """The most bytes that a gzip file may hold whose content is written to the folder, and why."""
+    free, size = free_space(folder)[0], path.stat().st_size
+    usable = free - free // 10
+    if (most := max(MIN_UNCOMPRESSED_BYTES, MAX_COMPRESSION * size)) < usable:
+        return most, f"data is not compressed to less than 1/{MAX_COMPRESSION} of its size"
+    return usable, f"{folder} has {free:,} bytes free"
 
 
 def _line_of_error(error: Exception, content: bytes) -> str | None:

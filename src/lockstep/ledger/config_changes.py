@@ -1,10 +1,12 @@
 """Compares two configs of a run, and decides which differences would change the run's result."""
 
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from lockstep.base.text import count_noun
 from lockstep.config.errors import ConfigError
 from lockstep.config.loader import check_config
 from lockstep.ledger import json_values
@@ -74,6 +76,7 @@ _CHANGES_BITS = (
 """Fields that divide the computation among processes and batches, and so change only the order of additions."""
 _ROLE_SECTION = "trainer"
 """The section of a trained role whose fields are listed above; roles other than the policy have one in a section."""
+_SCHEDULE_STEPS = "trainer.schedule.total_steps"
 _CHANGES_RESULT = ("cluster.device",)
 """Exceptions from the lists above: with precision `auto`, a GPU computes in another precision than a CPU."""
 
@@ -114,26 +117,32 @@ class ConfigChange:
 
 
 def allowed_changes(
-    folder: Path, old: Mapping[str, Any], new: Mapping[str, Any], accept: Collection[str]
+    folder: Path, old: Mapping[str, Any], new: Mapping[str, Any], accept: Collection[str], steps_done: int = 0
 ) -> tuple[ConfigChange, ...]:
     """Returns the changes from the run's config to `new`. Raises ConfigChanged if one of them would change the result
-    and is not in `accept`."""
+    of the steps that are done or to come, and is not in `accept`."""
     # `old` was read from JSON. The round trip makes equal values of `new` equal to it: tuples become lists.
     new = json_values.loads(json_values.dumps(dict(new), "config"))
-    changes = tuple(compare_config(old, new))
+    changes = tuple(compare_config(old, new, steps_done))
     refused = tuple(change for change in changes if change.changes_result and change.path not in accept)
     if refused:
         raise ConfigChanged(folder, refused)
     return changes
 
 
-def compare_config(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[ConfigChange]:
+def compare_config(old: Mapping[str, Any], new: Mapping[str, Any], steps_done: int = 0) -> list[ConfigChange]:
     """Returns every field that differs between two resolved configs (`model_dump(mode="json")`), in their order. Fields
-    that did not exist when the old config was written are compared by their defaults."""
+    that did not exist when the old config was written are compared by their defaults.
+
+    Args:
+        steps_done: Steps of the run with the old config, fewer than which it cannot have any more.
+    """
     changes, old = [], _with_defaults(old)
     for path, before, after in _differences("", old, new):
         if path == "steps":
-            changes.append(_steps_change(before, after, old))
+            changes.append(_steps_change(old, new, steps_done))
+        elif path.endswith(_SCHEDULE_STEPS):
+            changes.append(_schedule_change(path, before, after, old, new))
         elif path.endswith("trainer.ranks") and _uses_dropout(_role_of(path, old)):
             section = path.removesuffix("trainer.ranks")
             why = f"which of an adapter's inputs are dropped ({section}model.adapter.lora_dropout) depends on the rank"
@@ -186,18 +195,51 @@ def _uses_dropout(config: Mapping[str, Any]) -> bool:
     return bool(((config.get("model") or {}).get("adapter") or {}).get("lora_dropout"))
 
 
-def _steps_change(before: Any, after: Any, config: Mapping[str, Any]) -> ConfigChange:
-    """Returns the effect of another number of steps. A run can be extended, unless the learning rate's schedule depends
-    on that number."""
-    if not (isinstance(before, int) and isinstance(after, int) and after > before):
-        return ConfigChange("steps", before, after, "result", "a run can be made longer, not shorter")
-    for section, role in _trained_sections(config):
+def _steps_change(old: Mapping[str, Any], new: Mapping[str, Any], steps_done: int) -> ConfigChange:
+    """Returns the effect of another number of steps. A run can be made longer, or shorter down to the steps done,
+    unless the learning rate's schedule depends on that number."""
+    before, after = old.get("steps", ABSENT), new.get("steps", ABSENT)
+    if not (isinstance(before, int) and isinstance(after, int)):
+        return ConfigChange("steps", before, after, "result")
+    if after < steps_done:
+        why = f"it has done {count_noun(steps_done, 'step')}; a new run can begin after fewer: --from RUN@{after}"
+        return ConfigChange("steps", before, after, "result", why)
+    was, becomes = _schedule_ends(old), _schedule_ends(new)
+    for section, role in _trained_sections(new):
         schedule = role[_ROLE_SECTION].get("schedule") or {}
-        if schedule.get("kind", "constant") != "constant" and schedule.get("total_steps") is None:
-            needed = f"{section}trainer.schedule.total_steps"
-            why = f"the {schedule['kind']} schedule spans the run: only a run with {needed} can grow"
+        end = becomes.get(section)
+        if (end is None or end != was.get(section)) and schedule.get("total_steps") is None:
+            end = was.get(section)
+            remedy = f"set {section}{_SCHEDULE_STEPS}" + ("" if end is None else f"={end} to keep it as it is")
+            why = f"the {schedule['kind']} schedule spans the run: {remedy}, or start another run (--from)"
             return ConfigChange("steps", before, after, "result", why)
     return ConfigChange("steps", before, after, "none")
+
+
+def _schedule_change(
+    path: str, before: Any, after: Any, old: Mapping[str, Any], new: Mapping[str, Any]
+) -> ConfigChange:
+    """Returns the effect of another `total_steps`: none if the schedule ends where it did because the run had as many
+    steps, or if the learning rate stays the same anyway."""
+    section = path.removesuffix(_SCHEDULE_STEPS)
+    was, becomes = _schedule_ends(old), _schedule_ends(new)
+    same = was.get(section) is not None and was.get(section) == becomes.get(section)
+    return ConfigChange(path, before, after, "none" if same else "result")
+
+
+def _schedule_ends(config: Mapping[str, Any]) -> Mapping[str, int | str | None]:
+    """The optimizer step at which the learning rate's schedule of each trained section ends: "never" for a constant
+    one, None if that depends on the run's length, which a config that is not valid any more does not tell."""
+    lengths: dict[str, int] = {}
+    with suppress(ConfigError):
+        roles = check_config(dict(config), "the run's config").train_roles
+        lengths = {f"{role.section}." if role.section else "": role.optimizer_steps for role in roles}
+    ends: dict[str, int | str | None] = {}
+    for section, role in _trained_sections(config):
+        schedule = role[_ROLE_SECTION].get("schedule") or {}
+        length = schedule.get("total_steps") or lengths.get(section)
+        ends[section] = "never" if schedule.get("kind", "constant") == "constant" else length
+    return ends
 
 
 def _differences(path: str, old: Any, new: Any) -> list[tuple[str, Any, Any]]:

@@ -124,7 +124,7 @@ class Ledger(ReferenceChunks, RunRecords):
             changes: tuple[ConfigChange, ...] = ()
             if config is not None:
                 with cls.reader(folder) as current:
-                    changes = allowed_changes(folder, current.config(), config, accept)
+                    changes = allowed_changes(folder, current.config(), config, accept, current.steps_done())
             ledger = cls(folder, LedgerIndex.write(folder / INDEX_FILE), lock)
         except BaseException:
             lock.close()
@@ -362,6 +362,11 @@ class Ledger(ReferenceChunks, RunRecords):
         for step in steps:
             self.step_path(step).unlink(missing_ok=True)
         return steps
+
+    def can_repeat_after(self, step: int) -> bool:
+        """Returns whether the steps after this one can run again: no step file of theirs is deleted. A run that
+        generates nothing has none."""
+        return not self._index.rows("SELECT 1 FROM steps WHERE step > ? AND removed", step)
 
     def rewind(self, done: int) -> None:
         """Discards everything after the first `done` steps, including step files and records of checkpoints, so that

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lockstep.base.json_text import read_json
-from lockstep.base.text import first_line
+from lockstep.base.text import count_noun, first_line
 from lockstep.models.errors import ModelError
 from lockstep.models.folder_digests import check_digests
 from lockstep.models.huggingface import download_model
@@ -194,7 +194,8 @@ def fill_policy(
                 if module_buffer is not None:
                     module._buffers[leaf] = module_buffer.to(device)
     if report.unexpected:
-        log.warning("%s: %d weights are not used: %s", folder, len(report.unexpected), ", ".join(report.unexpected[:3]))
+        count = count_noun(len(report.unexpected), "weight")
+        log.warning("%s: %s not used: %s", folder, count, ", ".join(report.unexpected[:3]))
     return report
 
 
@@ -295,7 +296,7 @@ def _match_names(
         raise ModelError(
             "model.path",
             folder,
-            f"{len(report.missing)} weights are missing: {', '.join(report.missing[:3])}"
+            f"{count_noun(len(report.missing), 'weight')} missing: {', '.join(report.missing[:3])}"
             + (f" (it has {', '.join(report.unexpected[:3])})" if report.unexpected else ""),
             "give a complete, unquantized checkpoint of the model that its config.json describes",
         )

@@ -24,7 +24,7 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 
-from lockstep.base.text import first_line
+from lockstep.base.text import count_noun, first_line
 from lockstep.config.model import DType, ModelConfig, QuantizationConfig
 from lockstep.models import forest_attention
 from lockstep.models.errors import ModelError
@@ -271,7 +271,7 @@ def _load_from_checkpoint(cfg: ModelConfig, config: Any, dtype: torch.dtype, **s
         raise ModelError(
             "model.path",
             cfg.path,
-            f"{len(wrong)} weights are missing or of another shape: {', '.join(wrong[:3])}",
+            f"{count_noun(len(wrong), 'weight')} missing or of another shape: {', '.join(wrong[:3])}",
             "give a complete causal language model checkpoint",
         )
     if report["unexpected_keys"]:

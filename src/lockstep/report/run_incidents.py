@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lockstep.base.json_text import read_json
-from lockstep.base.text import format_duration
+from lockstep.base.text import count_noun, format_duration
 from lockstep.ledger import EventRow
 
 STALL_EVENT = "stall"
@@ -296,5 +296,6 @@ def _action_text(fields: Mapping[str, Any]) -> str:
         details.append(f"{fields['requests']} requests re-issued")
     if "restored" in fields:
         again = fields.get("again", 0)
-        details.append(f"state of {fields['restored']} steps" + (f", {again} trained again" if again else ""))
+        details.append(f"state of {count_noun(fields['restored'], 'step')}")
+        details += [f"{again} trained again"] if again else []
     return ", ".join(details)

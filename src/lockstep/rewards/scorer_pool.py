@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from lockstep.base import waits
+from lockstep.base.text import count_noun
 from lockstep.cluster.protocol import Cluster
 from lockstep.cluster.user_code import LOAD_STALL_S, NoteRecovery, note_nothing, recorded_loss
 from lockstep.config.reward import RewardConfig
@@ -230,7 +231,7 @@ class ScorerPool:
         waits_for_samples = 3 * samples + len(units)
         loads = 1 + job.losses_left
         bound = waits_for_samples * max(map(self._limit_s, self.terms)) + loads * LOAD_STALL_S
-        why = f"{samples} rewards of {len(self.terms)} terms"
+        why = f"{count_noun(samples, 'reward')} of {count_noun(len(self.terms), 'term')}"
         for thread in threads:
             thread.start()
         try:

@@ -43,13 +43,13 @@ class CheckpointLoader(Protocol):
 
 
 def restore_checkpoint(loader: CheckpointLoader, ledger: Ledger) -> int:
-    """Loads the newest checkpoint, or the one before it if the newest is damaged. Returns the number of steps in it, 0
-    if there is no checkpoint.
+    """Loads the newest checkpoint that is not damaged, of those after which the run can repeat its steps. Returns the
+    number of steps in it, 0 if there is no checkpoint.
 
     Raises:
-        RemoteError: neither can be loaded; this is the error for the newest.
+        RemoteError: none can be loaded; this is the error for the newest.
     """
-    newest = ledger.checkpoints()[-2:][::-1]
+    newest = [row for row in reversed(ledger.checkpoints()) if ledger.can_repeat_after(row.step)]
     errors: list[RemoteError] = []
     for row in newest:
         try:

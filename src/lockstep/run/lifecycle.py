@@ -5,7 +5,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from lockstep.base.secrets import redact_text, secret_values
 from lockstep.base.text import first_line
 from lockstep.cluster.agent_cluster import AgentCluster
 from lockstep.cluster.cluster_factory import InheritedProcesses, open_cluster, take_over_processes
-from lockstep.cluster.protocol import Worker
+from lockstep.cluster.protocol import RemoteError, Worker
 from lockstep.cluster.rpc.futures import gather_results
 from lockstep.config.roles import ROLE_OF_PROCESSES, name_of_ranks
 from lockstep.config.train_role import TrainRole
@@ -45,6 +45,7 @@ from lockstep.run.trained_roles import TrainedRoles
 from lockstep.run.trainer_group import TrainerGroup, set_up_ranks
 from lockstep.run.weight_sync import WeightPublisher, make_device_sync, make_weight_delivery
 from lockstep.run.worker_launcher import RunWorkerLauncher
+from lockstep.train.errors import CheckpointError
 from lockstep.train.trainer_api import TrainerInfo
 from lockstep.watch.beacon.writer import open_beacon
 from lockstep.watch.diagnosis.evidence_types import WaitAlias
@@ -279,14 +280,24 @@ def _start_trainers(prepared: PreparedRun, ledger: Ledger, workers: list[Worker]
         if group.info.slower:
             log.warning("%s%s", name, group.info.slower)
     trained = TrainedRoles(groups)
-    start = restore_checkpoint(trained, ledger)
+    try:
+        start = restore_checkpoint(trained, ledger)
+    except RemoteError as error:
+        if prepared.parent is None or error.code != CheckpointError.error_code:
+            raise
+        raise prepared.parent.unusable(f"cannot be loaded ({error.message})") from error
+    _warn_new_heads(prepared, groups, start)
+    return trained, start
+
+
+def _warn_new_heads(prepared: PreparedRun, groups: Sequence[TrainerGroup], start: int) -> None:
+    """Warns of score heads that begin with random values, because no checkpoint or adapter had them."""
     for group in groups:
         adapter = group.role.model.adapter
         loaded = start > 0 or prepared.parent is not None or (adapter is not None and adapter.path is not None)
         if group.info.has_new_head and not loaded:
             path = group.role.model.path
             log.warning("%s has no score head, so a new one is trained from random values", path)
-    return trained, start
 
 
 def _log_packing(name: str, role: TrainRole, info: TrainerInfo) -> None:

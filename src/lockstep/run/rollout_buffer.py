@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from lockstep.base.text import count_noun
 from lockstep.data.sample_sources import SampleSource
 from lockstep.data.samples import Completion, Group, Prompt, Rollouts
 from lockstep.ledger.ledger import Ledger
@@ -52,7 +53,8 @@ class TooStale(RuntimeError):
 
     def __init__(self, step: int, version: int, limit: int) -> None:
         super().__init__(
-            f"step {step + 1}, which trains version {step}, has a token of version {version}: older than {limit} steps"
+            f"step {step + 1}, which trains version {step}, has a token of version {version}: "
+            f"older than {count_noun(limit, 'step')}"
         )
         self.step, self.version, self.limit = step, version, limit
 

@@ -25,6 +25,7 @@ from lockstep.report.live_console import LiveConsole, beacon_activity
 from lockstep.report.metric_sinks import MetricSink, MetricSinks, open_sinks
 from lockstep.report.run_incidents import incidents_of, incidents_summary
 from lockstep.report.run_summary import package_versions, write_summary
+from lockstep.report.warning_handler import WarningHandler
 from lockstep.run.errors import Interrupted
 from lockstep.run.recovery.verdict_handler import VerdictHandler
 from lockstep.watch.beacon.writer import current_beacon
@@ -261,16 +262,6 @@ class _RedactingFormatter(logging.Formatter):
         return redact_text(super().format(record), self._known)
 
 
-class _ConsoleHandler(logging.Handler):
-    def __init__(self, console: LiveConsole, known: tuple[str, ...]) -> None:
-        super().__init__(logging.WARNING)
-        self._console, self._known = console, known
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if record.exc_info is None:  # tracebacks go to the file; the command prints a short message
-            self._console.warning(redact_text(record.getMessage(), self._known))
-
-
 @contextmanager
 def controller_logging(file: Path, console: LiveConsole) -> Iterator[None]:
     """Sends the log of this process to the file and its warnings to the console; the file also gets the final error."""
@@ -278,7 +269,10 @@ def controller_logging(file: Path, console: LiveConsole) -> Iterator[None]:
     to_file = _LogFile(file, delay=True, encoding="utf-8")
     known = secret_values(os.environ)
     to_file.setFormatter(_RedactingFormatter(known))
-    handlers = (to_file, _ConsoleHandler(console, known))
+    to_console = WarningHandler(console.warning)
+    # Tracebacks go to the file; the command prints a short message.
+    to_console.addFilter(lambda record: record.exc_info is None)
+    handlers = (to_file, to_console)
     logger = logging.getLogger("lockstep")
     level = logger.level
     logger.setLevel(logging.INFO)

@@ -42,6 +42,12 @@ def test_the_reason_names_the_address() -> None:
     assert unknown == "https://hub.invalid cannot be reached (the name hub.invalid cannot be looked up)"
 
 
+def test_the_reason_does_not_contain_the_mirrors_password() -> None:
+    port = free_port()
+    reason = hub_problem({"HF_ENDPOINT": f"http://anna:hunter22@127.0.0.1:{port}/hf"})
+    assert reason == f"http://127.0.0.1:{port}/hf cannot be reached (Connection refused)"
+
+
 def test_a_proxy_is_what_must_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("https_proxy", f"http://127.0.0.1:{free_port()}")
     assert hub_problem({}) == "https://huggingface.co cannot be reached through the proxy (Connection refused)"

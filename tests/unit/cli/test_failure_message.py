@@ -1,5 +1,6 @@
 """The message about a failed run is brief and shows the user's own stack frames."""
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -89,6 +90,10 @@ def test_the_end_of_a_dead_workers_log_is_shown() -> None:
     summary = describe_failure(WorkerDied("engine-0", 0, -9, log))
     assert summary.headline.startswith("engine-0 was killed by SIGKILL (out of memory?")
     assert (summary.lines[0], summary.lines[-1], len(summary.lines)) == ("line 28", "line 39", 12)
+    too_large = describe_failure(WorkerDied("policy-0", 0, -signal.SIGXFSZ, log))
+    assert too_large.headline.startswith(
+        "policy-0 was killed by SIGXFSZ (it wrote a file over the limit of `ulimit -f`); the end of its log"
+    )
     assert describe_failure(WorkerDied("engine-0", 0, 3, log)).headline == "engine-0 exited with 3; the end of its log:"
     assert describe_failure(WorkerDied("engine-0", 0, None, log)).headline == "engine-0 vanished"
 

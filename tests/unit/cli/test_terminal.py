@@ -1,9 +1,10 @@
-"""Commands that need a missing extra of the distribution name it."""
+"""Messages of the commands: a missing extra of the distribution is named, and secrets are hidden."""
 
 import pytest
 import typer
 
 from lockstep.cli import terminal
+from lockstep.config.errors import ConfigError, ConfigProblem
 
 
 def test_a_missing_extra_is_reported_with_the_command_that_installs_it(monkeypatch, capsys) -> None:  # type: ignore[no-untyped-def]
@@ -18,3 +19,24 @@ def test_a_missing_extra_is_reported_with_the_command_that_installs_it(monkeypat
 
 def test_installed_extras_are_accepted() -> None:
     terminal.require_extra("train", "lockstep train")
+
+
+SECRET = "wolf-and-moon-17"
+
+
+@pytest.mark.parametrize(
+    "show",
+    [
+        terminal.show_note,
+        terminal.show_progress,
+        lambda text: terminal.show_refusal(ValueError(text)),
+        lambda text: terminal.show_refusal(ConfigError(text, [ConfigProblem("model", text, text)])),
+    ],
+    ids=["note", "progress", "refusal", "config"],
+)
+def test_no_message_shows_a_secret(show, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setenv("DB_PASSWORD", SECRET)
+    show(f"https://anna:hunter22@mirror answered {SECRET} [/bold]")
+    shown = capsys.readouterr().err
+    assert SECRET not in shown and "hunter22" not in shown
+    assert "mirror answered [hidden] [/bold]" in shown

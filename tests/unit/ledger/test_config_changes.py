@@ -67,7 +67,6 @@ def test_what_a_resumed_run_may_change(path, value):
     ("path", "value"),
     [
         ("seed", 1),
-        ("steps", 9),
         ("recipe", "sft"),
         ("group_size", 16),
         ("model.path", "other"),
@@ -113,12 +112,30 @@ def test_ranks_change_the_result_if_the_adapter_has_dropout():
         assert change.path.startswith(f"model.adapter.{field}") and change.changes_result
 
 
-def test_more_steps_change_the_result_if_the_schedule_spans_the_run():
-    cosine = changed("trainer.schedule.kind", "cosine")
-    (change,) = compare_config(cosine, changed("steps", 20, cosine))
+def test_a_run_can_be_made_shorter_down_to_the_steps_done():
+    (change,) = compare_config(BASE, changed("steps", 6), steps_done=6)
+    assert change.effect == "none"
+    (change,) = compare_config(BASE, changed("steps", 5), steps_done=6)
+    assert change.changes_result and "it has done 6 steps" in str(change) and "--from RUN@5" in str(change)
+
+
+@pytest.mark.parametrize("steps", [7, 20])
+def test_another_number_of_steps_changes_the_result_if_the_schedule_spans_the_run(steps):
+    cosine = changed("epochs", 2, changed("trainer.schedule.kind", "cosine"))
+    length = GRPOConfig.model_validate(cosine).policy.optimizer_steps
+    (change,) = compare_config(cosine, changed("steps", steps, cosine))
     assert change.changes_result and "cosine schedule spans the run" in str(change)
+    assert f"set trainer.schedule.total_steps={length} to keep it as it is" in str(change)
+
+    mended = changed("trainer.schedule.total_steps", length, changed("steps", steps, cosine))
+    assert {c.path: c.effect for c in compare_config(cosine, mended)} == {
+        "steps": "none",
+        "trainer.schedule.total_steps": "none",
+    }
+    other = changed("trainer.schedule.total_steps", length + 1, changed("steps", steps, cosine))
+    assert [c.path for c in compare_config(cosine, other) if c.changes_result] == ["trainer.schedule.total_steps"]
     fixed = changed("trainer.schedule.total_steps", 100, cosine)
-    assert [c.changes_result for c in compare_config(fixed, changed("steps", 20, fixed))] == [False]
+    assert [c.changes_result for c in compare_config(fixed, changed("steps", steps, fixed))] == [False]
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,13 @@ def test_nothing_else_writes_to_the_terminal_with_rich() -> None:
     assert made == []
 
 
+def test_only_json_is_echoed() -> None:
+    """Anything else that a command prints may contain texts of others; JSON escapes their control characters."""
+    commands = Path(lockstep.__path__[0]) / "cli"
+    unsafe = r"typer\.echo\((?!\s*json\.dumps\(|f\"lockstep \{__version__\}\"\))|typer\.secho\(|basicConfig\("
+    assert [path.name for path in commands.rglob("*.py") if re.search(unsafe, path.read_text())] == []
+
+
 def test_lines_are_wrapped_only_on_a_terminal(monkeypatch) -> None:  # type: ignore[no-untyped-def]
     monkeypatch.delenv("COLUMNS", raising=False)
     address = "https://example.org/" + "a" * 200

@@ -2,10 +2,12 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from lockstep.cluster.protocol import RemoteError
 from lockstep.config.trainer import CheckpointConfig
+from lockstep.data.samples import Completion, Group, Prompt, Rollouts
 from lockstep.ledger.ledger import Ledger
 from lockstep.run.checkpoint_manager import CheckpointManager, restore_checkpoint
 from lockstep.train.errors import CheckpointError
@@ -123,8 +125,8 @@ class Ranks:
         self.loaded.append(folder.name)
 
 
-def saved_at(ledger: Ledger, *at: int) -> None:
-    checkpoints = make(ledger)
+def saved_at(ledger: Ledger, *at: int, keep_last: int = 2) -> None:
+    checkpoints = make(ledger, keep_last=keep_last)
     for version in at:
         checkpoints.begin(version, None)
         checkpoints.finish()
@@ -145,11 +147,26 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(ledger: Ledger
     assert make(ledger, every=2).due(6, last=False, improved=False)
 
 
-def test_older_checkpoints_are_not_used_as_their_step_files_are_gone(ledger: Ledger) -> None:
-    saved_at(ledger, 2, 4, 6)
-    with pytest.raises(RemoteError, match="00000006: is torn"):
-        restore_checkpoint(Ranks(4, 6), ledger)
-    assert versions(ledger) == [4, 6]
+def test_a_run_that_generates_nothing_falls_back_to_any_checkpoint(ledger: Ledger) -> None:
+    saved_at(ledger, 2, 4, 6, 8, keep_last=4)
+    ranks = Ranks(4, 6, 8)
+    assert (restore_checkpoint(ranks, ledger), ranks.loaded) == (2, ["00000002"])
+    assert versions(ledger) == [2]
+
+
+def test_checkpoints_whose_later_step_files_are_gone_are_not_used(tmp_path: Path) -> None:
+    with Ledger.create(tmp_path / "other", {"name": "x"}) as ledger:
+        for step in range(8):
+            token = np.array([1], np.int32)
+            completion = Completion(f"0:{step}/0", token, np.zeros(1, np.float32), token, "stop", "1")
+            group = Group(Prompt(f"0:{step}", step, token, "1="), [completion], np.ones(1, np.float32))
+            ledger.record_rollouts(step, Rollouts(step=step, version=step, groups=[group]))
+            ledger.commit(step, {})
+        saved_at(ledger, 2, 4, 6, keep_last=3)
+        assert ledger.stored_steps() == [4, 5, 6, 7]
+        with pytest.raises(RemoteError, match="00000006: is torn"):
+            restore_checkpoint(Ranks(4, 6), ledger)
+        assert versions(ledger) == [2, 4, 6]
 
 
 def test_other_errors_are_raised(ledger: Ledger) -> None:

@@ -124,7 +124,7 @@ def test_rounds_get_new_prompts_and_a_restart_repeats_them(ledger: Ledger) -> No
 def test_a_token_that_is_too_old_is_never_trained_on(ledger: Ledger) -> None:
     made = buffer(ledger, Engine(), ahead=1)  # its tokens are all of version 0
     made.request(2)
-    with pytest.raises(TooStale, match="step 3, which trains version 2, has a token of version 0: older than 1 steps"):
+    with pytest.raises(TooStale, match="step 3, which trains version 2, has a token of version 0: older than 1 step"):
         made.take(2, 2)
 
 

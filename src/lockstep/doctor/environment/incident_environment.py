@@ -2,11 +2,13 @@
 
 import json
 import logging
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from lockstep.base.folders import check_shared_folder, make_private_dir, open_file
 from lockstep.base.json_text import read_json
 from lockstep.doctor.environment.environment_lint import JobTraits, ProcessEnvironment, lint_environments
 from lockstep.doctor.output.findings import Finding
@@ -45,7 +47,11 @@ def write_incident_findings(folder: Path) -> list[Finding]:
     try:
         found = incident_findings(folder)
         text = json.dumps({"environment": [asdict(each) for each in found]}, indent=1)
-        (folder / FINDINGS_FILE).write_text(text + "\n", encoding="utf-8")
+        check_shared_folder(folder.parent, "remove it")
+        # The folder exists: this checks that it is no link and belongs to the user.
+        make_private_dir(folder, "remove it")
+        with os.fdopen(open_file(folder / FINDINGS_FILE, os.O_WRONLY | os.O_TRUNC), "w", encoding="utf-8") as file:
+            file.write(text + "\n")
     except (OSError, ValueError) as error:
         log.warning("the environment of %s could not be checked: %s", folder.name, error)
         return []

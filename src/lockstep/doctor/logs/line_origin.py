@@ -64,7 +64,10 @@ _RANK = r"(?:[Gg]lobal[_ ]?)?(?:rank|Rank|RANK)"
 _PART = r"(?:local|node|group|[A-Z]{2}|tensor|pipeline|data|expert|model)"
 """Kinds of rank that number only a part of the job."""
 _LEVEL = r"(?:TRACE|DEBUG|INFO|NOTICE|SUCCESS|WARN(?:ING)?|ERROR|CRITICAL|FATAL)"
-_HOST = r"(?:\d{1,3}(?:\.\d{1,3}){3}|(?=[\w.-]*\d)(?=[\w.-]*[-.]|[a-z]+\d{2,}|[a-z]{1,5}\d+\b)[A-Za-z][\w.-]{2,62})"
+_HOST = (
+    r"(?:\d{1,3}(?:\.\d{1,3}){3}"
+    r"|(?=[\w.-]{0,62}\d)(?=[\w.-]{0,62}[-.]|[a-z]{1,60}\d{2,}|[a-z]{1,5}\d{1,60}\b)[A-Za-z][\w.-]{2,62})"
+)
 _PREFIX = re.compile(
     r"\s*(?:"
     rf"\[(?:{'|'.join(_STAMPS)})(?: [A-Z]{{2,3}}\d+)*?,? (?:{_RANK}|TP)[ _:=#]?"

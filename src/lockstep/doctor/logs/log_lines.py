@@ -27,7 +27,7 @@ _FILE_HEADS = (
         re.compile(rf"^\[ *\d+\.\d+\] |{_DMESG_DATE}|^[A-Z][a-z]{{2}} +\d+ [\d:]{{8}} \S+ kernel:", re.MULTILINE),
     ),
     ("stack", re.compile(r"^Process \d+: |^Thread (?:0x[0-9a-f]+|\d+) \(", re.MULTILINE)),
-    ("process", re.compile(r"^ *(?:USER +)?PID +.*\b(?:COMMAND|CMD)\b", re.MULTILINE)),
+    ("process", re.compile(r"^ {0,40}(?:USER {1,40})?PID .{0,400}\b(?:COMMAND|CMD)\b", re.MULTILINE)),
     ("gpu", re.compile(r"^timestamp, |\| NVIDIA-SMI \d+", re.MULTILINE)),
 )
 _PROCESS_LINE = re.compile(r"^\s*(?:[a-z_][\w-]*\s+)?\d+\s+(?:\d+\s+)?(?:[\d.]+\s+){0,4}\S*\s*[RSDZTI][sl<NL+]*\s+\S+")
@@ -210,13 +210,14 @@ def numbered_lines(page: Page, most: int | None = None) -> Iterator[tuple[int, b
 
 
 _SAMPLE_BEGIN = re.compile(
-    r"\W*(?:(?:sample|example|rollout|step|idx|index|group|generation|trajectory|no)\W*\d*\W+){0,3}"
+    r"\W{0,40}(?:(?:sample|example|rollout|step|idx|index|group|generation|trajectory|no)\W{0,8}\d{0,9}\W{1,8}){0,3}"
     r"(?:(?:model|policy|gold|sampled?|generated|decoded|full)[ _])?"
-    r"(?:(?:completions?|prompts?|generated[ _](?:text|output)|sampled[ _]text|decoded|ground[_ ]?truth)[\"']?\W*[:=]\W"
+    r"(?:(?:completions?|prompts?|generated[ _](?:text|output)|sampled[ _]text|decoded|ground[_ ]?truth)[\"']?"
+    r"\W{0,8}[:=]\W"
     r"|(?<=\[)(?:prompt|response|completion|ground_truth)\])",
     re.IGNORECASE,
 )
-"""The start of a printed sample."""
+"""The start of a printed sample. Its repeats are bounded: a line could make nested ones try every way to divide it."""
 _STRUCTURED_SAMPLE = re.compile(
     r"[\"'](?:completions?|prompts?|generated_text|question|answer|solution|response_str|input_text)[\"']: ?\[?[\"'{]"
     r"|[\"']role[\"']: ?[\"'](?:user|assistant|system|tool)[\"']|<\|im_start\|>|<think>|<answer>|\u2502"

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lockstep.base.text import count_noun
 from lockstep.config.loader import check_config
 from lockstep.config.run_config import RunConfig
 from lockstep.config.train_role import TrainRole
@@ -17,6 +18,7 @@ from lockstep.run.errors import RunRefused
 from lockstep.run.planning.working_folder import working_folder
 from lockstep.train.checkpoints.checkpoint_files import inherit_checkpoint
 from lockstep.train.checkpoints.checkpoint_retention import part_folder
+from lockstep.train.errors import CheckpointError
 
 _OWN_FIELDS = ("name", "folder")
 """Fields that differ between any two runs."""
@@ -35,11 +37,18 @@ class ParentRun:
     """Whether the new run also takes over the optimizer's state."""
     changes: tuple[str, ...] = ()
     """How its config differs from the parent's."""
+    older: tuple[int, ...] = ()
+    """The numbers of steps after which the parent has older checkpoints."""
+
+    def unusable(self, reason: str) -> CheckpointError:
+        """The error that its checkpoint cannot be used, with the way to an older one."""
+        return with_older_steps(CheckpointError(self.checkpoint, reason), self.older, f"--from {self.run}@")
 
     def note(self, config: RunConfig) -> str:
         """What the new run takes over, for the user."""
         taken = "its weights and optimizer state" if self.optimizer else "its weights; the optimizer starts afresh"
-        text = f"starting from {self.run} after {self.steps} steps with {taken}, at step 0 of its own schedule"
+        start = f"{self.run} after {count_noun(self.steps, 'step')}"
+        text = f"starting from {start} with {taken}, at step 0 of its own schedule"
         if config.policy.holds_reference or any("reference_logprob" in role.fields for role in config.serve_roles):
             text += f". The reference of the KL penalty stays the model in {config.model.path}"
         return text
@@ -77,6 +86,24 @@ def choose_checkpoint(rows: Sequence[CheckpointRow], step: str) -> CheckpointRow
     return found
 
 
+def with_older_steps(error: CheckpointError, steps: Sequence[int], option: str) -> CheckpointError:
+    """The error about a checkpoint with the way to an older one.
+
+    Args:
+        steps: the numbers of steps after which there are older checkpoints.
+        option: how a command names one, before the number: `--step `.
+    """
+    if not steps:
+        return CheckpointError(error.folder, f"{error.reason}; there is no older one")
+    others = f" (there are older ones after {', '.join(map(str, steps))} steps)" if len(steps) > 1 else ""
+    return CheckpointError(error.folder, f"{error.reason}; take the one before it: {option}{steps[-1]}{others}")
+
+
+def older_steps(rows: Sequence[CheckpointRow], chosen: CheckpointRow) -> tuple[int, ...]:
+    """The numbers of steps after which there are checkpoints older than the chosen one."""
+    return tuple(row.step + 1 for row in rows if row.step < chosen.step)
+
+
 def find_parent(text: str, config: RunConfig) -> ParentRun:
     """Finds the checkpoint of another run, and decides what a run with this config takes over.
 
@@ -90,7 +117,8 @@ def find_parent(text: str, config: RunConfig) -> ParentRun:
     run, step = split_parent(text)
     with Ledger.reader(run) as ledger:
         stored = ledger.config()
-        chosen = choose_checkpoint(ledger.checkpoints(), step)
+        rows = ledger.checkpoints()
+        chosen = choose_checkpoint(rows, step)
     parent = check_config(dict(stored), source=str(run))
     _check_models(run, parent, config)
     if config.precomputed_fields:
@@ -102,7 +130,7 @@ def find_parent(text: str, config: RunConfig) -> ParentRun:
     changes = compare_config(stored, config.model_dump(mode="json"))
     shown = tuple(str(change) for change in changes if change.path not in _OWN_FIELDS)
     optimizer = parent.recipe == config.recipe and trainers
-    return ParentRun(run, chosen.step + 1, chosen.path, optimizer, shown)
+    return ParentRun(run, chosen.step + 1, chosen.path, optimizer, shown, older_steps(rows, chosen))
 
 
 def begin_from(parent: ParentRun, ledger: Ledger, config: RunConfig) -> None:
@@ -112,7 +140,10 @@ def begin_from(parent: ParentRun, ledger: Ledger, config: RunConfig) -> None:
     own = ledger.folder / "checkpoints" / f"{0:08d}"
     for name in names:
         source, target = part_folder(parent.checkpoint, name, names), part_folder(own, name, names)
-        inherit_checkpoint(source, target, optimizer=parent.optimizer)
+        try:
+            inherit_checkpoint(source, target, optimizer=parent.optimizer)
+        except CheckpointError as error:
+            raise parent.unusable(error.reason) from error
     ledger.record_checkpoint(-1, own)
     ledger.record_event(PARENT_EVENT, **lineage(parent))
 

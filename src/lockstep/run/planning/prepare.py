@@ -239,7 +239,7 @@ def _resumed_config(config: RunConfig | None, folder: Path, overrides: Sequence[
         old: dict[str, Any] = ledger.config()
         if config is None:
             config = check_config(apply_overrides(old, overrides), source=str(folder))
-        changes = compare_config(old, config.model_dump(mode="json"))
+        changes = compare_config(old, config.model_dump(mode="json"), ledger.steps_done())
         refused = [str(change) for change in changes if change.changes_result]
         if refused:
             raise RunRefused(

@@ -4,6 +4,7 @@ console, later in the ledger, which only the run's thread writes.
 
 import contextlib
 import logging
+import os
 import queue
 import threading
 import time
@@ -11,6 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 from lockstep.base import waits
+from lockstep.base.secrets import redact, secret_values
 from lockstep.base.wait_state import WaitTimeout
 from lockstep.cluster.protocol import Worker
 from lockstep.cluster.worker_failures import WorkerFailure
@@ -99,8 +101,9 @@ class RecoveryManager:
         return "was killed" if self._accused.get(failure.worker) and failure.how == "died" else failure.what
 
     def note(self, action: str, **fields: Any) -> None:
-        """Queues an event for the ledger; the next `flush` writes it."""
-        self._events.put({"action": action, "at": time.time(), **fields})
+        """Queues an event for the ledger; the next `flush` writes it. Errors' messages may contain secrets, which are
+        hidden."""
+        self._events.put({"action": action, "at": time.time(), **redact(fields, secret_values(os.environ))})
 
     def flush(self) -> None:
         """Writes the events into the ledger. Only the run's thread may call it: no other thread may write there."""

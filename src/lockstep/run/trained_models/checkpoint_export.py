@@ -11,11 +11,12 @@ from lockstep.config.run_config import RunConfig
 from lockstep.config.train_role import TrainRole
 from lockstep.ledger.ledger import Ledger
 from lockstep.run.errors import RunRefused
-from lockstep.run.planning.parent_run import choose_checkpoint
+from lockstep.run.planning.parent_run import choose_checkpoint, older_steps, with_older_steps
 from lockstep.run.planning.prepare import resolve_adapters
 from lockstep.run.step_scores import score_statistics
 from lockstep.train.checkpoints.checkpoint_retention import part_folder
 from lockstep.train.distributed import ParallelContext
+from lockstep.train.errors import CheckpointError
 from lockstep.train.rank_service import choose_device
 from lockstep.train.trainer_kinds import trainer_kind
 
@@ -44,13 +45,19 @@ def export_checkpoint(run: Path, out: Path, step: str = "last", role: str | None
         raise RunRefused(f"{out} exists: name a new folder")
     with Ledger.reader(run) as ledger:
         config = resolve_adapters(check_config(ledger.config(), source=str(run)))
-        chosen = choose_checkpoint(ledger.checkpoints(), step)
+        rows = ledger.checkpoints()
+        chosen = choose_checkpoint(rows, step)
         added = score_statistics(ledger, chosen.step + 1) if config.head == "score" else {}
     exported = _role_on_one_rank(config, role)
     if adapter and exported.model.adapter is None:
         raise RunRefused(f"{exported.name} of {run} has no adapter: leave --adapter out")
     part = part_folder(chosen.path, exported.name, [each.name for each in config.train_roles])
-    export_from_one_rank(exported, out, part, adapter, added)
+    try:
+        export_from_one_rank(exported, out, part, adapter, added)
+    except CheckpointError as error:
+        if error.folder != part:
+            raise
+        raise with_older_steps(error, older_steps(rows, chosen), "--step ") from error
     return chosen.step + 1
 
 

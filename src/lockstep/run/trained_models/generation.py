@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import ValidationError
 
+from lockstep.base.folders import scratch_dir
+from lockstep.base.text import count_noun
 from lockstep.config.data import DatasetConfig, TrainingDataConfig
 from lockstep.config.errors import ConfigError, ConfigProblem
 from lockstep.config.model import ModelConfig
@@ -30,10 +32,10 @@ from lockstep.run.planning.run_data import source_options, turn_tokenizer
 from lockstep.run.run_reporter import startup_status
 from lockstep.run.trained_models.engine_session import EngineSession, open_session
 from lockstep.run.trained_models.model_source import (
+    SCRATCH_PREFIX,
     ModelTarget,
     find_target,
     load_target,
-    scratch_folder,
     target_config,
 )
 
@@ -97,7 +99,7 @@ class LoadedModel:
 
     @property
     def label(self) -> str:
-        return f"{self.target.name} after {self.steps} steps" if self.steps else self.target.name
+        return f"{self.target.name} after {count_noun(self.steps, 'step')}" if self.steps else self.target.name
 
     def prompt_limit(self, sampling: SamplingConfig, section: str) -> LengthLimit:
         """The longest prompt. Raises RunRefused if completions fill the context.
@@ -125,7 +127,7 @@ def open_model(
         file: the config to use instead of the run's.
     """
     target = find_target(name, step)
-    with scratch_folder() as scratch, target_config(target, file, overrides) as config:
+    with scratch_dir(SCRATCH_PREFIX) as scratch, target_config(target, file, overrides) as config:
         if config.rollout.engine.kind == "vllm":
             check_installed()
         status(f"loading {name}")

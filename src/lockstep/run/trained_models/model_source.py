@@ -1,11 +1,7 @@
 """Finds the model that a user names: of a run, a checkpoint, an adapter, a folder of Hugging Face, or on the hub."""
 
-import fcntl
 import gc
 import json
-import os
-import shutil
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,7 +24,8 @@ from lockstep.run.planning.working_folder import in_working_folder
 from lockstep.run.trained_models.checkpoint_export import export_checkpoint, export_from_one_rank
 
 ADAPTER_CONFIG_FILE = "adapter_config.json"
-_FOLDER_PREFIX, _LOCK_FILE = "lockstep-model-", "lock"
+SCRATCH_PREFIX = "lockstep-model-"
+"""How the names of temporary folders for the copy of a model begin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,32 +84,6 @@ def target_config(target: ModelTarget, file: Path | None, overrides: Sequence[st
             config = check_config(apply_overrides(ledger.config(), overrides), source=str(target.run))
         with in_working_folder(target.run):
             yield config
-
-
-@contextmanager
-def scratch_folder() -> Iterator[Path]:
-    """A temporary folder for the copy of a model. Deletes those that killed processes left behind."""
-    parent = Path(tempfile.gettempdir())
-    for path in parent.glob(f"{_FOLDER_PREFIX}*"):
-        _delete_if_unused(path)
-    folder = Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX))
-    try:
-        with (folder / _LOCK_FILE).open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released when this process ends, however it ends
-            yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _delete_if_unused(folder: Path) -> None:
-    try:
-        if folder.is_symlink() or folder.stat().st_uid != os.getuid():
-            return
-        with (folder / _LOCK_FILE).open("r+") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder, ignore_errors=True)
-    except OSError:  # in use, or deleted by another process
-        return
 
 
 def load_target(target: ModelTarget, config: RunConfig, scratch: Path) -> tuple[ModelConfig, int]:

@@ -25,6 +25,7 @@ import logging
 import os
 import re
 import shutil
+import stat
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,7 +34,7 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.base.folders import make_private_dir, write_private
+from lockstep.base.folders import check_shared_folder, make_folder, make_private_dir, write_private
 from lockstep.base.secrets import redact, redact_environment, redact_text, secret_values
 from lockstep.base.text import summarize_list
 from lockstep.watch.diagnosis.evidence import Evidence
@@ -44,6 +45,8 @@ from lockstep.watch.supervisor.verdict_tracker import VerdictUpdate
 
 log = logging.getLogger(__name__)
 
+USUAL_FOLDER = "incidents"
+"""The folder for incidents in a run folder, and that of `lockstep watch` unless it is given another one."""
 MAX_INCIDENTS = 100
 """The most incidents per run; further ones are not written."""
 FILE_BYTES = 4 << 20
@@ -81,7 +84,7 @@ def write_incident(root: Path, contents: IncidentContents, known: Collection[str
     returns None. `known` are secrets that are redacted in addition to those in environments."""
     draft: Path | None = None
     try:
-        root.mkdir(parents=True, exist_ok=True)
+        make_incident_root(root)
         if sum(1 for each in root.iterdir() if each.is_dir()) >= MAX_INCIDENTS:
             log.warning("no incident is written: %s has %d already", root, MAX_INCIDENTS)
             return None
@@ -99,6 +102,19 @@ def write_incident(root: Path, contents: IncidentContents, known: Collection[str
             shutil.rmtree(draft, ignore_errors=True)
         return None
     return target
+
+
+def make_incident_root(root: Path) -> None:
+    """Creates the folder for incidents, in which nobody else can put a link in the way of a later write. Raises
+    UnsafePath if it exists and another user controls it."""
+    if not root.is_symlink():
+        new = not root.exists()
+        facts = make_folder(root).stat()
+        # Earlier versions made the usual folder as the umask allowed. Others may be used for more than incidents.
+        ours = (new or root.name == USUAL_FOLDER) and facts.st_uid == os.geteuid()
+        if ours and facts.st_mode & 0o022 and not facts.st_mode & stat.S_ISVTX:
+            root.chmod(stat.S_IMODE(facts.st_mode) & ~0o022)
+    check_shared_folder(root, "remove it, or choose a folder of your own (lockstep watch --incidents)")
 
 
 def incident_name(verdict: Verdict, wall: float) -> str:

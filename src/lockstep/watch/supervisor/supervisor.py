@@ -24,7 +24,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +32,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from lockstep.base.limits import raise_descriptor_limit
+from lockstep.base.secrets import redact, secret_values
 from lockstep.base.transport.auth_handshake import Listener
 from lockstep.base.transport.frames import Connection
 from lockstep.base.transport.run_token import take_token
@@ -58,6 +59,32 @@ DIAGNOSIS_PACE_S = 0.05
 """The least seconds between diagnoses, per host."""
 HOST_LINGER_S = 5.0
 """After the controller has ended, an agent that cannot be reached for this long counts as ended, too."""
+
+
+def verdict_frame(
+    update: VerdictUpdate, path: Path | None, done: str = "", known: Collection[str] = ()
+) -> dict[str, Any]:
+    """The frame that subscribers get about a verdict, with secrets hidden, because a verdict quotes errors and logs.
+
+    Args:
+        path: The incident's folder, if there is one.
+        done: What Lockstep did about the stall.
+        known: Secrets in addition to those in this process's environment.
+    """
+    frame = {
+        "number": update.number,
+        "change": str(update.change),
+        "level": str(update.verdict.level),
+        "verdict": update.verdict.json(),
+        "since_s": update.at - update.since,
+        "wall": time.time(),
+        "incident": None if path is None else str(path),
+        "headline": incident.verdict_headline(update.verdict),
+        "who": [incident.culprit_name(each) for each in update.verdict.culprits],
+        "done": done,
+    }
+    hidden: dict[str, Any] = redact(frame, (*known, *secret_values(os.environ)))
+    return hidden
 
 
 class Supervisor:
@@ -209,20 +236,8 @@ class Supervisor:
     # --- publishing
 
     def _publish(self, update: VerdictUpdate, done: str = "") -> None:
-        path = self._incidents.get(update.number)
-        frame = {
-            "number": update.number,
-            "change": str(update.change),
-            "level": str(update.verdict.level),
-            "verdict": update.verdict.json(),
-            "since_s": update.at - update.since,
-            "wall": time.time(),
-            "incident": None if path is None else str(path),
-            "headline": incident.verdict_headline(update.verdict),
-            "who": [incident.culprit_name(each) for each in update.verdict.culprits],
-            "done": done,
-        }
-        log.info("%s %s: %s", update.change, update.verdict.level, done or frame["headline"])
+        frame = verdict_frame(update, self._incidents.get(update.number), done, (self._token,))
+        log.info("%s %s: %s", update.change, update.verdict.level, frame["done"] or frame["headline"])
         self._subscribers.publish(frame)
 
     # --- agents

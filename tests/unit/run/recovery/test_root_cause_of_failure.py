@@ -165,6 +165,12 @@ def test_without_a_verdict_the_raising_rank_is_named(site: Site, monkeypatch: py
     assert (site.failed()["worker"], site.failed()["what"]) == ("policy-0", f"raised CollectiveStalled: {WHY}")
 
 
+def test_the_ledger_gets_no_secrets_of_an_errors_message(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DB_PASSWORD", "wolf-and-moon-17")
+    site.recover(remote("OSError", "https://anna:hunter22@judge refused wolf-and-moon-17"))
+    assert site.failed()["what"] == "raised OSError: https://[hidden]@judge refused [hidden]"
+
+
 @pytest.mark.parametrize(
     "kind, message, effect",
     [

@@ -1,5 +1,6 @@
 """What a path stands for; adapters as whole models; temporary copies of models do not pile up."""
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -10,10 +11,11 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
+from lockstep.base.folders import scratch_dir
 from lockstep.ledger.ledger import Ledger
 from lockstep.models.tiny_model import make_tiny
 from lockstep.run.errors import RunRefused
-from lockstep.run.trained_models.model_source import find_target, load_target, scratch_folder, target_config
+from lockstep.run.trained_models.model_source import SCRATCH_PREFIX, find_target, load_target, target_config
 
 
 def test_runs_checkpoints_exports_and_others_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,8 +78,9 @@ def test_an_adapter_without_a_base_is_refused(tmp_path: Path) -> None:
 
 HOLD = """
 import os
-from lockstep.run.trained_models.model_source import scratch_folder
-with scratch_folder() as folder:
+from lockstep.base.folders import scratch_dir
+from lockstep.run.trained_models.model_source import SCRATCH_PREFIX
+with scratch_dir(SCRATCH_PREFIX) as folder:
     (folder / "model").mkdir()
     print(folder, flush=True)
     input()
@@ -94,11 +97,12 @@ def test_the_copy_of_a_killed_process_is_deleted_and_one_in_use_is_kept(
     )  # fmt: skip
     assert other.stdout is not None
     left = Path(other.stdout.readline().strip())
-    with scratch_folder() as own:
+    with scratch_dir(SCRATCH_PREFIX) as own:
         assert left.is_dir() and own.is_dir() and own != left
     assert not own.exists()
     other.kill()
     other.wait(10)
     assert (left / "model").is_dir()
-    with scratch_folder():
+    os.utime(left, (0, 0))
+    with scratch_dir(SCRATCH_PREFIX):
         assert not left.exists()

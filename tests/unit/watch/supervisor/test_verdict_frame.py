@@ -1,0 +1,21 @@
+"""What the supervisor publishes about a verdict."""
+
+import pytest
+
+from lockstep.watch.diagnosis.verdict import Culprit, Fact, Verdict, VerdictKind, VerdictLevel
+from lockstep.watch.supervisor.supervisor import verdict_frame
+from lockstep.watch.supervisor.verdict_tracker import VerdictChange, VerdictUpdate
+
+
+def test_secrets_that_a_verdict_quotes_are_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DB_PASSWORD", "wolf-and-moon-17")
+    error = "judge raised OSError: https://anna:hunter22@judge refused wolf-and-moon-17"
+    verdict = Verdict(
+        VerdictKind.ABSENT, VerdictLevel.CONFIRMED, (Culprit(1, "policy"),), confidence=0.9, explanation=error,
+        evidence=(Fact(error),),
+    )  # fmt: skip
+    frame = verdict_frame(VerdictUpdate(1, VerdictChange.NEW, verdict, 0.0, 1.0), None, f"{error} freed", ("t0k3n",))
+    assert frame["headline"] == "judge raised OSError: https://[hidden]@judge refused [hidden]"
+    assert frame["who"] == ["policy-1"] and frame["level"] == "confirmed"
+    for secret in ("wolf-and-moon-17", "hunter22"):
+        assert secret not in str(frame)
