@@ -61,6 +61,7 @@ def test_a_fork_takes_over_weights_and_optimizer_and_restarts_the_schedule(
     assert weights(kept) == weights(run.with_name("first")), "the weights after two steps"
 
 
+@pytest.mark.slow
 def test_a_fork_that_is_resumed_ends_as_one_that_was_not(parent: tuple[Path, dict[str, Any]]) -> None:
     run, _ = parent
     same = run.with_name("same")

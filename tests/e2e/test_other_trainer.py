@@ -23,6 +23,7 @@ def start(home: Path, name: str, hold: dict[str, Any] | None = None) -> Launched
     return Launched.start(home / "runs" / name, str(write(home, values)), hold=KIND | (hold or {}))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_another_kind_of_trainer_trains_recovers_resumes_and_exports(tmp_path: Path) -> None:
     home = task(tmp_path)

@@ -65,6 +65,7 @@ def test_results_are_those_of_a_reference_in_memory(home: Path, loss: dict[str, 
         assert found[name] == pytest.approx(value, abs=1e-5), name
 
 
+@pytest.mark.slow
 def test_an_adapter_and_labels(home: Path) -> None:
     model = {"path": str(home / "model"), "adapter": {"kind": "lora", "r": 4}}
     plain, once = (
@@ -103,6 +104,7 @@ def test_a_kill_loses_no_chunk_and_changes_nothing(home: Path) -> None:
     assert weights(run) == weights(whole) and losses(run) == losses(whole)
 
 
+@pytest.mark.slow
 def test_changed_data_is_noticed(home: Path) -> None:
     """Before the first step all is computed again; later that is impossible."""
     values = settings(home, "stale", precompute_ref_log_probs=True, checkpoint={"every": 1})

@@ -210,6 +210,7 @@ def test_kto_learns_from_labels_on_any_number_of_ranks(home: Path) -> None:
     assert alone[-1]["rewards/margins"] > alone[0]["rewards/margins"]
 
 
+@pytest.mark.slow
 def test_a_moving_reference_survives_a_kill(home: Path, tmp_path: Path) -> None:
     """Its weights at the kill are neither those of the model nor those of the policy."""
     changes: dict[str, Any] = {"loss": {"type": "sigmoid", **MOVING}, "trainer": {"ranks": 2}}

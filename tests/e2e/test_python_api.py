@@ -243,6 +243,7 @@ def test_functions_of_a_command_are_copied(finished: lockstep.Result, home: Path
     assert_equal_weights(home / "runs" / "command", finished.folder)
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_a_run_that_resumes(finished: lockstep.Result, home: Path) -> None:
     call = """
     import time

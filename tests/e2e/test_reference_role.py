@@ -54,6 +54,7 @@ def assert_same(launched: Launched, inside: Path, generation: int = 1) -> None:
         assert ledger.generation == generation
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_its_ranks_are_killed_and_replaced_alone(inside: Path, tmp_path: Path) -> None:
     """One rank is stopped while its peer computes with it and the policy's ranks compute beside; then killed because of

@@ -38,6 +38,7 @@ def test_grpo_killed_in_one_stage_after_the_other(reference: References, tmp_pat
     interrupted.finish()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_sft_killed_in_one_stage_after_the_other(reference: References, tmp_path: Path) -> None:
     interrupted, chance = InterruptedRun(reference("sft"), tmp_path, "sft"), seeded_random("chain", "sft")

@@ -159,7 +159,7 @@ def test_transformers_gives_equal_scores(home: Path) -> None:
     done = CliRunner().invoke(app, ["export", str(run), str(home / "exported"), "--step", "3"])
     assert done.exit_code == 0, done.output
     earlier = json.loads((home / "exported/config.json").read_text())
-    assert earlier["mean"] == pytest.approx(evaluations[2]["eval/mean_reward"])
+    assert earlier["mean"] == pytest.approx(rows_of(run)[2]["policy/mean_reward"]), "measured after the evaluation"
     assert earlier["architectures"] == ["Qwen2ForSequenceClassification"]
     again = rows_of(train(home, settings(home, "continued", model={"path": str(run / "export")}, steps=1)))
     assert again[0]["policy/chosen_reward"] == pytest.approx(found["chosen"][:PAIRS].mean().item(), abs=1e-5)

@@ -199,6 +199,7 @@ def test_without_any_copy_both_roles_begin_anew(pair: Pair, tmp_path: Path) -> N
     assert found == [("policy-0", 0, 1), ("critic-0.1", 3, 1)]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_run_is_killed_when_one_part_of_a_checkpoint_is_complete(pair: Pair, tmp_path: Path) -> None:
     """One part is no version of the run, which resumes from its beginning."""
@@ -254,6 +255,7 @@ def adapters(pair: Pair, adapter: dict[str, Any], **changes: Any) -> dict[str, A
     return {"critic": {"model": model, "trainer": {"threads": 1, "optimizer": {"lr": 1e-2}}}}
 
 
+@pytest.mark.slow
 def test_one_of_the_trained_models_is_exported(pair: Pair, tmp_path: Path) -> None:
     command = "import two_roles; from lockstep.cli import app; app()"
     for role, export in (("critic", "critic/export"), ("policy", "export")):

@@ -96,6 +96,7 @@ def test_a_run_that_does_not_improve_ends_early_and_well(folder: Path) -> None:
     assert json.loads((run / "summary.json").read_text())["steps"]["done"] == 3
 
 
+@pytest.mark.slow
 def test_a_killed_run_ends_early_at_the_same_step_with_the_same_weights(folder: Path) -> None:
     """The loss on data that contradicts the training data grows after the first steps."""
     rows = [{"prompt": f"{n:02d}=", "completion": "=="} for n in range(20)]

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from lockstep.base.text import count_noun
 from lockstep.config.model import ModelConfig
 from lockstep.data.forest import Forest
 from lockstep.data.mini_batches import TrainingBatch, pack
@@ -100,8 +101,8 @@ class PrecomputedReference:
         if newest is not None:
             raise RunRefused(
                 f"the reference log-probabilities in {path} {what}, and the policy has been trained for "
-                f"{newest.step + 1} steps, so that they cannot be computed again: restore the data, the model and the "
-                "file, or start a new run (name=...)"
+                f"{count_noun(newest.step + 1, 'step')}, so that they cannot be computed again: restore the data, the "
+                "model and the file, or start a new run (name=...)"
             )
         if stale and not self._warned:
             log.warning("the reference log-probabilities in %s %s: computing them again", path, what)

@@ -127,6 +127,7 @@ sink.close("finished")
 """
 
 
+@pytest.mark.slow
 def test_wandb_without_its_server_writes_to_the_folder(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     with socket.socket() as silent:  # takes connections, and never says a word
