@@ -369,6 +369,18 @@ def weights(run: Path) -> dict[str, bytes]:
     return {name: array.tobytes() for name, array in load_file(run / "export" / "model.safetensors").items()}
 
 
+def metric_rows(run: Path) -> list[dict[str, float]]:
+    """The metrics of every step."""
+    with Ledger.reader(run) as ledger:
+        return [row.values for row in ledger.metrics_rows()]
+
+
+def untimed_rows(run: Path) -> list[dict[str, float]]:
+    """The same without times, which differ from run to run."""
+    timed = ("time/", "throughput/")
+    return [{name: value for name, value in row.items() if not name.startswith(timed)} for row in metric_rows(run)]
+
+
 def prompts_used(run: Path) -> dict[str, int]:
     with Ledger.reader(run) as ledger:
         return ledger.prompts_used()

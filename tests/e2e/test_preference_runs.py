@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from harness import ALPHABET, Launched, config, train, weights, write
+from harness import ALPHABET, Launched, config, metric_rows, train, untimed_rows, weights, write
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from lockstep.cli import app
-from lockstep.ledger.ledger import Ledger
 from lockstep.models.tiny_model import make_tiny
 
 pytestmark = [pytest.mark.xdist_group("preference"), pytest.mark.timeout(400)]
@@ -45,16 +44,6 @@ def settings(home: Path, name: str, **changes: Any) -> dict[str, Any]:
     for key, value in changes.items():
         values[key] = {**values[key], **value} if key == "trainer" else value
     return values
-
-
-def rows_of(run: Path) -> list[dict[str, float]]:
-    with Ledger.reader(run) as ledger:
-        return [row.values for row in ledger.metrics_rows()]
-
-
-def untimed(run: Path) -> list[dict[str, float]]:
-    timed = ("time/", "throughput/")
-    return [{name: value for name, value in row.items() if not name.startswith(timed)} for row in rows_of(run)]
 
 
 class PlainLoop:
@@ -111,7 +100,7 @@ class PlainLoop:
 def test_four_steps_follow_a_plain_loop(home: Path, name: str) -> None:
     expected = PlainLoop(home).losses(name)
     run = train(home, settings(home, f"plain-{name}", loss={"type": name}))
-    found = [row["policy/loss"] for row in rows_of(run)]
+    found = [row["policy/loss"] for row in metric_rows(run)]
     assert found == pytest.approx(expected, rel=2e-5)
     assert expected[-1] < expected[0]
 
@@ -153,7 +142,7 @@ MOVING = {"use_weighting": True, "sync_ref_model": True, "ref_model_sync_steps":
 def test_weighted_pairs_and_a_moving_reference_follow_a_plain_loop(home: Path) -> None:
     expected = MovingLoop(home).losses("sigmoid")
     run = train(home, settings(home, "moving", loss={"type": "sigmoid", **MOVING}, trainer={"ranks": 2}))
-    assert [row["policy/loss"] for row in rows_of(run)] == pytest.approx(expected, rel=2e-5)
+    assert [row["policy/loss"] for row in metric_rows(run)] == pytest.approx(expected, rel=2e-5)
     assert abs(expected[2] - expected[0]) > 1e-3, "something is learned"
 
 
@@ -174,20 +163,20 @@ def test_the_prompts_of_pairs_can_be_completed_and_the_card_names_dpo(home: Path
 def test_results_depend_on_neither_ranks_nor_rows(home: Path) -> None:
     """Also those of losses that compare completions of other pairs."""
     loss = {"type": ["sigmoid", "aot", "sft"], "weights": [1.0, 0.5, 0.1]}
-    alone = rows_of(train(home, settings(home, "one-rank", loss=loss)))
+    alone = metric_rows(train(home, settings(home, "one-rank", loss=loss)))
     for ranks, budget in ((2, 64), (3, 16)):
         changes = {"loss": loss, "token_budget": budget, "trainer": {"ranks": ranks}}
-        rows = rows_of(train(home, settings(home, f"ranks-{ranks}", **changes)))
+        rows = metric_rows(train(home, settings(home, f"ranks-{ranks}", **changes)))
         for name in ("policy/loss", "rewards/margins", "logps/chosen", "loss/aot", "policy/grad_norm"):
             assert [row[name] for row in rows] == pytest.approx([row[name] for row in alone], rel=1e-5), name
 
 
 def test_a_reference_of_its_own_and_an_adapter_give_the_same(home: Path) -> None:
-    inside = rows_of(train(home, settings(home, "inside")))
-    apart = rows_of(train(home, settings(home, "apart", reference={"threads": 1})))
+    inside = metric_rows(train(home, settings(home, "inside")))
+    apart = metric_rows(train(home, settings(home, "apart", reference={"threads": 1})))
     assert [row["policy/loss"] for row in apart] == [row["policy/loss"] for row in inside]
     adapter = {"path": str(home / "model"), "adapter": {"kind": "lora", "r": 4}}
-    changed = rows_of(train(home, settings(home, "adapter", model=adapter)))
+    changed = metric_rows(train(home, settings(home, "adapter", model=adapter)))
     assert changed[0]["policy/loss"] == pytest.approx(inside[0]["policy/loss"], rel=1e-6), "nothing is learned yet"
     assert changed[0]["rewards/margins"] == pytest.approx(0, abs=1e-5)
     assert changed[-1]["policy/loss"] < changed[0]["policy/loss"]
@@ -201,9 +190,9 @@ def test_kto_learns_from_labels_on_any_number_of_ranks(home: Path) -> None:
             file.write(json.dumps({"prompt": pair["prompt"], "completion": completion, "label": desirable}) + "\n")
     data = {"path": str(home / "data/labelled.jsonl"), "shuffle": False}
     common: dict[str, Any] = {"data": data, "loss": {"type": "kto"}}
-    alone = rows_of(train(home, settings(home, "kto", **common)))
+    alone = metric_rows(train(home, settings(home, "kto", **common)))
     changes = {"token_budget": 32, "trainer": {"ranks": 2}, "reference": {"threads": 1}}
-    split = rows_of(train(home, settings(home, "kto-split", **common, **changes)))
+    split = metric_rows(train(home, settings(home, "kto-split", **common, **changes)))
     for name in ("policy/loss", "rewards/margins", "policy/kl", "policy/grad_norm"):
         assert [row[name] for row in split] == pytest.approx([row[name] for row in alone], rel=1e-5, abs=1e-6), name
     assert alone[0]["policy/loss"] == pytest.approx(0.5, abs=1e-6), "the policy is the reference"
@@ -223,7 +212,7 @@ def test_a_moving_reference_survives_a_kill(home: Path, tmp_path: Path) -> None:
     resumed = Launched.resume(tmp_path / "runs/killed")
     assert resumed.finish() == 0, resumed.text()
     assert weights(tmp_path / "runs/killed") == weights(whole)
-    assert untimed(tmp_path / "runs/killed") == untimed(whole)
+    assert untimed_rows(tmp_path / "runs/killed") == untimed_rows(whole)
 
 
 @pytest.mark.parametrize(
@@ -240,4 +229,4 @@ def test_a_killed_run_resumes_bit_by_bit(home: Path, tmp_path: Path, stage: str)
     resumed = Launched.resume(tmp_path / "runs/killed")
     assert resumed.finish() == 0, resumed.text()
     assert weights(tmp_path / "runs/killed") == weights(whole)
-    assert untimed(tmp_path / "runs/killed") == untimed(whole)
+    assert untimed_rows(tmp_path / "runs/killed") == untimed_rows(whole)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import ALPHABET, Launched, config, train, weights, write
+from harness import ALPHABET, Launched, config, metric_rows, train, untimed_rows, weights, write
 from peft import PeftModel
 from torch import Tensor
 from torch.nn.functional import logsigmoid
@@ -57,16 +57,6 @@ def settings(home: Path, name: str, **changes: Any) -> dict[str, Any]:
     return values
 
 
-def rows_of(run: Path) -> list[dict[str, float]]:
-    with Ledger.reader(run) as ledger:
-        return [row.values for row in ledger.metrics_rows()]
-
-
-def untimed(run: Path) -> list[dict[str, float]]:
-    timed = ("time/", "throughput/")
-    return [{name: value for name, value in row.items() if not name.startswith(timed)} for row in rows_of(run)]
-
-
 def data(home: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (home / "data/reward.jsonl").read_text().splitlines()]
 
@@ -103,7 +93,7 @@ def plain_loop(home: Path, margin: float, centering: float, smoothing: float) ->
 def test_four_steps_follow_a_plain_loop(home: Path, loss: dict[str, Any]) -> None:
     on = bool(loss)
     expected = plain_loop(home, float(on), 0.01 * on, 0.1 * on)
-    rows = rows_of(train(home, settings(home, f"plain-{on}", loss=loss)))
+    rows = metric_rows(train(home, settings(home, f"plain-{on}", loss=loss)))
     assert len(rows) == len(expected) == STEPS
     for row, values in zip(rows, expected, strict=True):
         assert {name: row[name] for name in values} == pytest.approx(values, rel=2e-5, abs=1e-6)
@@ -112,10 +102,10 @@ def test_four_steps_follow_a_plain_loop(home: Path, loss: dict[str, Any]) -> Non
 
 def test_results_depend_on_neither_ranks_nor_rows(home: Path) -> None:
     """Also where the completions of a pair are in different rows."""
-    alone = rows_of(train(home, settings(home, "one-rank", loss=EVERYTHING)))
+    alone = metric_rows(train(home, settings(home, "one-rank", loss=EVERYTHING)))
     for ranks, budget in ((2, 64), (3, 17)):
         changes = {"loss": EVERYTHING, "token_budget": budget, "trainer": {"ranks": ranks}}
-        rows = rows_of(train(home, settings(home, f"ranks-{ranks}", **changes)))
+        rows = metric_rows(train(home, settings(home, f"ranks-{ranks}", **changes)))
         assert any("time/scores_s" in row for row in rows) == (budget == 17)
         for name in ("loss", "accuracy", "margin", "chosen_reward", "mean_reward", "std_reward", "grad_norm", "tokens"):
             found = [row[f"policy/{name}"] for row in rows]
@@ -159,9 +149,9 @@ def test_transformers_gives_equal_scores(home: Path) -> None:
     done = CliRunner().invoke(app, ["export", str(run), str(home / "exported"), "--step", "3"])
     assert done.exit_code == 0, done.output
     earlier = json.loads((home / "exported/config.json").read_text())
-    assert earlier["mean"] == pytest.approx(rows_of(run)[2]["policy/mean_reward"]), "measured after the evaluation"
+    assert earlier["mean"] == pytest.approx(metric_rows(run)[2]["policy/mean_reward"]), "measured after the evaluation"
     assert earlier["architectures"] == ["Qwen2ForSequenceClassification"]
-    again = rows_of(train(home, settings(home, "continued", model={"path": str(run / "export")}, steps=1)))
+    again = metric_rows(train(home, settings(home, "continued", model={"path": str(run / "export")}, steps=1)))
     assert again[0]["policy/chosen_reward"] == pytest.approx(found["chosen"][:PAIRS].mean().item(), abs=1e-5)
     assert "has no score head" not in (home / "runs/continued/logs/controller.log").read_text()
     refused = CliRunner().invoke(app, ["generate", str(run), "12="])
@@ -171,7 +161,7 @@ def test_transformers_gives_equal_scores(home: Path) -> None:
 def test_an_adapter_is_trained_with_its_head(home: Path) -> None:
     adapter = {"path": str(home / "scorer"), "adapter": {"kind": "lora", "r": 4}}
     run = train(home, settings(home, "adapter", model=adapter, trainer={"ranks": 2}))
-    rows, whole = rows_of(run), rows_of(train(home, settings(home, "no-adapter")))
+    rows, whole = metric_rows(run), metric_rows(train(home, settings(home, "no-adapter")))
     assert rows[0]["policy/loss"] == pytest.approx(whole[0]["policy/loss"], rel=1e-6), "nothing is learned yet"
     assert rows[-1]["policy/loss"] < rows[0]["policy/loss"]
     base = AutoModelForSequenceClassification.from_pretrained(home / "scorer", num_labels=1, dtype=torch.float32)
@@ -203,4 +193,4 @@ def test_a_killed_run_resumes_bit_by_bit(home: Path, tmp_path: Path, stage: str)
     resumed = Launched.resume(tmp_path / "runs/killed")
     assert resumed.finish() == 0, resumed.text()
     assert weights(tmp_path / "runs/killed") == weights(whole)
-    assert untimed(tmp_path / "runs/killed") == untimed(whole)
+    assert untimed_rows(tmp_path / "runs/killed") == untimed_rows(whole)

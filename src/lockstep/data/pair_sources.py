@@ -24,9 +24,9 @@ logger = logging.getLogger(__name__)
 
 class PairSource(DatasetSource[Pair]):
     """The pairs of a dataset; see `DatasetSource`. Pairs with an empty completion, or with two equal ones, are left
-    out. With `overlong: truncate`, completions that do not fit are cut, and their last token becomes the
-    end-of-sequence token, as OpenRLHF does it; pairs are left out whose prompt leaves no room for a completion, or that
-    are equal up to the cut.
+    out. With `overlong: truncate`, completions that do not fit are cut, and still end with the end-of-sequence token if
+    they did before, as OpenRLHF does it; pairs are left out whose prompt leaves no room for a completion, or that are
+    equal up to the cut.
 
     Args:
         margins: read the column `margin`.

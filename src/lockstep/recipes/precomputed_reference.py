@@ -87,12 +87,10 @@ class PrecomputedReference:
     def _compute(self, key: str, samples: Sequence[Any]) -> ReferenceChunk:
         run = self._run
         batch = pack(self._forest(samples), run.policy.ranks, run.config.token_budget, run.policy.info.packing)
-        minibatch = batch.everything()
-        values = run.policy.evaluate(minibatch, ["logprobs"])
-        batch.set_field("logprob", minibatch, [[row["logprobs"] for row in rank] for rank in values])
+        logprobs = run.policy.evaluate_targets(batch, "logprobs")
         order = np.argsort(batch.sequences, kind="stable")
         lengths = np.bincount(batch.sequences).astype(np.int64)
-        return ReferenceChunk(key, lengths, batch.fields["logprob"][order])
+        return ReferenceChunk(key, lengths, logprobs[order])
 
     def _check_untrained(self, number: int, stale: bool) -> None:
         """Checks that the policy still is the reference. Raises RunRefused."""

@@ -30,11 +30,8 @@ class ScoreUpdate:
 def score_pairs(trainer: TrainerGroup, batch: TrainingBatch) -> np.ndarray:
     """Returns the scores of the completions of a batch of `forest_of_scored_pairs`, float64 `[completions]`: those of
     pair i at 2i (the better one) and 2i + 1."""
-    everything = batch.everything()
-    values = trainer.evaluate(everything, ["scores"])
-    batch.set_field("score", everything, [[row["scores"] for row in rank] for rank in values])
     scores = np.empty(batch.targets)
-    scores[batch.sequences] = batch.fields.pop("score")
+    scores[batch.sequences] = trainer.evaluate_targets(batch, "scores")
     return scores
 
 

@@ -92,6 +92,13 @@ class TrainerGroup:
         self.close_calls(calls)
         return values
 
+    def evaluate_targets(self, batch: TrainingBatch, output: TrainerOutput) -> np.ndarray:
+        """Returns an output for all targets of a batch, float32 `[targets]`, in the batch's order."""
+        everything = batch.everything()
+        values = self.evaluate(everything, [output])
+        batch.set_field(output, everything, [[row[output] for row in rank] for rank in values])
+        return batch.fields.pop(output)
+
     def offload(self) -> None:
         """Moves state to host memory while engines generate, if the config says so; other methods bring it back."""
         if self._offload.anything and not self._offloaded:

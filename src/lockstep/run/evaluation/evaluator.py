@@ -80,10 +80,7 @@ class ValidationLoss:
         for start in range(0, len(self.documents), SAMPLES_AT_ONCE):
             forest = forest_from_documents(self.documents[start : start + SAMPLES_AT_ONCE])
             batch = pack(forest, self.trainer.ranks, self.token_budget, self.trainer.info.packing)
-            minibatch = batch.everything()
-            values = self.trainer.evaluate(minibatch, ["logprobs"])
-            batch.set_field("logprob", minibatch, [[row["logprobs"] for row in rank] for rank in values])
-            total -= float(np.sum(batch.fields["logprob"], dtype=np.float64))
+            total -= float(np.sum(self.trainer.evaluate_targets(batch, "logprobs"), dtype=np.float64))
             targets += batch.targets
         loss = total / targets
         return {LOSS: loss, "eval/perplexity": math.exp(min(loss, LARGEST_EXPONENT))}, []
