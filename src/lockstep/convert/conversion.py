@@ -139,12 +139,13 @@ class Conversion:
         return int(value) if value is not None and value == int(value) else None
 
     def items(self, name: str) -> list[str]:
-        """The value as a list of texts: a list, or a text with commas or blanks."""
+        """The value as a list of texts: a list, or a text with commas, maybe in brackets."""
         value = self.raw(name)
         if value is None or value == "":
             return []
         if not isinstance(value, list):
-            value = re.split(r"[,\s]+", str(value).strip("[]() "))
+            text = str(value).strip()
+            value = (text[1:-1] if text[:1] == "[" and text[-1:] == "]" else text).split(",")
         return [str(each).strip("'\" ") for each in value if str(each).strip("'\" ")]
 
     def numbers(self, name: str) -> list[float]:
@@ -277,7 +278,8 @@ def _plain(value: Any) -> str:
 def typed_value(value: Any, option: OptionSpec | None) -> Any:
     """A value of a command line with the type that the option declares, or that its text has."""
     if isinstance(value, list):
-        return [typed_value(each, OptionSpec("", option.type)) if option is not None else each for each in value]
+        kind = "any" if option is None or option.type == "list" else option.type
+        return [typed_value(each, OptionSpec("", kind)) for each in value]
     if not isinstance(value, str):
         return value
     kind = option.type if option is not None else "any"

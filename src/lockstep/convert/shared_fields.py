@@ -63,7 +63,7 @@ def set_steps(conv: Conversion, steps: int | None, epochs: str, *names: str) -> 
         return max(1, steps)
     conv.put("steps", PLACEHOLDER_STEPS, keep=True)
     conv.refuse(epochs, "steps follow from the number of rows of the training data: give --rows N")
-    conv.need("steps", f"{conv.framework} counts epochs: give --rows N, or replace the {PLACEHOLDER_STEPS} steps")
+    conv.need("steps", f"{conv.framework} counts epochs: give --rows N, or set it (now {PLACEHOLDER_STEPS})")
     return PLACEHOLDER_STEPS
 
 
@@ -166,28 +166,32 @@ def set_quantization(conv: Conversion, four: str, eight: str = "", double: str =
                 conv.put("model.quantization.double_quant", conv.on(double), double)
 
 
-def set_data(conv: Conversion, name: str, probs: str = "", prefix: str = "data") -> None:
-    """Sets `data.path`, or `data.mixture` for several datasets with their weights."""
-    paths = conv.items(name) if conv.has(name) else []
+def set_data(conv: Conversion, name: str, probs: str = "", several: bool = True) -> None:
+    """Sets `data.path`, or `data.mixture` for several datasets with their weights.
+
+    Args:
+        several: whether the value may be a list.
+    """
+    paths = [] if not conv.has(name) else conv.items(name) if several else [conv.text(name) or ""]
     weights = conv.numbers(probs) if probs and conv.has(probs) else []
     if not paths:
-        conv.put(f"{prefix}.path", "DATA", keep=True)
-        conv.need(f"{prefix}.path", "the source names no known training data: write a file, a folder or a hub name")
+        conv.put("data.path", "DATA", keep=True)
+        conv.need("data.path", "the source names no known training data: write a file, a folder or a hub name")
     elif len(paths) == 1:
-        conv.put(f"{prefix}.path", paths[0], name)
+        conv.put("data.path", paths[0], name)
         if probs:
             conv.drop(probs, "there is one dataset")
     else:
         shares = weights if len(weights) == len(paths) else []
         if weights and not shares:
-            conv.refuse(probs, f"{len(weights)} weights for {len(paths)} datasets: write weights into {prefix}.mixture")
+            conv.refuse(probs, "as many weights as datasets are needed: write them into data.mixture")
         sources: list[dict[str, Any]] = [{"path": path} for path in paths]
         for index, (source, path) in enumerate(zip(sources, paths, strict=True)):
             if shares:
                 source["weight"] = shares[index]
             if sum(_label(path) == _label(each) for each in paths) > 1:
                 source["label"] = f"{_label(path)}-{index + 1}"
-        conv.put(f"{prefix}.mixture", sources, name, *([probs] if shares else []))
+        conv.put("data.mixture", sources, name, *([probs] if shares else []))
 
 
 def _label(path: str) -> str:

@@ -135,7 +135,7 @@ def _read_trl(job: TrainingCommand, folder: Path) -> SourceCommand:
         document = read_config(folder / config.value if not Path(config.value).is_absolute() else Path(config.value))
         for setting in _tree_settings(document, deep=False):
             settings.add(setting)
-        program = program or trl_program("", settings)
+        program = program or trl_program(Path(config.value).stem, settings)
     elif config is not None:
         raise NotConvertible(f"{config.location}: the file of --config is not known: write its name, not a variable")
     for setting in arguments:

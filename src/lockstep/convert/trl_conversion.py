@@ -89,7 +89,7 @@ def _set_data(conv: Conversion) -> None:
             conv.put("data.mixture", mixture, "datasets")
         conv.drop("dataset_name", "`datasets` takes its place")
     else:
-        fields.set_data(conv, "dataset_name")
+        fields.set_data(conv, "dataset_name", several=False)
     shuffled = conv.on("shuffle_dataset") if conv.has("shuffle_dataset") else True
     if conv.has("train_sampling_strategy") and conv.text("train_sampling_strategy") == "sequential":
         conv.put("data.shuffle", False, "train_sampling_strategy")

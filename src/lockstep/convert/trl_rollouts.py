@@ -142,7 +142,7 @@ def _set_correction(conv: Conversion, names: list[str]) -> None:
 def _set_rewards(conv: Conversion) -> None:
     functions, weights = conv.items("reward_funcs"), conv.numbers("reward_weights")
     if weights and len(weights) != len(functions):
-        conv.refuse("reward_weights", f"{len(weights)} weights for {len(functions)} functions: set them there")
+        conv.refuse("reward_weights", "as many weights as functions are needed: set them in reward.terms")
         weights = []
     for index, function in enumerate(functions):
         term = _reward_term(conv, function)

@@ -32,7 +32,28 @@ def set_verl_rewards(conv: Conversion) -> None:
     if manager not in ("naive", "dapo", "batch", "prime"):
         conv.refuse(_MANAGER, f"the reward manager {manager[:30]} is not here: naive, dapo or batch")
     conv.drop(_MANAGER, "functions are called in scorer processes")
+    _set_filter(conv)
     _set_buffer(conv)
+
+
+def _set_filter(conv: Conversion) -> None:
+    """What must differ within a group: all terms together, or the first one alone (verl's accuracy)."""
+    metric, limit = "algorithm.filter_groups.metric", "algorithm.filter_groups.max_num_gen_batches"
+    if not conv.on("algorithm.filter_groups.enable"):
+        return
+    chosen = conv.text(metric)
+    if chosen in ("acc", "score"):
+        term = conv.fields["reward.terms"].value[0]
+        name = str(term["path"]).rpartition(":")[2] if "path" in term else term["kind"]
+        conv.put("filter_groups.metric", name, metric, keep=True)
+    elif chosen in ("seq_reward", "seq_final_reward"):
+        conv.put("filter_groups.metric", "reward", metric, keep=True)
+    else:
+        conv.refuse(metric, "use acc, score, seq_reward or seq_final_reward")
+    rounds = conv.integer(limit)
+    if rounds is not None:
+        conv.put("filter_groups.max_num_gen_batches", rounds if rounds > 0 else 1_000_000, limit)
+    conv.put("filter_groups.at_limit", "error", default=True)
 
 
 def _set_function(conv: Conversion, manager: str) -> None:
