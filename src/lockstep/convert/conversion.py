@@ -3,10 +3,10 @@ each option."""
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from lockstep.base.secrets import is_secret_name, redact_text, secret_kind
+from lockstep.base.secrets import HIDDEN, is_secret_name, redact_text, secret_kind
 from lockstep.convert.option_mapping import MappedOption, mapping_table
 from lockstep.convert.source_command import FRAMEWORKS, SourceCommand, known_value
 from lockstep.doctor.configs.config_settings import ConfigSetting, ConfigSettings
@@ -15,6 +15,8 @@ from lockstep.doctor.configs.option_tables import OptionSpec
 OutcomeKind = Literal["converted", "unneeded", "unsupported", "unknown"]
 _SELECT = re.compile(r"\$\{(?:oc\.select:)?([A-Za-z_][\w.]*)(?:,([^}]*))?\}")
 _UNRESOLVED = "its value is not in the file (a variable of another shell, or the output of a command): write the value"
+_KEYS = ("logger.wandb.key",)
+"""Options whose values are secrets, and which turn something on."""
 _NO_EFFECT = "it changes nothing together with the other options"
 
 
@@ -74,7 +76,9 @@ class Conversion:
             name = self.newest(setting.name)
             if setting.removed:
                 continue
-            if known_value(setting):
+            if name in _KEYS:  # what counts is that there is a key; the key itself is kept nowhere
+                self.given[name] = replace(setting, value=HIDDEN)
+            elif known_value(setting):
                 self.given[name] = setting
             else:
                 self._finish(name, setting, "unsupported", text=_UNRESOLVED)
@@ -110,10 +114,16 @@ class Conversion:
         option = self.option(name)
         value = self.given[name].value if name in self.given else option.default if option is not None else None
         match = _SELECT.fullmatch(value) if isinstance(value, str) else None
+        if isinstance(value, str) and match is None and "${" in value and depth <= 8:
+            return _SELECT.sub(lambda each: self._interpolated(each, depth), value)
         if match is None or depth > 8:
             return value
         found = self.raw(self.newest(match[1]), depth + 1)
         return match[2] if found is None else found
+
+    def _interpolated(self, match: re.Match[str], depth: int) -> str:
+        found = self.raw(self.newest(match[1]), depth + 1)
+        return match[0] if found is None else str(found)
 
     def _settings(self, name: str) -> ConfigSettings:
         return ConfigSettings(defaults={name: self.raw(name)})
@@ -202,7 +212,7 @@ class Conversion:
         """The value for a message; hidden if it may be a secret."""
         value = str(self.raw(name))
         hidden = is_secret_name(name) or secret_kind(value) is not None
-        return "[hidden]" if hidden else redact_text(re.sub(r"\s+", " ", value)[:80])
+        return HIDDEN if hidden else redact_text(re.sub(r"\s+", " ", value)[:80])
 
     def _finish(
         self, name: str, setting: ConfigSetting, kind: OutcomeKind, fields: tuple[str, ...] = (), text: str = ""
@@ -252,7 +262,7 @@ class Conversion:
         option, value = self.option(name), self.raw(name)
         if row.neutral is not None:
             return _plain(value) in [_plain(each) for each in row.neutral]
-        off: list[Any] = [None, False, "", [], "null"]
+        off: list[Any] = [None, False, "", [], {}, "null"]
         return _plain(value) in [_plain(each) for each in (*off, *([option.default] if option is not None else ()))]
 
     def results(self) -> Iterator[OptionOutcome]:

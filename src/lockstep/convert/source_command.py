@@ -2,7 +2,7 @@
 
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -139,11 +139,19 @@ def _read_trl(job: TrainingCommand, folder: Path) -> SourceCommand:
     elif config is not None:
         raise NotConvertible(f"{config.location}: the file of --config is not known: write its name, not a variable")
     for setting in arguments:
-        settings.add(setting)
+        settings.add(_positive(setting, trl_options(program)))
     program = _trl_program(program)
     source = SourceCommand("trl", program, settings, trl_options(program), job.location, words=tuple(rest))
     source.own_script = own
     return source
+
+
+def _positive(setting: ConfigSetting, options: Mapping[str, OptionSpec]) -> ConfigSetting:
+    """`--no_NAME`, which transformers' parser adds for switches that are on, as the switch turned off."""
+    name = setting.name.removeprefix("no_")
+    if name == setting.name or setting.name in options or name not in options:
+        return setting
+    return replace(setting, name=name, value=False)
 
 
 def _trl_program(program: str) -> str:

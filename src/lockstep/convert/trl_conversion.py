@@ -266,6 +266,11 @@ def _set_sft(conv: Conversion) -> None:
 def _set_preferences(conv: Conversion, program: str) -> None:
     kinds = conv.items("loss_type") or (["kto"] if program == "kto" else ["sigmoid"])
     conv.put("loss.type", kinds, "loss_type", keep=program == "kto")
+    share = conv.number("rpo_alpha")
+    if share and program == "dpo":
+        conv.put("loss.type", [*kinds, "sft"], "loss_type", "rpo_alpha", keep=True)
+        weights = conv.numbers("loss_weights") or [1.0] * len(kinds)
+        conv.put("loss.weights", [*weights, share], "rpo_alpha", keep=True)
     for name in ("ref_model_mixup_alpha", "ref_model_sync_steps"):
         if conv.on("sync_ref_model"):
             conv.put(f"loss.{name}", conv.number(name) if "alpha" in name else conv.integer(name), name)

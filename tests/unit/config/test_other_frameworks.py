@@ -1,4 +1,4 @@
-"""Keys of TRL, OpenRLHF and verl get the names that they have here. tests/unit/convert compares them with the converter."""
+"""Keys of TRL, OpenRLHF and verl get the names that they have here. tests/unit/convert compares the converter."""
 
 import re
 
