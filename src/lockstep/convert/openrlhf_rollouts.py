@@ -4,6 +4,7 @@ import math
 
 from lockstep.convert import shared_fields as fields
 from lockstep.convert.conversion import Conversion
+from lockstep.convert.critic_fields import PPO, require_ppo, set_openrlhf_critic
 from lockstep.convert.errors import NotConvertible
 
 _ESTIMATORS = {
@@ -17,7 +18,7 @@ _ESTIMATORS = {
 
 def convert_rollouts(conv: Conversion) -> str:
     """Sets the fields of a run with rollouts; returns the recipe."""
-    _set_advantage(conv)
+    recipe = _set_advantage(conv)
     _set_lengths(conv)
     _set_batches(conv)
     _set_kl(conv)
@@ -26,7 +27,9 @@ def convert_rollouts(conv: Conversion) -> str:
     _set_placement(conv)
     _set_rewards(conv)
     _set_evaluation(conv)
-    return "grpo"
+    if recipe == PPO:
+        set_openrlhf_critic(conv)
+    return recipe
 
 
 def known_rows(conv: Conversion) -> int | None:
@@ -41,14 +44,13 @@ def set_openrlhf_schedule(conv: Conversion, updates: int) -> None:
     fields.set_schedule(conv, "actor.lr_scheduler", updates, warmup, "actor.min_lr_ratio", "cosine_with_min_lr")
 
 
-def _set_advantage(conv: Conversion) -> None:
+def _set_advantage(conv: Conversion) -> str:
+    """Sets the estimator; returns the recipe that has it."""
     name = "algo.advantage.estimator"
     chosen = conv.text(name) or "gae"
     if chosen == "gae":
-        raise NotConvertible(
-            f"{conv.shown(name)} gae, OpenRLHF's default, trains a critic (PPO), and the converter knows no recipe "
-            "for it yet: choose group_norm, rloo, reinforce or reinforce_baseline"
-        )
+        require_ppo(conv, name)
+        return PPO
     if chosen not in _ESTIMATORS:
         known = ", ".join(_ESTIMATORS)
         raise NotConvertible(f"{conv.shown(name)} {chosen[:40]} has no counterpart: use one of {known}")
@@ -57,6 +59,7 @@ def _set_advantage(conv: Conversion) -> None:
         conv.put("advantage.epsilon", 1e-9, name, default=True)
     if chosen in ("group_norm", "dr_grpo", "rloo"):
         conv.drop("algo.advantage.no_std_norm", "this estimator is not normalised over the step")
+    return "grpo"
 
 
 def _set_lengths(conv: Conversion) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 from lockstep.base.secrets import is_secret_name
 from lockstep.convert import shared_fields as fields
 from lockstep.convert.conversion import Conversion, typed_value
+from lockstep.convert.critic_fields import PPO, require_ppo, set_verl_critic
 from lockstep.convert.errors import NotConvertible
 from lockstep.convert.verl_rewards import set_verl_rewards
 
@@ -17,28 +18,29 @@ def convert_verl(conv: Conversion) -> str:
     """Sets the fields of a training of verl; returns the recipe."""
     if "sft" in conv.source.program:
         raise NotConvertible(f"{conv.source.program} is not converted: only main_ppo and recipes like it")
-    _set_advantage(conv)
+    recipe = _set_advantage(conv)
     _set_model(conv)
     _set_data(conv)
     ranks = _set_placement(conv)
-    _set_batches(conv, ranks)
+    updates = _set_batches(conv, ranks)
     _set_kl(conv)
     _set_loss(conv)
     _set_engine(conv, ranks)
     set_verl_rewards(conv)
     _set_tracking(conv)
     _set_evaluation(conv)
-    return "grpo"
+    if recipe == PPO:
+        set_verl_critic(conv, ranks, updates)
+    return recipe
 
 
-def _set_advantage(conv: Conversion) -> None:
+def _set_advantage(conv: Conversion) -> str:
+    """Sets the estimator; returns the recipe that has it."""
     name = "algorithm.adv_estimator"
     chosen = conv.text(name) or "gae"
     if chosen == "gae":
-        raise NotConvertible(
-            "algorithm.adv_estimator gae, verl's default, trains a critic (PPO), and the converter knows no recipe for "
-            "it yet: choose grpo, rloo, reinforce_plus_plus or reinforce_plus_plus_baseline"
-        )
+        require_ppo(conv, name)
+        return PPO
     if chosen not in _ESTIMATORS:
         raise NotConvertible(f"{name} {chosen[:40]} has no counterpart: use one of {', '.join(_ESTIMATORS)}")
     divided = "algorithm.norm_adv_by_std_in_grpo"
@@ -50,6 +52,7 @@ def _set_advantage(conv: Conversion) -> None:
             conv.put("advantage.epsilon", 1e-6, name, default=True)
             if conv.has(divided):
                 conv.put("advantage.kind", chosen, name, divided, keep=True)
+    return "grpo"
 
 
 def _set_model(conv: Conversion) -> None:
@@ -118,7 +121,8 @@ def _set_variables(conv: Conversion) -> None:
             conv.put("cluster.env", dict(plain), name, keep=True)
 
 
-def _set_batches(conv: Conversion, ranks: int) -> None:
+def _set_batches(conv: Conversion, ranks: int) -> int:
+    """Sets batches, steps and the schedule; returns the optimizer steps of the run."""
     prompts, group = conv.integer("data.train_batch_size") or 1024, conv.integer(f"{_ROLLOUT}.n") or 1
     conv.put("prompts_per_step", prompts, "data.train_batch_size")
     conv.put("group_size", group, f"{_ROLLOUT}.n")
@@ -142,6 +146,7 @@ def _set_batches(conv: Conversion, ranks: int) -> None:
     fields.set_schedule(
         conv, f"{optim}.lr_scheduler_type", steps * updates, warmup, f"{optim}.min_lr_ratio", "constant", updates
     )
+    return steps * updates
 
 
 def _set_lengths(conv: Conversion, ranks: int) -> None:

@@ -41,8 +41,10 @@ def test_a_file_is_only_overwritten_if_asked(tmp_path: Path) -> None:
 
 def test_nothing_is_written_where_nothing_can_be_converted(tmp_path: Path) -> None:
     out = tmp_path / "run.yaml"
-    code, _, problem = invoke("--from", "verl", "-o", str(out), "python3 -m verl.trainer.main_ppo data.train_files=d")
-    assert code == 2 and "gae" in problem and not out.exists()
+    code, _, problem = invoke(
+        "--from", "verl", "-o", str(out), "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=remax"
+    )
+    assert code == 2 and "remax" in problem and not out.exists()
     assert invoke("--from", "trl", str(tmp_path / "none.yaml"))[0] == 2
 
 

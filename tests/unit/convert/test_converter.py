@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from lockstep.config.loader import load_config
+from lockstep.config.recipes import RECIPES
 from lockstep.convert.conversion import ConversionFacts
 from lockstep.convert.converter import ConvertedConfig, convert
 from lockstep.convert.errors import NotConvertible
@@ -43,6 +44,10 @@ def values(config: ConvertedConfig, *paths: str) -> dict[str, Any]:
 
 def left(config: ConvertedConfig) -> set[str]:
     return {each.name for each in config.of_kind("unsupported", "unknown")}
+
+
+without_critic = pytest.mark.skipif("ppo" in RECIPES, reason="there is a recipe with a critic")
+with_critic = pytest.mark.skipif("ppo" not in RECIPES, reason="there is no recipe with a critic")
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)
@@ -322,6 +327,45 @@ def test_choices_of_openrlhf(options: str, path: str, value: Any) -> None:
     assert left(config) == set()
 
 
+@with_critic
+def test_ppo_of_openrlhf() -> None:
+    options = (
+        "--n_samples_per_prompt 4 --critic_learning_rate 8e-6 --value_clip 0.2 --freezing_actor_steps 5 --lambd 0.95"
+    )
+    config = from_command(
+        "openrlhf", f"{PPO} {options} --critic_num_gpus_per_node 4 --reward_clip_range -5 5", rows=10_240
+    )
+    assert config.complete and config.recipe == "ppo"
+    expected = {
+        "advantage": {"kind": "gae", "lam": 0.95},
+        "critic.trainer.optimizer": {"lr": 8e-6, "betas": [0.9, 0.95]},
+        "critic.trainer.ranks": 4,
+        "critic.trainer.schedule.kind": "cosine",
+        "critic.loss.clip": 0.2,
+        "critic.warmup_steps": 5,
+        "reward_clip": [-5.0, 5.0],
+        "loss.kl": {"coefficient": 0.01, "where": "reward", "estimator": "k1"},
+    }
+    assert values(config, *expected) == expected
+
+
+@with_critic
+def test_ppo_of_verl() -> None:
+    command = (
+        "python3 -m verl.trainer.main_ppo data.train_files=d custom_reward_function.path=r.py critic.optim.lr=2e-5"
+    )
+    config = from_command("verl", f"{command} critic.model.path=m actor_rollout_ref.model.path=m", rows=10_240)
+    assert config.complete and config.recipe == "ppo"
+    expected = {
+        "critic.trainer.optimizer": {"lr": 2e-5, "weight_decay": 0.01},
+        "critic.model.path": "m",
+        "reward_clip": None,
+        "loss.kl": {"coefficient": 0.0},
+        "advantage.kind": "gae",
+    }
+    assert values(config, *expected) == expected
+
+
 def test_a_share_of_steps_needs_the_number_of_rows() -> None:
     command = f"{PPO} --advantage_estimator rloo --n_samples_per_prompt 8 --num_episodes 2 --lr_warmup_ratio 0.1"
     config = from_command("openrlhf", command)
@@ -332,10 +376,10 @@ def test_a_share_of_steps_needs_the_number_of_rows() -> None:
 @pytest.mark.parametrize(
     ("framework", "command", "named"),
     [
-        ("openrlhf", PPO, "gae"),
+        pytest.param("openrlhf", PPO, "gae", marks=without_critic),
         ("openrlhf", f"{PPO} --advantage_estimator flash_reinforce", "flash_reinforce"),
         ("openrlhf", "python -m openrlhf.cli.train_prm --pretrain m", "train_prm"),
-        ("verl", "python3 -m verl.trainer.main_ppo data.train_files=d", "gae"),
+        pytest.param("verl", "python3 -m verl.trainer.main_ppo data.train_files=d", "gae", marks=without_critic),
         ("verl", "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=remax", "remax"),
         ("trl", "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo", "no training of TRL"),
         ("trl", "trl sft --model_name_or_path a\ntrl dpo --model_name_or_path a", "2 trainings (lines 1, 2)"),
