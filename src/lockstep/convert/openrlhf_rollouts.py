@@ -1,6 +1,7 @@
 """Rules of OpenRLHF's `train_ppo_ray`: rollouts, advantages, KL, rewards and placement."""
 
 import math
+from typing import Any
 
 from lockstep.convert import shared_fields as fields
 from lockstep.convert.conversion import Conversion
@@ -221,14 +222,28 @@ def _set_rewards(conv: Conversion) -> None:
         fields.add_term(conv, {"kind": "environment"}, "train.agent_func_path")
         conv.refuse("train.agent_func_path", "give its class the methods reset and step of docs/environments.md")
     if "reward.terms" not in conv.fields:
-        for path in conv.items("reward.model_name_or_path"):
-            fields.add_reward_model(conv, path, "reward.model_name_or_path")
+        _add_reward_models(conv)
     else:
         conv.drop("reward.model_name_or_path", "the remote reward takes its place")
     if "reward.terms" not in conv.fields:
         fields.add_term(conv, {"kind": "exact_match"})
         conv.need("reward.terms", "the source names no reward: replace exact_match")
     _set_penalties(conv)
+
+
+def _add_reward_models(conv: Conversion) -> None:
+    """Reward models, which OpenRLHF normalises by the mean and the deviation in their configs."""
+    normalised, sizes = "reward.normalize_enable", ("reward.num_nodes", "reward.num_gpus_per_node")
+    paths = conv.items("reward.model_name_or_path")
+    details: dict[str, Any] = {"normalize": True} if conv.on(normalised) else {}
+    if any(conv.has(each) for each in sizes):
+        details = {"ranks": (conv.integer(sizes[0]) or 1) * (conv.integer(sizes[1]) or 8), **details}
+    for path in paths:
+        fields.add_reward_model(conv, path, "reward.model_name_or_path", **details)
+    if paths and fields.has_reward_models():
+        terms = conv.fields["reward.terms"].value
+        used = [each for each in (*sizes, normalised) if conv.has(each)]
+        conv.put("reward.terms", terms, "reward.model_name_or_path", *used, keep=True)
 
 
 def _set_penalties(conv: Conversion) -> None:

@@ -7,6 +7,8 @@ from typing import Any
 
 from lockstep.base.secrets import is_secret_name, secret_kind
 from lockstep.config.cluster import RESERVED_VARIABLES, matching_reason
+from lockstep.config.loader import models_in, tag_of
+from lockstep.config.reward import RewardConfig
 from lockstep.convert.conversion import Conversion
 
 PLACEHOLDER_STEPS = 1000
@@ -224,8 +226,20 @@ def add_term(conv: Conversion, term: dict[str, Any], *names: str) -> None:
     now.names, now.default = tuple(dict.fromkeys((*before, *now.names))), False
 
 
-def add_reward_model(conv: Conversion, path: str, name: str) -> None:
-    """Adds a term for a reward model, behind a server."""
+def has_reward_models() -> bool:
+    """Whether a run serves reward models itself (`kind: model`)."""
+    return "model" in {tag_of(each) for each in models_in(RewardConfig.model_fields["terms"].annotation)}
+
+
+def add_reward_model(conv: Conversion, path: str, name: str, **details: Any) -> None:
+    """Adds a term for a reward model: in processes of the run, or behind a server where a run serves none.
+
+    Args:
+        details: further fields of the term `model`.
+    """
+    if has_reward_models():
+        add_term(conv, {"kind": "model", "path": path, **details}, name)
+        return
     url = "http://127.0.0.1:5000/get_reward"
     add_term(conv, {"kind": "http", "url": url, "signature": "openrlhf"}, name)
     conv.refuse(name, f"serve the model (openrlhf.cli.serve_rm answers at {url}), and write the server's address there")

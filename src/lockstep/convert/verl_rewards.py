@@ -18,7 +18,9 @@ def set_verl_rewards(conv: Conversion) -> None:
         _set_function(conv, manager)
     elif conv.on(_MODEL):
         fields.add_reward_model(conv, conv.text(_MODEL_PATH) or "", _MODEL)
-        conv.refuse(_MODEL_PATH, "serve it, and write the server's address into reward.terms")
+        if fields.has_reward_models():
+            conv.put("reward.terms", conv.fields["reward.terms"].value, _MODEL, _MODEL_PATH, keep=True)
+        conv.drop(_MODEL_PATH, "see the server of the reward model")
     else:
         fields.add_term(conv, {"kind": "math"})
         conv.need(
@@ -27,8 +29,8 @@ def set_verl_rewards(conv: Conversion) -> None:
             "check that it suits the data, or name a function",
         )
     if conv.has(_PATH) and conv.on(_MODEL):
-        conv.refuse(_MODEL, "serve it, and add {kind: http, url: ...} to reward.terms")
-        conv.refuse(_MODEL_PATH, "serve it, and add {kind: http, url: ...} to reward.terms")
+        conv.refuse(_MODEL, "the function may use it: serve it for the function, or add a term for it to reward.terms")
+        conv.drop(_MODEL_PATH, "see the option that enables it")
     if manager not in ("naive", "dapo", "batch", "prime"):
         conv.refuse(_MANAGER, f"the reward manager {manager[:30]} is not here: naive, dapo or batch")
     conv.drop(_MANAGER, "functions are called in scorer processes")

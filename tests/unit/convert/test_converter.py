@@ -12,6 +12,7 @@ from lockstep.config.recipes import RECIPES
 from lockstep.convert.conversion import ConversionFacts
 from lockstep.convert.converter import ConvertedConfig, convert
 from lockstep.convert.errors import NotConvertible
+from lockstep.convert.shared_fields import has_reward_models
 from lockstep.convert.source_command import SourceFramework, read_source
 from lockstep.doctor.configs.config_settings import ConfigNotReadable
 
@@ -329,9 +330,9 @@ def test_choices_of_openrlhf(options: str, path: str, value: Any) -> None:
 
 @with_critic
 def test_ppo_of_openrlhf() -> None:
-    options = (
-        "--n_samples_per_prompt 4 --critic_learning_rate 8e-6 --value_clip 0.2 --freezing_actor_steps 5 --lambd 0.95"
-    )
+    options = "--n_samples_per_prompt 4 --critic_learning_rate 8e-6 --value_clip 0.2 --freezing_actor_steps 5"
+    options += " --lambd 0.95 --critic_num_gpus_per_node 4 --reward_clip_range -5 5"
+    options += " --prompt_max_len 512 --generate_max_len 512"
     config = from_command(
         "openrlhf", f"{PPO} {options} --critic_num_gpus_per_node 4 --reward_clip_range -5 5", rows=10_240
     )
@@ -364,6 +365,19 @@ def test_ppo_of_verl() -> None:
         "advantage.kind": "gae",
     }
     assert values(config, *expected) == expected
+
+
+def test_reward_models() -> None:
+    command = PPO.replace("--remote_rm_url http://h/r", "--reward_pretrain org/rm --reward_num_gpus_per_node 2")
+    config = from_command(
+        "openrlhf", f"{command} --advantage_estimator rloo --n_samples_per_prompt 4 --normalize_reward"
+    )
+    (term,) = values(config, "reward.terms")["reward.terms"]
+    if has_reward_models():
+        assert term == {"kind": "model", "path": "org/rm", "ranks": 2, "normalize": True}
+        assert left(config) == {"--num_episodes"} & left(config)
+    else:
+        assert term["kind"] == "http" and left(config) == {"--reward_pretrain", "--normalize_reward"}
 
 
 def test_a_share_of_steps_needs_the_number_of_rows() -> None:
