@@ -253,6 +253,8 @@ def _set_penalties(conv: Conversion) -> None:
         weight = conv.number("reward.overlong_penalty_factor") or 1.0
         term = {"kind": "length", "soft": longest - buffer, "hard": longest, "weight": weight}
         fields.add_term(conv, term, "reward.overlong_buffer_len", "reward.overlong_penalty_factor")
+    if conv.text("algo.advantage.estimator") == "gae":
+        return  # the critic's rules set the limits of rewards
     bounds = conv.numbers("reward.clip_range") or [-10.0, 10.0]
     if conv.has("reward.clip_range") and all(math.isfinite(each) for each in bounds):
         conv.refuse("reward.clip_range", "rewards are not clipped: clip them in the reward function")
