@@ -1,6 +1,7 @@
 """A conversion in progress: the options of the source by their newest names, the fields set so far, and what became of
 each option."""
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -17,6 +18,8 @@ _SELECT = re.compile(r"\$\{(?:oc\.select:)?([A-Za-z_][\w.]*)(?:,([^}]*))?\}")
 _UNRESOLVED = "its value is not in the file (a variable of another shell, or the output of a command): write the value"
 _KEYS = ("logger.wandb.key",)
 """Options whose values are secrets, and which turn something on."""
+_LARGEST = 1_000_000_000
+"""No count of rows, tokens or steps is larger."""
 _NO_EFFECT = "it changes nothing together with the other options"
 
 
@@ -146,6 +149,9 @@ class Conversion:
     def integer(self, name: str) -> int | None:
         """The value as a whole number; None if there is none."""
         value = self.number(name)
+        if value is not None and abs(value) > _LARGEST:
+            self.refuse(name, f"it is larger than {_LARGEST:,}")
+            return None
         return int(value) if value is not None and value == int(value) else None
 
     def items(self, name: str) -> list[str]:
@@ -302,6 +308,8 @@ def typed_value(value: Any, option: OptionSpec | None) -> Any:
         return lowered == "true"
     if kind in ("int", "float", "any") and re.fullmatch(r"[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)?", value):
         number = float(value)
+        if not math.isfinite(number):
+            return value
         whole = number == int(number) and (kind == "int" or re.fullmatch(r"[-+]?[\d_]+", value))
         return int(number) if whole else number
     return value

@@ -102,12 +102,28 @@ def _loadable(conv: Conversion, recipe: str) -> RunConfig:
         try:
             return _check(conv, recipe)
         except ConfigError as error:
+            if _fill_in(conv, error):
+                continue
             refused = {path: problem for problem in error.problems for path in _refused_fields(conv, problem)}
             if not refused:
                 raise NotConvertible(f"the options contradict each other here: {redact_text(str(error))}") from error
             for path, problem in refused.items():
                 _leave_out(conv, path, problem)
     raise NotConvertible("no field of the converted config is valid")
+
+
+def _fill_in(conv: Conversion, error: ConfigError) -> bool:
+    """Writes placeholders for required fields that are absent, as what the source has for them was refused."""
+    absent = [each.field for each in error.problems if each.message == "is required"]
+    filled = [
+        path
+        for path in _PLACEHOLDERS
+        if path not in conv.fields and any(path == each or path.startswith(f"{each}.") for each in absent)
+    ]
+    for path in filled:
+        conv.put(path, _PLACEHOLDERS[path], keep=True)
+        conv.need(path, "replace the placeholder: the source's value was refused")
+    return bool(filled)
 
 
 def _refused_fields(conv: Conversion, problem: ConfigProblem) -> list[str]:

@@ -276,7 +276,9 @@ def divide_step(conv: Conversion, total: int, group: int, size: int, *names: str
 
     It must be a multiple of the group and divide the step: the nearest such number is written if it is not.
     """
-    valid = [each for each in range(group, total + 1, group) if total % each == 0]
+    prompts = max(1, total // group)
+    small = [each for each in range(1, math.isqrt(prompts) + 1) if prompts % each == 0]
+    valid = [each * group for each in {*small, *(prompts // each for each in small)}]
     nearest = min(valid, key=lambda each: (abs(each - size), each)) if valid else total
     conv.put("minibatch_size", nearest, *names)
     if nearest != size:

@@ -431,6 +431,19 @@ def test_batches_that_do_not_divide_a_step_are_listed() -> None:
     assert values(config, "minibatch_size") == {"minibatch_size": 100}
 
 
+@pytest.mark.parametrize("value", ["1e400", "nan", "-1", "0", "100000000000", "x", "[1, 2]", "''"])
+def test_absurd_sizes_neither_crash_nor_hang(value: str) -> None:
+    openrlhf = f"--rollout_batch_size {value} --train_batch_size {value} --micro_train_batch_size {value}"
+    facts = {"rows": 1000, "ranks": 2}
+    from_command("openrlhf", f"{PPO} --advantage_estimator rloo --n_samples_per_prompt 2 {openrlhf}", **facts)
+    trl = f"--steps_per_generation {value} --num_generations {value} --max_completion_length {value}"
+    from_command(
+        "trl", f"trl grpo --model_name_or_path m --dataset_name d --per_device_train_batch_size {value} {trl}", **facts
+    )
+    verl = f"data.train_batch_size={value} data.max_response_length={value} trainer.total_training_steps={value}"
+    from_command("verl", f"python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_files=d {verl}")
+
+
 def test_dropout_of_an_adapter_is_left_out_for_pairs() -> None:
     config = from_command(
         "trl", "trl dpo --model_name_or_path m --dataset_name d --use_peft --lora_dropout 0.1", 100, 1
