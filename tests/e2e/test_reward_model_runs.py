@@ -2,6 +2,7 @@
 scores."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from harness import ALPHABET, Launched, config, metric_rows, train, untimed_rows, weights, write
 from peft import PeftModel
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -174,6 +176,22 @@ def test_an_adapter_is_trained_with_its_head(home: Path) -> None:
         found = torch.stack([score(adapted.eval(), tokenizer, text) for text in texts])
         expected = torch.stack([score(merged, tokenizer, text) for text in texts])
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("budget", [64, 17], ids=["one pass", "divided pairs"])
+def test_a_score_that_is_not_finite_ends_the_run_with_the_same_error(home: Path, budget: int) -> None:
+    model = home / "overflowing"
+    shutil.copytree(home / "scorer", model, dirs_exist_ok=True)
+    tensors = load_file(model / "model.safetensors")
+    tensors["score.weight"][0, 0] = float("nan")
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    trainer = {"ranks": 2, "threads": 1, "optimizer": {"lr": 3e-3}}
+    values = settings(home, f"nan-{budget}", model={"path": str(model)}, token_budget=budget, trainer=trainer)
+    launched = Launched.start(home / f"runs/nan-{budget}", str(write(home, values)))
+    assert launched.finish() == 1
+    said = " ".join(launched.text().split())
+    assert "NonFinite: loss of optimizer step 1 is not finite (rank 0 micro-batch 0, rank 1 micro-batch 0)" in said
+    assert f"resume with: lockstep train --resume {home}/runs/nan-{budget}" in said
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from lockstep.data.pair_sources import PairSource
 from lockstep.data.sample_sources import SampleSource
 from lockstep.ledger.ledger import Ledger
 from lockstep.run.trainer_group import TrainerGroup
+from lockstep.train.errors import NonFinite
 from lockstep.train.objective import bradley_terry_loss
 
 
@@ -33,6 +34,28 @@ def score_pairs(trainer: TrainerGroup, batch: TrainingBatch) -> np.ndarray:
     scores = np.empty(batch.targets)
     scores[batch.sequences] = trainer.evaluate_targets(batch, "scores")
     return scores
+
+
+def check_scores(batch: TrainingBatch, scores: np.ndarray, step: int) -> None:
+    """Checks the scores from which a step's loss is computed, as the ranks check the loss that they compute themselves.
+
+    Args:
+        scores: as `score_pairs` returns them.
+        step: the step, from 0.
+
+    Raises:
+        NonFinite: a score is infinite or NaN. Names each affected rank and its first affected micro-batch.
+    """
+    finite = np.isfinite(scores)
+    if finite.all():
+        return
+    rows = batch.everything()
+    bad = np.flatnonzero((rows.columns.index >= 0) & ~finite[rows.columns.sequences])
+    places: dict[int, int | None] = {}
+    for row in (np.searchsorted(rows.target_bounds, bad, "right") - 1).tolist():
+        rank, microbatch = divmod(row, rows.microbatches)
+        places.setdefault(rank, microbatch)
+    raise NonFinite(step + 1, "loss", list(places.items()))
 
 
 def score_update(scores: np.ndarray, margins: np.ndarray, config: BradleyTerry) -> ScoreUpdate:
