@@ -5,7 +5,7 @@ The formulas behind the names are in `lockstep.algos`.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -117,6 +117,8 @@ class ObjectiveConfig(Section):
     aggregation: Aggregation = "token-mean"
     norm_length: int | None = Field(None, gt=0)
     """Divisor for `seq-mean-token-sum-norm`, in tokens; for completions `rollout.sampling.max_tokens` when absent."""
+    outputs_of_divided_pairs: ClassVar[tuple[TrainerOutput, ...]] = ()
+    """Also computed before the first update of a step, if the completions of pairs are in different rows."""
 
     @property
     def evaluated_fields(self) -> dict[str, TrainerOutput]:
@@ -265,6 +267,7 @@ class BradleyTerry(ObjectiveConfig):
     eq. 2; they use 0.01)."""
     label_smoothing: float = Field(0.0, ge=0, lt=0.5)
     """The share of pairs whose labels are assumed to be wrong."""
+    outputs_of_divided_pairs: ClassVar[tuple[TrainerOutput, ...]] = ("scores",)
 
     @model_validator(mode="after")
     def _check_aggregation(self) -> Self:

@@ -25,6 +25,8 @@ class TrainRole(Section):
     """Optimizer steps of the whole run, over which a schedule without `total_steps` decays."""
     served_fields: tuple[str, ...] = ()
     """Fields of the objective that served roles compute, or that were computed once for all data."""
+    precomputed_fields: tuple[str, ...] = ()
+    """Those of them that the role's ranks compute once for all data, before the first step."""
 
     @property
     def evaluated_fields(self) -> dict[str, TrainerOutput]:

@@ -1,5 +1,9 @@
 """The memory and the collectives of the FSDP2 trainer, computed before any rank starts."""
 
+from collections.abc import Iterator
+from typing import get_args
+
+from lockstep.config.algorithm import TrainerOutput
 from lockstep.config.serve_role import ServeRole
 from lockstep.config.train_role import TrainRole
 from lockstep.models.model_facts import ModelFacts
@@ -12,6 +16,9 @@ from lockstep.train.trainer_plan import DTYPE_BYTES, PlannedCollective, TrainerP
 
 class FSDP2Planner(TrainerPlanner):
     """The planner of `FSDP2Trainer`."""
+
+    outputs = frozenset(get_args(TrainerOutput))
+    moves_reference = True
 
     def check(self, role: TrainRole) -> None:
         """Raises TrainerUnsupported for a quantized model that would have to be sharded or moved."""
@@ -90,6 +97,9 @@ class FSDP2Planner(TrainerPlanner):
         if adapter is not None and publishes:
             merge = "1 (the adapter, before its weights are published)"
             found.append(PlannedCollective("all_gather", "trainer", merge, adapter.parameters * 4))
+        for why in _further_evaluations(role):
+            times = f"{_evaluation_gathers(role, model)} ({why})"
+            found.append(PlannedCollective("all_gather", "fsdp", times, largest * width))
         return found
 
 
@@ -128,12 +138,30 @@ def _gathers(role: TrainRole, model: ModelFacts, updates: int) -> tuple[str, str
     held = models if adapter is None or adapter.reference_differs_from_base else min(models, 1)
     if role.trainer.reshard_after_forward:
         # A layer is gathered again for its backward; the root (embedding, last norm, head) is kept until then.
-        before = f"{models * layers} per micro-batch, and {held}"
         gathers = f"{layers + backward + 1} per micro-batch"
     else:
-        before = f"{held * units}"
         gathers = f"{units * updates} ({units} per optimizer step)"
-    return f"{before} (log-probabilities before training)", gathers
+    return f"{_evaluation_gathers(role, model, models, held)} (log-probabilities before training)", gathers
+
+
+def _evaluation_gathers(role: TrainRole, model: ModelFacts, models: int = 1, held: int = 1) -> str:
+    """How often parameters are gathered for an evaluation.
+
+    Args:
+        models: forward passes of each micro-batch.
+        held: separate models, each of which keeps its root (embedding, last norm, head).
+    """
+    if role.trainer.reshard_after_forward:
+        return f"{models * model.layers} per micro-batch, and {held}"
+    return f"{held * (model.layers + 1)}"
+
+
+def _further_evaluations(role: TrainRole) -> Iterator[str]:
+    """The evaluations that not every step has: what is computed, and when."""
+    if outputs := role.objective.outputs_of_divided_pairs:
+        yield f"{', '.join(outputs)} before training, only if pairs are divided among rows"
+    if role.precomputed_fields:
+        yield "log-probabilities of the reference, only before the first step, for each file of them"
 
 
 def _replica_collectives(role: TrainRole, times: int, size: int) -> list[PlannedCollective]:
