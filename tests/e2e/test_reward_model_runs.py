@@ -160,6 +160,66 @@ def test_transformers_gives_equal_scores(home: Path) -> None:
     assert refused.exit_code and "scores texts and generates none" in refused.output
 
 
+def evaluated(*arguments: str) -> dict[str, Any]:
+    done = CliRunner().invoke(app, ["eval", *arguments, "--json"])
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_eval_gives_the_numbers_of_the_run_and_of_transformers(home: Path, tmp_path: Path) -> None:
+    pairs = str(home / "data/reward.jsonl")
+    validation = {"data": {"path": pairs}, "samples": 10, "every": 2}
+    model = {"path": str(home / "scorer"), "adapter": {"kind": "lora", "r": 4}}
+    run = train(home, settings(home, "evaluated", loss=EVERYTHING, model=model, validation=validation))
+    with Ledger.reader(run) as ledger:
+        expected = {row.step + 1: row.metrics for row in ledger.evaluations()}
+    for place, options in ((run, []), (run / "export", []), (run / "adapter", []), (run, ["--step", "3"])):
+        found = evaluated(str(place), *options)
+        assert found["pairs"] == 10 and set(found["metrics"]) == set(expected[4])
+        if options:
+            assert found["steps"] == 3 and found["metrics"] != pytest.approx(expected[4])
+        else:
+            assert found["metrics"] == pytest.approx(expected[4], rel=1e-5, abs=1e-6)
+    outside = tmp_path / "export"
+    shutil.copytree(run / "export", outside)
+    output = tmp_path / "scores.jsonl"
+    found = evaluated(str(outside), "--dataset", pairs, "--limit", "7", "--output", str(output))
+    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    scorer = AutoModelForSequenceClassification.from_pretrained(outside, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(outside)
+    assert [row["row"] for row in rows] == list(range(7)) and found["pairs"] == 7
+    with torch.no_grad():
+        for row, pair in zip(rows, data(home), strict=False):
+            for side in ("chosen", "rejected"):
+                assert row[f"{side}_score"] == pytest.approx(
+                    score(scorer, tokenizer, pair["prompt"] + pair[side]).item(), abs=1e-5
+                )
+    scores = [row[f"{side}_score"] for row in rows for side in ("chosen", "rejected")]
+    mean = sum(scores) / len(scores)
+    assert found["metrics"]["eval/mean_reward"] == pytest.approx(mean)
+    assert found["metrics"]["eval/std_reward"] == pytest.approx(
+        (sum((each - mean) ** 2 for each in scores) / 14) ** 0.5
+    )
+    assert found["metrics"]["eval/accuracy"] == sum(a["chosen_score"] > a["rejected_score"] for a in rows) / 7
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ([], "has no validation data: give --dataset, or --config with some"),
+        (["--dataset", "PAIRS", "--temperature", "0.5"], "scores pairs and generates nothing: leave out"),
+        (["--dataset", "nowhere.jsonl"], "nowhere.jsonl"),
+        (["--dataset", "TEXTS"], "chosen"),
+        (["--dataset", "PAIRS", "loss.use_margins=true"], "use_margin"),
+    ],
+)
+def test_eval_refuses_what_a_reward_model_cannot_do(home: Path, arguments: list[str], problem: str) -> None:
+    (home / "texts.jsonl").write_text('{"text": "12=21"}\n')
+    places = {"PAIRS": str(home / "data/reward.jsonl"), "TEXTS": str(home / "texts.jsonl")}
+    done = CliRunner().invoke(app, ["eval", str(home / "scorer"), *(places.get(each, each) for each in arguments)])
+    assert done.exit_code == 2 and problem in " ".join(done.output.split()), done.output
+
+
 def test_an_adapter_is_trained_with_its_head(home: Path) -> None:
     adapter = {"path": str(home / "scorer"), "adapter": {"kind": "lora", "r": 4}}
     run = train(home, settings(home, "adapter", model=adapter, trainer={"ranks": 2}))

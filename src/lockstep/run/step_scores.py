@@ -2,17 +2,16 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from lockstep.config.algorithm import BradleyTerry
+from lockstep.config.algorithm import BradleyTerry, TrainerOutput
 from lockstep.data.mini_batches import TrainingBatch
 from lockstep.data.pair_sources import PairSource
 from lockstep.data.sample_sources import SampleSource
 from lockstep.ledger.ledger import Ledger
-from lockstep.run.trainer_group import TrainerGroup
 from lockstep.train.errors import NonFinite
 from lockstep.train.objective import bradley_terry_loss
 
@@ -28,11 +27,18 @@ class ScoreUpdate:
     difference), `chosen_reward`, `rejected_reward`, `mean_reward`, `std_reward`."""
 
 
-def score_pairs(trainer: TrainerGroup, batch: TrainingBatch) -> np.ndarray:
+class TargetEvaluator(Protocol):
+    """A model that is evaluated, on any number of ranks."""
+
+    def evaluate_targets(self, batch: TrainingBatch, output: TrainerOutput) -> np.ndarray:
+        """Returns an output for all targets of a batch, float32 `[targets]`, in the batch's order."""
+
+
+def score_pairs(model: TargetEvaluator, batch: TrainingBatch) -> np.ndarray:
     """Returns the scores of the completions of a batch of `forest_of_scored_pairs`, float64 `[completions]`: those of
     pair i at 2i (the better one) and 2i + 1."""
     scores = np.empty(batch.targets)
-    scores[batch.sequences] = trainer.evaluate_targets(batch, "scores")
+    scores[batch.sequences] = model.evaluate_targets(batch, "scores")
     return scores
 
 
