@@ -25,7 +25,8 @@ from lockstep.train.distributed import ParallelContext
 from lockstep.train.fsdp.fsdp_plan import FSDP2Planner, FSDP2ServedModelPlanner
 from lockstep.train.fsdp.fsdp_trainer import FSDP2Trainer
 from lockstep.train.fsdp.sharded_model import FSDP2ServedModel
-from lockstep.train.objective import MetricAccumulator, make_objective
+from lockstep.train.metric_reduction import MetricAccumulator
+from lockstep.train.objective import make_objective
 from lockstep.train.trainer_plan import PlannedCollective
 
 
@@ -153,6 +154,9 @@ def test_the_planned_collectives_of_a_served_model_are_those_of_an_evaluation(
     ("recipe", "changes", "output", "when"),
     [
         ("reward", {}, "scores", "only if pairs are divided"),
+        ("preference", {}, "logprobs", "only if pairs are divided"),
+        ("preference", {}, "reference_logprobs", "log-probabilities before training"),
+        ("preference", {"loss": {"type": "aot"}, "reference": {}}, "logprobs", "log-probabilities before training"),
         ("preference", {"precompute_ref_log_probs": True}, "logprobs", "only before the first step"),
     ],
 )

@@ -1,11 +1,8 @@
-"""Choices of the algorithm: advantages, policy loss, aggregation, KL penalty.
-
-The formulas behind the names are in `lockstep.algos`.
-"""
+"""Choices of the algorithm, such as advantages, loss and KL penalty. The formulas are in `lockstep.algos`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -117,8 +114,6 @@ class ObjectiveConfig(Section):
     aggregation: Aggregation = "token-mean"
     norm_length: int | None = Field(None, gt=0)
     """Divisor for `seq-mean-token-sum-norm`, in tokens; for completions `rollout.sampling.max_tokens` when absent."""
-    outputs_of_divided_pairs: ClassVar[tuple[TrainerOutput, ...]] = ()
-    """Also computed before the first update of a step, if the completions of pairs are in different rows."""
 
     @property
     def evaluated_fields(self) -> dict[str, TrainerOutput]:
@@ -267,7 +262,6 @@ class BradleyTerry(ObjectiveConfig):
     eq. 2; they use 0.01)."""
     label_smoothing: float = Field(0.0, ge=0, lt=0.5)
     """The share of pairs whose labels are assumed to be wrong."""
-    outputs_of_divided_pairs: ClassVar[tuple[TrainerOutput, ...]] = ("scores",)
 
     @model_validator(mode="after")
     def _check_aggregation(self) -> Self:
@@ -365,6 +359,11 @@ class PreferenceLoss(ObjectiveConfig):
     @property
     def reference_mixing(self) -> ReferenceMixing | None:
         return ReferenceMixing(self.ref_model_mixup_alpha, self.ref_model_sync_steps) if self.sync_ref_model else None
+
+    @property
+    def evaluates_policy(self) -> bool:
+        """Whether the loss needs the policy's log-probabilities before the update even of pairs that are in one row."""
+        return self.use_weighting or not self.terms.keys().isdisjoint(_UNWEIGHTED)
 
     @property
     def learns_prompts(self) -> bool:

@@ -58,7 +58,7 @@ def check_role(role: TrainRole) -> None:
         TrainerUnsupported: it does not. The remedy names the kinds that do.
     """
     objective = role.objective
-    needed = {*role.evaluated_fields.values(), *objective.outputs_of_divided_pairs, *make_objective(objective).outputs}
+    needed = {*role.evaluated_fields.values(), *role.outputs_of_divided_pairs, *make_objective(objective).outputs}
     for output in sorted(needed):
         able = [kind for kind, each in TRAINERS.items() if output in each.planner.outputs]
         _check_able(role, _SETTINGS.get(output, output), able)

@@ -8,7 +8,8 @@ from lockstep.config.serve_role import ServeRole
 from lockstep.config.train_role import TrainRole
 from lockstep.models.model_facts import ModelFacts
 from lockstep.train.errors import TrainerUnsupported
-from lockstep.train.objective import make_objective, metric_vector_size
+from lockstep.train.metric_reduction import metric_vector_size
+from lockstep.train.objective import make_objective
 from lockstep.train.router_objective import ROUTER_METRICS
 from lockstep.train.served_model import ServedModelPlanner
 from lockstep.train.trainer_plan import DTYPE_BYTES, PlannedCollective, TrainerPlanner
@@ -84,7 +85,7 @@ class FSDP2Planner(TrainerPlanner):
         metrics = metric_vector_size({**make_objective(role.objective).metrics, **router})
         before, gathers = _gathers(role, model, updates)
         found = []
-        if role.evaluated_fields:
+        if _outputs_of_every_step(role):
             found = [PlannedCollective("all_gather", "fsdp", before, largest * width)]
         times = f"{reduced * updates} ({reduced} per optimizer step)"
         norm = f"{updates} (gradient norm and metrics, one vector)"
@@ -133,7 +134,7 @@ def _gathers(role: TrainRole, model: ModelFacts, updates: int) -> tuple[str, str
     layers, units, adapter = model.layers, model.layers + 1, model.adapter
     # FSDP2 gathers one layer ahead of the next backward, even if there is none.
     backward = layers if adapter is None else layers - max(adapter.first_trained_layer - 1, 0)
-    models = len({output == "reference_logprobs" for output in role.evaluated_fields.values()})
+    models = len({output == "reference_logprobs" for output in _outputs_of_every_step(role)})
     # The policy without its adapter serves as the reference, unless the adapter was loaded with weights.
     held = models if adapter is None or adapter.reference_differs_from_base else min(models, 1)
     if role.trainer.reshard_after_forward:
@@ -142,6 +143,11 @@ def _gathers(role: TrainRole, model: ModelFacts, updates: int) -> tuple[str, str
     else:
         gathers = f"{units * updates} ({units} per optimizer step)"
     return f"{_evaluation_gathers(role, model, models, held)} (log-probabilities before training)", gathers
+
+
+def _outputs_of_every_step(role: TrainRole) -> set[TrainerOutput]:
+    """What the ranks evaluate before the first update of every step."""
+    return {*role.evaluated_fields.values()} - {*role.outputs_of_divided_pairs}
 
 
 def _evaluation_gathers(role: TrainRole, model: ModelFacts, models: int = 1, held: int = 1) -> str:
@@ -158,7 +164,7 @@ def _evaluation_gathers(role: TrainRole, model: ModelFacts, models: int = 1, hel
 
 def _further_evaluations(role: TrainRole) -> Iterator[str]:
     """The evaluations that not every step has: what is computed, and when."""
-    if outputs := role.objective.outputs_of_divided_pairs:
+    if outputs := role.outputs_of_divided_pairs:
         yield f"{', '.join(outputs)} before training, only if pairs are divided among rows"
     if role.precomputed_fields:
         yield "log-probabilities of the reference, only before the first step, for each file of them"
