@@ -249,6 +249,9 @@ class ReplicatedTrainer:
 class ReplicatedPlanner(TrainerPlanner):
     """The planner of `ReplicatedTrainer`."""
 
+    outputs: frozenset[TrainerOutput] = frozenset({"logprobs", "entropy", "reference_logprobs"})
+    moves_reference = False
+
     def check(self, role: TrainRole) -> None:
         lacking = {
             "model.adapter": role.model.adapter is not None,

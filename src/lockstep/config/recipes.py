@@ -314,12 +314,15 @@ def _check_precomputed(config: PreferenceConfig) -> None:
     if "kto" in loss.type:
         raise ValueError(
             "precompute_ref_log_probs with loss.type kto, which compares each prompt with a completion of another "
-            "sample of its step, so that there is no fixed set of completions: leave it out"
+            "sample of its step: these pairs depend on batch_size, and those of later steps could not be computed once "
+            "the policy is trained. Leave it out (reference keeps the reference out of the policy's ranks), or set "
+            "loss.type=apo_zero_unpaired"
         )
     if config.reference is not None:
         raise ValueError(
             "precompute_ref_log_probs takes the reference's log-probabilities from the policy's ranks before the first "
-            "step, so that reference has nothing to compute: leave one of the two out"
+            "step, so that reference has nothing to compute: leave reference out, or, to compare with another model "
+            "(reference.path), leave precompute_ref_log_probs out"
         )
 
 

@@ -281,6 +281,7 @@ class RunConfig(Section):
             temperature=self.train_temperature,
             optimizer_steps=self.steps * self.updates_per_step,
             served_fields=tuple(name for role in self.serve_roles for name in role.fields) + self.precomputed_fields,
+            precomputed_fields=self.precomputed_fields,
         )
 
     @property

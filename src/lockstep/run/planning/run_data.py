@@ -68,16 +68,29 @@ def open_run_data(config: RunConfig, models: Mapping[str, ModelFacts], tokenizer
     return data
 
 
+def open_validation(config: RunConfig, models: Mapping[str, ModelFacts], tokenizer: "Tokenizer") -> list[Any]:
+    """Returns the samples of `held_out_samples`, which the config has, without the training data. Raises DataError."""
+    validation, options = config.held_out_samples, source_options(config)
+    assert validation is not None
+    samples = None
+    if validation.fraction is not None:
+        limit = _training_limit(config, models)
+        samples = open_training_source(config.data_kind, config.data, tokenizer, config.seed, limit, options)
+    return _open_validation(config, validation, samples, models, tokenizer, options)
+
+
 def _open_validation(
     config: RunConfig,
     validation: ValidationConfig,
-    samples: SampleSource[Any],
+    samples: SampleSource[Any] | None,
     models: Mapping[str, ModelFacts],
     tokenizer: "Tokenizer",
     options: SourceOptions,
 ) -> list[Any]:
-    """The samples on which the objective is measured. A share of the training data is taken out of `samples`."""
+    """The samples on which the objective is measured. A share of the training data is taken out of `samples`, which is
+    only needed for one."""
     if validation.fraction is not None:
+        assert samples is not None
         return samples.hold_out(validation.fraction)[: validation.samples]
     assert validation.data is not None
     data, limit = validation.data.model_copy(update={"shuffle": False}), _training_limit(config, models)

@@ -10,7 +10,7 @@ from lockstep.config.run_config import RunConfig
 from lockstep.models.model_facts import ModelFacts
 from lockstep.run.planning.resources import HostResources
 from lockstep.train.errors import TrainerUnsupported
-from lockstep.train.trainer_kinds import SERVED_MODELS, trainer_kind
+from lockstep.train.trainer_kinds import SERVED_MODELS, check_role, trainer_kind
 from lockstep.train.trainer_plan import DTYPE_BYTES, PlannedCollective
 from lockstep.weights.weight_transport import DevicePlacement, transport_refusal
 
@@ -66,7 +66,7 @@ def make_plan(
             memory.
     """
     for role in config.train_roles:
-        trainer_kind(role).planner.check(role)
+        check_role(role)
     if model is not None:
         _check_context_room(config, model)
     models = {} if model is None else {config.train_roles[0].name: model, **(others or {})}

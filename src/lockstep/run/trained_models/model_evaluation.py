@@ -69,6 +69,11 @@ class ModelEvaluation:
     by_source: dict[str, dict[str, float]]
     """The same for each data source, if there are several."""
 
+    @property
+    def counts(self) -> dict[str, int]:
+        """The number of prompts, and of completions of each."""
+        return {"prompts": len(self.groups), "n": len(self.groups[0].completions)}
+
     def records(self) -> list[dict[str, Any]]:
         """One JSON object per completion."""
         return [
@@ -94,7 +99,7 @@ def evaluate_model(request: EvaluationRequest, status: ShowStatus = lambda text:
             data or the rewards cannot be used; says what is wrong and what to do.
         RemoteError, WorkerDied, RewardError, EnvironmentFailed, Stalled: generation or scoring failed.
     """
-    name, overrides, dataset = request.name, request.overrides, _absolute(request.dataset)
+    name, overrides, dataset = request.name, request.overrides, absolute_dataset(request.dataset)
     with open_model(name, request.step, request.config, overrides, status) as loaded:
         config = _with_evaluation(loaded.config, request, dataset)
         loaded = replace(loaded, config=config)
@@ -169,7 +174,7 @@ def _with_evaluation(config: RunConfig, request: EvaluationRequest, dataset: str
     return config.model_copy(update={"evaluation": evaluation, "seed": seed})
 
 
-def _absolute(dataset: str | None) -> str | None:
+def absolute_dataset(dataset: str | None) -> str | None:
     """The path of a local dataset, for another current folder; the name of one on the hub."""
     if dataset is None:
         return None
