@@ -1,4 +1,4 @@
-"""Reward terms: verifiers, user functions, servers and judges."""
+"""Reward terms: verifiers, user functions, servers, judges and reward models."""
 
 import re
 from typing import Annotated, Any, Literal, Self
@@ -6,6 +6,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
+from lockstep.config.model import DType, ModelConfig
 from lockstep.config.section import Section
 
 
@@ -247,6 +248,57 @@ class JudgeReward(_RemoteTerm):
 _TEMPLATE_VARIABLES = {"prompt", "messages", "completion", "answer", "columns"}
 
 
+class ScoreNormalization(Section):
+    """The mean and the standard deviation of a reward model's scores."""
+
+    mean: float = 0.0
+    std: float = Field(1.0, gt=0)
+
+
+class ModelReward(_RewardTerm):
+    """The score of a reward model, in processes of its own. Prompt and completion are written with its own chat
+    template, and tokenized by its own tokenizer."""
+
+    kind: Literal["model"] = "model"
+    path: str
+    """A local folder or a hub name: a `...ForSequenceClassification` model with one label."""
+    revision: str | None = None
+    tokenizer: str | None = None
+    """Another folder or hub name for the tokenizer."""
+    chat_template: str | None = None
+    """A Jinja file that replaces the template of the reward model's tokenizer."""
+    chat: bool = False
+    """Give prompts that are plain text to the chat template too, as a user's message. Conversations always go there."""
+    end: Literal["eos", "template"] = "eos"
+    """Where a text ends, and is scored: at the end-of-sequence token, which plain text gets, without what a template
+    writes after it (as Lockstep and OpenRLHF train); or at the last token that the template writes (as TRL does)."""
+    max_length: int | None = Field(None, gt=1)
+    """Longest text in tokens; the model's own limit, less one for the score, when absent."""
+    overlong: Literal["truncate", "error"] = "truncate"
+    """What happens to longer texts: `truncate` cuts them on the left, so that the completion stays, and counts them in
+    the metric `truncated`."""
+    normalize: bool | ScoreNormalization = False
+    """Subtract the mean of the scores and divide by their standard deviation: true for those in the model's config.json
+    (`mean`, `std`), or the numbers to use."""
+    dtype: DType = "auto"
+    """Compute precision: float32 on CPU, bfloat16 on GPU."""
+    trust_remote_code: bool = False
+    packing: Literal["auto", "forest", "block", "single"] = "auto"
+    """As in `model.packing`."""
+    token_budget: int | None = Field(None, gt=1)
+    """Tokens per packed row; the run's `token_budget` when absent. A longer text has a row of its own."""
+    ranks: int = Field(1, gt=0)
+    """Processes over which the model is sharded."""
+    threads: int | None = Field(None, gt=0)
+    """Torch threads per rank; an even share of the cores when absent."""
+
+    @property
+    def model(self) -> ModelConfig:
+        """The reward model, with its tokenizer."""
+        same = ("path", "revision", "tokenizer", "chat_template", "dtype", "trust_remote_code", "packing")
+        return ModelConfig(head="score", **{name: getattr(self, name) for name in same})
+
+
 class EnvironmentReward(_RewardTerm):
     """The sum of the rewards that the environment gave for the turns of the conversation (`rollout.environment`)."""
 
@@ -272,6 +324,7 @@ RewardTerm = Annotated[
     | FunctionReward
     | HttpReward
     | JudgeReward
+    | ModelReward
     | EnvironmentReward
     | TaskReward,
     Field(discriminator="kind"),
@@ -290,6 +343,16 @@ class RewardConfig(Section):
     """Address space limit of a scorer process."""
     batch_size: int = Field(64, gt=0)
     """Completions per call of a function."""
+
+    @property
+    def served_models(self) -> dict[int, ModelReward]:
+        """The terms that a reward model in processes of the run computes, by their index."""
+        return {index: term for index, term in enumerate(self.terms) if isinstance(term, ModelReward)}
+
+    @property
+    def scorers(self) -> int:
+        """Number of scorer processes: none if reward models compute all terms."""
+        return self.workers if len(self.served_models) < len(self.terms) else 0
 
     @model_validator(mode="after")
     def _check_concurrency(self) -> Self:

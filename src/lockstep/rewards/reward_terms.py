@@ -28,6 +28,7 @@ from lockstep.rewards.scoring_messages import (
     FunctionSignature,
     RewardSample,
     ScoringBatch,
+    TermError,
     TermScores,
     read_api_key,
 )
@@ -77,6 +78,8 @@ def build_term(
         return function_term(name, function)
     if isinstance(term, config.HttpReward | config.JudgeReward):
         return _server_term(term, name, concurrency)
+    if isinstance(term, config.ModelReward):
+        return RewardTerm(name, term.kind, None, False, partial(_refuse_served, name))
     verifier = _make_verifier(term, base)
     return RewardTerm(
         name, term.kind, None, True, partial(_verify_batch, verifier, isinstance(term, config.MathReward))
@@ -87,6 +90,10 @@ def function_term(name: str, function: RewardFunction) -> RewardTerm:
     """Makes a term of a user's function."""
     call = partial(reward_functions.CALL_ADAPTERS[function.signature], function)
     return RewardTerm(name, function.path, function.signature, function.signature == "verl", call)
+
+
+def _refuse_served(name: str, batch: ScoringBatch, advance: ReportScored) -> TermScores:
+    raise TermError(name, "ranks of the run compute this term, and not this process", "score it in a run")
 
 
 def _server_term(term: config.HttpReward | config.JudgeReward, name: str, concurrency: int) -> RewardTerm:
