@@ -1,12 +1,15 @@
 """Runs whose rewards come from a reward model with another tokenizer than the policy's: transformers gives equal
 scores, and the result depends neither on the number of its ranks nor on kills."""
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from harness import Launched, build_once, config, metric_rows, task, train, untimed_rows, weights, write
 from test_recovery import kill_worker, recoveries, replacements
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -17,6 +20,7 @@ from lockstep.models.tiny_model import make_tiny
 
 pytestmark = [pytest.mark.xdist_group("reward-model-terms"), pytest.mark.timeout(400)]
 
+ROOT = Path(__file__).parents[2]
 TEMPLATE = "{% for m in messages %}{{ m.content }}{{ eos_token }}\n{% endfor %}"
 
 
@@ -111,3 +115,33 @@ def test_ranks_and_kills_do_not_change_the_result(home: Path, tmp_path: Path) ->
     assert untimed_rows(run) == untimed_rows(alone)
     assert replacements(run) == ["reward_model-0.1", "reward_model-1.1"]
     assert [each["role"] for each in recoveries(run)] == ["reward_model"]
+
+
+SEEDS = (11, 12, 13)
+
+
+@pytest.fixture(scope="module")
+def sorting(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the runs of sft_sort.yaml and reward_sort.yaml."""
+    home = tmp_path_factory.mktemp("sorting")
+    subprocess.run([sys.executable, ROOT / "examples/sort_data.py", home / "runs/sort-data"], check=True, timeout=60)
+    make_tiny(home / "runs/sort-model", alphabet="0123456789=", max_length=64)
+    for name in ("sft_sort", "reward_sort"):
+        train(home, example(name, home))
+    return home
+
+
+def example(name: str, home: Path, **changes: Any) -> dict[str, Any]:
+    """The config of an example with paths in `home`."""
+    values = yaml.safe_load((ROOT / f"examples/{name}.yaml").read_text().replace("runs/", f"{home}/runs/"))
+    return {**values, "folder": f"{home}/runs", **changes}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_example_learns_to_sort_from_a_reward_model(sorting: Path, seed: int) -> None:
+    run = train(sorting, example("grpo_reward_model", sorting, name=f"seed-{seed}", seed=seed))
+    with Ledger.reader(run) as ledger:
+        accuracies = [row.metrics["eval/exact_match"] for row in ledger.evaluations()]
+    assert accuracies[0] < 0.5 and accuracies[-1] > 0.95
