@@ -15,12 +15,18 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 import torch
 from harness import LOCKSTEP
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from lockstep.config.reward import ModelReward
+from lockstep.data.samples import Prompt
 from lockstep.models.tiny_model import make_tiny
+from lockstep.rewards.reward_terms import build_term
+from lockstep.rewards.reward_values import BadReward
+from lockstep.rewards.scoring_messages import RewardSample, ScoringBatch
 
 pytestmark = [pytest.mark.xdist_group("reward-server"), pytest.mark.timeout(200)]
 
@@ -176,3 +182,42 @@ def test_a_model_without_a_score_head_is_refused(model: Path) -> None:
     command = [*LOCKSTEP, "serve-reward", str(model.parent / "lm"), "--no-token"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=90)
     assert done.returncode == 2 and "no head that gives a score" in " ".join(done.stderr.split())
+
+
+def rows(texts: list[str], chat: bool = False) -> ScoringBatch:
+    """Two prompts with these completions each."""
+    none = np.zeros(1, np.int32)
+    prompts = [
+        Prompt(f"0:{row}", row, none, text, [{"role": "user", "content": text}] if chat else None)
+        for row, text in enumerate(("12=", "90="))
+    ]
+    samples = [RewardSample(row, index, text, none, 1) for row in (0, 1) for index, text in enumerate(texts)]
+    return ScoringBatch(0, prompts, samples)
+
+
+@pytest.mark.parametrize("path", ["get_reward", "classify", "pooling"])
+def test_terms_with_its_address_get_the_scores_of_transformers(
+    server: Server, model: Path, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of texts as the policy writes them, and of conversations in the reward model's own template; normalised too."""
+    monkeypatch.setenv("RM_KEY", TOKEN)
+    address: dict[str, Any] = {"url": f"{server.url}/{path}", "api_key_env": "RM_KEY", "batch_size": 3}
+    eos = "<eos>" if path == "get_reward" else ""
+    found = build_term(ModelReward(**address), "rm", concurrency=2).score(rows(["1", "22"]), lambda _: None)
+    texts = [f"{start}{end}{eos}" for start in ("12=", "90=") for end in ("1", "22")]
+    assert found.values == pytest.approx(expected(model, texts), abs=1e-5)
+    assert found.extras["retries"] == [0.0] * 4
+    template = model.parent / "template.jinja"
+    template.write_text("{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}")
+    settings = {"path": str(model), "chat_template": str(template), "normalize": {"mean": 0.5, "std": 2.0}}
+    found = build_term(ModelReward(**address, **settings), "rm").score(rows(["1", "22"], chat=True), lambda _: None)
+    texts = [f"{start}<eos>{end}<eos>" for start in ("12=", "90=") for end in ("1", "22")]
+    raw = expected(model, texts)
+    assert found.extras["score"] == pytest.approx(raw, abs=1e-5)
+    assert found.values == pytest.approx([(score - 0.5) / 2.0 for score in raw], abs=1e-5)
+
+
+def test_a_wrong_token_is_named(server: Server) -> None:
+    found = build_term(ModelReward(url=f"{server.url}/pooling"), "rm")
+    with pytest.raises(BadReward, match=r"answered 401 .*api_key_env"):
+        found.score(rows(["1"]), lambda _: None)

@@ -70,6 +70,11 @@ class ScoredTextWriter:
             text = text.rstrip()
         return text, True
 
+    def ended_text(self, prompt: Prompt, sample: RewardSample) -> tuple[str, bool]:
+        """The same with the end-of-sequence token of plain text."""
+        text, chat = self.text(prompt, sample)
+        return text if chat else f"{text}{self._tokenizer.eos_token}", chat
+
     def tokens(self, pairs: Sequence[tuple[Prompt, RewardSample]]) -> list[np.ndarray]:
         """Returns the tokens of each text, int32 `[tokens]`. Plain text begins with the tokenizer's
         beginning-of-sequence token, if it has one, and ends with the end-of-sequence token. Raises BadReward."""
@@ -120,6 +125,11 @@ def _with_completion(messages: Sequence[dict[str, Any]], sample: RewardSample) -
         begun = messages[-1]
         return [*messages[:-1], {**begun, "content": f"{begun.get('content') or ''}{sample.text}"}]
     return [*messages, {"role": "assistant", "content": sample.text}]
+
+
+def text_writer(term: ModelReward) -> ScoredTextWriter:
+    """The writer of a term's texts. Raises ModelError."""
+    return ScoredTextWriter(load_tokenizer(term.model), term.chat, term.end)
 
 
 @dataclass(slots=True)
@@ -216,7 +226,9 @@ def check_model_term(term: ModelReward, name: str, prompts: Sequence[Prompt] = (
         TermError: a text cannot be written, or nothing says how scores are normalised.
     """
     score_normalization(term, name)
-    writer = ScoredTextWriter(load_tokenizer(term.model), term.chat, term.end)
+    if not term.has_tokenizer:
+        return
+    writer = text_writer(term)
     for prompt in prompts:
         try:
             writer.tokens([(prompt, RewardSample(0, 0, "x", np.zeros(1, np.int32), 1))])

@@ -187,3 +187,29 @@ def test_every_reward_model_is_a_served_role() -> None:
     assert grpo(reward={"terms": terms}).reward.scorers == 0
     with pytest.raises(ConfigError, match=r"reward.terms.0.model.normalize"):
         grpo(reward={"terms": [{"kind": "model", "path": "rm", "normalize": {"std": 0}}]})
+
+
+def test_a_term_with_a_url_is_remote() -> None:
+    remote = {"kind": "model", "url": "http://h:1/v1/classify?x=1", "path": "rm", "concurrency": 4}
+    made = grpo(reward={"terms": [remote], "workers": 2})
+    (term,) = made.reward.terms
+    assert made.serve_roles == () and made.reward.scorers == 2 and term.protocol == "classify"
+    assert check_config(made.model_dump(mode="json"), "a stored config") == made
+
+
+@pytest.mark.parametrize(
+    ("term", "problem"),
+    [
+        ({}, "set path to a reward model, or url"),
+        ({"url": "http://h/score"}, "must end with /get_reward, /classify or /pooling"),
+        ({"url": "ftp://h/pooling"}, "not an http"),
+        ({"url": "http://h/pooling", "ranks": 2, "dtype": "float32"}, "dtype, ranks cannot be set with url"),
+        ({"path": "rm", "timeout_s": 3, "deadline_s": 9}, "deadline_s, timeout_s cannot be set without url"),
+        ({"url": "http://h/pooling", "chat": True}, "need the reward model's tokenizer"),
+        ({"url": "http://h/pooling", "normalize": True}, "reads config.json of path"),
+        ({"url": "http://h/pooling", "concurrency": 1}, "less than one request per worker"),
+    ],
+)
+def test_fields_that_contradict_each_other_are_refused(term: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        grpo(reward={"terms": [{"kind": "model", **term}], "workers": 2})

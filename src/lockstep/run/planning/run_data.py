@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from lockstep.config.reward import ModelReward
 from lockstep.config.run_config import EvaluationConfig, RunConfig, ValidationConfig
-from lockstep.config.serve_role import reward_model_roles
 from lockstep.data.datasets import load_rows
 from lockstep.data.mixture import open_training_source
 from lockstep.data.row_lengths import ContextLimit, LengthLimit, limit_length
@@ -76,10 +76,11 @@ def _check_reward_models(config: RunConfig, prompts: Sequence[Prompt]) -> None:
     """Checks that reward models can read the prompts. Raises ModelError, TermError."""
     if config.reward is None:
         return
-    names = term_names(config.reward.terms)
-    for index, role in reward_model_roles(config).items():
-        with naming_fields_of(role):
-            check_model_term(config.reward.served_models[index], names[index], prompts)
+    named = zip(config.reward.terms, term_names(config.reward.terms), strict=True)
+    for index, (term, name) in enumerate(named):
+        if isinstance(term, ModelReward):
+            with naming_fields_of(f"reward.terms.{index}"):
+                check_model_term(term, name, prompts)
 
 
 def _open_validation(

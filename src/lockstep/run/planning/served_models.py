@@ -19,7 +19,7 @@ def served_models(config: RunConfig, policy: ModelFacts, device: str) -> dict[st
     """
     found = {}
     for role in config.serve_roles:
-        with naming_fields_of(role):
+        with naming_fields_of(role.section or role.name):
             found[role.name] = facts = model_facts(role.model, device)
             if role.fields and role.model.path != config.model.path:
                 _check_tokens(config, role, policy, facts)
@@ -27,14 +27,14 @@ def served_models(config: RunConfig, policy: ModelFacts, device: str) -> dict[st
 
 
 @contextmanager
-def naming_fields_of(role: ServeRole) -> Iterator[None]:
-    """Makes errors of loaders, which name the policy's fields (`model.path`), name those of a served role."""
+def naming_fields_of(section: str) -> Iterator[None]:
+    """Makes errors of loaders, which name the policy's fields (`model.path`), name those of another section."""
     try:
         yield
     except ModelError as error:
 
         def named(text: str) -> str:
-            return re.sub(r"\bmodel\.(?=\w)", role.field(""), text)
+            return re.sub(r"\bmodel\.(?=\w)", f"{section}.", text)
 
         raise type(error)(named(error.field), error.value, named(error.problem), named(error.remedy)) from error
 

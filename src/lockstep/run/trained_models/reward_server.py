@@ -131,7 +131,9 @@ class RewardServer:
         """vLLM: `{"input": text or texts}` as they are. As there, a sigmoid is applied unless `use_activation` is
         false."""
         body = await self._body(request)
-        scores, tokens = await self._scores(self._texts(body.get("input"), "input"))
+        scores, tokens = await self._scores(
+            self._texts(body.get("input"), "input"), body.get("add_special_tokens") is not False
+        )
         if body.get("use_activation", body.get("activation")) is not False:
             scores = [_sigmoid(score) for score in scores]
         data = [
@@ -145,7 +147,9 @@ class RewardServer:
         body = await self._body(request)
         if body.get("encoding_format", "float") != "float":
             raise _Refused(400, "encoding_format: only float is served")
-        scores, tokens = await self._scores(self._texts(body.get("input"), "input"))
+        scores, tokens = await self._scores(
+            self._texts(body.get("input"), "input"), body.get("add_special_tokens") is not False
+        )
         if body.get("use_activation", body.get("activation")) is True:
             scores = [_sigmoid(score) for score in scores]
         data = [{"index": index, "object": "pooling", "data": [score]} for index, score in enumerate(scores)]
@@ -188,22 +192,28 @@ class RewardServer:
             raise _Refused(413, f"{field} has {count_noun(len(texts), 'text')}: send {most} at most")
         return texts
 
-    async def _scores(self, texts: list[str]) -> tuple[list[float], int]:
-        """Returns the score of each text, and the number of tokens of all. Long texts are cut on the left."""
-        tokens = await asyncio.to_thread(self._encode, texts)
+    async def _scores(self, texts: list[str], special: bool = True) -> tuple[list[float], int]:
+        """Returns the score of each text, and the number of tokens of all. Long texts are cut on the left.
+
+        Args:
+            special: whether the tokenizer adds its special tokens, such as that of the beginning.
+        """
+        tokens = await asyncio.to_thread(self._encode, texts, special)
         scores = await self._batcher.scores(tokens)
         if not np.isfinite(scores).all():
             number = int(np.flatnonzero(~np.isfinite(scores))[0])
             raise _Refused(500, f"the score of text {number} is not finite")
         return scores.astype(float).tolist(), sum(each.size for each in tokens)
 
-    def _encode(self, texts: list[str]) -> list[np.ndarray]:
+    def _encode(self, texts: list[str], special: bool) -> list[np.ndarray]:
         """The tokens of each text; the beginning-of-sequence token is not doubled."""
         tokenizer, longest = self._model.tokenizer, self._model.longest
         bos, found = tokenizer.bos_token, []
         for text in texts:
             begun = bos is not None and text.startswith(str(bos))
-            tokens = np.asarray(tokenizer(text, add_special_tokens=not begun, verbose=False)["input_ids"], np.int32)
+            tokens = np.asarray(
+                tokenizer(text, add_special_tokens=special and not begun, verbose=False)["input_ids"], np.int32
+            )
             if tokens.size > longest:
                 self._truncated += 1
                 first = int(tokens[0] == tokenizer.bos_token_id)
