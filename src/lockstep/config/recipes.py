@@ -113,7 +113,8 @@ class GRPOConfig(RunConfig):
 
     @property
     def serve_roles(self) -> tuple[ServeRole, ...]:
-        return () if self.reference is None else (reference_role(self, self.reference),)
+        references = () if self.reference is None else (reference_role(self, self.reference),)
+        return (*references, *super().serve_roles)
 
     @property
     def train_temperature(self) -> float:
@@ -200,7 +201,8 @@ class PreferenceConfig(RunConfig):
 
     @property
     def serve_roles(self) -> tuple[ServeRole, ...]:
-        return () if self.reference is None else (reference_role(self, self.reference),)
+        references = () if self.reference is None else (reference_role(self, self.reference),)
+        return (*references, *super().serve_roles)
 
     @property
     def precomputed_fields(self) -> tuple[str, ...]:

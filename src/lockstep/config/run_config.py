@@ -13,7 +13,7 @@ from lockstep.config.model import ModelConfig
 from lockstep.config.reward import RewardConfig
 from lockstep.config.rollout import RolloutConfig, SamplingConfig
 from lockstep.config.section import Section
-from lockstep.config.serve_role import ServeRole
+from lockstep.config.serve_role import ServeRole, reward_model_roles
 from lockstep.config.train_role import TrainRole
 from lockstep.config.trainer import CheckpointConfig, CommunicationConfig, TrainerConfig, WeightSyncConfig
 
@@ -265,8 +265,8 @@ class RunConfig(Section):
 
     @property
     def serve_roles(self) -> tuple[ServeRole, ...]:
-        """The models that are only evaluated, each in processes of its own."""
-        return ()
+        """The models that are only evaluated, each in processes of its own: reward models, and what a recipe adds."""
+        return tuple(reward_model_roles(self).values())
 
     @property
     def policy(self) -> TrainRole:

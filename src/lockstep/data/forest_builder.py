@@ -260,6 +260,43 @@ def forest_of_scored_pairs(pairs: Sequence[Pair]) -> Forest:
     return Forest.of(trees, [pair.uid for pair in pairs])
 
 
+def forest_of_scored_texts(texts: Sequence[np.ndarray], groups: Sequence[int], names: Sequence[str]) -> Forest:
+    """Builds one tree per group of texts that begin with the same token: what all of them begin with is the root.
+    Text i is sequence i, and has one target as in `forest_of_scored_pairs`.
+
+    Args:
+        texts: int32 `[tokens]` each, with at least one token.
+        groups: the group of each text, ascending.
+        names: the name of each text; trees have that of their first one.
+    """
+    trees: list[list[Segment]] = []
+    of_tree: list[str] = []
+    start = 0
+    while start < len(texts):
+        stop = start + 1
+        while stop < len(texts) and groups[stop] == groups[start] and texts[stop][0] == texts[start][0]:
+            stop += 1
+        together = texts[start:stop]
+        shared = _common_prefix(together)
+        tree = [Segment(together[0][:shared])]
+        for number, tokens in enumerate(together, start):
+            scored = np.append(tokens[shared:], np.int32(PLACEHOLDER))
+            tree.append(Segment(scored, 0, np.arange(scored.size) == scored.size - 1, {}, number))
+        trees.append(tree)
+        of_tree.append(names[start])
+        start = stop
+    return Forest.of(trees, of_tree)
+
+
+def _common_prefix(texts: Sequence[np.ndarray]) -> int:
+    """The number of tokens with which all texts begin."""
+    shared = min(text.size for text in texts)
+    for text in texts[1:]:
+        differing = np.flatnonzero(text[:shared] != texts[0][:shared])
+        shared = int(differing[0]) if differing.size else shared
+    return shared
+
+
 def forest_from_labelled(samples: Sequence[LabelledCompletion], mismatched: bool = False) -> Forest:
     """Builds one tree per completion with its prompt as the root; sequence i is completion i.
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from lockstep.config.data import DatasetConfig
+from lockstep.config.reward import RewardConfig
 from lockstep.config.run_config import EvaluationConfig, RunConfig
 from lockstep.data.samples import Group
 from lockstep.models.model_loader import load_tokenizer
@@ -107,6 +108,7 @@ def evaluate_model(request: EvaluationRequest, status: ShowStatus = lambda text:
         sampling = config.evaluation.sampling or config.rollout.sampling
         if config.reward is not None:
             check_terms(config.reward.terms)
+            _refuse_served_models(config.reward)
         tokenizer, options = load_tokenizer(loaded.model), source_options(config)
         limit = loaded.prompt_limit(sampling, "evaluation.data")
         prompts, columns = open_held_out(config, config.evaluation, limit, tokenizer, options)
@@ -123,6 +125,14 @@ def evaluate_model(request: EvaluationRequest, status: ShowStatus = lambda text:
         sources.setdefault(str(group.prompt.columns.get(SOURCE_COLUMN, "")), []).append(group)
     by_source = {each: group_metrics(of, request.pass_reward) for each, of in sources.items()}
     return ModelEvaluation(loaded.label, loaded.steps, groups, metrics, by_source if len(sources) > 1 else {})
+
+
+def _refuse_served_models(reward: RewardConfig) -> None:
+    for index, term in reward.served_models.items():
+        raise RunRefused(
+            f"reward.terms.{index} is a reward model ({term.path}), and an evaluation outside of a run starts none: "
+            "leave the term out, with other reward.terms"
+        )
 
 
 def group_metrics(groups: Sequence[Group], pass_reward: float | None = None) -> dict[str, float]:
