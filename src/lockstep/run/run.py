@@ -12,7 +12,7 @@ from lockstep.cluster.protocol import RemoteError, WorkerDied
 from lockstep.config.run_config import Export, RunConfig
 from lockstep.data.mini_batches import TrainingBatch
 from lockstep.data.sample_sources import SampleSource
-from lockstep.data.samples import Document, LabelledCompletion, Pair
+from lockstep.data.samples import Document, LabelledCompletion, Pair, Rollouts
 from lockstep.ledger.ledger import Ledger
 from lockstep.ledger.sqlite_index import CompletionSample
 from lockstep.report.step_callbacks import StepCallbacks
@@ -236,6 +236,20 @@ class Run:
             yield
         self.recovery.flush()
 
+    def collect(self, step: int) -> Rollouts:
+        """Returns the scored completions of a step, which are durable from here on: they are never generated again.
+        Those of a step that was collected before are the stored ones."""
+        with self.stage("rollout"):
+            groups = self.groups(step)  # asks the engines for this step and the next rollout.max_staleness ones
+        while groups.missing:  # more than once where groups without signal are replaced
+            with self.stage("rollout"):
+                rollouts = self.rollouts.take(step, groups.missing)
+            with self.stage("reward"):
+                groups.add(self.rewards.score(rollouts))
+        with self.stage("ledger"):
+            self.collected(step, groups)
+        return groups.rollouts
+
     def groups(self, step: int) -> GroupFilter:
         """Returns the step's groups: the stored ones if the step was collected before, else an empty filter.
         Submits the requests that are missing, also those of later steps up to `max_staleness`."""
@@ -255,10 +269,15 @@ class Run:
         self._row |= rollout_metrics(groups.rollouts) | groups.metrics() | self.rollouts.metrics(step)
         self._row |= self.samples.counts([group.prompt for group in groups.rollouts.groups])
 
-    def annotate(self, batch: TrainingBatch) -> None:
+    def annotate(self, batch: TrainingBatch, **others: TrainingBatch) -> None:
         """Adds to the batch's targets what the policy's objective needs before the first update of a step, such as old
-        log-probabilities and those of the reference. All roles compute at the same time."""
-        annotate_batch(batch, self.policy, self.roles.served, self.interrupt.recovering)
+        log-probabilities and those of the reference. All roles compute at the same time.
+
+        Args:
+            others: the batches of other trained roles, such as `critic=...`, which get what their objectives need.
+        """
+        batches = [(self.trained[role], each) for role, each in others.items()]
+        annotate_batch(batch, self.policy, self.roles.served, self.interrupt.recovering, batches)
 
     def commit(self, step: int, stats: Sequence[Mapping[str, float]], **others: Sequence[Mapping[str, float]]) -> None:
         """Records that the step is trained.

@@ -103,26 +103,29 @@ def annotate_batch(
     policy: TrainerGroup,
     served: Sequence[ServedGroup],
     restarting: Callable[[], AbstractContextManager[None]],
+    others: Sequence[tuple[TrainerGroup, TrainingBatch]] = (),
 ) -> None:
-    """Adds to the batch's targets what the policy's objective needs before the first update of a step. The policy and
-    the served roles compute at the same time. A served role that fails is restarted and computes again.
+    """Adds to the batch's targets what the policy's objective needs before the first update of a step. All roles
+    compute at the same time. A served role that fails is restarted and computes again.
 
     Args:
         restarting: wraps a restart.
+        others: other trained roles, and batches of their own that get what their objectives need.
 
     Raises:
         GaveUp: a served role is not restarted (again).
-        RemoteError, WorkerDied, Stalled: a rank of the policy failed, or a restart cannot help a served role.
+        RemoteError, WorkerDied, Stalled: a rank of a trained role failed, or a restart cannot help a served role.
     """
-    if not policy.role.evaluated_fields and not served:
+    trained = [(group, each) for group, each in ((policy, batch), *others) if served or group.role.evaluated_fields]
+    if not trained:
         return
     everything = batch.everything()
-    own = policy.begin_fields(everything)
+    own = [group.begin_fields(everything if each is batch else each.everything()) for group, each in trained]
     pending = {group: group.begin_fields(batch, everything) for group in served}
-    why = " and ".join(name for each in (own, *pending.values()) for name in each.fields)
+    why = " and ".join(name for each in (*own, *pending.values()) for name in each.fields)
     while True:
         try:
-            gather_results([call for each in (own, *pending.values()) for call in each.calls], why=why)
+            gather_results([call for each in (*own, *pending.values()) for call in each.calls], why=why)
             break
         except (RemoteError, WorkerDied, Stalled) as error:
             failed = next((group for group in pending if group.failed(error)), None)
@@ -131,6 +134,8 @@ def annotate_batch(
             with restarting():
                 failed.restart(error)
             pending[failed] = failed.begin_fields(batch, everything)
-    policy.close_calls(own.calls)
-    for each in (own, *pending.values()):
+    for (group, of_role), fields in zip(trained, own, strict=True):
+        group.close_calls(fields.calls)
+        fields.store(of_role)
+    for each in pending.values():
         each.store(batch)
