@@ -88,8 +88,8 @@ class CriticConfig(Section):
         return None if model is None else model.model_copy(update={"head": "score"})
 
     def starting_model(self, policy: ModelConfig) -> ModelConfig:
-        """The critic's model, given the policy's."""
+        """The critic's model, given the policy's, on whose tokens it is trained."""
         if self.model is not None:
-            return self.model
+            return self.model.model_copy(update={"tokenizer": self.model.tokenizer or policy.tokenizer or policy.path})
         adapter = None if policy.adapter is None else policy.adapter.model_copy(update={"path": None})
         return policy.model_copy(update={"head": "score", "adapter": adapter})
