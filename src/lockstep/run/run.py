@@ -1,6 +1,6 @@
 """A run as a recipe sees it: its roles, and its steps as transactions."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +11,7 @@ from lockstep.base.wait_state import Stalled
 from lockstep.cluster.protocol import RemoteError, WorkerDied
 from lockstep.config.run_config import Export, RunConfig
 from lockstep.data.mini_batches import TrainingBatch
+from lockstep.data.pair_sources import PairSource
 from lockstep.data.sample_sources import SampleSource
 from lockstep.data.samples import Document, LabelledCompletion, Pair, Rollouts
 from lockstep.ledger.ledger import Ledger
@@ -27,7 +28,7 @@ from lockstep.run.interrupt import InterruptHandler
 from lockstep.run.recovery.trainer_recovery import RecoveryContext, TrainerRecovery
 from lockstep.run.rollout_buffer import RolloutBuffer
 from lockstep.run.run_reporter import RunReporter
-from lockstep.run.served_roles import ServedGroup, annotate_batch
+from lockstep.run.served_roles import ServedGroup, annotate_batches
 from lockstep.run.step_metrics import rollout_metrics, update_metrics
 from lockstep.run.step_scores import score_statistics
 from lockstep.run.trained_roles import TrainedRoles
@@ -269,15 +270,26 @@ class Run:
         self._row |= rollout_metrics(groups.rollouts) | groups.metrics() | self.rollouts.metrics(step)
         self._row |= self.samples.counts([group.prompt for group in groups.rollouts.groups])
 
-    def annotate(self, batch: TrainingBatch, **others: TrainingBatch) -> None:
+    def pairs_fit_rows(self, added: int = 0) -> bool:
+        """Whether every pair of the data fits into a row with both completions. It is the same for the whole run, so
+        that every step has the same schedule of collectives.
+
+        Args:
+            added: tokens that are added to each pair.
+        """
+        longest = max(part.longest_pair for part in self.samples.parts if isinstance(part, PairSource))
+        return self.policy.info.packing == "forest" and longest + added <= self.config.token_budget
+
+    def annotate(self, batch: TrainingBatch, without: Collection[str] = (), **others: TrainingBatch) -> None:
         """Adds to the batch's targets what the policy's objective needs before the first update of a step, such as old
         log-probabilities and those of the reference. All roles compute at the same time.
 
         Args:
+            without: fields that this step does not need.
             others: the batches of other trained roles, such as `critic=...`, which get what their objectives need.
         """
-        batches = [(self.trained[role], each) for role, each in others.items()]
-        annotate_batch(batch, self.policy, self.roles.served, self.interrupt.recovering, batches)
+        batches = [(self.policy, batch), *((self.trained[role], each) for role, each in others.items())]
+        annotate_batches(batches, self.roles.served, self.interrupt.recovering, without)
 
     def commit(self, step: int, stats: Sequence[Mapping[str, float]], **others: Sequence[Mapping[str, float]]) -> None:
         """Records that the step is trained.

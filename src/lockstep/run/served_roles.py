@@ -6,7 +6,7 @@ The ranks of all other roles keep running, and the step continues.
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 
 from lockstep.base.wait_state import Stalled
@@ -98,29 +98,29 @@ class ServedGroup:
         return describe_failure(error, self.role.name, name, rank, self._manager.step, starting)
 
 
-def annotate_batch(
-    batch: TrainingBatch,
-    policy: TrainerGroup,
+def annotate_batches(
+    batches: Sequence[tuple[TrainerGroup, TrainingBatch]],
     served: Sequence[ServedGroup],
     restarting: Callable[[], AbstractContextManager[None]],
-    others: Sequence[tuple[TrainerGroup, TrainingBatch]] = (),
+    without: Collection[str] = (),
 ) -> None:
-    """Adds to the batch's targets what the policy's objective needs before the first update of a step. All roles
-    compute at the same time. A served role that fails is restarted and computes again.
+    """Adds to the targets of batches what the objectives of their roles need before the first update of a step. All
+    roles compute at the same time. A served role that fails is restarted and computes again.
 
     Args:
+        batches: trained roles with their batches, the policy first, whose batch gets the fields of served roles.
         restarting: wraps a restart.
-        others: other trained roles, and batches of their own that get what their objectives need.
+        without: fields that trained roles do not compute.
 
     Raises:
         GaveUp: a served role is not restarted (again).
         RemoteError, WorkerDied, Stalled: a rank of a trained role failed, or a restart cannot help a served role.
     """
-    trained = [(group, each) for group, each in ((policy, batch), *others) if served or group.role.evaluated_fields]
-    if not trained:
+    if not served and not any(group.role.evaluated_fields.keys() - without for group, _ in batches):
         return
+    batch = batches[0][1]
     everything = batch.everything()
-    own = [group.begin_fields(everything if each is batch else each.everything()) for group, each in trained]
+    own = [group.begin_fields(everything if each is batch else each.everything(), without) for group, each in batches]
     pending = {group: group.begin_fields(batch, everything) for group in served}
     why = " and ".join(name for each in (*own, *pending.values()) for name in each.fields)
     while True:
@@ -134,7 +134,7 @@ def annotate_batch(
             with restarting():
                 failed.restart(error)
             pending[failed] = failed.begin_fields(batch, everything)
-    for (group, of_role), fields in zip(trained, own, strict=True):
+    for (group, of_role), fields in zip(batches, own, strict=True):
         group.close_calls(fields.calls)
         fields.store(of_role)
     for each in pending.values():

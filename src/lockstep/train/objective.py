@@ -20,6 +20,13 @@ from lockstep.algos import importance_sampling, losses
 from lockstep.algos.critic import value_loss
 from lockstep.algos.importance_sampling import ImportanceWeights, logprob_gap
 from lockstep.algos.losses import PolicyTerms, cross_entropy, entropy_loss, kl_divergence, sum_weighted_losses
+from lockstep.algos.preference_losses import (
+    PAIR_METRICS,
+    PreferenceSettings,
+    pair_logprobs,
+    pair_metrics,
+    preference_loss,
+)
 from lockstep.config.actor_critic import ValueLoss
 from lockstep.config.algorithm import (
     CISPO,
@@ -107,29 +114,58 @@ class CrossEntropyObjective:
 
 
 class PreferenceObjective:
-    """A loss of pairs of completions, as the linear function of the log-probabilities that has its gradient.
+    """Losses of pairs of completions, from the log-probabilities of their tokens.
 
-    The losses compare the completions of a pair, and some all completions of a step, which may be in other
-    micro-batches and on other ranks. So the controller computes them from log-probabilities that were evaluated before
-    the update, and each target gets the loss's derivative by its log-probability as `coefficient`. With the same
-    weights and without dropout, the sum over all targets has the gradient of the loss.
+    Sequence 2i is the better completion of pair i and 2i + 1 the worse one. With the field `coefficient` the loss is
+    the linear function of the log-probabilities that has its gradient, for pairs whose completions are in different
+    rows, and for losses that compare the completions of different pairs. The controller then computes it from
+    log-probabilities that were evaluated before the update; with the same weights and without dropout, both are equal.
     """
 
-    fields: tuple[str, ...] = ("weight", "coefficient")
     outputs: tuple[ModelOutput, ...] = ("logprobs",)
-    needs_sequences = False
-    metrics = COMMON_METRICS
+    needs_sequences = True
 
     def __init__(self, config: PreferenceLoss) -> None:
-        self.name = config.kind
+        self.config, self.name = config, config.kind
+        self.fields: tuple[str, ...] = ("weight", "coefficient" if config.evaluates_policy else "pair_weight")
+        self.settings = preference_settings(config)
+        self.parts = tuple(config.terms) if len(config.terms) > 1 else ()
+        """The losses that are reported one by one."""
+        names = (*PAIR_METRICS, *(f"loss/{name}" for name in self.parts)) if not config.evaluates_policy else ()
+        self.metrics: Mapping[str, Reduction] = {**COMMON_METRICS, **dict.fromkeys(names, "sum")}
 
     def compute(
         self, fields: Mapping[str, Tensor], outputs: Mapping[ModelOutput, Tensor], sequences: Tensor | None = None
     ) -> LossOutput:
-        """See `Objective`. The metric `loss` is the linear function's value, which the recipe replaces."""
+        """See `Objective`. With coefficients, the metrics of pairs are those that the recipe adds."""
+        if sequences is None:
+            raise ValueError(f"the configured loss {self.name} needs the sequences of the targets, got None")
         logprobs = outputs["logprobs"]
-        total = sum_weighted_losses(logprobs, fields["coefficient"])
-        return LossOutput(total, _common_metrics(logprobs, fields["weight"]) | {"loss": total.detach()})
+        metrics = _common_metrics(logprobs, fields["weight"])
+        if "coefficient" in fields:
+            total = sum_weighted_losses(logprobs, fields["coefficient"])
+            return LossOutput(total, metrics | {"loss": total.detach()})
+        pairs = pair_logprobs(logprobs.double(), sequences, fields)
+        weights = fields["pair_weight"][:1].double().expand(len(pairs.chosen))  # the same for all of a step
+        total = preference_loss(pairs, self.config.terms, self.settings, weights)
+        with torch.no_grad():
+            for name in self.parts:
+                metrics[f"loss/{name}"] = preference_loss(pairs, {name: 1.0}, self.settings, weights)
+        metrics |= {name: (values * weights).sum() for name, values in pair_metrics(pairs, self.config.beta).items()}
+        return LossOutput(total, metrics | {"loss": total.detach()})
+
+
+def preference_settings(config: PreferenceLoss) -> PreferenceSettings:
+    """The constants of the losses."""
+    return PreferenceSettings(
+        beta=config.beta,
+        label_smoothing=config.label_smoothing,
+        divergence=config.f_divergence_type,
+        divergence_alpha=config.f_alpha_divergence_coef,
+        discopop_tau=config.discopop_tau,
+        simpo_gamma=config.simpo_gamma,
+        alphapo_alpha=config.alphapo_alpha,
+    )
 
 
 class BradleyTerryObjective:

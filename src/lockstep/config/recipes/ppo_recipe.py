@@ -61,6 +61,10 @@ class PPOConfig(RolloutRecipe):
     def exported_roles(self) -> tuple[str, ...]:
         return ("policy", "critic") if self.critic.export else ("policy",)
 
+    @property
+    def trial_overrides(self) -> dict[str, int]:
+        return super().trial_overrides | {"critic.warmup_steps": min(1, self.critic.warmup_steps)}
+
     @model_validator(mode="before")
     @classmethod
     def _set_kl_penalty(cls, values: Any) -> Any:
@@ -88,7 +92,7 @@ class PPOConfig(RolloutRecipe):
             return self
         penalised = any(isinstance(term, LengthPenalty) for term in self.reward.terms)
         for field, present in (
-            ("reward.terms has kind length", penalised),
+            ("the term of kind length in reward.terms", penalised),
             ("loss.mask_truncated", self.loss.mask_truncated),
         ):
             if present:
