@@ -55,7 +55,7 @@ class ReinforcePlusPlusBaselineAdvantage(Section):
 
 def _reject_gae(value: Any) -> Any:
     if isinstance(value, Mapping) and value.get("kind") == "gae":
-        raise ValueError("gae needs a critic's values, and this recipe has no critic: use grpo or rloo")
+        raise ValueError("gae needs a critic's values, and this recipe has no critic: use grpo or rloo, or recipe: ppo")
     return value
 
 
@@ -413,7 +413,3 @@ _UNWEIGHTED = {"aot", "aot_unpaired", *get_args(UnpairedLoss)}
 _WITHOUT_LD = {*_REFERENCE_FREE, *get_args(UnpairedLoss)}
 _OF_DIVERGENCES = {"sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft"}
 """The losses that are defined by a divergence, or not affected by it."""
-
-AnyObjective = Annotated[
-    PPOClip | GSPO | CISPO | CrossEntropy | PreferenceLoss | BradleyTerry, Field(discriminator="kind")
-]

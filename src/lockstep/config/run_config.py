@@ -148,7 +148,7 @@ class RunConfig(Section):
     """The fields of every recipe."""
 
     recipe: str
-    """The name of the recipe: `sft`, `grpo`, `preference`, `reward`."""
+    """The name of the recipe: `sft`, `grpo`, `ppo`, `preference`, `reward`."""
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     folder: str = "runs"
     """The folder of the run is `folder/name`."""
@@ -237,6 +237,11 @@ class RunConfig(Section):
     def reads_margins(self) -> bool:
         """Whether pairs have a margin, in the column `margin`."""
         return False
+
+    @property
+    def scores_last_state(self) -> bool:
+        """Whether a model computes a score for the text up to the last token, which takes a place after it."""
+        return self.head == "score"
 
     @property
     def held_out_samples(self) -> ValidationConfig | None:

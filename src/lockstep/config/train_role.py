@@ -1,11 +1,26 @@
 """A trained model of a run: everything that its ranks need to know."""
 
+from typing import Annotated
+
 from pydantic import Field
 
-from lockstep.config.algorithm import AnyObjective, BradleyTerry, PreferenceLoss, TrainerOutput
+from lockstep.config.actor_critic import ValueLoss
+from lockstep.config.algorithm import (
+    CISPO,
+    GSPO,
+    BradleyTerry,
+    CrossEntropy,
+    PPOClip,
+    PreferenceLoss,
+    TrainerOutput,
+)
 from lockstep.config.model import ModelConfig
 from lockstep.config.section import Section
 from lockstep.config.trainer import CommunicationConfig, TrainerConfig
+
+AnyObjective = Annotated[
+    PPOClip | GSPO | CISPO | CrossEntropy | PreferenceLoss | BradleyTerry | ValueLoss, Field(discriminator="kind")
+]
 
 
 class TrainRole(Section):

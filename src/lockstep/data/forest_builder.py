@@ -1,6 +1,7 @@
 """Builds the trees of a training step from rollouts or documents."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import NoReturn
 
 import numpy as np
@@ -53,6 +54,25 @@ def forest_from_rollouts(
         trees = _multi_turn_trees(rollouts.groups, size, dict(learned), values)
         return Forest.of(trees, [group.prompt.uid for group in rollouts.groups], [size] * len(rollouts.groups))
     return _single_turn_forest(rollouts.groups, size, learned, values)
+
+
+def forest_of_states(rollouts: Rollouts) -> Forest:
+    """Builds the trees of `forest_from_rollouts` with one more target after the last token of each completion that was
+    cut off. Its source is that token, so that a score there is one of the text up to the completion's end."""
+
+    def extended(completion: Completion) -> Completion:
+        if completion.finish != "length":
+            return completion
+        return replace(
+            completion,
+            tokens=np.append(completion.tokens, np.int32(0)),
+            logprobs=np.append(completion.logprobs, np.float32(0)),
+            versions=np.append(completion.versions, np.int32(-1)),
+            mask=None if completion.mask is None else np.append(completion.mask, True),
+        )
+
+    groups = [replace(each, completions=[extended(one) for one in each.completions]) for each in rollouts.groups]
+    return forest_from_rollouts(replace(rollouts, groups=groups))
 
 
 def _single_turn_forest(

@@ -150,34 +150,35 @@ class ServedScorer:
         return scores
 
 
-def annotate_batch(
-    batch: TrainingBatch,
-    policy: TrainerGroup,
+def annotate_batches(
+    batches: Sequence[tuple[TrainerGroup, TrainingBatch]],
     served: Sequence[ServedGroup],
     restarting: Callable[[], AbstractContextManager[None]],
     without: Collection[str] = (),
 ) -> None:
-    """Adds to the batch's targets what the policy's objective needs before the first update of a step. The policy and
-    the served roles compute at the same time. A served role that fails is restarted and computes again.
+    """Adds to the targets of batches what the objectives of their roles need before the first update of a step. All
+    roles compute at the same time. A served role that fails is restarted and computes again.
 
     Args:
+        batches: trained roles with their batches, the policy first, whose batch gets the fields of served roles.
         restarting: wraps a restart.
-        without: fields that the policy does not compute.
+        without: fields that trained roles do not compute.
 
     Raises:
         GaveUp: a served role is not restarted (again).
-        RemoteError, WorkerDied, Stalled: a rank of the policy failed, or a restart cannot help a served role.
+        RemoteError, WorkerDied, Stalled: a rank of a trained role failed, or a restart cannot help a served role.
     """
     served = [group for group in served if group.role.fields]
-    if not served and not policy.role.evaluated_fields.keys() - without:
+    if not served and not any(group.role.evaluated_fields.keys() - without for group, _ in batches):
         return
+    batch = batches[0][1]
     everything = batch.everything()
-    own = policy.begin_fields(everything, without)
+    own = [group.begin_fields(everything if each is batch else each.everything(), without) for group, each in batches]
     pending = {group: group.begin_fields(batch, everything) for group in served}
-    why = " and ".join(name for each in (own, *pending.values()) for name in each.fields)
+    why = " and ".join(name for each in (*own, *pending.values()) for name in each.fields)
     while True:
         try:
-            gather_results([call for each in (own, *pending.values()) for call in each.calls], why=why)
+            gather_results([call for each in (*own, *pending.values()) for call in each.calls], why=why)
             break
         except (RemoteError, WorkerDied, Stalled) as error:
             failed = next((group for group in pending if group.failed(error)), None)
@@ -186,6 +187,8 @@ def annotate_batch(
             with restarting():
                 failed.restart(error)
             pending[failed] = failed.begin_fields(batch, everything)
-    policy.close_calls(own.calls)
-    for each in (own, *pending.values()):
+    for (group, of_role), fields in zip(batches, own, strict=True):
+        group.close_calls(fields.calls)
+        fields.store(of_role)
+    for each in pending.values():
         each.store(batch)

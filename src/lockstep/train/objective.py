@@ -4,7 +4,7 @@ An objective names the fields and model outputs that it needs, computes the loss
 `lockstep.algos`, and says how each of its metrics is reduced. It never communicates: denominators and statistics of the
 batch arrive as fields, and the shape of the metric vector does not depend on the data.
 
-To add one: a config class in `lockstep.config.algorithm` (an `ObjectiveConfig`, added to `AnyObjective`), and a class
+To add one: a config class in `lockstep.config` (an `ObjectiveConfig`, added to `AnyObjective`), and a class
 here, added to `_OBJECTIVES`. `CrossEntropyObjective` is the shortest example.
 """
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lockstep.algos import importance_sampling, losses
+from lockstep.algos.critic import value_loss
 from lockstep.algos.importance_sampling import ImportanceWeights, logprob_gap
 from lockstep.algos.losses import PolicyTerms, cross_entropy, entropy_loss, kl_divergence, sum_weighted_losses
 from lockstep.algos.preference_losses import (
@@ -26,6 +27,7 @@ from lockstep.algos.preference_losses import (
     pair_metrics,
     preference_loss,
 )
+from lockstep.config.actor_critic import ValueLoss
 from lockstep.config.algorithm import (
     CISPO,
     GSPO,
@@ -229,6 +231,30 @@ def bradley_terry_loss(gaps: Tensor, sums: Tensor, margins: Tensor, config: Brad
     return values + config.center_rewards_coefficient * sums.square() if config.center_rewards_coefficient else values
 
 
+class ValueObjective:
+    """The squared error of a critic's values of the states before the targets."""
+
+    fields: tuple[str, ...] = ("weight", "return", "old_value")
+    outputs: tuple[ModelOutput, ...] = ("scores",)
+    needs_sequences = False
+    metrics: Mapping[str, Reduction] = {
+        "loss": "sum", "tokens": "sum", "value": "mean", "clip_fraction": "mean",
+    }  # fmt: skip
+
+    def __init__(self, config: ValueLoss) -> None:
+        self.config, self.name = config, config.kind
+
+    def compute(
+        self, fields: Mapping[str, Tensor], outputs: Mapping[ModelOutput, Tensor], sequences: Tensor | None = None
+    ) -> LossOutput:
+        """See `Objective`."""
+        weights, values = fields["weight"], outputs["scores"]
+        per_target, clipped = value_loss(values, fields["return"], fields["old_value"], self.config.clip)
+        total, live = sum_weighted_losses(per_target, weights), weights != 0
+        sums = {"value": _masked_sum(values, live), "clip_fraction": _masked_sum(clipped, live)}
+        return LossOutput(total, {"loss": total.detach(), "tokens": live.sum(), **sums})
+
+
 class PolicyObjective:
     """A policy loss with its importance correction, KL penalty and entropy bonus."""
 
@@ -315,6 +341,7 @@ _OBJECTIVES: tuple[tuple[type[ObjectiveConfig], Callable[[Any], Objective]], ...
     (CrossEntropy, CrossEntropyObjective),
     (PreferenceLoss, PreferenceObjective),
     (BradleyTerry, BradleyTerryObjective),
+    (ValueLoss, ValueObjective),
     (PolicyLoss, PolicyObjective),
 )
 """The objective of each config class."""

@@ -93,7 +93,7 @@ def test_the_pages_for_other_frameworks_users_agree(page: str) -> None:
     ("name", "keys"),
     [
         ("steps", ["steps"]),
-        ("lr", ["trainer.optimizer.lr"]),
+        ("lr", ["trainer.optimizer.lr", "critic.trainer.optimizer.lr"]),
         ("learning_rate", ["trainer.optimizer.lr"]),
         ("trainer.optimizer.lr", ["trainer.optimizer.lr"]),
         ("advantage_estimator", ["advantage.kind"]),

@@ -178,7 +178,7 @@ def _training_limit(config: RunConfig, models: Mapping[str, ModelFacts]) -> Leng
     if config.generation is not None:
         completion = "rollout.sampling.max_tokens", config.rollout.sampling.max_tokens
     limit = limit_length([*_context_limits(config, models), budget], completion, "data")
-    if config.head == "score":  # the target of a score has a place after the last token
+    if config.scores_last_state:  # the target of a score has a place after the last token
         limit = replace(limit, tokens=limit.tokens - 1, reason=f"{limit.reason}, less 1 for the score")
     return limit
 
