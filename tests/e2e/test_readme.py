@@ -199,7 +199,7 @@ def test_the_commands_of_the_readme_run_in_their_order(copy: Path) -> None:
             if "--resume" in command:
                 resumed = done.stderr
     assert [command.split()[1] for command in ran if command.startswith("lockstep")] == [
-        *("tiny", "check", "train", "train", "train", "top", "train"),
+        *("tiny", "check", "train", "train", "train", "top", "train", "convert"),
         *("train", "train", "train", "train", "train", "generate", "eval", "export", "push"),
     ]
     assert (copy / "runs/sort-grpo/export/model.safetensors").is_file()

@@ -5,6 +5,7 @@
 | 0 | done |
 | 1 | the run failed |
 | 2 | refused before anything started: config, data, placement, run folder |
+| 3 | done in part: `lockstep convert` lists what is left |
 | 130 | ended by Ctrl-C; the run can be resumed |
 """
 
@@ -15,7 +16,7 @@ import typer
 
 from lockstep.base.secrets import redact_text, secret_values
 
-FAILED, REFUSED, INTERRUPTED = 1, 2, 130
+FAILED, REFUSED, PARTIAL, INTERRUPTED = 1, 2, 3, 130
 
 _TRAIN = (
     "torch", "transformers", "datasets", "pyarrow", "safetensors", "tokenizers", "accelerate", "peft",

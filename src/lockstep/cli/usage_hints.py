@@ -8,6 +8,8 @@ from lockstep.config.other_frameworks import describe_counterpart
 
 _TAKE_SETTINGS = ("train", "check")
 """The commands with arguments KEY=VALUE."""
+_TAKE_COMMANDS = ("watch", "convert")
+"""The commands with another program's command line as arguments."""
 
 
 def usage_hint(command: str, arguments: Sequence[str], option: str, valued: Collection[str]) -> str:
@@ -19,9 +21,9 @@ def usage_hint(command: str, arguments: Sequence[str], option: str, valued: Coll
         option: the unknown option; empty for other errors.
         valued: the options of the command that take a value.
     """
-    if command == "watch" and _names(watched := _watched_words(arguments, valued), option):
+    if command in _TAKE_COMMANDS and _names(watched := _watched_words(arguments, valued), option):
         at = len(arguments) - len(watched)
-        typed = shlex.join(["lockstep", "watch", *arguments[:at], "--", *watched])
+        typed = shlex.join(["lockstep", command, *arguments[:at], "--", *watched])
         return f"Options after the command need `--` before it: {typed}"
     if command in _TAKE_SETTINGS and option.startswith("--"):
         return _setting_hint(arguments, option)
@@ -33,7 +35,7 @@ def _names(words: Sequence[str], option: str) -> bool:
 
 
 def _watched_words(arguments: Sequence[str], valued: Collection[str]) -> Sequence[str]:
-    """The command to watch, with its arguments, where no `--` stands before it; else empty."""
+    """The command of another program, with its arguments, where no `--` stands before it; else empty."""
     at = 0
     while at < len(arguments) and arguments[at].startswith("-"):
         if arguments[at] == "--":

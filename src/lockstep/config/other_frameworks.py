@@ -1,6 +1,7 @@
 """The keys of TRL, OpenRLHF, verl and transformers, and what they are called here.
 
-`docs/from-trl.md`, `docs/from-openrlhf.md` and `docs/from-verl.md` have the same pairs, with remarks.
+These are hints for a single key in a file or on the command line. The tables of `lockstep.convert` have all options;
+`docs/from-trl.md`, `docs/from-openrlhf.md` and `docs/from-verl.md` are generated from them.
 """
 
 RENAMED_KEYS = {

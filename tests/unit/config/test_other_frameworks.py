@@ -1,18 +1,14 @@
-"""Keys of TRL, OpenRLHF and verl get the names that they have here, as the pages for their users say."""
+"""Keys of TRL, OpenRLHF and verl get the names that they have here. tests/unit/convert compares the converter."""
 
 import re
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from lockstep.config.errors import ConfigError
 from lockstep.config.loader import apply_overrides, check_config, dotted_keys, find_keys
-from lockstep.config.other_frameworks import ABSENT_KEYS, QUALIFIED_KEYS, RENAMED_KEYS, describe_counterpart
+from lockstep.config.other_frameworks import ABSENT_KEYS, QUALIFIED_KEYS, RENAMED_KEYS
 from lockstep.config.recipes import GRPOConfig, SFTConfig
 
-DOCS = Path(__file__).parents[3] / "docs"
 KNOWN = {*dotted_keys(GRPOConfig), *dotted_keys(SFTConfig)}
 VALUES = {
     "recipe": "grpo",
@@ -65,28 +61,6 @@ def test_a_section_of_another_framework_is_reported_key_by_key() -> None:
         "actor_rollout_ref.x.y": "",
     }
     assert list(problems("nonsense.a.b=1")) == ["nonsense"], "a section of nobody is one problem"
-
-
-def rows(page: str) -> Iterator[Any]:
-    """The other framework's keys and the fields here, of every row of a page's table."""
-    for line in (DOCS / page).read_text().splitlines():
-        if line.startswith("| `"):
-            first, second = line.strip("| ").split(" | ")[:2]
-            keys = [key.partition("=")[0].lstrip("-") for key in re.findall(r"`([^`]+)`", first)]
-            yield keys, [re.split(r"[ :]", field)[0] for field in re.findall(r"`([^`]+)`", second)]
-
-
-@pytest.mark.parametrize("page", ["from-verl.md", "from-openrlhf.md"])
-def test_the_pages_for_other_frameworks_users_agree(page: str) -> None:
-    """The first key of every row has a hint, and the hint names a field that the row names."""
-    missing = []
-    for keys, fields in rows(page):
-        if not fields or keys[0] in KNOWN or not re.fullmatch(r"[a-z_.0-9]+", keys[0]):
-            continue
-        hint = describe_counterpart(keys[0])
-        if not any(field in hint or field.rpartition(".")[0] in hint for field in fields):
-            missing.append((keys[0], fields, hint))
-    assert missing == []
 
 
 @pytest.mark.parametrize(

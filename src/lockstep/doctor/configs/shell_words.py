@@ -57,6 +57,7 @@ class WordPiece(NamedTuple):
 
 
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", "'": "'", '"': '"'}
 _PLAIN = re.compile(r"[^\s;|&<>()\\'\"$`]+")
 
 
@@ -114,7 +115,10 @@ class WordReader:
                         add(text, at, True)
                 if not parts:
                     current = current or None
-            elif char == "$" and self._peek(2) in ("$'", '$"'):
+            elif self._peek(2) == "$'":
+                self._take()
+                add(self._escaped(line), line, True)
+            elif self._peek(2) == '$"':
                 self._take()
             elif char in "$`":
                 split = self._split(self._dollar())
@@ -142,6 +146,17 @@ class WordReader:
         text = self._take(end - self.at)
         self._take()
         return text
+
+    def _escaped(self, began: int) -> str:
+        """Reads `'...'` after a `$`, in which backslashes begin escapes."""
+        self._take()
+        text: list[str] = []
+        while (char := self._take()) != "'":
+            if char == "":
+                raise self._fail("the quote ' is never closed", began)
+            following = self._take() if char == "\\" else ""
+            text.append(_ESCAPES.get(following, char + following) if following else char)
+        return "".join(text)
 
     def _double_quoted(self, began: int) -> list[list[WordPiece]]:
         """Reads double-quoted text: one word, or as many as `"${NAME[@]}"` has."""

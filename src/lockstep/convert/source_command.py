@@ -1,0 +1,197 @@
+"""Reads what a script, a command line or a YAML file of another framework trains, and executes nothing."""
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+from lockstep.convert.errors import NotConvertible
+from lockstep.doctor.configs.config_files import ConfigDocument, leaves, parse_config, read_config
+from lockstep.doctor.configs.config_settings import (
+    UNKNOWN_VALUE,
+    ConfigLocation,
+    ConfigSetting,
+    ConfigSettings,
+)
+from lockstep.doctor.configs.option_tables import OptionSpec, option_programs, option_table
+from lockstep.doctor.configs.shell_scripts import ShellWord
+from lockstep.doctor.configs.training_commands import (
+    TRL_COMMANDS,
+    TrainingCommand,
+    add_arguments,
+    add_overrides,
+    find_training_commands,
+)
+from lockstep.doctor.configs.trl_settings import trl_options, trl_program
+from lockstep.doctor.configs.verl_settings import VERL_PROGRAM
+
+SourceFramework = Literal["openrlhf", "verl", "trl"]
+FRAMEWORKS: Mapping[str, str] = {"openrlhf": "OpenRLHF", "verl": "verl", "trl": "TRL"}
+"""The names of the frameworks, by the value of `--from`."""
+COMMAND_LINE = "command line"
+MAX_COMMAND = 1 << 20
+"""Characters of a command that is given as an argument."""
+_HYDRA_FLAGS = ("--config-name", "--config-path", "--config-dir", "-cn", "-cp", "-cd")
+
+
+@dataclass(slots=True)
+class SourceCommand:
+    """A training of another framework: its program and the settings that are given for it."""
+
+    framework: SourceFramework
+    program: str
+    """`openrlhf.cli.train_sft`, `verl.trainer.main_ppo`, `grpo`, ..."""
+    settings: ConfigSettings
+    options: Mapping[str, OptionSpec]
+    """The options of the program, with the defaults of the version that the settings fit."""
+    location: ConfigLocation
+    ranks: int | None = None
+    """Number of processes that the launcher starts; None if it is not given."""
+    through_ray: bool = False
+    variables: Mapping[str, ShellWord] = field(default_factory=dict)
+    """Variables of Ray's runtime environment."""
+    words: tuple[ShellWord, ...] = ()
+    """Words of the command line that are neither options nor their values."""
+    own_script: bool = False
+    """Whether the program is the user's own script."""
+    flags: bool = True
+    """Whether the settings are written as flags (`--name`)."""
+
+
+def read_source(framework: SourceFramework, given: Sequence[str]) -> SourceCommand:
+    """Reads one file, or a command: as one text, or as the words that a shell made of it.
+
+    Raises:
+        ConfigNotReadable: a file cannot be read or parsed.
+        NotConvertible: it starts no training of the framework, or several.
+    """
+    if len(given) == 1 and (Path(given[0]).is_file() or not any(each.isspace() for each in given[0])):
+        document, folder = read_config(Path(given[0])), Path(given[0]).parent
+    else:
+        text = given[0] if len(given) == 1 else shlex.join(given)
+        if len(text) > MAX_COMMAND:
+            raise NotConvertible(f"the command is longer than {MAX_COMMAND:,} characters: put it into a file")
+        document, folder = parse_config(text, f"{COMMAND_LINE}.sh"), Path()
+    if document.tree is not None:
+        return _read_tree(framework, document)
+    jobs = [job for job in find_training_commands(document.commands) if job.framework == framework]
+    if not jobs:
+        raise NotConvertible(f"{_shown(document.file)}: it starts no training of {FRAMEWORKS[framework]}")
+    if len(jobs) > 1:
+        lines = ", ".join(str(job.location.line) for job in jobs)
+        raise NotConvertible(
+            f"{_shown(document.file)}: it starts {len(jobs)} trainings (lines {lines}): put each into a file of its own"
+        )
+    read = {"openrlhf": _read_openrlhf, "verl": _read_verl, "trl": _read_trl}[framework]
+    source = read(jobs[0], folder)
+    source.ranks, source.through_ray = jobs[0].launcher.world_size, jobs[0].through_ray
+    source.variables = jobs[0].workers
+    return source
+
+
+def _shown(file: str) -> str:
+    return COMMAND_LINE if file.startswith(COMMAND_LINE) else file
+
+
+def _read_openrlhf(job: TrainingCommand, folder: Path) -> SourceCommand:
+    if job.program not in option_programs("openrlhf"):
+        known = ", ".join(option_programs("openrlhf"))
+        raise NotConvertible(f"{job.program} is not converted: only {known}")
+    table = option_table("openrlhf", job.program)
+    settings = ConfigSettings()
+    rest = add_arguments(settings, job.words, table.options, hyphens=False)
+    version = table.version_for(setting.name for setting in settings)
+    return SourceCommand("openrlhf", job.program, settings, table.at(version), job.location, words=tuple(rest))
+
+
+def _verl_options(settings: ConfigSettings) -> dict[str, OptionSpec]:
+    table = option_table("verl", VERL_PROGRAM)
+    return table.at(table.version_for(setting.name for setting in settings))
+
+
+def _read_verl(job: TrainingCommand, folder: Path) -> SourceCommand:
+    settings = ConfigSettings()
+    rest = add_overrides(settings, job.words)
+    kept = [
+        word
+        for index, word in enumerate(rest)
+        if word.text.partition("=")[0] not in _HYDRA_FLAGS and not (index and rest[index - 1].text in _HYDRA_FLAGS)
+    ]
+    source = SourceCommand("verl", job.program, settings, _verl_options(settings), job.location, words=tuple(kept))
+    source.flags = False
+    return source
+
+
+def _read_trl(job: TrainingCommand, folder: Path) -> SourceCommand:
+    """Reads the options of a command, and those of the YAML file that it names with `--config`, which they override."""
+    own = job.program.endswith(".py")
+    program = trl_program(job.program, ConfigSettings())
+    arguments = ConfigSettings()
+    rest = add_arguments(arguments, job.words, trl_options(program))
+    program = program or trl_program(job.program, arguments)
+    settings, config = ConfigSettings(), arguments.given.pop("config", None)
+    if config is not None and isinstance(config.value, str):
+        document = read_config(folder / config.value if not Path(config.value).is_absolute() else Path(config.value))
+        for setting in _tree_settings(document, deep=False):
+            settings.add(setting)
+        program = program or trl_program(Path(config.value).stem, settings)
+    elif config is not None:
+        raise NotConvertible(f"{config.location}: the file of --config is not known: write its name, not a variable")
+    for setting in arguments:
+        settings.add(_positive(setting, trl_options(program)))
+    program = _trl_program(program)
+    source = SourceCommand("trl", program, settings, trl_options(program), job.location, words=tuple(rest))
+    source.own_script = own
+    return source
+
+
+def _positive(setting: ConfigSetting, options: Mapping[str, OptionSpec]) -> ConfigSetting:
+    """`--no_NAME`, which transformers' parser adds for switches that are on, as the switch turned off."""
+    name = setting.name.removeprefix("no_")
+    if name == setting.name or setting.name in options or name not in options:
+        return setting
+    return replace(setting, name=name, value=False)
+
+
+def _trl_program(program: str) -> str:
+    if not program:
+        raise NotConvertible(
+            "cannot tell which trainer of TRL this is for: name the file or the script after it "
+            f"({', '.join(f'{each}.yaml' for each in TRL_COMMANDS)}), or give the command: trl sft --config FILE"
+        )
+    return program
+
+
+def _tree_settings(document: ConfigDocument, deep: bool) -> list[ConfigSetting]:
+    tree = document.tree or {}
+    pairs = leaves(tree) if deep else iter(tree.items())
+    nowhere = ConfigLocation(document.file, 0)
+    return [
+        ConfigSetting(name, value, document.locations.get(name, nowhere))
+        for name, value in pairs
+        if not (deep and (name.split(".")[0] in ("defaults", "hydra") or name.endswith("_target_")))
+        and not (not deep and name == "env")
+    ]
+
+
+def _read_tree(framework: SourceFramework, document: ConfigDocument) -> SourceCommand:
+    """Reads a YAML file of verl or TRL."""
+    location, settings = ConfigLocation(document.file, 0), ConfigSettings()
+    for setting in _tree_settings(document, deep=framework == "verl"):
+        settings.add(setting)
+    if framework == "openrlhf":
+        raise NotConvertible(f"{document.file}: OpenRLHF has no config files, only command lines: give the script")
+    if framework == "verl":
+        source = SourceCommand("verl", VERL_PROGRAM, settings, _verl_options(settings), location)
+    else:
+        program = _trl_program(trl_program(Path(document.file).stem, settings))
+        source = SourceCommand("trl", program, settings, trl_options(program), location)
+    source.flags = False
+    return source
+
+
+def known_value(setting: ConfigSetting) -> bool:
+    """Whether nothing of the value depends on what only running the script would reveal."""
+    value = setting.value
+    return value is not UNKNOWN_VALUE and not (isinstance(value, list) and UNKNOWN_VALUE in value)

@@ -1,0 +1,1 @@
+trl kto --config trl_kto.yaml --beta 0.2
