@@ -2,7 +2,8 @@
 
     script/benchmark                             everything, five repeats: about 20 minutes on two quiet cores
     script/benchmark fixed tail                  some workloads
-    script/benchmark preference                  DPO with prompts of 32 and 512 tokens: dpo and dpo512
+    script/benchmark preference                  DPO with prompts of 32 and 512 tokens
+    script/benchmark preference floors           and the matrix products of the same tokens
     script/benchmark async                       not part of the full set: generation ahead of training, ten minutes
     script/benchmark --table --out FOLDER        the table of the results in FOLDER, without measuring
     script/benchmark --quick                     one tiny repeat of everything, to see that it works

@@ -20,7 +20,8 @@ from lockstep.train.distributed import ParallelContext
 from lockstep.train.fsdp.fsdp_plan import FSDP2Planner, FSDP2ServedModelPlanner
 from lockstep.train.fsdp.fsdp_trainer import FSDP2Trainer
 from lockstep.train.fsdp.sharded_model import FSDP2ServedModel
-from lockstep.train.objective import MetricAccumulator, make_objective
+from lockstep.train.metric_reduction import MetricAccumulator
+from lockstep.train.objective import make_objective
 from lockstep.train.trainer_plan import PlannedCollective
 
 

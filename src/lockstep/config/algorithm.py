@@ -1,7 +1,4 @@
-"""Choices of the algorithm: advantages, policy loss, aggregation, KL penalty.
-
-The formulas behind the names are in `lockstep.algos`.
-"""
+"""Choices of the algorithm, such as advantages, loss and KL penalty. The formulas are in `lockstep.algos`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -362,6 +359,11 @@ class PreferenceLoss(ObjectiveConfig):
     @property
     def reference_mixing(self) -> ReferenceMixing | None:
         return ReferenceMixing(self.ref_model_mixup_alpha, self.ref_model_sync_steps) if self.sync_ref_model else None
+
+    @property
+    def evaluates_policy(self) -> bool:
+        """Whether the loss needs the policy's log-probabilities before the update even of pairs that are in one row."""
+        return self.use_weighting or not self.terms.keys().isdisjoint(_UNWEIGHTED)
 
     @property
     def learns_prompts(self) -> bool:

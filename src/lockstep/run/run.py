@@ -1,6 +1,6 @@
 """A run as a recipe sees it: its roles, and its steps as transactions."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +11,7 @@ from lockstep.base.wait_state import Stalled
 from lockstep.cluster.protocol import RemoteError, WorkerDied
 from lockstep.config.run_config import Export, RunConfig
 from lockstep.data.mini_batches import TrainingBatch
+from lockstep.data.pair_sources import PairSource
 from lockstep.data.sample_sources import SampleSource
 from lockstep.data.samples import Document, LabelledCompletion, Pair
 from lockstep.ledger.ledger import Ledger
@@ -255,10 +256,24 @@ class Run:
         self._row |= rollout_metrics(groups.rollouts) | groups.metrics() | self.rollouts.metrics(step)
         self._row |= self.samples.counts([group.prompt for group in groups.rollouts.groups])
 
-    def annotate(self, batch: TrainingBatch) -> None:
+    def pairs_fit_rows(self, added: int = 0) -> bool:
+        """Whether every pair of the data fits into a row with both completions. It is the same for the whole run, so
+        that every step has the same schedule of collectives.
+
+        Args:
+            added: tokens that are added to each pair.
+        """
+        longest = max(part.longest_pair for part in self.samples.parts if isinstance(part, PairSource))
+        return self.policy.info.packing == "forest" and longest + added <= self.config.token_budget
+
+    def annotate(self, batch: TrainingBatch, without: Collection[str] = ()) -> None:
         """Adds to the batch's targets what the policy's objective needs before the first update of a step, such as old
-        log-probabilities and those of the reference. All roles compute at the same time."""
-        annotate_batch(batch, self.policy, self.roles.served, self.interrupt.recovering)
+        log-probabilities and those of the reference. All roles compute at the same time.
+
+        Args:
+            without: fields that this step does not need.
+        """
+        annotate_batch(batch, self.policy, self.roles.served, self.interrupt.recovering, without)
 
     def commit(self, step: int, stats: Sequence[Mapping[str, float]], **others: Sequence[Mapping[str, float]]) -> None:
         """Records that the step is trained.

@@ -6,7 +6,7 @@ The ranks of all other roles keep running, and the step continues.
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 import numpy as np
@@ -155,22 +155,24 @@ def annotate_batch(
     policy: TrainerGroup,
     served: Sequence[ServedGroup],
     restarting: Callable[[], AbstractContextManager[None]],
+    without: Collection[str] = (),
 ) -> None:
     """Adds to the batch's targets what the policy's objective needs before the first update of a step. The policy and
     the served roles compute at the same time. A served role that fails is restarted and computes again.
 
     Args:
         restarting: wraps a restart.
+        without: fields that the policy does not compute.
 
     Raises:
         GaveUp: a served role is not restarted (again).
         RemoteError, WorkerDied, Stalled: a rank of the policy failed, or a restart cannot help a served role.
     """
     served = [group for group in served if group.role.fields]
-    if not policy.role.evaluated_fields and not served:
+    if not served and not policy.role.evaluated_fields.keys() - without:
         return
     everything = batch.everything()
-    own = policy.begin_fields(everything)
+    own = policy.begin_fields(everything, without)
     pending = {group: group.begin_fields(batch, everything) for group in served}
     why = " and ".join(name for each in (own, *pending.values()) for name in each.fields)
     while True:

@@ -2,15 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 
 from lockstep.config.algorithm import BradleyTerry
 from lockstep.data.mini_batches import TrainingBatch
-from lockstep.data.pair_sources import PairSource
-from lockstep.data.sample_sources import SampleSource
 from lockstep.ledger.ledger import Ledger
 from lockstep.run.trainer_group import TrainerGroup
 from lockstep.train.objective import bradley_terry_loss
@@ -71,12 +68,6 @@ def score_metrics(stats: Mapping[str, float], update: ScoreUpdate | None) -> dic
     if square is not None:
         found["std_reward"] = max(square - found["mean_reward"] ** 2, 0.0) ** 0.5
     return found
-
-
-def longest_pair(samples: SampleSource[Any]) -> int:
-    """Returns the number of tokens of the longest pair of the data, prompt and both completions, with the place of each
-    score."""
-    return max(part.longest_pair for part in samples.parts if isinstance(part, PairSource)) + 2
 
 
 def score_statistics(ledger: Ledger, steps: int) -> dict[str, float]:

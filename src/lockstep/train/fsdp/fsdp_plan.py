@@ -4,7 +4,8 @@ from lockstep.config.serve_role import ServeRole
 from lockstep.config.train_role import TrainRole
 from lockstep.models.model_facts import ModelFacts
 from lockstep.train.errors import TrainerUnsupported
-from lockstep.train.objective import make_objective, metric_vector_size
+from lockstep.train.metric_reduction import metric_vector_size
+from lockstep.train.objective import make_objective
 from lockstep.train.router_objective import ROUTER_METRICS
 from lockstep.train.served_model import ServedModelPlanner
 from lockstep.train.trainer_plan import DTYPE_BYTES, PlannedCollective, TrainerPlanner
