@@ -131,9 +131,9 @@ def sorting(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
-def example(name: str, home: Path, **changes: Any) -> dict[str, Any]:
+def example(stem: str, home: Path, **changes: Any) -> dict[str, Any]:
     """The config of an example with paths in `home`."""
-    values = yaml.safe_load((ROOT / f"examples/{name}.yaml").read_text().replace("runs/", f"{home}/runs/"))
+    values = yaml.safe_load((ROOT / f"examples/{stem}.yaml").read_text().replace("runs/", f"{home}/runs/"))
     return {**values, "folder": f"{home}/runs", **changes}
 
 
