@@ -130,6 +130,13 @@ OVERRIDES = {
         "batch_size=8",
         "trainer.schedule.warmup_steps=1",
     ],
+    "lockstep train examples/ppo_sort.yaml": [
+        *SHORT,
+        "prompts_per_step=4",
+        "trainer.schedule.warmup_steps=1",
+        "critic.warmup_steps=1",
+        "critic.trainer.threads=1",
+    ],
     "lockstep train examples/grpo_sort.yaml": [*SHORT, "prompts_per_step=4", "trainer.schedule.warmup_steps=1"],
 }
 """Overrides that are appended to documented commands that take minutes."""
