@@ -202,7 +202,7 @@ def test_the_commands_of_the_readme_run_in_their_order(copy: Path) -> None:
                 resumed = done.stderr
     assert [command.split()[1] for command in ran if command.startswith("lockstep")] == [
         *("tiny", "check", "train", "train", "train", "top", "train"),
-        *("train", "train", "train", "train", "generate", "eval", "export", "push"),
+        *("train", "train", "train", "train", "train", "generate", "eval", "export", "push"),
     ]
     assert (copy / "runs/sort-grpo/export/model.safetensors").is_file()
     assert "finished after 2 of 2" not in resumed and "is finished: 2 of 2 steps" in resumed
