@@ -1,5 +1,7 @@
 """Runs of PPO: they follow an independent training loop, on any number of ranks, and survive kills bit by bit."""
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +9,7 @@ import pytest
 import torch
 from harness import Launched, config, metric_rows, seeded_random, task, train, write
 from safetensors.torch import load_file
+from test_preference_examples import ROOT, example
 from test_recovery import kill_worker, replacements
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -14,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from lockstep.data.sample_order import permutation
 from lockstep.data.samples import Completion, Group
 from lockstep.ledger.ledger import Ledger
+from lockstep.models.tiny_model import make_tiny
 
 pytestmark = [pytest.mark.xdist_group("ppo"), pytest.mark.timeout(400)]
 
@@ -254,6 +258,31 @@ def test_processes_of_each_role_and_then_the_run_are_killed(home: Path, whole: P
     assert {"critic-0.1", "engine-0.1", "policy-0.1", "policy-1.1"} <= set(replacements(launched.folder))
     launched.kill()
     assert_same(Launched.resume(tmp_path / "runs/ppo"), whole)
+
+
+@pytest.fixture(scope="module")
+def sorting(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the data and the model with which the example begins."""
+    home = tmp_path_factory.mktemp("sorting")
+    subprocess.run([sys.executable, ROOT / "examples/sort_data.py", home / "runs/sort-data"], check=True, timeout=60)
+    make_tiny(home / "runs/sort-model", alphabet="0123456789=", max_length=64)
+    train(home, example("sft", home))
+    return home
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("seed", [11, 12, 13])
+def test_the_example_learns(sorting: Path, seed: int) -> None:
+    values = example("ppo", sorting, seed=seed, name=f"ppo-{seed}")
+    run = sorting / "runs" / values["name"]
+    launched = Launched.start(run, str(write(sorting, values)))
+    assert launched.finish(timeout_s=900) == 0, launched.text()
+    with Ledger.reader(run) as ledger:
+        curve = [row.metrics["eval/exact_match"] for row in ledger.evaluations()]
+    assert curve[0] < 0.4 and curve[-1] > 0.95, curve
+    explained = [row["critic/explained_variance"] for row in metric_rows(run) if "critic/explained_variance" in row]
+    assert sum(explained[40:120]) / 80 > 0 > explained[0], "the critic has learnt"
 
 
 @pytest.mark.slow

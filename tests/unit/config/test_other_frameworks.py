@@ -7,9 +7,9 @@ import pytest
 from lockstep.config.errors import ConfigError
 from lockstep.config.loader import apply_overrides, check_config, dotted_keys, find_keys
 from lockstep.config.other_frameworks import ABSENT_KEYS, QUALIFIED_KEYS, RENAMED_KEYS
-from lockstep.config.recipes import GRPOConfig, SFTConfig
+from lockstep.config.recipes import RECIPES
 
-KNOWN = {*dotted_keys(GRPOConfig), *dotted_keys(SFTConfig)}
+KNOWN = {key for recipe in RECIPES.values() for key in dotted_keys(recipe)}
 VALUES = {
     "recipe": "grpo",
     "name": "x",
