@@ -2,7 +2,9 @@
 
     script/benchmark                             everything, five repeats: about 20 minutes on two quiet cores
     script/benchmark fixed tail                  some workloads
-    script/benchmark preference                  DPO with prompts of 32 and 512 tokens: dpo and dpo512
+    script/benchmark preference                  DPO with prompts of 32 and 512 tokens
+    script/benchmark preference floors           and the matrix products of the same tokens
+    script/benchmark losses                      each step's loss beside TRL's other trainers: two minutes
     script/benchmark async                       not part of the full set: generation ahead of training, ten minutes
     script/benchmark --table --out FOLDER        the table of the results in FOLDER, without measuring
     script/benchmark --quick                     one tiny repeat of everything, to see that it works
@@ -18,6 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from benchmarks import step_losses
 from benchmarks.docs_markers import into_page
 from benchmarks.results import RAW, SETTINGS, TABLE, facts, read, report, settings
 from benchmarks.runner import ROOT, Tell, environment, peer_installed, run, write
@@ -25,7 +28,7 @@ from benchmarks.staleness import run_ahead
 from benchmarks.workloads import MODEL, TOY, WORKS, Side, Work, quick
 from lockstep.models.tiny_model import TinyModel, make_tiny
 
-GENERATION, FLOORS, ASYNC = "generation", "floors", "async"
+GENERATION, FLOORS, ASYNC, LOSSES = "generation", "floors", "async", "losses"
 GROUPS = {"preference": [name for name, work in WORKS.items() if work.kind == "preference"]}
 """Names for several workloads."""
 GENERATED = {"fixed": "p32-fixed", "tail": "p32-tail", "p512": "p512-fixed"}
@@ -47,6 +50,9 @@ def main() -> None:
     if not options.table:
         if options.works != [ASYNC] and not peer_installed():
             raise SystemExit("TRL is not in build/peer: use script/benchmark, which puts it there")
+        if options.works == [LOSSES]:
+            step_losses.main(folder, tell)
+            return
         tell(f"results go to {folder}")
         if not (folder / RAW).exists():
             write(folder / RAW, {"made": facts()})
@@ -70,12 +76,12 @@ def main() -> None:
 
 def arguments() -> argparse.Namespace:
     everything = [*WORKS, FLOORS, GENERATION]
-    known = [*everything, *GROUPS, ASYNC]
+    known = [*everything, *GROUPS, ASYNC, LOSSES]
     parser = argparse.ArgumentParser(
         prog="script/benchmark", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "works", nargs="*", metavar="WORK", help=f"of {', '.join(known)}; all but {ASYNC} when none is given"
+        "works", nargs="*", metavar="WORK", help=f"of {', '.join(known)}; all up to {GENERATION} when none is given"
     )
     parser.add_argument("--repeats", type=int, default=5, help="of each side, in turns (default 5)")
     parser.add_argument("--generation-repeats", type=int, default=2, help="of generation alone (default 2)")
@@ -89,6 +95,8 @@ def arguments() -> argparse.Namespace:
         parser.error(f"{unknown[0]!r} is no workload, expected some of {', '.join(known)}")
     if options.table and not options.out:
         parser.error("--table needs the --out of what was measured")
+    if LOSSES in options.works and (len(options.works) > 1 or options.table or options.quick):
+        parser.error(f"{LOSSES} is measured alone: leave out the other workloads, --table and --quick")
     given = [work for name in options.works for work in GROUPS.get(name, [name])]
     options.works = list(dict.fromkeys(given)) or everything
     return options

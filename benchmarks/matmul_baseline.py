@@ -2,7 +2,8 @@
 
 Like the floor of generation (`benchmarks.generation`): every prompt once, then each completion's own tokens; one
 product forward and two backward for every projection and the head, and for attention the scores and values forward and
-their four products backward, over all pairs of positions that may attend to each other.
+their four products backward, over all pairs of positions that may attend to each other. Where a reference is evaluated,
+the products forward are computed once more.
 """
 
 import time
@@ -36,18 +37,24 @@ class TrainingFloor:
         self._trees = segments(work)
         self.tokens = sum(root + sum(own) for root, own in self._trees)
         self.targets = sum(sum(own) if own else root - 1 for root, own in self._trees)
+        self._has_reference = work.kind == "preference"
 
     def run(self) -> None:
+        if self._has_reference:
+            self._products(backward=False)
+        self._products(backward=True)
+
+    def _products(self, backward: bool) -> None:
         for layer in self._layers:
             for weight in layer:
-                self._linear(weight, self.tokens)
+                self._linear(weight, self.tokens, backward)
             for root, own in self._trees:
-                self._attention(root, root)
+                self._attention(root, root, backward)
                 if own:
-                    self._attention(sum(own), root)
+                    self._attention(sum(own), root, backward)
                 for size in own:
-                    self._attention(size, size)
-        self._linear(self._head, self.targets)
+                    self._attention(size, size, backward)
+        self._linear(self._head, self.targets, backward)
 
     def seconds(self, repeats: int) -> float:
         """Median CPU seconds, after one run to warm up."""
@@ -60,18 +67,21 @@ class TrainingFloor:
         return median(taken[1:])
 
     @staticmethod
-    def _linear(weight: torch.Tensor, rows: int) -> None:
+    def _linear(weight: torch.Tensor, rows: int, backward: bool) -> None:
         for start in range(0, rows, 4096):  # in packed rows, so that memory is as in a real step
             count = min(4096, rows - start)
             x, dy = torch.zeros(count, weight.shape[1]), torch.zeros(count, weight.shape[0])
             torch.mm(x, weight.T)
-            torch.mm(dy, weight)
-            torch.mm(dy.T, x)
+            if backward:
+                torch.mm(dy, weight)
+                torch.mm(dy.T, x)
 
-    def _attention(self, queries: int, keys: int) -> None:
+    def _attention(self, queries: int, keys: int, backward: bool) -> None:
         q, k = torch.zeros(self._heads, queries, self._dim), torch.zeros(self._heads, keys, self._dim)
         p = torch.bmm(q, k.transpose(1, 2))
         torch.bmm(p, k)
+        if not backward:
+            return
         torch.bmm(p.transpose(1, 2), q)  # gradient of the values
         dp = torch.bmm(q, k.transpose(1, 2))
         torch.bmm(dp, k)  # gradient of the queries

@@ -59,10 +59,10 @@ def report(works: Sequence[Work], lines: Sequence[Line]) -> str:
     parts = [comparison(works, lines), generation(lines), floors(works, lines)]
     parts += [overhead(work, lines) for work in works if work.details] + [ahead_table(lines)]
     made = [line["made"] for line in lines if "made" in line]
-    return "\n\n".join(["\n".join(part) for part in parts if len(part) > 2] + [_footnote(made, lines)]) + "\n"
+    return "\n\n".join(["\n".join(part) for part in parts if len(part) > 2] + [footnote(made, lines)]) + "\n"
 
 
-def _footnote(made: Sequence[Line], lines: Sequence[Line]) -> str:
+def footnote(made: Sequence[Line], lines: Sequence[Line]) -> str:
     """Who, when, where, and how quiet the machine was."""
     if not made:
         return ""

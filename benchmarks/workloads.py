@@ -5,7 +5,7 @@ A `Side` is one way to run a workload: Lockstep, or TRL with given settings. Thi
 
 import json
 import string
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -88,7 +88,7 @@ def document_lengths(work: Work, steps: int = 1) -> np.ndarray:
     return np.tile(np.clip(np.rint(drawn), 8, work.max_tokens - 1).astype(np.int64), steps)
 
 
-def texts(sizes: Sequence[int], seed: int = 9) -> list[str]:
+def texts(sizes: Iterable[int], seed: int = 9) -> list[str]:
     """Random letters, one token each."""
     draw = np.random.default_rng(seed)
     return ["".join(draw.choice(list(LETTERS), size=int(size))) for size in sizes]
@@ -100,11 +100,11 @@ def prepare(work: Work, folder: Path, steps: int, model: TinyModel = MODEL) -> N
     if work.kind == "grpo":
         lines = [{"prompt": text} for text in texts([work.prompt_tokens] * steps * work.prompts)]
     elif work.kind == "preference":
-        count = steps * work.prompts
+        letters = np.maximum(lengths(work, steps) - 1, 1)  # the end of sequence is a token, too
         columns = {
-            "prompt": texts([work.prompt_tokens] * count),
-            "chosen": texts([work.max_tokens - 1] * count, seed=10),
-            "rejected": texts([work.max_tokens - 1] * count, seed=11),
+            "prompt": texts([work.prompt_tokens] * steps * work.prompts),
+            "chosen": texts(letters[:, 0], seed=10),
+            "rejected": texts(letters[:, 1], seed=11),
         }
         lines = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
     else:
@@ -227,7 +227,7 @@ LONG = ("trl default", "trl best")
 COMPILED = FIXED.sides[2]
 
 
-def _dpo(name: str, prompt_tokens: int, goals: dict[str, float]) -> Work:
+def _dpo(name: str, prompt_tokens: int, goal: float, tail: bool = False) -> Work:
     sides = (
         _lockstep(2),
         _trl("trl", "TRL, micro-batch 8 (its default)", 8, 2),
@@ -235,8 +235,10 @@ def _dpo(name: str, prompt_tokens: int, goals: dict[str, float]) -> Work:
         _trl("trl 16", "TRL, micro-batch 16", 16, 2),
         replace(COMPILED, steps=2),
     )
-    title = f"DPO, 16 pairs of 64 tokens each, {prompt_tokens}-token prompts"
-    return Work(name, title, "preference", sides, goals, group=2, prompt_tokens=prompt_tokens)
+    length = "1 to 64 tokens (mean 21)" if tail else "64 tokens"
+    title = f"DPO, 16 pairs of {length} each, {prompt_tokens}-token prompts"
+    goals = {side.name: goal for side in sides if side.program == "trl"}
+    return Work(name, title, "preference", sides, goals, group=2, prompt_tokens=prompt_tokens, tail=tail)
 
 
 WORKS: dict[str, Work] = {
@@ -276,8 +278,10 @@ WORKS: dict[str, Work] = {
             group=1,
             max_tokens=512,
         ),
-        _dpo("dpo", 32, {"trl": 1.5, "trl 1": 1.5, "trl 16": 1.5}),
-        _dpo("dpo512", 512, {"trl": 2.5, "trl 1": 2.5, "trl 16": 2.5}),
+        _dpo("dpo", 32, 1.5),
+        _dpo("dpo512", 512, 2.5),
+        _dpo("dpo-tail", 32, 1.5, tail=True),
+        _dpo("dpo512-tail", 512, 2.5, tail=True),
     )
 }
 

@@ -31,15 +31,9 @@ from lockstep.train.decoder_layers import prepare_layers
 from lockstep.train.distributed import ParallelContext
 from lockstep.train.errors import NonFinite, TrainerUnsupported
 from lockstep.train.lazy_weights import LazyWeight
+from lockstep.train.metric_reduction import MetricAccumulator, ReducedMetrics, metric_vector_size
 from lockstep.train.model_export import export_model
-from lockstep.train.objective import (
-    MetricAccumulator,
-    ModelOutput,
-    ReducedMetrics,
-    check_fields,
-    make_objective,
-    metric_vector_size,
-)
+from lockstep.train.objective import ModelOutput, check_fields, make_objective
 from lockstep.train.optimizer import clip_gradients, is_decayed, learning_rate, norm_parameter_ids, square_norm
 from lockstep.train.router_objective import with_router_loss
 from lockstep.train.trainer_kinds import TRAINERS, TrainerKind
@@ -254,6 +248,9 @@ class ReplicatedTrainer:
 
 class ReplicatedPlanner(TrainerPlanner):
     """The planner of `ReplicatedTrainer`."""
+
+    outputs: frozenset[TrainerOutput] = frozenset({"logprobs", "entropy", "reference_logprobs"})
+    moves_reference = False
 
     def check(self, role: TrainRole) -> None:
         lacking = {

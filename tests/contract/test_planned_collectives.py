@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import served_ranks as sr
 import torch
@@ -14,13 +15,18 @@ import trainer_ranks as tr
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lockstep.base.wait_state import WaitTimeout
+from lockstep.config.loader import check_config
 from lockstep.config.run_config import RunConfig
+from lockstep.data.forest_builder import forest_from_pairs, forest_of_scored_pairs
+from lockstep.data.mini_batches import pack
+from lockstep.data.samples import Pair
 from lockstep.models.model_facts import model_facts
 from lockstep.train.distributed import ParallelContext
 from lockstep.train.fsdp.fsdp_plan import FSDP2Planner, FSDP2ServedModelPlanner
 from lockstep.train.fsdp.fsdp_trainer import FSDP2Trainer
 from lockstep.train.fsdp.sharded_model import FSDP2ServedModel
-from lockstep.train.objective import MetricAccumulator, make_objective
+from lockstep.train.metric_reduction import MetricAccumulator
+from lockstep.train.objective import make_objective
 from lockstep.train.trainer_plan import PlannedCollective
 
 
@@ -141,3 +147,34 @@ def test_the_planned_collectives_of_a_served_model_are_those_of_an_evaluation(
     assert len(rows) > 1 and counts == {"gather": per * len(rows) + also}
     alone = role.model_copy(update={"ranks": 1})
     assert FSDP2ServedModelPlanner().collectives(alone, model_facts(role.model, "cpu")) == []
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize(
+    ("recipe", "changes", "output", "when"),
+    [
+        ("reward", {}, "scores", "only if pairs are divided"),
+        ("preference", {}, "logprobs", "only if pairs are divided"),
+        ("preference", {}, "reference_logprobs", "log-probabilities before training"),
+        ("preference", {"loss": {"type": "aot"}, "reference": {}}, "logprobs", "log-probabilities before training"),
+        ("preference", {"precompute_ref_log_probs": True}, "logprobs", "only before the first step"),
+    ],
+)
+def test_evaluations_that_not_every_step_has_are_planned(
+    tmp_path: Path, counts: Counter[str], recipe: str, changes: dict[str, Any], output: Any, when: str, reshard: bool
+) -> None:
+    tr.make_models(tmp_path)
+    made = tr.config(tmp_path, "qwen2", "sft", ranks=2, reshard_after_forward=reshard)
+    common = made.model_dump(mode="json", include={"name", "steps", "data", "trainer"})
+    config = check_config({**common, "recipe": recipe, "model": {"path": made.model.path}, **changes}, "test")
+    (planned,) = [line for line in planned_collectives(config) if when in line.times]
+    trainer = FSDP2Trainer(config.policy, ParallelContext(0, 2, torch.device("cpu"), 0.1, dist.group.WORLD))
+    tokens = np.arange(10, 18, dtype=np.int32)
+    pairs = [Pair(str(n), n, tokens, tokens, tokens[::-1].copy()) for n in range(6)]
+    forest = forest_of_scored_pairs(pairs) if recipe == "reward" else forest_from_pairs(pairs)
+    rows = pack(forest, 2, 20).everything().by_rank[0]
+    counts.clear()
+    trainer.evaluate(rows, [output])
+    per, _, also = planned.times.partition(" (")[0].partition(", and ")
+    times = int(per.split()[0]) * (len(rows) if "micro-batch" in per else 1) + int(also or 0)
+    assert len(rows) > 1 and counts == {"gather": times}

@@ -437,6 +437,31 @@ def refusal(kind: str, folder: Path, model: dict[str, Any] | None = None, **trai
     return None
 
 
+@pytest.mark.parametrize(
+    ("recipe", "loss", "setting"),
+    [
+        ("preference", {"use_weighting": True}, "loss.use_weighting"),
+        ("preference", {"sync_ref_model": True}, "loss.sync_ref_model"),
+        ("reward", {}, "reward models"),
+        ("preference", {}, None),
+    ],
+)
+def test_an_objective_is_planned_or_refused(
+    kind: str, folder: Path, recipe: str, loss: dict[str, Any], setting: str | None
+) -> None:
+    common = tr.config(folder, "llama", "sft", kind=kind).model_dump(
+        mode="json", include={"name", "steps", "data", "trainer"}
+    )
+    cfg = check_config({**common, "recipe": recipe, "loss": loss, "model": {"path": str(folder / "llama")}}, "test")
+    facts, host = model_facts(cfg.model, "cpu"), host_resources(cfg.cluster)
+    if setting is None or kind == "fsdp2":
+        assert make_plan(cfg, facts, host).processes
+        return
+    with pytest.raises(TrainerUnsupported) as caught:
+        make_plan(cfg, facts, host)
+    assert_refused(kind, caught.value, setting, "leave it out, or set trainer.kind=fsdp2")
+
+
 def test_offloading_changes_no_bit_or_is_refused(kind: str, folder: Path, tmp_path: Path) -> None:
     role = tr.config(folder, "qwen2", "grpo", kind=kind).policy
     refused = refusal(kind, folder, offload={"optimizer": True})

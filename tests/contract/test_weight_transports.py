@@ -24,6 +24,7 @@ from lockstep.cluster.local_cluster import LocalCluster
 from lockstep.cluster.protocol import RemoteError
 from lockstep.cluster.rendezvous_store import RendezvousStoreProcess, open_store
 from lockstep.weights.errors import BufferHeld, LinkFailed
+from lockstep.weights.relay.broadcast_tree import RelayTransfer
 from lockstep.weights.relay.relay_api import RelayAPI, RelayLink
 from lockstep.weights.relay.weight_relay import TransferHeader, WeightRelay
 from lockstep.weights.write_records import WriteRecord
@@ -138,6 +139,32 @@ def test_a_sender_that_fails_is_replaced(build: Build, number: signal.Signals, t
     node_set.check(1)
     assert node_set.publish(2) == [True, True]
     node_set.check(2)
+
+
+def test_receivers_that_notice_the_death_of_their_sender_first_are_not_blamed(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The controller still has an answer of the sender when the receivers report broken connections."""
+    node_set = build("gloo", ["a"], ["b", "c"])
+    node_set.start()
+    poll, killed = RelayTransfer.poll, list[int]()
+
+    def poll_late(transfer: RelayTransfer) -> Any:
+        pid, answer = transfer.sender.pid, transfer._pending_poll
+        if not killed and answer is not None and (node_set.hold / f"a.{pid}").exists():
+            until(answer.done, "the sender answers in mid-transfer")
+            os.kill(pid, signal.SIGKILL)
+            (node_set.hold / "a").unlink()
+            killed.append(pid)
+        if pid in killed:
+            until(transfer.receiving.done, "the receiver notices")
+        return poll(transfer)
+
+    monkeypatch.setattr(RelayTransfer, "poll", poll_late)
+    (node_set.hold / "a").touch()
+    assert node_set.publish(1) == [True, True]
+    assert killed and node_set.relays["a"].pid not in killed
+    node_set.check(1)
 
 
 @pytest.mark.parametrize("node", ["a", "b"], ids=["collects", "gives"])

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from harness import ALPHABET, Launched, config, train, weights, write
 from safetensors.numpy import load_file
+from test_recovery import kill_worker, recoveries
 
 from lockstep.ledger.ledger import Ledger
 from lockstep.models.tiny_model import make_tiny
@@ -14,6 +15,7 @@ from lockstep.models.tiny_model import make_tiny
 pytestmark = [pytest.mark.xdist_group("preference"), pytest.mark.timeout(400)]
 
 STEPS, BATCH = 4, 6
+HOLD = {"stage": "reference", "seconds": 0.5}
 
 
 def write_pairs(home: Path, count: int, other: str = "0") -> None:
@@ -92,7 +94,7 @@ def test_a_kill_loses_no_chunk_and_changes_nothing(home: Path) -> None:
     whole = train(home, values)
     run = home / "runs/killed"
     file = write(home, {**values, "name": "killed"})
-    launched = Launched.start(run, str(file), hold={"stage": "reference", "seconds": 0.5})
+    launched = Launched.start(run, str(file), hold=HOLD)
     launched.wait_for_file(run / "reference", "00000001.safetensors")
     launched.kill()
     stored = sorted((run / "reference").glob("*.safetensors"))
@@ -101,6 +103,27 @@ def test_a_kill_loses_no_chunk_and_changes_nothing(home: Path) -> None:
     resumed = Launched.resume(run)
     assert resumed.finish() == 0, resumed.text()
     assert stored[0].stat().st_mtime_ns == before, "the first chunk was kept"
+    assert weights(run) == weights(whole) and losses(run) == losses(whole)
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_meanwhile_is_restarted_and_nothing_is_lost(home: Path) -> None:
+    """It is killed in the evaluation of the third chunk, and both ranks start again."""
+    write_pairs(home, 900)
+    trainer = {"ranks": 2, "threads": 1, "optimizer": {"lr": 3e-3}}
+    values = settings(home, "whole", precompute_ref_log_probs=True, trainer=trainer)
+    whole = train(home, values)
+    run = home / "runs/killed"
+    launched = Launched.start(run, str(write(home, {**values, "name": "killed"})), hold=HOLD)
+    launched.wait_for_file(run / "reference", "00000001.safetensors")
+    before = {path.name: path.stat().st_mtime_ns for path in (run / "reference").glob("*.safetensors")}
+    assert len(before) == 2, "killed while the others were computed"
+    kill_worker(launched, "policy-1", seconds=1.0)  # stopped for so long that it is in the next evaluation
+    assert launched.finish() == 0, launched.text()
+    (restarted,) = recoveries(run)
+    assert (restarted["worker"], restarted["step"], restarted["restored"]) == ("policy-1", 0, 0)
+    after = {path.name: path.stat().st_mtime_ns for path in (run / "reference").glob("*.safetensors")}
+    assert len(after) == 4 and before.items() <= after.items(), "the first chunks were kept"
     assert weights(run) == weights(whole) and losses(run) == losses(whole)
 
 

@@ -1,4 +1,5 @@
-"""The examples of preferences learn, with every seed: DPO and KTO from noisy labels, ORPO from a base model."""
+"""The examples of preferences learn, with every seed: DPO, KTO and a reward model from noisy labels, ORPO from a base
+model."""
 
 import json
 import subprocess
@@ -68,3 +69,13 @@ def test_an_example_learns(home: Path, name: str, seed: int) -> None:
     assert sum(margins[-20:]) / 20 > margins[0], "the better side has become likelier than the worse one"
     page = (run / "report.html").read_text()
     assert "Exact match" in page and "Implicit reward" in page
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_reward_model_learns(home: Path, seed: int) -> None:
+    run = train(home, example("reward", home, seed=seed, name=f"reward-{seed}"))
+    with Ledger.reader(run) as ledger:
+        accuracies = [row.metrics["eval/accuracy"] for row in ledger.evaluations()]
+        trained = [row.values["policy/accuracy"] for row in ledger.metrics_rows()]
+    assert accuracies[0] < 0.8 and accuracies[-1] > 0.9, accuracies
+    assert 0.8 < sum(trained[-20:]) / 20 < 0.97, "one label in ten of the training data is wrong"

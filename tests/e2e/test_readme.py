@@ -130,6 +130,18 @@ OVERRIDES = {
         "batch_size=8",
         "trainer.schedule.warmup_steps=1",
     ],
+    "lockstep train examples/grpo_reward_model.yaml": [
+        *SHORT,
+        "prompts_per_step=4",
+        "trainer.schedule.warmup_steps=1",
+    ],
+    "lockstep train examples/ppo_sort.yaml": [
+        *SHORT,
+        "prompts_per_step=4",
+        "trainer.schedule.warmup_steps=1",
+        "critic.warmup_steps=1",
+        "critic.trainer.threads=1",
+    ],
     "lockstep train examples/grpo_sort.yaml": [*SHORT, "prompts_per_step=4", "trainer.schedule.warmup_steps=1"],
 }
 """Overrides that are appended to documented commands that take minutes."""
@@ -195,7 +207,7 @@ def test_the_commands_of_the_readme_run_in_their_order(copy: Path) -> None:
                 resumed = done.stderr
     assert [command.split()[1] for command in ran if command.startswith("lockstep")] == [
         *("tiny", "check", "train", "train", "train", "top", "train", "convert"),
-        *("train", "train", "train", "train", "generate", "eval", "export", "push"),
+        *("train", "train", "train", "train", "train", "train", "generate", "eval", "export", "push"),
     ]
     assert (copy / "runs/sort-grpo/export/model.safetensors").is_file()
     assert "finished after 2 of 2" not in resumed and "is finished: 2 of 2 steps" in resumed

@@ -2,6 +2,7 @@
 scores."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from harness import ALPHABET, Launched, config, metric_rows, train, untimed_rows, weights, write
 from peft import PeftModel
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -158,6 +160,66 @@ def test_transformers_gives_equal_scores(home: Path) -> None:
     assert refused.exit_code and "scores texts and generates none" in refused.output
 
 
+def evaluated(*arguments: str) -> dict[str, Any]:
+    done = CliRunner().invoke(app, ["eval", *arguments, "--json"])
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_eval_gives_the_numbers_of_the_run_and_of_transformers(home: Path, tmp_path: Path) -> None:
+    pairs = str(home / "data/reward.jsonl")
+    validation = {"data": {"path": pairs}, "samples": 10, "every": 2}
+    model = {"path": str(home / "scorer"), "adapter": {"kind": "lora", "r": 4}}
+    run = train(home, settings(home, "evaluated", loss=EVERYTHING, model=model, validation=validation))
+    with Ledger.reader(run) as ledger:
+        expected = {row.step + 1: row.metrics for row in ledger.evaluations()}
+    for place, options in ((run, []), (run / "export", []), (run / "adapter", []), (run, ["--step", "3"])):
+        found = evaluated(str(place), *options)
+        assert found["pairs"] == 10 and set(found["metrics"]) == set(expected[4])
+        if options:
+            assert found["steps"] == 3 and found["metrics"] != pytest.approx(expected[4])
+        else:
+            assert found["metrics"] == pytest.approx(expected[4], rel=1e-5, abs=1e-6)
+    outside = tmp_path / "export"
+    shutil.copytree(run / "export", outside)
+    output = tmp_path / "scores.jsonl"
+    found = evaluated(str(outside), "--dataset", pairs, "--limit", "7", "--output", str(output))
+    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    scorer = AutoModelForSequenceClassification.from_pretrained(outside, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(outside)
+    assert [row["row"] for row in rows] == list(range(7)) and found["pairs"] == 7
+    with torch.no_grad():
+        for row, pair in zip(rows, data(home), strict=False):
+            for side in ("chosen", "rejected"):
+                assert row[f"{side}_score"] == pytest.approx(
+                    score(scorer, tokenizer, pair["prompt"] + pair[side]).item(), abs=1e-5
+                )
+    scores = [row[f"{side}_score"] for row in rows for side in ("chosen", "rejected")]
+    mean = sum(scores) / len(scores)
+    assert found["metrics"]["eval/mean_reward"] == pytest.approx(mean)
+    assert found["metrics"]["eval/std_reward"] == pytest.approx(
+        (sum((each - mean) ** 2 for each in scores) / 14) ** 0.5
+    )
+    assert found["metrics"]["eval/accuracy"] == sum(a["chosen_score"] > a["rejected_score"] for a in rows) / 7
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ([], "has no validation data: give --dataset, or --config with some"),
+        (["--dataset", "PAIRS", "--temperature", "0.5"], "scores pairs and generates nothing: leave out"),
+        (["--dataset", "nowhere.jsonl"], "nowhere.jsonl"),
+        (["--dataset", "TEXTS"], "chosen"),
+        (["--dataset", "PAIRS", "loss.use_margins=true"], "use_margin"),
+    ],
+)
+def test_eval_refuses_what_a_reward_model_cannot_do(home: Path, arguments: list[str], problem: str) -> None:
+    (home / "texts.jsonl").write_text('{"text": "12=21"}\n')
+    places = {"PAIRS": str(home / "data/reward.jsonl"), "TEXTS": str(home / "texts.jsonl")}
+    done = CliRunner().invoke(app, ["eval", str(home / "scorer"), *(places.get(each, each) for each in arguments)])
+    assert done.exit_code == 2 and problem in " ".join(done.output.split()), done.output
+
+
 def test_an_adapter_is_trained_with_its_head(home: Path) -> None:
     adapter = {"path": str(home / "scorer"), "adapter": {"kind": "lora", "r": 4}}
     run = train(home, settings(home, "adapter", model=adapter, trainer={"ranks": 2}))
@@ -174,6 +236,22 @@ def test_an_adapter_is_trained_with_its_head(home: Path) -> None:
         found = torch.stack([score(adapted.eval(), tokenizer, text) for text in texts])
         expected = torch.stack([score(merged, tokenizer, text) for text in texts])
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("budget", [64, 17], ids=["one pass", "divided pairs"])
+def test_a_score_that_is_not_finite_ends_the_run_with_the_same_error(home: Path, budget: int) -> None:
+    model = home / "overflowing"
+    shutil.copytree(home / "scorer", model, dirs_exist_ok=True)
+    tensors = load_file(model / "model.safetensors")
+    tensors["score.weight"][0, 0] = float("nan")
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    trainer = {"ranks": 2, "threads": 1, "optimizer": {"lr": 3e-3}}
+    values = settings(home, f"nan-{budget}", model={"path": str(model)}, token_budget=budget, trainer=trainer)
+    launched = Launched.start(home / f"runs/nan-{budget}", str(write(home, values)))
+    assert launched.finish() == 1
+    said = " ".join(launched.text().split())
+    assert "NonFinite: loss of optimizer step 1 is not finite (rank 0 micro-batch 0, rank 1 micro-batch 0)" in said
+    assert f"resume with: lockstep train --resume {home}/runs/nan-{budget}" in said
 
 
 @pytest.mark.parametrize(

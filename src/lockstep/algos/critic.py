@@ -5,7 +5,12 @@ from torch import Tensor
 
 
 def gae(
-    rewards: Tensor, values: Tensor, mask: Tensor, gamma: float = 1.0, lam: float = 0.95, last: Tensor | None = None
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    gamma: float = 1.0,
+    lam: float | Tensor = 1.0,
+    last: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation (Schulman et al. 2015, "High-Dimensional Continuous Control", eq. 11-16):
 
@@ -19,7 +24,8 @@ def gae(
         values: the critic's value of the state before each token, `[sequences, tokens]`.
         mask: bool `[sequences, tokens]`: True at tokens that the policy generated, False elsewhere and at padding.
         gamma: discount.
-        lam: lambda; with 1 an advantage is the return minus the value, with 0 the one-step error.
+        lam: lambda, or one for each sequence, `[sequences]`; with 1 an advantage is the return minus the value, with 0
+            the one-step error.
         last: value of the state after the last token, `[sequences]`; None means 0, as after an end of sequence.
 
     Returns:
@@ -46,6 +52,93 @@ def gae(
         next_value = torch.where(own, value, next_value)
         advantages[:, token] = torch.where(own, next_advantage, torch.zeros_like(next_advantage))
     return advantages, torch.where(mask, advantages + values, torch.zeros_like(values))
+
+
+def gae_of_targets(
+    rewards: Tensor,
+    values: Tensor,
+    sequences: Tensor,
+    gamma: float = 1.0,
+    lam: float | Tensor = 1.0,
+    last: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`gae` for the targets of a batch, which are the tokens that the policy generated: `[targets]` each.
+
+    Args:
+        rewards: `[targets]`, see `token_rewards`.
+        values: `[targets]`, the critic's value of the state before each token.
+        sequences: int64 `[targets]`: the sequence of each target; targets of one sequence in the order of its tokens.
+        lam: lambda, or one for each sequence, by its number: `[sequences]`.
+        last: value of the state after the last token of each sequence, by its number: `[sequences]`; None means 0.
+    """
+    if not sequences.numel():
+        return torch.zeros_like(rewards), torch.zeros_like(rewards)
+    place = _places(sequences)
+    shape = int(sequences.max()) + 1, int(place.max()) + 1
+    padded, mask = rewards.new_zeros(2, *shape), torch.zeros(shape, dtype=torch.bool)
+    padded[0, sequences, place], padded[1, sequences, place], mask[sequences, place] = rewards, values, True
+    of_each = lam[: shape[0]].to(rewards.dtype) if isinstance(lam, Tensor) else lam
+    found = gae(padded[0], padded[1], mask, gamma, of_each, None if last is None else last[: shape[0]])
+    return found[0][sequences, place], found[1][sequences, place]
+
+
+def token_rewards(rewards: Tensor, sequences: Tensor, penalties: Tensor | None = None) -> Tensor:
+    """The reward of each target, `[targets]`: minus its penalty, and at the last target of a sequence plus the
+    sequence's reward (Ziegler et al. 2019, "Fine-Tuning Language Models from Human Preferences", section 2.2).
+
+    Args:
+        rewards: `[sequences]`, by the number of the sequence.
+        sequences: int64 `[targets]`, as in `gae_of_targets`.
+        penalties: `[targets]`, the KL coefficient times the estimated KL of the token.
+    """
+    found = torch.zeros(sequences.numel(), dtype=rewards.dtype) if penalties is None else -penalties.to(rewards.dtype)
+    if not sequences.numel():
+        return found
+    ends = torch.zeros(int(sequences.max()) + 1, dtype=torch.int64)
+    ends.scatter_reduce_(0, sequences, torch.arange(sequences.numel()), "amax")
+    present = torch.unique(sequences)
+    found[ends[present]] += rewards[present]
+    return found
+
+
+def length_adaptive_lambda(sequences: Tensor, alpha: float) -> Tensor:
+    """Lambda of each sequence of n targets, `[sequences]`: 1 - 1 / (alpha n), at least 0 (Yue et al. 2025, "VAPO",
+    equation 6), so that the error of a value reaches a share of a sequence that does not depend on its length."""
+    lengths = torch.bincount(sequences).clamp_min(1).double()
+    return (1 - 1 / (alpha * lengths)).clamp_min(0)
+
+
+def adapt_kl_coefficient(coefficient: float, kl: float, target: float, sequences: int, horizon: int) -> float:
+    """The next step's coefficient: k (1 + clip(KL / target - 1, -0.2, 0.2) n / horizon) (Ziegler et al. 2019, section
+    2.2, with sequences instead of tokens as the unit of the horizon, as in OpenRLHF, verl and TRL).
+
+    Args:
+        coefficient: this step's.
+        kl: mean over the step's sequences of the estimated KL per token.
+        target: the KL to be held.
+        sequences: n, those of the step.
+        horizon: sequences over which an error of 100 % would change the coefficient by 100 %, were it not clipped.
+    """
+    error = min(max(kl / target - 1, -0.2), 0.2)
+    return coefficient * (1 + error * sequences / horizon)
+
+
+def explained_variance(values: Tensor, returns: Tensor) -> float | None:
+    """The share of the returns' variance that the values explain: 1 - Var(R - V) / Var(R). None if all returns are
+    equal."""
+    wide = returns.double()
+    spread = wide.var(correction=0)
+    return None if spread == 0 else float(1 - (wide - values.double()).var(correction=0) / spread)
+
+
+def _places(sequences: Tensor) -> Tensor:
+    """The place of each target among those of its sequence, int64 `[targets]`."""
+    order = torch.argsort(sequences, stable=True)
+    lengths = torch.bincount(sequences)
+    starts = lengths.cumsum(0) - lengths
+    place = torch.empty_like(order)
+    place[order] = torch.arange(order.numel()) - starts[sequences[order]]
+    return place
 
 
 def value_loss(

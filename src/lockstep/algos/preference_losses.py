@@ -1,9 +1,9 @@
 """Losses on preferences: pairs of a chosen and a rejected completion of the same prompt, or single completions with a
 label.
 
-Every loss is a function of sums of log-probabilities over whole completions, and its mean is taken over all pairs that
-are given. The statistics of some (the order of `aot`, the baseline of `kto`, the number of tokens of `sft`) are over
-them too: give all pairs of an optimizer step, of all ranks, and the result does not depend on how they were split.
+Every loss is a function of sums of log-probabilities over whole completions, and its mean is taken over all pairs of an
+optimizer step, of all ranks. The statistics of some (the order of `aot`, the baseline of `kto`, the number of tokens of
+`sft`) are over them too, so that the result does not depend on how pairs are split among rows and ranks.
 """
 
 import math
@@ -39,6 +39,10 @@ class PairLogprobs:
     """Of the policy, summed over the tokens of the prompt, with gradient; `nll` needs it."""
     prompt_tokens: Tensor | None = None
     """Number of prompt tokens that are targets."""
+    mean_chosen_tokens: Tensor | None = None
+    """The mean of `chosen_tokens` over all pairs of the step, if these are not all; any shape that broadcasts."""
+    mean_prompt_tokens: Tensor | None = None
+    """The mean of `prompt_tokens` over all pairs of the step, if these are not all."""
 
     @property
     def chosen_ratio(self) -> Tensor:
@@ -76,14 +80,54 @@ class PreferenceSettings:
     alphapo_alpha: float = 0.25
 
 
+def pair_logprobs(logprobs: Tensor, sequences: Tensor, fields: Mapping[str, Tensor]) -> PairLogprobs:
+    """Sums the log-probabilities of targets over the completions of their pairs.
+
+    Args:
+        logprobs: of the policy, `[targets]`, with gradient.
+        sequences: int64 `[targets]`; 2i is the better completion of pair i, 2i + 1 the worse one. A pair may lack them.
+        fields: what is known of each target, `[targets]`: `reference_logprob`, if a loss needs it; `in_prompt`, not 0
+            for tokens of prompts; `token_share`, the factor of its log-probability; `mean_chosen_tokens` and
+            `mean_prompt_tokens` of the step.
+    """
+    count = 2 * (int(sequences.max()) // 2 + 1)
+    in_prompt = fields["in_prompt"] != 0 if "in_prompt" in fields else torch.zeros_like(sequences, dtype=torch.bool)
+    share = fields["token_share"].to(logprobs.dtype) if "token_share" in fields else torch.ones_like(logprobs)
+
+    def sums(values: Tensor, kept: Tensor) -> Tensor:
+        kept_values = torch.where(kept, values, torch.zeros_like(values))
+        return values.new_zeros(count).index_add(0, sequences, kept_values)
+
+    ones, own = torch.ones_like(share), ~in_prompt
+    policy, tokens = sums(logprobs * share, own), sums(ones, own).clamp(min=1)
+    reference = None
+    if "reference_logprob" in fields:
+        reference = sums(fields["reference_logprob"].to(share.dtype) * share, own)
+    learns_prompts = "in_prompt" in fields
+    chosen_tokens, prompt_tokens = fields.get("mean_chosen_tokens"), fields.get("mean_prompt_tokens")
+    return PairLogprobs(
+        policy[0::2],
+        policy[1::2],
+        tokens[0::2],
+        tokens[1::2],
+        None if reference is None else reference[0::2],
+        None if reference is None else reference[1::2],
+        sums(logprobs, in_prompt)[0::2] if learns_prompts else None,
+        sums(ones, in_prompt)[0::2] if learns_prompts else None,
+        None if chosen_tokens is None else chosen_tokens[:1].clamp(min=1),  # at least 1 but in a row without pairs
+        None if prompt_tokens is None else prompt_tokens[:1],
+    )
+
+
 def preference_loss(
     pairs: PairLogprobs, losses: Mapping[str, float], settings: PreferenceSettings, weights: Tensor | None = None
 ) -> Tensor:
-    """The weighted sum of several losses, each its mean over the pairs; a scalar with gradient.
+    """The weighted sum of several losses, each summed over the pairs; a scalar with gradient.
 
     Args:
         losses: the weight of each loss of `PAIR_LOSSES`, by name.
-        weights: the weight of each pair, detached (WPO, Zhou et al. 2024, equation 2).
+        weights: the weight of each pair, detached, with the number of the step's pairs as divisor; None: these are all
+            pairs, and count the same.
 
     Raises:
         ValueError: there is no loss of this name, or it needs what the pairs lack, or it sorts and has no weights.
@@ -95,8 +139,19 @@ def preference_loss(
         if weights is not None and name in SORTED:
             raise ValueError(f"{name} sorts the pairs, so that a weight would belong to none of them")
         per_pair = PAIR_LOSSES[name](pairs, settings)
-        total = total + factor * (per_pair if weights is None else per_pair * weights.detach()).mean()
+        total = total + factor * (per_pair.mean() if weights is None else (per_pair * weights.detach()).sum())
     return total
+
+
+@torch.no_grad()
+def pair_metrics(pairs: PairLogprobs, beta: float) -> dict[str, Tensor]:
+    """TRL's metrics of each pair, `[pairs]`, by name. Rewards are beta times the log-ratio to the reference, or without
+    one the log-probability; `rewards/accuracies` is 1 where the better completion has the higher one."""
+    has_reference = pairs.reference_chosen is not None
+    chosen = beta * (pairs.chosen_ratio if has_reference else pairs.chosen)
+    rejected = beta * (pairs.rejected_ratio if has_reference else pairs.rejected)
+    values = chosen, rejected, (chosen > rejected).to(chosen.dtype), chosen - rejected, pairs.chosen, pairs.rejected
+    return dict(zip(PAIR_METRICS, values, strict=True))
 
 
 def divergence_score(ratio: Tensor, settings: PreferenceSettings) -> Tensor:
@@ -207,13 +262,14 @@ def discopop(pairs: PairLogprobs, settings: PreferenceSettings) -> Tensor:
 
 def sft(pairs: PairLogprobs, settings: PreferenceSettings) -> Tensor:
     """The negative log-likelihood of the chosen completions. Its mean over pairs is the mean over their tokens."""
-    return -pairs.chosen * (len(pairs.chosen) / pairs.chosen_tokens.sum())
+    return -pairs.chosen / _mean_tokens(pairs.chosen_tokens, pairs.mean_chosen_tokens)
 
 
 def nll(pairs: PairLogprobs, settings: PreferenceSettings) -> Tensor:
     """As `sft`, of prompt and completion: ORPO's first term in TRL."""
-    tokens = pairs.chosen_tokens.sum() + _given(pairs.prompt_tokens).sum()
-    return -(pairs.chosen + _given(pairs.chosen_prompt)) * (len(pairs.chosen) / tokens)
+    of_prompts = _mean_tokens(_given(pairs.prompt_tokens), pairs.mean_prompt_tokens)
+    tokens = _mean_tokens(pairs.chosen_tokens, pairs.mean_chosen_tokens) + of_prompts
+    return -(pairs.chosen + _given(pairs.chosen_prompt)) / tokens
 
 
 def cpo_sigmoid(pairs: PairLogprobs, settings: PreferenceSettings) -> Tensor:
@@ -297,6 +353,10 @@ def _alpha_reward(mean: Tensor, alpha: float) -> Tensor:
     return -torch.expm1((-alpha * mean).clamp(max=_MAX_EXPONENT)) / alpha if alpha else mean
 
 
+def _mean_tokens(tokens: Tensor, of_step: Tensor | None) -> Tensor:
+    return tokens.double().mean() if of_step is None else of_step
+
+
 def _given(value: Tensor | None) -> Tensor:
     if value is None:
         raise ValueError("this loss needs log-probabilities of a reference or of prompts, which were not computed")
@@ -311,7 +371,13 @@ PAIR_LOSSES: Mapping[str, Callable[[PairLogprobs, PreferenceSettings], Tensor]] 
     )
 }  # fmt: skip
 """Losses of pairs `[pairs]`, by TRL's names where TRL has them. `PreferenceLoss` names the mixtures, such as ORPO."""
+PAIR_METRICS = (
+    "rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins", "logps/chosen", "logps/rejected",
+)  # fmt: skip
+"""The metrics of pairs, by TRL's names."""
 REFERENCE_FREE = frozenset({"sft", "nll", "cpo_sigmoid", "cpo_hinge", "cpo_ipo", "simpo", "alphapo", "odds_ratio"})
 """Losses that need no reference model."""
+MEANS_OVER_TOKENS = frozenset({"sft", "nll"})
+"""Losses that are divided by the number of tokens of the whole step."""
 SORTED = frozenset({"aot", "aot_unpaired"})
 """Losses that compare sorted values, and so have no value of a single pair."""

@@ -20,6 +20,7 @@ _COMMANDS = {
     "export": "Write the model of a run's checkpoint, for transformers, vLLM or the next run.",
     "generate": "Complete prompts with the model of a run, or with any other.",
     "eval": "Score the model of a run, or any other, on held-out prompts with the run's rewards.",
+    "serve-reward": "Serve a reward model over HTTP, in the forms of OpenRLHF and vLLM.",
     "push": "Upload the model of a run, or an exported one, to the Hugging Face hub, with a model card.",
     "explain": "Find out what went wrong in a job, and how to fix it, from logs, dumps and incidents.",
 }
@@ -60,7 +61,7 @@ class _Subcommand(TyperCommand):
             raise
 
 
-_FILES = {"samples": "show_samples", "check": "check.check_command"}
+_FILES = {"samples": "show_samples", "serve-reward": "serve_reward", "check": "check.check_command"}
 """The modules of the subcommands whose names are those of other modules, or of a folder."""
 
 

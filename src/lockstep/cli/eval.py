@@ -28,7 +28,7 @@ from lockstep.cli.generate import (
 from lockstep.cli.terminal import require_extra
 
 if TYPE_CHECKING:
-    from lockstep.run.trained_models.model_evaluation import ModelEvaluation
+    from lockstep.run.trained_models.reward_evaluation import Evaluation
 
 
 def command(
@@ -43,7 +43,7 @@ def command(
     dataset: Annotated[
         str | None, typer.Option(metavar="PATH", help="Other held-out data: a file, a folder or a hub dataset.")
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="Only the first N prompts.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="Only the first N prompts or pairs.")] = None,
     step: Step = None,
     n: Count = 1,
     temperature: Temperature = None,
@@ -63,36 +63,40 @@ def command(
 ) -> None:
     """Score the model of a run, or any other, on held-out prompts with the run's rewards.
 
-    With the same settings the metrics are those of the run's own evaluation. With -n, also the best of n and pass@k.
+    With the same settings the metrics are those of the run's own evaluation. With -n, also the best of n and pass@k. A
+    reward model is measured on held-out pairs.
 
     Examples:
 
         lockstep eval runs/sort-grpo --step best -n 8
 
+        lockstep eval runs/sort-reward/export --dataset pairs.jsonl --json
+
         lockstep eval Qwen/Qwen2.5-0.5B-Instruct --config examples/grpo_gsm8k.yaml --limit 200 --output scores.jsonl
     """
     require_extra("train", "lockstep eval")
-    from lockstep.run.trained_models.model_evaluation import EvaluationRequest, evaluate_model
+    from lockstep.run.trained_models.model_evaluation import EvaluationRequest
+    from lockstep.run.trained_models.reward_evaluation import evaluate
 
     sampling = sampling_choice(n, seed, temperature, top_p, top_k, min_p, max_tokens, stop)
     values = [*(overrides or []), *engine_overrides(engine)]
     request = EvaluationRequest(model, step, config, values, dataset, limit, sampling, pass_reward)
     target = output.absolute() if output is not None else None
-    result = run_or_exit(lambda status: evaluate_model(request, status))
+    result = run_or_exit(lambda status: evaluate(request, status))
     if target is not None:
         write_records(target, result.records())
     if json_object:
-        typer.echo(json.dumps(_summary(result, n)))
+        typer.echo(json.dumps(_summary(result)))
     else:
         _print_metrics(result, n)
 
 
-def _summary(result: "ModelEvaluation", n: int) -> dict[str, object]:
-    summary = {"model": result.label, "steps": result.steps, "prompts": len(result.groups), "n": n}
+def _summary(result: "Evaluation") -> dict[str, object]:
+    summary = {"model": result.label, "steps": result.steps, **result.counts}
     return summary | {"metrics": result.metrics, "by_source": result.by_source}
 
 
-def _print_metrics(result: "ModelEvaluation", n: int) -> None:
+def _print_metrics(result: "Evaluation", n: int) -> None:
     from rich.markup import escape
     from rich.table import Table
 
@@ -101,7 +105,8 @@ def _print_metrics(result: "ModelEvaluation", n: int) -> None:
 
     console = SafeConsole(soft_wrap=True)
     times = f", {n} completions each" if n > 1 else ""
-    console.print(f"{escape(result.label)}: {count_noun(len(result.groups), 'prompt')}{times}")
+    of_what, count = next(iter(result.counts.items()))
+    console.print(f"{escape(result.label)}: {count_noun(count, of_what.removesuffix('s'))}{times}")
     columns = {"all": result.metrics} if result.by_source else {"": result.metrics}
     columns |= result.by_source
     table = Table(box=None, pad_edge=False, show_header=bool(result.by_source))

@@ -22,7 +22,7 @@ _TRAIN = (
     "torch", "transformers", "datasets", "pyarrow", "safetensors", "tokenizers", "accelerate", "peft",
     "huggingface_hub", "httpx", "matplotlib", "tensorboard",
 )  # fmt: skip
-_MODULES = {"train": _TRAIN, "ray": (*_TRAIN, "ray")}
+_MODULES = {"train": _TRAIN, "ray": (*_TRAIN, "ray"), "serve": (*_TRAIN, "fastapi", "uvicorn")}
 """The modules that each extra of the distribution installs."""
 
 

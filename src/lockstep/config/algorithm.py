@@ -1,7 +1,4 @@
-"""Choices of the algorithm: advantages, policy loss, aggregation, KL penalty.
-
-The formulas behind the names are in `lockstep.algos`.
-"""
+"""Choices of the algorithm, such as advantages, loss and KL penalty. The formulas are in `lockstep.algos`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -58,7 +55,7 @@ class ReinforcePlusPlusBaselineAdvantage(Section):
 
 def _reject_gae(value: Any) -> Any:
     if isinstance(value, Mapping) and value.get("kind") == "gae":
-        raise ValueError("gae needs a critic's values, and this recipe has no critic: use grpo or rloo")
+        raise ValueError("gae needs a critic's values, and this recipe has no critic: use grpo or rloo, or recipe: ppo")
     return value
 
 
@@ -364,6 +361,11 @@ class PreferenceLoss(ObjectiveConfig):
         return ReferenceMixing(self.ref_model_mixup_alpha, self.ref_model_sync_steps) if self.sync_ref_model else None
 
     @property
+    def evaluates_policy(self) -> bool:
+        """Whether the loss needs the policy's log-probabilities before the update even of pairs that are in one row."""
+        return self.use_weighting or not self.terms.keys().isdisjoint(_UNWEIGHTED)
+
+    @property
     def learns_prompts(self) -> bool:
         """Whether tokens of prompts are targets as well."""
         return "nll" in self.terms
@@ -411,7 +413,3 @@ _UNWEIGHTED = {"aot", "aot_unpaired", *get_args(UnpairedLoss)}
 _WITHOUT_LD = {*_REFERENCE_FREE, *get_args(UnpairedLoss)}
 _OF_DIVERGENCES = {"sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft"}
 """The losses that are defined by a divergence, or not affected by it."""
-
-AnyObjective = Annotated[
-    PPOClip | GSPO | CISPO | CrossEntropy | PreferenceLoss | BradleyTerry, Field(discriminator="kind")
-]

@@ -6,6 +6,7 @@ from typing import Annotated, Literal, Self, get_args
 
 from pydantic import Field, field_validator, model_validator
 
+from lockstep.config.roles import section_of_role
 from lockstep.config.section import Section, default_kind
 
 _GPU_REASON = "it numbers GPUs, and every worker gets the GPUs that are reserved for it on its node"
@@ -102,7 +103,7 @@ class RayClusterConfig(Section):
 ClusterConfig = Annotated[LocalClusterConfig | RayClusterConfig, Field(discriminator="kind"), default_kind("local")]
 
 
-PlacedRole = Literal["policy", "rollout", "critic", "reference"]
+PlacedRole = Literal["policy", "rollout", "critic", "reference", "reward_model"]
 PLACED_ROLES: tuple[str, ...] = get_args(PlacedRole)
 """Roles with a section in `placement`."""
 
@@ -131,6 +132,8 @@ class PlacementConfig(Section):
     rollout: RolePlacement = RolePlacement()
     reference: RolePlacement = RolePlacement()
     """Without a section `reference`, the reference model is on the policy's ranks."""
+    reward_model: RolePlacement = RolePlacement()
+    """For each reward model of `reward.terms`; `nodes` and `gpus_per_node` for the first of them."""
 
     @model_validator(mode="after")
     def _check_colocate(self) -> Self:
@@ -140,7 +143,8 @@ class PlacementConfig(Section):
 
     def of_role(self, role: str) -> RolePlacement | None:
         """The placement of a role; None if it has no settings of its own."""
-        return getattr(self, role) if role in PLACED_ROLES else None
+        section = section_of_role(role)
+        return getattr(self, section) if section in PLACED_ROLES else None
 
     @property
     def shared(self) -> bool:

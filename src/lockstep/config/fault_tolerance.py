@@ -20,13 +20,15 @@ class RecoveryConfig(Section):
     """Restarts by role: an engine or the reference without the trainer, the trainer while all others keep running."""
 
     enable: bool = True
-    """False stops the run at the first failure of an engine, a trainer rank or a rank of the reference."""
+    """False stops the run at the first failure of an engine, a trainer rank or a rank of a served model."""
     policy: RestartBudget = RestartBudget()
     """For the trainer ranks, which are restarted together; each trained role has a budget of this size."""
     rollout: RestartBudget = RestartBudget()
     """For each engine."""
     reference: RestartBudget = RestartBudget()
     """For the ranks of the reference model, which are restarted together."""
+    reward_model: RestartBudget = RestartBudget()
+    """For the ranks of each reward model, which are restarted together."""
     fewer_ranks: bool = False
     """Continue with fewer trainer ranks when a replacement repeatedly does not start. The results then equal those of a
     run without a fault to about 1e-5 instead of bitwise."""

@@ -1,11 +1,12 @@
-"""Reward terms: verifiers, user functions, servers and judges."""
+"""Reward terms: verifiers, user functions, servers, judges and reward models."""
 
 import re
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeGuard
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
+from lockstep.config.model import DType, ModelConfig
 from lockstep.config.section import Section
 
 
@@ -247,6 +248,106 @@ class JudgeReward(_RemoteTerm):
 _TEMPLATE_VARIABLES = {"prompt", "messages", "completion", "answer", "columns"}
 
 
+class ScoreNormalization(Section):
+    """The mean and the standard deviation of a reward model's scores."""
+
+    mean: float = 0.0
+    std: float = Field(1.0, gt=0)
+
+
+class ModelReward(_RemoteTerm):
+    """The score of a reward model, in processes of its own or behind HTTP (`url`). Prompt and completion are written
+    with its own chat template, and tokenized by its own tokenizer."""
+
+    kind: Literal["model"] = "model"
+    path: str | None = None
+    """A local folder or a hub name: a `...ForSequenceClassification` model with one label. With `url`, only its
+    tokenizer and config are read."""
+    url: str | None = None
+    """A server that has the model: an address that ends with `/get_reward` (OpenRLHF), `/classify` or `/pooling`
+    (vLLM); `lockstep serve-reward` has all three."""
+    served_model_name: str | None = None
+    """With `url`: the field `model` of requests to vLLM."""
+    batch_size: int = Field(64, gt=0)
+    """With `url`: completions per request; at most `reward.batch_size`."""
+    api_key_env: str | None = Field(None, pattern=_VARIABLE_PATTERN)
+    """With `url`: environment variable with the key, which is sent as `Authorization: Bearer`."""
+    revision: str | None = None
+    tokenizer: str | None = None
+    """Another folder or hub name for the tokenizer."""
+    chat_template: str | None = None
+    """A Jinja file that replaces the template of the reward model's tokenizer."""
+    chat: bool = False
+    """Give prompts that are plain text to the chat template too, as a user's message. Conversations always go there."""
+    end: Literal["eos", "template"] = "eos"
+    """Where a text ends, and is scored: at the end-of-sequence token, which plain text gets, without what a template
+    writes after it (as Lockstep and OpenRLHF train); or at the last token that the template writes (as TRL does)."""
+    max_length: int | None = Field(None, gt=1)
+    """Longest text in tokens; the model's own limit, less one for the score, when absent."""
+    overlong: Literal["truncate", "error"] = "truncate"
+    """What happens to longer texts: `truncate` cuts them on the left, so that the completion stays, and counts them in
+    the metric `truncated`."""
+    normalize: bool | ScoreNormalization = False
+    """Subtract the mean of the scores and divide by their standard deviation: true for those in the model's config.json
+    (`mean`, `std`), or the numbers to use."""
+    dtype: DType = "auto"
+    """Compute precision: float32 on CPU, bfloat16 on GPU."""
+    trust_remote_code: bool = False
+    packing: Literal["auto", "forest", "block", "single"] = "auto"
+    """As in `model.packing`."""
+    token_budget: int | None = Field(None, gt=1)
+    """Tokens per packed row; the run's `token_budget` when absent. A longer text has a row of its own."""
+    ranks: int = Field(1, gt=0)
+    """Processes over which the model is sharded."""
+    threads: int | None = Field(None, gt=0)
+    """Torch threads per rank; an even share of the cores when absent."""
+
+    @property
+    def model(self) -> ModelConfig:
+        """The reward model, with its tokenizer."""
+        same = ("revision", "tokenizer", "chat_template", "dtype", "trust_remote_code", "packing")
+        path = self.path or self.tokenizer or ""
+        return ModelConfig(head="score", path=path, **{name: getattr(self, name) for name in same})
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether the reward model's tokenizer is known, so that its chat template can be applied."""
+        return self.path is not None or self.tokenizer is not None
+
+    @property
+    def protocol(self) -> str:
+        """The last part of the address: `get_reward`, `classify` or `pooling`."""
+        return urlsplit(self.url or "").path.rstrip("/").rpartition("/")[2]
+
+    @field_validator("url")
+    @classmethod
+    def _check_url(cls, url: str | None) -> str | None:
+        return url if url is None else _check_http_url(url)
+
+    @model_validator(mode="after")
+    def _check_place(self) -> Self:
+        if self.url is None and self.path is None:
+            raise ValueError("set path to a reward model, or url to a server that has one")
+        if self.url is not None and self.protocol not in ("get_reward", "classify", "pooling"):
+            raise ValueError(f"url {self.url!r} must end with /get_reward, /classify or /pooling; kind http has others")
+        unused = _SERVED_FIELDS if self.url is not None else _REMOTE_FIELDS
+        defaults = type(self).model_fields
+        if wrong := sorted(name for name in unused if getattr(self, name) != defaults[name].default):
+            where = "with url: the server decides that" if self.url is not None else "without url"
+            raise ValueError(f"{', '.join(wrong)} cannot be set {where}")
+        if self.url is not None and not self.has_tokenizer and (self.chat or self.chat_template is not None):
+            raise ValueError("chat and chat_template need the reward model's tokenizer: set path or tokenizer")
+        if self.normalize is True and self.path is None:
+            raise ValueError("normalize: true reads config.json of path: set path, or give mean and std")
+        return self
+
+
+_SERVED_FIELDS = {"ranks", "threads", "dtype", "packing", "token_budget", "max_length", "overlong"}
+_REMOTE_FIELDS = {*_RemoteTerm.model_fields, "served_model_name", "batch_size", "api_key_env"} - {
+    *_RewardTerm.model_fields
+}
+
+
 class EnvironmentReward(_RewardTerm):
     """The sum of the rewards that the environment gave for the turns of the conversation (`rollout.environment`)."""
 
@@ -272,10 +373,16 @@ RewardTerm = Annotated[
     | FunctionReward
     | HttpReward
     | JudgeReward
+    | ModelReward
     | EnvironmentReward
     | TaskReward,
     Field(discriminator="kind"),
 ]
+
+
+def is_remote(term: RewardTerm) -> TypeGuard[HttpReward | JudgeReward | ModelReward]:
+    """Whether scorer processes send requests for a term."""
+    return isinstance(term, HttpReward | JudgeReward) or (isinstance(term, ModelReward) and term.url is not None)
 
 
 class RewardConfig(Section):
@@ -291,10 +398,21 @@ class RewardConfig(Section):
     batch_size: int = Field(64, gt=0)
     """Completions per call of a function."""
 
+    @property
+    def served_models(self) -> dict[int, ModelReward]:
+        """The terms that a reward model in processes of the run computes, by their index."""
+        models = ((index, term) for index, term in enumerate(self.terms) if isinstance(term, ModelReward))
+        return {index: term for index, term in models if term.url is None}
+
+    @property
+    def scorers(self) -> int:
+        """Number of scorer processes: none if reward models compute all terms."""
+        return self.workers if len(self.served_models) < len(self.terms) else 0
+
     @model_validator(mode="after")
     def _check_concurrency(self) -> Self:
         for index, term in enumerate(self.terms):
-            if isinstance(term, HttpReward | JudgeReward) and term.concurrency < self.workers:
+            if is_remote(term) and term.concurrency < self.workers:
                 raise ValueError(
                     f"terms.{index}.concurrency {term.concurrency} is less than one request per worker "
                     f"({self.workers}): raise it, or lower workers"

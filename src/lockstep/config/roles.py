@@ -17,6 +17,15 @@ ROLES_WITHOUT_RANKS = ("rollout", "reward", "environment", "weights")
 reference, are the ranks of one model: they need each other, and are replaced together."""
 
 
+REWARD_MODEL = "reward_model"
+"""The role of a reward model; further ones are `reward_model_2`, ..."""
+
+
+def section_of_role(role: str) -> str:
+    """The name of a role in `placement` and `recovery`: that of all reward models is the same."""
+    return REWARD_MODEL if role.startswith(f"{REWARD_MODEL}_") else role
+
+
 def name_of_ranks(role: str) -> str:
     """What a wait for all ranks of a role names."""
     return "trainer ranks" if role == "policy" else f"{role} ranks"

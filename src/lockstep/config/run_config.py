@@ -13,7 +13,7 @@ from lockstep.config.model import ModelConfig
 from lockstep.config.reward import RewardConfig
 from lockstep.config.rollout import RolloutConfig, SamplingConfig
 from lockstep.config.section import Section
-from lockstep.config.serve_role import ServeRole
+from lockstep.config.serve_role import ServeRole, reward_model_roles
 from lockstep.config.train_role import TrainRole
 from lockstep.config.trainer import CheckpointConfig, CommunicationConfig, TrainerConfig, WeightSyncConfig
 
@@ -148,7 +148,7 @@ class RunConfig(Section):
     """The fields of every recipe."""
 
     recipe: str
-    """The name of the recipe: `sft`, `grpo`, `preference`, `reward`."""
+    """The name of the recipe: `sft`, `grpo`, `ppo`, `preference`, `reward`."""
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     folder: str = "runs"
     """The folder of the run is `folder/name`."""
@@ -239,6 +239,11 @@ class RunConfig(Section):
         return False
 
     @property
+    def scores_last_state(self) -> bool:
+        """Whether a model computes a score for the text up to the last token, which takes a place after it."""
+        return self.head == "score"
+
+    @property
     def held_out_samples(self) -> ValidationConfig | None:
         """The data on which the objective is measured; None for none."""
         return None
@@ -265,8 +270,8 @@ class RunConfig(Section):
 
     @property
     def serve_roles(self) -> tuple[ServeRole, ...]:
-        """The models that are only evaluated, each in processes of its own."""
-        return ()
+        """The models that are only evaluated, each in processes of its own: reward models, and what a recipe adds."""
+        return tuple(reward_model_roles(self).values())
 
     @property
     def policy(self) -> TrainRole:
@@ -281,6 +286,7 @@ class RunConfig(Section):
             temperature=self.train_temperature,
             optimizer_steps=self.steps * self.updates_per_step,
             served_fields=tuple(name for role in self.serve_roles for name in role.fields) + self.precomputed_fields,
+            precomputed_fields=self.precomputed_fields,
         )
 
     @property

@@ -20,6 +20,18 @@ def default_kind(usual: str) -> BeforeValidator:
     return BeforeValidator(add_kind)
 
 
+def with_defaults(values: Any, defaults: Mapping[str, Any]) -> Any:
+    """Adds defaults to a section of a file where it gives no value, for defaults that differ from those of the
+    section's class. What is no mapping is returned unchanged."""
+    if not isinstance(values, Mapping):
+        return values
+    filled = {**defaults, **values}
+    for name, default in defaults.items():
+        if isinstance(default, Mapping):
+            filled[name] = with_defaults(values.get(name, {}), default)
+    return filled
+
+
 class Section(BaseModel):
     """One section of a run's file: unknown keys are refused, and checked values are immutable."""
 

@@ -40,6 +40,8 @@ class ServeRole(Section):
 
     name: str = Field(pattern=r"^[a-z][a-z0-9_]*$")
     """The role of the processes, such as `reference`."""
+    section: str = ""
+    """The section of the config that it is derived from, such as `reward.terms.0`; its name when empty."""
     model: ModelConfig
     ranks: int = Field(1, gt=0)
     threads: int | None = Field(None, gt=0)
@@ -52,6 +54,10 @@ class ServeRole(Section):
     """As the fields below, that of the policy's trainer: results are the same bit by bit wherever the model is."""
     malloc: Literal["tuned", "default"] = "tuned"
     collective_timeout_s: float = Field(1800.0, gt=0)
+
+    def field(self, name: str) -> str:
+        """The full name of a field of its section."""
+        return f"{self.section or self.name}.{name}"
 
 
 def reference_role(config: "RunConfig", reference: ReferenceConfig) -> ServeRole:
@@ -68,6 +74,24 @@ def reference_role(config: "RunConfig", reference: ReferenceConfig) -> ServeRole
         malloc=config.trainer.malloc,
         collective_timeout_s=config.trainer.collective_timeout_s,
     )
+
+
+def reward_model_roles(config: "RunConfig") -> dict[int, ServeRole]:
+    """The served roles of the reward models, by the index of their term: `reward_model`, `reward_model_2`, ..."""
+    served = {} if config.reward is None else config.reward.served_models
+    return {
+        index: ServeRole(
+            name="reward_model" if number == 1 else f"reward_model_{number}",
+            section=f"reward.terms.{index}",
+            model=term.model,
+            ranks=term.ranks,
+            threads=term.threads,
+            communication=config.communication,
+            malloc=config.trainer.malloc,
+            collective_timeout_s=config.trainer.collective_timeout_s,
+        )
+        for number, (index, term) in enumerate(served.items(), start=1)
+    }
 
 
 def check_reference(config: "RunConfig", reference: ReferenceConfig, unneeded: str, remedy: str) -> None:

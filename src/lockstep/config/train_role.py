@@ -1,11 +1,26 @@
 """A trained model of a run: everything that its ranks need to know."""
 
+from typing import Annotated
+
 from pydantic import Field
 
-from lockstep.config.algorithm import AnyObjective, TrainerOutput
+from lockstep.config.actor_critic import ValueLoss
+from lockstep.config.algorithm import (
+    CISPO,
+    GSPO,
+    BradleyTerry,
+    CrossEntropy,
+    PPOClip,
+    PreferenceLoss,
+    TrainerOutput,
+)
 from lockstep.config.model import ModelConfig
 from lockstep.config.section import Section
 from lockstep.config.trainer import CommunicationConfig, TrainerConfig
+
+AnyObjective = Annotated[
+    PPOClip | GSPO | CISPO | CrossEntropy | PreferenceLoss | BradleyTerry | ValueLoss, Field(discriminator="kind")
+]
 
 
 class TrainRole(Section):
@@ -25,12 +40,25 @@ class TrainRole(Section):
     """Optimizer steps of the whole run, over which a schedule without `total_steps` decays."""
     served_fields: tuple[str, ...] = ()
     """Fields of the objective that served roles compute, or that were computed once for all data."""
+    precomputed_fields: tuple[str, ...] = ()
+    """Those of them that the role's ranks compute once for all data, before the first step."""
 
     @property
     def evaluated_fields(self) -> dict[str, TrainerOutput]:
         """Fields of the targets that the role's ranks compute before the first update of a step, and from what."""
         fields = self.objective.evaluated_fields
         return {name: output for name, output in fields.items() if name not in self.served_fields}
+
+    @property
+    def outputs_of_divided_pairs(self) -> tuple[TrainerOutput, ...]:
+        """What the role's ranks compute before the first update of a step only if the completions of pairs are in
+        different rows."""
+        match self.objective:
+            case BradleyTerry():
+                return ("scores",)
+            case PreferenceLoss(evaluates_policy=False):
+                return ("logprobs",)
+        return ()
 
     @property
     def holds_reference(self) -> bool:

@@ -1,6 +1,7 @@
 """Builds the trees of a training step from rollouts or documents."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import NoReturn
 
 import numpy as np
@@ -53,6 +54,25 @@ def forest_from_rollouts(
         trees = _multi_turn_trees(rollouts.groups, size, dict(learned), values)
         return Forest.of(trees, [group.prompt.uid for group in rollouts.groups], [size] * len(rollouts.groups))
     return _single_turn_forest(rollouts.groups, size, learned, values)
+
+
+def forest_of_states(rollouts: Rollouts) -> Forest:
+    """Builds the trees of `forest_from_rollouts` with one more target after the last token of each completion that was
+    cut off. Its source is that token, so that a score there is one of the text up to the completion's end."""
+
+    def extended(completion: Completion) -> Completion:
+        if completion.finish != "length":
+            return completion
+        return replace(
+            completion,
+            tokens=np.append(completion.tokens, np.int32(0)),
+            logprobs=np.append(completion.logprobs, np.float32(0)),
+            versions=np.append(completion.versions, np.int32(-1)),
+            mask=None if completion.mask is None else np.append(completion.mask, True),
+        )
+
+    groups = [replace(each, completions=[extended(one) for one in each.completions]) for each in rollouts.groups]
+    return forest_from_rollouts(replace(rollouts, groups=groups))
 
 
 def _single_turn_forest(
@@ -258,6 +278,43 @@ def forest_of_scored_pairs(pairs: Sequence[Pair]) -> Forest:
             margin = np.full(scored.size, pair.margin, np.float32)
             trees[-1].append(Segment(scored, 0, last, {"margin": margin}, sequence))
     return Forest.of(trees, [pair.uid for pair in pairs])
+
+
+def forest_of_scored_texts(texts: Sequence[np.ndarray], groups: Sequence[int], names: Sequence[str]) -> Forest:
+    """Builds one tree per group of texts that begin with the same token: what all of them begin with is the root.
+    Text i is sequence i, and has one target as in `forest_of_scored_pairs`.
+
+    Args:
+        texts: int32 `[tokens]` each, with at least one token.
+        groups: the group of each text, ascending.
+        names: the name of each text; trees have that of their first one.
+    """
+    trees: list[list[Segment]] = []
+    of_tree: list[str] = []
+    start = 0
+    while start < len(texts):
+        stop = start + 1
+        while stop < len(texts) and groups[stop] == groups[start] and texts[stop][0] == texts[start][0]:
+            stop += 1
+        together = texts[start:stop]
+        shared = _common_prefix(together)
+        tree = [Segment(together[0][:shared])]
+        for number, tokens in enumerate(together, start):
+            scored = np.append(tokens[shared:], np.int32(PLACEHOLDER))
+            tree.append(Segment(scored, 0, np.arange(scored.size) == scored.size - 1, {}, number))
+        trees.append(tree)
+        of_tree.append(names[start])
+        start = stop
+    return Forest.of(trees, of_tree)
+
+
+def _common_prefix(texts: Sequence[np.ndarray]) -> int:
+    """The number of tokens with which all texts begin."""
+    shared = min(text.size for text in texts)
+    for text in texts[1:]:
+        differing = np.flatnonzero(text[:shared] != texts[0][:shared])
+        shared = int(differing[0]) if differing.size else shared
+    return shared
 
 
 def forest_from_labelled(samples: Sequence[LabelledCompletion], mismatched: bool = False) -> Forest:

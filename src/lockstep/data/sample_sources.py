@@ -188,7 +188,9 @@ class PromptSource(DatasetSource[Prompt]):
         tokens = self._renderer.encode(text, chat)
         self._check_length(row, tokens.size)
         messages = None if isinstance(sample.prompt, str) else sample.prompt
-        return Prompt(make_uid(epoch, row), row, tokens, text, messages, sample.answer, sample.columns)
+        shown = self._renderer.conversation(sample.prompt) if chat else None
+        shown = None if shown == messages else shown
+        return Prompt(make_uid(epoch, row), row, tokens, text, messages, sample.answer, sample.columns, shown)
 
     def _lengths(self, rows: Sequence[int]) -> list[int]:
         rendered = [self._text(row)[1:] for row in rows]

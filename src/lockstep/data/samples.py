@@ -32,6 +32,9 @@ class Prompt:
     """Ground truth for the verifiers; None if the data has none."""
     columns: dict[str, Any] = field(default_factory=dict)
     """All columns of the row except prompt and completion, unchanged; passed to reward functions."""
+    conversation: list[dict[str, Any]] | None = None
+    """What the chat template wrote, if that is not `messages`: a text as a user's message, or messages with the system
+    message of the config. Reward models read it; the ledger, whose prompts are scored, does not store it."""
     files: list[str] = field(default_factory=list)
     """Files that belong to the prompt, such as images, by path or address; in the order in which it refers to them."""
 

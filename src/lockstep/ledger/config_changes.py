@@ -44,6 +44,7 @@ _NO_EFFECT = (
     "trainer.offload",
     "trainer.malloc",
     "reference.ranks",
+    "critic.export",
     "rollout.engine.malloc",
     "rollout.environment.workers",
     "rollout.environment.timeout_s",

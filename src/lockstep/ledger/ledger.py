@@ -316,6 +316,11 @@ class Ledger(ReferenceChunks, RunRecords):
         rows = self._index.rows("SELECT step, at, generation, stats FROM commits ORDER BY step")
         return [CommitRow(step, at, generation, self._index.parse(stats, dict)) for step, at, generation, stats in rows]
 
+    def committed(self, step: int) -> dict[str, Any] | None:
+        """Returns what was recorded with the commit of a step; None if it is not committed."""
+        rows = self._index.rows("SELECT stats FROM commits WHERE step = ?", step)
+        return self._index.parse(rows[0][0], dict) if rows else None
+
     def record_published(self, version: int) -> None:
         """Records that engines got this version of the weights. Raises OutOfOrder if the step that makes the version is
         not committed; version 1 is always allowed."""

@@ -133,7 +133,7 @@ def locate_head(model: ScoreModel, checkpoint: TensorSource, folder: str, seed: 
     """
     hidden, stored = model.head.in_features, find_head(checkpoint.names)
     if stored is None:
-        if seed is None or _is_reward_model(model.config):
+        if seed is None or is_reward_model(model.config):
             problem = f"it has no head that gives a score (a weight named {', '.join(HEAD_NAMES)})"
             raise ModelError("model.path", folder, problem, "give a complete reward model")
         return HeadWeight(hidden, None, seed)
@@ -165,7 +165,7 @@ def set_padding_for_scores(tokenizer: Any) -> int | None:
     return padding
 
 
-def _is_reward_model(config: Any) -> bool:
+def is_reward_model(config: Any) -> bool:
     """Whether a checkpoint's config says that it has a head for scores."""
     kinds = ("SequenceClassification", "TokenClassification", "Reward", "Critic", "ValueHead")
     return any(kind in name for name in getattr(config, "architectures", None) or [] for kind in kinds)

@@ -3,9 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
-from lockstep.config.recipes import GRPOConfig, PreferenceConfig, RewardModelConfig, SFTConfig
+from lockstep.config.recipes import GRPOConfig, PPOConfig, PreferenceConfig, RewardModelConfig, SFTConfig
 from lockstep.config.run_config import RunConfig
 from lockstep.recipes.grpo import grpo
+from lockstep.recipes.ppo import ppo
 from lockstep.recipes.preference import preference
 from lockstep.recipes.reward_model import reward_model
 from lockstep.recipes.sft import sft
@@ -16,6 +17,7 @@ from lockstep.run.run import Run
 LOOPS: dict[type[RunConfig], Callable[[Run, Any], None]] = {
     SFTConfig: sft,
     GRPOConfig: grpo,
+    PPOConfig: ppo,
     PreferenceConfig: preference,
     RewardModelConfig: reward_model,
 }

@@ -11,16 +11,7 @@ def grpo(run: Run, cfg: GRPOConfig) -> None:
     """Samples a group of completions for each prompt, and makes those likelier that are better than their group."""
     for step in run.steps():
         with run.transaction(step):  # if a trainer rank fails, ranks are restarted and steps are trained again
-            with run.stage("rollout"):
-                groups = run.groups(step)  # asks the engines for this step and the next rollout.max_staleness ones
-            while groups.missing:  # more than once where groups without signal are replaced
-                with run.stage("rollout"):
-                    rollouts = run.rollouts.take(step, groups.missing)
-                with run.stage("reward"):
-                    groups.add(run.rewards.score(rollouts))
-            with run.stage("ledger"):
-                run.collected(step, groups)  # durable: from here on this step is never generated again
-            rollouts = groups.rollouts
+            rollouts = run.collect(step)  # durable: from here on this step is never generated again
             with run.stage("pack"):
                 trees = forest_from_rollouts(rollouts, mask_truncated=cfg.loss.mask_truncated)
                 batch = pack(trees, run.policy.ranks, cfg.token_budget, run.policy.info.packing)

@@ -6,13 +6,12 @@ from lockstep.config.recipes import RewardModelConfig
 from lockstep.data.forest_builder import forest_of_scored_pairs
 from lockstep.data.mini_batches import pack
 from lockstep.run.run import Run
-from lockstep.run.step_scores import longest_pair, score_metrics, score_pairs, score_update
+from lockstep.run.step_scores import check_scores, score_metrics, score_pairs, score_update
 
 
 def reward_model(run: Run, cfg: RewardModelConfig) -> None:
     """Maximises the likelihood that the better completion of each pair wins. Its two sides share their prompt."""
-    # A constant of the run, so that every step has the same schedule of collectives.
-    whole = run.policy.info.packing == "forest" and longest_pair(run.samples) <= cfg.token_budget
+    whole = run.pairs_fit_rows(added=2)  # the places of the scores
     for step in run.steps():
         with run.transaction(step):
             with run.stage("pack"):
@@ -23,7 +22,9 @@ def reward_model(run: Run, cfg: RewardModelConfig) -> None:
             update = None
             if not whole:  # the sides of a pair may be in different rows, so all scores are computed first
                 with run.stage("scores"):
-                    update = score_update(score_pairs(run.policy, batch), np.array([p.margin for p in pairs]), cfg.loss)
+                    scores = score_pairs(run.policy, batch)
+                    check_scores(batch, scores, step)
+                    update = score_update(scores, np.array([pair.margin for pair in pairs]), cfg.loss)
                 batch.set_per_target("coefficient", update.coefficients[batch.sequences])
             with run.stage("train"):
                 stats = [run.policy.step(minibatch) for minibatch in batch.minibatches(objective=cfg.loss)]

@@ -21,6 +21,7 @@ METHOD_PAPERS = {
     "rloo": ("RLOO", "2402.14740"),
     "reinforce_plus_plus": ("REINFORCE++", "2501.03262"),
     "reinforce_plus_plus_baseline": ("REINFORCE++", "2501.03262"),
+    "gae": ("GAE", "1506.02438"),
     "ppo_clip": ("PPO", "1707.06347"),
     "gspo": ("GSPO", "2507.18071"),
     "cispo": ("CISPO", "2506.13585"),
@@ -43,7 +44,8 @@ METHOD_PAPERS = {
 """The papers of advantages, policy losses and losses of preferences: the short name, and the number on arXiv."""
 _SHOWN_FIELDS = (
     "recipe", "seed", "steps", "model", "data", "batch_size", "prompts_per_step", "group_size", "epochs",
-    "minibatch_size", "advantage", "filter_groups", "loss", "reward", "trainer", "evaluation", "validation",
+    "minibatch_size", "advantage", "filter_groups", "loss", "critic", "reward",
+    "reward_clip", "normalize_reward", "kl_controller", "bootstrap_truncated", "trainer", "evaluation", "validation",
 )  # fmt: skip
 """The fields of a config that say how the model was trained. The others name hosts, folders and servers."""
 _ADAPTER_FILE, _TEMPLATE_FILE = "adapter_config.json", "chat_template.jinja"

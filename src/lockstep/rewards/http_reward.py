@@ -26,7 +26,7 @@ from lockstep.base.json_text import MalformedJson, parse_json
 from lockstep.base.secrets import HIDDEN, redact_text
 from lockstep.base.text import count_noun
 from lockstep.base.wait_state import track_wait
-from lockstep.config.reward import HttpReward
+from lockstep.config.reward import HttpReward, ModelReward
 from lockstep.rewards import reward_values
 from lockstep.rewards.reward_functions import ReportScored, conversation_batch, query_batch
 from lockstep.rewards.reward_values import BadReward
@@ -236,8 +236,9 @@ def _is_loopback(host: str) -> bool:
 class HttpTerm:
     """A reward term of kind http."""
 
-    def __init__(self, term: HttpReward, name: str, concurrency: int) -> None:
+    def __init__(self, term: HttpReward | ModelReward, name: str, concurrency: int) -> None:
         self.term, self.name, self.concurrency = term, name, concurrency
+        assert term.url is not None
         limits = RequestLimits(term.timeout_s, term.retries, term.deadline_s)
         self.endpoint = HttpEndpoint(term.url, read_api_key(term.api_key_env, name), limits)
 
@@ -275,6 +276,9 @@ class HttpTerm:
     async def _request(self, client: Any, start: int, part: ScoringBatch) -> TermScores:
         try:
             body = json.dumps(self._payload(part), allow_nan=False).encode()
+        except BadReward as error:
+            error.position = start + (error.position or 0)
+            raise
         except (TypeError, ValueError) as error:
             raise BadReward(f"cannot be sent as JSON: {error}", start, count=len(part)) from error
         try:
@@ -289,7 +293,9 @@ class HttpTerm:
             raise
 
     def _payload(self, part: ScoringBatch) -> dict[str, Any]:
-        return query_batch(part) if self.term.signature == "openrlhf" else conversation_batch(part)
+        """The body of a request. Raises BadReward, with positions within the request."""
+        openrlhf = isinstance(self.term, HttpReward) and self.term.signature == "openrlhf"
+        return query_batch(part) if openrlhf else conversation_batch(part)
 
     def _parse_answer(self, answer: ServerAnswer[bytes], count: int) -> TermScores:
         """Returns the scores in an answer. Raises BadReward, with positions within the request."""

@@ -28,6 +28,7 @@ from lockstep.rewards.scoring_messages import (
     FunctionSignature,
     RewardSample,
     ScoringBatch,
+    TermError,
     TermScores,
     read_api_key,
 )
@@ -75,7 +76,9 @@ def build_term(
         function = load_reward_function(term.path, term.signature, dict(term.arguments), base)
         check_columns(function, data)
         return function_term(name, function)
-    if isinstance(term, config.HttpReward | config.JudgeReward):
+    if isinstance(term, config.ModelReward) and term.url is None:
+        return RewardTerm(name, term.kind, None, False, partial(_refuse_served, name))
+    if isinstance(term, config.HttpReward | config.JudgeReward | config.ModelReward):
         return _server_term(term, name, concurrency)
     verifier = _make_verifier(term, base)
     return RewardTerm(
@@ -89,13 +92,23 @@ def function_term(name: str, function: RewardFunction) -> RewardTerm:
     return RewardTerm(name, function.path, function.signature, function.signature == "verl", call)
 
 
-def _server_term(term: config.HttpReward | config.JudgeReward, name: str, concurrency: int) -> RewardTerm:
+def _refuse_served(name: str, batch: ScoringBatch, advance: ReportScored) -> TermScores:
+    raise TermError(name, "ranks of the run compute this term, and not this process", "score it in a run")
+
+
+def _server_term(
+    term: config.HttpReward | config.JudgeReward | config.ModelReward, name: str, concurrency: int
+) -> RewardTerm:
     """Makes a term that sends requests. Its modules are imported only here, because importing HTTP clients and
     templates takes half a second."""
     if isinstance(term, config.HttpReward):
         from lockstep.rewards.http_reward import HttpTerm
 
         score: Callable[[ScoringBatch, ReportScored], TermScores] = HttpTerm(term, name, concurrency).score
+    elif isinstance(term, config.ModelReward):
+        from lockstep.rewards.model_server import ModelServerTerm
+
+        score = ModelServerTerm(term, name, concurrency).score
     else:
         from lockstep.rewards.llm_judge import JudgeTerm
 
@@ -209,7 +222,7 @@ def check_terms(
     for term, name in zip(terms, term_names(terms), strict=True):
         if isinstance(term, config.FunctionReward):
             parse_reward_function(term, base)
-        elif isinstance(term, config.HttpReward | config.JudgeReward):
+        elif config.is_remote(term):
             read_api_key(term.api_key_env, name, environment)
         elif isinstance(term, config.JsonSchemaReward):
             from lockstep.rewards.json_schema import read_schema

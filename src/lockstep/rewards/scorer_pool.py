@@ -18,7 +18,8 @@ from lockstep.cluster.protocol import Cluster
 from lockstep.cluster.user_code import LOAD_STALL_S, NoteRecovery, note_nothing, recorded_loss
 from lockstep.config.reward import RewardConfig
 from lockstep.data.samples import Completion, Group, Rollouts
-from lockstep.rewards.reward_terms import weighted_rewards
+from lockstep.rewards.model_reward import PendingScores, ServedModelTerm
+from lockstep.rewards.reward_terms import term_names, weighted_rewards
 from lockstep.rewards.reward_values import BadReward
 from lockstep.rewards.scorer import Scorer, ScorerLost
 from lockstep.rewards.scoring_messages import (
@@ -150,6 +151,7 @@ class ScorerPool:
         base: the folder that paths of functions are relative to; the current one if None.
         data: the datasets whose prompts are scored; functions that require other columns are refused.
         note: records lost processes in the run's history.
+        served: the terms that reward models in the run's ranks compute, by their index.
     """
 
     def __init__(
@@ -159,11 +161,14 @@ class ScorerPool:
         base: Path | None = None,
         data: Sequence[DataColumns] = (),
         note: NoteRecovery = note_nothing,
+        served: Mapping[int, ServedModelTerm] | None = None,
     ) -> None:
         self.cluster, self.cfg, self.base = cluster, cfg, (base or Path()).resolve()
-        self._note = note
-        self.terms: list[TermInfo] = []
-        self._scorers = [Scorer(cluster, cfg, self.base, rank, data) for rank in range(cfg.workers)]
+        self._note, self._served = note, served or {}
+        self.terms = [
+            TermInfo(name, each.kind, None, False) for name, each in zip(term_names(cfg.terms), cfg.terms, strict=True)
+        ]
+        self._scorers = [Scorer(cluster, cfg, self.base, rank, data) for rank in range(cfg.scorers)]
 
     def start(self) -> list[TermInfo]:
         """Starts the processes and loads the terms, so that unusable functions fail before the first rollout. Raises
@@ -191,25 +196,43 @@ class ScorerPool:
         if not batches:
             return with_rewards(rollouts, np.zeros(0, np.float32), {})
         self.start()
-        scores = self._run(
-            [
-                _WorkUnit(term_index * len(batches) + batch_index, term_index, batch)
-                for term_index in range(len(self.terms))
-                for batch_index, batch in enumerate(batches)
-            ]
-        )
-        sizes = [len(batch) for batch in batches]
-        breakdown: dict[str, np.ndarray] = {}
-        values: list[np.ndarray] = []
-        for index, term in enumerate(self.terms):
-            columns = term_columns(term.name, scores[index * len(batches) : (index + 1) * len(batches)], sizes)
-            breakdown |= columns
-            values.append(columns[term.name])
+        columns = self._score_terms(batches)
+        values = [columns[index][term.name] for index, term in enumerate(self.terms)]
         try:
             rewards = weighted_rewards(values, [term.weight for term in self.cfg.terms])
         except BadReward as error:
-            raise self._weighting_error(error, batches) from error
+            names = " + ".join(term.name for term in self.terms)
+            raise self._position_error(names, error, batches) from error
+        breakdown = {name: column for index in range(len(self.terms)) for name, column in columns[index].items()}
         return with_rewards(rollouts, rewards, breakdown)
+
+    def _score_terms(self, batches: list[ScoringBatch]) -> dict[int, dict[str, np.ndarray]]:
+        """Returns what `term_columns` returns for each term, by its index. Reward models compute at the same time as
+        the scorers."""
+        index = 0
+        try:
+            pending: dict[int, PendingScores] = {}
+            for index, model in self._served.items():
+                pending[index] = model.begin(batches)
+            others = [number for number in range(len(self.terms)) if number not in self._served]
+            scores = self._run(
+                [
+                    _WorkUnit(position * len(batches) + batch_index, term_index, batch)
+                    for position, term_index in enumerate(others)
+                    for batch_index, batch in enumerate(batches)
+                ]
+            )
+            sizes = [len(batch) for batch in batches]
+            columns: dict[int, dict[str, np.ndarray]] = {}
+            for position, term_index in enumerate(others):
+                of_term = scores[position * len(batches) : (position + 1) * len(batches)]
+                columns[term_index] = term_columns(self.terms[term_index].name, of_term, sizes)
+            for index, model in self._served.items():
+                found = model.finish(pending[index])
+                columns[index] = term_columns(self.terms[index].name, [found], [sum(sizes)])
+            return columns
+        except BadReward as error:
+            raise self._position_error(self.terms[index].name, error, batches) from error
 
     def close(self) -> None:
         """Stops the processes. Idempotent; a later `score` starts new ones."""
@@ -218,6 +241,8 @@ class ScorerPool:
 
     def _run(self, units: list[_WorkUnit]) -> list[TermScores]:
         """Scores all units, with one thread per process. The first error, or Ctrl-C, stops the other calls."""
+        if not units:
+            return []
         samples = sum(len(unit.batch) for unit in units)
         job = _ScoringJob(deque(units), len(units), samples, MAX_LOSSES_PER_SCORER * len(self._scorers))
         current_beacon().progress("samples scored", 0, samples)
@@ -338,13 +363,12 @@ class ScorerPool:
             return RewardError(function, problem, returned=failure.returned, traceback=failure.traceback)
         return _sample_error(function, failure.problem, batch, position, failure.returned, failure.traceback)
 
-    def _weighting_error(self, error: BadReward, batches: list[ScoringBatch]) -> RewardError:
-        """Returns the error for a sample whose terms cannot be summed; its position counts over all batches."""
+    def _position_error(self, function: str, error: BadReward, batches: list[ScoringBatch]) -> RewardError:
+        """Returns the error for a sample whose position counts over all batches."""
         position = error.position or 0
         for batch in batches:
             if position < len(batch):
-                names = " + ".join(term.name for term in self.terms)
-                return _sample_error(names, error.problem, batch, position)
+                return _sample_error(function, error.problem, batch, position, error.returned)
             position -= len(batch)
         raise AssertionError("the position is beyond the batches")
 

@@ -114,7 +114,7 @@ class ScorerService:
 
     def _concurrent_requests(self, term: config.RewardTerm) -> int:
         """How many concurrent requests this scorer may send for a term."""
-        allowed = term.concurrency if isinstance(term, config.HttpReward | config.JudgeReward) else 1
+        allowed = term.concurrency if config.is_remote(term) else 1
         return allowed // self._scorers + (self._rank < allowed % self._scorers)
 
     def _limit_memory(self) -> str | None:

@@ -18,11 +18,15 @@ from lockstep.cluster.cluster_factory import InheritedProcesses, open_cluster, t
 from lockstep.cluster.protocol import RemoteError, Worker
 from lockstep.cluster.rpc.futures import gather_results
 from lockstep.config.roles import ROLE_OF_PROCESSES, name_of_ranks
+from lockstep.config.run_config import RunConfig
+from lockstep.config.serve_role import reward_model_roles
 from lockstep.config.train_role import TrainRole
 from lockstep.ledger.errors import LedgerError
 from lockstep.ledger.ledger import Ledger
 from lockstep.report.run_summary import package_versions
 from lockstep.report.step_callbacks import StepCallbacks
+from lockstep.rewards.model_reward import ServedModelTerm
+from lockstep.rewards.reward_terms import term_names
 from lockstep.rewards.scorer_pool import ScorerPool
 from lockstep.rollout.client.multi_turn import make_client
 from lockstep.rollout.client.rollout_client import RolloutClient
@@ -40,7 +44,7 @@ from lockstep.run.rollout_buffer import PromptSampler, RolloutBuffer
 from lockstep.run.run import Run, RunRoles
 from lockstep.run.run_id import claim_run_id
 from lockstep.run.run_reporter import RunReporter, controller_logging
-from lockstep.run.served_roles import ServedGroup
+from lockstep.run.served_roles import ServedGroup, ServedScorer
 from lockstep.run.trained_roles import TrainedRoles
 from lockstep.run.trainer_group import TrainerGroup, set_up_ranks
 from lockstep.run.weight_sync import WeightPublisher, make_device_sync, make_weight_delivery
@@ -259,7 +263,8 @@ def _start_run(
                     cluster, workers, *sampled, prepared.data.turns, launcher, recovery, note=recovery.note
                 )
                 closing.callback(engines.close)
-            roles = _make_roles(prepared, ledger, reporter, launcher, recovery, trained, engines, start)
+            terms = _served_terms(config, served, interrupt)
+            roles = _make_roles(prepared, ledger, reporter, launcher, recovery, trained, engines, start, terms)
             roles.served = served
             memory = MemoryCheckpointer(trained, run_shm_dir(name) / "state") if prepared.plan.memory_copy else None
             cluster.release()
@@ -320,6 +325,19 @@ def _warn_slow_engines(engines: list[Worker]) -> None:
             log.warning("%s", reason)
 
 
+def _served_terms(
+    config: RunConfig, served: Sequence[ServedGroup], interrupt: InterruptHandler
+) -> dict[int, ServedModelTerm]:
+    """The reward terms that served models compute, by their index."""
+    groups, found = {group.role.name: group for group in served}, {}
+    for index, role in reward_model_roles(config).items():
+        assert config.reward is not None
+        scorer = ServedScorer(groups[role.name], interrupt.recovering)
+        term, name = config.reward.served_models[index], term_names(config.reward.terms)[index]
+        found[index] = ServedModelTerm(term, name, scorer, config.token_budget)
+    return found
+
+
 def _make_roles(
     prepared: PreparedRun,
     ledger: Ledger,
@@ -329,11 +347,13 @@ def _make_roles(
     trained: TrainedRoles,
     engines: RolloutClient | None,
     version: int,
+    terms: Mapping[int, ServedModelTerm],
 ) -> RunRoles:
     config, cluster, policy = prepared.config, launcher.cluster, trained.policy
     roles = RunRoles(trained, prepared.data.samples)
     if config.reward is not None:
-        roles.rewards = ScorerPool(cluster, config.reward, data=prepared.data.scored, note=recovery.note)
+        scored = prepared.data.scored
+        roles.rewards = ScorerPool(cluster, config.reward, data=scored, note=recovery.note, served=terms)
         roles.rewards.start()
     measurements: list[Measurement] = []
     if (validation := config.held_out_samples) is not None:

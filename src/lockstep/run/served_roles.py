@@ -6,17 +6,22 @@ The ranks of all other roles keep running, and the step continues.
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 
+import numpy as np
+
+from lockstep.base.text import count_noun
 from lockstep.base.wait_state import Stalled
 from lockstep.cluster.protocol import PendingResult, RemoteError, Worker, WorkerDied, WorkerLauncher
 from lockstep.cluster.rpc.futures import CallError, gather_results
 from lockstep.cluster.rpc.remote_worker import worker_and_node
 from lockstep.cluster.worker_failures import WorkerFailure, describe_failure, failed_worker, is_effect
+from lockstep.config.algorithm import ModelOutput
 from lockstep.config.serve_role import ServeRole
+from lockstep.data.forest import Forest
 from lockstep.data.micro_batch import MiniBatch
-from lockstep.data.mini_batches import TrainingBatch
+from lockstep.data.mini_batches import TrainingBatch, pack
 from lockstep.run.recovery.recovery_manager import RecoveryManager
 from lockstep.run.trainer_group import PendingFields, TrainerGroup
 from lockstep.train.served_model import ServedModelAPI
@@ -56,13 +61,23 @@ class ServedGroup:
             everything: the whole batch, as it is packed for the policy.
         """
         packing = self.info.packing
-        minibatch = (everything if packing == batch.mode else batch.everything(packing)).spread(len(self.workers))
-        outputs = list(dict.fromkeys(self.role.fields.values()))
+        minibatch = everything if packing == batch.mode else batch.everything(packing)
+        return self._begin(minibatch, self.role.fields)
+
+    def begin_scores(self, forest: Forest, token_budget: int) -> tuple[TrainingBatch, PendingFields]:
+        """Asks the ranks for the score of each sequence of a forest with one target per sequence. The rows, and so the
+        scores, do not depend on the number of ranks."""
+        batch = pack(forest, 1, token_budget, self.info.packing)
+        return batch, self._begin(batch.everything(), {"score": "scores"})
+
+    def _begin(self, minibatch: MiniBatch, fields: Mapping[str, ModelOutput]) -> PendingFields:
+        minibatch = minibatch.spread(len(self.workers))
+        outputs = list(dict.fromkeys(fields.values()))
         calls = [
             worker.submit(ServedModelAPI.evaluate, encoded, outputs)
             for worker, encoded in zip(self.workers, minibatch.encode(), strict=True)
         ]
-        return PendingFields(minibatch, self.role.fields, calls)
+        return PendingFields(minibatch, fields, calls)
 
     def failed(self, error: CallError) -> bool:
         """Whether the error is that of a call to one of the ranks."""
@@ -98,31 +113,72 @@ class ServedGroup:
         return describe_failure(error, self.role.name, name, rank, self._manager.step, starting)
 
 
-def annotate_batch(
-    batch: TrainingBatch,
-    policy: TrainerGroup,
-    served: Sequence[ServedGroup],
-    restarting: Callable[[], AbstractContextManager[None]],
-) -> None:
-    """Adds to the batch's targets what the policy's objective needs before the first update of a step. The policy and
-    the served roles compute at the same time. A served role that fails is restarted and computes again.
+class ServedScorer:
+    """Implements `lockstep.rewards.model_reward.ServedScores` with the ranks of a served role. If one fails, all are
+    replaced and compute again.
 
     Args:
         restarting: wraps a restart.
+    """
+
+    def __init__(self, group: ServedGroup, restarting: Callable[[], AbstractContextManager[None]]) -> None:
+        self._group, self._restarting = group, restarting
+
+    @property
+    def longest(self) -> int:
+        return self._group.info.context_length - 1  # the target of a score has a place after the last token
+
+    def begin(self, forest: Forest, token_budget: int) -> Callable[[], np.ndarray]:
+        batch, begun = self._group.begin_scores(forest, token_budget)
+
+        def scores() -> np.ndarray:
+            """Raises GaveUp, or RemoteError, WorkerDied, Stalled if a restart cannot help."""
+            pending = begun
+            while True:
+                try:
+                    gather_results(pending.calls, why=f"scores of {count_noun(batch.targets, 'text')}")
+                    break
+                except (RemoteError, WorkerDied, Stalled) as error:
+                    with self._restarting():
+                        self._group.restart(error)
+                    pending = self._group.begin_scores(forest, token_budget)[1]
+            pending.store(batch)
+            found = np.empty(batch.targets, np.float32)
+            found[batch.sequences] = batch.fields["score"]
+            return found
+
+        return scores
+
+
+def annotate_batches(
+    batches: Sequence[tuple[TrainerGroup, TrainingBatch]],
+    served: Sequence[ServedGroup],
+    restarting: Callable[[], AbstractContextManager[None]],
+    without: Collection[str] = (),
+) -> None:
+    """Adds to the targets of batches what the objectives of their roles need before the first update of a step. All
+    roles compute at the same time. A served role that fails is restarted and computes again.
+
+    Args:
+        batches: trained roles with their batches, the policy first, whose batch gets the fields of served roles.
+        restarting: wraps a restart.
+        without: fields that trained roles do not compute.
 
     Raises:
         GaveUp: a served role is not restarted (again).
-        RemoteError, WorkerDied, Stalled: a rank of the policy failed, or a restart cannot help a served role.
+        RemoteError, WorkerDied, Stalled: a rank of a trained role failed, or a restart cannot help a served role.
     """
-    if not policy.role.evaluated_fields and not served:
+    served = [group for group in served if group.role.fields]
+    if not served and not any(group.role.evaluated_fields.keys() - without for group, _ in batches):
         return
+    batch = batches[0][1]
     everything = batch.everything()
-    own = policy.begin_fields(everything)
+    own = [group.begin_fields(everything if each is batch else each.everything(), without) for group, each in batches]
     pending = {group: group.begin_fields(batch, everything) for group in served}
-    why = " and ".join(name for each in (own, *pending.values()) for name in each.fields)
+    why = " and ".join(name for each in (*own, *pending.values()) for name in each.fields)
     while True:
         try:
-            gather_results([call for each in (own, *pending.values()) for call in each.calls], why=why)
+            gather_results([call for each in (*own, *pending.values()) for call in each.calls], why=why)
             break
         except (RemoteError, WorkerDied, Stalled) as error:
             failed = next((group for group in pending if group.failed(error)), None)
@@ -131,6 +187,8 @@ def annotate_batch(
             with restarting():
                 failed.restart(error)
             pending[failed] = failed.begin_fields(batch, everything)
-    policy.close_calls(own.calls)
-    for each in (own, *pending.values()):
+    for (group, of_role), fields in zip(batches, own, strict=True):
+        group.close_calls(fields.calls)
+        fields.store(of_role)
+    for each in pending.values():
         each.store(batch)

@@ -1,11 +1,19 @@
 """Computes the advantages of a step from its rewards, with the formula that the config names."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
 import numpy as np
 import torch
+from torch import Tensor
 
 from lockstep.algos import advantages as formulas
+from lockstep.algos import critic
 from lockstep.algos.losses import kl_divergence
+from lockstep.config.actor_critic import GAEAdvantage
 from lockstep.config.algorithm import Advantage, KLPenalty
+from lockstep.config.recipes import PPOConfig
 from lockstep.data.mini_batches import TrainingBatch
 
 
@@ -51,6 +59,118 @@ def kl_penalties(batch: TrainingBatch, kl: KLPenalty) -> np.ndarray | None:
     policy = torch.from_numpy(batch.fields.get("old_logprob", batch.fields["engine_logprob"]))
     reference = torch.from_numpy(batch.fields["reference_logprob"])
     return (kl.coefficient * kl_divergence(policy, reference, kl.estimator)).numpy()
+
+
+@dataclass(frozen=True, slots=True)
+class ActorCriticTargets:
+    """What policy and critic learn from a step."""
+
+    advantages: np.ndarray
+    """float32 `[targets]`."""
+    returns: np.ndarray
+    """float32 `[targets]`, what the critic learns."""
+    metrics: dict[str, float]
+
+
+def actor_critic_targets(
+    rewards: np.ndarray, batch: TrainingBatch, values: np.ndarray, last: np.ndarray, kl: float, config: PPOConfig
+) -> ActorCriticTargets:
+    """Computes advantages and returns from rewards and the critic's values.
+
+    Args:
+        rewards: float `[groups, group size]`; completion k of group g is the batch's sequence `g * group size + k`.
+        batch: the policy's, as in `compute_advantages`.
+        values: float `[targets]`, of the state before each target.
+        last: float `[sequences]`, of the state after the last target of each sequence.
+        kl: the coefficient of the KL penalty in this step.
+    """
+    sequences = torch.from_numpy(batch.sequences.astype(np.int64))
+    penalties = kl_penalties(batch, config.loss.kl.model_copy(update={"coefficient": kl}))
+    shaped = _shape_rewards(torch.from_numpy(rewards.astype(np.float64).ravel()), config)
+    per_token = critic.token_rewards(shaped, sequences, None if penalties is None else torch.from_numpy(penalties))
+    known = torch.from_numpy(values.astype(np.float64))
+    after = torch.from_numpy(last.astype(np.float64))
+    advantages, returns = _estimate_advantages(per_token, known, sequences, config.advantage, after)
+    metrics = {"reward/kl_coefficient": kl} if penalties is not None else {}
+    if sequences.numel():
+        metrics |= {"critic/value_mean": known.mean().item(), "critic/return_mean": returns.mean().item()}
+        explained = critic.explained_variance(known, returns)
+        metrics |= {} if explained is None else {"critic/explained_variance": explained}
+        if penalties is not None:
+            metrics["reward/kl"] = _mean_over_sequences(torch.from_numpy(penalties).double() / kl, sequences)
+    return ActorCriticTargets(advantages.float().numpy(), returns.float().numpy(), metrics)
+
+
+def _shape_rewards(rewards: Tensor, config: PPOConfig) -> Tensor:
+    """Normalises and clips the rewards of completions as the config says."""
+    if config.normalize_reward:
+        rewards = formulas.normalize_values(rewards)
+    return rewards if config.reward_clip is None else rewards.clamp(*config.reward_clip)
+
+
+def _estimate_advantages(
+    rewards: Tensor, values: Tensor, sequences: Tensor, config: GAEAdvantage, last: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Advantages, whitened as the config says, and returns, which never are: both float64 `[targets]`."""
+    lam: float | Tensor = config.lam
+    if config.length_adaptive_alpha is not None:
+        lam = critic.length_adaptive_lambda(sequences, config.length_adaptive_alpha)
+    advantages, returns = critic.gae_of_targets(rewards, values, sequences, config.gamma, lam, last)
+    if config.lam_critic is not None:
+        _, returns = critic.gae_of_targets(rewards, values, sequences, config.gamma, config.lam_critic, last)
+    if config.whiten == "mean_std":
+        advantages = formulas.normalize_values(advantages)
+    elif config.whiten == "mean" and advantages.numel():
+        advantages = advantages - advantages.mean()
+    return advantages, returns
+
+
+def kl_coefficient(config: PPOConfig, previous: Mapping[str, Any] | None) -> float:
+    """The coefficient of the KL penalty in a step.
+
+    Args:
+        previous: what the commit of the step before recorded; None before the first step.
+    """
+    controller, kl = config.kl_controller, config.loss.kl
+    if controller is None or previous is None:
+        return kl.coefficient
+    if "reward/kl" not in previous:  # all of its completions were masked
+        return float(previous["reward/kl_coefficient"])
+    return critic.adapt_kl_coefficient(
+        previous["reward/kl_coefficient"],
+        previous["reward/kl"],
+        controller.target,
+        config.sequences_per_step,
+        controller.horizon,
+    )
+
+
+def values_of_states(states: TrainingBatch, batch: TrainingBatch) -> tuple[np.ndarray, np.ndarray]:
+    """Separates the critic's values before the targets of a batch from those after the last target of a sequence.
+
+    Args:
+        states: a batch with the field `old_value`: the same one, or that of `forest_of_states`.
+
+    Returns:
+        Values `[targets]`, and values `[sequences]` of the states after the last targets, 0 where there is none.
+    """
+    values, sequences = states.fields["old_value"], states.sequences
+    count = int(sequences.max(initial=-1)) + 1
+    order, own = np.argsort(sequences, kind="stable"), np.argsort(batch.sequences, kind="stable")
+    sizes = np.bincount(sequences, minlength=count)
+    is_longer = sizes > np.bincount(batch.sequences, minlength=count)
+    is_last = np.zeros(sequences.size, np.bool_)
+    is_last[np.cumsum(sizes)[is_longer] - 1] = True
+    found, last = np.empty(batch.targets, np.float32), np.zeros(count, np.float32)
+    found[own], last[is_longer] = values[order][~is_last], values[order][is_last]
+    return found, last
+
+
+def _mean_over_sequences(values: Tensor, sequences: Tensor) -> float:
+    """The mean over sequences of the mean over their targets; sequences without targets do not count."""
+    present, number, counts = torch.unique(sequences, return_inverse=True, return_counts=True)
+    sums = torch.zeros(present.numel(), dtype=values.dtype).index_add(0, number, values)
+    return float((sums / counts).mean())
 
 
 def _to_float_tensor(rewards: np.ndarray) -> torch.Tensor:

@@ -6,15 +6,17 @@ import numpy as np
 import torch
 
 from lockstep.algos.preference_losses import (
-    PairLogprobs,
-    PreferenceSettings,
+    MEANS_OVER_TOKENS,
     apo_zero_unpaired,
     kto,
     kto_baseline,
+    pair_logprobs,
+    pair_metrics,
     preference_loss,
 )
 from lockstep.config.algorithm import PreferenceLoss
 from lockstep.data.mini_batches import TrainingBatch
+from lockstep.train.objective import preference_settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +26,26 @@ class PreferenceUpdate:
     coefficients: np.ndarray
     """float32 `[targets]`: the derivative of the loss by the target's log-probability."""
     metrics: dict[str, float]
-    """`loss`, and TRL's metrics: `rewards/chosen`, `rewards/rejected` (beta times the log-ratio to the reference),
-    `rewards/accuracies`, `rewards/margins`, `logps/chosen`, `logps/rejected`; with WPO `pair_weight`, their mean."""
+    """`loss`, and TRL's metrics, see `pair_metrics`; with several losses `loss/NAME` of each; with WPO `pair_weight`,
+    the mean weight."""
+
+
+def prepare_pairs(batch: TrainingBatch, config: PreferenceLoss) -> None:
+    """Adds to the targets of pairs what their losses need to know of the whole step, apart from log-probabilities:
+    `pair_weight`, `token_share` with LD-DPO, and the numbers of tokens by which likelihoods are divided.
+
+    Args:
+        batch: of `forest_from_pairs`.
+    """
+    counts = np.bincount(batch.sequences[_of_completions(batch)])
+    pairs, in_prompts = len(counts) // 2, batch.targets - counts.sum()
+    constants = {"pair_weight": 1 / pairs}
+    if not config.terms.keys().isdisjoint(MEANS_OVER_TOKENS):
+        constants |= {"mean_chosen_tokens": counts[0::2].mean(), "mean_prompt_tokens": in_prompts / pairs}
+    for name, value in constants.items():
+        batch.set_per_target(name, np.full(batch.targets, value))
+    if config.ld_alpha is not None:
+        batch.set_per_target("token_share", _token_shares(batch.sequences, counts, config.ld_alpha))
 
 
 def preference_update(batch: TrainingBatch, config: PreferenceLoss) -> PreferenceUpdate:
@@ -33,44 +53,25 @@ def preference_update(batch: TrainingBatch, config: PreferenceLoss) -> Preferenc
     `reference_logprob`. The result depends neither on the ranks nor on how the batch is split.
 
     Args:
-        batch: of `forest_from_pairs`.
+        batch: of `forest_from_pairs`, after `prepare_pairs`.
     """
-    in_prompt = batch.fields["in_prompt"] > 0 if config.learns_prompts else np.zeros(batch.targets, np.bool_)
-    counts = np.bincount(batch.sequences[~in_prompt])
-    shares = _token_shares(batch.sequences, in_prompt, counts, config.ld_alpha)
-
-    def sums(name: str, part: np.ndarray) -> torch.Tensor:
-        """Sums over each sequence, float64 `[sequences]`."""
-        values = batch.fields[name].astype(np.float64) * shares
-        return torch.from_numpy(np.bincount(batch.sequences[part], values[part], len(counts)).astype(np.float64))
-
-    policy = sums("policy_logprob", ~in_prompt).requires_grad_()
-    prompts = sums("policy_logprob", in_prompt)[0::2].requires_grad_()
-    reference = sums("reference_logprob", ~in_prompt) if config.needs_reference else None
-    tokens = torch.from_numpy(counts).double()
-    pairs = PairLogprobs(
-        chosen=policy[0::2],
-        rejected=policy[1::2],
-        chosen_tokens=tokens[0::2],
-        rejected_tokens=tokens[1::2],
-        reference_chosen=None if reference is None else reference[0::2],
-        reference_rejected=None if reference is None else reference[1::2],
-        chosen_prompt=prompts if config.learns_prompts else None,
-        prompt_tokens=torch.from_numpy(np.bincount(batch.sequences[in_prompt], minlength=len(counts))[0::2]),
-    )
-    settings, metrics = preference_settings(config), _metrics(pairs, config)
-    weights = _pair_weights(batch, ~in_prompt, counts) if config.use_weighting else None
-    if weights is not None:
+    fields = {name: torch.from_numpy(values).double() for name, values in batch.fields.items()}
+    logprobs, sequences = fields["policy_logprob"].requires_grad_(), torch.from_numpy(batch.sequences).long()
+    pairs, settings = pair_logprobs(logprobs, sequences, fields), preference_settings(config)
+    metrics = {name: values.mean().item() for name, values in pair_metrics(pairs, config.beta).items()}
+    weights = None
+    if config.use_weighting:
+        weights = _pair_weights(batch)
         metrics["pair_weight"] = weights.mean().item()
+        weights = weights / len(weights)
     loss = preference_loss(pairs, config.terms, settings, weights)
-    of_policy, of_prompts = torch.autograd.grad(loss, (policy, prompts), materialize_grads=True)
-    by_sequence = np.where(in_prompt, of_prompts.numpy()[batch.sequences // 2], of_policy.numpy()[batch.sequences])
+    (coefficients,) = torch.autograd.grad(loss, logprobs)
     metrics["loss"] = loss.item()
     if len(config.terms) > 1:
         with torch.no_grad():
             each = {name: preference_loss(pairs, {name: 1.0}, settings, weights).item() for name in config.terms}
             metrics |= {f"loss/{name}": value for name, value in each.items()}
-    return PreferenceUpdate((by_sequence * shares).astype(np.float32), metrics)
+    return PreferenceUpdate(coefficients.numpy().astype(np.float32), metrics)
 
 
 def labelled_update(batch: TrainingBatch, desirable: np.ndarray, config: PreferenceLoss) -> PreferenceUpdate:
@@ -112,59 +113,31 @@ def labelled_update(batch: TrainingBatch, desirable: np.ndarray, config: Prefere
     return PreferenceUpdate(coefficients, {"loss": loss.item(), **metrics})
 
 
-def preference_settings(config: PreferenceLoss) -> PreferenceSettings:
-    """The constants of the losses."""
-    return PreferenceSettings(
-        beta=config.beta,
-        label_smoothing=config.label_smoothing,
-        divergence=config.f_divergence_type,
-        divergence_alpha=config.f_alpha_divergence_coef,
-        discopop_tau=config.discopop_tau,
-        simpo_gamma=config.simpo_gamma,
-        alphapo_alpha=config.alphapo_alpha,
-    )
+def _of_completions(batch: TrainingBatch) -> np.ndarray:
+    """Whether each target is of a completion, and not of a prompt: bool `[targets]`."""
+    return np.asarray(batch.fields.get("in_prompt", np.zeros(batch.targets)) == 0)
 
 
-def _pair_weights(batch: TrainingBatch, part: np.ndarray, counts: np.ndarray) -> torch.Tensor:
+def _pair_weights(batch: TrainingBatch) -> torch.Tensor:
     """The weight of each pair in WPO (Zhou et al. 2024, equation 2), float64 `[pairs]`: the product of exp(mean over
-    tokens of log p - log sum_v p_v^2) over both completions, which is about 1 if the policy would sample them.
-
-    Args:
-        part: bool `[targets]`, those of completions.
-        counts: int `[sequences]`, the number of tokens of each completion.
-    """
+    tokens of log p - log sum_v p_v^2) over both completions, which is about 1 if the policy would sample them."""
+    part = _of_completions(batch)
     values = batch.fields["policy_logprob"].astype(np.float64) + batch.fields["renyi_entropy"]
-    means = np.bincount(batch.sequences[part], values[part], len(counts)) / counts
+    means = np.bincount(batch.sequences[part], values[part]) / np.bincount(batch.sequences[part])
     return torch.from_numpy(np.exp(means[0::2] + means[1::2]))
 
 
-def _token_shares(
-    sequences: np.ndarray, in_prompt: np.ndarray, counts: np.ndarray, ld_alpha: float | None
-) -> np.ndarray:
+def _token_shares(sequences: np.ndarray, counts: np.ndarray, ld_alpha: float) -> np.ndarray:
     """The factor of each target's log-probability in its completion's sum, float64 `[targets]`: with LD-DPO (Liu et al.
-    2024) `ld_alpha` beyond the length of the shorter completion of the pair, else 1."""
-    shares = np.ones(len(sequences), np.float64)
-    if ld_alpha is None:
-        return shares
+    2024) `ld_alpha` beyond the length of the shorter completion of the pair, else 1.
+
+    Args:
+        counts: int `[sequences]`, the number of tokens of each completion.
+    """
     shorter = np.minimum(counts[0::2], counts[1::2])
     order = np.argsort(sequences, kind="stable")
-    order = order[~in_prompt[order]]
     first = np.concatenate([[0], np.cumsum(counts)[:-1]])
     position = np.arange(len(order)) - first[sequences[order]]
+    shares = np.ones(len(sequences))
     shares[order] = np.where(position < shorter[sequences[order] // 2], 1.0, ld_alpha)
     return shares
-
-
-@torch.no_grad()
-def _metrics(pairs: PairLogprobs, config: PreferenceLoss) -> dict[str, float]:
-    has_reference = pairs.reference_chosen is not None
-    chosen = config.beta * (pairs.chosen_ratio if has_reference else pairs.chosen)
-    rejected = config.beta * (pairs.rejected_ratio if has_reference else pairs.rejected)
-    return {
-        "rewards/chosen": chosen.mean().item(),
-        "rewards/rejected": rejected.mean().item(),
-        "rewards/accuracies": (chosen > rejected).double().mean().item(),
-        "rewards/margins": (chosen - rejected).mean().item(),
-        "logps/chosen": pairs.chosen.mean().item(),
-        "logps/rejected": pairs.rejected.mean().item(),
-    }

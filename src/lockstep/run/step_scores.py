@@ -2,17 +2,15 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 import numpy as np
 import torch
 
-from lockstep.config.algorithm import BradleyTerry
+from lockstep.config.algorithm import BradleyTerry, TrainerOutput
 from lockstep.data.mini_batches import TrainingBatch
-from lockstep.data.pair_sources import PairSource
-from lockstep.data.sample_sources import SampleSource
 from lockstep.ledger.ledger import Ledger
-from lockstep.run.trainer_group import TrainerGroup
+from lockstep.train.errors import NonFinite
 from lockstep.train.objective import bradley_terry_loss
 
 
@@ -27,12 +25,41 @@ class ScoreUpdate:
     difference), `chosen_reward`, `rejected_reward`, `mean_reward`, `std_reward`."""
 
 
-def score_pairs(trainer: TrainerGroup, batch: TrainingBatch) -> np.ndarray:
+class TargetEvaluator(Protocol):
+    """A model that is evaluated, on any number of ranks."""
+
+    def evaluate_targets(self, batch: TrainingBatch, output: TrainerOutput) -> np.ndarray:
+        """Returns an output for all targets of a batch, float32 `[targets]`, in the batch's order."""
+
+
+def score_pairs(model: TargetEvaluator, batch: TrainingBatch) -> np.ndarray:
     """Returns the scores of the completions of a batch of `forest_of_scored_pairs`, float64 `[completions]`: those of
     pair i at 2i (the better one) and 2i + 1."""
     scores = np.empty(batch.targets)
-    scores[batch.sequences] = trainer.evaluate_targets(batch, "scores")
+    scores[batch.sequences] = model.evaluate_targets(batch, "scores")
     return scores
+
+
+def check_scores(batch: TrainingBatch, scores: np.ndarray, step: int) -> None:
+    """Checks the scores from which a step's loss is computed, as the ranks check the loss that they compute themselves.
+
+    Args:
+        scores: as `score_pairs` returns them.
+        step: the step, from 0.
+
+    Raises:
+        NonFinite: a score is infinite or NaN. Names each affected rank and its first affected micro-batch.
+    """
+    finite = np.isfinite(scores)
+    if finite.all():
+        return
+    rows = batch.everything()
+    bad = np.flatnonzero((rows.columns.index >= 0) & ~finite[rows.columns.sequences])
+    places: dict[int, int | None] = {}
+    for row in (np.searchsorted(rows.target_bounds, bad, "right") - 1).tolist():
+        rank, microbatch = divmod(row, rows.microbatches)
+        places.setdefault(rank, microbatch)
+    raise NonFinite(step + 1, "loss", list(places.items()))
 
 
 def score_update(scores: np.ndarray, margins: np.ndarray, config: BradleyTerry) -> ScoreUpdate:
@@ -71,12 +98,6 @@ def score_metrics(stats: Mapping[str, float], update: ScoreUpdate | None) -> dic
     if square is not None:
         found["std_reward"] = max(square - found["mean_reward"] ** 2, 0.0) ** 0.5
     return found
-
-
-def longest_pair(samples: SampleSource[Any]) -> int:
-    """Returns the number of tokens of the longest pair of the data, prompt and both completions, with the place of each
-    score."""
-    return max(part.longest_pair for part in samples.parts if isinstance(part, PairSource)) + 2
 
 
 def score_statistics(ledger: Ledger, steps: int) -> dict[str, float]:

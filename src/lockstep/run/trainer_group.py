@@ -1,6 +1,6 @@
 """The ranks of a trained role as one object: every method calls all ranks and returns one result."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -112,14 +112,15 @@ class TrainerGroup:
             gather_identical([worker.submit(TrainerAPI.onload) for worker in self.workers], why="onload")
             self._offloaded = False
 
-    def begin_fields(self, minibatch: MiniBatch) -> PendingFields:
+    def begin_fields(self, minibatch: MiniBatch, without: Collection[str] = ()) -> PendingFields:
         """Asks the ranks for the fields of targets that they compute before the first update of a step, such as old
         log-probabilities.
 
         Args:
             minibatch: the whole step.
+            without: fields that are not needed.
         """
-        fields = self.role.evaluated_fields
+        fields = {name: output for name, output in self.role.evaluated_fields.items() if name not in without}
         calls = self.submit_evaluation(minibatch, list(dict.fromkeys(fields.values()))) if fields else []
         return PendingFields(minibatch, fields, calls)
 

@@ -4,7 +4,7 @@ An objective names the fields and model outputs that it needs, computes the loss
 `lockstep.algos`, and says how each of its metrics is reduced. It never communicates: denominators and statistics of the
 batch arrive as fields, and the shape of the metric vector does not depend on the data.
 
-To add one: a config class in `lockstep.config.algorithm` (an `ObjectiveConfig`, added to `AnyObjective`), and a class
+To add one: a config class in `lockstep.config` (an `ObjectiveConfig`, added to `AnyObjective`), and a class
 here, added to `_OBJECTIVES`. `CrossEntropyObjective` is the shortest example.
 """
 
@@ -17,8 +17,17 @@ import torch
 from torch import Tensor
 
 from lockstep.algos import importance_sampling, losses
+from lockstep.algos.critic import value_loss
 from lockstep.algos.importance_sampling import ImportanceWeights, logprob_gap
 from lockstep.algos.losses import PolicyTerms, cross_entropy, entropy_loss, kl_divergence, sum_weighted_losses
+from lockstep.algos.preference_losses import (
+    PAIR_METRICS,
+    PreferenceSettings,
+    pair_logprobs,
+    pair_metrics,
+    preference_loss,
+)
+from lockstep.config.actor_critic import ValueLoss
 from lockstep.config.algorithm import (
     CISPO,
     GSPO,
@@ -105,29 +114,58 @@ class CrossEntropyObjective:
 
 
 class PreferenceObjective:
-    """A loss of pairs of completions, as the linear function of the log-probabilities that has its gradient.
+    """Losses of pairs of completions, from the log-probabilities of their tokens.
 
-    The losses compare the completions of a pair, and some all completions of a step, which may be in other
-    micro-batches and on other ranks. So the controller computes them from log-probabilities that were evaluated before
-    the update, and each target gets the loss's derivative by its log-probability as `coefficient`. With the same
-    weights and without dropout, the sum over all targets has the gradient of the loss.
+    Sequence 2i is the better completion of pair i and 2i + 1 the worse one. With the field `coefficient` the loss is
+    the linear function of the log-probabilities that has its gradient, for pairs whose completions are in different
+    rows, and for losses that compare the completions of different pairs. The controller then computes it from
+    log-probabilities that were evaluated before the update; with the same weights and without dropout, both are equal.
     """
 
-    fields: tuple[str, ...] = ("weight", "coefficient")
     outputs: tuple[ModelOutput, ...] = ("logprobs",)
-    needs_sequences = False
-    metrics = COMMON_METRICS
+    needs_sequences = True
 
     def __init__(self, config: PreferenceLoss) -> None:
-        self.name = config.kind
+        self.config, self.name = config, config.kind
+        self.fields: tuple[str, ...] = ("weight", "coefficient" if config.evaluates_policy else "pair_weight")
+        self.settings = preference_settings(config)
+        self.parts = tuple(config.terms) if len(config.terms) > 1 else ()
+        """The losses that are reported one by one."""
+        names = (*PAIR_METRICS, *(f"loss/{name}" for name in self.parts)) if not config.evaluates_policy else ()
+        self.metrics: Mapping[str, Reduction] = {**COMMON_METRICS, **dict.fromkeys(names, "sum")}
 
     def compute(
         self, fields: Mapping[str, Tensor], outputs: Mapping[ModelOutput, Tensor], sequences: Tensor | None = None
     ) -> LossOutput:
-        """See `Objective`. The metric `loss` is the linear function's value, which the recipe replaces."""
+        """See `Objective`. With coefficients, the metrics of pairs are those that the recipe adds."""
+        if sequences is None:
+            raise ValueError(f"the configured loss {self.name} needs the sequences of the targets, got None")
         logprobs = outputs["logprobs"]
-        total = sum_weighted_losses(logprobs, fields["coefficient"])
-        return LossOutput(total, _common_metrics(logprobs, fields["weight"]) | {"loss": total.detach()})
+        metrics = _common_metrics(logprobs, fields["weight"])
+        if "coefficient" in fields:
+            total = sum_weighted_losses(logprobs, fields["coefficient"])
+            return LossOutput(total, metrics | {"loss": total.detach()})
+        pairs = pair_logprobs(logprobs.double(), sequences, fields)
+        weights = fields["pair_weight"][:1].double().expand(len(pairs.chosen))  # the same for all of a step
+        total = preference_loss(pairs, self.config.terms, self.settings, weights)
+        with torch.no_grad():
+            for name in self.parts:
+                metrics[f"loss/{name}"] = preference_loss(pairs, {name: 1.0}, self.settings, weights)
+        metrics |= {name: (values * weights).sum() for name, values in pair_metrics(pairs, self.config.beta).items()}
+        return LossOutput(total, metrics | {"loss": total.detach()})
+
+
+def preference_settings(config: PreferenceLoss) -> PreferenceSettings:
+    """The constants of the losses."""
+    return PreferenceSettings(
+        beta=config.beta,
+        label_smoothing=config.label_smoothing,
+        divergence=config.f_divergence_type,
+        divergence_alpha=config.f_alpha_divergence_coef,
+        discopop_tau=config.discopop_tau,
+        simpo_gamma=config.simpo_gamma,
+        alphapo_alpha=config.alphapo_alpha,
+    )
 
 
 class BradleyTerryObjective:
@@ -191,6 +229,30 @@ def bradley_terry_loss(gaps: Tensor, sums: Tensor, margins: Tensor, config: Brad
     """
     values = losses.bradley_terry(gaps, margins, config.label_smoothing)
     return values + config.center_rewards_coefficient * sums.square() if config.center_rewards_coefficient else values
+
+
+class ValueObjective:
+    """The squared error of a critic's values of the states before the targets."""
+
+    fields: tuple[str, ...] = ("weight", "return", "old_value")
+    outputs: tuple[ModelOutput, ...] = ("scores",)
+    needs_sequences = False
+    metrics: Mapping[str, Reduction] = {
+        "loss": "sum", "tokens": "sum", "value": "mean", "clip_fraction": "mean",
+    }  # fmt: skip
+
+    def __init__(self, config: ValueLoss) -> None:
+        self.config, self.name = config, config.kind
+
+    def compute(
+        self, fields: Mapping[str, Tensor], outputs: Mapping[ModelOutput, Tensor], sequences: Tensor | None = None
+    ) -> LossOutput:
+        """See `Objective`."""
+        weights, values = fields["weight"], outputs["scores"]
+        per_target, clipped = value_loss(values, fields["return"], fields["old_value"], self.config.clip)
+        total, live = sum_weighted_losses(per_target, weights), weights != 0
+        sums = {"value": _masked_sum(values, live), "clip_fraction": _masked_sum(clipped, live)}
+        return LossOutput(total, {"loss": total.detach(), "tokens": live.sum(), **sums})
 
 
 class PolicyObjective:
@@ -279,6 +341,7 @@ _OBJECTIVES: tuple[tuple[type[ObjectiveConfig], Callable[[Any], Objective]], ...
     (CrossEntropy, CrossEntropyObjective),
     (PreferenceLoss, PreferenceObjective),
     (BradleyTerry, BradleyTerryObjective),
+    (ValueLoss, ValueObjective),
     (PolicyLoss, PolicyObjective),
 )
 """The objective of each config class."""
@@ -305,68 +368,6 @@ def check_fields(microbatches: Sequence[MicroBatch[np.ndarray]], objective: Obje
             )
         if objective.needs_sequences and microbatch.sequences is None:
             raise ValueError(f"micro-batch {number} has no sequences of its targets; create it with pack()")
-
-
-class MetricAccumulator:
-    """Sums the metrics of one rank's micro-batches on the device, without a copy to the host per micro-batch.
-
-    Args:
-        metrics: `Objective.metrics`.
-    """
-
-    def __init__(self, metrics: Mapping[str, Reduction], device: torch.device) -> None:
-        self._names = list(metrics)
-        self._values = torch.zeros(len(metrics), dtype=torch.float64, device=device)
-        self._is_max = torch.tensor([reduction == "max" for reduction in metrics.values()], device=device)
-        self._first_bad = torch.zeros((), dtype=torch.float64, device=device)
-        """Number of the first micro-batch whose loss is not finite, counted from 1; 0 for none."""
-        self._count = 0
-
-    @torch.no_grad()
-    def add(self, outcome: LossOutput) -> None:
-        """Adds the metrics of a micro-batch."""
-        self._count += 1
-        zero = torch.zeros((), dtype=torch.float64, device=self._values.device)
-        values = torch.stack([outcome.metrics.get(name, zero).detach().double() for name in self._names])
-        self._values = torch.where(self._is_max, torch.maximum(self._values, values), self._values + values)
-        bad = ~torch.isfinite(outcome.loss.detach())
-        self._first_bad = torch.where(bad & (self._first_bad == 0), float(self._count), self._first_bad)
-
-    def vector(self, square_norm: Tensor) -> Tensor:
-        """Returns the float64 `[metric_vector_size(metrics)]` that the ranks exchange once per step."""
-        head = torch.stack([square_norm.to(self._values.device, torch.float64), self._first_bad])
-        return torch.cat([head, self._values])
-
-
-def metric_vector_size(metrics: Mapping[str, Reduction]) -> int:
-    """Returns the number of float64 that the ranks exchange once per step: two about gradients and losses that are not
-    finite, and the metrics."""
-    return 2 + len(metrics)
-
-
-class ReducedMetrics:
-    """The metrics of a step, reduced from the vectors of all ranks. All ranks get the same result.
-
-    Args:
-        vectors: float64 `[ranks, metric_vector_size(metrics)]`.
-    """
-
-    def __init__(self, metrics: Mapping[str, Reduction], vectors: Tensor) -> None:
-        norms, first_bad, values = vectors[:, 0], vectors[:, 1], vectors[:, 2:]
-        self.square_norm = float(norms.sum())
-        self.bad_microbatches = [(rank, int(bad) - 1) for rank, bad in enumerate(first_bad.tolist()) if bad > 0]
-        """(rank, micro-batch) of each rank's first loss that is not finite."""
-        self.bad_gradients = [rank for rank, norm in enumerate(norms.tolist()) if not norm < float("inf")]
-        """Ranks with gradients that are not finite."""
-        totals = dict(zip(metrics, values.sum(0).tolist(), strict=True))
-        largest = dict(zip(metrics, values.amax(0).tolist(), strict=True))
-        by_reduction = {"sum": totals}
-        if tokens := totals["tokens"]:
-            by_reduction |= {"mean": {name: total / tokens for name, total in totals.items()}, "max": largest}
-        self.values: dict[str, float] = {
-            name: by_reduction[how][name] for name, how in metrics.items() if how in by_reduction
-        }
-        """The reduced metrics, by name. Without a target there are only sums: there is nothing to measure."""
 
 
 def _policy_metrics(config: PolicyLoss) -> dict[str, Reduction]:

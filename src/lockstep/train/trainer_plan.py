@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Protocol
 
+from lockstep.config.algorithm import TrainerOutput
 from lockstep.config.train_role import TrainRole
 from lockstep.models.model_facts import ModelFacts
 
@@ -24,8 +25,14 @@ class PlannedCollective:
 class TrainerPlanner(Protocol):
     """Says before anything starts what the ranks of a trained role need. Every kind of trainer has one."""
 
+    outputs: frozenset[TrainerOutput]
+    """What the trainer computes: all that `Trainer.evaluate` can be asked for, and that objectives can learn from."""
+    moves_reference: bool
+    """Whether the trainer's reference can follow the policy, see `ObjectiveConfig.reference_mixing`."""
+
     def check(self, role: TrainRole) -> None:
-        """Checks that this kind of trainer implements every setting of the role. Raises TrainerUnsupported."""
+        """Checks that this kind of trainer implements every setting of the role, beyond what the attributes say. Raises
+        TrainerUnsupported."""
 
     def memory(self, role: TrainRole, model: ModelFacts, token_budget: int) -> dict[str, int]:
         """Estimates the bytes that one rank needs on its device, by part, without the libraries. The parts that

@@ -144,7 +144,7 @@ def test_several_losses_are_summed_with_their_weights() -> None:
 
 def test_pairs_can_be_weighted_but_for_what_is_sorted() -> None:
     pairs, weights = some_pairs(), tensor(0.5, 1.0, 0.0, 0.25)
-    expected = (PAIR_LOSSES["sigmoid"](pairs, SETTINGS) * weights).mean()
+    expected = (PAIR_LOSSES["sigmoid"](pairs, SETTINGS) * weights).sum()
     assert preference_loss(pairs, {"sigmoid": 1.0}, SETTINGS, weights).item() == pytest.approx(expected.item())
     for name in SORTED:
         with pytest.raises(ValueError, match=f"{name} sorts the pairs"):

@@ -7,9 +7,9 @@ import pytest
 from lockstep.config.errors import ConfigError
 from lockstep.config.loader import apply_overrides, check_config, dotted_keys, find_keys
 from lockstep.config.other_frameworks import ABSENT_KEYS, QUALIFIED_KEYS, RENAMED_KEYS
-from lockstep.config.recipes import GRPOConfig, SFTConfig
+from lockstep.config.recipes import RECIPES
 
-KNOWN = {*dotted_keys(GRPOConfig), *dotted_keys(SFTConfig)}
+KNOWN = {key for recipe in RECIPES.values() for key in dotted_keys(recipe)}
 VALUES = {
     "recipe": "grpo",
     "name": "x",
@@ -67,7 +67,7 @@ def test_a_section_of_another_framework_is_reported_key_by_key() -> None:
     ("name", "keys"),
     [
         ("steps", ["steps"]),
-        ("lr", ["trainer.optimizer.lr"]),
+        ("lr", ["trainer.optimizer.lr", "critic.trainer.optimizer.lr"]),
         ("learning_rate", ["trainer.optimizer.lr"]),
         ("trainer.optimizer.lr", ["trainer.optimizer.lr"]),
         ("advantage_estimator", ["advantage.kind"]),

@@ -45,7 +45,67 @@ def test_grpo_trains_on_completions() -> None:
     assert config.policy.optimizer_steps == 40
 
 
-@pytest.mark.parametrize("make", [sft, grpo])
+def ppo(**changes: Any) -> RunConfig:
+    return check_config({**COMMON, "recipe": "ppo", "reward": REWARD, **changes}, "test")
+
+
+def test_ppo_trains_a_policy_and_a_critic() -> None:
+    config = ppo(critic={"warmup_steps": 4}, epochs=2, minibatch_size=8)
+    policy, critic = config.train_roles
+    assert (policy.name, critic.name, critic.section) == ("policy", "critic", "critic")
+    assert (policy.model.head, critic.model.head, critic.model.path) == ("vocabulary", "score", "m")
+    assert (policy.trainer.optimizer.lr, critic.trainer.optimizer.lr) == (1e-6, 9e-6)
+    assert (policy.optimizer_steps, critic.optimizer_steps) == (6 * 8, 10 * 8), "warm-up updates the critic only"
+    kl = policy.objective.kl  # type: ignore[union-attr]
+    assert (kl.coefficient, kl.estimator, kl.where) == (0.01, "k1", "reward")
+    changed = ppo(loss={"kl": {"coefficient": 0.5}, "clip_high": 0.3}).objective
+    assert isinstance(changed, PPOClip) and changed.kl == KLPenalty(coefficient=0.5, estimator="k1", where="reward")
+    assert critic.evaluated_fields == {"old_value": "scores"} and not critic.holds_reference and policy.holds_reference
+    assert [each.folder for each in ppo(critic={"export": True}).exports] == ["export", "critic/export"]
+    again = check_config(json.loads(json.dumps(config.model_dump(mode="json"))), "stored")
+    assert again == config
+
+
+def test_a_critic_has_the_policys_adapter_settings_or_a_model_of_its_own() -> None:
+    adapter = {"kind": "lora", "r": 4, "path": "adapter"}
+    critic = ppo(model={"path": "m", "adapter": adapter}).train_roles[1]
+    assert critic.model.adapter is not None and (critic.model.adapter.r, critic.model.adapter.path) == (4, None)
+    other = ppo(critic={"model": {"path": "reward-model"}, "trainer": {"ranks": 2}}).train_roles[1]
+    assert (other.model.path, other.model.tokenizer, other.model.head) == ("reward-model", "m", "score")
+    assert (other.trainer.ranks, other.trainer.optimizer.lr) == (2, 9e-6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"kl_controller": {"target": 0.1}, "loss": {"kl": {"where": "loss"}}}, "set loss.kl.where=reward"),
+        ({"kl_controller": {"target": 0.1}, "loss": {"kl": {"coefficient": 0}}}, "loss.kl.coefficient above 0"),
+        ({"bootstrap_truncated": True, "loss": {"mask_truncated": True}}, "but loss.mask_truncated treats it"),
+        (
+            {
+                "bootstrap_truncated": True,
+                "reward": {"terms": [{"kind": "exact_match"}, {"kind": "length", "soft": 4, "hard": 8}]},
+            },
+            "but the term of kind length in reward.terms treats it",
+        ),
+        ({"critic": {"warmup_steps": 10}}, "leaves no step of 10"),
+        ({"critic": {"model": {"path": "x", "head": "vocabulary"}}}, "does not suit a critic"),
+        ({"reward_clip": [1, 0]}, "the lowest reward 1 must be less than the highest 0"),
+        ({"advantage": {"lam": 0.9, "length_adaptive_alpha": 0.05}}, "leave one of the two out"),
+        ({"advantage": {"kind": "grpo"}}, "advantage.kind"),
+        (
+            {"critic": {"trainer": {"offload": {"optimizer": True}}}, "rollout": {"max_staleness": 1}},
+            "critic.trainer.offload frees the GPU",
+        ),
+    ],
+)
+def test_ppo_refuses_what_contradicts_itself(changes: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ppo(**changes)
+    assert problem in str(caught.value)
+
+
+@pytest.mark.parametrize("make", [sft, grpo, ppo])
 def test_a_role_travels_as_json(make: Any) -> None:
     role = make().policy
     assert (role.name, role.seed, role.model.path) == ("policy", 4, "m")
@@ -53,7 +113,11 @@ def test_a_role_travels_as_json(make: Any) -> None:
 
 
 def test_a_trial_run_is_valid_and_smaller() -> None:
-    for config in (sft(batch_size=64), grpo(prompts_per_step=64, minibatch_size=64)):
+    for config in (
+        sft(batch_size=64),
+        grpo(prompts_per_step=64, minibatch_size=64),
+        ppo(prompts_per_step=64, critic={"warmup_steps": 5}),
+    ):
         values = config.model_dump(mode="json")
         for name, value in config.trial_overrides.items():
             *sections, key = name.split(".")
@@ -76,7 +140,7 @@ def test_what_losses_need_of_the_trainer() -> None:
 
 def test_an_unknown_recipe_is_refused_with_the_known_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(RECIPES, "best_of_n", RECIPES["sft"])
-    with pytest.raises(ConfigError, match=r"'best_of' is unknown.*sft, grpo, preference, reward, best_of_n"):
+    with pytest.raises(ConfigError, match=r"'best_of' is unknown.*sft, grpo, ppo, preference, reward, best_of_n"):
         check_config({**COMMON, "recipe": "best_of"}, "test")
 
 

@@ -20,7 +20,9 @@ PROGRAMS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("framework", "program", "options"), PROGRAMS, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(
+    ("framework", "program", "options"), PROGRAMS, ids=lambda value: "" if isinstance(value, frozenset) else value
+)
 def test_every_option_of_every_known_version_has_a_row(framework: str, program: str, options: frozenset[str]) -> None:
     assert len(options) > 100
     table = mapping_table(framework)

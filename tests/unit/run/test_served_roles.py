@@ -22,7 +22,7 @@ from lockstep.data.samples import Document
 from lockstep.ledger.ledger import Ledger
 from lockstep.run.errors import GaveUp
 from lockstep.run.recovery.recovery_manager import RecoveryManager
-from lockstep.run.served_roles import ServedGroup, annotate_batch
+from lockstep.run.served_roles import ServedGroup, annotate_batches
 from lockstep.run.trainer_group import TrainerGroup
 
 Answer = Callable[[str, Any], Any]
@@ -88,7 +88,7 @@ class Site:
         self.killed += [worker.name for worker in workers]
 
     def annotate(self, batch: TrainingBatch) -> None:
-        annotate_batch(batch, self.policy, [self.reference], nullcontext)
+        annotate_batches([(self.policy, batch)], [self.reference], nullcontext)
 
     def events(self, action: str) -> list[tuple[str, str]]:
         self.manager.flush()
@@ -132,7 +132,7 @@ def test_a_model_that_needs_another_packing_gets_it(ledger: Ledger) -> None:
 def test_without_fields_nothing_is_packed_or_called(ledger: Ledger) -> None:
     site = Site(ledger)
     site.policy.role.evaluated_fields.clear()
-    annotate_batch(SimpleNamespace(), site.policy, [], nullcontext)  # type: ignore[arg-type]
+    annotate_batches([(site.policy, SimpleNamespace())], [], nullcontext)  # type: ignore[arg-type]
     assert site.ranks[0].calls == []
 
 

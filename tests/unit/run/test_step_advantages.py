@@ -1,5 +1,7 @@
 """From rewards to the advantages of targets, with the KL penalty."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -12,10 +14,17 @@ from lockstep.config.algorithm import (
     ReinforcePlusPlusBaselineAdvantage,
     RLOOAdvantage,
 )
-from lockstep.data.forest_builder import forest_from_rollouts
+from lockstep.config.loader import check_config
+from lockstep.config.recipes import PPOConfig
+from lockstep.data.forest_builder import forest_from_rollouts, forest_of_states
 from lockstep.data.mini_batches import TrainingBatch, pack
 from lockstep.data.samples import Completion, Group, Prompt, Rollouts
-from lockstep.run.step_advantages import compute_advantages
+from lockstep.run.step_advantages import (
+    actor_critic_targets,
+    compute_advantages,
+    kl_coefficient,
+    values_of_states,
+)
 
 REWARDS = np.array([[1.0, 0.0], [2.0, 2.0]], np.float32)
 LENGTHS = [[2, 1], [1, 3]]
@@ -68,3 +77,115 @@ def test_reinforce_plus_plus_subtracts_the_penalty_per_token(baseline: bool) -> 
     rewards = [0.5, 0.5, -0.5, 0, 0, 0, 0] if baseline else [1, 1, 0, 2, 2, 2, 2]
     returns = torch.tensor(rewards) - 2 * torch.tensor([0.3, 0.2, 0.0, 0.0, 0.5, 0.1, 0.1])
     np.testing.assert_allclose(found, ((returns - returns.mean()) / returns.std()).numpy(), rtol=1e-5, atol=1e-6)
+
+
+def ppo(**changes: Any) -> PPOConfig:
+    base = {
+        "recipe": "ppo", "name": "x", "steps": 9, "model": {"path": "m"}, "data": {"path": "d"},
+        "reward": {"terms": [{"kind": "exact_match"}]}, "prompts_per_step": 2, "group_size": 2,
+    }  # fmt: skip
+    config = check_config({**base, **changes}, "test")
+    assert isinstance(config, PPOConfig)
+    return config
+
+
+def conversations(*masks: str, finish: str = "stop") -> Rollouts:
+    """A group of conversations that begin alike. In a mask, `o` is a token of the policy and `-` an observation."""
+    completions = []
+    for number, mask in enumerate(masks):
+        own = np.array([each == "o" for each in mask])
+        tokens = np.arange(len(mask), dtype=np.int32)
+        tokens[-1] = 50 + number
+        logprobs = np.where(own, -1.0, 0.0).astype(np.float32)
+        completions.append(Completion("r", tokens, logprobs, np.zeros(len(mask), np.int32), finish, "", own))  # type: ignore[arg-type]
+    return Rollouts(0, 0, [Group(Prompt("0:0", 0, np.array([1], np.int32), ""), completions)])
+
+
+def in_loops(rewards: list[float], values: np.ndarray, last: list[float], gamma: float, lam: float) -> list[float]:
+    """GAE of completions of equal length, token by token from the end."""
+    found: list[float] = []
+    for reward, own, after in zip(rewards, values, last, strict=True):
+        advantage, value_after, backwards = 0.0, after, []
+        for place in reversed(range(len(own))):
+            earned = reward if place == len(own) - 1 else 0.0
+            advantage = earned + gamma * value_after - own[place] + gamma * lam * advantage
+            value_after = own[place]
+            backwards.append(advantage)
+        found += reversed(backwards)
+    return found
+
+
+@pytest.mark.parametrize("masks", [("ooo", "ooo"), ("o--oo", "o--oo"), ("oo---o", "oo---o")])
+def test_observations_are_no_steps_of_time(masks: tuple[str, ...]) -> None:
+    """Whether or not an environment wrote between them, three own tokens have the same advantages."""
+    made = pack(forest_from_rollouts(conversations(*masks)), 1, 64)
+    order = np.argsort(made.sequences, kind="stable")
+    values = np.array([[0.3, -0.2, 0.5], [0.1, 0.4, -0.6]])
+    of_targets = np.empty(6)
+    of_targets[order] = values.ravel()
+    config = ppo(advantage={"gamma": 0.9, "lam": 0.8, "whiten": "off"}, loss={"kl": {"coefficient": 0}})
+    found = actor_critic_targets(np.array([[1.0, -2.0]]), made, of_targets, np.zeros(2), 0.0, config)
+    expected = in_loops([1.0, -2.0], values, [0.0, 0.0], 0.9, 0.8)
+    np.testing.assert_allclose(found.advantages[order], expected, rtol=1e-6)
+    np.testing.assert_allclose(found.returns[order], np.array(expected) + values.ravel(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("masks", [("ooo", "ooo"), ("o--oo", "o--oo")])
+def test_the_value_after_a_truncated_completion(masks: tuple[str, ...]) -> None:
+    rollouts = conversations(*masks, finish="length")
+    rollouts.groups[0].completions[0].finish = "stop"
+    states, made = (pack(make(rollouts), 1, 64) for make in (forest_of_states, forest_from_rollouts))
+    assert np.bincount(states.sequences).tolist() == [3, 4] and np.bincount(made.sequences).tolist() == [3, 3]
+    everything = states.everything().by_rank[0]
+    values = np.zeros(states.targets, np.float32)
+    for row in everything:  # the value of a state is the token at its end
+        values[row.index] = row.tokens[row.sources]
+    states.set_per_target("old_value", values)
+    known, last = values_of_states(states, made)
+    prompt, first = 1, rollouts.groups[0].completions[1].tokens
+    ends = np.flatnonzero(np.array(list(masks[1])) == "o")
+    before = [prompt if end == 0 else int(first[end - 1]) for end in ends]
+    assert known[made.sequences == 1].tolist() == before
+    assert last.tolist() == [0.0, 51.0]
+    config = ppo(advantage={"whiten": "off"}, loss={"kl": {"coefficient": 0}}, bootstrap_truncated=True)
+    found = actor_critic_targets(np.array([[0.0, 2.0]]), made, known, last, 0.0, config)
+    assert found.returns[made.sequences == 1].tolist() == [53.0] * 3, "the reward, and what is still to come"
+    assert found.returns[made.sequences == 0].tolist() == [0.0] * 3
+
+
+def test_rewards_are_normalised_and_clipped_before_penalties() -> None:
+    made = batch()
+    gap = np.array([0.1, 0.2, 0.0, 0.0, 0.4, 0.0, 0.1], np.float32)
+    made.set_per_target("reference_logprob", -1.0 - gap)
+    rewards, nothing = np.array([[30.0, 0.0], [-1.0, -1.0]], np.float32), np.zeros(7)
+    common = {"advantage": {"whiten": "off"}, "loss": {"kl": {"coefficient": 2.0}}}
+    found = actor_critic_targets(rewards, made, nothing, np.zeros(4), 2.0, ppo(**common))
+    clipped = np.array([10, 10, 0, -1, -1, -1, -1.0])
+    np.testing.assert_allclose(found.returns, clipped - 2 * np.array([0.3, 0.2, 0, 0, 0.5, 0.1, 0.1]), atol=1e-6)
+    assert found.metrics["reward/kl"] == pytest.approx(np.mean([0.15, 0.0, 0.0, 0.5 / 3]))
+    config = ppo(**common, normalize_reward=True, reward_clip=[-1.0, 1.0])
+    found = actor_critic_targets(rewards, made, nothing, np.zeros(4), 2.0, config)
+    shaped = np.clip((rewards - rewards.mean()) / rewards.std(ddof=1), -1, 1).ravel()
+    expected = shaped[made.sequences] - 2 * np.array([0.3, 0.2, 0, 0, 0.5, 0.1, 0.1])
+    np.testing.assert_allclose(found.returns, expected, atol=1e-6)
+
+
+def test_advantages_are_whitened_and_returns_are_not() -> None:
+    made, values = batch(), np.linspace(-1, 1, 7)
+    plain = {"loss": {"kl": {"coefficient": 0}}}
+    raw, whitened, centred = (
+        actor_critic_targets(REWARDS, made, values, np.zeros(4), 0.0, ppo(advantage={"whiten": how}, **plain))
+        for how in ("off", "mean_std", "mean")
+    )
+    expected = (raw.advantages - raw.advantages.mean()) / raw.advantages.std(ddof=1)
+    np.testing.assert_allclose(whitened.advantages, expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(centred.advantages, raw.advantages - raw.advantages.mean(), rtol=1e-5, atol=1e-6)
+    assert raw.returns.tolist() == whitened.returns.tolist() == centred.returns.tolist()
+
+
+def test_the_coefficient_of_a_step_follows_from_the_step_before() -> None:
+    fixed, adaptive = ppo(), ppo(kl_controller={"target": 0.1, "horizon": 40})
+    before = {"reward/kl": 0.11, "reward/kl_coefficient": 0.05}
+    assert kl_coefficient(fixed, before) == kl_coefficient(adaptive, None) == 0.01
+    assert kl_coefficient(adaptive, before) == pytest.approx(0.05 * (1 + 0.1 * 4 / 40))
+    assert kl_coefficient(adaptive, {"reward/kl_coefficient": 0.05}) == 0.05, "no token was learnt"

@@ -8,11 +8,13 @@ import pytest
 import torch
 from torch.nn.functional import logsigmoid
 
+from lockstep.algos.preference_losses import PAIR_LOSSES, SORTED
 from lockstep.config.algorithm import PREFERENCE_MIXTURES, PreferenceLoss
 from lockstep.data.forest_builder import forest_from_labelled, forest_from_pairs
 from lockstep.data.mini_batches import TrainingBatch, pack
 from lockstep.data.samples import LabelledCompletion, Pair
-from lockstep.run.step_preferences import labelled_update, preference_update
+from lockstep.run.step_preferences import labelled_update, preference_update, prepare_pairs
+from lockstep.train.objective import make_objective
 
 SIZES = [(5, 4, 7), (3, 6, 2), (8, 1, 1), (2, 3, 9)]
 """Numbers of tokens of prompt, chosen and rejected completion."""
@@ -26,11 +28,14 @@ def pairs_of(sizes: list[tuple[int, int, int]] = SIZES) -> list[Pair]:
     ]
 
 
-def filled(config: PreferenceLoss, ranks: int = 1, budget: int = 64, mode: Any = "forest") -> TrainingBatch:
-    batch = pack(forest_from_pairs(pairs_of(), config.learns_prompts), ranks, budget, mode)
+def filled(
+    config: PreferenceLoss, ranks: int = 1, budget: int = 64, mode: Any = "forest", whole_trees: bool = False
+) -> TrainingBatch:
+    batch = pack(forest_from_pairs(pairs_of(), config.learns_prompts), ranks, budget, mode, whole_trees)
     random = np.random.default_rng(1)
     for name in config.evaluated_fields:
         batch.set_per_target(name, -random.random(batch.targets) * 3)
+    prepare_pairs(batch, config)
     return batch
 
 
@@ -113,13 +118,55 @@ def test_the_split_of_a_batch_does_not_matter(name: str) -> None:
         assert split.metrics == whole.metrics
 
 
+SINGLE = [
+    *((name, {}) for name in (*PAIR_LOSSES, *PREFERENCE_MIXTURES) if name not in SORTED | {"exo_pair"}),
+    ("exo_pair", {"label_smoothing": 0.1}),
+    ("sigmoid", {"ld_alpha": 0.3}),
+    ("sigmoid", {"f_divergence_type": "js_divergence"}),
+]
+
+
+@pytest.mark.parametrize(("name", "changes"), SINGLE)
+@pytest.mark.parametrize(("ranks", "budget"), [(1, 64), (1, 18), (5, 64)])
+def test_losses_in_rows_have_the_gradient_of_the_whole_step(
+    name: str, changes: dict[str, Any], ranks: int, budget: int
+) -> None:
+    """Rows of whole pairs, also with idle ranks, give the loss, the gradient and the metrics of all pairs at once."""
+    loss = config(name, **changes)
+    assert not loss.evaluates_policy
+    batch = filled(loss, ranks, budget, whole_trees=True)
+    expected, objective = preference_update(batch, loss), make_objective(loss)
+    totals, gradient = dict.fromkeys(objective.metrics, 0.0), np.zeros(batch.targets)
+    for row in (row for rank in next(batch.minibatches(objective=loss)).by_rank for row in rank):
+        on_device, known = row.to(torch.device("cpu")), row.index >= 0
+        values = np.where(known, batch.fields["policy_logprob"][row.index], -1.0)
+        logprobs = torch.from_numpy(values).requires_grad_()
+        found = objective.compute(on_device.fields, {"logprobs": logprobs}, on_device.sequences)
+        (by_target,) = torch.autograd.grad(found.loss, logprobs)
+        gradient[row.index[known]] += by_target.numpy()[known]
+        assert known.all() or not by_target.any()
+        totals = {key: total + found.metrics[key].item() for key, total in totals.items()}
+    np.testing.assert_allclose(gradient, expected.coefficients, rtol=2e-6, atol=1e-9)
+    assert totals["tokens"] == batch.targets
+    assert {key: totals[key] for key in expected.metrics} == pytest.approx(expected.metrics, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "loss", [config("aot"), config("sigmoid", "aot_unpaired"), config("simpo", use_weighting=True)]
+)
+def test_losses_of_several_pairs_need_coefficients(loss: PreferenceLoss) -> None:
+    assert loss.evaluates_policy and "coefficient" in make_objective(loss).fields
+
+
 def test_tokens_beyond_the_shorter_completion_count_less() -> None:
     """LD-DPO: 1 is DPO, 0 cuts."""
     batch = filled(config("sigmoid"))
     plain = preference_update(batch, config("sigmoid"))
-    assert preference_update(batch, config("sigmoid", ld_alpha=1.0)).metrics == plain.metrics
-    cut = preference_update(batch, config("sigmoid", ld_alpha=0.0)).coefficients
-    half = preference_update(batch, config("sigmoid", ld_alpha=0.5)).coefficients
+    full, without, halved = (
+        preference_update(filled(loss), loss) for loss in (config("sigmoid", ld_alpha=alpha) for alpha in (1, 0, 0.5))
+    )
+    assert full.metrics == plain.metrics
+    cut, half = without.coefficients, halved.coefficients
     for sequence, size in enumerate([min(each[1:]) for each in SIZES for _ in range(2)]):
         of = batch.sequences == sequence
         assert np.all(cut[of][:size] != 0) and np.all(cut[of][size:] == 0)

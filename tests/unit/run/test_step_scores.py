@@ -1,9 +1,34 @@
-"""What an export says about the scores of a reward model."""
+"""The scores of a reward model: what is not finite is named, and what an export says about them."""
 
 from pathlib import Path
 
+import numpy as np
+import pytest
+
+from lockstep.data.forest_builder import forest_of_scored_pairs
+from lockstep.data.mini_batches import pack
+from lockstep.data.samples import Pair
 from lockstep.ledger.ledger import Ledger
-from lockstep.run.step_scores import score_statistics
+from lockstep.run.step_scores import check_scores, score_statistics
+from lockstep.train.errors import NonFinite
+
+
+def test_scores_that_are_not_finite_are_named_with_rank_and_micro_batch() -> None:
+    tokens = np.arange(4, dtype=np.int32)
+    pairs = [Pair(uid=f"{n}", row=n, prompt=tokens, chosen=tokens, rejected=tokens[::-1].copy()) for n in range(6)]
+    batch = pack(forest_of_scored_pairs(pairs), 2, 9)
+    scores = np.zeros(12)
+    check_scores(batch, scores, 4)
+    rows = batch.everything()
+    assert rows.microbatches == 6, "one completion in each row"
+    scores[rows.row(2).sequences] = np.nan
+    scores[rows.row(4).sequences] = np.inf
+    with pytest.raises(NonFinite, match=r"loss of optimizer step 5 is not finite \(rank 0 micro-batch 2\)"):
+        check_scores(batch, scores, 4)
+    scores[rows.row(11).sequences] = -np.inf
+    with pytest.raises(NonFinite) as raised:
+        check_scores(batch, scores, 4)
+    assert raised.value.places == [(0, 2), (1, 5)]
 
 
 def test_the_newest_measurement_counts(tmp_path: Path) -> None:

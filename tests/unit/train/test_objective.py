@@ -16,14 +16,8 @@ from lockstep.config.algorithm import (
     PPOClip,
 )
 from lockstep.data.micro_batch import MicroBatch
-from lockstep.train.objective import (
-    LossOutput,
-    MetricAccumulator,
-    ReducedMetrics,
-    check_fields,
-    make_objective,
-    metric_vector_size,
-)
+from lockstep.train.metric_reduction import MetricAccumulator, ReducedMetrics, metric_vector_size
+from lockstep.train.objective import LossOutput, check_fields, make_objective
 
 
 def values(*numbers: float) -> Tensor:

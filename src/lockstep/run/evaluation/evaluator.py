@@ -20,7 +20,7 @@ from lockstep.rewards.reward_metrics import breakdown_metrics, checked_exact_mat
 from lockstep.rewards.scorer_pool import ScorerPool
 from lockstep.rollout.client.rollout_client import RolloutClient
 from lockstep.run.run_reporter import RunReporter
-from lockstep.run.step_scores import score_pairs, score_update
+from lockstep.run.step_scores import TargetEvaluator, score_pairs, score_update
 from lockstep.run.trainer_group import TrainerGroup
 
 EXACT_MATCH, REWARD_MEAN, LOSS = "eval/exact_match", "eval/reward_mean", "eval/loss"
@@ -97,18 +97,22 @@ class PairAccuracy:
 
     def measure(self, version: int) -> tuple[dict[str, float], list[CompletionSample]]:
         """See `Measurement`."""
-        parts = []
-        for start in range(0, len(self.pairs), SAMPLES_AT_ONCE):
-            forest = forest_of_scored_pairs(self.pairs[start : start + SAMPLES_AT_ONCE])
-            parts.append(score_pairs(self.trainer, pack(forest, *self._packing)))
-        objective = self.trainer.role.objective
+        trainer, objective = self.trainer, self.trainer.role.objective
         assert isinstance(objective, BradleyTerry)
-        scores, margins = np.concatenate(parts), np.array([pair.margin for pair in self.pairs])
+        scores = score_all_pairs(trainer, self.pairs, trainer.ranks, self.token_budget, trainer.info.packing)
+        margins = np.array([pair.margin for pair in self.pairs])
         return {f"eval/{name}": value for name, value in score_update(scores, margins, objective).metrics.items()}, []
 
-    @property
-    def _packing(self) -> tuple[int, int, PackingMode]:
-        return self.trainer.ranks, self.token_budget, self.trainer.info.packing
+
+def score_all_pairs(
+    model: TargetEvaluator, pairs: Sequence[Pair], ranks: int, token_budget: int, packing: PackingMode
+) -> np.ndarray:
+    """Returns the scores of the completions of any number of pairs, as `score_pairs` does."""
+    parts = []
+    for start in range(0, len(pairs), SAMPLES_AT_ONCE):
+        forest = forest_of_scored_pairs(pairs[start : start + SAMPLES_AT_ONCE])
+        parts.append(score_pairs(model, pack(forest, ranks, token_budget, packing)))
+    return np.concatenate(parts)
 
 
 class Evaluator:

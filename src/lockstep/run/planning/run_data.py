@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from lockstep.config.reward import ModelReward
 from lockstep.config.run_config import EvaluationConfig, RunConfig, ValidationConfig
 from lockstep.data.datasets import load_rows
 from lockstep.data.mixture import open_training_source
@@ -13,10 +14,12 @@ from lockstep.data.samples import Prompt
 from lockstep.data.source_factory import SourceOptions, open_source
 from lockstep.data.turn_tokenizer import TurnTokenizer
 from lockstep.models.model_facts import ModelFacts
-from lockstep.rewards.reward_terms import check_term_columns, data_columns, needs_answers
+from lockstep.rewards.model_reward import check_model_term
+from lockstep.rewards.reward_terms import check_term_columns, data_columns, needs_answers, term_names
 from lockstep.rewards.scoring_messages import DataColumns
 from lockstep.rollout.environments.tools import chat_template_tools
 from lockstep.run.errors import RunRefused
+from lockstep.run.planning.served_models import naming_fields_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -64,20 +67,45 @@ def open_run_data(config: RunConfig, models: Mapping[str, ModelFacts], tokenizer
     if config.reward is not None:
         check_term_columns(config.reward.terms, data.scored)
     first = [part.take(0, 1)[0] for part in samples.parts] if config.generation is not None else data.held_out[:1]
+    _check_reward_models(config, [*first, *data.held_out[:1]])
     data.turns = turn_tokenizer(config, tokenizer, options, first)
     return data
+
+
+def open_validation(config: RunConfig, models: Mapping[str, ModelFacts], tokenizer: "Tokenizer") -> list[Any]:
+    """Returns the samples of `held_out_samples`, which the config has, without the training data. Raises DataError."""
+    validation, options = config.held_out_samples, source_options(config)
+    assert validation is not None
+    samples = None
+    if validation.fraction is not None:
+        limit = _training_limit(config, models)
+        samples = open_training_source(config.data_kind, config.data, tokenizer, config.seed, limit, options)
+    return _open_validation(config, validation, samples, models, tokenizer, options)
+
+
+def _check_reward_models(config: RunConfig, prompts: Sequence[Prompt]) -> None:
+    """Checks that reward models can read the prompts. Raises ModelError, TermError."""
+    if config.reward is None:
+        return
+    named = zip(config.reward.terms, term_names(config.reward.terms), strict=True)
+    for index, (term, name) in enumerate(named):
+        if isinstance(term, ModelReward):
+            with naming_fields_of(f"reward.terms.{index}"):
+                check_model_term(term, name, prompts)
 
 
 def _open_validation(
     config: RunConfig,
     validation: ValidationConfig,
-    samples: SampleSource[Any],
+    samples: SampleSource[Any] | None,
     models: Mapping[str, ModelFacts],
     tokenizer: "Tokenizer",
     options: SourceOptions,
 ) -> list[Any]:
-    """The samples on which the objective is measured. A share of the training data is taken out of `samples`."""
+    """The samples on which the objective is measured. A share of the training data is taken out of `samples`, which is
+    only needed for one."""
     if validation.fraction is not None:
+        assert samples is not None
         return samples.hold_out(validation.fraction)[: validation.samples]
     assert validation.data is not None
     data, limit = validation.data.model_copy(update={"shuffle": False}), _training_limit(config, models)
@@ -130,7 +158,10 @@ def _context_limits(config: RunConfig, models: Mapping[str, ModelFacts]) -> list
     """The limits that the models set to prompt and completion together."""
     limits = []
     trained = {role.name: role for role in config.train_roles}
+    others = [role.name for role in config.serve_roles if not role.fields]  # they read texts of their own
     for name, facts in models.items():
+        if name in others:
+            continue
         length, tokens = trained[name].model.max_length if name in trained else None, facts.context
         if length == tokens:
             setting = trained[name].field("model.max_length")
@@ -147,7 +178,7 @@ def _training_limit(config: RunConfig, models: Mapping[str, ModelFacts]) -> Leng
     if config.generation is not None:
         completion = "rollout.sampling.max_tokens", config.rollout.sampling.max_tokens
     limit = limit_length([*_context_limits(config, models), budget], completion, "data")
-    if config.head == "score":  # the target of a score has a place after the last token
+    if config.scores_last_state:  # the target of a score has a place after the last token
         limit = replace(limit, tokens=limit.tokens - 1, reason=f"{limit.reason}, less 1 for the score")
     return limit
 

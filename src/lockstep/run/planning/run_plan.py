@@ -10,7 +10,7 @@ from lockstep.config.run_config import RunConfig
 from lockstep.models.model_facts import ModelFacts
 from lockstep.run.planning.resources import HostResources
 from lockstep.train.errors import TrainerUnsupported
-from lockstep.train.trainer_kinds import SERVED_MODELS, trainer_kind
+from lockstep.train.trainer_kinds import SERVED_MODELS, check_role, trainer_kind
 from lockstep.train.trainer_plan import DTYPE_BYTES, PlannedCollective
 from lockstep.weights.weight_transport import DevicePlacement, transport_refusal
 
@@ -66,7 +66,7 @@ def make_plan(
             memory.
     """
     for role in config.train_roles:
-        trainer_kind(role).planner.check(role)
+        check_role(role)
     if model is not None:
         _check_context_room(config, model)
     models = {} if model is None else {config.train_roles[0].name: model, **(others or {})}
@@ -86,7 +86,7 @@ def make_plan(
     ]
     if config.reward is not None:
         processes += [
-            PlannedProcess(f"scorer-{rank}", "reward", rank, "cpu", 1, 0) for rank in range(config.reward.workers)
+            PlannedProcess(f"scorer-{rank}", "reward", rank, "cpu", 1, 0) for rank in range(config.reward.scorers)
         ]
     if engines and config.rollout.environment is not None:
         processes += [
@@ -302,7 +302,7 @@ def _rank_fields(config: RunConfig) -> Iterator[tuple[str, int]]:
     for role in config.train_roles:
         yield role.field("trainer.ranks"), role.trainer.ranks
     for served in config.serve_roles:
-        yield f"{served.name}.ranks", served.ranks
+        yield served.field("ranks"), served.ranks
 
 
 def _check_fits_host(plan: RunPlan, config: RunConfig, host: HostResources) -> None:
@@ -318,7 +318,7 @@ def _check_fits_host(plan: RunPlan, config: RunConfig, host: HostResources) -> N
                 f"set {name}={host.gpus}, or cluster.device=cpu"
             )
     if host.device == "cuda" and config.placement.shared and config.serve_roles and _count_ranks(config) > host.gpus:
-        names = ", ".join(role.name for role in config.serve_roles)
+        names = ", ".join(role.section or role.name for role in config.serve_roles)
         raise InfeasibleError(
             f"with placement.colocate engines take turns with the policy on its GPUs, and {names} needs GPUs of its "
             f"own: {_count_ranks(config)} ranks need as many GPUs and this host has {host.gpus}. Leave "
@@ -348,5 +348,8 @@ def _how_to_shrink(config: RunConfig, largest: str) -> str:
     for role in config.train_roles:
         if role.name == largest:
             return f"lower token_budget, or turn on {role.field('trainer.activation_checkpointing')}"
+    for served in config.serve_roles:
+        if served.name == largest:
+            return f"lower token_budget, or set {served.field('path')} to a smaller model"
     cache = "cpu_kv_cache_gb" if config.rollout.engine.kind == "vllm" else "max_rows"
     return f"lower rollout.engine.{cache} or rollout.engine.count"

@@ -1,5 +1,9 @@
 """Checks the models of served roles before any process starts."""
 
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from lockstep.config.run_config import RunConfig
 from lockstep.config.serve_role import ServeRole
 from lockstep.models.errors import ModelError
@@ -15,14 +19,24 @@ def served_models(config: RunConfig, policy: ModelFacts, device: str) -> dict[st
     """
     found = {}
     for role in config.serve_roles:
-        try:
+        with naming_fields_of(role.section or role.name):
             found[role.name] = facts = model_facts(role.model, device)
             if role.fields and role.model.path != config.model.path:
                 _check_tokens(config, role, policy, facts)
-        except ModelError as error:  # loaders name the policy's fields
-            field = error.field.replace("model.", f"{role.name}.", 1)
-            raise type(error)(field, error.value, error.problem, error.remedy) from error
     return found
+
+
+@contextmanager
+def naming_fields_of(section: str) -> Iterator[None]:
+    """Makes errors of loaders, which name the policy's fields (`model.path`), name those of another section."""
+    try:
+        yield
+    except ModelError as error:
+
+        def named(text: str) -> str:
+            return re.sub(r"\bmodel\.(?=\w)", f"{section}.", text)
+
+        raise type(error)(named(error.field), error.value, named(error.problem), named(error.remedy)) from error
 
 
 def _check_tokens(config: RunConfig, role: ServeRole, policy: ModelFacts, facts: ModelFacts) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from lockstep.cluster.worker_failures import WorkerFailure
 from lockstep.config.fault_tolerance import RecoveryConfig, RestartBudget
-from lockstep.config.roles import ROLES_WITHOUT_RANKS
+from lockstep.config.roles import REWARD_MODEL, ROLES_WITHOUT_RANKS, section_of_role
 from lockstep.config.trainer import TrainerConfig
 
 RETRYABLE = frozenset(
@@ -67,7 +67,8 @@ def decide_recovery(
     starts = [each for each in (*history, failure) if each.role == failure.role]
     if fewer is not None and config.fewer_ranks and _failed_starts(starts) >= MAX_FAILED_STARTS:
         return FewerRanks(fewer)
-    field = failure.role if failure.role in ("rollout", "reference") else "policy"
+    field = section_of_role(failure.role)
+    field = field if field in ("rollout", "reference", REWARD_MODEL) else "policy"
     budget: RestartBudget = getattr(config, field)
     spent = sum(_in_same_budget(failure, earlier, budget) for earlier in history)
     if spent >= budget.max_restarts:

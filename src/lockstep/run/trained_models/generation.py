@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import ValidationError
 
 from lockstep.base.folders import scratch_dir
-from lockstep.base.text import count_noun
 from lockstep.config.data import DatasetConfig, TrainingDataConfig
 from lockstep.config.errors import ConfigError, ConfigProblem
 from lockstep.config.model import ModelConfig
@@ -36,6 +35,7 @@ from lockstep.run.trained_models.model_source import (
     ModelTarget,
     find_target,
     load_target,
+    model_label,
     target_config,
 )
 
@@ -99,7 +99,7 @@ class LoadedModel:
 
     @property
     def label(self) -> str:
-        return f"{self.target.name} after {count_noun(self.steps, 'step')}" if self.steps else self.target.name
+        return model_label(self.target, self.steps)
 
     def prompt_limit(self, sampling: SamplingConfig, section: str) -> LengthLimit:
         """The longest prompt. Raises RunRefused if completions fill the context.
@@ -128,6 +128,8 @@ def open_model(
     """
     target = find_target(name, step)
     with scratch_dir(SCRATCH_PREFIX) as scratch, target_config(target, file, overrides) as config:
+        if config.model.head == "score":
+            raise RunRefused(f"{target.name} is a reward model: it scores texts and generates none")
         if config.rollout.engine.kind == "vllm":
             check_installed()
         status(f"loading {name}")

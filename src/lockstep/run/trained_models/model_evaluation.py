@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from lockstep.config.data import DatasetConfig
+from lockstep.config.reward import RewardConfig
 from lockstep.config.run_config import EvaluationConfig, RunConfig
 from lockstep.data.samples import Group
 from lockstep.models.model_loader import load_tokenizer
@@ -69,6 +70,11 @@ class ModelEvaluation:
     by_source: dict[str, dict[str, float]]
     """The same for each data source, if there are several."""
 
+    @property
+    def counts(self) -> dict[str, int]:
+        """The number of prompts, and of completions of each."""
+        return {"prompts": len(self.groups), "n": len(self.groups[0].completions)}
+
     def records(self) -> list[dict[str, Any]]:
         """One JSON object per completion."""
         return [
@@ -94,7 +100,7 @@ def evaluate_model(request: EvaluationRequest, status: ShowStatus = lambda text:
             data or the rewards cannot be used; says what is wrong and what to do.
         RemoteError, WorkerDied, RewardError, EnvironmentFailed, Stalled: generation or scoring failed.
     """
-    name, overrides, dataset = request.name, request.overrides, _absolute(request.dataset)
+    name, overrides, dataset = request.name, request.overrides, absolute_dataset(request.dataset)
     with open_model(name, request.step, request.config, overrides, status) as loaded:
         config = _with_evaluation(loaded.config, request, dataset)
         loaded = replace(loaded, config=config)
@@ -102,6 +108,7 @@ def evaluate_model(request: EvaluationRequest, status: ShowStatus = lambda text:
         sampling = config.evaluation.sampling or config.rollout.sampling
         if config.reward is not None:
             check_terms(config.reward.terms)
+            _refuse_served_models(config.reward)
         tokenizer, options = load_tokenizer(loaded.model), source_options(config)
         limit = loaded.prompt_limit(sampling, "evaluation.data")
         prompts, columns = open_held_out(config, config.evaluation, limit, tokenizer, options)
@@ -118,6 +125,14 @@ def evaluate_model(request: EvaluationRequest, status: ShowStatus = lambda text:
         sources.setdefault(str(group.prompt.columns.get(SOURCE_COLUMN, "")), []).append(group)
     by_source = {each: group_metrics(of, request.pass_reward) for each, of in sources.items()}
     return ModelEvaluation(loaded.label, loaded.steps, groups, metrics, by_source if len(sources) > 1 else {})
+
+
+def _refuse_served_models(reward: RewardConfig) -> None:
+    for index, term in reward.served_models.items():
+        raise RunRefused(
+            f"reward.terms.{index} is a reward model ({term.path}), and an evaluation outside of a run starts none: "
+            "leave the term out, with other reward.terms"
+        )
 
 
 def group_metrics(groups: Sequence[Group], pass_reward: float | None = None) -> dict[str, float]:
@@ -169,7 +184,7 @@ def _with_evaluation(config: RunConfig, request: EvaluationRequest, dataset: str
     return config.model_copy(update={"evaluation": evaluation, "seed": seed})
 
 
-def _absolute(dataset: str | None) -> str | None:
+def absolute_dataset(dataset: str | None) -> str | None:
     """The path of a local dataset, for another current folder; the name of one on the hub."""
     if dataset is None:
         return None

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from lockstep.base.text import count_noun
 from lockstep.config.algorithm import CrossEntropy
 from lockstep.config.loader import apply_overrides, check_config, load_config
 from lockstep.config.model import AdapterConfig, ModelConfig
@@ -19,6 +20,9 @@ from lockstep.config.trainer import TrainerConfig
 from lockstep.ledger.ledger import Ledger
 from lockstep.ledger.run_folder import INDEX_FILE
 from lockstep.models.adapter_folder import resolve_adapter
+from lockstep.models.errors import ModelError
+from lockstep.models.model_loader import load_model_config
+from lockstep.models.score_model import is_reward_model
 from lockstep.run.errors import RunRefused
 from lockstep.run.planning.working_folder import in_working_folder
 from lockstep.run.trained_models.checkpoint_export import export_checkpoint, export_from_one_rank
@@ -77,8 +81,9 @@ def target_config(target: ModelTarget, file: Path | None, overrides: Sequence[st
     if file is not None:
         yield load_config(file, overrides)
     elif target.run is None:
-        plain = {"recipe": "sft", "name": "model", "steps": 1, "model": {"path": target.path}, "data": {"path": "none"}}
-        yield check_config(apply_overrides(plain, overrides), source=target.name)
+        recipe = "reward" if _is_reward_model(target) else "sft"
+        plain = {"name": "model", "steps": 1, "model": {"path": target.path}, "data": {"path": "none"}}
+        yield check_config(apply_overrides({"recipe": recipe, **plain}, overrides), source=target.name)
     else:
         with Ledger.reader(target.run) as ledger:
             config = check_config(apply_overrides(ledger.config(), overrides), source=str(target.run))
@@ -93,8 +98,6 @@ def load_target(target: ModelTarget, config: RunConfig, scratch: Path) -> tuple[
     Raises:
         RunRefused, LedgerError, ConfigError, ModelError, CheckpointError: there is no such model, or it cannot be read.
     """
-    if config.model.head == "score":
-        raise RunRefused(f"{target.name} is a reward model: it scores texts and generates none")
     as_stored = {"revision": None, "tokenizer": None, "chat_template": None, "adapter": None, "quantization": None}
     copied = config.model.model_copy(update={**as_stored, "path": str(scratch / "model")})
     if target.run is not None and target.step is not None:
@@ -112,6 +115,23 @@ def load_target(target: ModelTarget, config: RunConfig, scratch: Path) -> tuple[
     export_from_one_rank(role, scratch / "model", None)
     _free_memory()
     return copied, 0
+
+
+def model_label(target: ModelTarget, steps: int) -> str:
+    """How a model is called in results: as the user gave it, and after how many steps if that is known."""
+    return f"{target.name} after {count_noun(steps, 'step')}" if steps else target.name
+
+
+def _is_reward_model(target: ModelTarget) -> bool:
+    """Whether the model, or an adapter, says of itself that it gives scores. False if it cannot be read, which is
+    reported where it is loaded."""
+    if target.adapter:
+        content = (Path(target.path) / ADAPTER_CONFIG_FILE).read_text(encoding="utf-8")
+        return bool(json.loads(content).get("task_type") == "SEQ_CLS")
+    try:
+        return is_reward_model(load_model_config(ModelConfig(path=target.path)))
+    except ModelError:
+        return False
 
 
 def _free_memory() -> None:

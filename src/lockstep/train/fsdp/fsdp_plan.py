@@ -1,10 +1,15 @@
 """The memory and the collectives of the FSDP2 trainer, computed before any rank starts."""
 
+from collections.abc import Iterator
+from typing import get_args
+
+from lockstep.config.algorithm import TrainerOutput
 from lockstep.config.serve_role import ServeRole
 from lockstep.config.train_role import TrainRole
 from lockstep.models.model_facts import ModelFacts
 from lockstep.train.errors import TrainerUnsupported
-from lockstep.train.objective import make_objective, metric_vector_size
+from lockstep.train.metric_reduction import metric_vector_size
+from lockstep.train.objective import make_objective
 from lockstep.train.router_objective import ROUTER_METRICS
 from lockstep.train.served_model import ServedModelPlanner
 from lockstep.train.trainer_plan import DTYPE_BYTES, PlannedCollective, TrainerPlanner
@@ -12,6 +17,9 @@ from lockstep.train.trainer_plan import DTYPE_BYTES, PlannedCollective, TrainerP
 
 class FSDP2Planner(TrainerPlanner):
     """The planner of `FSDP2Trainer`."""
+
+    outputs = frozenset(get_args(TrainerOutput))
+    moves_reference = True
 
     def check(self, role: TrainRole) -> None:
         """Raises TrainerUnsupported for a quantized model that would have to be sharded or moved."""
@@ -77,7 +85,7 @@ class FSDP2Planner(TrainerPlanner):
         metrics = metric_vector_size({**make_objective(role.objective).metrics, **router})
         before, gathers = _gathers(role, model, updates)
         found = []
-        if role.evaluated_fields:
+        if _outputs_of_every_step(role):
             found = [PlannedCollective("all_gather", "fsdp", before, largest * width)]
         times = f"{reduced * updates} ({reduced} per optimizer step)"
         norm = f"{updates} (gradient norm and metrics, one vector)"
@@ -90,6 +98,9 @@ class FSDP2Planner(TrainerPlanner):
         if adapter is not None and publishes:
             merge = "1 (the adapter, before its weights are published)"
             found.append(PlannedCollective("all_gather", "trainer", merge, adapter.parameters * 4))
+        for why in _further_evaluations(role):
+            times = f"{_evaluation_gathers(role, model)} ({why})"
+            found.append(PlannedCollective("all_gather", "fsdp", times, largest * width))
         return found
 
 
@@ -123,17 +134,40 @@ def _gathers(role: TrainRole, model: ModelFacts, updates: int) -> tuple[str, str
     layers, units, adapter = model.layers, model.layers + 1, model.adapter
     # FSDP2 gathers one layer ahead of the next backward, even if there is none.
     backward = layers if adapter is None else layers - max(adapter.first_trained_layer - 1, 0)
-    models = len({output == "reference_logprobs" for output in role.evaluated_fields.values()})
+    models = len({output == "reference_logprobs" for output in _outputs_of_every_step(role)})
     # The policy without its adapter serves as the reference, unless the adapter was loaded with weights.
     held = models if adapter is None or adapter.reference_differs_from_base else min(models, 1)
     if role.trainer.reshard_after_forward:
         # A layer is gathered again for its backward; the root (embedding, last norm, head) is kept until then.
-        before = f"{models * layers} per micro-batch, and {held}"
         gathers = f"{layers + backward + 1} per micro-batch"
     else:
-        before = f"{held * units}"
         gathers = f"{units * updates} ({units} per optimizer step)"
-    return f"{before} (log-probabilities before training)", gathers
+    return f"{_evaluation_gathers(role, model, models, held)} (log-probabilities before training)", gathers
+
+
+def _outputs_of_every_step(role: TrainRole) -> set[TrainerOutput]:
+    """What the ranks evaluate before the first update of every step."""
+    return {*role.evaluated_fields.values()} - {*role.outputs_of_divided_pairs}
+
+
+def _evaluation_gathers(role: TrainRole, model: ModelFacts, models: int = 1, held: int = 1) -> str:
+    """How often parameters are gathered for an evaluation.
+
+    Args:
+        models: forward passes of each micro-batch.
+        held: separate models, each of which keeps its root (embedding, last norm, head).
+    """
+    if role.trainer.reshard_after_forward:
+        return f"{models * model.layers} per micro-batch, and {held}"
+    return f"{held * (model.layers + 1)}"
+
+
+def _further_evaluations(role: TrainRole) -> Iterator[str]:
+    """The evaluations that not every step has: what is computed, and when."""
+    if outputs := role.outputs_of_divided_pairs:
+        yield f"{', '.join(outputs)} before training, only if pairs are divided among rows"
+    if role.precomputed_fields:
+        yield "log-probabilities of the reference, only before the first step, for each file of them"
 
 
 def _replica_collectives(role: TrainRole, times: int, size: int) -> list[PlannedCollective]:

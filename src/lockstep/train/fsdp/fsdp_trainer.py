@@ -37,13 +37,9 @@ from lockstep.train.fsdp.parallelize import (
 )
 from lockstep.train.fsdp.sharded_model import evaluate_each, target_values
 from lockstep.train.lazy_weights import gather_buckets
+from lockstep.train.metric_reduction import MetricAccumulator, ReducedMetrics
 from lockstep.train.model_export import export_adapter, export_model
-from lockstep.train.objective import (
-    MetricAccumulator,
-    ReducedMetrics,
-    check_fields,
-    make_objective,
-)
+from lockstep.train.objective import check_fields, make_objective
 from lockstep.train.optimizer import (
     ShardedAdamW,
     clip_gradients,

@@ -98,7 +98,13 @@ class RelayTransfer:
         return self._poll_sender()
 
     def _poll_sender(self) -> TransferOutcome | None:
-        """Determines the outcome from the sender's report."""
+        """Determines the outcome from the sender's report.
+
+        A receiver notices a broken connection before the controller learns that its sender has died. So the receiver is
+        blamed only by a report that was asked for after its failure: an earlier one may be the last of a dead sender.
+        """
+        if self._pending_poll is not None and self._failed_at is not None and self._poll_sent_at < self._failed_at:
+            self._pending_poll = None
         if self._pending_poll is None:
             self._pending_poll, self._poll_sent_at = (
                 self.sender.submit(RelayAPI.sent, self.link.number),

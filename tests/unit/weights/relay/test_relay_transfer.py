@@ -69,6 +69,21 @@ def test_a_dead_sender_is_at_fault_whatever_replaces_it(successor: Any) -> None:
     assert begun.poll() == "sender"
 
 
+def test_the_last_report_of_a_sender_that_died_does_not_blame_the_receiver() -> None:
+    begun, received = transfer(None)
+    report = Answer()
+    sender = begun.sender
+    sender.submit = lambda method, *arguments: report  # type: ignore[method-assign, assignment]
+    assert begun.poll() is None, "it was asked"
+    report.value = SendProgress(7)  # it answers and dies, and then the connection breaks
+    sender.submit = lambda method, *arguments: dying  # type: ignore[method-assign, assignment]
+    dying = Answer()
+    received.value = RESET
+    assert begun.poll() is None, "its fate is not known yet"
+    dying.value = WorkerDied("courier-a", 0, -9, "")
+    assert begun.poll() == "sender"
+
+
 def test_an_error_that_the_sender_reports_is_not_the_receivers_fault() -> None:
     begun, answer = transfer(
         SendProgress(0, "StaleVersion: version 1 of the weights was requested, nothing was published yet")

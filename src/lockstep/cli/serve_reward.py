@@ -1,0 +1,77 @@
+"""`lockstep serve-reward`: serves a reward model over HTTP."""
+
+import logging
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lockstep.cli.terminal import REFUSED, require_extra, show_note, show_progress, show_refusal
+
+TOKEN_VARIABLE = "LOCKSTEP_REWARD_TOKEN"
+
+
+def command(
+    model: Annotated[str, typer.Argument(metavar="PATH", help="An exported reward model, or its name on the hub.")],
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes any free port.")] = 5000,
+    token: Annotated[bool, typer.Option("--token/--no-token", help="Whether clients need the token.")] = True,
+    name: Annotated[str | None, typer.Option(help="The model's name in answers; PATH when absent.")] = None,
+    revision: Annotated[str | None, typer.Option(help="Revision on the hub.")] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="Another folder or hub name for the tokenizer.")] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto takes a GPU if there is one.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    threads: Annotated[int | None, typer.Option(min=1, help="Torch threads.")] = None,
+    max_length: Annotated[int | None, typer.Option(min=2, help="Longer texts are cut on the left.")] = None,
+    token_budget: Annotated[int, typer.Option(min=2, help="Tokens per packed row.")] = 4096,
+    max_waiting: Annotated[int, typer.Option(min=1, help="Texts that wait; more are refused with 429.")] = 2048,
+    max_body_mb: Annotated[float, typer.Option(min=0.001, help="Largest request.")] = 16.0,
+) -> None:
+    """Serve a reward model over HTTP, in the forms of OpenRLHF and vLLM.
+
+    /get_reward answers as OpenRLHF's serve_rm does, /classify and /pooling as vLLM does.
+
+    Clients send a token as `Authorization: Bearer`: the content of LOCKSTEP_REWARD_TOKEN, else of ~/.lockstep/token.
+    `/health` needs none. Ctrl-C answers the requests in progress and ends.
+
+    Examples:
+
+        lockstep serve-reward runs/chat-reward/export --port 5000
+    """
+    require_extra("serve", "lockstep serve-reward")
+    from lockstep.base.network import listen
+    from lockstep.base.transport.run_token import check_token, shared_token, token_path
+    from lockstep.config.model import ModelConfig
+    from lockstep.run.trained_models.reward_server import RewardServer, ServerLimits, run_server
+    from lockstep.run.trained_models.score_batching import LocalRewardModel
+    from lockstep.train.rank_service import choose_device
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    try:
+        given = os.environ.pop(TOKEN_VARIABLE, "")
+        secret = (check_token(given, TOKEN_VARIABLE) if given else shared_token({})) if token else None
+        path = str(Path(model).expanduser().absolute()) if Path(model).expanduser().is_dir() else model
+        settings = {
+            "path": path,
+            "revision": revision,
+            "tokenizer": tokenizer,
+            "dtype": dtype,
+            "max_length": max_length,
+        }
+        show_progress(f"loading {model}")
+        loaded = LocalRewardModel(ModelConfig.model_validate(settings), choose_device(device, 0), token_budget, threads)
+        limits = ServerLimits(max_waiting, int(max_body_mb * 2**20), batch_tokens=4 * token_budget)
+        server = RewardServer(loaded, name or model, secret, limits)
+        listening = listen(host, (port, port))
+    except (ValueError, RuntimeError, OSError) as error:
+        show_refusal(error)
+        raise typer.Exit(REFUSED) from error
+    if secret is None:
+        show_note(f"whoever reaches {host} can use this server: it needs no token")
+    elif not given:
+        show_note(f"the token is in {token_path()}")
+    address = f"{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
+    show_progress(f"serving {model} at http://{address}")
+    run_server(server, listening)

@@ -1,0 +1,17 @@
+"""One config class per recipe, chosen by the field `recipe`.
+
+A recipe's class says by the properties of `RunConfig` what a run of it needs: its trained models, its data, and what
+engines generate. Nothing outside this folder and the recipe's loop knows a recipe by name.
+"""
+
+from lockstep.config.recipes.data_recipes import PreferenceConfig, RewardModelConfig, SFTConfig
+from lockstep.config.recipes.ppo_recipe import PPOConfig
+from lockstep.config.recipes.rollout_recipes import GRPOConfig
+from lockstep.config.run_config import RunConfig
+
+__all__ = ["RECIPES", "GRPOConfig", "PPOConfig", "PreferenceConfig", "RewardModelConfig", "SFTConfig"]
+
+RECIPES: dict[str, type[RunConfig]] = {
+    "sft": SFTConfig, "grpo": GRPOConfig, "ppo": PPOConfig, "preference": PreferenceConfig, "reward": RewardModelConfig,
+}  # fmt: skip
+"""The config class of each recipe, by the value of `recipe`."""

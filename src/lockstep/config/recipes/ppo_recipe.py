@@ -1,0 +1,112 @@
+"""PPO's config."""
+
+from typing import Any, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from lockstep.config.actor_critic import CriticConfig, GAEAdvantage, KLController
+from lockstep.config.algorithm import AnyPolicyLoss, KLPenalty, PPOClip
+from lockstep.config.recipes.rollout_recipes import RolloutRecipe
+from lockstep.config.reward import LengthPenalty
+from lockstep.config.section import with_defaults
+from lockstep.config.train_role import TrainRole
+
+_KL = {"coefficient": 0.01, "estimator": "k1", "where": "reward"}
+
+
+class PPOConfig(RolloutRecipe):
+    """Proximal policy optimisation with a critic (Schulman et al. 2017; Ouyang et al. 2022)."""
+
+    recipe: Literal["ppo"]
+    group_size: int = Field(1, gt=0)
+    """Completions per prompt."""
+    advantage: GAEAdvantage = GAEAdvantage()
+    loss: AnyPolicyLoss = PPOClip(kl=KLPenalty.model_validate(_KL))
+    """As in `grpo`, with a KL penalty of 0.01 per token in the reward, estimated by k1, where none is given."""
+    critic: CriticConfig = CriticConfig.model_validate({})
+    reward_clip: tuple[float, float] | None = (-10.0, 10.0)
+    """Lowest and highest reward of a completion, to which it is clipped before KL penalties are added; null for no
+    limits."""
+    normalize_reward: bool = False
+    """Subtract the mean of the step's rewards, and divide by their standard deviation, before they are clipped."""
+    kl_controller: KLController | None = None
+    """Adapts `loss.kl.coefficient`, with which it begins; the coefficient is fixed when absent."""
+    bootstrap_truncated: bool = False
+    """Let the value after the last token of a completion that was cut at `max_tokens` stand for the rewards that it
+    would still have got, instead of 0."""
+
+    @property
+    def train_roles(self) -> tuple[TrainRole, ...]:
+        critic = TrainRole(
+            name="critic",
+            model=self.critic.starting_model(self.model),
+            trainer=self.critic.trainer,
+            objective=self.critic.loss,
+            communication=self.communication,
+            seed=self.seed,
+            optimizer_steps=self.steps * self.updates_per_step,
+        )
+        return self.policy, critic
+
+    @property
+    def policy(self) -> TrainRole:
+        trained_steps = max(1, self.steps - self.critic.warmup_steps)
+        return super().policy.model_copy(update={"optimizer_steps": trained_steps * self.updates_per_step})
+
+    @property
+    def scores_last_state(self) -> bool:
+        return self.bootstrap_truncated
+
+    @property
+    def exported_roles(self) -> tuple[str, ...]:
+        return ("policy", "critic") if self.critic.export else ("policy",)
+
+    @property
+    def trial_overrides(self) -> dict[str, int]:
+        return super().trial_overrides | {"critic.warmup_steps": min(1, self.critic.warmup_steps)}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _set_kl_penalty(cls, values: Any) -> Any:
+        return with_defaults(values, {"loss": {"kl": _KL}})
+
+    @field_validator("reward_clip")
+    @classmethod
+    def _check_clip(cls, clip: tuple[float, float] | None) -> tuple[float, float] | None:
+        if clip is not None and clip[0] >= clip[1]:
+            raise ValueError(f"the lowest reward {clip[0]:g} must be less than the highest {clip[1]:g}")
+        return clip
+
+    @model_validator(mode="after")
+    def _check_controller(self) -> Self:
+        if self.kl_controller is not None and (self.loss.kl.coefficient == 0 or self.loss.kl.where != "reward"):
+            raise ValueError(
+                "kl_controller adapts the coefficient of a KL penalty in the reward: set loss.kl.where=reward and "
+                "loss.kl.coefficient above 0, or leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_truncated(self) -> Self:
+        if not self.bootstrap_truncated:
+            return self
+        penalised = any(isinstance(term, LengthPenalty) for term in self.reward.terms)
+        for field, present in (
+            ("the term of kind length in reward.terms", penalised),
+            ("loss.mask_truncated", self.loss.mask_truncated),
+        ):
+            if present:
+                raise ValueError(
+                    f"bootstrap_truncated judges a truncated completion as if it continued, but {field} treats it as a "
+                    "failure: leave one of the two out"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _check_warmup(self) -> Self:
+        if self.critic.warmup_steps >= self.steps:
+            raise ValueError(
+                f"critic.warmup_steps {self.critic.warmup_steps} leaves no step of {self.steps} in which the policy is "
+                "trained: lower it, or raise steps"
+            )
+        return self

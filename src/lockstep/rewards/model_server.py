@@ -1,0 +1,101 @@
+"""Reward terms of kind model with a url: the score of a reward model behind HTTP.
+
+    /get_reward           {"query": [text, ...], "prompts": [...], "labels": [...]}   OpenRLHF's serve_rm
+    /classify, /pooling   {"input": [text, ...], "use_activation": false}             vLLM
+
+`lockstep serve-reward` answers all of them.
+"""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from lockstep.base.json_text import MalformedJson, parse_json
+from lockstep.config.reward import ModelReward, ScoreNormalization
+from lockstep.rewards import reward_values
+from lockstep.rewards.http_reward import HttpTerm, ServerAnswer
+from lockstep.rewards.reward_functions import query_batch
+from lockstep.rewards.reward_values import BadReward
+from lockstep.rewards.scoring_messages import ScoringBatch, TermScores
+
+if TYPE_CHECKING:
+    from lockstep.rewards.model_reward import ScoredTextWriter
+
+
+class ModelServerTerm(HttpTerm):
+    """A reward term of kind model with a url.
+
+    Raises:
+        ModelError, TermError: the tokenizer cannot be loaded, or nothing says how scores are normalised.
+    """
+
+    def __init__(self, term: ModelReward, name: str, concurrency: int) -> None:
+        super().__init__(term, name, concurrency)
+        self._reward = term
+        self._writer: ScoredTextWriter | None = None
+        self._normalization: ScoreNormalization | None = None
+        if term.has_tokenizer or term.normalize:  # imports torch, which scorers do not need otherwise
+            from lockstep.rewards import model_reward
+
+            self._normalization = model_reward.score_normalization(term, name)
+            self._writer = model_reward.text_writer(term) if term.has_tokenizer else None
+
+    def _payload(self, part: ScoringBatch) -> dict[str, Any]:
+        queries = query_batch(part)
+        texts, conversations = self._texts(part, queries["query"])
+        if self._reward.protocol == "get_reward":
+            return {**queries, "query": texts}
+        body: dict[str, Any] = {"input": texts, "use_activation": False, "add_special_tokens": not conversations}
+        named = self._reward.served_model_name
+        return body if named is None else {"model": named, **body}
+
+    def _texts(self, part: ScoringBatch, plain: list[str]) -> tuple[list[str], bool]:
+        """The texts to score, and whether they are conversations, which have their special tokens already. Without a
+        tokenizer they are prompt and completion as the policy reads and writes them. Raises BadReward."""
+        if self._writer is None:
+            return plain, False
+        written = []
+        for position, pair in enumerate(part.pairs()):
+            try:
+                written.append(self._writer.ended_text(*pair))
+            except BadReward as error:
+                error.position = position
+                raise
+        kinds = {chat for _, chat in written}
+        if len(kinds) > 1:
+            raise BadReward("some prompts are conversations and others plain text: set chat to true", 0)
+        return [text for text, _ in written], kinds == {True}
+
+    def _parse_answer(self, answer: ServerAnswer[bytes], count: int) -> TermScores:
+        if self._reward.protocol == "get_reward":
+            scores = super()._parse_answer(answer, count)
+        else:
+            values = reward_values.check_rewards(self._vllm_scores(answer.value), count, none_allowed=False)
+            timing: dict[str, list[float | None]] = {
+                "latency_s": [answer.latency_s] * count,
+                "retries": [float(answer.retries)] * count,
+            }
+            scores = TermScores(values, timing)
+        if self._normalization is not None:
+            mean, std = self._normalization.mean, self._normalization.std
+            scores.extras["score"] = scores.values
+            scores.values = [None if value is None else (value - mean) / std for value in scores.values]
+        return scores
+
+    def _vllm_scores(self, content: bytes) -> list[Any]:
+        """The score of each text, in the order of the request. Raises BadReward."""
+        key = "probs" if self._reward.protocol == "classify" else "data"
+        try:
+            result = parse_json(content, "the answer")
+        except MalformedJson:
+            raise BadReward(f"answered with something other than JSON: {self.endpoint.excerpt(content)}") from None
+        rows = result.get("data") if isinstance(result, Mapping) else None
+        if not isinstance(rows, list) or not all(isinstance(row, Mapping) and key in row for row in rows):
+            raise BadReward(f"answered without a list 'data' of objects with '{key}'", None, result)
+        if all(isinstance(row.get("index"), int) for row in rows):
+            rows = sorted(rows, key=lambda row: int(row["index"]))
+        for position, row in enumerate(rows):
+            if not isinstance(row[key], list) or len(row[key]) != 1:
+                raise BadReward(
+                    "answered with several values for a text: it needs a model with one label", position, row
+                )
+        return [row[key][0] for row in rows]

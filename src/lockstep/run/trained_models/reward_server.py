@@ -1,0 +1,246 @@
+"""Serves a reward model over HTTP, in the forms of OpenRLHF (`/get_reward`) and vLLM (`/classify`, `/pooling`).
+
+Requests and answers are JSON. Who is without the token learns only that the server is alive (`/health`).
+"""
+
+import asyncio
+import hmac
+import json
+import math
+import socket
+import time
+import uuid
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import uvicorn
+from fastapi import FastAPI, Request, Response
+
+from lockstep.base.json_text import MalformedJson, parse_json
+from lockstep.base.text import count_noun
+from lockstep.run.trained_models.score_batching import LocalRewardModel, QueueFull, ScoreBatcher
+
+JSON = dict[str, Any]
+
+HEADER_BYTES = 16384
+SHUTDOWN_S = 10
+"""How long requests in progress may take after Ctrl-C."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerLimits:
+    """What a server accepts."""
+
+    max_waiting: int = 2048
+    """Texts that wait; a request that would add more gets 429."""
+    max_body_bytes: int = 16 << 20
+    body_s: float = 30.0
+    """Time for the body of a request."""
+    connections: int = 256
+    """Connections and requests at once; more get 503."""
+    batch_tokens: int = 16384
+    """A batch gets no further request once it has this many tokens."""
+
+
+class _Refused(Exception):
+    """A request is not answered."""
+
+    def __init__(self, status: int, problem: str, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(problem)
+        self.status, self.problem, self.headers = status, problem, dict(headers or {})
+
+
+class RewardServer:
+    """The application of a server; `app` is the ASGI callable.
+
+    Args:
+        name: the model's name in answers.
+        token: what clients send as `Authorization: Bearer`; None for a server that anyone may use.
+    """
+
+    def __init__(self, model: LocalRewardModel, name: str, token: str | None, limits: ServerLimits) -> None:
+        self._model, self._name, self._token, self.limits = model, name, token, limits
+        self._batcher = ScoreBatcher(model.score, limits.max_waiting, limits.batch_tokens)
+        self._statuses: Counter[tuple[str, int]] = Counter()
+        self._truncated = 0
+        self.app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+        self.app.add_api_route("/health", self._health, methods=["GET"])
+        self.app.add_api_route("/metrics", self._endpoint("/metrics", self._metrics), methods=["GET"])
+        for path, answer in (
+            ("/get_reward", self._get_reward), ("/classify", self._classify), ("/pooling", self._pooling)
+        ):  # fmt: skip
+            self.app.add_api_route(path, self._endpoint(path, answer), methods=["POST"])
+
+    def _endpoint(
+        self, path: str, answer: Callable[[Request], Awaitable[Response]]
+    ) -> Callable[[Request], Awaitable[Response]]:
+        async def handle(request: Request) -> Response:
+            try:
+                self._check_token(request)
+                response = await answer(request)
+            except _Refused as refused:
+                response = _json({"error": refused.problem}, refused.status, refused.headers)
+            except QueueFull as full:
+                response = _json({"error": str(full)}, 429, {"retry-after": str(full.after_s)})
+            except Exception as error:  # noqa: BLE001 - the batcher has logged it
+                response = _json({"error": f"the model failed: {type(error).__name__}"}, 500)
+            self._statuses[path, response.status_code] += 1
+            return response
+
+        return handle
+
+    def _check_token(self, request: Request) -> None:
+        if self._token is None:
+            return
+        given = request.headers.get("authorization", "")
+        if not hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
+            raise _Refused(401, "send the server's token as Authorization: Bearer", {"www-authenticate": "Bearer"})
+
+    async def _health(self) -> Response:
+        return _json({"status": "ok"})
+
+    async def _metrics(self, request: Request) -> Response:
+        done = self._batcher.counters
+        lines = [
+            f'lockstep_reward_requests_total{{path="{path}",status="{status}"}} {count}'
+            for (path, status), count in sorted(self._statuses.items())
+        ]
+        values = {
+            "batches_total": done.batches, "texts_total": done.texts, "tokens_total": done.tokens,
+            "compute_seconds_total": round(done.seconds, 6), "refused_total": done.refused,
+            "truncated_total": self._truncated, "waiting_texts": self._batcher.waiting,
+        }  # fmt: skip
+        lines += [f"lockstep_reward_{name} {value}" for name, value in values.items()]
+        return Response("\n".join([*lines, ""]), media_type="text/plain; version=0.0.4")
+
+    async def _get_reward(self, request: Request) -> Response:
+        """OpenRLHF: `{"query": [text]}`. A text without the end-of-sequence token at its end gets it."""
+        body = await self._body(request)
+        texts = self._texts(body.get("query"), "query")
+        eos = str(self._model.tokenizer.eos_token)
+        stripped = [text.rstrip() if text.rstrip().endswith(eos) else text for text in texts]
+        ended = [text if text.endswith(eos) else f"{text}{eos}" for text in stripped]
+        scores, _ = await self._scores(ended)
+        return _json({"rewards": scores, "scores": scores, "extra_logs": {}})
+
+    async def _classify(self, request: Request) -> Response:
+        """vLLM: `{"input": text or texts}` as they are. As there, a sigmoid is applied unless `use_activation` is
+        false."""
+        body = await self._body(request)
+        scores, tokens = await self._scores(
+            self._texts(body.get("input"), "input"), body.get("add_special_tokens") is not False
+        )
+        if body.get("use_activation", body.get("activation")) is not False:
+            scores = [_sigmoid(score) for score in scores]
+        data = [
+            {"index": index, "label": "LABEL_0", "probs": [score], "num_classes": 1}
+            for index, score in enumerate(scores)
+        ]
+        return self._listed("classify", data, tokens)
+
+    async def _pooling(self, request: Request) -> Response:
+        """vLLM: `{"input": text or texts}` as they are; the scores themselves unless `use_activation` is true."""
+        body = await self._body(request)
+        if body.get("encoding_format", "float") != "float":
+            raise _Refused(400, "encoding_format: only float is served")
+        scores, tokens = await self._scores(
+            self._texts(body.get("input"), "input"), body.get("add_special_tokens") is not False
+        )
+        if body.get("use_activation", body.get("activation")) is True:
+            scores = [_sigmoid(score) for score in scores]
+        data = [{"index": index, "object": "pooling", "data": [score]} for index, score in enumerate(scores)]
+        return self._listed("pool", data, tokens)
+
+    def _listed(self, kind: str, data: list[JSON], tokens: int) -> Response:
+        head = {"id": f"{kind}-{uuid.uuid4().hex}", "object": "list", "created": int(time.time()), "model": self._name}
+        return _json({**head, "data": data, "usage": {"prompt_tokens": tokens, "total_tokens": tokens}})
+
+    async def _body(self, request: Request) -> JSON:
+        """The JSON object of a request. Raises _Refused if it is too large, too slow or something else."""
+        most = self.limits.max_body_bytes
+        declared = request.headers.get("content-length", "0")
+        if declared.isdigit() and int(declared) > most:
+            raise _Refused(413, f"the body has {declared} bytes, and {most} is the limit: send fewer texts")
+        parts, size = [], 0
+        try:
+            async with asyncio.timeout(self.limits.body_s):
+                async for part in request.stream():
+                    parts.append(part)
+                    size += len(part)
+                    if size > most:
+                        raise _Refused(413, f"the body has more than {most} bytes: send fewer texts")
+        except TimeoutError:
+            raise _Refused(408, f"the body did not arrive within {self.limits.body_s:g} s") from None
+        try:
+            body = parse_json(b"".join(parts), "the body")
+        except MalformedJson:
+            raise _Refused(400, "the body is not valid JSON") from None
+        if not isinstance(body, dict):
+            raise _Refused(400, "the body is not a JSON object")
+        return body
+
+    def _texts(self, value: object, field: str) -> list[str]:
+        texts = [value] if isinstance(value, str) else value
+        if not isinstance(texts, list) or not texts or not all(isinstance(each, str) and each for each in texts):
+            raise _Refused(400, f"{field}: expected a list of texts that are not empty")
+        if len(texts) > self.limits.max_waiting:
+            most = count_noun(self.limits.max_waiting, "text")
+            raise _Refused(413, f"{field} has {count_noun(len(texts), 'text')}: send {most} at most")
+        return texts
+
+    async def _scores(self, texts: list[str], special: bool = True) -> tuple[list[float], int]:
+        """Returns the score of each text, and the number of tokens of all. Long texts are cut on the left.
+
+        Args:
+            special: whether the tokenizer adds its special tokens, such as that of the beginning.
+        """
+        tokens = await asyncio.to_thread(self._encode, texts, special)
+        scores = await self._batcher.scores(tokens)
+        if not np.isfinite(scores).all():
+            number = int(np.flatnonzero(~np.isfinite(scores))[0])
+            raise _Refused(500, f"the score of text {number} is not finite")
+        return scores.astype(float).tolist(), sum(each.size for each in tokens)
+
+    def _encode(self, texts: list[str], special: bool) -> list[np.ndarray]:
+        """The tokens of each text; the beginning-of-sequence token is not doubled."""
+        tokenizer, longest = self._model.tokenizer, self._model.longest
+        bos, found = tokenizer.bos_token, []
+        for text in texts:
+            begun = bos is not None and text.startswith(str(bos))
+            tokens = np.asarray(
+                tokenizer(text, add_special_tokens=special and not begun, verbose=False)["input_ids"], np.int32
+            )
+            if tokens.size > longest:
+                self._truncated += 1
+                first = int(tokens[0] == tokenizer.bos_token_id)
+                tokens = np.concatenate([tokens[:first], tokens[tokens.size - longest + first :]])
+            found.append(tokens)
+        return found
+
+
+def run_server(server: RewardServer, listening: socket.socket) -> None:
+    """Serves until Ctrl-C or SIGTERM; the requests in progress get their answers."""
+    config = uvicorn.Config(
+        server.app,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        limit_concurrency=server.limits.connections,
+        timeout_graceful_shutdown=SHUTDOWN_S,
+        h11_max_incomplete_event_size=HEADER_BYTES,
+    )
+    with suppress(KeyboardInterrupt):  # uvicorn raises it again when everything has ended
+        uvicorn.Server(config).run(sockets=[listening])
+
+
+def _sigmoid(score: float) -> float:
+    return 1 / (1 + math.exp(-score)) if score >= 0 else math.exp(score) / (1 + math.exp(score))
+
+
+def _json(content: JSON, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(json.dumps(content), status, dict(headers or {}), media_type="application/json")

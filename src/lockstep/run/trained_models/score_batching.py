@@ -1,0 +1,176 @@
+"""Scores texts of many requests together with one reward model in this process.
+
+While the model computes a batch, requests collect for the next one. The number of texts that wait is bounded.
+"""
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from lockstep.base.text import count_noun
+from lockstep.config.model import ModelConfig
+from lockstep.config.serve_role import ServeRole
+from lockstep.data.forest_builder import forest_of_scored_texts
+from lockstep.data.micro_batch import decode_micro_batches
+from lockstep.data.mini_batches import pack
+from lockstep.models.model_loader import load_tokenizer
+from lockstep.train.distributed import ParallelContext
+from lockstep.train.rank_service import choose_packing
+from lockstep.train.trainer_kinds import SERVED_MODELS
+
+log = logging.getLogger(__name__)
+
+MAX_RETRY_AFTER_S = 60
+
+
+class LocalRewardModel:
+    """A reward model in this process.
+
+    Raises:
+        ModelError: the model cannot be used, or has no head for one score.
+    """
+
+    def __init__(self, model: ModelConfig, device: torch.device, token_budget: int, threads: int | None = None) -> None:
+        if threads is not None:
+            torch.set_num_threads(threads)
+        model = model.model_copy(update={"head": "score"})
+        self.tokenizer = load_tokenizer(model)
+        self._model = SERVED_MODELS.create(ServeRole(name="reward_model", model=model), ParallelContext(device=device))
+        self._packing, reason = choose_packing(model, self._model.probe_packing)
+        self._token_budget = token_budget
+        self.longest = min(model.max_length or self._model.context_length, self._model.context_length) - 1
+        """The longest text, in tokens: the target of a score has a place after the last one."""
+        log.info("%s on %s, packing %s: %s", model.path, device, self._packing, reason)
+
+    def score(self, texts: Sequence[np.ndarray]) -> np.ndarray:
+        """Returns the score of each text, float32 `[texts]`.
+
+        Args:
+            texts: int32 `[tokens]` each, with 1 to `longest` tokens.
+        """
+        forest = forest_of_scored_texts(texts, range(len(texts)), [str(number) for number in range(len(texts))])
+        budget = max(self._token_budget, max(text.size for text in texts) + 1)
+        batch = pack(forest, 1, budget, self._packing)
+        everything = batch.everything()
+        (encoded,) = everything.encode()
+        rows = self._model.evaluate(decode_micro_batches(encoded), ["scores"])
+        batch.set_field("score", everything, [[row["scores"] for row in rows]])
+        scores = np.empty(len(texts), np.float32)
+        scores[batch.sequences] = batch.fields["score"]
+        return scores
+
+
+class QueueFull(Exception):
+    """So many texts wait that no more are accepted."""
+
+    def __init__(self, waiting: int, after_s: int) -> None:
+        super().__init__(f"{count_noun(waiting, 'text')} are waiting to be scored, and no more are accepted now")
+        self.after_s = after_s
+        """When to try again."""
+
+
+@dataclass(slots=True, eq=False)
+class _ScoreRequest:
+    texts: list[np.ndarray]
+    scores: "asyncio.Future[np.ndarray]"
+
+
+@dataclass(slots=True)
+class BatchingCounters:
+    """What a batcher has done."""
+
+    batches: int = 0
+    texts: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    """Time in which the model computed."""
+    refused: int = 0
+    """Requests that found the queue full."""
+
+
+@dataclass(slots=True)
+class ScoreBatcher:
+    """Collects requests while the model computes. Lives in one event loop.
+
+    Args:
+        score: computes the scores of texts; it is called in a thread, by one at a time.
+        max_waiting: the most texts that wait, besides those being computed.
+        batch_tokens: a batch gets no further request once it has this many tokens.
+    """
+
+    score: Callable[[Sequence[np.ndarray]], np.ndarray]
+    max_waiting: int
+    batch_tokens: int
+    counters: BatchingCounters = field(default_factory=BatchingCounters)
+    waiting: int = 0
+    """Texts that wait."""
+    _requests: deque[_ScoreRequest] = field(default_factory=deque)
+    _work: "asyncio.Task[None] | None" = None
+    """Computes batches until no request waits."""
+
+    async def scores(self, texts: list[np.ndarray]) -> np.ndarray:
+        """Returns the scores of the texts, float32 `[texts]`, when a batch with them is computed.
+
+        Raises:
+            QueueFull: too many texts are waiting.
+            Exception: the model failed.
+        """
+        if self.waiting + len(texts) > self.max_waiting:
+            self.counters.refused += 1
+            raise QueueFull(self.waiting, self._retry_after_s())
+        request = _ScoreRequest(texts, asyncio.get_running_loop().create_future())
+        self._requests.append(request)
+        self.waiting += len(texts)
+        if self._work is None or self._work.done():
+            self._work = asyncio.create_task(self._compute())
+        return await request.scores
+
+    async def _compute(self) -> None:
+        while batch := self._take():
+            texts = [text for request in batch for text in request.texts]
+            began = time.monotonic()
+            try:
+                scores = await asyncio.to_thread(self.score, texts)
+            except Exception as error:
+                log.exception("%s could not be scored", count_noun(len(texts), "text"))
+                for request in batch:
+                    if not request.scores.done():
+                        request.scores.set_exception(error)
+                continue
+            self._count(texts, time.monotonic() - began)
+            start = 0
+            for request in batch:
+                if not request.scores.done():  # its client may be gone
+                    request.scores.set_result(scores[start : start + len(request.texts)])
+                start += len(request.texts)
+
+    def _take(self) -> list[_ScoreRequest]:
+        """The requests of the next batch; those whose clients are gone are left out."""
+        batch: list[_ScoreRequest] = []
+        tokens = 0
+        while self._requests and (not batch or tokens < self.batch_tokens):
+            request = self._requests.popleft()
+            self.waiting -= len(request.texts)
+            if not request.scores.done():
+                batch.append(request)
+                tokens += sum(text.size for text in request.texts)
+        return batch
+
+    def _count(self, texts: Sequence[np.ndarray], seconds: float) -> None:
+        self.counters.batches += 1
+        self.counters.texts += len(texts)
+        self.counters.tokens += sum(text.size for text in texts)
+        self.counters.seconds += seconds
+
+    def _retry_after_s(self) -> int:
+        """When half of the texts that wait should be done, in whole seconds."""
+        if not self.counters.texts:
+            return 1
+        expected = self.waiting / 2 * self.counters.seconds / self.counters.texts
+        return int(min(max(1.0, np.ceil(expected)), MAX_RETRY_AFTER_S))

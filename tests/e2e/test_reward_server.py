@@ -1,0 +1,223 @@
+"""`lockstep serve-reward` gives the scores of transformers in the forms of OpenRLHF and vLLM, to those with the token,
+also under load, and stops at Ctrl-C."""
+
+import asyncio
+import os
+import re
+import secrets
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from harness import LOCKSTEP
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from lockstep.config.reward import ModelReward
+from lockstep.data.samples import Prompt
+from lockstep.models.tiny_model import make_tiny
+from lockstep.rewards.reward_terms import build_term
+from lockstep.rewards.reward_values import BadReward
+from lockstep.rewards.scoring_messages import RewardSample, ScoringBatch
+
+pytestmark = [pytest.mark.xdist_group("reward-server"), pytest.mark.timeout(200)]
+
+TOKEN = secrets.token_hex(32)
+TEXTS = ["12=12", "7=", "90=09<eos>", "0123456789=0"]
+
+
+@dataclass
+class Server:
+    process: subprocess.Popen[str]
+    url: str
+    log: Path
+
+    def post(self, path: str, body: Any, token: str | None = TOKEN, **options: Any) -> httpx.Response:
+        headers = {"authorization": f"Bearer {token}"} if token else {}
+        return httpx.post(f"{self.url}{path}", json=body, headers=headers, timeout=30, **options)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    home = tmp_path_factory.mktemp("served")
+    shape: dict[str, Any] = {"hidden": 32, "layers": 2, "heads": 2, "kv_heads": 1, "ffn": 64, "max_length": 32}
+    make_tiny(home / "lm", **shape, alphabet="0123456789=", seed=4)
+    torch.manual_seed(2)
+    scorer = AutoModelForSequenceClassification.from_pretrained(home / "lm", num_labels=1, dtype=torch.float32)
+    torch.nn.init.normal_(scorer.score.weight, std=0.3)
+    scorer.save_pretrained(home / "rm")
+    AutoTokenizer.from_pretrained(home / "lm").save_pretrained(home / "rm")
+    return home / "rm"
+
+
+@contextmanager
+def serving(model: Path, log: Path, *options: str) -> Iterator[Server]:
+    command = [*LOCKSTEP, "serve-reward", str(model), "--port", "0", "--threads", "1", *options]
+    environment = {**os.environ, "LOCKSTEP_REWARD_TOKEN": TOKEN, "COLUMNS": "200"}
+    with log.open("w") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output, env=environment, text=True)
+    try:
+        until = time.monotonic() + 90
+        while not (found := re.search(r"serving .* at (http://\S+)", log.read_text())):
+            assert process.poll() is None and time.monotonic() < until, log.read_text()
+            time.sleep(0.1)
+        yield Server(process, found[1], log)
+    finally:
+        process.kill()
+        process.wait(10)
+
+
+@pytest.fixture(scope="module")
+def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving(model, tmp_path_factory.mktemp("log") / "server.log") as server:
+        until = time.monotonic() + 30
+        while time.monotonic() < until:
+            try:
+                httpx.get(f"{server.url}/health", timeout=5)
+                break
+            except httpx.TransportError:
+                time.sleep(0.1)
+        yield server
+
+
+def expected(model: Path, texts: list[str]) -> list[float]:
+    scorer = AutoModelForSequenceClassification.from_pretrained(model, num_labels=1, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    with torch.no_grad():
+        return [float(scorer(torch.tensor([tokenizer(text)["input_ids"][-31:]])).logits[0, 0]) for text in texts]
+
+
+def test_scores_are_those_of_transformers_in_every_form(server: Server, model: Path) -> None:
+    ended = expected(model, [text if text.endswith("<eos>") else f"{text}<eos>" for text in TEXTS])
+    answer = server.post("/get_reward", {"query": TEXTS, "prompts": TEXTS, "labels": [None] * 4}).json()
+    assert answer["rewards"] == answer["scores"] == pytest.approx(ended, abs=1e-5)
+    plain = expected(model, TEXTS)
+    body = {"model": "any", "input": TEXTS, "use_activation": False}
+    answer = server.post("/classify", body).json()
+    assert [each["probs"] for each in answer["data"]] == [[pytest.approx(score, abs=1e-5)] for score in plain]
+    assert answer["usage"]["prompt_tokens"] == 5 + 2 + 6 + 12
+    (one,) = server.post("/classify", {"input": TEXTS[0]}).json()["data"]
+    assert one["probs"][0] == pytest.approx(torch.tensor(plain[0]).sigmoid().item(), abs=1e-5)
+    answer = server.post("/pooling", {"input": TEXTS}).json()
+    assert [each["data"] for each in answer["data"]] == [[pytest.approx(score, abs=1e-5)] for score in plain]
+    long = "0123456789" * 5 + "="
+    assert server.post("/pooling", {"input": long}).json()["data"][0]["data"] == pytest.approx(expected(model, [long]))
+
+
+def test_without_the_token_only_the_health_is_shown(server: Server) -> None:
+    assert httpx.get(f"{server.url}/health").json() == {"status": "ok"}
+    for token in (None, TOKEN[:-1], ""):
+        for path in ("/get_reward", "/classify", "/pooling"):
+            refused = server.post(path, {"query": ["1"], "input": ["1"]}, token=token)
+            assert refused.status_code == 401 and "rewards" not in refused.text and "data" not in refused.text
+    assert httpx.get(f"{server.url}/metrics").status_code == 401
+    assert httpx.get(f"{server.url}/docs").status_code == 404
+    found = httpx.get(f"{server.url}/metrics", headers={"authorization": f"Bearer {TOKEN}"}).text
+    assert 'lockstep_reward_requests_total{path="/classify",status="401"}' in found
+    assert TOKEN not in server.log.read_text()
+
+
+@pytest.mark.parametrize(
+    ("content", "status", "said"),
+    [
+        (b"{", 400, "not valid JSON"),
+        (b"[1]", 400, "not a JSON object"),
+        (b'{"query": []}', 400, "query: expected a list of texts"),
+        (b'{"query": [1]}', 400, "query: expected a list of texts"),
+        (b'{"query": ' + b'["1"' + b',"1"' * 2048 + b"]}", 413, "has 2,?049 texts: send 2,?048 texts at most"),
+        (b'{"query": ["' + b"1" * (16 << 20) + b'"]}', 413, "is the limit: send fewer texts"),
+        (b"\x80\x04\x95", 400, "not valid JSON"),
+    ],
+    ids=["cut", "list", "empty", "number", "many", "large", "pickle"],
+)
+def test_what_is_no_request_is_refused(server: Server, content: bytes, status: int, said: str) -> None:
+    headers = {"authorization": f"Bearer {TOKEN}"}
+    answer = httpx.post(f"{server.url}/get_reward", content=content, headers=headers, timeout=30)
+    assert answer.status_code == status and re.search(said, answer.json()["error"]), answer.text
+
+
+def test_many_clients_at_once_get_their_own_scores_or_are_asked_to_wait(model: Path, tmp_path: Path) -> None:
+    """Eight texts may wait: of 96 requests at once some are refused, and all are answered when they try again."""
+    texts = [f"{number:04d}=" for number in range(96)]
+    wanted = dict(zip(texts, expected(model, texts), strict=True))
+
+    async def ask(client: httpx.AsyncClient, url: str, text: str) -> int:
+        refused = 0
+        while True:
+            answer = await client.post(f"{url}/pooling", json={"input": [text]})
+            if answer.status_code == 200:
+                assert answer.json()["data"][0]["data"] == pytest.approx([wanted[text]], abs=1e-5)
+                return refused
+            assert answer.status_code == 429 and int(answer.headers["retry-after"]) >= 1, answer.text
+            refused += 1
+            await asyncio.sleep(0.05)
+
+    async def ask_all(url: str) -> list[int]:
+        headers = {"authorization": f"Bearer {TOKEN}"}
+        limits = httpx.Limits(max_connections=48)
+        async with httpx.AsyncClient(headers=headers, timeout=60, limits=limits) as client:
+            return await asyncio.gather(*(ask(client, url, text) for text in texts))
+
+    with serving(model, tmp_path / "server.log", "--max-waiting", "8") as server:
+        refused = asyncio.run(ask_all(server.url))
+        found = httpx.get(f"{server.url}/metrics", headers={"authorization": f"Bearer {TOKEN}"}).text
+        metrics = dict(line.rsplit(" ", 1) for line in found.splitlines())
+        assert int(metrics["lockstep_reward_texts_total"]) == 96
+        assert int(metrics["lockstep_reward_refused_total"]) == sum(refused) > 0
+        assert int(metrics["lockstep_reward_batches_total"]) < 96, "requests are scored together"
+        server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(20) == 0
+        assert "Traceback" not in server.log.read_text()
+
+
+def test_a_model_without_a_score_head_is_refused(model: Path) -> None:
+    command = [*LOCKSTEP, "serve-reward", str(model.parent / "lm"), "--no-token"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90)
+    assert done.returncode == 2 and "no head that gives a score" in " ".join(done.stderr.split())
+
+
+def rows(texts: list[str], chat: bool = False) -> ScoringBatch:
+    """Two prompts with these completions each."""
+    none = np.zeros(1, np.int32)
+    prompts = [
+        Prompt(f"0:{row}", row, none, text, [{"role": "user", "content": text}] if chat else None)
+        for row, text in enumerate(("12=", "90="))
+    ]
+    samples = [RewardSample(row, index, text, none, 1) for row in (0, 1) for index, text in enumerate(texts)]
+    return ScoringBatch(0, prompts, samples)
+
+
+@pytest.mark.parametrize("path", ["get_reward", "classify", "pooling"])
+def test_terms_with_its_address_get_the_scores_of_transformers(
+    server: Server, model: Path, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of texts as the policy writes them, and of conversations in the reward model's own template; normalised too."""
+    monkeypatch.setenv("RM_KEY", TOKEN)
+    address: dict[str, Any] = {"url": f"{server.url}/{path}", "api_key_env": "RM_KEY", "batch_size": 3}
+    eos = "<eos>" if path == "get_reward" else ""
+    found = build_term(ModelReward(**address), "rm", concurrency=2).score(rows(["1", "22"]), lambda _: None)
+    texts = [f"{start}{end}{eos}" for start in ("12=", "90=") for end in ("1", "22")]
+    assert found.values == pytest.approx(expected(model, texts), abs=1e-5)
+    assert found.extras["retries"] == [0.0] * 4
+    template = model.parent / "template.jinja"
+    template.write_text("{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}")
+    settings = {"path": str(model), "chat_template": str(template), "normalize": {"mean": 0.5, "std": 2.0}}
+    found = build_term(ModelReward(**address, **settings), "rm").score(rows(["1", "22"], chat=True), lambda _: None)
+    texts = [f"{start}<eos>{end}<eos>" for start in ("12=", "90=") for end in ("1", "22")]
+    raw = expected(model, texts)
+    assert found.extras["score"] == pytest.approx(raw, abs=1e-5)
+    assert found.values == pytest.approx([(score - 0.5) / 2.0 for score in raw], abs=1e-5)
+
+
+def test_a_wrong_token_is_named(server: Server) -> None:
+    found = build_term(ModelReward(url=f"{server.url}/pooling"), "rm")
+    with pytest.raises(BadReward, match=r"answered 401 .*api_key_env"):
+        found.score(rows(["1"]), lambda _: None)
