@@ -67,7 +67,8 @@ class Paced:
     """A run that waits for its turn before each step, and is otherwise unchanged."""
 
     def __init__(self, run: Run, pacer: Pacer) -> None:
-        self._run, self._pacer = run, pacer
+        self._run, self._pacer, self._stage = run, pacer, run.stage
+        run.stage = self.stage  # type: ignore[method-assign]  # the run itself enters stages as well
         names = {state.name: state.pid for state in read_beacons((run.folder / RUN_ID_FILE).read_text().strip())}
         self._detail = Detail(names | {"controller": os.getpid()})
         self._before = ""
@@ -89,7 +90,7 @@ class Paced:
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         self._detail.mark(f"after {self._before}")
-        with self._run.stage(name):
+        with self._stage(name):
             yield
         self._detail.mark(name)
         self._before = name
