@@ -392,6 +392,17 @@ def test_named_modules_exist() -> None:
             assert base.is_dir() or base.with_suffix(".py").is_file(), f"{page.name}: {name}"
 
 
+def without_other_frameworks(text: str) -> str:
+    """The text of a page without the columns of tables that have the name of another framework."""
+    kept, others = [], set()
+    for line, above in zip(text.splitlines(), ["", *text.splitlines()], strict=False):
+        cells = line.split("|") if line.startswith("|") else [line]
+        if not above.startswith("|"):
+            others = {place for place, cell in enumerate(cells) if cell.strip() in ("OpenRLHF", "verl", "TRL")}
+        kept.append("|".join(cell for place, cell in enumerate(cells) if place not in others))
+    return "\n".join(kept)
+
+
 def test_named_fields_exist() -> None:
     """`section.key` in the pages is a field of the config."""
     from lockstep.config.loader import dotted_keys
@@ -400,9 +411,7 @@ def test_named_fields_exist() -> None:
     known = {key for config in RECIPES.values() for key in dotted_keys(config)}
     sections = {name.partition(".")[0] for name in known if "." in name}
     for page in PAGES:
-        text = page.read_text()
-        if page.name.startswith("from-"):  # the first column of their tables has the other framework's names
-            text = re.sub(r"^\|[^|]*", "", text, flags=re.MULTILINE)
+        text = without_other_frameworks(page.read_text())
         for name in re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)(?:=[^`]*|: [a-z]+)?`", text):
             head, tail = name.partition(".")[0], name.rpartition(".")[2]
             if head in sections and tail not in ("py", "yaml", "jsonl", "md", "html", "json", "toml", "ground_truth"):
