@@ -6,6 +6,7 @@ import os
 import re
 import secrets
 import signal
+import stat
 import subprocess
 import time
 from collections.abc import Iterator
@@ -21,6 +22,8 @@ import torch
 from harness import LOCKSTEP
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from lockstep.base.folders import write_private
+from lockstep.base.transport.run_token import estimated_bits
 from lockstep.config.reward import ModelReward
 from lockstep.data.samples import Prompt
 from lockstep.models.tiny_model import make_tiny
@@ -31,6 +34,7 @@ from lockstep.rewards.scoring_messages import RewardSample, ScoringBatch
 pytestmark = [pytest.mark.xdist_group("reward-server"), pytest.mark.timeout(200)]
 
 TOKEN = secrets.token_hex(32)
+TOKEN_OF_RUNS = secrets.token_hex(32)
 TEXTS = ["12=12", "7=", "90=09<eos>", "0123456789=0"]
 
 
@@ -39,10 +43,18 @@ class Server:
     process: subprocess.Popen[str]
     url: str
     log: Path
+    token: str
 
-    def post(self, path: str, body: Any, token: str | None = TOKEN, **options: Any) -> httpx.Response:
-        headers = {"authorization": f"Bearer {token}"} if token else {}
-        return httpx.post(f"{self.url}{path}", json=body, headers=headers, timeout=30, **options)
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"authorization": f"Bearer {self.token}"}
+
+    def post(self, path: str, body: Any) -> httpx.Response:
+        return httpx.post(f"{self.url}{path}", json=body, headers=self.headers, timeout=30)
+
+    def metrics(self) -> dict[str, str]:
+        text = httpx.get(f"{self.url}/metrics", headers=self.headers).text
+        return dict(line.rsplit(" ", 1) for line in text.splitlines())
 
 
 @pytest.fixture(scope="module")
@@ -59,9 +71,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def serving(model: Path, log: Path, *options: str) -> Iterator[Server]:
+def serving(model: Path, home: Path, *options: str, given: str | None = None) -> Iterator[Server]:
+    """A server of a user with this home folder. `given`: the variable with the token; without it, there is a file."""
     command = [*LOCKSTEP, "serve-reward", str(model), "--port", "0", "--threads", "1", *options]
-    environment = {**os.environ, "LOCKSTEP_REWARD_TOKEN": TOKEN, "COLUMNS": "200"}
+    environment = {**os.environ, "HOME": str(home), "COLUMNS": "200"}
+    if given is not None:
+        environment["LOCKSTEP_REWARD_TOKEN"] = given
+    log = home / "server.log"
     with log.open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, env=environment, text=True)
     try:
@@ -69,7 +85,8 @@ def serving(model: Path, log: Path, *options: str) -> Iterator[Server]:
         while not (found := re.search(r"serving .* at (http://\S+)", log.read_text())):
             assert process.poll() is None and time.monotonic() < until, log.read_text()
             time.sleep(0.1)
-        yield Server(process, found[1], log)
+        token = given if given is not None else (home / ".lockstep" / "reward_token").read_text()
+        yield Server(process, found[1], log, token.strip())
     finally:
         process.kill()
         process.wait(10)
@@ -77,7 +94,10 @@ def serving(model: Path, log: Path, *options: str) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving(model, tmp_path_factory.mktemp("log") / "server.log") as server:
+    home = tmp_path_factory.mktemp("home")
+    (home / ".lockstep").mkdir(mode=0o700)
+    write_private(home / ".lockstep" / "token", f"{TOKEN_OF_RUNS}\n".encode())
+    with serving(model, home) as server:
         until = time.monotonic() + 30
         while time.monotonic() < until:
             try:
@@ -114,15 +134,27 @@ def test_scores_are_those_of_transformers_in_every_form(server: Server, model: P
 
 def test_without_the_token_only_the_health_is_shown(server: Server) -> None:
     assert httpx.get(f"{server.url}/health").json() == {"status": "ok"}
-    for token in (None, TOKEN[:-1], ""):
+    body = {"query": ["1"], "input": ["1"]}
+    for headers in ({}, {"authorization": f"Bearer {server.token[:-1]}"}, {"authorization": "Bearer"}):
         for path in ("/get_reward", "/classify", "/pooling"):
-            refused = server.post(path, {"query": ["1"], "input": ["1"]}, token=token)
+            refused = httpx.post(f"{server.url}{path}", json=body, headers=headers)
             assert refused.status_code == 401 and "rewards" not in refused.text and "data" not in refused.text
     assert httpx.get(f"{server.url}/metrics").status_code == 401
     assert httpx.get(f"{server.url}/docs").status_code == 404
-    found = httpx.get(f"{server.url}/metrics", headers={"authorization": f"Bearer {TOKEN}"}).text
-    assert 'lockstep_reward_requests_total{path="/classify",status="401"}' in found
-    assert TOKEN not in server.log.read_text()
+    assert int(server.metrics()['lockstep_reward_requests_total{path="/classify",status="401"}']) >= 3
+    assert server.token not in server.log.read_text()
+
+
+def test_the_token_of_runs_is_neither_needed_nor_accepted(server: Server) -> None:
+    """Clients send the server's token unencrypted; whoever has that of runs can run commands."""
+    folder = server.log.parent / ".lockstep"
+    assert server.token != TOKEN_OF_RUNS and estimated_bits(server.token) > 200
+    assert stat.S_IMODE((folder / "reward_token").stat().st_mode) == 0o600
+    assert sorted(each.name for each in folder.iterdir()) == ["reward_token", "token"]
+    headers = {"authorization": f"Bearer {TOKEN_OF_RUNS}"}
+    assert httpx.post(f"{server.url}/pooling", json={"input": ["1"]}, headers=headers).status_code == 401
+    log = server.log.read_text()
+    assert str(folder / "reward_token") in log and TOKEN_OF_RUNS not in log
 
 
 @pytest.mark.parametrize(
@@ -139,8 +171,7 @@ def test_without_the_token_only_the_health_is_shown(server: Server) -> None:
     ids=["cut", "list", "empty", "number", "many", "large", "pickle"],
 )
 def test_what_is_no_request_is_refused(server: Server, content: bytes, status: int, said: str) -> None:
-    headers = {"authorization": f"Bearer {TOKEN}"}
-    answer = httpx.post(f"{server.url}/get_reward", content=content, headers=headers, timeout=30)
+    answer = httpx.post(f"{server.url}/get_reward", content=content, headers=server.headers, timeout=30)
     assert answer.status_code == status and re.search(said, answer.json()["error"]), answer.text
 
 
@@ -166,10 +197,9 @@ def test_many_clients_at_once_get_their_own_scores_or_are_asked_to_wait(model: P
         async with httpx.AsyncClient(headers=headers, timeout=60, limits=limits) as client:
             return await asyncio.gather(*(ask(client, url, text) for text in texts))
 
-    with serving(model, tmp_path / "server.log", "--max-waiting", "8") as server:
+    with serving(model, tmp_path, "--max-waiting", "8", given=f"{TOKEN}\n") as server:
         refused = asyncio.run(ask_all(server.url))
-        found = httpx.get(f"{server.url}/metrics", headers={"authorization": f"Bearer {TOKEN}"}).text
-        metrics = dict(line.rsplit(" ", 1) for line in found.splitlines())
+        metrics = server.metrics()
         assert int(metrics["lockstep_reward_texts_total"]) == 96
         assert int(metrics["lockstep_reward_refused_total"]) == sum(refused) > 0
         assert int(metrics["lockstep_reward_batches_total"]) < 96, "requests are scored together"
@@ -200,7 +230,7 @@ def test_terms_with_its_address_get_the_scores_of_transformers(
     server: Server, model: Path, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of texts as the policy writes them, and of conversations in the reward model's own template; normalised too."""
-    monkeypatch.setenv("RM_KEY", TOKEN)
+    monkeypatch.setenv("RM_KEY", server.token)
     address: dict[str, Any] = {"url": f"{server.url}/{path}", "api_key_env": "RM_KEY", "batch_size": 3}
     eos = "<eos>" if path == "get_reward" else ""
     found = build_term(ModelReward(**address), "rm", concurrency=2).score(rows(["1", "22"]), lambda _: None)

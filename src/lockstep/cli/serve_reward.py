@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -32,8 +33,8 @@ def command(
 
     /get_reward answers as OpenRLHF's serve_rm does, /classify and /pooling as vLLM does.
 
-    Clients send a token as `Authorization: Bearer`: the content of LOCKSTEP_REWARD_TOKEN, else of ~/.lockstep/token.
-    `/health` needs none. Ctrl-C answers the requests in progress and ends.
+    Clients send a token as `Authorization: Bearer`: the content of LOCKSTEP_REWARD_TOKEN, else of
+    ~/.lockstep/reward_token. `/health` needs none. Ctrl-C answers the requests in progress and ends.
 
     Examples:
 
@@ -41,7 +42,7 @@ def command(
     """
     require_extra("serve", "lockstep serve-reward")
     from lockstep.base.network import listen
-    from lockstep.base.transport.run_token import check_token, shared_token, token_path
+    from lockstep.base.transport.run_token import reward_token_path
     from lockstep.config.model import ModelConfig
     from lockstep.run.trained_models.reward_server import RewardServer, ServerLimits, run_server
     from lockstep.run.trained_models.score_batching import LocalRewardModel
@@ -50,8 +51,8 @@ def command(
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
-        given = os.environ.pop(TOKEN_VARIABLE, "")
-        secret = (check_token(given, TOKEN_VARIABLE) if given else shared_token({})) if token else None
+        given = os.environ.pop(TOKEN_VARIABLE, None)
+        secret = _token(given) if token else None
         path = str(Path(model).expanduser().absolute()) if Path(model).expanduser().is_dir() else model
         settings = {
             "path": path,
@@ -70,8 +71,28 @@ def command(
         raise typer.Exit(REFUSED) from error
     if secret is None:
         show_note(f"whoever reaches {host} can use this server: it needs no token")
-    elif not given:
-        show_note(f"the token is in {token_path()}")
+    elif given is None:
+        show_note(f"the token is in {reward_token_path()}")
     address = f"{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
     show_progress(f"serving {model} at http://{address}")
     run_server(server, listening)
+
+
+def _token(given: str | None) -> str:
+    """The token that clients need: the content of the variable, or of the file if there is no variable.
+
+    Raises:
+        ValueError: it cannot be a token, or can be guessed (WeakToken).
+        PermissionError: other users can read the file.
+    """
+    from lockstep.base.transport.run_token import TOKEN_COMMAND, check_token, reward_token_path, token_of_file
+
+    if given is None:
+        return token_of_file(reward_token_path(), TOKEN_VARIABLE)
+    token = given.strip()  # a file that a shell reads ends with a newline
+    if not re.fullmatch(r"[!-~]+", token):
+        problem = "is empty" if not token else "has characters that a header cannot have"
+        raise ValueError(
+            f"{TOKEN_VARIABLE} {problem}: unset it, or make one: export {TOKEN_VARIABLE}=$({TOKEN_COMMAND})"
+        )
+    return check_token(token, TOKEN_VARIABLE)

@@ -110,21 +110,30 @@ def shared_token(environment: Mapping[str, str] = os.environ, home: Path | None 
     """The token that the processes of a user share on several hosts: `LOCKSTEP_TOKEN`, else the content of
     `~/.lockstep/token`, which is made if there is none (hosts that share the home folder share the file).
 
+    Raises: as `token_of_file`.
+    """
+    if given := environment.get(TOKEN_VARIABLE, ""):
+        return check_token(given)
+    return token_of_file(token_path(home), TOKEN_VARIABLE)
+
+
+def token_of_file(path: Path, variable: str) -> str:
+    """The token in a file that only the user can read; the file is made, with a random token, if there is none.
+
+    Args:
+        variable: the environment variable that the user can set instead, for the errors.
+
     Raises:
         WeakToken: the token can be guessed.
         PermissionError: other users can read the file, or own its folder.
     """
-    if given := environment.get(TOKEN_VARIABLE, ""):
-        return check_token(given)
-    path = token_path(home)
-    make_private_dir(path.parent, f"remove it, or set {TOKEN_VARIABLE}")
+    make_private_dir(path.parent, f"remove it, or set {variable}")
     if not os.path.lexists(path):
         _make_token_file(path)
     facts = path.lstat()
     if not stat.S_ISREG(facts.st_mode) or facts.st_uid != os.getuid() or facts.st_mode & 0o077:
         raise PermissionError(
-            f"{path}: only you may own and read the token: replace it (rm {path}; it is made again), or set "
-            f"{TOKEN_VARIABLE}"
+            f"{path}: only you may own and read the token: replace it (rm {path}; it is made again), or set {variable}"
         )
     return check_token(path.read_text().strip(), str(path))
 
@@ -134,9 +143,14 @@ def token_path(home: Path | None = None) -> Path:
     return (home or Path.home()) / ".lockstep" / "token"
 
 
+def reward_token_path(home: Path | None = None) -> Path:
+    """The file that holds the token of a user's reward servers: another one, as all their clients have and send it."""
+    return (home or Path.home()) / ".lockstep" / "reward_token"
+
+
 def _make_token_file(path: Path) -> None:
     """Makes the file with a new token. If several hosts try at once, one of them succeeds, and all read its token."""
-    draft = path.with_name(f".token.{secrets.token_hex(8)}")
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     write_private(draft, f"{new_run_token()}\n".encode())
     with contextlib.suppress(FileExistsError):
         os.link(draft, path)
