@@ -227,12 +227,10 @@ class JudgeReward(_RemoteTerm):
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
         try:
-            unknown = (
-                meta.find_undeclared_variables(ImmutableSandboxedEnvironment().parse(template)) - _TEMPLATE_VARIABLES
-            )
+            parsed = ImmutableSandboxedEnvironment().parse(template)
         except TemplateSyntaxError as error:
             raise ValueError(f"line {error.lineno} of the template: {error.message}") from error
-        if unknown:
+        if unknown := meta.find_undeclared_variables(parsed) - _TEMPLATE_VARIABLES:
             raise ValueError(
                 f"the template uses {', '.join(sorted(unknown))}; available: {', '.join(sorted(_TEMPLATE_VARIABLES))}"
             )
@@ -281,7 +279,8 @@ class ModelReward(_RemoteTerm):
     """Give prompts that are plain text to the chat template too, as a user's message. Conversations always go there."""
     end: Literal["eos", "template"] = "eos"
     """Where a text ends, and is scored: at the end-of-sequence token, which plain text gets, without what a template
-    writes after it (as Lockstep and OpenRLHF train); or at the last token that the template writes (as TRL does)."""
+    writes after it (as Lockstep and OpenRLHF train); or at the last token that the template writes (as TRL does), which
+    a `url` of `/get_reward` cannot."""
     max_length: int | None = Field(None, gt=1)
     """Longest text in tokens; the model's own limit, less one for the score, when absent."""
     overlong: Literal["truncate", "error"] = "truncate"
@@ -319,10 +318,7 @@ class ModelReward(_RemoteTerm):
         """The last part of the address: `get_reward`, `classify` or `pooling`."""
         return urlsplit(self.url or "").path.rstrip("/").rpartition("/")[2]
 
-    @field_validator("url")
-    @classmethod
-    def _check_url(cls, url: str | None) -> str | None:
-        return url if url is None else _check_http_url(url)
+    _address = field_validator("url")(lambda url: url if url is None else _check_http_url(url))
 
     @model_validator(mode="after")
     def _check_place(self) -> Self:
@@ -330,6 +326,8 @@ class ModelReward(_RemoteTerm):
             raise ValueError("set path to a reward model, or url to a server that has one")
         if self.url is not None and self.protocol not in ("get_reward", "classify", "pooling"):
             raise ValueError(f"url {self.url!r} must end with /get_reward, /classify or /pooling; kind http has others")
+        if self.protocol == "get_reward" and self.end == "template":
+            raise ValueError("end: template has no effect on /get_reward: set url to one of /classify or /pooling")
         unused = _SERVED_FIELDS if self.url is not None else _REMOTE_FIELDS
         defaults = type(self).model_fields
         if wrong := sorted(name for name in unused if getattr(self, name) != defaults[name].default):

@@ -1,7 +1,7 @@
 """Reward terms of kind model with a url: the score of a reward model behind HTTP.
 
     /get_reward           {"query": [text, ...], "prompts": [...], "labels": [...]}   OpenRLHF's serve_rm
-    /classify, /pooling   {"input": [text, ...], "use_activation": false}             vLLM
+    /classify, /pooling   {"input": [text, ...], **FIELDS_OF_VLLM}                    vLLM
 
 `lockstep serve-reward` answers all of them.
 """
@@ -19,6 +19,10 @@ from lockstep.rewards.scoring_messages import ScoringBatch, TermScores
 
 if TYPE_CHECKING:
     from lockstep.rewards.model_reward import ScoredTextWriter
+
+FIELDS_OF_VLLM = {"use_activation": False, "activation": False, "truncate_prompt_tokens": -1}
+"""The scores themselves (`activation` is what 0.11.0 and older know), and longer texts cut to the model's context, of
+which the last tokens stay: without it vLLM refuses them."""
 
 
 class ModelServerTerm(HttpTerm):
@@ -44,7 +48,7 @@ class ModelServerTerm(HttpTerm):
         texts, conversations = self._texts(part, queries["query"])
         if self._reward.protocol == "get_reward":
             return {**queries, "query": texts}
-        body: dict[str, Any] = {"input": texts, "use_activation": False, "add_special_tokens": not conversations}
+        body: dict[str, Any] = {"input": texts, "add_special_tokens": not conversations, **FIELDS_OF_VLLM}
         named = self._reward.served_model_name
         return body if named is None else {"model": named, **body}
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from reward_samples import completion, prompt
+from reward_server import Reply, serving
 from transformers import AutoTokenizer
 
 from lockstep.config.errors import ConfigError
@@ -17,6 +18,7 @@ from lockstep.data.forest_builder import forest_of_scored_texts
 from lockstep.data.samples import Episode, Group, Prompt, Rollouts
 from lockstep.models.tiny_model import make_tiny
 from lockstep.rewards.model_reward import ScoredTextWriter, ServedModelTerm, check_model_term, score_normalization
+from lockstep.rewards.reward_terms import build_term
 from lockstep.rewards.reward_values import BadReward
 from lockstep.rewards.scorer_pool import ScorerPool
 from lockstep.rewards.scoring_messages import RewardError, RewardSample, ScoringBatch, TermError
@@ -194,7 +196,24 @@ def test_a_term_with_a_url_is_remote() -> None:
     made = grpo(reward={"terms": [remote], "workers": 2})
     (term,) = made.reward.terms
     assert made.serve_roles == () and made.reward.scorers == 2 and term.protocol == "classify"
+    assert grpo(reward={"terms": [{**remote, "end": "template"}]}).reward.terms[0].end == "template"
     assert check_config(made.model_dump(mode="json"), "a stored config") == made
+
+
+@pytest.mark.parametrize(("path", "field"), [("classify", "probs"), ("pooling", "data")])
+def test_every_version_of_vllm_is_asked_for_the_scores_and_to_cut_long_texts(path: str, field: str) -> None:
+    """vLLM up to 0.11.0 knows `activation` only; without `truncate_prompt_tokens` it refuses longer texts."""
+    rows = [{"index": 0, field: [0.25]}, {"index": 1, field: [-3.0]}]
+    with serving(lambda *_: Reply({"object": "list", "data": rows})) as server:
+        remote = ModelReward(url=f"{server.url}/{path}", served_model_name="rm")
+        (batch,) = batches("a", "b")
+        assert build_term(remote, "rm").score(batch, lambda _: None).values == [0.25, -3.0]
+    assert server.bodies == [
+        {
+            "model": "rm", "input": ["ask a", "ask b"], "add_special_tokens": True,
+            "use_activation": False, "activation": False, "truncate_prompt_tokens": -1,
+        }
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -205,6 +224,7 @@ def test_a_term_with_a_url_is_remote() -> None:
         ({"url": "ftp://h/pooling"}, "not an http"),
         ({"url": "http://h/pooling", "ranks": 2, "dtype": "float32"}, "dtype, ranks cannot be set with url"),
         ({"path": "rm", "timeout_s": 3, "deadline_s": 9}, "deadline_s, timeout_s cannot be set without url"),
+        ({"url": "http://h/get_reward", "path": "rm", "end": "template"}, "no effect on /get_reward.*/classify"),
         ({"url": "http://h/pooling", "chat": True}, "need the reward model's tokenizer"),
         ({"url": "http://h/pooling", "normalize": True}, "reads config.json of path"),
         ({"url": "http://h/pooling", "concurrency": 1}, "less than one request per worker"),
