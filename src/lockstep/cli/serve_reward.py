@@ -3,6 +3,7 @@
 import logging
 import os
 import re
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +12,15 @@ import typer
 from lockstep.cli.terminal import REFUSED, require_extra, show_note, show_progress, show_refusal
 
 TOKEN_VARIABLE = "LOCKSTEP_REWARD_TOKEN"
+
+
+class Precision(StrEnum):
+    """The values of `model.dtype`."""
+
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
 
 
 def command(
@@ -22,7 +32,9 @@ def command(
     revision: Annotated[str | None, typer.Option(help="Revision on the hub.")] = None,
     tokenizer: Annotated[str | None, typer.Option(help="Another folder or hub name for the tokenizer.")] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto takes a GPU if there is one.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    dtype: Annotated[
+        Precision, typer.Option(help="Compute precision; auto: float32 on CPU, bfloat16 on GPU.")
+    ] = Precision.auto,
     threads: Annotated[int | None, typer.Option(min=1, help="Torch threads.")] = None,
     max_length: Annotated[int | None, typer.Option(min=2, help="Longer texts are cut on the left.")] = None,
     token_budget: Annotated[int, typer.Option(min=2, help="Tokens per packed row.")] = 4096,
@@ -58,7 +70,7 @@ def command(
             "path": path,
             "revision": revision,
             "tokenizer": tokenizer,
-            "dtype": dtype,
+            "dtype": dtype.value,
             "max_length": max_length,
         }
         show_progress(f"loading {model}")
