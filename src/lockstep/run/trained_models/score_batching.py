@@ -44,7 +44,8 @@ class LocalRewardModel:
         self._model = SERVED_MODELS.create(ServeRole(name="reward_model", model=model), ParallelContext(device=device))
         self._packing, reason = choose_packing(model, self._model.probe_packing)
         self._token_budget = token_budget
-        self.longest = min(model.max_length or self._model.context_length, self._model.context_length) - 1
+        possible = self._model.context_length - 1
+        self.longest = min(model.max_length or possible, possible)
         """The longest text, in tokens: the target of a score has a place after the last one."""
         log.info("%s on %s, packing %s: %s", model.path, device, self._packing, reason)
 
@@ -70,7 +71,7 @@ class QueueFull(Exception):
     """So many texts wait that no more are accepted."""
 
     def __init__(self, waiting: int, after_s: int) -> None:
-        super().__init__(f"{count_noun(waiting, 'text')} are waiting to be scored, and no more are accepted now")
+        super().__init__(f"no more texts are accepted now: {count_noun(waiting, 'text')} waiting to be scored")
         self.after_s = after_s
         """When to try again."""
 
@@ -115,7 +116,8 @@ class ScoreBatcher:
     """Computes batches until no request waits."""
 
     async def scores(self, texts: list[np.ndarray]) -> np.ndarray:
-        """Returns the scores of the texts, float32 `[texts]`, when a batch with them is computed.
+        """Returns the scores of the texts, float32 `[texts]`, when a batch with them is computed. A request that is
+        cancelled leaves the queue.
 
         Raises:
             QueueFull: too many texts are waiting.
@@ -129,26 +131,41 @@ class ScoreBatcher:
         self.waiting += len(texts)
         if self._work is None or self._work.done():
             self._work = asyncio.create_task(self._compute())
-        return await request.scores
+        try:
+            return await request.scores
+        finally:
+            if request in self._requests:  # cancelled
+                self._requests.remove(request)
+                self.waiting -= len(texts)
 
     async def _compute(self) -> None:
         while batch := self._take():
-            texts = [text for request in batch for text in request.texts]
-            began = time.monotonic()
-            try:
-                scores = await asyncio.to_thread(self.score, texts)
-            except Exception as error:
-                log.exception("%s could not be scored", count_noun(len(texts), "text"))
-                for request in batch:
-                    if not request.scores.done():
-                        request.scores.set_exception(error)
-                continue
-            self._count(texts, time.monotonic() - began)
-            start = 0
+            await self._score_together(batch)
+
+    async def _score_together(self, batch: list[_ScoreRequest]) -> None:
+        """If that fails, each request is computed alone: what is wrong with one is not the fault of the others."""
+        texts = [text for request in batch for text in request.texts]
+        began = time.monotonic()
+        try:
+            scores = await asyncio.to_thread(self.score, texts)
+        except Exception as error:
+            log.exception(
+                "%s of %s could not be scored", count_noun(len(texts), "text"), count_noun(len(batch), "request")
+            )
+            if len(batch) == 1:
+                if not batch[0].scores.done():
+                    batch[0].scores.set_exception(error)
+                return
             for request in batch:
-                if not request.scores.done():  # its client may be gone
-                    request.scores.set_result(scores[start : start + len(request.texts)])
-                start += len(request.texts)
+                if not request.scores.done():
+                    await self._score_together([request])
+            return
+        self._count(texts, time.monotonic() - began)
+        start = 0
+        for request in batch:
+            if not request.scores.done():  # its client may be gone
+                request.scores.set_result(scores[start : start + len(request.texts)])
+            start += len(request.texts)
 
     def _take(self) -> list[_ScoreRequest]:
         """The requests of the next batch; those whose clients are gone are left out."""
