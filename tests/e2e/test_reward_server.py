@@ -167,8 +167,9 @@ def test_the_token_of_runs_is_neither_needed_nor_accepted(server: Server) -> Non
         (b'{"query": ' + b'["1"' + b',"1"' * 2048 + b"]}", 413, "has 2,?049 texts: send 2,?048 texts at most"),
         (b'{"query": ["' + b"1" * (16 << 20) + b'"]}', 413, "is the limit: send fewer texts"),
         (b"\x80\x04\x95", 400, "not valid JSON"),
+        (b'{"query": ["1", "\\ud800"]}', 400, "query: text 1 is not Unicode"),
     ],
-    ids=["cut", "list", "empty", "number", "many", "large", "pickle"],
+    ids=["cut", "list", "empty", "number", "many", "large", "pickle", "surrogate"],
 )
 def test_what_is_no_request_is_refused(server: Server, content: bytes, status: int, said: str) -> None:
     answer = httpx.post(f"{server.url}/get_reward", content=content, headers=server.headers, timeout=30)

@@ -6,6 +6,7 @@ Requests and answers are JSON. Who is without the token learns only that the ser
 import asyncio
 import hmac
 import json
+import logging
 import math
 import socket
 import time
@@ -19,14 +20,21 @@ from typing import Any
 import numpy as np
 import uvicorn
 from fastapi import FastAPI, Request, Response
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from lockstep.base.json_text import MalformedJson, parse_json
 from lockstep.base.text import count_noun
 from lockstep.run.trained_models.score_batching import LocalRewardModel, QueueFull, ScoreBatcher
 
+log = logging.getLogger(__name__)
+
 JSON = dict[str, Any]
 
 HEADER_BYTES = 16384
+HEADER_S = 10.0
+"""Time for the header of a request, from the start of the connection or the previous answer."""
+CLIENT_GONE = 499
+"""The status of requests whose client left before the answer, in the metrics, as nginx counts them."""
 SHUTDOWN_S = 10
 """How long requests in progress may take after Ctrl-C."""
 
@@ -86,7 +94,8 @@ class RewardServer:
                 response = _json({"error": refused.problem}, refused.status, refused.headers)
             except QueueFull as full:
                 response = _json({"error": str(full)}, 429, {"retry-after": str(full.after_s)})
-            except Exception as error:  # noqa: BLE001 - the batcher has logged it
+            except Exception as error:  # noqa: BLE001 - its text may quote the request, which is in no log
+                log.error("%s failed: %s", path, type(error).__name__)
                 response = _json({"error": f"the model failed: {type(error).__name__}"}, 500)
             self._statuses[path, response.status_code] += 1
             return response
@@ -124,7 +133,7 @@ class RewardServer:
         eos = str(self._model.tokenizer.eos_token)
         stripped = [text.rstrip() if text.rstrip().endswith(eos) else text for text in texts]
         ended = [text if text.endswith(eos) else f"{text}{eos}" for text in stripped]
-        scores, _ = await self._scores(ended)
+        scores, _ = await self._scores(request, ended)
         return _json({"rewards": scores, "scores": scores, "extra_logs": {}})
 
     async def _classify(self, request: Request) -> Response:
@@ -132,7 +141,7 @@ class RewardServer:
         false."""
         body = await self._body(request)
         scores, tokens = await self._scores(
-            self._texts(body.get("input"), "input"), body.get("add_special_tokens") is not False
+            request, self._texts(body.get("input"), "input"), body.get("add_special_tokens") is not False
         )
         if body.get("use_activation", body.get("activation")) is not False:
             scores = [_sigmoid(score) for score in scores]
@@ -148,7 +157,7 @@ class RewardServer:
         if body.get("encoding_format", "float") != "float":
             raise _Refused(400, "encoding_format: only float is served")
         scores, tokens = await self._scores(
-            self._texts(body.get("input"), "input"), body.get("add_special_tokens") is not False
+            request, self._texts(body.get("input"), "input"), body.get("add_special_tokens") is not False
         )
         if body.get("use_activation", body.get("activation")) is True:
             scores = [_sigmoid(score) for score in scores]
@@ -190,30 +199,46 @@ class RewardServer:
         if len(texts) > self.limits.max_waiting:
             most = count_noun(self.limits.max_waiting, "text")
             raise _Refused(413, f"{field} has {count_noun(len(texts), 'text')}: send {most} at most")
+        for number, text in enumerate(texts):
+            try:
+                text.encode()
+            except UnicodeEncodeError:
+                raise _Refused(400, f"{field}: text {number} is not Unicode: it has half of a surrogate pair") from None
         return texts
 
-    async def _scores(self, texts: list[str], special: bool = True) -> tuple[list[float], int]:
-        """Returns the score of each text, and the number of tokens of all. Long texts are cut on the left.
+    async def _scores(self, request: Request, texts: list[str], special: bool = True) -> tuple[list[float], int]:
+        """Returns the score of each text, and the number of tokens of all. Long texts are cut on the left. What waits
+        when its client leaves is not computed.
 
         Args:
             special: whether the tokenizer adds its special tokens, such as that of the beginning.
         """
         tokens = await asyncio.to_thread(self._encode, texts, special)
-        scores = await self._batcher.scores(tokens)
+        scoring, gone = asyncio.create_task(self._batcher.scores(tokens)), asyncio.create_task(_disconnected(request))
+        try:
+            await asyncio.wait((scoring, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not scoring.done():
+                raise _Refused(CLIENT_GONE, "the client has closed the connection")
+            scores = scoring.result()
+        finally:
+            scoring.cancel()
+            gone.cancel()
         if not np.isfinite(scores).all():
             number = int(np.flatnonzero(~np.isfinite(scores))[0])
             raise _Refused(500, f"the score of text {number} is not finite")
         return scores.astype(float).tolist(), sum(each.size for each in tokens)
 
     def _encode(self, texts: list[str], special: bool) -> list[np.ndarray]:
-        """The tokens of each text; the beginning-of-sequence token is not doubled."""
+        """The tokens of each text; the beginning-of-sequence token is not doubled. Raises _Refused."""
         tokenizer, longest = self._model.tokenizer, self._model.longest
         bos, found = tokenizer.bos_token, []
-        for text in texts:
+        for number, text in enumerate(texts):
             begun = bos is not None and text.startswith(str(bos))
             tokens = np.asarray(
                 tokenizer(text, add_special_tokens=special and not begun, verbose=False)["input_ids"], np.int32
             )
+            if not tokens.size:
+                raise _Refused(400, f"text {number} has no tokens")
             if tokens.size > longest:
                 self._truncated += 1
                 first = int(tokens[0] == tokenizer.bos_token_id)
@@ -222,20 +247,78 @@ class RewardServer:
         return found
 
 
+class _BoundedConnection(H11Protocol):
+    """uvicorn waits for a request's header without end, and refuses others once there are too many connections. Here a
+    connection is closed `HEADER_S` seconds after it began, or after its last answer, unless it has a whole header by
+    then; and one too many takes the place of that which has been without a request for longest."""
+
+    _idle_since = 0.0
+    _header_timer: asyncio.TimerHandle | None = None
+
+    @property
+    def _is_idle(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._await_header()
+        if self.limit_concurrency is not None and len(self.connections) >= self.limit_concurrency:
+            others = (each for each in self.connections if each is not self and isinstance(each, _BoundedConnection))
+            if idle := [each for each in others if each._is_idle]:
+                oldest = min(idle, key=lambda each: each._idle_since)
+                self.connections.discard(oldest)
+                oldest.transport.abort()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._is_idle:  # else the next request had arrived already
+            self._await_header()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+        super().connection_lost(exc)
+
+    def _await_header(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+        self._idle_since = self.loop.time()
+        self._header_timer = self.loop.call_later(HEADER_S, self._close_if_idle)
+
+    def _close_if_idle(self) -> None:
+        if self._is_idle:
+            self.transport.abort()
+
+
+def http_server(server: RewardServer) -> uvicorn.Server:
+    """The server of the application; `run(sockets=[...])` serves until Ctrl-C or SIGTERM, or until `should_exit` is
+    set. The requests in progress get their answers."""
+    return uvicorn.Server(
+        uvicorn.Config(
+            server.app,
+            http=_BoundedConnection,
+            ws="none",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            limit_concurrency=server.limits.connections,
+            timeout_graceful_shutdown=SHUTDOWN_S,
+            h11_max_incomplete_event_size=HEADER_BYTES,
+        )
+    )
+
+
 def run_server(server: RewardServer, listening: socket.socket) -> None:
     """Serves until Ctrl-C or SIGTERM; the requests in progress get their answers."""
-    config = uvicorn.Config(
-        server.app,
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        limit_concurrency=server.limits.connections,
-        timeout_graceful_shutdown=SHUTDOWN_S,
-        h11_max_incomplete_event_size=HEADER_BYTES,
-    )
     with suppress(KeyboardInterrupt):  # uvicorn raises it again when everything has ended
-        uvicorn.Server(config).run(sockets=[listening])
+        http_server(server).run(sockets=[listening])
+
+
+async def _disconnected(request: Request) -> None:
+    """Returns when the client has closed the connection. The body must have been read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 def _sigmoid(score: float) -> float:

@@ -1,0 +1,162 @@
+"""Clients of a reward server that leave, send nothing, or send what has no tokens."""
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from tokenizers import normalizers
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from lockstep.base.network import listen
+from lockstep.config.model import ModelConfig
+from lockstep.models.tiny_model import make_tiny
+from lockstep.run.trained_models import reward_server
+from lockstep.run.trained_models.reward_server import RewardServer, ServerLimits, http_server
+from lockstep.run.trained_models.score_batching import LocalRewardModel
+
+HEADER_S = 0.7
+TOKEN = "3f9a0c51e7d28b64"
+HEADERS = {"authorization": f"Bearer {TOKEN}"}
+
+
+class GatedModel(LocalRewardModel):
+    """Computes only while `gate` is set."""
+
+    gate = threading.Event()
+
+    def score(self, texts: Sequence[np.ndarray]) -> np.ndarray:
+        assert self.gate.wait(20)
+        return super().score(texts)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> GatedModel:
+    home = tmp_path_factory.mktemp("served")
+    shape: dict[str, Any] = {"hidden": 16, "layers": 1, "heads": 2, "kv_heads": 1, "ffn": 32, "max_length": 32}
+    make_tiny(home / "lm", **shape, alphabet="0123456789=")
+    scorer = AutoModelForSequenceClassification.from_pretrained(home / "lm", num_labels=1, dtype=torch.float32)
+    scorer.save_pretrained(home / "rm")
+    AutoTokenizer.from_pretrained(home / "lm").save_pretrained(home / "rm")
+    return GatedModel(ModelConfig(path=str(home / "rm")), torch.device("cpu"), 64)
+
+
+@pytest.fixture
+def url(model: GatedModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A server that has four connections at most, and waits for headers for less than a second."""
+    monkeypatch.setattr(reward_server, "HEADER_S", HEADER_S)
+    model.gate.set()
+    server = http_server(RewardServer(model, "rm", TOKEN, ServerLimits(connections=5)))
+    listening = listen("127.0.0.1", (0, 0))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+    finally:
+        model.gate.set()
+        server.should_exit = True
+        thread.join(20)
+        listening.close()
+    assert not thread.is_alive()
+
+
+def connect(url: str) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", httpx.URL(url).port or 0), timeout=10)
+
+
+def request(body: bytes, token: str = TOKEN, size: int | None = None) -> bytes:
+    head = f"POST /pooling HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {token}\r\ncontent-length: {size or len(body)}"
+    return f"{head}\r\n\r\n".encode() + body
+
+
+def metric(url: str, name: str) -> int:
+    found = httpx.get(f"{url}/metrics", headers=HEADERS, timeout=10).text
+    return int(dict(line.rsplit(" ", 1) for line in found.splitlines()).get(f"lockstep_reward_{name}", "0"))
+
+
+def until(holds: Callable[[], bool], what: str) -> None:
+    end = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < end, what
+        time.sleep(0.02)
+
+
+def seconds_until_closed(peer: socket.socket, trickle: bytes = b"") -> float:
+    """How long the server keeps the connection, on which the client sends single bytes."""
+    began = time.monotonic()
+    peer.settimeout(0.05)
+    while time.monotonic() < began + 10:
+        try:
+            if not peer.recv(4096):
+                break
+        except TimeoutError:
+            pass
+        except ConnectionError:
+            break
+        if trickle:
+            try:
+                peer.sendall(trickle[:1])
+            except ConnectionError:
+                break
+            trickle = trickle[1:]
+    return time.monotonic() - began
+
+
+def test_what_waits_for_a_client_that_left_is_not_computed(url: str, model: GatedModel) -> None:
+    model.gate.clear()
+    with connect(url) as staying:
+        staying.sendall(request(b'{"input": ["1"]}'))
+        until(lambda: metric(url, 'requests_total{path="/metrics",status="200"}') > 0, "the server answers")
+        with connect(url) as leaving:
+            leaving.sendall(request(b'{"input": ["2", "3", "4"]}'))
+            until(lambda: metric(url, "waiting_texts") == 3, "the second request waits")
+        until(lambda: metric(url, "waiting_texts") == 0, "the second request is forgotten")
+        assert metric(url, 'requests_total{path="/pooling",status="499"}') == 1
+        time.sleep(1.5 * HEADER_S)  # a request in progress may take longer than its header
+        model.gate.set()
+        assert staying.recv(4096).startswith(b"HTTP/1.1 200 ")
+    assert metric(url, "texts_total") == 1
+
+
+def test_connections_without_a_request_neither_stay_nor_keep_others_out(url: str) -> None:
+    silent = [connect(url) for _ in range(12)]
+    assert httpx.get(f"{url}/health", timeout=5).status_code == 200
+    assert max(seconds_until_closed(peer) for peer in silent) < HEADER_S + 1
+    for peer in silent:
+        peer.close()
+
+
+@pytest.mark.parametrize(
+    ("sent", "trickle"),
+    [
+        (b"", b"GET /health HTTP/1.1\r\nx: " + b"x" * 500),
+        (request(b"", token="wrong", size=1 << 20), b"1" * 500),
+        (b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n", b"G" * 500),
+    ],
+    ids=["header", "refused body", "second header"],
+)
+def test_single_bytes_do_not_keep_a_connection(url: str, sent: bytes, trickle: bytes) -> None:
+    with connect(url) as peer:
+        peer.sendall(sent)
+        assert 0.5 * HEADER_S < seconds_until_closed(peer, trickle) < HEADER_S + 1
+
+
+def test_a_connection_is_used_again(url: str) -> None:
+    with httpx.Client(headers=HEADERS, timeout=10) as client:
+        for _ in range(4):
+            assert client.post(f"{url}/pooling", json={"input": ["1"]}).status_code == 200
+            time.sleep(0.4 * HEADER_S)
+    assert metric(url, 'requests_total{path="/pooling",status="200"}') == 4
+
+
+def test_a_text_without_tokens_is_refused(url: str, model: GatedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model.tokenizer.backend_tokenizer, "normalizer", normalizers.Strip())
+    body = {"input": ["1", " "], "add_special_tokens": False}
+    refused = httpx.post(f"{url}/pooling", json=body, headers=HEADERS, timeout=10)
+    assert (refused.status_code, refused.json()) == (400, {"error": "text 1 has no tokens"})
+    assert metric(url, "texts_total") == 0
