@@ -250,10 +250,12 @@ class RewardServer:
 class _BoundedConnection(H11Protocol):
     """uvicorn waits for a request's header without end, and refuses others once there are too many connections. Here a
     connection is closed `HEADER_S` seconds after it began, or after its last answer, unless it has a whole header by
-    then; and one too many takes the place of that which has been without a request for longest."""
+    then, and when its client has not read answers for so long; and one too many takes the place of that which has been
+    without a request for longest."""
 
     _idle_since = 0.0
     _header_timer: asyncio.TimerHandle | None = None
+    _reading_timer: asyncio.TimerHandle | None = None
 
     @property
     def _is_idle(self) -> bool:
@@ -274,9 +276,19 @@ class _BoundedConnection(H11Protocol):
         if self._is_idle:  # else the next request had arrived already
             self._await_header()
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._reading_timer = self.loop.call_later(HEADER_S, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._reading_timer is not None:
+            self._reading_timer.cancel()
+
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._header_timer is not None:
-            self._header_timer.cancel()
+        for timer in (self._header_timer, self._reading_timer):
+            if timer is not None:
+                timer.cancel()
         super().connection_lost(exc)
 
     def _await_header(self) -> None:

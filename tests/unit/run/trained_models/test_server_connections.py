@@ -53,6 +53,7 @@ def url(model: GatedModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     model.gate.set()
     server = http_server(RewardServer(model, "rm", TOKEN, ServerLimits(connections=5)))
     listening = listen("127.0.0.1", (0, 0))
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
     thread.start()
     try:
@@ -144,6 +145,22 @@ def test_single_bytes_do_not_keep_a_connection(url: str, sent: bytes, trickle: b
     with connect(url) as peer:
         peer.sendall(sent)
         assert 0.5 * HEADER_S < seconds_until_closed(peer, trickle) < HEADER_S + 1
+
+
+def test_a_client_that_does_not_read_its_answers_is_closed(url: str) -> None:
+    ask = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+    with connect(url) as peer:
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        peer.setblocking(False)
+        closed, began, sent = False, time.monotonic(), 0
+        while not closed and time.monotonic() < began + 10:
+            try:
+                sent += peer.send((ask * 100)[sent % len(ask) :])
+            except BlockingIOError:
+                time.sleep(0.02)
+            except ConnectionError:
+                closed = True
+    assert closed and sent > 1000 * len(ask)
 
 
 def test_a_connection_is_used_again(url: str) -> None:
