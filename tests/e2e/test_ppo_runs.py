@@ -292,7 +292,8 @@ def test_any_process_is_killed_in_any_stage(home: Path, whole: Path, tmp_path: P
     """Without a worker, the whole run is killed and resumed."""
     chance = seeded_random("ppo", stage, worker)
     hold = {"stage": stage, "seconds": 0.2, "at_end": chance.random() < 0.5}
-    launched = start(home, tmp_path, hold, recovery={"memory_copy": chance.random() < 0.5})
+    copies = chance.random() < 0.5 or stage == "copy"
+    launched = start(home, tmp_path, hold, recovery={"memory_copy": copies})
     launched.wait_for(stage, chance.randrange(1, STEPS))
     if worker:
         kill_worker(launched, worker, seconds=chance.choice((0.0, 0.3)))
