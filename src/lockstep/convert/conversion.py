@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from lockstep.base.secrets import HIDDEN, is_secret_name, redact_text, secret_kind
+from lockstep.base.secrets import HIDDEN, is_secret_name, redact, redact_text, secret_kind
 from lockstep.convert.option_mapping import MappedOption, mapping_table
 from lockstep.convert.source_command import FRAMEWORKS, SourceCommand, known_value
 from lockstep.doctor.configs.config_settings import ConfigSetting, ConfigSettings
@@ -195,6 +195,15 @@ class Conversion:
         if name in self.given:
             self._finish(name, self.given[name], "unsupported", text=remedy)
 
+    def passes_on(self, name: str) -> bool:
+        """Whether the value may be written for a function or an engine that gets it as it is. One that is a secret, by
+        its name or its form, is refused."""
+        leaf, value = name.rpartition(".")[2], self.raw(name)
+        if not is_secret_name(leaf) and redact(value, name=leaf) == value:
+            return True
+        self.refuse(name, "a secret is written into no config: read it from a variable of the environment")
+        return False
+
     def need(self, key: str, remedy: str) -> None:
         """Says that the source does not contain the value of a field."""
         self.missing.setdefault(key, remedy)
@@ -206,8 +215,10 @@ class Conversion:
 
     def shown(self, name: str) -> str:
         """An option as it is written: with dashes if it is a flag."""
-        written = self.given[name].name if name in self.given else self._default_name(name)
-        return f"--{written}" if self.source.flags else written
+        return self._written(self.given[name].name if name in self.given else self._default_name(name))
+
+    def _written(self, name: str) -> str:
+        return redact_text(f"--{name}" if self.source.flags else name)
 
     def _default_name(self, name: str) -> str:
         row = self.row(name)
@@ -223,8 +234,9 @@ class Conversion:
     def _finish(
         self, name: str, setting: ConfigSetting, kind: OutcomeKind, fields: tuple[str, ...] = (), text: str = ""
     ) -> None:
-        shown = f"--{setting.name}" if self.source.flags else setting.name
-        self.outcomes[name] = OptionOutcome(shown, kind, fields, text, setting.location.line)
+        self.outcomes[name] = OptionOutcome(
+            self._written(setting.name), kind, fields, redact_text(text), setting.location.line
+        )
 
     def apply_table(self) -> None:
         """Applies the table to all options of which no rule said what becomes, and to the defaults of copied ones."""
@@ -276,7 +288,8 @@ class Conversion:
         order = [self.newest(setting.name) for setting in self.source.settings]
         yield from (self.outcomes[name] for name in dict.fromkeys(order) if name in self.outcomes)
         for word in self.source.words:  # it may be a secret, unless it has the form of a name
-            shown = word.text if re.fullmatch(r"[A-Za-z_./=-]{1,40}", word.text) else "a word"
+            named = re.fullmatch(r"[A-Za-z_./=-]{1,40}", word.text) and secret_kind(word.text) is None
+            shown = word.text if named else "a word"
             yield OptionOutcome(shown, "unknown", (), "it is no option: is a backslash missing?", word.location.line)
 
 

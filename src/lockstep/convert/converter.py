@@ -168,4 +168,4 @@ def _header(conv: Conversion, outcomes: Sequence[OptionOutcome]) -> list[str]:
     lines = [f"Converted from {conv.framework} ({program}) by `lockstep convert`."]
     open_ = [f"  {each.name}: {each.text}" for each in outcomes if each.kind in ("unsupported", "unknown")]
     open_ += [f"  {field}: {text}" for field, text in conv.missing.items()]
-    return [*lines, *(["Not converted:", *open_] if open_ else [])]
+    return [redact_text(each) for each in (*lines, *(["Not converted:", *open_] if open_ else []))]

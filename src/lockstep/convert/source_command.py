@@ -66,7 +66,9 @@ def read_source(framework: SourceFramework, given: Sequence[str]) -> SourceComma
         ConfigNotReadable: a file cannot be read or parsed.
         NotConvertible: it starts no training of the framework, or several.
     """
-    if len(given) == 1 and (Path(given[0]).is_file() or not any(each.isspace() for each in given[0])):
+    if not any(each.strip() for each in given):
+        raise NotConvertible("the argument is empty: name a script or a config file, or give a command")
+    if len(given) == 1 and _names_file(given[0]):
         document, folder = read_config(Path(given[0])), Path(given[0]).parent
     else:
         text = given[0] if len(given) == 1 else shlex.join(given)
@@ -88,6 +90,19 @@ def read_source(framework: SourceFramework, given: Sequence[str]) -> SourceComma
     source.ranks, source.through_ray = jobs[0].launcher.world_size, jobs[0].through_ray
     source.variables = jobs[0].workers
     return source
+
+
+def _names_file(text: str) -> bool:
+    """Whether an argument names a file: it has no white space, as a command has, or there is such a file."""
+    command = any(each.isspace() for each in text)
+    try:
+        return Path(text).is_file() or not command
+    except OSError as error:  # longer than the name of any file; it may contain a secret
+        if not command:
+            raise NotConvertible(
+                "the argument is too long for the name of a file, and a command has more than one word"
+            ) from error
+        return False
 
 
 def _shown(file: str) -> str:

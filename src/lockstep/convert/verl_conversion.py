@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from lockstep.base.secrets import is_secret_name
 from lockstep.convert import shared_fields as fields
 from lockstep.convert.conversion import Conversion, typed_value
 from lockstep.convert.critic_fields import PPO, require_ppo, set_verl_critic
@@ -114,8 +113,8 @@ def _set_variables(conv: Conversion) -> None:
     plain: dict[str, str] = {}
     for name in [each for each in conv.given if marker in each]:
         variable = name.partition(marker)[2]
-        if is_secret_name(variable):
-            conv.refuse(name, f"export {variable} where the run is started, and name it in cluster.forward_env")
+        if fields.is_secret_variable(variable, conv.text(name) or ""):
+            fields.forward_variables(conv, [variable], name)
         else:
             plain[variable] = conv.text(name) or ""
             conv.put("cluster.env", dict(plain), name, keep=True)
@@ -266,7 +265,9 @@ def _set_engine_arguments(conv: Conversion) -> None:
     for name in conv.given:
         plain = name.removeprefix(prefix) if name.startswith(prefix) else name.removeprefix(f"{_ROLLOUT}.")
         passed = plain in ("max_num_batched_tokens", "enable_chunked_prefill", "quantization")
-        if (name.startswith(prefix) or (passed and name.startswith(_ROLLOUT))) and conv.raw(name) is not None:
+        if not name.startswith(prefix) and not (passed and name.startswith(_ROLLOUT)):
+            continue
+        if conv.raw(name) is not None and conv.passes_on(name):
             extra[plain], used = typed_value(conv.raw(name), None), [*used, name]
     if extra:
         conv.put("rollout.engine.extra", extra, *used, keep=True)

@@ -1,5 +1,6 @@
 """Rules of verl's rewards: a function, verl's own scores, a penalty on length, a reward model."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from lockstep.convert import shared_fields as fields
@@ -62,10 +63,24 @@ def _set_function(conv: Conversion, manager: str) -> None:
     name = conv.text(_NAME) or "compute_score"
     term: dict[str, Any] = {"kind": "function", "path": f"{conv.text(_PATH)}:{name}"}
     term["signature"] = "verl_batch" if manager == "batch" else "verl"
-    given = [each for each in conv.given if each.startswith(_ARGUMENTS)]
+    given = [each for each in conv.given if each.startswith(_ARGUMENTS) and conv.passes_on(each)]
     if given:
-        term["arguments"] = {each.rpartition(".")[2]: typed_value(conv.raw(each), None) for each in given}
+        term["arguments"] = _arguments(conv, given)
     fields.add_term(conv, term, _PATH, _NAME, *given)
+
+
+def _arguments(conv: Conversion, names: Sequence[str]) -> dict[str, Any]:
+    """The further arguments of a function, of which some are mappings."""
+    arguments: dict[str, Any] = {}
+    for name in names:
+        prefix = next(each for each in _ARGUMENTS if name.startswith(each))
+        *parents, last = name.removeprefix(prefix).split(".")
+        section = arguments
+        for part in parents:
+            inner = section.get(part)
+            section[part] = section = inner if isinstance(inner, dict) else {}
+        section[last] = typed_value(conv.raw(name), None)
+    return arguments
 
 
 def _set_buffer(conv: Conversion) -> None:
