@@ -154,6 +154,25 @@ class Conversion:
             return None
         return int(value) if value is not None and value == int(value) else None
 
+    def number_or(self, name: str, default: float) -> float:
+        """The value as a number, also 0; `default` if there is none."""
+        value = self.number(name)
+        return default if value is None else value
+
+    def positive(self, name: str, default: float) -> float:
+        """The value as a number above 0; `default` if there is none. Another one is refused."""
+        value = self.number_or(name, default)
+        if value <= 0:
+            self.refuse(name, f"it is not above 0: {default:g} takes its place")
+        return value if value > 0 else default
+
+    def count(self, name: str, default: int) -> int:
+        """The value as a whole number of at least 1; `default` if there is none. A smaller one is refused."""
+        value = self.integer(name)
+        if value is not None and value < 1:
+            self.refuse(name, f"it is less than 1: {default} takes its place")
+        return default if value is None or value < 1 else value
+
     def items(self, name: str) -> list[str]:
         """The value as a list of texts: a list, or a text with commas, maybe in brackets."""
         value = self.raw(name)

@@ -78,15 +78,15 @@ def _set_tracking(conv: Conversion) -> None:
 
 def _set_batches(conv: Conversion) -> None:
     """Batches of SFT, pairs and reward models: samples or pairs per optimizer step."""
-    batch = conv.integer("train.batch_size") or 128
+    batch = conv.count("train.batch_size", 128)
     conv.put("batch_size", batch, "train.batch_size")
     longest = conv.integer("data.max_len")
     if longest is not None:
         conv.put("model.max_length", longest, "data.max_len")
         pairs = 1 if conv.source.program.endswith("train_sft") else 2
-        micro = (conv.integer("train.micro_batch_size") or 1) * longest * pairs
+        micro = conv.count("train.micro_batch_size", 1) * longest * pairs
         fields.set_rows(conv, micro, longest, "train.micro_batch_size", "data.max_len")
-    rows, epochs = known_rows(conv), conv.number("train.max_epochs") or 1
+    rows, epochs = known_rows(conv), conv.positive("train.max_epochs", 1)
     steps = None if rows is None else math.ceil(epochs * max(1, rows // batch))
     updates = fields.set_steps(conv, steps, "train.max_epochs", "train.batch_size")
     set_openrlhf_schedule(conv, updates)

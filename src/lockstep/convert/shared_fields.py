@@ -278,7 +278,9 @@ def forward_variables(conv: Conversion, names: Sequence[str], *options: str) -> 
         conv.put("cluster.forward_env", [*patterns, *others], *options, keep=True)
     for option in options:
         conv.drop(option, "cluster.forward_env has the variable")
-    conv.note(f"export {', '.join(sorted(names))} where the run is started: cluster.forward_env gives it to the workers")
+    conv.note(
+        f"export {', '.join(sorted(names))} where the run is started: cluster.forward_env gives it to the workers"
+    )
 
 
 def set_ranks(conv: Conversion, nodes: int, per_node: int, *names: str) -> int:

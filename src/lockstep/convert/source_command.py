@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from lockstep.convert.errors import NotConvertible
 from lockstep.doctor.configs.config_files import ConfigDocument, leaves, parse_config, read_config
@@ -32,7 +32,21 @@ FRAMEWORKS: Mapping[str, str] = {"openrlhf": "OpenRLHF", "verl": "verl", "trl": 
 COMMAND_LINE = "command line"
 MAX_COMMAND = 1 << 20
 """Characters of a command that is given as an argument."""
-_HYDRA_FLAGS = ("--config-name", "--config-path", "--config-dir", "-cn", "-cp", "-cd")
+_HYDRA_FLAGS = {
+    "--config-name": "--config-name", "--config-path": "--config-path", "--config-dir": "--config-dir",
+    "-cn": "--config-name", "-cp": "--config-path", "-cd": "--config-dir",
+}  # fmt: skip
+_OWN_CONFIGS = {
+    "--config-name": ("ppo_trainer",),
+    "--config-path": ("verl/trainer/config",),
+    "--config-dir": ("verl/trainer/config",),
+}
+"""What Hydra's flags name where they name verl's own config, at the end of their values."""
+_OWN_DEFAULTS = (
+    "_self_", "ppo_trainer", "dp_actor", "dp_ref", "dp_critic", "dp_reward_model", "dp_reward_loop", "legacy_data",
+    "rollout", "hf_model", "rollout_correction", "reward", "reward_model", "dp", "fsdp", "None",
+)  # fmt: skip
+"""The parts of which verl's own config consists."""
 
 
 @dataclass(slots=True)
@@ -128,14 +142,34 @@ def _verl_options(settings: ConfigSettings) -> dict[str, OptionSpec]:
 def _read_verl(job: TrainingCommand, folder: Path) -> SourceCommand:
     settings = ConfigSettings()
     rest = add_overrides(settings, job.words)
-    kept = [
-        word
-        for index, word in enumerate(rest)
-        if word.text.partition("=")[0] not in _HYDRA_FLAGS and not (index and rest[index - 1].text in _HYDRA_FLAGS)
-    ]
-    source = SourceCommand("verl", job.program, settings, _verl_options(settings), job.location, words=tuple(kept))
-    source.flags = False
-    return source
+    options = _verl_options(settings)
+    kept = _add_other_configs(settings, rest)
+    return SourceCommand("verl", job.program, settings, options, job.location, words=tuple(kept), flags=False)
+
+
+def _add_other_configs(settings: ConfigSettings, words: Sequence[ShellWord]) -> list[ShellWord]:
+    """Adds Hydra's flags that name another config than verl's own; returns the other words."""
+    kept, rest = [], list(words)
+    while rest:
+        word = rest.pop(0)
+        flag, equals, text = word.text.partition("=")
+        name = _HYDRA_FLAGS.get(flag)
+        if name is None:
+            kept.append(word)
+            continue
+        value = word if equals or not rest else rest.pop(0)
+        text = text if equals or value is word else value.text
+        if not text.rstrip("/").removesuffix(".yaml").endswith(_OWN_CONFIGS[name]):
+            settings.add(ConfigSetting(name, text if value.known else UNKNOWN_VALUE, word.location))
+    return kept
+
+
+def _other_defaults(tree: Mapping[str, Any]) -> list[str]:
+    """The entries of Hydra's list of defaults that are not of verl's own config."""
+    given = tree.get("defaults")
+    entries = given if isinstance(given, list) else [] if given is None else [given]
+    names = [str(name) for each in entries for name in (each.values() if isinstance(each, dict) else [each])]
+    return [each for each in names if each.rpartition("/")[2].partition("@")[0] not in _OWN_DEFAULTS]
 
 
 def _read_trl(job: TrainingCommand, folder: Path) -> SourceCommand:
@@ -199,6 +233,8 @@ def _read_tree(framework: SourceFramework, document: ConfigDocument) -> SourceCo
         raise NotConvertible(f"{document.file}: OpenRLHF has no config files, only command lines: give the script")
     if framework == "verl":
         source = SourceCommand("verl", VERL_PROGRAM, settings, _verl_options(settings), location)
+        if others := _other_defaults(document.tree or {}):
+            settings.add(ConfigSetting("defaults", others, document.locations.get("defaults", location)))
     else:
         program = _trl_program(trl_program(Path(document.file).stem, settings))
         source = SourceCommand("trl", program, settings, trl_options(program), location)

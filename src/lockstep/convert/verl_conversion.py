@@ -84,11 +84,11 @@ def _set_data(conv: Conversion) -> None:
 
 
 def _set_placement(conv: Conversion) -> int:
-    nodes, per_node = conv.integer("trainer.nnodes") or 1, conv.integer("trainer.n_gpus_per_node") or 8
+    nodes, per_node = conv.count("trainer.nnodes", 1), conv.count("trainer.n_gpus_per_node", 8)
     ranks = fields.set_ranks(conv, nodes, per_node, "trainer.nnodes", "trainer.n_gpus_per_node")
     own = conv.integer(f"{_ROLLOUT}.nnodes") or 0
     if own:
-        per = conv.integer(f"{_ROLLOUT}.n_gpus_per_node") or 8
+        per = conv.count(f"{_ROLLOUT}.n_gpus_per_node", 8)
         conv.put("placement.rollout.nodes", own, f"{_ROLLOUT}.nnodes")
         conv.put("placement.rollout.gpus_per_node", per, f"{_ROLLOUT}.n_gpus_per_node")
     else:
@@ -122,12 +122,12 @@ def _set_variables(conv: Conversion) -> None:
 
 def _set_batches(conv: Conversion, ranks: int) -> int:
     """Sets batches, steps and the schedule; returns the optimizer steps of the run."""
-    prompts, group = conv.integer("data.train_batch_size") or 1024, conv.integer(f"{_ROLLOUT}.n") or 1
+    prompts, group = conv.count("data.train_batch_size", 1024), conv.count(f"{_ROLLOUT}.n", 1)
     conv.put("prompts_per_step", prompts, "data.train_batch_size")
     conv.put("group_size", group, f"{_ROLLOUT}.n")
     mini = f"{_ACTOR}.ppo_mini_batch_size"
-    updates = fields.divide_step(conv, prompts * group, group, (conv.integer(mini) or 256) * group, mini)
-    updates *= conv.integer(f"{_ACTOR}.ppo_epochs") or 1
+    updates = fields.divide_step(conv, prompts * group, group, conv.count(mini, 256) * group, mini)
+    updates *= conv.count(f"{_ACTOR}.ppo_epochs", 1)
     _set_lengths(conv, ranks)
     total, rows = conv.integer("trainer.total_training_steps"), conv.facts.rows
     limit = conv.integer("data.train_max_samples") or -1
@@ -137,7 +137,7 @@ def _set_batches(conv: Conversion, ranks: int) -> int:
         steps = total
     else:
         rows = min(rows, limit) if rows is not None and limit > 0 else rows
-        epochs = conv.integer("trainer.total_epochs") or 1
+        epochs = conv.count("trainer.total_epochs", 1)
         per_epoch = None if rows is None else max(1, rows // prompts)
         steps = fields.set_steps(conv, None if per_epoch is None else per_epoch * epochs, "trainer.total_epochs")
     optim = f"{_ACTOR}.optim"
@@ -149,7 +149,7 @@ def _set_batches(conv: Conversion, ranks: int) -> int:
 
 
 def _set_lengths(conv: Conversion, ranks: int) -> None:
-    response, prompt = conv.integer("data.max_response_length") or 512, conv.integer("data.max_prompt_length") or 512
+    response, prompt = conv.count("data.max_response_length", 512), conv.count("data.max_prompt_length", 512)
     conv.put("rollout.sampling.max_tokens", response, "data.max_response_length", keep=True)
     conv.put("model.max_length", prompt + response, "data.max_prompt_length", "data.max_response_length")
     dynamic, micro = f"{_ACTOR}.use_dynamic_bsz", f"{_ACTOR}.ppo_micro_batch_size_per_gpu"
@@ -160,7 +160,7 @@ def _set_lengths(conv: Conversion, ranks: int) -> None:
     size = conv.integer(micro)
     if size is None and (over_all := conv.integer(f"{_ACTOR}.ppo_micro_batch_size")):
         micro, size = f"{_ACTOR}.ppo_micro_batch_size", max(1, over_all // ranks)
-    fields.set_rows(conv, (size or 1) * (prompt + response), prompt + response, micro)
+    fields.set_rows(conv, max(1, size or 1) * (prompt + response), prompt + response, micro)
 
 
 def _set_kl(conv: Conversion) -> None:
@@ -174,7 +174,7 @@ def _set_kl(conv: Conversion) -> None:
         conv.refuse(in_reward, "the KL is in the loss or in the reward, not in both: choose one")
     if not names[0]:
         return
-    conv.put("loss.kl.coefficient", conv.number(names[0]) or 0.001, names[0], in_loss)
+    conv.put("loss.kl.coefficient", conv.number_or(names[0], 0.001), names[0], in_loss)
     conv.put("loss.kl.where", "loss" if in_loss.endswith("use_kl_loss") else "reward", in_loss, keep=True)
     estimator = conv.text(names[1]) or "kl"
     if estimator in _KL:
@@ -189,7 +189,7 @@ def _set_loss(conv: Conversion) -> None:
     if kind is None:
         conv.refuse(f"{_ACTOR}.policy_loss.loss_mode", f"the loss {mode[:20]} is not here: vanilla, gspo or cispo")
     conv.put("loss.kind", kind or "ppo_clip", f"{_ACTOR}.policy_loss.loss_mode", keep=True)
-    both = conv.number(f"{_ACTOR}.clip_ratio") or 0.2
+    both = conv.number_or(f"{_ACTOR}.clip_ratio", 0.2)
     for side in ("low", "high"):
         value = conv.number(f"{_ACTOR}.clip_ratio_{side}")
         name = f"{_ACTOR}.clip_ratio" if value is None else f"{_ACTOR}.clip_ratio_{side}"
@@ -223,7 +223,7 @@ def _set_correction(conv: Conversion) -> None:
     conv.put("loss.importance.kind", "mask" if rejects else "truncate", f"{at}.{name}", keep=True)
     conv.put("loss.importance.level", chosen, f"{at}.{name}", keep=True)
     bound = f"{at}.{name}_threshold"
-    conv.put("loss.importance.cap", conv.number(bound) or conv.number(f"{at}.rollout_is_threshold") or 2.0, bound)
+    conv.put("loss.importance.cap", conv.number_or(bound, conv.number_or(f"{at}.rollout_is_threshold", 2.0)), bound)
 
 
 def _set_engine(conv: Conversion, ranks: int) -> None:
@@ -236,10 +236,10 @@ def _set_engine(conv: Conversion, ranks: int) -> None:
         conv.put("rollout.engine.kind", "builtin", f"{_ROLLOUT}.name", keep=True)
         return
     conv.put("rollout.engine.kind", "vllm", f"{_ROLLOUT}.name", keep=True)
-    parallel = conv.integer(f"{_ROLLOUT}.tensor_model_parallel_size") or 2
+    parallel = conv.count(f"{_ROLLOUT}.tensor_model_parallel_size", 2)
     conv.put("rollout.engine.tensor_parallel_size", parallel, f"{_ROLLOUT}.tensor_model_parallel_size")
     own = conv.integer(f"{_ROLLOUT}.nnodes") or 0
-    gpus = own * (conv.integer(f"{_ROLLOUT}.n_gpus_per_node") or 8) if own else ranks
+    gpus = own * conv.count(f"{_ROLLOUT}.n_gpus_per_node", 8) if own else ranks
     conv.put("rollout.engine.count", max(1, gpus // parallel), "trainer.n_gpus_per_node", keep=True)
     conv.drop(f"{_ROLLOUT}.data_parallel_size", "engines are counted: GPUs divided by tensor_parallel_size")
     conv.put(
@@ -318,10 +318,10 @@ def _set_evaluation(conv: Conversion) -> None:
     if limit > 0:
         conv.put("evaluation.prompts", limit, "data.val_max_samples")
     samples = conv.on(f"{at}.do_sample")
-    temperature = conv.number(f"{at}.temperature") or 0.0
+    temperature = conv.number_or(f"{at}.temperature", 0.0)
     names = (f"{at}.temperature", f"{at}.do_sample")
     conv.put("evaluation.sampling.temperature", temperature if samples else 0.0, *names, keep=True)
-    conv.put("evaluation.sampling.top_p", conv.number(f"{at}.top_p") or 1.0, f"{at}.top_p")
+    conv.put("evaluation.sampling.top_p", conv.number_or(f"{at}.top_p", 1.0), f"{at}.top_p")
     conv.put("evaluation.sampling.top_k", max(0, conv.integer(f"{at}.top_k") or 0), f"{at}.top_k")
     tokens = conv.fields["rollout.sampling.max_tokens"].value
     conv.put("evaluation.sampling.max_tokens", tokens, "data.max_response_length", keep=True)

@@ -88,6 +88,6 @@ def _set_buffer(conv: Conversion) -> None:
     names = [f"{_BUFFER}.{each}" for each in ("enable", "len", "penalty_factor")]
     length, longest = conv.integer(names[1]), int(conv.fields["rollout.sampling.max_tokens"].value)
     if conv.on(names[0]) and length and 0 < length < longest:
-        factor = conv.number(names[2]) or 1.0
+        factor = conv.number_or(names[2], 1.0)
         term = {"kind": "length", "soft": longest - length, "hard": longest, "weight": factor}
         fields.add_term(conv, term, *names)

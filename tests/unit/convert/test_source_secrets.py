@@ -32,7 +32,7 @@ def test_a_long_command_is_a_command(length: int, parent: str) -> None:
     if not parent:
         command = command.replace("http://h/r", "r.py")
     config = convert("openrlhf", [command], ConversionFacts(1000))
-    assert config.values["model"] ["path"] == "m" and KEY not in everything(config)
+    assert config.values["model"]["path"] == "m" and KEY not in everything(config)
 
 
 @pytest.mark.parametrize("given", [["x" * 300 + KEY], [""], ["  "], ["", ""]])
@@ -44,7 +44,9 @@ def test_an_argument_that_is_neither_a_file_nor_a_command_is_not_repeated(given:
 
 @pytest.mark.parametrize("words", [TOKEN, f"--{TOKEN}", f"--{TOKEN} 3", f"--seed {TOKEN}"])
 def test_stray_secrets_are_not_repeated(words: str) -> None:
-    config = convert("trl", [f"trl sft --model_name_or_path m --dataset_name d --seed 1 {words}"], ConversionFacts(9, 1))
+    config = convert(
+        "trl", [f"trl sft --model_name_or_path m --dataset_name d --seed 1 {words}"], ConversionFacts(9, 1)
+    )
     assert TOKEN not in everything(config)
 
 
@@ -75,4 +77,4 @@ def test_secret_variables_are_forwarded_by_name(name: str, value: str) -> None:
     ):
         cluster: dict[str, Any] = yaml.safe_load(config.text)["cluster"]
         assert cluster["forward_env"][-1] == name and name not in cluster.get("env", {})
-        assert f"{value}\"" not in everything(config) and f"={value}" not in everything(config)
+        assert f'{value}"' not in everything(config) and f"={value}" not in everything(config)

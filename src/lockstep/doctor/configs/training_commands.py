@@ -128,6 +128,8 @@ class LaunchCommand:
     nodes: int | None = None
     processes: int | None = None
     """Number of processes on all nodes together, if given."""
+    nodes_known: bool = True
+    """False if the number of nodes is given by something that only running the script reveals, or may change."""
     options: ConfigSettings = field(default_factory=ConfigSettings)
 
     @property
@@ -135,6 +137,8 @@ class LaunchCommand:
         """Number of processes that the launcher starts on all nodes; None if it is not given."""
         if self.processes is not None:
             return self.processes
+        if not self.nodes_known:
+            return None
         return self.processes_per_node * (self.nodes or 1) if self.processes_per_node is not None else None
 
 
@@ -243,6 +247,12 @@ def _to_int(text: str | None) -> int | None:
     return int(text) if text is not None and text.isdigit() and len(text) < 10 else None
 
 
+def _node_count(text: str | None) -> int | None:
+    """A number of nodes, also as torchrun's range `2:2`; None for one that may change (`2:4`)."""
+    fewest, _, most = (text or "").partition(":")
+    return _to_int(fewest) if most in ("", fewest) else None
+
+
 def _launch_command(before: Sequence[ShellWord]) -> LaunchCommand:
     options = ConfigSettings()
     add_arguments(options, before, {})
@@ -250,7 +260,10 @@ def _launch_command(before: Sequence[ShellWord]) -> LaunchCommand:
     launcher = LaunchCommand(name, options=options)
     if name in ("torchrun", "deepspeed"):
         launcher.processes_per_node = _to_int(options.text("nproc_per_node") or options.text("num_gpus"))
-        launcher.nodes = _to_int(options.text("nnodes") or options.text("num_nodes"))
+        launcher.nodes = _node_count(options.text("nnodes") or options.text("num_nodes"))
+        others = ("nnodes", "num_nodes", "hostfile")
+        listed = any(each in options for each in others) or any(word.text == "-H" for word in before)
+        launcher.nodes_known = launcher.nodes is not None or not listed
         include = options.text("include")
         if include and name == "deepspeed" and "@" not in include and include.count(":") == 1:
             launcher.processes_per_node = include.count(",") + 1

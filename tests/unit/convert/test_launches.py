@@ -1,0 +1,71 @@
+"""What starts a training, and which files it reads."""
+
+from pathlib import Path
+
+import pytest
+
+from lockstep.convert.conversion import ConversionFacts
+from lockstep.convert.converter import ConvertedConfig, convert
+from lockstep.convert.source_command import read_source
+
+SFT = "--model_name_or_path m --dataset_name d --max_steps 10 --completion_only_loss True"
+VERL = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_files=d"
+VERL += " actor_rollout_ref.model.path=m custom_reward_function.path=r.py actor_rollout_ref.rollout.n=8"
+
+
+def left(config: ConvertedConfig) -> set[str]:
+    return {each.name for each in config.of_kind("unsupported", "unknown")}
+
+
+@pytest.mark.parametrize(
+    ("launcher", "ranks"),
+    [
+        ("torchrun --nproc_per_node 8", 8),
+        ("torchrun --nnodes 2 --nproc_per_node 8", 16),
+        ("torchrun --nnodes 2:2 --nproc_per_node 8", 16),
+        ("torchrun --nnodes $SLURM_NNODES --nproc_per_node 8", None),
+        ("torchrun --nnodes=2:4 --nproc-per-node=8", None),
+        ("deepspeed --num_gpus 8", 8),
+        ("deepspeed --hostfile hosts --num_gpus 8", None),
+        ("deepspeed -H hosts --num_gpus 8", None),
+        ("deepspeed --hostfile hosts --num_nodes 2 --num_gpus 8", 16),
+        ("accelerate launch --num_machines $N --num_processes 16", 16),
+    ],
+)
+def test_ranks_are_only_known_with_their_nodes(launcher: str, ranks: int | None) -> None:
+    assert read_source("trl", [f"{launcher} trl/scripts/sft.py {SFT}"]).ranks == ranks
+
+
+@pytest.mark.parametrize(
+    ("flags", "listed"),
+    [
+        ("--config-name=ppo_trainer", set()),
+        ("--config-path=/opt/verl/verl/trainer/config --config-name ppo_trainer.yaml", set()),
+        ("--config-path=/x --config-name=my_grpo", {"--config-path", "--config-name"}),
+        ("-cp /x -cn my_grpo", {"--config-path", "--config-name"}),
+        ("--config-dir $HERE", {"--config-dir"}),
+    ],
+)
+def test_other_configs_of_hydra_are_listed(flags: str, listed: set[str]) -> None:
+    config = convert("verl", [VERL.replace("main_ppo ", f"main_ppo {flags} ")], ConversionFacts(10_240))
+    assert left(config) == listed and config.complete == (not listed)
+
+
+@pytest.mark.parametrize(
+    ("defaults", "listed"),
+    [
+        ("[ppo_trainer, _self_]", set()),
+        ("[{actor@actor_rollout_ref.actor: dp_actor}, legacy_data@data, _self_]", set()),
+        ("[my_base, _self_]", {"defaults"}),
+        ("[{actor@actor_rollout_ref.actor: my_actor}, _self_]", {"defaults"}),
+        ("my_base", {"defaults"}),
+    ],
+)
+def test_other_defaults_of_hydra_are_listed(defaults: str, listed: set[str], tmp_path: Path) -> None:
+    path = tmp_path / "grpo.yaml"
+    path.write_text(
+        f"defaults: {defaults}\nalgorithm: {{adv_estimator: grpo}}\ndata: {{train_files: d}}\n"
+        "actor_rollout_ref: {model: {path: m}, rollout: {n: 8}}\ncustom_reward_function: {path: r.py}\n"
+    )
+    config = convert("verl", [str(path)], ConversionFacts(10_240))
+    assert left(config) == listed and config.complete == (not listed)
