@@ -79,12 +79,25 @@ class Conversion:
             name = self.newest(setting.name)
             if setting.removed:
                 continue
-            if name in _KEYS:  # what counts is that there is a key; the key itself is kept nowhere
+            if self._lacks_value(name, setting):
+                self._finish(name, setting, "unsupported", text="it has no value: write one after it")
+            elif name in _KEYS and setting.value not in (
+                None,
+                "",
+            ):  # what counts is that there is a key; the key itself is kept nowhere
                 self.given[name] = replace(setting, value=HIDDEN)
             elif known_value(setting):
                 self.given[name] = setting
             else:
                 self._finish(name, setting, "unsupported", text=_UNRESOLVED)
+        for name in [] if self.source.flags else [each for each in self.given if "${" in str(self.raw(each))]:
+            self._finish(name, self.given.pop(name), "unsupported", text=_UNRESOLVED)
+
+    def _lacks_value(self, name: str, setting: ConfigSetting) -> bool:
+        """Whether a flag that needs a value is the last word, or is followed by another flag."""
+        option = self.option(name)
+        takes = option is not None and option.type not in ("flag", "bool")
+        return self.source.flags and takes and (setting.value is True or setting.value == [])
 
     def newest(self, name: str) -> str:
         """The first name of the option's row in the table."""

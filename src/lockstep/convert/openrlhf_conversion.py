@@ -56,7 +56,9 @@ def _set_data(conv: Conversion) -> None:
     if conv.on("data.apply_chat_template"):
         conv.put("data.chat", True, "data.apply_chat_template")
         conv.drop("data.input_template", "the chat template takes its place")
-    elif template := conv.text("data.input_template"):
+    elif (template := conv.text("data.input_template")) and "{}" not in template:
+        conv.refuse("data.input_template", "it has no {} for the prompt, so that all prompts would be the same")
+    elif template:
         plain = template.replace("{}", "\0").replace("{", "{{").replace("}", "}}").replace("\0", "{prompt}")
         conv.put("data.template", plain, "data.input_template")
 
@@ -65,7 +67,7 @@ def _set_tracking(conv: Conversion) -> None:
     """Weights & Biases is on where a key is given; the key itself is written nowhere."""
     options = {"project": "logger.wandb.project", "entity": "logger.wandb.org", "group": "logger.wandb.group"}
     key = "logger.wandb.key"
-    if conv.has(key) or conv.source.settings.given.keys() & {"use_wandb", "logger.wandb.key"}:
+    if conv.has(key):
         tracker = {"kind": "wandb"} | {field: value for field, name in options.items() if (value := conv.text(name))}
         conv.put("tracking", [tracker], key, *options.values(), keep=True)
         conv.note("export WANDB_API_KEY, or use `wandb login`: a key is never written into a config")

@@ -210,12 +210,19 @@ def _set_placement(conv: Conversion) -> None:
 
 
 def _set_rewards(conv: Conversion) -> None:
-    for address in conv.items("reward.remote_url"):
+    addresses = conv.items("reward.remote_url")
+    for address in addresses[:1]:
         if address.endswith(".py"):
             add = {"kind": "function", "path": f"{address}:reward_func", "signature": "openrlhf"}
         else:
             add = {"kind": "http", "url": address, "signature": "openrlhf"}
         fields.add_term(conv, add, "reward.remote_url")
+    if len(addresses) > 1:
+        conv.refuse(
+            "reward.remote_url",
+            f"OpenRLHF divides completions between the {len(addresses)} addresses: a term has one, the first; put a "
+            "load balancer in front of the others",
+        )
     if conv.has("train.agent_func_path"):
         path = conv.text("train.agent_func_path")
         conv.put("rollout.environment.path", f"{path}:AgentInstance", "train.agent_func_path")

@@ -84,7 +84,7 @@ def set_schedule(
     Args:
         kind: the option with the name of the schedule.
         updates: optimizer steps of the whole run.
-        warmup: options for the warm-up, the one that counts first: one above 1 counts steps, others are shares.
+        warmup: options for the warm-up, the one that counts first: shares if they are called ratios or are less than 1.
         minimum: the option with the lowest share of the learning rate.
         updates_per_count: optimizer steps per step that the source's schedule counts.
     """
@@ -103,10 +103,14 @@ def set_schedule(
         amount = conv.number(name)
         if amount is None or amount <= 0:
             continue
-        steps = round(amount) * updates_per_count if amount >= 1 else math.ceil(amount * updates)
+        share = "ratio" in name or amount < 1
+        if share and amount > 1:
+            conv.refuse(name, "a share of the steps is at most 1")
+            break
+        steps = math.ceil(amount * updates) if share else round(amount) * updates_per_count
         conv.put("trainer.schedule.warmup_steps", steps, name)
-        if amount < 1 and "steps" in conv.missing:
-            conv.refuse(name, f"a share of the {updates} optimizer steps as written: give --rows N")
+        if share and "steps" in conv.missing:
+            conv.refuse(name, f"a share of the {updates} optimizer steps as written: it changes with steps")
         break
     for name in warmup:
         conv.drop(name, "another option sets the warm-up, or there is none")

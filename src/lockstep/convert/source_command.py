@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from lockstep.base.secrets import redact_text
 from lockstep.convert.errors import NotConvertible
 from lockstep.doctor.configs.config_files import ConfigDocument, leaves, parse_config, read_config
 from lockstep.doctor.configs.config_settings import (
@@ -101,7 +102,7 @@ def read_source(framework: SourceFramework, given: Sequence[str]) -> SourceComma
         )
     read = {"openrlhf": _read_openrlhf, "verl": _read_verl, "trl": _read_trl}[framework]
     source = read(jobs[0], folder)
-    source.ranks, source.through_ray = jobs[0].launcher.world_size, jobs[0].through_ray
+    source.ranks, source.through_ray = jobs[0].launcher.world_size or source.ranks, jobs[0].through_ray
     source.variables = jobs[0].workers
     return source
 
@@ -181,7 +182,7 @@ def _read_trl(job: TrainingCommand, folder: Path) -> SourceCommand:
     program = program or trl_program(job.program, arguments)
     settings, config = ConfigSettings(), arguments.given.pop("config", None)
     if config is not None and isinstance(config.value, str):
-        document = read_config(folder / config.value if not Path(config.value).is_absolute() else Path(config.value))
+        document = read_config(_named_config(config.value, folder))
         for setting in _tree_settings(document, deep=False):
             settings.add(setting)
         program = program or trl_program(Path(config.value).stem, settings)
@@ -189,10 +190,27 @@ def _read_trl(job: TrainingCommand, folder: Path) -> SourceCommand:
         raise NotConvertible(f"{config.location}: the file of --config is not known: write its name, not a variable")
     for setting in arguments:
         settings.add(_positive(setting, trl_options(program)))
+    for name in ("accelerate_config", "config_file"):
+        if name in job.launcher.options:
+            settings.add(job.launcher.options.given[name])
     program = _trl_program(program)
     source = SourceCommand("trl", program, settings, trl_options(program), job.location, words=tuple(rest))
-    source.own_script = own
+    source.own_script, source.ranks = own, _processes(settings)
     return source
+
+
+def _named_config(name: str, folder: Path) -> Path:
+    """The file of `--config`: relative to the working directory, as for TRL, or to the folder of the script."""
+    here, beside = Path(name), folder / name
+    try:
+        found = next((each for each in (here, beside) if each.is_file()), None)
+    except OSError:
+        found = here
+    if found is None and here != beside:
+        raise NotConvertible(
+            f"--config {redact_text(name)}: there is neither {here.absolute()} nor {beside.absolute()}"
+        )
+    return found or here
 
 
 def _positive(setting: ConfigSetting, options: Mapping[str, OptionSpec]) -> ConfigSetting:
@@ -216,12 +234,21 @@ def _tree_settings(document: ConfigDocument, deep: bool) -> list[ConfigSetting]:
     tree = document.tree or {}
     pairs = leaves(tree) if deep else iter(tree.items())
     nowhere = ConfigLocation(document.file, 0)
-    return [
-        ConfigSetting(name, value, document.locations.get(name, nowhere))
+    return [  # of the variables in `env` only the names: the values may be secrets
+        ConfigSetting(
+            name,
+            sorted(value) if not deep and name == "env" and isinstance(value, dict) else value,
+            document.locations.get(name, nowhere),
+        )
         for name, value in pairs
         if not (deep and (name.split(".")[0] in ("defaults", "hydra") or name.endswith("_target_")))
-        and not (not deep and name == "env")
     ]
+
+
+def _processes(settings: ConfigSettings) -> int | None:
+    """The number of processes that a YAML file of TRL passes to accelerate."""
+    processes = settings.integer("num_processes")
+    return processes if processes is not None and processes > 0 else None
 
 
 def _read_tree(framework: SourceFramework, document: ConfigDocument) -> SourceCommand:
@@ -237,7 +264,7 @@ def _read_tree(framework: SourceFramework, document: ConfigDocument) -> SourceCo
             settings.add(ConfigSetting("defaults", others, document.locations.get("defaults", location)))
     else:
         program = _trl_program(trl_program(Path(document.file).stem, settings))
-        source = SourceCommand("trl", program, settings, trl_options(program), location)
+        source = SourceCommand("trl", program, settings, trl_options(program), location, ranks=_processes(settings))
     source.flags = False
     return source
 

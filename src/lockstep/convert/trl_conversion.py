@@ -116,7 +116,11 @@ def _set_ranks(conv: Conversion) -> int:
     ranks = conv.facts.ranks or conv.source.ranks
     if ranks is None:
         conv.need("trainer.ranks", "batch sizes are per process, and their number is not known: give --ranks N")
-    conv.put("trainer.ranks", ranks or 1, keep=True)
+    conv.put("trainer.ranks", ranks or 1, "num_processes", keep=True)
+    for name in ("accelerate_config", "config_file"):
+        if ranks is None:
+            conv.refuse(name, "it is not read: give the num_processes of its file with --ranks N")
+        conv.drop(name, "processes are known, and FSDP2 shards the model over them")
     return ranks or 1
 
 
@@ -125,6 +129,12 @@ def _set_batches(conv: Conversion, ranks: int) -> None:
     batch = optimizer_batch(conv, ranks)
     conv.put("batch_size", batch, *names, keep=True)
     longest = conv.integer("max_length")
+    if conv.source.program == "sft" and conv.on("packing"):
+        conv.need(
+            "batch_size",
+            f"with packing, TRL counts rows of max_length tokens, here {batch} of them per optimizer step: set it to "
+            f"{batch} x max_length divided by the mean number of tokens of a sample",
+        )
     pairs = 1 if conv.source.program in ("sft", "kto") else 2
     if longest is not None:
         conv.put("model.max_length", longest, "max_length")
@@ -155,6 +165,12 @@ def _set_steps(conv: Conversion, ranks: int, updates: int) -> tuple[int, int | N
         return steps, per_epoch
     epochs = conv.positive("num_train_epochs", 3.0)
     steps_known = None if per_epoch is None else max(1, math.ceil(epochs * per_epoch / updates))
+    if conv.source.program == "sft" and conv.on("packing"):
+        conv.need(
+            "steps",
+            "with packing, TRL's epochs count rows of max_length tokens: give max_steps, or set it to epochs x samples "
+            "/ batch_size",
+        )
     steps = fields.set_steps(conv, steps_known, "num_train_epochs")
     conv.drop("max_steps", "num_train_epochs counts")
     return steps, per_epoch

@@ -142,6 +142,11 @@ def _set_batches(conv: Conversion, ranks: int) -> int:
         steps = fields.set_steps(conv, None if per_epoch is None else per_epoch * epochs, "trainer.total_epochs")
     optim = f"{_ACTOR}.optim"
     warmup = [f"{optim}.lr_warmup_steps", f"{optim}.lr_warmup_steps_ratio"]
+    if conv.number(warmup[0]) == 0:  # verl looks at the ratio only if it is negative
+        if conv.number_or(warmup[1], 0.0) > 0:
+            conv.note(f"there is no warm-up, as in verl: with {warmup[0]}=0 it ignores {warmup[1]}")
+        conv.drop(warmup[0], "there is no warm-up")
+        conv.drop(warmup.pop(), "lr_warmup_steps=0 switches the warm-up off")
     fields.set_schedule(
         conv, f"{optim}.lr_scheduler_type", steps * updates, warmup, f"{optim}.min_lr_ratio", "constant", updates
     )
@@ -277,10 +282,7 @@ def _set_tracking(conv: Conversion) -> None:
     conv.put("name", _name(conv.text("trainer.experiment_name") or "verl"), "trainer.experiment_name", keep=True)
     if conv.has("trainer.default_local_dir"):
         path = (conv.text("trainer.default_local_dir") or "").rstrip("/")
-        if "${" in path:
-            conv.refuse("trainer.default_local_dir", "it contains an interpolation: set folder")
-        else:
-            conv.put("folder", path or "runs", "trainer.default_local_dir")
+        conv.put("folder", path or "runs", "trainer.default_local_dir")
     fields.set_every(conv, "checkpoint.every", "trainer.save_freq", keep=True)
     fields.set_kept(conv, "trainer.max_actor_ckpt_to_keep")
     loggers = conv.items("trainer.logger")

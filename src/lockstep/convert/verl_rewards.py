@@ -18,7 +18,7 @@ def set_verl_rewards(conv: Conversion) -> None:
     if conv.has(_PATH):
         _set_function(conv, manager)
     elif conv.on(_MODEL):
-        fields.add_reward_model(conv, conv.text(_MODEL_PATH) or "", _MODEL)
+        fields.add_reward_model(conv, conv.text(_MODEL_PATH) or "", _MODEL, end="template")
         if fields.has_reward_models():
             conv.put("reward.terms", conv.fields["reward.terms"].value, _MODEL, _MODEL_PATH, keep=True)
         conv.drop(_MODEL_PATH, "see the server of the reward model")

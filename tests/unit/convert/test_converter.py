@@ -228,7 +228,8 @@ def test_verl_yaml_and_other_estimators() -> None:
 
 def test_trl_sft() -> None:
     config = converted("trl_sft.yaml", ConversionFacts(20_000, 8))
-    assert left(config) == {"push_to_hub", "hub_token"} and not config.missing
+    assert left(config) == {"push_to_hub", "hub_token", "warmup_ratio"}
+    assert set(config.missing) == {"batch_size", "steps"}  # it packs
     expected = {
         "name": "sft-lora",
         "folder": "runs/sft-lora",

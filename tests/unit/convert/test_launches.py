@@ -6,6 +6,7 @@ import pytest
 
 from lockstep.convert.conversion import ConversionFacts
 from lockstep.convert.converter import ConvertedConfig, convert
+from lockstep.convert.errors import NotConvertible
 from lockstep.convert.source_command import read_source
 
 SFT = "--model_name_or_path m --dataset_name d --max_steps 10 --completion_only_loss True"
@@ -69,3 +70,60 @@ def test_other_defaults_of_hydra_are_listed(defaults: str, listed: set[str], tmp
     )
     config = convert("verl", [str(path)], ConversionFacts(10_240))
     assert left(config) == listed and config.complete == (not listed)
+
+
+@pytest.mark.parametrize(
+    ("line", "ranks"),
+    [("num_processes: 4", 4), ("num_processes: 4\nnum_machines: 2", 4), ("num_processes: 0", None), ("", None)],
+)
+def test_the_processes_of_a_file_of_trl_are_ranks(line: str, ranks: int | None, tmp_path: Path) -> None:
+    path = tmp_path / "dpo.yaml"
+    path.write_text(f"model_name_or_path: m\ndataset_name: d\nmax_steps: 10\n{line}\n")
+    for given in (str(path), f"trl dpo --config {path}"):
+        config = convert("trl", [given], ConversionFacts())
+        assert config.values["trainer"]["ranks"] == (ranks or 1)
+        assert config.complete == (ranks is not None)
+
+
+def test_variables_of_a_file_of_trl_are_listed_without_their_values(tmp_path: Path) -> None:
+    path = tmp_path / "dpo.yaml"
+    path.write_text("model_name_or_path: m\ndataset_name: d\nmax_steps: 10\nenv: {MY_KEY: words-of-a-secret}\n")
+    config = convert("trl", [str(path)], ConversionFacts(ranks=1))
+    assert left(config) == {"env"} and "words-of-a-secret" not in f"{config.text}{config.outcomes}{config.values}"
+
+
+@pytest.mark.parametrize(
+    ("options", "listed"),
+    [
+        ("--accelerate_config zero3", {"--accelerate_config"}),
+        ("--accelerate_config zero3 --num_processes 8", set()),
+        ("--model_name_or_path", {"--model_name_or_path"}),
+        ("--dataset_name --num_processes 8", {"--dataset_name"}),
+        ("--gradient_checkpointing --num_processes 8", set()),
+    ],
+)
+def test_no_option_of_a_command_is_swallowed(options: str, listed: set[str]) -> None:
+    config = convert("trl", [f"trl sft {SFT} {options}"], ConversionFacts())
+    assert left(config) == listed
+
+
+def test_a_config_is_looked_for_in_both_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scripts, work = tmp_path / "scripts", tmp_path / "work"
+    for folder in (scripts, work):
+        folder.mkdir()
+    monkeypatch.chdir(work)
+    script = scripts / "run.sh"
+    script.write_text("trl dpo --config dpo.yaml --max_steps 10 --num_processes 1\n")
+    with pytest.raises(NotConvertible) as caught:
+        convert("trl", [str(script)], ConversionFacts())
+    assert str(scripts / "dpo.yaml") in str(caught.value) and str(work / "dpo.yaml") in str(caught.value)
+    for folder in (scripts, work):  # TRL looks in the working directory
+        (folder / "dpo.yaml").write_text(f"model_name_or_path: {folder.name}\ndataset_name: d\n")
+        assert convert("trl", [str(script)], ConversionFacts()).values["model"]["path"] == folder.name
+
+
+def test_one_unknown_variable_of_ray_leaves_the_others() -> None:
+    variables = """{\\"env_vars\\": {\\"JUDGE\\": \\"$JUDGE\\", \\"NCCL_DEBUG\\": \\"INFO\\"}}"""
+    command = f'ray job submit --runtime-env-json "{variables}" -- {VERL}'
+    cluster = convert("verl", [command], ConversionFacts(10_240)).values["cluster"]
+    assert cluster["env"] == {"NCCL_DEBUG": "INFO"} and cluster["forward_env"][-1] == "JUDGE"

@@ -75,3 +75,66 @@ def test_a_zero_is_no_absent_value(kind: str, options: str, path: str, expected:
 )
 def test_a_count_below_1_is_listed(kind: str, option: str) -> None:
     assert option.replace("=", " ").split()[0] in left(from_options(kind, option))
+
+
+OPTIM = f"{ACTOR}.optim"
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "path", "expected"),
+    [
+        ("dpo", "--warmup_ratio 1.0 --max_steps 100", "trainer.schedule.warmup_steps", 100),
+        ("dpo", "--warmup_steps 1 --max_steps 100", "trainer.schedule.warmup_steps", 1),
+        ("dpo", "--warmup_steps 0.1 --max_steps 100", "trainer.schedule.warmup_steps", 10),
+        ("verl", f"{OPTIM}.lr_warmup_steps=0 {OPTIM}.lr_warmup_steps_ratio=0.1", "trainer.schedule.warmup_steps", None),
+        ("verl", f"{OPTIM}.lr_warmup_steps=-1 {OPTIM}.lr_warmup_steps_ratio=0.1 data.train_batch_size=256"
+         " trainer.total_training_steps=50", "trainer.schedule.warmup_steps", 5),
+        ("openrlhf", "--use_wandb '' --wandb_project p", "tracking", None),
+        ("openrlhf", "--use_wandb $KEY --wandb_project p", "tracking", [{"kind": "wandb", "project": "p"}]),
+        ("verl", "+custom_reward_function.reward_kwargs.a.b=3 +custom_reward_function.reward_kwargs.a.c=[1,2]",
+         "reward.terms", [{"kind": "function", "path": "r.py:compute_score", "signature": "verl",
+                           "arguments": {"a": {"b": 3, "c": [1, 2]}}}]),
+    ],
+)  # fmt: skip
+def test_a_value_means_what_it_means_there(kind: str, options: str, path: str, expected: Any) -> None:
+    config = from_options(kind, options)
+    assert value(config, path) == expected and left(config) == set()
+
+
+def test_a_reward_model_of_verl_scores_the_last_token() -> None:
+    model = "reward_model.enable=True reward_model.model.path=org/rm custom_reward_function.path=null"
+    assert value(from_options("verl", model), "reward.terms") == [
+        {"kind": "model", "path": "org/rm", "end": "template"}
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "path", "expected"),
+    [
+        ("openrlhf", "--remote_rm_url http://a/r,http://b/r", "reward.terms",
+         [{"kind": "http", "url": "http://a/r", "signature": "openrlhf"}]),
+        ("openrlhf", "--input_template hello", "data.template", None),
+        ("verl", "'actor_rollout_ref.model.path=${oc.env:MODEL}/m'", "model.path", "MODEL"),
+        ("verl", "'data.train_files=[a,${oc.env:DATA}]'", "data.path", "DATA"),
+        ("verl", "'trainer.experiment_name=${trainer.experiment_name}'", "name", "gsm8k"),
+        ("dpo", "--warmup_ratio 1.5 --max_steps 100", "trainer.schedule.warmup_steps", None),
+    ],
+)  # fmt: skip
+def test_what_has_no_counterpart_is_listed(kind: str, options: str, path: str, expected: Any) -> None:
+    config = from_options(kind, options)
+    assert value(config, path) == expected
+    assert len(left(config)) == 1 and not config.complete
+
+
+def test_a_default_that_is_refused_is_missing() -> None:
+    config = from_options("verl", "actor_rollout_ref.rollout.n=1")
+    without = convert("verl", [VERL.replace(" actor_rollout_ref.rollout.n=8", "")], ConversionFacts(10_240))
+    assert "actor_rollout_ref.rollout.n" in left(config)
+    assert not without.complete and "1" in without.missing["group_size"]
+
+
+@pytest.mark.parametrize(("options", "missing"), [("--max_steps 50", set()), ("--num_train_epochs 2", {"steps"})])
+def test_packed_rows_are_no_samples(options: str, missing: set[str]) -> None:
+    rest = "--max_length 4096 --completion_only_loss True"
+    assert set(from_options("sft", f"--packing {rest} {options}").missing) == {"batch_size"} | missing
+    assert from_options("sft", f"--packing False {rest} {options}").complete

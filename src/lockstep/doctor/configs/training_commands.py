@@ -230,17 +230,21 @@ def _read_runtime_environment(job: TrainingCommand, before: Sequence[ShellWord])
         if name != "--runtime-env-json":
             continue
         text = value if equals else before[index + 1].text if index + 1 < len(before) else ""
-        if not word.known or UNSET in text:
-            continue
         try:
             tree = parse_json(text, "--runtime-env-json", max_depth=MAX_YAML_DEPTH)
         except MalformedJson as error:
+            if UNSET in text:  # what is not known may be more than one value
+                continue
             raise ConfigNotReadable(
                 word.location.file, word.location.line, f"--runtime-env-json {error.problem}"
             ) from error
         variables = tree.get("env_vars") if isinstance(tree, dict) else None
         if isinstance(variables, dict):
-            job.workers |= {str(key): ShellWord(str(value), word.location) for key, value in variables.items()}
+            job.workers |= {
+                str(key): ShellWord(str(value), word.location)
+                for key, value in variables.items()
+                if UNSET not in str(key)
+            }
 
 
 def _to_int(text: str | None) -> int | None:
@@ -290,7 +294,11 @@ def _split_accelerate_options(job: TrainingCommand) -> None:
         word = rest.pop(0)
         name, equals, value = word.text.partition("=")
         if name in ("--num_processes", "--num_machines", "--accelerate_config", "--config_file", "--main_process_port"):
-            argument = value if equals else rest.pop(0).text if rest else ""
+            given = ShellWord(value, word.location) if equals else rest.pop(0) if rest else word
+            argument = given.text
+            if name in ("--accelerate_config", "--config_file"):
+                value_known = _argument_value(argument, given.known)
+                job.launcher.options.add(ConfigSetting(name[2:], value_known, word.location))
             if name == "--num_processes":
                 job.launcher.processes = _to_int(argument)
             elif name == "--num_machines":
