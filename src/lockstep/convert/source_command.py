@@ -84,12 +84,12 @@ def read_source(framework: SourceFramework, given: Sequence[str]) -> SourceComma
     if not any(each.strip() for each in given):
         raise NotConvertible("the argument is empty: name a script or a config file, or give a command")
     if len(given) == 1 and _names_file(given[0]):
-        document, folder = read_config(Path(given[0])), Path(given[0]).parent
+        document, folder = read_config(Path(given[0]), certain=True), Path(given[0]).parent
     else:
         text = given[0] if len(given) == 1 else shlex.join(given)
         if len(text) > MAX_COMMAND:
             raise NotConvertible(f"the command is longer than {MAX_COMMAND:,} characters: put it into a file")
-        document, folder = parse_config(text, f"{COMMAND_LINE}.sh"), Path()
+        document, folder = parse_config(text, f"{COMMAND_LINE}.sh", certain=True), Path()
     if document.tree is not None:
         return _read_tree(framework, document)
     jobs = [job for job in find_training_commands(document.commands) if job.framework == framework]

@@ -127,3 +127,24 @@ def test_one_unknown_variable_of_ray_leaves_the_others() -> None:
     command = f'ray job submit --runtime-env-json "{variables}" -- {VERL}'
     cluster = convert("verl", [command], ConversionFacts(10_240)).values["cluster"]
     assert cluster["env"] == {"NCCL_DEBUG": "INFO"} and cluster["forward_env"][-1] == "JUDGE"
+
+
+@pytest.mark.parametrize(
+    ("before", "listed"),
+    [
+        ('if [ "$BIG" = 1 ]; then LR=1e-3; else LR=1e-6; fi', {"--learning_rate"}),
+        ('LR=1e-6; [ -n "$BIG" ] && LR=1e-3', {"--learning_rate"}),
+        ("case $SIZE in 1b) LR=1e-3;; *) LR=1e-6;; esac", {"--learning_rate"}),
+        ("LR=1e-6; [ -n $BIG ] && LR=1e-3; LR=2e-6", set()),
+        ("LR=1e-6; if [ -n $BIG ]; then LR=1e-6; fi", set()),
+        ('if [ -z "$LR" ]; then LR=1e-6; fi', set()),
+        ("LR=1e-6; MORE=(--seed 3); if [ -n $BIG ]; then MORE+=(--use_peft); fi", {"a word"}),
+        ("LR=1e-6; MORE='--seed 3'; if [ -n $BIG ]; then MORE=\"$MORE --use_peft\"; fi", {"a word"}),
+    ],
+)
+def test_what_a_condition_decides_is_not_known(before: str, listed: set[str]) -> None:
+    launch = f"trl sft {SFT} --num_processes 1 --learning_rate $LR ${{MORE[@]}}"
+    launch = launch if "MORE" in before else launch.replace(" ${MORE[@]}", "")
+    config = convert("trl", [f"{before}\n{launch}"], ConversionFacts())
+    assert left(config) == listed
+    assert "--seed 3" not in before or config.values["seed"] == 3
