@@ -165,7 +165,10 @@ class Conversion:
         if value is not None and abs(value) > _LARGEST:
             self.refuse(name, f"it is larger than {_LARGEST:,}")
             return None
-        return int(value) if value is not None and value == int(value) else None
+        if value is not None and value != int(value):
+            self.refuse(name, "it is not a whole number")
+            return None
+        return None if value is None else int(value)
 
     def number_or(self, name: str, default: float) -> float:
         """The value as a number, also 0; `default` if there is none."""

@@ -147,7 +147,6 @@ def _leave_out(conv: Conversion, path: str, problem: ConfigProblem) -> None:
         conv.put(path, _PLACEHOLDERS[path], keep=True)
         conv.need(path, f"replace the placeholder: {problem.message}")
     elif entry.default or not entry.names:
-        conv.note(f"left out: {reason}")
         value = redact_text(str(entry.value)[:80])
         conv.need(path, f"{conv.framework}'s default {value} is refused here ({problem.message}): choose a value")
 

@@ -38,9 +38,9 @@ _HYDRA_FLAGS = {
     "-cn": "--config-name", "-cp": "--config-path", "-cd": "--config-dir",
 }  # fmt: skip
 _OWN_CONFIGS = {
-    "--config-name": ("ppo_trainer",),
-    "--config-path": ("verl/trainer/config",),
-    "--config-dir": ("verl/trainer/config",),
+    "--config-name": "/ppo_trainer",
+    "--config-path": "/verl/trainer/config",
+    "--config-dir": "/verl/trainer/config",
 }
 """What Hydra's flags name where they name verl's own config, at the end of their values."""
 _OWN_DEFAULTS = (
@@ -160,7 +160,9 @@ def _add_other_configs(settings: ConfigSettings, words: Sequence[ShellWord]) -> 
             continue
         value = word if equals or not rest else rest.pop(0)
         text = text if equals or value is word else value.text
-        if not text.rstrip("/").removesuffix(".yaml").endswith(_OWN_CONFIGS[name]):
+        plain = text.rstrip("/").removesuffix(".yaml")
+        relative = name == "--config-path" and plain.removeprefix("./") == "config"  # to verl's main_ppo
+        if not relative and not f"/{plain}".endswith(_OWN_CONFIGS[name]):
             settings.add(ConfigSetting(name, text if value.known else UNKNOWN_VALUE, word.location))
     return kept
 

@@ -116,7 +116,8 @@ def _set_ranks(conv: Conversion) -> int:
     ranks = conv.facts.ranks or conv.source.ranks
     if ranks is None:
         conv.need("trainer.ranks", "batch sizes are per process, and their number is not known: give --ranks N")
-    conv.put("trainer.ranks", ranks or 1, "num_processes", keep=True)
+    written = ["num_processes"] if conv.integer("num_processes") == ranks and "num_processes" in conv.given else []
+    conv.put("trainer.ranks", ranks or 1, *written, keep=True)
     for name in ("accelerate_config", "config_file"):
         if ranks is None:
             conv.refuse(name, "it is not read: give the num_processes of its file with --ranks N")

@@ -41,6 +41,8 @@ def test_ranks_are_only_known_with_their_nodes(launcher: str, ranks: int | None)
     ("flags", "listed"),
     [
         ("--config-name=ppo_trainer", set()),
+        ("--config-path=./config --config-name=ppo_trainer", set()),
+        ("--config-name=my_ppo_trainer", {"--config-name"}),
         ("--config-path=/opt/verl/verl/trainer/config --config-name ppo_trainer.yaml", set()),
         ("--config-path=/x --config-name=my_grpo", {"--config-path", "--config-name"}),
         ("-cp /x -cn my_grpo", {"--config-path", "--config-name"}),

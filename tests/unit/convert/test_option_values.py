@@ -70,10 +70,11 @@ def test_a_zero_is_no_absent_value(kind: str, options: str, path: str, expected:
         ("verl", "trainer.n_gpus_per_node=-8"),
         ("openrlhf", "--rollout_batch_size 0"),
         ("dpo", "--num_train_epochs 0"),
+        ("dpo", "--per_device_train_batch_size 2.5"),
         ("grpo", "--num_iterations 0"),
     ],
 )
-def test_a_count_below_1_is_listed(kind: str, option: str) -> None:
+def test_a_value_that_is_no_count_is_listed(kind: str, option: str) -> None:
     assert option.replace("=", " ").split()[0] in left(from_options(kind, option))
 
 
