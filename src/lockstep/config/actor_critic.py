@@ -68,7 +68,8 @@ class CriticConfig(Section):
     """The model that it starts from, such as a reward model; a language model gets a new head. The policy's, with a new
     adapter if the policy has one, when absent."""
     trainer: TrainerConfig = TrainerConfig()
-    """As the policy's `trainer`, with a learning rate of 9e-6 (OpenRLHF's) where none is given."""
+    """The same fields as `trainer`, with their own defaults (one rank) and a learning rate of 9e-6 (OpenRLHF's);
+    nothing is taken from the policy's section."""
     loss: ValueLoss = ValueLoss()
     warmup_steps: int = Field(0, ge=0)
     """The first steps of the run, in which only the critic is trained."""

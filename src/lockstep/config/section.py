@@ -22,7 +22,10 @@ def default_kind(usual: str) -> BeforeValidator:
 
 def with_defaults(values: Any, defaults: Mapping[str, Any]) -> Any:
     """Adds defaults to a section of a file where it gives no value, for defaults that differ from those of the
-    section's class. What is no mapping is returned unchanged."""
+    section's class. What is neither a mapping nor a section is returned unchanged."""
+    if isinstance(values, Section):
+        kind = {"kind": values.kind} if hasattr(values, "kind") else {}
+        values = kind | {name: getattr(values, name) for name in values.model_fields_set}
     if not isinstance(values, Mapping):
         return values
     filled = {**defaults, **values}

@@ -52,7 +52,9 @@ def forest_from_rollouts(
     ]
     if any(completion.mask is not None for _, completion in learned):
         trees = _multi_turn_trees(rollouts.groups, size, dict(learned), values)
-        return Forest.of(trees, [group.prompt.uid for group in rollouts.groups], [size] * len(rollouts.groups))
+        forest = Forest.of(trees, [group.prompt.uid for group in rollouts.groups], [size] * len(rollouts.groups))
+        forest.fields.setdefault("engine_logprob", np.empty(0, np.float32))
+        return forest
     return _single_turn_forest(rollouts.groups, size, learned, values)
 
 
@@ -106,10 +108,8 @@ def _single_turn_forest(
             if advantages.ndim == 2
             else _first_values(flat, completion_lengths)
         )
-    if nonempty:
-        fields["engine_logprob"] = np.concatenate([completion.logprobs for _, completion in nonempty]).astype(
-            np.float32
-        )
+    logprobs = [np.empty(0, np.float32), *(np.asarray(each.logprobs, np.float32) for _, each in nonempty)]
+    fields["engine_logprob"] = np.concatenate(logprobs)  # present also where nothing is learned
     return Forest(
         names=[group.prompt.uid for group in groups],
         samples=np.full(len(groups), size, np.int64),

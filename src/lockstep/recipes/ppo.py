@@ -26,7 +26,7 @@ def ppo(run: Run, cfg: PPOConfig) -> None:
             with run.stage("logprobs"):
                 run.annotate(actor, critic=states)
             values, last = values_of_states(states, actor)
-            kl = kl_coefficient(cfg, run.ledger.committed(step - 1))
+            kl = kl_coefficient(cfg, step, run.ledger.committed(step - 1))
             targets = actor_critic_targets(rollouts.rewards, actor, values, last, kl, cfg)
             actor.set_per_target("advantage", targets.advantages)
             critic.set_per_target("old_value", values)

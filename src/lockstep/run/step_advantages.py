@@ -56,7 +56,7 @@ def kl_penalties(batch: TrainingBatch, kl: KLPenalty) -> np.ndarray | None:
     config subtracts it from the reward."""
     if kl.where != "reward" or kl.coefficient == 0:
         return None
-    policy = torch.from_numpy(batch.fields.get("old_logprob", batch.fields["engine_logprob"]))
+    policy = torch.from_numpy(batch.fields["old_logprob" if "old_logprob" in batch.fields else "engine_logprob"])
     reference = torch.from_numpy(batch.fields["reference_logprob"])
     return (kl.coefficient * kl_divergence(policy, reference, kl.estimator)).numpy()
 
@@ -125,8 +125,8 @@ def _estimate_advantages(
     return advantages, returns
 
 
-def kl_coefficient(config: PPOConfig, previous: Mapping[str, Any] | None) -> float:
-    """The coefficient of the KL penalty in a step.
+def kl_coefficient(config: PPOConfig, step: int, previous: Mapping[str, Any] | None) -> float:
+    """The coefficient of the KL penalty in a step. It is not adapted to steps in which the policy was not trained.
 
     Args:
         previous: what the commit of the step before recorded; None before the first step.
@@ -134,7 +134,8 @@ def kl_coefficient(config: PPOConfig, previous: Mapping[str, Any] | None) -> flo
     controller, kl = config.kl_controller, config.loss.kl
     if controller is None or previous is None:
         return kl.coefficient
-    if "reward/kl" not in previous:  # all of its completions were masked
+    untrained = step <= config.critic.warmup_steps
+    if untrained or "reward/kl" not in previous:  # all of its completions were masked
         return float(previous["reward/kl_coefficient"])
     return critic.adapt_kl_coefficient(
         previous["reward/kl_coefficient"],

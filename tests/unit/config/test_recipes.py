@@ -5,12 +5,14 @@ from typing import Any
 
 import pytest
 
-from lockstep.config.algorithm import CrossEntropy, KLPenalty, PPOClip
+from lockstep.config.actor_critic import CriticConfig
+from lockstep.config.algorithm import GSPO, CrossEntropy, KLPenalty, PPOClip
 from lockstep.config.errors import ConfigError
 from lockstep.config.loader import check_config
 from lockstep.config.recipes import RECIPES
 from lockstep.config.run_config import RunConfig
 from lockstep.config.train_role import TrainRole
+from lockstep.config.trainer import TrainerConfig
 
 COMMON: dict[str, Any] = {"name": "x", "steps": 10, "seed": 4, "model": {"path": "m"}, "data": {"path": "d"}}
 REWARD = {"terms": [{"kind": "exact_match"}]}
@@ -47,6 +49,25 @@ def test_grpo_trains_on_completions() -> None:
 
 def ppo(**changes: Any) -> RunConfig:
     return check_config({**COMMON, "recipe": "ppo", "reward": REWARD, **changes}, "test")
+
+
+def test_the_kl_penalty_of_ppo_is_the_same_in_every_form() -> None:
+    """A loss by its name, as a section and as an object; as a loss k1 would have no effect."""
+    for loss in ("gspo", {"kind": "gspo"}, GSPO()):
+        kl = ppo(loss=loss).objective.kl
+        assert (kl.coefficient, kl.estimator, kl.where) == (0.01, "k1", "reward")
+    kl = ppo(loss={"kl": {"where": "loss"}}).objective.kl
+    assert (kl.coefficient, kl.estimator, kl.where) == (0.01, "k3", "loss")
+    critic = ppo(critic=CriticConfig(trainer=TrainerConfig(ranks=2))).train_roles[1].trainer
+    assert (critic.ranks, critic.optimizer.lr) == (2, 9e-6)
+
+
+def test_a_horizon_of_less_than_a_step_is_refused() -> None:
+    """The coefficient would be multiplied by 1 - 0.2 * completions / horizon."""
+    count = ppo().sequences_per_step
+    with pytest.raises(ConfigError, match="the coefficient could become 0 or negative"):
+        ppo(kl_controller={"target": 0.1, "horizon": count // 5})
+    assert ppo(kl_controller={"target": 0.1, "horizon": count})
 
 
 def test_ppo_trains_a_policy_and_a_critic() -> None:

@@ -116,10 +116,16 @@ def plain_trees(rollouts: Rollouts, advantages: np.ndarray, mask_truncated: bool
     return trees
 
 
-def plain_rows(trees: Sequence[Tree], ranks: int, budget: int, mode: Packing) -> list[list[MicroBatch[np.ndarray]]]:
-    """Returns `[ranks][micro-batches]`, without weights."""
+def plain_rows(
+    trees: Sequence[Tree], ranks: int, budget: int, mode: Packing, present: Sequence[str] = ()
+) -> list[list[MicroBatch[np.ndarray]]]:
+    """Returns `[ranks][micro-batches]`, without weights.
+
+    Args:
+        present: fields that rows have even if nothing is learned.
+    """
     first: list[list[int]] = []
-    names = sorted({name for tree in trees for segment in tree.segments for name in segment.fields})
+    names = sorted({*present, *(name for tree in trees for segment in tree.segments for name in segment.fields)})
     values: dict[str, list[float]] = {name: [] for name in names}
     numbers: list[int] = []
     for tree in trees:

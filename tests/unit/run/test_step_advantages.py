@@ -25,6 +25,7 @@ from lockstep.run.step_advantages import (
     kl_coefficient,
     values_of_states,
 )
+from lockstep.train.objective import check_fields, make_objective
 
 REWARDS = np.array([[1.0, 0.0], [2.0, 2.0]], np.float32)
 LENGTHS = [[2, 1], [1, 3]]
@@ -183,9 +184,30 @@ def test_advantages_are_whitened_and_returns_are_not() -> None:
     assert raw.returns.tolist() == whitened.returns.tolist() == centred.returns.tolist()
 
 
+@pytest.mark.parametrize("masks", [("ooo", "ooo"), ("o--oo", "oo---o")])
+def test_a_step_whose_completions_are_all_masked_has_empty_rows(masks: tuple[str, ...]) -> None:
+    """Every rank gets a row with all fields that the loss needs, and nothing is learned from it."""
+    config = ppo()
+    made = pack(forest_from_rollouts(conversations(*masks, finish="length"), mask_truncated=True), 2, 64)
+    assert made.targets == 0
+    made.set_per_target("reference_logprob", np.zeros(0))
+    found = actor_critic_targets(np.array([[1.0, -2.0]]), made, np.zeros(0), np.zeros(2), 0.01, config)
+    made.set_per_target("advantage", found.advantages)
+    minibatch = next(made.minibatches(objective=config.loss))
+    for rows in minibatch.by_rank:
+        check_fields(rows, make_objective(config.loss))
+        assert all(row.fields["weight"].tolist() == [0.0] for row in rows)
+
+
+def test_the_coefficient_is_not_adapted_while_only_the_critic_is_trained() -> None:
+    config = ppo(kl_controller={"target": 0.1}, critic={"warmup_steps": 2}, steps=4)
+    before = {"reward/kl": 0.0, "reward/kl_coefficient": 0.01}
+    assert [kl_coefficient(config, step, before) == 0.01 for step in (1, 2, 3)] == [True, True, False]
+
+
 def test_the_coefficient_of_a_step_follows_from_the_step_before() -> None:
     fixed, adaptive = ppo(), ppo(kl_controller={"target": 0.1, "horizon": 40})
     before = {"reward/kl": 0.11, "reward/kl_coefficient": 0.05}
-    assert kl_coefficient(fixed, before) == kl_coefficient(adaptive, None) == 0.01
-    assert kl_coefficient(adaptive, before) == pytest.approx(0.05 * (1 + 0.1 * 4 / 40))
-    assert kl_coefficient(adaptive, {"reward/kl_coefficient": 0.05}) == 0.05, "no token was learnt"
+    assert kl_coefficient(fixed, 1, before) == kl_coefficient(adaptive, 0, None) == 0.01
+    assert kl_coefficient(adaptive, 1, before) == pytest.approx(0.05 * (1 + 0.1 * 4 / 40))
+    assert kl_coefficient(adaptive, 1, {"reward/kl_coefficient": 0.05}) == 0.05, "no token was learnt"

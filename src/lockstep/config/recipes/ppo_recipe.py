@@ -1,5 +1,6 @@
 """PPO's config."""
 
+from collections.abc import Mapping
 from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -22,7 +23,8 @@ class PPOConfig(RolloutRecipe):
     """Completions per prompt."""
     advantage: GAEAdvantage = GAEAdvantage()
     loss: AnyPolicyLoss = PPOClip(kl=KLPenalty.model_validate(_KL))
-    """As in `grpo`, with a KL penalty of 0.01 per token in the reward, estimated by k1, where none is given."""
+    """As in `grpo`, with a KL penalty of 0.01 per token in the reward, estimated by k1 (k3 with `where: loss`), where
+    none is given."""
     critic: CriticConfig = CriticConfig.model_validate({})
     reward_clip: tuple[float, float] | None = (-10.0, 10.0)
     """Lowest and highest reward of a completion, to which it is clipped before KL penalties are added; null for no
@@ -32,8 +34,8 @@ class PPOConfig(RolloutRecipe):
     kl_controller: KLController | None = None
     """Adapts `loss.kl.coefficient`, with which it begins; the coefficient is fixed when absent."""
     bootstrap_truncated: bool = False
-    """Let the value after the last token of a completion that was cut at `max_tokens` stand for the rewards that it
-    would still have got, instead of 0."""
+    """Let the value after the last token of a completion that was cut, at `max_tokens` or a limit of its turns, stand
+    for the rewards that it would still have got, instead of 0."""
 
     @property
     def train_roles(self) -> tuple[TrainRole, ...]:
@@ -68,7 +70,14 @@ class PPOConfig(RolloutRecipe):
     @model_validator(mode="before")
     @classmethod
     def _set_kl_penalty(cls, values: Any) -> Any:
-        return with_defaults(values, {"loss": {"kl": _KL}})
+        loss = values.get("loss", {}) if isinstance(values, Mapping) else {}
+        if isinstance(loss, str):
+            values = {**values, "loss": {"kind": loss}}
+        values = with_defaults(values, {"loss": {"kl": {}}})
+        # As a loss, k1 has an expected gradient of 0: the estimator is then the section's own default.
+        kl = values["loss"]["kl"] if isinstance(values, Mapping) else {}
+        in_loss = isinstance(kl, Mapping) and kl.get("where") == "loss"
+        return with_defaults(values, {"loss": {"kl": {"coefficient": 0.01} if in_loss else _KL}})
 
     @field_validator("reward_clip")
     @classmethod
@@ -83,6 +92,12 @@ class PPOConfig(RolloutRecipe):
             raise ValueError(
                 "kl_controller adapts the coefficient of a KL penalty in the reward: set loss.kl.where=reward and "
                 "loss.kl.coefficient above 0, or leave it out"
+            )
+        if self.kl_controller is not None and 5 * self.kl_controller.horizon <= self.sequences_per_step:
+            raise ValueError(
+                f"kl_controller.horizon {self.kl_controller.horizon} is too short for {self.sequences_per_step} "
+                "completions of a step (prompts_per_step x group_size): the coefficient could become 0 or negative; "
+                f"set it above {self.sequences_per_step // 5}, better to several steps' completions"
             )
         return self
 

@@ -44,7 +44,7 @@ from lockstep.run.planning.resources import (
 )
 from lockstep.run.planning.run_data import RunData, open_run_data
 from lockstep.run.planning.run_plan import RunPlan, assign_nodes, make_plan
-from lockstep.run.planning.served_models import served_models
+from lockstep.run.planning.served_models import differing_tokens, served_models
 from lockstep.run.planning.working_folder import START_EVENT
 from lockstep.run.run_id import release_shared_memory
 from lockstep.watch.agent.prepared_agent import PreparedAgent
@@ -145,7 +145,7 @@ def prepare_run(
 
         check_trackers(config.tracking)
     tokenizer = load_tokenizer(config.model)
-    _check_vocabularies(config, len(tokenizer), others)
+    _check_tokens_of_roles(config, len(tokenizer), others)
     data = open_run_data(config, {config.policy.name: model, **others}, tokenizer)
     notes += _mixture_notes(config, data)
     prepared = PreparedRun(config, folder, resume is not None, plan, model, host, data, notes, others, parent=from_run)
@@ -222,14 +222,28 @@ def _check_filter_metric(config: RunConfig) -> None:
         raise RunRefused(f"filter_groups.metric {metric!r} is not one of {', '.join(known)}")
 
 
-def _check_vocabularies(config: RunConfig, tokens: int, others: Mapping[str, ModelFacts]) -> None:
+def _check_tokens_of_roles(config: RunConfig, tokens: int, others: Mapping[str, ModelFacts]) -> None:
     """Raises ModelError if a trained model has no embedding for some of the policy's `tokens`, on which all are
-    trained."""
+    trained, or is from a folder in which they have other ids."""
     for role in config.train_roles[1:]:
         known = others[role.name].vocabulary
         if known < tokens:
             problem = f"it has embeddings for {known} tokens, and the tokenizer of {config.model.path} has {tokens}"
             raise ModelError(role.field("model.path"), role.model.path, problem, "take a model with this tokenizer")
+        if role.model.path != config.model.path and (differing := _tokens_of_other_model(config, role)):
+            problem = (
+                f"its tokenizer differs from the policy's, on whose tokens it is trained, in {len(differing)} tokens, "
+                f"such as {differing[0]!r}"
+            )
+            raise ModelError(role.field("model.path"), role.model.path, problem, "take a model with this tokenizer")
+
+
+def _tokens_of_other_model(config: RunConfig, role: TrainRole) -> list[str]:
+    """The tokens that have another id in the tokenizer in the role's folder; none if there is no tokenizer."""
+    try:
+        return differing_tokens(config.model, role.model.model_copy(update={"tokenizer": None}))
+    except ModelError:
+        return []
 
 
 def _resumed_config(config: RunConfig | None, folder: Path, overrides: Sequence[str]) -> tuple[RunConfig, list[str]]:

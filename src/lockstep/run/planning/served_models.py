@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from lockstep.config.model import ModelConfig
 from lockstep.config.run_config import RunConfig
 from lockstep.config.serve_role import ServeRole
 from lockstep.models.errors import ModelError
@@ -39,11 +40,17 @@ def naming_fields_of(section: str) -> Iterator[None]:
         raise type(error)(named(error.field), error.value, named(error.problem), named(error.remedy)) from error
 
 
+def differing_tokens(one: ModelConfig, other: ModelConfig) -> list[str]:
+    """The tokens that do not have the same id in the tokenizers of two models, sorted. Raises ModelError if there is no
+    tokenizer."""
+    ids, others = load_tokenizer(one).get_vocab(), load_tokenizer(other).get_vocab()
+    return sorted(token for token in ids.keys() | others.keys() if ids.get(token) != others.get(token))
+
+
 def _check_tokens(config: RunConfig, role: ServeRole, policy: ModelFacts, facts: ModelFacts) -> None:
     """Raises ModelError unless the served model has the policy's tokens, with the same ids."""
     field, path = "model.path", role.model.path
-    own, other = load_tokenizer(config.model).get_vocab(), load_tokenizer(role.model).get_vocab()
-    if differing := sorted(token for token in own.keys() | other.keys() if own.get(token) != other.get(token)):
+    if differing := differing_tokens(config.model, role.model):
         problem = (
             f"its tokenizer differs from the policy's in {len(differing)} tokens, such as {differing[0]!r}, so that "
             "its log-probabilities would be those of other tokens"
